@@ -170,12 +170,15 @@ def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - the res
         raise _broken(info, f"it made {type(made).__name__}, which lacks {', '.join(lacks)}")
     if not isinstance(made.forms, Capabilities):
         raise _broken(info, f"it made {type(made).__name__}, whose forms are {type(made.forms).__name__}")
-    from dsv4attn.core.contract.torch_layer_steps import layer_step_sources
+    from dsv4attn.core.contract.layer_ops import LayerOps
 
-    brought = {part for part, name in layer_step_sources(made).items() if name == made.name}
+    ops = complete(made).layer_ops
+    if not isinstance(ops, LayerOps):
+        raise _broken(info, f"it made {type(made).__name__}, whose layer_ops are {type(ops).__name__}, not LayerOps")
+    brought = {part for part, name in ops.sources(made.name).items() if name == made.name}
     if made.name != "reference" and brought != set(info.layer_steps):
         says, has = (", ".join(sorted(parts)) or "none" for parts in (info.layer_steps, brought))
-        raise _broken(info, f"BackendInfo.layer_steps names {says}, and its layer_steps bring {has}")
+        raise _broken(info, f"BackendInfo.layer_steps names {says}, and its layer_ops bring {has}")
 
 
 def _broken(info: BackendInfo, why: str) -> BrokenBackendError:

@@ -75,7 +75,7 @@ def _save(bench: Bench, scene: Compressing, cache: PagedKVCache, slots: np.ndarr
     positions = scene.tensor(np.array([p for _, p in scene.tokens(scene.spans)], dtype=np.int64))
     ape = scene.tensor(scene.ape, torch.float32)
     before = kv.clone(), score.clone()
-    complete(bench.backend).layer_steps.save_partial_states(kv, score, ape, positions, cache, scene.tensor(slots))
+    complete(bench.backend).layer_ops.save_partial_states(kv, score, ape, positions, cache, scene.tensor(slots))
     if not (torch.equal(kv, before[0]) and torch.equal(score, before[1])):
         raise Wrong("kv or scores were changed")
 

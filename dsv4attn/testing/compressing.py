@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import complete
-from dsv4attn.core.contract.layer_ops import takes_bf16_norm
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.testing import oracle_layer
@@ -300,7 +299,7 @@ def run_step(
     values: kv and scores of the tokens; None: their states are saved already. slots: slot mapping of the entries, other
     than that of the tokens. padded: whether rows of padding, with NaN and stale positions, stand before and after them.
     """
-    steps, tokens = complete(bench.backend).layer_steps, scene.tokens(spans)
+    steps, tokens = complete(bench.backend).layer_ops, scene.tokens(spans)
     entry_slots, state_slots = scene.entry_slots(spans) if slots is None else slots, scene.state_slots(spans)
     if padded:
         missing = [(-1, position) for position in STALE_POSITIONS]
@@ -319,7 +318,7 @@ def run_step(
         scene.tensor(np.array([request for request, _ in tokens], dtype=np.int32)),
         positions,
         scene.tensor(entry_slots),
-        scene.tensor(scene.norm_weight, scene.norm_dtype if takes_bf16_norm(steps) else torch.float32),
+        scene.tensor(scene.norm_weight, scene.norm_dtype),
         scene.eps,
         scene.tensor(scene.table, torch.float32),
         scene.ratio,

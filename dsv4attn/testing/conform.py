@@ -23,9 +23,8 @@ from typing import Any
 import attrs
 
 import dsv4attn
-from dsv4attn.core.contract.backend import API_VERSION
-from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_STEPS
-from dsv4attn.core.contract.torch_layer_steps import layer_step_sources, v41_step_sources
+from dsv4attn.core.contract.backend import API_VERSION, complete
+from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
 from dsv4attn.testing.case import Bench, Case, Measure, SkipCase, Wrong
 from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.judge import multiplying_in
@@ -181,15 +180,15 @@ class Certificate:
     def layer_steps(self) -> dict[str, str]:
         """For each part of the layer around attention, whose steps ran: the backend's own, or the reference's."""
         try:
-            return layer_step_sources(self.subject.backend)
+            return complete(self.subject.backend).layer_ops.sources(self.subject.backend.name)
         except Exception as error:  # noqa: BLE001 - whatever a stranger's backend raises; its cases have failed
-            return dict.fromkeys(LAYER_STEPS, f"raised {type(error).__name__}")
+            return dict.fromkeys(LAYER_OPS, f"raised {type(error).__name__}")
 
     @property
     def v41_steps(self) -> dict[str, str]:
         """For each step of DeepSeek-V4.1's layers alone, whose ran: the backend's own, or the reference's."""
         try:
-            return v41_step_sources(self.subject.backend)
+            return complete(self.subject.backend).layer_ops.v41_sources(self.subject.backend.name)
         except Exception as error:  # noqa: BLE001 - as above
             return dict.fromkeys((*LATENTS, *CANDIDATES, *DELAYED), f"raised {type(error).__name__}")
 

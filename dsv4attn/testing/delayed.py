@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract.torch_layer_steps import complete_steps
+from dsv4attn.core.contract.backend import complete
 from dsv4attn.testing import oracle_layer, oracle_v41
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, Wrong
@@ -78,7 +78,7 @@ def _runs(bench: Bench, scene: Mixing, previous: F64 | None) -> Measure:
     residual = apart("residual", scene.tensor(scene.residual, scene.dtype))
     given = None if previous is None else scene.tensor(previous)
     before = residual.clone(), None if given is None else given.clone()
-    made = complete_steps(bench.backend).mhc_pre_delayed(residual, given, *scene.mixing, **scene.norm)
+    made = complete(bench.backend).layer_ops.mhc_pre_delayed(residual, given, *scene.mixing, **scene.norm)
     apart.check()
     _same("the streams", residual, before[0])
     if given is not None and before[1] is not None:
@@ -101,7 +101,7 @@ def runs_fused_delayed(bench: Bench, scene: Mixing) -> Measure:
     apart, previous = Apart(scene.apart), previous_of(scene)
     x, residual, post, comb = post_arguments(scene, apart)
     before = residual.clone()
-    steps, given = complete_steps(bench.backend), scene.tensor(previous)
+    steps, given = complete(bench.backend).layer_ops, scene.tensor(previous)
     new, *made = steps.mhc_fused_post_pre_delayed(x, residual, post, comb, given, *scene.mixing, **scene.norm)
     apart.check()
     _same("the streams", residual, before)
@@ -114,7 +114,7 @@ def runs_collapse(bench: Bench, scene: Mixing) -> Measure:
     """`mhc_collapse`: the output behind the last layer."""
     apart, previous = Apart(scene.apart), previous_of(scene)
     streams = apart("residual", scene.tensor(scene.residual, scene.dtype))
-    found = complete_steps(bench.backend).mhc_collapse(streams, scene.tensor(previous))
+    found = complete(bench.backend).layer_ops.mhc_collapse(streams, scene.tensor(previous))
     apart.check()
     out = rows_of(found, scene, "the output", scene.hidden, dtype=scene.dtype)
     wanted = [collapsed(scene.residual[token], previous[token]) for token in scene.distinct]

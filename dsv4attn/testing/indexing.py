@@ -132,7 +132,7 @@ def run_queries(bench: Bench, scene: Queries, positions: NDArray[np.int64] | Non
         apart("weights", scene.tensor(scene.weights, scene.weight_dtype)),
     )
     table, before = apart("cos_sin_cache", scene.tensor(scene.table, torch.float32)), (q.clone(), weights.clone())
-    steps = complete(bench.backend).layer_steps
+    steps = complete(bench.backend).layer_ops
     at = scene.tensor(scene.positions if positions is None else positions)
     made = steps.indexer_q_rope_quant(q, weights, at, table, scene.layout)
     apart.check()

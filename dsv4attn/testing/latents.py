@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.problem import Problem
-from dsv4attn.core.contract.torch_layer_steps import complete_steps
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing import oracle, oracle_v41
 from dsv4attn.testing.book import Book, Shelf, place_of
@@ -141,7 +141,7 @@ def _run(bench: Bench, scene: Latents, states: Book | None, spans: Sequence[Span
     before = kv.clone(), score.clone()
     weight = scene.tensor(scene.weight(), torch.float32)
     rest = positions, requests, weight, scene.eps, scene.ratio
-    run = complete_steps(bench.backend).compress_latents
+    run = complete(bench.backend).layer_ops.compress_latents
     if states is None:
         found = run(kv, None, *rest)
     else:
@@ -278,7 +278,7 @@ def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, Latents], 
         weight = scene.tensor(scene.weight(), torch.float32) if normed else None
         original, before = x.clone(), book.bytes()
         norm = weight, scene.eps, scene.tensor(table, torch.float32)
-        steps = complete_steps(bench.backend)
+        steps = complete(bench.backend).layer_ops
         steps.norm_rope_store(x, positions, scene.tensor(slots), *norm, scene.ratio, book.cache)
         if not torch.equal(x.view(torch.int16), original.view(torch.int16)):
             raise Wrong("the rows that were given were changed")

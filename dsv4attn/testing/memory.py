@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsv4attn.core.contract.backend import Phase, complete
-from dsv4attn.core.contract.layer_ops import LayerSteps
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import simultaneous_bytes
@@ -148,7 +148,7 @@ def _within(used: int, allowed: int) -> Measure:
 class _Metered:
     """Layer steps whose temporaries are measured."""
 
-    def __init__(self, steps: LayerSteps) -> None:
+    def __init__(self, steps: LayerOps) -> None:
         self._steps, self.used = steps, 0
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a step
@@ -171,14 +171,14 @@ class _Metered:
 class _Layer:
     """A backend of which only the layer steps are used."""
 
-    layer_steps: Any
+    layer_ops: Any
 
 
 def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Callable[[Bench, Any], Measure]:
     """The layer steps of some runs hold no more temporaries than their `transient_bytes` says for so many tokens."""
 
     def check(bench: Bench, scene: Any) -> Measure:  # noqa: ANN401 - a Scene
-        steps = complete(bench.backend).layer_steps
+        steps = complete(bench.backend).layer_ops
         metered, allowed = _Metered(steps), steps.transient_bytes(tokens)
         backend: Any = _Layer(metered)
         for run in runs:

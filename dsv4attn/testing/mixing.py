@@ -274,7 +274,7 @@ def runs_pre(bench: Bench, scene: Mixing) -> Measure:
     apart = Apart(scene.apart)
     residual = apart("residual", scene.tensor(scene.residual, scene.dtype))
     before = residual.clone()
-    made = complete(bench.backend).layer_steps.mhc_pre(residual, *scene.mixing, **scene.norm)
+    made = complete(bench.backend).layer_ops.mhc_pre(residual, *scene.mixing, **scene.norm)
     apart.check()
     _unchanged(residual, before)
     return _judge_mixes(scene, made, scene.residual)
@@ -308,7 +308,7 @@ def runs_post(bench: Bench, scene: Mixing) -> Measure:
     apart = Apart(scene.apart)
     x, residual, post, comb = post_arguments(scene, apart)
     before = residual.clone()
-    found = complete(bench.backend).layer_steps.mhc_post(x, residual, post, comb)
+    found = complete(bench.backend).layer_ops.mhc_post(x, residual, post, comb)
     apart.check()
     _unchanged(residual, before)
     return judge_streams(scene, found)
@@ -319,7 +319,7 @@ def runs_fused(bench: Bench, scene: Mixing) -> Measure:
     apart = Apart(scene.apart)
     x, residual, post, comb = post_arguments(scene, apart)
     before = residual.clone()
-    steps = complete(bench.backend).layer_steps
+    steps = complete(bench.backend).layer_ops
     new, *made = steps.mhc_fused_post_pre(x, residual, post, comb, *scene.mixing, **scene.norm)
     apart.check()
     _unchanged(residual, before)
@@ -333,7 +333,7 @@ def runs_head(bench: Bench, scene: Mixing) -> Measure:
     apart, (fn, scale, base) = Apart(scene.apart), scene.head
     streams = apart("residual", scene.tensor(scene.residual, scene.dtype))
     parameters = scene.tensor(fn), scene.tensor(scale), scene.tensor(base), scene.rms_eps, scene.pre_eps
-    found = complete(bench.backend).layer_steps.hc_head(streams, *parameters)
+    found = complete(bench.backend).layer_ops.hc_head(streams, *parameters)
     apart.check()
     out, wanted = rows_of(found, scene, "the head's output", scene.hidden, dtype=scene.dtype), []
     for token in scene.distinct:

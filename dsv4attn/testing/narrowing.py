@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsv4attn.core.contract.torch_layer_steps import complete_steps
+from dsv4attn.core.contract.backend import complete
 from dsv4attn.testing import oracle_v41
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.selecting import Selecting, judge_row, sum_bits
@@ -61,7 +61,7 @@ def _most(scene: Narrowing) -> int:
 
 def _published(bench: Bench, scene: Narrowing) -> torch.Tensor:
     out = torch.full((len(scene.tokens), scene.blocks), GARBAGE, dtype=torch.int32, device=scene.device)
-    steps, given = complete_steps(bench.backend), (scene.query(), scene.book.cache, *_maps(scene))
+    steps, given = complete(bench.backend).layer_ops, (scene.query(), scene.book.cache, *_maps(scene))
     steps.select_candidates(*given, out, scene.block_size, _most(scene))
     return out
 
@@ -110,7 +110,7 @@ def _judge_blocks(scene: Narrowing, token: int, row: NDArray[np.int64], bits: in
 def _selected(bench: Bench, scene: Narrowing, candidates: torch.Tensor) -> Measure:
     """Select among candidates [T, N], and compare with the scores of their entries."""
     out = torch.full((len(scene.tokens), scene.topk), GARBAGE, dtype=torch.int32, device=scene.device)
-    steps, given = complete_steps(bench.backend), (scene.query(), scene.book.cache, *_maps(scene))
+    steps, given = complete(bench.backend).layer_ops, (scene.query(), scene.book.cache, *_maps(scene))
     before = candidates.clone()
     steps.select_topk_of_candidates(*given, candidates, scene.block_size, out, _most(scene))
     if not torch.equal(before, candidates):

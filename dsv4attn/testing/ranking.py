@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
 from dsv4attn.core.contract.backend import complete
-from dsv4attn.core.contract.layer_ops import RankSelection
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.selecting import GARBAGE, Selecting, judge_selection, sum_bits
 
@@ -28,11 +27,11 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, Selecting], Measure]:
     """Check that candidates of so many ranks, merged by score and then by number, are the selection of one rank."""
 
     def check(bench: Bench, scene: Selecting) -> Measure:
-        steps, query, cache = complete(bench.backend).layer_steps, scene.query(), scene.book.cache
+        steps, query, cache = complete(bench.backend).layer_ops, scene.query(), scene.book.cache
         request = scene.tensor(np.array([owner for owner, _ in scene.tokens], dtype=np.int32))
         visible = scene.tensor(np.array([seen for _, seen in scene.tokens], dtype=np.int32))
-        if scene.topk <= getattr(steps, "most_over_ranks", 0):
-            rows = _ascending(_by_kernels(cast("RankSelection", steps), scene, ranks, request, visible))
+        if scene.topk <= steps.most_over_ranks:
+            rows = _ascending(_by_kernels(steps, scene, ranks, request, visible))
             if (rows[:, scene.topk :] >= 0).any():
                 raise Wrong(f"ranks hold more than the {scene.topk} entries of a token together")
             return judge_selection(scene, rows[:, : scene.topk], bits=sum_bits(bench))
@@ -51,8 +50,8 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, Selecting], Measure]:
     return check
 
 
-def _by_kernels(steps: RankSelection, scene: Selecting, ranks: int, request: Tensor, visible: Tensor) -> I64:
-    """[T, ranks * K] entry numbers that ranks hold of the best candidates, by a backend's `layer_ops.RankSelection`."""
+def _by_kernels(steps: LayerOps, scene: Selecting, ranks: int, request: Tensor, visible: Tensor) -> I64:
+    """[T, ranks * K] entry numbers that ranks hold of the best candidates, by the backend's ops."""
     query, shape, most = scene.query(), (len(scene.tokens), scene.topk), int(visible.max())
     numbers = torch.full((ranks, *shape), GARBAGE, dtype=torch.int32, device=scene.device)
     scores = torch.full((ranks, *shape), torch.nan, device=scene.device, dtype=torch.float32)

@@ -227,7 +227,7 @@ class Selecting:
     def scores(self, token: int, query: IndexQuery | None = None, bits: int = 24) -> tuple[F64, F64]:
         """Scores of the entries that a token sees, NaN for absent ones, and the largest error of each.
 
-        bits: of the sums of products, see `LayerSteps.sum_bits`.
+        bits: of the sums of products, see `LayerOps.sum_bits`.
         """
         request, count = self.tokens[token]
         if not count:
@@ -281,8 +281,7 @@ def score_errors(q: F64, weights: F64, keys: F64, bits: int = 24) -> F64:
 
 def sum_bits(bench: Bench) -> int:
     """Bits that sums of products of the backend's index codes keep."""
-    # steps of third parties may be older than this attribute
-    return int(getattr(complete(bench.backend).layer_steps, "sum_bits", 24))
+    return complete(bench.backend).layer_ops.sum_bits
 
 
 def run_selection(bench: Bench, scene: Selecting, query: IndexQuery) -> NDArray[np.int64]:
@@ -292,7 +291,7 @@ def run_selection(bench: Bench, scene: Selecting, query: IndexQuery) -> NDArray[
     table = scene.tensor(scene.table)
     visible = np.array([seen for _, seen in scene.tokens], dtype=np.int32)
     before = scene.book.bytes()
-    complete(bench.backend).layer_steps.select_topk(
+    complete(bench.backend).layer_ops.select_topk(
         query,
         scene.book.cache,
         table[:, :-1] if scene.apart else table,

@@ -9,7 +9,6 @@ from dsv4attn import load_backend
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS
 from dsv4attn.core.contract.problem import Problem
-from dsv4attn.core.contract.torch_layer_steps import v41_step_sources
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.selection import explain, registered
 from tests.backends.built_in import triton_backends
@@ -22,7 +21,10 @@ HERE = DeviceFacts.here("cpu")
 @pytest.mark.parametrize("name", triton_backends())
 def test_a_descriptor_names_torch_exactly_where_the_backend_has_no_step_of_v41(name: str, ratio: int) -> None:
     problem = Problem.of(ModelGeometry.preset("v4.1-flash"), compress_ratio=ratio)
-    told, sources = explain(problem, backend=name, device=HERE).layer_steps, v41_step_sources(load_backend(name))
+    told, sources = (
+        explain(problem, backend=name, device=HERE).layer_steps,
+        load_backend(name).layer_ops.v41_sources(name),
+    )
 
     for part, steps in PARTS.items():
         own = {sources[step] for step in steps} == {name}

@@ -159,7 +159,7 @@ def selection(group: Any, interleave: int) -> None:
         for n, e in enumerate(numbers.tolist()):
             cache.tensor[table[i, n // size], n % size] = keys[i][e]
     out = torch.full((8, topk + 2), -7, dtype=torch.int32)[:, 1:-1]
-    steps = complete(load_backend("reference")).layer_steps
+    steps = complete(load_backend("reference")).layer_ops
     lens = own.counts(visible).int()
     select_topk_over_ranks(context, steps, PLAIN, query, cache, table, token_to_req, lens, out, max(entries))
 

@@ -198,7 +198,7 @@ def test_the_plan_of_a_whole_layer_counts_its_steps() -> None:
     plans = [plan_workspace(layer, LIMITS, backend, FP8, layer_steps=whole) for whole in (False, True)]
 
     assert plans[0].transient_bytes == 0
-    assert plans[1].transient_bytes == complete(backend).layer_steps.transient_bytes(64) > 0
+    assert plans[1].transient_bytes == complete(backend).layer_ops.transient_bytes(64) > 0
 
 
 # bad input
@@ -356,14 +356,16 @@ def test_short_contexts_select_everything_without_scores_but_never_while_a_graph
 ) -> None:
     whole, asked = Whole(load_backend("reference")), list[int]()
     hidden = whole.hidden(0, 15)  # at most three entries, all of which are selected
-    steps = whole.layers[1].backend.layer_steps
+    steps = whole.layers[1].backend.layer_ops
     select = steps.select_topk
 
     def counted(*given: object) -> None:
         asked.append(given[-1])  # type: ignore[arg-type]
         select(*given)  # type: ignore[arg-type]
 
-    vars(steps)["select_topk"] = counted
+    for layer in whole.layers:
+        if layer.indexer is not None:
+            layer.indexer._steps = attrs.evolve(steps, select_topk=counted)
     expected = whole.cut(hidden, [10, 5])[1]
     assert not asked
     monkeypatch.setattr("dsv4attn.core.layer.indexer.is_capturing", lambda _: True)

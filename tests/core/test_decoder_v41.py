@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsv4attn.core.contract.torch_layer_steps import complete_steps
 from dsv4attn.core.layer.decoder_layer import DeepseekV41DecoderLayer
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.metadata.forward_context import set_forward_context
@@ -27,7 +26,7 @@ def test_decoder_layers_hand_the_pre_of_each_sublayer_to_the_next() -> None:
         )
         for _ in range(4)
     ]
-    steps = complete_steps(whole.layers[0].backend)
+    steps = whole.layers[0].backend.layer_ops
     connected = [HyperConnections(sizes, weights, steps) for weights in around]
     layers = [DeepseekV41DecoderLayer(whole.layers[i], torch.tanh, *connected[2 * i : 2 * i + 2]) for i in (0, 1)]
     first = torch.randn(12, n, sizes.hidden_size, generator=generator)

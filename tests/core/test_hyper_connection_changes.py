@@ -41,7 +41,7 @@ def through(connections: HyperConnections) -> list[Tensor]:
 
 
 def connected(weights: HyperConnectionWeights, norm: Tensor) -> HyperConnections:
-    return HyperConnections(SMALL, weights, complete(load_backend("reference")).layer_steps, norm)
+    return HyperConnections(SMALL, weights, complete(load_backend("reference")).layer_ops, norm)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -17,7 +17,7 @@ from dsv4attn.core.cache.convert import convert_cache
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import BackendDefaults, complete
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind
@@ -55,7 +55,7 @@ def mixes(seed: int = 0) -> HyperConnections:
     n, generator = SMALL.hc_mult, torch.Generator().manual_seed(seed)
     given = (2 * n + n * n, n * SMALL.hidden_size), (2 * n + n * n,), (3,)
     weights = HyperConnectionWeights(*[torch.randn(shape, generator=generator) * 0.3 for shape in given])
-    return HyperConnections(attrs.evolve(SMALL, hc_sinkhorn_iters=2), weights, complete(ReferenceBackend()).layer_steps)
+    return HyperConnections(attrs.evolve(SMALL, hc_sinkhorn_iters=2), weights, complete(ReferenceBackend()).layer_ops)
 
 
 def streams_of(mixes: HyperConnections, streams: Tensor) -> list[Tensor]:
@@ -106,11 +106,12 @@ def test_a_backend_never_sees_autocast_or_a_mode_that_records_gradients(device: 
             look()
             super().decode(call)
 
-    class OwnSteps(TorchLayerSteps):
-        def mhc_post(self, x: Tensor, *args: Tensor) -> Tensor:
-            look()
-            return x
+    def mhc_post(x: Tensor, *_: Tensor) -> Tensor:
+        look()
+        return x
 
+    connected = mixes()
+    connected._steps = attrs.evolve(LayerOps(), mhc_post=mhc_post)
     backend, case = Own(), bound(LayerKind.C4A)
     case.layer.backend = backend
     torch.set_autocast_enabled(device, True)
@@ -120,7 +121,7 @@ def test_a_backend_never_sees_autocast_or_a_mode_that_records_gradients(device: 
         cache, slots = PagedKVCache.allocate(FP32, 4, 4), torch.arange(3)
         given = torch.randn(3, 4, 32), torch.randn(3, 32), cache, slots, slots, ROPE, 1e-6
         backend.qnorm_rope_kv_insert(*given)
-        OwnSteps(backend.quantize_and_insert_k_cache).mhc_post(torch.ones(2, 2))
+        connected.post(*[torch.ones(2, 2)] * 4)
         assert torch.is_autocast_enabled(device)
         assert torch.is_grad_enabled()
     finally:
@@ -193,7 +194,7 @@ BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(not INT
 @pytest.mark.parametrize("name", BACKENDS)
 def test_methods_and_steps_of_a_backend_leave_no_graph(name: str) -> None:
     backend = complete(load_backend(name))
-    steps, slots, cache = backend.layer_steps, torch.arange(6), PagedKVCache.allocate(FP32, 4, 4)
+    steps, slots, cache = backend.layer_ops, torch.arange(6), PagedKVCache.allocate(FP32, 4, 4)
     backend.quantize_and_insert_k_cache(grads(6, 32), cache, slots)
     bare(cache.tensor, cache.region("row"))
     q = grads(6, 4, 32)

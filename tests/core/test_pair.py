@@ -251,7 +251,7 @@ def test_every_optional_part_of_the_contract_is_forwarded() -> None:
     """Whatever a later version of the contract adds to `BackendDefaults` needs a rule in `PhasedBackend`."""
     optional = {name for name in vars(BackendDefaults) if not name.startswith("_")} - {"translate_to_ragged"}
 
-    taken_over = {"builder_steps", "deterministic", "layer_steps", "prepare_rows", "projects_fp8", "rank_steps"}
+    taken_over = {"builder_steps", "deterministic", "layer_ops", "prepare_rows", "projects_fp8", "rank_steps"}
     assert optional == taken_over | {
         "metadata_extension",
         "kernel_variants",

@@ -38,7 +38,7 @@ def test_g22_a_million_tokens_are_selected_from_in_tiles() -> None:
     query = IndexQuery(torch.ones(TOKENS, HEADS, DIM).to(torch.float8_e4m3fn), torch.ones(TOKENS, HEADS))
     lens = torch.full((TOKENS,), ENTRIES, dtype=torch.int32)
     out, request = torch.full((TOKENS, TOPK), -1, dtype=torch.int32), torch.zeros(TOKENS, dtype=torch.int32)
-    steps = complete(load_backend("reference")).layer_steps
+    steps = complete(load_backend("reference")).layer_ops
 
     with Largest() as seen:
         steps.select_topk(query, cache, table, request, lens, out, ENTRIES)

@@ -127,7 +127,7 @@ def consumer_inserts(whole: Whole) -> None:
     reuse, given = whole.layers[2], random_weights(SMALL_V41, 3)
     weights = AttentionWeights.from_dict(given, SMALL_V41, 3).compressor
     assert weights is not None
-    table, steps = reuse.attention.cos_sin_cache, complete(reuse.backend).layer_steps
+    table, steps = reuse.attention.cos_sin_cache, complete(reuse.backend).layer_ops
     reuse.compressor = LatentCompressor(attrs.evolve(reuse.layer, compress_ratio=2), weights, table, steps, linear)
     assert reuse.caches is not None
     reuse.caches = attrs.evolve(reuse.caches, state=whole.manager.caches[3].state)

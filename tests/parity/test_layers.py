@@ -15,11 +15,11 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import complete
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.core.layer.decoder_layer import DeepseekV4DecoderLayer
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.selection import load_backend
+from tests.layer_ops import TorchOps
 from tests.parity import hf
 from tests.parity.layers import Stack
 
@@ -71,7 +71,7 @@ def test_g15_several_sequences_and_tokens_of_a_step_equal_it() -> None:
         assert off(got, torch.cat([one.output[40:43], one.output[:29]])) <= TOLERANCE
 
 
-class NoOverlap(TorchLayerSteps):
+class NoOverlap(TorchOps):
     def compress_norm_rope_store(self, *args: Any, **options: Any) -> None:
         row = args[0].region("row")
         before, width = row.clone(), row.shape[-1] // 2
@@ -81,13 +81,13 @@ class NoOverlap(TorchLayerSteps):
         row.copy_(before)
 
 
-class LateRope(TorchLayerSteps):
+class LateRope(TorchOps):
     def compress_norm_rope_store(self, *args: Any, **options: Any) -> None:
         given: list[Any] = [*args[:7], args[7].roll(-1, 0), *args[8:]]
         super().compress_norm_rope_store(*given, **options)
 
 
-class FirstEntries(TorchLayerSteps):
+class FirstEntries(TorchOps):
     @staticmethod
     def select_topk(*args: Any) -> None:
         *_, lens, out, _ = args
@@ -96,9 +96,9 @@ class FirstEntries(TorchLayerSteps):
 
 
 @pytest.mark.parametrize(("steps", "layers"), [(NoOverlap, (1,)), (LateRope, (1, 2)), (FirstEntries, (1,))])
-def test_a_planted_bug_is_seen(steps: type[TorchLayerSteps], layers: tuple[int, ...]) -> None:
+def test_a_planted_bug_is_seen(steps: type[TorchOps], layers: tuple[int, ...]) -> None:
     backend = complete(load_backend("reference"))
-    vars(backend)["layer_steps"] = steps(backend.quantize_and_insert_k_cache)
+    vars(backend)["layer_ops"] = steps().table()
     stack = Stack(hf.model(0), backend, FP32)
 
     found = outputs(stack, traces(0), [71])
@@ -109,7 +109,7 @@ def test_a_planted_bug_is_seen(steps: type[TorchLayerSteps], layers: tuple[int, 
 
 def connections(module: Any, stack: Stack, norm: Any) -> HyperConnections:
     weights = HyperConnectionWeights(module.fn.detach(), module.base.detach(), module.scale.detach())
-    return HyperConnections(stack.geometry, weights, complete(load_backend("reference")).layer_steps, norm.weight)
+    return HyperConnections(stack.geometry, weights, complete(load_backend("reference")).layer_ops, norm.weight)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -133,7 +133,7 @@ def test_hyper_connections_equal_transformers(seed: int) -> None:
             found = second.after(made[0], streams[0], got_post, got_comb)
             assert off(found[0], theirs[0][0]) < 1e-6
             assert off(found[3], layer.post_attention_layernorm(theirs[3])[0]) < 2e-6
-        head, steps = model.hc_head, complete(load_backend("reference")).layer_steps
+        head, steps = model.hc_head, complete(load_backend("reference")).layer_ops
         got = steps.hc_head(streams[0], head.hc_fn, head.hc_scale, head.hc_base, stack.geometry.eps, head.eps)
         assert off(got, head(streams)[0]) < 1e-6
 

@@ -252,13 +252,17 @@ def test_a_room_without_triton_says_where_it_comes_from(room: str, without_trito
 @pytest.mark.parametrize(
     ("declared", "brought", "says"),
     [
-        ("()", "Steps", "BackendInfo.layer_steps names none, and its layer_steps bring selection"),
+        (
+            "()",
+            "evolve(LayerOps(), select_topk=select)",
+            "BackendInfo.layer_steps names none, and its layer_ops bring selection",
+        ),
         (
             "('selection',)",
-            "TorchLayerSteps",
-            "names selection, and its layer_steps bring none",
+            "LayerOps()",
+            "names selection, and its layer_ops bring none",
         ),
-        ("('selection',)", "Steps", ""),
+        ("('selection',)", "evolve(LayerOps(), select_topk=select)", ""),
     ],
 )
 def test_a_backend_brings_the_layer_steps_that_its_descriptor_names(
@@ -267,12 +271,12 @@ def test_a_backend_brings_the_layer_steps_that_its_descriptor_names(
     backend = f"""
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.definitions import TorchLayerSteps
+from attrs import evolve
+from dsv4attn.core.contract import LayerOps
 
 
-class Steps(TorchLayerSteps):
-    def select_topk(self, *given):
-        super().select_topk(*given)
+def select(*given):
+    LayerOps().select_topk(*given)
 
 
 class Acme(ReferenceBackend):
@@ -280,7 +284,7 @@ class Acme(ReferenceBackend):
 
     def __init__(self):
         super().__init__()
-        self.layer_steps = {brought}(self.quantize_and_insert_k_cache)
+        self.layer_ops = {brought}
 """
     source = plugin(factory="dsv4attn_acme:Acme").replace("api=", f"layer_steps={declared}, api=") + backend
     shelf.install("dsv4attn-acme", source)

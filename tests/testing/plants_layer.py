@@ -15,8 +15,8 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import Arrangement, PagedKVCache
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.core.torch_ops import compressor
+from tests.layer_ops import TorchOps
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -56,8 +56,18 @@ STEPS: dict[str, tuple[str, ...]] = {
 """Names of the arguments of each step."""
 
 
-class Slipping(TorchLayerSteps):
-    """Torch's steps, one of which is changed before or behind."""
+class Slipping(TorchOps):
+    """Torch's ops, one of which is changed. The fused ones are made of the others, so that they have the same bug."""
+
+    def mhc_fused_post_pre(self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *mixes: Any, **o: Any) -> Any:
+        residual = self.mhc_post(x, residual, post, comb)
+        return residual, *self.mhc_pre(residual, *mixes, **o)
+
+    def mhc_fused_post_pre_delayed(
+        self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *previous: Any, **options: Any
+    ) -> Any:
+        residual = self.mhc_post(x, residual, post, comb)
+        return residual, *self.mhc_pre_delayed(residual, *previous, **options)
 
 
 def slip(
@@ -75,7 +85,7 @@ def slip(
 
     def make() -> Any:
         backend: Any = ReferenceBackend()
-        steps: Any = Slipping(backend.quantize_and_insert_k_cache)
+        steps: Any = Slipping()
         right = getattr(steps, step)
 
         def wrong(*args: Any, **options: Any) -> Any:
@@ -88,7 +98,7 @@ def slip(
             return behind(result, given) if behind else result
 
         setattr(steps, step, wrong)
-        backend.layer_steps = steps
+        backend.layer_ops = steps.table()
         return backend
 
     return make
@@ -156,7 +166,7 @@ def compress_with(**slips: Any) -> Callable[[], Any]:
 def late_saving() -> Any:
     """Entries are made before the states of the step are there."""
     backend: Any = ReferenceBackend()
-    steps: Any = Slipping(backend.quantize_and_insert_k_cache)
+    steps: Any = Slipping()
     save, compress, waiting = steps.save_partial_states, steps.compress_norm_rope_store, list[Any]()
     steps.save_partial_states = lambda *args: waiting.append(args)
 
@@ -166,7 +176,7 @@ def late_saving() -> Any:
             save(*waiting.pop())
 
     steps.compress_norm_rope_store = early
-    backend.layer_steps = steps
+    backend.layer_ops = steps.table()
     return backend
 
 
@@ -196,7 +206,7 @@ def interleaved(given: dict[str, Any]) -> PagedKVCache:
 def no_temporaries() -> Any:
     """A backend whose steps say that they allocate nothing."""
     backend: Any = ReferenceBackend()
-    backend.layer_steps.transient_bytes = lambda _: 0
+    backend.layer_ops = attrs.evolve(backend.layer_ops, transient_bytes=lambda _: 0)
     return backend
 
 
@@ -289,12 +299,12 @@ def bits_ordered(q: Tensor, weights: Tensor, k: Tensor, *_: object) -> Tensor:
 def old_streams() -> Any:
     """The fused step mixes the streams that it was given."""
     backend: Any = ReferenceBackend()
-    steps = backend.layer_steps
+    steps = backend.layer_ops
 
     def fused(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *mixes: Any, **options: Any) -> Any:
         return steps.mhc_post(x, residual, post, comb), *steps.mhc_pre(residual, *mixes, **options)
 
-    steps.mhc_fused_post_pre = fused
+    backend.layer_ops = attrs.evolve(steps, mhc_fused_post_pre=fused)
     return backend
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.core.torch_ops import merge
 from dsv4attn.core.torch_ops.indexer import IndexQuery
+from tests.layer_ops import TorchOps
 
 __all__ = ["CHOICES", "MERGES", "Chooses", "Merges"]
 
@@ -75,16 +75,15 @@ class Chooses(ReferenceBackend):
         self._bug = bug
 
     @cached_property
-    def layer_steps(self) -> Any:
+    def layer_ops(self) -> Any:
         """Torch's, with a selection over ranks."""
-        return _Steps(self.quantize_and_insert_k_cache, self._bug)
+        return _Steps(self._bug).table()
 
 
-class _Steps(TorchLayerSteps):
+class _Steps(TorchOps):
     most_over_ranks = 10**6
 
-    def __init__(self, insert: Any, bug: str) -> None:
-        super().__init__(insert)
+    def __init__(self, bug: str) -> None:
         self._bug = bug
 
     def propose_candidates(

@@ -20,7 +20,7 @@ NEW = {*DELAYED, *LATENTS, *CANDIDATES}
 def own_pre(given: dict[str, Any]) -> Tensor:
     """The weights that the streams themselves have, as in V4."""
     rest = {**given, "previous_pre": None}
-    return ReferenceBackend().layer_steps.mhc_pre_delayed(**rest)[0]
+    return ReferenceBackend().layer_ops.mhc_pre_delayed(**rest)[0]
 
 
 def own_pre_at_first(given: dict[str, Any]) -> Tensor:

@@ -13,13 +13,13 @@ from dsv4attn.backends.reference import kernels as reference_kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.layer_ops import LAYER_STEPS
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps, layer_step_sources
+from dsv4attn.core.contract.layer_ops import LAYER_OPS
 from dsv4attn.core.torch_ops import indexer, latents, selection
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
+from tests.layer_ops import TorchOps
 from tests.testing import plants_layer as wrong
 from tests.testing.plants import packed_pages
 from tests.testing.plants_layer import compress_with, slip, with_
@@ -265,38 +265,29 @@ def test_what_the_plants_are_grafted_on_passes() -> None:
 # whose steps they are
 
 
-class Own(TorchLayerSteps):
+class Own(TorchOps):
     def select_topk(self, *args: Any, **options: Any) -> None:
         raise NotImplementedError
 
 
 def test_a_certificate_says_whose_layer_steps_were_judged() -> None:
     backend: Any = ReferenceBackend()
-    backend.name, backend.layer_steps = "own", Own(backend.quantize_and_insert_k_cache)
+    backend.name, backend.layer_ops = "own", Own().table()
 
     certificate = conform(Subject.of(backend), chosen(CASES, "select-fp8"))
 
-    wanted = {**dict.fromkeys(LAYER_STEPS, "reference"), "selection": "own"}
-    assert certificate.as_json()["layer_steps"] == layer_step_sources(backend) == wanted
+    wanted = {**dict.fromkeys(LAYER_OPS, "reference"), "selection": "own"}
+    assert certificate.as_json()["layer_steps"] == backend.layer_ops.sources("own") == wanted
     assert certificate.outcomes[0].message.startswith("raised NotImplementedError")
-
-
-def test_steps_of_another_class_or_assigned_to_an_object_are_the_backends_own() -> None:
-    backend: Any = ReferenceBackend()
-    backend.name = "own"
-    backend.layer_steps.mhc_post = lambda *_: None
-    assert layer_step_sources(backend)["hyper_connections"] == "own"
-    backend.layer_steps = object()
-    assert layer_step_sources(backend) == dict.fromkeys(LAYER_STEPS, "own")
 
 
 def test_steps_that_cannot_be_made_fail_their_cases_and_leave_a_certificate() -> None:
     class Broken(ReferenceBackend):
         @property
-        def layer_steps(self) -> Any:
+        def layer_ops(self) -> Any:
             raise RuntimeError("no library")
 
     certificate = conform(Subject.of(Broken()), chosen(CASES, "select-fp8,lse-decode"))
 
     assert [o.state for o in certificate.outcomes] == ["passed", "failed"]
-    assert certificate.as_json()["layer_steps"] == dict.fromkeys(LAYER_STEPS, "raised RuntimeError")
+    assert certificate.as_json()["layer_steps"] == dict.fromkeys(LAYER_OPS, "raised RuntimeError")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract import layer_ops
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps, complete_steps, v41_step_sources
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
@@ -132,51 +132,9 @@ def test_the_reference_passes_all_cases_of_v41() -> None:
     assert [(o.case.name, o.message) for o in certificate.outcomes if o.state != "passed"] == []
 
 
-class Older:
-    """Steps of another class, without those of V4.1."""
-
-    sum_bits = 14
-
-    def __init__(self, backend: Any) -> None:
-        self._torchs = TorchLayerSteps(backend.quantize_and_insert_k_cache)
-        self.asked = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in wrong.NEW:
-            raise AttributeError(name)
-        return getattr(self._torchs, name)
-
-    def mhc_post(self, *args: Any) -> torch.Tensor:
-        self.asked += 1
-        return self._torchs.mhc_post(*args)
-
-    def transient_bytes(self, max_tokens: int) -> int:
-        return 0
-
-
-def test_steps_that_lack_those_of_v41_get_torchs_and_keep_their_own() -> None:
-    backend: Any = ReferenceBackend()
-    older = Older(backend)
-    backend.layer_steps = older
-
-    certificate = conform(Subject.of(backend), chosen(CASES, "V"))
-
-    assert [(o.case.name, o.message) for o in certificate.outcomes if o.state != "passed"] == []
-    assert older.asked, "the fused step calls the post of the backend"
-    whole = complete_steps(backend)
-    assert whole.sum_bits == 14
-    assert whole.transient_bytes(3) == TorchLayerSteps(backend.quantize_and_insert_k_cache).transient_bytes(3)
-
-
-def test_steps_that_have_all_are_the_backends_own_object() -> None:
-    backend = ReferenceBackend()
-
-    assert complete_steps(backend) is backend.layer_steps
-
-
 @pytest.mark.parametrize("size", [0, -8, 12, 1024])
 def test_a_block_size_that_is_no_power_of_two_is_refused_before_anything_is_written(size: int) -> None:
-    steps: Any = ReferenceBackend().layer_steps
+    steps: Any = ReferenceBackend().layer_ops
     out = torch.full((1, 4), 7, dtype=torch.int32)
     with pytest.raises(ArgumentError, match="block_size"):
         steps.select_candidates(None, None, None, None, None, out, size, 100)
@@ -186,7 +144,7 @@ def test_a_block_size_that_is_no_power_of_two_is_refused_before_anything_is_writ
 
 
 def test_a_ratio_of_two_needs_scores_and_a_ring_and_a_ratio_of_one_takes_none() -> None:
-    steps: Any = ReferenceBackend().layer_steps
+    steps: Any = ReferenceBackend().layer_ops
     kv, numbers = torch.ones(2, 512), torch.arange(2)
     given = numbers, numbers.int() * 0, torch.ones(512), 1e-20
     cache = PagedKVCache.allocate(KVCacheLayout.compressor_state(512), 1, 1, "cpu")
@@ -203,10 +161,9 @@ def test_a_ratio_of_two_needs_scores_and_a_ring_and_a_ratio_of_one_takes_none() 
 def test_a_certificate_says_who_runs_each_step_of_v41() -> None:
     backend: Any = ReferenceBackend()
     backend.name = "own"
-    backend.layer_steps.compress_latents = backend.layer_steps.compress_latents
+    torchs = backend.layer_ops.compress_latents
+    backend.layer_ops = attrs.evolve(backend.layer_ops, compress_latents=lambda *given: torchs(*given))
     certificate = conform(Subject.of(backend), chosen(CASES, "latents-1"))
     names = (*layer_ops.LATENTS, *layer_ops.CANDIDATES, *layer_ops.DELAYED)
 
     assert certificate.as_json()["v41_steps"] == {**dict.fromkeys(names, "reference"), "compress_latents": "own"}
-    backend.layer_steps = object()
-    assert v41_step_sources(backend) == dict.fromkeys(names, "reference"), "complete_steps has torch's"

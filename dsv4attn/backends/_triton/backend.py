@@ -18,7 +18,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.launching.warmup import warm
-from dsv4attn.backends._triton.layer import output, steps
+from dsv4attn.backends._triton.layer import ops, output
 from dsv4attn.backends._triton.layer.variants import variants as layer_variants
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.cache.layout import KVCacheLayout
@@ -30,7 +30,7 @@ from dsv4attn.core.contract.backend import (
     IndexForm,
     IndexSteps,
     KeyForm,
-    LayerSteps,
+    LayerOps,
     Phase,
     PrepareRows,
     RankSteps,
@@ -120,9 +120,9 @@ class TritonBackend(BackendDefaults):
         return 0
 
     @cached_property
-    def layer_steps(self) -> LayerSteps:
+    def layer_ops(self) -> LayerOps:
         """See `contract.BackendDefaults`."""
-        return steps.TritonLayerSteps(deterministic=self.deterministic)
+        return ops.layer_ops(deterministic=self.deterministic)
 
     quantize_and_insert_k_cache = staticmethod(insert.quantize_and_insert_k_cache)
     qnorm_rope_kv_insert = staticmethod(insert.qnorm_rope_kv_insert)

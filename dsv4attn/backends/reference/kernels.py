@@ -16,8 +16,8 @@ from dsv4attn.core.cache import fp4
 from dsv4attn.core.cache.index_records import power_of_two, quantize_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.contract.layer_ops import Linear
 from dsv4attn.core.model.rope import angles_at, apply_rope
+from dsv4attn.core.torch_ops.tiles import Linear
 
 TILE_BYTES = 64 * 2**20
 """Most bytes of temporaries of a tile; large enough that matrix products dominate."""

@@ -19,7 +19,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm90 import index, steps, streams, tiles
+from dsv4attn.backends.sm90 import index, ops, streams, tiles
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
@@ -33,7 +33,7 @@ from dsv4attn.core.contract.backend import (
     ChunkCost,
     EntryIndices,
     KeyForm,
-    LayerSteps,
+    LayerOps,
     Phase,
     Run,
 )
@@ -114,9 +114,9 @@ class Sm90Backend(TritonBackend):
         self.forms = evolve(self.forms, prefill_keys=keys, prefill_pages=keys is KeyForm.GATHERED)
 
     @cached_property
-    def layer_steps(self) -> LayerSteps:
+    def layer_ops(self) -> LayerOps:
         """See `contract.BackendDefaults`."""
-        return steps.Sm90LayerSteps(deterministic=self.deterministic)
+        return ops.layer_ops(deterministic=self.deterministic)
 
     def _may_serve(self, layer: LayerGeometry) -> bool:
         """Whether the Gluon kernels serve some calls of a layer."""

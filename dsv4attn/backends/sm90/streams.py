@@ -51,7 +51,7 @@ def mhc_fused_post_pre(
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `LayerSteps.mhc_fused_post_pre`. deterministic: as of `hyper_connections.mhc_pre`."""
+    """See `definitions`, mhc_fused_post_pre. deterministic: as of `hyper_connections.mhc_pre`."""
     numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
     if not (_serves(x, residual, post, comb, fn) and (deterministic or x.shape[0] > FEW)):
         mixes = fn, hc_scale, hc_base, *numbers[:5], norm_weight, norm_eps
@@ -78,7 +78,7 @@ def mhc_fused_post_pre_delayed(
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `LayerSteps.mhc_fused_post_pre_delayed`. deterministic: as of `hyper_connections.mhc_pre`."""
+    """See `definitions`, mhc_fused_post_pre_delayed. deterministic: as of `hyper_connections.mhc_pre`."""
     numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
     given = x, residual, post, comb
     if not (_serves(*given, fn) and (deterministic or x.shape[0] > FEW)):

@@ -15,10 +15,10 @@ from torch.nn import functional
 from dsv4attn.core.argument_checks import shown
 from dsv4attn.core.attention.checks import check_backend, check_output, check_projection
 from dsv4attn.core.contract.backend import Backend, complete
-from dsv4attn.core.contract.layer_ops import Linear
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import Weight, dense_weight, scaled_weight
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.tiles import Linear
 from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:

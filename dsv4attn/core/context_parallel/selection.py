@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from dsv4attn.core.cache.index_records import read_index_keys, slots_of
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.exchange import RankExchange
-from dsv4attn.core.contract.layer_ops import LayerSteps, RankSelection
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.memory.rank_buffers import candidate_bytes
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.indexer import IndexQuery, scores
@@ -29,7 +29,7 @@ _ALL = Ownership(0, 1)
 
 
 class SelectTopk(Protocol):
-    """`LayerSteps.select_topk`, or what replaces it."""
+    """`LayerOps.select_topk`, or what replaces it."""
 
     def __call__(
         self,
@@ -43,13 +43,13 @@ class SelectTopk(Protocol):
         *,
         whole_from: int | None = None,
     ) -> None:
-        """See `LayerSteps.select_topk`, and `select_topk_over_ranks` for `whole_from`."""
+        """See `LayerOps.select_topk`, and `select_topk_over_ranks` for `whole_from`."""
 
 
 @without_modes
 def select_topk_over_ranks(
     context: RankExchange,
-    steps: LayerSteps,
+    steps: LayerOps,
     arithmetic: Arithmetic,
     query: IndexQuery,
     cache: PagedKVCache,
@@ -63,9 +63,9 @@ def select_topk_over_ranks(
 ) -> None:
     """Write the numbers that this rank gives those of its entries which are among the K best of all ranks.
 
-    out: [T, K] int32, ascending, then -1. The K best are those of `LayerSteps.select_topk` over all entries: of equal
+    out: [T, K] int32, ascending, then -1. The K best are those of `LayerOps.select_topk` over all entries: of equal
     scores the lower entry number wins, NaN is never chosen. steps: select this rank's candidates, with their scores if
-    they have `layer_ops.RankSelection`; else scores are computed again, in torch with this arithmetic. cache,
+    they have `propose_candidates`; else scores are computed again, in torch with this arithmetic. cache,
     block_table, visible_lens: of this rank. max_entries: of whole sequences. whole_from: first token for which all K
     best are written, with their numbers in whole sequences, as prefill with `WholePrefill` takes them; None: none.
     """
@@ -75,15 +75,15 @@ def select_topk_over_ranks(
         partial(context.pieces, row_bytes=candidate_bytes(out.shape[1])),
     )
     pieces = [*((piece, own) for piece in cut(first)), *((piece, _ALL) for piece in cut(tokens, first=first))]
-    if out.shape[1] <= getattr(steps, "most_over_ranks", 0):
-        kernels = cast("RankSelection", steps)
+    propose, choose = steps.propose_candidates, steps.choose_candidates
+    if propose is not None and choose is not None and out.shape[1] <= steps.most_over_ranks:
         for piece, numbering in pieces:
             mine = out.new_empty(2, piece.stop - piece.start, out.shape[1])
             tables = block_table, token_to_req[piece], visible_lens[piece]
             given = _rows(query, piece), cache, *tables, mine[0], mine[1].view(torch.float32), own.count(max_entries)
-            kernels.propose_candidates(own, *given)
+            propose(own, *given)
             both = context.gather(mine, "candidates")
-            kernels.choose_candidates(numbering, both[:, 0], both[:, 1].view(torch.float32), out[piece], max_entries)
+            choose(numbering, both[:, 0], both[:, 1].view(torch.float32), out[piece], max_entries)
         return
     maps = block_table, token_to_req
     steps.select_topk(query, cache, *maps, visible_lens, out, own.count(max_entries))

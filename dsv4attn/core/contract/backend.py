@@ -44,7 +44,6 @@ from dsv4attn.core.contract.index_ops import (
     RankSteps,
 )
 from dsv4attn.core.contract.info import API_VERSION, COMPUTING, LAYER_PARTS, BackendInfo, Rank
-from dsv4attn.core.contract.layer_ops import LAYER_STEPS, LayerSteps
 from dsv4attn.core.contract.raw_query import RawQuery
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.errors import ArgumentError
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
 
     from dsv4attn.core.cache.layout import PagedKVCache
     from dsv4attn.core.contract.device import DeviceFacts
+    from dsv4attn.core.contract.layer_ops import LayerOps
     from dsv4attn.core.contract.limits import Limits
     from dsv4attn.core.contract.warmup import WarmupSpec
     from dsv4attn.core.model.geometry import ModelGeometry
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 __all__ = [
     "API_VERSION",
     "LAYER_PARTS",
-    "LAYER_STEPS",
     "AttentionCall",
     "AttentionOptions",
     "AttentionTensors",
@@ -84,7 +83,7 @@ __all__ = [
     "IndexStep",
     "IndexSteps",
     "KeyForm",
-    "LayerSteps",
+    "LayerOps",
     "MetadataExtension",
     "PageTable",
     "PagedKeys",
@@ -321,16 +320,11 @@ class BackendDefaults(Protocol):
             guard_methods(cls, COMPUTING)
 
     @cached_property
-    def layer_steps(self) -> LayerSteps:
-        """The steps around attention; this default is torch's, with the backend's own writer of records.
+    def layer_ops(self) -> LayerOps:
+        """The ops around attention. A backend that brings some has `evolve(LayerOps(), ...)` as this attribute."""
+        from dsv4attn.core.contract.layer_ops import default_layer_ops
 
-        A backend that brings some of them derives from `torch_ops.TorchLayerSteps`.
-        """
-        from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
-        from dsv4attn.core.torch_ops.tiles import INVARIANT, PLAIN
-
-        arithmetic = INVARIANT if self.deterministic else PLAIN
-        return TorchLayerSteps(cast("Backend", self).quantize_and_insert_k_cache, arithmetic)
+        return default_layer_ops(deterministic=self.deterministic)
 
     @property
     def translate_to_ragged(self) -> Callable[..., object] | None:
@@ -451,3 +445,12 @@ class _Completed(BackendDefaults):
 
 _wrappers: WeakValueDictionary[int, _Completed] = WeakValueDictionary()
 """By the address of the backend, which the wrapper keeps alive."""
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
+    """`LayerOps` is loaded when it is asked for: its defaults need torch, and descriptors must load without."""
+    if name == "LayerOps":
+        from dsv4attn.core.contract.layer_ops import LayerOps
+
+        return LayerOps
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

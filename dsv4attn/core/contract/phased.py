@@ -58,7 +58,7 @@ class PhasedBackend(BackendDefaults):
         self.steps, self.builder_steps = decode.steps, self._decode.builder_steps
         self.rank_steps = self._decode.rank_steps
         self.deterministic = self._decode.deterministic and self._prefill.deterministic
-        self.layer_steps, self.projects_fp8 = self._decode.layer_steps, self._decode.projects_fp8
+        self.layer_ops, self.projects_fp8 = self._decode.layer_ops, self._decode.projects_fp8
         self.quantize_and_insert_k_cache = decode.quantize_and_insert_k_cache
         self.qnorm_rope_kv_insert = decode.qnorm_rope_kv_insert
         self.inv_rope_o_proj = decode.inv_rope_o_proj

@@ -27,7 +27,6 @@ from dsv4attn.core.context_parallel.heads import check_heads
 from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
 from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.contract.torch_layer_steps import complete_steps
 from dsv4attn.core.layer.compressor import Compressor, LatentCompressor
 from dsv4attn.core.layer.indexer import Candidates, Indexer
 from dsv4attn.core.layer.shared_sources import BoundSources, own_buffer
@@ -142,7 +141,7 @@ class DeepseekV4Attention:
             context_parallel=context_parallel,
             raw_q=True,
         )
-        steps = complete_steps(backend) if geometry.shared_latent else backend.layer_steps
+        steps = backend.layer_ops
         self.compressor: Compressor | LatentCompressor | None = None
         self.indexer: Indexer | None = None
         if weights.compressor is not None:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.contract.layer_ops import LayerSteps, Linear, takes_bf16_norm
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import CompressorWeights
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.tiles import Linear
 
 __all__ = ["Compressor", "LatentCompressor"]
 
@@ -28,7 +29,7 @@ class Compressor:
         layer: LayerGeometry,
         weights: CompressorWeights,
         cos_sin_cache: Tensor,
-        steps: LayerSteps,
+        steps: LayerOps,
         linear: Linear,
     ) -> None:
         self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
@@ -40,8 +41,7 @@ class Compressor:
         assert weights.ape is not None
         self._projection = _projection(self.copies, weights)
         self._ape = self.copies.plain("ape", weights.ape, torch.float32)
-        norm = None if takes_bf16_norm(self._steps) else torch.float32
-        self._norm = self.copies.plain("norm", weights.norm, norm)
+        self._norm = self.copies.plain("norm", weights.norm, None)
 
     @property
     def width(self) -> int:
@@ -97,7 +97,7 @@ class LatentCompressor:
         layer: LayerGeometry,
         weights: CompressorWeights,
         cos_sin_cache: Tensor,
-        steps: LayerSteps,
+        steps: LayerOps,
         linear: Linear,
     ) -> None:
         self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract.layer_ops import LayerSteps
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.model.weights import HyperConnectionWeights
@@ -21,8 +21,7 @@ class HyperConnections:
     """Hyper-connections of one sublayer: `pre` makes its input from the streams, `post` puts its output back.
 
     In V4.1 the input is weighed by the pre of the sublayer before: `pre_delayed` and `after_delayed` take it and return
-    their own, and the pre of the last sublayer of the network collapses the streams. steps: complete for these, as
-    `torch_ops.complete_steps` has them.
+    their own, and the pre of the last sublayer of the network collapses the streams.
 
     norm_weight: [d] - of the RMSNorm in front of the sublayer, or None. Raises ArgumentError unless the weights have
     the shapes of the model.
@@ -35,7 +34,7 @@ class HyperConnections:
         self,
         geometry: ModelGeometry,
         weights: HyperConnectionWeights,
-        steps: LayerSteps,
+        steps: LayerOps,
         norm_weight: Tensor | None = None,
     ) -> None:
         self._geometry, self._steps, self._copies = geometry, steps, WeightCopies()

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4attn.core.attention.checks import check_table
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.context_parallel.selection import SelectTopk
-from dsv4attn.core.contract.layer_ops import LayerSteps, Linear
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.compressor import Compressor, LatentCompressor
 from dsv4attn.core.metadata.metadata import AttentionMetadata
@@ -17,6 +17,7 @@ from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import IndexerWeights
 from dsv4attn.core.torch_modes import is_capturing, without_modes
+from dsv4attn.core.torch_ops.tiles import Linear
 
 __all__ = ["Candidates", "Indexer"]
 
@@ -54,7 +55,7 @@ class Indexer:
         limits: Limits,
         weights: IndexerWeights,
         cos_sin_cache: Tensor,
-        steps: LayerSteps,
+        steps: LayerOps,
         linear: Linear,
         *,
         shortcut: bool = True,

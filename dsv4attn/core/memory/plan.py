@@ -90,7 +90,7 @@ def plan_workspace(
         backend.steps.transient_bytes(max(bounds.index_elements, limits.max_decode_tokens * width), tokens),
     )
     if layer_steps:
-        transient = max(transient, complete(backend).layer_steps.transient_bytes(tokens))
+        transient = max(transient, complete(backend).layer_ops.transient_bytes(tokens))
     if ranks is not None and layer.has_entries:
         lanes[RANKS] = exchanged
         if prefill_keys and ranks > 1 and not limits.single_phase:

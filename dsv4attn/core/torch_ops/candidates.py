@@ -14,11 +14,11 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.indexer import IndexQuery
-from dsv4attn.core.torch_ops.selection import ENTRIES, better, score_entries, selection_bytes
-from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.core.torch_ops.selection import ENTRIES, better, score_entries, select_topk, selection_bytes
+from dsv4attn.core.torch_ops.tiles import arithmetic_of, tiles
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["candidate_mask", "check_block_size", "select_candidates"]
+__all__ = ["candidate_mask", "check_block_size", "select_candidates", "select_topk_of_candidates"]
 
 _HIGHEST = torch.finfo(torch.float32).max
 
@@ -40,11 +40,20 @@ def select_candidates(
     out: Tensor,
     block_size: int,
     max_entries: int,
-    arithmetic: Arithmetic = PLAIN,
+    *,
+    deterministic: bool = False,
 ) -> None:
-    """See `LayerSteps.select_candidates`. Of equal blocks the lower numbers win, in ascending order."""
+    """V4.1: write the numbers of the N blocks with the largest scores of each token to out [T, N] int32, then -1.
+
+    A block is block_size consecutive entries of a request, block 0 its first ones; its score is the largest among
+    the entries of it that the token sees. The block of the newest of these, (visible_lens - 1) // block_size, is
+    always written; of equal ones any, in any order. Other arguments are those of `select_topk`. Raises
+    ArgumentError unless block_size is a power of two up to 512.
+
+    Torch writes equal blocks by number, the lower ones first, in ascending order.
+    """
     check_block_size(block_size)
-    count, most = out.shape
+    arithmetic, (count, most) = arithmetic_of(deterministic), out.shape
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for part in tiles(count, selection_bytes(heads, dim, most)):
         lens, tokens = visible_lens[part, None], out[part].shape[0]
@@ -74,3 +83,30 @@ def candidate_mask(candidates: Tensor, start: int, block_size: int) -> Tensor:
     place = (candidates - first).where(inside, blocks).long()
     found = torch.zeros(candidates.shape[0], blocks + 1, dtype=torch.bool, device=candidates.device)
     return found.scatter_(1, place, value=True)[:, :blocks].repeat_interleave(block_size, 1)
+
+
+def select_topk_of_candidates(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    visible_lens: Tensor,
+    candidates: Tensor,
+    block_size: int,
+    out: Tensor,
+    max_entries: int,
+    *,
+    deterministic: bool = False,
+) -> None:
+    """V4.1: `select_topk` among the entries that are in one of the token's candidates [T, N] int32, and visible.
+
+    candidates: of `select_candidates`, for the same tokens; a number that is negative, or of a block that does not
+    exist, is none. Raises ArgumentError unless block_size is a power of two up to 512.
+    """
+    check_block_size(block_size)
+
+    def inside(part: slice, start: int) -> Tensor:
+        return candidate_mask(candidates[part], start, block_size)
+
+    maps = block_table, token_to_req, visible_lens
+    select_topk(query, cache, *maps, out, max_entries, deterministic=deterministic, inside=inside)

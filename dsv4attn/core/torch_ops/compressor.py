@@ -8,17 +8,17 @@ a token that is computed again, or a draft that is replaced, overwrites its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache.index_records import read_rows, slots_of, store_rows
+from dsv4attn.core.cache.index_records import read_rows, slots_of, store_entries, store_rows
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.model.rope import angles_at, apply_rope
+from dsv4attn.core.tensorspec import check_norm_weight
 from dsv4attn.core.torch_modes import without_modes
-from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, arithmetic_of, tiles
 
 __all__ = ["compress", "compress_norm_rope_store", "compressor_bytes", "rms_norm", "save_partial_states"]
 
@@ -29,7 +29,7 @@ def save_partial_states(
 ) -> None:
     """Write each token's kv, and its score plus the bias of its place in the window, to its state slot.
 
-    kv, score: [T, w] fp32. ape: [r, w] fp32. positions: [T] int64. cache: of `KVCacheLayout.compressor_state(w)`.
+    kv, score: [T, w] fp32. ape: [r, w] fp32. positions: [T] int64. cache: `KVCacheLayout.compressor_state(w)`.
     slot_mapping: [S] int64; tokens at or behind S, and slots that do not exist, are skipped.
     """
     n = min(kv.shape[0], slot_mapping.shape[0])
@@ -73,7 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, arithmetic: Arithmeti
 @without_modes
 def compress_norm_rope_store(
     states: PagedKVCache,
-    block_table: Tensor,
+    state_block_table: Tensor,
     token_to_req: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
@@ -81,22 +81,24 @@ def compress_norm_rope_store(
     eps: float,
     cos_sin_cache: Tensor,
     ratio: int,
-    insert: Callable[[Tensor, Tensor], None],
+    cache: PagedKVCache,
     *,
     overlap: bool,
-    arithmetic: Arithmetic = PLAIN,
+    deterministic: bool = False,
 ) -> None:
-    """Make the entries that the tokens of a step complete: compress, RMSNorm, RoPE at the window's first token, store.
+    """Make the entries that the tokens of a step complete, from states that are all saved, and store them.
 
-    states, block_table [R, N] int32: the state cache with all states of the step. token_to_req: [T] int32. positions:
-    [T] int64, consecutive within a request. slot_mapping: [S] int64 slots of the cache of entries, negative for tokens
-    that complete none. norm_weight: [d] bf16 or fp32. cos_sin_cache: [positions, rope] fp32. insert: takes entries
-    [n, d] fp32, rotated, and slots [n]; negative slots are to be skipped.
+    Softmax of the scores over the window, RMSNorm, RoPE at the window's first position, quantise. states,
+    state_block_table [R, N] int32: the state cache. token_to_req: [T] int32. positions: [T] int64, consecutive
+    within a request. slot_mapping: [S] int64 slots of `cache`, negative for tokens that complete no entry.
+    norm_weight: [d] fp32, or bf16 with `bf16_norm`. cos_sin_cache: [positions, rope] fp32. cache: of keys, or of
+    index keys. overlap: whether an entry covers the window before its own too.
     """
-    n = min(positions.shape[0], slot_mapping.shape[0])
+    check_norm_weight(norm_weight, cache.layout.head_dim)
+    n, arithmetic = min(positions.shape[0], slot_mapping.shape[0]), arithmetic_of(deterministic)
     completes = (slot_mapping[:n] >= 0) & ((positions[:n] + 1) % ratio == 0)
     # no more tokens complete an entry: consecutive positions of a request have n // r multiples of r, or one more
-    most = min(n, n // ratio + block_table.shape[0])
+    most = min(n, n // ratio + state_block_table.shape[0])
     place = (completes.cumsum(0) - 1).masked_fill_(~completes, most).clamp_(max=most)
     tokens = torch.zeros(most + 1, dtype=torch.int64, device=positions.device)
     tokens.scatter_(0, place, torch.arange(n, device=positions.device))
@@ -104,11 +106,12 @@ def compress_norm_rope_store(
     for part in tiles(most, compressor_bytes(states.layout.head_dim // 2, ratio)):
         token, absent = tokens[:most][part], missing[part]
         position = positions[token]
-        made = compress(states, block_table, token_to_req[token], position, ratio, overlap=overlap)
+        made = compress(states, state_block_table, token_to_req[token], position, ratio, overlap=overlap)
         entry = rms_norm(made, norm_weight, eps, arithmetic)
         rope = cos_sin_cache.shape[-1]
         turned = apply_rope(entry[:, -rope:], angles_at(cos_sin_cache, position - ratio + 1))
-        insert(torch.cat([entry[:, :-rope], turned], -1), slot_mapping[token].masked_fill(absent, -1))
+        entry = torch.cat([entry[:, :-rope], turned], -1)
+        store_entries(entry, cache, slot_mapping[token].masked_fill(absent, -1))
 
 
 def compressor_bytes(width: int, ratio: int) -> int:

@@ -10,14 +10,24 @@ the next. The first sublayer takes stream 0, and the last `pre` collapses the st
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.compressor import rms_norm
-from dsv4attn.core.torch_ops.tiles import Arithmetic, tiles
+from dsv4attn.core.torch_ops.tiles import Arithmetic, arithmetic_of, tiles
 
-__all__ = ["hc_head", "mhc_collapse", "mhc_post", "mhc_pre", "mhc_pre_delayed"]
+__all__ = [
+    "hc_head",
+    "mhc_collapse",
+    "mhc_fused_post_pre",
+    "mhc_fused_post_pre_delayed",
+    "mhc_post",
+    "mhc_pre",
+    "mhc_pre_delayed",
+]
 
 _ROW_BYTES = 24
 """Temporaries of a step for each element of a token's streams."""
@@ -38,15 +48,20 @@ def mhc_pre(
     rms_eps: float,
     hc_pre_eps: float,
     hc_sinkhorn_eps: float,
-    hc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    norm_weight: Tensor | None,
-    norm_eps: float,
+    hc_post_mult_value: float = 2.0,
+    sinkhorn_repeat: int = 20,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
     *,
-    arithmetic: Arithmetic,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `LayerSteps.mhc_pre`."""
-    count, n, d = residual.shape
+    """(post [T, n, 1] fp32, comb [T, n, n] fp32, layer_input [T, d] like residual) of residual [T, n, d].
+
+    fn: [2 n + n * n, n * d] fp32. hc_scale: [3] fp32 and hc_base: [2 n + n * n] fp32, of pre, post, comb. The first
+    of `sinkhorn_repeat` iterations normalises columns only. norm_weight: [d] - of an RMSNorm of layer_input, or
+    None.
+    """
+    arithmetic, (count, n, d) = arithmetic_of(deterministic), residual.shape
     post = residual.new_empty(count, n, 1, dtype=torch.float32)
     comb, layer_input = post.new_empty(count, n, n), residual.new_empty(count, d)
     eps = hc_pre_eps, hc_sinkhorn_eps
@@ -67,15 +82,20 @@ def mhc_pre_delayed(
     rms_eps: float,
     hc_pre_eps: float,
     hc_sinkhorn_eps: float,
-    hc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    norm_weight: Tensor | None,
-    norm_eps: float,
+    hc_post_mult_value: float = 2.0,
+    sinkhorn_repeat: int = 20,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
     *,
-    arithmetic: Arithmetic,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `LayerSteps.mhc_pre_delayed`."""
-    count, n, d = residual.shape
+    """V4.1: (pre [T, n] fp32, post, comb, layer_input) of residual [T, n, d]; post and comb are `mhc_pre`'s.
+
+    layer_input: the streams, each times its weight in `previous_pre` [T, n] fp32, the pre that the sublayer before
+    this one returned; without one (None, in the first sublayer) stream 0 as it is. pre: has hc_pre_eps added, and
+    is for the next sublayer. norm_weight, norm_eps: of an RMSNorm of layer_input, as in `mhc_pre`.
+    """
+    arithmetic, (count, n, d) = arithmetic_of(deterministic), residual.shape
     pre = residual.new_empty(count, n, dtype=torch.float32)
     post, comb, layer_input = pre.new_empty(count, n, 1), pre.new_empty(count, n, n), residual.new_empty(count, d)
     eps = hc_pre_eps, hc_sinkhorn_eps
@@ -91,7 +111,7 @@ def mhc_pre_delayed(
 
 @without_modes
 def mhc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    """See `LayerSteps.mhc_collapse`."""
+    """V4.1: [T, d] like streams: the sum of streams [T, n, d], each times its weight in pre [T, n] fp32."""
     count, n, d = streams.shape
     out = streams.new_empty(count, d)
     for part in tiles(count, _ROW_BYTES * n * d):
@@ -138,7 +158,10 @@ def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
 
 @without_modes
 def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """See `LayerSteps.mhc_post`."""
+    """[T, n, d] like residual: post_j * x + sum_i comb_ij * residual_i, summed over the first index of comb.
+
+    x: [T, d] - output of the sublayer. residual: [T, n, d]. post: [T, n, 1] fp32. comb: [T, n, n] fp32.
+    """
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
     for part in tiles(residual.shape[0], _ROW_BYTES * residual[:1].numel()):
         for j in range(residual.shape[-2]):
@@ -156,12 +179,42 @@ def hc_head(
     rms_eps: float,
     hc_eps: float,
     *,
-    arithmetic: Arithmetic,
+    deterministic: bool = False,
 ) -> Tensor:
-    """See `LayerSteps.hc_head`."""
-    count, n, d = streams.shape
+    """[T, d] like streams: the sum of streams [T, n, d], each times the sigmoid of its gate plus hc_eps.
+
+    hc_fn: [n, n * d] fp32. hc_scale: [1] fp32. hc_base: [n] fp32.
+    """
+    arithmetic, (count, n, d) = arithmetic_of(deterministic), streams.shape
     out = streams.new_empty(count, d)
     for part in tiles(count, _ROW_BYTES * n * d):
         gate = (_mixes(streams[part], hc_fn, rms_eps, arithmetic) * hc_scale + hc_base).sigmoid() + hc_eps
         out[part] = _weighed(gate, streams[part]).to(out.dtype)
     return out
+
+
+def mhc_fused_post_pre(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    *mixes: Any,  # noqa: ANN401 - those of `mhc_pre`
+    **options: Any,  # noqa: ANN401 - as above
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(residual, post, comb, layer_input): `mhc_post`, then `mhc_pre` of the new residual."""
+    residual = mhc_post(x, residual, post, comb)
+    return residual, *mhc_pre(residual, *mixes, **options)
+
+
+def mhc_fused_post_pre_delayed(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    previous_pre: Tensor | None,
+    *mixes: Any,  # noqa: ANN401 - those of `mhc_pre_delayed`
+    **options: Any,  # noqa: ANN401 - as above
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """V4.1: (residual, pre, post, comb, layer_input): `mhc_post`, then `mhc_pre_delayed` of the new residual."""
+    residual = mhc_post(x, residual, post, comb)
+    return residual, *mhc_pre_delayed(residual, previous_pre, *mixes, **options)

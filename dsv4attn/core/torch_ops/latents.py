@@ -7,18 +7,17 @@ With a larger ratio the raw kv and scores of the last tokens of a request stay i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache.index_records import read_rows, slots_of, store_rows
+from dsv4attn.core.cache.index_records import read_rows, slots_of, store_entries, store_rows
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.model.rope import angles_at, apply_rope
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.compressor import rms_norm
-from dsv4attn.core.torch_ops.tiles import Arithmetic, tiles
+from dsv4attn.core.torch_ops.tiles import arithmetic_of, tiles
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["check_ring", "compress_latents", "norm_rope_store"]
@@ -36,13 +35,23 @@ def compress_latents(
     norm_weight: Tensor,
     eps: float,
     ratio: int,
-    states: PagedKVCache | None,
-    state_block_table: Tensor | None,
+    states: PagedKVCache | None = None,
+    state_block_table: Tensor | None = None,
     *,
-    arithmetic: Arithmetic,
+    deterministic: bool = False,
 ) -> Tensor:
-    """See `LayerSteps.compress_latents`."""
-    count, width = kv.shape
+    """V4.1: latents [T, d] bf16, before RoPE, of the tokens that complete an entry; rows of others are zero.
+
+    Ratio 1: the RMSNorm of kv; score, states and state_block_table are None. Else a softmax of the window's scores,
+    channel by channel, weighs the window's kv, and the RMSNorm follows; then kv and scores of the tokens are saved
+    as they are. kv, score: [T, d] fp32. positions: [T] int64; a request's tokens follow each other, with
+    consecutive positions. token_to_req: [T] int32; a token of no request (-1) saves nothing, and its latent is
+    zero. norm_weight: [d]. states: of `KVCacheLayout.compressor_state(d)`. state_block_table: [R, N] int32; the
+    ring of a request has N blocks, and the token at position p the row p % (N * P) in it, P tokens to a block.
+    Raises ArgumentError if scores or states are missing, or if there are tokens and the ring is smaller than the
+    ratio.
+    """
+    arithmetic, (count, width) = arithmetic_of(deterministic), kv.shape
     out = kv.new_empty(count, width, dtype=torch.bfloat16)
     ring = check_ring(ratio, score, states, state_block_table, tokens=count)
     if ratio == 1:
@@ -122,11 +131,18 @@ def norm_rope_store(
     eps: float,
     cos_sin_cache: Tensor,
     ratio: int,
-    insert: Callable[[Tensor, Tensor], None],
+    cache: PagedKVCache,
     *,
-    arithmetic: Arithmetic,
+    deterministic: bool = False,
 ) -> None:
-    """See `LayerSteps.norm_rope_store`. insert: takes rows [n, d] fp32, rotated, and slots [n], some negative."""
+    """V4.1: store keys from latents, or index keys from their projection.
+
+    RMSNorm if it has a weight, rounded to bf16; RoPE on the trailing dims at the window's first position, (p // r)
+    * r; quantise. x: [T, d] bf16 or fp32, which stays. positions: [T] int64. slot_mapping: [S] int64 slots of
+    `cache`; tokens behind S, tokens that complete no entry, and slots that do not exist are skipped. norm_weight:
+    [d], or None for keys. cos_sin_cache: [positions, rope] fp32. cache: of keys, or of index keys.
+    """
+    arithmetic = arithmetic_of(deterministic)
     n, rope = min(x.shape[0], slot_mapping.shape[0]), cos_sin_cache.shape[-1]
     for part in tiles(n, _ROW_BYTES * x.shape[1]):
         place = positions[part]
@@ -135,4 +151,4 @@ def norm_rope_store(
             rows = rms_norm(rows, norm_weight, eps, arithmetic).bfloat16().float()
         turned = apply_rope(rows[:, -rope:], angles_at(cos_sin_cache, place // ratio * ratio))
         slots = slot_mapping[part].masked_fill((place + 1) % ratio != 0, -1)
-        insert(torch.cat([rows[:, :-rope], turned], -1), slots)
+        store_entries(torch.cat([rows[:, :-rope], turned], -1), cache, slots)

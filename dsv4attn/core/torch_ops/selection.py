@@ -12,7 +12,7 @@ from dsv4attn.core.cache.index_records import read_index_keys, slots_of
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.indexer import IndexQuery, scores, scores_bytes
-from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.core.torch_ops.tiles import Arithmetic, arithmetic_of, tiles
 
 __all__ = ["ENTRIES", "better", "score_entries", "select_topk", "selection_bytes"]
 
@@ -30,7 +30,8 @@ def select_topk(
     visible_lens: Tensor,
     out: Tensor,
     max_entries: int,
-    arithmetic: Arithmetic = PLAIN,
+    *,
+    deterministic: bool = False,
     inside: Callable[[slice, int], Tensor] | None = None,
 ) -> None:
     """The entries with the largest scores of each token, in ascending order of their numbers, then -1.
@@ -42,7 +43,7 @@ def select_topk(
     of `visible_lens`, or more; entries behind it, in steps of ENTRIES, are not looked at. inside: by a part of the
     tokens and the first of ENTRIES entries, which of these may be selected [t, ENTRIES]; None: all.
     """
-    count, topk = out.shape
+    arithmetic, (count, topk) = arithmetic_of(deterministic), out.shape
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for part in tiles(count, selection_bytes(heads, dim, topk)):
         tokens, maps = out[part].shape[0], (block_table, token_to_req[part], visible_lens[part, None])

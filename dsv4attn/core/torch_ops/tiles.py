@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from attrs import frozen
@@ -10,7 +11,20 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import pad
 
-__all__ = ["INVARIANT", "PLAIN", "TILE_BYTES", "Arithmetic", "batch_invariant_linear", "linear", "tiles"]
+__all__ = [
+    "INVARIANT",
+    "PLAIN",
+    "TILE_BYTES",
+    "Arithmetic",
+    "Linear",
+    "arithmetic_of",
+    "batch_invariant_linear",
+    "linear",
+    "tiles",
+]
+
+Linear: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""`linear(x, weight)`: x [..., K] times weight [N, K] transposed."""
 
 TILE_BYTES = 64 * 2**20
 """Most bytes of temporaries of a tile; large enough that matrix products dominate."""
@@ -82,7 +96,7 @@ class Arithmetic:
     bmm: products of matrices in pairs.
     """
 
-    linear: Callable[[Tensor, Tensor], Tensor]
+    linear: Linear
     mean_square: Callable[[Tensor], Tensor]
     bmm: Callable[[Tensor, Tensor], Tensor]
 
@@ -90,3 +104,8 @@ class Arithmetic:
 PLAIN = Arithmetic(linear, mean_square, torch.bmm)
 INVARIANT = Arithmetic(batch_invariant_linear, batch_invariant_mean_square, batch_invariant_bmm)
 """Bits of a row depend neither on the other rows nor on how many there are."""
+
+
+def arithmetic_of(deterministic: bool) -> Arithmetic:  # noqa: FBT001 - the option itself
+    """The arithmetic of an op with option `deterministic`."""
+    return INVARIANT if deterministic else PLAIN

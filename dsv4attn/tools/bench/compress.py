@@ -114,7 +114,7 @@ def _save(case: AroundCase, parts: _Parts, states: _States, generator: torch.Gen
     row = cache.region("row")
 
     def subject(name: str, backend: Backend) -> Subject:
-        save = complete(backend).layer_steps.save_partial_states
+        save = complete(backend).layer_ops.save_partial_states
 
         def run() -> None:
             save(kv, score, ape, states.positions, cache, slots)
@@ -154,7 +154,7 @@ def _store(case: AroundCase, parts: _Parts, states: _States, generator: torch.Ge
     window = states.cache, states.table, states.request, states.positions, mapping
 
     def subject(name: str, backend: Backend) -> Subject:
-        store = complete(backend).layer_steps.compress_norm_rope_store
+        store = complete(backend).layer_ops.compress_norm_rope_store
 
         def run() -> None:
             store(*window, norm, eps, table, ratio, cache, overlap=parts.layer.overlap)
@@ -179,7 +179,7 @@ def _query(case: AroundCase, device: torch.device, generator: torch.Generator) -
     expected = codes.float() * folded[..., None]
 
     def subject(name: str, backend: Backend) -> Subject:
-        quantise = complete(backend).layer_steps.indexer_q_rope_quant
+        quantise = complete(backend).layer_ops.indexer_q_rope_quant
 
         def call() -> Sequence[Tensor]:
             made = quantise(q, weights, positions, table, layout)

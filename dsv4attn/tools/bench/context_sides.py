@@ -75,10 +75,10 @@ class Side:
         assert out is not None
         maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens, out, self.entries
         if self.context is None:
-            backend.layer_steps.select_topk(self.query, self.keys, *maps)
+            backend.layer_ops.select_topk(self.query, self.keys, *maps)
             return
         arithmetic = INVARIANT if backend.deterministic else PLAIN
-        select_topk_over_ranks(self.context, backend.layer_steps, arithmetic, self.query, self.keys, *maps)
+        select_topk_over_ranks(self.context, backend.layer_ops, arithmetic, self.query, self.keys, *maps)
 
     def attend(self) -> None:
         """Attention, and over ranks the merge of all parts."""

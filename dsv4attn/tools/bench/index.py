@@ -77,7 +77,7 @@ def index_task(case: AroundCase, device: torch.device) -> Task:
 
     def subject(name: str, backend: Backend) -> Subject:
         step = "fp8_mqa_logits" if given.cache is None else "fp8_paged_mqa_logits"
-        logits = getattr(complete(backend).layer_steps, step, None)
+        logits = getattr(complete(backend).layer_ops, step, None)
         if logits is None:
             raise UnsupportedError("layer_steps", expected=step, actual="none")
         return returning(name, lambda: [logits(*arguments)])
@@ -104,7 +104,7 @@ def select_task(case: AroundCase, device: torch.device) -> Task:
 
     def subject(name: str, backend: Backend) -> Subject:
         out = torch.empty(case.count, TOPK, dtype=torch.int32, device=device)
-        select, seen = complete(backend).layer_steps.select_topk, given.lens.flatten()
+        select, seen = complete(backend).layer_ops.select_topk, given.lens.flatten()
 
         def run() -> None:
             select(query, cache, given.table, request, seen, out, case.keys)

@@ -201,7 +201,7 @@ def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list
         ("attend_from", "attention", "output projection"),
     ):
         setattr(attention, name, marks.around(part, getattr(attention, name), then))
-    steps = complete(backend).layer_steps
+    steps = complete(backend).layer_ops
     first, second = (HyperConnections(made.geometry, _mixes(made.geometry, device), steps) for _ in range(2))
     streams = made.hidden[:, None].expand(-1, made.geometry.hc_mult, -1).contiguous()
 

@@ -59,7 +59,7 @@ def mhc_task(case: AroundCase, device: torch.device) -> Task:
     both = *back, *pre
 
     def subject(name: str, backend: Backend) -> Subject:
-        steps = complete(backend).layer_steps
+        steps = complete(backend).layer_ops
         calls = {
             "pre": lambda: steps.mhc_pre(given.streams, *pre),
             "post": lambda: [steps.mhc_post(*back)],

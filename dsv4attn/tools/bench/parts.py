@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch.profiler import profile, record_function, supported_activities
 
 from dsv4attn.core.contract.backend import Backend, complete
@@ -103,20 +103,11 @@ class MarkedBackend:
     def __init__(self, backend: Backend, marks: Marks) -> None:
         """Wrap a backend."""
         self._backend = complete(backend)
-        self.layer_steps = _MarkedSteps(self._backend.layer_steps, marks)
+        ops = self._backend.layer_ops
+        self.layer_ops = evolve(ops, **{op: marks.around(part, getattr(ops, op)) for op, part in _STEPS.items()})
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the backend
         return getattr(self._backend, name)
-
-
-class _MarkedSteps:
-    def __init__(self, steps: object, marks: Marks) -> None:
-        self._steps = steps
-        for name, part in _STEPS.items():
-            setattr(self, name, marks.around(part, getattr(steps, name)))
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the steps
-        return getattr(self._steps, name)
 
 
 def measured(run: Callable[[], None], marks: Marks, clock: Clock, rounds: int) -> list[LayerPart]:

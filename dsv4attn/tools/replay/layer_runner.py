@@ -261,7 +261,7 @@ class FullLayerRunner(LayerRunner):
         if self.page.state:
             states = PageGroup.of(manager)[f"{layer.kind.value}_state"]
             self.report.state_bytes_per_sequence = self.page.state * states.pages_per_sequence
-            steps_bytes = recorder.layer_steps.transient_bytes(limits.max_num_batched_tokens)
+            steps_bytes = recorder.layer_ops.transient_bytes(limits.max_num_batched_tokens)
             self.report.transient_bytes_bound = max(plan.transient_bytes, steps_bytes)
         if layer.kind is LayerKind.C4A:
             self.report.topk, self.report.selecting_tokens = layer.topk, layer.compress_ratio * (layer.topk + 1)

@@ -25,7 +25,7 @@ from dsv4attn.core.contract.backend import (
     Run,
     complete,
 )
-from dsv4attn.core.contract.layer_ops import LayerSteps
+from dsv4attn.core.contract.layer_ops import LAYER_OPS, LayerOps
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.tools.replay.results import LAYER_OPERATIONS
 
@@ -67,7 +67,7 @@ class RecordingBackend:
         """Wrap a backend for steps of at most so many tokens."""
         self._backend = complete(backend)
         self.watch = Stopwatch()
-        self.layer_steps = _RecordingSteps(self._backend.layer_steps, self)
+        self.layer_ops = _recording(self._backend.layer_ops, self)
         steps = self._backend.rank_steps
         self.rank_steps = None if steps is None else _RecordingRanks(steps, self)
         self.rows = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -150,38 +150,25 @@ class _RecordingRanks:
         self._recorder.lse[first : first + lse.shape[0]] = lse
 
 
-class _RecordingSteps:
-    """`LayerSteps` around others."""
+def _recording(ops: LayerOps, recorder: RecordingBackend) -> LayerOps:
+    """The ops with a lap of the watch after each, and the queries of the indexer kept."""
 
-    def __init__(self, steps: LayerSteps, recorder: RecordingBackend) -> None:
-        self._steps, self._recorder = steps, recorder
+    def timed(name: str, operation: str) -> Callable[..., Any]:
+        op = getattr(ops, name)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the steps
-        return getattr(self._steps, name)
+        def run(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the op
+            made = op(*arguments, **options)
+            if isinstance(made, IndexQuery):
+                recorder.query = made
+            recorder.watch.lap(operation)
+            return made
 
-    def save_partial_states(self, *arguments: Any) -> None:  # noqa: ANN401
-        self._steps.save_partial_states(*arguments)
-        self._recorder.watch.lap("compressor")
+        return run
 
-    def compress_norm_rope_store(self, *arguments: Any, overlap: bool) -> None:  # noqa: ANN401
-        self._steps.compress_norm_rope_store(*arguments, overlap=overlap)
-        self._recorder.watch.lap("compressor")
+    return evolve(ops, **{name: timed(name, part) for part in ("compressor", "indexer") for name in _TIMED[part]})
 
-    def compress_latents(self, *arguments: Any) -> Tensor:  # noqa: ANN401
-        latents = self._steps.compress_latents(*arguments)
-        self._recorder.watch.lap("compressor")
-        return latents
 
-    def norm_rope_store(self, *arguments: Any) -> None:  # noqa: ANN401
-        self._steps.norm_rope_store(*arguments)
-        self._recorder.watch.lap("compressor")
-
-    def indexer_q_rope_quant(self, *arguments: Any) -> IndexQuery:  # noqa: ANN401
-        query = self._steps.indexer_q_rope_quant(*arguments)
-        self._recorder.query = query
-        self._recorder.watch.lap("indexer")
-        return query
-
-    def select_topk(self, *arguments: Any) -> None:  # noqa: ANN401
-        self._steps.select_topk(*arguments)
-        self._recorder.watch.lap("indexer")
+_TIMED = {
+    "compressor": LAYER_OPS["compressor"],
+    "indexer": ("indexer_q_rope_quant", *LAYER_OPS["selection"]),
+}

@@ -11,7 +11,6 @@ from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.models.deepseek_v41 import compressor as v41
 
 from dsv4attn import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.layer_ops import takes_bf16_norm
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.metadata import V41StateBackend
@@ -69,9 +68,12 @@ class Compressor(OnDsv4attn, DeepseekCompressor):
         """Do nothing: vLLM's layer on a CPU calls it when weights are loaded, which may change without."""
 
     def _norm_weight(self) -> Tensor:
-        """The weight of the norm [d]: vLLM's own, or a copy in fp32 for steps that take no bf16."""
+        """The weight of the norm [d]: vLLM's own, or a copy in fp32 of another dtype, made in every step.
+
+        Torch does not count how vLLM loads weights, so a copy may be older than the weight.
+        """
         weight = self.norm.weight.detach()
-        if weight.dtype == torch.bfloat16 and takes_bf16_norm(self._serving.layer_steps):
+        if weight.dtype in (torch.float32, torch.bfloat16):
             return weight
         self._norm_fp32 = in_fp32(weight, self._norm_fp32)
         return self._norm_fp32
@@ -87,7 +89,7 @@ class Compressor(OnDsv4attn, DeepseekCompressor):
         if not isinstance(metadata, dict):
             # vLLM measures memory
             return
-        steps, states = self._serving.layer_steps, self._bound_states(self.state_cache.kv_cache, width)
+        steps, states = self._serving.layer_ops, self._bound_states(self.state_cache.kv_cache, width)
         state = metadata[self.state_cache.prefix]
         kv, score = kv_score.split(width, -1)
         steps.save_partial_states(kv, score, self.ape, positions, states, state.slot_mapping)
@@ -130,7 +132,7 @@ class V41Compressor(OnDsv4attn, v41.DeepseekCompressor):
         by_prefix = get_forward_context().attn_metadata
         if not isinstance(by_prefix, dict):
             return None
-        steps = self._serving.layer_steps
+        steps = self._serving.layer_ops
         self._norm_fp32 = in_fp32(self.norm.weight, self._norm_fp32)
         norm = self._norm_fp32, self.rms_norm_eps
         if self.state_cache is None:
@@ -150,7 +152,7 @@ class V41Compressor(OnDsv4attn, v41.DeepseekCompressor):
         tokens = len(latent)
         slots = get_forward_context().attn_metadata[self.k_cache_prefix].slot_mapping[:tokens]
         norm = None, self.rms_norm_eps, rotary_emb.cos_sin_cache
-        store = self._serving.layer_steps.norm_rope_store
+        store = self._serving.layer_ops.norm_rope_store
         store(latent, positions[:tokens], slots, *norm, self.compress_ratio, self._bound_entries())
 
 

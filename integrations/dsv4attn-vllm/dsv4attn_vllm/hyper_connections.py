@@ -10,7 +10,7 @@ from vllm.model_executor.layers import mhc
 
 from dsv4attn import Backend
 from dsv4attn.core.contract.backend import complete
-from dsv4attn.core.contract.layer_ops import LayerSteps
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.replacements import Replacement, original, replace
 from dsv4attn_vllm.steps import MHC, VARIABLE, without_mhc_warmup
@@ -18,7 +18,7 @@ from dsv4attn_vllm.steps import MHC, VARIABLE, without_mhc_warmup
 __all__ = ["CONSTRUCTORS", "FUNCTIONS", "OPS", "install", "serve"]
 
 _Pre = tuple[Tensor, Tensor, Tensor]
-_serving: list[tuple[str, LayerSteps]] = []
+_serving: list[tuple[str, LayerOps]] = []
 """The backend of the first model by name, and its steps."""
 
 
@@ -28,14 +28,14 @@ def serve(backend: Backend) -> None:
     Raises RefusedError if a model that was built before has another one.
     """
     if not _serving:
-        _serving.append((backend.name, complete(backend).layer_steps))
+        _serving.append((backend.name, complete(backend).layer_ops))
     elif (name := _serving[0][0]) != backend.name:
         expected = f"{name}, the backend of the model that was built first"
         cure = f"set DSV4ATTN_BACKEND to one backend for all models of a process, or leave {MHC} out of {VARIABLE}"
         raise RefusedError(MHC, expected=expected, actual=backend.name, cure=cure)
 
 
-def _steps() -> LayerSteps:
+def _steps() -> LayerOps:
     if not _serving:
         cure = "build the layers of the model first"
         raise RefusedError(MHC, expected="a backend", actual="none", cure=cure)

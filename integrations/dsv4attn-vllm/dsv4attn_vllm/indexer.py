@@ -89,7 +89,7 @@ class Selector(torch.nn.Module):
         hidden_states: its device counts. q_quant, weights: of `IndexerSteps._q_rope_quant`, with rows of padding
         behind. k: None, as the compressor has stored the keys.
         """
-        by_prefix, steps = get_forward_context().attn_metadata, self.serving.layer_steps
+        by_prefix, steps = get_forward_context().attn_metadata, self.serving.layer_ops
         if not isinstance(by_prefix, dict):
             # vLLM measures memory: what a selection of so many tokens takes for a while
             torch.empty(steps.transient_bytes(weights.shape[0]), dtype=torch.uint8, device=hidden_states.device)
@@ -110,7 +110,7 @@ class Selector(torch.nn.Module):
 
     def _select(self, query: IndexQuery, maps: tuple[Tensor, Tensor, Tensor], out: Tensor, longest: int) -> None:
         """Write the best entries of each token to out [T, K]. longest: most entries that a token sees."""
-        self.serving.layer_steps.select_topk(query, self._keys(), *maps, out, longest)
+        self.serving.layer_ops.select_topk(query, self._keys(), *maps, out, longest)
 
 
 class IndexerSteps(_Indexer):
@@ -181,7 +181,7 @@ def quantized_query(
     with all factors folded.
     """
     serving = indexer.indexer_op.serving
-    steps, table = serving.layer_steps, rotary_emb.cos_sin_cache
+    steps, table = serving.layer_ops, rotary_emb.cos_sin_cache
     query = steps.indexer_q_rope_quant(q, indexer_weights, positions, table, serving.index_layout)
     scales = None if query.scales is None else query.scales.view(torch.int32).squeeze(-1)
     return query.values, scales, query.weights
@@ -252,7 +252,7 @@ class V41Selector(Selector):
         self._publishes = candidate_write
 
     def _select(self, query: IndexQuery, maps: tuple[Tensor, Tensor, Tensor], out: Tensor, longest: int) -> None:
-        steps, keys, candidates = self.serving.layer_steps, self._keys(), self._candidates
+        steps, keys, candidates = self.serving.layer_ops, self._keys(), self._candidates
         if candidates is None or candidates.is_void(longest):
             steps.select_topk(query, keys, *maps, out, longest)
             return
@@ -280,7 +280,7 @@ class V41Indexer(v41.DeepseekV4Indexer):
         self._bound = bound_cache(self._bound, cache, serving.index_layout)
         self._k_norm_fp32 = in_fp32(self.k_norm.weight, self._k_norm_fp32)
         norm = self._k_norm_fp32, self.k_norm.variance_epsilon, rotary_emb.cos_sin_cache
-        slots, steps = by_prefix[self.k_cache.prefix].slot_mapping[:tokens], serving.layer_steps
+        slots, steps = by_prefix[self.k_cache.prefix].slot_mapping[:tokens], serving.layer_ops
         steps.norm_rope_store(self.wk(latent)[0], positions[:tokens], slots, *norm, self.compress_ratio, self._bound)
 
     def forward_q(

@@ -29,8 +29,7 @@ from dsv4attn import (
     select_backend,
 )
 from dsv4attn.core.contract.backend import complete
-from dsv4attn.core.contract.layer_ops import LayerSteps
-from dsv4attn.core.contract.torch_layer_steps import complete_steps
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.guard import LOG, RefusedError
@@ -101,9 +100,9 @@ class Serving:
     checked: set[tuple[object, ...]] = field(factory=set)
 
     @cached_property
-    def layer_steps(self) -> LayerSteps:
+    def layer_ops(self) -> LayerOps:
         """The steps around attention, with torch's in place of those that the backend lacks."""
-        return complete_steps(self.backend)
+        return complete(self.backend).layer_ops
 
     def know(self, key: tuple[object, ...]) -> None:
         """Remember that the arguments of this key were checked."""

@@ -82,7 +82,7 @@ def test_states_and_entries_are_vllms_byte_for_byte(
 @pytest.mark.parametrize("bug", ["window", "position", "state"])
 def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     """An entry of another request's window, one that is rotated at its last token, a score without its bias."""
-    steps = complete(engine.layers[0]._serving.backend).layer_steps
+    steps = complete(engine.layers[0]._serving.backend).layer_ops
     store, save = steps.compress_norm_rope_store, steps.save_partial_states
 
     def wrong_store(
@@ -108,7 +108,7 @@ def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyP
 def test_a_step_that_completes_no_entry_of_128_stores_none(
     engine: WholeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = complete(engine.layers[0]._serving.backend).layer_steps
+    steps = complete(engine.layers[0]._serving.backend).layer_ops
     stored: list[int] = []
     monkeypatch.setattr(steps, "compress_norm_rope_store", lambda *given, **_: stored.append(given[8]))
 
@@ -149,7 +149,7 @@ def test_the_weight_of_the_norm_is_vllms_own(
 
     Sums of vLLM have another order, so a code may be the one beside it: of three entries at most two.
     """
-    steps = complete(engine.layers[0]._serving.backend).layer_steps
+    steps = complete(engine.layers[0]._serving.backend).layer_ops
     given: list[Tensor] = []
     store, work = steps.compress_norm_rope_store, [(engine.request(127), 1)]
 

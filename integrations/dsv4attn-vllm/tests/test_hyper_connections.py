@@ -236,4 +236,4 @@ def test_a_second_model_on_another_backend_is_refused(monkeypatch: pytest.Monkey
         RefusedError, match=r"mhc: expected reference, the backend of the model that was built first, got triton -> "
     ):
         build("triton", 256)
-    assert hyper_connections._steps() is complete(first.backend).layer_steps
+    assert hyper_connections._steps() is complete(first.backend).layer_ops

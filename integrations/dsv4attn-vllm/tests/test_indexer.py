@@ -178,7 +178,7 @@ def test_selected_are_the_entries_of_vllms_largest_scores(
 
 def test_planted_bugs_of_scores_are_found(engine: WholeEngine, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the token before, and a selection that sees one entry less."""
-    steps, before = complete(engine.layers[0]._serving.backend).layer_steps, [(70, 1), (60, 1)]
+    steps, before = complete(engine.layers[0]._serving.backend).layer_ops, [(70, 1), (60, 1)]
     work = [(engine.request(tokens), count) for tokens, count in before]
     select = steps.select_topk
 
@@ -261,7 +261,7 @@ def test_a_graph_is_captured_with_the_longest_context_and_without_the_short_way(
     """Faked: the capture, of which there is none on a CPU."""
     from dsv4attn_vllm import indexer
 
-    steps, given = complete(engine.layers[0]._serving.backend).layer_steps, []
+    steps, given = complete(engine.layers[0]._serving.backend).layer_ops, []
     monkeypatch.setattr(indexer, "is_capturing", lambda _: True)
     monkeypatch.setattr(steps, "select_topk", lambda *all_of_them: given.append(all_of_them[-1]))
 

@@ -222,7 +222,7 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
 
     for name in ("score", "fp8_paged_mqa_logits", "fp8_mqa_logits"):
         monkeypatch.setattr(index, name, refuse)
-    steps, given = Sm90Backend(deterministic=True).layer_steps, world(6, heads=8)
+    steps, given = Sm90Backend(deterministic=True).layer_ops, world(6, heads=8)
     out = torch.empty(6, 4, dtype=torch.int32, device=DEVICE)
     maps = given["block_table"], given["token_to_req"], given["visible_lens"].clamp(max=100)
     steps.select_topk(given["query"], given["cache"], *maps, out, 100)

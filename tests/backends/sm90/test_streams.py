@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends.sm90 import streams
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from tests.backends._triton.compiling.gates import broken_limits
 from tests.backends._triton.layer.test_hyper_connections import Call, near
+from tests.layer_ops import TorchOps
 
-TORCH = TorchLayerSteps(lambda *_: None)
+TORCH = TorchOps()
 NAMES = "streams", "post", "comb", "entering"
 
 

@@ -12,12 +12,12 @@ from attrs import evolve
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.index_records import read_index_keys, store_index_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.tools.bench.around import AroundCase, around_cases
 from dsv4attn.tools.bench.cases import AROUND
 from dsv4attn.tools.bench.index import index_task, judged, select_task
 from dsv4attn.tools.bench.records import coded, read_index, write_index
-from dsv4attn.tools.bench.runner import MEASURED, REFUSED, WRONG, Row, Runner
+from dsv4attn.tools.bench.runner import MEASURED, WRONG, Row, Runner
+from tests.layer_ops import TorchOps
 from tests.tools.bench.rows import ROOF
 
 CPU = torch.device("cpu")
@@ -42,11 +42,11 @@ def _known_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
 def judge(case: AroundCase, **instead: Callable[..., Any]) -> Row:
     """The row of torch's steps, with others instead of some of them; they get torch's step first."""
     backend = ReferenceBackend()
-    steps = TorchLayerSteps(backend.quantize_and_insert_k_cache)
+    steps = TorchOps()
     for name, planted in instead.items():
         right = getattr(steps, name)
         setattr(steps, name, lambda *a, planted=planted, right=right, **k: planted(right, *a, **k))
-    vars(backend)["layer_steps"] = steps
+    vars(backend)["layer_ops"] = steps.table()
     (row,) = Runner(CPU, {"reference": backend}, [], 1).run(case)
     return row
 
@@ -179,15 +179,6 @@ def test_a_planted_bug_gets_no_time(where: str, step: str, planted: Callable[...
             row = judge(case, **{step: planted})
             assert row.state == WRONG, case.name
             assert row.median is None
-
-
-def test_a_backend_without_logits_is_refused() -> None:
-    backend = ReferenceBackend()
-    steps = TorchLayerSteps(backend.quantize_and_insert_k_cache)
-    vars(backend)["layer_steps"] = type("Old", (), {"select_topk": steps.select_topk})()
-    (row,) = Runner(CPU, {"old": backend}, [], 1).run(SMALL[0])
-
-    assert (row.state, row.reason) == (REFUSED, "layer_steps: expected fp8_paged_mqa_logits, got none")
 
 
 def test_names_are_unique_and_cpu_cases_are_few() -> None:

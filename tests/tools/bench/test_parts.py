@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import asdict
+from attrs import asdict, evolve
 from rich.console import Console
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.tools.bench.clock import Clock
 from dsv4attn.tools.bench.layer import LayerCase, LayerTime, _made, _parts, layer_cases
@@ -159,15 +159,16 @@ def test_a_decode_completes_the_share_of_entries_that_it_does_in_service(kind: L
 def test_the_step_that_is_timed_stores_the_entries_that_its_legend_names(monkeypatch: pytest.MonkeyPatch) -> None:
     case = LayerCase(LayerKind.C4A, 9, 1, 16)
     stored: list[int] = []
-    right = TorchLayerSteps.compress_norm_rope_store
+    right = LayerOps().compress_norm_rope_store
 
-    def counted(self: TorchLayerSteps, *given: Any, **options: Any) -> None:
+    def counted(*given: Any, **options: Any) -> None:
         stored.append(int((given[4] >= 0).sum()))
-        right(self, *given, **options)
+        right(*given, **options)
 
-    monkeypatch.setattr(TorchLayerSteps, "compress_norm_rope_store", counted)
+    backend = ReferenceBackend()
+    vars(backend)["layer_ops"] = evolve(LayerOps(), compress_norm_rope_store=counted)
     with torch.inference_mode():
-        _made(case, ReferenceBackend(), CPU).run()
+        _made(case, backend, CPU).run()
 
     assert case.contexts == tuple(range(7, 16))
     assert stored == [case.completing] * 2 == [3, 3], "of the layer and of its indexer"

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.selection import select_topk
+from tests.layer_ops import TorchOps
 
 
-class Steps(TorchLayerSteps):
+class Steps(TorchOps):
     """The definitions, with the arguments of the compressor's store by name."""
 
     def compress_norm_rope_store(
@@ -46,14 +47,14 @@ class BiasOfTheNextToken(Steps):
     def save_partial_states(
         self, kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, cache: PagedKVCache, slots: Tensor
     ) -> None:
-        TorchLayerSteps.save_partial_states(kv, score, ape.roll(1, 0), positions, cache, slots)
+        TorchOps.save_partial_states(kv, score, ape.roll(1, 0), positions, cache, slots)
 
 
 class LastStateNotSaved(Steps):
     def save_partial_states(
         self, kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, cache: PagedKVCache, slots: Tensor
     ) -> None:
-        TorchLayerSteps.save_partial_states(kv, score, ape, positions, cache, slots[:-1])
+        TorchOps.save_partial_states(kv, score, ape, positions, cache, slots[:-1])
 
 
 class TurnedToTheLastToken(Steps):
@@ -110,12 +111,12 @@ class IndexScalesDoubled(Steps):
 
 class QueriesNotTurned(Steps):
     def indexer_q_rope_quant(self, q: Tensor, weights: Tensor, positions: Tensor, *rest: Any) -> IndexQuery:
-        return TorchLayerSteps.indexer_q_rope_quant(q, weights, torch.zeros_like(positions), *rest)
+        return TorchOps.indexer_q_rope_quant(q, weights, torch.zeros_like(positions), *rest)
 
 
 class WeightsOfTheNextHead(Steps):
     def indexer_q_rope_quant(self, q: Tensor, weights: Tensor, *rest: Any) -> IndexQuery:
-        return TorchLayerSteps.indexer_q_rope_quant(q, weights.roll(1, 1), *rest)
+        return TorchOps.indexer_q_rope_quant(q, weights.roll(1, 1), *rest)
 
 
 class Selecting(Steps):
@@ -191,7 +192,7 @@ def backend_with(steps: type[Steps]) -> ReferenceBackend:
 
     class Changed(ReferenceBackend):
         @cached_property
-        def layer_steps(self) -> Steps:
-            return steps(self.quantize_and_insert_k_cache)
+        def layer_ops(self) -> LayerOps:
+            return steps().table()
 
     return Changed()

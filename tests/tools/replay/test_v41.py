@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.contract.layer_ops import default_layer_ops
 from dsv4attn.core.layer import indexer
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
@@ -62,18 +63,19 @@ def test_attention_alone_is_refused() -> None:
         run(geometry=SMALL_V41)
 
 
-def own_first_token(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+def own_first_token(*args: Any, **options: Any) -> torch.Tensor:
     """Weigh the window by the scores of its first token only: the mean of both."""
     kv, score, *rest = args
-    return _LATENTS(self, kv, None if score is None else torch.zeros_like(score), *rest, **options)
+    return _LATENTS(kv, None if score is None else torch.zeros_like(score), *rest, **options)
 
 
-def without_norm(self: Any, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, _: Any, *rest: Any) -> None:
+def without_norm(x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, _: Any, *rest: Any) -> None:
     """Leave out the norm of index keys."""
-    _STORE(self, x, positions, slots, None, *rest)
+    _STORE(x, positions, slots, None, *rest)
 
 
-_LATENTS, _STORE = TorchLayerSteps.compress_latents, TorchLayerSteps.norm_rope_store
+_OPS = default_layer_ops()
+_LATENTS, _STORE = _OPS.compress_latents, _OPS.norm_rope_store
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ _LATENTS, _STORE = TorchLayerSteps.compress_latents, TorchLayerSteps.norm_rope_s
     [("compress_latents", own_first_token, "entry"), ("norm_rope_store", without_norm, "index_key")],
 )
 def test_a_planted_bug_is_named_by_its_stage(monkeypatch: pytest.MonkeyPatch, step: str, bug: Any, stage: str) -> None:
-    monkeypatch.setattr(TorchLayerSteps, step, bug)
+    monkeypatch.setattr("dsv4attn.core.contract.layer_ops._TORCH", (attrs.evolve(_OPS, **{step: bug}),) * 2)
     report = run(geometry=SMALL_V41, indexer="real")
 
     assert not report.ok

@@ -28,6 +28,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, archi
 from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, pool_kernel, save_kernel
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["compress_norm_rope_store", "entry_constants", "save_partial_states", "variants"]
@@ -88,10 +89,11 @@ def pool_for(window: int, block: int, aligned: int, arch: str) -> Pool:
     return Pool(rows, lanes, min(max(warps, 1), most.warps // wide))
 
 
+@without_modes
 def save_partial_states(
     kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, cache: PagedKVCache, slot_mapping: Tensor
 ) -> None:
-    """Write kv and score [T, w], plus the bias of its place in the window, to state slots; see `LayerSteps`."""
+    """Write kv and score [T, w], plus the bias of its place in the window, to state slots. See `definitions`."""
     check_strides(kv=kv, score=score, ape=ape, positions=positions, slot_mapping=slot_mapping)
     tokens = min(kv.shape[0], slot_mapping.shape[0])
     constants = _save_constants(kv.shape[1], alignment_of_rows(kv, score, ape), alignment_of_records(cache))
@@ -109,6 +111,7 @@ def save_partial_states(
     )  # fmt: skip
 
 
+@without_modes
 def compress_norm_rope_store(
     states: PagedKVCache,
     state_block_table: Tensor,
@@ -123,7 +126,7 @@ def compress_norm_rope_store(
     *,
     overlap: bool,
 ) -> None:
-    """Make the entries that the tokens of a step complete, and store them; see `LayerSteps`."""
+    """Make the entries that the tokens of a step complete, and store them; see `torch_ops.compressor`."""
     check_strides(
         state_block_table=state_block_table, token_to_req=token_to_req, positions=positions, slot_mapping=slot_mapping,
         norm_weight=norm_weight, cos_sin_cache=cos_sin_cache,

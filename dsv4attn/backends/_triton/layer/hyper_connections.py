@@ -35,6 +35,7 @@ from dsv4attn.backends._triton.layer.kernels_hyper_connections import (
     post_products_kernel,
     products_kernel,
 )
+from dsv4attn.core.torch_modes import without_modes
 
 __all__ = [
     "Delayed", "hc_head", "mhc_collapse", "mhc_fused_post_pre", "mhc_fused_post_pre_delayed", "mhc_post", "mhc_pre",
@@ -58,6 +59,7 @@ class Delayed:
     pre: Tensor | None = None
 
 
+@without_modes
 def mhc_pre(
     residual: Tensor,
     fn: Tensor,
@@ -73,7 +75,7 @@ def mhc_pre(
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `LayerSteps.mhc_pre`.
+    """See `definitions`, mhc_pre.
 
     deterministic: the bits of a token do not depend on the number of tokens; they never depend on the other tokens.
     """
@@ -83,8 +85,9 @@ def mhc_pre(
     return post, comb, out
 
 
+@without_modes
 def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """See `LayerSteps.mhc_post`. The bits of a token never depend on the other tokens."""
+    """See `definitions`, mhc_post. The bits of a token never depend on the other tokens."""
     count, n, hidden = residual.shape
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
     block, aligned = _tuning().post, alignment_of_rows(x, residual)
@@ -98,6 +101,7 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return out
 
 
+@without_modes
 def mhc_fused_post_pre(
     x: Tensor,
     residual: Tensor,
@@ -116,12 +120,13 @@ def mhc_fused_post_pre(
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `LayerSteps.mhc_fused_post_pre`. deterministic: as of `mhc_pre`."""
+    """See `definitions`, mhc_fused_post_pre. deterministic: as of `mhc_pre`."""
     numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
     given = x, residual, post, comb, fn, hc_scale, hc_base, norm_weight
     return _fused(*given, numbers, None, deterministic=deterministic)
 
 
+@without_modes
 def mhc_pre_delayed(
     residual: Tensor,
     previous_pre: Tensor | None,
@@ -138,7 +143,7 @@ def mhc_pre_delayed(
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `LayerSteps.mhc_pre_delayed`. deterministic: as of `mhc_pre`."""
+    """See `definitions`, mhc_pre_delayed. deterministic: as of `mhc_pre`."""
     post, comb, out = results(residual)
     pre = torch.empty_like(post[:, :, 0])
     numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
@@ -147,6 +152,7 @@ def mhc_pre_delayed(
     return pre, post, comb, out
 
 
+@without_modes
 def mhc_fused_post_pre_delayed(
     x: Tensor,
     residual: Tensor,
@@ -166,7 +172,7 @@ def mhc_fused_post_pre_delayed(
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `LayerSteps.mhc_fused_post_pre_delayed`. deterministic: as of `mhc_pre`."""
+    """See `definitions`, mhc_fused_post_pre_delayed. deterministic: as of `mhc_pre`."""
     pre = post.new_empty(residual.shape[:2])
     numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
     given = x, residual, post, comb, fn, hc_scale, hc_base, norm_weight, numbers
@@ -174,14 +180,16 @@ def mhc_fused_post_pre_delayed(
     return new, pre, new_post, new_comb, out
 
 
+@without_modes
 def mhc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    """See `LayerSteps.mhc_collapse`. The bits of a token never depend on the other tokens."""
+    """See `definitions`, mhc_collapse. The bits of a token never depend on the other tokens."""
     count, _, hidden = streams.shape
     out = streams.new_empty(count, hidden)
     mix(streams, None, None, None, None, None, None, out, 0, count, NO_NUMBERS, FEW + 1, Delayed(pre))
     return out
 
 
+@without_modes
 def hc_head(
     streams: Tensor,
     hc_fn: Tensor,
@@ -192,7 +200,7 @@ def hc_head(
     *,
     deterministic: bool = False,
 ) -> Tensor:
-    """See `LayerSteps.hc_head`. deterministic: as of `mhc_pre`."""
+    """See `definitions`, hc_head. deterministic: as of `mhc_pre`."""
     out = streams.new_empty(streams.shape[0], streams.shape[2])
     numbers = rms_eps, hc_eps, 0.0, 0.0, 0, 0.0
     _pre(streams, hc_fn, hc_scale, hc_base, None, None, None, out, numbers, None, deterministic=deterministic)

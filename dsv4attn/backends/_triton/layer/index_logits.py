@@ -24,6 +24,7 @@ from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE, 
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
 __all__ = ["LANES", "fp8_mqa_logits", "fp8_paged_mqa_logits", "multiplies_codes", "score", "variants"]
@@ -117,6 +118,7 @@ def score(
     _launch(query, keys, (block_table, token_to_req, visible_lens, None), scores, maxima, tile, span, runs, fill=False)
 
 
+@without_modes
 def fp8_paged_mqa_logits(
     q: Tensor,
     kv_cache: PagedKVCache | Tensor,
@@ -140,6 +142,7 @@ def fp8_paged_mqa_logits(
     return logits
 
 
+@without_modes
 def fp8_mqa_logits(
     q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
 ) -> Tensor:

@@ -21,6 +21,7 @@ from dsv4attn.backends._triton.layer.kernels_index_query import index_query_kern
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
 __all__ = ["indexer_q_rope_quant", "variants"]
@@ -29,10 +30,11 @@ TILE, WARPS = 4096, 8
 """Values of q that a program takes, 32 heads of the model's, and its warps."""
 
 
+@without_modes
 def indexer_q_rope_quant(
     q: Tensor, weights: Tensor, positions: Tensor, cos_sin_cache: Tensor, layout: KVCacheLayout
 ) -> IndexQuery:
-    """Rotate q [T, Hi, Di] and quantise it as the layout of the index keys asks; see `LayerSteps`."""
+    """Rotate q [T, Hi, Di] and quantise it as the layout of the index keys asks; see `torch_ops.indexer`."""
     check_strides(q=q, weights=weights, positions=positions, cos_sin_cache=cos_sin_cache)
     tokens, heads, dim = q.shape
     values = q.new_empty(tokens, heads, _value_columns(layout), dtype=layout.dtype)

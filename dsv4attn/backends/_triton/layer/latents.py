@@ -25,6 +25,7 @@ from dsv4attn.backends._triton.layer.compress import entry_constants
 from dsv4attn.backends._triton.layer.kernels_latents import latent_kernel, ring_kernel, store_kernel
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.latents import check_ring
 
 __all__ = ["MOST", "compress_latents", "norm_rope_store", "variants"]
@@ -46,7 +47,7 @@ def compress_latents(
     states: PagedKVCache | None = None,
     state_block_table: Tensor | None = None,
 ) -> Tensor:
-    """See `LayerSteps.compress_latents`; ratio is at most MOST."""
+    """See `definitions`, compress_latents; ratio is at most MOST."""
     check_ring(ratio, score, states, state_block_table, tokens=kv.shape[0])
     given = {"kv": kv, "positions": positions, "token_to_req": token_to_req, "norm_weight": norm_weight}
     optional = {"score": score, "state_block_table": state_block_table}
@@ -72,6 +73,7 @@ def compress_latents(
     return out
 
 
+@without_modes
 def norm_rope_store(
     x: Tensor,
     positions: Tensor,
@@ -82,7 +84,7 @@ def norm_rope_store(
     ratio: int,
     cache: PagedKVCache,
 ) -> None:
-    """See `LayerSteps.norm_rope_store`."""
+    """See `definitions`, norm_rope_store."""
     check_strides(x=x, positions=positions, slot_mapping=slot_mapping, cos_sin_cache=cos_sin_cache)
     if norm_weight is not None:
         check_strides(norm_weight=norm_weight)

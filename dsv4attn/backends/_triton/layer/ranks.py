@@ -17,6 +17,7 @@ from dsv4attn.backends._triton.layer.kernels_ranks import keep_kernel, own_kerne
 from dsv4attn.backends._triton.layer.select import select
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.torch_modes import without_modes
 
 __all__ = ["choose", "variants"]
 
@@ -26,6 +27,7 @@ MOST_RANKS = 16
 """Ranks whose candidates are in one program, at most. Each power of two up to it, but 1, is a form of the kernel."""
 
 
+@without_modes
 def choose(ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, max_entries: int) -> None:
     """Write this rank's numbers of the K best candidates of all ranks to out [T, K] int32, ascending, then -1.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture, observed
-from dsv4attn.backends._triton.layer import candidates, select, steps
+from dsv4attn.backends._triton.layer import candidates, ops, select
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.indexer import IndexQuery
@@ -98,7 +98,7 @@ def test_scores_of_candidates_are_kept_and_no_others(size: int) -> None:
 
 @pytest.mark.parametrize("name", ["candidates-random", "within-random", "candidates-void", "within-published"])
 def test_the_kit_passes_in_parts_of_a_few_tokens(name: str) -> None:
-    with mock.patch.object(steps, "SCORES_BYTES", 2**15):
+    with mock.patch.object(ops, "SCORES_BYTES", 2**15):
         certificate = conform(Subject.of(GenericBackend(), device=DEVICE.type), chosen(CASES, name))
 
     assert [(o.state, o.message) for o in certificate.outcomes] == [("passed", "")]
@@ -115,7 +115,7 @@ def one_token() -> tuple[IndexQuery, PagedKVCache, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("size", [0, 3, 1024])
 def test_blocks_of_another_size_are_refused_before_a_launch(size: int) -> None:
     out = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
-    made = steps.TritonLayerSteps()
+    made = ops.layer_ops()
     with observed() as seen:
         with pytest.raises(ArgumentError, match=r"^block_size: expected a power of two up to 512"):
             made.select_candidates(*one_token(), out, size, 2)
@@ -128,7 +128,7 @@ def test_blocks_of_another_size_are_refused_before_a_launch(size: int) -> None:
 def test_without_entries_the_newest_block_is_none_and_nothing_is_selected() -> None:
     query, cache, table, request, lens = one_token()
     out = torch.full((1, 4), 77, dtype=torch.int32, device=DEVICE)
-    made = steps.TritonLayerSteps()
+    made = ops.layer_ops()
     made.select_candidates(query, cache, table, request, lens * 0, out, 8, 0)
     assert out.tolist() == [[-1] * 4]
     made.select_topk_of_candidates(query, cache, table, request, lens * 0, out, 8, out.fill_(77), 0)

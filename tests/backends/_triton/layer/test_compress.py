@@ -16,9 +16,9 @@ from dsv4attn.backends._triton.layer import compress
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
+from tests.layer_ops import TorchOps
 
 FNUZ = Fp8Format.FNUZ
 INDEX_LAYOUTS = [
@@ -107,7 +107,7 @@ class Entries:
 
     def wanted(self) -> PagedKVCache:
         """The cache as the definition writes it."""
-        return self.run(TorchLayerSteps(reference.insert).compress_norm_rope_store)
+        return self.run(TorchOps().compress_norm_rope_store)
 
     def check(self) -> PagedKVCache:
         """Fail unless entries are the definition's, and no other byte was written. Returns the cache."""
@@ -304,7 +304,7 @@ def test_a_norm_weight_in_bf16_counts_as_its_values_in_fp32(layout: KVCacheLayou
 def test_another_norm_weight_is_refused_before_a_launch(weight: Tensor) -> None:
     step = Entries(LAYOUTS[3], 4, True)
     step.weight = weight.to(DEVICE)
-    steps = TorchLayerSteps(reference.insert).compress_norm_rope_store
+    steps = TorchOps().compress_norm_rope_store
     for each in (compress.compress_norm_rope_store, steps):
         with pytest.raises(ArgumentError, match=r"norm_weight: expected \[32\] float32 or bfloat16") as raised:
             step.run(each)

@@ -19,15 +19,15 @@ from dsv4attn.backends._triton.layer import hyper_connections_tuning as tuning
 from dsv4attn.backends._triton.layer import hyper_connections_variants as forms
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import Block, Tile, Tuning
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
 from tests.backends._triton.layer.kernels_factors import parts_kernel
+from tests.layer_ops import TorchOps
 
-TORCH = TorchLayerSteps(lambda *_: None)
+TORCH = TorchOps()
 TINY = Tuning(
     few=Tile(4, 32, 4),
     many=Tile(2, 16, 4, held=True, programs=1),
@@ -56,7 +56,7 @@ def with_tiles(tiles: Tuning, few: int = 4) -> Iterator[None]:
         yield
 
 
-class Steps(TorchLayerSteps):
+class Steps(TorchOps):
     """The kernels, and torch for what is not theirs."""
 
     mhc_pre = staticmethod(hc.mhc_pre)
@@ -68,16 +68,16 @@ class Steps(TorchLayerSteps):
     mhc_collapse = staticmethod(hc.mhc_collapse)
 
 
-KERNELS = Steps(lambda *_: None)
+KERNELS = Steps()
 
 
 class Owner(GenericBackend):
     """A backend with these steps."""
 
     @property
-    def layer_steps(self) -> Steps:
-        """The steps."""
-        return Steps(self.quantize_and_insert_k_cache)
+    def layer_ops(self) -> Any:
+        """The ops."""
+        return KERNELS.table()
 
 
 @pytest.mark.parametrize(

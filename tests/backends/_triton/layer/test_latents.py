@@ -12,15 +12,14 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import latents
-from dsv4attn.backends._triton.layer.steps import TritonLayerSteps
-from dsv4attn.backends.reference import kernels as reference
+from dsv4attn.backends._triton.layer.ops import layer_ops
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
 from tests.backends._triton.layer.test_compress import INDEX_LAYOUTS, ODD_V41, same_entries
+from tests.layer_ops import TorchOps
 
-TORCH = TorchLayerSteps(reference.insert)
+TORCH = TorchOps()
 WRITTEN = [layout for layout in [*LAYOUTS, *INDEX_LAYOUTS] if layout not in ODD_V41]
 each_layout = pytest.mark.parametrize("layout", WRITTEN, ids=lambda one: f"{one.fingerprint}:{one.fp8_max:g}")
 each_ratio = pytest.mark.parametrize("ratio", [1, 2, 3])
@@ -136,7 +135,7 @@ def test_longer_windows_are_torch_s() -> None:
     step.states = PagedKVCache.allocate(KVCacheLayout.compressor_state(16), 12, 4, DEVICE)
     step.table = torch.arange(12, dtype=torch.int32, device=DEVICE).view(3, 4)
     with observed() as seen:
-        found, _ = step.run(TritonLayerSteps())
+        found, _ = step.run(layer_ops())
 
     assert seen == []
     assert torch.equal(found, step.run(TORCH)[0])

@@ -11,17 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from dsv4attn.backends._triton.layer import latents
-from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.testing.book import place_of
 from tests.backends._triton.cache.caches import DEVICE, seeded
 from tests.core.v41_packer import FP8_GROUP, bf16, pack_fp4, pack_fp8, page_of, unpack_fp8
+from tests.layer_ops import TorchOps
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 DIM, ROPE, PAGE, BLOCKS, POSITIONS = 512, 64, 3, 3, 16
-STORES = {"kernel": latents.norm_rope_store, "torch": TorchLayerSteps(reference.insert).norm_rope_store}
+STORES = {"kernel": latents.norm_rope_store, "torch": TorchOps().norm_rope_store}
 LAYOUTS = [make(arrangement=one) for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4) for one in Arrangement]
 TOKENS = [(6, 4), (7, 0), (3, 8), (11, -1), (1, 5), (12, 2), (9, BLOCKS * PAGE), (13, 7)]
 """(position, slot) of each token. At ratio 2 the even positions complete no entry."""

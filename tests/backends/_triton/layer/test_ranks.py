@@ -206,7 +206,7 @@ def test_ranks_together_select_what_one_selects(entries: int, interleave: int) -
     for own, cache in zip(owners, caches, strict=True):
         for n in range(own.count(entries)):
             cache.tensor[n // 4, n % 4] = keys[own.entry(n)].to(DEVICE)
-    steps, sent = GenericBackend().layer_steps, list[Tensor]()
+    steps, sent = GenericBackend().layer_ops, list[Tensor]()
 
     class Recorded(Alone):
         def gather(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Tensor:

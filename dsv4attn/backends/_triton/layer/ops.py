@@ -1,0 +1,226 @@
+"""`layer_ops`: the table of the layer ops by the kernels of this folder; and selection, made of several launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.launching.runtime import architecture
+from dsv4attn.backends._triton.layer import (
+    candidates,
+    compress,
+    hyper_connections,
+    index_logits,
+    index_query,
+    latents,
+    ranks,
+    select,
+)
+from dsv4attn.backends._triton.layer.candidates import keep_candidates
+from dsv4attn.core.argument_checks import round_up
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops import candidates as torch_candidates
+from dsv4attn.core.torch_ops import latents as torch_latents
+from dsv4attn.core.torch_ops import selection as torch_selection
+from dsv4attn.core.torch_ops.candidates import check_block_size
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+
+__all__ = ["SCORES_BYTES", "layer_ops"]
+
+SCORES_BYTES = 128 * 2**20
+"""Most bytes of scores that a selection holds: those of all tokens, or of as many as fit, and of one at least."""
+
+
+def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None = None) -> LayerOps:
+    """All layer ops by kernels.
+
+    deterministic: no token's bits depend on the other tokens of a step. score: what computes scores, with the arguments
+    of `index_logits.score`, which is the default.
+    """
+    scoring = {"score": partial(index_logits.score, exact_rows=deterministic) if score is None else score}
+    fallback = {"deterministic": deterministic}
+    return LayerOps(
+        save_partial_states=compress.save_partial_states,
+        compress_norm_rope_store=compress.compress_norm_rope_store,
+        compress_latents=partial(compress_latents, **fallback),
+        norm_rope_store=latents.norm_rope_store,
+        indexer_q_rope_quant=index_query.indexer_q_rope_quant,
+        fp8_paged_mqa_logits=index_logits.fp8_paged_mqa_logits,
+        fp8_mqa_logits=index_logits.fp8_mqa_logits,
+        select_topk=partial(select_topk, **fallback, **scoring),
+        select_candidates=partial(select_candidates, **fallback, **scoring),
+        select_topk_of_candidates=partial(select_topk_of_candidates, **fallback, **scoring),
+        mhc_pre=partial(hyper_connections.mhc_pre, deterministic=deterministic),
+        mhc_post=hyper_connections.mhc_post,
+        mhc_fused_post_pre=partial(hyper_connections.mhc_fused_post_pre, deterministic=deterministic),
+        hc_head=partial(hyper_connections.hc_head, deterministic=deterministic),
+        mhc_pre_delayed=partial(hyper_connections.mhc_pre_delayed, deterministic=deterministic),
+        mhc_fused_post_pre_delayed=partial(hyper_connections.mhc_fused_post_pre_delayed, deterministic=deterministic),
+        mhc_collapse=hyper_connections.mhc_collapse,
+        transient_bytes=transient_bytes,
+        sum_bits=14 if index_logits.multiplies_codes(KVCacheLayout.index_fp8(), architecture()) else 24,
+        propose_candidates=partial(propose_candidates, **scoring),
+        choose_candidates=ranks.choose,
+        most_over_ranks=select.MOST,
+    )
+
+
+@without_modes
+def select_topk(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    visible_lens: Tensor,
+    out: Tensor,
+    max_entries: int,
+    *,
+    score: Callable[..., Any],
+    deterministic: bool,
+) -> None:
+    """See `torch_ops.selection`, which selects more than `select.MOST` entries."""
+    maps = block_table, token_to_req, visible_lens
+    if out.shape[1] > select.MOST:
+        torch_selection.select_topk(query, cache, *maps, out, max_entries, deterministic=deterministic)
+    else:
+        _select(query, cache, maps, out, max_entries, score)
+
+
+@without_modes
+def propose_candidates(
+    ownership: Ownership,
+    query: IndexQuery,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    visible_lens: Tensor,
+    numbers: Tensor,
+    scores: Tensor,
+    max_entries: int,
+    *,
+    score: Callable[..., Any],
+) -> None:
+    """See `LayerOps`."""
+    tables = block_table, token_to_req, visible_lens
+    _select(query, cache, tables, numbers, max_entries, score, (ownership, scores))
+
+
+def _select(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    tables: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    max_entries: int,
+    score: Callable[..., Any],
+    proposed: tuple[Ownership, Tensor] | None = None,
+) -> None:
+    """Select at most `select.MOST` entries. proposed: an owner, and where it writes scores of what it selects."""
+    (block_table, token_to_req, visible_lens), (tokens, topk) = tables, out.shape
+    if not (max_entries > 0 and block_table.numel() and cache.num_blocks):
+        out.fill_(-1)
+        if proposed is not None:
+            proposed[1].fill_(-inf)
+        return
+    run = select.wanted_run(tokens, max_entries, topk)
+    # rows begin and end at multiples of the widest access
+    width, columns = round_up(max_entries, 64), select.maxima_columns(max_entries, run) if run else 0
+    for part, memory in _memory(out, width + columns):
+        scores, maxima = memory[:, :width], memory[:, width:] if run else None
+        maps = block_table, token_to_req[part], visible_lens[part]
+        score(_rows(query, part), cache, *maps, scores, maxima, run)
+        some = None if proposed is None else (proposed[0], proposed[1][part])
+        select.select(scores, maxima, visible_lens[part], out[part], max_entries, run=run, proposed=some)
+
+
+@without_modes
+def select_candidates(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    visible_lens: Tensor,
+    out: Tensor,
+    block_size: int,
+    max_entries: int,
+    *,
+    score: Callable[..., Any],
+    deterministic: bool,
+) -> None:
+    """See `torch_ops.candidates`, which writes more than `select.MOST` blocks."""
+    check_block_size(block_size)
+    if out.shape[1] > select.MOST or not (max_entries > 0 and block_table.numel() and cache.num_blocks):
+        given = query, cache, block_table, token_to_req, visible_lens, out, block_size, max_entries
+        torch_candidates.select_candidates(*given, deterministic=deterministic)
+        return
+    width, columns = round_up(max_entries, 64), candidates.block_columns(max_entries, block_size)
+    for part, memory in _memory(out, width + columns):
+        scores, blocks, lens = memory[:, :width], memory[:, width:], visible_lens[part]
+        score(_rows(query, part), cache, block_table, token_to_req[part], lens, scores, None, 0)
+        candidates.select_blocks(scores, blocks, lens, out[part], block_size, max_entries)
+
+
+@without_modes
+def select_topk_of_candidates(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    visible_lens: Tensor,
+    candidates: Tensor,
+    block_size: int,
+    out: Tensor,
+    max_entries: int,
+    *,
+    score: Callable[..., Any],
+    deterministic: bool,
+) -> None:
+    """See `torch_ops.candidates`, which selects more than `select.MOST` entries."""
+    check_block_size(block_size)
+    if out.shape[1] > select.MOST:
+        given = query, cache, block_table, token_to_req, visible_lens, candidates, block_size, out, max_entries
+        torch_candidates.select_topk_of_candidates(*given, deterministic=deterministic)
+        return
+    if not (max_entries > 0 and block_table.numel() and cache.num_blocks):
+        out.fill_(-1)
+        return
+    width = round_up(max_entries, 64)
+    for part, memory in _memory(out, 2 * width):
+        scores, kept, lens = memory[:, :width], memory[:, width:], visible_lens[part]
+        score(_rows(query, part), cache, block_table, token_to_req[part], lens, scores, None, 0)
+        keep_candidates(scores, candidates[part], kept, block_size, max_entries)
+        select.select(kept, None, lens, out[part], max_entries, run=0)
+
+
+@without_modes
+def compress_latents(*given: Any, deterministic: bool, **options: Any) -> Tensor:  # noqa: ANN401 - those of the op
+    """See `torch_ops.latents`, which pools windows of more than `latents.MOST` tokens."""
+    ratio = given[6] if len(given) > 6 else options["ratio"]
+    if ratio > latents.MOST:
+        return torch_latents.compress_latents(*given, deterministic=deterministic, **options)
+    return latents.compress_latents(*given, **options)
+
+
+def transient_bytes(max_tokens: int) -> int:
+    """Scores and lists of a selection, and what the ops make for each token."""
+    return 2 * SCORES_BYTES + 2**20 + 1024 * max_tokens
+
+
+def _memory(out: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of out [T, K] that are selected together, and [rows, width] fp32 for their scores."""
+    tokens = out.shape[0]
+    rows = max(SCORES_BYTES // (4 * width), 1)
+    for first in range(0, tokens, rows):
+        part = slice(first, min(first + rows, tokens))
+        yield part, out.new_empty(part.stop - first, width, dtype=torch.float32)
+
+
+def _rows(query: IndexQuery, part: slice) -> IndexQuery:
+    return IndexQuery(query.values[part], query.weights[part], None if query.scales is None else query.scales[part])

@@ -1,0 +1,59 @@
+"""The layer ops on Hopper: each function of `index` and `streams` serves what it can, the shared kernels the rest."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.backends._triton.layer import index_logits, ops
+from dsv4attn.backends.sm90 import index, streams
+from dsv4attn.core.contract.layer_ops import LayerOps
+
+__all__ = ["layer_ops", "score"]
+
+
+def layer_ops(*, deterministic: bool = False) -> LayerOps:
+    """The shared ops, with scores and hyper-connections of many tokens by the kernels for Hopper.
+
+    If they are deterministic, no scores: which kernel serves a token depends on how many its request has.
+    """
+    fused = partial(streams.mhc_fused_post_pre, deterministic=deterministic)
+    delayed = partial(streams.mhc_fused_post_pre_delayed, deterministic=deterministic)
+    mixing = {"mhc_fused_post_pre": fused, "mhc_fused_post_pre_delayed": delayed}
+    if deterministic:
+        return evolve(ops.layer_ops(deterministic=True), **mixing)
+    logits = {"fp8_paged_mqa_logits": fp8_paged_mqa_logits, "fp8_mqa_logits": fp8_mqa_logits}
+    return evolve(ops.layer_ops(score=score), **mixing, **logits)
+
+
+def score(*given: Any) -> None:  # noqa: ANN401 - those of `index_logits.score`
+    """See `index_logits.score`."""
+    if not index.score(*given):
+        index_logits.score(*given)
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Any,  # noqa: ANN401 - a cache, or its tensor
+    weights: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    schedule_metadata: object = None,
+    max_model_len: int = 0,
+) -> Tensor:
+    """See `torch_ops.indexer`."""
+    given = q, kv_cache, weights, context_lens, block_tables
+    logits = index.fp8_paged_mqa_logits(*given, max_model_len)
+    return index_logits.fp8_paged_mqa_logits(*given, schedule_metadata, max_model_len) if logits is None else logits
+
+
+def fp8_mqa_logits(
+    q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
+) -> Tensor:
+    """See `torch_ops.indexer`."""
+    given = q, kv, weights, cu_seqlen_ks, cu_seqlen_ke
+    logits = index.fp8_mqa_logits(*given)
+    return index_logits.fp8_mqa_logits(*given) if logits is None else logits
