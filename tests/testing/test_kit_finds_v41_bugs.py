@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -162,7 +163,7 @@ def test_a_certificate_says_who_runs_each_step_of_v41() -> None:
     backend: Any = ReferenceBackend()
     backend.name = "own"
     torchs = backend.layer_ops.compress_latents
-    backend.layer_ops = attrs.evolve(backend.layer_ops, compress_latents=lambda *given: torchs(*given))
+    backend.layer_ops = attrs.evolve(backend.layer_ops, compress_latents=partial(torchs))
     certificate = conform(Subject.of(backend), chosen(CASES, "latents-1"))
     names = (*layer_ops.LATENTS, *layer_ops.CANDIDATES, *layer_ops.DELAYED)
 
