@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import fields
 
 from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 
 __all__ = ["TorchOps"]
 
@@ -16,6 +17,9 @@ class TorchOps:
     """Each op is a static method; a subclass or an instance may have another, and `table` takes that."""
 
     if TYPE_CHECKING:
+        compress_norm_rope_store: Callable[..., None]
+        save_partial_states: Callable[..., None]
+        indexer_q_rope_quant: Callable[..., IndexQuery]
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 

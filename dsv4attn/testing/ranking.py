@@ -52,6 +52,8 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, Selecting], Measure]:
 
 def _by_kernels(steps: LayerOps, scene: Selecting, ranks: int, request: Tensor, visible: Tensor) -> I64:
     """[T, ranks * K] entry numbers that ranks hold of the best candidates, by the backend's ops."""
+    assert steps.propose_candidates is not None
+    assert steps.choose_candidates is not None
     query, shape, most = scene.query(), (len(scene.tokens), scene.topk), int(visible.max())
     numbers = torch.full((ranks, *shape), GARBAGE, dtype=torch.int32, device=scene.device)
     scores = torch.full((ranks, *shape), torch.nan, device=scene.device, dtype=torch.float32)

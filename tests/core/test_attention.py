@@ -361,7 +361,7 @@ def test_short_contexts_select_everything_without_scores_but_never_while_a_graph
 
     def counted(*given: object) -> None:
         asked.append(given[-1])  # type: ignore[arg-type]
-        select(*given)  # type: ignore[arg-type]
+        select(*given)
 
     for layer in whole.layers:
         if layer.indexer is not None:

@@ -22,11 +22,11 @@ def layer_ops(*, deterministic: bool = False) -> LayerOps:
     """
     fused = partial(streams.mhc_fused_post_pre, deterministic=deterministic)
     delayed = partial(streams.mhc_fused_post_pre_delayed, deterministic=deterministic)
-    mixing = {"mhc_fused_post_pre": fused, "mhc_fused_post_pre_delayed": delayed}
+    shared = ops.layer_ops(deterministic=True) if deterministic else ops.layer_ops(score=score)
+    own = evolve(shared, mhc_fused_post_pre=fused, mhc_fused_post_pre_delayed=delayed)
     if deterministic:
-        return evolve(ops.layer_ops(deterministic=True), **mixing)
-    logits = {"fp8_paged_mqa_logits": fp8_paged_mqa_logits, "fp8_mqa_logits": fp8_mqa_logits}
-    return evolve(ops.layer_ops(score=score), **mixing, **logits)
+        return own
+    return evolve(own, fp8_paged_mqa_logits=fp8_paged_mqa_logits, fp8_mqa_logits=fp8_mqa_logits)
 
 
 def score(*given: Any) -> None:  # noqa: ANN401 - those of `index_logits.score`

@@ -115,7 +115,8 @@ _CHANGES = (
     "mhc_fused_post_pre", "hc_head", "mhc_pre_delayed", "mhc_fused_post_pre_delayed",
 )  # fmt: skip
 """Ops of torch with an option `deterministic`."""
-_TORCH = LayerOps(), LayerOps(**{n: partial(fields_dict(LayerOps)[n].default, deterministic=True) for n in _CHANGES})
+_DETERMINISTIC: dict[str, Any] = {name: partial(getattr(LayerOps(), name), deterministic=True) for name in _CHANGES}
+_TORCH = LayerOps(), LayerOps(**_DETERMINISTIC)
 
 
 def default_layer_ops(*, deterministic: bool = False) -> LayerOps:

@@ -104,7 +104,8 @@ class MarkedBackend:
         """Wrap a backend."""
         self._backend = complete(backend)
         ops = self._backend.layer_ops
-        self.layer_ops = evolve(ops, **{op: marks.around(part, getattr(ops, op)) for op, part in _STEPS.items()})
+        marked: dict[str, Any] = {op: marks.around(part, getattr(ops, op)) for op, part in _STEPS.items()}
+        self.layer_ops = evolve(ops, **marked)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the backend
         return getattr(self._backend, name)

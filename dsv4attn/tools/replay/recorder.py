@@ -8,6 +8,7 @@ to, and no time of a layer is lost.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch

@@ -45,8 +45,10 @@ def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None =
     deterministic: no token's bits depend on the other tokens of a step. score: what computes scores, with the arguments
     of `index_logits.score`, which is the default.
     """
-    scoring = {"score": partial(index_logits.score, exact_rows=deterministic) if score is None else score}
-    fallback = {"deterministic": deterministic}
+    scoring: dict[str, Any] = {
+        "score": partial(index_logits.score, exact_rows=deterministic) if score is None else score
+    }
+    fallback: dict[str, Any] = {"deterministic": deterministic}
     return LayerOps(
         save_partial_states=compress.save_partial_states,
         compress_norm_rope_store=compress.compress_norm_rope_store,
