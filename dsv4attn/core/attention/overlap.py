@@ -13,7 +13,7 @@ _Dims = list[tuple[int, int]]
 
 
 def span(tensor: Tensor) -> int:
-    """Bytes from the first to behind the last element of a tensor."""
+    """Bytes from the first element of a tensor to the end of the last one."""
     return _extent(_dims(tensor), tensor.element_size()) if tensor.numel() else 0
 
 
@@ -59,6 +59,6 @@ def _meet(a: _Dims, b: _Dims, gap: int, a_size: int, b_size: int) -> bool:
     pitch = a[0][0]
     if not pitch or _extent(a[1:], a_size) > pitch or _extent(b[1:], b_size) > pitch:
         return True
-    # a row of b meets the row of a that begins at or before it, or the one behind it
+    # a row of b meets the row of a that begins at or before it, or the row after that one
     first = gap % pitch
     return any(_meet(a[1:], b[1:], start, a_size, b_size) for start in (first, first - pitch))

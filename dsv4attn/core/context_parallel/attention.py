@@ -1,4 +1,4 @@
-"""Attention over the keys of all ranks: each attends to its own, and every rank merges the parts."""
+"""Attention over the keys of all ranks: each rank attends to its own keys, and every rank merges the results."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def _bytes_of(out: Tensor) -> tuple[int, int]:
 
 
 def _parts(sent: Tensor, before: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """([R, t, H, D] out, [R, t, H] lse) of each rank in its bytes [R, n]. before: bytes of out, and behind it."""
+    """([R, t, H, D] out, [R, t, H] lse) of each rank in its bytes [R, n]. before: bytes of out, after which lse begins."""
     outs = sent[:, : out.numel() * out.element_size()].view(out.dtype)
     return outs.unflatten(1, out.shape), sent[:, before:].view(torch.float32).unflatten(1, out.shape[:2])
 

@@ -53,7 +53,7 @@ class ChunkBounds:
         """Bounds within `limits`.
 
         Without `limits.max_workspace_bytes` a chunk may gather one worst-case request. That cap lowers the bounds, at
-        most to the needs of a single query token at full context. scratch_bytes: the backend's part of the same lane.
+        most to the needs of a single query token at full context. scratch_bytes: the backend's scratch in the same lane.
         """
         widest = widest_columns(layer, limits, alignment, gathered=gathered)
         elements = max(min(limits.max_index_elements, limits.max_num_batched_tokens * widest), widest)
@@ -79,7 +79,7 @@ class ChunkBounds:
 
 
 def small_bytes(limits: Limits) -> int:
-    """Bytes of a chunk beside rows and index columns: lengths, offsets, per-request vectors, alignment."""
+    """Bytes of a chunk for other things than rows and index columns: lengths, offsets, per-request vectors, alignment."""
     return 8 * (limits.max_num_batched_tokens + 1) + 16 * (limits.max_num_reqs + 1) + 8 * ALIGNMENT
 
 
@@ -100,9 +100,9 @@ def widest_columns(layer: LayerGeometry, limits: Limits, alignment: int, *, gath
 class PrefillChunk:
     """One chunk: requests and tokens are numbered within the prefill part.
 
-    request_start, request_end: first request, and the one behind the last.
-    token_start, token_end: first query token, and the one behind the last.
-    tail: query tokens of a sliced request behind this chunk; its sequence is that much shorter here.
+    request_start, request_end: first request, and the end: the number after the last one.
+    token_start, token_end: first query token, and the end.
+    tail: query tokens of a sliced request after this chunk. The chunk sees a sequence that is `tail` tokens shorter.
     entries: N - compressed rows of each request in the workspace, the most that any of them has.
     gather: window rows of each request in the workspace; M = entries + gather are all rows of a request.
     topk: compressed columns of the index matrix, the most entries that a query of the chunk can select.
@@ -167,7 +167,7 @@ def plan_row_chunks(
 def cut_chunk(
     chunk: PrefillChunk, start: int, stop: int, query_lens: Sequence[int], layer: LayerGeometry
 ) -> Iterator[PrefillChunk]:
-    """The tokens of a chunk from `start` to `stop`, none of them outside of it: whole requests, and parts of them.
+    """The tokens of a chunk from `start` to `stop`, cut into whole requests and parts of requests.
 
     query_lens: of all prefill requests. A part of a request is a slice; it needs no more memory than the chunk.
     """
@@ -198,7 +198,7 @@ def cut_chunk(
 
 
 def _joined(chunk: PrefillChunk, run: Sequence[tuple[int, int, int]]) -> PrefillChunk:
-    """A part of a chunk that is whole requests, (request, first token, the one behind the last) each."""
+    """A part of a chunk that is whole requests, each given as (request, first token, end)."""
     (first, token, _), (last, _, end) = run[0], run[-1]
     return evolve(chunk, request_start=first, request_end=last + 1, token_start=token, token_end=end)
 
