@@ -66,9 +66,9 @@ def check_forward_call(call: ForwardCall) -> None:
     check_type(
         "workspace", call.workspace, WorkspaceManager, cure="pass a WorkspaceManager(device), one for all layers"
     )
-    for name, value, wanted in (("caches", caches, LayerCaches), ("metadata", metadata, AttentionMetadata)):
-        if not isinstance(value, wanted) and (value is not None or name != "metadata"):
-            raise ArgumentError(name, expected=wanted.__name__, actual=type(value).__name__)
+    for name, value, cls in (("caches", caches, LayerCaches), ("metadata", metadata, AttentionMetadata)):
+        if not isinstance(value, cls) and (value is not None or name != "metadata"):
+            raise ArgumentError(name, expected=cls.__name__, actual=type(value).__name__)
     letters = {"H": layer.num_heads, "D": layer.head_dim}
     check_tensor("q", q, "T H D", _Q_DTYPES, letters)
     check_tensor("out", out, "T H D", q.dtype, letters, written=True, like="q")
@@ -202,9 +202,9 @@ def check_metadata(
             ("compressed.block_size // compress_ratio", size, ours, f"{records} compressed cache"),
             ("compressed.num_actual_tokens", swa.num_actual_tokens, compressed.num_actual_tokens, "the batch"),
         ]
-    for name, wanted, actual, what in facts:
-        if wanted != actual:
-            raise ArgumentError(f"metadata.{name}", expected=f"{wanted} ({what})", actual=actual)
+    for name, required, actual, what in facts:
+        if required != actual:
+            raise ArgumentError(f"metadata.{name}", expected=f"{required} ({what})", actual=actual)
     if layer.kind is LayerKind.C128A and compressed is not None:
         _check_tables(swa, compressed)
     for name, actual, bound, where in (
@@ -335,10 +335,10 @@ def _check_positions(positions: Tensor, cos_sin_cache: Tensor, real: Callable[[]
 
 def _have_slots(slot_mapping: Tensor, rows: int) -> Tensor:
     """[rows] bool: whether each row has a slot; rows after the slot mapping have none."""
-    found = torch.zeros(rows, dtype=torch.bool, device=slot_mapping.device)
+    have_slots = torch.zeros(rows, dtype=torch.bool, device=slot_mapping.device)
     mapped = slot_mapping[:rows]
-    found[: mapped.shape[0]] = mapped >= 0
-    return found
+    have_slots[: mapped.shape[0]] = mapped >= 0
+    return have_slots
 
 
 def check_projection(

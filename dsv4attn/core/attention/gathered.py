@@ -101,7 +101,7 @@ def fill_by_steps(
 
     Arguments as those of `BackendDefaults.prepare_rows`.
     """
-    seq_lens, gather_lens, starts = whole = chunk.seq_lens, chunk.gather_lens, chunk.query_start_loc
+    seq_lens, gather_lens, starts = request_lengths = chunk.seq_lens, chunk.gather_lens, chunk.query_start_loc
     slice_seq_lens, slice_gather_lens, entry_lens = chunk.lengths
     if chunk.tail is not None:
         seq_lens, gather_lens, starts = slice_seq_lens, slice_gather_lens, chunk.starts
@@ -117,7 +117,7 @@ def fill_by_steps(
     def fill(topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> None:
         if chunk.tail is not None:
             max_rows = combined.lens.shape[0] + chunk.window - 1
-            _cut(whole, (seq_lens, gather_lens, starts), chunk.tail, combined.lens.shape[0], max_rows)
+            _cut(request_lengths, (seq_lens, gather_lens, starts), chunk.tail, combined.lens.shape[0], max_rows)
         if chunk.compressed is not None and compressed is not None:
             torch.div(seq_lens, chunk.ratio, rounding_mode="floor", out=entry_lens)
             gather(chunk.kv, compressed, entry_lens, None, chunk.compressed.block_table, 0)
@@ -144,18 +144,23 @@ def fill_by_steps(
 
 
 def _cut(
-    whole: tuple[Tensor, Tensor, Tensor], own: tuple[Tensor, Tensor, Tensor], tail: int, tokens: int, most: int
+    request_lengths: tuple[Tensor, Tensor, Tensor],
+    slice_lengths: tuple[Tensor, Tensor, Tensor],
+    tail: int,
+    tokens: int,
+    max_rows: int,
 ) -> None:
-    """Lengths, window rows and query starts of a slice of one request, from those of the whole one.
+    """Write lengths, window rows and query starts of a slice of one request, from those of the whole request.
 
     Computed on the device: the host may have upper bounds.
     """
-    (seq_lens, gather_lens, starts), (to_lens, to_rows, to_starts) = whole, own
-    torch.sub(seq_lens, tail, out=to_lens)
+    seq_lens, gather_lens, starts = request_lengths
+    slice_seq_lens, slice_gather_lens, slice_starts = slice_lengths
+    torch.sub(seq_lens, tail, out=slice_seq_lens)
     # no earlier than the request's own first row
-    torch.sub(gather_lens, tail, out=to_rows).clamp_(0, most)
-    to_starts.copy_(starts)
-    to_starts[1:].copy_(to_starts[:1]).add_(tokens)
+    torch.sub(gather_lens, tail, out=slice_gather_lens).clamp_(0, max_rows)
+    slice_starts.copy_(starts)
+    slice_starts[1:].copy_(slice_starts[:1]).add_(tokens)
 
 
 def _page_table(cache: PagedKVCache, table: Tensor) -> PageTable:

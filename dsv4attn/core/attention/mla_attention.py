@@ -93,10 +93,10 @@ class DeepseekV4MLAAttention:
         self.geometry, self.limits, self.backend = _interned(geometry), limits, backend
         self.attn_sink, self.cos_sin_cache, self.topk_indices_buffer = attn_sink, cos_sin_cache, topk_indices_buffer
         self.swa_layout, self.compressed_layout, self.workspace = swa_layout, compressed_layout, workspace
-        given: object = context_parallel
-        if not isinstance(given, Exchange | None):
+        exchange: object = context_parallel
+        if not isinstance(exchange, Exchange | None):
             expected, hint = "a ContextParallel", "pass a ContextParallel(group), or None"
-            raise ArgumentError("context_parallel", expected=expected, actual=shown(given), hint=hint)
+            raise ArgumentError("context_parallel", expected=expected, actual=shown(exchange), hint=hint)
         self.exchange = context_parallel if context_parallel is not None and self.geometry.has_entries else ONE_RANK
         self.caches: LayerCaches | None = None
         self._op_tensors: tuple[Tensor | None, ...] = (None, None)
@@ -146,8 +146,8 @@ class DeepseekV4MLAAttention:
             if self.geometry.kind is not LayerKind.SWA:
                 check_compressed(caches, self.geometry)
             if compressed is not None:
-                wanted = self.compressed_layout or compressed.layout
-                check_layout(compressed.layout, wanted, f"compressed cache of {self.prefix}")
+                required_layout = self.compressed_layout or compressed.layout
+                check_layout(compressed.layout, required_layout, f"compressed cache of {self.prefix}")
         self.caches = caches
         self._op_tensors = op_tensor(swa), op_tensor(compressed)
 

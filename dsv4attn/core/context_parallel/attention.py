@@ -164,8 +164,8 @@ def merge_over_ranks(
 
 def _views(context: RankExchange, out: Tensor, workspace: WorkspaceManager, kernels: RankSteps | None) -> list[Tensor]:
     tokens, heads, dim = out.shape
-    made = divided_specs if context.divides_heads else merge_specs
-    specs = made(context.ownership.size, tokens, heads, dim, out.dtype, sums=kernels is None)
+    make_specs = divided_specs if context.divides_heads else merge_specs
+    specs = make_specs(context.ownership.size, tokens, heads, dim, out.dtype, sums=kernels is None)
     return workspace.get_simultaneous(*specs, lane=LANE, caller=f"attention on {context.label}")
 
 
@@ -207,11 +207,11 @@ class _Merging:
         None where torch merges, where rows are not one piece, where ranks divide heads, and where lse would not begin
         at a multiple of ALIGNMENT.
         """
-        before, whole = _bytes_of(self._out)
-        if self._kernels is None or self._divided or len(self._waiting) != 1 or before % ALIGNMENT:
+        out_bytes, piece_size = _bytes_of(self._out)
+        if self._kernels is None or self._divided or len(self._waiting) != 1 or out_bytes % ALIGNMENT:
             return None
         self._is_packed = True
-        out, lse = _parts(self._sent[0, :whole][None], before, self._out)
+        out, lse = _parts(self._sent[0, :piece_size][None], out_bytes, self._out)
         return out[0], lse[0]
 
     def reached(self, stop: int) -> None:
@@ -231,19 +231,19 @@ class _Merging:
         if len(self._under_way) == len(self._sent):
             self._merge_one()
         out, ranks = self._out[piece], self._context.ownership.size
-        before, whole = _bytes_of(out)
-        sent, found = self._sent[self._place], self._received[self._place][: ranks * whole]
-        mine = sent[: whole * len(self._sources[0])].view(-1, whole)
-        parts = _parts(mine, before, out)
+        out_bytes, piece_size = _bytes_of(out)
+        sent, received = self._sent[self._place], self._received[self._place][: ranks * piece_size]
+        sent = sent[: piece_size * len(self._sources[0])].view(-1, piece_size)
+        parts = _parts(sent, out_bytes, out)
         if self._kernels is None or self._divided:
-            for part, one in zip(parts, self._sources, strict=True):
-                part.copy_(one[:, piece])
+            for part, source in zip(parts, self._sources, strict=True):
+                part.copy_(source[:, piece])
         elif not self._is_packed:
             self._kernels.pack_part(out, self._lse[piece], parts[0][0], parts[1][0])
         if self._divided:
-            finish = self._context.start_all_to_all(mine, "attention", out=found)
+            finish = self._context.start_all_to_all(sent, "attention", out=received)
         else:
-            finish = self._context.start(mine[0], "attention", out=found)
+            finish = self._context.start(sent[0], "attention", out=received)
         self._under_way.append((piece, finish))
         self._place = (self._place + 1) % len(self._sent)
 
@@ -251,8 +251,8 @@ class _Merging:
         """End the oldest exchange, and write the rows of all ranks."""
         piece, finish = self._under_way.popleft()
         out = self._out[piece]
-        before, _ = _bytes_of(out)
-        parts = _parts(finish(), before, out)
+        out_bytes, _ = _bytes_of(out)
+        parts = _parts(finish(), out_bytes, out)
         if self._kernels is not None:
             self._kernels.merge_parts(*parts, out, self._lse[piece], self._sink)
             return
@@ -266,10 +266,13 @@ def _bytes_of(out: Tensor) -> tuple[int, int]:
     return piece_bytes(rows, heads, dim, out.element_size())
 
 
-def _parts(sent: Tensor, before: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """([R, t, H, D] out, [R, t, H] lse) of each rank in its bytes [R, n]. before: bytes of out, after which lse begins."""
+def _parts(sent: Tensor, out_bytes: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """([R, t, H, D] out, [R, t, H] lse) of each rank in its bytes [R, n].
+
+    out_bytes: bytes of out, after which lse begins.
+    """
     outs = sent[:, : out.numel() * out.element_size()].view(out.dtype)
-    return outs.unflatten(1, out.shape), sent[:, before:].view(torch.float32).unflatten(1, out.shape[:2])
+    return outs.unflatten(1, out.shape), sent[:, out_bytes:].view(torch.float32).unflatten(1, out.shape[:2])
 
 
 def merge_parts(outs: Tensor, lses: Tensor, lse: Tensor, attn_sink: Tensor | None, working: Sequence[Tensor]) -> Tensor:
@@ -284,11 +287,11 @@ def merge_parts(outs: Tensor, lses: Tensor, lse: Tensor, attn_sink: Tensor | Non
     top.masked_fill_(torch.eq(top, -inf, out=mask), 0)
     total.zero_()
     merged.zero_()
-    for part, its in zip(outs, lses, strict=True):
-        torch.sub(its, top, out=weight).exp_()
+    for rank_out, rank_lse in zip(outs, lses, strict=True):
+        torch.sub(rank_lse, top, out=weight).exp_()
         # a part of weight zero may hold NaN
         torch.eq(weight, 0, out=mask)
-        merged.add_(term.copy_(part).mul_(weight[..., None]).masked_fill_(mask[..., None], 0))
+        merged.add_(term.copy_(rank_out).mul_(weight[..., None]).masked_fill_(mask[..., None], 0))
         total.add_(weight)
     torch.eq(total, 0, out=mask)
     merged.div_(total[..., None]).masked_fill_(mask[..., None], 0)

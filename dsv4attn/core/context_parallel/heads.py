@@ -19,10 +19,10 @@ def check_heads(context: RankExchange, what: str, mine: tuple[int, int] | None) 
 
     mine: (part, parts) of the heads of this rank; None on all ranks: not known. what: the layer, for the error.
     """
-    found = context.gather_objects(mine, f"the heads of {what}")
-    for rank, part in enumerate(found):
-        if part != (rank, len(found)) and found != [None] * len(found):
-            expected = f"part {rank} of {len(found)} on rank {rank}, as ranks of the context divide heads"
+    parts_by_rank = context.gather_objects(mine, f"the heads of {what}")
+    for rank, part in enumerate(parts_by_rank):
+        if part != (rank, len(parts_by_rank)) and parts_by_rank != [None] * len(parts_by_rank):
+            expected = f"part {rank} of {len(parts_by_rank)} on rank {rank}, as ranks of the context divide heads"
             actual = "all heads" if part is None else f"part {part[0]} of {part[1]}"
             hint = "pass the group of the context as process_group, and weights.shard(rank, size)"
             raise ArgumentError(f"{what}: heads", expected=expected, actual=actual, hint=hint)
@@ -44,12 +44,12 @@ def gather_queries(context: RankExchange, q: Tensor, to: Tensor, sent: Tensor, r
     for number, piece in enumerate(context.pieces(rows, attention_bytes(heads, dim, q.element_size()))):
         if len(under_way) == len(sent):
             write()
-        one, place = q[piece], number % len(sent)
-        size = one.numel() * one.element_size()
-        mine = sent[place][:size].view(q.dtype).view(one.shape)
-        mine.copy_(one)
-        found = received[place][: ranks * size].view(q.dtype).view(-1, heads, dim)
-        under_way.append((to[piece], context.start(mine, "queries", out=found)))
+        piece_q, place = q[piece], number % len(sent)
+        size = piece_q.numel() * piece_q.element_size()
+        piece_sent = sent[place][:size].view(q.dtype).view(piece_q.shape)
+        piece_sent.copy_(piece_q)
+        piece_received = received[place][: ranks * size].view(q.dtype).view(-1, heads, dim)
+        under_way.append((to[piece], context.start(piece_sent, "queries", out=piece_received)))
     while under_way:
         write()
 

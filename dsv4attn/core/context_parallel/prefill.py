@@ -23,14 +23,14 @@ class Shares:
 
     def __init__(self, context: RankExchange, tokens: int) -> None:
         self._context, ranks, rank = context, context.ownership.size, context.ownership.rank
-        each = tokens // ranks
-        pieces = 0 if context.divides_heads else share_pieces(each)
-        starts = [each * i // pieces for i in range(pieces + 1)] if pieces else [0]
+        rank_tokens = tokens // ranks
+        pieces = 0 if context.divides_heads else share_pieces(rank_tokens)
+        starts = [rank_tokens * i // pieces for i in range(pieces + 1)] if pieces else [0]
         pairs = [(first, last - first) for first, last in pairwise(starts)]
         self._pieces = deque((ranks * first, count) for first, count in pairs)
-        own = [(ranks * first + rank * count, ranks * first + (rank + 1) * count) for first, count in pairs]
+        rank_ranges = [(ranks * first + rank * count, ranks * first + (rank + 1) * count) for first, count in pairs]
         rest = ranks * starts[-1]
-        self.ranges = (*own, *([(rest, tokens)] if rest < tokens else []))
+        self.ranges = (*rank_ranges, *([(rest, tokens)] if rest < tokens else []))
         """(first token, end) of this rank's runs of tokens, ascending."""
         self._under_way = list[Callable[[], object]]()
 
@@ -39,12 +39,12 @@ class Shares:
         rank, ranks = self._context.ownership.rank, self._context.ownership.size
         while self._pieces:
             first, count = self._pieces[0]
-            own = slice(first + rank * count, first + (rank + 1) * count)
-            if own.stop > stop:
+            rank_rows = slice(first + rank * count, first + (rank + 1) * count)
+            if rank_rows.stop > stop:
                 return
             self._pieces.popleft()
-            for each in rows:
-                self._under_way.append(self._start(each[own], each[first : first + ranks * count]))
+            for tensor in rows:
+                self._under_way.append(self._start(tensor[rank_rows], tensor[first : first + ranks * count]))
 
     def finish(self) -> None:
         """Wait for all rows."""
@@ -52,8 +52,8 @@ class Shares:
             finish()
         self._under_way.clear()
 
-    def _start(self, mine: Tensor, whole: Tensor) -> Callable[[], object]:
-        if whole.is_contiguous():
-            return self._context.start(mine, "attention", out=whole)
-        finish = self._context.start(mine.contiguous(), "attention")
-        return lambda: whole.copy_(finish().flatten(0, 1))
+    def _start(self, sent: Tensor, received: Tensor) -> Callable[[], object]:
+        if received.is_contiguous():
+            return self._context.start(sent, "attention", out=received)
+        finish = self._context.start(sent.contiguous(), "attention")
+        return lambda: received.copy_(finish().flatten(0, 1))

@@ -53,7 +53,8 @@ class ChunkBounds:
         """Bounds within `limits`.
 
         Without `limits.max_workspace_bytes` a chunk may gather one worst-case request. That cap lowers the bounds, at
-        most to the needs of a single query token at full context. scratch_bytes: the backend's scratch in the same lane.
+        most to the needs of a single query token at full context.
+        scratch_bytes: the backend's scratch in the same lane.
         """
         widest = widest_columns(layer, limits, alignment, gathered=gathered)
         elements = max(min(limits.max_index_elements, limits.max_num_batched_tokens * widest), widest)
@@ -79,7 +80,7 @@ class ChunkBounds:
 
 
 def small_bytes(limits: Limits) -> int:
-    """Bytes of a chunk for other things than rows and index columns: lengths, offsets, per-request vectors, alignment."""
+    """Bytes of a chunk without rows and index columns: lengths, offsets, per-request vectors, alignment."""
     return 8 * (limits.max_num_batched_tokens + 1) + 16 * (limits.max_num_reqs + 1) + 8 * ALIGNMENT
 
 
