@@ -14,10 +14,12 @@ from dsv4attn.tools.replay.over_ranks import MeteredContext
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import Report
 from tests.testing.plants_rank_steps import Merges
-from tests.tools.replay.small import GEOMETRY, LENGTHS, requests_of
+from tests.tools.replay.small import GEOMETRY, requests_of
 
 __all__ = ["REPLAYS"]
 
+LENGTHS = ((1, 3), (90, 4), (33, 3))
+"""Few steps, in which every rank owns entries, and an indexer leaves entries out in each step."""
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 32, "block_size": 4, "indexer": "real"}
 
 
