@@ -35,8 +35,9 @@ from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
+from dsv4attn.tools.replay.random_weights import LOUDEST
 from dsv4attn.tools.replay.results import CheckResult, Errors
-from dsv4attn.tools.replay.workload import I64, LARGEST_KEY_WEIGHT, Tokens, Workload
+from dsv4attn.tools.replay.workload import I64, Tokens, Workload
 
 __all__ = ["AttentionChecker", "choose_rows", "largest", "relative", "tolerance_of"]
 
@@ -50,7 +51,7 @@ def tolerance_of(layer: LayerGeometry, dtype: torch.dtype) -> Errors:
     """Largest errors that the formats explain; see the module for the derivation."""
     if dtype == torch.float32:
         return Errors(1e-5, 1e-5, 1e-5)
-    step = 2.0**-6 * LARGEST_KEY_WEIGHT / math.sqrt(layer.head_dim)
+    step = 2.0**-6 * LOUDEST / math.sqrt(layer.head_dim)
     out = math.hypot(2.0**-8 * math.sqrt(2 / 3), step)
     return Errors(out, 4 * step, 2 * out)
 

@@ -21,7 +21,7 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
 from dsv4attn.testing.oracle import F64
 
-__all__ = ["LOUDEST", "RandomWeights", "hidden_bank"]
+__all__ = ["LOUDEST", "RandomWeights", "hidden_bank", "norm_weights"]
 
 LOUDEST = 3.0
 """Weight of the loud channels of a key; one in 64 is loud, the others lie around 1."""
@@ -85,16 +85,17 @@ def _generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
 
 
+def norm_weights(shape: tuple[int, ...], random: torch.Generator, *, loud: bool) -> Tensor:
+    """Weights of a norm, around 1. loud: one channel in 64 has the weight LOUDEST."""
+    weights = torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
+    weights.mul_(_SPREAD).exp_().clamp_(max=LOUDEST)
+    if loud:
+        weights[torch.randperm(shape[0], generator=random, device="cpu")[: -(-shape[0] // 64)]] = LOUDEST
+    return weights
+
+
 def _drawn(name: str, shape: tuple[int, ...], random: torch.Generator) -> Tensor:
     if name.endswith("norm"):
-        weights = (
-            torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
-            .mul_(_SPREAD)
-            .exp_()
-            .clamp_(max=LOUDEST)
-        )
-        if name in _OF_KEYS:
-            weights[torch.randperm(shape[0], generator=random, device="cpu")[: -(-shape[0] // 64)]] = LOUDEST
-        return weights
+        return norm_weights(shape, random, loud=name in _OF_KEYS)
     scale = 1.0 if name.endswith("ape") else 1 / math.sqrt(shape[-1])
     return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").mul_(scale)

@@ -26,18 +26,14 @@ from torch import Tensor
 
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.serving.request import HASH_BLOCK_TOKENS, Request
-from dsv4attn.tools.replay.random_weights import LOUDEST, hidden_bank
+from dsv4attn.tools.replay.random_weights import hidden_bank, norm_weights
 
-__all__ = ["LARGEST_KEY_WEIGHT", "Tokens", "Workload"]
+__all__ = ["Tokens", "Workload"]
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
-LARGEST_KEY_WEIGHT = LOUDEST
-"""See `random_weights.LOUDEST`."""
-
 _BANK_ROWS = 4096
-_KEY_WEIGHT_SPREAD = 0.4
 _GOLDEN = 0x9E3779B97F4A7C15
 _Q, _KV, _ENTRY, _TOPK = range(4)
 # primes above every count of entries, so that they share no factor with it
@@ -83,13 +79,7 @@ class Workload:
         heads, dim = geometry.num_heads, geometry.head_dim
         random = torch.Generator().manual_seed(seed)
         self._q_bank = torch.randn(_BANK_ROWS, dim, generator=random, dtype=torch.float32, device="cpu").to(dtype)
-        weights = (
-            torch.randn(dim, generator=random, dtype=torch.float32, device="cpu")
-            .mul_(_KEY_WEIGHT_SPREAD)
-            .exp_()
-            .clamp_(max=LARGEST_KEY_WEIGHT)
-        )
-        weights[torch.randperm(dim, generator=random, device="cpu")[: -(-dim // 64)]] = LARGEST_KEY_WEIGHT
+        weights = norm_weights((dim,), random, loud=True)
         keys = torch.randn(_BANK_ROWS, dim, generator=random, dtype=torch.float32, device="cpu")
         self._key_bank = (keys * keys.square().mean(-1, keepdim=True).rsqrt() * weights).to(dtype)
         self._sinks = {

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.serving.request import Request
-from dsv4attn.tools.replay.workload import _STRIDES, LARGEST_KEY_WEIGHT, Tokens, Workload
+from dsv4attn.tools.replay.random_weights import LOUDEST
+from dsv4attn.tools.replay.workload import _STRIDES, Tokens, Workload
 from tests.tools.replay.small import GEOMETRY, requests_of
 
 C4A = LayerKind.C4A
@@ -119,8 +120,8 @@ def test_queries_are_normal_and_keys_have_unit_rms_but_for_a_few_loud_channels()
     assert abs(float(q.mean())) < 1e-2
     assert float(q.std()) == pytest.approx(1, abs=1e-2)
     assert float(channels.median()) == pytest.approx(1, abs=0.1)
-    assert int((channels > 0.9 * LARGEST_KEY_WEIGHT).sum()) == pytest.approx(512 // 64, abs=3)
-    assert float(channels.max()) < 1.1 * LARGEST_KEY_WEIGHT
+    assert int((channels > 0.9 * LOUDEST).sum()) == pytest.approx(512 // 64, abs=3)
+    assert float(channels.max()) < 1.1 * LOUDEST
     assert float(workload.sink(C4A).std()) == pytest.approx(1, abs=0.3)
 
 
