@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.interpreter import patch_interpreter
+from tests.fast_interpreter.patches import patch_interpreter
 
 # read by Triton when a kernel is defined, so it must stand before any test imports one.
 if not torch.accelerator.is_available():

@@ -23,7 +23,7 @@ from dsv4attn_sglang import hooks
 
 # the repository's own tests make the interpreter many times faster
 sys.path.append(str(Path(__file__).parents[3]))
-from tests.interpreter import patch_interpreter
+from tests.fast_interpreter.patches import patch_interpreter
 
 fakes.round_as_torch()
 patch_interpreter()

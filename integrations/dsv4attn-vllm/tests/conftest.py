@@ -37,7 +37,7 @@ import torch
 
 # the repository's own tests make the interpreter many times faster
 sys.path.append(str(Path(__file__).parents[3]))
-from tests.interpreter import patch_interpreter
+from tests.fast_interpreter.patches import patch_interpreter
 
 patch_interpreter()
 

@@ -18,7 +18,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel.context import ContextParallel
 from tests.core.whole import FP8, Whole
-from tests.interpreter import patch_interpreter
+from tests.fast_interpreter.patches import patch_interpreter
 
 RANKS = 2
 

@@ -1,4 +1,4 @@
-"""Lean steps of the interpreter give the bits, shapes and types of its own steps, whatever they are given."""
+"""The replaced steps of the interpreter give the bits, shapes and types of the original steps, for any operands."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests import kernels_tapes, lean, tapes
+from tests.fast_interpreter import kernels, replay, steps
 
 pytestmark = pytest.mark.skipif(
-    not lean.REPLACED or tapes.PLAYING is None,
+    not steps.REPLACED or replay.RECORDINGS is None,
     reason="kernels are not interpreted here, or this Triton's interpreter is another one",
 )
 KINDS = (
@@ -25,7 +25,7 @@ BITS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x7F80_0000, 0xFFC0_0000, 2**31 
 
 
 def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> Iterator[Any]:
-    """Handles of all bit patterns that matter in turn, which know their type by itself and as a block's."""
+    """Two handles of random bit patterns from BITS: one with a scalar type, one with the type of a block."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -45,7 +45,7 @@ def pointers(kind: str, shape: tuple[int, ...]) -> Any:
 
 
 def answer(step: Any, *args: Any) -> Any:
-    """What a step makes of its arguments, to the bit; or which error it raises."""
+    """Everything observable of the result of a step, or the type of its error."""
     from triton.runtime import interpreter
 
     with np.errstate(all="ignore"):
@@ -59,21 +59,24 @@ def answer(step: Any, *args: Any) -> Any:
 def assert_same(name: str, *args: Any) -> None:
     from triton.runtime import interpreter
 
-    own, ours = lean.REPLACED[name], vars(interpreter.InterpreterBuilder)[name]
+    original, ours = steps.REPLACED[name], vars(interpreter.InterpreterBuilder)[name]
 
-    assert ours is not own
-    assert answer(ours, *args) == answer(own, *args), (name, [(one.dtype, one.data) for one in args[:2]])
+    assert ours is not original
+    assert answer(ours, *args) == answer(original, *args), (
+        name,
+        [(operand.dtype, operand.data) for operand in args[:2]],
+    )
 
 
 def names() -> list[str]:
-    """Of steps on two blocks of numbers."""
-    return [n for n in lean.REPLACED if n not in ("__init__", "create_select", "create_addptr", "create_expand_dims")]
+    """Names of the replaced steps that take two blocks of numbers."""
+    return [n for n in steps.REPLACED if n not in ("__init__", "create_select", "create_addptr", "create_expand_dims")]
 
 
-def test_most_steps_on_two_blocks_are_lean() -> None:
-    """Else a new release has written them in another way: this module is then of no use, and a run takes longer."""
+def test_most_steps_on_two_blocks_are_replaced() -> None:
+    """Otherwise a new Triton release has written its steps in another way, and tests run slower."""
     assert {"create_add", "create_mul", "create_fadd", "create_and", "create_shl", "create_icmpSLT"} <= {*names()}
-    assert {"__init__", "create_select", "create_addptr", "create_expand_dims"} <= {*lean.REPLACED}
+    assert {"__init__", "create_select", "create_addptr", "create_expand_dims"} <= {*steps.REPLACED}
 
 
 @pytest.mark.parametrize("left", KINDS)
@@ -110,17 +113,19 @@ def test_a_kernel_gives_what_the_interpreter_s_own_steps_give(
 
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[0, 0], x[1, 1] = torch.inf, torch.nan
-    found = kernels_tapes.mixed(x)
+    output = kernels.mixed(x)
     with monkeypatch.context() as patch:
-        patch.setattr(tapes.PLAYING, "off", True)
-        for name, own in lean.REPLACED.items():
-            patch.setattr(interpreter.TensorHandle if name == "__init__" else interpreter.InterpreterBuilder, name, own)
-        expected = kernels_tapes.mixed(x)
+        patch.setattr(replay.RECORDINGS, "disabled", True)
+        for name, original in steps.REPLACED.items():
+            patch.setattr(
+                interpreter.TensorHandle if name == "__init__" else interpreter.InterpreterBuilder, name, original
+            )
+        expected = kernels.mixed(x)
 
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(output, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_kernel_makes_infinities_in_silence() -> None:
     zero = torch.tensor([0.0, 1.0])
 
-    assert kernels_tapes.quotients(zero, torch.zeros(2)).isnan().tolist() == [True, False]
+    assert kernels.quotients(zero, torch.zeros(2)).isnan().tolist() == [True, False]

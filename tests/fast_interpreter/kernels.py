@@ -1,4 +1,4 @@
-"""Small kernels for the tests of tapes, and calls of them."""
+"""Small kernels for the tests of the fast interpreter, and functions that launch them."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 

@@ -1,8 +1,9 @@
 """Triton's interpreter, many times faster.
 
-It replaces the functions of the language whenever a device function is called, by a search through all of them; it
-looks for overflows and forgets what it found; and it describes every block of numbers anew. Once per launch, not at
-all, and once per kind are enough. Releases that have changed these internals run as they are.
+Triton's interpreter searches and replaces the functions of the language at every call of a device function: here it
+does so once per launch. It computes overflow checks whose result is dropped: here it does not. It describes the type of
+every block again: here once per type. Then functions are recorded and replayed (`replay.py`), with faster steps (`steps.py`).
+A Triton release that has changed these internals runs as it is. FAST_INTERPRETER=0 leaves the last two out.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from tests.lean import lean_steps
-from tests.tapes import play_tapes
+from tests.fast_interpreter.replay import replay_functions
+from tests.fast_interpreter.steps import replace_steps
 
 
 def patch_interpreter() -> None:
-    """Do all of it. Triton must be imported as an interpreter afterwards, or have been before."""
+    """Apply all patches. TRITON_INTERPRET=1 must be set when Triton is imported."""
     patch_once_a_launch()
     forget_overflows()
     remember_dtypes()
     remember_blocks()
     remember_casts()
     remember_members()
-    if os.environ.get("TAPES") != "0":
-        lean_steps()
-        play_tapes()
+    if os.environ.get("FAST_INTERPRETER") != "0":
+        replace_steps()
+        replay_functions()
 
 
 def patch_once_a_launch() -> None:
-    """Make calls of device functions reuse what the launch, or an earlier call in it, has replaced."""
+    """Let calls of device functions reuse what the launch, or an earlier call in the same launch, has replaced."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -51,7 +52,7 @@ def patch_once_a_launch() -> None:
         function = inspect.unwrap(function)
         names = function.__globals__
         if id(names) not in named:
-            # with the names themselves, so that nobody else gets their number
+            # the dict is kept too, so that no other dict gets its id
             named[id(names)] = names, {m for m in names.values() if inspect.ismodule(m) and m in (tl, tl.core)}
         modules = named[id(names)][1]
         if modules <= done and done:
@@ -64,7 +65,7 @@ def patch_once_a_launch() -> None:
 
 
 def forget_overflows() -> None:
-    """Do not compute every sum a second time in 64 bits: the check for overflow is dropped unless Triton debugs."""
+    """Do not compute every sum a second time in 64 bits: only a debug build of Triton uses that check."""
     from triton.runtime import interpreter
 
     builder = getattr(interpreter, "interpreter_builder", None)
@@ -74,7 +75,7 @@ def forget_overflows() -> None:
 
 
 def remember_dtypes() -> None:
-    """Look numpy's type of a Triton type up, instead of building the whole table for it each time."""
+    """Keep the numpy dtype of each Triton type, instead of building the whole table at each look-up."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -95,7 +96,7 @@ def remember_dtypes() -> None:
 
 
 def remember_blocks() -> None:
-    """Describe blocks of one type and shape once, and the shapes of tensors with them."""
+    """Compute the attributes of block types, and of tensors of such types, once per element type and shape."""
     from triton.language import core
 
     block, tensor = core.block_type.__init__, core.tensor.__init__
@@ -105,7 +106,7 @@ def remember_blocks() -> None:
         if any(type(n) is not int for n in shape):
             block(self, element_ty, shape)
             return
-        # types are few and some cannot be hashed; each stays alive in what is remembered of it
+        # Types are few and some cannot be hashed. Each stays alive in the attributes that are kept here.
         key = (id(element_ty), *shape)
         if key not in made:
             block(self, element_ty, shape)
@@ -124,7 +125,7 @@ def remember_blocks() -> None:
 
 
 def remember_casts() -> None:
-    """Look narrow floats up: all values of a type are cast once."""
+    """Cast narrow floats by a table with all values of their type."""
     from triton.runtime import interpreter
 
     convert = getattr(interpreter, "_convert_float", None)
@@ -145,7 +146,7 @@ def remember_casts() -> None:
 
 
 def remember_members() -> None:
-    """Search a module or a class for operations of the language once."""
+    """Search each module or class for operations of the language once."""
     from triton.runtime import interpreter
 
     found: dict[Any, list[tuple[str, Any]]] = {}
@@ -162,7 +163,7 @@ def remember_members() -> None:
 
 
 def _attributes(make: Any, type: Any) -> dict[str, Any]:  # noqa: A002 - its name in Triton
-    """What a tensor of a type has, besides its handle."""
+    """Attributes of a tensor of this type, without its handle and type."""
     from triton.language import core
 
     one = object.__new__(core.tensor)
