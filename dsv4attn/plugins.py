@@ -28,7 +28,7 @@ from dsv4attn.errors import did_you_mean, leave_out
 __all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]
 
 BUILT_IN = ("reference", "rocm", "sm120", "sm90", "triton", "xpu")
-"""Folders under `dsv4attn.backends`, plugins like any other. No other file lists them: `tests/test_one_line.py`."""
+"""Folders under `dsv4attn.backends`, plugins like any other. No other file lists them: see `test_built_in_table.py`."""
 
 STRANGE = BaseException
 """Exceptions of plugin code that are caught: a Rust panic is no `Exception`. KeyboardInterrupt is always raised."""

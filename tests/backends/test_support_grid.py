@@ -50,7 +50,7 @@ def problem_of(
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_g3_every_point_of_the_grid_is_answered_at_plan_time(name: str) -> None:
-    """Some room says yes everywhere; where nothing is native the reference must be asked for by name."""
+    """Some config says yes everywhere; where nothing is native the reference must be asked for by name."""
     device, registry = DeviceFacts.named(name), PluginRegistry.load(entry_points=[])
     native = any(device.matches(one.info.native) for one in registry.backends.values())
     request, settings = "auto" if native else "reference", Settings()
@@ -101,7 +101,7 @@ def test_g3_every_backend_answers_the_whole_grid_for_every_device(kind: LayerKin
 
 
 @frozen
-class Room:
+class BackendConfig:
     """A backend of this machine in one of its forms, in the phase which that form is of, and where it runs."""
 
     backend: str
@@ -114,7 +114,7 @@ class Room:
         return "-".join((self.backend, self.phase.value, *(value for _, value in self.options)))
 
 
-def rooms() -> list[Room]:
+def configs() -> list[BackendConfig]:
     """Every backend that runs here, in every form that its options offer, on the accelerator if it is for one."""
     forms = {
         "decode_indices": [form.value for form in IndexForm],
@@ -131,19 +131,19 @@ def rooms() -> list[Room]:
         for phase in PHASES:
             names = [o for o in forms if o.startswith(phase.value) and o in one.info.options]
             found += [
-                Room(name, phase, tuple(zip(names, values, strict=True)), runs[0])
+                BackendConfig(name, phase, tuple(zip(names, values, strict=True)), runs[0])
                 for values in product(*(forms[o] for o in names))
             ]
     return found
 
 
-ROOMS = rooms()
-KERNELS = [room for room in ROOMS if room.backend != "reference"]
-"""Rooms whose kernels are interpreted where there is no accelerator: a thousand times slower, so fewer examples."""
+CONFIGS = configs()
+KERNELS = [config for config in CONFIGS if config.backend != "reference"]
+"""Configs whose kernels are interpreted where there is no accelerator: a thousand times slower, so fewer examples."""
 
 
 def test_g3_the_reference_is_launched_in_all_its_forms() -> None:
-    told = {str(room) for room in ROOMS}
+    told = {str(config) for config in CONFIGS}
 
     assert told >= {f"reference-decode-{form.value}" for form in IndexForm}
     assert told >= {f"reference-prefill-{form.value}-{keys.value}" for form in IndexForm for keys in KeyForm}
@@ -152,7 +152,7 @@ def test_g3_the_reference_is_launched_in_all_its_forms() -> None:
 def test_g3_the_generic_room_is_launched_in_both_phases() -> None:
     if not DeviceFacts.here().has_triton:
         pytest.skip("no Triton on this machine")
-    assert {str(room) for room in ROOMS} >= {"triton-decode", "triton-prefill"}
+    assert {str(config) for config in CONFIGS} >= {"triton-decode", "triton-prefill"}
 
 
 SIZES = {
@@ -165,28 +165,32 @@ SIZES = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in KERNELS], ids=str)
+@pytest.mark.parametrize("config", [config for config in CONFIGS if config not in KERNELS], ids=str)
 @examples(24)
 @given(**SIZES)
-def test_g3_a_yes_never_fails_at_launch(room: Room, kind: LayerKind, **sizes: Any) -> None:
-    launches(room, kind, **sizes)
+def test_g3_a_yes_never_fails_at_launch(config: BackendConfig, kind: LayerKind, **sizes: Any) -> None:
+    launches(config, kind, **sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("room", KERNELS, ids=str)
+@pytest.mark.parametrize("config", KERNELS, ids=str)
 @examples(5)
 @given(**SIZES)
-def test_g3_a_yes_of_a_room_with_kernels_never_fails_at_launch(room: Room, kind: LayerKind, **sizes: Any) -> None:
-    launches(room, kind, **sizes)
+def test_g3_a_yes_of_a_backend_with_kernels_never_fails_at_launch(
+    config: BackendConfig, kind: LayerKind, **sizes: Any
+) -> None:
+    launches(config, kind, **sizes)
 
 
-def launches(room: Room, kind: LayerKind, heads: int, topk: int, pages: tuple[int, int], sink: bool, seed: int) -> None:
+def launches(
+    config: BackendConfig, kind: LayerKind, heads: int, topk: int, pages: tuple[int, int], sink: bool, seed: int
+) -> None:
     """Ask, and unless told no, run and compare with the oracle."""
-    problem = problem_of(kind, room.phase, heads, topk, *pages, sink=sink)
+    problem = problem_of(kind, config.phase, heads, topk, *pages, sink=sink)
     settings = load_settings()
-    selection = explain(problem, backend=room.backend, device=room.device, settings=settings)
+    selection = explain(problem, backend=config.backend, device=config.device, settings=settings)
     if selection.chosen is None:
-        assert room.backend != "reference", str(selection)
+        assert config.backend != "reference", str(selection)
         return
 
     rng = np.random.default_rng(seed)
@@ -199,7 +203,7 @@ def launches(room: Room, kind: LayerKind, heads: int, topk: int, pages: tuple[in
     attn_sink = torch.from_numpy(rng.standard_normal(heads)).float() if sink else None
     out, lse = torch.full_like(q, torch.nan), torch.full((ROWS, heads), torch.nan)
 
-    launch(room, problem, q, segments, keys, attn_sink, out, lse)
+    launch(config, problem, q, segments, keys, attn_sink, out, lse)
 
     shown = sorted({0, heads // 2, heads - 1})
     sinks = None if attn_sink is None else attn_sink[shown].double().numpy()
@@ -216,7 +220,7 @@ ROWS = 3
 
 
 def launch(
-    room: Room,
+    config: BackendConfig,
     problem: Problem,
     q: Tensor,
     segments: Sequence[tuple[PagedKVCache, DenseIndices]],
@@ -226,9 +230,9 @@ def launch(
     lse: Tensor,
 ) -> None:
     """The call of a phase, in the form that the backend asks for and with the scratch memory that it wants."""
-    backend = load_backend(room.backend, **dict(room.options))
+    backend = load_backend(config.backend, **dict(config.options))
     forms, layer, width = backend.forms, problem.layer, sum(rows.indices.shape[1] for _, rows in segments)
-    prefill = room.phase is Phase.PREFILL
+    prefill = config.phase is Phase.PREFILL
     form = forms.prefill_indices if prefill else forms.decode_indices
     given_keys: Sequence[PagedKeys] | GatheredKeys
     if prefill and forms.prefill_keys is KeyForm.GATHERED:
@@ -236,9 +240,9 @@ def launch(
         given_keys = gathered(keys, width, form)
     else:
         given_keys = tuple(PagedKeys(cache, formed(rows, form)) for cache, rows in segments)
-    workspace = WorkspaceManager(room.device, debug=True)
-    scratch = workspace.get_simultaneous(*backend.scratch(room.phase, layer, ROWS, width))
-    there = torch.device(room.device)
+    workspace = WorkspaceManager(config.device, debug=True)
+    scratch = workspace.get_simultaneous(*backend.scratch(config.phase, layer, ROWS, width))
+    there = torch.device(config.device)
     results = out.to(there), lse.to(there)
     sinks = None if attn_sink is None else attn_sink.to(there)
     call = AttentionCall(layer, q.to(there), moved(given_keys, there), sinks, *results, scratch)

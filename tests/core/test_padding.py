@@ -14,7 +14,7 @@ from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE
 from tests.core.network_v41 import Steps
 from tests.core.padded import all_bytes, pad, padded_batch, stale
-from tests.core.test_whole_v41 import ROUNDED
+from tests.core.test_layer_v41 import ROUNDED
 from tests.core.whole import Whole
 from tests.core.whole_v41 import network, worst
 

@@ -2,8 +2,8 @@
 
 Triton's interpreter searches and replaces the functions of the language at every call of a device function: here it
 does so once per launch. It computes overflow checks whose result is dropped: here it does not. It describes the type of
-every block again: here once per type. Then functions are recorded and replayed (`replay.py`), with faster steps (`steps.py`).
-A Triton release that has changed these internals runs as it is. FAST_INTERPRETER=0 leaves the last two out.
+every block again: here once per type. Then functions are recorded and replayed (`replay.py`), with faster steps
+(`steps.py`). A Triton release that has changed these internals runs as it is. FAST_INTERPRETER=0 skips the last two.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ For every `a + b` of a kernel the interpreter finds out again which types the op
 promoted and how they are broadcast. That takes a hundred times as long as numpy's addition. The answers follow from
 types and constants alone. So the first call of a function (a kernel, a device function, an operation of the language)
 with given types and constants runs as always, and each step that it requests from the interpreter's builder is
-recorded. Later calls replay the steps on their own numbers. Where a function reads the value of a tensor (a branch, a loop to a
-loaded bound), the recording branches. An answer that was never seen makes the function run and be recorded again, which
-is safe as long as nothing has been stored by then.
+recorded. Later calls replay the steps on their own numbers. Where a function reads the value of a tensor (a branch, a
+loop to a loaded bound), the recording branches. An answer that was never seen makes the function run and be recorded
+again, which is safe as long as nothing has been stored by then.
 
 A recording contains only what was seen. A function that reads a value after a store, or uses numbers that came from
 elsewhere, is not recorded for these types and runs as always. The functions that it calls still have recordings. All

@@ -234,8 +234,8 @@ class Engine:
             few = min(most, limits.decode_threshold)
             count = rng.choice([few, few, min(1, most), 0, rng.randint(0, most), rng.randint(0, min(most, 40))])
             left -= count
-            room = limits.max_model_len - count
-            made.append((rng.choice([0, room, rng.randint(0, room)]), count))
+            most = limits.max_model_len - count
+            made.append((rng.choice([0, most, rng.randint(0, most)]), count))
         return sorted(made, key=lambda request: request[1] > limits.decode_threshold)
 
 
@@ -244,7 +244,7 @@ LONGEST = 800 if INTERPRETED else 2**18
 
 
 class Interpreted(GenericBackend):
-    """The generic room with tiles so small that the few keys of a quick test are many of them."""
+    """the triton backend with tiles so small that the few keys of a quick test are many of them."""
 
     tunings: Mapping[str, Tuning] = {DEFAULT: Tuning(heads=16, keys=16, run=12)}
 
@@ -252,13 +252,13 @@ class Interpreted(GenericBackend):
 def served(
     kind: LayerKind, limits: Limits, *, deterministic: bool = False, q_dtype: torch.dtype | None = None
 ) -> Engine:
-    """The generic room serving a model as it is, or a tiny one in the interpreter."""
+    """The triton backend serving a model as it is, or a tiny one in the interpreter."""
     options: dict[str, Any] = {"q_dtype": q_dtype or torch.bfloat16}
     if INTERPRETED:
         geometry, backend = tiny_geometry(ratios=(2, 4)), Interpreted(deterministic=deterministic)
         return Engine(backend, geometry, limits, kind, DEVICE, swa_block=4, tokens_of_block=32, **options)
-    room, flash = GenericBackend(deterministic=deterministic), ModelGeometry.preset("flash")
-    return Engine(room, flash, limits, kind, DEVICE, **options)
+    backend, flash = GenericBackend(deterministic=deterministic), ModelGeometry.preset("flash")
+    return Engine(backend, flash, limits, kind, DEVICE, **options)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.geometry import LayerKind, LayerSharing
 from tests.core.network_v41 import Steps
 from tests.core.padded import all_bytes, pad
-from tests.core.test_whole_v41 import ROUNDED
+from tests.core.test_layer_v41 import ROUNDED
 from tests.core.whole import Whole
 from tests.core.whole_v41 import SMALL_V41, network, worst
 

@@ -1,4 +1,4 @@
-"""What the room's kernels need on devices that are not here, as JSON.
+"""What the backend's kernels need on devices that are not here, as JSON.
 
 Run as a program: a process that interprets kernels cannot compile them. Arguments: a target, then numbers that replace
 those of its row, as in `keys=128`, then forms; all of them if none is named.

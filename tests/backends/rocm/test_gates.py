@@ -1,4 +1,4 @@
-"""The room's kernels, compiled for the devices that it is for: nothing spills, waves are 64 wide, enough blocks fit.
+"""The backend's kernels, compiled for the devices that it is for: nothing spills, waves are 64 wide, enough blocks fit.
 
 All of it but one planted fault is for `-m slow`; the normal run compiles the form that needs most, with all other
 targets, in `tests/backends/_triton/compiling/test_gates.py`.

@@ -1,4 +1,4 @@
-"""Metadata of the ROCm room: its ragged lists hold what the dense tables hold, in memory that never moves."""
+"""Metadata of the rocm backend: its ragged lists hold what the dense tables hold, in memory that never moves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dsv4attn.core.torch_ops import index_ops as definition
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import tiny_geometry
-from tests.backends._triton.attention.planting import plant
+from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
 from tests.core.forms import all_kinds, assert_same_bits, same_bits
 from tests.core.strategies import examples
@@ -102,7 +102,7 @@ def leading(indices: Tensor | None, lens: Tensor | None) -> list[list[int]]:
 
 
 def extended(metadata: Any) -> tuple[DeepseekV4ROCMAiterSparseSWAMetadata, DeepseekV4ROCMAiterMLASparseMetadata]:
-    """Both parts, in the room's own classes."""
+    """Both parts, in the backend's own classes."""
     assert isinstance(metadata.swa, DeepseekV4ROCMAiterSparseSWAMetadata)
     assert isinstance(metadata.compressed, DeepseekV4ROCMAiterMLASparseMetadata)
     return metadata.swa, metadata.compressed
@@ -349,7 +349,7 @@ CALLS = {
 @all_kinds
 @pytest.mark.parametrize("whose", ["own", "shared", "few"])
 def test_a_layer_makes_only_the_lists_that_its_metadata_lacks(kind: LayerKind, whose: str) -> None:
-    """own: the room's metadata. shared: the shared classes. few: and no step that translates to ragged rows at once."""
+    """own: the metadata of rocm. shared: the shared classes. few: and no step that translates to ragged rows at once."""
     scenario, backend = decoding(kind), RocmBackend()
     problem = scenario.problem(backend)
     clean = problem.run(backend)

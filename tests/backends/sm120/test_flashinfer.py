@@ -19,8 +19,8 @@ from dsv4attn.errors import ArgumentError, LayoutMismatchError, UnsupportedError
 from dsv4attn.testing.judge import tolerance
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import launching_nothing
-from tests.backends.sm120.problems import LAYOUT, Trial, found
-from tests.backends.sm120.recording import HEADS, RecordingWrapper
+from tests.backends.sm120.decode_calls import LAYOUT, Trial, found
+from tests.backends.sm120.fake_flashinfer import HEADS, RecordingWrapper
 
 BUDGET = tolerance(LAYOUT, torch.bfloat16)
 SINKS = {

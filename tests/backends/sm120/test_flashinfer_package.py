@@ -23,8 +23,8 @@ from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.testing.judge import tolerance
-from tests.backends.sm120.problems import LAYOUT, Trial
-from tests.backends.sm120.recording import HEADS, Facts, RecordingWrapper, Segment, inspected
+from tests.backends.sm120.decode_calls import LAYOUT, Trial
+from tests.backends.sm120.fake_flashinfer import HEADS, Facts, RecordingWrapper, Segment, inspected
 
 BUDGET = tolerance(LAYOUT, torch.bfloat16) + 2**-9
 SHARED = 101376

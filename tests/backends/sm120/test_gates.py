@@ -1,4 +1,4 @@
-"""The room's own kernel, compiled for cards that are not here: 99 KiB of shared memory, no spills, matrix units."""
+"""The backend's own kernel, compiled for cards that are not here: 99 KiB of shared memory, no spills, matrix units."""
 
 from __future__ import annotations
 

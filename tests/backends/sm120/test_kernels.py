@@ -24,8 +24,8 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm120.problems import LAYOUT, Trial, found, layer_of
-from tests.backends.sm120.recording import RecordingWrapper
+from tests.backends.sm120.decode_calls import LAYOUT, Trial, found, layer_of
+from tests.backends.sm120.fake_flashinfer import RecordingWrapper
 
 QS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dense": lambda x: x.clone(),
@@ -73,14 +73,14 @@ def test_copies_of_q_and_sinks_have_heads_of_zeros_without_a_sink(heads: int, wi
 
 
 @pytest.mark.parametrize("copied", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize(("widths", "rooms"), [((6, 9), (6, 9)), ((1, 70), (64, 128)), ((1030, 3), (1088, 3))])
+@pytest.mark.parametrize(("widths", "target_widths"), [((6, 9), (6, 9)), ((1, 70), (64, 128)), ((1030, 3), (1088, 3))])
 def test_copies_of_indices_name_no_slot_that_is_not_there(
-    widths: tuple[int, int], rooms: tuple[int, int], copied: tuple[int, ...]
+    widths: tuple[int, int], target_widths: tuple[int, int], copied: tuple[int, ...]
 ) -> None:
     call = call_of(3, 8, widths, sink=True)
-    to = [torch.full((3, room), 12345, dtype=torch.int32, device=DEVICE) for room in rooms]
+    to = [torch.full((3, width), 12345, dtype=torch.int32, device=DEVICE) for width in target_widths]
     keys: Any = call.keys
-    Copies.of(call, 0, [(i, keys[i], rooms[i]) for i in copied]).launch(call, None, None, to)
+    Copies.of(call, 0, [(i, keys[i], target_widths[i]) for i in copied]).launch(call, None, None, to)
 
     for i, copy in enumerate(to):
         rows, capacity = keys[i].rows.indices, keys[i].cache.capacity

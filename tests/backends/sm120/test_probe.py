@@ -14,8 +14,8 @@ import pytest
 from dsv4attn.backends.sm120.probe import Found, find, forget, reasons
 from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from tests.backends.sm120.problems import found
-from tests.backends.sm120.recording import Config, RecordingWrapper
+from tests.backends.sm120.decode_calls import found
+from tests.backends.sm120.fake_flashinfer import Config, RecordingWrapper
 
 FLASH = ModelGeometry.preset("flash")
 

@@ -17,8 +17,8 @@ from dsv4attn.core import tensorspec
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.testing.judge import tolerance
-from tests.backends.sm120.problems import LAYOUT, Trial, found
-from tests.backends.sm120.recording import RecordingWrapper
+from tests.backends.sm120.decode_calls import LAYOUT, Trial, found
+from tests.backends.sm120.fake_flashinfer import RecordingWrapper
 
 
 def entries(*owners: object) -> dict[str, int]:

@@ -13,7 +13,7 @@ from dsv4attn.backends._triton.attention.attend import prepare as shared
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
-from tests.backends._triton.attention.attending import Answer, Trial
+from tests.backends._triton.attention.attention_trials import Answer, Trial
 
 __all__ = ["Result", "planned", "run"]
 

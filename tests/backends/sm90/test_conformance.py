@@ -19,7 +19,7 @@ from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.testing import suite
 from dsv4attn.testing.case import Case
-from tests.backends._triton.rooms import QuickHistory
+from tests.backends._triton.triton_backends import QuickHistory
 
 NOW = (
     "decode-*",

@@ -21,7 +21,7 @@ from dsv4attn.backends.sm90.tuning import TILES, Tiles
 from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_lens
-from tests.backends._triton.attention.attending import Trial
+from tests.backends._triton.attention.attention_trials import Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import planned
 from tests.backends.sm90.planting import plant

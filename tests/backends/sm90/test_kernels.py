@@ -21,7 +21,16 @@ from dsv4attn.backends.sm90.tuning import PAGED
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionOptions, Phase
-from tests.backends._triton.attention.attending import BF16_ROWS, FNUZ, FP32_ROWS, OCP, SPLIT_OCP, TINY, Trial, rising
+from tests.backends._triton.attention.attention_trials import (
+    BF16_ROWS,
+    FNUZ,
+    FP32_ROWS,
+    OCP,
+    SPLIT_OCP,
+    TINY,
+    Trial,
+    rising,
+)
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import run
 from tests.backends.sm90.planting import plant

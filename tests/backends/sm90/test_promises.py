@@ -25,9 +25,9 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from tests.backends._triton.attention.attending import BF16_ROWS, FNUZ, OCP, Trial
+from tests.backends._triton.attention.attention_trials import BF16_ROWS, FNUZ, OCP, Trial
 from tests.backends._triton.engine import Engine, launching_nothing
-from tests.backends._triton.index_ops.trials import operations
+from tests.backends._triton.index_ops.index_trials import operations
 from tests.backends.sm90.calls import planned
 
 META = torch.device("meta")

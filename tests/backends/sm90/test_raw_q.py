@@ -18,7 +18,7 @@ from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
-from tests.backends._triton.attention.attending import BF16_ROWS, FP32_ROWS, Trial
+from tests.backends._triton.attention.attention_trials import BF16_ROWS, FP32_ROWS, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import Result, run
 from tests.backends.sm90.planting import plant

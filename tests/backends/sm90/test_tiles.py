@@ -20,7 +20,7 @@ from dsv4attn.backends.sm90 import launch, tiles, tuning
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of, tiles_of
 from dsv4attn.core.contract.backend import AttentionOptions, Phase
-from tests.backends._triton.attention.attending import OCP, Trial
+from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends.sm90.calls import Result, planned, run
 from tests.backends.sm90.planting import plant
 from tests.backends.sm90.test_kernels import BASE, CODED, PARTS, WITHIN

@@ -1,11 +1,11 @@
-"""The conformance kit on the generic room: every case, on the accelerator, or in Triton's interpreter on the CPU.
+"""The conformance kit on the triton backend: every case, on the accelerator, or in Triton's interpreter on the CPU.
 
 Interpreted, writing a key costs ten thousand times what it costs on a device, and most of the kit's time would go into
 the thousands of keys that were there before a step. They are written by the reference, which leaves the same bytes: the
 cases of the cache area and `test_insert` show that. What a step itself writes, reads and computes is always Triton's.
 
 Cases that show again what others have shown are slow ones there: `PATIENT`. `-m slow` runs them, and all others once
-more with every key written by the room itself.
+more with every key written by the backend itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsv4attn.testing.case import Area, Case, chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
-from tests.backends._triton.rooms import QuickHistory
+from tests.backends._triton.triton_backends import QuickHistory
 
 
 class Quick(QuickHistory, GenericBackend): ...
@@ -44,7 +44,7 @@ ALIKE = (
     "apart-c128a",
 )
 PATIENT = {
-    "codes-*": "some seconds each; `test_keys` tries every code under every scale",
+    "codes-*": "some seconds each; `test_decode_codes` tries every code under every scale",
     **dict.fromkeys(
         ("million-*", "requests-*", "*-1031", "gather-long", "keys-*"),
         "more than a thousand programs, or keys, one after another",
@@ -64,7 +64,7 @@ PATIENT = {
             "select-unused-*",
             "select-gaps",
         ),
-        "`test_select` selects among every kind of score, and `test_index_logits` reads every kind of record",
+        "`test_select_topk` selects among every kind of score, and `test_index_logits` reads every kind of record",
     ),
     **dict.fromkeys(
         ("select-requests", "scores-fnuz", "scores-bf16", "cuts-*", "replay-*", "mhc-sinkhorn-*", "mhc-norm-*"),
@@ -72,7 +72,7 @@ PATIENT = {
     ),
     "nan-*-prefill": "one kernel serves both phases; only the number of rows differs",
     "nan-interleaved-*": "where scales stand changes no code",
-    "nan-ocp-decode": "`nan-fnuz-decode` goes the same way; `test_keys` tries the NaN codes of both dialects",
+    "nan-ocp-decode": "`nan-fnuz-decode` goes the same way; `test_decode_codes` tries the NaN codes of both dialects",
     **{
         f"{name}-{kind}": "memory is used as on c4a layers, which have more of it"
         for name in ("capped", "plan", "stale")
@@ -88,7 +88,7 @@ def waits(case: Case) -> bool:
     return INTERPRETED and any(fnmatch(case.name, pattern) for pattern in PATIENT)
 
 
-class Room(suite.Fixtures):
+class TritonFixtures(suite.Fixtures):
     @pytest.fixture
     def backend(self) -> Backend | str:
         return Quick() if INTERPRETED else "triton"
@@ -100,19 +100,19 @@ class Room(suite.Fixtures):
             metafunc.parametrize("case", params)
 
 
-class TestDecode(Room, suite.TestDecode): ...
+class TestDecode(TritonFixtures, suite.TestDecode): ...
 
 
-class TestPrefill(Room, suite.TestPrefill): ...
+class TestPrefill(TritonFixtures, suite.TestPrefill): ...
 
 
-class TestMemory(Room, suite.TestMemory): ...
+class TestMemory(TritonFixtures, suite.TestMemory): ...
 
 
-class TestLayer(Room, suite.TestLayer): ...
+class TestLayer(TritonFixtures, suite.TestLayer): ...
 
 
-class TestCache(Room, suite.TestCache):
+class TestCache(TritonFixtures, suite.TestCache):
     @pytest.fixture
     def backend(self) -> Backend | str:
         return "triton"

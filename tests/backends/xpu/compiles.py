@@ -1,4 +1,4 @@
-"""Limits that the room's own kernels, and its fill of a chunk, break on devices that are not here, as JSON.
+"""Limits that the backend's own kernels, and its fill of a chunk, break on devices that are not here, as JSON.
 
 Run as a program: a process that interprets kernels cannot compile them.
 """

@@ -1,4 +1,4 @@
-"""Decode of the Intel room, on pages and on rows that it gathers: the oracle's answer, whatever memory holds."""
+"""Decode of the xpu backend, on pages and on rows that it gathers: the oracle's answer, whatever memory holds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dsv4attn.backends.xpu.tuning import RUN_BYTES
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
-from tests.backends._triton.attention.attending import FNUZ, FP32_ROWS, OCP, TINY, Answer, Trial, any_trial
+from tests.backends._triton.attention.attention_trials import FNUZ, FP32_ROWS, OCP, TINY, Answer, Trial, any_trial
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.xpu.plants import GATHERING, planted
+from tests.backends.xpu.mutants import GATHERING, planted
 from tests.core.strategies import examples
 
 FORMS = ["fused", "gathered"]

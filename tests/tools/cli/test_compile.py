@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ROOM = """
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from tests.backends._triton.launching.fakes import attend_of, rows_of
+from tests.backends._triton.launching.fake_drivers import attend_of, rows_of
 
 
 class Acme(ReferenceBackend):

@@ -28,7 +28,7 @@ from dsv4attn.testing.world import tiny_geometry, v41_layouts
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS
 from tests.backends._triton.cache.test_gather import DEAD, Pages, bits
 from tests.backends._triton.engine import launching_nothing
-from tests.backends._triton.index_ops.trials import (
+from tests.backends._triton.index_ops.index_trials import (
     BOOL,
     INT,
     NUMBERS,
@@ -40,7 +40,7 @@ from tests.backends._triton.index_ops.trials import (
     spoiled,
     there,
 )
-from tests.backends._triton.rooms import bounds_of
+from tests.backends._triton.triton_backends import bounds_of
 from tests.backends.built_in import forms
 
 GATHERING = {name: make for name, make in forms().items() if make().forms.prefill_keys is KeyForm.GATHERED}

@@ -24,7 +24,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching import runtime, warmup
 from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.errors import ArgumentError
-from tests.backends._triton.launching.fakes import FakeDriver, attend_of, cpu_args, rows_of
+from tests.backends._triton.launching.fake_drivers import FakeDriver, attend_of, cpu_args, rows_of
 from tests.backends._triton.launching.kernels_small import broken, careless, rows
 
 DEVICE = torch.device("xpu")

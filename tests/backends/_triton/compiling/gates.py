@@ -1,4 +1,4 @@
-"""Real gates on real rooms: what of a backend's kernels breaks a limit of a device that is not here.
+"""Real gates on real backends: what of a backend's kernels breaks a limit of a device that is not here.
 
 About a second for each kernel and target; name few targets in a test.
 """

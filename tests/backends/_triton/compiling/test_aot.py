@@ -21,7 +21,7 @@ from dsv4attn.backends._triton.launching import warmup
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed, stable_kernel
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.errors import ArgumentError, UnknownNameError
-from tests.backends._triton.launching.fakes import attend_of, cpu_args, rows_of
+from tests.backends._triton.launching.fake_drivers import attend_of, cpu_args, rows_of
 from tests.backends._triton.launching.kernels_small import rows
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -1,7 +1,7 @@
 """Every target of the table, compiled for without a card: nothing spills, every block fits, products use matrices.
 
 The normal run compiles, for each target but the twins of others, the form of the attention kernel that needs most, and
-the steps whose numbers are the target's own: `fullest.CASES` and `fullest.TWINS`. Every kernel, preset, dialect and
+the steps whose numbers are the target's own: `CASES` and `TWINS` of largest_kernels.py. Every kernel, preset, dialect and
 backend takes minutes a target: `-m slow`.
 """
 
@@ -18,8 +18,8 @@ import pytest
 
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.core.contract.device import DeviceFacts
-from tests.backends._triton.compiling.fullest import CASES, TWINS
 from tests.backends._triton.compiling.gates import ROOT, broken_limits
+from tests.backends._triton.compiling.largest_kernels import CASES, TWINS
 from tests.backends.built_in import triton_backends
 
 PAIRS = [(backend, target) for target in TARGETS for backend in triton_backends(DeviceFacts.named(target))]
@@ -31,7 +31,7 @@ def compiled(*targets: str) -> dict[str, list[dict[str, Any]]]:
     """Outcomes by target, from one process that interprets nothing."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.backends._triton.compiling.fullest", *targets]
+    command = [sys.executable, "-m", "tests.backends._triton.compiling.largest_kernels", *targets]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
 
     assert done.returncode == 0, done.stderr

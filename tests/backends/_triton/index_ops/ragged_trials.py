@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from tests.backends._triton.index_ops.trials import INT, LONG, NUMBERS, Trial, loose, numbers, spoiled, table_of
+from tests.backends._triton.index_ops.index_trials import INT, LONG, NUMBERS, Trial, loose, numbers, spoiled, table_of
 
 __all__ = ["pack", "translate_ragged"]
 

@@ -25,7 +25,7 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as definition
 from dsv4attn.testing.scenario import Scenario
-from tests.backends._triton.index_ops.trials import (
+from tests.backends._triton.index_ops.index_trials import (
     BOOL,
     DEVICE,
     INT,

@@ -22,8 +22,7 @@ from dsv4attn.core.contract.backend import RaggedSteps
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.scenario import Scenario
 from tests.backends._triton.engine import launching_nothing
-from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
-from tests.backends._triton.index_ops.trials import (
+from tests.backends._triton.index_ops.index_trials import (
     BLOCKS,
     BOOL,
     DEVICE,
@@ -40,6 +39,7 @@ from tests.backends._triton.index_ops.trials import (
     table_of,
     there,
 )
+from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
 from tests.core.forms import NAMES, assert_same_bits, backend_of
 from tests.core.strategies import examples
 

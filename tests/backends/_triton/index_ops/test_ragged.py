@@ -13,8 +13,8 @@ from dsv4attn.backends._triton.index_ops import kernels_ragged, ragged
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.torch_ops import index_ops as definition
+from tests.backends._triton.index_ops.index_trials import DEVICE, INT, Trial, planted, small_rounds, there
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
-from tests.backends._triton.index_ops.trials import DEVICE, INT, Trial, planted, small_rounds, there
 
 RAGGED = [pack, translate_ragged]
 ragged_steps = pytest.mark.parametrize("make", RAGGED)

@@ -26,7 +26,7 @@ from dsv4attn.backends._triton.compiling.variant import options as options_of
 from dsv4attn.backends._triton.launching import compiled, runtime
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch, launch, observed
 from dsv4attn.errors import ArgumentError
-from tests.backends._triton.launching.fakes import FakeDriver, cpu_args, rows_of
+from tests.backends._triton.launching.fake_drivers import FakeDriver, cpu_args, rows_of
 from tests.backends._triton.launching.kernels_gluon import single
 from tests.backends._triton.launching.kernels_small import careless, rows, valued
 
@@ -226,7 +226,7 @@ def a_hook(*_: object, **__: object) -> None:
 
 
 def slow() -> list[str]:
-    """Kernels of rooms that are launched by Triton's road every time."""
+    """Kernels of backends that are launched by Triton's road every time."""
     found = []
     for package in (_triton, sm120, xpu):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

@@ -24,7 +24,7 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import Expected
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm120.recording import Config, RecordingWrapper
+from tests.backends.sm120.fake_flashinfer import Config, RecordingWrapper
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()
 RECORD: dict[str, Any] = {"nope_dim": 448, "rope_dim": 64, "group_size": 64, "fnuz": False, "scale_bytes": 8}

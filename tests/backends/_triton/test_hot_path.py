@@ -1,4 +1,4 @@
-"""What a step of the generic room never does: read a value on the host, allocate, or launch what was not foreseen.
+"""What a step of the triton backend never does: read a value on the host, allocate, or launch what was not foreseen.
 
 Tensors on torch's "meta" device have no values: whoever reads one on the host fails, on any machine.
 """
@@ -25,10 +25,10 @@ from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing import world
 from dsv4attn.testing.world import tiny_geometry
-from tests.backends._triton.attention.attending import TINY, Answer, Trial
+from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, launching_nothing
-from tests.backends._triton.index_ops.trials import operations
+from tests.backends._triton.index_ops.index_trials import operations
 from tests.core.forms import all_kinds, same_bits
 
 META = torch.device("meta")

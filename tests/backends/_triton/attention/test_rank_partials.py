@@ -26,9 +26,9 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends._triton.index_ops.trials import planted
+from tests.backends._triton.index_ops.index_trials import planted
 from tests.core.forms import same_bits
-from tests.core.test_rank_buffers import C4A, alone
+from tests.core.test_context_parallel_buffers import C4A, alone
 from tests.core.whole import FP8
 
 TOTAL = "            total += weight\n"

@@ -19,10 +19,10 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, obs
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
 from dsv4attn.testing.judge import F64
-from tests.backends._triton.attention.attending import BF16_ROWS, OCP, Trial
-from tests.backends._triton.attention.kernels_words import ROWS, nibbles_kernel
-from tests.backends._triton.attention.planting import plant
-from tests.backends._triton.attention.reads import bytes_read, may_read
+from tests.backends._triton.attention.attention_trials import BF16_ROWS, OCP, Trial
+from tests.backends._triton.attention.cache_reads import bytes_read, may_read
+from tests.backends._triton.attention.kernels_decode_codes import ROWS, nibbles_kernel
+from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
 from tests.core import v41_packer

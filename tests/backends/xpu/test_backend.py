@@ -1,4 +1,4 @@
-"""The Intel room as a room: when it is chosen, what it compiles, and what it never does on the host."""
+"""The xpu backend: when it is chosen, what it compiles, and what it never does on the host."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import run_case
 from dsv4attn.testing.subject import Subject
-from tests.backends._triton.attention.attending import OCP, Trial
+from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import launching_nothing
-from tests.backends._triton.index_ops.trials import operations
-from tests.backends._triton.rooms import bounds_of, problems
+from tests.backends._triton.index_ops.index_trials import operations
+from tests.backends._triton.triton_backends import bounds_of, problems
 
 FORMS = ["fused", "gathered"]
 each_form = pytest.mark.parametrize("form", FORMS)
@@ -94,7 +94,7 @@ def test_an_intel_gpu_has_its_own_numbers() -> None:
 
 def test_no_file_names_a_vendors_part_of_torch() -> None:
     """Streams, events and devices are reached through `torch.get_device_module`."""
-    files = [path for room in ("xpu", "_triton") for path in (PACKAGE / "backends" / room).rglob("*.py")]
+    files = [path for folder in ("xpu", "_triton") for path in (PACKAGE / "backends" / folder).rglob("*.py")]
     named = re.compile(r"\btorch\.(cuda|xpu)\b|from torch import .*\b(cuda|xpu)\b|getattr\(torch, ")
     found = [f"{path.name}: {line}" for path in files for line in path.read_text().splitlines() if named.search(line)]
 

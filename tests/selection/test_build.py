@@ -223,17 +223,17 @@ def test_an_unknown_name_is_answered_with_every_plugin_that_is_left_out(
 
 @pytest.fixture(scope="module")
 def without_triton() -> dict[str, str]:
-    """What loading each room says in a process without Triton."""
+    """What loading each name says in a process without Triton."""
     code = f"""
 import json, sys, traceback
 sys.modules["triton"] = None
 from dsv4attn import load_backend
 said = dict.fromkeys({[*triton_backends()]!r}, "loaded")
-for room in said:
+for name in said:
     try:
-        load_backend(room)
+        load_backend(name)
     except Exception:
-        said[room] = traceback.format_exc()
+        said[name] = traceback.format_exc()
 print(json.dumps(said))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -242,11 +242,11 @@ print(json.dumps(said))
     return told
 
 
-@pytest.mark.parametrize("room", triton_backends())
-def test_a_room_without_triton_says_where_it_comes_from(room: str, without_triton: dict[str, str]) -> None:
-    said = rf"NoBackendError: backend '{room}' cannot run here: TRITON  no Triton, needs Triton 3.6 or newer -> "
-    assert re.search(said + "(pip install triton|reinstall torch)", without_triton[room]), without_triton[room]
-    assert "BrokenBackendError" not in without_triton[room]
+@pytest.mark.parametrize("name", triton_backends())
+def test_a_backend_without_triton_says_where_it_comes_from(name: str, without_triton: dict[str, str]) -> None:
+    said = rf"NoBackendError: backend '{name}' cannot run here: TRITON  no Triton, needs Triton 3.6 or newer -> "
+    assert re.search(said + "(pip install triton|reinstall torch)", without_triton[name]), without_triton[name]
+    assert "BrokenBackendError" not in without_triton[name]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ BACKENDS: dict[str, Callable[[], Any]] = {
     "triton": lambda: GenericBackend(tuning="sm_90"),
     "Hopper with ROCm": lambda: PhasedBackend(Sm90Backend(), RocmBackend()),
 }
-# on a device `test_promises` runs a thousand steps behind a warm-up
+# on a device `test_hot_path` runs a thousand steps behind a warm-up
 meta_only = pytest.mark.skipif(not INTERPRETED, reason="torch's meta device stands for the device under test")
 
 

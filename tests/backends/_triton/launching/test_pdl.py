@@ -19,10 +19,10 @@ from tests.backends._triton.compiling.gates import ROOT
 
 @pytest.fixture(scope="module")
 def told() -> Any:
-    """What `waits.py` says."""
+    """What `compiled_waits.py` says."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(Path(__file__).with_name("waits.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("compiled_waits.py"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Kernels of the Intel room with one thing wrong each, made from their own text."""
+"""Kernels of the xpu backend with one thing wrong each, made from their own text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ATTENDING: Mapping[str, tuple[str, str]] = {
 
 
 def planted(folder: Path, bug: tuple[str, str]) -> ModuleType:
-    """Return a copy of the room's kernels with a bug in place of what is right; two empty texts are no bug."""
+    """Return a copy of the backend's kernels with a bug in place of what is right; two empty texts are no bug."""
     right, wrong = bug
     text = Path(kernels.__file__).read_text(encoding="utf-8")
     assert not right or text.count(right) == 1, f"the kernels no longer say {right!r} once"

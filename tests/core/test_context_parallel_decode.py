@@ -25,7 +25,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from tests.core.calls import random_cache
 from tests.core.forms import same_bits
-from tests.core.test_rank_buffers import alone
+from tests.core.test_context_parallel_buffers import alone
 from tests.core.whole import SMALL
 from tests.testing.plants_rank_steps import Merges
 

@@ -1,4 +1,4 @@
-"""The ROCm room as a room: when it is chosen, what it compiles, what it reads, and what it never does on the host."""
+"""The rocm backend: when it is chosen, what it compiles, what it reads, and what it never does on the host."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from dsv4attn.testing.conform import run_case
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.subject import Subject
 from dsv4attn.testing.world import tiny_geometry
-from tests.backends._triton.attention.attending import FNUZ, OCP, TINY, Trial
-from tests.backends._triton.attention.planting import plant
+from tests.backends._triton.attention.attention_trials import FNUZ, OCP, TINY, Trial
+from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, launching_nothing
-from tests.backends._triton.index_ops.trials import operations
-from tests.backends._triton.rooms import bounds_of, problems
+from tests.backends._triton.index_ops.index_trials import operations
+from tests.backends._triton.triton_backends import bounds_of, problems
 from tests.core.forms import all_kinds, assert_same_bits
 
 FLASH = ModelGeometry.preset("flash")
@@ -130,9 +130,9 @@ def test_it_keeps_the_contract(case: Any, *, deterministic: bool) -> None:
 
 
 class InParts(RocmBackend):
-    """The room, with tiles so small that the keys of a quick test are several parts of several tiles."""
+    """The backend, with tiles so small that the keys of a quick test are several parts of several tiles."""
 
-    tunings = {DEFAULT: Tuning(heads=16, keys=16, run=1)}  # noqa: RUF012 - as rooms declare it
+    tunings = {DEFAULT: Tuning(heads=16, keys=16, run=1)}  # noqa: RUF012 - as backends declare it
 
 
 @all_kinds

@@ -17,7 +17,7 @@ import torch
 
 from dsv4attn.backends._triton.launching import compiled
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants
-from tests.backends._triton.launching.fakes import cpu_args, rows_of
+from tests.backends._triton.launching.fake_drivers import cpu_args, rows_of
 from tests.backends._triton.launching.kernels_small import rows
 
 ROOT = Path(__file__).resolve().parents[4]

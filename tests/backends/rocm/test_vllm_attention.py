@@ -1,4 +1,4 @@
-"""Attention under the field's names on the ROCm room: float64 answers, and errors before anything is launched."""
+"""Attention under the field's names on the rocm backend: float64 answers, and errors before anything is launched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.errors import ArgumentError
-from tests.backends._triton.attention.attending import FNUZ, OCP, Answer, Trial
+from tests.backends._triton.attention.attention_trials import FNUZ, OCP, Answer, Trial
 from tests.backends._triton.cache.caches import DEVICE
 
 INT = torch.int32

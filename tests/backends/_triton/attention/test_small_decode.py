@@ -21,15 +21,23 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind
-from tests.backends._triton.attention.attending import OCP, Answer, Trial
-from tests.backends._triton.launching.test_foreseen import FLASH, LAYOUTS, LIMITS, META, Sliced, foreseen, meta_only
+from tests.backends._triton.attention.attention_trials import OCP, Answer, Trial
+from tests.backends._triton.launching.test_warmup_variants import (
+    FLASH,
+    LAYOUTS,
+    LIMITS,
+    META,
+    Sliced,
+    foreseen,
+    meta_only,
+)
 from tests.backends.built_in import forms
 
 UNITS = 132
 FEW, HEADS, BLOCKS = HOPPER.small
 
 
-class Room(GenericBackend):
+class ObservedBackend(GenericBackend):
     tunings: Mapping[str, Tuning] = {DEFAULT: HOPPER}
 
 
@@ -107,7 +115,7 @@ TRIALS = {
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_small_decode_is_right(name: str) -> None:
     trial, chosen = TRIALS[name]
-    error, blocks = answered(Room(), trial)
+    error, blocks = answered(ObservedBackend(), trial)
 
     assert error <= 1
     assert blocks == (chosen.heads, 32 if "fp32" in name else chosen.keys)
@@ -115,13 +123,13 @@ def test_a_small_decode_is_right(name: str) -> None:
 
 def test_prefill_and_deterministic_calls_take_the_same_numbers_whatever_their_size() -> None:
     trial = Trial(layouts=(OCP,), widths=(90,), tokens=1, heads=40, seed=8)
-    sizes = answered(Room(), trial, Phase.PREFILL), answered(Room(deterministic=True), trial)
+    sizes = answered(ObservedBackend(), trial, Phase.PREFILL), answered(ObservedBackend(deterministic=True), trial)
 
     assert all(error <= 1 for error, _ in sizes)
     assert {blocks for _, blocks in sizes} == {(HOPPER.heads, HOPPER.keys)}
 
 
-@pytest.mark.parametrize("make", [Room, Sm90Backend])
+@pytest.mark.parametrize("make", [ObservedBackend, Sm90Backend])
 def test_scratch_of_small_decodes_keeps_within_its_bound(make: type[GenericBackend]) -> None:
     for heads, tokens, width in product((1, 8, 17, 64, 65, 128), (1, 2, 3, 8, 16, 66, 132), (33, 64, 65, 640, 1152)):
         backend, layer = make(), Trial(heads=heads, widths=(width,)).layer

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.testing.book import place_of
-from tests.backends._triton.attention.attending import Trial
+from tests.backends._triton.attention.attention_trials import Trial
 
 __all__ = ["bytes_read", "may_read"]
 

@@ -1,4 +1,4 @@
-"""The field's functions on the Intel room: float64 answers, and errors before anything is launched."""
+"""The field's functions on the xpu backend: float64 answers, and errors before anything is launched."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
-from tests.backends._triton.attention.attending import OCP, Answer, Trial
+from tests.backends._triton.attention.attention_trials import OCP, Answer, Trial
 from tests.backends._triton.cache.caches import CPU, DEVICE, draw, poisoned, seeded
-from tests.backends.xpu.plants import ATTENDING, planted
+from tests.backends.xpu.mutants import ATTENDING, planted
 from tests.core.strategies import examples
 
 GARBAGE = torch.tensor([-1, -1, -7, -(2**31), 2**31 - 1, 0x7FC00000], dtype=torch.int32)

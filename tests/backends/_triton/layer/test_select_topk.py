@@ -25,7 +25,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architectur
 from dsv4attn.backends._triton.layer import kernels_select, select
 from dsv4attn.testing import oracle_layer
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends._triton.index_ops.trials import planted
+from tests.backends._triton.index_ops.index_trials import planted
 
 UNTOUCHED = 77
 BESIDE = 80

@@ -1,4 +1,4 @@
-"""The SM120 room: whose kernel serves a call, settled before anything is launched, and right by either."""
+"""The sm120 backend: whose kernel serves a call, settled before anything is launched, and right by either."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
-from tests.backends._triton.attention.attending import FNUZ, OCP, Answer, Trial
-from tests.backends.sm120.problems import found
-from tests.backends.sm120.recording import RecordingWrapper
+from tests.backends._triton.attention.attention_trials import FNUZ, OCP, Answer, Trial
+from tests.backends.sm120.decode_calls import found
+from tests.backends.sm120.fake_flashinfer import RecordingWrapper
 
 FLASH = ModelGeometry.preset("flash")
 SM120 = DeviceFacts.named("sm_120")
@@ -47,7 +47,7 @@ class Counting(RecordingWrapper):
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
-    """A machine with such a card, as far as the room can see, and FlashInfer on it."""
+    """A machine with such a card, as far as the backend can see, and FlashInfer on it."""
     Counting.ran = 0
     monkeypatch.setattr(flashinfer, "find", lambda: found(Counting))
     monkeypatch.setattr(DeviceFacts, "here", lambda *_: SM120)

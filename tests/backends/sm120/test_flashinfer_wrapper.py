@@ -15,7 +15,7 @@ from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm120.flashinfer_api import SparseMLASm120Wrapper, get_padded_num_q_heads
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
-from tests.backends._triton.attention.attending import OCP, Answer, Trial
+from tests.backends._triton.attention.attention_trials import OCP, Answer, Trial
 from tests.backends._triton.cache.caches import DEVICE
 
 LOG2E = 1 / math.log(2)

@@ -21,7 +21,7 @@ from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
 from tests.backends._triton.cache.caches import DEVICE, seeded
-from tests.backends._triton.layer.test_select import KINDS
+from tests.backends._triton.layer.test_select_topk import KINDS
 
 each_size = pytest.mark.parametrize("size", [1, 8, 64])
 each_kind = pytest.mark.parametrize("kind", KINDS)

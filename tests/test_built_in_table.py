@@ -26,14 +26,14 @@ NEW = "quartz"
 COPIED = ("dsv4attn", "tests", "docs", "examples", "README.md", "CHANGELOG.md", "pyproject.toml", "Makefile")
 LISTING = (
     "tests/backends/_triton/test_device.py",
-    "tests/backends/_triton/launching/test_foreseen.py",
+    "tests/backends/_triton/launching/test_warmup_variants.py",
     "tests/backends/_triton/compiling/test_gates.py",
-    "tests/backends/_triton/test_whole_step.py",
+    "tests/backends/_triton/test_step_of_all_layers.py",
     "tests/backends/test_support_grid.py",
     "tests/compat/test_flash_mla.py",
-    "tests/selection/test_making.py",
+    "tests/selection/test_build.py",
 )
-"""Files whose tests run once for each of several backends; one more, `test_hf_rooms`, needs transformers."""
+"""Files whose tests run once for each of several backends; one more, `test_hf_triton`, needs transformers."""
 JUDGES = (
     "tests/test_layers.py",
     "tests/test_plugins.py",

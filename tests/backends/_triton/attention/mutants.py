@@ -20,7 +20,7 @@ from dsv4attn.backends._triton.attention import attend, kernels, kernels_combine
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionOptions
-from tests.backends._triton.attention.attending import Answer, Trial
+from tests.backends._triton.attention.attention_trials import Answer, Trial
 
 __all__ = ["far_away", "plant"]
 

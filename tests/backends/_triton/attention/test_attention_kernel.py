@@ -18,7 +18,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionOptions
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
-from tests.backends._triton.attention.attending import (
+from tests.backends._triton.attention.attention_trials import (
     BF16_ROWS,
     FNUZ,
     FP32_ROWS,
@@ -29,7 +29,7 @@ from tests.backends._triton.attention.attending import (
     Trial,
     any_trial,
 )
-from tests.backends._triton.attention.planting import far_away, plant
+from tests.backends._triton.attention.mutants import far_away, plant
 from tests.core.forms import same_bits
 
 SEEDS, BLOCK = 60 if INTERPRETED else 20, 10

@@ -1,4 +1,4 @@
-"""The three layer types against transformers, through the kernels of every Triton room: the bounds of `test_hf`.
+"""The three layer types against transformers, through the kernels of every Triton backend: the bounds of `test_hf`.
 
 Interpreted, a token takes milliseconds in each of its steps, so one seed and few ways to cut the sequences.
 """
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 )
 TWINS = launching_alike(geometry())
 """Backends that launch, in these dims and on a CPU, the generic backend's kernels and no others."""
-ROOMS = [
+BACKENDS = [
     pytest.param(name, marks=pytest.mark.slow if name in TWINS else ())
     for name, info in infos().items()
     if info.rank is not Rank.REFERENCE
@@ -43,16 +43,16 @@ ROOMS = [
 SEED = 0
 
 
-@pytest.fixture(scope="module", params=ROOMS)
-def room(request: pytest.FixtureRequest) -> Backend:
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
     return load_backend(request.param)
 
 
 # "single" is one sequence of "mixed"
 @modes("mixed", "verify")
 @every_kind
-def test_fp32_rows_agree_through_kernels(kind: LayerKind, mode: Mode, room: Backend) -> None:
-    measured = parity(traces(SEED, kind, mode), mode, backend=room)
+def test_fp32_rows_agree_through_kernels(kind: LayerKind, mode: Mode, backend: Backend) -> None:
+    measured = parity(traces(SEED, kind, mode), mode, backend=backend)
 
     print(f"{kind.value} {mode.name}: {measured:.1e}")
     assert measured <= TOLERANCE
@@ -60,11 +60,11 @@ def test_fp32_rows_agree_through_kernels(kind: LayerKind, mode: Mode, room: Back
 
 @every_kind
 @pytest.mark.parametrize("layout", ROUNDED.values(), ids=ROUNDED)
-def test_rounded_rows_agree_through_kernels(layout: KVCacheLayout, kind: LayerKind, room: Backend) -> None:
+def test_rounded_rows_agree_through_kernels(layout: KVCacheLayout, kind: LayerKind, backend: Backend) -> None:
     mode = MODE["chunked"]
     seen = traces(SEED, kind, mode)
 
-    for one, got in zip(seen, served(seen, mode, layout, backend=room), strict=True):
+    for one, got in zip(seen, served(seen, mode, layout, backend=backend), strict=True):
         true, bound, exact = judged(one, layout)
         print(f"off {error(got, true):.1e}; exact {error(got, exact):.1e}")
         assert ((got - true).abs() <= bound + TOLERANCE * true.abs().max()).all()
@@ -73,7 +73,7 @@ def test_rounded_rows_agree_through_kernels(layout: KVCacheLayout, kind: LayerKi
 
 @every_kind
 def test_another_layers_sinks_are_seen_through_kernels(
-    kind: LayerKind, room: Backend, monkeypatch: pytest.MonkeyPatch
+    kind: LayerKind, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison can fail here too."""
     mode = MODE["single"]
@@ -81,4 +81,4 @@ def test_another_layers_sinks_are_seen_through_kernels(
     sinks = seen[0].attention.sinks
     monkeypatch.setattr(sinks, "data", sinks.data.flip(0))
 
-    assert parity(seen, mode, backend=room) > PLANTED
+    assert parity(seen, mode, backend=backend) > PLANTED

@@ -14,8 +14,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
 from dsv4attn.backends._triton.tuning import Tuning, padded
-from tests.backends._triton.attention.attending import TINY, Answer, Trial
-from tests.backends._triton.attention.planting import plant
+from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
+from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
 from tests.core.forms import same_bits
 
