@@ -349,7 +349,7 @@ CALLS = {
 @all_kinds
 @pytest.mark.parametrize("whose", ["own", "shared", "few"])
 def test_a_layer_makes_only_the_lists_that_its_metadata_lacks(kind: LayerKind, whose: str) -> None:
-    """own: the metadata of rocm. shared: the shared classes. few: and no step that translates to ragged rows at once."""
+    """own: the metadata of rocm. shared: the shared classes. few: also without a step that makes ragged rows."""
     scenario, backend = decoding(kind), RocmBackend()
     problem = scenario.problem(backend)
     clean = problem.run(backend)

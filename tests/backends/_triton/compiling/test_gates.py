@@ -1,8 +1,8 @@
 """Every target of the table, compiled for without a card: nothing spills, every block fits, products use matrices.
 
 The normal run compiles, for each target but the twins of others, the form of the attention kernel that needs most, and
-the steps whose numbers are the target's own: `CASES` and `TWINS` of largest_kernels.py. Every kernel, preset, dialect and
-backend takes minutes a target: `-m slow`.
+the steps whose numbers are the target's own: `CASES` and `TWINS` of largest_kernels.py. Every kernel, preset, dialect
+and backend takes minutes a target: `-m slow`.
 """
 
 from __future__ import annotations
