@@ -19,7 +19,7 @@ from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Yarn
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import triton_backends
-from tests.core.whole import Whole, deterministic, random_weights
+from tests.harness import LayerStack, deterministic, random_weights
 
 pytestmark = [
     pytest.mark.device,
@@ -53,7 +53,7 @@ def whole(
     dtype: torch.dtype,
     geometry: ModelGeometry = MODEL,
     **options: bool,
-) -> Whole:
+) -> LayerStack:
     limits = deterministic(LIMITS) if options.get("deterministic") else LIMITS
     weights = {i: random_weights(geometry, i, dtype=dtype, device=device) for i in range(3)}
     sized = {
@@ -64,7 +64,7 @@ def whole(
         "device": device,
         "weights": weights,
     }
-    return Whole(load_backend(name, **options), layout, **sized)  # type: ignore[arg-type]
+    return LayerStack(load_backend(name, **options), layout, **sized)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=["fp8", "fp32"])
@@ -134,7 +134,7 @@ def test_g24_hyper_connections_of_a_row_have_the_same_bits_in_any_call(rows: int
 class Graph:
     """Decode steps of four sequences in a captured graph."""
 
-    def __init__(self, here: Whole) -> None:
+    def __init__(self, here: LayerStack) -> None:
         self.here, self.count = here, 4
         columns = {"block_table": 64, "compressed_block_table": 16, "c4a_state_block_table": 1024}
         columns["c128a_state_block_table"] = 512

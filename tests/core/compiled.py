@@ -12,7 +12,7 @@ from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.metadata.forward_context import set_forward_context
-from tests.core.whole import Whole
+from tests.harness import LayerStack
 
 Steps = Sequence[Sequence[tuple[int, int]]]
 """For each step, (number of the sequence, tokens) of its requests."""
@@ -34,7 +34,7 @@ class Ran:
         )
 
 
-def run(whole: Whole, backend: str | None, steps: Steps = PREFILL_DECODE_PREFILL) -> Ran:
+def run(whole: LayerStack, backend: str | None, steps: Steps = PREFILL_DECODE_PREFILL) -> Ran:
     """All layers, one after the other in one function, in these steps; compiled, or eager without a backend."""
 
     def model(hidden: Tensor, positions: Tensor) -> list[Tensor]:
@@ -67,7 +67,7 @@ def memory_of(layer: DeepseekV4Attention) -> list[Tensor]:
     return [*(cache.tensor for cache in layer.caches.present.values()), *(x for x in buffers if x is not None)]
 
 
-def put_in_one_allocation(whole: Whole) -> None:
+def put_in_one_allocation(whole: LayerStack) -> None:
     """Give all caches of all layers new memory: pages of one allocation, one cache after the other in each page."""
     present = [cache for caches in whole.manager.caches for cache in caches.present.values()]
     caches = list({id(cache): cache for cache in present}.values())

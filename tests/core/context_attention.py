@@ -23,8 +23,7 @@ from dsv4attn.core.memory.rank_buffers import divided_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
-from tests.core.forms import BACKENDS
-from tests.core.whole import FP32, SMALL
+from tests.harness import FP32, REFERENCE_FORMS, SMALL
 
 __all__ = ["attention", "beside", "over", "same_everywhere"]
 
@@ -138,7 +137,7 @@ def attention(
         compressed_block_table=tables[1],
     )
     limits = attrs.evolve(limits, num_speculative_tokens=2, max_workspace_bytes=2**18)
-    options: dict[str, Any] = {"backend": BACKENDS[form], "num_compressed_blocks": 7 * columns}
+    options: dict[str, Any] = {"backend": REFERENCE_FORMS[form], "num_compressed_blocks": 7 * columns}
     options |= {"prefill_keys": keys_of_all, "divides_heads": context.divides_heads}
     metadata = OwnedMetadataBuilder(own, SMALL, limits, **sizes, **options).build_for(batch, [kind])[kind]
     assert (metadata.whole is not None) is keys_of_all
@@ -164,7 +163,7 @@ def attention(
         q[:, mine],
         LayerCaches(window, compressed),
         metadata,
-        BACKENDS[form],
+        REFERENCE_FORMS[form],
         workspace,
         out,
         layer,

@@ -24,8 +24,7 @@ from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.core.context_attention import attention, beside, same_everywhere
-from tests.core.forms import BACKENDS
-from tests.core.whole import FP8, FP32, SMALL, Whole
+from tests.harness import FP8, FP32, REFERENCE_FORMS, SMALL, LayerStack
 
 __all__ = ["HEADS"]
 
@@ -91,19 +90,21 @@ def planted(group: Any, of: type[ContextParallel]) -> None:
 COMMON: dict[str, Any] = {"geometry": TWELVE, "compressed_block_tokens": 64}
 
 
-def on_one(layout: KVCacheLayout) -> Whole:
-    return Whole(load_backend("reference"), layout, **COMMON)
+def on_one(layout: KVCacheLayout) -> LayerStack:
+    return LayerStack(load_backend("reference"), layout, **COMMON)
 
 
-def over_ranks(group: Any, layout: KVCacheLayout, context: ContextParallel) -> Whole:
+def over_ranks(group: Any, layout: KVCacheLayout, context: ContextParallel) -> LayerStack:
     """Heads and entries divided over one group."""
-    many = Whole(load_backend("reference"), layout, **COMMON, context_parallel=context)
+    many = LayerStack(load_backend("reference"), layout, **COMMON, context_parallel=context)
     many.workspace = WorkspaceManager(debug=True)
     many.layers = [on_rank(group, many, i, group.rank(), group.size(), context) for i in range(TWELVE.num_layers)]
     return many
 
 
-def on_rank(group: Any, many: Whole, index: int, rank: int, size: int, context: ContextParallel) -> DeepseekV4Attention:
+def on_rank(
+    group: Any, many: LayerStack, index: int, rank: int, size: int, context: ContextParallel
+) -> DeepseekV4Attention:
     """A layer with the heads of a rank, bound to its caches."""
     full = AttentionWeights.from_dict(many.weights[index], TWELVE, TWELVE.layer(index))
     options = {"workspace": many.workspace, "process_group": group, "context_parallel": context}
@@ -132,7 +133,7 @@ def layers(group: Any, layout: Any, *, other_sink: bool = False) -> None:
         same_everywhere(group, mine)
 
 
-def served(model: Whole) -> list[Tensor]:
+def served(model: LayerStack) -> list[Tensor]:
     """What `layers` says of one model: outputs of every layer in every step."""
     a, b = model.manager.new(), model.manager.new()
     found = model.step([(a, 40)], model.hidden(1, 40))
@@ -172,7 +173,7 @@ def refused(group: Any) -> None:
     """What ranks that divide heads may not have is refused on every rank, by name."""
     rank, size = group.rank(), group.size()
     context, backend = divided(group), load_backend("reference")
-    many = Whole(backend, geometry=TWELVE, compressed_block_tokens=64, context_parallel=context)
+    many = LayerStack(backend, geometry=TWELVE, compressed_block_tokens=64, context_parallel=context)
     but_the_last = ContextParallel(group, 2, divides_heads=rank != size - 1)
     said = rf"l.1: divides_heads: expected True, as rank 0 has, got False on rank {size - 1}"
     with pytest.raises(ArgumentError, match=said):
@@ -217,12 +218,12 @@ HEADS: dict[str, Callable[[Any], None]] = {
     **{
         f"divided-{kind.value}-{form}": partial(heads_of_tokens, kind=kind, form=form)
         for kind in (LayerKind.C4A, LayerKind.C128A)
-        for form in BACKENDS
+        for form in REFERENCE_FORMS
     },
     **{
         f"divided-keys-{kind.value}-{form}": partial(heads_of_tokens, kind=kind, form=form, keys_of_all=True)
         for kind in (LayerKind.C4A, LayerKind.C128A)
-        for form in BACKENDS
+        for form in REFERENCE_FORMS
     },
     "divided-bf16": partial(heads_of_tokens, kind=LayerKind.C4A, form="gathered-dense", dtype=torch.bfloat16),
     **{f"divided-sink-{value}": partial(sinks, value=value) for value in (40.0, inf, -inf)},

@@ -36,8 +36,7 @@ from dsv4attn.selection import load_backend
 from tests.core.context_attention import attention, beside, over, same_everywhere
 from tests.core.context_heads import HEADS
 from tests.core.context_keys import keys_in_pieces, keys_planted, keys_refused
-from tests.core.forms import BACKENDS
-from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
+from tests.harness import FP8, FP32, REFERENCE_FORMS, SMALL, LayerStack, deterministic, random_weights
 from tests.testing.plants_rank_steps import Merges
 from tests.tools.replay.rank_cases import REPLAYS
 
@@ -175,7 +174,7 @@ def selection(group: Any, interleave: int) -> None:
 
 def make(
     group: Any, layout: KVCacheLayout = FP8, interleave: int = 1, prefill: str = "", merging: Backend | None = None
-) -> tuple[Whole, Whole]:
+) -> tuple[LayerStack, LayerStack]:
     """The same layers on one rank, and over ranks, with other pages.
 
     prefill: keys of prefill, else one phase. merging: a backend that merges over ranks by itself.
@@ -184,7 +183,7 @@ def make(
     if prefill:
         backend, limits = load_backend("reference", prefill_keys=prefill), Limits(4, 80, 256, num_speculative_tokens=2)
     common: dict[str, Any] = {"limits": limits, "compressed_block_tokens": 64, "keep_windows": True}
-    return Whole(backend, layout, **common), Whole(
+    return LayerStack(backend, layout, **common), LayerStack(
         merging or backend, layout, **common, **both(over(group, interleave)), shuffle_seed=5
     )
 
@@ -215,7 +214,7 @@ def whole(
     compare_entries(one, many, results[0][1], results[1][1])
 
 
-def compare_entries(one: Whole, many: Whole, whole_sequences: Any, shares: Any) -> None:
+def compare_entries(one: LayerStack, many: LayerStack, whole_sequences: Any, shares: Any) -> None:
     """Every entry that this rank holds has the bytes that one rank has."""
     own = many.manager.builder.ownership  # type: ignore[attr-defined]
     for left, right in zip(whole_sequences, shares, strict=True):
@@ -260,8 +259,8 @@ def warm_up(group: Any) -> None:
 def heads(context: Any, others: Any) -> None:
     """Entries over one group and heads over another: outputs of all layers, against one rank."""
     size, rank, backend = others.size(), others.rank(), load_backend("reference")
-    one, limits = Whole(backend, compressed_block_tokens=64), Limits(4, 64, 256)
-    many = Whole(backend, compressed_block_tokens=64, **both(over(context)))
+    one, limits = LayerStack(backend, compressed_block_tokens=64), Limits(4, 64, 256)
+    many = LayerStack(backend, compressed_block_tokens=64, **both(over(context)))
     geometry = SMALL.tensor_parallel(size)
     for i in range(SMALL.num_layers):
         full = AttentionWeights.from_dict(random_weights(SMALL, i), SMALL, SMALL.layer(i))
@@ -295,7 +294,7 @@ def fingerprints(group: Any) -> None:
     }
     for said, options in cases.items():
         try:
-            Whole(load_backend("reference"), **options)
+            LayerStack(load_backend("reference"), **options)
         except ArgumentError as error:
             text = str(error)
             assert all(part in text for part in (said, f"on rank {last}", "as rank 0 has")), text
@@ -312,7 +311,7 @@ def half_divided(group: Any) -> None:
         ({"context_parallel": over(group, 2), "layer_options": {"context_parallel": context}}, "interleave=2"),
     ]
     for options, said in cases:
-        model = Whole(load_backend("reference"), compressed_block_tokens=64, **options)
+        model = LayerStack(load_backend("reference"), compressed_block_tokens=64, **options)
         with pytest.raises(ArgumentError, match=f"^metadata: .*{said}"):
             model.step([(model.manager.new(), 9)], model.hidden(0, 9))
 
@@ -321,17 +320,21 @@ def refusals(group: Any) -> None:
     """What one rank alone refuses, before or while it binds, is refused on all; then the group goes on."""
     last, context = group.size() - 1, over(group)
     mine = group.rank() == last
-    good = Whole(load_backend("reference"), compressed_block_tokens=64, **both(context))
+    good = LayerStack(load_backend("reference"), compressed_block_tokens=64, **both(context))
     layer, caches = good.layers[1], good.manager.caches[1]
     assert caches.index is not None
     own, twice = caches.index, 2 * caches.index.block_size
     index = PagedKVCache.allocate(own.layout, own.num_blocks, twice, own.device) if mine else own
     attempts: list[tuple[str, str, Callable[[], object]]] = [
-        ("interleave", "CacheManager", lambda: Whole(load_backend("reference"), **both(over(group, 3 if mine else 1)))),
+        (
+            "interleave",
+            "CacheManager",
+            lambda: LayerStack(load_backend("reference"), **both(over(group, 3 if mine else 1))),
+        ),
         (
             "compressed_block_tokens",
             "CacheManager",
-            lambda: Whole(load_backend("reference"), compressed_block_tokens=66 if mine else 64, **both(context)),
+            lambda: LayerStack(load_backend("reference"), compressed_block_tokens=66 if mine else 64, **both(context)),
         ),
         ("caches.index", "caches of layers.1", lambda: layer.bind_kv_cache(attrs.evolve(caches, index=index))),
     ]
@@ -356,7 +359,7 @@ def heads_of_others(group: Any) -> None:
     backend, limits, rank, size = load_backend("reference"), Limits(4, 64, 256), group.rank(), group.size()
     if size != 2:  # the heads of four are divided by two
         return
-    many = Whole(backend, compressed_block_tokens=64, **both(over(group)))
+    many = LayerStack(backend, compressed_block_tokens=64, **both(over(group)))
     full = AttentionWeights.from_dict(random_weights(SMALL, 1), SMALL, SMALL.layer(1))
     options = {"workspace": many.workspace, "process_group": group, "context_parallel": over(group)}
     own, part = SMALL.tensor_parallel(size), full.shard(rank, size)
@@ -378,12 +381,12 @@ CASES: dict[str, Callable[[Any], None]] = {
         f"{name}-{kind.value}-{form}": partial(attention, kind=kind, form=form, keys_of_all=name == "keys")
         for name in ("attention", "keys")
         for kind in (LayerKind.C4A, LayerKind.C128A)
-        for form in BACKENDS
+        for form in REFERENCE_FORMS
     },
     "keys-pieces": keys_in_pieces,
     "keys-planted": keys_planted,
     "keys-refused": keys_refused,
-    **{f"beside-{form}": partial(beside, kind=LayerKind.C4A, form=form) for form in BACKENDS},
+    **{f"beside-{form}": partial(beside, kind=LayerKind.C4A, form=form) for form in REFERENCE_FORMS},
     "layers-fp32": partial(whole, layout=FP32, interleave=2),
     "layers-fp8": partial(whole, layout=FP8, interleave=1),
     "layers-prefill": partial(whole, layout=FP32, interleave=4, prefill="gathered"),

@@ -12,10 +12,10 @@ from torch import Tensor
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
-from tests.core.calls import MODEL, SWA
+from tests.harness import SMALL, SWA
 
 HEADS, DIM, ROPE, GROUPS, RANK, HIDDEN, POSITIONS, TOKENS = 8, 80, 8, 2, 70, 50, 23, 6
-LAYER: LayerGeometry = attrs.evolve(MODEL, num_heads=HEADS, head_dim=DIM, rope_dim=ROPE).layer_of_kind(SWA)
+LAYER: LayerGeometry = attrs.evolve(SMALL, num_heads=HEADS, head_dim=DIM, rope_dim=ROPE).layer_of_kind(SWA)
 WO_A, WO_B = (GROUPS * RANK, HEADS // GROUPS * DIM), (HIDDEN, GROUPS * RANK)
 """Shapes with shorter blocks at the end of either dim."""
 

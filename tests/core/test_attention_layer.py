@@ -16,16 +16,16 @@ from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, OutOfPagesError
 from dsv4attn.selection import load_backend
-from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
+from tests.harness import FP8, FP32, SMALL, LayerStack, deterministic, random_weights
 
 LIMITS = Limits(4, 64, 256)
 LAYOUTS = {"fp32": FP32, "bf16": KVCacheLayout.rows(24, 8), "fp8": FP8}
 
 
-def invariant(layout: KVCacheLayout = FP32, **options: object) -> Whole:
+def invariant(layout: KVCacheLayout = FP32, **options: object) -> LayerStack:
     """Layers whose bits depend on a token's own history alone."""
     backend = load_backend("reference", deterministic=True)
-    return Whole(backend, layout, limits=deterministic(LIMITS), keep_windows=True, **options)  # type: ignore[arg-type]
+    return LayerStack(backend, layout, limits=deterministic(LIMITS), keep_windows=True, **options)  # type: ignore[arg-type]
 
 
 def close(left: list[Tensor], right: list[Tensor], tolerance: float = 2e-6) -> None:
@@ -70,7 +70,7 @@ def test_g24_a_token_has_the_same_bits_alone_in_a_batch_and_behind_padding() -> 
 
 
 def test_the_everyday_layer_agrees_with_the_deterministic_one_within_rounding() -> None:
-    plain, exact = Whole(load_backend("reference")), invariant()
+    plain, exact = LayerStack(load_backend("reference")), invariant()
     hidden = plain.hidden(0, 60)
 
     close(plain.cut(hidden, [33, 1, 1, 25])[1], exact.cut(hidden, [60])[1])
@@ -115,7 +115,7 @@ def test_a_fork_at_any_length_continues_like_the_original(length: int) -> None:
 
 def test_windows_slide_and_a_fork_of_the_present_needs_nothing_else() -> None:
     backend = load_backend("reference", deterministic=True)
-    whole = Whole(backend, FP8, limits=deterministic(LIMITS), swa_block_size=4, compressed_block_tokens=64)
+    whole = LayerStack(backend, FP8, limits=deterministic(LIMITS), swa_block_size=4, compressed_block_tokens=64)
     hidden = whole.hidden(0, 90)
     sequence, _ = whole.cut(hidden[:80], [64, 16])
     expected = invariant(FP8).cut(hidden, [64, 26])[1]
@@ -181,7 +181,7 @@ def test_a_failed_step_can_be_run_again() -> None:
 
 
 def test_a_warm_up_reserves_the_plan_and_later_steps_fit_it() -> None:
-    whole = Whole(load_backend("reference"))
+    whole = LayerStack(load_backend("reference"))
     from dsv4attn.core.metadata.forward_context import set_forward_context
 
     with set_forward_context(None):
@@ -243,19 +243,19 @@ def test_a_weight_of_another_shape_or_name_is_refused(changes: dict[str, object]
 
 def test_contexts_beyond_the_model_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"max_model_len: expected at most 4096, the max_position_embeddings"):
-        Whole(load_backend("reference"), limits=Limits(1, 8, 4097))
-    whole = Whole(load_backend("reference"), limits=Limits(1, 16, 12))
+        LayerStack(load_backend("reference"), limits=Limits(1, 8, 4097))
+    whole = LayerStack(load_backend("reference"), limits=Limits(1, 16, 12))
     with pytest.raises(ArgumentError, match=r"^requests: expected at most 12 tokens in a sequence, .*, got 13"):
         whole.manager.batch([(whole.manager.new(), 13)])
 
 
 def test_a_deterministic_backend_wants_one_phase() -> None:
     with pytest.raises(ArgumentError, match=r"^limits: expected Limits\(\.\.\., single_phase=True\) with"):
-        Whole(load_backend("reference", deterministic=True))
+        LayerStack(load_backend("reference", deterministic=True))
 
 
 def test_caches_and_calls_that_do_not_fit_are_refused() -> None:
-    whole = Whole(load_backend("reference"))
+    whole = LayerStack(load_backend("reference"))
     swa, c4a, c128a = whole.manager.caches
     layer = whole.layers[1]
     for caches, said in (
@@ -279,7 +279,7 @@ def test_caches_and_calls_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_rank_holds_its_heads_and_the_sum_of_the_ranks_is_the_layer() -> None:
-    whole = Whole(load_backend("reference"))
+    whole = LayerStack(load_backend("reference"))
     hidden = whole.hidden(0, 40)
     expected = whole.cut(hidden, [30, 10])[1]
     local, ranks = SMALL.tensor_parallel(2), []
@@ -288,7 +288,7 @@ def test_a_rank_holds_its_heads_and_the_sum_of_the_ranks_is_the_layer() -> None:
         for i in range(3):
             given = AttentionWeights.from_dict(random_weights(SMALL, i), SMALL, SMALL.layer(i))
             parts[i] = dict(given.shard(rank, 2).named())
-        ranks.append(Whole(load_backend("reference"), geometry=local, weights=parts).cut(hidden, [30, 10])[1])
+        ranks.append(LayerStack(load_backend("reference"), geometry=local, weights=parts).cut(hidden, [30, 10])[1])
 
     close([one + other for one, other in zip(*ranks, strict=True)], expected)
 
@@ -331,7 +331,7 @@ def test_dead_state_pages_and_narrow_tables_are_refused_before_anything_is_writt
 def test_a_layer_made_in_inference_mode_runs_out_of_it_and_with_parameters() -> None:
     weights = {i: {k: torch.nn.Parameter(v) for k, v in random_weights(SMALL, i).items()} for i in range(3)}
     with torch.inference_mode():
-        whole = Whole(load_backend("reference"), weights=weights)
+        whole = LayerStack(load_backend("reference"), weights=weights)
         hidden = whole.hidden(0, 20)
         expected = whole.cut(hidden, [20])[1]
     outs = whole.cut(hidden.clone(), [20])[1]
@@ -341,7 +341,7 @@ def test_a_layer_made_in_inference_mode_runs_out_of_it_and_with_parameters() -> 
 
 
 def test_a_step_without_tokens_is_none() -> None:
-    whole = Whole(load_backend("reference"))
+    whole = LayerStack(load_backend("reference"))
     for requests in ([], [(whole.manager.new(), 0)]):
         assert [list(out.shape) for out in whole.run(requests, whole.hidden(0, 0))] == [[0, 48]] * 3
         padded = whole.run(requests, whole.hidden(0, 3), padding=3)
@@ -354,7 +354,7 @@ def test_a_step_without_tokens_is_none() -> None:
 def test_short_contexts_select_everything_without_scores_but_never_while_a_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, asked = Whole(load_backend("reference")), list[int]()
+    whole, asked = LayerStack(load_backend("reference")), list[int]()
     hidden = whole.hidden(0, 15)  # at most three entries, all of which are selected
     steps = whole.layers[1].backend.layer_ops
     select = steps.select_topk

@@ -25,15 +25,14 @@ from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.core.torch_ops.merge import merge_lse
 from dsv4attn.selection import load_backend
-from tests.core.bound import GEOMETRY, LIMITS, bound
-from tests.core.whole import FP32, KINDS, SMALL, Whole
-from tests.core.whole_v41 import network
+from tests.harness import FP32, KINDS_AND_RATIOS, LIMITS, SMALL, LayerStack, bound_layer
+from tests.harness_v41 import v41_stack
 
 ROPE = cos_sin_cache(SMALL.layer(0).rope, 64)
 STEPS = (13, 1, 6)
 
 
-def outs(whole: Whole, dtype: torch.dtype | None = None) -> list[Tensor]:
+def outs(whole: LayerStack, dtype: torch.dtype | None = None) -> list[Tensor]:
     """All layers in some steps, under autocast to a dtype if one is given."""
     sequence, found = whole.manager.new(), list[Tensor]()
     for seed, count in enumerate(STEPS):
@@ -44,8 +43,8 @@ def outs(whole: Whole, dtype: torch.dtype | None = None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("made", [lambda: Whole(load_backend("reference")), network], ids=["V4", "V4.1"])
-def test_layers_under_autocast_have_the_bits_that_they_have_without(made: Callable[[], Whole], dtype: Any) -> None:
+@pytest.mark.parametrize("made", [lambda: LayerStack(load_backend("reference")), v41_stack], ids=["V4", "V4.1"])
+def test_layers_under_autocast_have_the_bits_that_they_have_without(made: Callable[[], LayerStack], dtype: Any) -> None:
     for expected, found in zip(outs(made()), outs(made(), dtype), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
@@ -112,7 +111,7 @@ def test_a_backend_never_sees_autocast_or_a_mode_that_records_gradients(device: 
 
     connected = mixes()
     connected._steps = attrs.evolve(LayerOps(), mhc_post=mhc_post)
-    backend, case = Own(), bound(LayerKind.C4A)
+    backend, case = Own(), bound_layer(LayerKind.C4A)
     case.layer.backend = backend
     torch.set_autocast_enabled(device, True)
     try:
@@ -149,7 +148,7 @@ def grads(*shape: int) -> Tensor:
 
 
 def test_a_layers_insert_and_attention_leave_no_graph_in_a_cache_or_an_output() -> None:
-    case = bound(LayerKind.C4A)
+    case = bound_layer(LayerKind.C4A)
     caches = case.layer.caches
     assert caches is not None
     rows = KVCacheLayout.rows(24, 8, dtype=torch.float32)
@@ -168,7 +167,7 @@ def test_a_layers_insert_and_attention_leave_no_graph_in_a_cache_or_an_output() 
     both = attrs.evolve(LayerCaches(one, two))
     metadata, workspace = metadata_of(case), case.layer.workspace
     assert workspace is not None
-    topk, layer = case.layer.topk_indices_buffer, GEOMETRY.layer_of_kind(LayerKind.C4A)
+    topk, layer = case.layer.topk_indices_buffer, SMALL.layer_of_kind(LayerKind.C4A)
     given: dict[str, Any] = {"layer": layer, "limits": LIMITS, "attn_sink": sink, "topk_indices": topk, "lse": lse}
     forward_mqa(q, both, metadata, case.layer.backend, workspace, out, **given)
     bare(one.tensor, two.tensor, out, lse)
@@ -217,7 +216,7 @@ def test_methods_and_steps_of_a_backend_leave_no_graph(name: str) -> None:
 
 
 def test_a_whole_layer_in_grad_mode_leaves_no_graph() -> None:
-    whole = Whole(load_backend("reference"))
+    whole = LayerStack(load_backend("reference"))
     requests = [(whole.manager.new(), 9)]
     hidden = grads(9, SMALL.hidden_size)
     with set_forward_context(whole.manager.metadata(whole.manager.batch(requests))):
@@ -235,7 +234,7 @@ def test_a_converted_cache_has_no_graph() -> None:
 
 def test_a_backward_pass_through_a_q_that_was_prepared_in_place_is_refused_by_torch() -> None:
     """The write to q is like one of `torch.no_grad()`: counted, and not recorded."""
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     q = torch.randn(case.q.shape, requires_grad=True) * 1.0
     norm = q.square().sum()  # saves q
     version = q._version
@@ -249,8 +248,11 @@ def test_a_backward_pass_through_a_q_that_was_prepared_in_place_is_refused_by_to
 
 def test_a_compiled_layer_in_grad_mode_leaves_no_graph() -> None:
     torch._dynamo.reset()
-    geometry = attrs.evolve(SMALL, layers=KINDS[:1])
-    one, two = Whole(load_backend("reference"), geometry=geometry), Whole(load_backend("reference"), geometry=geometry)
+    geometry = attrs.evolve(SMALL, layers=KINDS_AND_RATIOS[:1])
+    one, two = (
+        LayerStack(load_backend("reference"), geometry=geometry),
+        LayerStack(load_backend("reference"), geometry=geometry),
+    )
     hidden = torch.randn(9, SMALL.hidden_size, requires_grad=True)
     found = []
     for whole in (one, two):

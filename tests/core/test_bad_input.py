@@ -18,7 +18,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, LayoutMismatchError, WorkspaceError
-from tests.core.calls import (
+from tests.harness import (
     BF16,
     C4A,
     C128A,
@@ -27,13 +27,13 @@ from tests.core.calls import (
     KINDS,
     LAYOUT,
     LIMITS,
-    MODEL,
     OTHER_DIMS,
     PADDED,
+    SMALL,
     SWA,
     TOKENS,
     caches_of,
-    good,
+    forward_args,
     metadata_of,
     random_cache,
 )
@@ -53,7 +53,7 @@ def held(arguments: dict[str, Any]) -> list[Tensor]:
 
 def refused(kind: LayerKind, error: type[Exception], said: str, **changes: Any) -> None:
     """Check that the good call with some arguments changed is refused and leaves every tensor as it was."""
-    arguments = {**good(kind), **changes}
+    arguments = {**forward_args(kind), **changes}
     tensors = held(arguments)
     before = [t.clone() for t in tensors]
     with pytest.raises(error, match=said) as info:
@@ -65,7 +65,7 @@ def refused(kind: LayerKind, error: type[Exception], said: str, **changes: Any) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_good_call_works_and_writes_no_cache(kind: LayerKind) -> None:
-    arguments = good(kind)
+    arguments = forward_args(kind)
     caches = [t.clone() for t in memory(arguments["caches"])]
     forward_mqa(**arguments)
 
@@ -143,12 +143,12 @@ def test_topk_indices_that_no_indexer_leaves_are_refused(value: Tensor | None, s
 @pytest.mark.parametrize("kind", [SWA, C128A])
 def test_layers_without_an_indexer_do_not_look_at_topk_indices(kind: LayerKind) -> None:
     for topk in (None, torch.zeros(1, 99)):
-        forward_mqa(**{**good(kind), "topk_indices": topk})
+        forward_mqa(**{**forward_args(kind), "topk_indices": topk})
 
 
 @pytest.mark.parametrize("rows", [0, TOKENS, 500])
 def test_topk_indices_may_have_rows_to_spare_and_no_column_at_all(rows: int) -> None:
-    arguments = good(C4A)
+    arguments = forward_args(C4A)
     forward_mqa(**{**arguments, "topk_indices": torch.zeros(max(rows, TOKENS), 0 if not rows else 3, dtype=I32)})
 
     assert bool(arguments["out"].isfinite().all())
@@ -185,7 +185,7 @@ def test_g2_what_may_differ_between_two_caches_of_a_layer_does_not_hinder() -> N
     fnuz = random_cache(KVCacheLayout.fp8_ds_mla(24, 8, group_size=16, fp8_format=Fp8Format.FNUZ), 8, 32)
     rows = random_cache(KVCacheLayout.rows(24, 8), 8, 32)
     for compressed in (fnuz, rows):
-        arguments = {**good(C4A), "caches": caches_of(C4A, compressed=compressed)}
+        arguments = {**forward_args(C4A), "caches": caches_of(C4A, compressed=compressed)}
         forward_mqa(**arguments)
         assert bool(arguments["out"].isfinite().all())
 
@@ -209,7 +209,7 @@ def test_caches_or_metadata_on_another_device_are_refused(kind: LayerKind) -> No
         there = PagedKVCache.allocate(LAYOUT, 32, 8 if kind is C4A else 2, device="meta")
         said = r"^caches\.compressed: .*like q, got one on meta"
         refused(kind, ArgumentError, said, caches=caches_of(kind, compressed=there))
-    moved = {name: good(kind)[name].to("meta") for name in ("q", "out", "attn_sink", "topk_indices", "lse")}
+    moved = {name: forward_args(kind)[name].to("meta") for name in ("q", "out", "attn_sink", "topk_indices", "lse")}
     caches = LayerCaches(PagedKVCache.allocate(LAYOUT, 4, 4, device="meta"), None if kind is SWA else there)
     refused(kind, ArgumentError, r"^metadata\.swa: expected a tensor on meta", **moved, caches=caches)
 
@@ -223,7 +223,7 @@ def test_metadata_of_other_layers_or_of_another_batch_is_refused(kind: LayerKind
         r"^metadata\.compressed: expected metadata of .* layers, got None",
         metadata=metadata_of(SWA),
     )
-    said = rf"^metadata\.compressed\.compress_ratio: expected {MODEL.layer_of_kind(kind).compress_ratio} \(the layer's"
+    said = rf"^metadata\.compressed\.compress_ratio: expected {SMALL.layer_of_kind(kind).compress_ratio} \(the layer's"
     refused(kind, ArgumentError, said, metadata=other)
     fewer = AttentionMetadata(mine.swa, metadata_of(kind, [1, 9], [40, 29]).compressed)
     said = r"^metadata\.compressed\.num_actual_tokens: expected 31 \(the batch\), got 10"
@@ -232,7 +232,7 @@ def test_metadata_of_other_layers_or_of_another_batch_is_refused(kind: LayerKind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_metadata_for_another_window_is_refused(kind: LayerKind) -> None:
-    wide = metadata_of(kind, geometry=attrs.evolve(MODEL, window=16))
+    wide = metadata_of(kind, geometry=attrs.evolve(SMALL, window=16))
 
     refused(
         kind, ArgumentError, r"^metadata\.swa\.window_size: expected 8 \(the model's window\), got 16", metadata=wide
@@ -242,7 +242,7 @@ def test_metadata_for_another_window_is_refused(kind: LayerKind) -> None:
 def test_what_is_not_caches_or_metadata_is_refused() -> None:
     refused(SWA, ArgumentError, "^metadata: expected AttentionMetadata, got dict", metadata={})
     with pytest.raises(ArgumentError, match=r"^caches: expected LayerCaches, got PagedKVCache"):
-        forward_mqa(**{**good(SWA), "caches": good(SWA)["caches"].swa})
+        forward_mqa(**{**forward_args(SWA), "caches": forward_args(SWA)["caches"].swa})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -286,11 +286,11 @@ def test_g11_a_locked_workspace_that_is_too_small_is_refused_before_any_write(
     kind: LayerKind, form: dict[str, Any], lane: str
 ) -> None:
     backend = ReferenceBackend(**form)
-    plan = plan_workspace(MODEL.layer_of_kind(kind), LIMITS, backend, LAYOUT)
+    plan = plan_workspace(SMALL.layer_of_kind(kind), LIMITS, backend, LAYOUT)
     used = WorkspaceManager()
-    forward_mqa(**{**good(kind), "backend": backend, "workspace": used})
+    forward_mqa(**{**forward_args(kind), "backend": backend, "workspace": used})
     if not used.size(lane):
-        forward_mqa(**{**good(kind), "backend": backend, "workspace": locked({**plan.lanes, lane: 0})})
+        forward_mqa(**{**forward_args(kind), "backend": backend, "workspace": locked({**plan.lanes, lane: 0})})
         return
     small = {**plan.lanes, lane: used.size(lane) - 256}
     said = (
@@ -327,7 +327,7 @@ def test_g4_a_block_that_does_not_exist_is_absent_in_prefill_where_nobody_checks
     outs = []
     for workspace, form in ((WorkspaceManager(debug=True), keys), (WorkspaceManager(), "paged")):
         metadata = metadata_of(kind, [9], [29], gone, validate=False)
-        arguments = {**good(kind), "metadata": metadata, "workspace": workspace}
+        arguments = {**forward_args(kind), "metadata": metadata, "workspace": workspace}
         forward_mqa(**{**arguments, "backend": ReferenceBackend(prefill_keys=form)})
         outs.append(arguments["out"])
 

@@ -13,10 +13,8 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
-from tests.core.bound import bound
-from tests.core.calls import metadata_of
-from tests.core.steps import STEPS, all_builder_steps
 from tests.core.test_metadata import GOOD, I32, batch, buffers, builder, refused
+from tests.harness import BUILDER_STEPS, all_builder_steps, bound_layer, metadata_of
 
 SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A
 
@@ -26,14 +24,14 @@ SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A
 def test_a_slot_mapping_that_leaves_tokens_out_is_refused(slots: int, steps: str) -> None:
     said = rf"^slot_mapping: expected at least 3 elements, one for each .*, got {slots} elements -> .*-1 for"
     for validate in (True, False):
-        build = builder(steps=STEPS[steps], validate=validate)
+        build = builder(steps=BUILDER_STEPS[steps], validate=validate)
         refused(build, lambda: batch([1, 2], [5, 9], slot_mapping=torch.arange(slots)), said)
 
 
 @all_builder_steps
 def test_the_step_itself_takes_tokens_past_the_slot_mapping_for_padding(steps: str) -> None:
     request, valid = torch.full((3,), 7, dtype=I32), torch.ones(3, dtype=torch.bool)
-    STEPS[steps].build_token_maps(torch.tensor([0, 1, 3], dtype=I32), torch.tensor([0]), out=(request, valid))
+    BUILDER_STEPS[steps].build_token_maps(torch.tensor([0, 1, 3], dtype=I32), torch.tensor([0]), out=(request, valid))
 
     assert request.tolist() == [0, -1, -1]
     assert valid.tolist() == [True, False, False]
@@ -45,9 +43,9 @@ def test_stale_slots_behind_the_tokens_are_refused_where_values_are_checked(step
         return batch([1, 2], [5, 9], slot_mapping=torch.tensor([4, 7, 8, -1, last]))
 
     said = r"^slot_mapping\[4\]: expected a negative slot behind the 3 tokens of the batch, got 0 -> fill .* with -1"
-    refused(builder(steps=STEPS[steps], validate=True), lambda: build(0), said)
-    assert builder(steps=STEPS[steps], validate=True).build(build(-1)).num_actual_tokens == 3
-    assert builder(steps=STEPS[steps], validate=False).build(build(0)).num_actual_tokens == 3
+    refused(builder(steps=BUILDER_STEPS[steps], validate=True), lambda: build(0), said)
+    assert builder(steps=BUILDER_STEPS[steps], validate=True).build(build(-1)).num_actual_tokens == 3
+    assert builder(steps=BUILDER_STEPS[steps], validate=False).build(build(0)).num_actual_tokens == 3
 
 
 def test_counts_may_be_integers_of_numpy() -> None:
@@ -92,7 +90,7 @@ def test_a_builder_refuses_what_is_no_list_of_kinds(kinds: Any, error: type[Exce
 
 @pytest.mark.parametrize("kind", LayerKind)
 def test_a_step_takes_metadata_by_the_name_of_a_kind(kind: LayerKind) -> None:
-    case = bound(kind)
+    case = bound_layer(kind)
     expected = case.run()
     with set_forward_context(case.metadata) as context:
         both = context.for_layer(case.layer.prefix, case.layer.swa_prefix, kind)
@@ -102,7 +100,7 @@ def test_a_step_takes_metadata_by_the_name_of_a_kind(kind: LayerKind) -> None:
 
 
 def test_a_step_without_metadata_of_a_layer_names_the_kinds_that_came_by_name() -> None:
-    case = bound(C4A)
+    case = bound_layer(C4A)
     case.metadata = {"swa": metadata_of(SWA)}  # type: ignore[dict-item]
     with pytest.raises(NoForwardContextError, match=r"expected metadata of c4a layers, got metadata of: swa -> "):
         case.run()

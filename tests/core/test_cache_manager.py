@@ -15,7 +15,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CacheManager
-from tests.core.whole import FP32, SMALL, Whole
+from tests.harness import FP32, SMALL, LayerStack
 
 REAL_RATIOS = attrs.evolve(SMALL, layers=((LayerKind.SWA, 1), (LayerKind.C4A, 4), (LayerKind.C128A, 128)), window=128)
 
@@ -111,7 +111,7 @@ def test_default_pools_are_enough_for_any_batches_within_the_limits(seed: int) -
 
 def test_tokens_whose_pages_are_gone_cannot_be_written_again() -> None:
     geometry = attrs.evolve(SMALL, layers=((LayerKind.SWA, 1),))
-    whole = Whole(load_backend("reference"), geometry=geometry, swa_block_size=4)
+    whole = LayerStack(load_backend("reference"), geometry=geometry, swa_block_size=4)
     sequence, _ = whole.cut(whole.hidden(0, 40), [40])
 
     with pytest.raises(ArgumentError, match=r"^length: expected a length whose window pages, from token 0 on"):
@@ -122,7 +122,7 @@ def test_tokens_whose_pages_are_gone_cannot_be_written_again() -> None:
 @pytest.mark.parametrize("length", [12, 37, 40, 64])
 def test_a_fork_can_lose_its_drafts_like_the_original(length: int) -> None:
     limits = Limits(4, 64, 256, num_speculative_tokens=3)
-    whole = Whole(load_backend("reference"), limits=limits, swa_block_size=4)
+    whole = LayerStack(load_backend("reference"), limits=limits, swa_block_size=4)
     hidden = whole.hidden(0, length)
     sequence, _ = whole.cut(hidden, [length])
     fork = whole.manager.fork(sequence)
@@ -135,7 +135,7 @@ def test_a_fork_can_lose_its_drafts_like_the_original(length: int) -> None:
 
 
 def test_states_in_pages_of_another_size_than_the_metadata_s_are_refused() -> None:
-    whole = Whole(load_backend("reference"))
+    whole = LayerStack(load_backend("reference"))
     for index, name in ((1, "state"), (1, "index_state"), (2, "state")):
         caches = whole.manager.caches[index]
         cache: PagedKVCache = getattr(caches, name)
@@ -147,7 +147,7 @@ def test_states_in_pages_of_another_size_than_the_metadata_s_are_refused() -> No
 
 
 def test_rows_that_are_missing_are_refused_before_anything_is_written() -> None:
-    whole = Whole(load_backend("reference"))
+    whole = LayerStack(load_backend("reference"))
     requests = [(whole.manager.new(), 30)]
     batch = whole.manager.batch(requests)
     before = [cache.tensor.clone() for caches in whole.manager.caches for cache in caches.present.values()]
@@ -164,4 +164,6 @@ def test_rows_that_are_missing_are_refused_before_anything_is_written() -> None:
 @pytest.mark.parametrize("shape", [(64, 2), (63, 3)])
 def test_a_buffer_that_is_too_small_for_the_selection_is_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(ArgumentError, match=r"^topk_indices_buffer: expected 3 columns, and at least 64 rows"):
-        Whole(load_backend("reference"), layer_options={"topk_indices_buffer": torch.zeros(shape, dtype=torch.int32)})
+        LayerStack(
+            load_backend("reference"), layer_options={"topk_indices_buffer": torch.zeros(shape, dtype=torch.int32)}
+        )

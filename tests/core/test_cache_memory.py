@@ -21,7 +21,7 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CacheManager
 from tests.backends.built_in import EVERYWHERE
-from tests.core.whole import FP32, SMALL, Whole
+from tests.harness import FP32, SMALL, LayerStack
 
 LAYOUTS = {"fp8": KVCacheLayout.fp8_ds_mla(24, 8, group_size=16), "rows": KVCacheLayout.rows(24, 8)}
 KEYS = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -140,7 +140,7 @@ def test_attributes_that_every_launch_reads_are_slots() -> None:
 
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_of_a_layer_s_caches_give_the_outputs_of_the_original(name: str) -> None:
-    whole = Whole(load_backend("reference"))
+    whole = LayerStack(load_backend("reference"))
     hidden = whole.hidden(0, 40)
     sequence, _ = whole.cut(hidden[:30], [30])
     again, expected = whole.cut(hidden, [40])

@@ -17,7 +17,7 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from tests.core.calls import C4A, I32, KINDS, MODEL, good, metadata_of
+from tests.harness import C4A, I32, KINDS, SMALL, forward_args, metadata_of
 
 both = pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
 
@@ -36,14 +36,14 @@ def moved_by_set(tensor: Tensor, new: Tensor) -> None:
 def test_entry_numbers_are_read_where_their_tensor_is_now(
     backend: Any, move: Callable[[Tensor, Tensor], None], query: list[int]
 ) -> None:
-    step = {**good(C4A), "backend": backend, "metadata": metadata_of(C4A, query=query)}
+    step = {**forward_args(C4A), "backend": backend, "metadata": metadata_of(C4A, query=query)}
     chosen = step["topk_indices"] = step["topk_indices"].contiguous()
     forward_mqa(**step)
     first = step["out"].clone()
     new = torch.full_like(chosen, -1)
     move(chosen, new)
     forward_mqa(**step)
-    fresh = {**good(C4A), "backend": backend, "metadata": metadata_of(C4A, query=query), "topk_indices": new}
+    fresh = {**forward_args(C4A), "backend": backend, "metadata": metadata_of(C4A, query=query), "topk_indices": new}
     forward_mqa(**fresh)
 
     assert not torch.equal(first, fresh["out"])
@@ -53,7 +53,7 @@ def test_entry_numbers_are_read_where_their_tensor_is_now(
 
 @both
 def test_entry_numbers_that_became_fewer_are_refused_in_a_known_step(backend: Any) -> None:
-    step = {**good(C4A), "backend": backend}
+    step = {**forward_args(C4A), "backend": backend}
     chosen = step["topk_indices"] = step["topk_indices"].contiguous()
     forward_mqa(**step)
     step["out"].fill_(7)
@@ -68,7 +68,7 @@ def test_entry_numbers_that_became_fewer_are_refused_in_a_known_step(backend: An
 def test_memory_that_was_freed_and_given_to_another_tensor_is_another_step(
     backend: Any,
 ) -> None:
-    step = {**good(C4A), "backend": backend}
+    step = {**forward_args(C4A), "backend": backend}
     chosen = step["topk_indices"] = step["topk_indices"].contiguous()
     forward_mqa(**step)
     at, other = chosen.data_ptr(), torch.full_like(chosen, -1)
@@ -77,7 +77,7 @@ def test_memory_that_was_freed_and_given_to_another_tensor_is_another_step(
     assert chosen.data_ptr() != at
     step["topk_indices"] = other
     forward_mqa(**step)
-    fresh = {**good(C4A), "backend": backend, "topk_indices": other.clone()}
+    fresh = {**forward_args(C4A), "backend": backend, "topk_indices": other.clone()}
     forward_mqa(**fresh)
 
     assert torch.equal(step["out"], fresh["out"])
@@ -85,14 +85,14 @@ def test_memory_that_was_freed_and_given_to_another_tensor_is_another_step(
 
 @both
 def test_other_tensor_objects_over_the_same_entry_numbers_are_the_same_step(backend: Any) -> None:
-    step = {**good(C4A), "backend": backend}
+    step = {**forward_args(C4A), "backend": backend}
     chosen = step["topk_indices"] = step["topk_indices"].contiguous()
     forward_mqa(**step)
     first = step["out"].clone()
     step["topk_indices"] = chosen.view(chosen.shape)
     chosen.copy_(chosen.flip(0) - 1)
     forward_mqa(**step)
-    fresh = {**good(C4A), "backend": backend, "topk_indices": chosen.clone()}
+    fresh = {**forward_args(C4A), "backend": backend, "topk_indices": chosen.clone()}
     forward_mqa(**fresh)
 
     assert not torch.equal(first, step["out"])
@@ -114,14 +114,14 @@ def test_host_lengths_may_be_written_again_once_metadata_are_built(kind: LayerKi
         compressed_block_table=torch.arange(16, dtype=I32).view(2, 8),
     )
     limits = Limits(max_num_reqs=4, max_num_batched_tokens=64, max_model_len=256, max_index_elements=64)
-    builder = MetadataBuilder(MODEL, limits, swa_block_size=4, compressed_block_tokens=32)
+    builder = MetadataBuilder(SMALL, limits, swa_block_size=4, compressed_block_tokens=32)
     metadata = builder.build_for(batch, [kind])[kind]
-    step = {**good(kind), "metadata": metadata, "limits": limits}
+    step = {**forward_args(kind), "metadata": metadata, "limits": limits}
     forward_mqa(**step)
     first = step["out"].clone()
     starts_cpu.copy_(torch.tensor([0, 1, 2]))
     lens_cpu.copy_(torch.tensor([256, 1]))
-    other = {**good(kind), "metadata": metadata, "limits": limits}
+    other = {**forward_args(kind), "metadata": metadata, "limits": limits}
     forward_mqa(**other)
 
     assert torch.equal(other["out"], first)

@@ -16,7 +16,7 @@ from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
-from tests.core.calls import (
+from tests.harness import (
     BF16,
     F16,
     F32,
@@ -24,13 +24,13 @@ from tests.core.calls import (
     KINDS,
     LAYOUT,
     LIMITS,
-    MODEL,
     OTHER_DIMS,
     PADDED,
+    SMALL,
     SWA,
     TOKENS,
     caches_of,
-    good,
+    forward_args,
     metadata_of,
 )
 
@@ -120,7 +120,7 @@ def other_limits(rng: random.Random, _: LayerKind) -> dict[str, Any]:
 
 def other_layer(rng: random.Random, kind: LayerKind) -> dict[str, Any]:
     """Return a layer of other sizes."""
-    own, name = MODEL.layer_of_kind(kind), rng.choice(["num_heads", "head_dim", "window", "compress_ratio"])
+    own, name = SMALL.layer_of_kind(kind), rng.choice(["num_heads", "head_dim", "window", "compress_ratio"])
     by = 0 if name == "compress_ratio" and kind is SWA else rng.choice([-1, 0, 1])
     return {"layer": attrs.evolve(own, **{name: getattr(own, name) + by})}
 
@@ -140,7 +140,7 @@ def verdict(arguments: dict[str, Any]) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_and_later_steps_are_refused_with_the_same_words_before_any_write(kind: LayerKind) -> None:
     rng, refused = random.Random(kind.value), 0
-    whole = {**good(kind), "metadata": METADATA[kind], "caches": CACHES[kind]}
+    whole = {**forward_args(kind), "metadata": METADATA[kind], "caches": CACHES[kind]}
     forward_mqa(**whole)  # prepared, from here on
     for _ in range(300):
         arguments = dict(whole)

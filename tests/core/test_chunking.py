@@ -18,8 +18,8 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.pages import body
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
-from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds
 from tests.core.strategies import examples, scenarios
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds
 
 TINY = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4)
 REAL_WINDOW = tiny_geometry(num_heads=1, head_dim=8, rope_dim=2, window=128, topk=20, ratios=(4, 128))
@@ -38,16 +38,16 @@ def check_in_steps(whole: Scenario, cuts: Sequence[Sequence[int]], *forms: str) 
         spans = [(c[step], c[step + 1] - c[step]) if step + 1 < len(c) else (c[-1], 0) for c in cuts]
         part = attrs.evolve(whole.at(*spans), short_prefills=True)
         for form in forms:
-            part.compare(*part.problem(BACKENDS[form], caches[form]).run(BACKENDS[form]))
+            part.compare(*part.problem(REFERENCE_FORMS[form], caches[form]).run(REFERENCE_FORMS[form]))
     for form in forms:
-        assert_same_caches(caches[form], whole.problem(BACKENDS[form]).caches, whole)
+        assert_same_caches(caches[form], whole.problem(REFERENCE_FORMS[form]).caches, whole)
 
 
 @given(
     kind=st.sampled_from(list(LayerKind)),
     layout=st.sampled_from(sorted(layouts(TINY))),
     prompts=st.lists(st.integers(1, 70), min_size=1, max_size=3),
-    form=st.sampled_from(NAMES),
+    form=st.sampled_from(FORM_NAMES),
     data=st.data(),
 )
 @examples(60)
@@ -58,7 +58,7 @@ def test_g16_any_cut_of_prompts_gives_the_same_bytes_and_the_right_rows(
         kind=kind, requests=[(0, n) for n in prompts], geometry=TINY, layout=layouts(TINY)[layout], short_prefills=True
     )
     cuts = [[0, *sorted(data.draw(st.sets(st.integers(1, n), max_size=5)) - {n}), n] for n in prompts]
-    whole.check(BACKENDS[form])
+    whole.check(REFERENCE_FORMS[form])
 
     check_in_steps(whole, cuts, form)
 
@@ -76,7 +76,7 @@ def test_selected_entries_of_any_ratio_are_attended_to(ratio: int, rows: Literal
         topk=rows,
         poison=0xFF,
     )
-    whole.check(BACKENDS[form])
+    whole.check(REFERENCE_FORMS[form])
 
     prompt = attrs.evolve(whole, requests=[(0, 70), (0, 23)], poison=None, short_prefills=True)
     check_in_steps(prompt, [[0, 1, 2, 33, 34, 70], [0, 22, 23]], form)
@@ -106,7 +106,7 @@ def test_g16_cuts_at_the_edges_of_pages_windows_and_entries(cuts: list[int], kin
 @all_kinds
 def test_g16_token_by_token_equals_one_prefill(kind: LayerKind, form: str) -> None:
     whole = Scenario(kind=kind, requests=[(0, 45)], geometry=TINY, layout=layouts(TINY)["fp32"], q_dtype=torch.float32)
-    whole.check(BACKENDS[form])
+    whole.check(REFERENCE_FORMS[form])
 
     check_in_steps(whole, [range(46)], form)
 
@@ -202,5 +202,5 @@ def test_short_prompts_share_a_chunk_and_a_long_one_does_not_claim_memory_for_fo
 def test_small_chunks_give_the_rows_of_large_ones(scenario: Scenario, elements: int) -> None:
     limits = attrs.evolve(scenario.limits, max_index_elements=elements)
 
-    for form in NAMES:
-        scenario.compare(*scenario.problem(BACKENDS[form], limits=limits).run(BACKENDS[form]))
+    for form in FORM_NAMES:
+        scenario.compare(*scenario.problem(REFERENCE_FORMS[form], limits=limits).run(REFERENCE_FORMS[form]))

@@ -25,22 +25,21 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import load_backend
-from tests.core.bound import GEOMETRY, TOKENS, bound
 from tests.core.compiled import PREFILL_DECODE_PREFILL, put_in_one_allocation, run
 from tests.core.strategies import search
-from tests.core.whole import FP8, FP32, KINDS, SMALL, Whole, random_weights
-from tests.core.whole_v41 import network
+from tests.harness import FP8, FP32, KINDS_AND_RATIOS, PROMPT_TOKENS, SMALL, LayerStack, bound_layer, random_weights
+from tests.harness_v41 import v41_stack
 
 # inductor warns about torch's own use of these when it is imported
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-NAMES = [kind.value for kind, _ in KINDS]
+NAMES = [kind.value for kind, _ in KINDS_AND_RATIOS]
 
 
-def whole(*kinds: int, layout: KVCacheLayout = FP32) -> Whole:
+def whole(*kinds: int, layout: KVCacheLayout = FP32) -> LayerStack:
     """Layers of these kinds of V4."""
-    geometry = attrs.evolve(SMALL, layers=tuple(KINDS[i] for i in kinds or range(3)))
-    return Whole(load_backend("reference"), layout, geometry=geometry)
+    geometry = attrs.evolve(SMALL, layers=tuple(KINDS_AND_RATIOS[i] for i in kinds or range(3)))
+    return LayerStack(load_backend("reference"), layout, geometry=geometry)
 
 
 @pytest.mark.parametrize("kind", range(3), ids=NAMES)
@@ -51,31 +50,31 @@ def test_a_compiled_layer_equals_eager_in_every_step(kind: int) -> None:
 
 def test_a_compiled_layer_sees_a_weight_that_changes() -> None:
     torch._dynamo.reset()
-    geometry = attrs.evolve(SMALL, layers=(KINDS[1],))
+    geometry = attrs.evolve(SMALL, layers=(KINDS_AND_RATIOS[1],))
     weights = random_weights(geometry, 0)
     weights["attn_sink"] = weights["attn_sink"].bfloat16()  # of which the layer has a copy
     reference, hidden = load_backend("reference"), torch.randn(9, geometry.hidden_size)
 
-    def step(whole: Whole, layer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def step(whole: LayerStack, layer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         requests = [(whole.manager.new(), 9)]
         metadata, positions = whole.manager.metadata(whole.manager.batch(requests)), whole.manager.positions(requests)
         with torch.no_grad(), set_forward_context(metadata):
             return layer(hidden, positions)
 
-    changing = Whole(reference, geometry=geometry, weights={0: weights})
+    changing = LayerStack(reference, geometry=geometry, weights={0: weights})
     compiled = torch.compile(changing.layers[0], backend="aot_eager", fullgraph=True)
     before = step(changing, compiled)
     weights["attn_sink"].add_(3)
     found = step(changing, compiled)
 
-    made_anew = Whole(reference, geometry=geometry, weights={0: weights})
+    made_anew = LayerStack(reference, geometry=geometry, weights={0: weights})
     assert torch.equal(found, step(made_anew, made_anew.layers[0]))
     assert not torch.equal(found, before)
 
 
 def test_layers_of_v41_in_one_graph_equal_eager() -> None:
     """Readers get the entries, selections and candidates that their sources wrote in the same graph."""
-    assert run(network(), "aot_eager").same(run(network(), None))
+    assert run(v41_stack(), "aot_eager").same(run(v41_stack(), None))
 
 
 @pytest.mark.parametrize(
@@ -83,14 +82,14 @@ def test_layers_of_v41_in_one_graph_equal_eager() -> None:
 )
 def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, compiler: str) -> None:
     torch._dynamo.reset()
-    one, two = bound(kind), bound(kind)
-    scores = torch.randn(TOKENS, 5)
+    one, two = bound_layer(kind), bound_layer(kind)
+    scores = torch.randn(PROMPT_TOKENS, 5)
 
     def model(case: object, q: Tensor, scores: Tensor) -> Tensor:
         layer = case.layer  # type: ignore[attr-defined]
         q, out = q.clone(), torch.empty_like(q)
         layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)  # type: ignore[attr-defined]
-        layer.topk_indices_buffer[:TOKENS] = scores.topk(3, dim=-1).indices.int()
+        layer.topk_indices_buffer[:PROMPT_TOKENS] = scores.topk(3, dim=-1).indices.int()
         layer.forward_mqa(q, case.kv, case.positions, out)  # type: ignore[attr-defined]
         return out
 
@@ -110,7 +109,7 @@ def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, 
 
 def memory(layer: object) -> list[Tensor]:
     caches = layer.caches  # type: ignore[attr-defined]
-    pages = [cache.tensor for cache in caches.segments(GEOMETRY.layer_of_kind(LayerKind.C4A))]
+    pages = [cache.tensor for cache in caches.segments(SMALL.layer_of_kind(LayerKind.C4A))]
     return [*pages, layer.topk_indices_buffer]  # type: ignore[attr-defined]
 
 

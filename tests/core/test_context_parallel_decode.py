@@ -23,10 +23,8 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from tests.core.calls import random_cache
-from tests.core.forms import same_bits
 from tests.core.test_context_parallel_buffers import alone
-from tests.core.whole import SMALL
+from tests.harness import SMALL, random_cache, same_bits
 from tests.testing.plants_rank_steps import Merges
 
 I32 = torch.int32

@@ -22,7 +22,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
 from dsv4attn.testing.memory import _Meter as Meter
 from tests.core.test_context_parallel_buffers import C4A, Alone
-from tests.core.whole import FP8, SMALL
+from tests.harness import FP8, SMALL
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 

@@ -27,8 +27,7 @@ from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from dsv4attn.serving.cache_manager import CacheManager
-from tests.core.forms import BACKENDS
-from tests.core.whole import FP8, FP32, SMALL
+from tests.harness import FP8, FP32, REFERENCE_FORMS, SMALL
 
 LIMITS = Limits(5, 64, 256, num_speculative_tokens=1)
 KINDS = (LayerKind.C4A, LayerKind.C128A)
@@ -105,7 +104,7 @@ def test_a_rank_has_the_slots_and_counts_of_its_own_entries(ranks: int, interlea
         own, batch = Ownership(rank, ranks, interleave), batch_of(REQUESTS, columns)
         table = batch.compressed_block_table
         assert table is not None
-        builder = OwnedMetadataBuilder(own, SMALL, LIMITS, backend=BACKENDS[form], **SIZES)
+        builder = OwnedMetadataBuilder(own, SMALL, LIMITS, backend=REFERENCE_FORMS[form], **SIZES)
         made = builder.build_all(batch)
         for kind in KINDS:
             compressed, ratio = made[kind].compressed, SMALL.layer_of_kind(kind).compress_ratio
@@ -143,7 +142,9 @@ def test_one_rank_has_what_a_builder_without_ranks_makes() -> None:
 
 def test_windows_are_seen_on_rank_0_alone_and_written_on_every_rank() -> None:
     for rank in range(3):
-        builder = OwnedMetadataBuilder(Ownership(rank, 3), SMALL, LIMITS, backend=BACKENDS["paged-ragged"], **SIZES)
+        builder = OwnedMetadataBuilder(
+            Ownership(rank, 3), SMALL, LIMITS, backend=REFERENCE_FORMS["paged-ragged"], **SIZES
+        )
         batch = batch_of(REQUESTS, 3)
         made, full = builder.build_all(batch), MetadataBuilder(SMALL, LIMITS, **SIZES).build(batch)
         for kind in LayerKind:

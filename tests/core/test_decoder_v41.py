@@ -12,11 +12,11 @@ from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.testing import oracle_layer, oracle_v41
-from tests.core.whole_v41 import SMALL_V41, network
+from tests.harness_v41 import SMALL_V41, v41_stack
 
 
 def test_decoder_layers_hand_the_pre_of_each_sublayer_to_the_next() -> None:
-    whole, sizes, n = network(), SMALL_V41, SMALL_V41.hc_mult
+    whole, sizes, n = v41_stack(), SMALL_V41, SMALL_V41.hc_mult
     generator, m = torch.Generator().manual_seed(0), 2 * n + n * n
     around = [
         HyperConnectionWeights(

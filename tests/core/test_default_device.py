@@ -23,8 +23,8 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CacheManager
-from tests.core.whole import FP8, FP32, SMALL, Whole
-from tests.core.whole_v41 import network
+from tests.harness import FP8, FP32, SMALL, LayerStack
+from tests.harness_v41 import v41_stack
 
 LIMITS = Limits(4, 64, 256)
 
@@ -65,7 +65,7 @@ def forget() -> None:
             each.cache_clear()
 
 
-def two_steps(whole: Whole) -> list[Tensor]:
+def two_steps(whole: LayerStack) -> list[Tensor]:
     """Outputs of every layer in a prefill of two sequences, and in a step that decodes one and prefills the other."""
     first, second = whole.manager.new(), whole.manager.new()
     outs = whole.step([(first, 21), (second, 6)], whole.hidden(1, 27))
@@ -73,11 +73,11 @@ def two_steps(whole: Whole) -> list[Tensor]:
 
 
 def v4() -> list[Tensor]:
-    return two_steps(Whole(load_backend("reference"), FP8))
+    return two_steps(LayerStack(load_backend("reference"), FP8))
 
 
 def v41() -> list[Tensor]:
-    return two_steps(network())
+    return two_steps(v41_stack())
 
 
 WHOLES: dict[str, Callable[[], list[Tensor]]] = {"V4": v4, "V4.1": v41}

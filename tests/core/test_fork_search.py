@@ -23,9 +23,8 @@ from dsv4attn.errors import ArgumentError, OutOfPagesError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence
 from tests.core.strategies import search
-from tests.core.whole import FP32, SMALL, Whole
-from tests.core.whole_v41 import FP32 as FP32_V41
-from tests.core.whole_v41 import SMALL_V41
+from tests.harness import FP32, SMALL, LayerStack
+from tests.harness_v41 import FP32_V41, SMALL_V41
 
 MAX_LEN, MAX_TOKENS, MAX_REQS = 64, 48, 4
 STATE_SIZES = {"c4a": 4, "c128a": 8}
@@ -87,10 +86,10 @@ class Program:
         page = math.lcm(*(ratio for _, ratio in geometry.layers)) * (4 if geometry.shared_latent else 1)
         options: dict[str, Any] = {"swa_block_size": swa_block_size, "compressed_block_tokens": page}
         backend = load_backend("reference")
-        self.whole = Whole(
+        self.whole = LayerStack(
             backend, layout, geometry=geometry, limits=limits, shuffle_seed=5, keep_windows=keep_windows, **options
         )
-        self.scratch = Whole(
+        self.scratch = LayerStack(
             backend, layout, geometry=geometry, limits=Limits(MAX_REQS, MAX_REQS * MAX_LEN, MAX_LEN), **options
         )
         self.geometry, self.drafts, self.keep, self.next_token = geometry, drafts, keep_windows, 0

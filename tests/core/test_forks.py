@@ -15,18 +15,17 @@ from dsv4attn.core.model.geometry import LayerKind, LayerSharing, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence
-from tests.core.whole import FP32, SMALL, Whole
-from tests.core.whole_v41 import FP32 as FP32_V41
-from tests.core.whole_v41 import SMALL_V41
+from tests.harness import FP32, SMALL, LayerStack
+from tests.harness_v41 import FP32_V41, SMALL_V41
 
 WIDE_V41 = attrs.evolve(SMALL_V41, layers=v41_layers([2]), sharing=LayerSharing((0,), (0,)), window=16)
 LENGTH = 62
 
 
-def filled(geometry: ModelGeometry, layout: KVCacheLayout, *, keep_windows: bool, drafts: int = 0) -> Whole:
+def filled(geometry: ModelGeometry, layout: KVCacheLayout, *, keep_windows: bool, drafts: int = 0) -> LayerStack:
     """Layers whose pages hold NaN at first."""
     limits = Limits(64, 64, 128, num_speculative_tokens=drafts)
-    made = Whole(
+    made = LayerStack(
         load_backend("reference"),
         layout,
         geometry=geometry,

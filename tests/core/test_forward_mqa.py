@@ -19,7 +19,7 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
-from tests.core.forms import BACKENDS, KINDS, NAMES, all_forms, all_kinds, assert_same_bits
+from tests.harness import FORM_NAMES, KINDS, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 GEOMETRY = tiny_geometry()
 REAL_WINDOW = tiny_geometry(num_heads=2, head_dim=16, rope_dim=4, window=128, topk=20, ratios=(4, 128))
@@ -38,7 +38,7 @@ POSITIONS = [0, 1, 2, 3, 4, 5, 63, 64, 65, 79, 80, 81, 126, 127, 128, 129, 255, 
 def test_a_mixed_batch_equals_the_oracle(layout: str, q_dtype: torch.dtype, kind: LayerKind, form: str) -> None:
     scenario = Scenario(kind=kind, requests=MIXED, layout=LAYOUTS[layout], q_dtype=q_dtype, extra_rows=3, seed=1)
 
-    out, lse = scenario.check(BACKENDS[form])
+    out, lse = scenario.check(REFERENCE_FORMS[form])
 
     assert out.dtype == q_dtype
     padding = [i for i, token in enumerate(scenario.tokens) if not token.valid] + [-3, -2, -1]
@@ -60,11 +60,11 @@ def test_each_position_is_the_same_row_as_decode_and_as_prefill(kind: LayerKind,
         short_prefills=True,
     )
     prefill = attrs.evolve(base, requests=[(0, 2), *base.requests[1:]])
-    assert base.problem(BACKENDS[form]).metadata.swa.num_prefills == 0
-    assert prefill.problem(BACKENDS[form]).metadata.swa.num_decodes == 0
+    assert base.problem(REFERENCE_FORMS[form]).metadata.swa.num_prefills == 0
+    assert prefill.problem(REFERENCE_FORMS[form]).metadata.swa.num_decodes == 0
 
-    decoded, decoded_lse = base.check(BACKENDS[form])
-    prefilled, prefilled_lse = prefill.check(BACKENDS[form])
+    decoded, decoded_lse = base.check(REFERENCE_FORMS[form])
+    prefilled, prefilled_lse = prefill.check(REFERENCE_FORMS[form])
 
     torch.testing.assert_close(decoded[1:], prefilled[2:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(decoded_lse[1:], prefilled_lse[2:], rtol=1e-5, atol=1e-5)
@@ -82,9 +82,9 @@ def test_a_verify_step_of_1_to_4_tokens_equals_the_oracle(prefix: int, kind: Lay
         swa_block_size=64,
         compressed_block_tokens=256,
     )
-    assert scenario.problem(BACKENDS[form]).metadata.swa.num_prefills == 0
+    assert scenario.problem(REFERENCE_FORMS[form]).metadata.swa.num_prefills == 0
 
-    scenario.check(BACKENDS[form])
+    scenario.check(REFERENCE_FORMS[form])
 
 
 @all_kinds
@@ -101,14 +101,14 @@ def test_real_flash_geometry_equals_the_oracle(kind: LayerKind) -> None:
         poison=0xFF,
     )
 
-    scenario.check(BACKENDS["gathered-dense"])
+    scenario.check(REFERENCE_FORMS["gathered-dense"])
 
 
 @all_forms
 @all_kinds
 def test_keys_with_large_outlier_channels_equal_the_oracle(kind: LayerKind, form: str) -> None:
     for layout in LAYOUTS.values():
-        Scenario(kind=kind, requests=MIXED[:5], layout=layout, outliers=True, seed=3).check(BACKENDS[form])
+        Scenario(kind=kind, requests=MIXED[:5], layout=layout, outliers=True, seed=3).check(REFERENCE_FORMS[form])
 
 
 @pytest.mark.parametrize("heads", [1, 3, 24])
@@ -117,27 +117,27 @@ def test_any_number_of_heads_is_served(kind: LayerKind, heads: int) -> None:
     geometry = tiny_geometry(num_heads=heads, head_dim=20, rope_dim=6, window=5, topk=3, ratios=(2, 8))
     scenario = Scenario(kind=kind, requests=[(9, 1), (3, 7)], geometry=geometry, layout=layouts(geometry, 7)["ocp"])
 
-    for backend in BACKENDS.values():
+    for backend in REFERENCE_FORMS.values():
         scenario.check(backend)
 
 
 @all_kinds
 @pytest.mark.parametrize("requests", [[], [(9, 0)], [(9, 1), (4, 0), (5, 0)]], ids=["empty", "idle", "idle_behind"])
 def test_batches_without_work_are_legal(requests: list[tuple[int, int]], kind: LayerKind) -> None:
-    for backend in BACKENDS.values():
+    for backend in REFERENCE_FORMS.values():
         Scenario(kind=kind, requests=requests, extra_rows=2).check(backend)
 
 
 @all_kinds
 def test_whether_prefill_or_decode_runs_first_does_not_matter(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(kind=kind, requests=MIXED[:5], poison=0xFF)
-    problems = {name: scenario.problem(backend) for name, backend in BACKENDS.items()}
-    right = {name: problems[name].run(BACKENDS[name]) for name in NAMES}
+    problems = {name: scenario.problem(backend) for name, backend in REFERENCE_FORMS.items()}
+    right = {name: problems[name].run(REFERENCE_FORMS[name]) for name in FORM_NAMES}
     prepare = forward._prepare
     monkeypatch.setattr(forward, "_prepare", lambda step: [*prepare(step)][::-1])
 
-    for name in NAMES:
-        assert_same_bits(problems[name].run(BACKENDS[name], WorkspaceManager()), right[name])
+    for name in FORM_NAMES:
+        assert_same_bits(problems[name].run(REFERENCE_FORMS[name], WorkspaceManager()), right[name])
 
 
 @all_kinds
@@ -146,7 +146,7 @@ def test_a_window_only_layer_ignores_compressed_metadata_and_caches(kind: LayerK
     scenario = Scenario(kind=kind, requests=[(40, 1), (7, 9)])
     window_only = attrs.evolve(scenario, kind=LayerKind.SWA)
 
-    for backend in BACKENDS.values():
+    for backend in REFERENCE_FORMS.values():
         problem, other = window_only.problem(backend), scenario.problem(backend)
         mixed = attrs.evolve(
             problem,
@@ -192,7 +192,7 @@ def test_lengths_on_the_host_may_be_upper_bounds(elements: int, kind: LayerKind)
     builder = MetadataBuilder(scenario.geometry, limits, swa_block_size=4, compressed_block_tokens=32, validate=False)
     metadata = builder.build_for(late, [kind])[kind]
 
-    for backend in (CarefulBackend(), CarefulBackend(prefill_indices="ragged"), *BACKENDS.values()):
+    for backend in (CarefulBackend(), CarefulBackend(prefill_indices="ragged"), *REFERENCE_FORMS.values()):
         problem = attrs.evolve(scenario.problem(backend, limits=limits), metadata=metadata)
         scenario.compare(*problem.run(backend))
 
@@ -234,7 +234,7 @@ def test_a_backend_sees_every_row_of_a_phase_and_no_padding(
 
 @all_kinds
 def test_both_phases_show_up_in_a_profile_by_name_and_kind(kind: LayerKind) -> None:
-    backend = BACKENDS["gathered-dense"]
+    backend = REFERENCE_FORMS["gathered-dense"]
     problem = Scenario(kind=kind, requests=[(40, 1), (7, 9)]).problem(backend)
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -245,7 +245,7 @@ def test_both_phases_show_up_in_a_profile_by_name_and_kind(kind: LayerKind) -> N
 
 
 def test_the_forms_cover_every_choice_of_a_backend() -> None:
-    forms = [backend.forms for backend in BACKENDS.values()]
+    forms = [backend.forms for backend in REFERENCE_FORMS.values()]
 
     assert len({(f.prefill_keys, f.prefill_indices) for f in forms}) == 4
     assert len({f.decode_indices for f in forms}) == 2

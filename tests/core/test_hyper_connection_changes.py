@@ -16,7 +16,7 @@ from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.core.weight_changes import changed, differ, in_place, other_memory, state_dict, through_data
-from tests.core.whole import SMALL
+from tests.harness import SMALL
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -16,8 +16,8 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, FlashMLASp
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.scenario import Scenario
-from tests.core.steps import STEPS, all_builder_steps
 from tests.core.strategies import examples, scenarios
+from tests.harness import BUILDER_STEPS, all_builder_steps
 
 INT = torch.int32
 
@@ -29,7 +29,7 @@ def built(scenario: Scenario, steps: str = "torch") -> AttentionMetadata:
         scenario.limits,
         swa_block_size=scenario.swa_block_size,
         compressed_block_tokens=scenario.compressed_block_tokens,
-        steps=STEPS[steps],
+        steps=BUILDER_STEPS[steps],
     )
     return builder.build_for(scenario.batch(), [scenario.kind])[scenario.kind]
 
@@ -144,7 +144,7 @@ def test_the_worked_example_of_flash(
 ) -> None:
     """Flash, blocks of 64 and 256: windows as (first position, length), entries of c4a and c128a."""
     flash, last = ModelGeometry.preset("flash"), before + count
-    builder = MetadataBuilder(flash, Limits(1, 512, 2048), steps=STEPS[steps])
+    builder = MetadataBuilder(flash, Limits(1, 512, 2048), steps=BUILDER_STEPS[steps])
     table = torch.arange(24, dtype=INT)[None]  # block i stands in page i, so a slot is a position
     seq_len, starts = int32(last), int32(0, count)
     batch = Batch(
@@ -184,7 +184,7 @@ def test_token_maps_skip_requests_without_tokens_and_give_padding_no_request() -
 
 @all_builder_steps
 def test_buffers_keep_their_addresses_and_their_tails_are_cleared(steps: str) -> None:
-    geometry, limits, made_by = Scenario(requests=[]).geometry, Limits(6, 64, 256), STEPS[steps]
+    geometry, limits, made_by = Scenario(requests=[]).geometry, Limits(6, 64, 256), BUILDER_STEPS[steps]
     builder = MetadataBuilder(geometry, limits, swa_block_size=4, compressed_block_tokens=32, steps=made_by)
     big = Scenario(kind="c128a", requests=[(90, 1), (60, 1), (33, 1), (10, 12), (0, 9)])
     small = Scenario(kind="c128a", requests=[(40, 1), (0, 5)])

@@ -12,17 +12,17 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.pages import body
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
-from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits
 from tests.core.strategies import examples, scenarios
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
-DENSE = BACKENDS["gathered-dense"]
+DENSE = REFERENCE_FORMS["gathered-dense"]
 REAL_WINDOW = tiny_geometry(num_heads=2, head_dim=16, rope_dim=4, window=128, topk=20, ratios=(4, 128))
 
 
 @given(scenario=scenarios())
 @examples(150)
 def test_every_form_equals_the_oracle(scenario: Scenario) -> None:
-    results = {name: scenario.check(BACKENDS[name]) for name in NAMES}
+    results = {name: scenario.check(REFERENCE_FORMS[name]) for name in FORM_NAMES}
 
     # ragged rows are compact, and so are gathered ones; a hole between paged dense ones moves the terms of a sum
     if scenario.kind is not LayerKind.C4A or scenario.topk == "clean":
@@ -37,7 +37,7 @@ def test_pages_may_stand_anywhere(scenario: Scenario, seed: int, padding: int) -
     other = attrs.evolve(scenario, pages_seed=seed, page_padding=padding, spare_pages=9, swa_block_size=8)
 
     for name in ("gathered-dense", "paged-ragged"):
-        assert_same_bits(other.run(BACKENDS[name]), scenario.run(BACKENDS[name]))
+        assert_same_bits(other.run(REFERENCE_FORMS[name]), scenario.run(REFERENCE_FORMS[name]))
 
 
 @given(scenario=scenarios(num_speculative_tokens=0, poison=None), data=st.data())
@@ -49,7 +49,7 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_batch(scenario: Scenario, 
     rtol, atol = (1e-5, 1e-5) if scenario.q_dtype == torch.float32 else (2**-7, 2**-8)
 
     for name in ("gathered-dense", "paged-ragged"):
-        whole, part = scenario.run(BACKENDS[name]), solo.check(BACKENDS[name])
+        whole, part = scenario.run(REFERENCE_FORMS[name]), solo.check(REFERENCE_FORMS[name])
         torch.testing.assert_close(part[1][: len(rows)], whole[1][rows], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(part[0][: len(rows)], whole[0][rows], rtol=rtol, atol=atol)
 
@@ -68,11 +68,11 @@ def test_a_verify_step_equals_its_tokens_one_by_one(prefix: int, kind: LayerKind
         swa_block_size=64,
         compressed_block_tokens=256,
     )
-    whole = base.run(BACKENDS[form])
+    whole = base.run(REFERENCE_FORMS[form])
 
     for row, token in enumerate(base.tokens):
         steps = [(token.position, 1) if i == token.request else (0, 0) for i in range(3)]
-        single = attrs.evolve(base, requests=steps).run(BACKENDS[form])
+        single = attrs.evolve(base, requests=steps).run(REFERENCE_FORMS[form])
         for got, expected in zip(single, whole, strict=True):
             torch.testing.assert_close(got[0], expected[row], rtol=1e-6, atol=2e-6)
 
@@ -84,7 +84,7 @@ def test_a_length_that_no_ratio_divides_leaves_its_rest_to_the_window(kind: Laye
     ratio = scenario.layer.compress_ratio
     seen = [len(scenario.visible(row)[1]) for row in range(length)]
 
-    for backend in BACKENDS.values():
+    for backend in REFERENCE_FORMS.values():
         scenario.check(backend)
 
     if kind is LayerKind.C128A:
@@ -97,10 +97,10 @@ def test_a_length_that_no_ratio_divides_leaves_its_rest_to_the_window(kind: Laye
 def test_c128a_below_its_first_entry_is_a_window_only_layer(form: str) -> None:
     heavy = Scenario(kind="c128a", requests=[(100, 1), (0, 127)], geometry=REAL_WINDOW, compressed_block_tokens=256)
 
-    compressed = heavy.problem(BACKENDS[form]).metadata.compressed
+    compressed = heavy.problem(REFERENCE_FORMS[form]).metadata.compressed
     assert compressed is not None
     assert not compressed.compressed_lens.any()
-    out, _ = heavy.check(BACKENDS[form])
+    out, _ = heavy.check(REFERENCE_FORMS[form])
 
     assert out.isfinite().all()
     assert out.any(-1).all(), "the window is there from the first token on"
@@ -111,7 +111,7 @@ def test_c128a_below_its_first_entry_is_a_window_only_layer(form: str) -> None:
 def test_rows_of_q_behind_the_slot_mapping_are_processed_and_not_inserted(kind: LayerKind, form: str) -> None:
     short = Scenario(kind=kind, requests=[(20, 1), (0, 6)], seed=2)
     padded = attrs.evolve(short, extra_rows=7)
-    problems = [s.problem(BACKENDS[form]) for s in (short, padded)]
+    problems = [s.problem(REFERENCE_FORMS[form]) for s in (short, padded)]
 
     assert problems[1].q.shape[0] == 7 + 7
     assert problems[1].metadata.swa.slot_mapping.shape[0] == 7 + 3
@@ -119,8 +119,8 @@ def test_rows_of_q_behind_the_slot_mapping_are_processed_and_not_inserted(kind: 
     torch.testing.assert_close(q.square().mean(-1), torch.ones(7, 4), rtol=1e-2, atol=0.0)  # ones, normalised
     for cache, other in zip(*(p.caches.segments(short.layer) for p in problems), strict=True):
         assert torch.equal(body(cache), body(other)), "padding rows write nothing"
-    out, lse = padded.check(BACKENDS[form])
-    assert_same_bits((out[:7], lse[:7]), problems[0].run(BACKENDS[form]))
+    out, lse = padded.check(REFERENCE_FORMS[form])
+    assert_same_bits((out[:7], lse[:7]), problems[0].run(REFERENCE_FORMS[form]))
 
 
 @given(scenario=scenarios(layout=layouts(tiny_geometry())["ocp"], geometry=tiny_geometry(), compressed_block_tokens=32))

@@ -22,12 +22,12 @@ from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind
-from tests.core.bound import bound
+from tests.harness import bound_layer
 
 
 @pytest.mark.parametrize("kind", LayerKind)
 def test_a_module_around_the_layer_compiles_with_fullgraph(kind: LayerKind) -> None:
-    case = bound(kind)
+    case = bound_layer(kind)
 
     class Block(nn.Module):
         def __init__(self, layer: DeepseekV4MLAAttention) -> None:
@@ -51,7 +51,7 @@ def test_a_module_around_the_layer_compiles_with_fullgraph(kind: LayerKind) -> N
 
 
 def test_the_custom_ops_pass_torchs_own_checks() -> None:
-    case = bound(LayerKind.C4A)
+    case = bound_layer(LayerKind.C4A)
     layer, caches = case.layer, case.layer.caches
     assert caches is not None
     assert caches.compressed is not None
@@ -171,7 +171,7 @@ SEEN = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", CLEARED)
 @pytest.mark.parametrize("by", SEEN)
 def test_tracers_modes_and_profilers_see_both_ops(by: str) -> None:
-    case = bound(LayerKind.C4A)
+    case = bound_layer(LayerKind.C4A)
 
     def step(q: Tensor, kv: Tensor, positions: Tensor, out: Tensor) -> Tensor:
         case.layer.fused_qnorm_rope_kv_insert(q, kv, positions)
@@ -189,7 +189,7 @@ def test_tracers_modes_and_profilers_see_both_ops(by: str) -> None:
 def test_only_calls_with_tensors_of_other_classes_are_ops_in_eager_mode(
     which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, ops = bound(LayerKind.C4A), list[str]()
+    case, ops = bound_layer(LayerKind.C4A), list[str]()
     for name in ("_op_insert", "_op_forward"):
         monkeypatch.setattr(layer_module, name, lambda *_, name=name: ops.append(name))
     given = {"q": case.q.clone(), "kv": case.kv, "positions": case.positions, "out": torch.empty_like(case.q)}
@@ -202,7 +202,7 @@ def test_only_calls_with_tensors_of_other_classes_are_ops_in_eager_mode(
 
 
 def test_a_transform_is_refused_as_torch_refuses_ops_without_rules() -> None:
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
 
     def step(q: Tensor) -> Tensor:
         out = torch.empty_like(q)
@@ -217,7 +217,7 @@ def test_a_transform_is_refused_as_torch_refuses_ops_without_rules() -> None:
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("profiled", [False, True])
 def test_a_copy_of_a_layer_writes_its_own_caches(copied: Callable[[Any], Any], profiled: bool) -> None:
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     assert case.layer.caches is not None
     layer, theirs = copied(case.layer), case.layer.caches.swa.tensor.clone()
     mine = PagedKVCache(torch.zeros_like(theirs), case.layer.caches.swa.layout)

@@ -20,9 +20,21 @@ from dsv4attn.core.torch_ops.tiles import linear
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE
-from tests.core.network_v41 import INDEX_OF, KV_OF, Steps
-from tests.core.whole import Whole, random_weights
-from tests.core.whole_v41 import BLOCKS, CONSUMER, LIMITS, PUBLISHER, SIZE, SMALL_V41, Exact, network, worst
+from tests.harness import LayerStack, random_weights
+from tests.harness_v41 import (
+    BLOCKS,
+    CONSUMER,
+    INDEX_OF,
+    KV_OF,
+    LIMITS_V41,
+    PUBLISHER,
+    SIZE,
+    SMALL_V41,
+    OracleNetwork,
+    Steps,
+    v41_stack,
+    worst_layer_error,
+)
 
 ROUNDED = 2.0**-9
 """Error of an output whose latents are rounded to bf16, where fp32 may round to another neighbour than float64."""
@@ -36,7 +48,7 @@ SCHEDULES: dict[str, Steps] = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_role_is_right_in_any_chunks(schedule: str) -> None:
-    assert worst(network(), SCHEDULES[schedule]) <= ROUNDED
+    assert worst_layer_error(v41_stack(), SCHEDULES[schedule]) <= ROUNDED
 
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -49,26 +61,26 @@ FORMATS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_role_is_right_on_records_of_codes(form: str) -> None:
     # a value that fp32 rounds to another code than float64 is off by up to an eighth, by half of it in fp4
-    assert worst(network(**FORMATS[form]), SCHEDULES["mixed"], slack=0.2) <= 2.0**-5
+    assert worst_layer_error(v41_stack(**FORMATS[form]), SCHEDULES["mixed"], slack=0.2) <= 2.0**-5
 
 
 def test_every_role_is_right_on_a_backend_of_kernels() -> None:
     sizes: dict[str, Any] = {"head_dim": 512, "rope_dim": 64, "index_head_dim": 128, "num_heads": 2, "index_n_heads": 4}
     layout = KVCacheLayout.rows(dtype=torch.float32)
-    whole = network(layout, "triton", geometry=attrs.evolve(SMALL_V41, **sizes))
+    whole = v41_stack(layout, "triton", geometry=attrs.evolve(SMALL_V41, **sizes))
 
-    assert worst(whole, [[(1, 5)], [(0, 12), (1, 4)], [(0, 1), (1, 1)]]) <= ROUNDED
+    assert worst_layer_error(whole, [[(1, 5)], [(0, 12), (1, 4)], [(0, 1), (1, 1)]]) <= ROUNDED
 
 
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_every_role_is_right_if_all_dims_of_index_keys_have_rope(backend: str) -> None:
-    whole = network(backend=backend, geometry=attrs.evolve(SMALL_V41, index_head_dim=SMALL_V41.rope_dim))
+    whole = v41_stack(backend=backend, geometry=attrs.evolve(SMALL_V41, index_head_dim=SMALL_V41.rope_dim))
 
-    assert worst(whole, [[(1, 8), (0, 20)], [(0, 1), (1, 1)], [(0, 14)]]) <= ROUNDED
+    assert worst_layer_error(whole, [[(1, 8), (0, 20)], [(0, 1), (1, 1)], [(0, 14)]]) <= ROUNDED
 
 
 def test_layers_say_their_roles_and_their_sources() -> None:
-    layers = network().layers
+    layers = v41_stack().layers
 
     roles = [layer.role.name for layer in layers]
     assert roles == ["WINDOW_ONLY", "FULL", "REUSE", "FULL", "FULL", "REUSE", "REINDEX", "REUSE"]
@@ -81,7 +93,7 @@ def test_layers_say_their_roles_and_their_sources() -> None:
 
 def test_one_buffer_of_selected_entries_serves_all_layers() -> None:
     shared = torch.full((48, 5), 9, dtype=torch.int32)
-    one, each = network(layer_options={"topk_indices_buffer": shared}), network()
+    one, each = v41_stack(layer_options={"topk_indices_buffer": shared}), v41_stack()
     hidden = each.hidden(1, 40)
 
     for left, right in zip(one.cut(hidden, [25, 1, 14])[1], each.cut(hidden, [25, 1, 14])[1], strict=True):
@@ -92,7 +104,7 @@ def test_a_deterministic_network_has_the_same_bits_in_any_chunks() -> None:
     backend = load_backend("reference", deterministic=True)
     found = []
     for cuts in ([48], [7, 1, 40], [23, 25]):
-        whole = network(limits=attrs.evolve(LIMITS, single_phase=True), made=backend, keep_windows=True)
+        whole = v41_stack(limits=attrs.evolve(LIMITS_V41, single_phase=True), made=backend, keep_windows=True)
         sequence, outs = whole.cut(whole.hidden(1, 48), cuts)
         found.append([*outs, *whole.bytes_of(sequence)])
 
@@ -105,7 +117,7 @@ def test_a_deterministic_network_has_the_same_bits_in_any_chunks() -> None:
 
 def candidates_matter(length: int) -> bool:
     """Whether outputs differ without candidates."""
-    with_them, without = network(), network()
+    with_them, without = v41_stack(), v41_stack()
     indexer = without.layers[CONSUMER].indexer
     assert indexer is not None
     indexer._restricts = None
@@ -122,7 +134,7 @@ def test_candidates_are_void_up_to_their_limit_and_effective_above() -> None:
 # planted bugs
 
 
-def consumer_inserts(whole: Whole) -> None:
+def consumer_inserts(whole: LayerStack) -> None:
     """Let a reuse layer write entries of its own to its source's cache."""
     reuse, given = whole.layers[2], random_weights(SMALL_V41, 3)
     weights = AttentionWeights.from_dict(given, SMALL_V41, 3).compressor
@@ -133,25 +145,25 @@ def consumer_inserts(whole: Whole) -> None:
     reuse.caches = attrs.evolve(reuse.caches, state=whole.manager.caches[3].state)
 
 
-def other_choice(whole: Whole) -> None:
+def other_choice(whole: LayerStack) -> None:
     """Let a reuse layer read the choice of the layer before its source."""
     whole.layers[7].attention.topk_indices_buffer = whole.layers[4].topk_indices
 
 
-def no_candidates(whole: Whole) -> None:
+def no_candidates(whole: LayerStack) -> None:
     """Let a consumer select from all entries."""
     indexer = whole.layers[CONSUMER].indexer
     assert indexer is not None
     indexer._restricts = None
 
 
-def own_cache(whole: Whole) -> None:
+def own_cache(whole: LayerStack) -> None:
     """Let a reuse layer read the entries of the next owner."""
     swa, entries = (whole.manager.caches[i].attention for i in (2, 3))
     whole.layers[2].attention.bind_kv_cache(swa.swa, entries.compressed)
 
 
-def queries_are_normalised(whole: Whole) -> None:
+def queries_are_normalised(whole: LayerStack) -> None:
     """Normalise heads of q, as V4 does."""
     layer = whole.layers[5].attention
     layer.geometry = attrs.evolve(layer.geometry, q_norm=True)
@@ -162,10 +174,10 @@ BUGS = [consumer_inserts, other_choice, no_candidates, own_cache, queries_are_no
 
 @pytest.mark.parametrize("plant", BUGS)
 def test_a_planted_bug_is_found(plant: Any) -> None:
-    whole = network()
+    whole = v41_stack()
     plant(whole)
     try:
-        error = worst(whole, [[(0, 40)], [(0, 3)]])
+        error = worst_layer_error(whole, [[(0, 40)], [(0, 3)]])
     except AssertionError:
         return
 
@@ -175,9 +187,9 @@ def test_a_planted_bug_is_found(plant: Any) -> None:
 # bounded replay
 
 
-def replayed(first: int, start: int | None) -> tuple[Whole, list[torch.Tensor]]:
+def replayed(first: int, start: int | None) -> tuple[LayerStack, list[torch.Tensor]]:
     """Tokens `first` .. 39 of a request that has the entries of 28 tokens: neither windows nor states are there."""
-    whole, hit, end = network(keep_windows=True), 28, 40
+    whole, hit, end = v41_stack(keep_windows=True), 28, 40
     hidden, sequence = whole.hidden(1, 64), whole.manager.new()
     whole.step([(sequence, hit)], hidden[:hit])
     whole.manager.truncate(sequence, first)
@@ -210,7 +222,7 @@ def test_windows_begin_with_the_tokens_that_are_replayed(start: int) -> None:
     whole, outs = replayed(start, start)
     index = whole.manager.caches[1].index
     assert index is not None
-    exact = Exact(whole, index.layout, [1], 64)
+    exact = OracleNetwork(whole, index.layout, [1], 64)
     for i, out in enumerate(outs):
         topk = whole.layers[INDEX_OF[i] or 0].topk_indices
         for p in (start, start + 3, 28, 39):
@@ -227,8 +239,8 @@ def test_windows_begin_with_the_tokens_that_are_replayed(start: int) -> None:
 
 @pytest.mark.parametrize("before", [3, 30])
 def test_tokens_of_a_draft_block_see_the_whole_block_and_the_window_before_it(before: int) -> None:
-    limits = attrs.evolve(LIMITS, num_speculative_tokens=4, decode_window_columns=SMALL_V41.window + 5)
-    whole = network(limits=limits, keep_windows=True)
+    limits = attrs.evolve(LIMITS_V41, num_speculative_tokens=4, decode_window_columns=SMALL_V41.window + 5)
+    whole = v41_stack(limits=limits, keep_windows=True)
     draft, index = whole.layers[0], whole.manager.caches[1].index
     assert draft.role is LayerRole.WINDOW_ONLY
     assert index is not None
@@ -239,7 +251,7 @@ def test_tokens_of_a_draft_block_see_the_whole_block_and_the_window_before_it(be
     with set_forward_context(whole.manager.metadata(attrs.evolve(batch, causal=False))):
         out = draft(hidden[before : before + 5], positions)
 
-    exact = Exact(whole, index.layout, [1], 64)
+    exact = OracleNetwork(whole, index.layout, [1], 64)
     seen = range(max(before - SMALL_V41.window, 0), before + 5)
     keys = np.stack([exact.key(0, 0, p) for p in seen])
     for i, p in enumerate(range(before, before + 5)):
@@ -253,7 +265,7 @@ def test_tokens_of_a_draft_block_see_the_whole_block_and_the_window_before_it(be
 
 
 def test_rings_of_one_block_are_states_too() -> None:
-    whole, pages = network(), network()
+    whole, pages = v41_stack(), v41_stack()
     ring = torch.tensor([[2]], dtype=torch.int32)  # one block of 4 tokens: the ratio, and a draft
     hidden, sequence, found = whole.hidden(1, 40), whole.manager.new(), []
     for part in hidden.split([5, 1, 1, 2, 31]):
@@ -281,7 +293,7 @@ def test_on_a_ring_a_step_may_be_repeated_unless_it_is_long_and_begins_within_an
     outs: dict[tuple[int, int], list[torch.Tensor]] = {}
     for count in (1, 3, 4, 20):
         for runs in (1, 2):
-            whole = network()
+            whole = v41_stack()
             hidden, sequence = whole.hidden(1, 40), whole.manager.new()
             for start, n, times in ((0, before, 1), (before, count, runs)):
                 requests = [(sequence, n)]

@@ -17,19 +17,20 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 from dsv4attn.selection import load_backend
-from tests.core.forms import same_bits
-from tests.core.whole import random_weights
-from tests.core.whole_v41 import LIMITS, SMALL_V41, network
+from tests.harness import random_weights, same_bits
+from tests.harness_v41 import LIMITS_V41, SMALL_V41, v41_stack
 
 
 def build(index: int, sources: Any = (), geometry: Any = SMALL_V41, **options: Any) -> DeepseekV4Attention:
     weights = AttentionWeights.from_dict(random_weights(geometry, index), geometry, index)
     backend = load_backend("reference")
-    return DeepseekV4Attention(f"layers.{index}", geometry, index, LIMITS, backend, weights, sources=sources, **options)
+    return DeepseekV4Attention(
+        f"layers.{index}", geometry, index, LIMITS_V41, backend, weights, sources=sources, **options
+    )
 
 
 def test_a_source_that_is_missing_or_does_not_fit_is_refused() -> None:
-    layers = network().layers
+    layers = v41_stack().layers
     with pytest.raises(ArgumentError, match=r"^sources: expected layer 1, whose compressed entries layer 2 reads, got"):
         build(2)
     with pytest.raises(ArgumentError, match=r"^sources: expected layer 6, whose selected entries layer 7 reads, got"):
@@ -48,7 +49,7 @@ def test_a_source_that_is_missing_or_does_not_fit_is_refused() -> None:
 
 
 def test_a_buffer_of_another_width_or_owner_is_refused() -> None:
-    layers, wide = network().layers, torch.zeros(48, 6, dtype=torch.int32)
+    layers, wide = v41_stack().layers, torch.zeros(48, 6, dtype=torch.int32)
     with pytest.raises(ArgumentError, match=r"^topk_indices_buffer: expected 5 columns, and at least 48 rows"):
         build(1, topk_indices_buffer=wide)
     with pytest.raises(
@@ -78,7 +79,7 @@ def test_weights_of_another_role_are_refused() -> None:
 
 
 def test_caches_of_a_source_are_taken_and_those_of_others_refused() -> None:
-    whole = network()
+    whole = v41_stack()
     layers, caches = whole.layers, whole.manager.caches
     window = LayerCaches(caches[2].attention.swa)
     layers[2].bind_kv_cache(DeepseekV4Caches(window))
@@ -96,7 +97,7 @@ def test_caches_of_a_source_are_taken_and_those_of_others_refused() -> None:
 
 
 def test_a_step_that_does_not_fit_is_refused_before_anything_is_written() -> None:
-    whole = network()
+    whole = v41_stack()
     requests = [(whole.manager.new(), 4)]
     metadata = whole.manager.metadata(whole.manager.batch(requests))
     before = [cache.tensor.clone() for caches in whole.manager.caches for cache in caches.present.values()]

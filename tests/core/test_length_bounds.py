@@ -16,23 +16,23 @@ from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE
-from tests.core.whole import Whole
-from tests.core.whole_v41 import network
+from tests.harness import LayerStack
+from tests.harness_v41 import v41_stack
 
 LIMITS = Limits(3, 48, 64, num_speculative_tokens=1)
 STEPS = [[(0, 9), (1, 1)], [(1, 1), (0, 5)], [(0, 1), (1, 2)], [(1, 1), (0, 13)], [(0, 2), (1, 1)]]
 """Requests and tokens of each step; two tokens are a decode."""
 
 
-def v4() -> Whole:
-    return Whole(load_backend("reference"), swa_block_size=4, limits=LIMITS, compressed_block_tokens=16)
+def v4() -> LayerStack:
+    return LayerStack(load_backend("reference"), swa_block_size=4, limits=LIMITS, compressed_block_tokens=16)
 
 
-def v41() -> Whole:
-    return network(limits=LIMITS)
+def v41() -> LayerStack:
+    return v41_stack(limits=LIMITS)
 
 
-def run(whole: Whole, more: int, *, validate: bool) -> list[Tensor]:
+def run(whole: LayerStack, more: int, *, validate: bool) -> list[Tensor]:
     """Outputs of all layers in all steps, whose host lengths are above the true ones."""
     manager, sequences, found = whole.manager, [whole.manager.new() for _ in range(2)], []
     manager.builder.validate = validate
@@ -50,7 +50,7 @@ def run(whole: Whole, more: int, *, validate: bool) -> list[Tensor]:
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("more", [1, 3, 30])
 @pytest.mark.parametrize("make", [v4, v41])
-def test_bounds_above_the_lengths_change_nothing(make: Callable[[], Whole], more: int, *, validate: bool) -> None:
+def test_bounds_above_the_lengths_change_nothing(make: Callable[[], LayerStack], more: int, *, validate: bool) -> None:
     for one, exact in zip(run(make(), more, validate=validate), run(make(), 0, validate=True), strict=True):
         torch.testing.assert_close(one, exact, rtol=1e-5, atol=1e-5)
 
@@ -78,7 +78,7 @@ def test_a_table_without_a_column_for_a_token_is_refused_where_values_are_checke
 
 
 def test_a_ring_of_v41_without_a_column_for_a_draft_is_refused_where_values_are_checked() -> None:
-    whole = network(limits=Limits(3, 48, 64, num_speculative_tokens=5))
+    whole = v41_stack(limits=Limits(3, 48, 64, num_speculative_tokens=5))
     manager = whole.manager
     batch = manager.batch([(manager.new(), 6)])
     manager.metadata(batch)

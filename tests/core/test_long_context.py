@@ -16,7 +16,7 @@ from dsv4attn.core.model.geometry import LayerKind, Rope
 from dsv4attn.testing import scenario as scenario_module
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
-from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 TINY = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4)
 REAL_WINDOW = tiny_geometry(num_heads=1, head_dim=8, rope_dim=2, window=128, topk=40, ratios=(4, 128))
@@ -59,19 +59,19 @@ def test_g16_pages_past_the_reach_of_32_bits_are_read_and_written(
     past: int, layout: str, kind: LayerKind, form: str
 ) -> None:
     scenario = Scenario(kind=kind, requests=REQUESTS, geometry=TINY, layout=layouts(TINY)[layout])
-    near = scenario.run(BACKENDS[form])
+    near = scenario.run(REFERENCE_FORMS[form])
     smallest = min(pages.count for pages in scenario.pages[: 1 + (kind is not LayerKind.SWA)])
     caches = far_apart(scenario, past // (smallest - 3) * 2 // 64 * 64)
     assert min(end_of(cache) for cache in caches.segments(scenario.layer)) > past
 
-    problem = scenario.problem(BACKENDS[form], scenario.history(BACKENDS[form], caches))
+    problem = scenario.problem(REFERENCE_FORMS[form], scenario.history(REFERENCE_FORMS[form], caches))
 
-    assert_same_bits(problem.run(BACKENDS[form]), near)
+    assert_same_bits(problem.run(REFERENCE_FORMS[form]), near)
 
 
 def test_a_planted_address_of_32_bits_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(requests=REQUESTS, geometry=TINY)
-    backend = BACKENDS["paged-dense"]
+    backend = REFERENCE_FORMS["paged-dense"]
     problem = scenario.problem(backend, scenario.history(backend, far_apart(scenario, 2**29)))
     scenario.compare(*problem.run(backend))
     right = kernels.read_records
@@ -118,8 +118,8 @@ def test_g16_the_end_of_a_context_of_a_million_tokens_equals_the_oracle(
     assert max(token.position for token in scenario.tokens) == 1_048_575
     assert scenario.pages[0].count < 20
 
-    for form in NAMES:
-        scenario.check(BACKENDS[form])
+    for form in FORM_NAMES:
+        scenario.check(REFERENCE_FORMS[form])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_g16_a_selection_from_a_quarter_million_entries_equals_the_oracle(prompt
     assert scenario.topk_rows.max() > 200_000
 
     for form in ("gathered-dense", "paged-ragged"):
-        scenario.check(BACKENDS[form])
+        scenario.check(REFERENCE_FORMS[form])
 
 
 @all_forms
@@ -154,7 +154,7 @@ def test_g16_every_position_around_the_edges_of_pages_and_windows_equals_the_ora
         compressed_block_tokens=256,
     )
 
-    scenario.check(BACKENDS[form])
+    scenario.check(REFERENCE_FORMS[form])
 
 
 def test_g16_angles_near_a_million_are_float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_g16_angles_near_a_million_are_float32_products(monkeypatch: pytest.Monk
     scenario = Scenario(
         requests=[(LAST, 1)], geometry=geometry, layout=layouts(geometry)["fp32"], q_dtype=torch.float32
     )
-    scenario.check(BACKENDS["paged-dense"])
+    scenario.check(REFERENCE_FORMS["paged-dense"])
 
     def exact(rope: Rope, rows: int, device: str) -> Tensor:
         """The table with angles in float64."""
@@ -173,4 +173,4 @@ def test_g16_angles_near_a_million_are_float32_products(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(scenario_module, "cos_sin_cache", exact)
     with pytest.raises(AssertionError, match="tolerances"):
-        attrs.evolve(scenario).check(BACKENDS["paged-dense"])
+        attrs.evolve(scenario).check(REFERENCE_FORMS["paged-dense"])

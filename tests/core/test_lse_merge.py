@@ -20,8 +20,8 @@ from dsv4attn.core.torch_ops.index_ops import build_ragged_indices_from_dense
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
 from dsv4attn.testing.scenario import Problem, Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
-from tests.core.forms import BACKENDS, all_forms, all_kinds, same_bits
 from tests.core.strategies import examples
+from tests.harness import REFERENCE_FORMS, all_forms, all_kinds, same_bits
 
 GEOMETRY = tiny_geometry(num_heads=3, head_dim=16, rope_dim=4)
 REQUESTS = [(100, 1), (0, 1), (33, 1, 1), (63, 1), (16, 1)]
@@ -43,7 +43,7 @@ def rows_of(problem: Problem) -> list[Tensor]:
         return [*tables, compressed.c128a_global_decode_topk_indices[:, 0]]
     assert problem.topk_indices is not None
     slots, lens = torch.empty_like(problem.topk_indices), torch.empty(len(REQUESTS), dtype=torch.int32)
-    BACKENDS["paged-dense"].steps.compute_global_topk_indices_and_lens(
+    REFERENCE_FORMS["paged-dense"].steps.compute_global_topk_indices_and_lens(
         problem.topk_indices,
         compressed.compressed_lens,
         compressed.req_id_per_token,
@@ -66,7 +66,7 @@ def attend(problem: Problem, tables: list[Tensor], *, ragged: bool) -> tuple[Ten
             rows = RaggedIndices(flat, indptr, slots.shape[1])
         segments.append(PagedKeys(cache, rows))
     out, lse = torch.full_like(problem.q, math.nan), torch.full(problem.q.shape[:2], math.nan)
-    BACKENDS["paged-dense"].decode(AttentionCall(problem.layer, problem.q, segments, None, out, lse))
+    REFERENCE_FORMS["paged-dense"].decode(AttentionCall(problem.layer, problem.q, segments, None, out, lse))
     return out, lse
 
 
@@ -80,7 +80,7 @@ def attend(problem: Problem, tables: list[Tensor], *, ragged: bool) -> tuple[Ten
 def test_g13_disjoint_shards_merge_to_the_single_pass(kind: str, shards: int, seed: int, skew: int) -> None:
     """Random shards: some empty, some owning no key of a token; each computed in another form of indices."""
     scenario, rng = scenario_of(kind, seed), torch.Generator().manual_seed(seed)
-    problem = scenario.problem(BACKENDS["paged-dense"])
+    problem = scenario.problem(REFERENCE_FORMS["paged-dense"])
     tables = rows_of(problem)
     owners = [torch.randint(max(shards - skew, 1), t.shape, generator=rng) for t in tables]
     parts = [
@@ -92,14 +92,14 @@ def test_g13_disjoint_shards_merge_to_the_single_pass(kind: str, shards: int, se
 
     assert problem.attn_sink is not None
     scenario.compare(apply_sink(out, lse, problem.attn_sink), lse)
-    whole, whole_lse = problem.run(BACKENDS["paged-dense"])
+    whole, whole_lse = problem.run(REFERENCE_FORMS["paged-dense"])
     assert_close(apply_sink(out, lse, problem.attn_sink), whole)
     assert_close(lse, whole_lse)
 
 
 @all_kinds
 def test_g13_shards_that_are_all_empty_merge_to_an_empty_row(kind: LayerKind) -> None:
-    problem = scenario_of(kind.value).problem(BACKENDS["paged-dense"])
+    problem = scenario_of(kind.value).problem(REFERENCE_FORMS["paged-dense"])
     tables = [torch.full_like(t, -1) for t in rows_of(problem)]
     parts = [attend(problem, tables, ragged=False) for _ in range(3)]
 
@@ -113,7 +113,7 @@ def test_g13_shards_that_are_all_empty_merge_to_an_empty_row(kind: LayerKind) ->
 def test_g13_the_sink_belongs_to_the_whole_and_is_applied_once() -> None:
     """What goes wrong when each shard applies it: the check that tells the two apart."""
     scenario = scenario_of("c128a")
-    problem = scenario.problem(BACKENDS["paged-dense"])
+    problem = scenario.problem(REFERENCE_FORMS["paged-dense"])
     sink = problem.attn_sink
     assert sink is not None
     halves = [[t.where(torch.arange(t.shape[1]) % 2 == s, -1) for t in rows_of(problem)] for s in range(2)]
@@ -131,7 +131,7 @@ def test_g13_the_sink_belongs_to_the_whole_and_is_applied_once() -> None:
 @all_kinds
 def test_g13_lse_is_the_natural_log_without_the_sink_in_fp32(kind: LayerKind, form: str) -> None:
     scenario = Scenario(kind=kind, requests=[(100, 1), (9, 4)], geometry=GEOMETRY, sinks=[30.0, -30.0, 0.0])
-    _, lse = scenario.run(BACKENDS[form])
+    _, lse = scenario.run(REFERENCE_FORMS[form])
     _, expected = scenario.expected()
 
     assert lse.dtype == torch.float32
@@ -143,7 +143,7 @@ def test_g13_lse_is_the_natural_log_without_the_sink_in_fp32(kind: LayerKind, fo
 @all_kinds
 def test_g13_an_lse_that_nobody_asked_for_changes_nothing(kind: LayerKind) -> None:
     scenario = Scenario(kind=kind, requests=[(100, 1), (9, 4)], geometry=GEOMETRY)
-    for backend in BACKENDS.values():
+    for backend in REFERENCE_FORMS.values():
         problem = scenario.problem(backend)
         out = torch.full_like(problem.q, math.nan)
         forward_mqa(

@@ -24,8 +24,8 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError, CanaryError, WorkspaceError
 from dsv4attn.testing.scenario import Problem, Scenario
-from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits, backend_of
 from tests.core.problems import Case, smallest_cap
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits, backend_of
 
 PROBLEMS, BATCHES = 10_000, 12
 
@@ -78,15 +78,15 @@ def plan_of(problem: Problem, backend: ReferenceBackend) -> WorkspacePlan:
 def test_g11_the_plan_is_never_exceeded_by_10000_random_problems(kind: LayerKind, form: str, problems: int) -> None:
     """Really run, each in a workspace locked at its plan; a third with a backend whose scratch is not monotone."""
     rng = random.Random(f"{kind.value} {form}")
-    share = -(-problems // (len(LayerKind) * len(NAMES)))
+    share = -(-problems // (len(LayerKind) * len(FORM_NAMES)))
     used, whole = Counter[str](), Counter[str]()
-    forms = BACKENDS[form].forms
+    forms = REFERENCE_FORMS[form].forms
     scratchy = ScratchBackend(
         decode_indices=forms.decode_indices, prefill_indices=forms.prefill_indices, prefill_keys=forms.prefill_keys
     )
 
     for number in range(0, share, BATCHES):
-        backend = scratchy if number % 3 == 0 else BACKENDS[form]
+        backend = scratchy if number % 3 == 0 else REFERENCE_FORMS[form]
         case = Case.draw(rng, kind, backend)
         cap = case.limits.max_workspace_bytes
         for _ in range(min(BATCHES, share - number)):
@@ -109,21 +109,21 @@ def test_g11_the_plan_is_never_exceeded_by_10000_random_problems(kind: LayerKind
 def test_g11_many_short_prompts_before_their_first_entry_fit(window: int, kind: LayerKind) -> None:
     """The narrowest index matrices are where fixed costs a token outweigh the columns."""
     rng = random.Random(0)
-    for form in NAMES:
-        case = Case.draw(rng, kind, BACKENDS[form])
+    for form in FORM_NAMES:
+        case = Case.draw(rng, kind, REFERENCE_FORMS[form])
         geometry = attrs.evolve(case.geometry, window=window, index_topk=1)
         limits = Limits(64, 1200, 2, max_index_elements=1200)
         scenario = Scenario(kind=kind, geometry=geometry, requests=[(0, 2)] * 60, compressed_block_tokens=240)
-        problem = scenario.problem(BACKENDS[form], limits=limits)
-        workspace = RecordingWorkspace(plan_of(problem, BACKENDS[form]))
-        scenario.compare(*problem.run(BACKENDS[form], workspace))
+        problem = scenario.problem(REFERENCE_FORMS[form], limits=limits)
+        workspace = RecordingWorkspace(plan_of(problem, REFERENCE_FORMS[form]))
+        scenario.compare(*problem.run(REFERENCE_FORMS[form], workspace))
 
 
 @all_forms
 @all_kinds
 def test_g11_canaries_survive_random_problems(kind: LayerKind, form: str) -> None:
     rng = random.Random(f"canary {kind.value} {form}")
-    backend = BACKENDS[form]
+    backend = REFERENCE_FORMS[form]
     for _ in range(8):
         case = Case.draw(rng, kind, backend)
         for _ in range(3):
@@ -167,7 +167,7 @@ def test_g11_temporaries_stay_within_the_plan(
 ) -> None:
     """With tiles so small that the plan of a tiny problem means something."""
     monkeypatch.setattr(kernels, "TILE_BYTES", tile)
-    rng, backend = random.Random(f"{tile} {kind.value} {form}"), BACKENDS[form]
+    rng, backend = random.Random(f"{tile} {kind.value} {form}"), REFERENCE_FORMS[form]
     for _ in range(5):
         case = Case.draw(rng, kind, backend)
         problem = case.problem()
@@ -207,7 +207,7 @@ def test_g11_real_dims_stay_within_the_plan(kind: LayerKind) -> None:
         swa_block_size=64,
         compressed_block_tokens=256,
     )
-    backend = BACKENDS["gathered-dense"]
+    backend = REFERENCE_FORMS["gathered-dense"]
     problem = scenario.problem(backend, limits=Limits(1, 600, 5000))
     plan, out = plan_of(problem, backend), torch.empty_like(problem.q)
     workspace = RecordingWorkspace(plan)
@@ -235,14 +235,14 @@ def test_g11_real_dims_stay_within_the_plan(kind: LayerKind) -> None:
 def test_g11_the_plan_grows_with_its_limits(kind: LayerKind, form: str) -> None:
     rng = random.Random(1)
     for _ in range(60):
-        case = Case.draw(rng, kind, BACKENDS[form])
+        case = Case.draw(rng, kind, REFERENCE_FORMS[form])
         limits, layout = attrs.evolve(case.limits, max_workspace_bytes=None), case.caches.swa.layout
         layer = case.geometry.layer_of_kind(kind)
-        plan = plan_workspace(layer, limits, BACKENDS[form], layout)
-        assert plan == plan_workspace(layer, limits, BACKENDS[form], layout), "a pure function"
+        plan = plan_workspace(layer, limits, REFERENCE_FORMS[form], layout)
+        assert plan == plan_workspace(layer, limits, REFERENCE_FORMS[form], layout), "a pure function"
         for name in ("max_num_reqs", "max_num_batched_tokens", "max_model_len"):
             larger = attrs.evolve(limits, **{name: getattr(limits, name) + rng.randint(1, 50)})
-            grown = plan_workspace(layer, larger, BACKENDS[form], layout)
+            grown = plan_workspace(layer, larger, REFERENCE_FORMS[form], layout)
             assert all(grown.lanes[lane] >= size for lane, size in plan.lanes.items())
             assert grown.transient_bytes >= plan.transient_bytes
 
@@ -251,7 +251,7 @@ def test_g11_the_plan_grows_with_its_limits(kind: LayerKind, form: str) -> None:
 @all_kinds
 def test_g11_a_cap_makes_more_chunks_and_never_another_result(kind: LayerKind, form: str) -> None:
     scenario = Scenario(kind=kind, requests=[(30, 1), (40, 30), (0, 25), (17, 9, 2)], topk="holes")
-    backend, free = BACKENDS[form], scenario.limits
+    backend, free = REFERENCE_FORMS[form], scenario.limits
     least = smallest_cap(scenario.geometry, kind, free, backend, scenario.layout)
     sizes = []
 
@@ -270,7 +270,7 @@ def test_g11_a_cap_makes_more_chunks_and_never_another_result(kind: LayerKind, f
 @all_kinds
 def test_g11_a_cap_too_small_names_the_smallest_one_that_works(kind: LayerKind, form: str) -> None:
     scenario = Scenario(kind=kind, requests=[(40, 30)])
-    backend, layer = BACKENDS[form], scenario.layer
+    backend, layer = REFERENCE_FORMS[form], scenario.layer
     least = smallest_cap(scenario.geometry, kind, scenario.limits, backend, scenario.layout)
 
     with pytest.raises(ArgumentError, match=rf"max_workspace_bytes: expected at least {least}, .*, got {least - 1} ->"):

@@ -20,8 +20,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 from dsv4attn.selection import explain, select_backend
 from dsv4attn.serving.cache_manager import CacheManager
-from tests.core.bound import bound
-from tests.core.whole import FP32, SMALL, random_weights
+from tests.harness import FP32, SMALL, bound_layer, random_weights
 
 FLASH = ds.ModelGeometry.preset("flash")
 LIMITS = Limits(4, 64, 256)
@@ -115,7 +114,7 @@ def test_it_is_refused_by_name(call: Callable[[], Any], said: str) -> None:
 @pytest.mark.parametrize("wrong", [np.zeros((3, 4, 32), "f"), [1, 2]])
 def test_arrays_and_lists_where_a_layer_takes_tensors(name: str, wrong: Any) -> None:
     """forward_mqa reads neither kv nor positions; the insert has no output."""
-    case = bound(LayerKind.C4A)
+    case = bound_layer(LayerKind.C4A)
     given = {"q": case.q, "kv": case.kv, "positions": case.positions, "output": torch.zeros_like(case.q), name: wrong}
     q, kv, positions, output = given.values()
     with set_forward_context(case.metadata):

@@ -16,7 +16,7 @@ from dsv4attn.core.metadata.forward_context import get_forward_context, set_forw
 from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, NoForwardContextError
-from tests.core.bound import LAYOUT, LIMITS, bound
+from tests.harness import LAYOUT, LIMITS, bound_layer
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from tests.core.bound import LAYOUT, LIMITS, bound
 def test_positions_and_tables_that_do_not_fit_are_refused_before_any_write(
     position: int, table: Tensor | None, said: str
 ) -> None:
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     case.layer.cos_sin_cache = case.layer.cos_sin_cache if table is None else table
     assert case.layer.caches is not None
     case.positions[-1], q, cache = position, case.q.clone(), case.layer.caches.swa.tensor
@@ -44,7 +44,7 @@ def test_positions_and_tables_that_do_not_fit_are_refused_before_any_write(
 
 @pytest.mark.parametrize("kind", LayerKind)
 def test_the_bound_layer_computes_what_the_plain_function_computes(kind: LayerKind) -> None:
-    case = bound(kind)
+    case = bound_layer(kind)
     out = case.run()
     layer, q, expected = case.layer, case.q.clone(), torch.empty_like(case.q)
     swa = case.metadata[layer.swa_prefix]
@@ -72,7 +72,7 @@ def test_the_bound_layer_computes_what_the_plain_function_computes(kind: LayerKi
 
 
 def test_a_warm_up_reserves_the_plan_zeroes_the_output_and_touches_no_cache() -> None:
-    case = bound(LayerKind.C4A)
+    case = bound_layer(LayerKind.C4A)
     layer = case.layer
     empty = PagedKVCache(torch.empty(0, 4, 48, dtype=torch.uint8), KVCacheLayout.fp8_ds_mla(24, 8, group_size=8))
     layer.bind_kv_cache(empty, PagedKVCache.allocate(LAYOUT, 0, 4))
@@ -91,7 +91,7 @@ def test_a_warm_up_reserves_the_plan_zeroes_the_output_and_touches_no_cache() ->
 
 
 def test_outside_a_context_and_without_its_metadata_a_layer_says_what_is_missing() -> None:
-    case = bound(LayerKind.C4A)
+    case = bound_layer(LayerKind.C4A)
     out = torch.empty_like(case.q)
     with pytest.raises(NoForwardContextError, match="set_forward_context"):
         case.layer.forward_mqa(case.q, case.kv, case.positions, out)
@@ -109,7 +109,7 @@ def test_outside_a_context_and_without_its_metadata_a_layer_says_what_is_missing
 
 @pytest.mark.parametrize("kind", LayerKind)
 def test_a_layer_takes_what_the_builder_returned_for_its_kind(kind: LayerKind) -> None:
-    case = bound(kind)
+    case = bound_layer(kind)
     expected = case.run()
     swa, part = case.metadata[case.layer.swa_prefix], case.metadata.get(case.layer.prefix)
     assert isinstance(swa, DeepseekSparseSWAMetadata)
@@ -128,7 +128,7 @@ def test_a_layer_takes_what_the_builder_returned_for_its_kind(kind: LayerKind) -
 
 
 def test_metadata_of_one_kind_without_its_mapping_are_refused_with_the_cure() -> None:
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     swa = case.metadata[case.layer.swa_prefix]
     assert isinstance(swa, DeepseekSparseSWAMetadata)
     with (
@@ -139,14 +139,14 @@ def test_metadata_of_one_kind_without_its_mapping_are_refused_with_the_cure() ->
 
 
 def test_a_window_only_layer_ignores_synthetic_compressed_metadata() -> None:
-    case, other = bound(LayerKind.SWA), bound(LayerKind.C4A)
+    case, other = bound_layer(LayerKind.SWA), bound_layer(LayerKind.C4A)
     expected = case.run()
     case.metadata[case.layer.prefix] = other.metadata[other.layer.prefix]
     assert torch.equal(expected, case.run())
 
 
 def test_g2_binding_a_cache_of_another_layout_raises() -> None:
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     layer = case.layer
     layer.swa_layout = LAYOUT
     rows = KVCacheLayout.rows(24, 8)
@@ -155,11 +155,11 @@ def test_g2_binding_a_cache_of_another_layout_raises() -> None:
     with pytest.raises(LayoutMismatchError, match="24 \\+ 8 dims"):
         layer.bind_kv_cache(PagedKVCache.allocate(KVCacheLayout.rows(16, 16), 8, 4))
     with pytest.raises(ArgumentError, match="compressed"):
-        bound(LayerKind.C4A).layer.bind_kv_cache(PagedKVCache.allocate(LAYOUT, 8, 4))
+        bound_layer(LayerKind.C4A).layer.bind_kv_cache(PagedKVCache.allocate(LAYOUT, 8, 4))
 
 
 def test_a_slot_outside_the_cache_is_an_error_before_any_write() -> None:
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     swa = case.metadata[case.layer.swa_prefix]
     assert isinstance(swa, DeepseekSparseSWAMetadata)
     swa.slot_mapping[3] = 32
@@ -173,7 +173,7 @@ def test_a_slot_outside_the_cache_is_an_error_before_any_write() -> None:
 
 
 def test_layers_with_equal_prefixes_and_threads_do_not_mix() -> None:
-    cases = [bound(LayerKind.C128A, seed=seed) for seed in range(4)]
+    cases = [bound_layer(LayerKind.C128A, seed=seed) for seed in range(4)]
     expected = [case.run() for case in cases]
     for case in cases:
         case.layer.workspace = None
@@ -197,11 +197,11 @@ def test_layers_with_equal_prefixes_and_threads_do_not_mix() -> None:
 
 
 def test_a_layer_without_caches_or_workspace_or_owner_says_so() -> None:
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     case.layer.caches = None
     with pytest.raises(Dsv4AttnError, match="bind_kv_cache"):
         case.run()
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     case.layer.workspace = None
     with pytest.raises(Dsv4AttnError, match=r"use_workspace.* or .*MLAAttention\(workspace=manager\)"):
         case.run()
@@ -214,14 +214,14 @@ def test_a_layer_without_caches_or_workspace_or_owner_says_so() -> None:
 
 
 def test_o_proj_is_the_backends_projection_with_the_layers_table() -> None:
-    case = bound(LayerKind.C4A)
+    case = bound_layer(LayerKind.C4A)
     out, weight = case.run(), torch.randn(2 * 16, 64)
     expected = case.layer.backend.inv_rope_o_proj(out, case.positions, case.layer.cos_sin_cache, weight, 2)
     assert torch.equal(expected, case.layer.o_proj(out, case.positions, weight, 2))
 
 
 def test_o_proj_names_what_does_not_fit() -> None:
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     good = {"o": case.q, "positions": case.positions, "wo_a": torch.randn(32, 64), "num_groups": 2}
     for name, wrong in (
         ("o", case.q[:, :2]),
@@ -237,7 +237,7 @@ def test_o_proj_names_what_does_not_fit() -> None:
 
 
 def test_o_proj_takes_a_table_in_fp32_only() -> None:
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     case.layer.cos_sin_cache = case.layer.cos_sin_cache.bfloat16()
     with pytest.raises(ArgumentError, match=r"^cos_sin_cache: expected"):
         case.layer.o_proj(case.q, case.positions, torch.randn(32, 64), 2)
@@ -245,7 +245,7 @@ def test_o_proj_takes_a_table_in_fp32_only() -> None:
 
 def test_kv_has_the_dtype_of_q() -> None:
     """Of each dtype a backend compiles one kernel; a mix would be compiled in the first request."""
-    case = bound(LayerKind.SWA)
+    case = bound_layer(LayerKind.SWA)
     q, cache = case.q.clone(), case.layer.caches
     assert cache is not None
     before = cache.swa.tensor.clone()

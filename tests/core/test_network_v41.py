@@ -16,8 +16,17 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, NoForwardContextError
 from dsv4attn.serving.cache_manager import CacheManager
-from tests.core.forms import BACKENDS, NAMES, all_forms
-from tests.core.network_v41 import INDEX_OF, KV_OF, LIMITS, MODEL, RECORDS, Network, Steps, worst
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms
+from tests.harness_v41 import (
+    ATTENTION_LIMITS,
+    ATTENTION_V41,
+    INDEX_OF,
+    KV_OF,
+    RECORDS,
+    AttentionNetwork,
+    Steps,
+    worst_attention_error,
+)
 
 SCHEDULES: list[Steps] = [
     [[(0, 30), (1, 11), (2, 1)]],
@@ -30,7 +39,7 @@ SCHEDULES: list[Steps] = [
 @all_forms
 @pytest.mark.parametrize("steps", SCHEDULES)
 def test_every_role_attends_to_its_window_and_its_source_s_entries(steps: Steps, form: str) -> None:
-    error, where = worst(Network(BACKENDS[form]).run(steps))
+    error, where = worst_attention_error(AttentionNetwork(REFERENCE_FORMS[form]).run(steps))
 
     assert error <= 1, where
 
@@ -41,40 +50,42 @@ def test_random_chunks_are_as_right(seed: int) -> None:
     lengths, steps = [0, 0, 0], list[list[tuple[int, int]]]()
     for _ in range(8):
         step = [(n, rng.choice([1, 1, 2, 5, 9])) for n in rng.sample(range(3), rng.randint(1, 3))]
-        step = sorted((n, count) for n, count in step if lengths[n] + count <= LIMITS.max_model_len)
+        step = sorted((n, count) for n, count in step if lengths[n] + count <= ATTENTION_LIMITS.max_model_len)
         for n, count in step:
             lengths[n] += count
         steps.append(sorted(step, key=lambda one: one[1]))
-    error, where = worst(Network(BACKENDS[rng.choice(NAMES)]).run([step for step in steps if step]))
+    error, where = worst_attention_error(
+        AttentionNetwork(REFERENCE_FORMS[rng.choice(FORM_NAMES)]).run([step for step in steps if step])
+    )
 
     assert error <= 1, where
 
 
 def shared(**changes: Any) -> ModelGeometry:
     """Return the model with other sources."""
-    assert MODEL.sharing is not None
-    return attrs.evolve(MODEL, sharing=attrs.evolve(MODEL.sharing, **changes))
+    assert ATTENTION_V41.sharing is not None
+    return attrs.evolve(ATTENTION_V41, sharing=attrs.evolve(ATTENTION_V41.sharing, **changes))
 
 
 BUGS = {
-    "queries are normalised": attrs.evolve(MODEL, q_norm=True),
+    "queries are normalised": attrs.evolve(ATTENTION_V41, q_norm=True),
     "a reuse layer has an indexer": shared(index_source_layer_ids=(1, 2, 3, 4, 6)),
     "a reindex layer has none": shared(index_source_layer_ids=(1, 3, 4)),
     "a reindex layer owns a cache": shared(kv_source_layer_ids=(1, 3, 4, 6)),
     "a full layer owns no cache": shared(kv_source_layer_ids=(1, 4)),
-    "entries and queries without YaRN": attrs.evolve(MODEL, compress_yarn=None),
+    "entries and queries without YaRN": attrs.evolve(ATTENTION_V41, compress_yarn=None),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str) -> None:
-    error, _ = worst(Network(BACKENDS["gathered-dense"], BUGS[bug]).run(SCHEDULES[0]))
+    error, _ = worst_attention_error(AttentionNetwork(REFERENCE_FORMS["gathered-dense"], BUGS[bug]).run(SCHEDULES[0]))
 
     assert error > 1
 
 
 def test_the_owner_s_cache_and_index_keys_are_those_of_its_readers() -> None:
-    caches = CacheManager(MODEL, LIMITS, RECORDS).caches
+    caches = CacheManager(ATTENTION_V41, ATTENTION_LIMITS, RECORDS).caches
 
     for i, source in enumerate(KV_OF):
         assert caches[i].attention.compressed is (None if source is None else caches[source].attention.compressed)
@@ -82,7 +93,7 @@ def test_the_owner_s_cache_and_index_keys_are_those_of_its_readers() -> None:
         assert (caches[i].state is not None) is (i in (1, 3))  # ratio 1 completes an entry with each token
         assert caches[i].index_state is None
     assert len({id(each.attention.swa) for each in caches}) == len(KV_OF)
-    assert [MODEL.sources(i).index for i in range(8)] == INDEX_OF
+    assert [ATTENTION_V41.sources(i).index for i in range(8)] == INDEX_OF
 
 
 def test_kv_bytes_of_flash_are_two_and_a_half_records_and_index_keys_a_token() -> None:
@@ -100,7 +111,7 @@ def test_kv_bytes_of_flash_are_two_and_a_half_records_and_index_keys_a_token() -
 
 
 def test_a_fork_copies_shared_pages_once_and_goes_on_like_the_original() -> None:
-    network = Network(BACKENDS["paged-dense"])
+    network = AttentionNetwork(REFERENCE_FORMS["paged-dense"])
     manager = network.manager
     sequence = manager.new()
     manager.batch([(sequence, 9)])
@@ -116,7 +127,7 @@ def test_a_fork_copies_shared_pages_once_and_goes_on_like_the_original() -> None
 
 
 def test_metadata_of_two_ratios_of_a_kind_are_named_by_both() -> None:
-    network = Network(BACKENDS["paged-dense"])
+    network = AttentionNetwork(REFERENCE_FORMS["paged-dense"])
     batch = network.manager.batch([(network.manager.new(), 7)])
     made = network.manager.metadata(batch)
 
@@ -137,7 +148,7 @@ def test_metadata_of_two_ratios_of_a_kind_are_named_by_both() -> None:
 
 
 def test_metadata_of_the_other_ratio_are_refused_before_anything_is_written() -> None:
-    network = Network(BACKENDS["paged-dense"])
+    network = AttentionNetwork(REFERENCE_FORMS["paged-dense"])
     metadata = network.manager.metadata(network.manager.batch([(network.manager.new(), 7)]))
     wrong = {**metadata, (LayerKind.C4A, 1): metadata[LayerKind.C4A, 2]}
     with (
@@ -148,7 +159,7 @@ def test_metadata_of_the_other_ratio_are_refused_before_anything_is_written() ->
 
 
 def test_a_step_without_metadata_of_a_layer_names_those_that_there_are() -> None:
-    network = Network(BACKENDS["paged-dense"])
+    network = AttentionNetwork(REFERENCE_FORMS["paged-dense"])
     metadata = network.manager.metadata(network.manager.batch([(network.manager.new(), 7)]))
     del metadata[LayerKind.C4A, 1]
     q = torch.zeros(7, 2, 512, dtype=torch.bfloat16)

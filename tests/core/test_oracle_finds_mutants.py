@@ -21,7 +21,7 @@ from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.contract.backend import AttentionCall, IndexSteps
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.scenario import Scenario
-from tests.core.forms import BACKENDS, NAMES, backend_of
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, backend_of
 
 right: Any = indices  # its functions, called with whatever a plant was called with
 BATCH = [(100, 1), (7, 1), (33, 1), (17, 20), (2, 9), (31, 5)]
@@ -46,7 +46,7 @@ def flagged(scenario: Scenario, backend: ReferenceBackend) -> bool:
 @pytest.mark.parametrize("kind", ["swa", "c4a", "c128a"])
 def test_the_sound_reference_passes_what_the_plants_fail(kind: str) -> None:
     for topk in ("clean", "holes", "garbage"):
-        assert not any(flagged(scenario_of(kind, topk=topk), BACKENDS[name]) for name in NAMES)
+        assert not any(flagged(scenario_of(kind, topk=topk), REFERENCE_FORMS[name]) for name in FORM_NAMES)
 
 
 # one thing wrong in a call
@@ -99,8 +99,8 @@ def test_a_backend_that_applies_the_sink_twice_is_flagged(phase: str) -> None:
 
 def test_an_lse_in_base_two_or_with_the_sink_in_it_is_flagged() -> None:
     scenario = scenario_of("c128a")
-    out, lse = scenario.run(BACKENDS["paged-dense"])
-    sink = scenario.problem(BACKENDS["paged-dense"]).attn_sink
+    out, lse = scenario.run(REFERENCE_FORMS["paged-dense"])
+    sink = scenario.problem(REFERENCE_FORMS["paged-dense"]).attn_sink
     assert sink is not None
 
     for wrong in (lse * 1.4426950408889634, torch.logaddexp(lse, sink), -lse):
@@ -121,7 +121,7 @@ def test_minus_one_attended_as_a_key_of_zeros_is_flagged(monkeypatch: pytest.Mon
         return k, present
 
     monkeypatch.setattr(kernels, "read_paged", all_in_length)
-    assert flagged(scenario_of("c4a"), BACKENDS["paged-dense"])
+    assert flagged(scenario_of("c4a"), REFERENCE_FORMS["paged-dense"])
 
 
 def test_masking_the_weight_and_not_the_key_is_flagged_by_poison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +133,8 @@ def test_masking_the_weight_and_not_the_key_is_flagged_by_poison(monkeypatch: py
     # slot 0, which absent lanes are read from, is in nobody's page
     poisoned = scenario_of("swa", spare_pages=40, pages_seed=3)
     assert not (poisoned.pages[0].table == 0).any()
-    assert flagged(poisoned, BACKENDS["paged-dense"])
-    assert not flagged(attrs.evolve(poisoned, poison=None), BACKENDS["paged-dense"]), "only poison finds it"
+    assert flagged(poisoned, REFERENCE_FORMS["paged-dense"])
+    assert not flagged(attrs.evolve(poisoned, poison=None), REFERENCE_FORMS["paged-dense"]), "only poison finds it"
 
 
 def test_ignoring_the_lengths_is_flagged_by_stale_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,16 +143,16 @@ def test_ignoring_the_lengths_is_flagged_by_stale_lanes(monkeypatch: pytest.Monk
     def whole_width(rows: Any, part: slice, capacity: int) -> tuple[Tensor, Tensor]:
         return listed(attrs.evolve(rows, lens=torch.full_like(rows.lens, rows.indices.shape[1])), part, capacity)
 
-    problem = scenario_of("swa").problem(BACKENDS["paged-dense"])
+    problem = scenario_of("swa").problem(REFERENCE_FORMS["paged-dense"])
     swa = problem.metadata.swa
     live = int(swa.decode_swa_indices[0, 0, 0])
     for lanes, lens in ((swa.decode_swa_indices, swa.decode_swa_lens), (swa.prefill_swa_indices, swa.prefill_swa_lens)):
         lanes[:, 0].masked_fill_(torch.arange(lanes.shape[2]) >= lens[:, None], live)
-    scenario_of("swa").compare(*problem.run(BACKENDS["paged-dense"]))
+    scenario_of("swa").compare(*problem.run(REFERENCE_FORMS["paged-dense"]))
 
     monkeypatch.setattr(kernels, "listed", whole_width)
     with pytest.raises(AssertionError, match="tolerances"):
-        scenario_of("swa").compare(*problem.run(BACKENDS["paged-dense"]))
+        scenario_of("swa").compare(*problem.run(REFERENCE_FORMS["paged-dense"]))
 
 
 # one thing wrong in the index arithmetic
@@ -179,7 +179,7 @@ def more_visible(by: int) -> dict[str, Callable[..., None]]:
     return {"compute_global_topk_indices_and_lens": translate, "combine_topk_swa_indices": combine}
 
 
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize("form", FORM_NAMES)
 @pytest.mark.parametrize("by", [-1, 1])
 def test_one_visible_entry_too_few_or_too_many_is_flagged(by: int, form: str) -> None:
     assert flagged(scenario_of("c4a", topk="garbage"), with_steps(form, **more_visible(by)))
@@ -226,7 +226,7 @@ def test_a_wrong_window_in_the_builder_is_flagged(change: str, monkeypatch: pyte
 
     monkeypatch.setattr(indices, "window_indices", wrong)
     scenario = scenario_of("swa", requests=[(100, 1), (99, 1), (98, 1)], dead_block=0)
-    assert flagged(scenario, BACKENDS["paged-dense"])
+    assert flagged(scenario, REFERENCE_FORMS["paged-dense"])
 
 
 def test_verify_tokens_that_all_see_the_whole_context_are_flagged() -> None:
@@ -234,23 +234,23 @@ def test_verify_tokens_that_all_see_the_whole_context_are_flagged() -> None:
         right.compute_global_topk_indices_and_lens(topk, visible.amax().expand_as(visible), *rest, out=out)
 
     scenario = scenario_of("c4a", requests=[(101, 4)], num_speculative_tokens=3, topk="garbage")
-    assert not flagged(scenario, BACKENDS["paged-dense"])
+    assert not flagged(scenario, REFERENCE_FORMS["paged-dense"])
     assert flagged(scenario, with_steps("paged-dense", compute_global_topk_indices_and_lens=last))
 
 
 # one thing wrong in memory
 
 
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize("form", FORM_NAMES)
 @pytest.mark.parametrize("segment", ["swa", "compressed"])
 def test_reading_one_cache_in_the_other_dialect_is_flagged(segment: str, form: str) -> None:
     scenario = scenario_of("c128a")
-    problem = scenario.problem(BACKENDS[form])
+    problem = scenario.problem(REFERENCE_FORMS[form])
     cache = getattr(problem.caches, segment).with_layout(fp8_format=Fp8Format.FNUZ)
     mixed = attrs.evolve(problem, caches=attrs.evolve(problem.caches, **{segment: cache}))
 
     with pytest.raises(AssertionError, match="tolerances"):
-        scenario.compare(*mixed.run(BACKENDS[form]))
+        scenario.compare(*mixed.run(REFERENCE_FORMS[form]))
 
 
 @pytest.mark.parametrize("offset", [-1, 1])
@@ -261,7 +261,7 @@ def test_gathering_from_one_position_off_is_flagged(offset: int, monkeypatch: py
         gather(out, cache, seq_lens + offset, lens, table, where)
 
     monkeypatch.setattr(kernels, "gather", off)
-    assert flagged(scenario_of("swa"), BACKENDS["gathered-dense"])
+    assert flagged(scenario_of("swa"), REFERENCE_FORMS["gathered-dense"])
 
 
 def test_token_addresses_that_follow_the_shape_of_a_page_are_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,9 +275,9 @@ def test_token_addresses_that_follow_the_shape_of_a_page_are_flagged(monkeypatch
         return torch.cat([kernels.dequantize(codes, rest[:, 2 * layout.rope_dim :], layout), rope], dim=-1)
 
     monkeypatch.setattr(kernels, "read_records", by_shape)
-    assert flagged(scenario_of("swa", poison=None), BACKENDS["paged-dense"])
+    assert flagged(scenario_of("swa", poison=None), REFERENCE_FORMS["paged-dense"])
 
 
 def test_a_prefill_that_never_runs_leaves_nan_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ForwardCall, "chunks", lambda _: ())
-    assert flagged(scenario_of("swa"), BACKENDS["gathered-dense"])
+    assert flagged(scenario_of("swa"), REFERENCE_FORMS["gathered-dense"])

@@ -14,7 +14,7 @@ from dsv4attn.core.attention.overlap import share_memory
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from tests.core.calls import SWA, good, metadata_of
+from tests.harness import SWA, forward_args, metadata_of
 
 
 def bytes_named(tensor: Tensor) -> set[int]:
@@ -59,7 +59,7 @@ def test_tensors_without_memory_share_none() -> None:
 
 
 def of(kind: Any, **changes: Any) -> dict[str, Any]:
-    return {**good(kind), "metadata": metadata_of(kind), **changes}
+    return {**forward_args(kind), "metadata": metadata_of(kind), **changes}
 
 
 def test_out_that_is_q_or_overlaps_it() -> None:

@@ -12,26 +12,24 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE
-from tests.core.network_v41 import Steps
-from tests.core.padded import all_bytes, pad, padded_batch, stale
 from tests.core.test_layer_v41 import ROUNDED
-from tests.core.whole import Whole
-from tests.core.whole_v41 import network, worst
+from tests.harness import LayerStack, all_bytes, padded_batch, stale_positions, with_padding
+from tests.harness_v41 import Steps, v41_stack, worst_layer_error
 
 FILLS = -1, 0, 10**6, None
 """What the tables' rows of padding hold; None: blocks of the first request."""
 STEPS: Steps = [[(0, 7), (1, 3)], [(0, 1), (1, 2)], [(0, 1)], [(1, 1), (0, 12)], [(0, 2), (1, 1)]]
 
 
-def v4() -> Whole:
-    return Whole(load_backend("reference"), swa_block_size=4, limits=Limits(5, 48, 64, num_speculative_tokens=1))
+def v4() -> LayerStack:
+    return LayerStack(load_backend("reference"), swa_block_size=4, limits=Limits(5, 48, 64, num_speculative_tokens=1))
 
 
-def v41() -> Whole:
-    return network(limits=Limits(5, 48, 64, num_speculative_tokens=1))
+def v41() -> LayerStack:
+    return v41_stack(limits=Limits(5, 48, 64, num_speculative_tokens=1))
 
 
-def outputs(whole: Whole) -> list[torch.Tensor]:
+def outputs(whole: LayerStack) -> list[torch.Tensor]:
     """Outputs of all layers in all steps."""
     sequences, found = [whole.manager.new() for _ in range(2)], []
     for step in STEPS:
@@ -44,9 +42,9 @@ def outputs(whole: Whole) -> list[torch.Tensor]:
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("make", [v4, v41])
 def test_padding_writes_nothing_and_changes_no_real_token(
-    make: Callable[[], Whole], fill: int | None, *, validate: bool
+    make: Callable[[], LayerStack], fill: int | None, *, validate: bool
 ) -> None:
-    padded, alone = pad(make(), fill, validate=validate), make()
+    padded, alone = with_padding(make(), fill, validate=validate), make()
 
     found, wanted = outputs(padded), outputs(alone)
 
@@ -60,12 +58,12 @@ def test_padding_writes_nothing_and_changes_no_real_token(
 
 @pytest.mark.parametrize("fill", [0, None])
 def test_padded_steps_of_v41_are_those_of_the_oracle(fill: int | None) -> None:
-    assert worst(pad(v41(), fill), STEPS) <= ROUNDED
+    assert worst_layer_error(with_padding(v41(), fill), STEPS) <= ROUNDED
 
 
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_rows_after_the_tokens_of_a_batch_have_no_request(backend: str) -> None:
-    whole = Whole(load_backend("reference"), swa_block_size=4)
+    whole = LayerStack(load_backend("reference"), swa_block_size=4)
     builder = MetadataBuilder(whole.geometry, whole.limits, swa_block_size=4, backend=load_backend(backend))
     one, two = (whole.manager.new() for _ in range(2))
     before = builder.build(whole.manager.batch([(one, 6), (two, 7)]))
@@ -81,7 +79,7 @@ def test_rows_after_the_tokens_of_a_batch_have_no_request(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_token_without_a_slot_has_no_request_and_no_entry(backend: str) -> None:
-    whole = Whole(load_backend("reference"), swa_block_size=4)
+    whole = LayerStack(load_backend("reference"), swa_block_size=4)
     builder = MetadataBuilder(whole.geometry, whole.limits, swa_block_size=4, backend=load_backend(backend))
     batch = padded_batch(whole.manager.batch([(whole.manager.new(), 5)]), None, [4, 4], behind=2)
     batch.slot_mapping[-3] = 0
@@ -100,7 +98,7 @@ def test_a_token_without_a_slot_has_no_request_and_no_entry(backend: str) -> Non
 
 
 def test_the_output_projection_takes_any_position_of_padding_and_no_wrong_one_of_a_token() -> None:
-    layer, positions = v4().layers[1].attention, stale(8)
+    layer, positions = v4().layers[1].attention, stale_positions(8)
     positions[3] = 5
     # attention gives zeros to padding
     values = torch.zeros(8, 4, 32)
@@ -121,7 +119,7 @@ def test_the_output_projection_takes_any_position_of_padding_and_no_wrong_one_of
 @pytest.mark.parametrize("waiting", [0, 2])
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("make", [v4, v41])
-def test_a_step_without_tokens_gives_zeros(make: Callable[[], Whole], padding: int, waiting: int) -> None:
+def test_a_step_without_tokens_gives_zeros(make: Callable[[], LayerStack], padding: int, waiting: int) -> None:
     whole = make()
     before = [each.clone() for each in all_bytes(whole)]
     requests = [(whole.manager.new(), 0) for _ in range(waiting)]
@@ -134,7 +132,7 @@ def test_a_step_without_tokens_gives_zeros(make: Callable[[], Whole], padding: i
 
 
 @pytest.mark.parametrize("make", [v4, v41])
-def test_a_request_goes_on_after_steps_without_its_tokens(make: Callable[[], Whole]) -> None:
+def test_a_request_goes_on_after_steps_without_its_tokens(make: Callable[[], LayerStack]) -> None:
     whole, other = make(), make()
     sequence, twin = whole.manager.new(), other.manager.new()
     for start, count in ((0, 5), (5, 0), (5, 1), (6, 0), (6, 6)):

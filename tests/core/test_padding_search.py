@@ -18,16 +18,14 @@ from torch import Tensor
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.serving.cache_manager import CachedSequence
-from tests.core.forms import BACKENDS, NAMES
-from tests.core.padded import padded_batch, stale
 from tests.core.strategies import search
-from tests.core.whole import Whole
-from tests.core.whole_v41 import network
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, LayerStack, padded_batch, stale_positions
+from tests.harness_v41 import v41_stack
 
 LIMITS = Limits(6, 64, 64, num_speculative_tokens=1)
-MAKE: dict[str, Callable[[str], Whole]] = {
-    "v4": lambda form: Whole(BACKENDS[form], swa_block_size=4, compressed_block_tokens=16, limits=LIMITS),
-    "v41": lambda form: network(made=BACKENDS[form], limits=LIMITS),
+MAKE: dict[str, Callable[[str], LayerStack]] = {
+    "v4": lambda form: LayerStack(REFERENCE_FORMS[form], swa_block_size=4, compressed_block_tokens=16, limits=LIMITS),
+    "v41": lambda form: v41_stack(made=REFERENCE_FORMS[form], limits=LIMITS),
 }
 
 
@@ -66,12 +64,12 @@ STEPS = st.lists(
 )
 
 
-def part(whole: Whole, n: int, sequence: CachedSequence, count: int) -> Tensor:
+def part(whole: LayerStack, n: int, sequence: CachedSequence, count: int) -> Tensor:
     """Hidden states of the next tokens of a sequence."""
     return whole.hidden(n, 64)[sequence.length :][:count]
 
 
-def alone(whole: Whole, sequences: list[CachedSequence], step: Step) -> list[dict[int, Tensor]]:
+def alone(whole: LayerStack, sequences: list[CachedSequence], step: Step) -> list[dict[int, Tensor]]:
     """Outputs of each layer, by sequence, of the tokens of a step and of nothing else."""
     order = sorted((n for n, count in enumerate(step.counts) if count), key=lambda n: step.counts[n])
     requests = [(sequences[n], step.counts[n]) for n in order]
@@ -80,7 +78,7 @@ def alone(whole: Whole, sequences: list[CachedSequence], step: Step) -> list[dic
     return [dict(zip(order, out.split([step.counts[n] for n in order]), strict=True)) for out in outs]
 
 
-def padded(whole: Whole, sequences: list[CachedSequence], step: Step) -> list[dict[int, Tensor]]:
+def padded(whole: LayerStack, sequences: list[CachedSequence], step: Step) -> list[dict[int, Tensor]]:
     """The same with everything that a step may have besides its tokens. Raises AssertionError unless it is zero."""
     manager, totals = whole.manager, [sum(both) for both in zip(step.counts, step.tails, strict=True)]
     manager.builder.validate = step.validate
@@ -95,13 +93,13 @@ def padded(whole: Whole, sequences: list[CachedSequence], step: Step) -> list[di
     for n in order:
         count, tail, sequence = step.counts[n], step.tails[n], sequences[n]
         batch.slot_mapping[row + count : row + count + tail] = -1
-        positions += [torch.arange(sequence.length, sequence.length + count), stale(tail)]
+        positions += [torch.arange(sequence.length, sequence.length + count), stale_positions(tail)]
         values += [part(whole, n, sequence, count), torch.full((tail, 48), torch.nan)]
         real[n], row = slice(row, row + count), row + count + tail
     rest = sum(pads) + step.behind
     hidden = torch.cat([*values, torch.full((rest, 48), torch.nan)])
     with torch.no_grad(), set_forward_context(manager.metadata(batch)):
-        outs = [layer(hidden, torch.cat([*positions, stale(rest)])) for layer in whole.layers]
+        outs = [layer(hidden, torch.cat([*positions, stale_positions(rest)])) for layer in whole.layers]
     live = torch.zeros(len(hidden), dtype=torch.bool)
     for rows in real.values():
         live[rows] = True
@@ -111,7 +109,7 @@ def padded(whole: Whole, sequences: list[CachedSequence], step: Step) -> list[di
 
 
 @pytest.mark.parametrize("model", MAKE)
-@given(steps=STEPS, form=st.sampled_from(NAMES))
+@given(steps=STEPS, form=st.sampled_from(FORM_NAMES))
 @search(12)
 def test_steps_with_padding_are_those_without(model: str, steps: list[Step], form: str) -> None:
     wholes = [MAKE[model](form) for _ in range(2)]

@@ -16,12 +16,12 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.pages import body
 from dsv4attn.testing.scenario import Problem, Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
-from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 LAYOUTS = layouts(tiny_geometry())
 MIXED = [(100, 1), (0, 1), (33, 1, 1), (17, 20), (0, 9, 2), (3, 2)]
 HUGE = [2**31 - 1, 0x7FC00000, 10**6, -2, -(2**31)]
-REFERENCE = BACKENDS["gathered-dense"]
+REFERENCE = REFERENCE_FORMS["gathered-dense"]
 
 
 @all_forms
@@ -31,10 +31,10 @@ def test_g4_poison_in_every_byte_that_no_query_names_changes_no_bit(layout: str,
     clean = Scenario(
         kind=kind, requests=MIXED, layout=LAYOUTS[layout], extra_rows=4, page_padding=64, topk="holes", seed=7
     )
-    result = clean.check(BACKENDS[form])
+    result = clean.check(REFERENCE_FORMS[form])
 
     for byte in (0xFF, 0x80, 0x7F, 0x00):
-        assert_same_bits(attrs.evolve(clean, poison=byte).run(BACKENDS[form]), result)
+        assert_same_bits(attrs.evolve(clean, poison=byte).run(REFERENCE_FORMS[form]), result)
 
 
 @all_kinds
@@ -43,7 +43,7 @@ def test_g4_infinities_are_poison_too(layout: str, kind: LayerKind) -> None:
     clean = Scenario(kind=kind, requests=MIXED, layout=LAYOUTS[layout], topk="garbage")
     poisoned = attrs.evolve(clean, poison=0xFF)
 
-    for backend in BACKENDS.values():
+    for backend in REFERENCE_FORMS.values():
         problem = poisoned.problem(backend)
         for cache in problem.caches.segments(problem.layer):
             rows = cache.region("row")
@@ -57,12 +57,12 @@ def test_g4_infinities_are_poison_too(layout: str, kind: LayerKind) -> None:
 def test_g4_slot_zero_may_hold_anything_when_nobody_owns_it(kind: LayerKind, form: str) -> None:
     """Kernels that load slot 0 for an absent key multiply its NaN by zero, which is NaN."""
     scenario = Scenario(kind=kind, requests=MIXED, topk="holes", spare_pages=40, poison=0xFF, pages_seed=11)
-    problem = scenario.problem(BACKENDS[form])
+    problem = scenario.problem(REFERENCE_FORMS[form])
     for cache, pages in zip(problem.caches.segments(problem.layer), scenario.pages, strict=False):
         assert not (pages.table == 0).any(), "choose another pages_seed"
         assert (body(cache)[0] == 0xFF).all()
 
-    scenario.compare(*problem.run(BACKENDS[form]))
+    scenario.compare(*problem.run(REFERENCE_FORMS[form]))
 
 
 @all_forms
@@ -77,7 +77,7 @@ def test_g4_numbers_that_name_nothing_are_like_minus_one(form: str) -> None:
     assert named == [[e for e in row if e >= 0] for row in holes.topk_rows], "only the absent ones differ"
     assert (garbage.topk_rows != holes.topk_rows).any()
 
-    assert_same_bits(garbage.check(BACKENDS[form]), holes.check(BACKENDS[form]))
+    assert_same_bits(garbage.check(REFERENCE_FORMS[form]), holes.check(REFERENCE_FORMS[form]))
 
 
 def stale_lanes(problem: Problem, value: int) -> Problem:
@@ -96,33 +96,33 @@ def stale_lanes(problem: Problem, value: int) -> Problem:
 @all_kinds
 def test_g4_lanes_past_the_length_are_never_looked_at(kind: LayerKind, form: str) -> None:
     scenario = Scenario(kind=kind, requests=MIXED, poison=0xFF)
-    clean = scenario.check(BACKENDS[form])
+    clean = scenario.check(REFERENCE_FORMS[form])
 
     for value in [0, 1, 5, *HUGE]:
-        assert_same_bits(stale_lanes(scenario.problem(BACKENDS[form]), value).run(BACKENDS[form]), clean)
+        assert_same_bits(stale_lanes(scenario.problem(REFERENCE_FORMS[form]), value).run(REFERENCE_FORMS[form]), clean)
 
 
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF])
 def test_g4_old_contents_of_the_workspace_never_show(byte: int, kind: LayerKind, form: str) -> None:
-    problem = Scenario(kind=kind, requests=MIXED, topk="garbage").problem(BACKENDS[form])
-    workspace = problem.workspace(BACKENDS[form], debug=False)
+    problem = Scenario(kind=kind, requests=MIXED, topk="garbage").problem(REFERENCE_FORMS[form])
+    workspace = problem.workspace(REFERENCE_FORMS[form], debug=False)
     for lane in ("decode", "prefill"):
         workspace.get_simultaneous(((workspace.size(lane),), torch.uint8), lane=lane)[0].fill_(byte)
 
-    assert_same_bits(problem.run(BACKENDS[form], workspace), problem.run(BACKENDS[form]))
+    assert_same_bits(problem.run(REFERENCE_FORMS[form], workspace), problem.run(REFERENCE_FORMS[form]))
 
 
 @all_forms
 @all_kinds
 def test_a_forward_reads_its_inputs_and_writes_only_its_outputs(kind: LayerKind, form: str) -> None:
-    problem = Scenario(kind=kind, requests=MIXED, extra_rows=2).problem(BACKENDS[form])
+    problem = Scenario(kind=kind, requests=MIXED, extra_rows=2).problem(REFERENCE_FORMS[form])
     caches = problem.caches.segments(problem.layer)
     inputs: list[Tensor] = [problem.q, *(body(cache) for cache in caches), problem.metadata.swa.block_table]
     before = [t.clone() for t in inputs]
 
-    problem.run(BACKENDS[form])
+    problem.run(REFERENCE_FORMS[form])
 
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
 
@@ -174,7 +174,7 @@ def test_g4_a_batch_of_padding_is_zero(sink: str, kind: LayerKind, form: str) ->
         extra_rows=2,
     )
 
-    out, lse = scenario.check(BACKENDS[form])
+    out, lse = scenario.check(REFERENCE_FORMS[form])
 
     assert not out.any()
     assert (lse == -math.inf).all()
@@ -193,4 +193,4 @@ def test_the_poison_is_really_there() -> None:
         assert dead.any()
         assert not dead.all()
     assert isinstance(problem.workspace(REFERENCE), WorkspaceManager)
-    assert len(NAMES) == 4
+    assert len(FORM_NAMES) == 4

@@ -24,21 +24,23 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence
 from tests.core.strategies import search
-from tests.core.whole import SMALL, Whole
-from tests.core.whole_v41 import SMALL_V41, network
+from tests.harness import SMALL, LayerStack
+from tests.harness_v41 import SMALL_V41, v41_stack
 
 LENGTH, WINDOWS = 46, {"v4": SMALL.window, "v4.1": SMALL_V41.window}
 
 
-def v4(backend: str) -> Whole:
-    return Whole(load_backend(backend), swa_block_size=4, compressed_block_tokens=16, keep_windows=True, shuffle_seed=5)
+def v4(backend: str) -> LayerStack:
+    return LayerStack(
+        load_backend(backend), swa_block_size=4, compressed_block_tokens=16, keep_windows=True, shuffle_seed=5
+    )
 
 
-def v41(backend: str) -> Whole:
-    return network(backend=backend, keep_windows=True)
+def v41(backend: str) -> LayerStack:
+    return v41_stack(backend=backend, keep_windows=True)
 
 
-MODELS: dict[str, Callable[[str], Whole]] = {"v4": v4, "v4.1": v41}
+MODELS: dict[str, Callable[[str], LayerStack]] = {"v4": v4, "v4.1": v41}
 
 
 @cache

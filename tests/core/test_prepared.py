@@ -26,9 +26,8 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.scenario import Problem, Scenario
-from tests.core.calls import C4A, F32, I32, KINDS, LAYOUT, good
-from tests.core.forms import BACKENDS, all_forms, assert_same_bits
 from tests.core.test_checks import CACHES, DRAWS, METADATA, verdict
+from tests.harness import C4A, F32, I32, KINDS, LAYOUT, REFERENCE_FORMS, all_forms, assert_same_bits, forward_args
 
 DECODES, MIXED = [(60, 1), (3, 1), (30, 1)], [(60, 1), (3, 1), (0, 9)]
 
@@ -53,7 +52,7 @@ def layers_of(problem: Problem, other: Problem) -> list[Problem]:
 def test_layers_that_share_a_step_give_what_each_gives_alone(
     kind: LayerKind, requests: Sequence[tuple[int, int]], form: str
 ) -> None:
-    backend, shared = BACKENDS[form], WorkspaceManager()
+    backend, shared = REFERENCE_FORMS[form], WorkspaceManager()
     first, other = (Scenario(kind=kind, requests=requests, seed=seed).problem(backend) for seed in (1, 2))
     layers = layers_of(first, other)
     alone = [layer.run(backend) for layer in layers]
@@ -65,7 +64,7 @@ def test_layers_that_share_a_step_give_what_each_gives_alone(
 
 @all_forms
 def test_what_the_indexer_leaves_for_each_layer_is_read_anew(form: str) -> None:
-    backend, shared = BACKENDS[form], WorkspaceManager()
+    backend, shared = REFERENCE_FORMS[form], WorkspaceManager()
     problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
     buffer = problem.topk_indices
     assert buffer is not None
@@ -107,7 +106,7 @@ def is_prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
 def waved_through(is_prepared: Callable[..., bool], kind: LayerKind, draws: int = 1500) -> tuple[list[str], int]:
     """What is wrong with calls that are taken for one that was good, and how many were taken for it."""
     rng = random.Random(kind.value)
-    whole = {**good(kind), "metadata": METADATA[kind], "caches": CACHES[kind]}
+    whole = {**forward_args(kind), "metadata": METADATA[kind], "caches": CACHES[kind]}
     forward_mqa(**whole)
     wrong, taken = [], 0
     for _ in range(draws):
@@ -160,7 +159,7 @@ def test_the_signature_of_caches_holds_format_and_alignment() -> None:
 def test_what_is_no_tensor_is_refused_after_a_good_call_too(
     name: str, value: object, is_prepared: Callable[..., bool]
 ) -> None:
-    arguments = good(C4A)
+    arguments = forward_args(C4A)
     forward_mqa(**arguments)
 
     assert is_prepared(**arguments)
@@ -234,7 +233,7 @@ def test_nothing_is_prepared_twice_for_views_that_each_call_has_to_ask_for() -> 
 def test_a_prepared_step_goes_when_the_memory_of_the_workspace_moves() -> None:
     backend, shared = Noting(), WorkspaceManager()
     problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
-    alone = problem.run(BACKENDS["paged-dense"])
+    alone = problem.run(REFERENCE_FORMS["paged-dense"])
     problem.run(backend, shared)
     (old,) = (weakref.ref(view) for view in backend.prepared[0].keys[1].rows.indices[None])  # type: ignore[index]
     shared.lock()
@@ -261,7 +260,7 @@ def test_a_metadata_object_has_only_so_many_prepared_steps(monkeypatch: pytest.M
 def test_a_prepared_step_serves_other_threads_streams_of_values_and_padding() -> None:
     backend, shared = Noting(), WorkspaceManager()
     problem = Scenario(kind=C4A, requests=DECODES, extra_rows=2).problem(backend)
-    alone = problem.run(BACKENDS["paged-dense"])
+    alone = problem.run(REFERENCE_FORMS["paged-dense"])
     with ThreadPoolExecutor(1) as executor:
         for _ in range(2):
             assert_same_bits(executor.submit(problem.run, backend, shared).result(), alone)
@@ -285,11 +284,11 @@ def test_a_prepared_step_reads_what_its_metadata_s_buffers_hold_after_another_bu
 
     assert len(backend.prepared) == 1
     fresh = evolve(problem, metadata=AttentionMetadata(evolve(swa), evolve(compressed)))
-    assert_same_bits(after, fresh.run(BACKENDS["paged-dense"]))
+    assert_same_bits(after, fresh.run(REFERENCE_FORMS["paged-dense"]))
 
 
 def test_a_prepared_step_serves_no_tensor_of_another_device() -> None:
-    arguments = good(C4A)
+    arguments = forward_args(C4A)
     forward_mqa(**arguments)
     with pytest.raises(ArgumentError, match=r"^out: expected a tensor on meta, like q, got one on cpu"):
         forward_mqa(**{**arguments, "q": arguments["q"].to("meta")})
@@ -306,7 +305,7 @@ def test_lengths_written_behind_a_prepared_step_are_read() -> None:
     after = problem.run(backend, shared)
 
     assert len(backend.prepared) == 1
-    assert_same_bits(after, problem.run(BACKENDS["paged-dense"]))
+    assert_same_bits(after, problem.run(REFERENCE_FORMS["paged-dense"]))
 
 
 def test_an_index_step_is_prepared_once_and_run_for_every_layer() -> None:
@@ -328,7 +327,7 @@ def test_an_index_step_is_prepared_once_and_run_for_every_layer() -> None:
     same = {name: getattr(right, name) for name in names}
     backend.steps = SimpleNamespace(compute_global_topk_indices_and_lens=translate, **same)
     problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
-    alone = problem.run(BACKENDS["paged-dense"])
+    alone = problem.run(REFERENCE_FORMS["paged-dense"])
     for _ in range(3):
         assert_same_bits(problem.run(backend, shared), alone)
     assert did == ["prepared", "ran", "ran", "ran"]

@@ -24,10 +24,10 @@ from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight, Weight, dense_weight
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.judge import F64
-from tests.core.calls import LIMITS
 from tests.core.projections import GROUPS, HIDDEN, LAYER, RANK, TOKENS, WO_A, WO_B, Given
 from tests.core.ranks import project, project_share
 from tests.core.scaled import CPU, OCP, Scaled, each_dialect, each_form
+from tests.harness import LIMITS
 
 BF16, F32 = torch.bfloat16, torch.float32
 META = torch.device("meta")

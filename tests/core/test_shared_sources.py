@@ -18,18 +18,17 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, SourceRows
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError
 from dsv4attn.serving.cache_manager import CachedSequence
-from tests.core.network_v41 import KV_OF
-from tests.core.whole import Whole
-from tests.core.whole_v41 import network
+from tests.harness import LayerStack
+from tests.harness_v41 import KV_OF, v41_stack
 
 READERS = [2, 5, 6, 7]
 """Reuse layers of 1, 4 and 6, and layer 6, which selects among the candidates of 4."""
 Step = tuple[list[tuple[CachedSequence, int]], Batch, Tensor, Tensor]
 
 
-def begun(backend: str = "reference") -> tuple[Whole, Step]:
+def begun(backend: str = "reference") -> tuple[LayerStack, Step]:
     """A network after a step of 9 tokens; and its next one: one token of that request, and 31 of a new one."""
-    whole = network(backend=backend, keep_windows=True)
+    whole = v41_stack(backend=backend, keep_windows=True)
     first, second = whole.manager.new(), whole.manager.new()
     whole.step([(first, 9)], whole.hidden(1, 9))
     requests = [(first, 1), (second, 31)]
@@ -37,7 +36,7 @@ def begun(backend: str = "reference") -> tuple[Whole, Step]:
     return whole, (requests, whole.manager.batch(requests), whole.manager.positions(requests), hidden)
 
 
-def run(whole: Whole, layers: Any, metadata: Mapping[Any, Any], hidden: Tensor, positions: Tensor) -> list[Tensor]:
+def run(whole: LayerStack, layers: Any, metadata: Mapping[Any, Any], hidden: Tensor, positions: Tensor) -> list[Tensor]:
     with torch.no_grad(), set_forward_context(metadata):
         return [whole.layers[i](hidden, positions) for i in layers]
 
@@ -50,7 +49,7 @@ def last_tokens(batch: Batch, rows: Tensor) -> Batch:
     )
 
 
-def parts(whole: Whole, step: Step, count: int) -> tuple[Any, Any, Tensor]:
+def parts(whole: LayerStack, step: Step, count: int) -> tuple[Any, Any, Tensor]:
     """Metadata of the whole step, metadata of the last tokens with their rows, and these rows."""
     _, batch, _, _ = step
     rows = torch.tensor([0, *range(32 - count, 32)])
@@ -100,7 +99,7 @@ def test_kernels_read_those_rows_too() -> None:
 # refused
 
 
-def refused(whole: Whole, layer: int, metadata: Any, hidden: Tensor, positions: Tensor, said: str) -> None:
+def refused(whole: LayerStack, layer: int, metadata: Any, hidden: Tensor, positions: Tensor, said: str) -> None:
     """Nothing is written before the error."""
     before = [cache.tensor.clone() for caches in whole.manager.caches for cache in caches.present.values()]
     with pytest.raises(ArgumentError, match=said):
@@ -228,7 +227,7 @@ def others(caches: DeepseekV4Caches, *names: str) -> DeepseekV4Caches:
 
 @pytest.mark.parametrize("names", [["index"], ["compressed"], ["compressed", "index"]])
 def test_readers_follow_a_source_that_is_bound_again(names: list[str]) -> None:
-    whole, other = network(), network()
+    whole, other = v41_stack(), v41_stack()
     whole.step([(whole.manager.new(), 12)], whole.hidden(3, 12))
     for i in (1, 4):
         caches = whole.layers[i].caches
@@ -248,14 +247,14 @@ def test_readers_follow_a_source_that_is_bound_again(names: list[str]) -> None:
 
 
 def test_a_source_is_not_bound_to_caches_that_do_not_fit() -> None:
-    whole = network()
+    whole = v41_stack()
     layer, caches = whole.layers[4], whole.layers[4].caches
     assert caches is not None
     wrong = PagedKVCache.allocate(KVCacheLayout.rows(24, 8, dtype=torch.float32), 4, 8)
     with pytest.raises((ArgumentError, LayoutMismatchError)):
         layer.bind_kv_cache(attrs.evolve(caches, attention=LayerCaches(caches.attention.swa, wrong)))
     assert layer.caches is caches
-    fresh = network().layers
+    fresh = v41_stack().layers
     fresh[4].caches = None
     requests = [(whole.manager.new(), 3)]
     metadata, positions = whole.manager.metadata(whole.manager.batch(requests)), whole.manager.positions(requests)

@@ -12,7 +12,7 @@ import torch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
-from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits, same_bits
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits, same_bits
 
 GEOMETRY = tiny_geometry(o_groups=4)
 MIXED = [(100, 1), (0, 1), (17, 20), (0, 9, 2)]
@@ -32,23 +32,23 @@ def scenario_of(kind: LayerKind, sinks: list[float] | None, dtype: torch.dtype =
 )
 def test_g12_any_sink_equals_the_oracle(sinks: list[float], kind: LayerKind, form: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        scenario_of(kind, sinks, dtype).check(BACKENDS[form])
+        scenario_of(kind, sinks, dtype).check(REFERENCE_FORMS[form])
 
 
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_g12_a_sink_of_minus_infinity_is_no_sink_bit_for_bit(dtype: torch.dtype, kind: LayerKind, form: str) -> None:
-    without = scenario_of(kind, None, dtype).run(BACKENDS[form])
+    without = scenario_of(kind, None, dtype).run(REFERENCE_FORMS[form])
 
-    assert_same_bits(scenario_of(kind, [-math.inf] * 4, dtype).run(BACKENDS[form]), without)
+    assert_same_bits(scenario_of(kind, [-math.inf] * 4, dtype).run(REFERENCE_FORMS[form]), without)
 
 
 @all_forms
 @all_kinds
 def test_g12_a_sink_of_plus_infinity_or_of_1e4_leaves_exactly_zero(kind: LayerKind, form: str) -> None:
     for sink in (math.inf, 1e4):
-        out, lse = scenario_of(kind, [sink] * 4).run(BACKENDS[form])
+        out, lse = scenario_of(kind, [sink] * 4).run(REFERENCE_FORMS[form])
         assert not out.any()
         assert lse[:-2].isfinite().all(), "the lse leaves the sink out"
 
@@ -59,8 +59,8 @@ def test_g12_a_sink_scales_by_the_sigmoid_of_lse_minus_sink_and_leaves_the_lse_a
     kind: LayerKind, form: str
 ) -> None:
     sinks = torch.tensor([-3.0, 0.0, 1.5, 20.0])
-    plain, lse = scenario_of(kind, None).run(BACKENDS[form])
-    out, with_sink = scenario_of(kind, sinks.tolist()).run(BACKENDS[form])
+    plain, lse = scenario_of(kind, None).run(REFERENCE_FORMS[form])
+    out, with_sink = scenario_of(kind, sinks.tolist()).run(REFERENCE_FORMS[form])
 
     assert same_bits(lse, with_sink)
     torch.testing.assert_close(out, plain * torch.sigmoid(lse - sinks)[..., None], rtol=2e-6, atol=1e-12)
@@ -73,7 +73,7 @@ def test_g12_changing_one_heads_sink_changes_every_row_of_that_head_only(kind: L
     changed = scenario_of(kind, [0.5, -1.0, 1.5, 2.0])
     valid = [i for i, token in enumerate(base.tokens) if token.valid]
 
-    a, b = (s.run(BACKENDS[form])[0][valid] for s in (base, changed))
+    a, b = (s.run(REFERENCE_FORMS[form])[0][valid] for s in (base, changed))
 
     assert (a != b).any(-1).all(0).tolist() == [False, False, True, False]
     assert not (a != b)[:, [0, 1, 3]].any()
@@ -89,8 +89,8 @@ def test_g12_the_ranks_of_a_tensor_parallel_group_carry_their_own_sinks(size: in
         attrs.evolve(whole, geometry=GEOMETRY.tensor_parallel(size), first_head=rank * heads) for rank in range(size)
     ]
 
-    for name in NAMES:
-        parts = [rank.check(BACKENDS[name])[0] for rank in ranks]
+    for name in FORM_NAMES:
+        parts = [rank.check(REFERENCE_FORMS[name])[0] for rank in ranks]
         assert all(part.shape[1] == heads for part in parts)
         np.testing.assert_allclose(torch.cat(parts, dim=1), expected, atol=1e-5)
     sinks = [rank.sink_values for rank in ranks]

@@ -20,7 +20,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.testing.scenario import Problem, Scenario
-from tests.core.forms import BACKENDS, NAMES, all_forms, assert_same_bits
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, assert_same_bits
 
 BATCHES = [
     [(20, 1)],
@@ -86,7 +86,9 @@ def test_steps_of_any_layers_in_one_workspace_give_what_each_gives_in_its_own(fo
     keys, indices = form.split("-")
     options = {"prefill_keys": keys, "prefill_indices": indices, "decode_indices": indices}
     shared, rng = WorkspaceManager(), Random(form)
-    steps = [(p, b) for b in (BACKENDS[form], Particular(3, **options), Particular(5, **options)) for p in problems(b)]
+    steps = [
+        (p, b) for b in (REFERENCE_FORMS[form], Particular(3, **options), Particular(5, **options)) for p in problems(b)
+    ]
     for _ in range(2):
         rng.shuffle(steps)
         for problem, backend in steps:
@@ -95,26 +97,28 @@ def test_steps_of_any_layers_in_one_workspace_give_what_each_gives_in_its_own(fo
                 assert_same_bits(problem.run(backend, shared), alone)
 
 
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize("form", FORM_NAMES)
 def test_what_a_step_is_made_of_may_change_its_place(form: str) -> None:
     """The next step's metadata stands elsewhere, and the indexer's buffer too, and they hold other numbers."""
     for kind in LayerKind:
-        first, second = (Scenario(kind=kind, requests=BATCHES[3], seed=seed).problem(BACKENDS[form]) for seed in (1, 2))
+        first, second = (
+            Scenario(kind=kind, requests=BATCHES[3], seed=seed).problem(REFERENCE_FORMS[form]) for seed in (1, 2)
+        )
         second, shared = evolve(second, layer=first.layer), WorkspaceManager()
         for problem in (first, second, first):
-            assert_same_bits(problem.run(BACKENDS[form], shared), problem.run(BACKENDS[form]))
+            assert_same_bits(problem.run(REFERENCE_FORMS[form], shared), problem.run(REFERENCE_FORMS[form]))
 
 
 @all_forms
 def test_more_tokens_read_more_rows_of_the_indexer_s_one_buffer(form: str) -> None:
-    given = [Scenario(kind=LayerKind.C4A, requests=batch).problem(BACKENDS[form]) for batch in BATCHES]
+    given = [Scenario(kind=LayerKind.C4A, requests=batch).problem(REFERENCE_FORMS[form]) for batch in BATCHES]
     shared, buffer = WorkspaceManager(), torch.empty(16, given[0].layer.topk, dtype=torch.int32)
     for problem in [*given, *given[::-1]]:
         assert problem.topk_indices is not None
         rows = problem.topk_indices.shape[0]
         buffer[:rows, : problem.topk_indices.shape[1]].copy_(problem.topk_indices)
         same = evolve(problem, topk_indices=buffer, layer=given[0].layer)
-        assert_same_bits(same.run(BACKENDS[form], shared), problem.run(BACKENDS[form]))
+        assert_same_bits(same.run(REFERENCE_FORMS[form], shared), problem.run(REFERENCE_FORMS[form]))
 
 
 def test_a_backend_lives_as_long_as_metadata_that_it_is_prepared_for_and_no_longer() -> None:

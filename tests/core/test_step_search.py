@@ -23,8 +23,8 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.selection import load_backend
 from tests.core.strategies import search
-from tests.core.whole import FP32, Whole
-from tests.core.whole_v41 import network
+from tests.harness import FP32, LayerStack
+from tests.harness_v41 import v41_stack
 
 MAX_LEN, MAX_TOKENS, MAX_REQS = 64, 48, 6
 TABLES = "block_table", "compressed_block_table", "c4a_state_block_table", "c128a_state_block_table"
@@ -34,14 +34,14 @@ BLOCKS = [-1, 0, 3, 10**6, 2**31 - 1, -(2**31)]
 """Blocks in the tables of requests of padding."""
 
 
-def v4(**options: Any) -> Whole:
+def v4(**options: Any) -> LayerStack:
     """All kinds of layers of V4."""
-    return Whole(load_backend("reference"), FP32, swa_block_size=4, compressed_block_tokens=16, **options)
+    return LayerStack(load_backend("reference"), FP32, swa_block_size=4, compressed_block_tokens=16, **options)
 
 
-def v41(**options: Any) -> Whole:
+def v41(**options: Any) -> LayerStack:
     """Layers of V4.1 of both ratios, and readers."""
-    return network(**options)
+    return v41_stack(**options)
 
 
 NETWORKS = {"v4": v4, "v4.1": v41}

@@ -23,7 +23,20 @@ from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_strides, has_dense_rows
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError
-from tests.core.calls import BF16, C4A, I32, KINDS, LAYOUT, LIMITS, MODEL, PADDED, SWA, caches_of, good, random_cache
+from tests.harness import (
+    BF16,
+    C4A,
+    I32,
+    KINDS,
+    LAYOUT,
+    LIMITS,
+    PADDED,
+    SMALL,
+    SWA,
+    caches_of,
+    forward_args,
+    random_cache,
+)
 
 ROWS = "stride 1 in the last dimension"
 DENSE = "a dense tensor"
@@ -82,7 +95,7 @@ IDS = [f"{name}-{i}" for i, (name, _, _) in enumerate(WRONG)]
 def test_g21_forward_mqa_refuses_what_kernels_would_misread(
     kind: LayerKind, name: str, change: Any, said: str, *, known: bool
 ) -> None:
-    arguments = good(kind)
+    arguments = forward_args(kind)
     if known:
         forward_mqa(**arguments)
     arguments[name] = change(arguments[name])
@@ -97,7 +110,7 @@ def test_g21_forward_mqa_refuses_what_kernels_would_misread(
 
 
 def test_g21_entry_numbers_are_dense_in_their_rows() -> None:
-    arguments = good(C4A)
+    arguments = forward_args(C4A)
     arguments["topk_indices"] = spread(arguments["topk_indices"].contiguous())
 
     with pytest.raises(ArgumentError, match=f"^topk_indices: expected {ROWS}"):
@@ -107,7 +120,7 @@ def test_g21_entry_numbers_are_dense_in_their_rows() -> None:
 @pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("kind", KINDS)
 def test_g21_rows_may_lie_apart_and_what_lies_between_them_stays(backend: Any, kind: LayerKind) -> None:
-    plain, apart = {**good(kind), "backend": backend}, {**good(kind), "backend": backend}
+    plain, apart = {**forward_args(kind), "backend": backend}, {**forward_args(kind), "backend": backend}
     for name in ("q", "out", "lse", "topk_indices"):
         apart[name] = columns_of_more(apart[name])
     forward_mqa(**plain)
@@ -158,7 +171,7 @@ def steps() -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    cache, positions, table = random_cache(LAYOUT, 4, 16), torch.arange(5), cos_sin_cache(MODEL.layer(0).rope, 64)
+    cache, positions, table = random_cache(LAYOUT, 4, 16), torch.arange(5), cos_sin_cache(SMALL.layer(0).rope, 64)
     lens = torch.tensor([5, 3], dtype=I32)
     insert: dict[str, Any] = {
         "q": random(5, 4, 32),
@@ -244,7 +257,7 @@ def test_keys_of_another_shape_or_dtype_are_refused_before_a_write(backend: Any,
 
 @pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
 def test_g21_a_bound_layer_refuses_them_too(backend: Any) -> None:
-    geometry, arguments, table = MODEL.layer_of_kind(SWA), good(SWA), cos_sin_cache(MODEL.layer(0).rope, 256)
+    geometry, arguments, table = SMALL.layer_of_kind(SWA), forward_args(SWA), cos_sin_cache(SMALL.layer(0).rope, 256)
     layer = DeepseekV4MLAAttention("l", geometry, LIMITS, backend, attn_sink=torch.zeros(4), cos_sin_cache=table)
     layer.bind_kv_cache(caches_of(SWA).swa)
     q, kv, positions = arguments["q"], torch.randn(PADDED, 32), torch.arange(PADDED)

@@ -27,8 +27,8 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.core.scaled import operations
 from tests.core.weight_changes import CHANGES, changed, differ, in_place, plain, through_data
-from tests.core.whole import SMALL, Requests, Whole, random_weights
-from tests.core.whole_v41 import SMALL_V41
+from tests.harness import SMALL, LayerStack, Requests, random_weights
+from tests.harness_v41 import SMALL_V41
 
 BF16, FP32, OCP = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 TOKENS = 17
@@ -80,9 +80,9 @@ class Subject:
     def __init__(self, model: str, form: str, given: Mapping[str, Any]) -> None:
         geometry, index = MODELS[model]
         self.geometry, self.index, self.dtype = geometry, index, FP32 if form == "fp32" else BF16
-        self.whole = Whole.__new__(Whole)
+        self.whole = LayerStack.__new__(LayerStack)
         dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
-        Whole.__init__(
+        LayerStack.__init__(
             self.whole,
             load_backend("reference"),
             KVCacheLayout.rows(*dims, dtype=self.dtype),

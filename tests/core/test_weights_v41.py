@@ -14,8 +14,8 @@ from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.selection import load_backend
 from dsv4attn.testing import oracle
 from tests.core.scaled import E8M0
-from tests.core.whole import Whole, random_weights
-from tests.core.whole_v41 import LIMITS, SMALL_V41
+from tests.harness import LayerStack, random_weights
+from tests.harness_v41 import LIMITS_V41, SMALL_V41
 
 FORMS = ("pair", "weight_scale_inv", "weight_scale", "scale")
 
@@ -47,11 +47,11 @@ def test_a_released_checkpoint_is_what_its_codes_and_exponents_stand_for() -> No
                 fp8[i][name], bf16[i][name] = published(value, FORMS[n % len(FORMS)])
     outs = []
     for weights in (fp8, bf16):
-        whole = Whole(
+        whole = LayerStack(
             load_backend("reference"),
             KVCacheLayout.rows(48, 16, dtype=torch.bfloat16),
             geometry=SMALL_V41,
-            limits=LIMITS,
+            limits=LIMITS_V41,
             dtype=torch.bfloat16,
             weights=weights,
         )

@@ -20,13 +20,13 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, WorkspaceError
 from dsv4attn.testing.scenario import Problem, Scenario
 from tests.backends.built_in import forms
-from tests.core.forms import BACKENDS, NAMES, all_kinds
 from tests.core.strategies import examples, other_windows
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_kinds
 
 MORE = 24
 TRITON = {name: make() for name, make in forms().items()}
-PAIR = PhasedBackend(BACKENDS["paged-ragged"], BACKENDS["gathered-dense"])
-SUBJECTS: dict[str, Any] = {**{name: BACKENDS[name] for name in NAMES}, **TRITON, "pair": PAIR}
+PAIR = PhasedBackend(REFERENCE_FORMS["paged-ragged"], REFERENCE_FORMS["gathered-dense"])
+SUBJECTS: dict[str, Any] = {**{name: REFERENCE_FORMS[name] for name in FORM_NAMES}, **TRITON, "pair": PAIR}
 
 
 def scene_of(kind: LayerKind) -> Scenario:
@@ -72,24 +72,24 @@ def test_keys_in_further_columns_are_attended_to_within_the_planned_memory(name:
     scene.compare(*problem.run(backend, workspace))
 
 
-@given(scenario=other_windows(), form=st.sampled_from(NAMES))
+@given(scenario=other_windows(), form=st.sampled_from(FORM_NAMES))
 @examples(100)
 def test_blocks_bounds_and_later_tokens_equal_the_oracle_in_every_form(scenario: Scenario, form: str) -> None:
-    scenario.check(BACKENDS[form])
+    scenario.check(REFERENCE_FORMS[form])
 
 
 @pytest.mark.parametrize("elements", [1, 40, 400])
 def test_a_slice_of_a_request_gathers_nothing_before_its_first_position(elements: int) -> None:
     """A request is cut along its query tokens; the first slice begins at the bound, later ones behind it."""
     scene = Scenario(kind=LayerKind.C4A, requests=[(50, 40), (7, 9)], replay=(49, 2), poison=0xFF)
-    backend = BACKENDS["gathered-dense"]
+    backend = REFERENCE_FORMS["gathered-dense"]
     problem = scene.problem(backend, limits=evolve(scene.limits, max_index_elements=elements))
 
     scene.compare(*problem.run(backend))
 
 
 def test_on_a_backend_that_gathers_wide_rows_are_decode_calls_of_the_planned_size() -> None:
-    backend = BACKENDS["gathered-ragged"]
+    backend = REFERENCE_FORMS["gathered-ragged"]
     problem = widened(scene_of(LayerKind.C128A).problem(backend))
     given = problem.q, problem.caches, problem.metadata, backend, WorkspaceManager(), torch.empty_like(problem.q)
     call = ForwardCall(*given, problem.layer, problem.limits, None)
@@ -103,7 +103,7 @@ def test_on_a_backend_that_gathers_wide_rows_are_decode_calls_of_the_planned_siz
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("name", ["paged-dense", "gathered-dense"])
 def test_more_columns_than_the_limits_name_are_refused_with_the_limit(phase: str, name: str) -> None:
-    backend = BACKENDS[name]
+    backend = REFERENCE_FORMS[name]
     problem = widened(scene_of(LayerKind.SWA).problem(backend))
     fewer: dict[str, Any] = {f"{phase}_window_columns": 8 + MORE - 1}
     limits = evolve(problem.limits, **fewer)
@@ -125,7 +125,7 @@ def test_a_plan_without_the_columns_is_too_small(name: str) -> None:
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_fewer_columns_than_the_window_are_refused(phase: str) -> None:
-    swa, name = scene_of(LayerKind.SWA).problem(BACKENDS["paged-dense"]).metadata.swa, f"{phase}_swa_indices"
+    swa, name = scene_of(LayerKind.SWA).problem(REFERENCE_FORMS["paged-dense"]).metadata.swa, f"{phase}_swa_indices"
     with pytest.raises(ArgumentError, match=rf"{name}: expected at least the \d+ columns of the window"):
         evolve(swa, **{name: getattr(swa, name)[..., :1]})
 
@@ -133,7 +133,7 @@ def test_fewer_columns_than_the_window_are_refused(phase: str) -> None:
 def test_tensors_of_a_phase_without_requests_may_be_none() -> None:
     for requests, phase in (([(9, 1)], "prefill"), ([(9, 7)], "decode")):
         scene = Scenario(kind=LayerKind.C128A, requests=requests)
-        problem = scene.problem(BACKENDS["gathered-dense"])
+        problem = scene.problem(REFERENCE_FORMS["gathered-dense"])
         names = [f"decode_swa_{part}" for part in ("indices", "lens")]
         if phase == "prefill":
             parts = "swa_indices", "swa_lens", "seq_lens", "gather_lens", "seq_lens_cpu", "query_lens_cpu"
@@ -144,12 +144,12 @@ def test_tensors_of_a_phase_without_requests_may_be_none() -> None:
         assert all(getattr(swa, name).shape[0] == 0 for name in names)
         assert all(getattr(swa, name).dtype == torch.int32 for name in names)
         metadata = AttentionMetadata(swa, problem.metadata.compressed)
-        scene.compare(*evolve(problem, metadata=metadata).run(BACKENDS["gathered-dense"]))
+        scene.compare(*evolve(problem, metadata=metadata).run(REFERENCE_FORMS["gathered-dense"]))
 
 
 @pytest.mark.parametrize("name", ["decode_swa_lens", "prefill_swa_indices", "prefill_seq_lens_cpu"])
 def test_tensors_of_a_phase_with_requests_may_not(name: str) -> None:
-    swa = scene_of(LayerKind.SWA).problem(BACKENDS["paged-dense"]).metadata.swa
+    swa = scene_of(LayerKind.SWA).problem(REFERENCE_FORMS["paged-dense"]).metadata.swa
     with pytest.raises(ArgumentError, match=rf"{name}: expected a tensor \[.*, got NoneType"):
         changed(swa, name)
 
@@ -158,10 +158,10 @@ def test_tensors_of_a_phase_with_requests_may_not(name: str) -> None:
     "name", ["c128a_global_decode_topk_indices", "c128a_decode_topk_lens", "c128a_prefill_topk_indices"]
 )
 def test_tables_of_c128a_layers_may_be_none_only_without_tokens(name: str) -> None:
-    problem = scene_of(LayerKind.C128A).problem(BACKENDS["paged-dense"])
+    problem = scene_of(LayerKind.C128A).problem(REFERENCE_FORMS["paged-dense"])
     swa, compressed = problem.metadata.swa, problem.metadata.compressed
     assert isinstance(swa, DeepseekSparseSWAMetadata)
     assert isinstance(compressed, FlashMLASparseMetadata)
     without = AttentionMetadata(swa, changed(compressed, name))
     with pytest.raises(ArgumentError, match=rf"metadata.compressed.{name}: expected rows for \d+ tokens, got None"):
-        evolve(problem, metadata=without).run(BACKENDS["paged-dense"])
+        evolve(problem, metadata=without).run(REFERENCE_FORMS["paged-dense"])

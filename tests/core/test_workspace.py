@@ -27,7 +27,7 @@ from dsv4attn.core.memory.workspace import (
 )
 from dsv4attn.errors import ArgumentError, CanaryError, Dsv4AttnError, WorkspaceError
 from tests.backends.built_in import EVERYWHERE
-from tests.core.whole import Whole
+from tests.harness import LayerStack
 
 BF16, F32, I32, U8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8
 DTYPES = [U8, BF16, F32, I32, torch.int64, torch.bool]
@@ -441,7 +441,7 @@ def test_a_copy_has_memory_of_its_own_in_lanes_of_the_same_sizes(name: str, debu
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_workspace_that_ran_steps_is_copied(backend: str, name: str) -> None:
-    whole = Whole(load_backend(backend))
+    whole = LayerStack(load_backend(backend))
     hidden = whole.hidden(0, 24)
     sequence, _ = whole.cut(hidden[:20], [19, 1])
     made = COPIES[name](whole.workspace)

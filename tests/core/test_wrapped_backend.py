@@ -15,7 +15,7 @@ from dsv4attn.core.contract import backend as contract
 from dsv4attn.core.contract.backend import AttentionCall, Backend, BackendDefaults, Phase, complete
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.selection import load_backend
-from tests.core.whole import KINDS, SMALL, Whole
+from tests.harness import KINDS_AND_RATIOS, SMALL, LayerStack
 
 REFERENCE: Any = load_backend("reference")
 MEMBERS = (
@@ -74,7 +74,7 @@ def of(base: type) -> Any:
 def test_equal_layers_share_what_is_prepared(base: type) -> None:
     """A step of one prefill and one decode is prepared once for four equal layers, whatever the base class."""
     backend = of(base)
-    whole = Whole(backend, geometry=attrs.evolve(SMALL, layers=(KINDS[0],) * 4))
+    whole = LayerStack(backend, geometry=attrs.evolve(SMALL, layers=(KINDS_AND_RATIOS[0],) * 4))
     first, second = whole.manager.new(), whole.manager.new()
     whole.step([(first, 9)], whole.hidden(0, 9))
     assert backend.prepared == 1
@@ -122,11 +122,11 @@ def test_a_wrapper_is_copied_with_its_backend(again: Any) -> None:
 )
 def test_layers_are_copied(again: Any, run_before: bool) -> None:
     """Copies of all layers, on caches of their own, give the outputs of the reference backend's layers."""
-    exact, whole = Whole(load_backend("reference")), Whole(of(Alone))
+    exact, whole = LayerStack(load_backend("reference")), LayerStack(of(Alone))
     if run_before:
         whole.step([(whole.manager.new(), 5)], whole.hidden(5, 5))
     layers = [again(layer) for layer in whole.layers] if again is copy.copy else again(whole.layers)
-    fresh = Whole(of(Alone))
+    fresh = LayerStack(of(Alone))
     for layer, caches in zip(layers, fresh.manager.caches, strict=True):
         layer.bind_kv_cache(caches)
     fresh.layers = layers
@@ -138,7 +138,7 @@ def test_layers_are_copied(again: Any, run_before: bool) -> None:
 
 
 def test_a_deepcopy_of_several_layers_has_one_backend() -> None:
-    whole = Whole(of(Alone))
+    whole = LayerStack(of(Alone))
     copies = copy.deepcopy(whole.layers)
     backends: list[Backend] = [layer.backend for layer in copies]
     assert all(backend is backends[0] for backend in backends)

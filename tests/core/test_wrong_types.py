@@ -16,17 +16,15 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError
-from tests.core.bound import bound
-from tests.core.calls import LAYOUT, LIMITS, MODEL, SWA, good, metadata_of
 from tests.core.test_bad_input import refused
-from tests.core.whole import SMALL, random_weights
+from tests.harness import LAYOUT, LIMITS, SMALL, SWA, bound_layer, forward_args, metadata_of, random_weights
 
 PARTS: list[tuple[str, Any, str]] = [
     ("workspace", None, "a WorkspaceManager, got None -> pass a WorkspaceManager"),
     ("workspace", torch.zeros(9), "a WorkspaceManager, got Tensor -> "),
     ("backend", "reference", r"a backend, got 'reference' -> pass what load_backend\(name\)"),
     ("backend", None, "a backend, got None -> "),
-    ("layer", MODEL, "a LayerGeometry, got ModelGeometry -> pass geometry.layer"),
+    ("layer", SMALL, "a LayerGeometry, got ModelGeometry -> pass geometry.layer"),
     ("limits", None, "a Limits, got None -> pass the Limits"),
 ]
 
@@ -41,7 +39,7 @@ def test_a_call_refuses_them_before_any_write(argument: str, value: object, said
 
 @pytest.mark.parametrize(("argument", "value", "said"), PARTS)
 def test_a_call_refuses_them_after_steps_that_are_known(argument: str, value: object, said: str) -> None:
-    arguments = {**good(SWA), "metadata": metadata_of(SWA, [1, 1], [9, 9])}
+    arguments = {**forward_args(SWA), "metadata": metadata_of(SWA, [1, 1], [9, 9])}
     for _ in range(2):
         forward_mqa(**arguments)
     with pytest.raises(ArgumentError, match=f"^{argument}: expected {said}"):
@@ -56,7 +54,7 @@ def test_an_error_of_a_workspace_of_ones_own_is_not_hidden() -> None:
         get_simultaneous = require  # type: ignore[assignment]
 
     with pytest.raises(AttributeError, match=r"^mine$"):
-        forward_mqa(**{**good(SWA), "workspace": Broken()})
+        forward_mqa(**{**forward_args(SWA), "workspace": Broken()})
 
 
 CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
@@ -69,7 +67,7 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
     (PagedKVCache.allocate, (LAYOUT, 4, 0), "block_size: expected an integer of at least 1, got 0"),
     (PagedKVCache.allocate, (LAYOUT, 4, 64.0), "block_size: expected an integer of at least 1, got 64.0"),
     (ds.load_backend, (None,), "name: expected a str, got None -> pass one of .*reference.* call select_backend"),
-    (ds.select_backend, (MODEL.layer(0),), r"problems: expected a Problem, got LayerGeometry -> pass Problem\.of"),
+    (ds.select_backend, (SMALL.layer(0),), r"problems: expected a Problem, got LayerGeometry -> pass Problem\.of"),
     (ds.select_backend, ([],), "problems: expected a Problem, got list -> "),
     (Limits, (0, 1, 1), "max_num_reqs: expected an integer of at least 1, got 0"),
     (Limits, ("4", 256, 4096), "max_num_reqs: expected an integer of at least 1, got '4'"),
@@ -88,7 +86,7 @@ def test_they_are_refused_where_they_are_given(call: Callable[..., Any], argumen
 
 
 def test_a_bound_layer_refuses_tensors_as_caches_and_keeps_those_it_has() -> None:
-    layer = bound(SWA).layer
+    layer = bound_layer(SWA).layer
     had, tensor = layer.caches, torch.zeros(4, 8, 584, dtype=torch.uint8)
     for given, said in (((tensor, tensor), "swa"), ((PagedKVCache.allocate(LAYOUT, 4, 4), tensor), "compressed")):
         with pytest.raises(ArgumentError, match=f"^{said}: expected a PagedKVCache, got Tensor -> pass PagedKVCache"):
@@ -127,7 +125,7 @@ BOUND: list[tuple[str, Any, str]] = [
         r"at least 256 rows, the max_model_len of the limits, got \[255, 8\] -> make it with cos",
     ),
     ("cos_sin_cache", None, r"a tensor \[_, 8\] float32, got NoneType"),
-    ("geometry", MODEL, "a LayerGeometry, got ModelGeometry"),
+    ("geometry", SMALL, "a LayerGeometry, got ModelGeometry"),
     ("limits", 4096, "a Limits, got int"),
     ("backend", "triton", "a backend, got 'triton'"),
     ("workspace", "cpu", "a WorkspaceManager, got 'cpu' -> pass a WorkspaceManager, or None"),
@@ -137,7 +135,7 @@ BOUND: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("argument", "value", "said"), BOUND, ids=[f"{a}: {s[:40]}" for a, _, s in BOUND])
 def test_a_layer_checks_what_it_is_bound_to_under_their_own_names(argument: str, value: object, said: str) -> None:
     arguments: dict[str, Any] = {
-        "geometry": MODEL.layer_of_kind("c4a"),
+        "geometry": SMALL.layer_of_kind("c4a"),
         "limits": LIMITS,
         "backend": ds.load_backend("reference"),
         "attn_sink": None,
@@ -161,7 +159,7 @@ def test_a_whole_layer_refuses_a_short_table_too(index: int) -> None:
 
 def test_a_buffer_as_wide_as_the_longest_sequence_has_entries_is_wide_enough() -> None:
     """16 tokens have 4 entries of 4 tokens: an indexer that selects 5 never writes the fifth column."""
-    layer = attrs.evolve(MODEL.layer_of_kind("c4a"), topk=5)
+    layer = attrs.evolve(SMALL.layer_of_kind("c4a"), topk=5)
     given = "l", layer, Limits(4, 8, 16), ds.load_backend("reference")
     for columns in (4, 5):
         buffer = torch.zeros(8, columns, dtype=torch.int32)
@@ -173,7 +171,7 @@ def test_a_buffer_as_wide_as_the_longest_sequence_has_entries_is_wide_enough() -
 
 
 def test_layers_without_an_indexer_take_any_buffer() -> None:
-    geometry, backend = MODEL.layer_of_kind(SWA), ds.load_backend("reference")
+    geometry, backend = SMALL.layer_of_kind(SWA), ds.load_backend("reference")
     ds.DeepseekV4MLAAttention(
         "l", geometry, LIMITS, backend, attn_sink=None, cos_sin_cache=TABLE, topk_indices_buffer=TABLE
     )

@@ -29,7 +29,7 @@ from tests.backends._triton.attention.attention_trials import TINY, Answer, Tria
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, launching_nothing
 from tests.backends._triton.index_ops.index_trials import operations
-from tests.core.forms import all_kinds, same_bits
+from tests.harness import all_kinds, same_bits
 
 META = torch.device("meta")
 FLASH = ModelGeometry.preset("flash")

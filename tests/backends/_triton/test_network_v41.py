@@ -6,7 +6,7 @@ import pytest
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.selection import load_backend
-from tests.core.network_v41 import Network, Steps, worst
+from tests.harness_v41 import AttentionNetwork, Steps, worst_attention_error
 
 STEPS: list[Steps] = [
     [[(0, 12), (1, 7)], [(0, 1), (1, 2)], [(0, 1), (1, 1), (2, 9)]],
@@ -17,6 +17,6 @@ STEPS: list[Steps] = [
 @pytest.mark.skipif(not INTERPRETED, reason="the network is on the CPU: needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("steps", STEPS)
 def test_every_role_attends_to_its_window_and_its_source_s_entries(steps: Steps) -> None:
-    error, where = worst(Network(load_backend("triton")).run(steps))
+    error, where = worst_attention_error(AttentionNetwork(load_backend("triton")).run(steps))
 
     assert error <= 1, where

@@ -12,26 +12,24 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.geometry import LayerKind, LayerSharing
-from tests.core.network_v41 import Steps
-from tests.core.padded import all_bytes, pad
 from tests.core.test_layer_v41 import ROUNDED
-from tests.core.whole import Whole
-from tests.core.whole_v41 import SMALL_V41, network, worst
+from tests.harness import LayerStack, all_bytes, with_padding
+from tests.harness_v41 import SMALL_V41, Steps, v41_stack, worst_layer_error
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the network is on the CPU: needs TRITON_INTERPRET=1")
 STEPS: Steps = [[(0, 5), (1, 3)], [(0, 1), (1, 2)], [(0, 1)]]
 
 
-def layers(**options: Any) -> Whole:
+def layers(**options: Any) -> LayerStack:
     """Layers in all roles."""
     sizes: dict[str, Any] = {"head_dim": 512, "rope_dim": 64, "index_head_dim": 128, "num_heads": 2, "index_n_heads": 4}
     limits, geometry = Limits(5, 48, 64, num_speculative_tokens=1), attrs.evolve(SMALL_V41, **sizes)
     layout = KVCacheLayout.rows(dtype=torch.float32)
-    return network(layout, "triton", **{"limits": limits, "geometry": geometry, **options})
+    return v41_stack(layout, "triton", **{"limits": limits, "geometry": geometry, **options})
 
 
 def test_padding_with_tables_of_a_live_request_leaves_the_oracle_s_outputs() -> None:
-    assert worst(pad(layers(), None, validate=False), STEPS) <= ROUNDED
+    assert worst_layer_error(with_padding(layers(), None, validate=False), STEPS) <= ROUNDED
 
 
 @pytest.mark.parametrize("fill", [-1, 0, 10**6])
@@ -39,8 +37,8 @@ def test_padding_writes_nothing(fill: int) -> None:
     sharing = LayerSharing(kv_source_layer_ids=(0,), index_source_layer_ids=(0,))
     geometry = attrs.evolve(SMALL_V41, layers=((LayerKind.C4A, 2),), sharing=sharing)
     layout = KVCacheLayout.rows(48, 16, dtype=torch.float32)
-    alone, padded = (network(layout, "triton", geometry=geometry, limits=Limits(5, 48, 64)) for _ in range(2))
-    pad(padded, fill, validate=False)
+    alone, padded = (v41_stack(layout, "triton", geometry=geometry, limits=Limits(5, 48, 64)) for _ in range(2))
+    with_padding(padded, fill, validate=False)
     found = []
     for whole in (alone, padded):
         sequence, parts = whole.manager.new(), []

@@ -40,7 +40,7 @@ from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, launching_nothing
 from tests.backends._triton.index_ops.index_trials import operations
 from tests.backends._triton.triton_backends import bounds_of, problems
-from tests.core.forms import all_kinds, assert_same_bits
+from tests.harness import all_kinds, assert_same_bits
 
 FLASH = ModelGeometry.preset("flash")
 LIMITS = Limits(max_num_reqs=6, max_num_batched_tokens=96, max_model_len=1024, num_speculative_tokens=1)

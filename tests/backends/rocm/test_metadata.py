@@ -36,8 +36,8 @@ from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
-from tests.core.forms import all_kinds, assert_same_bits, same_bits
 from tests.core.strategies import examples
+from tests.harness import all_kinds, assert_same_bits, same_bits
 
 MODEL = tiny_geometry()
 LIMITS = Limits(6, 60, 5000, num_speculative_tokens=1)

@@ -14,7 +14,7 @@ from dsv4attn.core.layer import indexer
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.replay.report import as_text
-from tests.core.whole_v41 import SMALL_V41
+from tests.harness_v41 import SMALL_V41
 from tests.tools.replay.small import run
 
 FLASH = ModelGeometry.preset("v4.1-flash")

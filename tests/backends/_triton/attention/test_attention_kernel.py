@@ -30,7 +30,7 @@ from tests.backends._triton.attention.attention_trials import (
     any_trial,
 )
 from tests.backends._triton.attention.mutants import far_away, plant
-from tests.core.forms import same_bits
+from tests.harness import same_bits
 
 SEEDS, BLOCK = 60 if INTERPRETED else 20, 10
 # on a device nearly every seed compiles kernels of its own

@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.tuning import Tuning, padded
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
-from tests.core.forms import same_bits
+from tests.harness import same_bits
 
 TOKENS, HEADS, FAR = 3, 3, 40
 EMPTY_LSE = 123.0

@@ -40,8 +40,8 @@ from tests.backends._triton.index_ops.index_trials import (
     there,
 )
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
-from tests.core.forms import NAMES, assert_same_bits, backend_of
 from tests.core.strategies import examples
+from tests.harness import FORM_NAMES, assert_same_bits, backend_of
 
 RANDOMS = st.randoms(use_true_random=False)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
@@ -165,7 +165,7 @@ def test_steps_neither_allocate_nor_read_a_value() -> None:
     assert 4 * len(STEPS) < len(launched) <= 5 * len(STEPS), "none where there is nothing to do"
 
 
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize("form", FORM_NAMES)
 @pytest.mark.parametrize("kind", ["swa", "c4a", "c128a"])
 @interpreted
 def test_attention_on_indices_of_triton_is_the_same_to_the_bit(kind: str, form: str) -> None:

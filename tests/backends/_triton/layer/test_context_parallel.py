@@ -17,8 +17,8 @@ from torch.multiprocessing.spawn import spawn
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel.context import ContextParallel
-from tests.core.whole import FP8, Whole
 from tests.fast_interpreter.patches import patch_interpreter
+from tests.harness import FP8, LayerStack
 
 RANKS = 2
 
@@ -56,8 +56,8 @@ def compare() -> None:
     assert everyone is not None
     context = ContextParallel(everyone)
     over: dict[str, Any] = {"context_parallel": context, "layer_options": {"context_parallel": context}}
-    one = Whole(GenericBackend(), FP8, compressed_block_tokens=64)
-    many = Whole(GenericBackend(), FP8, compressed_block_tokens=64, **over)
+    one = LayerStack(GenericBackend(), FP8, compressed_block_tokens=64)
+    many = LayerStack(GenericBackend(), FP8, compressed_block_tokens=64, **over)
     hidden = one.hidden(0, 41)
     sequences = one.manager.new(), many.manager.new()
     for first, count in ((0, 30), (30, 10), (40, 1)):
