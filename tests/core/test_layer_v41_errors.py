@@ -1,81 +1,18 @@
-"""What layers of DeepSeek-V4.1 refuse: sources, buffers, weights and caches that do not fit, and metadata of others."""
+"""What layers of DeepSeek-V4.1 refuse: caches that do not fit, metadata of others. `test_refusals.py` has the rest."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import attrs
 import pytest
 import torch
 
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
-from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, CompressorMetadata, LayerKey
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
-from dsv4attn.selection import load_backend
-from tests.harness import random_weights, same_bits
-from tests.harness_v41 import LIMITS_V41, SMALL_V41, v41_stack
-
-
-def build(index: int, sources: Any = (), geometry: Any = SMALL_V41, **options: Any) -> DeepseekV4Attention:
-    weights = AttentionWeights.from_dict(random_weights(geometry, index), geometry, index)
-    backend = load_backend("reference")
-    return DeepseekV4Attention(
-        f"layers.{index}", geometry, index, LIMITS_V41, backend, weights, sources=sources, **options
-    )
-
-
-def test_a_source_that_is_missing_or_does_not_fit_is_refused() -> None:
-    layers = v41_stack().layers
-    with pytest.raises(ArgumentError, match=r"^sources: expected layer 1, whose compressed entries layer 2 reads, got"):
-        build(2)
-    with pytest.raises(ArgumentError, match=r"^sources: expected layer 6, whose selected entries layer 7 reads, got"):
-        build(7, layers[:6])
-    other = attrs.evolve(SMALL_V41, index_topk=6)
-    with pytest.raises(ArgumentError, match=r"^sources: layer 1: expected one of the same geometry"):
-        build(2, layers[:2], other)
-    elsewhere = build(1)
-    elsewhere.device = torch.device("meta")
-    with pytest.raises(ArgumentError, match=r"^sources: layer 1: expected one on cpu, as the weights of layer 2"):
-        build(2, [elsewhere])
-    short = build(1)
-    short.limits = Limits(1, 8, 64)
-    with pytest.raises(ArgumentError, match=r"^sources: layer 1: expected limits of at least 48 tokens in a step"):
-        build(2, [short])
-
-
-def test_a_buffer_of_another_width_or_owner_is_refused() -> None:
-    layers, wide = v41_stack().layers, torch.zeros(48, 6, dtype=torch.int32)
-    with pytest.raises(ArgumentError, match=r"^topk_indices_buffer: expected 5 columns, and at least 48 rows"):
-        build(1, topk_indices_buffer=wide)
-    with pytest.raises(
-        ArgumentError, match=r"^topk_indices_buffer: expected None, or the tensor of the layer's source"
-    ):
-        build(2, layers[:2], topk_indices_buffer=wide[:, :5].clone())
-    with pytest.raises(ArgumentError, match=r"^topk_indices_buffer: expected int32 on cpu, got int64 on cpu"):
-        build(1, topk_indices_buffer=wide[:, :5].long())
-    with pytest.raises(ArgumentError, match=r"^candidates_buffer: expected 4 columns, and at least 48 rows"):
-        build(4, candidates_buffer=wide)
-    with pytest.raises(ArgumentError, match=r"^candidates_buffer: expected None on layer 3, which has no candidates"):
-        build(3, candidates_buffer=wide)
-
-
-def test_entries_of_v41_are_not_spread_over_ranks() -> None:
-    with pytest.raises(ArgumentError, match=r"^context_parallel: expected None with .*, got ranks -> entries of V4.1"):
-        build(1, context_parallel=object())
-
-
-def test_weights_of_another_role_are_refused() -> None:
-    given = random_weights(SMALL_V41, 4)
-    for index, said in ((6, "a reindex c4a layer: .*'compressor.wkv'"), (7, "a reuse c4a layer"), (3, "wgate'")):
-        with pytest.raises(ArgumentError, match=said):
-            AttentionWeights.from_dict(given, SMALL_V41, index)
-    with pytest.raises(ArgumentError, match=r"^layer: expected the number of the layer"):
-        AttentionWeights.from_dict(given, SMALL_V41, SMALL_V41.layer(4))
+from tests.core.test_refusals import layer_v41
+from tests.harness import same_bits
+from tests.harness_v41 import v41_stack
 
 
 def test_caches_of_a_source_are_taken_and_those_of_others_refused() -> None:
@@ -91,7 +28,7 @@ def test_caches_of_a_source_are_taken_and_those_of_others_refused() -> None:
         layers[2].bind_kv_cache(DeepseekV4Caches(LayerCaches(window.swa, caches[3].attention.compressed)))
     with pytest.raises(ArgumentError, match=r"^caches.index: expected the cache of layer 4, the source of layer 6"):
         layers[6].bind_kv_cache(DeepseekV4Caches(caches[6].attention, index=caches[3].index))
-    alone = build(2, [build(1)])
+    alone = layer_v41(2, [layer_v41(1)])
     with pytest.raises(Dsv4AttnError, match=r"layer layers.1 has no caches -> bind layers in order"):
         alone.bind_kv_cache(caches[2])
 
