@@ -16,7 +16,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.model.quantized_weight import dense_weight
 from dsv4attn.errors import ArgumentError
 from tests.backends.built_in import class_of, infos, of_rank, triton_backends
-from tests.core.projections import GROUPS, WO_A, Given
+from tests.core.projections import GROUPS, WO_A, ProjectionArgs
 from tests.core.scaled import CPU, DEVICE, OCP, Scaled, each_dialect
 
 each_backend = pytest.mark.parametrize("name", infos())
@@ -27,7 +27,7 @@ def device_of(name: str) -> torch.device:
 
 
 def arguments(name: str, wo_a: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    given, device = Given.draw(dtype), device_of(name)
+    given, device = ProjectionArgs.draw(dtype), device_of(name)
     rest = {"positions": given.positions, "cos_sin_cache": given.table, "o": given.o}
     return {**{key: value.to(device) for key, value in rest.items()}, "wo_a": wo_a, "num_groups": GROUPS}
 

@@ -1,18 +1,46 @@
-"""Arguments of an output projection, its answer in float64, and the part of a rank that has some of the heads."""
+"""Arguments of an output projection, its float64 answer, the share of one rank, and ranks as processes with gloo."""
 
 from __future__ import annotations
 
+import datetime as dt
+import os
+from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.attention.projection import output_projection
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
 from tests.harness import SMALL, SWA
+
+
+def project(rank: int, world: int, folder: str) -> None:
+    """Project the heads of one rank, sum over all ranks, and write the result to a file of the rank."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
+    distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=60), **store)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            y = project_share(ProjectionArgs.draw(dtype), rank, world, distributed.group.WORLD)
+            torch.save(y, Path(folder, f"{dtype}-{rank}.pt"))
+    finally:
+        distributed.destroy_process_group()
+
+
+def project_share(given: ProjectionArgs, rank: int, world: int, group: Any = None) -> Tensor:
+    """The output projection of one rank's heads, groups and columns, summed over a process group if there is one."""
+    part, layer = share(given, rank, world), attrs.evolve(LAYER, num_heads=LAYER.num_heads // world)
+    weights = part.wo_a, part.wo_b, GROUPS // world
+    return output_projection(
+        ReferenceBackend(), part.o, part.positions, part.table, *weights, layer=layer, process_group=group
+    )
+
 
 HEADS, DIM, ROPE, GROUPS, RANK, HIDDEN, POSITIONS, TOKENS = 8, 80, 8, 2, 70, 50, 23, 6
 LAYER: LayerGeometry = attrs.evolve(SMALL, num_heads=HEADS, head_dim=DIM, rope_dim=ROPE).layer_of_kind(SWA)
@@ -21,7 +49,7 @@ WO_A, WO_B = (GROUPS * RANK, HEADS // GROUPS * DIM), (HIDDEN, GROUPS * RANK)
 
 
 @attrs.frozen(eq=False)
-class Given:
+class ProjectionArgs:
     """Arguments of `output_projection`, on the CPU. Weights are tensors, or any other `weights.Weight`."""
 
     o: Tensor
@@ -31,7 +59,7 @@ class Given:
     wo_b: Any
 
     @classmethod
-    def draw(cls, dtype: torch.dtype, seed: int = 0, tokens: int = TOKENS) -> Given:
+    def draw(cls, dtype: torch.dtype, seed: int = 0, tokens: int = TOKENS) -> ProjectionArgs:
         """Random ones, all in this dtype; the table is of no model."""
         g = torch.Generator().manual_seed(seed)
         o, table = torch.randn(tokens, HEADS, DIM, generator=g), torch.randn(POSITIONS, ROPE, generator=g)
@@ -51,7 +79,7 @@ class Given:
         return np.stack(rows)
 
 
-def share(given: Given, rank: int, world: int) -> Given:
+def share(given: ProjectionArgs, rank: int, world: int) -> ProjectionArgs:
     """The heads, groups and columns of one rank, all of them tensors."""
     heads, ranks = HEADS // world, GROUPS * RANK // world
     part, columns = slice(rank * heads, (rank + 1) * heads), slice(rank * ranks, (rank + 1) * ranks)

@@ -24,8 +24,18 @@ from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight, Weight, dense_weight
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.judge import F64
-from tests.core.projections import GROUPS, HIDDEN, LAYER, RANK, TOKENS, WO_A, WO_B, Given
-from tests.core.ranks import project, project_share
+from tests.core.projections import (
+    GROUPS,
+    HIDDEN,
+    LAYER,
+    RANK,
+    TOKENS,
+    WO_A,
+    WO_B,
+    ProjectionArgs,
+    project,
+    project_share,
+)
 from tests.core.scaled import CPU, OCP, Scaled, each_dialect, each_form
 from tests.harness import LIMITS
 
@@ -48,7 +58,7 @@ class Recording(ReferenceBackend):
         return super().inv_rope_o_proj(o, positions, table, wo_a, num_groups)
 
 
-def run(given: Given, backend: Any = None, **more: Any) -> Tensor:
+def run(given: ProjectionArgs, backend: Any = None, **more: Any) -> Tensor:
     rest = given.o, given.positions, given.table, given.wo_a, given.wo_b, GROUPS
     return output_projection(backend or ReferenceBackend(), *rest, layer=LAYER, **more)
 
@@ -75,7 +85,7 @@ def in_every_form(shape: tuple[int, int], dialect: torch.dtype, form: str) -> li
 @each_form
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_both_weights_may_be_block_scaled_fp8(dialect: torch.dtype, form: str, dtype: torch.dtype) -> None:
-    plain = Given.draw(dtype)
+    plain = ProjectionArgs.draw(dtype)
     seconds = in_every_form(WO_B, dialect, form)
     for (wo_a, a), (wo_b, b) in zip(in_every_form(WO_A, dialect, form), seconds, strict=True):
         given = attrs.evolve(plain, wo_a=wo_a, wo_b=wo_b)
@@ -85,7 +95,7 @@ def test_both_weights_may_be_block_scaled_fp8(dialect: torch.dtype, form: str, d
 
 @pytest.mark.parametrize(("o", "a", "b"), [(F32, BF16, BF16), (BF16, F32, BF16), (BF16, BF16, F32), (F32, F32, BF16)])
 def test_dtypes_may_differ_and_the_result_has_that_of_o(o: torch.dtype, a: torch.dtype, b: torch.dtype) -> None:
-    drawn = Given.draw(F32)
+    drawn = ProjectionArgs.draw(F32)
     given = attrs.evolve(drawn, o=drawn.o.to(o), wo_a=drawn.wo_a.to(a), wo_b=drawn.wo_b.to(b))
     y = run(given)
 
@@ -94,7 +104,7 @@ def test_dtypes_may_differ_and_the_result_has_that_of_o(o: torch.dtype, a: torch
 
 
 def test_a_linear_module_is_a_weight() -> None:
-    given, module = Given.draw(F32), nn.Linear(WO_B[1], HIDDEN, bias=False)
+    given, module = ProjectionArgs.draw(F32), nn.Linear(WO_B[1], HIDDEN, bias=False)
 
     y = run(attrs.evolve(given, wo_b=module))
 
@@ -102,12 +112,12 @@ def test_a_linear_module_is_a_weight() -> None:
 
 
 def test_no_tokens_give_no_rows() -> None:
-    assert run(Given.draw(BF16, tokens=0)).shape == (0, HIDDEN)
+    assert run(ProjectionArgs.draw(BF16, tokens=0)).shape == (0, HIDDEN)
 
 
 def test_a_backend_receives_the_same_bf16_tensor_in_every_call() -> None:
     backend, given = Recording(), scaled(32, WO_A)
-    wo_a, drawn = given.pair(), Given.draw(BF16)
+    wo_a, drawn = given.pair(), ProjectionArgs.draw(BF16)
     called: list[Callable[[], Tensor]] = [
         lambda: run(attrs.evolve(drawn, wo_a=wo_a), backend),
         lambda: o_proj(backend, drawn.o, drawn.positions, drawn.table, wo_a, GROUPS, layer=LAYER),
@@ -122,7 +132,7 @@ def test_a_backend_receives_the_same_bf16_tensor_in_every_call() -> None:
 
 
 def test_a_plain_weight_reaches_the_backend_as_it_is() -> None:
-    backend, given = Recording(), Given.draw(BF16)
+    backend, given = Recording(), ProjectionArgs.draw(BF16)
     run(given, backend)
 
     assert backend.given == [given.wo_a]
@@ -131,7 +141,7 @@ def test_a_plain_weight_reaches_the_backend_as_it_is() -> None:
 def test_a_plugin_of_contract_1_0_serves_fp8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FIXTURE)
     backend = importlib.import_module("dsv4attn_frozen.backend").FrozenBackend()
-    given, drawn = scaled(33, WO_A), Given.draw(F32)
+    given, drawn = scaled(33, WO_A), ProjectionArgs.draw(F32)
     y = run(attrs.evolve(drawn, wo_a=given.pair()), backend)
     for name in [name for name in sys.modules if name.startswith("dsv4attn_frozen")]:
         monkeypatch.delitem(sys.modules, name)
@@ -141,7 +151,7 @@ def test_a_plugin_of_contract_1_0_serves_fp8_weights(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_first_call_may_be_in_inference_mode(inside: bool) -> None:
-    given = attrs.evolve(Given.draw(BF16), wo_a=scaled(34, WO_A).pair(), wo_b=scaled(35, WO_B).module())
+    given = attrs.evolve(ProjectionArgs.draw(BF16), wo_a=scaled(34, WO_A).pair(), wo_b=scaled(35, WO_B).module())
     with torch.inference_mode(inside):
         first = run(given).clone()
     with torch.inference_mode(not inside):
@@ -156,14 +166,14 @@ def test_another_matrix_product_gets_both_operands_in_one_dtype() -> None:
         return (x.double() @ weight.double().mT).to(x.dtype)
 
     for dtype in (F32, BF16):
-        given = attrs.evolve(Given.draw(BF16), wo_b=Given.draw(dtype).wo_b)
+        given = attrs.evolve(ProjectionArgs.draw(BF16), wo_b=ProjectionArgs.draw(dtype).wo_b)
         assert off(run(given, linear=linear), given.answer()) < 0.01
         assert seen[-1] == ((TOKENS, GROUPS * RANK), dtype, WO_B, dtype)
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
 def test_compiled_code_takes_tensors_and_says_how_fp8_weights_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, fp8 = Given.draw(F32), scaled(38, WO_A)
+    given, fp8 = ProjectionArgs.draw(F32), scaled(38, WO_A)
     rest, backend = (given.positions, given.table, given.wo_a, given.wo_b, GROUPS), ReferenceBackend()
     compiled = torch.compile(
         lambda o: output_projection(backend, o * 1, *rest, layer=LAYER), fullgraph=True, backend="aot_eager"
@@ -187,7 +197,7 @@ class Fp8(Recording):
 
 
 def test_a_backend_that_projects_fp8_receives_codes_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, drawn, backend = scaled(39, WO_A), Given.draw(BF16), Fp8()
+    given, drawn, backend = scaled(39, WO_A), ProjectionArgs.draw(BF16), Fp8()
     pair, module = given.pair(), given.module("weight_scale")
     found = []
     for wo_a in (pair, module):
@@ -220,7 +230,7 @@ def test_nothing_is_converted_for_it_nor_read_while_a_graph_is_captured(monkeypa
     monkeypatch.setattr(weights, "_product", lambda *_: pytest.fail("converted"))
     monkeypatch.setattr(weights, "_alike", lambda *_: pytest.fail("read"))
     monkeypatch.setattr(weights, "is_capturing", lambda _: True)
-    given, drawn, backend = scaled(40, WO_A), Given.draw(BF16), Bare()
+    given, drawn, backend = scaled(40, WO_A), ProjectionArgs.draw(BF16), Bare()
     once, same = given.pair(), given.module()
     same.weight_scale = same.weight_scale_inv
     for wo_a in (once, same):
@@ -240,7 +250,7 @@ def test_two_ranks_add_up_to_one(tmp_path: Path) -> None:
     spawn(project, (2, str(tmp_path)), nprocs=2)
 
     for dtype, close in ((F32, 1e-5), (BF16, 0.02)):
-        given = Given.draw(dtype)
+        given = ProjectionArgs.draw(dtype)
         found = [torch.load(tmp_path / f"{dtype}-{rank}.pt") for rank in range(2)]
         assert torch.equal(*found)
         assert off(found[0], given.answer()) < close
@@ -254,7 +264,7 @@ def test_a_group_of_one_rank_changes_no_bit(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        given = Given.draw(F32)
+        given = ProjectionArgs.draw(F32)
         y = run(given, process_group=distributed.group.WORLD, linear=lambda x, w: nn.functional.linear(w, x).mT)
     finally:
         distributed.destroy_process_group()
@@ -262,7 +272,7 @@ def test_a_group_of_one_rank_changes_no_bit(tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(y, nn.functional.linear(given.wo_b, z_of(given)).mT)
 
 
-def z_of(given: Given) -> Tensor:
+def z_of(given: ProjectionArgs) -> Tensor:
     rest = given.o, given.positions, given.table, given.wo_a, GROUPS
     return o_proj(ReferenceBackend(), *rest, layer=LAYER).flatten(1)
 
@@ -283,7 +293,7 @@ def bound(backend: Any, table: Tensor) -> DeepseekV4MLAAttention:
 
 
 FP8_A, FP8_B = scaled(36, WO_A), scaled(37, WO_B)
-GOOD = attrs.evolve(Given.draw(BF16), wo_a=FP8_A.pair(), wo_b=FP8_B.pair())
+GOOD = attrs.evolve(ProjectionArgs.draw(BF16), wo_a=FP8_A.pair(), wo_b=FP8_B.pair())
 
 
 def resized() -> BlockScaledWeight:

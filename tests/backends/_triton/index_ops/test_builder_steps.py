@@ -24,6 +24,7 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as definition
+from dsv4attn.core.torch_ops import rank_ops
 from dsv4attn.testing.scenario import Scenario
 from tests.backends._triton.index_ops.index_trials import (
     BOOL,
@@ -108,7 +109,7 @@ def owned(rng: Random) -> Trial:
     """The same of one rank of several."""
     one, size = compressed(rng), rng.choice([1, 2, 3, 8])
     own = ownership.Ownership(rng.randrange(size), size, rng.choice([1, 1, 2, 5, 64]))
-    return Trial("build_owned_slot_mapping", (own, *one.args), one.outs, source=ownership)
+    return Trial("build_owned_slot_mapping", (own, *one.args), one.outs, source=rank_ops)
 
 
 def cached(rng: Random) -> Trial:
