@@ -13,19 +13,19 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from dsv4attn.tools.bench.around import AroundCase
+    from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
 __all__ = [
-    "AROUND",
     "ATTENTION",
     "KERNELS",
+    "LAYER_OPS",
+    "MEASUREMENTS",
     "PAIRED",
     "PAIRS",
     "PRESETS",
-    "WHAT",
-    "Case",
+    "CaseSizes",
+    "KernelCase",
     "Preset",
-    "Size",
     "cases_of",
     "decodes",
     "host_cases",
@@ -43,10 +43,10 @@ PAIRED = ("decode", "prefill", "step")
 """Kernels that read the pages of a layer's caches."""
 PAIRS = ("584/584", "528/528", "528/288")
 """Bytes of the records of a V4.1 layer's window and compressed cache. Times are compared with those of the first."""
-AROUND = ("index", "select", "compress", "mhc")
+LAYER_OPS = ("index", "select", "compress", "mhc")
 """Steps around attention. index: logits of index keys. select: scores and selection. compress: states, entries and
 index queries. mhc: hyper-connections."""
-WHAT = (*KERNELS, "step", "scaling", "host", "layer", *AROUND)
+MEASUREMENTS = (*KERNELS, "step", "scaling", "host", "layer", *LAYER_OPS)
 """step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host.
 layer: whole layers, the price of deterministic ones, and the share of each step of a layer."""
 HEAD_DIM, ROPE_DIM, WINDOW, WINDOW_PAGE = 512, 64, 128, 64
@@ -111,7 +111,7 @@ PRESETS = {
 
 
 @frozen
-class Case:
+class KernelCase:
     """One kernel on one shape.
 
     kernel: name of the kernel.
@@ -145,7 +145,7 @@ class Case:
 
 
 @frozen
-class Size:
+class CaseSizes:
     """Default sizes for a kind of machine.
 
     batches: requests of the decodes.
@@ -162,11 +162,11 @@ class Size:
     rounds: int
 
 
-_SIZES = {"cpu": Size((1, 4), 32, 128, 256, 5)}
-_ACCELERATOR = Size((8, 64, 256), 2048, 8192, 8192, 20)
+_SIZES = {"cpu": CaseSizes((1, 4), 32, 128, 256, 5)}
+_ACCELERATOR = CaseSizes((8, 64, 256), 2048, 8192, 8192, 20)
 
 
-def sizes(device: str) -> Size:
+def sizes(device: str) -> CaseSizes:
     """Default sizes on a kind of torch device. On a CPU the run takes less than a minute."""
     return _SIZES.get(device, _ACCELERATOR)
 
@@ -180,30 +180,34 @@ def named(kind: str, given: str | None, allowed: Sequence[str], default: Sequenc
     return list(dict.fromkeys(names))
 
 
-def cases_of(kernels: Sequence[str], presets: Sequence[str], size: Size) -> list[Case]:
+def cases_of(kernels: Sequence[str], presets: Sequence[str], size: CaseSizes) -> list[KernelCase]:
     """Cases of some kernels, without repeated ones."""
     return [case for kernel in kernels for case in _cases(kernel, [PRESETS[name] for name in presets], size)]
 
 
-def together(cases: Sequence[Case | AroundCase]) -> list[list[Case | AroundCase]]:
+def together(cases: Sequence[KernelCase | LayerOpCase]) -> list[list[KernelCase | LayerOpCase]]:
     """Cases that are timed in turn: those that differ in their records alone."""
-    groups: list[list[Case | AroundCase]] = []
+    groups: list[list[KernelCase | LayerOpCase]] = []
     for case in cases:
         last = groups[-1][0] if groups else None
-        if isinstance(case, Case) and isinstance(last, Case) and evolve(case, records="") == evolve(last, records=""):
+        if (
+            isinstance(case, KernelCase)
+            and isinstance(last, KernelCase)
+            and evolve(case, records="") == evolve(last, records="")
+        ):
             groups[-1].append(case)
         else:
             groups.append([case])
     return groups
 
 
-def _cases(kernel: str, presets: Sequence[Preset], size: Size) -> Iterator[Case]:
+def _cases(kernel: str, presets: Sequence[Preset], size: CaseSizes) -> Iterator[KernelCase]:
     for case in _of_kernel(kernel, presets, size):
         paired = case.preset.v41 and kernel in PAIRED
         yield from (evolve(case, records=pair) for pair in PAIRS) if paired else (case,)
 
 
-def _of_kernel(kernel: str, presets: Sequence[Preset], size: Size) -> Iterator[Case]:
+def _of_kernel(kernel: str, presets: Sequence[Preset], size: CaseSizes) -> Iterator[KernelCase]:
     # insert depends on heads and the norm alone, rows on the keys of a token, gather on the page size, quantize on
     # nothing
     facets: dict[str, Callable[[Preset], object]] = {
@@ -219,24 +223,24 @@ def _of_kernel(kernel: str, presets: Sequence[Preset], size: Size) -> Iterator[C
     for preset in first.values():
         if kernel == "decode":
             for batch in size.batches:
-                yield Case(kernel, preset, f"b={batch}", decodes(preset, batch), seed=batch)
+                yield KernelCase(kernel, preset, f"b={batch}", decodes(preset, batch), seed=batch)
         elif kernel in ATTENTION:
-            yield Case(kernel, preset, f"t={size.tokens}", ((max(preset.context - size.tokens, 0), size.tokens),))
+            yield KernelCase(kernel, preset, f"t={size.tokens}", ((max(preset.context - size.tokens, 0), size.tokens),))
         elif kernel == "step":
             batch = size.batches[-1]
-            yield Case(kernel, preset, f"b={batch}", decodes(preset, batch), seed=batch)
-            yield Case(kernel, preset, f"t={size.tokens} n=0", ((0, size.tokens),))
-            yield Case(kernel, preset, f"t={size.tokens} n=8192", ((8192, size.tokens),))
+            yield KernelCase(kernel, preset, f"b={batch}", decodes(preset, batch), seed=batch)
+            yield KernelCase(kernel, preset, f"t={size.tokens} n=0", ((0, size.tokens),))
+            yield KernelCase(kernel, preset, f"t={size.tokens} n=8192", ((8192, size.tokens),))
         elif kernel == "gather":
-            yield Case(kernel, preset, f"8x{size.records}", ((size.records, 0),) * 8)
+            yield KernelCase(kernel, preset, f"8x{size.records}", ((size.records, 0),) * 8)
         else:
-            yield Case(kernel, preset, f"t={size.inserted}", ((0, size.inserted),))
+            yield KernelCase(kernel, preset, f"t={size.inserted}", ((0, size.inserted),))
 
 
-def host_cases() -> list[Case]:
+def host_cases() -> list[KernelCase]:
     """One decode token on each kind of layer of a model."""
     presets = [PRESETS[name] for name in ("flash_swa", "flash_c4", "flash_c128")]
-    return [Case("host", preset, "b=1", ((8192, 1),)) for preset in presets]
+    return [KernelCase("host", preset, "b=1", ((8192, 1),)) for preset in presets]
 
 
 def decodes(preset: Preset, batch: int, context: int | None = None) -> tuple[tuple[int, int], ...]:

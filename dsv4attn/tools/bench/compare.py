@@ -8,7 +8,7 @@ from math import exp, hypot, log
 from attrs import asdict, frozen
 
 from dsv4attn.tools.bench.result import Run
-from dsv4attn.tools.bench.runner import Row
+from dsv4attn.tools.bench.runner import BenchRow
 
 __all__ = ["Change", "Comparison", "compare"]
 
@@ -115,16 +115,16 @@ def _place(run: Run) -> str:
     return f"{machine.name}, threads {machine.threads}" if machine.arch == "cpu" else machine.name
 
 
-def _keyed(run: Run) -> dict[tuple[str, str], Row]:
+def _keyed(run: Run) -> dict[tuple[str, str], BenchRow]:
     return {(row.case, row.by): row for row in run.rows if not row.is_peer}
 
 
-def _change(old: Row, new: Row) -> Change:
+def _change(old: BenchRow, new: BenchRow) -> Change:
     assert old.median
     noise = max(LEAST * old.median, SPREADS * hypot(_spread(old), _spread(new)))
     return Change(new.case, new.by, old.median, new.median, noise, f"{new.state}: {new.reason}" if new.reason else "")
 
 
-def _spread(row: Row) -> float:
+def _spread(row: BenchRow) -> float:
     """Half of what eight of ten rounds span."""
     return ((row.p90 or 0.0) - (row.p10 or 0.0)) / 2

@@ -19,11 +19,11 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
+from dsv4attn.tools.bench.accuracy import Error, error
 from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.context_cases import ContextCase
-from dsv4attn.tools.bench.context_sides import Side, one_rank, over_ranks
+from dsv4attn.tools.bench.context_step import ContextStep, one_rank, over_ranks
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
-from dsv4attn.tools.bench.reference import Error, error
 
 __all__ = ["BUDGET", "ContextResult", "PartTime", "measure"]
 
@@ -165,7 +165,7 @@ class _Results:
     topk_indices: Tensor | None
 
     @classmethod
-    def of(cls, side: Side) -> _Results:
+    def of(cls, side: ContextStep) -> _Results:
         """A copy."""
         chosen = side.step.topk_indices
         return cls(side.step.out.clone(), None if chosen is None else chosen.clone())
@@ -185,7 +185,9 @@ class _Comparison:
     wrong: tuple[str, ...]
 
 
-def _compared(context: ContextParallel, many: Side, expected: _Results, whole: Side | None = None) -> _Comparison:
+def _compared(
+    context: ContextParallel, many: ContextStep, expected: _Results, whole: ContextStep | None = None
+) -> _Comparison:
     """Compare the results of each rank with one rank's, and with each other. The same on all ranks.
 
     whole: one rank's step, which has run again; None on ranks without it.
@@ -203,7 +205,7 @@ def _compared(context: ContextParallel, many: Side, expected: _Results, whole: S
     return _Comparison(_largest(totals), _largest(worsts), tuple(wrong))
 
 
-def _differences(side: Side, expected: _Results, own: Ownership, limit: float) -> tuple[Error, list[str]]:
+def _differences(side: ContextStep, expected: _Results, own: Ownership, limit: float) -> tuple[Error, list[str]]:
     """Distance of the attention from what is expected, and a line for each result that is wrong.
 
     own: whose numbers `topk_indices` has.

@@ -13,7 +13,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.bench.cases import HEAD_DIM, PRESETS, Case, Preset, decodes, with_topk
+from dsv4attn.tools.bench.cases import HEAD_DIM, PRESETS, KernelCase, Preset, decodes, with_topk
 from dsv4attn.tools.bench.inputs import LAYOUT
 
 __all__ = ["CONTEXT_CASES", "INDEX", "ContextCase", "ContextSize", "check_memory", "context_cases", "context_size"]
@@ -78,10 +78,12 @@ class ContextCase:
         return self.preset.kind is LayerKind.C4A
 
     @property
-    def case(self) -> Case:
+    def case(self) -> KernelCase:
         """The decode of one rank."""
         preset = self.preset if self.selects else with_topk(self.preset, self.entries)
-        return Case("decode", preset, self.label, decodes(preset, self.requests, self.context), seed=self.requests)
+        return KernelCase(
+            "decode", preset, self.label, decodes(preset, self.requests, self.context), seed=self.requests
+        )
 
     def pages(self, ranks: int, interleave: int) -> int:
         """Pages of a request on the rank that holds the most entries."""

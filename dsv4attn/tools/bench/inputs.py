@@ -9,10 +9,10 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
-from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, Case
+from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, KernelCase
 from dsv4attn.tools.bench.records import fill, read
 
-__all__ = ["LAYOUT", "Inputs", "Segment", "layouts", "make_inputs", "query"]
+__all__ = ["LAYOUT", "CacheSegment", "Inputs", "layouts", "make_inputs", "query"]
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()
 _LAYOUTS = {"584": LAYOUT, "528": KVCacheLayout.v41_fp8(), "288": KVCacheLayout.v41_fp4()}
@@ -21,7 +21,7 @@ _ELEMENTS = 2**24
 
 
 @frozen(eq=False)
-class Segment:
+class CacheSegment:
     """One cache, and the keys and records that the case reads from it.
 
     cache: the paged cache.
@@ -57,11 +57,11 @@ class Inputs:
     stored: bytes of these records in the caches.
     """
 
-    case: Case
+    case: KernelCase
     layer: LayerGeometry
     q: Tensor
     sink: Tensor
-    segments: tuple[Segment, ...]
+    segments: tuple[CacheSegment, ...]
     rows: Tensor | None
     offset: int
     combined: DenseIndices | None
@@ -81,19 +81,19 @@ class Inputs:
         return read + 2 * self.q.numel() * self.q.element_size() + 4 * self.keys
 
 
-def query(case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
+def query(case: KernelCase, device: torch.device, generator: torch.Generator) -> Tensor:
     """[T, H, D] bf16, each element N(0, 1), as q-norm leaves it; with keys of that size logits are N(0, 1) too."""
     shape = (case.tokens, case.preset.heads, HEAD_DIM)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).bfloat16()
 
 
-def layouts(case: Case) -> tuple[KVCacheLayout, KVCacheLayout]:
+def layouts(case: KernelCase) -> tuple[KVCacheLayout, KVCacheLayout]:
     """Layouts of the window cache and of the compressed cache, with interleaved scales in V4.1's records."""
     window, compressed = (case.records or "584/584").split("/")
     return _LAYOUTS[window], _LAYOUTS[compressed]
 
 
-def make_inputs(case: Case, device: torch.device) -> Inputs:
+def make_inputs(case: KernelCase, device: torch.device) -> Inputs:
     """Caches full of random keys, pages in random order, indices as an engine would make them."""
     preset, generator = case.preset, torch.Generator(device).manual_seed(case.seed)
     prefix, count = torch.tensor(case.requests, device=device, dtype=torch.int64).unbind(1)
@@ -138,7 +138,7 @@ def _segment(
     lens: Tensor,
     request: Tensor,
     generator: torch.Generator,
-) -> Segment:
+) -> CacheSegment:
     """A cache in which request r has its records first[r] .. ends[r]; before those its pages are gone."""
     device = first.device
     column = torch.arange(max(-(-int(ends.max()) // page), 1), device=device)
@@ -152,7 +152,7 @@ def _segment(
     pages = table[request[:, None], (wanted // page).clamp(0, table.shape[1] - 1)]
     slots = (pages * page + wanted % page).masked_fill_(absent, -1).int()
     local = (wanted - first[request][:, None]).masked_fill(absent, -1)
-    return Segment(cache, DenseIndices(slots, lens.int()), local, table, ends.int(), gathered.int())
+    return CacheSegment(cache, DenseIndices(slots, lens.int()), local, table, ends.int(), gathered.int())
 
 
 def _chosen(visible: Tensor, most: int, topk: int, generator: torch.Generator) -> Tensor:
@@ -166,7 +166,7 @@ def _chosen(visible: Tensor, most: int, topk: int, generator: torch.Generator) -
     return out
 
 
-def _gathered(segments: list[Segment], request: Tensor) -> tuple[Tensor, int, DenseIndices]:
+def _gathered(segments: list[CacheSegment], request: Tensor) -> tuple[Tensor, int, DenseIndices]:
     """Rows as gathering leaves them, where the compressed ones begin, and combined indices without holes."""
     widths = [int(segment.gather_lens.max()) for segment in segments]
     requests, device = segments[0].table.shape[0], request.device

@@ -16,7 +16,7 @@ from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.contract.backend import AttentionCall, Backend, EntryIndices, Phase, Run, complete
 from dsv4attn.core.contract.index_ops import IndexStep, prepare_index_step
 from dsv4attn.core.metadata.forward_context import set_forward_context
-from dsv4attn.tools.bench.step import Step
+from dsv4attn.tools.bench.forward_step import ForwardStep
 
 __all__ = ["Overhead", "overhead", "seconds"]
 
@@ -63,7 +63,7 @@ class Overhead:
         return {"layer": self.layer, **times, **{f"{name}_percent": self.percent(name) for name in ("plain", "bound")}}
 
 
-def overhead(step: Step, *, rounds: int = 200) -> Overhead:
+def overhead(step: ForwardStep, *, rounds: int = 200) -> Overhead:
     """Measure a step of one decode token."""
     bound, idle = _bound(step, step.backend), _bound(step, _instead(step.backend, _nothing))
     kv, positions = step.q[:, 0], torch.zeros(1, dtype=torch.int64, device=step.q.device)
@@ -99,7 +99,7 @@ def seconds(call: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _bound(step: Step, backend: Backend) -> DeepseekV4MLAAttention:
+def _bound(step: ForwardStep, backend: Backend) -> DeepseekV4MLAAttention:
     layer = DeepseekV4MLAAttention(
         "layer",
         step.layer,
@@ -116,7 +116,7 @@ def _bound(step: Step, backend: Backend) -> DeepseekV4MLAAttention:
     return layer
 
 
-def _own_steps(step: Step) -> Callable[[], None]:
+def _own_steps(step: ForwardStep) -> Callable[[], None]:
     """What core runs of the backend for this step, prepared, with the very arguments, and nothing else."""
     asked: list[Callable[[], Any]] = []
 

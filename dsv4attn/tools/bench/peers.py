@@ -1,6 +1,6 @@
 """Other libraries' kernels on our inputs, through their public functions.
 
-A peer either returns the reason why it is not available, or makes a subject of a case. An exception of a peer becomes
+A peer either returns the reason why it is not available, or makes a contender of a case. An exception of a peer becomes
 the reason of its row. Results of peers are checked like those of backends. A peer is imported only on request.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.errors import UnsupportedError
-from dsv4attn.tools.bench.attend import gather_rows
+from dsv4attn.tools.bench.attention_call import gather_rows
 from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM
+from dsv4attn.tools.bench.contenders import Contender, Task
 from dsv4attn.tools.bench.inputs import Inputs
-from dsv4attn.tools.bench.subjects import Subject, Task
 
-__all__ = ["PEERS", "Peer", "missing", "peer_subject"]
+__all__ = ["PEERS", "Peer", "missing", "peer_contender"]
 
 _WORKSPACE_BYTES = 128 * 2**20
 
@@ -188,7 +188,7 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def peer_subject(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Subject:
+def peer_contender(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Contender:
     """A peer on a case. gatherers: backends; the first gathers rows for a peer that does not read pages.
 
     The result is the tensor that the last call returned, because a peer may allocate its own output. Before the first
@@ -221,4 +221,4 @@ def peer_subject(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Subjec
     def reset() -> None:
         last[0].fill_(torch.nan)
 
-    return Subject(name, run, reset, lambda: last, note)
+    return Contender(name, run, reset, lambda: last, note)

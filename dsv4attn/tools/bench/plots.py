@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.bench.cases import AROUND, ATTENTION, PRESETS, WINDOW
+from dsv4attn.tools.bench.cases import ATTENTION, LAYER_OPS, PRESETS, WINDOW
 from dsv4attn.tools.bench.result import Run
-from dsv4attn.tools.bench.runner import Row
+from dsv4attn.tools.bench.runner import BenchRow
 from dsv4attn.tools.bench.scaling import SERIES
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _figures(run: Run) -> Iterator[tuple[str, Figure]]:
         rows = [row for row in plain if row.kernel == kernel]
         if rows:
             yield kernel, _bars(run, rows, colours, _TITLES[kernel], _SPEED)
-    for name, kernels in {"memory": _MEMORY, **{kernel: (kernel,) for kernel in AROUND}}.items():
+    for name, kernels in {"memory": _MEMORY, **{kernel: (kernel,) for kernel in LAYER_OPS}}.items():
         rows = [row for row in plain if row.kernel in kernels]
         if rows:
             yield name, _bars(run, rows, colours, _TITLES[name], _TRAFFIC)
@@ -119,7 +119,7 @@ _METHOD = "whole calls by `dsv4attn bench`, gaps between their kernels included"
 _MEMORY = ("insert", "quantize", "gather")
 
 
-def _colours(rows: Sequence[Row]) -> dict[str, str]:
+def _colours(rows: Sequence[BenchRow]) -> dict[str, str]:
     """Blue and orange and so on for ours, greys for peers, whichever kernel they run."""
     ours = dict.fromkeys(row.by for row in rows if not row.is_peer)
     peers = dict.fromkeys(_peer(row.by) for row in rows if row.is_peer)
@@ -162,10 +162,10 @@ def _legend(figure: Figure, colours: dict[str, str], names: Sequence[str], heigh
         right -= width + 0.018
 
 
-def _bars(run: Run, rows: Sequence[Row], colours: dict[str, str], title: str, unit: str) -> Figure:
+def _bars(run: Run, rows: Sequence[BenchRow], colours: dict[str, str], title: str, unit: str) -> Figure:
     """A panel for each layer or step, a group of bars for each case in it, and a tick where the roofline is."""
-    panels: dict[str, dict[str, list[Row]]] = {}
-    by_preset, around = rows[0].kernel in ("decode", "step"), rows[0].kernel in AROUND
+    panels: dict[str, dict[str, list[BenchRow]]] = {}
+    by_preset, around = rows[0].kernel in ("decode", "step"), rows[0].kernel in LAYER_OPS
     for row in rows:
         kernel, preset, label = row.case.split(" ", 2)
         panel = preset if by_preset or around else kernel if unit == _TRAFFIC else ""
@@ -205,7 +205,7 @@ def _shape(kernel: str) -> str:
     """What the groups of a kernel's bars are."""
     if kernel in ("decode", "step"):
         return "requests of the batch (b)"
-    if kernel not in AROUND:
+    if kernel not in LAYER_OPS:
         return "layer and shape of the case"
     return {"index": _SCORED, "select": _SCORED, "mhc": "tokens (t), hidden size (d)"}.get(
         kernel, "requests (b) or tokens (t)"
@@ -222,7 +222,9 @@ def _described(panel: str) -> str:
     return f"$\\bf{{{name}}}$\n{preset.heads} heads\n{keys} keys"
 
 
-def _panel(axis: Axes, groups: dict[str, list[Row]], names: Sequence[str], colours: dict[str, str], unit: str) -> None:
+def _panel(
+    axis: Axes, groups: dict[str, list[BenchRow]], names: Sequence[str], colours: dict[str, str], unit: str
+) -> None:
     width, highest, longest = 0.84 / len(names), 0.0, 0
     for place, rows in enumerate(groups.values()):
         roof = 0.0
@@ -261,7 +263,7 @@ def _named(by: str) -> str:
     return by.replace(_peer(by), _NAMES.get(_peer(by), _peer(by)))
 
 
-def _label(row: Row) -> str:
+def _label(row: BenchRow) -> str:
     """Time, and speed by that of each peer: the numbers of the table."""
     assert row.median
     ratios = [f"{ratio:.2f}x {_named(peer)}" for peer, ratio in row.vs.items()]
@@ -273,7 +275,7 @@ def _us(seconds: float) -> str:
     return f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 
-def _scaling(run: Run, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
+def _scaling(run: Run, rows: Sequence[BenchRow], colours: dict[str, str]) -> Figure:
     """Time over the size that grows, both in powers of two. Dashed: time of the roofline. Rings: cliffs."""
     lines = [series for series in SERIES if any(row.series == series for row in rows)]
     columns = min(len(lines), 3)
@@ -299,7 +301,7 @@ def _scaling(run: Run, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
     return figure
 
 
-def _line(axis: Axes, run: Run, rows: Sequence[Row], colours: dict[str, str]) -> None:
+def _line(axis: Axes, run: Run, rows: Sequence[BenchRow], colours: dict[str, str]) -> None:
     for by in dict.fromkeys(row.by for row in rows):
         points = sorted((row.x, 1e6 * (row.median or 0.0)) for row in rows if row.by == by)
         x, y = zip(*points, strict=True)

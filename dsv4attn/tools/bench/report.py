@@ -12,7 +12,7 @@ from rich.text import Text
 from dsv4attn.tools.bench.compare import Comparison
 from dsv4attn.tools.bench.report_layer import layer_tables
 from dsv4attn.tools.bench.result import Run
-from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, geomeans, pair_means
+from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, BenchRow, geomeans, pair_means
 
 __all__ = ["comparison_text", "run_text"]
 
@@ -37,7 +37,7 @@ def run_text(run: Run) -> Group:
         parts.append(Text(f"interrupted: {run.ran} of {run.asked} cases were measured", style="bold red"))
     if run.machine.threads_from:
         parts.append(Text(f"{run.machine.threads_text} ({run.machine.threads_from})"))
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[BenchRow]] = {}
     for row in run.rows:
         groups.setdefault(row.series or row.kernel, []).append(row)
     for title, rows in groups.items():
@@ -47,7 +47,7 @@ def run_text(run: Run) -> Group:
     return Group(*parts)
 
 
-def _table(title: str, rows: list[Row]) -> Table:
+def _table(title: str, rows: list[BenchRow]) -> Table:
     """One line for each row with a time. Other rows are listed below the tables, with their reasons."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.vs))
     headings = ["case", "by", "time us", "spread", "TFLOP/s", "GB/s", "roofline", "error", *(f"x {p}" for p in peers)]
@@ -75,7 +75,7 @@ def _table(title: str, rows: list[Row]) -> Table:
     return table
 
 
-def _numbers(row: Row) -> list[str]:
+def _numbers(row: BenchRow) -> list[str]:
     """Time, spread, rates, error. A row without a time has no rates."""
     error = "-" if row.error is None else f"{row.error:.1e}"
     if not row.median or row.p10 is None or row.p90 is None:
@@ -123,7 +123,7 @@ def _lines(run: Run) -> Iterator[Text]:
     yield from _lost(run.rows)
 
 
-def _lost(rows: Sequence[Row]) -> Iterator[Text]:
+def _lost(rows: Sequence[BenchRow]) -> Iterator[Text]:
     """Rows without a time and their reasons; of more than two with one reason, the first and the number."""
     lost: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:

@@ -16,7 +16,7 @@ from dsv4attn import __version__
 from dsv4attn.core.contract.device import DeviceFacts, version_of
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.roofline import Roofline
-from dsv4attn.tools.bench.runner import FAILED, WRONG, Row, geomeans, pair_means
+from dsv4attn.tools.bench.runner import FAILED, WRONG, BenchRow, geomeans, pair_means
 from dsv4attn.tools.bench.scaling import Cliff
 
 __all__ = ["SCHEMA", "Machine", "Run", "load", "now", "peer_versions", "this_machine"]
@@ -86,7 +86,7 @@ class Run:
     date: str
     rounds: int
     roofline: Roofline
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     command: str = ""
     cliffs: tuple[Cliff, ...] = ()
     unavailable: Mapping[str, str] = field(factory=dict)
@@ -97,7 +97,7 @@ class Run:
     layers: tuple[Mapping[str, object], ...] = ()
 
     @property
-    def failures(self) -> list[Row]:
+    def failures(self) -> list[BenchRow]:
         """Rows of backends that supported the case and still have no time."""
         return [row for row in self.rows if not row.is_peer and row.state in (WRONG, FAILED)]
 
@@ -160,7 +160,7 @@ def load(path: Path, option: str) -> Run:
             saved["date"],
             saved["rounds"],
             Roofline(**saved["roofline"]),
-            tuple(Row.from_json(row) for row in saved["rows"]),
+            tuple(BenchRow.from_json(row) for row in saved["rows"]),
             saved["command"],
             tuple(Cliff(**cliff) for cliff in saved["cliffs"]),
             saved["unavailable"],

@@ -13,31 +13,31 @@ from attrs import asdict, evolve, field, frozen
 from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.errors import Dsv4AttnError, UnsupportedError
 from dsv4attn.selection import explain, load_backend, registered, registry_of
-from dsv4attn.tools.bench.around import AroundCase
-from dsv4attn.tools.bench.attend import problem_of
-from dsv4attn.tools.bench.cases import PAIRS, PRESETS, Case
+from dsv4attn.tools.bench.accuracy import Error, error, limit
+from dsv4attn.tools.bench.attention_call import problem_of
+from dsv4attn.tools.bench.cases import PAIRS, PRESETS, KernelCase
 from dsv4attn.tools.bench.clock import Clock, Spread
-from dsv4attn.tools.bench.compress import compress_task
-from dsv4attn.tools.bench.index import index_task, select_task
+from dsv4attn.tools.bench.compressor import compressor_task
+from dsv4attn.tools.bench.contenders import Contender, Task, make_task
+from dsv4attn.tools.bench.forward_step import make_forward_step, products
+from dsv4attn.tools.bench.hyper_connections import mhc_task
+from dsv4attn.tools.bench.index_ops import index_task, select_task
 from dsv4attn.tools.bench.inputs import Inputs, make_inputs
-from dsv4attn.tools.bench.layer import LayerCase, layer_time
-from dsv4attn.tools.bench.mhc import mhc_task
+from dsv4attn.tools.bench.layer_op_peers import DeepGEMM
+from dsv4attn.tools.bench.layer_ops import LayerOpCase
 from dsv4attn.tools.bench.overhead import overhead
-from dsv4attn.tools.bench.peers import Peer, peer_subject
-from dsv4attn.tools.bench.peers_around import DeepGEMM
-from dsv4attn.tools.bench.reference import Error, error, limit
+from dsv4attn.tools.bench.peers import Peer, peer_contender
 from dsv4attn.tools.bench.roofline import Roofline
-from dsv4attn.tools.bench.step import make_step, products
-from dsv4attn.tools.bench.subjects import Subject, Task, make_task
+from dsv4attn.tools.bench.whole_layer import LayerCase, layer_time
 
-__all__ = ["FAILED", "MEASURED", "REFUSED", "WRONG", "Row", "Runner", "geomeans", "pair_means"]
+__all__ = ["FAILED", "MEASURED", "REFUSED", "WRONG", "BenchRow", "Runner", "geomeans", "pair_means"]
 
 MEASURED, WRONG, FAILED, REFUSED = "measured", "wrong", "failed", "refused"
 """States of a row. wrong: its error is above the limit. failed: it raised. refused: its support said no."""
 
 
 @frozen
-class Row:
+class BenchRow:
     """Result of one backend or peer on one case. Times are in seconds, and None without a measurement.
 
     kernel: kernel of the case.
@@ -107,16 +107,16 @@ class Row:
         return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, object]) -> Row:
+    def from_json(cls, values: Mapping[str, object]) -> BenchRow:
         """The inverse of `as_json`. Raises KeyError or TypeError for a missing field."""
         given = {"fp8": False, "records": "", "vs_584": None, **values}  # which older files do not have
         return cls(**{name: given[name] for name in cls.__annotations__})  # type: ignore[arg-type]
 
 
-_Judged: TypeAlias = "tuple[Subject, float, bool]"
-"""A subject, its largest error that is right, and whether it is a peer."""
-_AROUND = {"index": index_task, "select": select_task, "compress": compress_task, "mhc": mhc_task}
-_C4A = Case("decode", PRESETS["flash_c4"], "", ((8191, 1),))
+_Judged: TypeAlias = "tuple[Contender, float, bool]"
+"""A contender, its largest error that is right, and whether it is a peer."""
+_LAYER_OPS = {"index": index_task, "select": select_task, "compress": compressor_task, "mhc": mhc_task}
+_C4A = KernelCase("decode", PRESETS["flash_c4"], "", ((8191, 1),))
 
 
 class Runner:
@@ -133,7 +133,7 @@ class Runner:
         self.clock = Clock(device)
         self.roofline = Roofline.measure(self.clock)
 
-    def run(self, *cases: Case | AroundCase) -> list[Row]:
+    def run(self, *cases: KernelCase | LayerOpCase) -> list[BenchRow]:
         """Rows of one case, backends first; or of several, whose calls run in turn, one case after the other."""
         with torch.inference_mode():
             try:
@@ -143,7 +143,7 @@ class Runner:
                 return [self._row(case, name, REFUSED, reason=why) for case in cases for name in self.backends]
             lost, checked = [], []
             for task in tasks:
-                rows, made = self._subjects(task)
+                rows, made = self._contenders(task)
                 lost.append(rows)
                 checked.append([(one, self._checked(task, *one)) for one in made])
             right = [one.run for each in checked for (one, _, _), row in each if row.state == MEASURED]
@@ -153,10 +153,12 @@ class Runner:
                 for task, each in zip(tasks, checked, strict=True)
             ]
         rows_by_case = [_compared([*those, *rest]) for those, rest in zip(timed, lost, strict=True)]
-        return _beside_584([row for rows in rows_by_case for row in rows])
+        return _relative_to_584([row for rows in rows_by_case for row in rows])
 
-    def _task(self, case: Case | AroundCase) -> Task:
-        return make_task(case, self.device) if isinstance(case, Case) else _AROUND[case.kernel](case, self.device)
+    def _task(self, case: KernelCase | LayerOpCase) -> Task:
+        return (
+            make_task(case, self.device) if isinstance(case, KernelCase) else _LAYER_OPS[case.kernel](case, self.device)
+        )
 
     def _spreads(self, running: Sequence[Callable[[], None]]) -> list[Spread | Exception]:
         """Times of all calls in turn. If one raises, each is timed alone, and that one gives its exception."""
@@ -167,12 +169,12 @@ class Runner:
         except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
             return [broken] if len(running) == 1 else [s for one in running for s in self._spreads([one])]
 
-    def settled(self, rows: Sequence[Row]) -> tuple[Roofline, list[Row]]:
+    def settled(self, rows: Sequence[BenchRow]) -> tuple[Roofline, list[BenchRow]]:
         """Measure the roofline again at the end. The higher rates apply to all rows."""
         roof = self.roofline.best(Roofline.measure(self.clock))
         return roof, [evolve(row, least=roof.seconds(row.flops, row.bytes, fp8=row.fp8)) for row in rows]
 
-    def host(self, case: Case) -> tuple[list[Mapping[str, object]], list[Row]]:
+    def host(self, case: KernelCase) -> tuple[list[Mapping[str, object]], list[BenchRow]]:
         """Host overhead of a step of one token with each backend that supports it, and rows of failures."""
         shares: list[Mapping[str, object]] = []
         failed = []
@@ -181,14 +183,14 @@ class Runner:
             if self._why_not(case, name, backend):
                 continue
             try:
-                share = overhead(make_step(inputs, backend))
+                share = overhead(make_forward_step(inputs, backend))
             except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
                 failed.append(self._row(case, name, FAILED, reason=_line(broken)))
             else:
                 shares.append({"by": name, **share.as_json(), "text": str(share)})
         return shares, failed
 
-    def layer(self, case: LayerCase) -> tuple[list[Mapping[str, object]], list[Row]]:
+    def layer(self, case: LayerCase) -> tuple[list[Mapping[str, object]], list[BenchRow]]:
         """Times of a whole layer with each backend, everyday and deterministic, and rows of failures."""
         times: list[Mapping[str, object]] = []
         failed = []
@@ -198,13 +200,13 @@ class Runner:
                 exact = load_backend(name, deterministic=True) if may else None
                 time = layer_time(case, backend, exact, self.clock, self.rounds)
             except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
-                failed.append(Row("layer", case.name, name, FAILED, reason=_line(broken)))
+                failed.append(BenchRow("layer", case.name, name, FAILED, reason=_line(broken)))
             else:
                 times.append({"by": name, **time.as_json(), "text": str(time)})
         return times, failed
 
-    def _subjects(self, task: Task) -> tuple[list[Row], list[_Judged]]:
-        """Rows of subjects that cannot run, and the others."""
+    def _contenders(self, task: Task) -> tuple[list[BenchRow], list[_Judged]]:
+        """Rows of contenders that cannot run, and the others."""
         case = task.case
         reasons = {name: self._why_not(case, name, backend) for name, backend in self.backends.items()}
         refused = [self._row(case, name, REFUSED, reason=why) for name, why in reasons.items() if why]
@@ -221,16 +223,16 @@ class Runner:
                 made += [] if one is None else [(one, task.limit or limit(coarsest), is_peer)]
         return refused, made
 
-    def _why_not(self, case: Case | AroundCase, name: str, backend: Backend) -> str:
+    def _why_not(self, case: KernelCase | LayerOpCase, name: str, backend: Backend) -> str:
         # steps around attention are those of a backend that decodes on the layers with all of them
-        asked = case if isinstance(case, Case) else _C4A
+        asked = case if isinstance(case, KernelCase) else _C4A
         problem = problem_of(asked, backend.forms.prefill_keys)
         selection = explain(problem, backend=name, device=self.device, registry=registry_of(name))
         if selection.chosen is not None:
             return ""
         return " ".join(" ".join(line.split()) for c in selection.trace if c.name == name for line in c.lines)
 
-    def _checked(self, task: Task, one: Subject, most: float, is_peer: bool) -> Row:  # noqa: FBT001
+    def _checked(self, task: Task, one: Contender, most: float, is_peer: bool) -> BenchRow:  # noqa: FBT001
         """Run once over spoilt results, and judge them."""
         row = self._row(task.case, one.name, MEASURED, is_peer=is_peer, reason=one.note)
         try:
@@ -244,7 +246,7 @@ class Runner:
         except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
             return evolve(row, state=FAILED, reason=_line(broken))
 
-    def _timed(self, task: Task, made: _Judged, row: Row, spread: Spread | Exception) -> Row:
+    def _timed(self, task: Task, made: _Judged, row: BenchRow, spread: Spread | Exception) -> BenchRow:
         """Check again after timing, because later calls may give other results. The row has the larger error."""
         if isinstance(spread, Exception):
             return evolve(row, state=FAILED, reason=f"while it was timed: {_line(spread)}")
@@ -256,20 +258,24 @@ class Runner:
         sized = evolve(worse, flops=task.flops, bytes=task.bytes, least=least, fp8=task.fp8)
         return evolve(sized, median=spread.median, p10=spread.p10, p90=spread.p90, exposed=spread.exposed)
 
-    def _row(self, case: Case | AroundCase, by: str, state: str, *, is_peer: bool = False, reason: str = "") -> Row:
-        records = case.records if isinstance(case, Case) else ""
-        return Row(case.kernel, case.name, by, state, is_peer, reason, series=case.series, x=case.x, records=records)
+    def _row(
+        self, case: KernelCase | LayerOpCase, by: str, state: str, *, is_peer: bool = False, reason: str = ""
+    ) -> BenchRow:
+        records = case.records if isinstance(case, KernelCase) else ""
+        return BenchRow(
+            case.kernel, case.name, by, state, is_peer, reason, series=case.series, x=case.x, records=records
+        )
 
 
 def _makers(
     task: Task, able: Mapping[str, Backend], peers: Sequence[Peer | DeepGEMM]
-) -> Iterator[tuple[str, bool, Products, Callable[[], Subject | None]]]:
-    """(name, whether it is a peer, type of its products, what makes it) of all subjects of a case."""
+) -> Iterator[tuple[str, bool, Products, Callable[[], Contender | None]]]:
+    """(name, whether it is a peer, type of its products, what makes it) of all contenders of a case."""
     for name, backend in able.items():
-        yield name, False, backend.forms.products, partial(task.subject, name, backend)
-    first = isinstance(task.case, Case) and task.case.records in ("", PAIRS[0])
+        yield name, False, backend.forms.products, partial(task.contender, name, backend)
+    first = isinstance(task.case, KernelCase) and task.case.records in ("", PAIRS[0])
     if task.case.kernel == "step" and isinstance(task.inputs, Inputs) and first:
-        bare = partial(Subject, "products", products(task.inputs), lambda: None, list)
+        bare = partial(Contender, "products", products(task.inputs), lambda: None, list)
         yield "products", True, Products.BF16, bare
     for peer in peers:
         if task.case.kernel in peer.kernels:
@@ -277,11 +283,11 @@ def _makers(
             yield peer.name, True, coarsest, partial(_of_peer, peer, task, [*able.values()][:1])
 
 
-def _of_peer(peer: Peer | DeepGEMM, task: Task, gatherers: Sequence[Backend]) -> Subject | None:
-    return peer.subject(task) if isinstance(peer, DeepGEMM) else peer_subject(peer, task, gatherers)
+def _of_peer(peer: Peer | DeepGEMM, task: Task, gatherers: Sequence[Backend]) -> Contender | None:
+    return peer.contender(task) if isinstance(peer, DeepGEMM) else peer_contender(peer, task, gatherers)
 
 
-def _judged(row: Row, found: Error, most: float) -> Row:
+def _judged(row: BenchRow, found: Error, most: float) -> BenchRow:
     judged = evolve(row, error=found.total, worst_row=found.worst)
     if found.within(most):
         return judged
@@ -289,7 +295,7 @@ def _judged(row: Row, found: Error, most: float) -> Row:
     return evolve(judged, state=WRONG, reason=why)
 
 
-def _compared(rows: list[Row]) -> list[Row]:
+def _compared(rows: list[BenchRow]) -> list[BenchRow]:
     peers = {row.by.removesuffix(" + gather"): row.median for row in rows if row.is_peer and row.median}
     return [
         row if row.is_peer or not row.median else evolve(row, vs={p: t / row.median for p, t in peers.items()})
@@ -297,18 +303,18 @@ def _compared(rows: list[Row]) -> list[Row]:
     ]
 
 
-def _beside_584(rows: list[Row]) -> list[Row]:
+def _relative_to_584(rows: list[BenchRow]) -> list[BenchRow]:
     """Rows with the speed relative to the same backend's on 584-byte records. Peers have none."""
     ours = {row.by: row.median for row in rows if row.records == PAIRS[0] and not row.is_peer}
 
-    def compared(row: Row) -> Row:
+    def compared(row: BenchRow) -> BenchRow:
         before = None if row.is_peer or row.records in ("", PAIRS[0]) else ours.get(row.by)
         return evolve(row, vs_584=before / row.median) if before and row.median else row
 
     return [compared(row) for row in rows]
 
 
-def geomeans(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
+def geomeans(rows: Sequence[BenchRow]) -> dict[tuple[str, str, str], float]:
     """Geometric mean of the speed relative to a peer over all cases of a kernel: (kernel, by, peer) -> ratio."""
     logs: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
@@ -317,7 +323,7 @@ def geomeans(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
     return {key: exp(sum(values) / len(values)) for key, values in logs.items()}
 
 
-def pair_means(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
+def pair_means(rows: Sequence[BenchRow]) -> dict[tuple[str, str, str], float]:
     """Geometric mean of the speed relative to 584-byte records: (kernel, by, records) -> ratio."""
     logs: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from attrs import asdict, frozen
 
-from dsv4attn.tools.bench.cases import PRESETS, Case, decodes, with_topk
-from dsv4attn.tools.bench.runner import Row
+from dsv4attn.tools.bench.cases import PRESETS, KernelCase, decodes, with_topk
+from dsv4attn.tools.bench.runner import BenchRow
 
 __all__ = ["CLIFF", "SERIES", "Cliff", "cliffs", "scaling_cases"]
 
@@ -57,38 +57,38 @@ class Cliff:
         return asdict(self)
 
 
-def scaling_cases(*, small: bool) -> list[Case]:
+def scaling_cases(*, small: bool) -> list[KernelCase]:
     """All lines; small: for a CPU, with few points and short ones."""
     return [case for series in SERIES for case in _line(series, small=small)]
 
 
-def _line(series: str, *, small: bool) -> Iterator[Case]:
+def _line(series: str, *, small: bool) -> Iterator[KernelCase]:
     c4, c128 = PRESETS["flash_c4"], PRESETS["flash_c128"]
     requests = 2 if small else 16
     if series == "batch":
         for batch in (1, 2, 4) if small else (2**i for i in range(11)):
-            yield Case("decode", c4, f"b={batch}", decodes(c4, batch), series, batch)
+            yield KernelCase("decode", c4, f"b={batch}", decodes(c4, batch), series, batch)
     elif series == "context-c128":
         for context in (1024, 4096) if small else (2**i for i in range(10, 21)):
             preset = with_topk(c128, context // 128)
-            yield Case("decode", preset, f"n={context}", decodes(preset, requests, context), series, context)
+            yield KernelCase("decode", preset, f"n={context}", decodes(preset, requests, context), series, context)
     elif series == "context-c4":
         for context in (1024, 4096) if small else (2**i for i in range(10, 21)):
-            yield Case("decode", c4, f"n={context}", decodes(c4, requests, context), series, context)
+            yield KernelCase("decode", c4, f"n={context}", decodes(c4, requests, context), series, context)
     elif series == "topk":
         for topk in (128, 256) if small else (2**i for i in range(7, 14)):
             preset = with_topk(c4, topk)
             count = requests if small else 64
-            yield Case("decode", preset, f"k={topk}", decodes(preset, count, 4 * max(topk, 2048)), series, topk)
+            yield KernelCase("decode", preset, f"k={topk}", decodes(preset, count, 4 * max(topk, 2048)), series, topk)
     else:
         longest, context = (8, 256) if small else (128, 8192)
         draw = random.Random(0)  # noqa: S311 - lengths, not secrets
         pool = [(draw.randrange(context), draw.randint(1, longest)) for _ in range(64)]
         for count in (1, 2) if small else (2**i for i in range(7)):
-            yield Case("prefill", c4, f"r={count}", tuple(pool[:count]), series, count)
+            yield KernelCase("prefill", c4, f"r={count}", tuple(pool[:count]), series, count)
 
 
-def cliffs(rows: Sequence[Row]) -> list[Cliff]:
+def cliffs(rows: Sequence[BenchRow]) -> list[Cliff]:
     """Cliffs of some rows. Work is the time that the roofline allows: the larger of products and bytes."""
     found = []
     for series, by in dict.fromkeys((row.series, row.by) for row in rows if row.series):

@@ -15,9 +15,9 @@ import click
 from dsv4attn import __version__
 from dsv4attn.errors import Dsv4AttnError, did_you_mean
 
-__all__ = ["LINE_S", "Whole", "main", "pairs", "print_json"]
+__all__ = ["PROGRESS_LINE_S", "WholeNumber", "main", "pairs", "print_json"]
 
-LINE_S = 4.0
+PROGRESS_LINE_S = 4.0
 """Seconds between lines of progress where stderr is no terminal."""
 
 _COMMANDS = {
@@ -55,7 +55,7 @@ def pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -
     return dict(value.split("=", 1) for value in values)
 
 
-class Whole(click.IntRange):
+class WholeNumber(click.IntRange):
     """An integer within bounds that error messages call a whole number, not an integer range as click does."""
 
     name = "whole number"

@@ -13,7 +13,7 @@ import click
 from attrs import evolve, frozen
 
 from dsv4attn.errors import NoBackendError
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, Whole, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, WholeNumber, print_json
 from dsv4attn.tools.cli.bench_options import STDOUT, device_named, file_or_stdout, numbers
 from dsv4attn.tools.cli.common import console
 from dsv4attn.tools.cli.conform import written
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import torch
 
     from dsv4attn.core.contract.backend import Backend
-    from dsv4attn.tools.bench.around import AroundCase
-    from dsv4attn.tools.bench.cases import Case, Size
+    from dsv4attn.tools.bench.cases import CaseSizes, KernelCase
     from dsv4attn.tools.bench.compare import Comparison
+    from dsv4attn.tools.bench.layer_op_peers import DeepGEMM
+    from dsv4attn.tools.bench.layer_ops import LayerOpCase
     from dsv4attn.tools.bench.peers import Peer
-    from dsv4attn.tools.bench.peers_around import DeepGEMM
     from dsv4attn.tools.bench.result import Run
 
 __all__ = ["bench"]
@@ -60,9 +60,9 @@ class _Bench(click.Command):
     help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2.  [default: all]",
 )
 @click.option("--batches", metavar="NUMBERS", callback=numbers, help="Requests of the decodes, as in 8,64,256.")
-@click.option("--tokens", type=Whole(1), help="Query tokens of the prefills.")
-@click.option("--rounds", type=Whole(1), help="Rounds to take the median of.")
-@click.option("--threads", type=Whole(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
+@click.option("--tokens", type=WholeNumber(1), help="Query tokens of the prefills.")
+@click.option("--rounds", type=WholeNumber(1), help="Rounds to take the median of.")
+@click.option("--threads", type=WholeNumber(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
 @click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator, or cpu]")
 @click.option(
     "--peers",
@@ -104,7 +104,7 @@ def bench(
     plot: Path | None,
     source: Path | None,
 ) -> None:
-    """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (by default), or those below.
+    """Time MEASUREMENTS: decode, prefill, prefill-rows, insert, quantize, gather (by default), or those below.
 
     Every result is checked against an independent reference before and after it is timed. A wrong result gets no time,
     and the exit code is 1. Times are medians of rounds in which all calls run in turn; the roofline is measured in the
@@ -196,15 +196,15 @@ class _Asked:
 
 def _measured(asked: _Asked, *, shown: bool) -> Run:
     """Check all options before anything slow, and measure."""
-    from dsv4attn.tools.bench.cases import KERNELS, PRESETS, WHAT, host_cases, named, sizes, together
-    from dsv4attn.tools.bench.layer import layer_cases
+    from dsv4attn.tools.bench.cases import KERNELS, MEASUREMENTS, PRESETS, host_cases, named, sizes, together
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
     from dsv4attn.tools.bench.runner import Runner
     from dsv4attn.tools.bench.scaling import cliffs
+    from dsv4attn.tools.bench.whole_layer import layer_cases
     from dsv4attn.tools.cli.threads import Load
 
     before = Load()
-    what = named("measurement", ",".join(asked.what), WHAT, KERNELS)
+    what = named("measurement", ",".join(asked.what), MEASUREMENTS, KERNELS)
     presets = named("case", asked.cases, list(PRESETS), list(PRESETS))
     place = device_named(asked.device)
     backends = _backends(asked.backends, place)
@@ -260,32 +260,34 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     )
 
 
-def _cases(what: Sequence[str], presets: Sequence[str], size: Size, *, small: bool) -> list[Case | AroundCase]:
+def _cases(
+    what: Sequence[str], presets: Sequence[str], size: CaseSizes, *, small: bool
+) -> list[KernelCase | LayerOpCase]:
     """Cases whose results are rows: all but the host's and those of whole layers."""
-    from dsv4attn.tools.bench.around import around_cases
-    from dsv4attn.tools.bench.cases import AROUND, cases_of
+    from dsv4attn.tools.bench.cases import LAYER_OPS, cases_of
+    from dsv4attn.tools.bench.layer_ops import layer_op_cases
     from dsv4attn.tools.bench.scaling import scaling_cases
 
-    kernels = [kernel for kernel in what if kernel not in (*AROUND, "scaling", "host", "layer")]
+    kernels = [kernel for kernel in what if kernel not in (*LAYER_OPS, "scaling", "host", "layer")]
     lines = scaling_cases(small=small) if "scaling" in what else []
-    around = around_cases([kernel for kernel in what if kernel in AROUND], small=small)
+    around = layer_op_cases([kernel for kernel in what if kernel in LAYER_OPS], small=small)
     return [*cases_of(kernels, presets, size), *lines, *around]
 
 
 def _peers(asked: _Asked, kernels: set[str]) -> list[Peer | DeepGEMM]:
     """The named peers; without names, those that have one of the kernels."""
     from dsv4attn.tools.bench.cases import named
+    from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS
     from dsv4attn.tools.bench.peers import PEERS
-    from dsv4attn.tools.bench.peers_around import AROUND_PEERS
 
     if asked.peers is None:
         return []
-    peers: dict[str, Peer | DeepGEMM] = {**PEERS, **AROUND_PEERS}
+    peers: dict[str, Peer | DeepGEMM] = {**PEERS, **LAYER_OP_PEERS}
     concerned = [name for name, peer in peers.items() if kernels.intersection(peer.kernels)]
     return [peers[name] for name in named("peer", None if asked.peers == ALL else asked.peers, list(peers), concerned)]
 
 
-def _size(asked: _Asked, size: Size) -> Size:
+def _size(asked: _Asked, size: CaseSizes) -> CaseSizes:
     """Default sizes, replaced by those of the options."""
     return evolve(
         size,

@@ -13,7 +13,7 @@ import click
 from attrs import frozen
 
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.cli import FAILED, OK, Whole, print_json
+from dsv4attn.tools.cli import FAILED, OK, WholeNumber, print_json
 from dsv4attn.tools.cli.bench_options import STDOUT, device_of_rank, file_or_stdout, numbers
 from dsv4attn.tools.cli.common import console
 from dsv4attn.tools.cli.conform import written
@@ -33,7 +33,7 @@ __all__ = ["context"]
 @click.command("context")
 @click.option("--backend", metavar="NAME", help="Backend.  [default: as `dsv4attn explain` says]")
 @click.option("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128.  [default: those of Flash]")
-@click.option("--requests", type=Whole(1), help="Requests of a step.  [default: 8; on a CPU 2]")
+@click.option("--requests", type=WholeNumber(1), help="Requests of a step.  [default: 8; on a CPU 2]")
 @click.option(
     "--context",
     "contexts",
@@ -41,8 +41,10 @@ __all__ = ["context"]
     callback=numbers,
     help="Tokens of each request.  [default: 8192,1048576; on a CPU 8192]",
 )
-@click.option("--interleave", type=Whole(1), default=1, show_default=True, help="Consecutive entries of one rank.")
-@click.option("--rounds", type=Whole(1), help="Rounds to take the median of.  [default: 20; on a CPU 5]")
+@click.option(
+    "--interleave", type=WholeNumber(1), default=1, show_default=True, help="Consecutive entries of one rank."
+)
+@click.option("--rounds", type=WholeNumber(1), help="Rounds to take the median of.  [default: 20; on a CPU 5]")
 @click.option("--device", metavar="KIND", help="cpu or cuda.  [default: the accelerator that is here, or cpu]")
 @click.option("--graph", is_flag=True, help="Time replays of captured graphs.")
 @click.option(
@@ -157,7 +159,7 @@ def _backend(name: str | None, cases: list[ContextCase], place: torch.device, *,
     from attrs import evolve
 
     from dsv4attn.selection import load_backend, resolve
-    from dsv4attn.tools.bench.attend import problem_of
+    from dsv4attn.tools.bench.attention_call import problem_of
 
     problems = [evolve(problem_of(case.case), lse=True, capture=capture) for case in cases]
     chosen = resolve(problems, backend=name, device=place).require().info.name

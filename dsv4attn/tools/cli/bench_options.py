@@ -24,9 +24,9 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 def file_or_stdout(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | Path | None:
     """The file of `--json`, or STDOUT."""
-    from dsv4attn.tools.bench.cases import WHAT
+    from dsv4attn.tools.bench.cases import MEASUREMENTS
 
-    if value in WHAT:
+    if value in MEASUREMENTS:
         raise click.BadParameter(f"{value!r} would be its file: put --json last, or name a file", param=parameter)
     return value if value in (None, STDOUT) else target_file(ctx, parameter, value)
 

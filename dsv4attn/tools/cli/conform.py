@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, LINE_S, OK, pairs, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, PROGRESS_LINE_S, pairs, print_json
 from dsv4attn.tools.cli.common import console, grid
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], Non
         nonlocal done, failed, said
         done, failed, now = done + 1, failed + (outcome.state == "failed"), time.perf_counter()
         bar.update(task, advance=1, failed=failed, case=outcome.case.name)
-        if shown and not out.is_terminal and now - said >= LINE_S:
+        if shown and not out.is_terminal and now - said >= PROGRESS_LINE_S:
             said = now
             click.echo(f"{done}/{total} cases, {failed} failed, {outcome.case.name}, {now - began:.0f} s", err=True)
 

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.cli import FAILED, OK, Whole, print_json
+from dsv4attn.tools.cli import FAILED, OK, WholeNumber, print_json
 from dsv4attn.tools.cli.common import (
     console,
     device_facts,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-_positive = Whole(min=1)
+_positive = WholeNumber(min=1)
 _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
 
 
@@ -40,13 +40,16 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
 )
 @click.option("--layer", metavar="KIND", help="swa, c4a or c128a.  [default: c4a, or the kind with that ratio]")
 @click.option(
-    "--ratio", metavar="N", type=Whole(min=0), help="Of V4.1's layers: 0, 1 or 2; 0 is swa.  [default: the kind's]"
+    "--ratio",
+    metavar="N",
+    type=WholeNumber(min=0),
+    help="Of V4.1's layers: 0, 1 or 2; 0 is swa.  [default: the kind's]",
 )
 @click.option(
     "--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True, help="Which call."
 )
 @click.option("--heads", metavar="N", type=_positive, help="Query heads on this device.  [default: the model's]")
-@click.option("--topk", metavar="N", type=Whole(min=0), help="Selected entries.  [default: the model's]")
+@click.option("--topk", metavar="N", type=WholeNumber(min=0), help="Selected entries.  [default: the model's]")
 @click.option("--page-size", metavar="N", type=_positive, default=64, show_default=True, help="Of the window cache.")
 @click.option(
     "--compressed-page-size", metavar="N", type=_positive, help="Of the other.  [default: 256 tokens' entries]"
@@ -69,7 +72,9 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
 @click.option("--max-model-len", metavar="N", type=_positive, help="Longest sequence.  [default: 1,048,576]")
 @click.option("--no-sink", is_flag=True, help="The layer has no sinks.")
 @click.option("--query-len", metavar="N", type=_positive, default=1, show_default=True, help="Tokens of a decode.")
-@click.option("--window-columns", metavar="N", type=Whole(min=0), default=0, help="Of a row.  [default: the window]")
+@click.option(
+    "--window-columns", metavar="N", type=WholeNumber(min=0), default=0, help="Of a row.  [default: the window]"
+)
 @click.option("--capture", is_flag=True, help="The call is captured in a graph.")
 @click.option("--deterministic", is_flag=True, help="Bits must not depend on the batch.")
 @click.option("--lse", is_flag=True, help="The log-sum-exp is wanted too.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, LINE_S, OK, Whole, pairs, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, PROGRESS_LINE_S, WholeNumber, pairs, print_json
 
 if TYPE_CHECKING:
     from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 
-_positive = Whole(min=1)
+_positive = WholeNumber(min=1)
 _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -39,7 +39,7 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 )
 @click.option("--cache", metavar="NAME", default="fp8_ds_mla", show_default=True, help="fp8_ds_mla, bf16 or fp32.")
 @click.option("--max-requests", metavar="N", type=_positive, help="Read so many requests of the trace.")
-@click.option("--max-tokens", metavar="N", type=Whole(min=2), help="Longest request; longer ones are shrunk.")
+@click.option("--max-tokens", metavar="N", type=WholeNumber(min=2), help="Longest request; longer ones are shrunk.")
 @click.option(
     "--max-num-batched-tokens", metavar="N", type=_positive, default=1024, show_default=True, help="Tokens of a step."
 )
@@ -51,12 +51,17 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
     "--block-size", metavar="N", type=_positive, default=64, show_default=True, help="Records in a window page."
 )
 @click.option(
-    "--check-rows", metavar="N", type=Whole(min=0), default=2, show_default=True, help="Rows checked per step; 0: none."
+    "--check-rows",
+    metavar="N",
+    type=WholeNumber(min=0),
+    default=2,
+    show_default=True,
+    help="Rows checked per step; 0: none.",
 )
 @click.option(
     "--seed",
     metavar="N",
-    type=Whole(min=0, max=2**32 - 1),
+    type=WholeNumber(min=0, max=2**32 - 1),
     default=0,
     show_default=True,
     help="Of every number.",
@@ -65,7 +70,7 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 @click.option(
     "--context-parallel",
     metavar="N",
-    type=Whole(min=2),
+    type=WholeNumber(min=2),
     help="Divide compressed entries over the N processes that torchrun has started.",
 )
 @click.option(
@@ -234,7 +239,7 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[Progress], None]
         bar.update(
             task, completed=state.tokens, speed=speed, step=state.step, running=state.running, waiting=state.waiting
         )
-        if shown and not console.is_terminal and now - said >= LINE_S:
+        if shown and not console.is_terminal and now - said >= PROGRESS_LINE_S:
             said = now
             step = f"step {state.step}: {state.running} running, {state.waiting} waiting"
             click.echo(f"{state.tokens:,}/{total:,} tokens, {speed:,.0f}/s, {step}, {now - began:.0f} s", err=True)

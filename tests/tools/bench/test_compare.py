@@ -12,12 +12,12 @@ from attrs import evolve
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.compare import compare
 from dsv4attn.tools.bench.result import SCHEMA, load, peer_versions
-from dsv4attn.tools.bench.runner import FAILED, WRONG, Row
+from dsv4attn.tools.bench.runner import FAILED, WRONG, BenchRow
 from dsv4attn.tools.bench.scaling import SERIES, Cliff, cliffs, scaling_cases
-from tests.tools.bench.rows import HERE, row, run
+from tests.tools.bench.sample_runs import HERE, row, run
 
 
-def states(old: Row, new: Row) -> list[str]:
+def states(old: BenchRow, new: BenchRow) -> list[str]:
     return [change.state for change in compare(run([old]), run([new])).changes]
 
 
@@ -146,7 +146,7 @@ def test_versions_are_of_what_is_installed() -> None:
     assert set(peer_versions(["torch"])) == {"torch"}
 
 
-def line(*points: tuple[int, float, float], by: str = "ours") -> list[Row]:
+def line(*points: tuple[int, float, float], by: str = "ours") -> list[BenchRow]:
     """(x, microseconds, least microseconds)."""
     return [row(f"batch f b={x}", by, us, least=1e-6 * least, series="batch", x=x) for x, us, least in points]
 

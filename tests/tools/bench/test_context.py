@@ -21,14 +21,14 @@ from dsv4attn.core.context_parallel import attention, selection
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench import context as bench
 from dsv4attn.tools.bench import context_cases as sizes
-from dsv4attn.tools.bench import context_sides as sides
+from dsv4attn.tools.bench import context_step as sides
 from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.context_cases import check_memory, context_cases
+from dsv4attn.tools.bench.forward_step import ForwardStep
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
 from dsv4attn.tools.bench.report_context import ContextRun, context_text
-from dsv4attn.tools.bench.step import Step
 from dsv4attn.tools.replay.over_ranks import MeteredContext
-from tests.tools.bench.rows import HERE
+from tests.tools.bench.sample_runs import HERE
 
 CPU = torch.device("cpu")
 (CASE,) = context_cases(["flash_c4"], 2, [2100], 1, 1)
@@ -189,7 +189,7 @@ def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, mo
 
 
 def test_one_rank_itself_is_checked_again(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, calls = Step.run, [0]
+    run, calls = ForwardStep.run, [0]
 
     def worse(step: Any) -> None:
         run(step)
@@ -197,7 +197,7 @@ def test_one_rank_itself_is_checked_again(alone: MeteredContext, monkeypatch: py
         if calls[0] > 3:
             step.out.zero_()
 
-    monkeypatch.setattr(Step, "run", worse)
+    monkeypatch.setattr(ForwardStep, "run", worse)
     found = measured(alone)
 
     assert found.times == ()

@@ -13,24 +13,34 @@ from dsv4attn.core.model.geometry import LayerKind, Rope
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.errors import UnknownNameError
 from dsv4attn.testing import oracle
-from dsv4attn.tools.bench.attend import problem_of
-from dsv4attn.tools.bench.cases import KERNELS, PAIRS, PRESETS, Case, Size, cases_of, decodes, named, together
+from dsv4attn.tools.bench.accuracy import Error, attention, error, limit, normalised, rotated
+from dsv4attn.tools.bench.attention_call import problem_of
+from dsv4attn.tools.bench.cases import (
+    KERNELS,
+    PAIRS,
+    PRESETS,
+    CaseSizes,
+    KernelCase,
+    cases_of,
+    decodes,
+    named,
+    together,
+)
 from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, make_inputs
 from dsv4attn.tools.bench.records import read
-from dsv4attn.tools.bench.reference import Error, attention, error, limit, normalised, rotated
 
 CPU = torch.device("cpu")
 RAGGED = ((0, 17), (500, 1), (300, 2))
 
 
-def small(name: str) -> Case:
+def small(name: str) -> KernelCase:
     """A prefill of three requests, with two heads and few keys."""
     preset = PRESETS[name]
     ratio = {LayerKind.C128A: 16}.get(preset.kind, preset.ratio)
-    return Case("prefill", evolve(preset, heads=2, ratio=ratio, topk=preset.topk and 24), "toy", RAGGED, seed=5)
+    return KernelCase("prefill", evolve(preset, heads=2, ratio=ratio, topk=preset.topk and 24), "toy", RAGGED, seed=5)
 
 
-def visible(case: Case) -> list[tuple[list[int], list[int]]]:
+def visible(case: KernelCase) -> list[tuple[list[int], list[int]]]:
     """Positions and entries that each token may see, from the oracle."""
     preset = case.preset
     places = [before + i for before, count in case.requests for i in range(count)]
@@ -102,7 +112,7 @@ def test_the_reference_agrees_with_the_oracle(name: str) -> None:
 def test_the_reference_works_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(small("flash_c4"), CPU)
     whole = attention(inputs)
-    monkeypatch.setattr("dsv4attn.tools.bench.reference._TILE_BYTES", 1)
+    monkeypatch.setattr("dsv4attn.tools.bench.accuracy._TILE_BYTES", 1)
 
     torch.testing.assert_close(attention(inputs), whole)
 
@@ -119,7 +129,7 @@ def test_normalising_and_rotating_agree_with_the_oracle() -> None:
 
 
 def test_a_decode_counts_bytes_once_for_each_key() -> None:
-    case = Case("decode", PRESETS["flash_c4"], "b=2", decodes(PRESETS["flash_c4"], 2))
+    case = KernelCase("decode", PRESETS["flash_c4"], "b=2", decodes(PRESETS["flash_c4"], 2))
     inputs = make_inputs(case, CPU)
 
     assert inputs.keys == 2 * (128 + 512)
@@ -179,7 +189,7 @@ class TestErrors:
         assert limit(Products.BF16) == 1e-2 < limit(Products.FP8)
 
 
-SIZE = Size((8, 64), 100, 200, 300, 5)
+SIZE = CaseSizes((8, 64), 100, 200, 300, 5)
 
 
 def test_cases_are_named_once_and_repeat_nothing() -> None:
@@ -202,7 +212,7 @@ def test_v41_cases_have_three_pairs_of_records_that_are_timed_in_turn() -> None:
     ("pair", "record"), [("584/584", (584, 584)), ("528/528", (528, 528)), ("528/288", (528, 288))]
 )
 def test_the_pair_says_the_records_of_both_caches(pair: str, record: tuple[int, int]) -> None:
-    inputs = make_inputs(Case("decode", PRESETS["v41_r1"], "b=2", ((2047, 1), (300, 1)), records=pair), CPU)
+    inputs = make_inputs(KernelCase("decode", PRESETS["v41_r1"], "b=2", ((2047, 1), (300, 1)), records=pair), CPU)
 
     assert tuple(segment.cache.layout.record_bytes for segment in inputs.segments) == record
     assert not inputs.layer.q_norm

@@ -13,7 +13,7 @@ from dsv4attn.core.contract.backend import AttentionCall, GatheredKeys
 from dsv4attn.tools.bench.cases import PAIRS, cases_of
 from dsv4attn.tools.bench.result import load
 from dsv4attn.tools.bench.runner import MEASURED, REFUSED, WRONG, pair_means
-from tests.tools.bench.rows import row, run
+from tests.tools.bench.sample_runs import row, run
 from tests.tools.bench.test_runner import SIZE, Peer, Planted, right, runner
 
 

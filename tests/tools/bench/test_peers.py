@@ -14,11 +14,11 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.compat import flash_mla
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.errors import UnsupportedError
-from dsv4attn.tools.bench.cases import PRESETS, Case
+from dsv4attn.tools.bench.accuracy import attention, error
+from dsv4attn.tools.bench.cases import PRESETS, KernelCase
+from dsv4attn.tools.bench.contenders import make_task
 from dsv4attn.tools.bench.inputs import LAYOUT, make_inputs
-from dsv4attn.tools.bench.peers import PEERS, peer_subject
-from dsv4attn.tools.bench.reference import attention, error
-from dsv4attn.tools.bench.subjects import make_task
+from dsv4attn.tools.bench.peers import PEERS, peer_contender
 
 CPU = torch.device("cpu")
 MODULES = {"flash_mla": "flash_mla", "vllm": "vllm.v1.attention.ops.flashmla", "flashinfer": "flashinfer.mla"}
@@ -45,9 +45,9 @@ def flash_functions() -> dict[str, Any]:
     }
 
 
-def case(kernel: str, preset: str) -> Case:
+def case(kernel: str, preset: str) -> KernelCase:
     requests = ((300, 1), (90, 1)) if kernel == "decode" else ((300, 2), (90, 1))
-    return Case(kernel, PRESETS[preset], "toy", requests, seed=4)
+    return KernelCase(kernel, PRESETS[preset], "toy", requests, seed=4)
 
 
 @pytest.mark.parametrize("preset", ["flash_c4", "flash_c128", "flash_swa"])
@@ -58,7 +58,7 @@ def test_flash_mla_gets_what_its_signature_says(
 ) -> None:
     install(monkeypatch, MODULES[name], **flash_functions())
     task = make_task(case(kernel, preset), CPU)
-    peer = peer_subject(PEERS[name], task, [ReferenceBackend()])
+    peer = peer_contender(PEERS[name], task, [ReferenceBackend()])
 
     assert PEERS[name].available() is None
     assert bool(peer.results()[0].isnan().all())
@@ -100,13 +100,13 @@ def test_flashinfer_gets_what_its_signature_says(monkeypatch: pytest.MonkeyPatch
 def test_flashinfer_takes_no_gathered_rows() -> None:
     task = make_task(case("prefill-rows", "flash_swa"), CPU)
     with pytest.raises(UnsupportedError, match="gathered rows"):
-        peer_subject(PEERS["flashinfer"], task, [])
+        peer_contender(PEERS["flashinfer"], task, [])
 
 
 def test_nobody_gathers_for_a_peer_if_none_of_ours_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flash_mla", **flash_functions())
     with pytest.raises(UnsupportedError, match="a backend that gathers"):
-        peer_subject(PEERS["flash_mla"], make_task(case("prefill", "flash_swa"), CPU), [])
+        peer_contender(PEERS["flash_mla"], make_task(case("prefill", "flash_swa"), CPU), [])
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -11,26 +11,28 @@ import pytest
 from rich.console import Console
 
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.bench.around import around_cases
-from dsv4attn.tools.bench.cases import AROUND, KERNELS, PRESETS, Size, cases_of
+from dsv4attn.tools.bench.cases import KERNELS, LAYER_OPS, PRESETS, CaseSizes, cases_of
+from dsv4attn.tools.bench.layer_ops import layer_op_cases
 from dsv4attn.tools.bench.plots import check_folder, draw
 from dsv4attn.tools.bench.report import run_text
 from dsv4attn.tools.bench.result import Run
-from dsv4attn.tools.bench.runner import Row
+from dsv4attn.tools.bench.runner import BenchRow
 from dsv4attn.tools.bench.scaling import cliffs, scaling_cases
-from tests.tools.bench.rows import row, run
+from tests.tools.bench.sample_runs import row, run
 
 
 def everything() -> Run:
-    rows: list[Row] = []
-    cases = cases_of([*KERNELS, "step"], list(PRESETS), Size((8, 64, 256), 64, 64, 64, 3)) + scaling_cases(small=True)
+    rows: list[BenchRow] = []
+    cases = cases_of([*KERNELS, "step"], list(PRESETS), CaseSizes((8, 64, 256), 64, 64, 64, 3)) + scaling_cases(
+        small=True
+    )
     for i, case in enumerate(cases):
         facts: dict[str, Any] = {"series": case.series, "x": case.x, "flops": 10**9}
         if case.kernel in ("insert", "quantize", "gather"):
             facts["flops"] = 0
         rows += [row(case.name, by, 50.0 + 7 * i, **facts) for by in ("one", "two")]
         rows.append(row(case.name, "other", 90.0 + 11 * i, is_peer=True, **facts))
-    for around in around_cases(AROUND, small=True):
+    for around in layer_op_cases(LAYER_OPS, small=True):
         rows += [row(around.name, by, 40.0, vs={"other": 2.0}) for by in ("one", "two")]
         rows.append(row(around.name, "other", 80.0, is_peer=True))
     return run(rows, cliffs=tuple(cliffs(rows)))
@@ -61,7 +63,7 @@ def words(figure: Any) -> str:
 def test_every_kernel_has_its_picture(tmp_path: Path, figures: list[Any]) -> None:
     made = draw(everything(), tmp_path)
 
-    names = ["decode", "prefill", "prefill-rows", "step", "memory", *AROUND, "scaling"]
+    names = ["decode", "prefill", "prefill-rows", "step", "memory", *LAYER_OPS, "scaling"]
     assert [path.stem for path in made] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
     for figure in figures:
@@ -110,7 +112,7 @@ def test_what_has_no_time_has_no_bar(tmp_path: Path, figures: list[Any]) -> None
 
 
 def test_cliffs_have_rings(tmp_path: Path, figures: list[Any]) -> None:
-    def at(x: int, us: float) -> Row:
+    def at(x: int, us: float) -> BenchRow:
         return row(f"batch flash_c4 b={x}", us=us, least=1e-6 * x, series="batch", x=x)
 
     rows = [at(1, 10), at(2, 11), at(4, 60)]

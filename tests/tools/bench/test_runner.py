@@ -12,11 +12,11 @@ import torch
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.backend import AttentionCall, Backend, GatheredKeys
 from dsv4attn.errors import UnsupportedError
-from dsv4attn.tools.bench.cases import ATTENTION, KERNELS, Size, cases_of, decodes
-from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, Runner, geomeans
-from tests.tools.bench.rows import ROOF, row
+from dsv4attn.tools.bench.cases import ATTENTION, KERNELS, CaseSizes, cases_of, decodes
+from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, BenchRow, Runner, geomeans
+from tests.tools.bench.sample_runs import ROOF, row
 
-SIZE = Size((2,), 3, 5, 20, 2)
+SIZE = CaseSizes((2,), 3, 5, 20, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def runner(backend: Backend, peers: Sequence[Any] = (), name: str = "reference")
     return Runner(torch.device("cpu"), {name: backend}, peers, 2)
 
 
-def rows(backend: Backend, kernel: str, preset: str = "flash_swa", peers: Sequence[Any] = ()) -> list[Row]:
+def rows(backend: Backend, kernel: str, preset: str = "flash_swa", peers: Sequence[Any] = ()) -> list[BenchRow]:
     (case,) = cases_of([kernel], [preset], SIZE)
     return runner(backend, peers).run(case)
 
@@ -245,7 +245,7 @@ class Peer:
 
 
 def right(inputs: Any) -> torch.Tensor:
-    from dsv4attn.tools.bench.reference import attention
+    from dsv4attn.tools.bench.accuracy import attention
 
     return attention(inputs).bfloat16()
 
@@ -311,11 +311,11 @@ def test_geometric_means_are_by_kernel_and_peer() -> None:
 
 
 def test_decodes_of_one_token_are_decodes() -> None:
-    from dsv4attn.tools.bench.attend import problem_of
-    from dsv4attn.tools.bench.cases import PRESETS, Case
+    from dsv4attn.tools.bench.attention_call import problem_of
+    from dsv4attn.tools.bench.cases import PRESETS, KernelCase
 
     preset = PRESETS["flash_c4"]
-    phases = [problem_of(Case("step", preset, "", r)).phase for r in (decodes(preset, 3), ((10, 7),))]
+    phases = [problem_of(KernelCase("step", preset, "", r)).phase for r in (decodes(preset, 3), ((10, 7),))]
     assert phases == ["decode", "prefill"]
 
 
@@ -336,6 +336,6 @@ def test_an_fp8_row_is_judged_by_the_fp8_product_and_older_files_have_none(monke
 
     assert plain.least == 4 * fp8.least == 1e12 / ROOF.flops_s
     saved = fp8.as_json()
-    assert Row.from_json(saved) == fp8
+    assert BenchRow.from_json(saved) == fp8
     del saved["fp8"]
-    assert not Row.from_json(saved).fp8
+    assert not BenchRow.from_json(saved).fp8

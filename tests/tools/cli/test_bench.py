@@ -18,16 +18,16 @@ from rich.console import Console
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.tools.bench.around import around_cases
-from dsv4attn.tools.bench.cases import AROUND
-from dsv4attn.tools.bench.layer import LayerCase
+from dsv4attn.tools.bench.cases import LAYER_OPS
+from dsv4attn.tools.bench.layer_ops import layer_op_cases
 from dsv4attn.tools.bench.overhead import overhead
 from dsv4attn.tools.bench.report import comparison_text, run_text
 from dsv4attn.tools.bench.result import load
 from dsv4attn.tools.bench.runner import FAILED, REFUSED, WRONG
 from dsv4attn.tools.bench.scaling import Cliff
+from dsv4attn.tools.bench.whole_layer import LayerCase
 from dsv4attn.tools.cli import main
-from tests.tools.bench.rows import HERE, ROOF, row, run
+from tests.tools.bench.sample_runs import HERE, ROOF, row, run
 from tests.tools.cli.machine import Machine, machine
 
 QUICK = ("decode", "--cases", "flash_swa", "--batches", "2", "--rounds", "2")
@@ -107,14 +107,14 @@ def test_steps_scaling_and_the_host_are_asked_for_by_name(here: Machine, monkeyp
 
 
 def test_steps_around_attention_are_asked_for_by_name(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {case.kernel: case for case in around_cases(AROUND, small=True)}
-    monkeypatch.setattr("dsv4attn.tools.bench.around.around_cases", lambda kernels, **_: [few[k] for k in kernels])
+    few = {case.kernel: case for case in layer_op_cases(LAYER_OPS, small=True)}
+    monkeypatch.setattr("dsv4attn.tools.bench.layer_ops.layer_op_cases", lambda kernels, **_: [few[k] for k in kernels])
     for name in ("deep_gemm", "flashinfer"):
         monkeypatch.setitem(sys.modules, name, None)
-    code, told = here.json("bench", *AROUND, "--rounds", "1", "--peers")
+    code, told = here.json("bench", *LAYER_OPS, "--rounds", "1", "--peers")
 
     assert code == 0
-    assert [row["kernel"] for row in told["rows"]] == [*AROUND]
+    assert [row["kernel"] for row in told["rows"]] == [*LAYER_OPS]
     assert [row["fp8"] for row in told["rows"]] == [True, True, False, False]
     assert told["roofline"]["fp8_flops_s"] is None
     assert set(told["unavailable"]) == {"deep_gemm", "flashinfer_topk"}, "peers that have one of these steps"
@@ -124,7 +124,7 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = LayerCase(LayerKind.C128A, 1, 2, 256)
-    monkeypatch.setattr("dsv4attn.tools.bench.layer.layer_cases", lambda *, small: [one] if small else [])
+    monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda *, small: [one] if small else [])
 
     code, told = here.json("bench", "layer", "--rounds", "1")
 

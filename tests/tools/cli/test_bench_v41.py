@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.bench.rows import ROOF
+from tests.tools.bench.sample_runs import ROOF
 from tests.tools.cli.machine import machine
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.model.geometry import ModelGeometry
-from dsv4attn.tools.bench.around import AroundCase
-from dsv4attn.tools.bench.reference import normalised
-from dsv4attn.tools.bench.subjects import Subject, Task, returning
+from dsv4attn.tools.bench.accuracy import normalised
+from dsv4attn.tools.bench.contenders import Contender, Task, returning
+from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
-__all__ = ["Streams", "mhc_task"]
+__all__ = ["StreamInputs", "mhc_task"]
 
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 _N, _EPS, _HC_EPS, _REPEAT = _FLASH.hc_mult, _FLASH.eps, _FLASH.hc_eps, _FLASH.hc_sinkhorn_iters
@@ -25,7 +25,7 @@ _TILE = 1024
 
 
 @frozen(eq=False)
-class Streams:
+class StreamInputs:
     """Streams of a step and the weights of its mixes.
 
     case: the case.
@@ -39,7 +39,7 @@ class Streams:
     norm: [d] bf16 - of the norm behind `pre`.
     """
 
-    case: AroundCase
+    case: LayerOpCase
     streams: Tensor
     x: Tensor
     post: Tensor
@@ -50,7 +50,7 @@ class Streams:
     norm: Tensor
 
 
-def mhc_task(case: AroundCase, device: torch.device) -> Task:
+def mhc_task(case: LayerOpCase, device: torch.device) -> Task:
     """mhc_pre, mhc_post, mhc_fused_post_pre or hc_head."""
     given, size = _streams(case, device), case.count * case.hidden
     mixes = given.fn, given.scale, given.base, _EPS, _HC_EPS
@@ -58,7 +58,7 @@ def mhc_task(case: AroundCase, device: torch.device) -> Task:
     back = given.x, given.streams, given.post, given.comb
     both = *back, *pre
 
-    def subject(name: str, backend: Backend) -> Subject:
+    def contender(name: str, backend: Backend) -> Contender:
         steps = complete(backend).layer_ops
         calls = {
             "pre": lambda: steps.mhc_pre(given.streams, *pre),
@@ -75,10 +75,10 @@ def mhc_task(case: AroundCase, device: torch.device) -> Task:
     if case.step != "head":
         moved += 4 * case.count * (_N + _N * _N) * (2 if case.step == "post+pre" else 1)
     flops = 2 * case.count * given.fn.numel() if mixed else 0
-    return Task(case, flops, moved, _expected(given), subject, given)
+    return Task(case, flops, moved, _expected(given), contender, given)
 
 
-def _streams(case: AroundCase, device: torch.device) -> Streams:
+def _streams(case: LayerOpCase, device: torch.device) -> StreamInputs:
     generator = torch.Generator(device).manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -90,7 +90,7 @@ def _streams(case: AroundCase, device: torch.device) -> Streams:
     for first in range(0, tokens, _TILE):
         part = streams[first : first + _TILE]
         part.copy_(normal(*part.shape))
-    return Streams(
+    return StreamInputs(
         case,
         streams,
         normal(tokens, hidden).bfloat16(),
@@ -103,13 +103,13 @@ def _streams(case: AroundCase, device: torch.device) -> Streams:
     )
 
 
-def _expected(given: Streams) -> list[Tensor]:
+def _expected(given: StreamInputs) -> list[Tensor]:
     """Results of all tokens, tile by tile."""
     parts = [_tile(given, slice(first, first + _TILE)) for first in range(0, given.case.count, _TILE)]
     return [torch.cat(results) for results in zip(*parts, strict=True)]
 
 
-def _tile(given: Streams, part: slice) -> Sequence[Tensor]:
+def _tile(given: StreamInputs, part: slice) -> Sequence[Tensor]:
     streams = given.streams[part].float()
     if given.case.step == "head":
         gates = torch.sigmoid(_mixes(streams, given.fn) * given.scale + given.base) + _HC_EPS
@@ -127,7 +127,7 @@ def _tile(given: Streams, part: slice) -> Sequence[Tensor]:
     ]
 
 
-def _pre(given: Streams, streams: Tensor) -> list[Tensor]:
+def _pre(given: StreamInputs, streams: Tensor) -> list[Tensor]:
     """Mixes `post` [t, n, 1] and `comb` [t, n, n], input of the sublayer [t, d]."""
     gate, post, comb = _mixes(streams, given.fn).split([_N, _N, _N * _N], -1)
     (a, b, c), (p, q, r) = given.scale, given.base.split([_N, _N, _N * _N])

@@ -11,19 +11,19 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.tools.bench.around import AroundCase
-from dsv4attn.tools.bench.attend import attend
-from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, Case
+from dsv4attn.tools.bench.accuracy import attention, normalised, rotated
+from dsv4attn.tools.bench.attention_call import prepare_attention
+from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, KernelCase
+from dsv4attn.tools.bench.forward_step import make_forward_step
 from dsv4attn.tools.bench.inputs import LAYOUT, make_inputs, query
+from dsv4attn.tools.bench.layer_ops import LayerOpCase
 from dsv4attn.tools.bench.records import fill, read, write
-from dsv4attn.tools.bench.reference import attention, normalised, rotated
-from dsv4attn.tools.bench.step import make_step
 
-__all__ = ["Subject", "Task", "make_task", "returning"]
+__all__ = ["Contender", "Task", "make_task", "returning"]
 
 
 @frozen(eq=False)
-class Subject:
+class Contender:
     """A backend or peer on one case.
 
     name: its name.
@@ -50,41 +50,41 @@ class Task:
     flops: operations of its products.
     bytes: least bytes to move.
     expected: expected results.
-    subject: makes a subject from the name of a backend and the backend.
+    contender: makes a contender from the name of a backend and the backend.
     inputs: inputs that peers get: `Inputs` of attention kernels, others of steps around attention, or None.
     limit: largest error of a right result; None: by the backend's products, see `reference.limit`.
     fp8: whether operands of its products are fp8.
     """
 
-    case: Case | AroundCase
+    case: KernelCase | LayerOpCase
     flops: int
     bytes: int
     expected: Sequence[Tensor] = field(repr=False)
-    subject: Callable[[str, Backend], Subject] = field(repr=False)
+    contender: Callable[[str, Backend], Contender] = field(repr=False)
     inputs: object = field(default=None, repr=False)
     limit: float | None = None
     fp8: bool = False
 
 
-def make_task(case: Case, device: torch.device) -> Task:
+def make_task(case: KernelCase, device: torch.device) -> Task:
     """Make inputs, and compute the expected results."""
     if case.kernel in (*ATTENTION, "step"):
         return _attention(case, device)
     return _gather(case, device) if case.kernel == "gather" else _insert(case, device)
 
 
-def _attention(case: Case, device: torch.device) -> Task:
+def _attention(case: KernelCase, device: torch.device) -> Task:
     inputs = make_inputs(case, device)
     expected = attention(inputs)
 
-    def subject(name: str, backend: Backend) -> Subject:
+    def contender(name: str, backend: Backend) -> Contender:
         if case.kernel == "step":
-            step = make_step(inputs, backend)
-            return Subject(name, step.run, lambda: _spoil(step.out), lambda: [step.out])
+            step = make_forward_step(inputs, backend)
+            return Contender(name, step.run, lambda: _spoil(step.out), lambda: [step.out])
         out = torch.empty_like(inputs.q)
-        return Subject(name, attend(backend, inputs, out), lambda: _spoil(out), lambda: [out])
+        return Contender(name, prepare_attention(backend, inputs, out), lambda: _spoil(out), lambda: [out])
 
-    return Task(case, inputs.flops, inputs.bytes, [expected], subject, inputs)
+    return Task(case, inputs.flops, inputs.bytes, [expected], contender, inputs)
 
 
 def returning(
@@ -93,14 +93,14 @@ def returning(
     results: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda made: made,
     note: str = "",
     expected: Sequence[Tensor] | None = None,
-) -> Subject:
-    """A subject whose call returns new tensors. results: makes what is judged of the tensors of the last call."""
+) -> Contender:
+    """A contender whose call returns new tensors. results: makes what is judged of the tensors of the last call."""
     last: list[Tensor] = []
 
     def run() -> None:
         last[:] = call()
 
-    return Subject(name, run, lambda: _spoil(*last), lambda: results(last), note, expected)
+    return Contender(name, run, lambda: _spoil(*last), lambda: results(last), note, expected)
 
 
 def _spoil(*tensors: Tensor) -> None:
@@ -108,7 +108,7 @@ def _spoil(*tensors: Tensor) -> None:
         tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
 
 
-def _insert(case: Case, device: torch.device) -> Task:
+def _insert(case: KernelCase, device: torch.device) -> Task:
     """Rows of one request into random slots; `insert` normalises and rotates on the way."""
     generator = torch.Generator(device).manual_seed(case.seed)
     tokens, layer, whole = case.tokens, case.preset.layer, case.kernel == "insert"
@@ -124,7 +124,7 @@ def _insert(case: Case, device: torch.device) -> Task:
     if whole:
         expected.append(rotated(normalised(given, layer.eps) if layer.q_norm else given, table))
 
-    def subject(name: str, backend: Backend) -> Subject:
+    def contender(name: str, backend: Backend) -> Contender:
         q = given.clone()
 
         def run() -> None:
@@ -138,13 +138,13 @@ def _insert(case: Case, device: torch.device) -> Task:
             cache.tensor.fill_(0xFF)
             q.copy_(given)
 
-        return Subject(name, run, reset, lambda: [read(cache, slots), *([q] if whole else [])])
+        return Contender(name, run, reset, lambda: [read(cache, slots), *([q] if whole else [])])
 
     moved = tokens * (LAYOUT.record_bytes + 2 * HEAD_DIM) + (4 * given.numel() if whole else 0)
-    return Task(case, 0, moved, expected, subject)
+    return Task(case, 0, moved, expected, contender)
 
 
-def _gather(case: Case, device: torch.device) -> Task:
+def _gather(case: KernelCase, device: torch.device) -> Task:
     generator = torch.Generator(device).manual_seed(case.seed)
     page, requests = case.preset.page, len(case.requests)
     lens = torch.tensor([n for n, _ in case.requests], dtype=torch.int32, device=device)
@@ -156,12 +156,12 @@ def _gather(case: Case, device: torch.device) -> Task:
     slots = table[:, record // page].long() * page + record % page
     expected = torch.stack([read(cache, row) for row in slots])
 
-    def subject(name: str, backend: Backend) -> Subject:
+    def contender(name: str, backend: Backend) -> Contender:
         out = torch.empty(requests, most, HEAD_DIM, dtype=torch.bfloat16, device=device)
 
         def run() -> None:
             backend.dequantize_and_gather_k_cache(out, cache, lens, None, table, 0)
 
-        return Subject(name, run, lambda: _spoil(out), lambda: [out])
+        return Contender(name, run, lambda: _spoil(out), lambda: [out])
 
-    return Task(case, 0, requests * most * (LAYOUT.record_bytes + 2 * HEAD_DIM), [expected], subject)
+    return Task(case, 0, requests * most * (LAYOUT.record_bytes + 2 * HEAD_DIM), [expected], contender)

@@ -27,7 +27,7 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights, weight_shapes
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.bench.clock import Clock
-from dsv4attn.tools.bench.parts import LayerPart, MarkedBackend, Marks, measured
+from dsv4attn.tools.bench.layer_parts import LayerPart, MarkedBackend, Marks, measured
 
 __all__ = ["LayerCase", "LayerTime", "layer_cases", "layer_time"]
 
@@ -135,7 +135,7 @@ def layer_time(case: LayerCase, plain: Backend, deterministic: Backend | None, c
     """Measure a case on both backends in turn, and then the parts of the first."""
     backends = [plain] if deterministic is None else [plain, deterministic]
     with torch.inference_mode():
-        calls = [_made(case, backend, clock.device).run for backend in backends]
+        calls = [_prepared_layer(case, backend, clock.device).run for backend in backends]
         times = [spread.median for spread in clock.times(calls, rounds)]
         del calls
         parts = _parts(case, plain, clock, rounds)
@@ -145,7 +145,7 @@ def layer_time(case: LayerCase, plain: Backend, deterministic: Backend | None, c
 
 
 @frozen(eq=False)
-class _Made:
+class _PreparedLayer:
     """A step of a layer, ready to be run again and again.
 
     geometry: model of this layer alone.
@@ -167,7 +167,7 @@ class _Made:
             self.layer(self.hidden, self.positions)
 
 
-def _made(case: LayerCase, backend: Backend, device: torch.device) -> _Made:
+def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> _PreparedLayer:
     index = next(i for i, (kind, _) in enumerate(_FLASH.layers) if kind is case.kind)
     geometry = evolve(_FLASH, layers=(_FLASH.layers[index],))
     longest = case.context + case.tokens
@@ -188,13 +188,13 @@ def _made(case: LayerCase, backend: Backend, device: torch.device) -> _Made:
     hidden = torch.randn(positions.shape[0], geometry.hidden_size, device=device, dtype=torch.float32).to(
         given["wq_a"].dtype
     )
-    return _Made(geometry, layer, metadata, positions, hidden)
+    return _PreparedLayer(geometry, layer, metadata, positions, hidden)
 
 
 def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list[LayerPart]:
     """Parts of the layer between the hyper-connections of attention, and those of the sublayer behind it."""
     device, marks = clock.device, Marks(clock.device)
-    made = _made(case, cast("Backend", MarkedBackend(backend, marks)), device)
+    made = _prepared_layer(case, cast("Backend", MarkedBackend(backend, marks)), device)
     attention = made.layer.attention
     for name, part, then in (
         ("insert_into", "norm + rope + insert", ""),

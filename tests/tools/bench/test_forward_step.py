@@ -14,11 +14,11 @@ from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
-from dsv4attn.tools.bench.cases import PAIRS, PRESETS, Case, Preset, host_cases
+from dsv4attn.tools.bench.accuracy import attention, error
+from dsv4attn.tools.bench.cases import PAIRS, PRESETS, KernelCase, Preset, host_cases
+from dsv4attn.tools.bench.forward_step import make_forward_step, products
 from dsv4attn.tools.bench.inputs import make_inputs
 from dsv4attn.tools.bench.overhead import Overhead, overhead
-from dsv4attn.tools.bench.reference import attention, error
-from dsv4attn.tools.bench.step import make_step, products
 
 CPU = torch.device("cpu")
 KINDS = ["flash_swa", "flash_c4", "flash_c128"]
@@ -44,8 +44,8 @@ class Scratchy(ReferenceBackend):
 @pytest.mark.parametrize("requests", [((300, 1), (90, 1)), ((0, 5),), ((700, 3), (0, 2))])
 @pytest.mark.parametrize("preset", [PRESETS[name] for name in ("flash_c4", "pro_c128", "flash_swa")], ids=str)
 def test_a_step_computes_what_its_kernels_would(preset: Preset, requests: tuple[tuple[int, int], ...]) -> None:
-    inputs = make_inputs(Case("step", preset, "", requests, seed=8), CPU)
-    step = make_step(inputs, ReferenceBackend())
+    inputs = make_inputs(KernelCase("step", preset, "", requests, seed=8), CPU)
+    step = make_forward_step(inputs, ReferenceBackend())
     step.out.fill_(torch.nan)
     step.run()
 
@@ -59,8 +59,8 @@ def test_a_step_computes_what_its_kernels_would(preset: Preset, requests: tuple[
 def test_a_step_of_v41_does_too_on_each_pair_of_records(
     preset: str, pair: str, requests: tuple[tuple[int, int], ...]
 ) -> None:
-    inputs = make_inputs(Case("step", PRESETS[preset], "", requests, seed=8, records=pair), CPU)
-    step = make_step(inputs, ReferenceBackend())
+    inputs = make_inputs(KernelCase("step", PRESETS[preset], "", requests, seed=8, records=pair), CPU)
+    step = make_forward_step(inputs, ReferenceBackend())
     step.out.fill_(torch.nan)
     step.run()
 
@@ -68,7 +68,7 @@ def test_a_step_of_v41_does_too_on_each_pair_of_records(
 
 
 def test_products_multiply_as_many_keys_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make_inputs(Case("step", PRESETS["flash_c4"], "", ((3000, 20),)), CPU)
+    inputs = make_inputs(KernelCase("step", PRESETS["flash_c4"], "", ((3000, 20),)), CPU)
     done = []
     monkeypatch.setattr(torch, "bmm", lambda a, _, out: done.append(2 * out.numel() * a.shape[-1]))
     products(inputs)()
@@ -81,7 +81,7 @@ def test_products_multiply_as_many_keys_as_there_are(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", KINDS)
 def test_each_road_of_the_overhead_but_the_idle_one_leads_to_the_same_output(name: str, form: str) -> None:
     backend = Scratchy(decode_indices=form)
-    step = make_step(make_inputs(Case("host", PRESETS[name], "", ((500, 1),)), CPU), backend)
+    step = make_forward_step(make_inputs(KernelCase("host", PRESETS[name], "", ((500, 1),)), CPU), backend)
     step.run()
     expected, backend.attended = step.out.clone(), 0
     outs: list[Tensor] = []

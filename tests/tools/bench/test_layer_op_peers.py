@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from dsv4attn.core.torch_ops.indexer import fp8_mqa_logits, fp8_paged_mqa_logits
-from dsv4attn.tools.bench.around import AroundCase
-from dsv4attn.tools.bench.compress import compress_task
-from dsv4attn.tools.bench.index import index_task, select_task
-from dsv4attn.tools.bench.mhc import mhc_task
-from dsv4attn.tools.bench.peers_around import AROUND_PEERS
-from dsv4attn.tools.bench.reference import error
-from dsv4attn.tools.bench.subjects import Subject, Task
+from dsv4attn.tools.bench.accuracy import error
+from dsv4attn.tools.bench.compressor import compressor_task
+from dsv4attn.tools.bench.contenders import Contender, Task
+from dsv4attn.tools.bench.hyper_connections import mhc_task
+from dsv4attn.tools.bench.index_ops import index_task, select_task
+from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS
+from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
 CPU = torch.device("cpu")
 
@@ -66,8 +66,8 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", infer)
 
 
-def found(one: Subject, task: Task) -> float:
-    """Error of a subject's result over results that were spoilt."""
+def found(one: Contender, task: Task) -> float:
+    """Error of a contender's result over results that were spoilt."""
     one.run()
     one.reset()
     one.run()
@@ -76,12 +76,12 @@ def found(one: Subject, task: Task) -> float:
 
 
 @pytest.mark.usefixtures("_libraries")
-@pytest.mark.parametrize("name", AROUND_PEERS)
+@pytest.mark.parametrize("name", LAYER_OP_PEERS)
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_selections_of_peers_are_right(name: str, tokens: int) -> None:
-    peer = AROUND_PEERS[name]
-    task = select_task(AroundCase("select", "paged", "a", 1 if tokens > 2 else 3, tokens, 704), CPU)
-    one = peer.subject(task)
+    peer = LAYER_OP_PEERS[name]
+    task = select_task(LayerOpCase("select", "paged", "a", 1 if tokens > 2 else 3, tokens, 704), CPU)
+    one = peer.contender(task)
 
     assert peer.available() is None
     assert one is not None
@@ -96,8 +96,8 @@ def test_selections_of_peers_are_right(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("step", ["paged", "gathered"])
 def test_logits_are_asked_for_on_pages_and_gathered(step: str) -> None:
     requests, tokens = (2, 2) if step == "paged" else (1, 7)
-    task = index_task(AroundCase("index", step, "a", requests, tokens, 192), CPU)
-    one = AROUND_PEERS["deep_gemm"].subject(task)
+    task = index_task(LayerOpCase("index", step, "a", requests, tokens, 192), CPU)
+    one = LAYER_OP_PEERS["deep_gemm"].contender(task)
 
     assert one is not None
     assert found(one, task) < 1e-5
@@ -106,24 +106,24 @@ def test_logits_are_asked_for_on_pages_and_gathered(step: str) -> None:
 @pytest.mark.usefixtures("_libraries")
 @pytest.mark.parametrize("tokens", [8, 65])
 def test_of_hyper_connections_only_the_product_is_there_and_says_so(tokens: int) -> None:
-    peer = AROUND_PEERS["deep_gemm"]
-    task = mhc_task(AroundCase("mhc", "pre", "a", 1, tokens, hidden=64), CPU)
-    one = peer.subject(task)
+    peer = LAYER_OP_PEERS["deep_gemm"]
+    task = mhc_task(LayerOpCase("mhc", "pre", "a", 1, tokens, hidden=64), CPU)
+    one = peer.contender(task)
 
     assert one is not None
     assert (one.name, len(one.expected or ())) == ("deep_gemm product", 2)
     assert "nothing else" in one.note
     assert found(one, task) < 1e-5
     for step in ("post", "post+pre", "head"):
-        assert peer.subject(mhc_task(AroundCase("mhc", step, "a", 1, 3, hidden=64), CPU)) is None
-    assert peer.subject(compress_task(AroundCase("compress", "query index", "a"), CPU)) is None
+        assert peer.contender(mhc_task(LayerOpCase("mhc", step, "a", 1, 3, hidden=64), CPU)) is None
+    assert peer.contender(compressor_task(LayerOpCase("compress", "query index", "a"), CPU)) is None
 
 
 def test_a_peer_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
 
-    assert {name: peer.available() for name, peer in AROUND_PEERS.items()} == {
+    assert {name: peer.available() for name, peer in LAYER_OP_PEERS.items()} == {
         "deep_gemm": "deep_gemm is not installed",
         "flashinfer_topk": "flashinfer is not installed",
     }
@@ -133,4 +133,4 @@ def test_a_peer_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -
 def test_a_top_k_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
 
-    assert AROUND_PEERS["flashinfer_topk"].available() == "deep_gemm is not installed"
+    assert LAYER_OP_PEERS["flashinfer_topk"].available() == "deep_gemm is not installed"

@@ -27,17 +27,17 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.tiles import INVARIANT, PLAIN
 from dsv4attn.tools.bench.context_cases import INDEX, ContextCase
+from dsv4attn.tools.bench.forward_step import ForwardStep, make_forward_step, scheduled
 from dsv4attn.tools.bench.inputs import Inputs, make_inputs
 from dsv4attn.tools.bench.records import coded, write_index
-from dsv4attn.tools.bench.step import Step, make_step, scheduled
 
-__all__ = ["Side", "one_rank", "over_ranks"]
+__all__ = ["ContextStep", "one_rank", "over_ranks"]
 
 _CHUNK = 65536
 
 
 @frozen(eq=False)
-class Side:
+class ContextStep:
     """The step of one layer, on one rank with all entries or over ranks.
 
     step: arguments of the attention; `topk_indices` is written by the selection.
@@ -47,7 +47,7 @@ class Side:
     entries: E.
     """
 
-    step: Step
+    step: ForwardStep
     context: ContextParallel | None
     keys: PagedKVCache | None
     query: IndexQuery | None
@@ -120,10 +120,10 @@ class Side:
                 yield from (cache.region(region.name) for region in regions if region.count)
 
 
-def one_rank(case: ContextCase, backend: Backend, device: torch.device) -> tuple[Inputs, Side]:
+def one_rank(case: ContextCase, backend: Backend, device: torch.device) -> tuple[Inputs, ContextStep]:
     """Inputs of a case, and the step of one rank with all entries."""
     inputs = make_inputs(case.case, device)
-    step = make_step(inputs, backend)
+    step = make_forward_step(inputs, backend)
     keys = query = None
     if case.selects:
         generator = torch.Generator(device).manual_seed(case.context)
@@ -138,10 +138,10 @@ def one_rank(case: ContextCase, backend: Backend, device: torch.device) -> tuple
         heads = ModelGeometry.preset(case.preset.model).index_n_heads
         q = normal(case.requests, heads, INDEX.head_dim).to(torch.float8_e4m3fn)
         query = IndexQuery(q, normal(case.requests, heads))
-    return inputs, Side(step, None, keys, query, case.entries)
+    return inputs, ContextStep(step, None, keys, query, case.entries)
 
 
-def over_ranks(inputs: Inputs, one: Side, context: ContextParallel) -> Side:
+def over_ranks(inputs: Inputs, one: ContextStep, context: ContextParallel) -> ContextStep:
     """The same step over ranks, with copies of this rank's entries on pages in another order."""
     own, device, (window, whole) = context.ownership, inputs.q.device, inputs.segments
     requests, page = len(inputs.case.requests), whole.cache.block_size
@@ -171,4 +171,4 @@ def over_ranks(inputs: Inputs, one: Side, context: ContextParallel) -> Side:
         out=torch.empty_like(inputs.q),
         topk_indices=None if step.topk_indices is None else torch.empty_like(step.topk_indices),
     )
-    return Side(step, context, None if one.keys is None else part_of(one.keys), one.query, one.entries)
+    return ContextStep(step, context, None if one.keys is None else part_of(one.keys), one.query, one.entries)

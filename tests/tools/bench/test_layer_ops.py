@@ -12,24 +12,24 @@ from attrs import evolve
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.index_records import read_index_keys, store_index_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.tools.bench.around import AroundCase, around_cases
-from dsv4attn.tools.bench.cases import AROUND
-from dsv4attn.tools.bench.index import index_task, judged, select_task
+from dsv4attn.tools.bench.cases import LAYER_OPS
+from dsv4attn.tools.bench.index_ops import index_task, select_task, selection_bounds
+from dsv4attn.tools.bench.layer_ops import LayerOpCase, layer_op_cases
 from dsv4attn.tools.bench.records import coded, read_index, write_index
-from dsv4attn.tools.bench.runner import MEASURED, WRONG, Row, Runner
+from dsv4attn.tools.bench.runner import MEASURED, REFUSED, WRONG, BenchRow, Runner
 from tests.layer_ops import TorchOps
-from tests.tools.bench.rows import ROOF
+from tests.tools.bench.sample_runs import ROOF
 
 CPU = torch.device("cpu")
 SMALL = [
-    AroundCase("index", "paged", "a", 3, 2, 128),
-    AroundCase("index", "gathered", "a", 1, 5, 100),
-    AroundCase("select", "paged", "a", 2, 2, 704),
-    *(AroundCase("compress", f"save {name}", "b", 4) for name in ("c4a", "index", "c128a")),
-    *(AroundCase("compress", f"store {name}", "b", 4) for name in ("c4a", "index", "c128a")),
-    *(AroundCase("compress", f"store {name}", "t", 1, 140) for name in ("c4a", "index", "c128a")),
-    AroundCase("compress", "query index", "t", 1, 7),
-    *(AroundCase("mhc", step, "t", 1, 5, hidden=96) for step in ("pre", "post", "post+pre", "head")),
+    LayerOpCase("index", "paged", "a", 3, 2, 128),
+    LayerOpCase("index", "gathered", "a", 1, 5, 100),
+    LayerOpCase("select", "paged", "a", 2, 2, 704),
+    *(LayerOpCase("compress", f"save {name}", "b", 4) for name in ("c4a", "index", "c128a")),
+    *(LayerOpCase("compress", f"store {name}", "b", 4) for name in ("c4a", "index", "c128a")),
+    *(LayerOpCase("compress", f"store {name}", "t", 1, 140) for name in ("c4a", "index", "c128a")),
+    LayerOpCase("compress", "query index", "t", 1, 7),
+    *(LayerOpCase("mhc", step, "t", 1, 5, hidden=96) for step in ("pre", "post", "post+pre", "head")),
 ]
 Planted = tuple[str, str, Callable[..., Any]]
 
@@ -39,7 +39,7 @@ def _known_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
 
 
-def judge(case: AroundCase, **instead: Callable[..., Any]) -> Row:
+def judge(case: LayerOpCase, **instead: Callable[..., Any]) -> BenchRow:
     """The row of torch's steps, with others instead of some of them; they get torch's step first."""
     backend = ReferenceBackend()
     steps = TorchOps()
@@ -52,7 +52,7 @@ def judge(case: AroundCase, **instead: Callable[..., Any]) -> Row:
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_torch_steps_are_right_and_measured(case: AroundCase) -> None:
+def test_torch_steps_are_right_and_measured(case: LayerOpCase) -> None:
     row = judge(case)
 
     assert (row.state, row.reason) == (MEASURED, "")
@@ -78,7 +78,7 @@ STEP_OF = {
 
 
 @pytest.mark.parametrize("case", [c for c in SMALL if c.kernel == "select" or c.step[:4] in ("save", "stor")], ids=str)
-def test_a_step_that_writes_nothing_is_wrong(case: AroundCase) -> None:
+def test_a_step_that_writes_nothing_is_wrong(case: LayerOpCase) -> None:
     step = "select_topk" if case.kernel == "select" else STEP_OF[case.step.split()[0]]
 
     assert judge(case, **{step: lambda *_, **__: None}).state == WRONG
@@ -97,7 +97,7 @@ def as_before() -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("case", [c for c in SMALL if c.kernel in ("index", "mhc") or c.step == "query index"], ids=str)
-def test_a_step_that_returns_what_it_once_made_is_wrong(case: AroundCase) -> None:
+def test_a_step_that_returns_what_it_once_made_is_wrong(case: LayerOpCase) -> None:
     row = judge(case, **{STEP_OF[case.step.split()[0]]: as_before()})
 
     assert row.state == WRONG
@@ -183,16 +183,16 @@ def test_a_planted_bug_gets_no_time(where: str, step: str, planted: Callable[...
 
 def test_names_are_unique_and_cpu_cases_are_few() -> None:
     for small in (True, False):
-        names = [case.name for case in around_cases(AROUND, small=small)]
+        names = [case.name for case in layer_op_cases(LAYER_OPS, small=small)]
         assert len({*names}) == len(names)
-    paged = [(c.requests, c.keys, c.tokens) for c in around_cases(["index"], small=False) if c.step == "paged"]
+    paged = [(c.requests, c.keys, c.tokens) for c in layer_op_cases(["index"], small=False) if c.step == "paged"]
     assert (1, 262144, 1) in paged
     assert (64, 32768, 2) in paged
-    assert max(case.count * max(case.keys, 1) for case in around_cases(AROUND, small=True)) <= 32 * 1024
+    assert max(case.count * max(case.keys, 1) for case in layer_op_cases(LAYER_OPS, small=True)) <= 32 * 1024
 
 
 def test_work_is_counted_by_hand() -> None:
-    case = AroundCase("index", "paged", "a", 3, 2, 128)
+    case = LayerOpCase("index", "paged", "a", 3, 2, 128)
     logits, chosen = index_task(case, CPU), select_task(evolve(case, kernel="select", keys=704), CPU)
     read = 3 * 128 * 132 + 3 * 2 * 4 + 6 * 64 * (128 + 4)
 
@@ -202,7 +202,7 @@ def test_work_is_counted_by_hand() -> None:
 
 
 def test_any_512_of_equal_scores_are_a_right_selection_and_others_are_not() -> None:
-    given: Any = select_task(AroundCase("select", "paged", "a", 1, 1, 704), CPU).inputs
+    given: Any = select_task(LayerOpCase("select", "paged", "a", 1, 1, 704), CPU).inputs
     scores = torch.arange(704.0).flip(0)[None]
     scores[0, 511:520] = scores[0, 511].clone()
     given = evolve(given, logits=scores)
@@ -214,16 +214,16 @@ def test_any_512_of_equal_scores_are_a_right_selection_and_others_are_not() -> N
     early[0, 0] = 515
 
     for chosen in (right, ties, ties.flip(1)):
-        (found,) = judged(given, chosen)
+        (found,) = selection_bounds(given, chosen)
         assert found.tolist() == [[scores[0, 511].item()] * 2]
-    assert judged(given, late)[0][0, 0] < scores[0, 511]
-    assert judged(given, early)[0][0, 1] == scores[0, 0]
+    assert selection_bounds(given, late)[0][0, 0] < scores[0, 511]
+    assert selection_bounds(given, early)[0][0, 1] == scores[0, 0]
     twice = right.clone()
     twice[0, 0] = 1
     beyond = right.clone()
     beyond[0, 0] = 704
     for wrong in (twice, beyond):
-        assert judged(given, wrong)[0].isnan().all()
+        assert selection_bounds(given, wrong)[0].isnan().all()
 
 
 @pytest.mark.parametrize("dialect", Fp8Format)

@@ -14,9 +14,9 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.tools.bench.clock import Clock
-from dsv4attn.tools.bench.layer import LayerCase, LayerTime, _made, _parts, layer_cases
-from dsv4attn.tools.bench.parts import LayerPart, Marks, measured, of_trace
+from dsv4attn.tools.bench.layer_parts import LayerPart, Marks, measured, of_trace
 from dsv4attn.tools.bench.report_layer import layer_tables
+from dsv4attn.tools.bench.whole_layer import LayerCase, LayerTime, _parts, _prepared_layer, layer_cases
 
 CPU = torch.device("cpu")
 PREFIX = "dsv4attn layer: "
@@ -100,7 +100,7 @@ def test_a_part_without_kernels_is_listed_and_a_trace_without_any_has_no_parts()
 
 
 def test_a_trace_of_this_torch_has_the_parts() -> None:
-    from dsv4attn.tools.bench.parts import _trace
+    from dsv4attn.tools.bench.layer_parts import _trace
 
     marks, x = Marks(torch.device("cuda")), torch.ones(3)
 
@@ -168,7 +168,7 @@ def test_the_step_that_is_timed_stores_the_entries_that_its_legend_names(monkeyp
     backend = ReferenceBackend()
     vars(backend)["layer_ops"] = evolve(LayerOps(), compress_norm_rope_store=counted)
     with torch.inference_mode():
-        _made(case, backend, CPU).run()
+        _prepared_layer(case, backend, CPU).run()
 
     assert case.contexts == tuple(range(7, 16))
     assert stored == [case.completing] * 2 == [3, 3], "of the layer and of its indexer"

@@ -17,15 +17,15 @@ from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.plan import ragged_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.tools.bench.cases import Case
+from dsv4attn.tools.bench.cases import KernelCase
 from dsv4attn.tools.bench.inputs import Inputs, layouts
 
-__all__ = ["attend", "gather_rows", "problem_of"]
+__all__ = ["gather_rows", "prepare_attention", "problem_of"]
 
 _ROWS = KVCacheLayout.rows()
 
 
-def problem_of(case: Case, prefill_keys: KeyForm = KeyForm.PAGED) -> Problem:
+def problem_of(case: KernelCase, prefill_keys: KeyForm = KeyForm.PAGED) -> Problem:
     """The support question of a case. On gathered rows there is one segment, described as the window."""
     preset = case.preset
     if case.kernel == "prefill-rows":
@@ -41,7 +41,7 @@ def problem_of(case: Case, prefill_keys: KeyForm = KeyForm.PAGED) -> Problem:
     return evolve(asked, swa=CacheFacts.of(window, asked.swa.page_size), compressed=CacheFacts.of(entries, preset.page))
 
 
-def attend(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
+def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
     """The call, ready to run. It builds ragged lists and gathers rows if the backend's forms need them."""
     kernel, forms, q = inputs.case.kernel, backend.forms, inputs.q
     phase = Phase.DECODE if kernel == "decode" else Phase.PREFILL
@@ -114,7 +114,7 @@ def _combined(inputs: Inputs, alignment: int) -> DenseIndices:
     return evolve(dense, indices=torch.nn.functional.pad(dense.indices, (0, short), value=-1)) if short else dense
 
 
-def _rows_layer(case: Case) -> LayerGeometry:
+def _rows_layer(case: KernelCase) -> LayerGeometry:
     """Gathered rows as the only segment of a layer: all columns are its window."""
     layer = case.preset.layer
     rope, window = Rope(layer.rope_dim, 10000.0), layer.window + case.preset.columns

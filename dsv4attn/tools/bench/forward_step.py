@@ -20,13 +20,13 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.tools.bench.cases import WINDOW_PAGE
 from dsv4attn.tools.bench.inputs import Inputs
 
-__all__ = ["Step", "make_step", "products", "scheduled"]
+__all__ = ["ForwardStep", "make_forward_step", "products", "scheduled"]
 
 _TILE = 16
 
 
 @frozen(eq=False)
-class Step:
+class ForwardStep:
     """The arguments of one `forward_mqa`.
 
     layer: geometry of the layer.
@@ -68,14 +68,14 @@ class Step:
         )
 
 
-def make_step(inputs: Inputs, backend: Backend) -> Step:
+def make_forward_step(inputs: Inputs, backend: Backend) -> ForwardStep:
     """Make metadata with a builder, and plan and lock the workspace, as an engine does."""
     device, (window, *rest) = inputs.q.device, inputs.segments
     layer, limits, batch, builder = scheduled(inputs, MetadataBuilder, backend)
     workspace = WorkspaceManager(device)
     workspace.reserve(plan_workspace(layer, limits, backend, window.cache.layout))
     workspace.lock()
-    return Step(
+    return ForwardStep(
         layer,
         limits,
         backend,

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-__all__ = ["AroundCase", "around_cases"]
+__all__ = ["LayerOpCase", "layer_op_cases"]
 
 _DECODES = (
     (1, 8192, 1),
@@ -29,7 +29,7 @@ _STREAMS = ("pre", "post", "post+pre", "head")
 
 
 @frozen
-class AroundCase:
+class LayerOpCase:
     """A step around attention on one shape.
 
     kernel: index, select, compress or mhc.
@@ -65,39 +65,39 @@ class AroundCase:
         return self.requests * self.tokens
 
 
-def around_cases(kernels: Sequence[str], *, small: bool) -> list[AroundCase]:
+def layer_op_cases(kernels: Sequence[str], *, small: bool) -> list[LayerOpCase]:
     """Cases of some kernels. small: for a CPU."""
     made = {"index": _index, "select": _select, "compress": _compress, "mhc": _mhc}
     return [case for kernel in kernels for case in made[kernel](small=small)]
 
 
-def _index(*, small: bool) -> Iterator[AroundCase]:
+def _index(*, small: bool) -> Iterator[LayerOpCase]:
     for requests, keys, tokens in _SMALL_DECODES if small else _DECODES:
-        yield _scored("index", "paged", requests, tokens, keys)
+        yield _index_inputs("index", "paged", requests, tokens, keys)
     for tokens, keys in ((32, 1024),) if small else _PROMPTS:
-        yield AroundCase("index", "gathered", f"t={tokens} k={keys}", 1, tokens, keys, seed=keys)
+        yield LayerOpCase("index", "gathered", f"t={tokens} k={keys}", 1, tokens, keys, seed=keys)
 
 
-def _select(*, small: bool) -> Iterator[AroundCase]:
+def _select(*, small: bool) -> Iterator[LayerOpCase]:
     for requests, keys, tokens in _SMALL_DECODES if small else _DECODES:
-        yield _scored("select", "paged", requests, tokens, keys)
-    yield _scored("select", "paged", 1, *((32, 1024) if small else (2048, 8192)))
+        yield _index_inputs("select", "paged", requests, tokens, keys)
+    yield _index_inputs("select", "paged", 1, *((32, 1024) if small else (2048, 8192)))
 
 
-def _scored(kernel: str, step: str, requests: int, tokens: int, keys: int) -> AroundCase:
-    return AroundCase(kernel, step, f"b={requests} t={tokens} k={keys}", requests, tokens, keys, seed=keys + requests)
+def _index_inputs(kernel: str, step: str, requests: int, tokens: int, keys: int) -> LayerOpCase:
+    return LayerOpCase(kernel, step, f"b={requests} t={tokens} k={keys}", requests, tokens, keys, seed=keys + requests)
 
 
-def _compress(*, small: bool) -> Iterator[AroundCase]:
+def _compress(*, small: bool) -> Iterator[LayerOpCase]:
     for step in _STEPS:
         requests = 4 if small else 64
-        yield AroundCase("compress", step, f"b={requests}", requests)
+        yield LayerOpCase("compress", step, f"b={requests}", requests)
         for tokens in (256,) if small else (2048, 8192):
-            yield AroundCase("compress", step, f"t={tokens}", 1, tokens)
+            yield LayerOpCase("compress", step, f"t={tokens}", 1, tokens)
 
 
-def _mhc(*, small: bool) -> Iterator[AroundCase]:
+def _mhc(*, small: bool) -> Iterator[LayerOpCase]:
     for hidden in (4096,) if small else (4096, 7168):
         for step in _STREAMS:
             for tokens in (8, 64) if small else (8, 64, 2048, 8192):
-                yield AroundCase("mhc", step, f"t={tokens} d={hidden}", 1, tokens, hidden=hidden, seed=tokens)
+                yield LayerOpCase("mhc", step, f"t={tokens} d={hidden}", 1, tokens, hidden=hidden, seed=tokens)

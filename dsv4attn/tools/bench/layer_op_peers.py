@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4attn.tools.bench.index import PAGE, TOPK, Scored, judged
-from dsv4attn.tools.bench.mhc import Streams
+from dsv4attn.tools.bench.contenders import Contender, Task, returning
+from dsv4attn.tools.bench.hyper_connections import StreamInputs
+from dsv4attn.tools.bench.index_ops import PAGE, TOPK, IndexInputs, selection_bounds
 from dsv4attn.tools.bench.peers import missing
-from dsv4attn.tools.bench.subjects import Subject, Task, returning
 
-__all__ = ["AROUND_PEERS", "DeepGEMM", "FlashInferTopk"]
+__all__ = ["LAYER_OP_PEERS", "DeepGEMM", "FlashInferTopk"]
 
 _SPLITS = 16
 """Parts of the sum in DeepGEMM's product of few tokens."""
@@ -39,25 +39,25 @@ class DeepGEMM:
         """Why it cannot be used here, or None."""
         return missing("deep_gemm", *self._functions)
 
-    def subject(self, task: Task) -> Subject | None:
+    def contender(self, task: Task) -> Contender | None:
         """Its counterpart of a case, or None."""
         given = task.inputs
-        if isinstance(given, Streams):
+        if isinstance(given, StreamInputs):
             return self._product(given) if given.case.step == "pre" else None
-        if not isinstance(given, Scored):
+        if not isinstance(given, IndexInputs):
             return None
         logits = self._logits(given)
         if given.case.kernel == "index":
             return returning(self.name, lambda: [logits()])
         note = f"select: logits (of a prompt: of keys gathered before), then {self._chooser}"
-        return returning(self.name, lambda: [self._topk(logits())], lambda made: judged(given, made[0]), note)
+        return returning(self.name, lambda: [self._topk(logits())], lambda made: selection_bounds(given, made[0]), note)
 
     _chooser = "torch.topk"
 
     def _topk(self, logits: Tensor) -> Tensor:
         return torch.topk(logits, TOPK, dim=-1, sorted=False).indices
 
-    def _logits(self, given: Scored) -> Callable[[], Tensor]:
+    def _logits(self, given: IndexInputs) -> Callable[[], Tensor]:
         """Its logits [T, E]. Its plan of a paged call is made before: an engine makes one for all layers of a step."""
         module: Any = importlib.import_module("deep_gemm")
         keys, q = given.case.keys, given.q
@@ -71,7 +71,7 @@ class DeepGEMM:
         paged = (q, None), pages, given.weights, given.lens, given.table, plan, keys
         return lambda: module.fp8_fp4_paged_mqa_logits(*paged)[:, :keys]
 
-    def _product(self, given: Streams) -> Subject:
+    def _product(self, given: StreamInputs) -> Contender:
         """The product and the sums of squares at the beginning of mhc_pre."""
         module: Any = importlib.import_module("deep_gemm")
         x, fn = given.streams.flatten(1), given.fn
@@ -94,7 +94,7 @@ class DeepGEMM:
             return found if splits is None else [part.sum(0) for part in found]
 
         note = "mhc: the product with fn and the sums of squares at the beginning of mhc_pre, and nothing else"
-        return Subject(f"{self.name} product", run, reset, results, note, expected)
+        return Contender(f"{self.name} product", run, reset, results, note, expected)
 
 
 class FlashInferTopk(DeepGEMM):
@@ -114,4 +114,4 @@ class FlashInferTopk(DeepGEMM):
         return indices
 
 
-AROUND_PEERS: dict[str, DeepGEMM] = {"deep_gemm": DeepGEMM(), "flashinfer_topk": FlashInferTopk()}
+LAYER_OP_PEERS: dict[str, DeepGEMM] = {"deep_gemm": DeepGEMM(), "flashinfer_topk": FlashInferTopk()}

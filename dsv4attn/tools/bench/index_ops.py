@@ -17,11 +17,11 @@ from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import UnsupportedError
-from dsv4attn.tools.bench.around import AroundCase
+from dsv4attn.tools.bench.contenders import Contender, Task, returning
+from dsv4attn.tools.bench.layer_ops import LayerOpCase
 from dsv4attn.tools.bench.records import coded, write_index
-from dsv4attn.tools.bench.subjects import Subject, Task, returning
 
-__all__ = ["PAGE", "Scored", "index_task", "judged", "select_task"]
+__all__ = ["PAGE", "IndexInputs", "index_task", "select_task", "selection_bounds"]
 
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 HEADS, DIM, TOPK = _FLASH.index_n_heads, _FLASH.index_head_dim, _FLASH.index_topk
@@ -34,7 +34,7 @@ _TILE_BYTES = 2**28
 
 
 @frozen(eq=False)
-class Scored:
+class IndexInputs:
     """Queries and keys of an indexer.
 
     case: the case.
@@ -48,7 +48,7 @@ class Scored:
     logits: [T, E] fp32, as expected.
     """
 
-    case: AroundCase
+    case: LayerOpCase
     q: Tensor
     weights: Tensor
     codes: Tensor
@@ -70,12 +70,12 @@ class Scored:
         return keys + self.q.numel() + 4 * self.weights.numel()
 
 
-def index_task(case: AroundCase, device: torch.device) -> Task:
+def index_task(case: LayerOpCase, device: torch.device) -> Task:
     """Logits of all tokens, with keys on pages or gathered."""
-    given = _scored(case, device)
+    given = _index_inputs(case, device)
     arguments: tuple[Any, ...]
 
-    def subject(name: str, backend: Backend) -> Subject:
+    def contender(name: str, backend: Backend) -> Contender:
         step = "fp8_mqa_logits" if given.cache is None else "fp8_paged_mqa_logits"
         logits = getattr(complete(backend).layer_ops, step, None)
         if logits is None:
@@ -89,33 +89,33 @@ def index_task(case: AroundCase, device: torch.device) -> Task:
         # a plan is for engines that have one: ours make none
         arguments = given.q, given.cache, given.weights, given.lens, given.table, None, case.keys
     return Task(
-        case, given.flops, given.bytes + 4 * given.logits.numel(), [given.logits], subject, given, _LIMIT, fp8=True
+        case, given.flops, given.bytes + 4 * given.logits.numel(), [given.logits], contender, given, _LIMIT, fp8=True
     )
 
 
-def select_task(case: AroundCase, device: torch.device) -> Task:
+def select_task(case: LayerOpCase, device: torch.device) -> Task:
     """Scores and the largest of them in one step."""
-    given = _scored(case, device)
+    given = _index_inputs(case, device)
     cache = given.cache
     assert cache is not None
     query = IndexQuery(given.q.flatten(0, 1), given.weights)
     request = torch.arange(case.requests, dtype=torch.int32, device=device).repeat_interleave(case.tokens)
     last = given.logits.topk(TOPK).values[:, -1:]
 
-    def subject(name: str, backend: Backend) -> Subject:
+    def contender(name: str, backend: Backend) -> Contender:
         out = torch.empty(case.count, TOPK, dtype=torch.int32, device=device)
         select, seen = complete(backend).layer_ops.select_topk, given.lens.flatten()
 
         def run() -> None:
             select(query, cache, given.table, request, seen, out, case.keys)
 
-        return Subject(name, run, lambda: _blank(out), lambda: judged(given, out))
+        return Contender(name, run, lambda: _blank(out), lambda: selection_bounds(given, out))
 
     moved = given.bytes + 4 * TOPK * case.count
-    return Task(case, given.flops, moved, [last.expand(-1, 2)], subject, given, _LIMIT, fp8=True)
+    return Task(case, given.flops, moved, [last.expand(-1, 2)], contender, given, _LIMIT, fp8=True)
 
 
-def judged(given: Scored, chosen: Tensor) -> list[Tensor]:
+def selection_bounds(given: IndexInputs, chosen: Tensor) -> list[Tensor]:
     """[T, 2] of entries [T, K]: the lowest score chosen, and the highest left out, or the lowest if that is higher.
 
     Both are the K-th largest score if the choice is right. NaN in a row with an entry that does not exist or is twice.
@@ -134,7 +134,7 @@ def _blank(out: Tensor) -> None:
     out.fill_(-1)
 
 
-def _scored(case: AroundCase, device: torch.device) -> Scored:
+def _index_inputs(case: LayerOpCase, device: torch.device) -> IndexInputs:
     generator = torch.Generator(device).manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -157,7 +157,7 @@ def _scored(case: AroundCase, device: torch.device) -> Scored:
         entry = torch.arange(keys, device=device)
         for r in range(requests):
             write_index(cache, table[r, entry // PAGE].long() * PAGE + entry % PAGE, codes[r], scales[r])
-    return Scored(case, q, weights, codes, scales, cache, table, lens, _logits(q, weights, codes, scales))
+    return IndexInputs(case, q, weights, codes, scales, cache, table, lens, _logits(q, weights, codes, scales))
 
 
 def _logits(q: Tensor, weights: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

@@ -17,13 +17,13 @@ from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.tools.bench.around import AroundCase
+from dsv4attn.tools.bench.accuracy import normalised, rotated
+from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import LAYOUT
+from dsv4attn.tools.bench.layer_ops import LayerOpCase
 from dsv4attn.tools.bench.records import coded, read, read_index, write, write_index
-from dsv4attn.tools.bench.reference import normalised, rotated
-from dsv4attn.tools.bench.subjects import Subject, Task, returning
 
-__all__ = ["compress_task"]
+__all__ = ["compressor_task"]
 
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 _BEFORE = 8192
@@ -93,7 +93,7 @@ class _States:
     slots: Tensor
 
 
-def compress_task(case: AroundCase, device: torch.device) -> Task:
+def compressor_task(case: LayerOpCase, device: torch.device) -> Task:
     """States of the tokens (save), entries from states (store), or queries of the indexer (query)."""
     step, name = case.step.split()
     parts, generator = _Parts.of(name), torch.Generator(device).manual_seed(case.seed)
@@ -103,7 +103,7 @@ def compress_task(case: AroundCase, device: torch.device) -> Task:
     return _save(case, parts, states, generator) if step == "save" else _store(case, parts, states, generator)
 
 
-def _save(case: AroundCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
+def _save(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
     cache, new = states.cache, slice(-case.tokens, None)
     ape = torch.randn(parts.ratio, parts.width, generator=generator, device=states.kv.device, dtype=torch.float32)
     given = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
@@ -113,7 +113,7 @@ def _save(case: AroundCase, parts: _Parts, states: _States, generator: torch.Gen
     kv, score = given.split(parts.width, -1)
     row = cache.region("row")
 
-    def subject(name: str, backend: Backend) -> Subject:
+    def contender(name: str, backend: Backend) -> Contender:
         save = complete(backend).layer_ops.save_partial_states
 
         def run() -> None:
@@ -122,14 +122,14 @@ def _save(case: AroundCase, parts: _Parts, states: _States, generator: torch.Gen
         def results() -> Sequence[Tensor]:
             return [row[slots // cache.block_size, slots % cache.block_size]]
 
-        return Subject(name, run, lambda: _nan(row), results)
+        return Contender(name, run, lambda: _nan(row), results)
 
     biases = min(case.count, parts.ratio) * parts.width
     moved = 4 * (2 * given.numel() + biases) + 16 * case.count
-    return Task(case, 0, moved, [expected], subject, limit=1e-6)
+    return Task(case, 0, moved, [expected], contender, limit=1e-6)
 
 
-def _store(case: AroundCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
+def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
     device, ratio, eps = states.kv.device, parts.ratio, parts.layer.eps
     norm = 1 + 0.1 * torch.randn(parts.dim, generator=generator, device=device, dtype=torch.float32)
     table = cos_sin_cache(parts.layer.rope, int(states.positions.max()) + 1, device)
@@ -153,21 +153,21 @@ def _store(case: AroundCase, parts: _Parts, states: _States, generator: torch.Ge
     fetch = read if parts.layout.name == LAYOUT.name else read_index
     window = states.cache, states.table, states.request, states.positions, mapping
 
-    def subject(name: str, backend: Backend) -> Subject:
+    def contender(name: str, backend: Backend) -> Contender:
         store = complete(backend).layer_ops.compress_norm_rope_store
 
         def run() -> None:
             store(*window, norm, eps, table, ratio, cache, overlap=parts.layer.overlap)
 
         # 0xFF is NaN as a code, as a bf16, as a scale byte and as an fp32 scale
-        return Subject(name, run, lambda: _fill(cache), lambda: [fetch(cache, slots)])
+        return Contender(name, run, lambda: _fill(cache), lambda: [fetch(cache, slots)])
 
     # with overlap an entry reads half of the channels of its states, and the next one the other half
     moved = len(tokens) * (4 * parts.span * 2 * parts.dim + parts.layout.record_bytes) + 16 * case.count
-    return Task(case, 0, moved, [fetch(wanted, slots)], subject)
+    return Task(case, 0, moved, [fetch(wanted, slots)], contender)
 
 
-def _query(case: AroundCase, device: torch.device, generator: torch.Generator) -> Task:
+def _query(case: LayerOpCase, device: torch.device, generator: torch.Generator) -> Task:
     heads, dim, layer = _FLASH.index_n_heads, _FLASH.index_head_dim, _FLASH.layer_of_kind(LayerKind.C4A)
     positions = _positions(case, device)
     table = cos_sin_cache(layer.rope, int(positions.max()) + 1, device)
@@ -178,7 +178,7 @@ def _query(case: AroundCase, device: torch.device, generator: torch.Generator) -
     folded = weights.float() * scales * (dim * heads) ** -0.5
     expected = codes.float() * folded[..., None]
 
-    def subject(name: str, backend: Backend) -> Subject:
+    def contender(name: str, backend: Backend) -> Contender:
         quantise = complete(backend).layer_ops.indexer_q_rope_quant
 
         def call() -> Sequence[Tensor]:
@@ -189,16 +189,16 @@ def _query(case: AroundCase, device: torch.device, generator: torch.Generator) -
         return returning(name, call, lambda made: [made[0].float() * made[1][..., None]])
 
     moved = 3 * q.numel() + 6 * weights.numel() + 8 * case.count
-    return Task(case, 0, moved, [expected], subject)
+    return Task(case, 0, moved, [expected], contender)
 
 
-def _positions(case: AroundCase, device: torch.device) -> Tensor:
+def _positions(case: LayerOpCase, device: torch.device) -> Tensor:
     """[T] int64: of one token of each request, or of the tokens of one request."""
     first = _BEFORE + (_RAGGED - case.requests if case.tokens == 1 else 0)
     return torch.arange(first, first + case.count, device=device)
 
 
-def _states(case: AroundCase, parts: _Parts, device: torch.device, generator: torch.Generator) -> _States:
+def _states(case: LayerOpCase, parts: _Parts, device: torch.device, generator: torch.Generator) -> _States:
     """Random states of all tokens that count in the step, on pages in random order; all other pages are gone."""
     positions, requests, page = _positions(case, device), case.requests, STATE_BLOCK_SIZES[parts.layer.kind]
     count = parts.span - 1 + case.tokens
