@@ -1,4 +1,4 @@
-"""Compressor and index queries: inputs, calls, and expected results in fp32 torch.
+"""Compressor and index queries: inputs and calls.
 
 Letters: R requests, T tokens of the step, d dims of an entry, w channels of a token's kv (2 d where entries overlap), r
 tokens of an entry, S tokens of a request whose states count in the step.
@@ -12,16 +12,15 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from dsv4attn.core.cache.index_records import read_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.tools.bench.accuracy import normalised, rotated
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
-from dsv4attn.tools.bench.inputs import LAYOUT
+from dsv4attn.tools.bench.inputs import LAYOUT, read_records
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
-from dsv4attn.tools.bench.records import coded, read, read_index, write, write_index
 
 __all__ = ["compressor_task"]
 
@@ -106,14 +105,13 @@ def compressor_task(case: LayerOpCase, device: torch.device) -> Task:
 def _save(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
     cache, new = states.cache, slice(-case.tokens, None)
     ape = torch.randn(parts.ratio, parts.width, generator=generator, device=states.kv.device, dtype=torch.float32)
-    given = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
-    slots, expected = states.slots[:, new].flatten().contiguous(), given.clone()
-    expected[:, parts.width :] += ape[states.positions % parts.ratio]
+    product = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
+    slots = states.slots[:, new].flatten().contiguous()
     # halves of one product, as a layer makes them
-    kv, score = given.split(parts.width, -1)
+    kv, score = product.split(parts.width, -1)
     row = cache.region("row")
 
-    def contender(name: str, backend: Backend) -> Contender:
+    def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
         save = complete(backend).layer_ops.save_partial_states
 
         def run() -> None:
@@ -122,11 +120,11 @@ def _save(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Ge
         def results() -> Sequence[Tensor]:
             return [row[slots // cache.block_size, slots % cache.block_size]]
 
-        return Contender(name, run, lambda: _nan(row), results)
+        return Contender(name, run, lambda: row.fill_(torch.nan), results)
 
     biases = min(case.count, parts.ratio) * parts.width
-    moved = 4 * (2 * given.numel() + biases) + 16 * case.count
-    return Task(case, 0, moved, [expected], contender, limit=1e-6)
+    moved = 4 * (2 * product.numel() + biases) + 16 * case.count
+    return Task(case, 0, moved, contender, limit=1e-6)
 
 
 def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
@@ -140,31 +138,25 @@ def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.G
     tokens = ends.nonzero()[:, 0]
     block = 256 // ratio
     blocks = -(-len(tokens) // block) + 1
-    cache, wanted = (PagedKVCache.allocate(parts.layout, blocks, block, device) for _ in range(2))
+    cache = PagedKVCache.allocate(parts.layout, blocks, block, device)
     slots = torch.randperm(cache.capacity, generator=generator, device=device)[: len(tokens)]
     mapping = torch.full_like(states.positions, -1)
     mapping[tokens] = slots
-    entries = normalised(_pooled(parts, states, tokens, case.tokens), eps) * norm
-    entries = rotated(entries, table[states.positions[tokens] - ratio + 1])
-    if parts.layout.name == LAYOUT.name:
-        write(wanted, slots, entries.bfloat16())
-    else:
-        write_index(wanted, slots, *coded(entries))
-    fetch = read if parts.layout.name == LAYOUT.name else read_index
+    fetch = read_records if parts.layout.name == LAYOUT.name else read_index_keys
     window = states.cache, states.table, states.request, states.positions, mapping
 
-    def contender(name: str, backend: Backend) -> Contender:
+    def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
         store = complete(backend).layer_ops.compress_norm_rope_store
 
         def run() -> None:
             store(*window, norm, eps, table, ratio, cache, overlap=parts.layer.overlap)
 
         # 0xFF is NaN as a code, as a bf16, as a scale byte and as an fp32 scale
-        return Contender(name, run, lambda: _fill(cache), lambda: [fetch(cache, slots)])
+        return Contender(name, run, lambda: cache.tensor.fill_(0xFF), lambda: [fetch(cache, slots)])
 
     # with overlap an entry reads half of the channels of its states, and the next one the other half
     moved = len(tokens) * (4 * parts.span * 2 * parts.dim + parts.layout.record_bytes) + 16 * case.count
-    return Task(case, 0, moved, [fetch(wanted, slots)], contender)
+    return Task(case, 0, moved, contender)
 
 
 def _query(case: LayerOpCase, device: torch.device, generator: torch.Generator) -> Task:
@@ -174,11 +166,8 @@ def _query(case: LayerOpCase, device: torch.device, generator: torch.Generator) 
     q = torch.randn(case.count, heads, dim, generator=generator, device=device, dtype=torch.float32).bfloat16()
     weights = torch.randn(case.count, heads, generator=generator, device=device, dtype=torch.float32).bfloat16()
     layout = KVCacheLayout.index_fp8(dim)
-    codes, scales = coded(rotated(q, table[positions]))
-    folded = weights.float() * scales * (dim * heads) ** -0.5
-    expected = codes.float() * folded[..., None]
 
-    def contender(name: str, backend: Backend) -> Contender:
+    def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
         quantise = complete(backend).layer_ops.indexer_q_rope_quant
 
         def call() -> Sequence[Tensor]:
@@ -189,7 +178,7 @@ def _query(case: LayerOpCase, device: torch.device, generator: torch.Generator) 
         return returning(name, call, lambda made: [made[0].float() * made[1][..., None]])
 
     moved = 3 * q.numel() + 6 * weights.numel() + 8 * case.count
-    return Task(case, 0, moved, [expected], contender)
+    return Task(case, 0, moved, contender)
 
 
 def _positions(case: LayerOpCase, device: torch.device) -> Tensor:
@@ -218,24 +207,3 @@ def _states(case: LayerOpCase, parts: _Parts, device: torch.device, generator: t
     slots = table.gather(1, place // page).long() * page + place % page
     request = torch.arange(requests, dtype=torch.int32, device=device).repeat_interleave(case.tokens)
     return _States(kv, score, positions, request, cache, table, slots)
-
-
-def _pooled(parts: _Parts, states: _States, tokens: Tensor, each: int) -> Tensor:
-    """[E, d] entries that some tokens complete, before their norm. each: tokens of a request."""
-    # number of the last state of each entry in its request; the states of the step are the last
-    last = states.kv.shape[1] - each + tokens % each
-    states_of = last[:, None] + torch.arange(1 - parts.span, 1, device=tokens.device)
-    request = (tokens // each)[:, None]
-    kv, score = (values[request, states_of] for values in (states.kv, states.score))
-    if parts.layer.overlap:  # the first half of the channels counts in the next entry, the second in its own
-        r, d = parts.ratio, parts.dim
-        kv, score = (torch.cat([values[:, :r, :d], values[:, r:, d:]], 1) for values in (kv, score))
-    return (torch.softmax(score, 1) * kv).sum(1)
-
-
-def _nan(tensor: Tensor) -> None:
-    tensor.fill_(torch.nan)
-
-
-def _fill(cache: PagedKVCache) -> None:
-    cache.tensor.fill_(0xFF)

@@ -1,4 +1,4 @@
-"""Subjects of a benchmark: calls that are ready to run, with their results and expected results."""
+"""Contenders of a benchmark: calls that are ready to run, with their results and expected results."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.tools.bench.accuracy import attention, normalised, rotated
+from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.attention_call import prepare_attention
 from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, KernelCase
 from dsv4attn.tools.bench.forward_step import make_forward_step
-from dsv4attn.tools.bench.inputs import LAYOUT, make_inputs, query
+from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, fill, make_inputs, query, read_records
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
-from dsv4attn.tools.bench.records import fill, read, write
 
-__all__ = ["Contender", "Task", "make_task", "returning"]
+__all__ = ["Contender", "Task", "expected_attention", "make_task", "returning", "writing"]
 
 
 @frozen(eq=False)
@@ -36,7 +35,7 @@ class Contender:
 
     name: str
     run: Callable[[], None]
-    reset: Callable[[], None]
+    reset: Callable[[], object]
     results: Callable[[], Sequence[Tensor]]
     note: str = ""
     expected: Sequence[Tensor] | None = field(default=None, repr=False)
@@ -49,21 +48,28 @@ class Task:
     case: the case.
     flops: operations of its products.
     bytes: least bytes to move.
-    expected: expected results.
-    contender: makes a contender from the name of a backend and the backend.
-    inputs: inputs that peers get: `Inputs` of attention kernels, others of steps around attention, or None.
-    limit: largest error of a right result; None: by the backend's products, see `reference.limit`.
+    contender: makes a contender from a name, a backend and the dtype of results that a call may write in fp32 too.
+    inputs: inputs that peers get: `Inputs` of attention kernels, others of layer ops, or None.
+    limit: largest error of a right result; None: by the backend's products, see `accuracy.limit`.
     fp8: whether operands of its products are fp8.
+    expected: results of the reference backend, in fp32 where the call may write that.
     """
 
     case: KernelCase | LayerOpCase
     flops: int
     bytes: int
-    expected: Sequence[Tensor] = field(repr=False)
-    contender: Callable[[str, Backend], Contender] = field(repr=False)
+    contender: Callable[[str, Backend, torch.dtype], Contender] = field(repr=False)
     inputs: object = field(default=None, repr=False)
     limit: float | None = None
     fp8: bool = False
+    expected: Sequence[Tensor] = field(repr=False, kw_only=True)
+
+    @expected.default
+    def _results_of_the_reference(self) -> Sequence[Tensor]:
+        proven = self.contender("reference", reference(), torch.float32)
+        proven.reset()
+        proven.run()
+        return proven.results()
 
 
 def make_task(case: KernelCase, device: torch.device) -> Task:
@@ -73,26 +79,16 @@ def make_task(case: KernelCase, device: torch.device) -> Task:
     return _gather(case, device) if case.kernel == "gather" else _insert(case, device)
 
 
-def _attention(case: KernelCase, device: torch.device) -> Task:
-    inputs = make_inputs(case, device)
-    expected = attention(inputs)
-
-    def contender(name: str, backend: Backend) -> Contender:
-        if case.kernel == "step":
-            step = make_forward_step(inputs, backend)
-            return Contender(name, step.run, lambda: _spoil(step.out), lambda: [step.out])
-        out = torch.empty_like(inputs.q)
-        return Contender(name, prepare_attention(backend, inputs, out), lambda: _spoil(out), lambda: [out])
-
-    return Task(case, inputs.flops, inputs.bytes, [expected], contender, inputs)
+def writing(name: str, run: Callable[[], None], *outputs: Tensor) -> Contender:
+    """A contender whose call writes these tensors."""
+    return Contender(name, run, lambda: _overwrite(*outputs), lambda: outputs)
 
 
 def returning(
     name: str,
     call: Callable[[], Sequence[Tensor]],
-    results: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda made: made,
+    results: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda returned: returned,
     note: str = "",
-    expected: Sequence[Tensor] | None = None,
 ) -> Contender:
     """A contender whose call returns new tensors. results: makes what is judged of the tensors of the last call."""
     last: list[Tensor] = []
@@ -100,35 +96,50 @@ def returning(
     def run() -> None:
         last[:] = call()
 
-    return Contender(name, run, lambda: _spoil(*last), lambda: results(last), note, expected)
+    return Contender(name, run, lambda: _overwrite(*last), lambda: results(last), note)
 
 
-def _spoil(*tensors: Tensor) -> None:
+def _overwrite(*tensors: Tensor) -> None:
     for tensor in tensors:
         tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+
+
+def expected_attention(inputs: Inputs) -> Tensor:
+    """[T, H, D] fp32: attention of every token over its own keys, by the reference backend."""
+    out = torch.empty_like(inputs.q, dtype=torch.float32)
+    prepare_attention(reference(), inputs, out)()
+    return out
+
+
+def _attention(case: KernelCase, device: torch.device) -> Task:
+    inputs = make_inputs(case, device)
+
+    def contender(name: str, backend: Backend, dtype: torch.dtype) -> Contender:
+        if case.kernel == "step" and dtype is inputs.q.dtype:
+            step = make_forward_step(inputs, backend)
+            return writing(name, step.run, step.out)
+        out = torch.empty_like(inputs.q, dtype=dtype)
+        return writing(name, prepare_attention(backend, inputs, out), out)
+
+    return Task(case, inputs.flops, inputs.bytes, contender, inputs)
 
 
 def _insert(case: KernelCase, device: torch.device) -> Task:
     """Rows of one request into random slots; `insert` normalises and rotates on the way."""
     generator = torch.Generator(device).manual_seed(case.seed)
-    tokens, layer, whole = case.tokens, case.preset.layer, case.kernel == "insert"
+    tokens, layer, with_q = case.tokens, case.preset.layer, case.kernel == "insert"
     kv = torch.randn(tokens, HEAD_DIM, generator=generator, device=device, dtype=torch.float32).bfloat16()
     cache = PagedKVCache.allocate(LAYOUT, -(-tokens // 64) + 1, 64, device)
     slots = torch.randperm(cache.capacity, generator=generator, device=device)[:tokens]
     positions = torch.arange(tokens, device=device)
     table = cos_sin_cache(layer.rope, tokens, device)
-    given = 3 * query(case, device, generator) if whole else kv
-    wanted = PagedKVCache.allocate(LAYOUT, cache.num_blocks, 64, device)
-    write(wanted, slots, rotated(kv, table).bfloat16() if whole else kv)
-    expected = [read(wanted, slots)]
-    if whole:
-        expected.append(rotated(normalised(given, layer.eps) if layer.q_norm else given, table))
+    raw_q = 3 * query(case, device, generator) if with_q else kv
 
-    def contender(name: str, backend: Backend) -> Contender:
-        q = given.clone()
+    def contender(name: str, backend: Backend, dtype: torch.dtype) -> Contender:
+        q = raw_q.to(dtype, copy=True)
 
         def run() -> None:
-            if whole:
+            if with_q:
                 backend.qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, layer.q_eps)
             else:
                 backend.quantize_and_insert_k_cache(kv, cache, slots)
@@ -136,32 +147,25 @@ def _insert(case: KernelCase, device: torch.device) -> Task:
         def reset() -> None:
             # 0xFF is NaN as a code, as a bf16 and as a scale
             cache.tensor.fill_(0xFF)
-            q.copy_(given)
+            q.copy_(raw_q)
 
-        return Contender(name, run, reset, lambda: [read(cache, slots), *([q] if whole else [])])
+        return Contender(name, run, reset, lambda: [read_records(cache, slots), *([q] if with_q else [])])
 
-    moved = tokens * (LAYOUT.record_bytes + 2 * HEAD_DIM) + (4 * given.numel() if whole else 0)
-    return Task(case, 0, moved, expected, contender)
+    moved = tokens * (LAYOUT.record_bytes + 2 * HEAD_DIM) + (4 * raw_q.numel() if with_q else 0)
+    return Task(case, 0, moved, contender)
 
 
 def _gather(case: KernelCase, device: torch.device) -> Task:
     generator = torch.Generator(device).manual_seed(case.seed)
     page, requests = case.preset.page, len(case.requests)
     lens = torch.tensor([n for n, _ in case.requests], dtype=torch.int32, device=device)
-    most = int(lens.max())
-    table = torch.randperm(requests * -(-most // page), generator=generator, device=device).int().view(requests, -1)
+    longest = int(lens.max())
+    table = torch.randperm(requests * -(-longest // page), generator=generator, device=device).int().view(requests, -1)
     cache = PagedKVCache.allocate(LAYOUT, table.numel(), page, device)
     fill(cache, generator)
-    record = torch.arange(most, device=device)
-    slots = table[:, record // page].long() * page + record % page
-    expected = torch.stack([read(cache, row) for row in slots])
 
-    def contender(name: str, backend: Backend) -> Contender:
-        out = torch.empty(requests, most, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    def contender(name: str, backend: Backend, dtype: torch.dtype) -> Contender:
+        out = torch.empty(requests, longest, HEAD_DIM, dtype=dtype, device=device)
+        return writing(name, lambda: backend.dequantize_and_gather_k_cache(out, cache, lens, None, table, 0), out)
 
-        def run() -> None:
-            backend.dequantize_and_gather_k_cache(out, cache, lens, None, table, 0)
-
-        return Contender(name, run, lambda: _spoil(out), lambda: [out])
-
-    return Task(case, 0, requests * most * (LAYOUT.record_bytes + 2 * HEAD_DIM), [expected], contender)
+    return Task(case, 0, requests * longest * (LAYOUT.record_bytes + 2 * HEAD_DIM), contender)

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.core.attention.call import ForwardCall
+from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
@@ -29,7 +29,6 @@ from dsv4attn.core.torch_ops.tiles import INVARIANT, PLAIN
 from dsv4attn.tools.bench.context_cases import INDEX, ContextCase
 from dsv4attn.tools.bench.forward_step import ForwardStep, make_forward_step, scheduled
 from dsv4attn.tools.bench.inputs import Inputs, make_inputs
-from dsv4attn.tools.bench.records import coded, write_index
 
 __all__ = ["ContextStep", "one_rank", "over_ranks"]
 
@@ -134,7 +133,7 @@ def one_rank(case: ContextCase, backend: Backend, device: torch.device) -> tuple
         keys = PagedKVCache.allocate(INDEX, inputs.segments[1].cache.num_blocks, case.preset.page, device)
         for slots in torch.arange(keys.capacity, device=device).split(_CHUNK):
             # keys of different sizes, so that scales differ
-            write_index(keys, slots, *coded(normal(len(slots), INDEX.head_dim) * torch.exp2(normal(len(slots), 1))))
+            store_index_keys(normal(len(slots), INDEX.head_dim) * torch.exp2(normal(len(slots), 1)), keys, slots)
         heads = ModelGeometry.preset(case.preset.model).index_n_heads
         q = normal(case.requests, heads, INDEX.head_dim).to(torch.float8_e4m3fn)
         query = IndexQuery(q, normal(case.requests, heads))

@@ -9,13 +9,15 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, KernelCase
-from dsv4attn.tools.bench.records import fill, read
 
-__all__ = ["LAYOUT", "CacheSegment", "Inputs", "layouts", "make_inputs", "query"]
+__all__ = ["LAYOUT", "CacheSegment", "Inputs", "fill", "layouts", "make_inputs", "query", "read_records"]
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()
 _LAYOUTS = {"584": LAYOUT, "528": KVCacheLayout.v41_fp8(), "288": KVCacheLayout.v41_fp4()}
+_CHUNK = 65536
+"""Records that are written at a time."""
 _ELEMENTS = 2**24
 """Random numbers drawn at a time to choose keys from."""
 
@@ -85,6 +87,23 @@ def query(case: KernelCase, device: torch.device, generator: torch.Generator) ->
     """[T, H, D] bf16, each element N(0, 1), as q-norm leaves it; with keys of that size logits are N(0, 1) too."""
     shape = (case.tokens, case.preset.heads, HEAD_DIM)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).bfloat16()
+
+
+def fill(cache: PagedKVCache, generator: torch.Generator) -> None:
+    """Fill all slots with normal random keys."""
+    for slots in torch.arange(cache.capacity, device=cache.device).split(_CHUNK):
+        shape = len(slots), cache.layout.head_dim
+        keys = torch.randn(shape, generator=generator, device=cache.device, dtype=torch.float32)
+        reference().quantize_and_insert_k_cache(keys.bfloat16(), cache, slots)
+
+
+def read_records(cache: PagedKVCache, slots: Tensor) -> Tensor:
+    """Keys [N, D] fp32 at slots [N] of a cache that is small enough to be read whole."""
+    rows = torch.empty(1, cache.capacity, cache.layout.head_dim, dtype=torch.float32, device=cache.device)
+    lens = torch.full((1,), cache.capacity, dtype=torch.int32, device=cache.device)
+    table = torch.arange(cache.num_blocks, dtype=torch.int32, device=cache.device)[None]
+    reference().dequantize_and_gather_k_cache(rows, cache, lens, None, table, 0)
+    return rows[0, slots.long()]
 
 
 def layouts(case: KernelCase) -> tuple[KVCacheLayout, KVCacheLayout]:
@@ -173,12 +192,9 @@ def _gathered(segments: list[CacheSegment], request: Tensor) -> tuple[Tensor, in
     rows = torch.zeros(requests, sum(widths), HEAD_DIM, dtype=torch.bfloat16, device=device)
     columns, offset = [], 0
     for segment, width in zip(segments, widths, strict=True):
-        place = torch.arange(width, device=device)
-        for r in range(requests):
-            n, page = int(segment.gather_lens[r]), segment.cache.block_size
-            record = int(segment.seq_lens[r]) - n + place[:n]
-            slots = segment.table[r][record // page].long() * page + record % page
-            rows[r, offset : offset + n] = read(segment.cache, slots).bfloat16()
+        reference().dequantize_and_gather_k_cache(
+            rows, segment.cache, segment.seq_lens, segment.gather_lens, segment.table, offset
+        )
         absent = segment.local < 0
         columns.append((segment.local + offset + request[:, None] * rows.shape[1]).masked_fill_(absent, -1))
         offset += width

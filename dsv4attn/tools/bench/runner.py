@@ -272,7 +272,7 @@ def _makers(
 ) -> Iterator[tuple[str, bool, Products, Callable[[], Contender | None]]]:
     """(name, whether it is a peer, type of its products, what makes it) of all contenders of a case."""
     for name, backend in able.items():
-        yield name, False, backend.forms.products, partial(task.contender, name, backend)
+        yield name, False, backend.forms.products, partial(task.contender, name, backend, torch.bfloat16)
     first = isinstance(task.case, KernelCase) and task.case.records in ("", PAIRS[0])
     if task.case.kernel == "step" and isinstance(task.inputs, Inputs) and first:
         bare = partial(Contender, "products", products(task.inputs), lambda: None, list)

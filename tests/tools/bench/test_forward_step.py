@@ -14,8 +14,9 @@ from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
-from dsv4attn.tools.bench.accuracy import attention, error
+from dsv4attn.tools.bench.accuracy import error
 from dsv4attn.tools.bench.cases import PAIRS, PRESETS, KernelCase, Preset, host_cases
+from dsv4attn.tools.bench.contenders import expected_attention
 from dsv4attn.tools.bench.forward_step import make_forward_step, products
 from dsv4attn.tools.bench.inputs import make_inputs
 from dsv4attn.tools.bench.overhead import Overhead, overhead
@@ -49,7 +50,7 @@ def test_a_step_computes_what_its_kernels_would(preset: Preset, requests: tuple[
     step.out.fill_(torch.nan)
     step.run()
 
-    assert error([(step.out, attention(inputs))]).within(1e-2)
+    assert error([(step.out, expected_attention(inputs))]).within(1e-2)
     assert step.workspace.locked
 
 
@@ -64,7 +65,7 @@ def test_a_step_of_v41_does_too_on_each_pair_of_records(
     step.out.fill_(torch.nan)
     step.run()
 
-    assert error([(step.out, attention(inputs))]).within(1e-2)
+    assert error([(step.out, expected_attention(inputs))]).within(1e-2)
 
 
 def test_products_multiply_as_many_keys_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

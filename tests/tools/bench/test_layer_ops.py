@@ -10,12 +10,9 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.cache.index_records import read_index_keys, store_index_keys
-from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.tools.bench.cases import LAYER_OPS
 from dsv4attn.tools.bench.index_ops import index_task, select_task, selection_bounds
 from dsv4attn.tools.bench.layer_ops import LayerOpCase, layer_op_cases
-from dsv4attn.tools.bench.records import coded, read_index, write_index
 from dsv4attn.tools.bench.runner import MEASURED, REFUSED, WRONG, BenchRow, Runner
 from tests.layer_ops import TorchOps
 from tests.tools.bench.sample_runs import ROOF
@@ -224,18 +221,3 @@ def test_any_512_of_equal_scores_are_a_right_selection_and_others_are_not() -> N
     beyond[0, 0] = 704
     for wrong in (twice, beyond):
         assert selection_bounds(given, wrong)[0].isnan().all()
-
-
-@pytest.mark.parametrize("dialect", Fp8Format)
-def test_index_records_are_those_of_core(dialect: Fp8Format) -> None:
-    rows = torch.randn(11, 128) * torch.logspace(-6, 4, 11)[:, None]
-    rows[3] = 0.0
-    rows[4, 0], rows[5, 0] = 448.0, 1.75 * 2.0**9
-    ours, theirs = (PagedKVCache.allocate(KVCacheLayout.index_fp8(fp8_format=dialect), 3, 4) for _ in range(2))
-    slots = torch.tensor([9, 0, 5, 2, 11, 7, 1, 8, 3, 10, 4])
-    write_index(ours, slots, *coded(rows, dialect))
-    store_index_keys(rows, theirs, slots)
-
-    for name in ("nope", "scale"):
-        assert torch.equal(ours.region(name), theirs.region(name))
-    assert torch.equal(read_index(ours, slots), read_index_keys(theirs, slots))

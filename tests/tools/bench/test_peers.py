@@ -14,9 +14,9 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.compat import flash_mla
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.errors import UnsupportedError
-from dsv4attn.tools.bench.accuracy import attention, error
+from dsv4attn.tools.bench.accuracy import error
 from dsv4attn.tools.bench.cases import PRESETS, KernelCase
-from dsv4attn.tools.bench.contenders import make_task
+from dsv4attn.tools.bench.contenders import expected_attention, make_task
 from dsv4attn.tools.bench.inputs import LAYOUT, make_inputs
 from dsv4attn.tools.bench.peers import PEERS, peer_contender
 
@@ -75,11 +75,11 @@ def sparse_mla(**given: Any) -> None:
     pairs = [(given["swa_kv_cache"], given["sparse_indices"], given["swa_topk_lens"])]
     if "compressed_kv_cache" in given:
         pairs.append((given["compressed_kv_cache"], given["extra_sparse_indices"], given["extra_sparse_topk_lens"]))
-    from dsv4attn.tools.bench.records import read
+    from dsv4attn.tools.bench.inputs import read_records
 
     for t, q in enumerate(given["query"].float()):
         # [pages, 1, page, 584]: heads second
-        keys = torch.cat([read(PagedKVCache(cache, LAYOUT), i[t, : int(n[t])]) for cache, i, n in pairs])
+        keys = torch.cat([read_records(PagedKVCache(cache, LAYOUT), i[t, : int(n[t])]) for cache, i, n in pairs])
         z = torch.cat([q @ keys.T * given["bmm1_scale"], given["sinks"][:, None]], 1)
         given["out"][t] = torch.softmax(z, 1)[:, :-1] @ keys
 
@@ -94,7 +94,7 @@ def test_flashinfer_gets_what_its_signature_says(monkeypatch: pytest.MonkeyPatch
     assert peer.available() is None
     assert inputs.rows is None or inputs.rows.dim() == 3
     call = peer.decode(inputs) if kernel == "decode" else peer.prefill(inputs, torch.empty(0))
-    assert error([(call(), attention(inputs))]).within(1e-2)
+    assert error([(call(), expected_attention(inputs))]).within(1e-2)
 
 
 def test_flashinfer_takes_no_gathered_rows() -> None:

@@ -245,9 +245,9 @@ class Peer:
 
 
 def right(inputs: Any) -> torch.Tensor:
-    from dsv4attn.tools.bench.accuracy import attention
+    from dsv4attn.tools.bench.contenders import expected_attention
 
-    return attention(inputs).bfloat16()
+    return expected_attention(inputs).bfloat16()
 
 
 def test_ratios_are_speeds_by_the_peers_in_the_same_run() -> None:

@@ -156,14 +156,16 @@ def test_names_of_whole_layer_cases_can_be_read(shape: tuple[int, int, int], sai
     assert LayerCase(LayerKind.C4A, *shape).name == said
 
 
-def test_what_is_wrong_gets_no_time_and_code_1(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ReferenceBackend.decode
+class FirstRowZero(ReferenceBackend):
+    """A backend whose first row of a decode is wrong."""
 
-    def wrong(self: ReferenceBackend, call: AttentionCall) -> None:
-        right(self, call)
+    def decode(self, call: AttentionCall) -> None:
+        super().decode(call)
         call.out[0] = torch.zeros(())
 
-    monkeypatch.setattr(ReferenceBackend, "decode", wrong)
+
+def test_what_is_wrong_gets_no_time_and_code_1(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4attn.tools.cli.bench._backends", lambda *_: {"reference": FirstRowZero()})
     code, lines = here.run("bench", *QUICK, width=200)
 
     assert code == 1
