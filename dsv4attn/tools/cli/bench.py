@@ -62,7 +62,7 @@ class _Bench(click.Command):
 @click.option("--batches", metavar="NUMBERS", callback=numbers, help="Requests of the decodes, as in 8,64,256.")
 @click.option("--tokens", type=WholeNumber(1), help="Query tokens of the prefills.")
 @click.option("--rounds", type=WholeNumber(1), help="Rounds to take the median of.")
-@click.option("--threads", type=WholeNumber(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
+@click.option("--threads", type=WholeNumber(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]")
 @click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator, or cpu]")
 @click.option(
     "--peers",
@@ -201,9 +201,8 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     from dsv4attn.tools.bench.runner import Runner
     from dsv4attn.tools.bench.scaling import cliffs
     from dsv4attn.tools.bench.whole_layer import layer_cases
-    from dsv4attn.tools.cli.threads import Load
+    from dsv4attn.tools.cli.threads import Threads
 
-    before = Load()
     what = named("measurement", ",".join(asked.what), MEASUREMENTS, KERNELS)
     presets = named("case", asked.cases, list(PRESETS), list(PRESETS))
     place = device_named(asked.device)
@@ -217,7 +216,7 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     total = len(cases) + len(hosts) + len(layers)
     rows, host, times, ran, stopped = [], [], [], 0, False
     # the CPU's threads do not matter for times on an accelerator
-    taken = before.threads(asked.threads) if place.type == "cpu" else None
+    taken = Threads.chosen(asked.threads) if place.type == "cpu" else None
     with taken.used() if taken else nullcontext(), _progress(1 + total, shown=shown) as begin:
         begin("roofline")
         runner = Runner(place, backends, peers, size.rounds)

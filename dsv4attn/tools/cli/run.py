@@ -66,7 +66,9 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
     show_default=True,
     help="Of every number.",
 )
-@click.option("--threads", metavar="N", type=_positive, help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
+@click.option(
+    "--threads", metavar="N", type=_positive, help="Of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"
+)
 @click.option(
     "--context-parallel",
     metavar="N",
@@ -109,15 +111,14 @@ def run(
     One layer of each type is run, from hidden states to hidden states, with random weights of the model's sizes:
     projections, compressor, indexer, attention, output projection. With --indexer random it is attention alone, on
     random inputs; the built-in trace has more and shorter requests then. In every step --check-rows rows are
-    computed again in float64, stage by stage, from raw inputs. There are as many threads as cores are free when it
-    begins. With --context-parallel, under torchrun, every rank serves the trace over its part of the compressed
+    computed again in float64, stage by stage, from raw inputs. There are as many threads as cores that the process may
+    use. With --context-parallel, under torchrun, every rank serves the trace over its part of the compressed
     entries and checks its own outputs; the first rank prints what all have found. Exit code 0: all rows agree; 1: some
     do not; 2: bad input; 130: interrupted, with a report of what has run.
     """
-    from dsv4attn.tools.cli.threads import Load, wait_passively
+    from dsv4attn.tools.cli.threads import Threads, wait_passively
 
     wait_passively()
-    before = Load()
     from attrs import evolve
 
     from dsv4attn.errors import ArgumentError
@@ -162,7 +163,7 @@ def run(
             expected = re.sub(r"\d+", lambda found: str(-(-int(found[0]) // 2**20)), error.expected, count=1)
             raise ArgumentError("--max-kv-mib", expected=expected, actual=max_kv_mib, hint=error.hint) from error
         prints = context is None or context.ownership.rank == 0
-        taken = before.threads(threads)
+        taken = Threads.chosen(threads)
         with taken.used(), _progress(replay.total_tokens, shown=prints and not as_json) as progress:
             report = replay.run(progress)
     setting = {**taken.as_json(), "text": str(taken)}

@@ -67,7 +67,7 @@ def test_threads_of_the_cpu_are_chosen_shown_and_saved(here: Machine) -> None:
     assert told["machine"]["threads_from"] == "OMP_NUM_THREADS"
     assert told["machine"]["threads"] <= told["machine"]["cores"]
     _, told = here.json("bench", *QUICK, OMP_NUM_THREADS="")
-    assert "free at the start" in told["machine"]["threads_from"]
+    assert "cores of this process" in told["machine"]["threads_from"]
 
 
 def test_all_kernels_are_measured_by_default(here: Machine) -> None:

@@ -159,7 +159,7 @@ def test_the_number_of_threads_is_chosen_shown_and_put_back(model: str, monkeypa
     monkeypatch.delenv("OMP_NUM_THREADS")
     told = as_json(*small)["threads"]
     assert 1 <= told["count"] <= told["cores"] <= cores
-    assert "free at the start" in told["source"]
+    assert "cores of this process" in told["source"]
     assert torch.get_num_threads() == before
 
 
