@@ -15,7 +15,7 @@ import click
 from dsv4attn import __version__
 from dsv4attn.errors import Dsv4AttnError, did_you_mean
 
-__all__ = ["PROGRESS_LINE_S", "WholeNumber", "main", "pairs", "print_json"]
+__all__ = ["PROGRESS_LINE_S", "main", "print_json"]
 
 PROGRESS_LINE_S = 4.0
 """Seconds between lines of progress where stderr is no terminal."""
@@ -45,20 +45,6 @@ _stdout: ContextVar[TextIO | None] = ContextVar("stdout", default=None)
 def print_json(values: object) -> None:
     """Print the one object of `--json`. Other output, such as that of a plugin, goes to stderr meanwhile."""
     click.echo(json.dumps(values, allow_nan=False), file=_stdout.get())
-
-
-def pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """Parse `--option key=value`, given any number of times."""
-    for value in values:
-        if "=" not in value:
-            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
-    return dict(value.split("=", 1) for value in values)
-
-
-class WholeNumber(click.IntRange):
-    """An integer within bounds that error messages call a whole number, not an integer range as click does."""
-
-    name = "whole number"
 
 
 class _Commands(click.Group):

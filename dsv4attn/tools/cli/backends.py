@@ -9,6 +9,7 @@ import click
 
 from dsv4attn.tools.cli import print_json
 from dsv4attn.tools.cli.common import console, device_json, grid, reason_json
+from dsv4attn.tools.cli.options import JSON
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,7 @@ MODEL = "flash"
 
 
 @click.command(short_help="List the backends, and which of them run on this machine.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def backends(*, as_json: bool) -> None:
     """List the backends, and which of them run on this machine.
 

@@ -13,10 +13,10 @@ import click
 from attrs import evolve, frozen
 
 from dsv4attn.errors import NoBackendError
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, WholeNumber, print_json
-from dsv4attn.tools.cli.bench_options import STDOUT, device_named, file_or_stdout, numbers
-from dsv4attn.tools.cli.common import console
-from dsv4attn.tools.cli.conform import written
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.tools.cli.bench_device import device_named
+from dsv4attn.tools.cli.common import console, write_file
+from dsv4attn.tools.cli.options import BENCH_JSON, STDOUT, command_line, integer, number_list, options, text
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 ALL, CONTEXT = "all", "context"
+_PATH = click.Path(path_type=Path)
 
 
 class _Bench(click.Command):
@@ -53,58 +54,41 @@ class _Bench(click.Command):
 
 @click.command(cls=_Bench, short_help="Time every kernel beside the roofline and other libraries.")
 @click.argument("what", nargs=-1)
-@click.option("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]")
-@click.option(
-    "--cases",
-    metavar="NAMES",
-    help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2.  [default: all]",
-)
-@click.option("--batches", metavar="NUMBERS", callback=numbers, help="Requests of the decodes, as in 8,64,256.")
-@click.option("--tokens", type=WholeNumber(1), help="Query tokens of the prefills.")
-@click.option("--rounds", type=WholeNumber(1), help="Rounds to take the median of.")
-@click.option("--threads", type=WholeNumber(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]")
-@click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator, or cpu]")
-@click.option(
-    "--peers",
-    metavar="[NAMES]",
-    is_flag=False,
-    flag_value=ALL,
-    help="Other libraries too: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk; without names, all.",
-)
-@click.option(
-    "--json",
-    "save",
-    metavar="[FILE]",
-    is_flag=False,
-    flag_value=STDOUT,
-    callback=file_or_stdout,
-    help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
-)
-@click.option(
-    "--compare", metavar="OLD", type=click.Path(path_type=Path), help="Name the rows that are slower than in that file."
-)
-@click.option("--plot", metavar="DIR", type=click.Path(path_type=Path), help="Draw pictures into a folder.")
-@click.option(
-    "--from", "source", metavar="FILE", type=click.Path(path_type=Path), help="Measure nothing, show that file."
+@options(
+    text("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]"),
+    text(
+        "--cases",
+        metavar="NAMES",
+        help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2.  [default: all]",
+    ),
+    text("--batches", metavar="NUMBERS", callback=number_list, help="Requests of the decodes, as in 8,64,256."),
+    integer("--tokens", metavar=None, help="Query tokens of the prefills."),
+    integer("--rounds", metavar=None, help="Rounds to take the median of."),
+    integer("--threads", metavar=None, help="Of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
+    text("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator, or cpu]"),
+    text(
+        "--peers",
+        metavar="[NAMES]",
+        is_flag=False,
+        flag_value=ALL,
+        help="Other libraries too: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk; without names, all.",
+    ),
+    BENCH_JSON,
+    text("--compare", metavar="OLD", type=_PATH, help="Name the rows that are slower than in that file."),
+    text("--plot", metavar="DIR", type=_PATH, help="Draw pictures into a folder."),
+    text("--from", "source", metavar="FILE", type=_PATH, help="Measure nothing, show that file."),
 )
 @click.pass_context
 def bench(
     ctx: click.Context,
     what: tuple[str, ...],
-    backends: str | None,
-    cases: str | None,
-    batches: tuple[int, ...] | None,
-    tokens: int | None,
-    rounds: int | None,
-    threads: int | None,
-    device: str | None,
-    peers: str | None,
     save: str | Path | None,
     compare: Path | None,
     plot: Path | None,
     source: Path | None,
+    **sizes: Any,  # noqa: ANN401 - the fields of `_Asked`
 ) -> None:
-    """Time MEASUREMENTS: decode, prefill, prefill-rows, insert, quantize, gather (by default), or those below.
+    """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (by default), or those below.
 
     Every result is checked against an independent reference before and after it is timed. A wrong result gets no time,
     and the exit code is 1. Times are medians of rounds in which all calls run in turn; the roofline is measured in the
@@ -136,7 +120,7 @@ def bench(
 
     if CONTEXT in what:
         raise click.UsageError(f"{CONTEXT} comes first and alone: dsv4attn bench {CONTEXT} --help")
-    if source is not None and (what or backends or cases or batches or tokens or rounds or threads or device or peers):
+    if source is not None and (what or any(sizes.values())):
         raise click.UsageError("--from shows a saved run: it goes with --json, --compare and --plot only")
     old = load(compare, "--compare") if compare else None
     if plot:
@@ -146,11 +130,12 @@ def bench(
     if source:
         run = load(source, "--from")
     else:
-        asked = _Asked(what, backends, cases, batches, tokens, rounds, device, peers, threads)
-        run = evolve(_measured(asked, shown=save != STDOUT), command=_command(ctx))
+        run = _measured(_Asked(what, **sizes), shown=save != STDOUT)
+        words = command_line(ctx, "save", "compare", "plot")
+        run = evolve(run, command=shlex.join(["dsv4attn", "bench", *words]))
     compared = comparing.compare(old, run) if old else None
     if isinstance(save, Path):
-        written(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
+        write_file(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
     if save == STDOUT:
         print_json(_json_of(run, compared))
     else:
@@ -312,17 +297,6 @@ def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
             except NoBackendError as broken:
                 click.echo(f"left out: {name}: {str(broken).splitlines()[0]}", err=True)
     return made
-
-
-def _command(ctx: click.Context) -> str:
-    """The command line, without the options for its output files."""
-    words = ["dsv4attn", "bench", *ctx.params["what"]]
-    for name in ("backends", "cases", "batches", "tokens", "rounds", "threads", "device", "peers"):
-        value = ctx.params[name]
-        if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{name}", *([] if (name, text) == ("peers", ALL) else [text])]
-    return shlex.join(words)
 
 
 @contextmanager

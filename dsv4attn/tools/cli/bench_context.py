@@ -13,10 +13,20 @@ import click
 from attrs import frozen
 
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.cli import FAILED, OK, WholeNumber, print_json
-from dsv4attn.tools.cli.bench_options import STDOUT, device_of_rank, file_or_stdout, numbers
-from dsv4attn.tools.cli.common import console
-from dsv4attn.tools.cli.conform import written
+from dsv4attn.tools.cli import FAILED, OK, print_json
+from dsv4attn.tools.cli.bench_device import device_of_rank
+from dsv4attn.tools.cli.common import console, write_file
+from dsv4attn.tools.cli.options import (
+    BENCH_JSON,
+    DECIDED_BACKEND,
+    STDOUT,
+    command_line,
+    flag,
+    integer,
+    number_list,
+    options,
+    text,
+)
 from dsv4attn.tools.cli.ranks import joined, launched
 
 if TYPE_CHECKING:
@@ -31,30 +41,22 @@ __all__ = ["context"]
 
 
 @click.command("context")
-@click.option("--backend", metavar="NAME", help="Backend.  [default: as `dsv4attn explain` says]")
-@click.option("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128.  [default: those of Flash]")
-@click.option("--requests", type=WholeNumber(1), help="Requests of a step.  [default: 8; on a CPU 2]")
-@click.option(
-    "--context",
-    "contexts",
-    metavar="NUMBERS",
-    callback=numbers,
-    help="Tokens of each request.  [default: 8192,1048576; on a CPU 8192]",
-)
-@click.option(
-    "--interleave", type=WholeNumber(1), default=1, show_default=True, help="Consecutive entries of one rank."
-)
-@click.option("--rounds", type=WholeNumber(1), help="Rounds to take the median of.  [default: 20; on a CPU 5]")
-@click.option("--device", metavar="KIND", help="cpu or cuda.  [default: the accelerator that is here, or cpu]")
-@click.option("--graph", is_flag=True, help="Time replays of captured graphs.")
-@click.option(
-    "--json",
-    "save",
-    metavar="[FILE]",
-    is_flag=False,
-    flag_value=STDOUT,
-    callback=file_or_stdout,
-    help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
+@options(
+    DECIDED_BACKEND,
+    text("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128.  [default: those of Flash]"),
+    integer("--requests", metavar=None, help="Requests of a step.  [default: 8; on a CPU 2]"),
+    text(
+        "--context",
+        "contexts",
+        metavar="NUMBERS",
+        callback=number_list,
+        help="Tokens of each request.  [default: 8192,1048576; on a CPU 8192]",
+    ),
+    integer("--interleave", metavar=None, default=1, help="Consecutive entries of one rank."),
+    integer("--rounds", metavar=None, help="Rounds to take the median of.  [default: 20; on a CPU 5]"),
+    text("--device", metavar="KIND", help="cpu or cuda.  [default: the accelerator that is here, or cpu]"),
+    flag("--graph", help="Time replays of captured graphs."),
+    BENCH_JSON,
 )
 @click.pass_context
 def context(
@@ -91,7 +93,15 @@ def context(
     names = named("case", cases, list(CONTEXT_CASES), default)
     made = context_cases(names, requests or size.requests, contexts or size.contexts, ranks, interleave)
     name, chosen = _backend(backend, made, place, capture=graph)
-    asked = _Asked(name, chosen, made, place, rounds or size.rounds, graph, _command(ctx))
+    asked = _Asked(
+        name,
+        chosen,
+        made,
+        place,
+        rounds or size.rounds,
+        graph,
+        shlex.join(["dsv4attn", "bench", "context", *command_line(ctx, "save")]),
+    )
     with joined(ranks, interleave, backend=group_backend, device=None if place.type == "cpu" else place) as group:
         run = _measured(group, asked, group_backend)
     if group.ownership.rank == 0:
@@ -147,7 +157,7 @@ def _show(run: ContextRun, save: str | Path | None) -> None:
     from dsv4attn.tools.bench.report_context import context_text
 
     if isinstance(save, Path):
-        written(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
+        write_file(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
     if save == STDOUT:
         print_json(run.as_json())
     else:
@@ -164,14 +174,3 @@ def _backend(name: str | None, cases: list[ContextCase], place: torch.device, *,
     problems = [evolve(problem_of(case.case), lse=True, capture=capture) for case in cases]
     chosen = resolve(problems, backend=name, device=place).require().info.name
     return chosen, load_backend(chosen)
-
-
-def _command(ctx: click.Context) -> str:
-    """The command line, without the option for its output file."""
-    words = ["dsv4attn", "bench", "context"]
-    for option in ("backend", "cases", "requests", "contexts", "interleave", "rounds", "device"):
-        value, name = ctx.params[option], "context" if option == "contexts" else option
-        if value is not None and (name, value) != ("interleave", 1):
-            words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    words += ["--graph"] if ctx.params["graph"] else []
-    return shlex.join(words)

@@ -38,6 +38,7 @@ __all__ = [
     "geometry_of",
     "grid",
     "reason_json",
+    "write_file",
 ]
 
 _ANY = "any sm_* and gfx* is taken too; `nvidia-smi --query-gpu=compute_cap --format=csv` and `rocminfo` say which"
@@ -235,6 +236,16 @@ def epilog(devices: Iterable[KnownDevice]) -> str:
     return "\b\nDevices, by architecture or by any of these names:\n" + "\n".join(
         f"  {line}" for line in described(devices)
     )
+
+
+def write_file(path: Path, content: str) -> None:
+    """Write a file. If that fails, raise a UsageError of one line."""
+    import click
+
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def device_json(device: DeviceFacts) -> dict[str, Any]:

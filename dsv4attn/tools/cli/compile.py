@@ -15,6 +15,7 @@ from attrs import asdict, field, frozen
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.tools.cli import FAILED, OK, print_json
 from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json
+from dsv4attn.tools.cli.options import JSON, command_line, options, text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,28 +66,29 @@ class _Job:
 
 
 @click.command("compile", short_help="Compile every kernel for a device that need not be here.", epilog=epilog(DEVICES))
-@click.option(
-    "--target",
-    "--device",
-    "targets",
-    metavar="NAME",
-    multiple=True,
-    required=True,
-    help="h200, mi300x, sm_90, ...: repeatable; see below.",
+@options(
+    text(
+        "--target",
+        "--device",
+        "targets",
+        multiple=True,
+        required=True,
+        help="h200, mi300x, sm_90, ...: repeatable; see below.",
+    ),
+    text("--backend", help="Whose kernels.  [default: every backend that runs there]"),
+    text("--model", "--preset", default="flash", help="flash, pro, or a file."),
+    click.option(
+        "--dtype",
+        "dtypes",
+        type=click.Choice(_DTYPES),
+        multiple=True,
+        default=_DTYPES[:1],
+        show_default=True,
+        help="Of both caches, or V4.1's record of the compressed cache, beside v41_fp8: repeatable.",
+    ),
+    text("--kernel", "kernels", multiple=True, help="This one only: repeatable.  [default: all]"),
+    JSON,
 )
-@click.option("--backend", metavar="NAME", help="Whose kernels.  [default: every backend that runs there]")
-@click.option("--model", "--preset", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a file.")
-@click.option(
-    "--dtype",
-    "dtypes",
-    type=click.Choice(_DTYPES),
-    multiple=True,
-    default=_DTYPES[:1],
-    show_default=True,
-    help="Of both caches, or V4.1's record of the compressed cache, beside v41_fp8: repeatable.",
-)
-@click.option("--kernel", "kernels", metavar="NAME", multiple=True, help="This one only: repeatable.  [default: all]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def compile_(
     ctx: click.Context,
@@ -111,7 +113,7 @@ def compile_(
 
     geometry = geometry_of(model)
     if DeviceFacts.here("cpu").interpreted:
-        ctx.exit(_elsewhere(targets, backend, model, dtypes, kernels, as_json=as_json))
+        ctx.exit(_elsewhere(ctx))
     jobs, failed = _jobs(targets, backend, geometry, dtypes, kernels)
     from dsv4attn.backends._triton.compiling.aot import compile_all
 
@@ -130,22 +132,11 @@ def compile_(
     ctx.exit(OK if ok else FAILED)
 
 
-def _elsewhere(
-    targets: Iterable[str],
-    backend: str | None,
-    model: str,
-    dtypes: Iterable[str],
-    kernels: Iterable[str],
-    *,
-    as_json: bool,
-) -> int:
+def _elsewhere(ctx: click.Context) -> int:
     """Run this command in another Python without TRITON_INTERPRET, which Triton reads only once."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    options = [*(("--target", name) for name in targets), *(("--dtype", name) for name in dtypes), ("--model", model)]
-    options += [("--backend", backend)] if backend else []
-    options += [("--kernel", name) for name in kernels]
-    command = [sys.executable, "-m", "dsv4attn", "compile", *(word for option in options for word in option)]
-    return subprocess.run([*command, *(["--json"] if as_json else [])], env=environ, check=False).returncode  # noqa: S603 - our own command
+    command = [sys.executable, "-m", "dsv4attn", "compile", *command_line(ctx)]
+    return subprocess.run(command, env=environ, check=False).returncode  # noqa: S603 - our own command
 
 
 def _jobs(
@@ -284,12 +275,12 @@ def _as_json(job: _Job) -> dict[str, Any]:
     kernels = [
         {
             "kernel": outcome.variant.name,
-            "variant": text,
+            "variant": difference,
             **(asdict(outcome.resources) if outcome.resources else {}),
             "verdict": outcome.verdict,
             "reasons": [reason_json(reason) for reason in outcome.reasons],
         }
-        for outcome, text in _described(job)
+        for outcome, difference in _described(job)
     ]
     return {"target": job.target.name, "backend": job.backend, "summary": str(job), "kernels": kernels}
 
@@ -300,10 +291,10 @@ def _show(job: _Job) -> None:
     out, described = console(), _described(job)
     out.print(grid([("target", [job.target.name]), ("backend", [job.backend])]))
     out.print(Padding(_table(described), (0, 0, 0, 1)))
-    for outcome, text in described:
+    for outcome, difference in described:
         if outcome.reasons:
             rows: Sequence[str] = [str(reason) for reason in outcome.reasons]
-            out.print(grid([(outcome.variant.name, [text or "only variant"]), ("", rows)], ["", "red"]))
+            out.print(grid([(outcome.variant.name, [difference or "only variant"]), ("", rows)], ["", "red"]))
 
 
 def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
@@ -321,7 +312,7 @@ def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     before = ""
-    for outcome, text in described:
+    for outcome, difference in described:
         need, name = outcome.resources, outcome.variant.name.removesuffix("_kernel")
         numbers = ["-"] * 6
         if need is not None:
@@ -330,7 +321,7 @@ def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
             numbers = [f"{count:,}" for count in counts]
             numbers.insert(3, f"{need.threads // need.wave}x{need.wave}")
         verdict = Text(outcome.verdict, style=_STYLES[outcome.verdict])
-        table.add_row(Text("" if name == before else name, style="bold"), Text(text), *numbers, verdict)
+        table.add_row(Text("" if name == before else name, style="bold"), Text(difference), *numbers, verdict)
         before = name
     return table
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, PROGRESS_LINE_S, pairs, print_json
-from dsv4attn.tools.cli.common import console, grid
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, PROGRESS_LINE_S, print_json
+from dsv4attn.tools.cli.common import console, grid, write_file
+from dsv4attn.tools.cli.options import FILTER, OPTION, flag, options, target_file, text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,49 +22,33 @@ if TYPE_CHECKING:
 
     from dsv4attn.testing.conform import Certificate, Outcome
 
-__all__ = ["conform", "grouped", "progress_bar", "show_failures", "target_file", "written"]
+__all__ = ["conform", "grouped", "progress_bar", "show_failures"]
 
 
 SHOWN = 8
 """Kinds of failures shown in full, and cases named of each; the certificate has all of them."""
 
 
-def target_file(_: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
-    """The path of an output file in a folder that exists, checked before anything runs."""
-    if value is None:
-        return None
-    path = Path(value)
-    if path.is_dir() or not path.parent.is_dir():
-        raise click.BadParameter(f"{value!r}: expected a file in a folder that exists", param=parameter)
-    return path
-
-
-def written(path: Path, text: str) -> None:
-    """Write a file. If that fails, raise a UsageError of one line."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(f"{path} cannot be written: {error.strerror}") from error
-
-
 @click.command(short_help="Run the conformance kit on a backend, and write a certificate.")
 @click.argument("backend")
-@click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator it runs on, or cpu]")
-@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Option of the backend.")
-@click.option("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
-@click.option("--json", "as_json", is_flag=True, help="Print the certificate, and nothing else.")
-@click.option(
-    "--output",
-    metavar="FILE",
-    callback=target_file,
-    help="Where the certificate goes.  [default: dsv4attn-BACKEND.json, unless --filter or --json is given]",
+@options(
+    text("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator it runs on, or cpu]"),
+    OPTION,
+    FILTER,
+    flag("--json", "as_json", help="Print the certificate, and nothing else."),
+    text(
+        "--output",
+        metavar="FILE",
+        callback=target_file,
+        help="Where the certificate goes.  [default: dsv4attn-BACKEND.json, unless --filter or --json is given]",
+    ),
 )
 @click.pass_context
 def conform(
     ctx: click.Context,
     backend: str,
     device: str | None,
-    options: dict[str, str],
+    backend_options: dict[str, str],
     chosen: str | None,
     output: Path | None,
     *,
@@ -84,7 +69,7 @@ def conform(
 
     cases = matching(CASES, chosen)
     try:
-        subject = Subject.named(backend, device=device, options=options)
+        subject = Subject.named(backend, device=device, options=backend_options)
     except BrokenBackendError as error:
         # exit code 1 and not 2: the backend exists, and fails
         raise click.ClickException(str(error)) from error
@@ -95,7 +80,7 @@ def conform(
     usual = f"dsv4attn-{backend}{'.incomplete' if certificate.interrupted else ''}.json"
     target = output or (None if chosen or as_json else Path(usual))
     if target:
-        written(target, json.dumps(values, indent=1, allow_nan=False) + "\n")
+        write_file(target, json.dumps(values, indent=1, allow_nan=False) + "\n")
     if as_json:
         print_json(values)
     else:

@@ -15,6 +15,7 @@ from dsv4attn import __version__
 from dsv4attn.tools.cli import FAILED, OK, engines, print_json
 from dsv4attn.tools.cli.backends import automatic, merged
 from dsv4attn.tools.cli.common import console, device_json, failure_json, grid
+from dsv4attn.tools.cli.options import JSON
 
 if TYPE_CHECKING:
     from dsv4attn.config import Settings
@@ -58,7 +59,7 @@ class _Report:
 
 
 @click.command(short_help="Look for what is wrong with this installation, and say what to do.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 @click.pass_context
 def doctor(ctx: click.Context, *, as_json: bool) -> None:
     """Look for what is wrong with this installation, and say what to do.

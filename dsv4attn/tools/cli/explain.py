@@ -9,7 +9,7 @@ from attrs import evolve
 
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.cli import FAILED, OK, WholeNumber, print_json
+from dsv4attn.tools.cli import FAILED, OK, print_json
 from dsv4attn.tools.cli.common import (
     console,
     device_facts,
@@ -20,6 +20,7 @@ from dsv4attn.tools.cli.common import (
     grid,
     reason_json,
 )
+from dsv4attn.tools.cli.options import JSON, MODEL, flag, integer, options, text
 
 if TYPE_CHECKING:
     from dsv4attn.core.contract.device import DeviceFacts
@@ -29,57 +30,45 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-_positive = WholeNumber(min=1)
 _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
 
 
 @click.command(short_help="Say which backend would run a problem, and why not the others.", epilog=epilog(DEVICES))
-@click.option("--device", metavar="NAME", help="h200, mi300x, sm_90, cpu, ...: see below.  [default: this one]")
-@click.option(
-    "--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, v4.1-flash, or a config.json."
+@options(
+    text("--device", help="h200, mi300x, sm_90, cpu, ...: see below.  [default: this one]"),
+    MODEL,
+    text("--layer", metavar="KIND", help="swa, c4a or c128a.  [default: c4a, or the kind with that ratio]"),
+    integer("--ratio", least=0, help="Of V4.1's layers: 0, 1 or 2; 0 is swa.  [default: the kind's]"),
+    text("--phase", metavar=None, type=click.Choice(["decode", "prefill"]), default="decode", help="Which call."),
+    integer("--heads", help="Query heads on this device.  [default: the model's]"),
+    integer("--topk", least=0, help="Selected entries.  [default: the model's]"),
+    integer("--page-size", "swa_page_size", default=64, help="Of the window cache."),
+    integer("--compressed-page-size", help="Of the other.  [default: 256 tokens' entries]"),
+    text(
+        "--dtype",
+        metavar=None,
+        type=click.Choice(["e4m3fn", "e4m3fnuz", "bfloat16", "float32"]),
+        default="e4m3fn",
+        help="Of both caches.",
+    ),
+    text(
+        "--records",
+        metavar=None,
+        type=click.Choice(["584/584", "528/528", "528/288"]),
+        default="584/584",
+        help="Bytes of the records of both caches.",
+    ),
+    text("--q-dtype", default="bfloat16", help="Of the queries."),
+    integer("--max-model-len", default=1_048_576, show_default=False, help="Longest sequence.  [default: 1,048,576]"),
+    flag("--no-sink", help="The layer has no sinks."),
+    integer("--query-len", default=1, help="Tokens of a decode."),
+    integer("--window-columns", least=0, default=0, show_default=False, help="Of a row.  [default: the window]"),
+    flag("--capture", help="The call is captured in a graph."),
+    flag("--deterministic", help="Bits must not depend on the batch."),
+    flag("--lse", help="The log-sum-exp is wanted too."),
+    text("--backend", help="Ask for this one.  [default: environment, configuration, automatic]"),
+    JSON,
 )
-@click.option("--layer", metavar="KIND", help="swa, c4a or c128a.  [default: c4a, or the kind with that ratio]")
-@click.option(
-    "--ratio",
-    metavar="N",
-    type=WholeNumber(min=0),
-    help="Of V4.1's layers: 0, 1 or 2; 0 is swa.  [default: the kind's]",
-)
-@click.option(
-    "--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True, help="Which call."
-)
-@click.option("--heads", metavar="N", type=_positive, help="Query heads on this device.  [default: the model's]")
-@click.option("--topk", metavar="N", type=WholeNumber(min=0), help="Selected entries.  [default: the model's]")
-@click.option("--page-size", metavar="N", type=_positive, default=64, show_default=True, help="Of the window cache.")
-@click.option(
-    "--compressed-page-size", metavar="N", type=_positive, help="Of the other.  [default: 256 tokens' entries]"
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["e4m3fn", "e4m3fnuz", "bfloat16", "float32"]),
-    default="e4m3fn",
-    show_default=True,
-    help="Of both caches.",
-)
-@click.option(
-    "--records",
-    type=click.Choice(["584/584", "528/528", "528/288"]),
-    default="584/584",
-    show_default=True,
-    help="Bytes of the records of both caches.",
-)
-@click.option("--q-dtype", metavar="NAME", default="bfloat16", show_default=True, help="Of the queries.")
-@click.option("--max-model-len", metavar="N", type=_positive, help="Longest sequence.  [default: 1,048,576]")
-@click.option("--no-sink", is_flag=True, help="The layer has no sinks.")
-@click.option("--query-len", metavar="N", type=_positive, default=1, show_default=True, help="Tokens of a decode.")
-@click.option(
-    "--window-columns", metavar="N", type=WholeNumber(min=0), default=0, help="Of a row.  [default: the window]"
-)
-@click.option("--capture", is_flag=True, help="The call is captured in a graph.")
-@click.option("--deterministic", is_flag=True, help="Bits must not depend on the batch.")
-@click.option("--lse", is_flag=True, help="The log-sum-exp is wanted too.")
-@click.option("--backend", metavar="NAME", help="Ask for this one.  [default: environment, configuration, automatic]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def explain(
     ctx: click.Context,
@@ -89,22 +78,11 @@ def explain(
     layer: str | None,
     ratio: int | None,
     phase: str,
-    heads: int | None,
-    topk: int | None,
-    page_size: int,
-    compressed_page_size: int | None,
-    dtype: str,
     records: str,
-    q_dtype: str,
-    max_model_len: int | None,
     no_sink: bool,
-    query_len: int,
-    window_columns: int,
-    capture: bool,
-    deterministic: bool,
-    lse: bool,
     backend: str | None,
     as_json: bool,
+    **facts: Any,  # noqa: ANN401 - what `Problem.of` takes
 ) -> None:
     """Say which backend would run a problem, and why not the others.
 
@@ -120,27 +98,9 @@ def explain(
 
     geometry = geometry_of(model)
     kind, ratio = _kind(geometry, layer, ratio)
-    if records != "584/584" and dtype != "e4m3fn":
-        raise click.UsageError(f"--records {records} are of e4m3fn: leave out --dtype {dtype}")
-    problem = Problem.of(
-        geometry,
-        kind,
-        phase,
-        compress_ratio=ratio,
-        heads=heads,
-        topk=topk,
-        swa_page_size=page_size,
-        compressed_page_size=compressed_page_size,
-        dtype=dtype,
-        q_dtype=q_dtype,
-        max_model_len=max_model_len or 1_048_576,
-        sink=not no_sink,
-        query_len=query_len,
-        window_columns=window_columns,
-        capture=capture,
-        deterministic=deterministic,
-        lse=lse,
-    )
+    if records != "584/584" and facts["dtype"] != "e4m3fn":
+        raise click.UsageError(f"--records {records} are of e4m3fn: leave out --dtype {facts['dtype']}")
+    problem = Problem.of(geometry, kind, phase, compress_ratio=ratio, sink=not no_sink, **facts)
     problem = _with_records(problem, records)
     settings = load_settings()
     selection = explained(problem, backend=backend, device=_device(device), settings=settings)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
-from dsv4attn.tools.cli.common import console, grid
-from dsv4attn.tools.cli.conform import grouped, progress_bar, show_failures, target_file, written
+from dsv4attn.tools.cli.common import console, grid, write_file
+from dsv4attn.tools.cli.conform import grouped, progress_bar, show_failures
+from dsv4attn.tools.cli.options import FILTER, JSON, options, target_file, text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,17 +26,23 @@ _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged
 
 
 @click.command(short_help="Compare backends with the oracle, case by case.")
-@click.option(
-    "--backends",
-    metavar="NAME[:OPTION=VALUE],...",
-    default=_FORMS,
-    help="Backends to compare.  [default: the reference in three of its forms]",
-)
-@click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator each runs on, or cpu]")
-@click.option("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option(
-    "--html", "page", metavar="FILE", callback=target_file, help="Write a report to look at, in one file, and to send."
+@options(
+    click.option(
+        "--backends",
+        metavar="NAME[:OPTION=VALUE],...",
+        default=_FORMS,
+        help="Backends to compare.  [default: the reference in three of its forms]",
+    ),
+    text("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator each runs on, or cpu]"),
+    FILTER,
+    JSON,
+    text(
+        "--html",
+        "page",
+        metavar="FILE",
+        callback=target_file,
+        help="Write a report to look at, in one file, and to send.",
+    ),
 )
 @click.pass_context
 def parity(
@@ -62,7 +69,7 @@ def parity(
     if page:
         from dsv4attn.testing.parity_html import as_html
 
-        written(page, as_html(result))
+        write_file(page, as_html(result))
     if as_json:
         print_json(result.as_json())
     else:

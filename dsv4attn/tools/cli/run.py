@@ -6,11 +6,12 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, PROGRESS_LINE_S, WholeNumber, pairs, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, PROGRESS_LINE_S, print_json
+from dsv4attn.tools.cli.options import MODEL, OPTION, flag, integer, options, text
 
 if TYPE_CHECKING:
     from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
@@ -20,68 +21,35 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 
-_positive = WholeNumber(min=1)
 _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 @click.command(short_help="Serve a request trace through attention layers, checked while it runs.")
-@click.option(
-    "--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, v4.1-flash, or a config.json."
+@options(
+    MODEL,
+    text("--trace", metavar="FILE", help="Mooncake JSONL, or Azure or BurstGPT CSV.  [default: a small built-in one]"),
+    text("--backend", help="Backend to run.  [default: as `dsv4attn explain` says]"),
+    OPTION,
+    text("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]"),
+    text("--indexer", default="real", help="real: whole layers; random: attention alone."),
+    text("--cache", default="fp8_ds_mla", help="fp8_ds_mla, bf16 or fp32."),
+    integer("--max-requests", help="Read so many requests of the trace."),
+    integer("--max-tokens", least=2, help="Longest request; longer ones are shrunk."),
+    integer("--max-num-batched-tokens", default=1024, help="Tokens of a step."),
+    integer("--max-num-seqs", default=32, help="Requests running at once."),
+    integer("--max-kv-mib", default=2048, help="Memory for KV pages."),
+    integer("--block-size", default=64, help="Records in a window page."),
+    integer("--check-rows", least=0, default=2, help="Rows checked per step; 0: none."),
+    integer("--seed", least=0, most=2**32 - 1, default=0, help="Of every number."),
+    integer("--threads", help="Of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
+    integer(
+        "--context-parallel",
+        least=2,
+        help="Divide compressed entries over the N processes that torchrun has started.",
+    ),
+    integer("--interleave", help="Consecutive entries of one rank, with --context-parallel.  [default: 1]"),
+    flag("--json", "as_json", help="Print one JSON object, and no progress."),
 )
-@click.option(
-    "--trace", metavar="FILE", help="Mooncake JSONL, or Azure or BurstGPT CSV.  [default: a small built-in one]"
-)
-@click.option("--backend", metavar="NAME", help="Backend to run.  [default: as `dsv4attn explain` says]")
-@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Option of the backend.")
-@click.option("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]")
-@click.option(
-    "--indexer", metavar="NAME", default="real", show_default=True, help="real: whole layers; random: attention alone."
-)
-@click.option("--cache", metavar="NAME", default="fp8_ds_mla", show_default=True, help="fp8_ds_mla, bf16 or fp32.")
-@click.option("--max-requests", metavar="N", type=_positive, help="Read so many requests of the trace.")
-@click.option("--max-tokens", metavar="N", type=WholeNumber(min=2), help="Longest request; longer ones are shrunk.")
-@click.option(
-    "--max-num-batched-tokens", metavar="N", type=_positive, default=1024, show_default=True, help="Tokens of a step."
-)
-@click.option(
-    "--max-num-seqs", metavar="N", type=_positive, default=32, show_default=True, help="Requests running at once."
-)
-@click.option("--max-kv-mib", metavar="N", type=_positive, default=2048, show_default=True, help="Memory for KV pages.")
-@click.option(
-    "--block-size", metavar="N", type=_positive, default=64, show_default=True, help="Records in a window page."
-)
-@click.option(
-    "--check-rows",
-    metavar="N",
-    type=WholeNumber(min=0),
-    default=2,
-    show_default=True,
-    help="Rows checked per step; 0: none.",
-)
-@click.option(
-    "--seed",
-    metavar="N",
-    type=WholeNumber(min=0, max=2**32 - 1),
-    default=0,
-    show_default=True,
-    help="Of every number.",
-)
-@click.option(
-    "--threads", metavar="N", type=_positive, help="Of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"
-)
-@click.option(
-    "--context-parallel",
-    metavar="N",
-    type=WholeNumber(min=2),
-    help="Divide compressed entries over the N processes that torchrun has started.",
-)
-@click.option(
-    "--interleave",
-    metavar="N",
-    type=_positive,
-    help="Consecutive entries of one rank, with --context-parallel.  [default: 1]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress.")
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -89,29 +57,22 @@ def run(
     model: str,
     trace: str | None,
     backend: str | None,
-    options: dict[str, str],
+    backend_options: dict[str, str],
     layers: str | None,
-    indexer: str,
-    cache: str,
     max_requests: int | None,
     max_tokens: int | None,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    max_kv_mib: int,
-    block_size: int,
-    check_rows: int,
-    seed: int,
     threads: int | None,
     context_parallel: int | None,
     interleave: int | None,
     as_json: bool,
+    **settings: Any,  # noqa: ANN401 - what `ReplayConfig` takes
 ) -> None:
     """Serve the requests of a trace through the attention layers of a model: paged caches, chunked prefill, decode.
 
     One layer of each type is run, from hidden states to hidden states, with random weights of the model's sizes:
     projections, compressor, indexer, attention, output projection. With --indexer random it is attention alone, on
     random inputs; the built-in trace has more and shorter requests then. In every step --check-rows rows are
-    computed again in float64, stage by stage, from raw inputs. There are as many threads as cores that the process may
+    computed again in float64, stage by stage, from raw inputs. There is one thread for each core that the process may
     use. With --context-parallel, under torchrun, every rank serves the trace over its part of the compressed
     entries and checks its own outputs; the first rank prints what all have found. Exit code 0: all rows agree; 1: some
     do not; 2: bad input; 130: interrupted, with a report of what has run.
@@ -134,22 +95,17 @@ def run(
     elif interleave is not None:
         hint = "add --context-parallel, or leave out --interleave"
         raise ArgumentError("--interleave", expected="several ranks", actual="one process", hint=hint)
-    config = ReplayConfig(
-        kinds=_kinds(layers),
-        cache=cache,
-        block_size=block_size,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        max_kv_bytes=max_kv_mib * 2**20,
-        check_rows=check_rows,
-        seed=seed,
-        indexer=indexer,
-    )
-    selecting = _tokens_to_select(geometry) if indexer == "real" else None
-    requests = _requests(trace, max_requests, max_tokens, seed, selecting)
-    facts: dict[str, object] = {"swa_page_size": block_size, "dtype": _KV_DTYPES.get(cache, "e4m3fn"), "lse": True}
-    facts["q_dtype"] = "float32" if cache == "fp32" else "bfloat16"
-    chosen = chosen_backend(backend, options, geometry, config.kinds or geometry.kinds, **facts)
+    max_kv_mib = settings.pop("max_kv_mib")
+    config = ReplayConfig(kinds=_kinds(layers), max_kv_bytes=max_kv_mib * 2**20, **settings)
+    selecting = _tokens_to_select(geometry) if config.indexer == "real" else None
+    requests = _requests(trace, max_requests, max_tokens, config.seed, selecting)
+    facts: dict[str, object] = {
+        "swa_page_size": config.block_size,
+        "dtype": _KV_DTYPES.get(config.cache, "e4m3fn"),
+        "lse": True,
+    }
+    facts["q_dtype"] = "float32" if config.cache == "fp32" else "bfloat16"
+    chosen = chosen_backend(backend, backend_options, geometry, config.kinds or geometry.kinds, **facts)
     with joined(context_parallel, interleave or 1) if context_parallel else nullcontext() as context:
         try:
             replay = Replay(geometry, chosen, requests, config, context)
@@ -167,7 +123,7 @@ def run(
         with taken.used(), _progress(replay.total_tokens, shown=prints and not as_json) as progress:
             report = replay.run(progress)
     setting = {**taken.as_json(), "text": str(taken)}
-    report = evolve(report, trace=trace or "generated", options=options, threads=setting)
+    report = evolve(report, trace=trace or "generated", options=backend_options, threads=setting)
     if prints and as_json:
         print_json(report_json(report))
     elif prints:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dsv4attn.tools.cli import bench_options, main
+from dsv4attn.tools.cli import bench_device, main
 from tests.examples.shop import ROOT
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -87,9 +87,9 @@ def test_devices_and_graphs_that_ranks_cannot_have_are_refused(monkeypatch: pyte
     assert "--graph: expected a device that captures graphs, with NCCL, got cpu" in refused(
         "--device", "cpu", "--graph"
     )
-    monkeypatch.setattr(bench_options, "device_named", lambda _: torch.device("xpu", 0))
+    monkeypatch.setattr(bench_device, "device_named", lambda _: torch.device("xpu", 0))
     assert "--device: expected cpu or cuda, got xpu" in refused("--device", "xpu")
-    monkeypatch.setattr(bench_options, "device_named", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(bench_device, "device_named", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     said = refused("--device", "cuda", LOCAL_WORLD_SIZE="2")
     assert "--device: expected 2 devices on this host, one for each of its ranks, got 1 -> type: --nproc-per-n" in said
@@ -97,12 +97,12 @@ def test_devices_and_graphs_that_ranks_cannot_have_are_refused(monkeypatch: pyte
 
 def test_each_rank_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[Any] = []
-    monkeypatch.setattr(bench_options, "device_named", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(bench_device, "device_named", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert bench_options.device_of_rank("cuda") == (torch.device("cuda", int(rank)), "nccl")
+        assert bench_device.device_of_rank("cuda") == (torch.device("cuda", int(rank)), "nccl")
     assert current == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 

@@ -1,44 +1,19 @@
-"""Options that the commands of `dsv4attn bench` share: lists of numbers, the file of `--json`, the device."""
+"""The device of `dsv4attn bench`, and of each rank of `dsv4attn bench context`."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.cli.conform import target_file
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["STDOUT", "device_named", "device_of_rank", "file_or_stdout", "numbers"]
+__all__ = ["device_named", "device_of_rank"]
 
-STDOUT = "-"
-"""Of `--json` without a file."""
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Kinds of torch devices that ranks may have, with the backend of their process group."""
-
-
-def file_or_stdout(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | Path | None:
-    """The file of `--json`, or STDOUT."""
-    from dsv4attn.tools.bench.cases import MEASUREMENTS
-
-    if value in MEASUREMENTS:
-        raise click.BadParameter(f"{value!r} would be its file: put --json last, or name a file", param=parameter)
-    return value if value in (None, STDOUT) else target_file(ctx, parameter, value)
-
-
-def numbers(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """`8,64,256`."""
-    if value is None:
-        return None
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"{value!r}: expected numbers above 0 with commas, as in 8,64,256", param=parameter)
-    return tuple(int(part) for part in parts)
 
 
 def device_named(name: str | None) -> torch.device:

@@ -1,0 +1,152 @@
+"""Options of commands as tables: descriptions that several commands share, and kinds of options by what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+__all__ = [
+    "BENCH_JSON",
+    "DECIDED_BACKEND",
+    "FILTER",
+    "JSON",
+    "MODEL",
+    "OPTION",
+    "STDOUT",
+    "WholeNumber",
+    "command_line",
+    "flag",
+    "integer",
+    "number_list",
+    "options",
+    "pairs",
+    "target_file",
+    "text",
+]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+Option = Callable[[Any], Any]
+STDOUT = "-"
+"""Value of bench's `--json` without a file."""
+
+
+class WholeNumber(click.IntRange):
+    """An integer within bounds that error messages call a whole number, not an integer range as click does."""
+
+    name = "whole number"
+
+
+def options(*table: Option) -> Callable[[_Command], _Command]:
+    """All options of a command, in the order of its help."""
+
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(table):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def text(*names: str, help: str, metavar: str | None = "NAME", **more: Any) -> Option:  # noqa: A002, ANN401 - click's names
+    """An option that takes a word. With a default that is a word, its help shows the default."""
+    return click.option(*names, metavar=metavar, help=help, show_default="default" in more, **more)
+
+
+def integer(
+    *names: str,
+    help: str,  # noqa: A002 - click's name
+    least: int = 1,
+    most: int | None = None,
+    metavar: str | None = "N",
+    **more: Any,  # noqa: ANN401 - click's own
+) -> Option:
+    """An option that takes a number from `least` to `most`. With a default, its help shows the default."""
+    kind = WholeNumber(min=least, max=most)
+    return click.option(*names, metavar=metavar, type=kind, help=help, **{"show_default": "default" in more, **more})
+
+
+def flag(*names: str, help: str, **more: Any) -> Option:  # noqa: A002, ANN401 - click's names
+    """An option that takes nothing."""
+    return click.option(*names, is_flag=True, help=help, **more)
+
+
+def pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Parse `--option key=value`, given any number of times."""
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
+    return dict(value.split("=", 1) for value in values)
+
+
+def number_list(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Parse `8,64,256`."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{value!r}: expected numbers above 0 with commas, as in 8,64,256", param=parameter)
+    return tuple(int(part) for part in parts)
+
+
+def target_file(_: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    """The path of an output file in a folder that exists, checked before anything runs."""
+    if value is None:
+        return None
+    path = Path(value)
+    if path.is_dir() or not path.parent.is_dir():
+        raise click.BadParameter(f"{value!r}: expected a file in a folder that exists", param=parameter)
+    return path
+
+
+def _file_or_stdout(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | Path | None:
+    """The file of bench's `--json`, or STDOUT."""
+    from dsv4attn.tools.bench.cases import MEASUREMENTS
+
+    if value in MEASUREMENTS:
+        raise click.BadParameter(f"{value!r} would be its file: put --json last, or name a file", param=parameter)
+    return value if value in (None, STDOUT) else target_file(ctx, parameter, value)
+
+
+JSON = flag("--json", "as_json", help="Print one JSON object.")
+BENCH_JSON = text(
+    "--json",
+    "save",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value=STDOUT,
+    callback=_file_or_stdout,
+    help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
+)
+DECIDED_BACKEND = text("--backend", help="Backend.  [default: as `dsv4attn explain` says]")
+FILTER = text("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
+MODEL = text("--model", default="flash", help="flash, pro, v4.1-flash, or a config.json.")
+OPTION = click.option(
+    "--option", "backend_options", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Option of the backend."
+)
+
+
+def command_line(ctx: click.Context, *left_out: str) -> list[str]:
+    """The words of this command line after the command's name. left_out: names of parameters that are left out.
+
+    Options that have their default value are left out too, and the order is that of the help.
+    """
+    words: list[str] = []
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        if parameter.name in left_out or value in (None, (), False) or value == parameter.get_default(ctx):
+            continue
+        if isinstance(parameter, click.Argument):
+            words += value
+            continue
+        assert isinstance(parameter, click.Option)
+        name = max(parameter.opts, key=len)
+        if parameter.is_flag or value == parameter.flag_value:
+            words.append(name)
+        elif parameter.multiple:
+            words += [word for one in value for word in (name, str(one))]
+        else:
+            words += [name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return words
