@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import isfinite, isnan
+from typing import Any
 
 import torch
 from attrs import asdict, frozen
@@ -24,8 +25,9 @@ from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.context_cases import ContextCase
 from dsv4attn.tools.bench.context_step import ContextStep, one_rank, over_ranks
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
+from dsv4attn.tools.bench.result import Machine
 
-__all__ = ["BUDGET", "ContextResult", "PartTime", "measure"]
+__all__ = ["BUDGET", "ContextResult", "ContextRun", "PartTime", "measure"]
 
 BUDGET = {Products.BF16: 5e-3, Products.FP8: 5e-2}
 """Largest distance from one rank's output, as a share of its norm: parts are rounded to bf16 before they are merged."""
@@ -90,6 +92,50 @@ class ContextResult:
         values = {name: getattr(self, name) for name in names}
         finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
         return {**case, **finite, "times": times}
+
+
+CONTEXT_SCHEMA = "dsv4attn-bench-context/1"
+"""Version of the JSON. It changes when a field changes its meaning or is removed."""
+
+
+@frozen
+class ContextRun:
+    """Everything that one command measured, the same on all ranks but for the machine.
+
+    machine: machine and versions of the rank.
+    date: date and minute, UTC.
+    command: the command line, without torchrun.
+    backend: name of the backend.
+    process_group: backend of the process group, gloo or nccl.
+    ranks: ranks of the group.
+    interleave: consecutive entries of one rank.
+    rounds: rounds of each median.
+    graph: whether replays of captured graphs were timed.
+    results: one for each case.
+    """
+
+    machine: Machine
+    date: str
+    command: str
+    backend: str
+    process_group: str
+    ranks: int
+    interleave: int
+    rounds: int
+    graph: bool
+    results: tuple[ContextResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all ranks agree with one rank in all cases."""
+        return not any(result.wrong for result in self.results)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        names = "date", "command", "backend", "process_group", "ranks", "interleave", "rounds", "graph"
+        facts = {name: getattr(self, name) for name in names}
+        results = [result.as_json() for result in self.results]
+        return {"ok": self.ok, "schema": CONTEXT_SCHEMA, "machine": asdict(self.machine), **facts, "results": results}
 
 
 def measure(

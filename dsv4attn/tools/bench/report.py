@@ -1,24 +1,72 @@
-"""Prints a benchmark run, and a comparison of two runs, as tables and sentences."""
+"""Prints a benchmark run, a run over ranks, and a comparison of two runs, as tables and sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.compare import Comparison
-from dsv4attn.tools.bench.report_layer import layer_tables
+from dsv4attn.tools.bench.context import ContextResult, ContextRun
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, BenchRow, geomeans, pair_means
 
-__all__ = ["comparison_text", "run_text"]
+__all__ = ["comparison_text", "context_text", "layer_tables", "run_text"]
 
 _STYLES = {WRONG: "bold red", FAILED: "red", REFUSED: "yellow"}
 SHOWN = 12
 """Lines of each kind of change that are printed; JSON has all."""
+_EXPOSED = "*: the host's own time is part of it: the call waits for the device, or takes long to enqueue"
+
+
+def _table(
+    title: str,
+    headings: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    *,
+    words: int,
+    styles: Sequence[str] = (),
+    sums: Sequence[str] = (),
+) -> Table:
+    """A table. A first cell that repeats the one above it is left blank.
+
+    words: number of columns with words, which are aligned to the left. styles: of the lines. sums: the last line.
+    """
+    table = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+        show_footer=bool(sums),
+    )
+    for i, heading in enumerate(headings):
+        # never cut off: a narrow terminal folds the line instead
+        wide = max(len(line[i]) for line in (headings, *lines))
+        side = "left" if i < words else "right"
+        table.add_column(heading, sums[i] if sums else "", justify=side, no_wrap=True, min_width=wide)
+    first_above = None
+    for i, (first, *rest) in enumerate(lines):
+        cells = ["" if first == first_above else first, *rest]
+        table.add_row(*(Text(cell, style=styles[i] if styles else "") for cell in cells))
+        first_above = first
+    return table
+
+
+def _us(seconds: float, *, exposed: bool = False) -> str:
+    """Microseconds, with a star if the host's own time is part of them."""
+    us = 1e6 * seconds
+    return (f"{us:,.1f}" if us < 10_000 else f"{us:,.0f}") + "*" * exposed
+
+
+def _spread(median: float, p10: float, p90: float) -> str:
+    """Half the distance between the 10th and the 90th percentile, relative to the median."""
+    return f"±{50 * (p90 - p10) / median:.1f}%"
 
 
 def run_text(run: Run) -> Group:
@@ -41,38 +89,26 @@ def run_text(run: Run) -> Group:
     for row in run.rows:
         groups.setdefault(row.series or row.kernel, []).append(row)
     for title, rows in groups.items():
-        parts.append(_table(title, rows))
+        parts.append(_kernel_table(title, rows))
     parts.extend(layer_tables(run.layers))
     parts.extend(_lines(run))
     return Group(*parts)
 
 
-def _table(title: str, rows: list[BenchRow]) -> Table:
-    """One line for each row with a time. Other rows are listed below the tables, with their reasons."""
+def _kernel_table(title: str, rows: Sequence[BenchRow]) -> Table:
+    """One line for each row, without the reasons of rows that have no time: those are listed below the tables."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.vs))
     headings = ["case", "by", "time us", "spread", "TFLOP/s", "GB/s", "roofline", "error", *(f"x {p}" for p in peers)]
     paired = any(row.records for row in rows)
     headings += ["x 584/584"] if paired else []
-    lines, before = [], ""
+    lines = []
     for row in rows:
-        # the kernel is in the title
-        case = row.case.partition(" ")[2]
         ratios = [f"{row.vs[peer]:.2f}" if peer in row.vs else "" for peer in peers]
         ratios += [f"{row.vs_584:.2f}" if row.vs_584 else ""] if paired else []
-        lines.append([case if case != before else "", row.by, *_numbers(row), *ratios])
-        before = case
-    heading = f"scaling: {title}" if rows[0].series else title
-    table = Table(
-        title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
-    )
-    for i, name in enumerate(headings):
-        # never cut off: a narrow terminal folds the line instead
-        wide = max(len(name), *(len(line[i]) for line in lines))
-        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True, min_width=wide)
-    for row, line in zip(rows, lines, strict=True):
-        style = _STYLES.get(row.state, "dim" if row.is_peer else "")
-        table.add_row(*(Text(cell, style=style) for cell in line))
-    return table
+        # the kernel is in the title
+        lines.append([row.case.partition(" ")[2], row.by, *_numbers(row), *ratios])
+    styles = [_STYLES.get(row.state, "dim" if row.is_peer else "") for row in rows]
+    return _table(f"scaling: {title}" if rows[0].series else title, headings, lines, words=2, styles=styles)
 
 
 def _numbers(row: BenchRow) -> list[str]:
@@ -80,11 +116,9 @@ def _numbers(row: BenchRow) -> list[str]:
     error = "-" if row.error is None else f"{row.error:.1e}"
     if not row.median or row.p10 is None or row.p90 is None:
         return [row.state if row.state != MEASURED else "-", "", "", "", "", error]
-    us = 1e6 * row.median
-    spread = 50 * (row.p90 - row.p10) / row.median
     return [
-        (f"{us:,.1f}" if us < 10_000 else f"{us:,.0f}") + "*" * row.exposed,
-        f"±{spread:.1f}%",
+        _us(row.median, exposed=row.exposed),
+        _spread(row.median, row.p10, row.p90),
         _rate(row.tflops),
         _rate(row.gbytes),
         f"{100 * (row.roofline or 0.0):.0f}%",
@@ -109,7 +143,7 @@ def _lines(run: Run) -> Iterator[Text]:
             f"(geometric mean of {count} cases)"
         )
     if any(row.exposed for row in run.rows):
-        yield Text("*: the host's own time is part of it: the call waits for the device, or takes long to enqueue")
+        yield Text(_EXPOSED)
     for by, note in dict.fromkeys((row.by, row.reason) for row in run.rows if row.state == MEASURED and row.reason):
         yield Text(f"{by}: {note}")
     for cliff in run.cliffs:
@@ -133,6 +167,127 @@ def _lost(rows: Sequence[BenchRow]) -> Iterator[Text]:
         more = f" and {len(cases) - 1} more cases" if len(cases) > 2 else ""
         for case in cases[:1] if more else cases:
             yield Text(f"{state}: {case}{more}, {by}: {reason}", style=_STYLES[state])
+
+
+def layer_tables(layers: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    """A table for each kind of layer and backend, with time, share and launches of each part of its steps."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for time in layers:
+        if time.get("parts"):
+            groups.setdefault((time["layer"], time["by"]), []).append(time)
+    for (kind, by), times in groups.items():
+        yield _layer_table(f"parts of layer {kind}, {by}", times)
+    shown = [time for times in groups.values() for time in times]
+    if shown:
+        host = all(part["launches"] is None for time in shown for part in time["parts"])
+        what = "the host's time" if host else "time of kernels, without gaps between them, on cold caches"
+        yield Text(f"parts: {what}; mHC is around the layer, and in no other time here")
+        for phase, step in dict.fromkeys((time["phase"], time["step"]) for time in shown):
+            made = dict.fromkeys(
+                f"{time['completing']:,} on {time['layer']}"
+                for time in shown
+                if (time["phase"], time["step"]) == ("decode", step) and time.get("completing")
+            )
+            entries = f"; sequences that complete an entry: {', '.join(made)}" if made else ""
+            yield Text(f"{phase}: {step}{entries}")
+    for time in layers:
+        if not time.get("parts", True):
+            yield Text(f"no parts of {time['case']}, {time['by']}: the profiler sees no kernels here", style="yellow")
+
+
+def _layer_table(title: str, times: Sequence[Mapping[str, Any]]) -> Table:
+    names = list(dict.fromkeys(part["name"] for time in times for part in time["parts"]))
+    headings, sums, lines = ["part"], ["sum"], {name: [name] for name in names}
+    for time in times:
+        parts = {part["name"]: part for part in time["parts"]}
+        total = sum(part["seconds"] for part in parts.values())
+        counts = [part["launches"] for part in parts.values() if part["launches"] is not None]
+        columns = {f"{time['phase']} us": _us(total), "share": "100.0%"}
+        if counts:
+            columns["launches"] = _count(sum(counts))
+        headings += columns
+        sums += columns.values()
+        for name, line in lines.items():
+            line.extend(_part_cells(parts[name], total)[: len(columns)] if name in parts else [""] * len(columns))
+    return _table(title, headings, [*lines.values()], words=1, sums=sums)
+
+
+def _part_cells(part: Mapping[str, Any], total: float) -> list[str]:
+    """Microseconds, share and launches of a part."""
+    return [_us(part["seconds"]), f"{100 * part['seconds'] / (total or 1):.1f}%", _count(part["launches"] or 0.0)]
+
+
+def _count(launches: float) -> str:
+    return f"{launches:,.0f}" if launches == round(launches) else f"{launches:,.1f}"
+
+
+def context_text(run: ContextRun) -> Group:
+    """Head, times of each case, bytes, and what disagrees."""
+    rounds = "1 round" if run.rounds == 1 else f"medians of {run.rounds} rounds"
+    how = "replays of captured graphs" if run.graph else "eager calls"
+    parts: list[RenderableType] = [
+        Text(f"{run.machine}, {run.date} UTC", style="bold"),
+        Text(f"{_ranks(run)}, interleave {run.interleave}, {run.process_group}; {run.backend}, {how}, {rounds}"),
+        *(_times(run, result) for result in run.results if result.times),
+        _bytes(run),
+        _sent(run),
+        *_context_lines(run),
+    ]
+    return Group(*parts)
+
+
+def _times(run: ContextRun, result: ContextResult) -> Table:
+    """A line for each part."""
+    headings = "decode", "one rank us", "spread", f"{_ranks(run)} us", "spread", "x one rank"
+    lines = [
+        [time.part, *_time_cells(time.one), *_time_cells(time.ranks), f"{time.speed:.2f}"] for time in result.times
+    ]
+    return _table(_name(result), headings, lines, words=1)
+
+
+def _bytes(run: ContextRun) -> Table:
+    """Bytes of the pages that a rank holds."""
+    lines = [
+        [_name(result), name, f"{whole:,}", f"{part:,}", f"{part / whole:.3f}"]
+        for result in run.results
+        for name, whole, part in ((n, whole, result.rank_bytes[n]) for n, whole in result.one_bytes.items())
+    ]
+    return _table("bytes in a layer's caches", ("case", "", "one rank", f"one of {run.ranks}", "share"), lines, words=2)
+
+
+def _sent(run: ContextRun) -> Table:
+    """Bytes that a rank sends."""
+    lines = [
+        [_name(result), name, f"{formula:,}", f"{result.sent[name]:,.0f}"]
+        for result in run.results
+        for name, formula in result.formula.items()
+    ]
+    title = "bytes that a rank sends for a token and layer"
+    return _table(title, ("case", "", "by the formula", "counted"), lines, words=2)
+
+
+def _context_lines(run: ContextRun) -> Iterator[Text]:
+    for result in run.results:
+        name = _name(result)
+        for line in result.wrong:
+            yield Text(f"wrong: {name}: {line}", style="bold red")
+        if not result.wrong:
+            also = f"; the same {result.selected:,} entries are selected" if result.selected else ""
+            yield Text(f"checked: {name}: {result.error:.1e} of the norm from one rank's output{also}")
+    if any(spread.exposed for result in run.results for time in result.times for spread in (time.one, time.ranks)):
+        yield Text(_EXPOSED)
+
+
+def _name(result: ContextResult) -> str:
+    return f"{result.case.preset.name} {result.case.label}"
+
+
+def _ranks(run: ContextRun) -> str:
+    return f"{run.ranks} rank{'s' * (run.ranks != 1)}"
+
+
+def _time_cells(spread: Spread) -> tuple[str, str]:
+    return _us(spread.median, exposed=spread.exposed), _spread(spread.median, spread.p10, spread.p90)
 
 
 def comparison_text(both: Comparison) -> Group:

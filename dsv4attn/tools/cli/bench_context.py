@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from dsv4attn.core.contract.backend import Backend
+    from dsv4attn.tools.bench.context import ContextRun
     from dsv4attn.tools.bench.context_cases import ContextCase
-    from dsv4attn.tools.bench.report_context import ContextRun
     from dsv4attn.tools.replay.over_ranks import MeteredContext
 
 __all__ = ["context"]
@@ -123,10 +123,9 @@ class _Asked:
 
 
 def _measured(group: MeteredContext, asked: _Asked, group_backend: str) -> ContextRun:
-    from dsv4attn.tools.bench.context import measure
+    from dsv4attn.tools.bench.context import ContextRun, measure
     from dsv4attn.tools.bench.context_cases import check_memory
     from dsv4attn.tools.bench.rank_clock import RankClock
-    from dsv4attn.tools.bench.report_context import ContextRun
     from dsv4attn.tools.bench.result import now, this_machine
 
     own = group.ownership
@@ -154,7 +153,7 @@ def _progress(name: str) -> None:
 
 
 def _show(run: ContextRun, save: str | Path | None) -> None:
-    from dsv4attn.tools.bench.report_context import context_text
+    from dsv4attn.tools.bench.report import context_text
 
     if isinstance(save, Path):
         write_file(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")

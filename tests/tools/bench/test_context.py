@@ -21,12 +21,13 @@ from dsv4attn.core.context_parallel import attention, selection
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench import context as bench
 from dsv4attn.tools.bench import context_cases as sizes
-from dsv4attn.tools.bench import context_step as sides
+from dsv4attn.tools.bench import context_step
 from dsv4attn.tools.bench.clock import Spread
+from dsv4attn.tools.bench.context import ContextRun
 from dsv4attn.tools.bench.context_cases import check_memory, context_cases
 from dsv4attn.tools.bench.forward_step import ForwardStep
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
-from dsv4attn.tools.bench.report_context import ContextRun, context_text
+from dsv4attn.tools.bench.report import context_text
 from dsv4attn.tools.replay.over_ranks import MeteredContext
 from tests.tools.bench.sample_runs import HERE
 
@@ -163,7 +164,7 @@ def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.Mo
         whole(context, call)
         call.out[1].mul_(1.1)
 
-    monkeypatch.setattr(sides, "forward_mqa_over_ranks", wrong)
+    monkeypatch.setattr(context_step, "forward_mqa_over_ranks", wrong)
     found = measured(alone)
 
     assert found.times == ()
@@ -181,7 +182,7 @@ def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, mo
         if calls[0] > 3:
             given[8][0, 0] += 1
 
-    monkeypatch.setattr(sides, "select_topk_over_ranks", worse)
+    monkeypatch.setattr(context_step, "select_topk_over_ranks", worse)
     found = measured(alone)
 
     assert found.times == ()
@@ -205,7 +206,7 @@ def test_one_rank_itself_is_checked_again(alone: MeteredContext, monkeypatch: py
 
 
 def test_a_nan_is_wrong_and_null(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "forward_mqa_over_ranks", lambda _, call: call.out.fill_(torch.nan))
+    monkeypatch.setattr(context_step, "forward_mqa_over_ranks", lambda _, call: call.out.fill_(torch.nan))
     found = measured(alone)
 
     assert "attention is nan of the norm" in found.wrong[0]

@@ -13,7 +13,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.tools.bench.cases import LAYER_OPS
 from dsv4attn.tools.bench.index_ops import index_task, select_task, selection_bounds
 from dsv4attn.tools.bench.layer_ops import LayerOpCase, layer_op_cases
-from dsv4attn.tools.bench.runner import MEASURED, REFUSED, WRONG, BenchRow, Runner
+from dsv4attn.tools.bench.runner import MEASURED, WRONG, BenchRow, Runner
 from tests.layer_ops import TorchOps
 from tests.tools.bench.sample_runs import ROOF
 

@@ -15,7 +15,7 @@ from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.tools.bench.clock import Clock
 from dsv4attn.tools.bench.layer_parts import LayerPart, Marks, measured, of_trace
-from dsv4attn.tools.bench.report_layer import layer_tables
+from dsv4attn.tools.bench.report import layer_tables
 from dsv4attn.tools.bench.whole_layer import LayerCase, LayerTime, _parts, _prepared_layer, layer_cases
 
 CPU = torch.device("cpu")
