@@ -56,10 +56,11 @@ def mhc_task(case: LayerOpCase, device: torch.device) -> Task:
     def contender(name: str, backend: Backend, dtype: torch.dtype) -> Contender:
         ops, streams = complete(backend).layer_ops, inputs.streams.to(dtype)
         mixed = inputs.x.to(dtype), streams, inputs.post, inputs.comb
+        mixed_again = *mixed, *pre
         calls = {
             "pre": lambda: ops.mhc_pre(streams, *pre),
             "post": lambda: [ops.mhc_post(*mixed)],
-            "post+pre": lambda: ops.mhc_fused_post_pre(*mixed, *pre),
+            "post+pre": lambda: ops.mhc_fused_post_pre(*mixed_again),
             "head": lambda: [ops.hc_head(streams, *mixes)],
         }
         return returning(name, calls[case.step])

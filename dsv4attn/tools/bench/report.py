@@ -48,8 +48,8 @@ def _table(
     for i, heading in enumerate(headings):
         # never cut off: a narrow terminal folds the line instead
         wide = max(len(line[i]) for line in (headings, *lines))
-        side = "left" if i < words else "right"
-        table.add_column(heading, sums[i] if sums else "", justify=side, no_wrap=True, min_width=wide)
+        total = sums[i] if sums else ""
+        table.add_column(heading, total, justify="left" if i < words else "right", no_wrap=True, min_width=wide)
     first_above = None
     for i, (first, *rest) in enumerate(lines):
         cells = ["" if first == first_above else first, *rest]

@@ -15,10 +15,7 @@ import click
 from dsv4attn import __version__
 from dsv4attn.errors import Dsv4AttnError, did_you_mean
 
-__all__ = ["PROGRESS_LINE_S", "main", "print_json"]
-
-PROGRESS_LINE_S = 4.0
-"""Seconds between lines of progress where stderr is no terminal."""
+__all__ = ["main", "print_json"]
 
 _COMMANDS = {
     "backends": ("dsv4attn.tools.cli.backends:backends", "List the backends, and which of them run on this machine."),

@@ -17,6 +17,7 @@ from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
 from dsv4attn.tools.cli.bench_device import device_named
 from dsv4attn.tools.cli.common import console, write_file
 from dsv4attn.tools.cli.options import BENCH_JSON, STDOUT, command_line, integer, number_list, options, text
+from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,7 @@ class _Bench(click.Command):
 @click.pass_context
 def bench(
     ctx: click.Context,
+    /,
     what: tuple[str, ...],
     save: str | Path | None,
     compare: Path | None,
@@ -301,26 +303,13 @@ def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """A bar on stderr with the running case; nothing if stderr is no terminal."""
-    from rich import progress as bars
-    from rich.console import Console
+    """A bar with the running case."""
+    begun = 0
+    with progress_bar(total, "{task.fields[case]}", shown=shown, between_calls=True, case="") as move:
 
-    out = Console(stderr=True)
-    columns = (
-        bars.BarColumn(bar_width=None),
-        bars.MofNCompleteColumn(),
-        bars.TextColumn("{task.description}", markup=False),
-        bars.TimeElapsedColumn(),
-    )
-    # drawn between cases only: a drawing thread would be part of the measurement
-    watched = shown and out.is_terminal
-    bar = bars.Progress(*columns, console=out, transient=True, auto_refresh=False, disable=not watched)
-    task, begun = bar.add_task("", total=total), 0
+        def begin(name: str, cases: int = 1) -> None:
+            nonlocal begun
+            move(begun, case=name)
+            begun += cases
 
-    def begin(name: str, cases: int = 1) -> None:
-        nonlocal begun
-        bar.update(task, completed=begun, description=name, refresh=True)
-        begun += cases
-
-    with bar:
         yield begin

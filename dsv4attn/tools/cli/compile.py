@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +16,7 @@ from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.tools.cli import FAILED, OK, print_json
 from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json
 from dsv4attn.tools.cli.options import JSON, command_line, options, text
+from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -118,7 +119,12 @@ def compile_(
     from dsv4attn.backends._triton.compiling.aot import compile_all
 
     total = sum(len(job.variants) * (1 if job.target.is_cuda else 2) for job in jobs)
-    with _progress_bar(total, shown=not as_json) as progress:
+    done = count(1)
+    with progress_bar(total, "{task.fields[kernel]}", shown=not as_json, kernel="") as move:
+
+        def progress(outcome: Outcome) -> None:
+            move(next(done), kernel=outcome.variant.name)
+
         for job in jobs:
             job.outcomes.extend(compile_all(job.variants, job.target, progress=progress))
     ok = not any(job.faulty for job in jobs)
@@ -241,25 +247,6 @@ def _checked(backend: str, variant: object) -> Variant:
     if not isinstance(variant, Variant):
         raise ArgumentError(f"kernel_variants of {backend}", expected="Variants", actual=type(variant).__name__)
     return variant
-
-
-@contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
-    """A bar on stderr with the kernel that was compiled last; nothing if stderr is no terminal."""
-    from rich import progress as bars
-    from rich.console import Console
-
-    out = Console(stderr=True)
-    columns = (
-        bars.BarColumn(bar_width=None),
-        bars.MofNCompleteColumn(),
-        bars.TextColumn("{task.description}", markup=False),
-        bars.TimeElapsedColumn(),
-    )
-    bar = bars.Progress(*columns, console=out, transient=True, disable=not (shown and out.is_terminal))
-    task = bar.add_task("", total=total)
-    with bar:
-        yield lambda outcome: bar.update(task, advance=1, description=outcome.variant.name)
 
 
 def _described(job: _Job) -> list[tuple[Outcome, str]]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, PROGRESS_LINE_S, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
 from dsv4attn.tools.cli.common import console, grid, write_file
 from dsv4attn.tools.cli.options import FILTER, OPTION, flag, options, target_file, text
+from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from dsv4attn.testing.conform import Certificate, Outcome
 
-__all__ = ["conform", "grouped", "progress_bar", "show_failures"]
+__all__ = ["case_progress", "conform", "grouped", "show_failures"]
 
 
 SHOWN = 8
@@ -73,7 +73,7 @@ def conform(
     except BrokenBackendError as error:
         # exit code 1 and not 2: the backend exists, and fails
         raise click.ClickException(str(error)) from error
-    with progress_bar(len(cases), shown=not as_json) as progress:
+    with case_progress(len(cases), shown=not as_json) as progress:
         certificate = run(subject, cases, chosen=chosen, progress=progress)
     values = certificate.as_json()
     # an incomplete certificate does not replace a complete one unasked
@@ -89,33 +89,21 @@ def conform(
 
 
 @contextmanager
-def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
-    """The case that ran last, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
-    from rich import progress as bars
-    from rich.console import Console
-
-    out = Console(stderr=True)
-    columns = (
-        bars.BarColumn(bar_width=None),
-        bars.MofNCompleteColumn(),
-        bars.TextColumn("{task.fields[failed]} failed", style="red"),
-        bars.TextColumn("{task.fields[case]}", markup=False),
-        bars.TimeElapsedColumn(),
-    )
-    bar = bars.Progress(*columns, console=out, transient=True, disable=not (shown and out.is_terminal))
-    task = bar.add_task("conform", total=total, failed=0, case="")
+def case_progress(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
+    """The case that ran last, on stderr."""
     done = failed = 0
-    began = said = time.perf_counter()
 
-    def advance(outcome: Outcome) -> None:
-        nonlocal done, failed, said
-        done, failed, now = done + 1, failed + (outcome.state == "failed"), time.perf_counter()
-        bar.update(task, advance=1, failed=failed, case=outcome.case.name)
-        if shown and not out.is_terminal and now - said >= PROGRESS_LINE_S:
-            said = now
-            click.echo(f"{done}/{total} cases, {failed} failed, {outcome.case.name}, {now - began:.0f} s", err=True)
+    def line(completed: float, seconds: float, values: dict[str, Any]) -> str:
+        return f"{completed}/{total} cases, {values['failed']} failed, {values['case']}, {seconds:.0f} s"
 
-    with bar:
+    columns = ("{task.fields[failed]} failed", "red"), "{task.fields[case]}"
+    with progress_bar(total, *columns, shown=shown, line=line, failed=0, case="") as move:
+
+        def advance(outcome: Outcome) -> None:
+            nonlocal done, failed
+            done, failed = done + 1, failed + (outcome.state == "failed")
+            move(done, failed=failed, case=outcome.case.name)
+
         yield advance
 
 

@@ -72,6 +72,7 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
 @click.pass_context
 def explain(
     ctx: click.Context,
+    /,
     *,
     device: str | None,
     model: str,

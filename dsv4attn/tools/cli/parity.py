@@ -8,7 +8,7 @@ import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
 from dsv4attn.tools.cli.common import console, grid, write_file
-from dsv4attn.tools.cli.conform import grouped, progress_bar, show_failures
+from dsv4attn.tools.cli.conform import case_progress, grouped, show_failures
 from dsv4attn.tools.cli.options import FILTER, JSON, options, target_file, text
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def parity(
         trials = subjects(backends, device=device)
     except BrokenBackendError as error:
         raise click.ClickException(str(error)) from error
-    with progress_bar(len(cases) * len(trials), shown=not as_json) as progress:
+    with case_progress(len(cases) * len(trials), shown=not as_json) as progress:
         result = compare(trials, cases, chosen=chosen, progress=progress)
     if page:
         from dsv4attn.testing.parity_html import as_html

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, PROGRESS_LINE_S, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
 from dsv4attn.tools.cli.options import MODEL, OPTION, flag, integer, options, text
+from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
@@ -53,6 +54,7 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 @click.pass_context
 def run(
     ctx: click.Context,
+    /,
     *,
     model: str,
     trace: str | None,
@@ -173,33 +175,24 @@ def _requests(
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[Progress], None]]:
-    """Tokens, speed and the current step, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
-    from rich import progress as bars
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    """Tokens, speed and the current step, on stderr."""
     columns = (
-        bars.BarColumn(bar_width=None),
-        bars.TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
-        bars.TextColumn("{task.fields[speed]:,.0f}/s"),
-        bars.TextColumn("step {task.fields[step]}: {task.fields[running]} running, {task.fields[waiting]} waiting"),
-        bars.TimeElapsedColumn(),
+        "{task.completed:,.0f}/{task.total:,.0f} tokens",
+        "{task.fields[speed]:,.0f}/s",
+        "step {task.fields[step]}: {task.fields[running]} running, {task.fields[waiting]} waiting",
     )
-    bar = bars.Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
-    task = bar.add_task("run", total=total, speed=0.0, step=0, running=0, waiting=0)
-    began = said = time.perf_counter()
+    began = time.perf_counter()
 
-    def advance(state: Progress) -> None:
-        nonlocal said
-        now = time.perf_counter()
-        speed = state.tokens / (now - began) if now > began else 0.0
-        bar.update(
-            task, completed=state.tokens, speed=speed, step=state.step, running=state.running, waiting=state.waiting
-        )
-        if shown and not console.is_terminal and now - said >= PROGRESS_LINE_S:
-            said = now
-            step = f"step {state.step}: {state.running} running, {state.waiting} waiting"
-            click.echo(f"{state.tokens:,}/{total:,} tokens, {speed:,.0f}/s, {step}, {now - began:.0f} s", err=True)
+    def line(tokens: float, seconds: float, values: dict[str, Any]) -> str:
+        step = "step {step}: {running} running, {waiting} waiting".format(**values)
+        return f"{tokens:,}/{total:,} tokens, {values['speed']:,.0f}/s, {step}, {seconds:.0f} s"
 
-    with bar:
+    start = {"speed": 0.0, "step": 0, "running": 0, "waiting": 0}
+    with progress_bar(total, *columns, shown=shown, counted=False, line=line, **start) as move:
+
+        def advance(state: Progress) -> None:
+            seconds = time.perf_counter() - began
+            speed = state.tokens / seconds if seconds > 0 else 0.0
+            move(state.tokens, speed=speed, step=state.step, running=state.running, waiting=state.waiting)
+
         yield advance

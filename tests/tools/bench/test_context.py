@@ -17,7 +17,8 @@ from rich.console import Console
 from torch import distributed
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.context_parallel import attention, selection
+from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
+from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench import context as bench
 from dsv4attn.tools.bench import context_cases as sizes
@@ -158,7 +159,7 @@ def test_a_group_of_one_rank_agrees_with_one_rank(alone: MeteredContext) -> None
 
 
 def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = attention.forward_mqa_over_ranks
+    whole = forward_mqa_over_ranks
 
     def wrong(context: Any, call: Any) -> None:
         whole(context, call)
@@ -174,7 +175,7 @@ def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.Mo
 
 
 def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, select = [0], selection.select_topk_over_ranks
+    calls, select = [0], select_topk_over_ranks
 
     def worse(*given: Any) -> None:
         select(*given)

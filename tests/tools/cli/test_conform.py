@@ -252,7 +252,7 @@ def test_help_says_what_the_exit_codes_are(here: Machine) -> None:
 
 
 def test_without_a_terminal_progress_is_plain_lines_on_stderr(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4attn.tools.cli.conform.PROGRESS_LINE_S", 0.0, raising=False)
+    monkeypatch.setattr("dsv4attn.tools.cli.progress.LINE_SECONDS", 0.0, raising=False)
     result = CliRunner().invoke(main, ["conform", "reference", "--filter", "lse-decode"])
 
     assert result.stderr == "1/1 cases, 0 failed, lse-decode, 0 s\n"

@@ -39,7 +39,7 @@ SETTINGS |= {"max_num_batched_tokens", "max_num_seqs"}
 @pytest.fixture(autouse=True)
 def _no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """No progress, however slow this machine is today."""
-    monkeypatch.setattr("dsv4attn.tools.cli.run.PROGRESS_LINE_S", float("inf"))
+    monkeypatch.setattr("dsv4attn.tools.cli.progress.LINE_SECONDS", float("inf"))
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_the_progress_bar_is_for_people_only(model: str) -> None:
 def test_without_a_terminal_progress_is_plain_lines_on_stderr(
     model: str, trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsv4attn.tools.cli.run.PROGRESS_LINE_S", 0.0)
+    monkeypatch.setattr("dsv4attn.tools.cli.progress.LINE_SECONDS", 0.0)
     result = invoke("--model", model, "--trace", trace, "--max-num-batched-tokens", 32)
     lines = result.stderr.splitlines()
 
