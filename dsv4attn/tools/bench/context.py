@@ -26,6 +26,7 @@ from dsv4attn.tools.bench.context_cases import ContextCase
 from dsv4attn.tools.bench.context_step import ContextStep, one_rank, over_ranks
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
 from dsv4attn.tools.bench.result import Machine
+from dsv4attn.tools.bench.runner import time_what_is_right
 
 __all__ = ["BUDGET", "ContextResult", "ContextRun", "PartTime", "measure"]
 
@@ -167,39 +168,43 @@ def measure(
         # whole caches stay on rank 0 alone
         alone, whole = ([*one.calls.values()], one) if first else ([], None)
         del inputs, one
-        before = sent.copy()
-        many.spoil()
-        many.run()
-        counted = {name: (sent[name] - before[name]) / case.requests for name in ("attention", "candidates")}
-        found, times = [_compared(context, many, expected)], list[PartTime]()
-        if not found[0].wrong:
-            calls = [*many.calls.values()]
+        calls, sent_by_step = [*many.calls.values()], dict[str, float]()
+
+        def check(_: ContextStep) -> _Comparison:
+            for step, runs in ((whole, alone), (many, calls)):
+                if step is not None:
+                    sent_before = sent.copy()
+                    step.spoil()
+                    runs[-1]()
+            for name in ("attention", "candidates"):
+                sent_by_step.setdefault(name, (sent[name] - sent_before[name]) / case.requests)
+            return _compared(context, many, expected, whole)
+
+        def time(_: Sequence[ContextStep]) -> Sequence[tuple[PartTime, ...]]:
             if graph:
                 with context.together(f"graphs of one rank of {case.name}"):
-                    alone = [captured(call, clock.device) for call in alone]
-                calls = [captured(call, clock.device) for call in calls]
+                    alone[:] = [captured(call, clock.device) for call in alone]
+                calls[:] = [captured(call, clock.device) for call in calls]
             spreads = clock.times_over_ranks(alone, calls, rounds)
-            times = [PartTime(*each) for each in zip(parts, *spreads, strict=True)]
-            for side, run in ((whole, alone), (many, calls)):
-                if side is not None:
-                    side.spoil()
-                    run[-1]()
-            found.append(_compared(context, many, expected, whole))
+            return [tuple(PartTime(*part) for part in zip(parts, *spreads, strict=True))]
+
+        ((first_check, times, second_check),) = time_what_is_right([many], check, lambda found: not found.wrong, time)
+    checks = [first_check] if second_check is None else [first_check, second_check]
     heads, dim = many.step.q.shape[1:]
     formula = {"attention": attention_bytes(heads, dim, many.step.q.element_size())}
     formula |= {"candidates": candidate_bytes(case.preset.topk)} if case.selects else {}
-    most = context.gather_objects(counted, "what was sent")
-    wrong = tuple(line for one in found for line in one.wrong)
+    sent_by_rank = context.gather_objects(sent_by_step, "what was sent")
+    wrong = tuple(line for comparison in checks for line in comparison.wrong)
     return ContextResult(
         case,
-        _largest([one.error for one in found]),
-        _largest([one.worst_row for one in found]),
+        _largest([comparison.error for comparison in checks]),
+        _largest([comparison.worst_row for comparison in checks]),
         expected.selected,
         wrong,
-        () if wrong else tuple(times),
+        () if wrong or times is None else times,
         *sizes,
         formula,
-        {name: max(rank[name] for rank in most) for name in formula},
+        {name: max(rank[name] for rank in sent_by_rank) for name in formula},
     )
 
 

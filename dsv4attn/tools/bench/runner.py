@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import exp, isfinite, log
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from attrs import asdict, evolve, field, frozen
@@ -30,7 +30,17 @@ from dsv4attn.tools.bench.peers import Peer, peer_contender
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.whole_layer import LayerCase, layer_time
 
-__all__ = ["FAILED", "MEASURED", "REFUSED", "WRONG", "BenchRow", "Runner", "geomeans", "pair_means"]
+__all__ = [
+    "FAILED",
+    "MEASURED",
+    "REFUSED",
+    "WRONG",
+    "BenchRow",
+    "Runner",
+    "geomeans",
+    "pair_means",
+    "time_what_is_right",
+]
 
 MEASURED, WRONG, FAILED, REFUSED = "measured", "wrong", "failed", "refused"
 """States of a row. wrong: its error is above the limit. failed: it raised. refused: its support said no."""
@@ -119,6 +129,27 @@ _LAYER_OPS = {"index": index_task, "select": select_task, "compress": compressor
 _C4A = KernelCase("decode", PRESETS["flash_c4"], "", ((8191, 1),))
 
 
+_Entry, _Verdict, _Times = TypeVar("_Entry"), TypeVar("_Verdict"), TypeVar("_Times")
+
+
+def time_what_is_right(
+    entries: Sequence[_Entry],
+    check: Callable[[_Entry], _Verdict],
+    is_right: Callable[[_Verdict], bool],
+    time: Callable[[Sequence[_Entry]], Sequence[_Times]],
+) -> list[tuple[_Verdict, _Times | None, _Verdict | None]]:
+    """Check all entries, time those that are right, and check these again, because later calls may differ.
+
+    check: runs an entry over spoilt results and judges them. time: times of entries that run in turn. Returns for each
+    entry the first verdict, and its times and the second verdict if the first was right.
+    """
+    verdicts = [check(entry) for entry in entries]
+    right = [i for i, verdict in enumerate(verdicts) if is_right(verdict)]
+    times = dict(zip(right, time([entries[i] for i in right]), strict=True)) if right else {}
+    again = {i: check(entries[i]) for i in right}
+    return [(verdict, times.get(i), again.get(i)) for i, verdict in enumerate(verdicts)]
+
+
 class Runner:
     """Runs cases on a device with a set of backends and peers, for a number of rounds."""
 
@@ -141,18 +172,22 @@ class Runner:
             except (torch.OutOfMemoryError, MemoryError) as full:
                 why = f"inputs do not fit this machine: {_line(full)}"
                 return [self._row(case, name, REFUSED, reason=why) for case in cases for name in self.backends]
-            lost, checked = [], []
+            refused, entries = [], []
             for task in tasks:
-                rows, made = self._contenders(task)
-                lost.append(rows)
-                checked.append([(one, self._checked(task, *one)) for one in made])
-            right = [one.run for each in checked for (one, _, _), row in each if row.state == MEASURED]
-            spreads = iter(self._spreads(right))
-            timed = [
-                [self._timed(task, one, row, next(spreads)) if row.state == MEASURED else row for one, row in each]
-                for task, each in zip(tasks, checked, strict=True)
-            ]
-        rows_by_case = [_compared([*those, *rest]) for those, rest in zip(timed, lost, strict=True)]
+                rows, contenders = self._contenders(task)
+                refused.append(rows)
+                entries += [(task, *contender) for contender in contenders]
+            outcomes = time_what_is_right(
+                entries,
+                lambda entry: self._checked(*entry),
+                lambda row: row.state == MEASURED,
+                lambda right: self._spreads([contender.run for _, contender, _, _ in right]),
+            )
+        rows_of = {id(task): list[BenchRow]() for task in tasks}
+        for (task, *_), (row, spread, again) in zip(entries, outcomes, strict=True):
+            timed = row if spread is None or again is None else self._timed(task, row, spread, again)
+            rows_of[id(task)].append(timed)
+        rows_by_case = [_compared([*rows_of[id(task)], *rest]) for task, rest in zip(tasks, refused, strict=True)]
         return _relative_to_584([row for rows in rows_by_case for row in rows])
 
     def _task(self, case: KernelCase | LayerOpCase) -> Task:
@@ -246,11 +281,10 @@ class Runner:
         except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
             return evolve(row, state=FAILED, reason=_line(broken))
 
-    def _timed(self, task: Task, made: _Judged, row: BenchRow, spread: Spread | Exception) -> BenchRow:
-        """Check again after timing, because later calls may give other results. The row has the larger error."""
+    def _timed(self, task: Task, row: BenchRow, spread: Spread | Exception, again: BenchRow) -> BenchRow:
+        """The row with its times. It has the larger error of the checks before and after timing."""
         if isinstance(spread, Exception):
             return evolve(row, state=FAILED, reason=f"while it was timed: {_line(spread)}")
-        again = self._checked(task, *made)
         if again.state != MEASURED:
             return evolve(again, reason=f"after {self.rounds} calls: {again.reason}")
         least = self.roofline.seconds(task.flops, task.bytes, fp8=task.fp8)
