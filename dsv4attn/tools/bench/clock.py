@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -66,18 +67,26 @@ class Clock:
 
     def times(self, calls: Sequence[Callable[[], None]], rounds: int) -> list[Spread]:
         """Time each call once a round, one after the other."""
-        flushes = [self._warmed(call) for call in calls]
-        seconds: list[list[float]] = [[] for _ in calls]
-        exposed = [False] * len(calls)
+        return self._in_turn([partial(self._span, call) for call in calls], [*map(self._warmed, calls)], rounds)
+
+    def _in_turn(
+        self, spans: Sequence[Callable[[int], tuple[float, bool]]], flushes: list[int], rounds: int
+    ) -> list[Spread]:
+        """Times of spans, each once a round. A span behind too few flushes is repeated with twice as many.
+
+        spans: each takes a number of flushes, and returns seconds and whether the host's time is hidden.
+        """
+        seconds: list[list[float]] = [[] for _ in spans]
+        exposed = [False] * len(spans)
         for _ in range(rounds):
-            for i, call in enumerate(calls):
-                took, hidden = self._span(call, flushes[i])
+            for i, span in enumerate(spans):
+                took, hidden = span(flushes[i])
                 while not hidden and flushes[i] < MOST_FLUSHES:
-                    flushes[i] *= 2
-                    took, hidden = self._span(call, flushes[i])
+                    flushes[i] = min(2 * flushes[i], MOST_FLUSHES)
+                    took, hidden = span(flushes[i])
                 seconds[i].append(took)
                 exposed[i] |= not hidden
-        return [Spread.of(taken, exposed=bare) for taken, bare in zip(seconds, exposed, strict=True)]
+        return [Spread.of(rounds_of, exposed=bare) for rounds_of, bare in zip(seconds, exposed, strict=True)]
 
     def flush(self) -> None:
         """Write over all caches of an accelerator, behind what is enqueued."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from dsv4attn.core.context_parallel.context import ContextParallel
-from dsv4attn.tools.bench.clock import MOST_FLUSHES, Clock, Spread
+from dsv4attn.tools.bench.clock import Clock, Spread
 
 __all__ = ["RankClock", "captured"]
 
@@ -37,23 +38,14 @@ class RankClock(Clock):
         all ranks: for calls that ranks run together, the times of the rank with the largest median.
         """
         count = max(self._context.gather_objects(len(alone), "the number of calls"))
-        own = [*alone] if self._context.ownership.rank == 0 else [None] * count
-        calls = [*((call, False) for call in own), *((call, True) for call in together)]
+        # a rank that is not the first waits while the first runs its calls
+        mine = [*alone] if self._context.ownership.rank == 0 else [None] * count
+        calls = [*((call, False) for call in mine), *((call, True) for call in together)]
         flushes = [self._agreed(0 if call is None else self._warmed(call)) for call, _ in calls]
-        seconds: list[list[float]] = [[] for _ in calls]
-        exposed = [False] * len(calls)
-        for _ in range(rounds):
-            for i, (call, meets) in enumerate(calls):
-                took, hidden = self._round(call, flushes[i], meets=meets)
-                while not hidden and flushes[i] < MOST_FLUSHES:
-                    flushes[i] = min(2 * flushes[i], MOST_FLUSHES)
-                    took, hidden = self._round(call, flushes[i], meets=meets)
-                seconds[i].append(took)
-                exposed[i] |= not hidden
-        mine = [Spread.of(taken, exposed=bare) for taken, bare in zip(seconds, exposed, strict=True)]
-        found = self._context.gather_objects(mine, "times")
-        worst = [max(each, key=lambda spread: spread.median) for each in zip(*found, strict=True)]
-        return worst[:count], worst[count:]
+        spreads = self._in_turn([partial(self._round, call, meets=meets) for call, meets in calls], flushes, rounds)
+        of_ranks = zip(*self._context.gather_objects(spreads, "times"), strict=True)
+        slowest = [max(of_call, key=lambda spread: spread.median) for of_call in of_ranks]
+        return slowest[:count], slowest[count:]
 
     def _round(self, call: Callable[[], None] | None, flushes: int, *, meets: bool) -> tuple[float, bool]:
         """Seconds of one call on this rank, 0 where it only waits, and whether the host's time is hidden on all."""

@@ -129,7 +129,9 @@ _LAYER_OPS = {"index": index_task, "select": select_task, "compress": compressor
 _C4A = KernelCase("decode", PRESETS["flash_c4"], "", ((8191, 1),))
 
 
-_Entry, _Verdict, _Times = TypeVar("_Entry"), TypeVar("_Verdict"), TypeVar("_Times")
+_Entry = TypeVar("_Entry")
+_Verdict = TypeVar("_Verdict")
+_Times = TypeVar("_Times")
 
 
 def time_what_is_right(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4attn.tools.cli import print_json
-from dsv4attn.tools.cli.common import console, device_json, grid, reason_json
+from dsv4attn.tools.cli.common import console, device_json, grid, reason_json, simple_table
 from dsv4attn.tools.cli.options import JSON
 
 if TYPE_CHECKING:
@@ -147,11 +147,9 @@ def _absent(asked: str, registry: PluginRegistry) -> str:
 
 
 def _table(found: list[dict[str, Any]], wide: int) -> Table:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = simple_table()
     table.add_column("backend", min_width=wide, no_wrap=True)
     for column in ("state", "native", "runs", "from"):
         table.add_column(column, overflow="fold")

@@ -38,6 +38,7 @@ __all__ = [
     "geometry_of",
     "grid",
     "reason_json",
+    "simple_table",
     "write_file",
 ]
 
@@ -229,6 +230,15 @@ def grid(rows: Sequence[tuple[str, Sequence[str]]], styles: Sequence[str] = (), 
         for j, line in enumerate(lines):
             table.add_row(Text("" if j else f"  {name}", style="bold"), Text(line, style=style))
     return table
+
+
+def simple_table(caption: str = "", *, padding: tuple[int, int, int, int] = (0, 1, 0, 0)) -> Table:
+    """An empty table as commands print it. caption: explains its columns."""
+    from rich import box
+    from rich.table import Table
+
+    style: dict[str, Any] = {"caption_justify": "left", "caption_style": "dim"}
+    return Table(box=box.SIMPLE_HEAD, padding=padding, caption=caption or None, **style)
 
 
 def epilog(devices: Iterable[KnownDevice]) -> str:

@@ -14,7 +14,7 @@ from attrs import asdict, field, frozen
 
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.tools.cli import FAILED, OK, print_json
-from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json
+from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json, simple_table
 from dsv4attn.tools.cli.options import JSON, command_line, options, text
 from dsv4attn.tools.cli.progress import progress_bar
 
@@ -285,14 +285,10 @@ def _show(job: _Job) -> None:
 
 
 def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     caption = "warps: of a block, times their threads. mma: matrix instructions. fit: blocks that an SM or CU holds."
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left", caption_style="dim"
-    )
+    table = simple_table(caption)
     table.add_column("kernel", overflow="fold", max_width=24)
     table.add_column("variant", overflow="fold")
     for column in ("regs", "spill", "shared", "warps", "mma", "fit"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
-from dsv4attn.tools.cli.common import console, grid, write_file
+from dsv4attn.tools.cli.common import console, grid, simple_table, write_file
 from dsv4attn.tools.cli.options import FILTER, OPTION, flag, options, target_file, text
 from dsv4attn.tools.cli.progress import progress_bar
 
@@ -174,8 +174,6 @@ def grouped(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _table(certificate: Certificate) -> Table:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     from dsv4attn.testing.cases import GROUPS
@@ -183,7 +181,7 @@ def _table(certificate: Certificate) -> Table:
     caption = (
         "A case counts under each of its clauses. Nearest: largest error as a fraction of its budget, and its case."
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left", caption_style="dim")
+    table = simple_table(caption, padding=(0, 0, 0, 0))
     table.add_column("clauses", no_wrap=True, min_width=21)
     for column in ("passed", "failed", "refused", "skipped"):
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
-from dsv4attn.tools.cli.common import console, grid, write_file
+from dsv4attn.tools.cli.common import console, grid, simple_table, write_file
 from dsv4attn.tools.cli.conform import case_progress, grouped, show_failures
 from dsv4attn.tools.cli.options import FILTER, JSON, options, target_file, text
 
@@ -99,16 +99,12 @@ def _show(result: Parity, page: Path | None) -> None:
 
 
 def _table(result: Parity) -> Table:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     from dsv4attn.testing.parity import cell
 
     caption = "Largest error as a fraction of its budget; same: equal bits."
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left", caption_style="dim"
-    )
+    table = simple_table(caption)
     table.add_column("clauses", max_width=14)
     table.add_column("case", no_wrap=True)
     for i in range(len(result.names)):

@@ -371,3 +371,27 @@ def test_g22_ctrl_c_keeps_the_cases_that_were_measured(here: Machine, monkeypatc
     code, lines = here.run("bench", "--from", "b.json")
     assert code == 1
     assert "interrupted: 1 of 3 cases were measured" in lines
+
+
+def test_v41_layers_are_shown_with_their_speed_by_that_on_584_byte_records(here: Machine) -> None:
+    asked = "decode", "--cases", "v41_r1", "--batches", "1", "--rounds", "2", "--json", "run.json"
+    code, lines = here.run("bench", *asked, width=160)
+    shown = here.run("bench", "--from", "run.json", width=160)
+    told = json.loads(Path("run.json").read_text(encoding="utf-8"))
+
+    assert code == 0
+    assert shown == (0, lines)
+    (heading,) = [line for line in lines if "time us" in line]
+    assert heading.endswith("x 584/584")
+    found = [(r["case"], r["records"]) for r in told["rows"]]
+    assert found == [(f"decode v41_r1 b=1 {pair}", pair) for pair in ("584/584", "528/528", "528/288")]
+    first, *others = told["rows"]
+    assert first["vs_584"] is None
+    for r in others:
+        assert r["vs_584"] == pytest.approx(first["median"] / r["median"])
+        ratio = f"{r['vs_584']:.2f}"
+        assert any(r["case"].removeprefix("decode ") in line and line.endswith(f" {ratio}") for line in lines)
+        said = f"decode: on {r['records']} reference runs at {ratio} of its own speed on 584/584"
+        assert f"{said} (geometric mean of 1 cases)" in lines
+    means = [(m["kernel"], m["by"], m["records"], m["speed"]) for m in told["beside_584"]]
+    assert means == [("decode", "reference", r["records"], pytest.approx(r["vs_584"])) for r in others]
