@@ -187,7 +187,7 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[Progress], None]
         step = "step {step}: {running} running, {waiting} waiting".format(**values)
         return f"{tokens:,}/{total:,} tokens, {values['speed']:,.0f}/s, {step}, {seconds:.0f} s"
 
-    start = {"speed": 0.0, "step": 0, "running": 0, "waiting": 0}
+    start: dict[str, Any] = {"speed": 0.0, "step": 0, "running": 0, "waiting": 0}
     with progress_bar(total, *columns, shown=shown, counted=False, line=line, **start) as move:
 
         def advance(state: Progress) -> None:
