@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from attrs import evolve, frozen
 
-from dsv4attn.backends._triton.launching.dependent import overlaps
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.core.contract.backend import Phase
 
 __all__ = ["CDNA", "COMPILED", "DEFAULT", "HOPPER", "INTERPRETER", "RDNA", "Tuning", "padded", "tuning_for"]
@@ -27,7 +27,7 @@ class Tuning:
     assembly: whether codes are decoded four at a time in PTX; otherwise by plain integer operations.
     converts: whether that PTX converts codes of OCP's e4m3, which the processor then has to have instructions for.
     run: tiles of a split when results must not depend on the batch.
-    pdl: whether launches overlap, see `launching.kernels_dependent`; set by `on`.
+    pdl: whether launches overlap, see `launching.kernels_pdl`; set by `on`.
     measured: on what, when, and by which command; or that nothing was measured.
     prefill: numbers of prefill, if they differ from those of decode.
     small: numbers of decodes so small that each program has one tile, see `of_call`.
@@ -73,7 +73,7 @@ class Tuning:
         converts = self.converts and arch.startswith("sm_") and int(arch[3:]) >= _CONVERTING
         small = tuple(one.on(arch) for one in self.small)
         prefill = self.prefill and self.prefill.on(arch)
-        there = evolve(self, pdl=overlaps(arch), converts=converts, prefill=prefill, small=small)
+        there = evolve(self, pdl=uses_pdl(arch), converts=converts, prefill=prefill, small=small)
         return self if there == self else there
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from dsv4attn.backends._triton.launching.kernels_dependent import wait_for_earlier
+from dsv4attn.backends._triton.launching.kernels_pdl import wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends.sm90.kernels_common import LINE_L, SHORT_L, load_sink
 from dsv4attn.backends.sm90.kernels_pages import attend_pages
@@ -53,7 +53,7 @@ def attention(
     BT, as `share` does; VALUES, PRODUCE, FETCH: registers of the second role and of those that produce keys. The first
     role has what they leave.
     """
-    wait_for_earlier(PDL)
+    wait_prior_grid(PDL)
     BLOCKS: gl.constexpr = (H + 63) // 64
     program = gl.program_id(0)
     head0 = (program % BLOCKS) * 64

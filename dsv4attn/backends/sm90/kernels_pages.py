@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4attn.backends._triton.launching.kernels_dependent import let_next_begin
+from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents
 from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import copy_async
 from dsv4attn.backends.sm90.kernels_common import (
@@ -190,7 +190,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         pos += gl.maximum(n, 1) + chunk.extra
         t += 1
         j += 1
-    let_next_begin(True)
+    launch_dependents(True)
     async_copy.wait_group(0)
     mbarrier.wait(smem.n_empty.index(0), (j & 1) ^ 1)
     smem.note.store(single(-1, gl.int32))

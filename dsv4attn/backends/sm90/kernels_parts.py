@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.launching.kernels_dependent import take_over
+from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
@@ -51,7 +51,7 @@ def combine_parts(
     if sink is not None:
         bias0 = tl.load(sink + head0, mask=live0, other=0.0) * LOG2E
         bias1 = tl.load(sink + head1, mask=live1, other=0.0) * LOG2E
-    take_over(PDL)
+    wait_then_launch_dependents(PDL)
     other, count = tl.load(table + line * 2), tl.load(table + line * 2 + 1)
     # of a program's heads the first is the lowest: if it is beyond the last, all are
     if (count > 1) & (first_head < H):

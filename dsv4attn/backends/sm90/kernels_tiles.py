@@ -27,7 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4attn.backends._triton.launching.kernels_dependent import let_next_begin, take_over, wait_for_earlier
+from dsv4attn.backends._triton.launching.kernels_pdl import (
+    launch_dependents,
+    wait_prior_grid,
+    wait_then_launch_dependents,
+)
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import barrier, copy_async
@@ -100,7 +104,7 @@ def load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL: gl.constexpr):
     x6 = load_codes(data, ok, 96, WORDS_L)
     rope = load_rope(data, ok)
     scales = gl.load(scale, mask=ok, other=0)
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     bias_s.store(gl.where(ok, 0.0, -float("inf")))
     low = scales.to(gl.int32)
     high = (scales >> 32).to(gl.int32)
@@ -160,7 +164,7 @@ def attend_tile(
     tiles: of N keys, of each row, see `own_tile`. BH: 16, 32 or 64. N: 64 or 128. q and pages begin at multiples of 16
     bytes. Segments are as the fields of `Segment` have them. A tile without keys stores nothing.
     """
-    wait_for_earlier(PDL)
+    wait_prior_grid(PDL)
     # keys by heads: 64 keys are four warps' rows, and the other four have the other half of the heads
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 2] if N == 64 else [8, 1], [16, BH // 2 if N == 64 else BH, 16]
@@ -238,7 +242,7 @@ def attend_tile(
         store_heads(sums + BH, gl.sum(p, 0), BH)
     else:
         async_copy.wait_group(0)
-        let_next_begin(PDL)
+        launch_dependents(PDL)
 
 
 @stable_gluon
@@ -271,13 +275,13 @@ def combine_tiles(
     second = gl.arange(0, 2, layout=gl.SliceLayout(0, SUMS_L))
     within = gl.expand_dims(of % 4 * 2, 1) + gl.expand_dims(second, 0)
     head = eight * 8 + within
-    # read before the kernel that computes parts has ended, see `kernels_dependent`
+    # read before the kernel that computes parts has ended, see `kernels_pdl`
     before = cdiv(width0, size)
     of_first = cdiv(gl.minimum(gl.maximum(gl.load(lens0 + t), 0), width0), size)
     there = of_first + cdiv(gl.minimum(gl.maximum(gl.load(lens1 + t), least1), width1), size)
     if sink is not None:
         bias = gl.load(sink + head, mask=head < heads, other=0.0) * LOG2E
-    take_over(PDL)
+    wait_then_launch_dependents(PDL)
     blocks = cdiv(heads, block)
     own = eight // (block // 8)
     rest = eight % (block // 8)

@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.dependent import overlaps
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90 import index, ops, streams, tiles
@@ -334,9 +334,9 @@ def _constants(
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads}
     chosen["BT"] = SHORT.value if short else LINE
     if not INTERPRETED:
-        chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "FETCH": roles.fetch, "PDL": overlaps("sm_90")}
+        chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "FETCH": roles.fetch, "PDL": uses_pdl("sm_90")}
     combining = {"H": heads, "R": roles.heads, "N": roles.parts, "EXACT_CASTS": not INTERPRETED}
-    combining["PDL"] = overlaps("sm_90") and not INTERPRETED
+    combining["PDL"] = uses_pdl("sm_90") and not INTERPRETED
     return Constants(chosen), Constants(combining), -(-heads // 16) * (16 // roles.heads)
 
 

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.dependent import overlaps
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
 from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
@@ -95,13 +95,13 @@ def with_entries(call: AttentionCall, entries: EntryIndices) -> AttentionCall:
 @cache
 def _constants(segments: int, heads: int, tiles: Tiles) -> Constants:
     chosen = {"SEGMENTS": segments, "H": heads, "BH": tiles.heads, "N": tiles.keys}
-    return Constants(chosen if INTERPRETED else {**chosen, "PDL": overlaps("sm_90")})
+    return Constants(chosen if INTERPRETED else {**chosen, "PDL": uses_pdl("sm_90")})
 
 
 @cache
 def _combining(together: int, pieces: int) -> Constants:
     chosen = {"U": together, "P": pieces}
-    return Constants(chosen if INTERPRETED else {**chosen, "PDL": overlaps("sm_90")})
+    return Constants(chosen if INTERPRETED else {**chosen, "PDL": uses_pdl("sm_90")})
 
 
 def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention import keys
-from dsv4attn.backends._triton.launching.kernels_dependent import let_next_begin, wait_for_earlier
+from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
@@ -217,7 +217,7 @@ def attention(
     tiles_per_split: tiles of each split, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.
     SPLIT: write to part, part_lse and part_max instead of out, lse and max_logits.
     """
-    wait_for_earlier(PDL)
+    wait_prior_grid(PDL)
     D: tl.constexpr = NOPE + ROPE
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
     SAME: tl.constexpr = SEGMENTS == 1 or (
@@ -353,7 +353,7 @@ def attention(
             largest = grown
 
     empty = total == 0.0
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     if SPLIT:
         row = ((token * splits + split) * H + head).to(tl.int64)
         tl.store(part_lse + row, tl.where(empty, -float("inf"), largest + tl.log2(total)), mask=live)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.launching.kernels_dependent import take_over
+from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING, angles_of, rotate
 
@@ -44,7 +44,7 @@ def reduce(
     token, head = pid // H, pid % H
     if sink is not None:
         bias = tl.load(sink + head) * LOG2E
-    take_over(PDL)
+    wait_then_launch_dependents(PDL)
     column = tl.arange(0, DP)
     largest, top = tl.full((), NOTHING, tl.float32), tl.full((), -float("inf"), tl.float32)
     acc, total = tl.zeros([DP], tl.float32), tl.zeros((), tl.float32)

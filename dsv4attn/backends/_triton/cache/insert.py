@@ -24,7 +24,7 @@ from dsv4attn.backends._triton.cache.records import (
     writer_constants,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.dependent import overlaps
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch
 from dsv4attn.core.attention.checks import check_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -84,7 +84,7 @@ def qnorm_rope_kv_insert(
 def _insert_constants(layout: KVCacheLayout, rows: int, records: int, arch: str) -> dict[str, Any]:
     check_writer(layout)
     dims = {"NOPE": layout.nope_dim, "ROPE": layout.rope_dim, "CODED": layout.coded_dims}
-    chosen = {"ROW_ALIGNED": rows, "ALIGNED": records, "PDL": overlaps(arch) and not INTERPRETED}
+    chosen = {"ROW_ALIGNED": rows, "ALIGNED": records, "PDL": uses_pdl(arch) and not INTERPRETED}
     return {**chosen, **writer_constants(layout), **dims}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.launching.kernels_dependent import take_over
+from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import angles_of, cast, dequantize, rotate, round_to, scale_of_byte
 
@@ -202,7 +202,7 @@ def insert_kernel(
     FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): each program writes one key. ROW_ALIGNED: bytes that divide the address of every row of K."""
-    take_over(PDL)
+    wait_then_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     key = tl.multiple_of(K + token * k_stride, ROW_ALIGNED)
     insert_key(
@@ -231,7 +231,7 @@ def qnorm_rope_kv_insert_kernel(
 
     NORM: whether q is normalised before it is rotated; without it eps is not read.
     """
-    take_over(PDL)
+    wait_then_launch_dependents(PDL)
     parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H) + 1
     token = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts

@@ -11,8 +11,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.compiled import WIDE
-from dsv4attn.backends._triton.launching.dependent import launch_options
+from dsv4attn.backends._triton.launching.launch_cache import WIDE
+from dsv4attn.backends._triton.launching.pdl import launch_options
 from dsv4attn.backends._triton.untyped import Kernel
 
 __all__ = ["StandIn", "Variant", "options", "pointer_type"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4attn.backends._triton.launching.compiled import Constants
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 
 __all__ = ["CONSTANTS", "depth_of"]
 

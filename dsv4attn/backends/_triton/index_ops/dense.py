@@ -19,7 +19,7 @@ from dsv4attn.backends._triton.index_ops.ragged import (
     build_ragged_indices_from_dense,
     compute_global_topk_ragged_indices_and_indptr,
 )
-from dsv4attn.backends._triton.launching.dependent import overlaps
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, architecture
 from dsv4attn.core.cache.selected_keys import PageTable
 from dsv4attn.core.contract.index_ops import IndexStep
@@ -48,7 +48,7 @@ def variants(arch: str = "") -> Iterator[Variant]:
 
 @cache
 def _translate_constants(arch: str) -> Constants:
-    return Constants({**CONSTANTS, "PDL": overlaps(arch) and not INTERPRETED})
+    return Constants({**CONSTANTS, "PDL": uses_pdl(arch) and not INTERPRETED})
 
 
 @IndexStep

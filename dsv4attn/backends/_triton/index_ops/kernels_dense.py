@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton.index_ops.kernels_common import cut_lengths, request_of, slots_of
-from dsv4attn.backends._triton.launching.kernels_dependent import take_over
+from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 
@@ -28,7 +28,7 @@ def translate_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,). Slots of one token's entries, and where the last visible one ends."""
-    take_over(PDL)
+    wait_then_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(token_to_req + token * request_stride)
     known = (request >= 0) & (request < num_reqs)

@@ -19,9 +19,9 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options
-from dsv4attn.backends._triton.launching import compiled
-from dsv4attn.backends._triton.launching.compiled import WIDE, Compiled, Constants
-from dsv4attn.backends._triton.launching.dependent import launch_options
+from dsv4attn.backends._triton.launching import launch_cache
+from dsv4attn.backends._triton.launching.launch_cache import WIDE, CachedLaunch, Constants
+from dsv4attn.backends._triton.launching.pdl import launch_options
 from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.contract.device import DeviceFacts
@@ -103,7 +103,7 @@ def launch(
     num_stages: int = 1,
     fp_fusion: bool = True,
     **extra: object,
-) -> Compiled | None:
+) -> CachedLaunch | None:
     """Run a kernel on the device of its first argument, a tensor. An empty grid launches nothing.
 
     args: tensors, numbers and None, in the order of the parameters that are not in `constants`. fp_fusion: whether a
@@ -122,18 +122,20 @@ def launch(
         observe(Variant.of(kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion, **extra))
     far = FAR_FORMS and any(isinstance(arg, Tensor) and arg.untyped_storage().nbytes() >= _FAR for arg in args)
     with device_context(device):
-        form = compiled.form_of(kernel, args, constants, index or 0, far, num_warps, num_stages, fp_fusion, **extra)
-        found = compiled.find(form)
-        if found is not None:
+        key = launch_cache.launch_key(
+            kernel, args, constants, index or 0, far, num_warps, num_stages, fp_fusion, **extra
+        )
+        cached = launch_cache.find_launch(key)
+        if cached is not None:
             x, y, z = (*grid, 1, 1)[:3]
-            found.launch((x, y, z), index or 0, args)
-            return found
-        given = args
+            cached.launch((x, y, z), index or 0, args)
+            return cached
+        passed = args
         if far:
-            given = [StandIn(arg.dtype, arg.data_ptr(), far=True) if isinstance(arg, Tensor) else arg for arg in args]
+            passed = [StandIn(arg.dtype, arg.data_ptr(), far=True) if isinstance(arg, Tensor) else arg for arg in args]
         extra |= launch_options(constants)
-        built = kernel[grid](*given, **constants, **options(num_warps, num_stages, fp_fusion=fp_fusion, **extra))
-        return compiled.remember(form, built, constants)
+        built = kernel[grid](*passed, **constants, **options(num_warps, num_stages, fp_fusion=fp_fusion, **extra))
+        return launch_cache.store_launch(key, built, constants)
 
 
 class Launch:
@@ -149,7 +151,7 @@ class Launch:
     def __init__(self, kernel: Kernel, constants: Constants, numbers: tuple[float, ...], warps: int = 4) -> None:
         """numbers: all arguments between the pointers and the constants. warps: of a program."""
         self.kernel, self.constants, self.numbers, self.warps = kernel, constants, numbers, warps
-        self._compiled: Compiled | None = None
+        self._compiled: CachedLaunch | None = None
         self._index, self._tail = 0, numbers
 
     def __call__(self, programs: int, pointers: Sequence[Any]) -> None:
@@ -157,21 +159,21 @@ class Launch:
         if INTERPRETED and programs and not _observers:
             self.kernel[(programs,)](*pointers, *self.numbers, **self.constants)
             return
-        found, kernel, index = self._compiled, self.kernel, self._index
+        cached, kernel, index = self._compiled, self.kernel, self._index
         if (
-            found is None
+            cached is None
             or not programs
-            or found.home is not kernel.device_caches.get(index)
+            or cached.home is not kernel.device_caches.get(index)
             or _observers
-            or compiled.hooked(kernel)
+            or launch_cache.hooked(kernel)
             or torch.compiler.is_dynamo_compiling()
             or (_devices() > 1 and driver.active.get_current_device() != index)
         ):
-            self._by_form(programs, pointers)
+            self._launch_and_cache(programs, pointers)
             return
-        call, head, middle, together, *_ = found
+        call, head, middle, together, *_ = cached
         stream = driver.active.get_current_stream(index)
-        # inlined `Compiled.launch`, which saves a call
+        # inlined `CachedLaunch.launch`, which saves a call
         if together:
             call(*head, programs, 1, 1, stream, *middle, (*pointers, *self._tail))
         else:
@@ -181,13 +183,13 @@ class Launch:
         """Launch with pointers of any dtypes."""
         launch(self.kernel, (programs,), (*pointers, *self.numbers), self.constants, num_warps=self.warps)
 
-    def _by_form(self, programs: int, pointers: Sequence[Any]) -> None:
+    def _launch_and_cache(self, programs: int, pointers: Sequence[Any]) -> None:
         """Launch, and cache the compiled form, unless the next launch may need the far form."""
         args = (*pointers, *self.numbers)
-        found = launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps)
-        if found is not None and not FAR_FORMS:
-            self._index, self._compiled = pointers[0].device.index or 0, found
-            self._tail = (*self.numbers, *found.tail)
+        cached = launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps)
+        if cached is not None and not FAR_FORMS:
+            self._index, self._compiled = pointers[0].device.index or 0, cached
+            self._tail = (*self.numbers, *cached.tail)
 
 
 def require_driven(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.launching.kernels_dependent import take_over
+from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import angles_of, rotate, round_to, scale_of_byte
 
@@ -53,7 +53,7 @@ def quantize_output_kernel(
     ALIGNED: bytes that divide the address of every row of O. LARGEST, FLOOR: the largest code, and the smallest maximum
     of a group, by the bits of their values in fp32.
     """
-    take_over(PDL)
+    wait_then_launch_dependents(PDL)
     nope: tl.constexpr = DIM - ROPE
     groups: tl.constexpr = DIM // GROUP
     parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H) * groups
@@ -161,7 +161,7 @@ def project_codes_kernel(
     multiples of 16 bytes. NATIVE: codes are multiplied as fp8, and otherwise as DT. SWAPPED: weights are the left
     operand, for tiles of few tokens. OUT_ALIGNED: bytes that divide the address of every row of OUT.
     """
-    take_over(PDL)
+    wait_then_launch_dependents(PDL)
     rank_tiles: tl.constexpr = triton.cdiv(RANK, BLOCK_N)
     token_tiles = tl.cdiv(tokens, BLOCK_M)
     tile = tl.program_id(0) // rank_tiles

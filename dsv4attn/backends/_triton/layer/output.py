@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.dependent import overlaps
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
 from dsv4attn.backends._triton.support import FP8_UNITS
@@ -258,7 +258,7 @@ def _quantise_constants(
         "FNUZ": fp8_format is Fp8Format.FNUZ,
         "LARGEST": _bits(fp8_format.max),
         "FLOOR": _bits(AMAX_FLOOR),
-        "PDL": overlaps(arch) and not INTERPRETED,
+        "PDL": uses_pdl(arch) and not INTERPRETED,
     }
 
 
@@ -279,7 +279,7 @@ def _project_constants(
         # interpreted, fp16 is summed in fp16
         "DT": tl.float32 if INTERPRETED else tl.float16,
         "EXACT_CASTS": not INTERPRETED,
-        "PDL": overlaps(arch) and not INTERPRETED,
+        "PDL": uses_pdl(arch) and not INTERPRETED,
     }
 
 

@@ -76,7 +76,7 @@ def test_each_tile_has_a_program_to_itself(tokens: int, heads: int, width: int, 
 
 def test_an_architecture_s_numbers_hold_for_small_decodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one.pdl for one in (HOPPER, *HOPPER.small)} == {False}
-    monkeypatch.setattr(tuning, "overlaps", lambda arch: arch == "sm_90")
+    monkeypatch.setattr(tuning, "uses_pdl", lambda arch: arch == "sm_90")
     on, elsewhere = HOPPER.on("sm_90"), HOPPER.on("sm_80")
 
     assert [(one.pdl, one.converts) for one in (on, *on.small)] == [(True, True)] * 4

@@ -21,7 +21,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4attn.backends._triton.launching.compiled import Constants
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.cache.selected_keys import PageTable
 from dsv4attn.core.torch_ops import index_ops as definition

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from dsv4attn.backends import _triton, sm120, xpu
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import options as options_of
-from dsv4attn.backends._triton.launching import compiled, runtime
+from dsv4attn.backends._triton.launching import launch_cache, runtime
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch, launch, observed
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.launching.fake_drivers import FakeDriver, cpu_args, rows_of
@@ -234,7 +234,7 @@ def slow() -> list[str]:
                 continue
             module = importlib.import_module(info.name)
             kernels = [one for one in vars(module).values() if isinstance(one, JITFunction) and one.do_not_specialize]
-            found += [kernel.fn.__name__ for kernel in kernels if compiled._entry(kernel) is None]
+            found += [kernel.fn.__name__ for kernel in kernels if launch_cache._entry(kernel) is None]
     return found
 
 
@@ -259,8 +259,8 @@ def launchers() -> dict[str, Any]:
             one.launch = lambda *args, passed=passed: passed.append(args)
             built: Any = SimpleNamespace(run=one, function=object(), packed_metadata=object())
             args = [object() for _ in range(5)]
-            call, head, middle, together = compiled._driver_call(built, len(args) + 2)
-            ours = compiled.Compiled(call, head, middle, together, (8, 9), None, built)
+            call, head, middle, together = launch_cache._driver_call(built, len(args) + 2)
+            ours = launch_cache.CachedLaunch(call, head, middle, together, (8, 9), None, built)
             name = " ".join([launcher.__name__, *changed])
             if call is not one:
                 ours.launch((2, 3, 4), 0, args)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4attn.backends._triton.launching import compiled
+from dsv4attn.backends._triton.launching import launch_cache
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants
 from tests.backends._triton.launching.fake_drivers import cpu_args, rows_of
 from tests.backends._triton.launching.kernels_small import rows
@@ -148,8 +148,8 @@ def test_every_kernel_of_a_room_can_be_launched_again(facts: dict[str, Any]) -> 
 
 
 def test_equal_numbers_of_different_types_are_different_forms() -> None:
-    assert compiled._typed({"A": 1}) != compiled._typed({"A": True}) != compiled._typed({"A": 1.0})
-    assert compiled._typed({"A": 1}) == compiled._typed({"A": 1})
+    assert launch_cache._typed({"A": 1}) != launch_cache._typed({"A": True}) != launch_cache._typed({"A": 1.0})
+    assert launch_cache._typed({"A": 1}) == launch_cache._typed({"A": 1})
 
 
 def test_constants_are_equal_to_themselves_alone() -> None:
@@ -163,7 +163,7 @@ def test_constants_are_equal_to_themselves_alone() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are not interpreted here")
 def test_an_interpreted_kernel_has_no_form() -> None:
-    assert compiled.form_of(rows, cpu_args(), CONSTANTS, 0) is None
+    assert launch_cache.launch_key(rows, cpu_args(), CONSTANTS, 0) is None
 
 
 @pytest.mark.device
@@ -176,7 +176,7 @@ def test_both_roads_write_the_same_on_this_device(monkeypatch: pytest.MonkeyPatc
     idx, outs = torch.tensor([3, 1], dtype=torch.int32, device=device), [torch.zeros_like(x) for _ in range(3)]
     for i, out in enumerate(outs):
         if i == 2:
-            monkeypatch.setattr(compiled, "find", lambda _: None)
+            monkeypatch.setattr(launch_cache, "find_launch", lambda _: None)
         launch(rows, (2,), [x, idx, None, out, 64, 64, 1.0], CONSTANTS)
 
     assert outs[0].any()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4attn.backends._triton.launching import dependent
-from dsv4attn.backends._triton.launching.dependent import launch_options, overlaps
+from dsv4attn.backends._triton.launching import pdl
+from dsv4attn.backends._triton.launching.pdl import launch_options, uses_pdl
 from tests.backends._triton.compiling.gates import ROOT
 
 
@@ -50,7 +50,7 @@ def test_no_kernel_does_where_that_was_not_measured(told: Any) -> None:
 
     assert off
     assert not any(form["waits"] or form["lets"] or form["option"] for form in off)
-    assert not any(map(overlaps, ("cpu", "sm_80", "sm_120", "gfx942", "xpu")))
+    assert not any(map(uses_pdl, ("cpu", "sm_80", "sm_120", "gfx942", "xpu")))
 
 
 @pytest.mark.parametrize(("driver", "said"), [(12020, False), (12030, True), (13000, True)])
@@ -59,11 +59,11 @@ def test_no_kernel_does_where_graphs_cannot_capture_it(
 ) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    dependent._driver.cache_clear()
+    pdl._driver.cache_clear()
     try:
-        assert overlaps("sm_90") == said
+        assert uses_pdl("sm_90") == said
     finally:
-        dependent._driver.cache_clear()
+        pdl._driver.cache_clear()
 
 
 def test_the_launch_option_follows_from_the_constant() -> None:

@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a kernel is launched while the kernel before it in the stream still ends.
 
-Kernels with constant PDL are launched so, and do what `kernels_dependent` says.
+Kernels with constant PDL are launched so, and do what `kernels_pdl` says.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-__all__ = ["launch_options", "overlaps"]
+__all__ = ["launch_options", "uses_pdl"]
 
 _MEASURED = frozenset({"sm_90"})
 """CUDA has it from sm_90 on. Elsewhere it was not measured."""
@@ -19,7 +19,7 @@ _CAPTURED = 12030
 """The first driver that captures such launches in graphs: CUDA 12.3."""
 
 
-def overlaps(arch: str) -> bool:
+def uses_pdl(arch: str) -> bool:
     """Whether kernels for an architecture have PDL set: not if the driver here is too old."""
     return arch in _MEASURED and _driver() >= _CAPTURED
 

@@ -15,14 +15,14 @@ import triton.language as tl
 
 
 @triton.jit
-def wait_for_earlier(PDL: tl.constexpr):
+def wait_prior_grid(PDL: tl.constexpr):
     """Wait until the kernels before this one have ended; nothing if not PDL. First in a kernel."""
     if PDL:
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def let_next_begin(PDL: tl.constexpr):
+def launch_dependents(PDL: tl.constexpr):
     """Let the next kernel be launched once all programs have called this or ended; nothing if not PDL.
 
     Its programs go where there is room. So a kernel whose programs end at different times calls this late: otherwise
@@ -34,7 +34,7 @@ def let_next_begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def take_over(PDL: tl.constexpr):
+def wait_then_launch_dependents(PDL: tl.constexpr):
     """Wait for the kernels before this one, then let the next one begin: first in a short kernel."""
-    wait_for_earlier(PDL)
-    let_next_begin(PDL)
+    wait_prior_grid(PDL)
+    launch_dependents(PDL)

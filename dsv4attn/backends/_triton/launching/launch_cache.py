@@ -20,13 +20,13 @@ from triton.runtime.driver import driver
 
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 
-__all__ = ["WIDE", "Compiled", "Constants", "Form", "find", "form_of", "hooked", "remember"]
+__all__ = ["WIDE", "CachedLaunch", "Constants", "LaunchKey", "find_launch", "hooked", "launch_key", "store_launch"]
 
 WIDE = 16
 """Bytes of the widest access. A pointer that is aligned to them compiles to wider loads than one that is not."""
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Types of pointers in cache keys. Launches with other types, such as subclasses of Tensor, use Triton's launcher."""
-_MOST_FORMS = 1024
+_MAX_LAUNCHES = 1024
 """Cached forms of one kernel."""
 
 
@@ -38,7 +38,7 @@ class Constants(dict[str, Any]):
     __eq__, __ne__ = object.__eq__, object.__ne__
 
 
-class Compiled(NamedTuple):
+class CachedLaunch(NamedTuple):
     """A compiled form, and the arguments of its launches.
 
     call: the driver's function. head: its arguments before the grid. middle: its arguments between the stream and the
@@ -63,7 +63,7 @@ class Compiled(NamedTuple):
             self.call(*self.head, *grid, stream, *self.middle, *args, *self.tail)
 
 
-class _Kernel:
+class _KernelLaunches:
     """A kernel whose forms are determined by dtypes of pointers and by constants, and its cached forms.
 
     count: arguments that are not constants. pointers: how many of them are pointers, which come first. aligned: indices
@@ -72,19 +72,19 @@ class _Kernel:
 
     def __init__(self, kernel: Kernel, count: int, pointers: int, aligned: Sequence[int]) -> None:
         self.kernel, self.count, self.pointers, self.aligned = kernel, count, pointers, aligned
-        self.forms: dict[tuple[Any, ...], Compiled] = {}
+        self.launches: dict[tuple[Any, ...], CachedLaunch] = {}
 
 
-Form: TypeAlias = tuple[_Kernel, int, tuple[Any, ...]]
+LaunchKey: TypeAlias = tuple[_KernelLaunches, int, tuple[Any, ...]]
 """The cache key of a launch: its kernel, the number of its device, and the key of its form."""
 
-_kernels: dict[int, _Kernel] = {}
+_kernels: dict[int, _KernelLaunches] = {}
 """Keyed by identity, since Triton's own hash of a kernel takes microseconds. An entry refers to its kernel."""
 
 
-def form_of(
+def launch_key(
     kernel: Kernel, args: Sequence[Any], constants: Mapping[str, Any], index: int, *options: object, **extra: object
-) -> Form | None:
+) -> LaunchKey | None:
     """The cache key of a launch on device `index`; None if the launch is not cached.
 
     args: in the order of the parameters that are not in `constants`. options, extra: of the compiler.
@@ -111,7 +111,7 @@ def _typed(items: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*items.items(), *map(type, items.values()))
 
 
-def _entry(kernel: Kernel) -> _Kernel | None:
+def _entry(kernel: Kernel) -> _KernelLaunches | None:
     """None if values of numbers compile other forms, or parameters are not pointers, numbers, constants, in order."""
     if not isinstance(kernel, triton.JITFunction):
         return None
@@ -130,39 +130,39 @@ def _entry(kernel: Kernel) -> _Kernel | None:
     if order != sorted(order):
         return None
     first = order.count(0)
-    entry = _kernels[id(kernel)] = _Kernel(kernel, first + order.count(1), first, aligned)
+    entry = _kernels[id(kernel)] = _KernelLaunches(kernel, first + order.count(1), first, aligned)
     return entry
 
 
-def find(form: Form | None) -> Compiled | None:
+def find_launch(key: LaunchKey | None) -> CachedLaunch | None:
     """The compiled form of a cache key on the active driver; None if Triton has to launch it."""
-    if form is None:
+    if key is None:
         return None
-    entry, index, key = form
-    compiled = entry.forms.get(key)
+    entry, index, variant_key = key
+    compiled = entry.launches.get(variant_key)
     if compiled is None or compiled.home is not entry.kernel.device_caches.get(index) or hooked(entry.kernel):
         return None
     return compiled
 
 
-def remember(form: Form | None, compiled: CompiledKernel, constants: Mapping[str, Any]) -> Compiled | None:
+def store_launch(key: LaunchKey | None, compiled: CompiledKernel, constants: Mapping[str, Any]) -> CachedLaunch | None:
     """Cache a kernel that Triton has compiled and launched; None if only Triton can launch it."""
-    if form is None or not _is_supported(compiled) or hooked(form[0].kernel):
+    if key is None or not _is_supported(compiled) or hooked(key[0].kernel):
         return None
-    entry, index, key = form
+    entry, index, variant_key = key
     kernel = entry.kernel
     tail = tuple(constants[name] for name in kernel.arg_names[entry.count :])
-    if len(entry.forms) >= _MOST_FORMS:
-        entry.forms.clear()
+    if len(entry.launches) >= _MAX_LAUNCHES:
+        entry.launches.clear()
     passed = _driver_call(compiled, len(kernel.arg_names))
-    found = entry.forms[key] = Compiled(*passed, tail, kernel.device_caches[index], compiled)
-    return found
+    cached = entry.launches[variant_key] = CachedLaunch(*passed, tail, kernel.device_caches[index], compiled)
+    return cached
 
 
 def _driver_call(
     compiled: CompiledKernel, count: int
 ) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:
-    """`call`, `head`, `middle` and `together` of `Compiled`, for a kernel of `count` arguments.
+    """`call`, `head`, `middle` and `together` of `CachedLaunch`, for a kernel of `count` arguments.
 
     A copy of Triton's launcher is called with marks in the place of grid, stream and arguments, and with a function
     that records instead of the driver's. A launcher that reads a mark, say to allocate memory for each program, fails.
