@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from attrs import evolve, fields
+from tests.core.whole import Whole
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.backend import LayerOps
-from tests.core.whole import Whole
 
 
 def test_one_op_is_brought_by_one_field_and_no_other_differs() -> None:

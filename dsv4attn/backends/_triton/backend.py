@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import projection
-from dsv4attn.backends._triton.attention import attend, ranks
+from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton.attention import ranks
 from dsv4attn.backends._triton.cache import fill, gather, insert
 from dsv4attn.backends._triton.cache.records import row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant
@@ -99,21 +100,21 @@ class TritonBackend(BackendDefaults):
         """Splits of each row: a function of shapes, and of a row's own width alone when deterministic."""
         if not self.deterministic:
             tuning = self.tuning_of(phase, layer, tokens, width)
-            return attend.splits_of(tokens, layer.num_heads, width, tuning, multiprocessors())
+            return attention_launch.splits_of(tokens, layer.num_heads, width, tuning, multiprocessors())
         tiles = -(-width // self.tuning.keys) + 1
         return -(-tiles // self.tuning.run) if phase is Phase.DECODE else 1
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """Splits of the rows, where several programs share one."""
         splits, always = self._splits(phase, layer, tokens, width), self.deterministic and phase is Phase.DECODE
-        return attend.scratch(tokens, layer, splits, always=always)
+        return attention_launch.scratch(tokens, layer, splits, always=always)
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
         """Rows are split only if they do not fill the device, so splits are at most the device's programs."""
         if self.deterministic:
             parts = self._splits(phase, layer, max_tokens, max_width)
-            return attend.scratch_bound(layer, max_tokens * parts if phase is Phase.DECODE else 0)
-        return attend.scratch_bound(layer, multiprocessors())
+            return attention_launch.scratch_bound(layer, max_tokens * parts if phase is Phase.DECODE else 0)
+        return attention_launch.scratch_bound(layer, multiprocessors())
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
         """Zero: kernels write to given memory."""
@@ -136,10 +137,10 @@ class TritonBackend(BackendDefaults):
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.BackendDefaults`. One kernel for both phases; it takes gathered rows too."""
-        width = sum(rows.width for rows in attend.index_rows(call.keys))
+        width = sum(rows.width for rows in attention_launch.index_rows(call.keys))
         tuning = self.tuning_of(phase, call.layer, call.q.shape[0], width) if call.scratch else self.tuning.of(phase)
         fixed = self.deterministic and phase is Phase.DECODE
-        return attend.prepare(call, tuning, tiles_per_split=tuning.run if fixed else 0)
+        return attention_launch.prepare(call, tuning, tiles_per_split=tuning.run if fixed else 0)
 
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
@@ -211,7 +212,7 @@ class TritonBackend(BackendDefaults):
     ) -> Iterator[Variant]:
         """Forms for keys in the workspace, where all views begin at multiples of 16 bytes. decode: also of decode."""
         rows = KVCacheLayout.rows(bounds.swa.nope_dim, bounds.swa.rope_dim, dtype=bounds.swa.row_dtype)
-        segment = attend.Segment.of(rows, aligned=rows.data_bytes % 16 == 0)
+        segment = attention_launch.Segment.of(rows, aligned=rows.data_bytes % 16 == 0)
         yield from self._variants_over(bounds, layer, tuning, (segment,), decode=decode)
 
     def _paged_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
@@ -224,26 +225,26 @@ class TritonBackend(BackendDefaults):
         bounds: WarmupSpec,
         layer: LayerGeometry,
         tuning: Tuning,
-        segments: tuple[attend.Segment, ...],
+        segments: tuple[attention_launch.Segment, ...],
         *,
         decode: bool = True,
     ) -> Iterator[Variant]:
         dims, itemsize = (layer.num_heads, layer.nope_dim, layer.rope_dim), bounds.q_dtype.itemsize
         for rows in row_alignments(layer.head_dim, bounds.q_dtype, aligned=bounds.aligned_rows):
             one = max(rows // itemsize, 1)
-            shape = attend.Shape(*dims, segments, bounds.q_dtype, one, self._ragged)
+            shape = attention_launch.Shape(*dims, segments, bounds.q_dtype, one, self._ragged)
             for numbers in dict.fromkeys(map(tuning.of, Phase)):
-                yield from attend.variants(shape, numbers, sinks=bounds.with_sink, lses=bounds.with_lse)
+                yield from attention_launch.variants(shape, numbers, sinks=bounds.with_sink, lses=bounds.with_lse)
             for numbers in tuning.small if decode and not self.deterministic else ():
                 given = {"sinks": bounds.with_sink, "lses": bounds.with_lse, "splits": (True,)}
-                yield from attend.variants(shape, numbers, **given)
+                yield from attention_launch.variants(shape, numbers, **given)
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         """See `contract.BackendDefaults`."""
         return warm(self.kernel_variants(bounds, DeviceFacts.here(device)), device, name=self.name)
 
 
-def _possible_segments(layout: KVCacheLayout, *, aligned: bool) -> tuple[attend.Segment, ...]:
+def _possible_segments(layout: KVCacheLayout, *, aligned: bool) -> tuple[attention_launch.Segment, ...]:
     """What a cache can compile to. aligned: whether it is promised to begin at multiples of 16 bytes."""
     possible = (True,) if aligned and (layout.is_quantised or layout.data_bytes % 16 == 0) else (True, False)
-    return tuple(dict.fromkeys(attend.Segment.of(layout, aligned=each) for each in possible))
+    return tuple(dict.fromkeys(attention_launch.Segment.of(layout, aligned=each) for each in possible))

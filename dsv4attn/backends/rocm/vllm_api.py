@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.arguments import FLOATS, as_rows, layer_of
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.index_ops.ragged import build_ragged_indices_from_dense
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.vllm_api_ragged import INT, INT32_MAX, check_at_least, check_indptr, new_rows
@@ -155,7 +155,7 @@ def _attend(
         specs = backend.scratch(phase, layer, q.shape[0], width)
         scratch = workspace.get_simultaneous(*specs, lane=phase.value, caller=f"rocm_sparse_attn_{phase.value}")
     call = AttentionCall(layer, q, keys, sink, out, None, scratch)
-    return attend.attend(call, tuning, angles=angles)
+    return attention_launch.attend(call, tuning, angles=angles)
 
 
 def _width_of(rows: DenseIndices | RaggedIndices) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsv4attn.backends._triton.support import support, support_step
-from dsv4attn.backends.sm120.choice import notes
+from dsv4attn.backends.sm120.explain_notes import notes
 from dsv4attn.core.contract.backend import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 

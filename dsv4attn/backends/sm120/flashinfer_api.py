@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.arguments import check_optional, layer_of
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends.sm120.flashinfer_memory import WrapperMemory, device_of
 from dsv4attn.backends.sm120.launch import Sm120Backend
@@ -159,12 +159,12 @@ class SparseMLASm120Wrapper:
         layer = layer_of(heads, _D, _ROPE, float(sm_scale))
         tuning = _backend().tuning
         width = sum(rows.indices.shape[1] for rows in segments)
-        splits = attend.splits_of(tokens, heads, width, tuning, multiprocessors())
+        splits = attention_launch.splits_of(tokens, heads, width, tuning, multiprocessors())
         splits = splits if tokens <= _MOST_SPLIT_TOKENS else 1
         lens = None if all(rows.lens is not None for rows in segments) else self._own(q).lens(tokens)
         parts = self._parts(q, splits, mid_out, mid_lse)
         keys = [PagedKeys(rows.cache, DenseIndices(rows.indices, _lens_of(rows, lens))) for rows in segments]
-        attend.attend(AttentionCall(layer, q, keys, attn_sink, out, lse, parts), tuning)
+        attention_launch.attend(AttentionCall(layer, q, keys, attn_sink, out, lse, parts), tuning)
         if lse is not None:
             _to_base_two(lse, attn_sink, lse_scale)
         return lse if return_lse else None
@@ -215,7 +215,7 @@ class SparseMLASm120Wrapper:
             raise ArgumentError(missing, expected="both mid_out and mid_lse, or neither", actual=None)
         if splits < 2:
             return []
-        return self._own(q).parts(attend.scratch(tokens, layer_of(heads, dim, _ROPE, 1.0), splits))
+        return self._own(q).parts(attention_launch.scratch(tokens, layer_of(heads, dim, _ROPE, 1.0), splits))
 
 
 def _lens_of(rows: _Rows, lens: Tensor | None) -> Tensor:

@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.sm120 import flashinfer
-from dsv4attn.backends.sm120.choice import ARCHS
+from dsv4attn.backends.sm120.explain_notes import ARCHS
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.flashinfer_launches import variants
 from dsv4attn.backends.sm120.probe import HEADS
@@ -143,7 +143,7 @@ class Sm120Backend(TritonBackend):
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.BackendDefaults`. By FlashInfer if it serves the call."""
         vendor, layer, tokens = self.vendor, call.layer, call.q.shape[0]
-        columns = [rows.width for rows in attend.index_rows(call.keys)]
+        columns = [rows.width for rows in attention_launch.index_rows(call.keys)]
         if isinstance(vendor, Reason) or self.reasons(phase, layer, tokens, _window_of(layer, sum(columns))):
             return super().prepare(phase, call)
         served = not self.reasons(phase, layer, tokens, columns[0])

@@ -1,6 +1,6 @@
 """The kernel for keys in fp8 pages: four roles of a block, four warps each, work on tiles of 64 keys at the same time.
 
-`fetch` copies records to shared memory, and `decode` turns them into tiles, in one of two stages: `kernels_produce`.
+`fetch` copies records to shared memory, and `decode` turns them into tiles, in one of two stages: `kernels_load_v4`.
 On V4.1's records one role of eight warps does both, `produce_coded`. `scores` multiplies q with a tile, computes each
 row's softmax, and accumulates the first 128 columns of the output. `values` accumulates the other 384, with the weights
 and the factors that `scores` writes to shared memory. Blocks are as many as the device has multiprocessors, and each
@@ -49,8 +49,8 @@ from dsv4attn.backends.sm90.kernels_common import (
     store_sink,
     write_part,
 )
-from dsv4attn.backends.sm90.kernels_produce import FETCHING, RAW_S, allocate_codes, allocate_fetched, decode, fetch
-from dsv4attn.backends.sm90.kernels_produce_v41 import RAW_NIBBLES_S, produce_coded
+from dsv4attn.backends.sm90.kernels_load_v4 import FETCHING, RAW_S, allocate_codes, allocate_fetched, decode, fetch
+from dsv4attn.backends.sm90.kernels_load_v41 import RAW_NIBBLES_S, produce_coded
 from dsv4attn.backends.sm90.kernels_schedule import (
     FP8_PAGES,
     NIBBLE_PAGES,

@@ -3,7 +3,7 @@
 All rows of a call form one line of tiles, and the line is cut into as many chunks as there are programs. A tile is 64
 keys of one segment; a row has the tiles of its window, then those of its compressed segment. A row without keys takes
 the place of one tile, so that one program writes it. A row in more than one chunk is split: each of its programs
-writes a part, and `kernels_parts` combines the parts. A program has at most two parts: of a row that began before its
+writes a part, and `kernels_combine` combines the parts. A program has at most two parts: of a row that began before its
 chunk, and of a row that continues behind it. A kernel that attends tiles in pairs has whole pairs on the line.
 
 Where rows differ, each takes some tiles more on the line, for the work that a program does once for a row. Where they

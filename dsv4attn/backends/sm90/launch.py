@@ -11,19 +11,30 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention import attend
-from dsv4attn.backends._triton.attention.attend import divider
+from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm90 import index, ops, streams, tiles
-from dsv4attn.backends.sm90.choice import MOST_HEADS
-from dsv4attn.backends.sm90.kernels_parts import combine_parts
+from dsv4attn.backends.sm90 import hyper_connections, index_logits, ops, small_decode
+from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
+from dsv4attn.backends.sm90.kernels_combine import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
-from dsv4attn.backends.sm90.tuning import CODED, PAGED, RAW, ROADS, ROWED, TUNING, Roles, Tiles, is_small, tiles_of
+from dsv4attn.backends.sm90.tuning import (
+    BF16_ROWS_ROLES,
+    PREFILL_COST_MODEL,
+    RAW_Q_ROLES,
+    TUNING,
+    V4_PAGES_ROLES,
+    V41_PAGES_ROLES,
+    TileSizes,
+    WarpRoles,
+    is_small,
+    tile_sizes_of,
+)
 from dsv4attn.core.attention.checks import check_attention_strides
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
@@ -45,11 +56,11 @@ from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError
 
 if INTERPRETED:
-    from dsv4attn.backends.sm90.kernels_twin import attention
+    from dsv4attn.backends.sm90.kernels_interpreted import attention
 else:
     from dsv4attn.backends.sm90.kernels import attention
 
-__all__ = ["PAGES", "ROWS", "Kind", "Sm90Backend", "variants"]
+__all__ = ["PAGES", "ROWS", "KeyFormat", "Sm90Backend", "variants"]
 
 HEADS, DIM = 64, 512
 """Heads of a block, and dims of a key."""
@@ -61,7 +72,7 @@ LINE = 1024
 """Rows of a call that a program reads together when it computes its chunk."""
 
 
-class Kind(NamedTuple):
+class KeyFormat(NamedTuple):
     """What a Gluon kernel reads: a number of `kernels_schedule`, and whether scales are behind each record's data."""
 
     number: int
@@ -73,18 +84,19 @@ class Kind(NamedTuple):
         return self.number != int(BF16_ROWS.value)
 
 
-PAGES, ROWS = Kind(FP8_PAGES.value), Kind(BF16_ROWS.value)
+PAGES, ROWS = KeyFormat(FP8_PAGES.value), KeyFormat(BF16_ROWS.value)
 
 
 class Sm90Backend(TritonBackend):
     """Attention on pages in decode, and in prefill on pages or on bf16 rows that core gathers.
 
     prefill: "paged" gathers nothing, and takes no workspace for keys; "gathered" copies a chunk's keys to rows first;
-    "auto" takes the memory of "gathered", and of both what is faster for a chunk, see `tuning.Roads`.
+    "auto" takes the memory of "gathered", and of both what is faster for a chunk, see `tuning.PrefillCostModel`.
     tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
     Gluon kernels split rows at places that depend on the batch. projection: see `TritonBackend`.
-    small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_tiles` on V4's records, see
-    `tuning.tiles_of`, and on others the shared kernel, see `tuning.is_small`; "shared": that on all; "gluon": neither.
+    small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_small_decode` on V4's
+    records, see `tuning.tile_sizes_of`, and on others the shared kernel, see `tuning.is_small`; "shared": the shared
+    kernel on all; "gluon": neither.
     """
 
     name = "sm90"
@@ -124,14 +136,14 @@ class Sm90Backend(TritonBackend):
 
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
         """See `contract.BackendDefaults`."""
-        return self._chooses and (not self._may_serve(layer) or ROADS.prefers_pages(layer, requests, rows))
+        return self._chooses and (not self._may_serve(layer) or PREFILL_COST_MODEL.prefers_pages(layer, requests, rows))
 
     def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
         """See `contract.BackendDefaults`: where the Gluon kernel serves gathered rows."""
         dtypes = q.dtype == row_dtype == torch.bfloat16
         if not self._may_serve(layer) or layer.rope_dim != ROTATED or not dtypes or not _is_wide(q):
             return False
-        return not (self._chooses and chunks) or ROADS.prefers_raw_q(layer, chunks)
+        return not (self._chooses and chunks) or PREFILL_COST_MODEL.prefers_raw_q(layer, chunks)
 
     def _may_leave_raw(self, bounds: WarmupSpec, layer: LayerGeometry) -> bool:
         """Whether some calls within bounds take raw q."""
@@ -141,7 +153,7 @@ class Sm90Backend(TritonBackend):
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """Two parts of each program, their lse and largest logits, and which programs share each row.
 
-        The splits of the shared kernel, and the tiles of `kernels_tiles`, fit into the same memory.
+        The splits of the shared kernel, and the tiles of `kernels_small_decode`, fit into the same memory.
         """
         if not self._may_serve(layer):
             return super().scratch(phase, layer, tokens, width)
@@ -164,8 +176,8 @@ class Sm90Backend(TritonBackend):
         if not call.scratch or not self._may_serve(call.layer):
             return super().prepare(phase, call)
         check_attention_strides(call)
-        widths = tuple(rows.width for rows in attend.index_rows(call.keys))
-        kind_and_numbers, (tokens, heads, _) = _kind_and_numbers(call), call.q.shape
+        widths = tuple(rows.width for rows in attention_launch.index_rows(call.keys))
+        kind_and_numbers, (tokens, heads, _) = _key_format_and_numbers(call), call.q.shape
         if kind_and_numbers is None and call.raw_q is not None:
             expected, hint = "None for this call", "ask takes_raw_q, and prepare q where it says no"
             raise ArgumentError("raw_q", expected=expected, actual="a RawQuery", hint=hint)
@@ -173,36 +185,36 @@ class Sm90Backend(TritonBackend):
             kind, numbers = kind_and_numbers
             may = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
             if may and (few := self._few(kind, call)):
-                return tiles.prepare(call, numbers, few)
+                return small_decode.prepare(call, numbers, few)
             if not (may and self._leaves(kind) and is_small(tokens, heads, sum(widths), multiprocessors())):
                 return _prepare(call, kind, numbers)
         # the splits of the shared kernel, in the same memory
         splits = self._splits(phase, call.layer, tokens, sum(widths))
-        shapes = [shape for shape, _ in attend.scratch(tokens, call.layer, splits)]
+        shapes = [shape for shape, _ in attention_launch.scratch(tokens, call.layer, splits)]
         pairs = zip(call.scratch, shapes, strict=False)
         parts = [memory.view(-1)[: prod(shape)].view(*shape) for memory, shape in pairs]
         return super().prepare(phase, evolve(call, scratch=parts))
 
     def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
-        """See `contract.BackendDefaults`: where `kernels_tiles` serves a call whose index tensors have no gaps."""
-        if not call.scratch or not self._may_serve(call.layer) or not tiles.reads(call, entries):
+        """See `contract.BackendDefaults`. For calls of `kernels_small_decode` whose index tensors have no gaps."""
+        if not call.scratch or not self._may_serve(call.layer) or not small_decode.reads(call, entries):
             return None
         check_attention_strides(call)
-        direct = tiles.with_entries(call, entries)
-        kind, numbers = _kind_and_numbers(direct) or (ROWS, ())
-        return tiles.prepare(direct, numbers, few, entries) if (few := self._few(kind, direct)) else None
+        direct = small_decode.with_entries(call, entries)
+        kind, numbers = _key_format_and_numbers(direct) or (ROWS, ())
+        return small_decode.prepare(direct, numbers, few, entries) if (few := self._few(kind, direct)) else None
 
-    def _few(self, kind: Kind, call: AttentionCall) -> Tiles | None:
-        """Sizes of the programs of `kernels_tiles`, if it serves a decode on keys of this kind."""
+    def _few(self, kind: KeyFormat, call: AttentionCall) -> TileSizes | None:
+        """Sizes of the programs of `kernels_small_decode`, if it serves a decode on keys of this kind."""
         tokens, heads, _ = call.q.shape
-        widths = tuple(rows.width for rows in attend.index_rows(call.keys))
-        return tiles_of(tokens, heads, widths, _programs(heads)) if tokens and self._tiles(kind) else None
+        widths = tuple(rows.width for rows in attention_launch.index_rows(call.keys))
+        return tile_sizes_of(tokens, heads, widths, _programs(heads)) if tokens and self._tiles(kind) else None
 
-    def _tiles(self, kind: Kind) -> bool:
-        """Whether `kernels_tiles` may serve decodes on keys of this kind."""
+    def _tiles(self, kind: KeyFormat) -> bool:
+        """Whether `kernels_small_decode` may serve decodes on keys of this kind."""
         return self._small == "auto" and kind == PAGES
 
-    def _leaves(self, kind: Kind) -> bool:
+    def _leaves(self, kind: KeyFormat) -> bool:
         """Whether the shared kernel may serve decodes that the Gluon kernels could serve, on keys of this kind."""
         return self._small == "shared" or (self._small == "auto" and kind != PAGES)
 
@@ -214,9 +226,9 @@ class Sm90Backend(TritonBackend):
                 # of keys alone, where q of prefill stays raw
                 promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
                 yield from insert.variants(bounds.swa, 0, bounds.q_dtype, **promised, arch=device.arch)
-        if bounds.model is not None and not self.deterministic and index.may_serve(bounds):
-            yield from index.variants()
-        yield from streams.variants(bounds, device.arch)
+        if bounds.model is not None and not self.deterministic and index_logits.may_serve(bounds):
+            yield from index_logits.variants()
+        yield from hyper_connections.variants(bounds, device.arch)
 
     def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the Gluon kernels, and of the shared kernel for the calls that it may serve."""
@@ -228,7 +240,7 @@ class Sm90Backend(TritonBackend):
             sources.append(([rows], self._gathered_variants))
         may = self._may_serve(layer) and bounds.q_dtype == torch.bfloat16
         for read, shared in sources:
-            kind = _kind_of(read) if may else None
+            kind = _key_format(read) if may else None
             # of which of these keys the Gluon kernels serve all calls: all rows, all aligned records, no plain pages
             records = bounds.aligned and kind is not None and kind.is_paged and not self._leaves(kind)
             every = shared == self._gathered_variants or records
@@ -240,7 +252,7 @@ class Sm90Backend(TritonBackend):
                 given: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
                 yield from variants(len(read), kind, layer.num_heads, **given)
                 if self._tiles(kind):
-                    yield from tiles.variants(len(read), layer.num_heads, **given)
+                    yield from small_decode.variants(len(read), layer.num_heads, **given)
                 if shared == self._gathered_variants and self._may_leave_raw(bounds, layer):
                     yield from variants(len(read), kind, layer.num_heads, **given, raw=True)
 
@@ -251,24 +263,24 @@ def _programs(heads: int) -> int:
     return max(multiprocessors() // blocks, 1) * blocks
 
 
-def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
+def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int]) -> Run:
     """Launches of a Gluon kernel, which writes rows and parts of rows, and of the kernel that combines the parts."""
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
-    roles, raw = _roles(kind, raw=call.raw_q is not None), call.raw_q
-    segments = len(attend.index_rows(keys))
+    roles, raw = _warp_roles(kind, raw=call.raw_q is not None), call.raw_q
+    segments = len(attention_launch.index_rows(keys))
     short = _has_short(segments, kind) and tokens <= SHORT.value
     constants, combining, each = _constants(segments, kind, heads, raw=raw is not None, short=short)
     programs = _programs(heads)
     lines = min(tokens, programs // -(-heads // HEADS))
-    results = attend.result_strides(call)
+    results = attention_launch.result_strides(call)
     scale, empty_lse = call.layer.scale, call.empty_lse
     positions = table = None
     rotation: tuple[float, ...] = (0, 0, 0.0)
     if raw is not None:
         positions, table = raw.positions, raw.cos_sin_cache
         rotation = table.stride(0), table.shape[0], raw.eps
-    attention_launch = Launch(
+    launch_attention = Launch(
         attention, constants, (*q.stride()[:2], *results, *numbers, *rotation, tokens, roles.least, scale, empty_lse)
     )
     combine_numbers = *results, empty_lse, int(tokens > lines)
@@ -279,7 +291,7 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     part, part_powers = part.view(torch.float16), part.view(-1)[part.numel() // 2 :].view(torch.uint8)
     maxima = None if top is None else part_max
     gathered = keys.kv if isinstance(keys, GatheredKeys) else None
-    window_indices, window_lens, compressed_indices, compressed_lens = attend.index_tensors(keys)
+    window_indices, window_lens, compressed_indices, compressed_lens = attention_launch.index_tensors(keys)
 
     def run(tensors: AttentionTensors) -> None:
         q, out, lse, attn_sink, _, window_cache, compressed_cache = tensors
@@ -287,7 +299,7 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
         window = compressed = window_cache.tensor if gathered is None else gathered
         if segments > 1 and compressed_cache is not None:
             compressed = compressed_cache.tensor
-        attention_launch(
+        launch_attention(
             programs,
             (
                 q, out, lse, top, attn_sink, part, part_powers, part_lse, maxima, splits,
@@ -300,8 +312,8 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     return run
 
 
-def _kind_and_numbers(call: AttentionCall) -> tuple[Kind, Sequence[int]] | None:
-    """Kind of the keys, and numbers of both segments; None if the shared kernel serves the call."""
+def _key_format_and_numbers(call: AttentionCall) -> tuple[KeyFormat, Sequence[int]] | None:
+    """KeyFormat of the keys, and numbers of both segments; None if the shared kernel serves the call."""
     q, out, keys = call.q, call.out, call.keys
     if q.dtype != torch.bfloat16 or out.dtype != torch.bfloat16 or not (_is_wide(q) and _is_wide(out)):
         return None
@@ -310,27 +322,27 @@ def _kind_and_numbers(call: AttentionCall) -> tuple[Kind, Sequence[int]] | None:
     return _of_pages(keys) if all(isinstance(segment.rows, DenseIndices) for segment in keys) else None
 
 
-def _roles(kind: Kind, *, raw: bool = False) -> Roles:
+def _warp_roles(kind: KeyFormat, *, raw: bool = False) -> WarpRoles:
     """Numbers of the Gluon kernel for one kind of keys. raw: whether q is given before its norm and rotation."""
     if kind.is_paged:
-        return PAGED if kind == PAGES else CODED
-    return RAW if raw else ROWED
+        return V4_PAGES_ROLES if kind == PAGES else V41_PAGES_ROLES
+    return RAW_Q_ROLES if raw else BF16_ROWS_ROLES
 
 
-def _has_short(segments: int, kind: Kind) -> bool:
+def _has_short(segments: int, kind: KeyFormat) -> bool:
     """Whether calls of few tokens have a form of their own: of two segments on V4's pages, where it was measured."""
     return kind == PAGES and segments == 2
 
 
 @cache
 def _constants(
-    segments: int, kind: Kind, heads: int, *, raw: bool = False, short: bool = False
+    segments: int, kind: KeyFormat, heads: int, *, raw: bool = False, short: bool = False
 ) -> tuple[Constants, Constants, int]:
     """Constants of the Gluon kernel and of `combine_parts`, and programs of the latter for each line.
 
     short: whether there are at most SHORT tokens, where `_has_short`.
     """
-    roles = _roles(kind, raw=raw)
+    roles = _warp_roles(kind, raw=raw)
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads}
     chosen["BT"] = SHORT.value if short else LINE
     if not INTERPRETED:
@@ -342,10 +354,10 @@ def _constants(
 
 def _is_wide(tensor: Tensor) -> bool:
     """Whether a tensor and its rows begin at multiples of 16 bytes."""
-    return attend.wide_unit(tensor, *tensor.stride()[:-1]) > 1
+    return attention_launch.wide_unit(tensor, *tensor.stride()[:-1]) > 1
 
 
-def _kind_of(layouts: Sequence[KVCacheLayout]) -> Kind | None:
+def _key_format(layouts: Sequence[KVCacheLayout]) -> KeyFormat | None:
     """What is read of aligned caches of these layouts; None if the Gluon kernels do not read them."""
     if all(map(_is_record, layouts)):
         return PAGES
@@ -353,9 +365,9 @@ def _kind_of(layouts: Sequence[KVCacheLayout]) -> Kind | None:
     interleaved = first.arrangement is Arrangement.INTERLEAVED
     if _is_coded(first, "v41_fp8", 32) and all(other.arrangement is first.arrangement for other in others):
         if all(_is_coded(other, "v41_fp8", 32) for other in others):
-            return Kind(CODE_PAGES.value, interleaved)
+            return KeyFormat(CODE_PAGES.value, interleaved)
         if all(_is_coded(other, "v41_fp4", 16) for other in others):
-            return Kind(NIBBLE_PAGES.value, interleaved)
+            return KeyFormat(NIBBLE_PAGES.value, interleaved)
     rows = not first.is_quantised and first.dtype == torch.bfloat16 and first.head_dim == DIM and not others
     return ROWS if rows else None
 
@@ -371,10 +383,10 @@ def _is_coded(layout: KVCacheLayout, name: str, group: int) -> bool:
     return layout.name == name and dims == (DIM, 0, group) and layout.fp8_format is not Fp8Format.FNUZ
 
 
-def _of_pages(keys: Sequence[Any]) -> tuple[Kind, tuple[int, ...]] | None:
-    """`_kind_and_numbers` of keys on pages."""
+def _of_pages(keys: Sequence[Any]) -> tuple[KeyFormat, tuple[int, ...]] | None:
+    """`_key_format_and_numbers` of keys on pages."""
     caches = [segment.cache for segment in keys]
-    kind = _kind_of([cache.layout for cache in caches])
+    kind = _key_format([cache.layout for cache in caches])
     if kind is None or any(cache.tensor.data_ptr() % WIDE or cache.page_stride % WIDE for cache in caches):
         return None
     numbers: list[int] = []
@@ -388,31 +400,31 @@ def _of_pages(keys: Sequence[Any]) -> tuple[Kind, tuple[int, ...]] | None:
                 return None
         if pitch >= FARTHEST:
             return None
-        last_slot = min(cache.capacity, attend.MOST_SLOTS) - 1
+        last_slot = min(cache.capacity, attention_launch.MOST_SLOTS) - 1
         numbers += (indices.shape[1], indices.stride(0), size, *divider(size), pitch // WIDE, last_slot)
     return kind, tuple(numbers * (3 - len(keys)))
 
 
-def _of_rows(keys: GatheredKeys) -> tuple[Kind, tuple[int, ...]] | None:
-    """`_kind_and_numbers` of gathered rows."""
+def _of_rows(keys: GatheredKeys) -> tuple[KeyFormat, tuple[int, ...]] | None:
+    """`_key_format_and_numbers` of gathered rows."""
     kv, rows, pitch = keys.kv, keys.rows, keys.kv.stride(0) * 2
     if kv.dtype != torch.bfloat16 or not _is_wide(kv) or pitch >= FARTHEST or not isinstance(rows, DenseIndices):
         return None
-    last_slot = min(kv.shape[0], attend.MOST_SLOTS) - 1
+    last_slot = min(kv.shape[0], attention_launch.MOST_SLOTS) - 1
     numbers = rows.indices.shape[1], rows.indices.stride(0), 1, *divider(1), pitch // WIDE, last_slot
     return ROWS, numbers * 2
 
 
 def variants(
-    segments: int, kind: Kind, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool], raw: bool = False
+    segments: int, kind: KeyFormat, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool], raw: bool = False
 ) -> Iterator[Variant]:
     """Every form of these kernels that `forward_mqa` can ask for. raw: with q before its norm and rotation."""
     constants, combining, _ = _constants(segments, kind, heads, raw=raw)
     short = [_constants(segments, kind, heads, short=True)[0]] if _has_short(segments, kind) else []
     angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
-    for given in attend.call_types(torch.bfloat16, caches, sinks, lses):
+    for given in attention_launch.call_types(torch.bfloat16, caches, sinks, lses):
         types = given | {"part": "*fp16", "part_powers": "*u8", "part_lse": "*fp32"} | angles
         for own in (constants, *short):
             yield Variant.from_types(attention, types, own)
-        yield Variant.from_types(combine_parts, types, combining, num_warps=_roles(kind).warps)
+        yield Variant.from_types(combine_parts, types, combining, num_warps=_warp_roles(kind).warps)

@@ -1,4 +1,4 @@
-"""The layer ops on Hopper: each function of `index` and `streams` serves what it can, the shared kernels the rest."""
+"""The layer ops on Hopper: `index_logits` and `hyper_connections` serve what they can, the shared kernels the rest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.layer import index_logits, ops
-from dsv4attn.backends.sm90 import index, streams
+from dsv4attn.backends._triton.layer import index_logits as shared_index_logits
+from dsv4attn.backends._triton.layer import ops
+from dsv4attn.backends.sm90 import hyper_connections, index_logits
 from dsv4attn.core.contract.layer_ops import LayerOps
 
 __all__ = ["layer_ops", "score"]
@@ -20,8 +21,8 @@ def layer_ops(*, deterministic: bool = False) -> LayerOps:
 
     If they are deterministic, no scores: which kernel serves a token depends on how many its request has.
     """
-    fused = partial(streams.mhc_fused_post_pre, deterministic=deterministic)
-    delayed = partial(streams.mhc_fused_post_pre_delayed, deterministic=deterministic)
+    fused = partial(hyper_connections.mhc_fused_post_pre, deterministic=deterministic)
+    delayed = partial(hyper_connections.mhc_fused_post_pre_delayed, deterministic=deterministic)
     shared = ops.layer_ops(deterministic=True) if deterministic else ops.layer_ops(score=score)
     own = evolve(shared, mhc_fused_post_pre=fused, mhc_fused_post_pre_delayed=delayed)
     if deterministic:
@@ -30,9 +31,9 @@ def layer_ops(*, deterministic: bool = False) -> LayerOps:
 
 
 def score(*given: Any) -> None:  # noqa: ANN401 - those of `index_logits.score`
-    """See `index_logits.score`."""
-    if not index.score(*given):
-        index_logits.score(*given)
+    """See `_triton.layer.index_logits.score`."""
+    if not index_logits.score(*given):
+        shared_index_logits.score(*given)
 
 
 def fp8_paged_mqa_logits(
@@ -46,8 +47,10 @@ def fp8_paged_mqa_logits(
 ) -> Tensor:
     """See `torch_ops.indexer`."""
     given = q, kv_cache, weights, context_lens, block_tables
-    logits = index.fp8_paged_mqa_logits(*given, max_model_len)
-    return index_logits.fp8_paged_mqa_logits(*given, schedule_metadata, max_model_len) if logits is None else logits
+    logits = index_logits.fp8_paged_mqa_logits(*given, max_model_len)
+    if logits is None:
+        return shared_index_logits.fp8_paged_mqa_logits(*given, schedule_metadata, max_model_len)
+    return logits
 
 
 def fp8_mqa_logits(
@@ -55,5 +58,5 @@ def fp8_mqa_logits(
 ) -> Tensor:
     """See `torch_ops.indexer`."""
     given = q, kv, weights, cu_seqlen_ks, cu_seqlen_ke
-    logits = index.fp8_mqa_logits(*given)
-    return index_logits.fp8_mqa_logits(*given) if logits is None else logits
+    logits = index_logits.fp8_mqa_logits(*given)
+    return shared_index_logits.fp8_mqa_logits(*given) if logits is None else logits

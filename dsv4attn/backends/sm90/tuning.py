@@ -14,25 +14,25 @@ from dsv4attn.core.contract.backend import ChunkCost
 from dsv4attn.core.model.geometry import LayerGeometry
 
 __all__ = [
-    "CODED",
-    "PAGED",
-    "RAW",
-    "ROADS",
-    "ROUNDS",
-    "ROWED",
-    "TILES",
+    "BF16_ROWS_ROLES",
+    "COMBINE_ROUNDS",
+    "PREFILL_COST_MODEL",
+    "RAW_Q_ROLES",
+    "TILE_SIZES",
     "TUNING",
-    "Roads",
-    "Roles",
-    "Tiles",
+    "V4_PAGES_ROLES",
+    "V41_PAGES_ROLES",
+    "PrefillCostModel",
+    "TileSizes",
+    "WarpRoles",
+    "combine_rounds_of",
     "is_small",
-    "rounds_of",
-    "tiles_of",
+    "tile_sizes_of",
 ]
 
 
 @frozen
-class Roles:
+class WarpRoles:
     """Numbers of the Gluon kernel for one kind of keys. Its roles share the 65,536 registers of a multiprocessor.
 
     values, produce, fetch: registers of a thread in the second role, of four warps; in the third, which writes tiles of
@@ -66,7 +66,7 @@ class Roles:
 
 _ON = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench"
 
-PAGED = Roles(
+V4_PAGES_ROLES = WarpRoles(
     produce=72,
     producers=4,
     fetch=56,
@@ -74,11 +74,11 @@ PAGED = Roles(
     "48, or 88 and 40, 0 to 3 % slower",
 )
 """Keys in fp8 pages."""
-CODED = Roles(measured=f"{_ON} decode prefill")
+V41_PAGES_ROLES = WarpRoles(measured=f"{_ON} decode prefill")
 """Keys in V4.1's records."""
-ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
+BF16_ROWS_ROLES = WarpRoles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
-RAW = Roles(
+RAW_Q_ROLES = WarpRoles(
     values=216,
     produce=80,
     producers=4,
@@ -98,13 +98,13 @@ def is_small(tokens: int, heads: int, width: int, programs: int) -> bool:
     return tokens * -(-heads // 64) * (-(-width // 64) + 1) <= programs
 
 
-FULLER = 3.4
-"""Microseconds more for each further program of a multiprocessor, in a decode by `kernels_tiles`."""
+US_PER_FURTHER_PROGRAM = 3.4
+"""Microseconds more for each further program of a multiprocessor, in a decode by `kernels_small_decode`."""
 
 
 @frozen
-class Tiles:
-    """Sizes of a program of `kernels_tiles`, and a decode's microseconds with them, fitted to measured ones.
+class TileSizes:
+    """Sizes of a program of `kernels_small_decode`, and a decode's microseconds with them, fitted to measured ones.
 
     heads, keys: of a program's block and tile. start: of a decode. most: programs of a multiprocessor up to which a
     decode may be faster than by others.
@@ -116,7 +116,7 @@ class Tiles:
     most: int = 1
 
     def of_rows(self, widths: Sequence[int]) -> int:
-        """Tiles of a row whose segments have index rows of these widths."""
+        """TileSizes of a row whose segments have index rows of these widths."""
         return sum(-(-width // self.keys) for width in widths)
 
     def programs(self, tokens: int, heads: int, widths: Sequence[int]) -> int:
@@ -128,22 +128,22 @@ class Tiles:
 
         units: multiprocessors.
         """
-        more = FULLER * ((self.programs(tokens, heads, widths) - 1) // units)
+        more = US_PER_FURTHER_PROGRAM * ((self.programs(tokens, heads, widths) - 1) // units)
         return self.start + more + 0.00044 * tokens * heads * (1 + self.of_rows(widths))
 
 
-TILES = (
-    Tiles(heads=16, keys=64, start=9.8, most=4),
-    Tiles(heads=32, keys=64, start=10.8),
-    Tiles(heads=32, keys=128, start=14.2),
-    Tiles(heads=64, keys=128, start=16.3),
+TILE_SIZES = (
+    TileSizes(heads=16, keys=64, start=9.8, most=4),
+    TileSizes(heads=32, keys=64, start=10.8),
+    TileSizes(heads=32, keys=128, start=14.2),
+    TileSizes(heads=64, keys=128, start=16.3),
 )
 """64 heads with 64 keys, and 16 with 128, were never faster than the best of these, a multiprocessor for each tile. The
 parts of `most` programs for each multiprocessor fill half of the memory that `Sm90Backend.scratch` asks for."""
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) -> Tiles | None:
+def tile_sizes_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) -> TileSizes | None:
     """The fastest sizes for a decode, on so many multiprocessors.
 
     None if no sizes are so large, or if the Gluon kernel on pages is faster. widths: of the index rows of each segment.
@@ -153,7 +153,7 @@ def tiles_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) -> Ti
     """
     tiles = sum(-(-width // 64) for width in widths)
     best = min(
-        (one for one in TILES if one.programs(tokens, heads, widths) <= units * one.most),
+        (one for one in TILE_SIZES if one.programs(tokens, heads, widths) <= units * one.most),
         key=lambda one: one.time(tokens, heads, widths, units),
         default=None,
     )
@@ -161,27 +161,28 @@ def tiles_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) -> Ti
     return best if best is not None and best.time(tokens, heads, widths, units) < pages else None
 
 
-ROUNDS = ((10, 1), (5, 2), (10, 2), (2, 8))
+COMBINE_ROUNDS = ((10, 1), (5, 2), (10, 2), (2, 8))
 """Of programs of `combine_tiles`: tiles of a round, and pieces of 64 columns. Measured beside eight others, 75 decodes,
-H200, torch 2.11, Triton 3.6, 2026-11-26: what `rounds_of` says takes 1 % more than the fastest of twelve, at most 5."""
+H200, torch 2.11, Triton 3.6, 2026-11-26: what `combine_rounds_of` says takes 1 % more than the fastest of twelve, at
+most 5 %."""
 
 
-def rounds_of(tokens: int, heads: int, tiles: int) -> tuple[int, int]:
-    """Tiles whose parts a program of `combine_tiles` loads together, and pieces of columns that it has.
+def combine_rounds_of(tokens: int, heads: int, tiles: int) -> tuple[int, int]:
+    """TileSizes whose parts a program of `combine_tiles` loads together, and pieces of columns that it has.
 
     Few and large programs where many would take turns on a multiprocessor, which has room for four to eight of them.
     """
     blocks = tokens * -(-heads // 8)
     if tiles <= 5:
-        return ROUNDS[3] if tiles <= 2 and blocks > 64 else ROUNDS[1]
-    return ROUNDS[2] if blocks >= 48 else ROUNDS[0]
+        return COMBINE_ROUNDS[3] if tiles <= 2 and blocks > 64 else COMBINE_ROUNDS[1]
+    return COMBINE_ROUNDS[2] if blocks >= 48 else COMBINE_ROUNDS[0]
 
 
 _SAMPLES = 16
 
 
 @frozen
-class Roads:
+class PrefillCostModel:
     """Microseconds of a prefill chunk on pages and on gathered rows, fitted to measured ones; which of them is faster.
 
     Times are sums of products: page, row: of a tile of 64 keys and of a pair of tiles, of each token and block of 64
@@ -249,7 +250,7 @@ class Roads:
         )
 
 
-ROADS = Roads(
+PREFILL_COST_MODEL = PrefillCostModel(
     measured="H200, torch 2.11, Triton 3.6, 2026-11-25: 90 chunks of 32 to 8,192 tokens behind 0 to 65,536, 64 and 128 "
     "heads, all kinds of layers; the choice is at most 1.9 % slower than the better one"
 )

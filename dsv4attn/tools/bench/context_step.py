@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache

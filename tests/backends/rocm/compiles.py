@@ -16,8 +16,8 @@ import torch
 from attrs import asdict, evolve
 
 from dsv4attn.backends._triton import projection
-from dsv4attn.backends._triton.attention import attend
-from dsv4attn.backends._triton.attention.attend import Segment
+from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton.attention.launch import Segment
 from dsv4attn.backends._triton.cache import fill
 from dsv4attn.backends._triton.compiling.aot import Resources, cross_compile
 from dsv4attn.backends._triton.compiling.targets import TARGETS
@@ -47,8 +47,8 @@ def forms(row: Tuning) -> Iterator[tuple[str, Variant]]:
     """Names and variants of all kernels here: "decode mixed, 64 heads, split", "reduce", "pack_kernel"."""
     for heads in HEADS:
         for name, (phase, segments) in SEGMENTS.items():
-            shape = attend.Shape(heads, NOPE, ROPE, segments, torch.bfloat16, 8, ragged=True)
-            for variant in attend.variants(shape, row.of(phase), sinks=[True], lses=[True]):
+            shape = attention_launch.Shape(heads, NOPE, ROPE, segments, torch.bfloat16, 8, ragged=True)
+            for variant in attention_launch.variants(shape, row.of(phase), sinks=[True], lses=[True]):
                 if variant.name == "attention":
                     split = ", split" if dict(variant.constants)["SPLIT"] else ""
                     yield f"{name}, {heads} heads{split}", variant

@@ -11,7 +11,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.rocm import INFO
@@ -205,7 +205,7 @@ def misread(span: tuple[int, int], form: Any, splits: int) -> tuple[Trial, Atten
 
 
 def error_of(trial: Trial, call: AttentionCall) -> float:
-    attend.attend(call, trial.tuning)
+    attention_launch.attend(call, trial.tuning)
     answer: Any = call
     return trial.error(answer)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.rocm import vllm_api
@@ -254,7 +254,7 @@ def test_bad_input_is_an_error_before_any_launch(
     case: tuple[Mapping[str, Any], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed, argument = case
-    monkeypatch.setattr(attend, "attend", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr(attention_launch, "attend", lambda *_, **__: pytest.fail("launched"))
     given = arguments()
     if DEVICE.type != "cpu" and "[" in argument:
         pytest.skip("what indptr holds is not read from a device")

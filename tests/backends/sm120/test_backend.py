@@ -14,7 +14,7 @@ from attrs import evolve
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.sm120 import flashinfer
-from dsv4attn.backends.sm120.choice import notes
+from dsv4attn.backends.sm120.explain_notes import notes
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core.contract.backend import AttentionOptions, KeyForm, Phase, Products
 from dsv4attn.core.contract.device import DeviceFacts
@@ -280,11 +280,11 @@ def test_explain_says_which_kernel_and_why() -> None:
 
 
 def test_explain_knows_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4attn.backends.sm120 import choice
+    from dsv4attn.backends.sm120 import explain_notes
 
     here = evolve(SM120, present=True)
-    monkeypatch.setattr(choice, "version_of", lambda _: None)
+    monkeypatch.setattr(explain_notes, "version_of", lambda _: None)
     assert notes(here, Problem.of(FLASH))[0] == "our kernel: flashinfer-python is not installed"
-    monkeypatch.setattr(choice, "version_of", lambda _: "0.6.1")
+    monkeypatch.setattr(explain_notes, "version_of", lambda _: "0.6.1")
     line, *_ = notes(here, Problem.of(FLASH))
     assert "flashinfer 0.6.1, needs 0.6.18 or newer" in line

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dsv4attn.backends._triton.arguments import layer_of
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm120 import flashinfer_memory as memory
 from dsv4attn.backends.sm120.flashinfer_api import SparseMLASm120Wrapper
@@ -28,7 +28,7 @@ CACHE = torch.zeros(3, 64, 584, dtype=torch.uint8, device=DEVICE)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
     """Calls that would have been launched, in place of launches; at least two programs share every row."""
     calls: list[AttentionCall] = []
-    monkeypatch.setattr(attend, "attend", lambda call, *_, **__: calls.append(call))
+    monkeypatch.setattr(attention_launch, "attend", lambda call, *_, **__: calls.append(call))
     return calls
 
 
@@ -118,8 +118,8 @@ def test_reserved_parts_are_enough_for_every_call(block: int, programs: int, mon
         own = WrapperMemory(torch.device("cpu"), tuning, tokens=9, heads=most)
         room = own._workspace.total_bytes
         for tokens, heads, width in product((1, 2, 5, 16, 33, 64), range(1, most + 1), (1, 65, 4096, 2**20)):
-            splits = attend.splits_of(tokens, heads, width, tuning, programs)
-            specs = attend.scratch(tokens, layer_of(heads, 512, 64, 1.0), splits)
+            splits = attention_launch.splits_of(tokens, heads, width, tuning, programs)
+            specs = attention_launch.scratch(tokens, layer_of(heads, 512, 64, 1.0), splits)
             assert simultaneous_bytes(list(specs)) <= room
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from attrs import evolve, frozen
 
-from dsv4attn.backends._triton.attention import attend
-from dsv4attn.backends._triton.attention.attend import prepare as shared
+from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton.attention.launch import prepare as shared
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
@@ -55,6 +55,6 @@ def run(
         return shared(*args, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "prepare", asking)
+        patch.setattr(attention_launch, "prepare", asking)
         (one.decode if phase is Phase.DECODE else one.prefill)(call)
     return Result(not asked, trial.error(Answer(call.out, call.lse, call.max_logits)), call)

@@ -15,13 +15,13 @@ from typing import Any
 from dsv4attn.backends._triton.compiling.aot import compile_all, compile_near, cross_compile, distinctions
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends.sm90 import tiles
+from dsv4attn.backends.sm90 import small_decode
 from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.launch import PAGES, ROWS, Kind, variants
+from dsv4attn.backends.sm90.launch import PAGES, ROWS, KeyFormat, variants
 
 HEADS = (16, 64, 100, 128)
 TARGET = TARGETS["sm_90"]
-CODED = [Kind(number.value, interleaved) for number in (CODE_PAGES, NIBBLE_PAGES) for interleaved in (False, True)]
+CODED = [KeyFormat(number.value, interleaved) for number in (CODE_PAGES, NIBBLE_PAGES) for interleaved in (False, True)]
 
 
 def with_largest(form: Variant) -> Variant:
@@ -30,7 +30,7 @@ def with_largest(form: Variant) -> Variant:
     return Variant(form.kernel, types, form.constants, num_warps=form.num_warps)
 
 
-def forms(heads: int, coded: Sequence[Kind] = CODED) -> list[Variant]:
+def forms(heads: int, coded: Sequence[KeyFormat] = CODED) -> list[Variant]:
     """With the largest logits where lse is told, as nobody asks for them alone. coded: records of V4.1 among them."""
     found = []
     for segments, kind in ((1, PAGES), (2, PAGES), (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
@@ -121,7 +121,7 @@ def tile_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
         with_largest(form) if dict(form.types).get("lse", "none") != "none" else form
         for number in heads
         for segments in (1, 2)
-        for form in tiles.variants(segments, number, sinks=(True,), lses=(False, True))
+        for form in small_decode.variants(segments, number, sinks=(True,), lses=(False, True))
     ]
     told = []
     for outcome in compile_all(list(dict.fromkeys(asked)), TARGET):

@@ -9,7 +9,7 @@ import json
 
 from dsv4attn.backends._triton.compiling.aot import Outcome, compile_all
 from dsv4attn.backends._triton.compiling.targets import TARGETS
-from dsv4attn.backends.sm90 import index
+from dsv4attn.backends.sm90 import index_logits
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.tools.cli.common import geometry_of
@@ -24,9 +24,9 @@ def read(outcome: Outcome) -> dict[str, object]:
 def foreseen() -> bool:
     """Whether the backend names the forms that selection can ask for, which are then compiled before the first step."""
     bounds, facts = bounds_of(geometry_of("flash"), "e4m3fn"), DeviceFacts.named("sm_90")
-    return {*index.variants()} <= {*Sm90Backend().kernel_variants(bounds, facts)}
+    return {*index_logits.variants()} <= {*Sm90Backend().kernel_variants(bounds, facts)}
 
 
 if __name__ == "__main__":
-    forms = [read(outcome) for outcome in compile_all(index.variants(logits=True), TARGETS["sm_90"])]
+    forms = [read(outcome) for outcome in compile_all(index_logits.variants(logits=True), TARGETS["sm_90"])]
     print(json.dumps({"foreseen": foreseen(), "forms": forms}))

@@ -10,7 +10,14 @@ from types import ModuleType
 
 import pytest
 
-from dsv4attn.backends.sm90 import kernels_parts, kernels_schedule, kernels_tiles_twin, kernels_twin, launch, tiles
+from dsv4attn.backends.sm90 import (
+    kernels_combine,
+    kernels_interpreted,
+    kernels_schedule,
+    kernels_small_decode_interpreted,
+    launch,
+    small_decode,
+)
 from tests.backends.sm90 import kernels_walk
 
 __all__ = ["plant", "planted"]
@@ -27,24 +34,26 @@ def planted(folder: Path, old: str, new: str) -> ModuleType:
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
     """Let the backend launch kernels of whose source (schedule, twin, tiles or parts) one piece of text is another."""
     if module == "parts":
-        monkeypatch.setattr(launch, "combine_parts", _changed(folder, kernels_parts, old, new).combine_parts)
+        monkeypatch.setattr(launch, "combine_parts", _changed(folder, kernels_combine, old, new).combine_parts)
         return
     if module == "tiles":
-        _launch_tiles(monkeypatch, _changed(folder, kernels_tiles_twin, old, new))
+        _launch_tiles(monkeypatch, _changed(folder, kernels_small_decode_interpreted, old, new))
         return
     if module == "twin":
-        twin = _changed(folder, kernels_twin, old, new)
+        twin = _changed(folder, kernels_interpreted, old, new)
     else:
         name = _changed(folder, kernels_schedule, old, new).__name__
-        twin = _imported(folder / f"twin_{folder.name}.py", inspect.getsource(kernels_twin).replace(_SCHEDULE, name))
-        source = inspect.getsource(kernels_tiles_twin).replace(_SCHEDULE, name)
+        twin = _imported(
+            folder / f"twin_{folder.name}.py", inspect.getsource(kernels_interpreted).replace(_SCHEDULE, name)
+        )
+        source = inspect.getsource(kernels_small_decode_interpreted).replace(_SCHEDULE, name)
         _launch_tiles(monkeypatch, _imported(folder / f"tiles_{folder.name}.py", source))
     monkeypatch.setattr(launch, "attention", twin.attention)
 
 
 def _launch_tiles(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
     for name in ("attend_tile", "combine_tiles"):
-        monkeypatch.setattr(tiles, name, getattr(kernels, name))
+        monkeypatch.setattr(small_decode, name, getattr(kernels, name))
 
 
 def _changed(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType:

@@ -110,7 +110,7 @@ class Gathered(Room):
     now: ClassVar[tuple[str, ...]] = NOW_GATHERED
 
 
-class Tiles(Room):
+class TileSizes(Room):
     options: ClassVar[dict[str, Any]] = {}
     now: ClassVar[tuple[str, ...]] = NOW_TILES
 
@@ -124,7 +124,7 @@ class Tiles(Room):
 class TestDecode(Room, suite.TestDecode): ...
 
 
-class TestTiles(Tiles, suite.TestDecode): ...
+class TestTiles(TileSizes, suite.TestDecode): ...
 
 
 class TestPrefill(Room, suite.TestPrefill): ...

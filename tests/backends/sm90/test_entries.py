@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import TILES, Tiles
+from dsv4attn.backends.sm90.tuning import TILE_SIZES, TileSizes
 from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_lens
@@ -130,10 +130,12 @@ def differs(trial: Trial, backend: Sm90Backend | None = None) -> bool:
     return any(not torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("sizes", TILES, ids=str)
+@pytest.mark.parametrize("sizes", TILE_SIZES, ids=str)
 @pytest.mark.parametrize("name", TRIALS)
-def test_entries_are_the_slots_that_core_translates(name: str, sizes: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "tiles_of", lambda *_: sizes)
+def test_entries_are_the_slots_that_core_translates(
+    name: str, sizes: TileSizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "tile_sizes_of", lambda *_: sizes)
 
     assert not differs(TRIALS[name])
 

@@ -14,7 +14,7 @@ import pytest
 
 from dsv4attn.backends._triton.compiling.aot import Resources
 from dsv4attn.backends._triton.compiling.targets import TARGETS
-from dsv4attn.backends.sm90.tuning import CODED, PAGED, RAW, ROWED
+from dsv4attn.backends.sm90.tuning import BF16_ROWS_ROLES, RAW_Q_ROLES, V4_PAGES_ROLES, V41_PAGES_ROLES
 from tests.backends._triton.compiling.gates import ROOT, broken_limits
 
 FILE = 65536
@@ -61,13 +61,19 @@ def test_every_form_keeps_every_limit(words: str) -> None:
     assert {form["loaded"] for form in combining} == {8}
     for name, form in own.items():
         paged = "cache0:*u8" in name
-        roles = (CODED if is_coded(name) else PAGED) if paged else RAW if "positions:*i64" in name else ROWED
+        roles = (
+            (V41_PAGES_ROLES if is_coded(name) else V4_PAGES_ROLES)
+            if paged
+            else RAW_Q_ROLES
+            if "positions:*i64" in name
+            else BF16_ROWS_ROLES
+        )
         assert form["roles"] == [[*role] for role in roles.block], name
         assert sum(32 * warps * registers for warps, registers in form["roles"]) <= FILE
         assert form["shared"] <= 232_448
         assert form["occupancy"] == 1
         # sixteen bytes at a time, in and out; but scales of eight bytes, indices, and words of scales of nibbles
-        assert form["copied"] == ([4, 8, 16] if roles is PAGED else [4, 16] if "KIND=3" in name else [16])
+        assert form["copied"] == ([4, 8, 16] if roles is V4_PAGES_ROLES else [4, 16] if "KIND=3" in name else [16])
         # of 512 columns, whole rows and parts sixteen bytes at a time, and a word of powers for each of a part
         assert (form["stored"], form["powers_stored"]) == (2 * 4 * 8, 4 * 8)
         assert form["narrow"] == 0
@@ -116,12 +122,12 @@ def test_fewer_registers_for_a_role_are_found(keys: str) -> None:
 
 
 def test_a_block_s_roles_have_what_a_multiprocessor_has() -> None:
-    assert PAGED.block == ((4, 160), (4, 224), (4, 72), (4, 56))
-    assert CODED.block == ((4, 160), (4, 224), (8, 64))
+    assert V4_PAGES_ROLES.block == ((4, 160), (4, 224), (4, 72), (4, 56))
+    assert V41_PAGES_ROLES.block == ((4, 160), (4, 224), (8, 64))
     # twelve warps start with 168 each, of which 8 are nobody's
-    assert ROWED.block == ((4, 216), (4, 216), (4, 72))
-    assert RAW.block == ((4, 208), (4, 216), (4, 80))
-    for roles in (PAGED, CODED, ROWED, RAW):
+    assert BF16_ROWS_ROLES.block == ((4, 216), (4, 216), (4, 72))
+    assert RAW_Q_ROLES.block == ((4, 208), (4, 216), (4, 80))
+    for roles in (V4_PAGES_ROLES, V41_PAGES_ROLES, BF16_ROWS_ROLES, RAW_Q_ROLES):
         assert FILE - 32 * 4 * 8 <= sum(32 * warps * registers for warps, registers in roles.block) <= FILE
 
 

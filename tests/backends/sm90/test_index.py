@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.backends._triton.layer import index_logits
-from dsv4attn.backends.sm90 import index
+from dsv4attn.backends._triton.layer import index_logits as shared_index_logits
+from dsv4attn.backends.sm90 import index_logits
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -50,7 +50,7 @@ def scored(run: int, given: dict[str, Any], score: Any) -> tuple[Tensor, Tensor 
     entries = int(given["block_table"].shape[1]) * given["cache"].block_size
     tokens = given["visible_lens"].shape[0]
     scores = torch.full((tokens, entries), 7.0, device=DEVICE)
-    groups = -(-entries // run) * index_logits.LANES if run else 0
+    groups = -(-entries // run) * shared_index_logits.LANES if run else 0
     maxima = torch.full((tokens, groups), -torch.inf, device=DEVICE) if run else None
     assert score(**given, scores=scores, maxima=maxima, run=run) in (None, True)
     return scores, maxima
@@ -69,20 +69,20 @@ class TestOnDevice:
 
     def test_scores_and_maxima_are_those_of_the_shared_kernel(self, tokens: int, page: int, run: int) -> None:
         given = world(tokens, page)
-        found, own_maxima = scored(run, given, index.score)
-        wanted, maxima = scored(run, given, index_logits.score)
+        found, own_maxima = scored(run, given, index_logits.score)
+        wanted, maxima = scored(run, given, shared_index_logits.score)
 
         alike(found, wanted)
         if own_maxima is not None and maxima is not None:
-            runs = -(-given["visible_lens"] // run) * index_logits.LANES
+            runs = -(-given["visible_lens"] // run) * shared_index_logits.LANES
             seen = torch.arange(maxima.shape[1], device=DEVICE) < runs[:, None]
             alike(own_maxima[seen], maxima[seen])
 
     def test_tokens_that_see_the_same_are_shared_out_otherwise(self, tokens: int, page: int, run: int) -> None:
         given = world(tokens, page)
         given["visible_lens"].fill_(15 * page - 7)
-        found, own_maxima = scored(run, given, index.score)
-        wanted, maxima = scored(run, given, index_logits.score)
+        found, own_maxima = scored(run, given, index_logits.score)
+        wanted, maxima = scored(run, given, shared_index_logits.score)
 
         alike(found, wanted)
         if own_maxima is not None and maxima is not None:
@@ -135,17 +135,17 @@ class TestLogits:
         world = Logits(batch, each, page, lens)
         columns = world.per * page + more
         for _ in range(2):
-            found = world.found(index.fp8_paged_mqa_logits, columns)
-            wanted = world.found(index_logits.fp8_paged_mqa_logits, columns)
+            found = world.found(index_logits.fp8_paged_mqa_logits, columns)
+            wanted = world.found(shared_index_logits.fp8_paged_mqa_logits, columns)
 
             assert torch.equal(found == -torch.inf, wanted == -torch.inf)
             alike(found.clamp(min=-1e30), wanted.clamp(min=-1e30))
 
     def test_lengths_may_be_apart(self, batch: int, each: int, page: int, lens: str) -> None:
         world = Logits(batch, each, page, lens)
-        found = world.found(index.fp8_paged_mqa_logits, 500)
+        found = world.found(index_logits.fp8_paged_mqa_logits, 500)
         world.lens = torch.stack([world.lens, world.lens * 0 - 1], 2)[..., 0]
-        again = world.found(index.fp8_paged_mqa_logits, 500)
+        again = world.found(index_logits.fp8_paged_mqa_logits, 500)
 
         assert torch.equal(found.nan_to_num(nan=1e9), again.nan_to_num(nan=1e9))
 
@@ -159,12 +159,12 @@ class TestForms:
         ends = torch.full((3,), 70, dtype=torch.int32, device=DEVICE)
         q, weights = world_of_pages.q[:, 0], world_of_pages.weights[:3]
         with observed() as seen:
-            scored(0, given, index.score)
-            scored(128, given, index.score)
-            world_of_pages.found(index.fp8_paged_mqa_logits, 500)
-            index.fp8_mqa_logits(q, (k, torch.rand(70, device=DEVICE)), weights, ends * 0, ends)
+            scored(0, given, index_logits.score)
+            scored(128, given, index_logits.score)
+            world_of_pages.found(index_logits.fp8_paged_mqa_logits, 500)
+            index_logits.fp8_mqa_logits(q, (k, torch.rand(70, device=DEVICE)), weights, ends * 0, ends)
 
-        assert set(seen) == set(index.variants(logits=True))
+        assert set(seen) == set(index_logits.variants(logits=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 257])
@@ -178,7 +178,7 @@ class TestGathered:
         first = torch.randint(0, 600, (tokens,), dtype=torch.int32, device=DEVICE)
         end = (first + torch.randint(0, 300, (tokens,), device=DEVICE).int()).clamp(max=700)
         given = q, (k, torch.rand(700, device=DEVICE)), torch.randn(tokens, 64, device=DEVICE), first, end
-        found, wanted = index.fp8_mqa_logits(*given), index_logits.fp8_mqa_logits(*given)
+        found, wanted = index_logits.fp8_mqa_logits(*given), shared_index_logits.fp8_mqa_logits(*given)
         assert found is not None
 
         assert torch.equal(found == -torch.inf, wanted == -torch.inf)
@@ -187,13 +187,13 @@ class TestGathered:
 
 @pytest.mark.parametrize("case", ["heads", "page", "few tokens", "run", "interpreted"])
 def test_what_it_does_not_serve_is_left_to_the_shared_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "INTERPRETED", case == "interpreted")
+    monkeypatch.setattr(index_logits, "INTERPRETED", case == "interpreted")
     given = world(2 if case == "few tokens" else 12, 48 if case == "page" else 64, 32 if case == "heads" else 64)
     tokens = given["visible_lens"].shape[0]
     scores = torch.zeros(tokens, 720, device=DEVICE)
     maxima, run = (torch.zeros(tokens, 4 * 64, device=DEVICE), 192) if case == "run" else (None, 0)
     with observed() as seen:
-        assert not index.score(**given, scores=scores, maxima=maxima, run=run)
+        assert not index_logits.score(**given, scores=scores, maxima=maxima, run=run)
 
     assert not seen
     assert (scores == 0).all()
@@ -203,12 +203,12 @@ def test_what_it_does_not_serve_is_left_to_the_shared_kernel(case: str, monkeypa
 def test_logits_that_it_does_not_serve_are_left_to_the_shared_kernel(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "INTERPRETED", case == "interpreted")
+    monkeypatch.setattr(index_logits, "INTERPRETED", case == "interpreted")
     given = world(6, 48 if case == "page" else 64, 32 if case == "heads" else 64)
     query, each = given["query"], 1 if case == "one token" else 2
     q, lens = query.values.view(6 // each, each, *query.values.shape[1:]), given["visible_lens"].view(6 // each, each)
     with observed() as seen:
-        found = index.fp8_paged_mqa_logits(
+        found = index_logits.fp8_paged_mqa_logits(
             q, given["cache"], query.weights, lens, given["block_table"].repeat(2, 1)[: 6 // each], 300
         )
 
@@ -221,7 +221,7 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
         raise AssertionError("asked")
 
     for name in ("score", "fp8_paged_mqa_logits", "fp8_mqa_logits"):
-        monkeypatch.setattr(index, name, refuse)
+        monkeypatch.setattr(index_logits, name, refuse)
     steps, given = Sm90Backend(deterministic=True).layer_ops, world(6, heads=8)
     out = torch.empty(6, 4, dtype=torch.int32, device=DEVICE)
     maps = given["block_table"], given["token_to_req"], given["visible_lens"].clamp(max=100)
@@ -248,4 +248,7 @@ def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit() -
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
 
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"foreseen": True, "forms": [{"reasons": [], "programs": index.PROGRAMS}] * 4}
+    assert json.loads(done.stdout) == {
+        "foreseen": True,
+        "forms": [{"reasons": [], "programs": index_logits.PROGRAMS}] * 4,
+    }

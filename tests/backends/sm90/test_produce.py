@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dsv4attn.backends.sm90 import kernels_produce
+from dsv4attn.backends.sm90 import kernels_load_v4
 from dsv4attn.testing import oracle
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
 
-DECODE, SPOIL = str(kernels_produce.DECODE.value), str(kernels_produce.SPOIL.value)
+DECODE, SPOIL = str(kernels_load_v4.DECODE.value), str(kernels_load_v4.SPOIL.value)
 RANDOM = np.random.default_rng(0)
 WORDS = np.stack([RANDOM.permutation(256).astype(np.uint8).view("<u4") for _ in range(256)]).astype(np.uint32)
 """[256, 64]: every code once in each row; a row for each scale byte, 16 threads with four words each."""
@@ -23,7 +23,7 @@ BYTES = np.arange(256)
 
 
 def decoded(text: str, *, byte: int = 0, none: int = 0) -> NDArray[np.float64]:
-    """[256, 256] values. byte: which of four the scale is; others are 255. none: of `kernels_produce.decoded`."""
+    """[256, 256] values. byte: which of four the scale is; others are 255. none: of `kernels_load_v4.decoded`."""
     quads = WORDS.reshape(256, 16, 4)
     scales = np.broadcast_to(((BYTES << (8 * byte)) | (0xFFFFFFFF & ~(0xFF << (8 * byte))))[:, None], (256, 16))
     operands = {f"${8 + i}": quads[..., i] for i in range(4)}
@@ -63,11 +63,11 @@ def test_a_key_without_a_scale_has_nan_everywhere_in_one_piece() -> None:
 def test_a_scale_of_255_is_found_and_no_other(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = RANDOM.integers(0, 255, (4096, 8))
     words = (scales << (8 * np.arange(8) % 32)).reshape(-1, 2, 4).sum(-1).astype(np.uint32).astype(np.int64)
-    spoilt: Any = kernels_produce.spoilt.fn
-    monkeypatch.setattr(kernels_produce, "spoilt", spoilt)
+    spoilt: Any = kernels_load_v4.spoilt.fn
+    monkeypatch.setattr(kernels_load_v4, "spoilt", spoilt)
 
     def found(words: NDArray[np.int64]) -> NDArray[np.bool_]:
-        without: Any = kernels_produce.without_scale.fn(words[:, 0], words[:, 1])
+        without: Any = kernels_load_v4.without_scale.fn(words[:, 0], words[:, 1])
         return np.asarray((without & 0xFFFFFFFF) != 0)
 
     assert not found(words).any()

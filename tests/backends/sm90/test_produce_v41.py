@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dsv4attn.backends.sm90 import kernels_produce, kernels_produce_v41
+from dsv4attn.backends.sm90 import kernels_load_v4, kernels_load_v41
 from dsv4attn.testing import oracle
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
 
-CODES = [str(getattr(kernels_produce_v41, f"CODES_{i}").value) for i in range(4)]
-SPOIL, SEEN = str(kernels_produce_v41.SPOIL_3.value), str(kernels_produce_v41.SEEN.value)
-NIBBLES = [str(getattr(kernels_produce_v41, f"NIBBLES_{i}").value) for i in range(4)]
+CODES = [str(getattr(kernels_load_v41, f"CODES_{i}").value) for i in range(4)]
+SPOIL, SEEN = str(kernels_load_v41.SPOIL_3.value), str(kernels_load_v41.SEEN.value)
+NIBBLES = [str(getattr(kernels_load_v41, f"NIBBLES_{i}").value) for i in range(4)]
 RANDOM = np.random.default_rng(0)
 BYTES = np.arange(256)
 
@@ -59,7 +59,7 @@ def test_codes_are_exact_under_the_scale_of_their_piece_and_half(piece: int, hal
 def test_a_scale_of_255_makes_a_piece_nan() -> None:
     scales = RANDOM.integers(0, 255, (64, 16)).astype(np.uint8)
     scales[np.arange(16), np.arange(16)] = 255
-    none: Any = kernels_produce.spoilt.fn(scales.view("<u4").astype(np.int64)) & 0xFFFFFFFF
+    none: Any = kernels_load_v4.spoilt.fn(scales.view("<u4").astype(np.int64)) & 0xFFFFFFFF
     seen = run(instructions(SEEN), quads(none.astype(np.uint32), 4))
 
     assert ((seen["$0"] != 0) == (np.arange(64) < 16)).all()

@@ -11,7 +11,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import ROADS
+from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL
 from dsv4attn.core.contract.backend import AttentionOptions, Phase, RawQuery
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
@@ -117,7 +117,7 @@ def measured() -> list[tuple[int, str, int, int, float, float, float]]:
     return [(int(h), kind, int(before), int(n), *map(float, times)) for h, kind, before, n, *times in split]  # type: ignore[misc]
 
 
-def regret(row: tuple[int, str, int, int, float, float, float], roads: Any = ROADS) -> float:
+def regret(row: tuple[int, str, int, int, float, float, float], roads: Any = PREFILL_COST_MODEL) -> float:
     """Time of what is chosen, relative to the best of pages, rows, and rows with raw q."""
     heads, kind, before, tokens, *times = row
     layer = (FLASH if heads == 64 else PRO).layer_of_kind(kind)
@@ -138,7 +138,7 @@ def test_raw_q_is_chosen_where_it_was_measured_to_be_faster() -> None:
 
 @pytest.mark.parametrize("change", [{"raw_start": 1000.0}, {"raw_token": 1.0}, {"prepared": 0.0}, {"least": 4096}])
 def test_another_number_chooses_worse(change: dict[str, Any]) -> None:
-    roads = evolve(ROADS, **change)
+    roads = evolve(PREFILL_COST_MODEL, **change)
 
     assert sum(regret(row, roads) > 1.03 for row in measured()) > 1
 

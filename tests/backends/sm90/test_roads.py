@@ -13,7 +13,7 @@ from attrs import evolve
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import ROADS
+from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL
 from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import phase_call_of
 from dsv4attn.core.attention.gathered import GatheredCall
@@ -34,7 +34,7 @@ def rows() -> list[tuple[int, str, int, int, float, float]]:
     return [(int(h), kind, int(before), int(n), float(page), float(row)) for h, kind, before, n, page, row in split]
 
 
-def regret(row: tuple[int, str, int, int, float, float], roads: Any = ROADS) -> float:
+def regret(row: tuple[int, str, int, int, float, float], roads: Any = PREFILL_COST_MODEL) -> float:
     """Time of the road that is chosen, relative to the better one."""
     heads, kind, before, tokens, page, gathered = row
     model = FLASH if heads == 64 else ModelGeometry.preset("deepseek-v4-pro")
@@ -54,7 +54,7 @@ def test_the_choice_is_that_of_the_measured_times() -> None:
 
 @pytest.mark.parametrize("change", [{"row": 0.1}, {"page": 0.1}, {"gathered": 0.01}, {"least": 4096}])
 def test_another_number_chooses_worse(change: dict[str, Any]) -> None:
-    roads = evolve(ROADS, **change)
+    roads = evolve(PREFILL_COST_MODEL, **change)
 
     assert sum(regret(row, roads) > 1.03 for row in rows()) > 1
 
@@ -62,8 +62,8 @@ def test_another_number_chooses_worse(change: dict[str, Any]) -> None:
 def test_requests_of_one_length_take_the_road_of_one_request() -> None:
     layer = FLASH.layer_of_kind("c4a")
 
-    assert ROADS.prefers_pages(layer, [(9000, 64)], 2400)
-    assert not ROADS.prefers_pages(layer, [(9000, 64)] * 8, 8 * 2400)
+    assert PREFILL_COST_MODEL.prefers_pages(layer, [(9000, 64)], 2400)
+    assert not PREFILL_COST_MODEL.prefers_pages(layer, [(9000, 64)] * 8, 8 * 2400)
 
 
 LIMITS = Limits(max_num_reqs=3, max_num_batched_tokens=40, max_model_len=600, max_index_elements=2**14)
@@ -80,7 +80,7 @@ def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, page
             asked.append(pages[len(asked) % len(pages)])
             return asked[-1]
 
-    monkeypatch.setattr(launch, "ROADS", Told())
+    monkeypatch.setattr(launch, "PREFILL_COST_MODEL", Told())
     on, rng = Engine(Sm90Backend(prefill=prefill), FLASH, LIMITS, kind, DEVICE), Random(7)
     found = []
     for requests in STEPS:

@@ -11,8 +11,8 @@ from attrs import evolve
 from dsv4attn import errors
 from dsv4attn.backends._triton.launching.runtime import multiprocessors, observed
 from dsv4attn.backends.sm90 import INFO, launch
-from dsv4attn.backends.sm90.choice import notes
-from dsv4attn.backends.sm90.launch import PAGES, ROWS, Sm90Backend, _kind_of
+from dsv4attn.backends.sm90.explain_notes import notes
+from dsv4attn.backends.sm90.launch import PAGES, ROWS, Sm90Backend, _key_format
 from dsv4attn.compat import flash_mla
 from dsv4attn.config import Settings
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
@@ -167,17 +167,18 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
         KVCacheLayout.rows(24, 8),
     ]
 
-    assert _kind_of([record]) == _kind_of([record, record]) == PAGES
-    assert _kind_of([rows]) == ROWS
-    assert [_kind_of(pair) for one in others for pair in ([one], [record, one], [one, record])] == [None] * 27
+    assert _key_format([record]) == _key_format([record, record]) == PAGES
+    assert _key_format([rows]) == ROWS
+    assert [_key_format(pair) for one in others for pair in ([one], [record, one], [one, record])] == [None] * 27
     for interleaved, arrangement in enumerate(Arrangement):
         codes, nibbles = (make(arrangement=arrangement) for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4))
-        assert _kind_of([codes]) == _kind_of([codes, codes]) == (2, interleaved)
-        assert _kind_of([codes, nibbles]) == (3, interleaved)
+        assert _key_format([codes]) == _key_format([codes, codes]) == (2, interleaved)
+        assert _key_format([codes, nibbles]) == (3, interleaved)
         assert (
-            _kind_of([codes, evolve(nibbles, arrangement=next(a for a in Arrangement if a is not arrangement))]) is None
+            _key_format([codes, evolve(nibbles, arrangement=next(a for a in Arrangement if a is not arrangement))])
+            is None
         )
-    assert _kind_of([rows, rows]) is _kind_of([record, rows]) is _kind_of([rows, record]) is None
+    assert _key_format([rows, rows]) is _key_format([record, rows]) is _key_format([rows, record]) is None
 
 
 def served(kv: torch.Tensor, heads: int = 4, **more: Any) -> set[str]:

@@ -15,7 +15,7 @@ from attrs import frozen
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4attn.backends._triton.attention.attend import divider
+from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
 from dsv4attn.backends.sm90 import kernels_common
 from dsv4attn.backends.sm90.kernels_schedule import COST, PAIR_COST, SPLIT, place_in_part, power_of_part

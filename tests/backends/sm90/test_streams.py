@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.backends.sm90 import streams
+from dsv4attn.backends.sm90 import hyper_connections
 from tests.backends._triton.compiling.gates import broken_limits
 from tests.backends._triton.layer.test_hyper_connections import Call, near
 from tests.layer_ops import TorchOps
@@ -22,7 +22,7 @@ def made(call: Call, *, deterministic: bool = False) -> tuple[dict[str, Tensor],
     """Results by name, and the kernels that made them."""
     given = call.x, call.residual, call.post, call.comb
     with observed() as seen:
-        found = streams.mhc_fused_post_pre(*given, *call.mixing(), deterministic=deterministic)
+        found = hyper_connections.mhc_fused_post_pre(*given, *call.mixing(), deterministic=deterministic)
     return dict(zip(NAMES, found, strict=True)), [variant.name for variant in seen]
 
 
@@ -54,7 +54,7 @@ class TestOnDevice:
     def test_several_chunks_are_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         call = Call(4, 512, 700, normed=True)
         whole, _ = made(call)
-        monkeypatch.setattr(streams, "CHUNK", 192)
+        monkeypatch.setattr(hyper_connections, "CHUNK", 192)
         found, _ = made(call)
 
         assert all(torch.equal(found[name], whole[name]) for name in NAMES)
@@ -117,8 +117,8 @@ def test_what_it_does_not_serve_is_left_to_the_shared_kernels(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("launched")
 
-    monkeypatch.setattr(streams, "INTERPRETED", False)
-    monkeypatch.setattr(streams, "launch", refuse)
+    monkeypatch.setattr(hyper_connections, "INTERPRETED", False)
+    monkeypatch.setattr(hyper_connections, "launch", refuse)
     call = Call(n, hidden, count, dtype)
     spoil(call, case)
     found, kernels = made(call, deterministic=case != "few")

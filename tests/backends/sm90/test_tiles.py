@@ -16,9 +16,9 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.backends.sm90 import launch, tiles, tuning
+from dsv4attn.backends.sm90 import launch, small_decode, tuning
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of, tiles_of
+from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, TileSizes, combine_rounds_of, tile_sizes_of
 from dsv4attn.core.contract.backend import AttentionOptions, Phase
 from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends.sm90.calls import Result, planned, run
@@ -37,10 +37,10 @@ def units(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
 
 
-def attended(trial: Trial, one: Tiles | None, monkeypatch: pytest.MonkeyPatch) -> Result:
+def attended(trial: Trial, one: TileSizes | None, monkeypatch: pytest.MonkeyPatch) -> Result:
     """A trial by programs of these sizes, or of those that are chosen."""
     if one is not None:
-        monkeypatch.setattr(launch, "tiles_of", lambda *_: one)
+        monkeypatch.setattr(launch, "tile_sizes_of", lambda *_: one)
     with observed() as seen:
         result = run(trial, backend=Sm90Backend())
     assert Counter(one.name for one in seen) == {"attend_tile": 1, "combine_tiles": 1}
@@ -63,18 +63,18 @@ TRIALS = {
 }
 
 
-@pytest.mark.parametrize("one", TILES, ids=str)
+@pytest.mark.parametrize("one", TILE_SIZES, ids=str)
 @pytest.mark.parametrize("name", TRIALS)
-def test_each_size_of_a_program_is_right(name: str, one: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_size_of_a_program_is_right(name: str, one: TileSizes, monkeypatch: pytest.MonkeyPatch) -> None:
     assert attended(TRIALS[name], one, monkeypatch).error <= 1
 
 
-@pytest.mark.parametrize("one", TILES[::3], ids=str)
-@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("one", TILE_SIZES[::3], ids=str)
+@pytest.mark.parametrize("rounds", COMBINE_ROUNDS)
 def test_parts_are_combined_alike_in_rounds_of_any_size(
-    rounds: tuple[int, int], one: Tiles, monkeypatch: pytest.MonkeyPatch
+    rounds: tuple[int, int], one: TileSizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "rounds_of", lambda *_: rounds)
+    monkeypatch.setattr(small_decode, "combine_rounds_of", lambda *_: rounds)
 
     # more tiles than any round has
     assert one.of_rows(LONG.widths) > 5
@@ -173,18 +173,18 @@ HARD = [
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tmp_path, *PLANTS[bug])
-    monkeypatch.setattr(launch, "tiles_of", lambda *_: TILES[0])
+    monkeypatch.setattr(launch, "tile_sizes_of", lambda *_: TILE_SIZES[0])
 
     assert max(run(trial, backend=Sm90Backend()).error for trial in HARD) > 1
 
 
-def decodes() -> Iterator[tuple[str, int, int, tuple[int, ...], dict[Tiles | None, float]]]:
+def decodes() -> Iterator[tuple[str, int, int, tuple[int, ...], dict[TileSizes | None, float]]]:
     """Measured decodes: name, tokens, heads, widths, and microseconds by sizes, or by the Gluon kernel (None)."""
     for line in MEASURED.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             name, *rest = line.split()
             tokens, heads, *widths = map(int, rest[:4])
-            cells = zip((*TILES, None), rest[4:], strict=True)
+            cells = zip((*TILE_SIZES, None), rest[4:], strict=True)
             yield name, tokens, heads, tuple(widths), {one: float(cell) for one, cell in cells if cell != "-"}
 
 
@@ -192,7 +192,7 @@ def regrets(units: int = UNITS) -> list[float]:
     """Time of the choice for each decode, relative to the fastest. units: that the rule is given."""
     found = []
     for _, tokens, heads, widths, times in decodes():
-        found.append(times.get(tiles_of(tokens, heads, widths, units), math.inf) / min(times.values()))
+        found.append(times.get(tile_sizes_of(tokens, heads, widths, units), math.inf) / min(times.values()))
     return found
 
 
@@ -204,8 +204,8 @@ def test_the_choice_is_that_of_the_measured_times() -> None:
 
 
 @pytest.mark.parametrize("heads", [3, 65])
-@pytest.mark.parametrize("one", TILES, ids=str)
-def test_parts_of_all_programs_fit_into_the_scratch(one: Tiles, heads: int) -> None:
+@pytest.mark.parametrize("one", TILE_SIZES, ids=str)
+def test_parts_of_all_programs_fit_into_the_scratch(one: TileSizes, heads: int) -> None:
     part, *_ = planned(Sm90Backend(), evolve(BASE, heads=heads)).scratch
     programs = launch._programs(heads) * one.most
 
@@ -215,17 +215,17 @@ def test_parts_of_all_programs_fit_into_the_scratch(one: Tiles, heads: int) -> N
 
 
 def test_a_model_without_what_programs_cost_chooses_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "FULLER", 0.0)
-    monkeypatch.setattr(f"{__name__}.tiles_of", tiles_of.__wrapped__)
+    monkeypatch.setattr(tuning, "US_PER_FURTHER_PROGRAM", 0.0)
+    monkeypatch.setattr(f"{__name__}.tile_sizes_of", tile_sizes_of.__wrapped__)
 
     assert max(regrets()) > 1.02
     assert max(regrets(units=0)) > 1.5
 
 
 def test_what_a_round_has_follows_from_programs_and_tiles() -> None:
-    assert [rounds_of(*one) for one in ((5, 64, 10), (6, 64, 10), (1, 128, 18), (99, 64, 5))] == [
+    assert [combine_rounds_of(*one) for one in ((5, 64, 10), (6, 64, 10), (1, 128, 18), (99, 64, 5))] == [
         (10, 1), (10, 2), (10, 1), (5, 2)
     ]  # fmt: skip
-    assert [rounds_of(*one) for one in ((1, 64, 2), (16, 64, 2), (64, 3, 2), (65, 3, 2))] == [
+    assert [combine_rounds_of(*one) for one in ((1, 64, 2), (16, 64, 2), (64, 3, 2), (65, 3, 2))] == [
         (5, 2), (2, 8), (5, 2), (2, 8)
     ]  # fmt: skip

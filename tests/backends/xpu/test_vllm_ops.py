@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
@@ -223,9 +223,9 @@ def test_decode_takes_indices_with_a_middle_dimension_and_scratch_memory() -> No
 
 
 def test_a_sink_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attend.prepare
+    right = attention_launch.prepare
     monkeypatch.setattr(
-        attend,
+        attention_launch,
         "prepare",
         lambda call, *a, **k: (
             lambda q, out, lse, _, caches: right(evolve(call, attn_sink=None), *a, **k)(q, out, lse, None, caches)

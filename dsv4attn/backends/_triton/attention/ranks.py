@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention.attend import wide_unit
 from dsv4attn.backends._triton.attention.kernels_ranks import merge_parts_kernel, pack_part_kernel
+from dsv4attn.backends._triton.attention.launch import wide_unit
 from dsv4attn.backends._triton.cache.records import row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, launch

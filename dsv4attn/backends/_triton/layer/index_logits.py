@@ -16,7 +16,7 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention.attend import divider
+from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, record_strides, row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors

@@ -18,7 +18,7 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
@@ -203,7 +203,7 @@ class Trial:
         """Run it, and fail if anything was written but the outputs."""
         call, bases = self.call()
         before = [memory(s.cache) for s in self.segments], call.q.clone()
-        attend.attend(call, self.tuning, tiles_per_split=self.run)
+        attention_launch.attend(call, self.tuning, tiles_per_split=self.run)
         outs = call.out, call.lse, call.max_logits
         answer = Answer(*(None if one is None else one.clone() for one in outs))  # type: ignore[arg-type]
         for one in outs:

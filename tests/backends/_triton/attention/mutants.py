@@ -16,7 +16,8 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention import attend, kernels, kernels_combine, keys
+from dsv4attn.backends._triton.attention import kernels, kernels_combine, keys
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionOptions
@@ -44,7 +45,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, 
     monkeypatch.setitem(sys.modules, name, _imported(folder / f"{name}.py", sources["keys"]))
     for each in ("attention", "reduce"):
         made = _imported(folder / f"planted_{each}_{folder.name}.py", sources[each])
-        monkeypatch.setattr(attend, each, getattr(made, each))
+        monkeypatch.setattr(attention_launch, each, getattr(made, each))
 
 
 def _imported(path: Path, source: str) -> ModuleType:
@@ -110,5 +111,5 @@ def far_away(trial: Trial) -> Answer:
     call = evolve(
         call, q=land.spread(call.q), keys=found, out=out.fill_(math.nan), lse=lse, options=AttentionOptions(top)
     )
-    attend.attend(call, trial.tuning, tiles_per_split=trial.run)
+    attention_launch.attend(call, trial.tuning, tiles_per_split=trial.run)
     return Answer(*(None if one is None else one.clone() for one in (out, lse, top)))  # type: ignore[arg-type]

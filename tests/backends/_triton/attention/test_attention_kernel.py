@@ -11,7 +11,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import KVCacheLayout
@@ -138,7 +138,9 @@ def test_lse_and_largest_logits_may_be_asked_for_alone() -> None:
         for missing in ("lse", "max_logits"):
             call, _ = trial.call()
             nothing: dict[str, Any] = {missing: None}
-            attend.attend(evolve(call, **(nothing if missing == "lse" else {"extras": AttentionOptions()})), SMALL)
+            attention_launch.attend(
+                evolve(call, **(nothing if missing == "lse" else {"extras": AttentionOptions()})), SMALL
+            )
             alone = Answer(call.out, call.lse, call.max_logits)._replace(**nothing)
             assert same(answer, alone)
 
@@ -212,7 +214,7 @@ def test_parts_are_enough_to_fill_a_device_and_no_more_than_there_are_tiles() ->
     for tokens in (0, 1, 2, 7, 64, 1000):
         for heads in (1, 64, 65, 128):
             for width in (0, 1, 64, 640, 8320):
-                splits = attend.splits_of(tokens, heads, width, tuning, 132)
+                splits = attention_launch.splits_of(tokens, heads, width, tuning, 132)
                 rows = tokens * -(-heads // 64)
                 assert 1 <= splits <= max(1, -(-width // 64))
                 assert splits == 1 or rows * splits <= 132
@@ -222,10 +224,10 @@ def test_scratch_is_what_its_bound_says_at_most() -> None:
     layer: LayerGeometry = Trial(layouts=(OCP, OCP)).layer
     for rows in (1, 2, 66, 132):
         for splits in {1, 2, rows}:
-            specs = attend.scratch(rows // splits, layer, splits, always=True)
-            assert simultaneous_bytes(list(specs)) <= attend.scratch_bound(layer, rows)
-    assert attend.scratch(5, layer, 1) == ()
-    assert attend.scratch_bound(layer, 0) == 0
+            specs = attention_launch.scratch(rows // splits, layer, splits, always=True)
+            assert simultaneous_bytes(list(specs)) <= attention_launch.scratch_bound(layer, rows)
+    assert attention_launch.scratch(5, layer, 1) == ()
+    assert attention_launch.scratch_bound(layer, 0) == 0
 
 
 # planted bugs: every one is seen
@@ -298,7 +300,7 @@ def test_an_address_of_32_bits_is_seen(name: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 48, 53, 64, 255, 256, 1000, 65537, 2**30, 2**30 + 1, 2**31 - 1])
 def test_a_slot_is_divided_by_its_page_size_without_a_division(size: int) -> None:
-    factor, log = attend.divider(size)
+    factor, log = attention_launch.divider(size)
     slots = {0, 1, size - 1, size, size + 1, 2**31 - 1, 2**31 - 2, 2**31 // size * size - 1, 2**31 // size * size}
     slots |= {min(k * size + d, 2**31 - 1) for k in (2, 3, 1000, 2**20) for d in (-1, 0, 1) if k * size < 2**31}
 

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
 from dsv4attn.backends._triton.tuning import Tuning, padded
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
@@ -101,7 +101,7 @@ class Sums:
             "PDL": False,
         }
         args = (*parts, out, lse, top, sink, *angles, *numbers)
-        kernel = vars(attend)["reduce"]  # where bugs are planted
+        kernel = vars(attention_launch)["reduce"]  # where bugs are planted
         launch(kernel, (tokens * HEADS,), args, constants, num_warps=4)
         return Answer(out.cpu(), lse.cpu(), top.cpu())
 
@@ -178,10 +178,12 @@ def test_parts_without_keys_behind_a_row_and_rows_beside_it_change_no_bits(dtype
 def test_a_tuning_says_how_many_are_loaded_together(parts: int) -> None:
     tuning = Tuning(heads=16, keys=16, reduce_parts=parts)
     trial = Trial(layouts=(TINY,), widths=(40,), tokens=1, splits=3, tuning=tuning)
-    shape = attend.Shape(4, 24, 8, (attend.Segment.of(TINY, aligned=True),), torch.bfloat16, 8, ragged=False)
+    shape = attention_launch.Shape(
+        4, 24, 8, (attention_launch.Segment.of(TINY, aligned=True),), torch.bfloat16, 8, ragged=False
+    )
     with observed() as seen:
         trial.check()
-    listed = attend.variants(shape, tuning, sinks=[True], lses=[True])
+    listed = attention_launch.variants(shape, tuning, sinks=[True], lses=[True])
 
     for variants in (seen, listed):
         assert [dict(one.constants)["N"] for one in variants if one.name == "reduce"] == [parts]

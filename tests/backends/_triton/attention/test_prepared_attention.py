@@ -9,7 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.runtime import Launch
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layer_caches import LayerCaches
@@ -130,13 +130,13 @@ class Recorded(Launch):
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "Launch", Recorded)
+    monkeypatch.setattr(attention_launch, "Launch", Recorded)
 
 
 def launches(call: AttentionCall, tuning: Tuning = TUNING, run: int = 0) -> list[Any]:
     """All that a call launches, but for addresses."""
     Recorded.noted.clear()
-    attend.attend(call, tuning, tiles_per_split=run)
+    attention_launch.attend(call, tuning, tiles_per_split=run)
     return [*Recorded.noted]
 
 
@@ -167,7 +167,7 @@ def test_calls_that_are_compared_as_equal_launch_the_same_on_other_memory() -> N
 def test_a_prepared_call_launches_for_other_tensors_what_is_launched_for_them_alone(name: str) -> None:
     call, tuning, run = OTHERS[name]()
     alone = launches(call, tuning, run)
-    prepared = attend.prepare(call, tuning, tiles_per_split=run)
+    prepared = attention_launch.prepare(call, tuning, tiles_per_split=run)
     more = [torch.cat([one, one])[: one.shape[0] + 1] if one.is_contiguous() else one for one in (call.q, call.out)]
     Recorded.noted.clear()
     prepared(call.tensors._replace(q=more[0], out=more[1]))
@@ -193,7 +193,9 @@ def test_calls_that_launch_other_forms_are_compared_as_different(usual: dict[str
 
 
 def test_calls_that_differ_in_strides_share_what_compiles() -> None:
-    shape = attend.Shape(4, 448, 64, (attend.Segment.of(LAYOUT, aligned=True),) * 2, torch.bfloat16, 8, ragged=False)
-    one, other = (attend._launched(shape, TUNING, split=False) for _ in range(2))
+    shape = attention_launch.Shape(
+        4, 448, 64, (attention_launch.Segment.of(LAYOUT, aligned=True),) * 2, torch.bfloat16, 8, ragged=False
+    )
+    one, other = (attention_launch._launched(shape, TUNING, split=False) for _ in range(2))
 
     assert one[0] is other[0]

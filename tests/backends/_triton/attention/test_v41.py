@@ -9,8 +9,8 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.backends._triton.attention.attend import Segment
 from dsv4attn.backends._triton.attention.keys import BYTES, CODE_WORDS, CODES, NIBBLE_WORDS, NIBBLES, WORDS
+from dsv4attn.backends._triton.attention.launch import Segment
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache

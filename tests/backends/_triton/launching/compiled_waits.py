@@ -12,7 +12,7 @@ from itertools import islice
 
 import torch
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.compiling.aot import cross_compile
 from dsv4attn.backends._triton.compiling.targets import TARGETS
@@ -33,9 +33,11 @@ def forms(arch: str) -> Iterator[Variant]:
     yield from islice(dense.variants(arch), 1)
     yield from islice(insert.variants(record, 64, BF16, arch=arch), 3)
     yield from islice(output.variants(64, 512, 64, 8, 1024, BF16, arch=arch), 2)
-    shape = attend.Shape(16, 448, 64, (attend.Segment.of(record, aligned=True),), BF16, 8, ragged=False)
+    shape = attention_launch.Shape(
+        16, 448, 64, (attention_launch.Segment.of(record, aligned=True),), BF16, 8, ragged=False
+    )
     tuning = HOPPER.on(arch)
-    yield from islice(attend.variants(shape, tuning, sinks=(False,), lses=(False,)), 3)
+    yield from islice(attention_launch.variants(shape, tuning, sinks=(False,), lses=(False,)), 3)
 
 
 def told(form: Variant, arch: str) -> dict[str, object]:

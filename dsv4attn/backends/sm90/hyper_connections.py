@@ -1,4 +1,4 @@
-"""Hyper-connections of many tokens on Hopper: the launcher of `kernels_streams`, for four streams in bf16.
+"""Hyper-connections of many tokens on Hopper: the launcher of `kernels_hyper_connections`, for four streams in bf16.
 
 The shared steps of `hyper_connections` serve every other call. Results mean the same.
 """
@@ -115,7 +115,9 @@ def _fused(
         end = min(first + CHUNK, count)
         tiles = -(-(end - first) // TOKENS) * groups
         per = -(-tiles // multiprocessors())
-        from dsv4attn.backends.sm90.kernels_streams import post_products_tiles  # not where kernels are interpreted
+        from dsv4attn.backends.sm90.kernels_hyper_connections import (
+            post_products_tiles,  # not where kernels are interpreted
+        )
 
         launch(
             post_products_tiles,
@@ -152,7 +154,9 @@ def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
     hidden = model.hidden_size
     if hidden % (COLUMNS * SLICES):
         return
-    from dsv4attn.backends.sm90.kernels_streams import post_products_tiles  # not where kernels are interpreted
+    from dsv4attn.backends.sm90.kernels_hyper_connections import (
+        post_products_tiles,  # not where kernels are interpreted
+    )
 
     types = dict.fromkeys(("X", "STREAMS", "OUT"), "*bf16") | dict.fromkeys(("POST", "COMB", "FN", "PRODUCTS"), "*fp32")
     yield Variant.from_types(post_products_tiles, types, _constants(), num_warps=WARPS)

@@ -1,4 +1,4 @@
-"""The twin of `kernels_tiles`, for Triton's interpreter, which runs no Gluon: same arguments, programs and results."""
+"""`kernels_small_decode` in Triton, for its interpreter, which runs no Gluon: same arguments, programs and results."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -11,6 +11,7 @@ from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
+from dsv4attn.backends.sm90.kernels_interpreted import read_page
 from dsv4attn.backends.sm90.kernels_schedule import (
     Entries,
     Keys,
@@ -21,12 +22,11 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     page_of,
     tile_with_keys,
 )
-from dsv4attn.backends.sm90.kernels_twin import read_page
 
 
 @triton.jit
 def bounds_of(values, scale, ok):
-    """As `kernels_tiles` has them. values: [N, 512] fp32. scale: of addresses of scale bytes."""
+    """As `kernels_small_decode` has them. values: [N, 512] fp32. scale: of addresses of scale bytes."""
     of = tl.arange(0, 8)[None, :]
     coded = ok[:, None] & (of < 7)
     byte = tl.load(scale.to(tl.pointer_type(tl.uint8))[:, None] + of, mask=coded, other=0).to(tl.int32)
@@ -65,7 +65,7 @@ def attend_tile(
     tiles: tl.int32, scale: tl.float32,
     SEGMENTS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """See `kernels_tiles.attend_tile`."""
+    """See `kernels_small_decode.attend_tile`."""
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
     program = tl.program_id(0)
     within, column = tl.arange(0, BH), tl.arange(0, 512)
@@ -121,7 +121,7 @@ def combine_tiles(
     heads: tl.int32, block: tl.int32, size: tl.int32, tiles: tl.int32, width0: tl.int32, width1: tl.int32,
     least1: tl.int32, empty_lse: tl.float32, U: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """See `kernels_tiles.combine_tiles`. Tiles are added one after the other."""
+    """See `kernels_small_decode.combine_tiles`. Tiles are added one after the other."""
     program = tl.program_id(0)
     first = program % (8 // P) * P
     eights = cdiv(heads, 8)

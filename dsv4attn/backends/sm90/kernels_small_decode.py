@@ -36,7 +36,7 @@ from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import barrier, copy_async
 from dsv4attn.backends.sm90.kernels_common import FLAT_S, KEYS_S
-from dsv4attn.backends.sm90.kernels_produce import WORDS_L, decoded, load_codes, load_rope, store_words, without_scale
+from dsv4attn.backends.sm90.kernels_load_v4 import WORDS_L, decoded, load_codes, load_rope, store_words, without_scale
 from dsv4attn.backends.sm90.kernels_schedule import (
     Entries,
     Keys,
@@ -123,7 +123,10 @@ def store_heads(to, x, BH: gl.constexpr):
 
 @gluon.jit
 def store_sums(to, x, inverses, BH: gl.constexpr):
-    """Store [128, BH] in fp16, columns by heads, as `kernels_tiles_twin.place` says: eight heads after the other.
+    """Store [128, BH] in fp16, columns by heads, eight heads after the other.
+
+    `kernels_small_decode_interpreted.place` has the order.
+
 
     inverses: of the powers of the columns of each of eight warps.
     """

@@ -1,4 +1,4 @@
-"""The launcher of `kernels_tiles`: decodes of so few tokens that each tile of keys has a multiprocessor to itself."""
+"""The launcher of `kernels_small_decode`, for decodes of so few tokens that each tile of keys has a multiprocessor."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import cache
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
-from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of
+from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, TileSizes, combine_rounds_of
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, EntryIndices, Run
 
 if INTERPRETED:
-    from dsv4attn.backends.sm90.kernels_tiles_twin import attend_tile, combine_tiles
+    from dsv4attn.backends.sm90.kernels_small_decode_interpreted import attend_tile, combine_tiles
 else:
-    from dsv4attn.backends.sm90.kernels_tiles import attend_tile, combine_tiles
+    from dsv4attn.backends.sm90.kernels_small_decode import attend_tile, combine_tiles
 
 __all__ = ["prepare", "reads", "variants", "with_entries"]
 
@@ -28,18 +28,18 @@ EIGHT, PIECES = 8, 8
 WARPS, COMBINING_WARPS = 8, 4
 
 
-def prepare(call: AttentionCall, numbers: Sequence[int], tiles: Tiles, entries: EntryIndices | None = None) -> Run:
+def prepare(call: AttentionCall, numbers: Sequence[int], tiles: TileSizes, entries: EntryIndices | None = None) -> Run:
     """Launches of a decode from records. Parts are in the call's scratch.
 
     numbers: of both segments, see `launch`.
     entries: None, or the compressed segment is read by `AttentionTensors.topk_indices` and not by slots.
     """
     q, top, (tokens, heads, _) = call.q, call.max_logits, call.q.shape
-    widths = [rows.width for rows in attend.index_rows(call.keys)]
+    widths = [rows.width for rows in attention_launch.index_rows(call.keys)]
     each, blocks = tiles.of_rows(widths), -(-heads // tiles.heads)
-    own, rounds = _constants(len(widths), heads, tiles), rounds_of(tokens, heads, each)
+    own, rounds = _constants(len(widths), heads, tiles), combine_rounds_of(tokens, heads, each)
     shape = heads, tiles.heads, tiles.keys, each, widths[0], widths[1] if len(widths) == 2 else 0
-    window_indices, window_lens, compressed_indices, compressed_lens = attend.index_tensors(call.keys)
+    window_indices, window_lens, compressed_indices, compressed_lens = attention_launch.index_tensors(call.keys)
     # slots need no block table: the kernel does not read these two tensors then
     token_to_req = block_table = compressed_lens
     table_numbers: tuple[int, ...] = (0, 0, 0, 0)
@@ -48,7 +48,7 @@ def prepare(call: AttentionCall, numbers: Sequence[int], tiles: Tiles, entries: 
         table_numbers = block_table.stride(0), *block_table.shape, shape[-1]
     numbers = *q.stride()[:2], *numbers, *table_numbers, each
     launch = Launch(attend_tile, own, (*numbers, call.layer.scale), WARPS)
-    results = *attend.result_strides(call), *shape, table_numbers[-1], call.empty_lse
+    results = *attention_launch.result_strides(call), *shape, table_numbers[-1], call.empty_lse
     combine = Launch(combine_tiles, _combining(*rounds), results, COMBINING_WARPS)
     programs, combiners = tokens * each * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
     # other kernels fill this memory with fp32: parts in fp16 need half of it, and their sums less than the rest
@@ -93,7 +93,7 @@ def with_entries(call: AttentionCall, entries: EntryIndices) -> AttentionCall:
 
 
 @cache
-def _constants(segments: int, heads: int, tiles: Tiles) -> Constants:
+def _constants(segments: int, heads: int, tiles: TileSizes) -> Constants:
     chosen = {"SEGMENTS": segments, "H": heads, "BH": tiles.heads, "N": tiles.keys}
     return Constants(chosen if INTERPRETED else {**chosen, "PDL": uses_pdl("sm_90")})
 
@@ -107,9 +107,9 @@ def _combining(together: int, pieces: int) -> Constants:
 def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
     """Every form of these kernels that `forward_mqa` can ask for."""
     floats = {"part": "*fp16", "part_sums": "*fp32"}
-    for tiles in TILES:
+    for tiles in TILE_SIZES:
         types = {**floats, "q": "*bf16", "cache0": "*u8", "cache1": "*u8"}
         yield Variant.from_types(attend_tile, types, _constants(segments, heads, tiles), num_warps=WARPS)
-    for given in attend.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
-        for rounds in ROUNDS:
+    for given in attention_launch.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
+        for rounds in COMBINE_ROUNDS:
             yield Variant.from_types(combine_tiles, given | floats, _combining(*rounds), num_warps=COMBINING_WARPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from dsv4attn.backends._triton.support import index_notes
-from dsv4attn.backends.sm90.tuning import ROADS
+from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.layer_geometry import LayerGeometry
@@ -30,10 +30,10 @@ def _roads(problem: Problem) -> Iterator[str]:
     layer = problem.layer
 
     def rows(before: int, tokens: int) -> bool:
-        return not ROADS.prefers_pages(layer, [(before, tokens)], _rows(layer, before, tokens))
+        return not PREFILL_COST_MODEL.prefers_pages(layer, [(before, tokens)], _rows(layer, before, tokens))
 
     def raw(before: int, tokens: int) -> bool:
-        return ROADS.prefers_raw_q(layer, [([(before, tokens)], _rows(layer, before, tokens))])
+        return PREFILL_COST_MODEL.prefers_raw_q(layer, [([(before, tokens)], _rows(layer, before, tokens))])
 
     yield f"prefill=auto gathers a prompt's keys from {_fewest(rows)} (by its model)"
     if layer.q_norm:

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from dsv4attn.backends.sm90.compat import copy_async
-from dsv4attn.backends.sm90.kernels_produce import (
+from dsv4attn.backends.sm90.kernels_load_v4 import (
     OPERANDS,
     SPOIL_OPERANDS,
     WORDS_L,

@@ -1,4 +1,4 @@
-"""Scores of index keys on Hopper: the launcher of `kernels_index`, for requests of several tokens with 64 heads.
+"""Scores of index keys on Hopper: the launcher of `kernels_index_logits`, for requests of several tokens with 64 heads.
 
 Each function says whether it serves a call; the shared ones of `index_logits` serve all. Results mean the same.
 """
@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention.attend import divider
+from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.cache.records import record_strides
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
@@ -133,7 +133,7 @@ def _launch(
     each: int = 0,
 ) -> None:
     """keys: the tensor, and scales, table and requests or None. run: of maxima, a power of two."""
-    from dsv4attn.backends.sm90.kernels_index import score_index  # not where kernels are interpreted
+    from dsv4attn.backends.sm90.kernels_index_logits import score_index  # not where kernels are interpreted
 
     table, values = keys[2], _raw(query.values)
     (tokens, entries), programs = out.shape, PROGRAMS * multiprocessors()
@@ -171,7 +171,7 @@ def may_serve(bounds: WarmupSpec) -> bool:
 
 def variants(*, logits: bool = False) -> Iterator[Variant]:
     """Every form that selection can ask for; with `logits`, also those of the two functions of that name."""
-    from dsv4attn.backends.sm90.kernels_index import score_index  # not where kernels are interpreted
+    from dsv4attn.backends.sm90.kernels_index_logits import score_index  # not where kernels are interpreted
 
     common = {"Q": "*u8", "KEYS": "*u8", "W": "*fp32", "OUT": "*fp32"}
     forms = [{"SCALES": "none", "FIRST": "none", "MAXIMA": maxima} for maxima in ("none", "*fp32")]
