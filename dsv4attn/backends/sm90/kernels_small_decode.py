@@ -127,7 +127,6 @@ def store_sums(to, x, inverses, BH: gl.constexpr):
 
     `kernels_small_decode_interpreted.place` has the order.
 
-
     inverses: of the powers of the columns of each of eight warps.
     """
     x = gl.reshape(x, [8, 16, BH])
