@@ -51,7 +51,7 @@ class WrapperMemory:
         return self._workspace.total_bytes + sum(lens.nbytes for lens in self._lens)
 
     def parts(self, specs: Sequence[BufferSpec]) -> list[Tensor]:
-        """Views for the splits of rows, with the specs of `attend.scratch`; the same memory in every call."""
+        """Views for the splits of rows, with the specs of `attention.launch.scratch`; the same memory in every call."""
         return self._workspace.get_simultaneous(*specs, lane=_LANE, caller="SparseMLASm120Wrapper.run")
 
     def lens(self, tokens: int) -> Tensor:

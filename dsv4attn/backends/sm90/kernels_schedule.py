@@ -64,7 +64,7 @@ Segment = namedtuple("Segment", "cache rows lens width stride size factor log pi
 """Keys of one segment, and which of them each row attends.
 
 cache: pages of records, or [N, 512] bf16. rows: [T, width] int32, slots; stride: from row to row of them. lens: [T]
-int32, columns that count. size: slots of a page; factor, log: its `attend.divider`. pitch: units of 16 bytes from page
+int32, columns that count. size: slots of a page; factor, log: its `divider`. pitch: units of 16 bytes from page
 to page, or from key to key of bf16 rows. last_slot: the number of the last slot, -1 without slots.
 """
 Entries = namedtuple("Entries", "requests table stride known columns")
@@ -282,7 +282,7 @@ def umulhi(a, b):
 
 @triton.jit
 def divided(n, factor, log):
-    """Quotient of n, of 0 or more, by the number of which these are the `attend.divider`."""
+    """Quotient of n, of 0 or more, by the number of which these are the `attention.launch.divider`."""
     twice = n.to(tl.uint32, bitcast=True) << 1
     return (umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
 

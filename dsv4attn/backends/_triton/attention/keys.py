@@ -39,7 +39,7 @@ CONVERTED = tl.constexpr(2)
 def page_and_row(slot, ok, paging, page_stride):
     """Byte offset of each slot's page, int64, and the slot's number in the page; zeros where not ok.
 
-    paging: page size, and factor and log of `attend.divider`, since a division takes twenty instructions.
+    paging: page size, and factor and log of `attention.launch.divider`, since a division takes twenty instructions.
     """
     slot = tl.where(ok, slot, 0)
     page_size, factor, log = paging
