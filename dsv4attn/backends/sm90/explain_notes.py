@@ -1,4 +1,4 @@
-"""Which kernel serves a problem, for `dsv4attn explain`: from facts alone, on any machine."""
+"""Notes of the sm90 backend for `dsv4attn explain`: which kernel serves a problem. No device is needed."""
 
 from __future__ import annotations
 
@@ -19,69 +19,77 @@ MOST_HEADS = 128
 
 
 def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
-    """The kernel that attends, what `prefill=auto` would choose, and how scores of the indexer are computed."""
-    return [_attends(device, problem), *_roads(problem), *index_notes(device, problem)]
+    """The attention kernel, the choices of `prefill=auto`, and the kernel of the indexer's scores."""
+    return [_attention_note(problem), *_prefill_notes(problem), *index_notes(device, problem)]
 
 
-def _roads(problem: Problem) -> Iterator[str]:
-    """Prefill from records: from how many tokens on, behind some, `prefill=auto` gathers keys, and takes raw q."""
-    if problem.phase != "prefill" or problem.swa.layout == "rows" or [*_against(problem)]:
+def _prefill_notes(problem: Problem) -> Iterator[str]:
+    """From which prompt length on `prefill=auto` gathers keys, and takes raw q. Only for prefill from records."""
+    if problem.phase != "prefill" or problem.swa.layout == "rows" or _obstacles(problem):
         return
     layer = problem.layer
 
-    def rows(before: int, tokens: int) -> bool:
-        return not PREFILL_COST_MODEL.prefers_pages(layer, [(before, tokens)], _rows(layer, before, tokens))
+    def gathers_keys(context: int, tokens: int) -> bool:
+        return not PREFILL_COST_MODEL.prefers_pages(layer, [(context, tokens)], _gathered_rows(layer, context, tokens))
 
-    def raw(before: int, tokens: int) -> bool:
-        return PREFILL_COST_MODEL.prefers_raw_q(layer, [([(before, tokens)], _rows(layer, before, tokens))])
+    def takes_raw_q(context: int, tokens: int) -> bool:
+        chunk = [(context, tokens)], _gathered_rows(layer, context, tokens)
+        return PREFILL_COST_MODEL.prefers_raw_q(layer, [chunk])
 
-    yield f"prefill=auto gathers a prompt's keys from {_fewest(rows)} (by its model)"
+    yield f"prefill=auto gathers a prompt's keys from {_smallest_prompts(gathers_keys)} (by its model)"
     if layer.q_norm:
-        yield f"layers with raw_q have q's norm and rotation in that kernel from {_fewest(raw)}"
+        yield f"layers with raw_q have q's norm and rotation in that kernel from {_smallest_prompts(takes_raw_q)}"
 
 
-def _fewest(chosen: Callable[[int, int], bool]) -> str:
-    """From how many tokens on something is chosen, behind none and many."""
-    fewest = [next((n for n in (2**i for i in range(7, 15)) if chosen(before, n)), 0) for before in (0, 8192, 65536)]
-    return f"{', '.join(f'{n:,}' if n else 'none' for n in fewest)} tokens on, behind 0, 8,192, 65,536"
+def _smallest_prompts(chosen: Callable[[int, int], bool]) -> str:
+    """Smallest prompt length at which `chosen` is true, for contexts of 0, 8K and 64K tokens.
+
+    chosen: called with the length of the context and the length of the prompt, in tokens.
+    """
+    lengths = [2**i for i in range(7, 15)]
+    smallest = [next((n for n in lengths if chosen(context, n)), 0) for context in (0, 8192, 65536)]
+    return f"{', '.join(f'{n:,}' if n else 'none' for n in smallest)} tokens on, after contexts of 0, 8,192, 65,536"
 
 
-def _rows(layer: LayerGeometry, before: int, tokens: int) -> int:
-    """Rows that are gathered for the tokens of one request."""
-    return layer.entries(before + tokens) + min(before, layer.window - 1) + tokens
+def _gathered_rows(layer: LayerGeometry, context: int, tokens: int) -> int:
+    """Number of rows that are gathered for `tokens` tokens of one request after `context` tokens."""
+    return layer.entries(context + tokens) + min(context, layer.window - 1) + tokens
 
 
-def _attends(device: DeviceFacts, problem: Problem) -> str:
-    """One line: the kernel that serves the problem, and every reason if it is the shared kernel."""
-    against = [*_against(problem)]
-    if against:
-        return f"the shared Triton kernel: {'; '.join(against)}"
-    few = ""
+def _attention_note(problem: Problem) -> str:
+    """The kernel that serves the problem. If it is the shared kernel: every reason."""
+    obstacles = _obstacles(problem)
+    if obstacles:
+        return f"the shared Triton kernel: {'; '.join(obstacles)}"
+    for_few_tokens = ""
     if problem.phase == "decode":
-        other = "its kernels of one tile" if problem.swa.layout == "fp8_ds_mla" else "the shared Triton kernel"
-        few = f"; {other} for few tokens, unless small=gluon"
-    return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{few}"
+        kernel = "its kernels of one tile" if problem.swa.layout == "fp8_ds_mla" else "the shared Triton kernel"
+        for_few_tokens = f"; {kernel} for few tokens, unless small=gluon"
+    return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{for_few_tokens}"
 
 
-def _against(problem: Problem) -> Sequence[str]:
-    found = []
+def _obstacles(problem: Problem) -> Sequence[str]:
+    """Every reason why the Gluon kernels do not serve a problem."""
+    obstacles = []
     layer = problem.layer
     if problem.q_dtype != "bfloat16":
-        found.append(f"q is {problem.q_dtype}, not bfloat16")
+        obstacles.append(f"q is {problem.q_dtype}, not bfloat16")
     if (layer.nope_dim, layer.rope_dim) != (448, 64):
-        found.append(f"keys of {layer.nope_dim} + {layer.rope_dim} dims, not 448 + 64")
+        obstacles.append(f"keys of {layer.nope_dim} + {layer.rope_dim} dims, not 448 + 64")
     if layer.num_heads > MOST_HEADS:
-        found.append(f"{layer.num_heads} heads, more than {MOST_HEADS}")
+        obstacles.append(f"{layer.num_heads} heads, more than {MOST_HEADS}")
     caches = [cache for cache in (problem.swa, problem.compressed) if cache is not None]
     rows = len(caches) == 1 and _layout_and_dtype(caches[0]) == ("rows", "bfloat16")
     records = [(*_layout_and_dtype(cache), cache.group_size) for cache in caches]
     if not rows and tuple(records) not in _RECORDS:
-        found.append("caches that are not all fp8_ds_mla of e4m3fn, nor v41_fp8, or v41_fp8 and v41_fp4")
+        obstacles.append("caches that are not all fp8_ds_mla of e4m3fn, nor v41_fp8, or v41_fp8 and v41_fp4")
     elif len({cache.arrangement for cache in caches}) > 1 or (_V4 in records and caches[0].arrangement != "split"):
-        found.append("scales elsewhere: behind the page's records in fp8_ds_mla, and in V4.1's two caches alike")
+        obstacles.append(
+            "scales elsewhere: expected after the page's records in fp8_ds_mla, and alike in V4.1's two caches"
+        )
     if problem.deterministic:
-        found.append("deterministic")
-    return found
+        obstacles.append("deterministic")
+    return obstacles
 
 
 def _layout_and_dtype(cache: CacheFacts) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Hyper-connections of many tokens on Hopper: the launcher of `kernels_hyper_connections`, for four streams in bf16.
 
-The shared steps of `hyper_connections` serve every other call. Results mean the same.
+The shared steps of `_triton.layer.hyper_connections` serve every other call, with results of the same meaning.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ __all__ = ["mhc_fused_post_pre", "mhc_fused_post_pre_delayed", "variants"]
 
 STREAMS, TOKENS, COLUMNS, WARPS = 4, 64, 64, 8
 SLICES, STAGES = 2, 2
-"""Slices of COLUMNS columns whose products are added up, and tiles in flight.
+"""Slices of COLUMNS columns whose products a program adds up; tiles in flight.
 
 H200, torch 2.11, Triton 3.6, 2026-11-23: 8,192 tokens of 4,096 take 187 us; with one slice and three stages 224.
 """
 FEW = 256
-"""Most tokens that the shared kernels serve faster."""
+"""Largest number of tokens for which the shared kernels are faster."""
 CHUNK = 8192
-"""Tokens of a pair of launches. The second finds nothing of the first in the cache, and fewer launches cost less."""
+"""Tokens of a pair of launches. Smaller chunks cost more launches and gain nothing: the second launch finds no data of
+the first in the cache."""
 
 
 def mhc_fused_post_pre(
@@ -131,7 +132,7 @@ def _fused(
 
 
 def _serves(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, fn: Tensor) -> bool:
-    """Whether the kernel reads inputs of these shapes, types and places."""
+    """Whether the kernel reads inputs of these shapes, dtypes and alignments."""
     hidden, n = x.shape[1], residual.shape[1]
     if INTERPRETED or x.dtype != torch.bfloat16 or n != STREAMS or hidden % (COLUMNS * SLICES):
         return False
@@ -145,7 +146,7 @@ def _constants() -> dict[str, Any]:
 
 
 def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
-    """Every form that `mhc_fused_post_pre` can ask for, beside those of the shared steps."""
+    """Every variant that `mhc_fused_post_pre` can need in addition to the variants of the shared steps."""
     model = bounds.model
     if model is None or "hyper_connections" not in bounds.parts:
         return

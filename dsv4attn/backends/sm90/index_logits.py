@@ -1,6 +1,7 @@
 """Scores of index keys on Hopper: the launcher of `kernels_index_logits`, for requests of several tokens with 64 heads.
 
-Each function says whether it serves a call; the shared ones of `index_logits` serve all. Results mean the same.
+A function returns False or None for a call that it does not serve. The shared functions of `_triton.layer.index_logits`
+serve every call and give results of the same meaning.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dial
 __all__ = ["fp8_mqa_logits", "may_serve", "score", "variants"]
 
 HEADS, DIM, PAGE = 64, 128, 64
-"""Heads and dims of a query, and entries of a tile, which stand in one page."""
+"""Heads and dims of a query; entries of a tile, which are all in one page."""
 LAYOUT = KVCacheLayout.index_fp8(DIM)
 TOKENS = 2
-"""Tokens of a block, which share the keys that are copied. On pages, requests of fewer are not served."""
+"""Tokens of a block, which share the copied keys. On pages, requests of fewer tokens are not served."""
 WARPS, REGISTERS, PROGRAMS = 4, 128, 4
-"""Warps of a program, registers of a thread, and programs of a multiprocessor: all registers are used.
+"""Warps of a program, registers of a thread, and programs of a multiprocessor. All registers are used.
 
 H200, torch 2.11, Triton 3.6, 2026-11-23: 2,048 tokens over 8,192 gathered keys take 265 us; with eight warps for four
 tokens 274, with three programs of 168 registers 278, with two programs of two accumulators each 280.
@@ -79,7 +80,7 @@ def fp8_paged_mqa_logits(
 
 
 def _paging(cache: PagedKVCache) -> tuple[int, ...] | None:
-    """Arguments of the kernel that describe pages; None if it does not read such pages."""
+    """Arguments of the kernel that describe the pages; None if the kernel does not read such pages."""
     page, data, scale_offset, scale = record_strides(cache)
     served = (
         cache.layout == LAYOUT
@@ -102,13 +103,13 @@ def fp8_mqa_logits(
         return None
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     if logits.numel():
-        given = _raw(rows), scales, None, None
-        _launch(query, given, cu_seqlen_ke, cu_seqlen_ks, logits, None, (0, PAGE, *divider(PAGE), 0, 0))
+        keys = _raw(rows), scales, None, None
+        _launch(query, keys, cu_seqlen_ke, cu_seqlen_ks, logits, None, (0, PAGE, *divider(PAGE), 0, 0))
     return logits
 
 
 def _serves(query: IndexQuery) -> bool:
-    """Whether the kernel reads queries of these shapes and places."""
+    """Whether the kernel reads queries of these shapes, strides and alignments."""
     values, weights = query.values, query.weights
     step = values.data_ptr() | values.stride(0) | values.stride(1)
     known = values.shape[1:] == (HEADS, DIM) and values.element_size() == 1 and query.scales is None
@@ -132,7 +133,12 @@ def _launch(
     run: int = PAGE,
     each: int = 0,
 ) -> None:
-    """keys: the tensor, and scales, table and requests or None. run: of maxima, a power of two."""
+    """Launch the kernel.
+
+    keys: (keys, scales, block table, request of each token). All but the keys may be None.
+    run: entries of one maximum, a power of two.
+    each: tokens of each request, where every request has the same number.
+    """
     from dsv4attn.backends.sm90.kernels_index_logits import score_index  # not where kernels are interpreted
 
     table, values = keys[2], _raw(query.values)
@@ -170,7 +176,10 @@ def may_serve(bounds: WarmupSpec) -> bool:
 
 
 def variants(*, logits: bool = False) -> Iterator[Variant]:
-    """Every form that selection can ask for; with `logits`, also those of the two functions of that name."""
+    """Every variant that selection can need.
+
+    logits: also the variants of `fp8_paged_mqa_logits` and `fp8_mqa_logits`.
+    """
     from dsv4attn.backends.sm90.kernels_index_logits import score_index  # not where kernels are interpreted
 
     common = {"Q": "*u8", "KEYS": "*u8", "W": "*fp32", "OUT": "*fp32"}

@@ -63,17 +63,21 @@ else:
 __all__ = ["PAGES", "ROWS", "KeyFormat", "Sm90Backend", "variants"]
 
 HEADS, DIM = 64, 512
-"""Heads of a block, and dims of a key."""
+"""Heads of a block; dims of a key."""
 ROTATED = 64
-"""Rotated dims of a q that is given before its norm and rotation."""
+"""Rotated dims of raw q."""
 FARTHEST = WIDE * 2**31
-"""Bytes from page to page, or from row to row: the least that the kernel's int32 strides cannot hold."""
+"""Smallest stride of pages or rows, in bytes, that the kernel's int32 strides cannot hold."""
 LINE = 1024
-"""Rows of a call that a program reads together when it computes its chunk."""
+"""Rows whose lengths a program loads together when it computes its share of the tiles."""
 
 
 class KeyFormat(NamedTuple):
-    """What a Gluon kernel reads: a number of `kernels_schedule`, and whether scales are behind each record's data."""
+    """Format of the keys that a Gluon kernel reads.
+
+    number: FP8_PAGES, BF16_ROWS, CODE_PAGES or NIBBLE_PAGES of `kernels_schedule`.
+    interleaved: whether the scales of a record follow its data.
+    """
 
     number: int
     interleaved: bool = False
@@ -88,12 +92,15 @@ PAGES, ROWS = KeyFormat(FP8_PAGES.value), KeyFormat(BF16_ROWS.value)
 
 
 class Sm90Backend(TritonBackend):
-    """Attention on pages in decode, and in prefill on pages or on bf16 rows that core gathers.
+    """Attention on pages in decode, and on pages or on gathered bf16 rows in prefill.
 
-    prefill: "paged" gathers nothing, and takes no workspace for keys; "gathered" copies a chunk's keys to rows first;
-    "auto" takes the memory of "gathered", and of both what is faster for a chunk, see `tuning.PrefillCostModel`.
-    tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
-    Gluon kernels split rows at places that depend on the batch. projection: see `TritonBackend`.
+    prefill: "paged" gathers nothing and needs no workspace for keys. "gathered" copies the keys of a chunk to rows
+    first. "auto" needs the workspace of "gathered" and chooses the faster way for each chunk, see
+    `tuning.PrefillCostModel`.
+    tuning: tuning of the shared kernel, see `TritonBackend`.
+    deterministic: the shared kernel serves every call, because the Gluon kernels split rows at places that depend on
+    the batch.
+    projection: see `TritonBackend`.
     small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_small_decode` on V4's
     records, see `tuning.tile_sizes_of`, and on others the shared kernel, see `tuning.is_small`; "shared": the shared
     kernel on all; "gluon": neither.
@@ -151,9 +158,9 @@ class Sm90Backend(TritonBackend):
         return gathers and self._may_serve(layer) and bounds.q_dtype == bounds.swa.row_dtype == torch.bfloat16
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """Two parts of each program, their lse and largest logits, and which programs share each row.
+        """Two parts for each program, their lse and largest logits, and for each row which programs share it.
 
-        The splits of the shared kernel, and the tiles of `kernels_small_decode`, fit into the same memory.
+        The splits of the shared kernel and the partial results of `kernels_small_decode` fit into the same memory.
         """
         if not self._may_serve(layer):
             return super().scratch(phase, layer, tokens, width)
@@ -166,13 +173,13 @@ class Sm90Backend(TritonBackend):
         ]
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
-        """See `scratch`: only the last view grows with the call."""
+        """See `scratch`. Only the size of the last buffer depends on the call."""
         if not self._may_serve(layer):
             return super().scratch_bound(phase, layer, max_tokens, max_width)
         return _programs(layer.num_heads) * 2 * HEADS * (DIM + 2) * 4 + max(max_tokens, 1) * 8 + 4 * ALIGNMENT
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """See `contract.BackendDefaults`. Both forms of keys are served, whatever option `prefill` says."""
+        """See `contract.BackendDefaults`. Pages and gathered rows are both served, whatever option `prefill` says."""
         if not call.scratch or not self._may_serve(call.layer):
             return super().prepare(phase, call)
         check_attention_strides(call)
@@ -202,20 +209,25 @@ class Sm90Backend(TritonBackend):
         check_attention_strides(call)
         direct = small_decode.with_entries(call, entries)
         kind, numbers = _key_format_and_numbers(direct) or (ROWS, ())
-        return small_decode.prepare(direct, numbers, few, entries) if (few := self._few(kind, direct)) else None
+        tiles = self._small_decode_tiles(kind, direct)
+        return small_decode.prepare(direct, numbers, tiles, entries) if tiles else None
 
-    def _few(self, kind: KeyFormat, call: AttentionCall) -> TileSizes | None:
-        """Sizes of the programs of `kernels_small_decode`, if it serves a decode on keys of this kind."""
+    def _small_decode_tiles(self, kind: KeyFormat, call: AttentionCall) -> TileSizes | None:
+        """Sizes of the programs of `kernels_small_decode`; None if it does not serve the decode."""
         tokens, heads, _ = call.q.shape
         widths = tuple(rows.width for rows in attention_launch.index_rows(call.keys))
-        return tile_sizes_of(tokens, heads, widths, _programs(heads)) if tokens and self._tiles(kind) else None
+        return (
+            tile_sizes_of(tokens, heads, widths, _programs(heads))
+            if tokens and self._may_use_small_decode(kind)
+            else None
+        )
 
-    def _tiles(self, kind: KeyFormat) -> bool:
-        """Whether `kernels_small_decode` may serve decodes on keys of this kind."""
+    def _may_use_small_decode(self, kind: KeyFormat) -> bool:
+        """Whether `kernels_small_decode` may serve decodes on keys of this format."""
         return self._small == "auto" and kind == PAGES
 
-    def _leaves(self, kind: KeyFormat) -> bool:
-        """Whether the shared kernel may serve decodes that the Gluon kernels could serve, on keys of this kind."""
+    def _may_use_shared_kernel(self, kind: KeyFormat) -> bool:
+        """Whether the shared kernel may serve decodes that the Gluon kernels could serve, on keys of this format."""
         return self._small == "shared" or (self._small == "auto" and kind != PAGES)
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
@@ -223,9 +235,9 @@ class Sm90Backend(TritonBackend):
         yield from super().kernel_variants(bounds, device)
         for layer in bounds.layers:
             if self._may_leave_raw(bounds, layer):
-                # of keys alone, where q of prefill stays raw
-                promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
-                yield from insert.variants(bounds.swa, 0, bounds.q_dtype, **promised, arch=device.arch)
+                # writing keys alone, for a prefill whose q stays raw
+                alignments = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
+                yield from insert.variants(bounds.swa, 0, bounds.q_dtype, **alignments, arch=device.arch)
         if bounds.model is not None and not self.deterministic and index_logits.may_serve(bounds):
             yield from index_logits.variants()
         yield from hyper_connections.variants(bounds, device.arch)
@@ -238,33 +250,33 @@ class Sm90Backend(TritonBackend):
             swa = bounds.swa
             rows = KVCacheLayout.rows(swa.nope_dim, swa.rope_dim, dtype=swa.row_dtype)
             sources.append(([rows], self._gathered_variants))
-        may = self._may_serve(layer) and bounds.q_dtype == torch.bfloat16
-        for read, shared in sources:
-            kind = _key_format(read) if may else None
-            # of which of these keys the Gluon kernels serve all calls: all rows, all aligned records, no plain pages
-            records = bounds.aligned and kind is not None and kind.is_paged and not self._leaves(kind)
-            every = shared == self._gathered_variants or records
-            for one in shared(bounds, layer, tuning):
-                # and only q and out whose rows are aligned
-                if kind is None or not every or dict(one.constants)["UNIT"] == 1:
-                    yield one
+        may_serve = self._may_serve(layer) and bounds.q_dtype == torch.bfloat16
+        for key_layouts, shared_variants in sources:
+            kind = _key_format(key_layouts) if may_serve else None
+            # the Gluon kernels serve all calls on gathered rows and on aligned records, but not on pages of bf16 rows
+            records = bounds.aligned and kind is not None and kind.is_paged and not self._may_use_shared_kernel(kind)
+            serves_all = shared_variants == self._gathered_variants or records
+            for variant in shared_variants(bounds, layer, tuning):
+                # the shared kernel then serves only q and out whose rows are not aligned
+                if kind is None or not serves_all or dict(variant.constants)["UNIT"] == 1:
+                    yield variant
             if kind is not None:
-                given: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
-                yield from variants(len(read), kind, layer.num_heads, **given)
-                if self._tiles(kind):
-                    yield from small_decode.variants(len(read), layer.num_heads, **given)
-                if shared == self._gathered_variants and self._may_leave_raw(bounds, layer):
-                    yield from variants(len(read), kind, layer.num_heads, **given, raw=True)
+                sinks_and_lses: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
+                yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses)
+                if self._may_use_small_decode(kind):
+                    yield from small_decode.variants(len(key_layouts), layer.num_heads, **sinks_and_lses)
+                if shared_variants == self._gathered_variants and self._may_leave_raw(bounds, layer):
+                    yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, raw=True)
 
 
 def _programs(heads: int) -> int:
-    """Programs of a Gluon kernel: all that run at once, the same number for each block of heads."""
+    """Number of programs of a Gluon kernel: all that run at once, divided evenly among the blocks of heads."""
     blocks = -(-heads // HEADS)
     return max(multiprocessors() // blocks, 1) * blocks
 
 
 def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int]) -> Run:
-    """Launches of a Gluon kernel, which writes rows and parts of rows, and of the kernel that combines the parts."""
+    """Prepare both launches: the Gluon kernel, which writes rows and parts of rows, and `combine_parts`."""
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
     roles, raw = _warp_roles(kind, raw=call.raw_q is not None), call.raw_q
@@ -323,14 +335,14 @@ def _key_format_and_numbers(call: AttentionCall) -> tuple[KeyFormat, Sequence[in
 
 
 def _warp_roles(kind: KeyFormat, *, raw: bool = False) -> WarpRoles:
-    """Numbers of the Gluon kernel for one kind of keys. raw: whether q is given before its norm and rotation."""
+    """Warp roles of the Gluon kernel for a key format. raw: whether q is raw."""
     if kind.is_paged:
         return V4_PAGES_ROLES if kind == PAGES else V41_PAGES_ROLES
     return RAW_Q_ROLES if raw else BF16_ROWS_ROLES
 
 
 def _has_short(segments: int, kind: KeyFormat) -> bool:
-    """Whether calls of few tokens have a form of their own: of two segments on V4's pages, where it was measured."""
+    """Whether calls of few tokens have their own variant. Only two segments on V4's pages were measured."""
     return kind == PAGES and segments == 2
 
 
@@ -338,9 +350,10 @@ def _has_short(segments: int, kind: KeyFormat) -> bool:
 def _constants(
     segments: int, kind: KeyFormat, heads: int, *, raw: bool = False, short: bool = False
 ) -> tuple[Constants, Constants, int]:
-    """Constants of the Gluon kernel and of `combine_parts`, and programs of the latter for each line.
+    """Constants of the Gluon kernel, constants of `combine_parts`, and programs of `combine_parts` for each row.
 
-    short: whether there are at most SHORT tokens, where `_has_short`.
+    raw: whether q is raw.
+    short: whether the call has at most SHORT tokens. Only where `_has_short` is true.
     """
     roles = _warp_roles(kind, raw=raw)
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads}
@@ -358,7 +371,7 @@ def _is_wide(tensor: Tensor) -> bool:
 
 
 def _key_format(layouts: Sequence[KVCacheLayout]) -> KeyFormat | None:
-    """What is read of aligned caches of these layouts; None if the Gluon kernels do not read them."""
+    """Format of the keys of aligned caches with these layouts; None if the Gluon kernels do not read them."""
     if all(map(_is_record, layouts)):
         return PAGES
     (first, *others) = layouts
@@ -418,13 +431,13 @@ def _of_rows(keys: GatheredKeys) -> tuple[KeyFormat, tuple[int, ...]] | None:
 def variants(
     segments: int, kind: KeyFormat, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool], raw: bool = False
 ) -> Iterator[Variant]:
-    """Every form of these kernels that `forward_mqa` can ask for. raw: with q before its norm and rotation."""
+    """Every variant of these kernels that `forward_mqa` can need. raw: whether q is raw."""
     constants, combining, _ = _constants(segments, kind, heads, raw=raw)
     short = [_constants(segments, kind, heads, short=True)[0]] if _has_short(segments, kind) else []
     angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
     for given in attention_launch.call_types(torch.bfloat16, caches, sinks, lses):
         types = given | {"part": "*fp16", "part_powers": "*u8", "part_lse": "*fp32"} | angles
-        for own in (constants, *short):
-            yield Variant.from_types(attention, types, own)
+        for call_constants in (constants, *short):
+            yield Variant.from_types(attention, types, call_constants)
         yield Variant.from_types(combine_parts, types, combining, num_warps=_warp_roles(kind).warps)

@@ -24,7 +24,7 @@ else:
 __all__ = ["prepare", "reads", "variants", "with_entries"]
 
 EIGHT, PIECES = 8, 8
-"""Heads of a program that combines, and pieces of a head's columns."""
+"""Heads of a program of `combine_tiles`; number of pieces of a head's columns."""
 WARPS, COMBINING_WARPS = 8, 4
 
 
@@ -85,7 +85,7 @@ def reads(call: AttentionCall, entries: EntryIndices) -> bool:
 
 
 def with_entries(call: AttentionCall, entries: EntryIndices) -> AttentionCall:
-    """A decode of two segments whose second has the index rows of entries."""
+    """The decode `call` with the index rows of `entries` in its second segment."""
     assert not isinstance(call.keys, GatheredKeys)
     window, compressed = call.keys
     rows = DenseIndices(entries.indices, entries.visible_lens)
@@ -105,11 +105,11 @@ def _combining(together: int, pieces: int) -> Constants:
 
 
 def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
-    """Every form of these kernels that `forward_mqa` can ask for."""
+    """Every variant of these kernels that `forward_mqa` can need."""
     floats = {"part": "*fp16", "part_sums": "*fp32"}
     for tiles in TILE_SIZES:
         types = {**floats, "q": "*bf16", "cache0": "*u8", "cache1": "*u8"}
         yield Variant.from_types(attend_tile, types, _constants(segments, heads, tiles), num_warps=WARPS)
-    for given in attention_launch.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
+    for types in attention_launch.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
         for rounds in COMBINE_ROUNDS:
-            yield Variant.from_types(combine_tiles, given | floats, _combining(*rounds), num_warps=COMBINING_WARPS)
+            yield Variant.from_types(combine_tiles, types | floats, _combining(*rounds), num_warps=COMBINING_WARPS)

@@ -1,4 +1,4 @@
-"""Numbers of the Hopper backend: of its Gluon kernels, and of the shared kernel."""
+"""Sizes and cost models of the Gluon kernels on Hopper, and the tuning of the shared kernel there."""
 
 from __future__ import annotations
 
@@ -33,14 +33,22 @@ __all__ = [
 
 @frozen
 class WarpRoles:
-    """Numbers of the Gluon kernel for one kind of keys. Its roles share the 65,536 registers of a multiprocessor.
+    """Warps and registers of the roles of the Gluon kernel for one key format, and sizes of `combine_parts`.
 
-    values, produce, fetch: registers of a thread in the second role, of four warps; in the third, which writes tiles of
-    keys, of `producers` warps; and in the fourth, of four warps, which fetches what the third decodes: 0 if there is
-    none. The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
-    heads, parts, warps: of a program of `combine_parts`, and parts that it loads together. With 2 or 4 heads, 2, 4 or 8
-    parts, or 8 warps most calls are slower, up to 1.4 times the whole call; H200, torch 2.11, Triton 3.6, 2026-11-25.
-    measured: as of `Tuning`.
+    The roles share the 65,536 registers of a multiprocessor. The first role (scores) has four warps and the registers
+    that the other roles leave.
+
+    values: registers of a thread in the second role (values), which has four warps.
+    produce: registers of a thread in the third role, which writes tiles of keys.
+    producers: warps of the third role.
+    fetch: registers of a thread in the fourth role, which has four warps and fetches the records that the third role
+    decodes. 0: there is no fourth role.
+    least: smallest number of tiles of a program.
+    heads: heads of a program of `combine_parts`.
+    parts: parts that a program of `combine_parts` loads together.
+    warps: warps of a program of `combine_parts`. With 2 or 4 heads, 2, 4 or 8 parts, or 8 warps most calls are slower,
+    up to 1.4 times the whole call (H200, torch 2.11, Triton 3.6, 2026-11-25).
+    measured: see `Tuning`.
     """
 
     values: int = 224
@@ -56,12 +64,12 @@ class WarpRoles:
 
     @property
     def block(self) -> tuple[tuple[int, int], ...]:
-        """Warps of each role, and registers of each of their threads, which come in eights."""
-        others = [(4, self.values), (self.producers, self.produce), *([(4, self.fetch)] if self.fetch else [])]
-        warps = 4 + sum(each for each, _ in others)
-        there = 65536 // (32 * warps) // 8 * 8 * warps
-        left = (there - sum(each * registers for each, registers in others)) // 4 // 8 * 8
-        return (4, left), *others
+        """(warps, registers of a thread) of each role. Registers are allocated in multiples of eight."""
+        later_roles = [(4, self.values), (self.producers, self.produce), *([(4, self.fetch)] if self.fetch else [])]
+        all_warps = 4 + sum(warps for warps, _ in later_roles)
+        available = 65536 // (32 * all_warps) // 8 * 8 * all_warps
+        first = (available - sum(warps * registers for warps, registers in later_roles)) // 4 // 8 * 8
+        return (4, first), *later_roles
 
 
 _ON = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench"
@@ -73,7 +81,7 @@ V4_PAGES_ROLES = WarpRoles(
     measured="H200, torch 2.11, Triton 3.6, 2026-11-25, sums of kernel times of dsv4attn.compat.flash_mla: with 80 and "
     "48, or 88 and 40, 0 to 3 % slower",
 )
-"""Keys in fp8 pages."""
+"""Keys in V4's fp8 records."""
 V41_PAGES_ROLES = WarpRoles(measured=f"{_ON} decode prefill")
 """Keys in V4.1's records."""
 BF16_ROWS_ROLES = WarpRoles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
@@ -85,13 +93,14 @@ RAW_Q_ROLES = WarpRoles(
     measured="H100, torch 2.11, Triton 3.6, 2026-11-24: 72 and 80 registers of `produce` take the same time; with 72 "
     "it spills with Triton 3.9",
 )
-"""Keys in bf16 rows, and q before its norm and rotation."""
+"""Keys in bf16 rows, with raw q: neither normalised nor rotated."""
 
 
 def is_small(tokens: int, heads: int, width: int, programs: int) -> bool:
     """Whether the shared kernel is faster for a decode whose rows have at most `width` keys.
 
-    Each tile of 64 keys and block of 64 heads has one of so many programs to itself, and combining counts as one more.
+    programs: number of programs that run at once. The shared kernel is faster if each (tile of 64 keys, block of 64
+    heads) has a program to itself, where combining counts as one more tile.
     Measured on an H200, torch 2.11, Triton 3.6, 2026-11-23: 59 decodes of 1 to 256 tokens, 8 to 128 heads, on V4's and
     V4.1's records. In 56 the choice is the faster kernel, in two it is 4 % slower, in one of 8 heads 8 %.
     """
@@ -99,15 +108,17 @@ def is_small(tokens: int, heads: int, width: int, programs: int) -> bool:
 
 
 US_PER_FURTHER_PROGRAM = 3.4
-"""Microseconds more for each further program of a multiprocessor, in a decode by `kernels_small_decode`."""
+"""Microseconds that each further program of a multiprocessor adds to a decode of `kernels_small_decode`."""
 
 
 @frozen
 class TileSizes:
-    """Sizes of a program of `kernels_small_decode`, and a decode's microseconds with them, fitted to measured ones.
+    """Sizes of a program of `kernels_small_decode`, and a model of the time of a decode, fitted to measured times.
 
-    heads, keys: of a program's block and tile. start: of a decode. most: programs of a multiprocessor up to which a
-    decode may be faster than by others.
+    heads: heads of a program.
+    keys: keys of a program's tile.
+    start: microseconds of a decode that do not depend on its size.
+    most: largest number of programs of a multiprocessor with which these sizes may be the fastest.
     """
 
     heads: int
@@ -124,12 +135,12 @@ class TileSizes:
         return tokens * -(-heads // self.heads) * self.of_rows(widths)
 
     def time(self, tokens: int, heads: int, widths: Sequence[int], units: int) -> float:
-        """Microseconds of a decode, combining included: of each head and tile, and once more of each head.
+        """Microseconds of a decode, including the kernel that combines.
 
-        units: multiprocessors.
+        units: number of multiprocessors.
         """
-        more = US_PER_FURTHER_PROGRAM * ((self.programs(tokens, heads, widths) - 1) // units)
-        return self.start + more + 0.00044 * tokens * heads * (1 + self.of_rows(widths))
+        further = US_PER_FURTHER_PROGRAM * ((self.programs(tokens, heads, widths) - 1) // units)
+        return self.start + further + 0.00044 * tokens * heads * (1 + self.of_rows(widths))
 
 
 TILE_SIZES = (
@@ -138,23 +149,24 @@ TILE_SIZES = (
     TileSizes(heads=32, keys=128, start=14.2),
     TileSizes(heads=64, keys=128, start=16.3),
 )
-"""64 heads with 64 keys, and 16 with 128, were never faster than the best of these, a multiprocessor for each tile. The
-parts of `most` programs for each multiprocessor fill half of the memory that `Sm90Backend.scratch` asks for."""
+"""64 heads with 64 keys, and 16 heads with 128 keys, were never faster than the best of these sizes. With `most`
+programs of each multiprocessor the partial results fill half of the memory that `Sm90Backend.scratch` requests."""
 
 
 @lru_cache(maxsize=4096)
 def tile_sizes_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) -> TileSizes | None:
-    """The fastest sizes for a decode, on so many multiprocessors.
+    """The fastest sizes for a decode; None if all sizes give too many programs, or the Gluon kernel on pages is faster.
 
-    None if no sizes are so large, or if the Gluon kernel on pages is faster. widths: of the index rows of each segment.
+    widths: width of the index rows of each segment.
+    units: number of multiprocessors.
     Measured on an H200, torch 2.11, Triton 3.6, 2026-11-26: 97 decodes of 1 to 264 tokens, 8 to 128 heads and 128 to
     1,152 keys, on c128a layers the mean of rows of random lengths and of full ones. For 95 the choice is the fastest,
     for two it is at most 0.8 % slower.
     """
     tiles = sum(-(-width // 64) for width in widths)
     best = min(
-        (one for one in TILE_SIZES if one.programs(tokens, heads, widths) <= units * one.most),
-        key=lambda one: one.time(tokens, heads, widths, units),
+        (sizes for sizes in TILE_SIZES if sizes.programs(tokens, heads, widths) <= units * sizes.most),
+        key=lambda sizes: sizes.time(tokens, heads, widths, units),
         default=None,
     )
     pages = 19.3 + 0.134 * tiles + 0.0119 * tokens * -(-heads // 64) * tiles
@@ -170,7 +182,7 @@ most 5 %."""
 def combine_rounds_of(tokens: int, heads: int, tiles: int) -> tuple[int, int]:
     """TileSizes whose parts a program of `combine_tiles` loads together, and pieces of columns that it has.
 
-    Few and large programs where many would take turns on a multiprocessor, which has room for four to eight of them.
+    A multiprocessor runs four to eight programs at once. Where there would be more, few large programs are faster.
     """
     blocks = tokens * -(-heads // 8)
     if tiles <= 5:
@@ -183,13 +195,23 @@ _SAMPLES = 16
 
 @frozen
 class PrefillCostModel:
-    """Microseconds of a prefill chunk on pages and on gathered rows, fitted to measured ones; which of them is faster.
+    """A model of the time of a prefill chunk on pages and on gathered rows, fitted to measured times.
 
-    Times are sums of products: page, row: of a tile of 64 keys and of a pair of tiles, of each token and block of 64
-    heads; page_token, row_token: of each token and block; page_list, row_list: of each token; gathered: of a gathered
-    row; page_start, row_start: of a chunk. prepared: of norm and rotation before attention, of each token and block;
-    raw_token, raw_start: in attention on rows, of each token and block, and of a chunk. least: tokens of the shortest
-    chunk that is gathered, and of the shortest step with raw q.
+    All times are microseconds. A block is 64 heads.
+
+    page: one tile of 64 keys, for one token and one block, on pages.
+    page_token: one token and one block, on pages.
+    page_list: one token, on pages.
+    page_start: one chunk, on pages.
+    row: one pair of tiles, for one token and one block, on rows.
+    row_token: one token and one block, on rows.
+    row_list: one token, on rows.
+    gathered: one gathered row.
+    row_start: one chunk, on rows.
+    prepared: norm and rotation of q before attention, for one token and one block.
+    raw_token: norm and rotation of q inside attention on rows, for one token and one block.
+    raw_start: the same, for one chunk.
+    least: tokens of the shortest chunk that is gathered, and of the shortest step with raw q.
     """
 
     page: float = 0.0163
@@ -209,7 +231,11 @@ class PrefillCostModel:
     measured: str = "not measured"
 
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
-        """Whether pages are faster. requests: tokens before the chunk and of it, of each; rows: gathered for it."""
+        """Whether a chunk is faster on pages.
+
+        requests: per request (tokens before the chunk, tokens in the chunk).
+        rows: number of rows that are gathered for the chunk.
+        """
         tokens = sum(count for _, count in requests)
         if tokens < self.least:
             return True
@@ -217,7 +243,10 @@ class PrefillCostModel:
         return page <= row
 
     def prefers_raw_q(self, layer: LayerGeometry, chunks: Sequence[ChunkCost]) -> bool:
-        """Whether all chunks on rows, with raw q, are faster than each on pages or rows with q prepared before."""
+        """Whether a step is faster with raw q and all its chunks on rows.
+
+        The alternative prepares q first, and attends each chunk on pages or rows, whichever is faster.
+        """
         tokens = sum(count for requests, _ in chunks for _, count in requests)
         if tokens < self.least:
             return False
@@ -229,7 +258,7 @@ class PrefillCostModel:
         return raw + work * self.raw_token <= prepared + work * self.prepared
 
     def times(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> tuple[float, float]:
-        """Microseconds on pages and on rows. Some tokens, evenly over the chunk, stand for all of them."""
+        """(microseconds on pages, microseconds on rows). A sample of tokens, spread evenly, stands for all tokens."""
         ends = [*accumulate(count for _, count in requests)]
         tokens, blocks = ends[-1], -(-layer.num_heads // 64)
         tiles, pairs = [], []
@@ -251,7 +280,7 @@ class PrefillCostModel:
 
 
 PREFILL_COST_MODEL = PrefillCostModel(
-    measured="H200, torch 2.11, Triton 3.6, 2026-11-25: 90 chunks of 32 to 8,192 tokens behind 0 to 65,536, 64 and 128 "
+    measured="H200, torch 2.11, Triton 3.6, 2026-11-25: 90 chunks of 32 to 8,192 tokens after 0 to 65,536, 64 and 128 "
     "heads, all kinds of layers; the choice is at most 1.9 % slower than the better one"
 )
 
