@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class Environment:
         _run(command, env=_without("PYTHONPATH"), cwd=self.packages)
 
     def run(self, code: str, *paths: Path) -> str:
-        """What a fresh process prints. paths: folders on its path, beside the repository, which has dsv4attn.
+        """What a fresh process prints. paths: folders on its path, next to the repository, which has dsv4attn.
 
         Variables of dsv4attn are not passed on.
         """
@@ -48,6 +49,31 @@ class Environment:
         env = {**_without(*mine), "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT)))}
         # the current folder is on the path too, and must not have an adapter in it
         return _run([self.python, "-c", code], env=env, cwd=self.packages.parent)
+
+
+def check_wheel(
+    adapter: str,
+    folder: Path,
+    observe: Callable[[Environment], list[object]],
+    *,
+    used: list[object],
+    unused: list[object],
+) -> None:
+    """Build a wheel, install it, and uninstall it, and look at a fresh process of the engine before and after.
+
+    Linked, not installed: the engine and all other packages. dsv4attn is that of this repository.
+    adapter: "dsv4attn-vllm". observe: the file of the adapter's package in such a process or None, then what `used` and
+    `unused` say of an installed and an uninstalled wheel.
+    """
+    wheel, environment, package = build_wheel(adapter, folder), Environment(folder / "venv"), adapter.replace("-", "_")
+    environment.pip("install", "--no-deps", "--no-index", str(wheel))
+    file, *rest = observe(environment)
+    assert Path(str(file)) == environment.packages / package / "__init__.py"
+    assert rest == used
+
+    environment.pip("uninstall", "-y", adapter)
+    assert [path.name for path in environment.packages.iterdir() if package in path.name] == []
+    assert observe(environment) == [None, *unused]
 
 
 def build_wheel(adapter: str, folder: Path) -> Path:

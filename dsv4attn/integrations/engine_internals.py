@@ -16,13 +16,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-__all__ = ["Called", "Internal", "LackingError", "Named", "Overridden", "Stored", "Written", "lacking", "listed"]
+__all__ = [
+    "Called",
+    "Internal",
+    "LackingError",
+    "Named",
+    "Overridden",
+    "Stored",
+    "Written",
+    "lacking",
+    "listed",
+    "names_of",
+]
 
 
 class LackingError(Exception):
     """A name that is not there, or is not what this package takes it for. The message is one line."""
+
+
+def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Names of a table: several, or one text with blanks between them."""
+    return tuple(names.split() if isinstance(names, str) else names)
 
 
 @frozen
@@ -54,7 +70,7 @@ class Internal:
 class Named(Internal):
     """Attributes of a module or a class: functions, classes, methods that are called, members of an enumeration."""
 
-    attributes: tuple[str, ...]
+    attributes: tuple[str, ...] = field(converter=names_of)
 
     def lacking(self) -> Iterator[str]:
         """See `Internal`."""
@@ -81,7 +97,7 @@ class Called(Internal):
 
     function: str
     positional: int = 0
-    keywords: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = field(default=(), converter=names_of)
 
     def lacking(self) -> Iterator[str]:
         """See `Internal`."""
@@ -116,7 +132,7 @@ class Overridden(Internal):
     use = "replaces"
 
     ours: str
-    hooks: tuple[str, ...]
+    hooks: tuple[str, ...] = field(converter=names_of)
     like: str = ""
     callers: tuple[str, ...] = ()
 
@@ -163,7 +179,7 @@ class Overridden(Internal):
 class Stored(Internal):
     """Attributes that objects of a class have: `self.name` somewhere in the class or its bases, or a declared field."""
 
-    attributes: tuple[str, ...]
+    attributes: tuple[str, ...] = field(converter=names_of)
 
     def lacking(self) -> Iterator[str]:
         """See `Internal`."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from integrations.environment import Environment, build_wheel
+from integrations.environment import Environment, check_wheel
 
 CODE = """
 import json, sys
@@ -20,7 +20,7 @@ print("RESULT" + json.dumps([own and own.__file__, points, said, result["flash_m
 """
 
 
-def found(environment: Environment) -> list[Any]:
+def observed(environment: Environment) -> list[Any]:
     """What a fresh process that runs a model has.
 
     The file of this package, entry points, whether the log says that dsv4attn attends, and FlashMLA's operator that was
@@ -30,16 +30,7 @@ def found(environment: Environment) -> list[Any]:
 
 
 def test_an_installed_wheel_attends_and_an_uninstalled_one_leaves_nothing(tmp_path: Path) -> None:
-    """Linked, not installed: SGLang and all other packages. dsv4attn is that of this repository; see `fakes`, too."""
-    wheel, environment = build_wheel("dsv4attn-sglang", tmp_path), Environment(tmp_path / "environment")
+    """See `fakes`, too."""
+    used, unused = [["dsv4attn_sglang:register"], True, ""], [[], False, "sparse_decode_fwd"]
 
-    environment.pip("install", "--no-deps", "--no-index", str(wheel))
-
-    file, *rest = found(environment)
-    assert Path(file) == environment.packages / "dsv4attn_sglang" / "__init__.py"
-    assert rest == [["dsv4attn_sglang:register"], True, ""]
-
-    environment.pip("uninstall", "-y", "dsv4attn-sglang")
-
-    assert [path.name for path in environment.packages.iterdir() if "dsv4attn_sglang" in path.name] == []
-    assert found(environment) == [None, [], False, "sparse_decode_fwd"]
+    check_wheel("dsv4attn-sglang", tmp_path, observed, used=used, unused=unused)

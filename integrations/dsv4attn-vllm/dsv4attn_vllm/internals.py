@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dsv4attn.integrations import engine_internals
-from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored, Written
+from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored, Written, names_of
 from dsv4attn_vllm.guard import GUARD
 
 __all__ = ["TABLE", "check", "groups_of", "lacking"]
@@ -17,312 +17,208 @@ _V4, _V41 = "vllm.models.deepseek_v4", "vllm.models.deepseek_v41"
 _BACKENDS = "vllm.v1.attention.backends"
 _INDEXER = "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer"
 
-_LAYER = (
-    "attn_sink",
-    "compress_ratio",
-    "compressor",
-    "indexer",
-    "n_local_groups",
-    "prefix",
-    "rotary_emb",
-    "swa_cache_layer",
-    "topk_indices_buffer",
-    "wo_a",
-    "wo_b",
+_LAYER = names_of(
+    "attn_sink compress_ratio compressor indexer n_local_groups prefix rotary_emb swa_cache_layer "
+    "topk_indices_buffer wo_a wo_b"
 )
-_COMPRESSOR = (
-    "_static_forward_context",
-    "compress_ratio",
-    "head_dim",
-    "k_cache_prefix",
-    "norm",
-    "prefix",
-    "rms_norm_eps",
-    "state_cache",
+_COMPRESSOR = names_of(
+    "_static_forward_context compress_ratio head_dim k_cache_prefix norm prefix rms_norm_eps state_cache"
 )
 _RUNNER = ("vllm.v1.worker.gpu.attn_utils",)
 _NAMES = ("vllm.v1.worker.utils",)
-_CLASS = ("_select_dsv4_attn_cls",)
-_INSERT = ("_insert_context_kv",)
+_CLASS = "_select_dsv4_attn_cls"
+_INSERT = "_insert_context_kv"
+
+_MHC_OPS = {"MHCPreOp": "_PreOp", "MHCPostOp": "_PostOp", "MHCFusedPostPreOp": "_FusedPostPreOp", "HCHeadOp": "_HeadOp"}
+
+
+def _replaced(
+    owner: str, ours: str, hooks: str | tuple[str, ...], like: str = "", callers: tuple[str, ...] = ()
+) -> Overridden:
+    """Methods or functions of vLLM that a class or function of this package, "module:name", is in place of."""
+    return Overridden(owner, f"dsv4attn_vllm.{ours}", hooks, like=like, callers=callers)
+
 
 TABLE: Mapping[str, tuple[Internal, ...]] = {
     "all": (
-        Named("vllm.config", ("CompilationMode", "get_current_vllm_config")),
-        Named("vllm.config:CompilationMode", ("NONE",)),
+        Named("vllm.config", "CompilationMode get_current_vllm_config"),
+        Named("vllm.config:CompilationMode", "NONE"),
         Stored(
             "vllm.config:VllmConfig",
-            (
-                "attention_config",
-                "cache_config",
-                "compilation_config",
-                "device_config",
-                "kernel_config",
-                "model_config",
-                "parallel_config",
-                "scheduler_config",
-                "speculative_config",
-            ),
+            "attention_config cache_config compilation_config device_config kernel_config "
+            "model_config parallel_config scheduler_config speculative_config",
         ),
-        Stored("vllm.config:AttentionConfig", ("backend",)),
-        Stored("vllm.config:CacheConfig", ("cache_dtype",)),
-        Stored("vllm.config:CompilationConfig", ("cudagraph_mode", "max_cudagraph_capture_size", "mode")),
-        Stored("vllm.config:DeviceConfig", ("device_type",)),
-        Written("vllm.config:KernelConfig", ("enable_jit_warmup",)),
-        Stored("vllm.config:ModelConfig", ("dtype", "hf_config", "max_model_len")),
+        Stored("vllm.config:AttentionConfig", "backend"),
+        Stored("vllm.config:CacheConfig", "cache_dtype"),
+        Stored("vllm.config:CompilationConfig", "cudagraph_mode max_cudagraph_capture_size mode"),
+        Stored("vllm.config:DeviceConfig", "device_type"),
+        Written("vllm.config:KernelConfig", "enable_jit_warmup"),
+        Stored("vllm.config:ModelConfig", "dtype hf_config max_model_len"),
         Stored(
             "vllm.config:ParallelConfig",
-            ("decode_context_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size"),
+            "decode_context_parallel_size prefill_context_parallel_size tensor_parallel_size",
         ),
-        Stored("vllm.config:SchedulerConfig", ("max_num_batched_tokens", "max_num_seqs")),
-        Stored("vllm.config:SpeculativeConfig", ("num_speculative_tokens", "use_dspark")),
-        Named("vllm.forward_context", ("get_forward_context",)),
-        Stored("vllm.forward_context:ForwardContext", ("attn_metadata",)),
+        Stored("vllm.config:SchedulerConfig", "max_num_batched_tokens max_num_seqs"),
+        Stored("vllm.config:SpeculativeConfig", "num_speculative_tokens use_dspark"),
+        Named("vllm.forward_context", "get_forward_context"),
+        Stored("vllm.forward_context:ForwardContext", "attn_metadata"),
         Named(
             "vllm.platforms.interface:Platform",
-            ("is_cpu", "is_device_capability_family", "is_fp8_fnuz", "is_rocm", "is_xpu", "support_deep_gemm"),
+            "is_cpu is_device_capability_family is_fp8_fnuz is_rocm is_xpu support_deep_gemm",
         ),
         Called("vllm.utils.deep_gemm", "has_deep_gemm"),
         Called("vllm.utils.deep_gemm", "mqa_logits_use_mx_scales"),
         Called("vllm.utils.multi_stream_utils", "maybe_execute_in_parallel", 5),
-        Named("vllm.v1.attention.backend", ("AttentionCGSupport", "AttentionMetadataBuilder")),
-        Named("vllm.v1.attention.backend:AttentionCGSupport", ("ALWAYS", "UNIFORM_BATCH")),
+        Named("vllm.v1.attention.backend", "AttentionCGSupport AttentionMetadataBuilder"),
+        Named("vllm.v1.attention.backend:AttentionCGSupport", "ALWAYS UNIFORM_BATCH"),
         Called("vllm.v1.attention.backend", "max_decode_query_len", 1),
         Stored(
             "vllm.v1.attention.backend:CommonAttentionMetadata",
-            (
-                "block_table_tensor",
-                "max_query_len",
-                "max_seq_len",
-                "num_actual_tokens",
-                "num_reqs",
-                "positions",
-                "query_start_loc",
-                "seq_lens",
-                "slot_mapping",
-            ),
+            "block_table_tensor max_query_len max_seq_len num_actual_tokens num_reqs "
+            "positions query_start_loc seq_lens slot_mapping",
         ),
         Called("vllm.v1.attention.backend:CommonAttentionMetadata", "token_to_req_indices", 1),
-        Overridden(
+        _replaced(
             "vllm.v1.attention.backend:AttentionMetadataBuilder",
-            "dsv4attn_vllm.index_metadata:IndexMetadataBuilder",
-            ("build", "update_draft_decode_metadata"),
+            "index_metadata:IndexMetadataBuilder",
+            "build update_draft_decode_metadata",
         ),
         Stored(
             "vllm.v1.attention.backend:AttentionMetadataBuilder",
-            ("kv_cache_spec", "supports_draft_decode_metadata_update", "vllm_config"),
+            "kv_cache_spec supports_draft_decode_metadata_update vllm_config",
         ),
-        Called(f"{_BACKENDS}.mla.compressor_utils", "get_compressed_slot_mapping", 7, ("out",)),
+        Called(f"{_BACKENDS}.mla.compressor_utils", "get_compressed_slot_mapping", 7, "out"),
         Called(f"{_BACKENDS}.mla.compressor_utils", "get_dspark_swa_index_width", 2),
         Called(f"{_BACKENDS}.mla.indexer", "dsa_indexer_uses_fp4", 1),
         Stored(
             f"{_BACKENDS}.mla.indexer:DeepseekV32IndexerMetadata",
-            (
-                "block_table",
-                "max_seq_len",
-                "num_decode_tokens",
-                "num_decodes",
-                "num_prefill_tokens",
-                "num_prefills",
-                "seq_lens",
-                "slot_mapping",
-            ),
+            "block_table max_seq_len num_decode_tokens num_decodes num_prefill_tokens "
+            "num_prefills seq_lens slot_mapping",
         ),
-        Named(f"{_BACKENDS}.mla.indexer", ("DeepseekV4IndexerBackend",)),
-        Overridden(
-            f"{_BACKENDS}.mla.indexer:DeepseekV4IndexerBackend",
-            "dsv4attn_vllm.index_metadata:IndexBackend",
-            ("get_builder_cls",),
+        Named(f"{_BACKENDS}.mla.indexer", "DeepseekV4IndexerBackend"),
+        _replaced(
+            f"{_BACKENDS}.mla.indexer:DeepseekV4IndexerBackend", "index_metadata:IndexBackend", "get_builder_cls"
         ),
         Stored(
             f"{_BACKENDS}.mla.sparse_swa:DeepseekSparseSWAMetadata",
-            (
-                "block_size",
-                "block_table",
-                "decode_swa_indices",
-                "decode_swa_lens",
-                "is_valid_token",
-                "num_decode_tokens",
-                "num_decodes",
-                "num_prefill_tokens",
-                "num_prefills",
-                "prefill_gather_lens",
-                "prefill_query_lens_cpu",
-                "prefill_seq_lens",
-                "prefill_seq_lens_cpu",
-                "prefill_swa_indices",
-                "prefill_swa_lens",
-                "query_start_loc",
-                "query_start_loc_cpu",
-                "seq_lens",
-                "slot_mapping",
-                "token_to_req_indices",
-            ),
+            "block_size block_table decode_swa_indices decode_swa_lens is_valid_token "
+            "num_decode_tokens num_decodes num_prefill_tokens num_prefills "
+            "prefill_gather_lens prefill_query_lens_cpu prefill_seq_lens prefill_seq_lens_cpu "
+            "prefill_swa_indices prefill_swa_lens query_start_loc query_start_loc_cpu "
+            "seq_lens slot_mapping token_to_req_indices",
         ),
-        Overridden(
+        _replaced(
             f"{_BACKENDS}.mla.sparse_swa:DeepseekSparseSWAMetadataBuilder",
-            "dsv4attn_vllm.metadata:SWAMetadataBuilder",
-            ("build", "build_tile_scheduler", "get_varlen_cudagraph_max_query_len"),
+            "metadata:SWAMetadataBuilder",
+            "build build_tile_scheduler get_varlen_cudagraph_max_query_len",
             callers=_RUNNER,
         ),
         Stored(
             f"{_BACKENDS}.mla.sparse_swa:DeepseekSparseSWAMetadataBuilder",
-            ("_cudagraph_support", "max_model_len", "window_size"),
+            "_cudagraph_support max_model_len window_size",
         ),
-        Overridden(
-            f"{_BACKENDS}.mla.sparse_swa:DeepseekSparseSWABackend",
-            "dsv4attn_vllm.metadata:SWABackend",
-            ("get_builder_cls",),
-        ),
-        Named(f"{_BACKENDS}.registry:AttentionBackendEnum", ("CUSTOM",)),
-        Called(f"{_BACKENDS}.utils", "split_decodes_and_prefills", 1, ("decode_threshold",)),
-        Named("vllm.v1.worker.workspace", ("current_workspace_manager", "is_workspace_manager_initialized")),
+        _replaced(f"{_BACKENDS}.mla.sparse_swa:DeepseekSparseSWABackend", "metadata:SWABackend", "get_builder_cls"),
+        Named(f"{_BACKENDS}.registry:AttentionBackendEnum", "CUSTOM"),
+        Called(f"{_BACKENDS}.utils", "split_decodes_and_prefills", 1, "decode_threshold"),
+        Named("vllm.v1.worker.workspace", "current_workspace_manager is_workspace_manager_initialized"),
         Called("vllm.v1.worker.workspace:WorkspaceManager", "get_persistent_resource", 2),
         Called("vllm.v1.worker.workspace:WorkspaceManager", "is_locked"),
         Called("vllm.v1.worker.workspace:WorkspaceManager", "_get_workspace_id"),
-        Stored("vllm.v1.worker.workspace:WorkspaceManager", ("_num_lanes", "_persistent_resources")),
+        Stored("vllm.v1.worker.workspace:WorkspaceManager", "_num_lanes"),
+        Written("vllm.v1.worker.workspace:WorkspaceManager", "_persistent_resources"),
+        Written(
+            "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase", "process_weights_after_loading"
+        ),
     ),
     "v4": (
         Named(
-            _V4,
-            (
-                "DSparkDeepseekV4ForCausalLM",
-                "DeepSeekV4MTP",
-                "DeepseekV4ForCausalLM",
-                "DeepseekV4ForConditionalGeneration",
-            ),
+            _V4, "DSparkDeepseekV4ForCausalLM DeepSeekV4MTP DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration"
         ),
-        Overridden(
+        _replaced(
             f"{_V4}.attention:DeepseekV4Attention",
-            "dsv4attn_vllm.attention:Dsv4Attention",
-            (
-                "_fused_qnorm_rope_kv_insert",
-                "_get_indexer_cls",
-                "_o_proj",
-                "forward_mqa",
-                "get_padded_num_q_heads",
-            ),
+            "attention:Dsv4Attention",
+            "_fused_qnorm_rope_kv_insert _get_indexer_cls _o_proj forward_mqa get_padded_num_q_heads",
         ),
         Stored(
             f"{_V4}.attention:DeepseekV4Attention",
             (*_LAYER, "backend_cls", "kv_cache", "swa_backend_cls", "use_fp8_ds_mla_layout"),
         ),
-        Overridden(
-            f"{_V4}.attention:DeepseekV4IndexerCache",
-            "dsv4attn_vllm.indexer:IndexCache",
-            ("get_attn_backend",),
-            callers=_RUNNER,
-        ),
-        Stored(f"{_V4}.attention:DeepseekV4IndexerCache", ("kv_cache", "prefix")),
-        Overridden(
+        _replaced(f"{_V4}.attention:DeepseekV4IndexerCache", "indexer:IndexCache", "get_attn_backend", callers=_RUNNER),
+        Stored(f"{_V4}.attention:DeepseekV4IndexerCache", "kv_cache prefix"),
+        _replaced(
             f"{_V4}.attention:DeepseekV4Indexer",
-            "dsv4attn_vllm.indexer:IndexerSteps",
-            ("_get_attn_cls", "_get_cache_cls", "_q_rope_quant", "forward"),
+            "indexer:IndexerSteps",
+            "_get_attn_cls _get_cache_cls _q_rope_quant forward",
         ),
         Called(f"{_V4}.attention:DeepseekV4Indexer", "_wq_b_proj", 2),
         Stored(
             f"{_V4}.attention:DeepseekV4Indexer",
-            (
-                "aux_stream",
-                "compress_ratio",
-                "compressor",
-                "head_dim",
-                "indexer_op",
-                "k_cache",
-                "ln_events",
-                "n_head",
-                "topk_indices_buffer",
-                "topk_tokens",
-            ),
+            "aux_stream compress_ratio compressor head_dim indexer_op k_cache ln_events "
+            "n_head topk_indices_buffer topk_tokens",
         ),
-        Overridden(_INDEXER, "dsv4attn_vllm.indexer:Selector", ("forward",), like="forward_cuda"),
-        Overridden(f"{_V4}.compressor:DeepseekCompressor", "dsv4attn_vllm.compressor:Compressor", ("forward",)),
+        _replaced(_INDEXER, "indexer:Selector", "forward", like="forward_cuda"),
+        _replaced(f"{_V4}.compressor:DeepseekCompressor", "compressor:Compressor", "forward"),
         Stored(f"{_V4}.compressor:DeepseekCompressor", (*_COMPRESSOR, "ape", "coff", "overlap")),
-        Stored(
-            f"{_V4}.compressor:CompressorMetadata",
-            ("block_table", "c128_boundary", "slot_mapping", "token_to_req_indices"),
-        ),
-        Overridden(
-            f"{_V4}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder",
-            "dsv4attn_vllm.metadata:CompressedMetadataBuilder",
-            ("build",),
+        Stored(f"{_V4}.compressor:CompressorMetadata", "block_table c128_boundary slot_mapping token_to_req_indices"),
+        _replaced(
+            f"{_V4}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder", "metadata:CompressedMetadataBuilder", "build"
         ),
         Stored(
-            f"{_V4}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder",
-            ("compress_ratio", "device", "model_config", "vllm_config"),
+            f"{_V4}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder", "compress_ratio device model_config vllm_config"
         ),
         Stored(
             f"{_V4}.sparse_mla:DeepseekV4FlashMLAMetadata",
-            (
-                "block_size",
-                "block_table",
-                "c128a_decode_topk_lens",
-                "c128a_global_decode_topk_indices",
-                "c128a_prefill_topk_indices",
-                "max_query_len",
-                "max_seq_len",
-                "num_actual_tokens",
-                "num_reqs",
-                "query_start_loc",
-                "req_id_per_token",
-                "slot_mapping",
-                "topk_tokens",
-            ),
+            "block_size block_table c128a_decode_topk_lens c128a_global_decode_topk_indices "
+            "c128a_prefill_topk_indices max_query_len max_seq_len num_actual_tokens num_reqs "
+            "query_start_loc req_id_per_token slot_mapping topk_tokens",
         ),
-        Overridden(
+        _replaced(
             f"{_V4}.sparse_mla:DeepseekV4SparseMLABackend",
-            "dsv4attn_vllm.metadata:Backend",
-            ("get_builder_cls", "get_name", "supports_compute_capability"),
+            "metadata:Backend",
+            "get_builder_cls get_name supports_compute_capability",
             callers=_NAMES,
         ),
     ),
     "v4 cuda": (
-        Overridden(f"{_V4}.nvidia.model", "dsv4attn_vllm.cuda:select_attention", _CLASS),
-        Overridden(f"{_V4}.nvidia.dspark", "dsv4attn_vllm.attention:insert_context_kv", _INSERT),
+        _replaced(f"{_V4}.nvidia.model", "cuda:select_attention", _CLASS),
+        _replaced(f"{_V4}.nvidia.dspark", "attention:insert_context_kv", _INSERT),
     ),
     "v4 rocm": (
-        Named(f"{_V4}.amd.model", ("DeepseekV4ROCMAiterMLAAttention",)),
-        Overridden(f"{_V4}.amd.dspark", "dsv4attn_vllm.attention:insert_context_kv", _INSERT),
-        Overridden(
-            f"{_V4}.amd.rocm:DeepseekV4ROCMAiterMLAAttention",
-            "dsv4attn_vllm.rocm:ROCmAttention",
-            ("_prepare_fp8_wo_a",),
-        ),
-        Called(f"{_V4}.amd.rocm:DeepseekV4ROCMAiterMLAAttention", "_bpre_attn_gemm", 3, ("reduce_tp",)),
-        Stored(f"{_V4}.amd.rocm:DeepseekV4ROCMAiterMLAAttention", ("_wo_b_scale",)),
-        Stored("vllm.config:KernelConfig", ("monokernel",)),
+        Named(f"{_V4}.amd.model", "DeepseekV4ROCMAiterMLAAttention"),
+        _replaced(f"{_V4}.amd.dspark", "attention:insert_context_kv", _INSERT),
+        _replaced(f"{_V4}.amd.rocm:DeepseekV4ROCMAiterMLAAttention", "rocm:ROCmAttention", "_prepare_fp8_wo_a"),
+        Called(f"{_V4}.amd.rocm:DeepseekV4ROCMAiterMLAAttention", "_bpre_attn_gemm", 3, "reduce_tp"),
+        Stored(f"{_V4}.amd.rocm:DeepseekV4ROCMAiterMLAAttention", "_wo_b_scale"),
+        Stored("vllm.config:KernelConfig", "monokernel"),
     ),
     "v4 xpu": (
-        Named(f"{_V4}.xpu.model", ("DeepseekV4XPUAttention",)),
-        Named(f"{_V4}.xpu.xpu_sparse", ("DeepseekV4XPUAttention",)),
-        Overridden(f"{_V4}.xpu.dspark", "dsv4attn_vllm.attention:insert_context_kv", _INSERT),
+        Named(f"{_V4}.xpu.model", "DeepseekV4XPUAttention"),
+        Named(f"{_V4}.xpu.xpu_sparse", "DeepseekV4XPUAttention"),
+        _replaced(f"{_V4}.xpu.dspark", "attention:insert_context_kv", _INSERT),
     ),
     "v4 cpu": (
-        Named(f"{_V4}.cpu.model", ("DeepseekV4CPUAttention",)),
-        Overridden(
+        Named(f"{_V4}.cpu.model", "DeepseekV4CPUAttention"),
+        _replaced(
             f"{_V4}.cpu.cpu_sparse:DeepseekV4CPUAttention",
-            "dsv4attn_vllm.cpu:CPUAttention",
-            ("_wrap_wo_a_process_weights_after_loading",),
+            "cpu:CPUAttention",
+            "_wrap_wo_a_process_weights_after_loading",
         ),
     ),
     "v41": (
-        Named(_V41, ("DSparkDeepseekV4ForCausalLM", "DeepseekV41ForCausalLM")),
-        Named("vllm.model_executor.layers.quantization.utils.mxfp8_utils", ("dequant_mxfp8_to_bf16",)),
-        Stored("vllm.config:AttentionConfig", ("indexer_sparse_logits",)),
-        Overridden(
+        Named(_V41, "DSparkDeepseekV4ForCausalLM DeepseekV41ForCausalLM"),
+        Named("vllm.model_executor.layers.quantization.utils.mxfp8_utils", "dequant_mxfp8_to_bf16"),
+        Stored("vllm.config:AttentionConfig", "indexer_sparse_logits"),
+        _replaced(
             f"{_V41}.attention:DeepseekV4Attention",
-            "dsv4attn_vllm.attention:Dsv41Attention",
-            ("_fused_qnorm_rope_kv_insert", "_indexer_cls", "_o_proj", "forward_kv", "forward_mqa"),
+            "attention:Dsv41Attention",
+            "_fused_qnorm_rope_kv_insert _indexer_cls _o_proj forward_kv forward_mqa",
             callers=(f"{_V41}.amd.model", f"{_V41}.nvidia.model"),
         ),
         Called(f"{_V41}.attention:DeepseekV4Attention", "_compressed_kv_cache"),
         Called(f"{_V41}.attention:DeepseekV4Attention", "_run_parallel_input_projections", 1),
         Called(f"{_V41}.attention:DeepseekV4Attention", "_split_qkv_and_norm", 1),
         Called(f"{_V41}.attention:DeepseekV4Attention", "_wo_b_proj", 1),
-        Overridden(
-            f"{_V41}.attention:DeepseekV4Attention",
-            "dsv4attn_vllm.attention:Dsv41Attention",
-            ("get_padded_num_q_heads",),
-        ),
+        _replaced(f"{_V41}.attention:DeepseekV4Attention", "attention:Dsv41Attention", "get_padded_num_q_heads"),
         Stored(
             f"{_V41}.attention:DeepseekV4Attention",
             (
@@ -336,132 +232,87 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
                 "use_fp8_ds_mla_layout",
             ),
         ),
-        Overridden(
-            f"{_V41}.attention:DeepseekV4IndexerCache",
-            "dsv4attn_vllm.indexer:V41IndexCache",
-            ("get_attn_backend",),
-            callers=_RUNNER,
+        _replaced(
+            f"{_V41}.attention:DeepseekV4IndexerCache", "indexer:V41IndexCache", "get_attn_backend", callers=_RUNNER
         ),
-        Overridden(
-            f"{_V41}.attention:DeepseekV4Indexer",
-            "dsv4attn_vllm.indexer:V41Indexer",
-            ("_produce_k", "forward", "forward_q"),
-        ),
+        _replaced(f"{_V41}.attention:DeepseekV4Indexer", "indexer:V41Indexer", "_produce_k forward forward_q"),
         Called(f"{_V41}.attention:DeepseekV4Indexer", "_wq_b_proj", 2),
         Stored(
             f"{_V41}.attention:DeepseekV4Indexer",
-            (
-                "attn_cls",
-                "compress_ratio",
-                "head_dim",
-                "indexer_op",
-                "k_cache",
-                "k_norm",
-                "n_head",
-                "owns_k",
-                "topk_indices_buffer",
-                "topk_tokens",
-                "wk",
-            ),
+            "attn_cls compress_ratio head_dim indexer_op k_cache k_norm n_head owns_k "
+            "topk_indices_buffer topk_tokens wk",
         ),
-        Overridden(_INDEXER, "dsv4attn_vllm.indexer:V41Selector", ("forward",), like="forward_cuda"),
-        Overridden(
+        _replaced(_INDEXER, "indexer:V41Selector", "forward", like="forward_cuda"),
+        _replaced(
             f"{_V41}.compressor:DeepseekCompressor",
-            "dsv4attn_vllm.compressor:V41Compressor",
-            ("forward", "insert_cache"),
+            "compressor:V41Compressor",
+            "forward insert_cache",
             callers=(f"{_V41}.attention",),
         ),
         Stored(f"{_V41}.compressor:DeepseekCompressor", _COMPRESSOR),
-        Overridden(
-            f"{_V41}.compressor:CompressorStateCache",
-            "dsv4attn_vllm.compressor:V41StateCache",
-            ("get_attn_backend",),
-            callers=_RUNNER,
+        _replaced(
+            f"{_V41}.compressor:CompressorStateCache", "compressor:V41StateCache", "get_attn_backend", callers=_RUNNER
         ),
-        Overridden(
-            f"{_V41}.compressor:CompressorMetadataBuilder",
-            "dsv4attn_vllm.metadata:V41StateMetadataBuilder",
-            ("build",),
-        ),
-        Stored(f"{_V41}.compressor:CompressorMetadata", ("token_to_req_indices",)),
-        Overridden(
-            f"{_V41}.compressor:CompressorBackend", "dsv4attn_vllm.metadata:V41StateBackend", ("get_builder_cls",)
-        ),
-        Overridden(
-            f"{_V41}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder",
-            "dsv4attn_vllm.metadata:V41CompressedMetadataBuilder",
-            ("build",),
+        _replaced(f"{_V41}.compressor:CompressorMetadataBuilder", "metadata:V41StateMetadataBuilder", "build"),
+        Stored(f"{_V41}.compressor:CompressorMetadata", "token_to_req_indices"),
+        _replaced(f"{_V41}.compressor:CompressorBackend", "metadata:V41StateBackend", "get_builder_cls"),
+        _replaced(
+            f"{_V41}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder", "metadata:V41CompressedMetadataBuilder", "build"
         ),
         Stored(
-            f"{_V41}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder",
-            ("compress_ratio", "device", "model_config", "vllm_config"),
+            f"{_V41}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder", "compress_ratio device model_config vllm_config"
         ),
-        Named(f"{_V41}.sparse_mla", ("DeepseekV4FlashMLAMetadata",)),
-        Overridden(
+        Named(f"{_V41}.sparse_mla", "DeepseekV4FlashMLAMetadata"),
+        _replaced(
             f"{_V41}.sparse_mla:DeepseekV41SparseSWAMetadataBuilder",
-            "dsv4attn_vllm.metadata:V41SWAMetadataBuilder",
-            ("build", "build_tile_scheduler", "get_varlen_cudagraph_max_query_len"),
+            "metadata:V41SWAMetadataBuilder",
+            "build build_tile_scheduler get_varlen_cudagraph_max_query_len",
             callers=_RUNNER,
         ),
-        Overridden(
+        _replaced(
             f"{_V41}.sparse_mla:DeepseekV4SparseMLABackend",
-            "dsv4attn_vllm.metadata:V41Backend",
-            ("get_builder_cls", "get_name", "supports_compute_capability"),
+            "metadata:V41Backend",
+            "get_builder_cls get_name supports_compute_capability",
             callers=_NAMES,
         ),
         Called(f"{_V41}.sparse_mla:DeepseekV4SparseMLABackend", "get_supported_kernel_block_sizes"),
-        Overridden(
-            f"{_BACKENDS}.mla.indexer:DeepseekV41IndexerBackend",
-            "dsv4attn_vllm.index_metadata:V41IndexBackend",
-            ("get_builder_cls",),
+        _replaced(
+            f"{_BACKENDS}.mla.indexer:DeepseekV41IndexerBackend", "index_metadata:V41IndexBackend", "get_builder_cls"
         ),
     ),
     "v41 cuda": (
-        Overridden(f"{_V41}.nvidia.model", "dsv4attn_vllm.cuda:select_v41_attention", _CLASS),
-        Overridden(f"{_V41}.nvidia.dspark", "dsv4attn_vllm.attention:insert_context_kv", _INSERT),
+        _replaced(f"{_V41}.nvidia.model", "cuda:select_v41_attention", _CLASS),
+        _replaced(f"{_V41}.nvidia.dspark", "attention:insert_context_kv", _INSERT),
     ),
     "v41 rocm": (
-        Overridden(f"{_V41}.amd.model", "dsv4attn_vllm.rocm:select_v41_attention", _CLASS),
-        Overridden(f"{_V41}.amd.dspark", "dsv4attn_vllm.attention:insert_context_kv", _INSERT),
-        Named(f"{_V41}.amd.rocm", ("DeepseekV41ROCMAiterMLAAttention",)),
+        _replaced(f"{_V41}.amd.model", "rocm:select_v41_attention", _CLASS),
+        _replaced(f"{_V41}.amd.dspark", "attention:insert_context_kv", _INSERT),
+        Named(f"{_V41}.amd.rocm", "DeepseekV41ROCMAiterMLAAttention"),
         Called(f"{_V41}.amd.rocm:DeepseekV41ROCMAiterMLAAttention", "_wo_b_after_wo_a", 1),
         Called(f"{_V41}.attention:DeepseekV4Attention", "_alloc_attn_out", 2),
-        Stored("vllm.config:KernelConfig", ("monokernel",)),
+        Stored("vllm.config:KernelConfig", "monokernel"),
     ),
     "mhc": (
-        Named("vllm.model_executor.custom_op", ("op_registry_oot",)),
+        Named("vllm.model_executor.custom_op", "op_registry_oot"),
         *(
-            Overridden(
+            _replaced(
                 f"vllm.model_executor.layers.mhc:{theirs}",
-                f"dsv4attn_vllm.hyper_connections:{ours}",
-                ("forward",),
-                like=like,
+                f"hyper_connections:{ours}",
+                "forward",
+                like=f"forward_{device}",
             )
-            for theirs, ours in (
-                ("MHCPreOp", "_PreOp"),
-                ("MHCPostOp", "_PostOp"),
-                ("MHCFusedPostPreOp", "_FusedPostPreOp"),
-                ("HCHeadOp", "_HeadOp"),
-            )
-            for like in ("forward_hip", "forward_xpu", "forward_cpu")
+            for theirs, ours in _MHC_OPS.items()
+            for device in ("hip", "xpu", "cpu")
         ),
     ),
     "mhc cuda": (
-        Named(f"{_V4}.nvidia.mtp", ("hc_head_fused_kernel_tilelang", "mhc_post_tilelang")),
-        Named(f"{_V4}.nvidia.dspark", ("hc_head_fused_kernel_tilelang", "mhc_post_tilelang")),
-        Named(f"{_V4}.nvidia.model", ("DeepseekV4DecoderLayer", "DeepseekV4Model")),
-        Overridden(f"{_V4}.nvidia.model", "dsv4attn_vllm.hyper_connections:mhc_pre", ("mhc_pre_tilelang",)),
-        Overridden(
-            f"{_V4}.nvidia.model", "dsv4attn_vllm.hyper_connections:mhc_pre_broadcast", ("mhc_pre_broadcast_tilelang",)
-        ),
-        Overridden(f"{_V4}.nvidia.model", "dsv4attn_vllm.hyper_connections:mhc_post", ("mhc_post_tilelang",)),
-        Overridden(
-            f"{_V4}.nvidia.model",
-            "dsv4attn_vllm.hyper_connections:mhc_fused_post_pre",
-            ("mhc_fused_post_pre_tilelang",),
-        ),
-        Overridden(
-            f"{_V4}.nvidia.model", "dsv4attn_vllm.hyper_connections:hc_head", ("hc_head_fused_kernel_tilelang",)
+        Named(f"{_V4}.nvidia.mtp", "hc_head_fused_kernel_tilelang mhc_post_tilelang"),
+        Named(f"{_V4}.nvidia.dspark", "hc_head_fused_kernel_tilelang mhc_post_tilelang"),
+        Named(f"{_V4}.nvidia.model", "DeepseekV4DecoderLayer DeepseekV4Model"),
+        _replaced(f"{_V4}.nvidia.model", "hyper_connections:hc_head", "hc_head_fused_kernel_tilelang"),
+        *(
+            _replaced(f"{_V4}.nvidia.model", f"hyper_connections:{name}", f"{name}_tilelang")
+            for name in ("mhc_pre", "mhc_pre_broadcast", "mhc_post", "mhc_fused_post_pre")
         ),
     ),
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("DSV4ATTN_BACKEND", request.param)
     serving._serving.cache_clear()
     return request.param
+
+
+@pytest.fixture
+def config() -> Iterator[Any]:
+    """VLLM's configuration of a small DeepSeek-V4, in its process groups."""
+    from engine import config_of, world
+
+    with world(made := config_of()):
+        yield made

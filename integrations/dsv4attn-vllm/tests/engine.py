@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
@@ -32,6 +33,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, get_kv_cache_spec, init_attn_backend, init_kv_cache
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
+import dsv4attn as ds
+from dsv4attn.testing import oracle
+
 KINDS = {"swa": "sliding_attention", "c4a": "compressed_sparse_attention", "c128a": "heavily_compressed_attention"}
 SIZES = {
     "vocab_size": 256,
@@ -52,6 +56,8 @@ SIZES = {
 PAGES, MOST_PAGES = 500, 1000
 """Pages of each cache; and of how many the order is drawn, so that a smaller cache leaves later draws as they are."""
 CPU = torch.device("cpu")
+RECORDS = {584: (64, 8, True), 528: (32, 16, False)}
+"""Codes under a scale, bytes of scales, and whether they come after all codes of a page, by bytes of a record."""
 WINDOWS = "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL"
 """VLLM's kernel that lists the window of each token."""
 
@@ -130,6 +136,9 @@ class Engine:
     Keys, queries and compressor inputs are random, and depend on the request and the position only, so that a step that
     runs again at the same positions writes the same keys.
     """
+
+    WINDOW_PAGE: ClassVar[int] = 64
+    BLOCK: ClassVar[int] = 256
 
     def __init__(
         self,
@@ -308,4 +317,104 @@ class Engine:
         self.queries[layer.prefix] = q
         if attend:
             layer.forward_mqa(q, kv, positions, out)
+        return out
+
+    # ---------------------------------------------------------------- what a step should have computed
+
+    def group_of(self, prefix: str) -> int:
+        """The number of the group of caches that a layer's cache is in."""
+        groups = self.caches.kv_cache_groups
+        return next(i for i, group in enumerate(groups) if prefix in group.layer_names)
+
+    def entries_of(self, layer: Any) -> Any:
+        """The layer that owns the compressed cache that a layer reads, if it reads one."""
+        return layer if layer._geometry.has_entries else None
+
+    def selection_of(self, layer: Any) -> Tensor:
+        """The entries [rows, K] that a layer read in the last step."""
+        return self.topk
+
+    def records(self, cache: Tensor, prefix: str, index: int, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Records of a request in float64, read from a cache by its block table."""
+        (page, record), table = cache.shape[1:], self.tables[self.group_of(prefix)]
+        group, scales, split = RECORDS[record]
+        rope = 64 if split else 0
+        shape = {"block_size": page, "nope_dim": 512 - rope, "rope_dim": rope, "group_size": group, "fnuz": False}
+        keys = []
+        for number in numbers:
+            raw = cache[int(table[index][number // page])].as_strided((page * record,), (1,)).numpy()
+            keys.append(oracle.read_record(raw, number % page, **shape, scale_bytes=scales, split=split))
+        return keys
+
+    def of_oracle(
+        self, layer: Any, index: int, position: int, row: int, *, window_keys: range | None = None, **rule: Any
+    ) -> np.ndarray:
+        """One token's attention in float64, from the bytes in the caches. index, row: of its request and of itself.
+
+        window_keys: positions whose keys of the window cache are visible, where that is not the plain window. rule: of
+        the window, see `oracle.visible_keys`.
+        """
+        owner, picks = self.entries_of(layer), None
+        if layer._geometry.kind is ds.LayerKind.C4A:
+            picks = [entry for entry in self.selection_of(layer)[row].tolist() if entry >= 0]
+        ratio = layer.compress_ratio if owner is not None else None
+        positions, entries = oracle.visible_keys(position, 128, ratio, picks, **rule)
+        swa = layer.swa_cache_layer
+        keys = self.records(swa.kv_cache, swa.prefix, index, positions if window_keys is None else window_keys)
+        if owner is not None:
+            keys += self.records(owner.kv_cache, owner.prefix, index, entries)
+        q = self.queries[layer.prefix][row].double().numpy()
+        return oracle.attend_row(q, np.array(keys), layer.attn_sink.double().numpy(), 512**-0.5)[0]
+
+    def error(self, layer: Any, out: Tensor, index: int, position: int, row: int, **rule: Any) -> float:
+        """The largest difference of a row to the oracle's, as a part of its largest value. Arguments of `of_oracle`."""
+        expected = self.of_oracle(layer, index, position, row, **rule)
+        return float(np.abs(out[row].double().numpy() - expected).max() / np.abs(expected).max())
+
+    def check_rows(self, outs: Sequence[Tensor], before: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
+        """Hold rows of the last step against the oracle. before: tokens in the caches before it, and new tokens."""
+        tokens = [(i, tokens + j) for i, (tokens, count) in enumerate(before) for j in range(count)]
+        for layer, out in zip(self.layers, outs, strict=True):
+            for row in rows:
+                error = self.error(layer, out, *tokens[row], row)
+                assert error < 0.012, (layer.prefix, row, error)
+
+    def of_own_builder(self, layer: Any, before: Sequence[tuple[int, int]], rows: int) -> Tensor:
+        """The last step of a layer by dsv4attn's MetadataBuilder and forward_mqa. before: as in `check_rows`."""
+        serving, swa, owner = layer._serving, layer.swa_cache_layer, self.entries_of(layer)
+        counts, window = [count for _, count in before], self.group_of(swa.prefix)
+        entries = window if owner is None else self.group_of(owner.prefix)
+        starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        lens = torch.tensor([tokens + count for tokens, count in before], dtype=torch.int32)
+        pages = {"swa_block_size": self.WINDOW_PAGE, "compressed_block_tokens": self.BLOCK}
+        builder = ds.MetadataBuilder(
+            serving.model, serving.limits, short_prefills=True, backend=serving.backend, **pages
+        )
+        batch = ds.Batch(
+            num_reqs=len(counts),
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=lens,
+            seq_lens_cpu=lens,
+            slot_mapping=self.slots[window][: sum(counts)],
+            block_table=self.tables[window][: len(counts)],
+            compressed_block_table=self.tables[entries][: len(counts)],
+        )
+        compressed = None if owner is None else ds.PagedKVCache(owner.kv_cache, serving.compressed_layout)
+        caches = ds.LayerCaches(ds.PagedKVCache(swa.kv_cache, serving.swa_layout), compressed)
+        q = self.queries[layer.prefix]
+        out, metadata = torch.full_like(q, float("nan")), builder.build_all(batch)[layer._geometry.key]
+        selects = layer._geometry.kind is ds.LayerKind.C4A
+        ds.forward_mqa(
+            q,
+            caches,
+            metadata,
+            serving.backend,
+            ds.WorkspaceManager(),
+            out,
+            layer=layer._geometry,
+            limits=serving.limits,
+            attn_sink=layer.attn_sink,
+            topk_indices=self.selection_of(layer) if selects else None,
+        )
         return out

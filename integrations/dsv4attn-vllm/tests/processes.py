@@ -50,3 +50,22 @@ def run(folder: Path, function: Callable[..., object], *each: dict[str, Any]) ->
 def execute(code: str, **names: object) -> None:
     """Run code as a script that has these names."""
     exec(code, {"__name__": "__main__", **names})  # noqa: S102 - the code of a test
+
+
+ROCM = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest, torch
+from types import SimpleNamespace
+torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
+    gcnArchName="gfx950:sramecc+", multi_processor_count=256, warp_size=64, name="", total_memory=2**38
+)
+"""
+
+
+def run_on_rocm(folder: Path, code: str) -> str:
+    """Run code in a process that takes itself for one with an MI355, and return what it printed.
+
+    Faked: the properties of the GPU, which vLLM's modules for ROCm ask for when they are imported.
+    """
+    return run(folder, execute, {"code": ROCM.format(tests=str(Path(__file__).parent)) + code})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from dsv4attn_vllm.guard import LOG, RefusedError
 from dsv4attn_vllm.index_metadata import IndexBackend
 from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, Selector
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, PROJECTION, Device
-from engine import config_of, world
 from processes import execute, run
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.custom_op import op_registry_oot
@@ -41,13 +39,6 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     monkeypatch.setattr(hyper_connections, "_serving", [])
     serving._serving.cache_clear()
-
-
-@pytest.fixture
-def config() -> Iterator[VllmConfig]:
-    made = config_of()
-    with world(made):
-        yield made
 
 
 def layer_of(config: VllmConfig, layer_class: type = CUDAAttention) -> CUDAAttention:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from enum import Enum
 from importlib import import_module
@@ -24,7 +25,8 @@ from engine import config_of, world
 from torch import nn
 
 from dsv4attn.integrations import engine_internals
-from dsv4attn.integrations.engine_internals import LackingError, Named, Overridden, Stored
+from dsv4attn.integrations.engine_internals import LackingError, Named, Overridden, Stored, Written
+from dsv4attn.tools.cli.engines import EngineState
 
 HERE = [group for group in TABLE if "rocm" not in group]
 """VLLM's modules for ROCm want a GPU when they are imported: `test_layers_for_rocm` has their groups."""
@@ -38,6 +40,13 @@ def test_the_installed_vllm_has_every_name() -> None:
     assert internals.groups_of("v4", "xpu", mhc=True) == ("all", "v4", "v41", "v4 xpu", "mhc")
     assert internals.groups_of("v41", "rocm") == ("all", "v4", "v41", "v4 rocm", "v41 rocm")
     assert internals.groups_of("v41", "cpu") == ("all", "v4", "v41")
+
+
+def test_the_page_on_engines_counts_the_names() -> None:
+    state = EngineState("vLLM", "vllm", "dsv4attn-vllm", "active", "why", internals=engine_internals.listed(TABLE))
+    page = (Path(__file__).parents[3] / "docs" / "engines.md").read_text(encoding="utf-8")
+
+    assert state.relies_on in re.sub(r"\s+", " ", page)
 
 
 def owners_of(one: Any, name: str) -> list[Any]:
@@ -239,6 +248,18 @@ def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
                 if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self"
             }
             assert sorted(read - known - names_of_ours() - OF_TORCH) == [], (path.stem, node.name)
+
+
+def test_every_attribute_of_vllms_objects_that_is_set_is_in_the_table() -> None:
+    """But for the class of an object, and what classes of this package define."""
+    written = {
+        name for entries in TABLE.values() for one in entries if isinstance(one, Written) for name in one.names()
+    }
+    for path in OURS:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if is_set and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+                assert node.attr in written | OF_TORCH | {"_serving"}, (path.stem, node.attr)
 
 
 OF_TORCH = {"__class__"}

@@ -12,8 +12,7 @@ from dsv4attn_vllm.guard import LOG
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name
 from dsv4attn_vllm.xpu import XPUAttention
 from engine import Engine, config_of, world
-from processes import execute, run
-from test_steps import of_own_builder
+from processes import run_on_rocm
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.xpu.xpu_sparse import DeepseekV4XPUAttention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -58,7 +57,7 @@ def test_a_cpu_is_served_by_vllms_layer_for_cpus() -> None:
         before = [(150, 1), (0, 30)]
         outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
 
-        assert torch.equal(of_own_builder(engine, engine.layers[0], before, 31), outs[0])
+        assert torch.equal(engine.of_own_builder(engine.layers[0], before, 31), outs[0])
 
 
 def test_a_backend_that_vllm_has_no_choice_of_is_said_to_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,13 +99,6 @@ def test_the_platform_of_this_machine_is_a_cpu_and_every_platform_has_its_class(
 
 
 ROCM = """
-import sys
-sys.path.insert(0, {tests!r})
-import conftest, torch
-from types import SimpleNamespace
-torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
-    gcnArchName="gfx950:sramecc+", multi_processor_count=256, warp_size=64, name="", total_memory=2**38
-)
 from engine import Engine, config_of, world
 from dsv4attn_vllm.replacements import PLATFORMS, replace
 from vllm.models.deepseek_v4.amd import model, dspark
@@ -115,14 +107,13 @@ from dsv4attn_vllm import attention
 from dsv4attn_vllm.guard import RefusedError
 assert model.DeepseekV4ROCMAiterMLAAttention.__module__ == "dsv4attn_vllm.rocm"
 assert dspark._insert_context_kv is attention.insert_context_kv
-from test_steps import of_own_builder
 config = config_of()
 with world(config):
     engine = Engine(config, model.DeepseekV4ROCMAiterMLAAttention)
     before = [(150, 1), (40, 1), (0, 20)]
     outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
     for layer, out in zip(engine.layers, outs):
-        assert torch.equal(of_own_builder(engine, layer, before, 22), out), layer.prefix
+        assert torch.equal(engine.of_own_builder(layer, before, 22), out), layer.prefix
     y = engine.layers[1]._o_proj(outs[1], torch.arange(22))
     assert y.shape == (22, 256), y.shape
     config.kernel_config.monokernel = True
@@ -134,9 +125,7 @@ with world(config):
 
 
 def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355(tmp_path: Path) -> None:
-    """Faked: the properties of the GPU, which vLLM's module asks for when it is imported."""
-    code = ROCM.format(tests=str(Path(__file__).parent))
-
-    printed = run(tmp_path, execute, {"code": code})
+    """Faked: what `run_on_rocm` says."""
+    printed = run_on_rocm(tmp_path, ROCM)
 
     assert "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out" in printed

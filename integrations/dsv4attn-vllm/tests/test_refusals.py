@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
-from dsv4attn_vllm import serving
-from dsv4attn_vllm.cuda import CUDAAttention, select_attention
+from attrs import evolve, frozen
+from dsv4attn_vllm import replacements, serving
+from dsv4attn_vllm.attention import insert_context_kv
+from dsv4attn_vllm.cuda import CUDAAttention, V41CUDAAttention, select_attention, select_v41_attention
 from dsv4attn_vllm.guard import RefusedError
 from engine import config_of, world
+from v41 import v41_config
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dsv4attn.errors import NoBackendError, UnknownNameError
 
 
-@pytest.fixture
-def config() -> Iterator[VllmConfig]:
-    made = config_of()
-    with world(made):
-        yield made
+@frozen
+class Model:
+    """What differs between tests of V4 and of V4.1: vLLM's folder of the model, its configuration, and our names."""
+
+    name: str
+    config: Callable[[], VllmConfig]
+    layer: type
+    select: Callable[[VllmConfig], type]
+    platforms: Mapping[str, Any]
+    flash_mla: str
+    dtypes: tuple[str, ...]
 
 
-def refusal(config: VllmConfig) -> str:
+V4, V41 = replacements.PLATFORMS, replacements.V41_PLATFORMS
+MODELS = (
+    Model("deepseek_v4", config_of, CUDAAttention, select_attention, V4, "FLASHMLA_SPARSE_DSV4", serving.CACHE_DTYPES),
+    Model(
+        "deepseek_v41",
+        v41_config,
+        V41CUDAAttention,
+        select_v41_attention,
+        V41,
+        "FLASHMLA_SPARSE_DSV41",
+        serving.V41_CACHE_DTYPES,
+    ),
+)
+
+
+@pytest.fixture(params=MODELS, ids=lambda model: model.name)
+def model(request: pytest.FixtureRequest) -> Model:
+    return request.param
+
+
+def refusal(config: VllmConfig, layer_class: type = CUDAAttention) -> str:
     """The message of the refusal, by the constructor of a layer."""
     with pytest.raises(RefusedError) as caught:
-        CUDAAttention(config, prefix="model.layers.0.attn")
+        layer_class(config, prefix="model.layers.0.attn")
     assert "DSV4ATTN_VLLM=0" in str(caught.value)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e5m2", "nvfp4_ds_mla"])
-def test_a_cache_dtype_that_is_not_served(config: VllmConfig, dtype: str) -> None:
-    config.cache_config.cache_dtype = dtype
+def test_a_cache_dtype_that_is_not_served(model: Model, dtype: str) -> None:
+    with world(config := model.config()):
+        config.cache_config.cache_dtype = dtype
+        said = refusal(config, model.layer)
 
-    said = refusal(config)
-
-    assert f"--kv-cache-dtype: expected auto or fp8 or fp8_e4m3 or fp8_ds_mla, got {dtype} -> leave" in said
+    assert f"--kv-cache-dtype: expected {' or '.join(model.dtypes)}, got {dtype} -> leave" in said
 
 
 @pytest.mark.parametrize("dtype", serving.CACHE_DTYPES)
@@ -92,12 +122,12 @@ def test_heads_that_ranks_cannot_share(config: VllmConfig) -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_context_parallelism(config: VllmConfig, phase: str) -> None:
-    setattr(config.parallel_config, f"{phase}_context_parallel_size", 2)
-
+def test_context_parallelism(model: Model, phase: str) -> None:
     reason = "vLLM's layers of DeepSeek-V4 exchange nothing among ranks that share a context"
     wanted = f"--{phase}-context-parallel-size: expected 1, as {reason}, got 2 -> use tensor or data parallelism"
-    assert wanted in refusal(config)
+    with world(config := model.config()):
+        setattr(config.parallel_config, f"{phase}_context_parallel_size", 2)
+        assert wanted in refusal(config, model.layer)
 
 
 def test_another_dtype_of_the_model(config: VllmConfig) -> None:
@@ -136,41 +166,41 @@ def test_weights_that_the_projection_does_not_take(config: VllmConfig) -> None:
         layer.process_weights_after_loading(torch.bfloat16)
 
 
-def test_an_attention_backend_of_vllms_that_is_asked_for_is_used(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dsv4attn_vllm.replacements import PLATFORMS, replace
-    from vllm.models.deepseek_v4.nvidia import dspark, model
-    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
-
-    monkeypatch.setattr(model, "_select_dsv4_attn_cls", model._select_dsv4_attn_cls)
-    monkeypatch.setattr(dspark, "_insert_context_kv", dspark._insert_context_kv)
-    replace(PLATFORMS["cuda"])
-    replace(PLATFORMS["cuda"])  # what vLLM had is still known
-
-    assert model._select_dsv4_attn_cls is select_attention
-    assert select_attention(config) is CUDAAttention
-    config.attention_config.backend = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
-    assert select_attention(config) is DeepseekV4FlashMLAAttention
-    config.attention_config.backend = AttentionBackendEnum.CUSTOM
-    assert select_attention(config) is CUDAAttention
+def modules_for_cuda(model: Model) -> tuple[Any, Any]:
+    """VLLM's modules of the model and of its drafts."""
+    return tuple(import_module(f"vllm.models.{model.name}.nvidia.{name}") for name in ("model", "dspark"))
 
 
-def test_nothing_is_replaced_if_one_name_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_backend_of_vllms_that_is_asked_for_is_used(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, dspark = modules_for_cuda(model)
+    theirs = import_module(f"vllm.models.{model.name}.nvidia.flashmla").DeepseekV4FlashMLAAttention
+    insert = dspark._insert_context_kv
+    monkeypatch.setattr(replacements, "_originals", {})
+    monkeypatch.setattr(module, "_select_dsv4_attn_cls", module._select_dsv4_attn_cls)
+    monkeypatch.setattr(dspark, "_insert_context_kv", insert)
+    replacements.replace(model.platforms["cuda"])
+    replacements.replace(model.platforms["cuda"])  # what vLLM had is still known
+
+    assert module._select_dsv4_attn_cls is model.select
+    assert dspark._insert_context_kv is insert_context_kv
+    assert replacements.original(f"{dspark.__name__}._insert_context_kv") is insert
+    with world(config := model.config()):
+        for backend, chosen in ((None, model.layer), (model.flash_mla, theirs), ("CUSTOM", model.layer)):
+            config.attention_config.backend = backend and AttentionBackendEnum[backend]
+            assert model.select(config) is chosen
+
+
+def test_nothing_is_replaced_if_one_name_cannot_be(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that lacks the second name, or a module of this package that cannot be imported, keeps all of its own."""
-    from dsv4attn_vllm import replacements
-    from vllm.models.deepseek_v4.nvidia import dspark, model
-
-    own = model._select_dsv4_attn_cls, dspark._insert_context_kv
-    first, second = replacements.PLATFORMS["cuda"]
+    module, dspark = modules_for_cuda(model)
+    before = module._select_dsv4_attn_cls, dspark._insert_context_kv
+    first, second = model.platforms["cuda"]
     monkeypatch.setattr(replacements, "_originals", {})
     for broken in (evolve(second, name="_insert"), evolve(second, by="dsv4attn_vllm.attention:insert")):
-        with pytest.raises(
-            RefusedError, match=r"vllm.models.deepseek_v4.nvidia.dspark._insert.*: expected .* -> install v"
-        ):
+        with pytest.raises(RefusedError, match=rf"vllm.models.{model.name}.nvidia.dspark._insert.*: expected .* -> in"):
             replacements.replace((first, broken))
 
-        assert (model._select_dsv4_attn_cls, dspark._insert_context_kv) == own
+        assert (module._select_dsv4_attn_cls, dspark._insert_context_kv) == before
         assert replacements._originals == {}
 
 

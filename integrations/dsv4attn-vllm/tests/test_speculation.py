@@ -11,7 +11,6 @@ import torch
 from dsv4attn_vllm.attention import insert_context_kv
 from dsv4attn_vllm.cuda import CUDAAttention
 from engine import Engine, config_of, world
-from test_steps import check_rows, of_oracle, of_own_builder, tables_of
 from vllm.forward_context import set_forward_context
 
 import dsv4attn as ds
@@ -40,8 +39,8 @@ def test_verification_of_drafts_is_what_own_builder_and_oracle_say(mtp: Engine) 
     outs = mtp.step(work)
 
     for layer, out in zip(mtp.layers, outs, strict=True):
-        assert torch.equal(of_own_builder(mtp, layer, before, len(out)), out), layer.prefix
-    check_rows(mtp, outs, before, [0, 2, 4, 5])
+        assert torch.equal(mtp.of_own_builder(layer, before, len(out)), out), layer.prefix
+    mtp.check_rows(outs, before, [0, 2, 4, 5])
 
 
 def test_rejected_drafts_leave_nothing_behind(mtp: Engine) -> None:
@@ -51,7 +50,7 @@ def test_rejected_drafts_leave_nothing_behind(mtp: Engine) -> None:
 
     outs = mtp.step([(request, 3), (other, 1)])
 
-    check_rows(mtp, outs, [(151, 3), (61, 1)], [0, 1, 2, 3])
+    mtp.check_rows(outs, [(151, 3), (61, 1)], [0, 1, 2, 3])
 
 
 def test_decode_steps_may_be_captured_and_their_requests_may_differ(mtp: Engine) -> None:
@@ -99,7 +98,7 @@ def test_metadata_updated_in_place_are_seen_without_another_build(mtp: Engine) -
 def check_rows_of(engine: Engine, layer: Any, out: torch.Tensor, rows: list[tuple[int, int]]) -> None:
     """Hold every row of one layer, (request, position), against the oracle."""
     for row, (index, position) in enumerate(rows):
-        wanted = torch.from_numpy(of_oracle(engine, layer, index, position, row))
+        wanted = torch.from_numpy(engine.of_oracle(layer, index, position, row))
         assert torch.allclose(out[row].double(), wanted, rtol=0, atol=0.012 * wanted.abs().max().item()), row
 
 
@@ -113,7 +112,7 @@ def test_tokens_of_a_draft_block_see_each_other_and_the_window_before(dspark: En
     for i, (tokens, count) in enumerate(before):
         for j in range(count):
             seen = range(max(tokens - 128, 0), tokens + count)
-            wanted = torch.from_numpy(of_oracle(dspark, layer, i, tokens + j, i * 5 + j, seen))
+            wanted = torch.from_numpy(dspark.of_oracle(layer, i, tokens + j, i * 5 + j, window_keys=seen))
             found = out[i * 5 + j].double()
             assert torch.allclose(found, wanted, rtol=0, atol=0.012 * wanted.abs().max().item()), (i, j)
 
@@ -135,7 +134,8 @@ def test_context_keys_of_a_draft_are_those_that_a_step_inserts(dspark: Engine) -
     dspark.describe([(request, 20)])
     request.tokens = 0
     dspark.step([(request, 20)], attend=False)
-    cache, (slots, _, _) = layer.swa_cache_layer.kv_cache, tables_of(dspark, layer)
+    cache, swa = layer.swa_cache_layer.kv_cache, layer.swa_cache_layer.prefix
+    slots = dspark.slots[dspark.group_of(swa)]
     wanted = cache.clone()
     request.tokens = 0
     _, kv, _ = dspark.inputs(layer, [(request, 20)], 20)

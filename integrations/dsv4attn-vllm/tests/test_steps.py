@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from dsv4attn_vllm.cuda import CUDAAttention
@@ -17,17 +16,6 @@ from vllm.forward_context import set_forward_context
 
 import dsv4attn as ds
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import oracle
-
-SPLIT = {
-    "block_size": 64,
-    "nope_dim": 448,
-    "rope_dim": 64,
-    "group_size": 64,
-    "fnuz": False,
-    "scale_bytes": 8,
-    "split": True,
-}
 
 
 @pytest.fixture
@@ -35,82 +23,6 @@ def engine(backend: str) -> Iterator[Engine]:
     config = config_of()
     with world(config):
         yield Engine(config, CUDAAttention)
-
-
-def tables_of(engine: Engine, layer: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The window cache's slots and block table, and the compressed cache's block table, of a layer in the last step."""
-    names = [group.layer_names for group in engine.caches.kv_cache_groups]
-    window = next(i for i, name in enumerate(names) if layer.swa_cache_layer.prefix in name)
-    entries = next((i for i, name in enumerate(names) if layer.prefix in name), window)
-    return engine.slots[window], engine.tables[window], engine.tables[entries]
-
-
-def of_own_builder(engine: Engine, layer: Any, before: Sequence[tuple[int, int]], rows: int, pad: int = 0) -> Tensor:
-    """The same step by dsv4attn's MetadataBuilder and forward_mqa. before: tokens in the caches, and new tokens."""
-    serving, kind = layer._serving, layer._geometry.kind
-    slots, window, entries = tables_of(engine, layer)
-    counts = [count for _, count in before]
-    starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-    lens = torch.tensor([tokens + count for tokens, count in before], dtype=torch.int32)
-    pages = {"num_swa_blocks": PAGES, "num_compressed_blocks": PAGES}
-    builder = ds.MetadataBuilder(serving.model, serving.limits, short_prefills=True, backend=serving.backend, **pages)
-    batch = ds.Batch(
-        num_reqs=len(counts),
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        slot_mapping=slots[: sum(counts)],
-        block_table=window[: len(counts)],
-        compressed_block_table=entries[: len(counts)],
-    )
-    swa = ds.PagedKVCache(layer.swa_cache_layer.kv_cache, serving.swa_layout)
-    compressed = None if kind is ds.LayerKind.SWA else ds.PagedKVCache(layer.kv_cache, serving.compressed_layout)
-    q = engine.queries[layer.prefix]
-    out = torch.full_like(q, float("nan"))
-    metadata = builder.build_for(batch, [kind])[kind]
-    addresses = q, ds.LayerCaches(swa, compressed), metadata, serving.backend, ds.WorkspaceManager(), out
-    options = {"attn_sink": layer.attn_sink, "topk_indices": engine.topk if kind is ds.LayerKind.C4A else None}
-    ds.forward_mqa(*addresses, layer=layer._geometry, limits=serving.limits, **options)
-    return out
-
-
-def of_oracle(
-    engine: Engine, layer: Any, index: int, position: int, row: int, window_keys: range | None = None
-) -> np.ndarray:
-    """One token's attention in float64, from the bytes in the caches. index, row: of its request and of itself.
-
-    window_keys: positions whose keys of the window cache are visible, where that is not the plain window.
-    """
-    _, window, entries = tables_of(engine, layer)
-    ratio, chosen = layer.compress_ratio, None
-    if ratio == 4:
-        chosen = [entry for entry in engine.topk[row].tolist() if entry >= 0]
-    positions, picked = oracle.visible_keys(position, 128, ratio if ratio > 1 else None, chosen)
-    if window_keys is not None:
-        positions = window_keys
-
-    def keys(cache: Tensor, table: Tensor, records: int, numbers: Sequence[int]) -> list[np.ndarray]:
-        pages = [cache[int(table[n // records])].as_strided((records * 584,), (1,)).numpy() for n in numbers]
-        shape = {**SPLIT, "block_size": records}
-        return [oracle.read_record(page, n % records, **shape) for page, n in zip(pages, numbers, strict=True)]
-
-    rows = keys(layer.swa_cache_layer.kv_cache, window[index], 64, positions)
-    if ratio > 1:
-        rows += keys(layer.kv_cache, entries[index], 256 // ratio, picked)
-    q = engine.queries[layer.prefix][row].double().numpy()
-    out, _ = oracle.attend_row(q, np.array(rows), layer.attn_sink.double().numpy(), 512**-0.5)
-    return out
-
-
-def check_rows(engine: Engine, outs: Sequence[Tensor], before: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
-    """Hold rows of the last step against the oracle. before: tokens in the caches before the step, and new tokens."""
-    tokens = [(i, tokens + j) for i, (tokens, count) in enumerate(before) for j in range(count)]
-    for layer, out in zip(engine.layers, outs, strict=True):
-        for row in rows:
-            wanted = of_oracle(engine, layer, *tokens[row], row)
-            error = np.abs(out[row].double().numpy() - wanted).max() / np.abs(wanted).max()
-            assert error < 0.012, (layer.prefix, row, error)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +42,10 @@ def test_a_step_is_what_own_builder_and_oracle_say(engine: Engine, before: list[
     outs = engine.step(work, behind=behind)
 
     for layer, out in zip(engine.layers, outs, strict=True):
-        wanted = of_own_builder(engine, layer, before, rows + behind)
+        wanted = engine.of_own_builder(layer, before, rows + behind)
         assert torch.equal(wanted, out), layer.prefix
         assert not out[rows:].any()
-    check_rows(engine, outs, before, [0, rows // 2, rows - 1])
+    engine.check_rows(outs, before, [0, rows // 2, rows - 1])
 
 
 def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from integrations.environment import Environment, build_wheel
+from integrations.environment import Environment, check_wheel
 
 CODE = """
 import json, sys
@@ -24,22 +24,13 @@ print(json.dumps([own and own.__file__, points, model.module_name, layers.Deepse
 """
 
 
-def found(environment: Environment) -> list[Any]:
+def observed(environment: Environment) -> list[Any]:
     """What a fresh process of vLLM has: the file of this package, entry points, modules of the model and its layers."""
     return list(json.loads(environment.run(CODE).splitlines()[-1]))
 
 
 def test_an_installed_wheel_is_used_and_an_uninstalled_one_leaves_nothing(tmp_path: Path) -> None:
-    """Linked, not installed: vLLM and all other packages. dsv4attn is that of this repository."""
-    wheel, environment = build_wheel("dsv4attn-vllm", tmp_path), Environment(tmp_path / "environment")
+    used: list[object] = [["dsv4attn_vllm:register"], "dsv4attn_vllm.model", "dsv4attn_vllm.cpu"]
+    unused: list[object] = [[], "vllm.models.deepseek_v4", "vllm.models.deepseek_v4.cpu.cpu_sparse"]
 
-    environment.pip("install", "--no-deps", "--no-index", str(wheel))
-
-    file, *rest = found(environment)
-    assert Path(file) == environment.packages / "dsv4attn_vllm" / "__init__.py"
-    assert rest == [["dsv4attn_vllm:register"], "dsv4attn_vllm.model", "dsv4attn_vllm.cpu"]
-
-    environment.pip("uninstall", "-y", "dsv4attn-vllm")
-
-    assert [path.name for path in environment.packages.iterdir() if "dsv4attn_vllm" in path.name] == []
-    assert found(environment) == [None, [], "vllm.models.deepseek_v4", "vllm.models.deepseek_v4.cpu.cpu_sparse"]
+    check_wheel("dsv4attn-vllm", tmp_path, observed, used=used, unused=unused)

@@ -10,11 +10,12 @@ import engine as engines
 import pytest
 import torch
 from dsv4attn_vllm.cuda import V41CUDAAttention
-from engine import Request, world
+from engine import world
 from torch import Tensor
-from v41 import RATIOS, OwnV41Layers, V41Engine, WholeV41Engine, v41_config, whole_v41_engine
+from v41 import RATIOS, V41Engine, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.nvidia.model_state import ReplayAttnMetadata
+from whole import both
 
 
 @pytest.fixture
@@ -22,15 +23,6 @@ def engine(backend: str) -> Iterator[V41Engine]:
     config = v41_config()
     with world(config):
         yield V41Engine(config, V41CUDAAttention, layers=len(RATIOS))
-
-
-def check_rows(engine: V41Engine, outs: list[Tensor], before: list[tuple[int, int]], rows: list[int]) -> None:
-    """Hold rows of the last step against the oracle. before: tokens in the caches before the step, and new tokens."""
-    tokens = [(i, tokens + j) for i, (tokens, count) in enumerate(before) for j in range(count)]
-    for layer, out in zip(engine.layers, outs, strict=True):
-        for row in rows:
-            error = engine.error(layer, out, *tokens[row], row)
-            assert error < 0.012, (layer.prefix, row, error)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +47,7 @@ def test_a_step_is_what_own_builder_and_oracle_say(
     for layer, out in zip(engine.layers, outs, strict=True):
         assert torch.equal(engine.of_own_builder(layer, before, rows + behind), out), layer.prefix
         assert not out[rows:].any()
-    check_rows(engine, outs, before, [0, rows // 2, rows - 1])
+    engine.check_rows(outs, before, [0, rows // 2, rows - 1])
 
 
 def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window(
@@ -252,21 +244,15 @@ def bytes_of(cache: Tensor) -> Tensor:
     return cache.contiguous().view(torch.uint8).clone()
 
 
-def whole_steps(engine: WholeV41Engine, prompt: int = 20) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """(layer, vLLM's output, that of dsv4attn's own layer) of a prompt, then a decode beside a prompt, then two."""
-    own, (first, second) = OwnV41Layers(engine), (engine.request(), engine.request())
-    for work in ([(first, prompt)], [(first, 1), (second, 5)], [(first, 1), (second, 1)]):
-        described = [(Request(request.name, request.tokens), count) for request, count in work]
-        rows = sum(count for _, count in work)
-        hidden = [engine.hidden_states(layer, described, rows) for layer in engine.layers]
-        yield from zip(engine.layers, engine.step(work), own.step(described, hidden), strict=True)
+WHOLE_STEPS = ([(0, 20)], [(0, 1), (1, 5)], [(0, 1), (1, 1)])
+"""A prompt, then a decode next to a prompt, then two decodes: (request, tokens)."""
 
 
 @pytest.mark.parametrize("backend", ["reference"], indirect=True)
 def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str) -> None:
     """Hidden states in, hidden states out, with vLLM's compressor, index keys and short contexts."""
     with whole_v41_engine(V41CUDAAttention) as engine:
-        for layer, theirs, ours in whole_steps(engine):
+        for layer, theirs, ours in both(engine, WHOLE_STEPS):
             assert torch.equal(theirs, ours), layer.prefix
             assert theirs.float().std() > 1e-3
 
@@ -301,6 +287,10 @@ def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         layers[4]._compressed_kv_cache = lambda: layers[1].kv_cache.as_strided(right.shape, right.stride())
         layers[5].topk_indices_buffer = torch.zeros_like(engine.topk)
 
-        found = {layer.layer_id for layer, theirs, ours in whole_steps(engine, 6) if not torch.equal(theirs, ours)}
+        found = {
+            layer.layer_id
+            for layer, theirs, ours in both(engine, ([(0, 6)], *WHOLE_STEPS[1:]))
+            if not torch.equal(theirs, ours)
+        }
 
     assert found == {2, 4, 5}

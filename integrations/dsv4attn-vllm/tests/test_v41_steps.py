@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +16,11 @@ from dsv4attn_vllm.indexer import V41Indexer
 from engine import Request, world
 from test_v41_layers import bytes_of
 from torch import Tensor
-from v41 import OwnV41Layers, WholeV41Engine, v41_config, whole_v41_engine
+from v41 import WholeV41Engine, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
 from vllm.platforms import current_platform
+from whole import OwnLayers, both
 
 from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.device import DeviceFacts
@@ -47,21 +48,6 @@ def whole_engine(
     options = {"kv_cache_dtype": kv_cache_dtype, "candidate_block_buffer": blocks}
     with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as made:
         yield made
-
-
-def both(
-    engine: WholeV41Engine, steps: Sequence[Sequence[tuple[int, int]]], **options: Any
-) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """(layer, vLLM's output, that of dsv4attn's own layer) of all steps: of each, (request, tokens)."""
-    own, requests = OwnV41Layers(engine), {}
-    for step in steps:
-        work = [(requests.setdefault(name, engine.request()), count) for name, count in step]
-        described = [(Request(request.name, request.tokens), count) for request, count in work]
-        rows = sum(count for _, count in work)
-        hidden = [engine.hidden_states(layer, described, rows) for layer in engine.layers]
-        outs = engine.step(work, **options), own.step(described, hidden)
-        for layer, theirs, ours in zip(engine.layers, *outs, strict=True):
-            yield layer, theirs[:rows], ours
 
 
 @pytest.mark.parametrize(
@@ -101,7 +87,7 @@ def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.Monke
     """Rings hold the states of a step's drafts, and that before them."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine(CANDIDATES, drafts=5) as engine:
-        own, request = OwnV41Layers(engine), engine.request()
+        own, request = OwnLayers(engine), engine.request()
         for tokens, count in [(0, 37), (37, 6), (38, 6), (43, 6), (44, 1), (45, 2)]:
             request.tokens, work = tokens, [(Request(request.name, tokens), count)]
             hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.indexer import IndexerSteps
 from dsv4attn_vllm.xpu import XPUAttention
 from engine import Request
-from processes import execute, run
+from processes import run_on_rocm
 from torch import Tensor
 from torch.nn import functional
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
-from whole import OwnLayers, WholeEngine, products_in_fp64, whole_engine
+from whole import OwnLayers, WholeEngine, both, products_in_fp64, whole_engine
 
 from dsv4attn.core.model.quantized_weight import dense_weight
 
@@ -48,33 +48,12 @@ def round_as_on_cuda(engine: WholeEngine) -> None:
         layer.kv_norm.weight.data.fill_(1.0)
 
 
-def both(
-    engine: WholeEngine, steps: Sequence[Sequence[tuple[int, int]]], **options: Any
-) -> list[tuple[Tensor, Tensor]]:
-    """The outputs of all layers in the last step, by vLLM's layers and by ours.
-
-    steps: of each, (request, tokens) in the order of the batch; requests have numbers. Those before the last one write
-    caches alone.
-    """
-    own, requests = OwnLayers(engine), {}
-    for number, step in enumerate(steps, 1):
-        work = [(requests.setdefault(name, engine.request()), count) for name, count in step]
-        described = [(copy.copy(request), count) for request, count in work]
-        rows = sum(count for _, count in work)
-        hidden = [engine.hidden_states(layer, described, rows) for layer in engine.layers]
-        options["attend"] = number == len(steps)
-        theirs, ours = engine.step(work, **options), own.step(described, hidden, attend=options["attend"])
-    return [(a[:rows], b) for a, b in zip(theirs, ours, strict=True)]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_are_bit_for_bit_those_of_own_layers(engine: WholeEngine, case: str) -> None:
     before = CASES[case]
     steps = [[(i, tokens)] for i, (tokens, _) in enumerate(before) if tokens]
 
-    outs = both(engine, [*steps, [(i, count) for i, (_, count) in enumerate(before)]])
-
-    for layer, (theirs, ours) in zip(engine.layers, outs, strict=True):
+    for layer, theirs, ours in both(engine, [*steps, [(i, n) for i, (_, n) in enumerate(before)]], last_alone=True):
         assert torch.equal(theirs, ours), layer.prefix
         assert theirs.float().std() > 1e-3
 
@@ -84,9 +63,9 @@ def check_platform(layer_class: type) -> None:
     # in the other process no fixture does it
     torch.manual_seed(0)
     with whole_engine(layer_class) as engine:
-        outs = both(engine, [[(0, 45)], [(0, 1), (1, 20)]])
+        outs = [*both(engine, [[(0, 45)], [(0, 1), (1, 20)]], last_alone=True)]
         assert isinstance(engine.layers[1].indexer, IndexerSteps)
-    assert all(torch.equal(*pair) for pair in outs)
+    assert all(torch.equal(theirs, ours) for _, theirs, ours in outs)
 
 
 def test_layers_for_intel_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +78,6 @@ def test_layers_for_intel_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ROCM = """
-import sys
-sys.path.insert(0, {tests!r})
-import conftest, torch
-from types import SimpleNamespace
-torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
-    gcnArchName="gfx950:sramecc+", multi_processor_count=256, warp_size=64, name="", total_memory=2**38
-)
 import test_whole_layers
 from dsv4attn_vllm.rocm import ROCmAttention
 test_whole_layers.check_platform(ROCmAttention)
@@ -116,17 +88,13 @@ assert lacking == [], lacking
 
 
 def test_layers_for_rocm(tmp_path: Path) -> None:
-    """Faked: the properties of the GPU, which vLLM's module asks for when it is imported. One stream, as on no GPU."""
-    code = ROCM.format(tests=str(Path(__file__).parent))
-
-    run(tmp_path, execute, {"code": code})
+    """Faked: what `run_on_rocm` says. One stream, as on no GPU."""
+    run_on_rocm(tmp_path, ROCM)
 
 
 @pytest.mark.parametrize("rows", [{"behind": 2}, {"pad": 2}], ids=["behind", "padding"])
 def test_rows_of_padding_change_nothing(engine: WholeEngine, rows: dict[str, int]) -> None:
-    outs = both(engine, [[(0, 45)], [(0, 1), (1, 1)]], **rows)
-
-    for layer, (theirs, ours) in zip(engine.layers, outs, strict=True):
+    for layer, theirs, ours in both(engine, [[(0, 45)], [(0, 1), (1, 1)]], last_alone=True, **rows):
         assert torch.equal(theirs, ours), layer.prefix
     assert (engine.topk[0] >= 0).all()
 
@@ -157,12 +125,12 @@ def test_index_keys_of_4_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
     serving._serving.cache_clear()
     with whole_engine(CUDAAttention) as engine:
-        outs = both(engine, [[(0, 45)], [(0, 1), (1, 20)]])
+        outs = [*both(engine, [[(0, 45)], [(0, 1), (1, 20)]], last_alone=True)]
         keys = engine.layers[1].indexer.k_cache.kv_cache
     serving._serving.cache_clear()
 
     assert keys.shape[-1] == 68
-    assert all(torch.equal(*pair) for pair in outs)
+    assert all(torch.equal(theirs, ours) for _, theirs, ours in outs)
 
 
 def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +144,7 @@ def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -
             return out
 
         monkeypatch.setattr(selector, "forward", wrong)
-        swa, c4a = both(engine, [[(0, 60)], [(0, 1)]])
+        (_, *swa), (_, *c4a) = both(engine, [[(0, 60)], [(0, 1)]], last_alone=True)
 
     assert torch.equal(*swa)
     assert not torch.equal(*c4a)

@@ -10,6 +10,7 @@ Faked, beside what conftest.py says, so that outputs can be compared bit for bit
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,25 @@ SMALL = {"index_topk": 8, "index_n_heads": 16}
 """Few entries to select, so that short contexts have more; few heads, for Triton's interpreter."""
 
 
-class WholeEngine(Engine):
+class HiddenStates:
+    """What engines of V4 and V4.1 whose layers run as a whole share; goes before `Engine` among the bases."""
+
+    def hidden_seed(self, layer: Any) -> int:
+        """What the hidden states of a layer depend on, next to request and position."""
+        return len(layer.prefix)
+
+    def hidden_states(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> Tensor:
+        """[rows, hidden] bf16, which depend on request, position and layer only; rows of padding are 3."""
+        parts = []
+        for request, count in work:
+            for position in range(request.tokens, request.tokens + count):
+                seed = torch.Generator().manual_seed(position * 1009 + request.name * 31 + self.hidden_seed(layer))
+                parts.append(torch.randn(layer.hidden_size, generator=seed, dtype=torch.float32))
+        parts += [torch.full((layer.hidden_size,), 3.0, dtype=torch.float32)] * (rows - len(parts))
+        return torch.stack(parts).bfloat16() if parts else torch.zeros(0, layer.hidden_size, dtype=torch.bfloat16)
+
+
+class WholeEngine(HiddenStates, Engine):
     """An engine whose layers run as a whole, and each get hidden states of their own.
 
     hidden: [rows, hidden] bf16 of each layer in the last step, by prefix.
@@ -37,16 +56,6 @@ class WholeEngine(Engine):
     def select(self, work: Sequence[tuple[Request, int]]) -> None:
         """Leave the selection to the indexer; what it does not write is visible as a slot far outside."""
         self.topk.fill_(10**6)
-
-    def hidden_states(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> Tensor:
-        """[rows, hidden] bf16, which depend on request, position and layer only; rows of padding are 3."""
-        parts = []
-        for request, count in work:
-            for position in range(request.tokens, request.tokens + count):
-                seed = torch.Generator().manual_seed(position * 1009 + request.name * 31 + len(layer.prefix))
-                parts.append(torch.randn(layer.hidden_size, generator=seed, dtype=torch.float32))
-        parts += [torch.full((layer.hidden_size,), 3.0, dtype=torch.float32)] * (rows - len(parts))
-        return torch.stack(parts).bfloat16() if parts else torch.zeros(0, layer.hidden_size, dtype=torch.bfloat16)
 
     def run(self, layer: Any, metadata: Any, work: Any, rows: int, *, attend: bool = True) -> Tensor:
         """The output [rows, hidden] of a layer. attend: else nothing is selected and attended, which is quicker."""
@@ -139,14 +148,15 @@ class OwnLayers:
 
     def __init__(self, engine: Engine) -> None:
         serving = engine.layers[0]._serving
-        self.engine, self.model = engine, serving.model
-        options = {"index_layout": serving.index_layout, "backend": serving.backend}
-        self.manager = ds.CacheManager(self.model, serving.limits, serving.swa_layout, **options)
+        self.model, options = serving.model, {"index_layout": serving.index_layout, "backend": serving.backend}
+        layouts = serving.swa_layout, serving.compressed_layout
+        self.manager = ds.CacheManager(self.model, serving.limits, layouts[0], compressed_layout=layouts[1], **options)
         self.layers, self.sequences = [], {}
         for i, theirs in enumerate(engine.layers):
-            weights = ds.AttentionWeights.from_dict(weights_of(theirs), self.model, self.model.layer(i))
-            table = {"cos_sin_cache": theirs.rotary_emb.cos_sin_cache}
-            space = {"workspace": ds.WorkspaceManager(), **table}
+            weights = ds.AttentionWeights.from_dict(weights_of(theirs), self.model, i)
+            space = {"workspace": ds.WorkspaceManager(), "cos_sin_cache": theirs.rotary_emb.cos_sin_cache}
+            if self.model.shared_latent:
+                space["sources"] = self.layers
             layer = ds.DeepseekV4Attention(
                 theirs.prefix, self.model, i, serving.limits, serving.backend, weights, **space
             )
@@ -174,22 +184,42 @@ class OwnLayers:
 
 
 def weights_of(layer: Any) -> dict[str, Tensor]:
-    """The weights of a layer of vLLM by the names of DeepSeek's checkpoints."""
-    lora = layer.q_lora_rank
-    fused = layer.fused_wqa_wkv.weight
-    found = {
-        "wq_a": fused[:lora],
-        "wkv": fused[lora:],
-        **{name: getattr(layer, name).weight for name in ("q_norm", "wq_b", "kv_norm", "wo_a", "wo_b")},
-        "attn_sink": layer.attn_sink,
-    }
-    parts = {"compressor": layer.compressor}
-    if layer.indexer is not None:
-        parts["indexer.compressor"] = layer.indexer.compressor
-        found |= {f"indexer.{name}": getattr(layer.indexer, name).weight for name in ("wq_b", "weights_proj")}
-    for name, part in parts.items():
-        if part is not None:
-            kv, gate = part.fused_wkv_wgate.weight.chunk(2)
-            found |= {f"{name}.wkv": kv, f"{name}.wgate": gate}
-            found |= {f"{name}.ape": part.ape, f"{name}.norm": part.norm.weight}
-    return {name: weight.detach() for name, weight in found.items()}
+    """The weights of a layer of vLLM, of V4 or V4.1, by the names of DeepSeek's checkpoints."""
+    lora, fused, indexer = layer.q_lora_rank, layer.fused_wqa_wkv.weight, layer.indexer
+    weights = {name: getattr(layer, name).weight for name in ("q_norm", "wq_b", "kv_norm", "wo_a", "wo_b")}
+    weights |= {"wq_a": fused[:lora], "wkv": fused[lora:], "attn_sink": layer.attn_sink}
+    compressors = {"compressor": layer.compressor}
+    if indexer is not None:
+        compressors["indexer.compressor"] = getattr(indexer, "compressor", None)
+        names = ("wq_b", "weights_proj", *(("wk", "k_norm") if getattr(indexer, "owns_k", False) else ()))
+        weights |= {f"indexer.{name}": getattr(indexer, name).weight for name in names}
+    for name, compressor in compressors.items():
+        if compressor is None:
+            continue
+        # in V4.1 a compressor of ratio 1 has no gate
+        columns = getattr(compressor, "coff", 1) * compressor.head_dim
+        parts = compressor.fused_wkv_wgate.weight.split(columns)
+        weights |= dict(zip((f"{name}.wkv", f"{name}.wgate"), parts, strict=False))
+        weights[f"{name}.norm"] = compressor.norm.weight
+        if hasattr(compressor, "ape"):
+            weights[f"{name}.ape"] = compressor.ape
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def both(
+    engine: Any, steps: Sequence[Sequence[tuple[int, int]]], *, last_alone: bool = False, **options: Any
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """(layer, vLLM's output, that of dsv4attn's own layer) of all steps.
+
+    steps: (request, tokens) of each step in the order of the batch; requests have numbers. last_alone: earlier steps
+    write caches and nothing more, which is quicker.
+    """
+    own, requests = OwnLayers(engine), {}
+    for number, step in enumerate(steps, 1):
+        work = [(requests.setdefault(name, engine.request()), count) for name, count in step]
+        described = [(copy.copy(request), count) for request, count in work]
+        rows, attend = sum(count for _, count in work), number == len(steps) or not last_alone
+        hidden = [engine.hidden_states(layer, described, rows) for layer in engine.layers]
+        theirs, ours = engine.step(work, attend=attend, **options), own.step(described, hidden, attend=attend)
+        if attend:
+            yield from zip(engine.layers, [out[:rows] for out in theirs], ours, strict=True)
