@@ -103,8 +103,8 @@ class RefusedError(RuntimeError):
         super().__init__(f"{engine.wheel}: {what}: expected {expected}, got {actual} -> {cure}, or {way_out}")
 
 
-def _strings(versions: Iterable[object]) -> tuple[str, ...]:
-    return tuple(map(str, versions))
+def _texts(values: Iterable[object]) -> tuple[str, ...]:
+    return tuple(map(str, values))
 
 
 @frozen
@@ -116,7 +116,7 @@ class Guard:
     """
 
     refused: type[RefusedError]
-    tested: tuple[str, ...] = field(converter=_strings)
+    tested: tuple[str, ...] = field(converter=_texts)
 
     @property
     def engine(self) -> Engine:

@@ -1,4 +1,4 @@
-"""`register`: attn_implementation "dsv4attn" of transformers, and the attention function behind it.
+"""`register`: attn_implementation "dsv4attn" of transformers, and the attention function that it names.
 
 transformers calls the function once a layer, with the keys of window and compressor in one tensor and a mask that says
 which query sees which of them. The backend gets these keys as rows and the visible ones as indices: no key is copied

@@ -58,7 +58,7 @@ class NewTokens:
         found = _read(mask, ids, lengths, past, columns)
         for row, (count, hole, _) in enumerate(found):
             if hole:
-                expected, actual = "padding, then tokens without a gap", "a 0 behind a 1: a hole, or padding behind"
+                expected, actual = "padding, then tokens without a gap", "a 0 after a 1: a hole, or padding at the end"
                 raise UnsupportedError(f"attention_mask[{row}]", expected=expected, actual=actual, hint=_LEFT + turns)
             # the padding of a sequence is what it was before
             same = total - count == pads[row] if lengths[row] else count <= columns

@@ -199,7 +199,7 @@ def _layout(layout: str | KVCacheLayout, geometry: ModelGeometry) -> KVCacheLayo
 
 
 def _index_layout(asked: object, layout: KVCacheLayout, geometry: ModelGeometry) -> KVCacheLayout:
-    """The layout of index keys that was asked for, beside a layout of keys."""
+    """The layout of index keys that was asked for, next to a layout of keys."""
     dim, rope = geometry.index_head_dim, geometry.rope_dim
     try:
         if asked == "index_fp8":

@@ -27,7 +27,7 @@ def check_prompt(generation_config: Any, mask: object, past: int, max_len: int) 
     if columns is None:
         return
     if past and columns <= past:
-        expected = f"the whole conversation with new tokens behind it: the cache holds {past} tokens"
+        expected = f"the whole conversation with new tokens after it: the cache holds {past} tokens"
         hint = "give the whole conversation, crop the cache, or begin with a new one"
         raise ArgumentError("input_ids", expected=expected, actual=f"a prompt of {columns}", hint=hint)
     for row, count in enumerate(tokens):

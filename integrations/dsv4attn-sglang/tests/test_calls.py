@@ -130,7 +130,7 @@ def test_heads_of_padding_change_nothing_else(interface: Any, backend: str) -> N
     given = decode_args()
     real = interface.flash_mla_with_kvcache(**given)[0]
     wide = {**given, "tile_scheduler_metadata": interface.get_mla_metadata()[0]}
-    # SGLang leaves heads behind its own uninitialised, with a sink of 0
+    # SGLang leaves heads after its own uninitialised, with a sink of 0
     wide["q"] = torch.cat([given["q"], torch.full((3, 1, 64 - H, 512), torch.nan).bfloat16()], 2)
     wide["attn_sink"] = torch.cat([given["attn_sink"], torch.zeros(64 - H)])
 

@@ -1,4 +1,4 @@
-"""Our FlashMLA interface beside the newest public one, and beside SGLang's calls of it, read from their files."""
+"""Our FlashMLA interface next to the newest public one, and next to SGLang's calls of it, read from their files."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_a_spawned_scheduler_attends_on_dsv4attn_and_says_so_once(monkeypatch: p
     ]
     applied = [line for line in result["lines"] if "plugin=dsv4attn, dist=dsv4attn-sglang" in line]
     assert len(applied) == 4
-    # beside vLLM's Python, SGLang looks for its compiled part
+    # next to vLLM's Python, SGLang looks for its compiled part
     assert not [line for line in result["lines"] if "Failed to" in line and "vllm._C" not in line]
 
 

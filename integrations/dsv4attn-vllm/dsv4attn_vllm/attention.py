@@ -244,7 +244,7 @@ class Dsv4Attention(_Layer):
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of this step into output [T', h, D]; without metadata, reserve memory and compile kernels.
 
-        q: [T', h, D] after the insert, with rows of padding behind the tokens. kv: not read. positions: those of the
+        q: [T', h, D] after the insert, with rows of padding after the tokens. kv: not read. positions: those of the
         insert, read where it left q of prefill tokens raw.
         """
         by_prefix, serving = get_forward_context().attn_metadata, self._serving

@@ -87,7 +87,7 @@ class Selector(torch.nn.Module):
         """Select for every token of the step, decodes and prefills alike, and return the buffer.
 
         hidden_states: its device counts. q_quant, weights: of `IndexerSteps._q_rope_quant`, with rows of padding
-        behind. k: None, as the compressor has stored the keys.
+        after them. k: None, as the compressor has stored the keys.
         """
         by_prefix, steps = get_forward_context().attn_metadata, self.serving.layer_ops
         if not isinstance(by_prefix, dict):

@@ -1,4 +1,4 @@
-"""How far the results of `beside.py` may be from vLLM's: the verdict on its rows."""
+"""How far the results of `measure_layers.py` may be from vLLM's: the verdict on its rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RECORD = 583
 
 
 def excesses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each distance of these rows, as `beside.py` makes them, that is beyond its budget or no number."""
+    """A line for each distance of these rows, as `measure_layers.py` makes them, beyond its budget or no number."""
     found = []
     for row in rows:
         for name, value in row["apart"].items():

@@ -69,7 +69,7 @@ class GPUEngine(Engine):
         getattr(layer, "process_weights_after_loading", lambda _: None)(torch.bfloat16)
 
     def _grow(self, request: Request, tokens: int) -> None:
-        """Give pages as vLLM's cache manager does: behind a window it keeps none, and the table names page 0."""
+        """Give pages as vLLM's cache manager does: before a window it keeps none, and the table names page 0."""
         for group, blocks, size in zip(self.caches.kv_cache_groups, request.blocks, self.block_sizes, strict=True):
             spec = group.kv_cache_spec
             specs = getattr(spec, "kv_cache_specs", None)

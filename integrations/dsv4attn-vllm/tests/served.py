@@ -3,7 +3,7 @@
 vLLM's scheduler, cache manager with prefix caching, worker and model runner (version 2) for CPUs, sampler and model run
 as they are. A DeepSeek-V4 model runs its attention with all steps around it, and its hyper-connections, on dsv4attn.
 
-Faked, beside the interpreter of conftest.py:
+Faked, next to the interpreter of conftest.py:
 - Four compiled ops that are not attention's are written in torch below (`OPS`), unless vLLM's `_C` is installed.
 - The CPU has AMX while vLLM makes its configuration: without AMX it forbids chunks and prefix caching for this model.
 - The engine, its worker and the caller are one process.
@@ -106,7 +106,7 @@ def answers(llm: Any, prompts: list[list[int]], tokens: int, *, of_prompts: bool
     """Generate so many tokens greedily for all prompts at once. of_prompts: log-probabilities of prompts too.
 
     Of each prompt: tokens, those that were generated. cached: tokens of the prompt that were in the prefix cache.
-    logprobs: [n, vocabulary] fp32, of the tokens behind the first of the prompt, or of those behind the whole prompt.
+    logprobs: [n, vocabulary] fp32, of the tokens after the first of the prompt, or of those after the whole prompt.
     """
     from vllm import SamplingParams
 

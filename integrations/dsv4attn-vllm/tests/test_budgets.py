@@ -1,4 +1,4 @@
-"""The verdict of `beside.py`: rows like those of an H200 pass, and planted errors do not."""
+"""The verdict of `measure_layers.py`: rows like those of an H200 pass, and planted errors do not."""
 
 from __future__ import annotations
 

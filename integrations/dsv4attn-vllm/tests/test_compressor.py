@@ -58,7 +58,7 @@ def differences(engine: WholeEngine, work: Sequence[Any], *, pad: int = 0, behin
 @pytest.mark.parametrize(
     ("before", "pad", "behind"),
     [
-        ([(127, 1), (39, 1)], 0, 2),  # decodes, of which each completes entries; rows behind the batch
+        ([(127, 1), (39, 1)], 0, 2),  # decodes, of which each completes entries; rows after the batch
         ([(50, 1), (41, 1)], 2, 0),  # of which none does; padding
         ([(0, 9)], 0, 0),  # a fresh prompt: entry 0 has no window before it
         ([(126, 1), (30, 3), (120, 12)], 0, 1),  # a prompt that goes on over a boundary of both ratios
@@ -147,7 +147,7 @@ def test_the_weight_of_the_norm_is_vllms_own(
 ) -> None:
     """Not a copy; but steps that take no bf16 get one in fp32, of the weights as they are in that step.
 
-    Sums of vLLM have another order, so a code may be the one beside it: of three entries at most two.
+    Sums of vLLM have another order, so a code may be the next one: of three entries at most two.
     """
     steps = complete(engine.layers[0]._serving.backend).layer_ops
     given: list[Tensor] = []

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 CHUNK, TOKENS = 128, 6
-"""Tokens of a step: longer prompts are prefilled in chunks, beside decodes of other requests. Tokens that are generated
-for each prompt."""
+"""Tokens of a step: longer prompts are prefilled in chunks, together with decodes of other requests. Tokens that
+are generated for each prompt."""
 
 PAGES = 110
 """Too few for four requests of more than 256 tokens together."""
@@ -74,7 +74,7 @@ def serve(
 
 
 def logprobs(model: Any, prompts: Sequence[list[int]], answers: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """Log-probabilities [n, vocabulary] of each prompt and its answer, behind each token but the last."""
+    """Log-probabilities [n, vocabulary] of each prompt and its answer, after each token but the last."""
     with torch.no_grad():
         pairs = zip(prompts, answers, strict=True)
         rows = [model(torch.tensor([prompt + answer["tokens"][:-1]])).logits[0] for prompt, answer in pairs]

@@ -28,7 +28,7 @@ def engine(backend: str) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     ("before", "behind"),
     [
-        ([(150, 1), (40, 1)], 2),  # decodes, and rows that a captured piece has behind them
+        ([(150, 1), (40, 1)], 2),  # decodes, and rows that a captured piece has after them
         ([(0, 70)], 0),  # a fresh prompt
         ([(150, 1), (40, 1), (129, 30)], 3),  # two decodes and the next chunk of a prompt
         ([(0, 1), (255, 1), (511, 1)], 0),  # a prompt of one token; steps that complete entries of both ratios
@@ -119,7 +119,7 @@ def test_prompts_on_a_backend_that_takes_raw_q(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(backend, "_raw_q", raw)
             one, two = engine.request(9), engine.request(4)
             outs = engine.step([(one, 70)])
-            # a decode beside a prompt, with rows of padding
+            # a decode next to a prompt, with rows of padding
             outs += [out[:34] for out in engine.step([(one, 1), (two, 33)], behind=2)]
             caches = [layer.swa_cache_layer.kv_cache.clone() for layer in engine.layers]
             found.append((outs, caches, [engine.queries[layer.prefix] for layer in engine.layers]))

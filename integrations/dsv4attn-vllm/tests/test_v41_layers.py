@@ -28,7 +28,7 @@ def engine(backend: str) -> Iterator[V41Engine]:
 @pytest.mark.parametrize(
     ("backend", "before", "behind"),
     [
-        ("reference", [(150, 1), (40, 1)], 2),  # decodes, and rows that a captured piece has behind them
+        ("reference", [(150, 1), (40, 1)], 2),  # decodes, and rows that a captured piece has after them
         ("reference", [(0, 70)], 0),  # a fresh prompt
         ("reference", [(150, 1), (40, 1), (129, 30)], 3),  # two decodes and the next chunk of a prompt
         ("triton", [(131, 1), (40, 1), (13, 7)], 1),

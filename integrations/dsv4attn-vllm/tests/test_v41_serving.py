@@ -179,7 +179,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
     draft = replaced(config, model_config=config.speculative_config.draft_model_config)
 
     def made(_: VllmConfig, prefix: str, **options: Any) -> V41CUDAAttention:
-        """A layer behind those of the model, built with the draft's configuration as vLLM's loader does."""
+        """A layer after those of the model, built with the draft's configuration as vLLM's loader does."""
         return V41CUDAAttention(draft, prefix=prefix.replace(".0.", f".{DRAFT}."), **options)
 
     with world(config):

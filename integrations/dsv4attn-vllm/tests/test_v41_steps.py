@@ -66,7 +66,7 @@ def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[st
 
 
 def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compressed records of 288 bytes beside windows of 528, and index keys of 4 bits. Faked: that GPU."""
+    """Compressed records of 288 bytes next to windows of 528, and index keys of 4 bits. Faked: that GPU."""
     from vllm.models.deepseek_v41 import attention
     from vllm.v1.attention.backends.mla import indexer
 

@@ -234,7 +234,7 @@ def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.Mon
         wanted = (z @ layer.wo_b.weight.double().T).numpy()
         error = np.linalg.norm(y.double().numpy() - wanted) / np.linalg.norm(wanted)
         assert ("projection" in layer._serving.steps) is (steps == "auto")
-        # outputs of attention have 3 bits behind the point in fp8, and 7 in bf16
+        # outputs of attention have 3 bits after the point in fp8, and 7 in bf16
         assert (0.01 < error < 0.05) if steps == "auto" else error < 0.01
 
 

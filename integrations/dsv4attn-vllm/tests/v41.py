@@ -1,7 +1,7 @@
-"""Steps of vLLM's DeepSeek-V4.1 layers, and the float64 oracle's word on them.
+"""Steps of vLLM's DeepSeek-V4.1 layers.
 
-Faked, beside what conftest.py says: blocks of 128 tokens, as on GPUs, for vLLM sets 16 on a CPU; selections are random,
-each index source's its own, for vLLM's indexer needs DeepGEMM.
+Faked, next to what conftest.py says: blocks have 128 tokens, as on GPUs, because vLLM sets 16 on a CPU. Each index
+source has a random selection of its own, because vLLM's indexer needs DeepGEMM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEXT: dict[str, Any] = {
     "o_lora_rank": 64,
     "o_groups": 2,
     "sliding_window": 128,
-    # behind the layers of the model those of a draft
+    # after the layers of the model come those of a draft
     "compress_ratios": [*RATIOS, 0],
     "kv_source_layer_ids": [1, 3],
     "index_source_layer_ids": [1, 3, 5],

@@ -1,6 +1,6 @@
 """Steps of whole layers: hidden states in, hidden states out, through vLLM's own `forward` of a layer.
 
-Faked, beside what conftest.py says, so that outputs can be compared bit for bit on every CPU:
+Faked, next to what conftest.py says, so that outputs can be compared bit for bit on every CPU:
 - torch's matrix products are computed in fp64 and rounded once. vLLM multiplies fused weights, and dsv4attn's own
   layers one after the other: the bits of a product in bf16 depend on its shape. `torch.mm(..., out_dtype=)`, which CPUs
   lack, is such a product too.

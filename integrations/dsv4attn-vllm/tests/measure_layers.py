@@ -1,4 +1,4 @@
-"""Measure vLLM's DeepSeek-V4 layers beside dsv4attn's on one CUDA GPU: `python tests/beside.py --help`.
+"""Measure vLLM's DeepSeek-V4 layers and dsv4attn's on one CUDA GPU: `python tests/measure_layers.py --help`.
 
 Both kinds of layer are built in one process from the same random fp8 weights, and work on the same caches: vLLM's
 planner lays them out and vLLM's builders describe the steps. `engine.py` has the part of vLLM's scheduler and runner.
