@@ -4,6 +4,8 @@
 `forward_mqa` are in `test_bad_input.py`, which also checks that nothing is written before the error.
 """
 
+# mypy: disable-error-code="arg-type, call-arg, list-item"
+
 from __future__ import annotations
 
 import functools
@@ -188,11 +190,11 @@ PROJECTION_WEIGHT: list[tuple[Any, str, str]] = [
 ]
 """Weights of the output projection: value, argument that is named, and what is said."""
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: preset(None), r"name: expected a str, got None -> pass one of deepseek-v4-flash"),  # type: ignore[arg-type]
-    (lambda: FLASH.tensor_parallel("2"), rf"tensor parallel size: {COUNT} '2'"),  # type: ignore[arg-type]
-    (lambda: FLASH.tensor_parallel(2.0), rf"tensor parallel size: {COUNT} 2.0"),  # type: ignore[arg-type]
+    (lambda: preset(None), r"name: expected a str, got None -> pass one of deepseek-v4-flash"),
+    (lambda: FLASH.tensor_parallel("2"), rf"tensor parallel size: {COUNT} '2'"),
+    (lambda: FLASH.tensor_parallel(2.0), rf"tensor parallel size: {COUNT} 2.0"),
     (lambda: FLASH.tensor_parallel(0), rf"tensor parallel size: {COUNT} 0"),
-    (lambda: FLASH.layer("0"), rf"layer index: {COUNT} '0'"),  # type: ignore[arg-type]
+    (lambda: FLASH.layer("0"), rf"layer index: {COUNT} '0'"),
     (lambda: of(foo=1), r"Problem.of: expected a keyword of geometry, kind, phase, .*, got 'foo'$"),
     (lambda: of(heds=1), r"Problem.of: expected a keyword of .*, got 'heds'; did you mean 'heads'\?"),
     (lambda: of(query_len=-1), rf"query_len: {COUNT} -1"),
@@ -204,46 +206,46 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: of(window_columns=-1), rf"window_columns: {COUNT} -1"),
     (lambda: of(max_model_len="1"), rf"max_model_len: {COUNT} '1'"),
     (lambda: of(deterministic="no"), r"deterministic: expected True or False, got 'no'"),
-    (lambda: Problem.of("flash"), r"geometry: expected a ModelGeometry or LayerGeometry, got 'flash' -> pass Model"),  # type: ignore[arg-type]
-    (lambda: Problem("decode", None), r"layer: expected a LayerGeometry, got None"),  # type: ignore[arg-type]
-    (lambda: CacheFacts(layot="rows"), r"CacheFacts: expected .*, got 'layot'; did you mean 'layout'\?"),  # type: ignore[call-arg]
+    (lambda: Problem.of("flash"), r"geometry: expected a ModelGeometry or LayerGeometry, got 'flash' -> pass Model"),
+    (lambda: Problem("decode", None), r"layer: expected a LayerGeometry, got None"),
+    (lambda: CacheFacts(layot="rows"), r"CacheFacts: expected .*, got 'layot'; did you mean 'layout'\?"),
     (
-        lambda: Limits(4, 64, 256, num_speculative_token=1),  # type: ignore[call-arg]
+        lambda: Limits(4, 64, 256, num_speculative_token=1),
         r"Limits: expected a keyword of max_num_reqs, .*, got 'num_speculative_token'; did you mean 'num_spec",
     ),
-    (lambda: Limits(max_reqs=4), r"Limits: expected .*, got 'max_reqs'; did you mean 'max_num_reqs'\?"),  # type: ignore[call-arg]
-    (lambda: Limits(4, 64, 256, single_phase="no"), r"single_phase: expected True or False, got 'no'"),  # type: ignore[arg-type]
-    (lambda: manager().metadata({}), r"batch: expected a Batch, got dict -> pass Batch\(...\), or what CacheManager"),  # type: ignore[arg-type]
-    (lambda: MetadataBuilder(SMALL, LIMITS).build({}), r"batch: expected a Batch, got dict"),  # type: ignore[arg-type]
-    (lambda: MetadataBuilder(SMALL, LIMITS, backend="triton"), r"backend: expected a backend, got 'triton'"),  # type: ignore[arg-type]
-    (lambda: MetadataBuilder("flash", LIMITS), r"geometry: expected a ModelGeometry, got 'flash' -> pass Model"),  # type: ignore[arg-type]
+    (lambda: Limits(max_reqs=4), r"Limits: expected .*, got 'max_reqs'; did you mean 'max_num_reqs'\?"),
+    (lambda: Limits(4, 64, 256, single_phase="no"), r"single_phase: expected True or False, got 'no'"),
+    (lambda: manager().metadata({}), r"batch: expected a Batch, got dict -> pass Batch\(...\), or what CacheManager"),
+    (lambda: MetadataBuilder(SMALL, LIMITS).build({}), r"batch: expected a Batch, got dict"),
+    (lambda: MetadataBuilder(SMALL, LIMITS, backend="triton"), r"backend: expected a backend, got 'triton'"),
+    (lambda: MetadataBuilder("flash", LIMITS), r"geometry: expected a ModelGeometry, got 'flash' -> pass Model"),
     (lambda: MetadataBuilder(SMALL, LIMITS, device="gpu"), r"device: expected a torch device, got 'gpu' -> write it"),
-    (lambda: manager().batch(None), r"requests: expected a list of \(sequence, number of tokens\), got None"),  # type: ignore[arg-type]
-    (lambda: manager().batch([manager().new()]), r"requests: expected a list of .*, got \['CachedSequence'\]"),  # type: ignore[list-item]
-    (lambda: manager().batch([(manager().new(), "2")]), rf"tokens of a sequence: {COUNT} '2'"),  # type: ignore[list-item]
-    (lambda: CacheManager("flash", LIMITS, FP32), r"geometry: expected a ModelGeometry, got 'flash'"),  # type: ignore[arg-type]
-    (lambda: CacheManager(SMALL, {}, FP32), r"limits: expected a Limits, got dict -> pass Limits\("),  # type: ignore[arg-type]
-    (lambda: CacheManager(SMALL, LIMITS, "fp8"), r"kv_layout: expected a KVCacheLayout, got 'fp8'"),  # type: ignore[arg-type]
+    (lambda: manager().batch(None), r"requests: expected a list of \(sequence, number of tokens\), got None"),
+    (lambda: manager().batch([manager().new()]), r"requests: expected a list of .*, got \['CachedSequence'\]"),
+    (lambda: manager().batch([(manager().new(), "2")]), rf"tokens of a sequence: {COUNT} '2'"),
+    (lambda: CacheManager("flash", LIMITS, FP32), r"geometry: expected a ModelGeometry, got 'flash'"),
+    (lambda: CacheManager(SMALL, {}, FP32), r"limits: expected a Limits, got dict -> pass Limits\("),
+    (lambda: CacheManager(SMALL, LIMITS, "fp8"), r"kv_layout: expected a KVCacheLayout, got 'fp8'"),
     (lambda: CacheManager(SMALL, LIMITS, FP32, device="gpu"), r"device: expected a torch device, got 'gpu'"),
-    (lambda: ds.WorkspaceManager(3.5), r"device: expected a torch device, got 3.5"),  # type: ignore[arg-type]
-    (lambda: ds.cos_sin_cache(FLASH, 5), r"rope: expected a Rope, got ModelGeometry -> pass geometry.layer\(i\).rope"),  # type: ignore[arg-type]
-    (lambda: ds.cos_sin_cache(rope, "5"), rf"max_position: {COUNT} '5'"),  # type: ignore[arg-type]
+    (lambda: ds.WorkspaceManager(3.5), r"device: expected a torch device, got 3.5"),
+    (lambda: ds.cos_sin_cache(FLASH, 5), r"rope: expected a Rope, got ModelGeometry -> pass geometry.layer\(i\).rope"),
+    (lambda: ds.cos_sin_cache(rope, "5"), rf"max_position: {COUNT} '5'"),
     (lambda: ds.cos_sin_cache(rope, -1), rf"max_position: {COUNT} -1"),
-    (lambda: ds.KVCacheLayout.fp8_ds_mla("a"), rf"nope_dim: {COUNT} 'a'"),  # type: ignore[arg-type]
-    (lambda: ds.AttentionWeights.from_dict(None, SMALL, 0), r"weights: expected a Mapping, got None -> pass a dict"),  # type: ignore[arg-type]
+    (lambda: ds.KVCacheLayout.fp8_ds_mla("a"), rf"nope_dim: {COUNT} 'a'"),
+    (lambda: ds.AttentionWeights.from_dict(None, SMALL, 0), r"weights: expected a Mapping, got None -> pass a dict"),
     (lambda: layer("l", SMALL.layer(0)), r"geometry: expected a ModelGeometry, got LayerGeometry"),
     (lambda: layer("l", SMALL, "0"), rf"layer index: {COUNT} '0'"),
     (lambda: layer("l", SMALL, 0, None), r"limits: expected a Limits, got None"),
     (lambda: layer("l", SMALL, 0, LIMITS, "reference"), r"backend: expected a backend, got 'reference'"),
     (lambda: layer("l", SMALL, 0, LIMITS, REFERENCE, WEIGHTS), r"weights: expected a AttentionWeights, got dict -> "),
     (lambda: layer().bind_kv_cache(None), r"caches: expected a DeepseekV4Caches, got None -> pass manager.caches"),
-    (lambda: explain(None), r"problem: expected a Problem, got None -> pass Problem.of\("),  # type: ignore[arg-type]
-    (lambda: explain(PROBLEM, backend=REFERENCE), r"backend: expected a str, got ReferenceBackend -> pass a name"),  # type: ignore[arg-type]
-    (lambda: explain(PROBLEM, settings={}), r"settings: expected a Settings, got dict"),  # type: ignore[arg-type]
-    (lambda: select_backend(PROBLEM, settings={}), r"settings: expected a Settings, got dict"),  # type: ignore[arg-type]
+    (lambda: explain(None), r"problem: expected a Problem, got None -> pass Problem.of\("),
+    (lambda: explain(PROBLEM, backend=REFERENCE), r"backend: expected a str, got ReferenceBackend -> pass a name"),
+    (lambda: explain(PROBLEM, settings={}), r"settings: expected a Settings, got dict"),
+    (lambda: select_backend(PROBLEM, settings={}), r"settings: expected a Settings, got dict"),
     (lambda: Settings(deny="x"), r"Settings.allow or deny: expected a list of names, got 'x' -> pass \['x'\]"),
     (lambda: Settings(allow=[3]), r"Settings.allow or deny: expected a list of names, got \[3\]"),
-    (lambda: Settings(denny=[]), r"Settings: expected a keyword of .*, got 'denny'; did you mean 'deny'\?"),  # type: ignore[call-arg]
+    (lambda: Settings(denny=[]), r"Settings: expected a keyword of .*, got 'denny'; did you mean 'deny'\?"),
     (lambda: Settings(options={"reference": 3}), r"Settings.options: expected a dict of options by the name of the"),
     (lambda: Settings(decode=3), r"Settings: expected the name of a backend, or a Setting, got int"),
     (partial(LayerCaches, torch.zeros(9), None), r"swa: expected a PagedKVCache, got Tensor -> pass PagedKVCache\("),
@@ -410,7 +412,7 @@ def test_an_error_of_a_workspace_of_ones_own_is_not_hidden() -> None:
         def require(self, *_: object, **__: object) -> None:
             raise AttributeError("mine")
 
-        get_simultaneous = require  # type: ignore[assignment]
+        get_simultaneous = require
 
     with pytest.raises(AttributeError, match=r"^mine$"):
         forward_mqa(**{**forward_args(SWA), "workspace": Broken()})
@@ -514,8 +516,8 @@ def test_a_name_is_a_setting() -> None:
 def test_types_of_torch_are_names_too() -> None:
     pairs = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float8_e4m3fn: "e4m3fn"}
     for dtype, name in pairs.items():
-        assert Problem.of(FLASH, dtype=dtype) == Problem.of(FLASH, dtype=name)  # type: ignore[arg-type]
-    assert Problem.of(FLASH, q_dtype=torch.float32) == Problem.of(FLASH, q_dtype="float32")  # type: ignore[arg-type]
+        assert Problem.of(FLASH, dtype=dtype) == Problem.of(FLASH, dtype=name)
+    assert Problem.of(FLASH, q_dtype=torch.float32) == Problem.of(FLASH, q_dtype="float32")
 
 
 def test_more_requests_than_tokens_are_meant() -> None:
