@@ -412,7 +412,7 @@ def test_an_error_of_a_workspace_of_ones_own_is_not_hidden() -> None:
         def require(self, *_: object, **__: object) -> None:
             raise AttributeError("mine")
 
-        get_simultaneous = require
+        get_simultaneous = require  # type: ignore[assignment]
 
     with pytest.raises(AttributeError, match=r"^mine$"):
         forward_mqa(**{**forward_args(SWA), "workspace": Broken()})
