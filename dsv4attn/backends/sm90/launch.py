@@ -184,22 +184,24 @@ class Sm90Backend(TritonBackend):
             return super().prepare(phase, call)
         check_attention_strides(call)
         widths = tuple(rows.width for rows in attention_launch.index_rows(call.keys))
-        kind_and_numbers, (tokens, heads, _) = _key_format_and_numbers(call), call.q.shape
-        if kind_and_numbers is None and call.raw_q is not None:
+        format_and_numbers, (tokens, heads, _) = _key_format_and_numbers(call), call.q.shape
+        if format_and_numbers is None and call.raw_q is not None:
             expected, hint = "None for this call", "ask takes_raw_q, and prepare q where it says no"
             raise ArgumentError("raw_q", expected=expected, actual="a RawQuery", hint=hint)
-        if kind_and_numbers is not None:
-            kind, numbers = kind_and_numbers
-            may = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
-            if may and (few := self._few(kind, call)):
-                return small_decode.prepare(call, numbers, few)
-            if not (may and self._leaves(kind) and is_small(tokens, heads, sum(widths), multiprocessors())):
+        if format_and_numbers is not None:
+            kind, numbers = format_and_numbers
+            decode = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
+            if decode and (tiles := self._small_decode_tiles(kind, call)):
+                return small_decode.prepare(call, numbers, tiles)
+            if not (
+                decode and self._may_use_shared_kernel(kind) and is_small(tokens, heads, sum(widths), multiprocessors())
+            ):
                 return _prepare(call, kind, numbers)
         # the splits of the shared kernel, in the same memory
         splits = self._splits(phase, call.layer, tokens, sum(widths))
         shapes = [shape for shape, _ in attention_launch.scratch(tokens, call.layer, splits)]
         pairs = zip(call.scratch, shapes, strict=False)
-        parts = [memory.view(-1)[: prod(shape)].view(*shape) for memory, shape in pairs]
+        parts = [buffer.view(-1)[: prod(shape)].view(*shape) for buffer, shape in pairs]
         return super().prepare(phase, evolve(call, scratch=parts))
 
     def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
@@ -325,7 +327,7 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int]) -> Ru
 
 
 def _key_format_and_numbers(call: AttentionCall) -> tuple[KeyFormat, Sequence[int]] | None:
-    """KeyFormat of the keys, and numbers of both segments; None if the shared kernel serves the call."""
+    """Format of the keys, and numbers of both segments; None if the shared kernel serves the call."""
     q, out, keys = call.q, call.out, call.keys
     if q.dtype != torch.bfloat16 or out.dtype != torch.bfloat16 or not (_is_wide(q) and _is_wide(out)):
         return None

@@ -32,23 +32,22 @@ def planted(folder: Path, old: str, new: str) -> ModuleType:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
-    """Let the backend launch kernels of whose source (schedule, twin, tiles or parts) one piece of text is another."""
+    """Make the backend launch kernels with `old` replaced by `new` in schedule, interpreted, tiles or parts."""
     if module == "parts":
         monkeypatch.setattr(launch, "combine_parts", _changed(folder, kernels_combine, old, new).combine_parts)
         return
     if module == "tiles":
         _launch_tiles(monkeypatch, _changed(folder, kernels_small_decode_interpreted, old, new))
         return
-    if module == "twin":
-        twin = _changed(folder, kernels_interpreted, old, new)
+    if module == "interpreted":
+        kernels = _changed(folder, kernels_interpreted, old, new)
     else:
         name = _changed(folder, kernels_schedule, old, new).__name__
-        twin = _imported(
-            folder / f"twin_{folder.name}.py", inspect.getsource(kernels_interpreted).replace(_SCHEDULE, name)
-        )
+        source = inspect.getsource(kernels_interpreted).replace(_SCHEDULE, name)
+        kernels = _imported(folder / f"interpreted_{folder.name}.py", source)
         source = inspect.getsource(kernels_small_decode_interpreted).replace(_SCHEDULE, name)
         _launch_tiles(monkeypatch, _imported(folder / f"tiles_{folder.name}.py", source))
-    monkeypatch.setattr(launch, "attention", twin.attention)
+    monkeypatch.setattr(launch, "attention", kernels.attention)
 
 
 def _launch_tiles(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:

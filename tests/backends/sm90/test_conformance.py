@@ -1,4 +1,4 @@
-"""The conformance kit on the Hopper room: all of it on an H200; a few cases in the interpreter, where its twin attends.
+"""The conformance kit on the Hopper backend: all of it on an H200, a few cases on its interpreted kernels.
 
 Interpreted, keys that were there before a step are written by the reference, and cases that show of the shared steps
 what the generic room's test has shown are slow ones: see `tests/backends/triton/test_conformance.py`. So are page sizes

@@ -159,7 +159,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text of the twin")
+@pytest.mark.skipif(not INTERPRETED, reason="the planted text is of the interpreted kernels")
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tmp_path, *PLANTS[bug])

@@ -1,6 +1,6 @@
 """What the Hopper room computes, through its Backend, against the float64 oracle.
 
-Interpreted it is the twin that attends, on four programs; on an H200 it is the Gluon kernel.
+Interpreted the interpreted kernels attend, on four programs; on an H200 it is the Gluon kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attrs import evolve
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, multiprocessors
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import PAGED
+from dsv4attn.backends.sm90.tuning import V4_PAGES_ROLES
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionOptions, Phase
@@ -129,7 +129,7 @@ def test_parts_are_added_up_alike_by_programs_of_any_size(
     heads: int, together: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_program, parts = together
-    monkeypatch.setattr(launch, "PAGED", evolve(PAGED, heads=of_program, parts=parts))
+    monkeypatch.setattr(launch, "V4_PAGES_ROLES", evolve(V4_PAGES_ROLES, heads=of_program, parts=parts))
     monkeypatch.setattr(launch, "_constants", launch._constants.__wrapped__)
     # one row, of so many parts that they take several rounds
     result = run(evolve(PARTS, heads=heads))
@@ -221,7 +221,7 @@ OF_WEIGHTS = {
         "(reference + tl.log2(total)) * LN2",
         "(largest + tl.log2(total)) * LN2",
     ),
-    "sums that do not shrink": ("twin", "total * shrink + tl.sum", "total + tl.sum"),
+    "sums that do not shrink": ("interpreted", "total * shrink + tl.sum", "total + tl.sum"),
 }
 PLANTS = {
     "a slot that does not exist is slot 0": (
@@ -238,7 +238,7 @@ PLANTS = {
     "the wrong part": ("parts", "tl.where(i + u == 0, 1, 0)", "tl.where(i + u == 0, 0, 1)"),
     "a part too many": ("parts", "tl.where(i + u < count", "tl.where(i + u <= count"),
     "parts of a later round weigh the same": ("parts", "tl.where(of_first, shrink0[:, None], shrink1[:, None])", "1.0"),
-    "lines of programs where no row begins": ("twin", "    clear_split(table, chunk)\n", ""),
+    "lines of programs where no row begins": ("interpreted", "    clear_split(table, chunk)\n", ""),
     "the row of a program's line, for the program": ("parts", "tl.where(by_program != 0, line, other)", "other"),
     "parts of one row weigh the same": (
         "parts",
@@ -246,10 +246,10 @@ PLANTS = {
         "(lses0[u] > -1e30).to(tl.float32), (lses1[u] > -1e30).to(tl.float32)",
     ),
     "parts without the sink": ("parts", "if sink is not None:", "if sink is None:"),
-    "the sink in every part": ("twin", "        if whole:  # noqa", "        if total.shape[0] > 0:  # noqa"),
+    "the sink in every part": ("interpreted", "        if whole:  # noqa", "        if total.shape[0] > 0:  # noqa"),
     "an empty row's lse": ("schedule", "tl.where(empty, results.empty_lse,", "tl.where(empty, 1.0,"),
     "a row that is not whole is written": (
-        "twin",
+        "interpreted",
         "        whole = (first_tile == 0)",
         "        whole = (first_tile <= last)",
     ),
@@ -270,7 +270,7 @@ PLANTS = {
     "powers of a thread's neighbour": ("parts", "tl.max_contiguous(own, [1])", "own // 2 * 2"),
     "parts beyond fp16": ("schedule", "15) - 14", "17) - 16"),
     "the first block's parts": ("parts", "* BLOCKS + sixteen // 4", "* BLOCKS"),
-    "sums of pages that do not shrink": ("twin", "values, acc * shrink[:, None]", "values, acc"),
+    "sums of pages that do not shrink": ("interpreted", "values, acc * shrink[:, None]", "values, acc"),
     "columns of a part in another order": ("schedule", "column % 8 // 2 * 8", "(3 - column % 8 // 2) * 8"),
     "halves of 16 columns change places": ("schedule", "column % 16 // 8 * 4", "(1 - column % 16 // 8) * 4"),
     **OF_WEIGHTS,
@@ -286,7 +286,7 @@ HARD = [
 ]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text of the twin")
+@pytest.mark.skipif(not INTERPRETED, reason="the planted text is of the interpreted kernels")
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tmp_path, *PLANTS[bug])
@@ -336,7 +336,7 @@ def test_columns_of_a_split_row_may_be_far_apart_in_size() -> None:
     assert far_apart() <= 2.0**-9
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text of the twin")
+@pytest.mark.skipif(not INTERPRETED, reason="the planted text is of the interpreted kernels")
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -346,7 +346,7 @@ def test_columns_of_a_split_row_may_be_far_apart_in_size() -> None:
 )
 def test_fewer_powers_are_found(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = "tl.max(tl.abs(tl.reshape(fours, (64, 32, 4, 4))), 3)"
-    plant(monkeypatch, tmp_path, "twin", right, f"{right} * 0.0 + {wrong}")
+    plant(monkeypatch, tmp_path, "interpreted", right, f"{right} * 0.0 + {wrong}")
     assert far_apart() > 2.0**-9
 
 
@@ -370,7 +370,7 @@ OF_ROWS = {
 }
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text of the twin")
+@pytest.mark.skipif(not INTERPRETED, reason="the planted text is of the interpreted kernels")
 @pytest.mark.parametrize("bug", OF_ROWS)
 def test_a_bug_planted_in_how_gathered_rows_are_attended_is_found(
     bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,10 +81,10 @@ PLANTS = {
 }
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the plants are in the interpreter's twin")
+@pytest.mark.skipif(not INTERPRETED, reason="the plants are in the interpreted kernels")
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plant(monkeypatch, tmp_path, "twin", *PLANTS[name])
+    plant(monkeypatch, tmp_path, "interpreted", *PLANTS[name])
 
     assert raw_run(TRIALS["few keys"]).error > 1
 
@@ -117,14 +117,14 @@ def measured() -> list[tuple[int, str, int, int, float, float, float]]:
     return [(int(h), kind, int(before), int(n), *map(float, times)) for h, kind, before, n, *times in split]  # type: ignore[misc]
 
 
-def regret(row: tuple[int, str, int, int, float, float, float], roads: Any = PREFILL_COST_MODEL) -> float:
+def regret(row: tuple[int, str, int, int, float, float, float], costs: Any = PREFILL_COST_MODEL) -> float:
     """Time of what is chosen, relative to the best of pages, rows, and rows with raw q."""
     heads, kind, before, tokens, *times = row
     layer = (FLASH if heads == 64 else PRO).layer_of_kind(kind)
     requests = [(before, tokens)]
     count = layer.entries(before + tokens) + min(before + tokens, tokens + layer.window - 1)
     chosen = (
-        2 if roads.prefers_raw_q(layer, [(requests, count)]) else int(not roads.prefers_pages(layer, requests, count))
+        2 if costs.prefers_raw_q(layer, [(requests, count)]) else int(not costs.prefers_pages(layer, requests, count))
     )
     return times[chosen] / min(times)
 
@@ -138,9 +138,9 @@ def test_raw_q_is_chosen_where_it_was_measured_to_be_faster() -> None:
 
 @pytest.mark.parametrize("change", [{"raw_start": 1000.0}, {"raw_token": 1.0}, {"prepared": 0.0}, {"least": 4096}])
 def test_another_number_chooses_worse(change: dict[str, Any]) -> None:
-    roads = evolve(PREFILL_COST_MODEL, **change)
+    costs = evolve(PREFILL_COST_MODEL, **change)
 
-    assert sum(regret(row, roads) > 1.03 for row in measured()) > 1
+    assert sum(regret(row, costs) > 1.03 for row in measured()) > 1
 
 
 def test_few_tokens_in_all_have_their_q_prepared() -> None:

@@ -1,6 +1,6 @@
 """Decodes of few tokens by programs of one tile: results against the float64 oracle, and which decodes they serve.
 
-Interpreted it is the twin that attends; on an H200 it is the Gluon kernels.
+Interpreted the interpreted kernels attend; on an H200 it is the Gluon kernels.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ HARD = [
 ]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text of the twin")
+@pytest.mark.skipif(not INTERPRETED, reason="the planted text is of the interpreted kernels")
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tmp_path, *PLANTS[bug])

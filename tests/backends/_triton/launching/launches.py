@@ -40,7 +40,7 @@ class Subclass(Tensor):
 
 
 class Counting:
-    """How often Triton's own road was taken."""
+    """How often Triton's own path was taken."""
 
     def __init__(self) -> None:
         self.count, self.run = 0, JITFunction.run
@@ -53,7 +53,7 @@ class Counting:
         JITFunction.run = run
 
 
-ROAD = Counting()
+TRITON_LAUNCHES = Counting()
 
 
 def on(name: str = "sm_90") -> FakeDriver:
@@ -65,16 +65,16 @@ def on(name: str = "sm_90") -> FakeDriver:
     return fake
 
 
-def roads(
+def launch_paths(
     fake: FakeDriver, kernel: Any, args: Sequence[Any], constants: Mapping[str, Any], **options: Any
 ) -> list[str]:
-    """Launch by us twice, then by Triton alone: the roads of both, and "same" where all three passed the same."""
+    """Launch by us twice, then by Triton alone: both launch paths, and "same" where all three passed the same."""
     fake.launched.clear()
     took = []
     for _ in range(2):
-        before = ROAD.count
+        before = TRITON_LAUNCHES.count
         launch(kernel, (3, 2), args, constants, **options)
-        took.append("triton" if ROAD.count > before else "ready")
+        took.append("triton" if TRITON_LAUNCHES.count > before else "ready")
     extra = {name: value for name, value in options.items() if name not in ("num_warps", "fp_fusion")}
     told = options_of(options.get("num_warps", 4), 1, fp_fusion=options.get("fp_fusion", True), **extra)
     kernel[(3, 2)](*args, **constants, **told)
@@ -89,7 +89,7 @@ def roads(
 
 
 def forms() -> dict[str, Any]:
-    """Roads of forms launched one after another, and how many were compiled by then."""
+    """Launch paths of forms launched one after another, and how many were compiled by then."""
     fake, plain, odd = on(), cpu_args(), cpu_args(unaligned=True)
     wide, scale = [plain[0].float(), *plain[1:]], [*plain[:2], torch.ones(64), *plain[3:]]
     parameter = [torch.nn.Parameter(plain[0]), *plain[1:]]
@@ -112,37 +112,37 @@ def forms() -> dict[str, Any]:
     with taking_cpu_tensors():
         for name, (args, constants, *warps) in asked.items():
             options = {"num_warps": warps[0]} if warps else {}
-            told[name] = [*roads(fake, rows, args, constants, **options), len(fake.loaded)]
-        told["unfused"] = [*roads(fake, rows, plain, CONSTANTS, fp_fusion=False), len(fake.loaded)]
-        told["registers"] = [*roads(fake, rows, plain, CONSTANTS, maxnreg=64), len(fake.loaded)]
-        told["identity"] = [*roads(fake, rows, plain, Constants(CONSTANTS)), len(fake.loaded)]
+            told[name] = [*launch_paths(fake, rows, args, constants, **options), len(fake.loaded)]
+        told["unfused"] = [*launch_paths(fake, rows, plain, CONSTANTS, fp_fusion=False), len(fake.loaded)]
+        told["registers"] = [*launch_paths(fake, rows, plain, CONSTANTS, maxnreg=64), len(fake.loaded)]
+        told["identity"] = [*launch_paths(fake, rows, plain, Constants(CONSTANTS)), len(fake.loaded)]
     return told
 
 
 def other_roads() -> dict[str, Any]:
-    """Roads where Triton has to be asked each time, and where it has not."""
+    """Launch paths where Triton has to be asked each time, and where it has not."""
     fake, args = on(), cpu_args()
     told: dict[str, Any] = {}
     entered: list[Any] = []
     chain = triton.knobs.runtime.launch_enter_hook
     with taking_cpu_tensors():
-        told["before"] = roads(fake, rows, args, CONSTANTS)
+        told["before"] = launch_paths(fake, rows, args, CONSTANTS)
         chain.add(entered.append)
-        told["hook"] = [*roads(fake, rows, args, CONSTANTS), fake.launched[-1][7] is chain]
+        told["hook"] = [*launch_paths(fake, rows, args, CONSTANTS), fake.launched[-1][7] is chain]
         chain.remove(entered.append)
         rows.add_pre_run_hook(lambda *_, **__: None)
-        told["pre_run"] = roads(fake, rows, args, CONSTANTS)
+        told["pre_run"] = launch_paths(fake, rows, args, CONSTANTS)
         rows.pre_run_hooks.clear()
-        told["after"] = roads(fake, rows, args, CONSTANTS)
-        told["subclass"] = roads(fake, rows, [args[0].as_subclass(Subclass), *args[1:]], CONSTANTS)
-        told["gluon"] = roads(fake, single, [args[1], 3], {"B": 1}, maxnreg=32)
-        told["values"] = roads(fake, careless, [args[1], 3, 4], {})
-        told["multiples"] = roads(fake, valued, [args[1], 32], {})
+        told["after"] = launch_paths(fake, rows, args, CONSTANTS)
+        told["subclass"] = launch_paths(fake, rows, [args[0].as_subclass(Subclass), *args[1:]], CONSTANTS)
+        told["gluon"] = launch_paths(fake, single, [args[1], 3], {"B": 1}, maxnreg=32)
+        told["values"] = launch_paths(fake, careless, [args[1], 3, 4], {})
+        told["multiples"] = launch_paths(fake, valued, [args[1], 32], {})
         with observed() as seen:
-            told["observed"] = [*roads(fake, rows, args, CONSTANTS), len(seen)]
+            told["observed"] = [*launch_paths(fake, rows, args, CONSTANTS), len(seen)]
         again = on("gfx942")
         runtime.FAR_FORMS = True
-        told["driver"] = roads(again, rows, args, CONSTANTS)
+        told["driver"] = launch_paths(again, rows, args, CONSTANTS)
         near = again.launched[-1][4]
         limit, runtime._FAR = runtime._FAR, 1
         launch(rows, (3, 2), args, CONSTANTS)
@@ -155,7 +155,7 @@ def other_roads() -> dict[str, Any]:
 
 
 def again() -> dict[str, Any]:
-    """Roads of one `Launch`, and whether it passed what Triton passes; "bound" is the shortest road."""
+    """Launch paths of one `Launch`, and whether it passed what Triton passes; "bound" is the shortest path."""
     fake, args = on(), cpu_args()
     pointers, numbers = tuple(args[:4]), tuple(args[4:])
     place, looked = Launch(rows, Constants(CONSTANTS), numbers), list[Any]()
@@ -167,12 +167,12 @@ def again() -> dict[str, Any]:
 
     vars(runtime)["launch"] = looking
 
-    def road(*, where: FakeDriver = fake, given: Sequence[Any] = pointers) -> list[str]:
+    def path(*, where: FakeDriver = fake, given: Sequence[Any] = pointers) -> list[str]:
         where.launched.clear()
         looked.clear()
-        before = ROAD.count
+        before = TRITON_LAUNCHES.count
         place(3, given)
-        took = "triton" if ROAD.count > before else "ready" if looked else "bound"
+        took = "triton" if TRITON_LAUNCHES.count > before else "ready" if looked else "bound"
         rows[(3,)](*given, *numbers, **CONSTANTS, **options_of(4, 1))
         ours, theirs = (list(passed) for passed in where.launched)
         del ours[METADATA], theirs[METADATA]
@@ -180,26 +180,26 @@ def again() -> dict[str, Any]:
         return [took, "same" if same else "different"]
 
     with taking_cpu_tensors():
-        told["first"], told["next"] = road(), road()
-        told["other memory"] = road(given=(args[0].clone(), args[1] + 1, None, args[3].clone()))
+        told["first"], told["next"] = path(), path()
+        told["other memory"] = path(given=(args[0].clone(), args[1] + 1, None, args[3].clone()))
         triton.knobs.runtime.launch_enter_hook.add(a_hook)
-        told["hook"] = road()
+        told["hook"] = path()
         triton.knobs.runtime.launch_enter_hook.remove(a_hook)
         rows.add_pre_run_hook(a_hook)
-        told["pre_run"] = road()
+        told["pre_run"] = path()
         rows.pre_run_hooks.clear()
         with observed() as seen:
-            told["observed"] = [*road(), len(seen)]
-        told["after"] = road()
+            told["observed"] = [*path(), len(seen)]
+        told["after"] = path()
         runtime.FAR_FORMS, near = True, place
         place = Launch(rows, Constants(CONSTANTS), numbers)
-        told["far"] = [road()[0], road()[0]]
+        told["far"] = [path()[0], path()[0]]
         runtime.FAR_FORMS, place = False, near
         vars(runtime)["_devices"], fake.get_current_device = lambda: 2, lambda: 1  # type: ignore[method-assign]
-        told["elsewhere"] = road()[0] == "bound"
+        told["elsewhere"] = path()[0] == "bound"
         vars(runtime)["_devices"], fake.get_current_device = lambda: 1, lambda: 0  # type: ignore[method-assign]
         other = on()
-        told["driver"] = [road(where=other), road(where=other)]
+        told["driver"] = [path(where=other), path(where=other)]
     vars(runtime)["launch"] = launch
     return told
 
@@ -226,7 +226,7 @@ def a_hook(*_: object, **__: object) -> None:
 
 
 def slow() -> list[str]:
-    """Kernels of backends that are launched by Triton's road every time."""
+    """Kernels of rooms that are launched by Triton's launcher every time."""
     found = []
     for package in (_triton, sm120, xpu):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -281,5 +281,5 @@ def taking_cpu_tensors() -> Iterator[None]:
 FACTS: dict[str, Callable[[], Any]] = {f.__name__: f for f in (forms, other_roads, again, undriven, slow, launchers)}
 
 if __name__ == "__main__":
-    ROAD.install()
+    TRITON_LAUNCHES.install()
     print(json.dumps({name: FACTS[name]() for name in sys.argv[1:] or FACTS}))
