@@ -117,7 +117,7 @@ def test_the_lists_that_tests_use_have_it(copy: Path) -> None:
     code = f"""
 import json
 from dsv4attn.core.contract import Rank
-from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.model.geometry import ModelGeometry
 from tests.backends import built_in as b
 lists = [b.infos(), b.triton_backends(), b.forms(), b.of_rank(b.infos()["{NEW}"].rank)]
 print(json.dumps([b.__file__, *map(list, lists)]))

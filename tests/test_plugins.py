@@ -226,7 +226,7 @@ def test_ctrl_c_is_the_users_and_passes(shelf: Shelf, source: str) -> None:
 def test_pluggy_an_implementation_may_declare_fewer_arguments_than_the_spec(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # a plugin of contract 1.0 under a 1.1 whose hook gained an argument
+    # a plugin of contract 1.0 under a later minor version whose hook gained an argument
     @hookspecs.hookspec
     def dsv4attn_backends(reason: str = "new") -> None: ...
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PLUGIN = """
 from dsv4attn.core.contract import BackendInfo, Rank
-from dsv4attn.core.problem import Reason
+from dsv4attn.core.contract.problem import Reason
 from dsv4attn.hookspecs import hookimpl
 
 

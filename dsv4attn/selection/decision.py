@@ -60,10 +60,6 @@ class Candidate:
         return [f"{' ' * len(said) if i else said}{line}" for i, line in enumerate(texts)] or [self.note, *self.ways]
 
 
-_OTHER_IN_V41 = "compressor", "candidates", "hyper_connections"
-"""Parts that are other steps in DeepSeek-V4.1. A backend that brings a part need not have these."""
-
-
 @frozen
 class Selection:
     """The choice for some problems of one phase, with its trace.
@@ -110,30 +106,8 @@ class Selection:
         parts += ["candidates"] if any(problem.layer.shared_latent for problem in self.problems) else []
         return {part: self._brings(self.chosen.info, part) for part in (*parts, "hyper_connections")}
 
-    @property
-    def _v41(self) -> bool:
-        """Whether a problem is of DeepSeek-V4.1, whose compressor, candidates and hyper-connections are other steps.
-
-        A window-only layer shows it by the missing norm of q alone, which a configuration may switch on.
-        """
-        layers = [problem.layer for problem in self.problems]
-        return any(layer.shared_latent or not layer.q_norm for layer in layers)
-
     def _brings(self, info: BackendInfo, part: str) -> str:
-        if ("selection" if part == "candidates" else part) not in info.layer_steps:
-            return "reference"
-        asked = info.support_step
-        try:
-            every = [] if asked is None else [_said(asked(self.device, part, problem)) for problem in self.problems]
-            reasons = [reason for said in every for reason in said]
-        except KeyboardInterrupt:
-            raise
-        except STRANGE as error:
-            return f"reference (support_step of {info.name} raised {first_line(error)})"
-        if reasons:
-            return f"reference ({info.name}: {reasons[0]})"
-        unsaid = asked is None and info.name != "reference" and self._v41 and part in _OTHER_IN_V41
-        return f"{info.name}, or reference where it lacks DeepSeek-V4.1's" if unsaid else info.name
+        return info.name if ("selection" if part == "candidates" else part) in info.layer_steps else "reference"
 
     @property
     def rows(self) -> list[tuple[str, list[str]]]:
@@ -239,7 +213,7 @@ def _ask(
     try:
         for problem in problems:
             # equal reasons of several problems are one line
-            said = [*info.lacks(problem), *_undeterministic(info, problem), *_said(info.support(device, problem))]
+            said = [*_undeterministic(info, problem), *_said(info.support(device, problem))]
             # the reason DEVICE of such a device is there already
             reasons.update(dict.fromkeys(r for r in said if not (elsewhere and r.code == "DEVICE")))
     except KeyboardInterrupt:

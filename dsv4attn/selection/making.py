@@ -199,4 +199,4 @@ _MEMBERS = (
     "steps",
     "transient_bytes",
 )
-"""Members of a backend in contract 1.0. Members of later minor versions have defaults, so this list does not grow."""
+"""Members that every backend has; all others have defaults."""

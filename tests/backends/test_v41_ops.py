@@ -50,13 +50,3 @@ def test_v4_layers_have_no_candidates_and_the_steps_are_the_backends(name: str) 
     assert explain(problem, backend=name, device=HERE).layer_steps == dict.fromkeys(
         registered(name).info.layer_steps, name
     )
-
-
-def test_of_a_backend_that_does_not_say_it_is_left_open() -> None:
-    problem = Problem.of(ModelGeometry.preset("v4.1-flash"), compress_ratio=1)
-    made = explain(problem, backend="triton", device=HERE)
-    assert made.chosen is not None
-    silent = evolve(made, chosen=evolve(made.chosen, info=evolve(made.chosen.info, support_step=None)))
-
-    unknown = "triton, or reference where it lacks DeepSeek-V4.1's"
-    assert silent.layer_steps == {**dict.fromkeys(PARTS, unknown), "indexer": "triton", "selection": "triton"}

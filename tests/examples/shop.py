@@ -1,4 +1,4 @@
-"""Real wheels, built from examples/ and tests/fixtures/ and installed into folders of their own, without a network.
+"""Real wheels, built from examples/ and installed into folders of their own, without a network.
 
 A clean environment is such a folder on PYTHONPATH of a fresh interpreter, in an empty directory and without any
 variable of ours. torch and dsv4attn are those of the tests. setuptools builds: it comes with torch.
@@ -20,7 +20,6 @@ from attrs import frozen
 ROOT = Path(__file__).resolve().parents[2]
 ACME = ROOT / "examples" / "dsv4attn-acme"
 BROKEN = ROOT / "examples" / "dsv4attn-broken"
-FROZEN = ROOT / "tests" / "fixtures" / "dsv4attn-frozen-1.0"
 PIP = (sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check")
 OFFLINE = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-compile")
 """Options of `pip install` that make it work without a network."""

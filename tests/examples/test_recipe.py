@@ -171,6 +171,10 @@ def test_every_attribute_and_module_it_tells_exists() -> None:
                 value = getattr(value, name)
         if re.fullmatch(r"dsv4attn(\.\w+)+", text) and text != FILE:
             importlib.import_module(text)
-    for module, name in (("workspace", "simultaneous_bytes"), ("layout", "KVCacheLayout"), ("problem", "Reason")):
+    for module, name in (
+        ("memory.workspace", "simultaneous_bytes"),
+        ("cache.layout", "KVCacheLayout"),
+        ("contract.problem", "Reason"),
+    ):
         assert name in SPANS or f"a `{name}`" in TEXT
         assert name in importlib.import_module(f"dsv4attn.core.{module}").__all__

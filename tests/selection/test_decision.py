@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import pytest
 
 from dsv4attn.config import Setting, Settings
 from dsv4attn.core.contract.backend import BackendInfo, Rank
 from dsv4attn.core.contract.device import DeviceFacts
-from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import AmbiguousBackendError, ArgumentError, BrokenBackendError, NoBackendError
 from dsv4attn.plugins import PluginFailure, PluginRegistry, Registered
@@ -54,36 +53,6 @@ def choose(device: DeviceFacts, *backends: Registered, request: str = "auto", **
 
 def told(selection: Selection) -> dict[str, str]:
     return {name: "\n".join(lines) for name, lines in selection.rows}
-
-
-@pytest.mark.parametrize(("api", "refused"), [("1.0", True), ("1.3", True), ("1.4", False), ("1.12", False)])
-@pytest.mark.parametrize(
-    ("problem", "said"),
-    [
-        (attrs.evolve(DECODE, layer=attrs.evolve(DECODE.layer, q_norm=False)), "Q_NORM  queries without norm"),
-        (attrs.evolve(DECODE, compressed=CacheFacts("v41_fp4", "e2m1", group_size=16)), "LAYOUT  records v41_fp4"),
-        (attrs.evolve(DECODE, swa=CacheFacts("v41_fp8", group_size=32)), "LAYOUT  records v41_fp8"),
-    ],
-)
-def test_v41_s_queries_and_records_are_for_backends_of_contract_1_4(
-    problem: Problem, said: str, api: str, refused: bool
-) -> None:
-    acme = backend("acme", "sm_90")
-    acme = attrs.evolve(acme, info=attrs.evolve(acme.info, api=api))
-
-    assert choose(SM90, acme).chosen is acme
-    found = choose(SM90, acme, problem=problem)
-    if not refused:
-        assert found.chosen is acme
-        return
-    assert found.chosen is None
-    assert (
-        f"{said}, for a backend of contract {api}, needs a backend of contract 1.4 or newer "
-        "-> install a newer release of the backend, or ask for another one"
-    ) in told(found)["acme"]
-
-
-# automatic
 
 
 def test_a_vendor_goes_before_generic_on_its_own_device() -> None:

@@ -209,10 +209,10 @@ IMPORTS = (
 )
 HEAVY = ("torch", "triton", "numpy")
 CHOOSE = """
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core import device
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.selection import backend_names, resolve
 assert "reference" in backend_names()
 resolve(Problem.of(ModelGeometry.preset("flash")), device=DeviceFacts.named("cpu"))

@@ -10,7 +10,7 @@ from dsv4attn.core.contract.problem import Problem, Reason, layout_reasons
 from dsv4attn.core.model.layer_geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["FP8_UNITS", "index_notes", "require_release", "support", "support_step"]
+__all__ = ["FP8_UNITS", "index_notes", "require_release", "support"]
 
 INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
 _WIDEST = 512
@@ -30,12 +30,6 @@ def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     if problem.layer.head_dim > _WIDEST:
         reasons.append(Reason("HEAD_DIM", problem.layer.head_dim, f"at most {_WIDEST}"))
     return reasons
-
-
-def support_step(device: DeviceFacts, part: str, problem: Problem) -> Sequence[Reason]:
-    """Why a part of the layer around attention is torch's: none is, on layers of DeepSeek-V4 and of V4.1."""
-    del device, part, problem
-    return []
 
 
 def index_notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4attn.backends._triton.support import support, support_step
+from dsv4attn.backends._triton.support import support
 from dsv4attn.backends.sm120.explain_notes import notes
 from dsv4attn.core.contract.backend import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
@@ -25,7 +25,6 @@ INFO = BackendInfo(
     factory="dsv4attn.backends.sm120.launch:Sm120Backend",
     support=support,
     layer_steps=LAYER_PARTS,
-    support_step=support_step,
     notes=notes,
     summary="SM120 GPUs; decode and prefill on pages, by FlashInfer where it serves, else by our Triton kernel",
     native=("sm_12*",),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4attn.backends._triton.support import support, support_step
+from dsv4attn.backends._triton.support import support
 from dsv4attn.backends.sm90.explain_notes import notes
 from dsv4attn.core.contract.backend import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
@@ -28,7 +28,6 @@ INFO = BackendInfo(
     factory="dsv4attn.backends.sm90.launch:Sm90Backend",
     support=support,
     layer_steps=LAYER_PARTS,
-    support_step=support_step,
     notes=notes,
     summary="Hopper; decode and prefill on pages or rows, by warp-specialised kernels in Gluon",
     native=("sm_90",),

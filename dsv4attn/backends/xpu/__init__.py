@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4attn.backends._triton.support import index_notes, support, support_step
+from dsv4attn.backends._triton.support import index_notes, support
 from dsv4attn.core.contract.backend import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 
@@ -23,7 +23,6 @@ INFO = BackendInfo(
     support=support,
     notes=index_notes,
     layer_steps=LAYER_PARTS,
-    support_step=support_step,
     summary="Intel GPUs through Triton; decode on fp8 pages or on gathered rows, prefill on gathered rows",
     native=("xpu",),
     runs_on=("cuda", "hip", "xpu", "cpu"),

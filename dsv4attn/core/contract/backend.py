@@ -260,8 +260,7 @@ class Backend(Protocol):
     ) -> None:
         """Normalise and rotate q [T, H, D] in place; rotate a copy of kv [T, D], which has q's dtype, and insert it.
 
-        eps: of the norm; None: q is rotated only, as in DeepSeek-V4.1. None is given since contract 1.4, to backends
-        that say that they were written for it.
+        eps: of the norm; None: q is rotated only, as in DeepSeek-V4.1.
         Rows at or past len(slot_mapping) have their q processed and nothing inserted. For q without heads see
         `takes_raw_q`.
         """
@@ -341,7 +340,7 @@ class BackendDefaults(Protocol):
         return lambda tensors: attend(call.with_tensors(tensors))
 
     def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
-        """`prepare` of a decode that finds the slots of its second segment itself; since contract 1.7.
+        """`prepare` of a decode that finds the slots of its second segment itself.
 
         Each run reads the entries from `AttentionTensors.topk_indices`, and their slots from the block table.
         call: as `prepare` gets it. Nothing is written to the index rows of the second segment.

@@ -137,7 +137,7 @@ class BuilderSteps(Protocol):
     ) -> None:
         """Slots of the windows of a run of tokens that begins with token `first`, and their lengths.
 
-        replay_start, causal: of `Batch`; given only where a batch differs from the defaults, since contract 1.3. A
+        replay_start, causal: of `Batch`; given only where a batch differs from the defaults. A
         step without them is torch's for such a batch.
         """
 

@@ -33,13 +33,8 @@ COMPUTING = frozenset({
 })  # fmt: skip
 """Methods of a backend that compute when they are called."""
 
-API_VERSION = "1.7"
+API_VERSION = "1.0"
 """Version of this contract. A minor step only adds; a backend of another major version is refused."""
-
-_V41 = 4
-"""The minor version since which there are V4.1's records, and `qnorm_rope_kv_insert` may be given no eps."""
-
-_V41_RECORDS = "v41_fp8", "v41_fp4"
 
 
 @frozen(kw_only=True)
@@ -58,8 +53,6 @@ class BackendInfo:
     notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
     api: version of the contract it was written for, as a literal: "1.0".
     layer_steps: parts of the layer around attention that it brings, of `LAYER_PARTS`; the others are torch's.
-    support_step: every reason why such a part does not serve layers of a problem; None: there is none. It informs
-       `explain`; the part's steps themselves call torch's, their base class, for what they do not serve.
     """
 
     name: str
@@ -74,7 +67,6 @@ class BackendInfo:
     notes: Callable[[DeviceFacts, Problem], Sequence[str]] | None = None
     api: str
     layer_steps: tuple[str, ...] = ()
-    support_step: Callable[[DeviceFacts, str, Problem], Sequence[Reason]] | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check the types: descriptors come from third parties, and nothing checks them again."""
@@ -88,21 +80,8 @@ class BackendInfo:
         self._check("support", callable(self.support), "a function")
         self._check("notes", self.notes is None or callable(self.notes), "a function, or None")
         self._check("layer_steps", set(self.layer_steps) <= set(LAYER_PARTS), f"names of {', '.join(LAYER_PARTS)}")
-        self._check("support_step", self.support_step is None or callable(self.support_step), "a function, or None")
         self._check("rank", isinstance(self.rank, Rank), "a Rank")
         self._check("options", isinstance(self.options, Mapping), "a dict")
-
-    def lacks(self, problem: Problem) -> list[Reason]:
-        """Reasons against a problem that has more than the contract which the backend was written for."""
-        minor = re.match(r"\d+\.(\d+)", self.api)
-        if int(minor[1] if minor else 0) >= _V41:
-            return []
-        found = [] if problem.layer.q_norm else [("Q_NORM", "queries without norm")]
-        layouts = (cache.layout for cache in (problem.swa, problem.compressed) if cache is not None)
-        found += [("LAYOUT", f"records {layout}") for layout in layouts if layout in _V41_RECORDS]
-        allowed = f"a backend of contract 1.{_V41} or newer"
-        cure = "install a newer release of the backend, or ask for another one"
-        return [Reason(code, f"{what}, for a backend of contract {self.api}", allowed, cure) for code, what in found]
 
     def _check(self, name: str, holds: object, expected: str) -> None:
         if not holds:
