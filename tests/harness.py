@@ -19,7 +19,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.backend import Backend, BuilderSteps
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.memory.workspace import WorkspaceManager
@@ -29,7 +29,6 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSp
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Yarn
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
-from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 
@@ -239,13 +238,13 @@ def assert_same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
             pytest.fail(f"{name} differs, first at {where}, at most by {largest:.3g}")
 
 
-BUILDER_STEPS: dict[str, BuilderSteps] = {"torch": indices}
+BUILDER_STEPS: dict[str, BuilderOps] = {"torch": BuilderOps()}
 _reason = "Triton is not installed"
 if find_spec("triton"):
     from dsv4attn.backends._triton.index_ops import builder as builder_steps
     from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 
-    BUILDER_STEPS["triton"] = builder_steps
+    BUILDER_STEPS["triton"] = builder_steps.BUILDER_OPS
     _reason = "" if INTERPRETED else "kernels are compiled here, and cannot run on the CPU"
 _off_cpu = pytest.mark.skipif(bool(_reason), reason=_reason)
 

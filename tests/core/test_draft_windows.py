@@ -8,7 +8,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.metadata import RocmMetadata
 from dsv4attn.core.metadata.metadata import Batch
@@ -111,37 +110,6 @@ def test_only_blocks_that_a_window_needs_have_to_be_alive() -> None:
     refused(build, lambda: made(2, causal=False), said)
     hit = {"replay_start": bound, "num_cached_tokens": bound}
     refused(build, lambda: made(4, **hit), r"^block_table\[0, 4\]: .* for position 16, ")
-
-
-class Older:
-    """Builder steps as they were before contract 1.3."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(indices, name)
-
-    def build_window_indices(self, *args: Any, out: Any) -> None:
-        build: Any = indices.build_window_indices
-        build(*args, out=out)
-        out[0].fill_(7)
-
-    def build_gather_lens(self, query_start_loc: Any, seq_lens: Any, window: int, out: Any) -> None:
-        indices.build_gather_lens(query_start_loc, seq_lens, window, out)
-        out.fill_(7)
-
-
-def test_steps_of_an_older_backend_are_torchs_where_a_batch_needs_more() -> None:
-    class Backend(ReferenceBackend):
-        builder_steps: Any = Older()
-
-    made, bounds = batch([2, 6], [21, 30]), torch.tensor([19, 26], dtype=I32)
-    build, right = builder(WIDE, backend=Backend()), builder(WIDE)
-    assert bool((build.build(made).decode_swa_indices == 7).all()), "its own"
-    for changed in (evolve(made, causal=False), evolve(made, replay_start=bounds)):
-        found, wanted = build.build(changed), right.build(changed)
-        assert torch.equal(found.decode_swa_indices, wanted.decode_swa_indices)
-        if changed.replay_start is not None:
-            assert torch.equal(found.prefill_swa_indices, wanted.prefill_swa_indices)
-            assert torch.equal(found.prefill_gather_lens, wanted.prefill_gather_lens)
 
 
 def test_visible_entries_follow_from_positions_without_a_look_at_their_values() -> None:

@@ -23,6 +23,7 @@ from dsv4attn.core.contract.backend import (
     Phase,
     complete,
 )
+from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.phased import PhasedBackend
@@ -158,7 +159,7 @@ def test_largest_logits_are_told_if_both_tell_them(*, decode: bool, prefill: boo
 class Extending(ReferenceBackend):
     """A reference with steps and metadata of its own."""
 
-    builder_steps = indices
+    builder_ops = BuilderOps()
 
     def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> MetadataExtension:
         raise NotImplementedError
@@ -166,10 +167,10 @@ class Extending(ReferenceBackend):
 
 def test_what_a_builder_asks_for_is_the_decode_backends() -> None:
     own, other = Extending(), Extending()
-    vars(other)["builder_steps"] = None
+    vars(other)["builder_ops"] = None
     made: Any = PhasedBackend(own, other)
 
-    assert made.builder_steps is indices
+    assert made.builder_ops is not None
     with pytest.raises(NotImplementedError):
         made.metadata_extension(tiny_geometry(), LIMITS, CPU)
 
@@ -178,7 +179,7 @@ def test_what_the_decode_backend_does_not_bring_the_pair_does_not_have() -> None
     """Nor does it take the prefill backend's, whose metadata the decode backend would not know."""
     made = PhasedBackend(ReferenceBackend(), Extending())
 
-    assert made.builder_steps is None
+    assert made.builder_ops is None
     assert made.metadata_extension(tiny_geometry(), LIMITS, CPU) is None
 
 
@@ -251,7 +252,7 @@ def test_every_optional_part_of_the_contract_is_forwarded() -> None:
     """Whatever a later version of the contract adds to `BackendDefaults` needs a rule in `PhasedBackend`."""
     optional = {name for name in vars(BackendDefaults) if not name.startswith("_")} - {"translate_to_ragged"}
 
-    taken_over = {"builder_steps", "deterministic", "layer_ops", "prepare_rows", "projects_fp8", "rank_steps"}
+    taken_over = {"builder_ops", "deterministic", "layer_ops", "prepare_rows", "projects_fp8", "rank_steps"}
     assert optional == taken_over | {
         "metadata_extension",
         "kernel_variants",
@@ -292,7 +293,7 @@ def test_a_backend_that_derives_from_nothing_gets_the_defaults_beside_its_own_pa
         whole.prepare(phase, call)(call.tensors)
 
     assert plain.ran == ["decode", "prefill"]
-    assert (whole.name, whole.warmup(BOUNDS, CPU), whole.builder_steps) == ("plain", 0, None)
+    assert (whole.name, whole.warmup(BOUNDS, CPU), whole.builder_ops) == ("plain", 0, None)
     assert list(whole.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == ["a"]
     assert whole.translate_to_ragged is indices.compute_global_topk_ragged_indices_and_indptr
     own: Any = ReferenceBackend()

@@ -14,7 +14,6 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
-from dsv4attn.core.cache import ownership
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import Batch
@@ -22,6 +21,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_strides, has_dense_rows
 from dsv4attn.core.torch_ops import index_ops as indices
+from dsv4attn.core.torch_ops import rank_ops
 from dsv4attn.errors import ArgumentError
 from tests.harness import (
     BF16,
@@ -337,7 +337,7 @@ def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
             (valid.clone(),),
         ),
         "build_owned_slot_mapping": (
-            {"ownership": ownership.Ownership(1, 2), **tokens, "ratio": 2},
+            {"ownership": rank_ops.Ownership(1, 2), **tokens, "ratio": 2},
             (new(5, dtype=torch.int64), new(5)),
         ),
     }
@@ -350,7 +350,7 @@ def test_g21_an_index_step_serves_any_input_it_does_not_refuse(step: str) -> Non
     outs = range(len(index_steps()[step][1]))
     for name in [*names, *outs]:
         results = []
-        for steps_of in (indices, ownership, builder_steps, triton_indices):
+        for steps_of in (indices, rank_ops, builder_steps, triton_indices):
             function = getattr(steps_of, step, None)
             if function is None:
                 continue

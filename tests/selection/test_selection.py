@@ -211,7 +211,7 @@ HEAVY = ("torch", "triton", "numpy")
 CHOOSE = """
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.contract.problem import Problem
-from dsv4attn.core import device
+from dsv4attn.core.contract import device
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.selection import backend_names, resolve
 assert "reference" in backend_names()

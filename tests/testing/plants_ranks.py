@@ -12,6 +12,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.core.torch_ops.rank_ops import build_owned_slot_mapping
 from tests.testing.plants import attend
@@ -67,7 +68,8 @@ class OneRanksSlots(ReferenceBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.builder_steps: Any = _Steps()
+        slots = _Steps().build_owned_slot_mapping
+        self.builder_ops = BuilderOps(build_owned_slot_mapping=slots)
 
 
 class _Steps:

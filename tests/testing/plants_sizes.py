@@ -15,7 +15,9 @@ from dsv4attn.core.attention.gathered import fill_by_steps
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, GatheredKeys
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, EntryIndices, FillRows, Phase, Run
+from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.torch_ops import index_ops as indices
+from dsv4attn.core.torch_ops import rank_ops
 from tests.testing.plants import attend
 
 
@@ -91,7 +93,7 @@ class _Changed:
         self.change, self.names = change, names
 
     def __getattr__(self, name: str) -> Any:
-        true = getattr(indices, name)
+        true = getattr(indices, name, None) or getattr(rank_ops, name)
         if not callable(true):
             return true
         order = [*inspect.signature(true).parameters]
@@ -107,7 +109,8 @@ def steps(change: Callable[[Any], Any], *names: str) -> ReferenceBackend:
     """A backend whose index steps, those of the builder too, get other arguments."""
     backend = ReferenceBackend()
     changed: Any = _Changed(change, *names)
-    backend.steps = backend.builder_steps = changed
+    backend.steps = changed
+    backend.builder_ops = BuilderOps(**{field.name: getattr(changed, field.name) for field in attrs.fields(BuilderOps)})
     return backend
 
 

@@ -26,7 +26,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import (
     AttentionCall,
     BackendDefaults,
-    BuilderSteps,
+    BuilderOps,
     Capabilities,
     IndexForm,
     IndexSteps,
@@ -63,7 +63,7 @@ class TritonBackend(BackendDefaults):
     tunings: Mapping[str, Tuning]
     forms = Capabilities(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     steps: IndexSteps = dense
-    builder_steps: BuilderSteps = builder
+    builder_ops: BuilderOps | None = builder.BUILDER_OPS
     rank_steps: RankSteps = ranks
 
     @property

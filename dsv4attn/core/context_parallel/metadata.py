@@ -24,7 +24,6 @@ from dsv4attn.core.metadata.metadata import (
     WholePrefill,
 )
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.torch_ops.rank_ops import build_owned_slot_mapping
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["OwnedMetadataBuilder", "metadata_builder", "on_rank"]
@@ -92,7 +91,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
 
     @property
     def _map_entries(self) -> Callable[..., None]:
-        return partial(getattr(self.steps, "build_owned_slot_mapping", build_owned_slot_mapping), self.ownership)
+        return partial(self.steps.build_owned_slot_mapping, self.ownership)
 
     def _build(
         self,

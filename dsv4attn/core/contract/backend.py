@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from importlib import import_module
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from weakref import WeakValueDictionary
@@ -36,7 +37,6 @@ from dsv4attn.core.cache.selected_keys import (
 )
 from dsv4attn.core.contract.capabilities import Capabilities, IndexForm, KeyForm, Phase, Products
 from dsv4attn.core.contract.index_ops import (
-    BuilderSteps,
     IndexStep,
     IndexSteps,
     MetadataExtension,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dsv4attn.core.cache.layout import PagedKVCache
+    from dsv4attn.core.contract.builder_ops import BuilderOps
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.core.contract.layer_ops import LayerOps
     from dsv4attn.core.contract.limits import Limits
@@ -70,7 +71,7 @@ __all__ = [
     "Backend",
     "BackendDefaults",
     "BackendInfo",
-    "BuilderSteps",
+    "BuilderOps",
     "Capabilities",
     "ChunkCost",
     "ChunkRows",
@@ -300,12 +301,12 @@ class Backend(Protocol):
 class BackendDefaults(Protocol):
     """The optional parts of a backend, and their defaults. Derive from it, or define some of the parts.
 
-    builder_steps, rank_steps: index arithmetic of `MetadataBuilder`, and the merge over ranks; None: torch's.
+    builder_ops, rank_steps: index arithmetic of `MetadataBuilder`, and the merge over ranks; None: torch's.
     deterministic: whether no row's bits depend on the other rows of a call.
     projects_fp8: whether `inv_rope_o_proj` takes a `BlockScaledWeight` as it is, and rounds outputs to fp8 then.
     """
 
-    builder_steps: BuilderSteps | None = None
+    builder_ops: BuilderOps | None = None
     rank_steps: RankSteps | None = None
     deterministic: bool = False
     projects_fp8: bool = False
@@ -447,9 +448,11 @@ _wrappers: WeakValueDictionary[int, _Completed] = WeakValueDictionary()
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
-    """`LayerOps` is loaded when it is asked for: its defaults need torch, and descriptors must load without."""
-    if name == "LayerOps":
-        from dsv4attn.core.contract.layer_ops import LayerOps
-
-        return LayerOps
+    """Tables of ops are loaded when they are asked for: their defaults need torch, and descriptors load without it."""
+    if name in _TABLES:
+        return getattr(import_module(f"dsv4attn.core.contract.{_TABLES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_TABLES = {"LayerOps": "layer_ops", "BuilderOps": "builder_ops"}
+"""Names that are loaded late, and the modules that have them."""

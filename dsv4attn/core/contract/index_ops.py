@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dsv4attn.core.cache.ownership import Ownership
     from dsv4attn.core.cache.selected_keys import PageTable
     from dsv4attn.core.metadata.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 
 __all__ = [
-    "BuilderSteps",
     "IndexStep",
     "IndexSteps",
     "MetadataExtension",
-    "OwnedBuilderSteps",
     "RaggedSteps",
     "RankSteps",
     "prepare_index_step",
@@ -105,99 +102,6 @@ class IndexSteps(Protocol):
 
     def transient_bytes(self, max_elements: int, max_tokens: int) -> int:
         """Upper bound on temporaries of any step over an index matrix of so many elements; 0 for kernels."""
-
-
-class BuilderSteps(Protocol):
-    """Index arithmetic of `MetadataBuilder`, once a step; `torch_ops.index_ops` is the definition and the default.
-
-    They are the attribute `builder_steps` of a backend. Outputs are views of persistent buffers. None of these steps
-    reads a tensor value on the host.
-    """
-
-    def build_token_maps(self, query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
-        """The request of each real token, -1 for all others, and whether a token is real; all rows of `out`.
-
-        It alone decides whether a token is real. All other steps take a token of request -1 as absent.
-        """
-
-    def build_window_indices(
-        self,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        token_to_req: Tensor,
-        is_valid: Tensor,
-        first: int,
-        block_table: Tensor,
-        block_size: int,
-        window: int,
-        out: tuple[Tensor, Tensor],
-        *,
-        replay_start: Tensor | None = None,
-        causal: bool = True,
-    ) -> None:
-        """Slots of the windows of a run of tokens that begins with token `first`, and their lengths.
-
-        replay_start, causal: of `Batch`; given only where a batch differs from the defaults. A
-        step without them is torch's for such a batch.
-        """
-
-    def build_gather_lens(
-        self, query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor, *, replay_start: Tensor | None = None
-    ) -> None:
-        """Window rows that each request needs gathered. replay_start: as above."""
-
-    def build_compressed_slot_mapping(
-        self,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        token_to_req: Tensor,
-        is_valid: Tensor,
-        block_table: Tensor,
-        block_size: int,
-        ratio: int,
-        out: tuple[Tensor, Tensor],
-    ) -> None:
-        """Slot of the entry that each token completes, and the number of entries it sees."""
-
-    def compute_global_topk_indices_and_lens(
-        self,
-        topk_indices: Tensor,
-        visible_lens: Tensor,
-        token_to_req: Tensor,
-        block_table: Tensor,
-        block_size: int,
-        out: tuple[Tensor, Tensor],
-    ) -> object:
-        """The same as in `IndexSteps`, for the C128A table."""
-
-
-class OwnedBuilderSteps(BuilderSteps, Protocol):
-    """Steps of the builder with optional ones for prefix hits and context parallelism; torch's where one is missing."""
-
-    def build_cached_mask(
-        self,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        token_to_req: Tensor,
-        num_cached: Tensor,
-        ratio: int,
-        out: Tensor,
-    ) -> None:
-        """Which tokens are below the end of what their request has in a cache; of batches with a prefix hit."""
-
-    def build_owned_slot_mapping(
-        self,
-        ownership: Ownership,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        token_to_req: Tensor,
-        is_valid: Tensor,
-        block_table: Tensor,
-        block_size: int,
-        ratio: int,
-        out: tuple[Tensor, Tensor],
-    ) -> None:
-        """`build_compressed_slot_mapping` of one rank; `core.cache.ownership` is the definition."""
 
 
 class RankSteps(Protocol):

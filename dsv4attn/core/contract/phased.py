@@ -55,7 +55,7 @@ class PhasedBackend(BackendDefaults):
             empty_lse=one.empty_lse and other.empty_lse,
             products=one.products if one.products is Products.FP8 else other.products,
         )
-        self.steps, self.builder_steps = decode.steps, self._decode.builder_steps
+        self.steps, self.builder_ops = decode.steps, self._decode.builder_ops
         self.rank_steps = self._decode.rank_steps
         self.deterministic = self._decode.deterministic and self._prefill.deterministic
         self.layer_ops, self.projects_fp8 = self._decode.layer_ops, self._decode.projects_fp8

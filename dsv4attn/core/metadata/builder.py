@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from importlib import import_module
-from inspect import Parameter, signature
 from itertools import pairwise
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract.backend import Backend, BuilderSteps, MetadataExtension, complete
+from dsv4attn.core.contract.backend import Backend, MetadataExtension, complete
+from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.batch_checks import (
     check_batch,
@@ -35,7 +31,6 @@ from dsv4attn.core.metadata.metadata import (
 )
 from dsv4attn.core.metadata.prefix_hits import PrefixHits, check_hits, hits_of
 from dsv4attn.core.model.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["STATE_BLOCK_SIZES", "MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
@@ -94,7 +89,7 @@ class MetadataBuilder:
         validate: bool | None = None,
         short_prefills: bool = False,
         backend: Backend | None = None,
-        steps: BuilderSteps | None = None,
+        steps: BuilderOps | None = None,
         state_block_sizes: Mapping[LayerKind, int] = STATE_BLOCK_SIZES,
         num_state_blocks: Mapping[LayerKind, int] | None = None,
     ) -> None:
@@ -105,7 +100,10 @@ class MetadataBuilder:
         self.short_prefills = short_prefills
         self.state_block_sizes, self.num_state_blocks = state_block_sizes, num_state_blocks or {}
         whole = None if backend is None else complete(backend)
-        self.steps: BuilderSteps = steps or (whole and whole.builder_steps) or indices
+        self.steps = steps or (whole and whole.builder_ops) or BuilderOps()
+        if not isinstance(self.steps, BuilderOps):
+            hint = "pass evolve(BuilderOps(), ...), or None"
+            raise ArgumentError("steps", expected="BuilderOps", actual=type(self.steps).__name__, hint=hint)
         with torch.inference_mode(False):  # as `_buffer`
             extension = whole.metadata_extension(geometry, limits, self.device) if whole else None
         self._extension: MetadataExtension | None = extension
@@ -132,16 +130,6 @@ class MetadataBuilder:
             self._entry_numbers = self._buffer(self._c128a_max)
             torch.arange(self._c128a_max, device=self.device, out=self._entry_numbers)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: `steps` by name where it is a module."""
-        steps = self.steps
-        return {**self.__dict__, "steps": steps.__name__ if isinstance(steps, ModuleType) else steps}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(state["steps"], str):
-            self.steps = import_module(state["steps"])
-
     def _buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         with torch.inference_mode(False):  # written outside of the mode that it may be made in
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -165,12 +153,16 @@ class MetadataBuilder:
         self.steps.build_token_maps(starts, batch.slot_mapping, out=(self._token_to_req, self._is_valid))
         request, valid = self._token_to_req[:tokens], self._is_valid[:tokens]
         for (part, causal), (rows, counts) in zip(phases, (decode_swa, self._prefill_swa), strict=True):
-            build = self._step("build_window_indices", replay_start=replay, causal=None if causal else False)
             maps, out = (request[part], valid[part], part.start), (rows[: part.stop - part.start, 0], counts)
-            build(starts, lens, *maps, batch.block_table, self.swa_block_size, window, out=out)
+            options = {"replay_start": replay, "causal": causal}
+            self.steps.build_window_indices(
+                starts, lens, *maps, batch.block_table, self.swa_block_size, window, out=out, **options
+            )
         prefill_seq_lens, gather_lens = lens[num_decodes:], self._gather_lens[:num_prefills]
-        measure = self._step("build_gather_lens", replay_start=None if replay is None else replay[num_decodes:])
-        measure(starts[num_decodes:], prefill_seq_lens, window, out=gather_lens)
+        first = None if replay is None else replay[num_decodes:]
+        self.steps.build_gather_lens(
+            starts[num_decodes:], prefill_seq_lens, window, out=gather_lens, replay_start=first
+        )
         metadata = DeepseekSparseSWAMetadata(
             num_decodes=num_decodes,
             num_prefills=num_prefills,
@@ -210,16 +202,6 @@ class MetadataBuilder:
             hint = f"raise Limits.decode_window_columns to {window + longest}: the window, and the tokens"
             raise ArgumentError("query_start_loc", expected=expected, actual=longest, hint=hint)
         return rows, lens
-
-    def _step(self, name: str, **options: object) -> Callable[..., None]:
-        """A step with options of the batch that are not None; torch's, if the backend's own does not have them."""
-        given = {key: value for key, value in options.items() if value is not None}
-        step: Callable[..., None] = getattr(self.steps, name)
-        if not given:
-            return step
-        parameters = signature(step).parameters
-        anything = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
-        return partial(step if anything or given.keys() <= parameters.keys() else getattr(indices, name), **given)
 
     def build_compressed(
         self,

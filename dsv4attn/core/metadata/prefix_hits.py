@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract.index_ops import BuilderSteps
+from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata
 from dsv4attn.core.model.layer_geometry import LayerGeometry
-from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["PrefixHits", "check_hits", "hits_of"]
@@ -24,9 +23,9 @@ class PrefixHits:
     """
 
     def __init__(
-        self, steps: BuilderSteps, layers: Iterable[LayerGeometry], buffer: Callable[[torch.dtype], Tensor]
+        self, steps: BuilderOps, layers: Iterable[LayerGeometry], buffer: Callable[[torch.dtype], Tensor]
     ) -> None:
-        self._build = getattr(steps, "build_cached_mask", indices.build_cached_mask)
+        self._build = steps.build_cached_mask
         self._is_cached = buffer(torch.bool)
         self._requests = {
             layer.key: buffer(torch.int32) for layer in layers if layer.shared_latent and layer.has_states

@@ -1,7 +1,7 @@
 """Index arithmetic in plain torch, under the field's names: the default steps of every backend, and their definition.
 
 A backend may replace them by an object with the same functions (`contract.IndexSteps` for those that run once a layer,
-`contract.BuilderSteps` for those that run once a step). They write into `out`, so that addresses stay fixed. None of
+`contract.BuilderOps` for those that run once a step). They write into `out`, so that addresses stay fixed. None of
 them reads a tensor value on the host or loops over tokens. An index that names no visible entry becomes -1 in its
 column.
 """

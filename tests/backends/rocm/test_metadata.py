@@ -25,12 +25,12 @@ from dsv4attn.backends.rocm.metadata import (
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.core.torch_ops import index_ops as definition
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import tiny_geometry
@@ -118,7 +118,7 @@ def test_every_row_is_what_torch_puts_into_the_dense_table(rng: Random) -> None:
     requests, seed = requests_of(rng), rng.randrange(2**31)
     kinds = [LayerKind.C4A, C128A]
     made = builder(RocmBackend()).build_for(batch_of(requests, Random(seed)), kinds)
-    wanted = builder(steps=definition).build_for(batch_of(requests, Random(seed)), kinds)
+    wanted = builder(steps=BuilderOps()).build_for(batch_of(requests, Random(seed)), kinds)
     swa, compressed = extended(made[C128A])
     plain = wanted[C128A].compressed
     assert plain is not None
@@ -135,7 +135,7 @@ def test_the_batches_hold_what_they_should() -> None:
     windows, entries, widths = [], [], set()
     rng = Random(0)
     for _ in range(60):
-        metadata = builder(steps=definition).build_for(batch_of(requests_of(rng), rng), [C128A])[C128A]
+        metadata = builder(steps=BuilderOps()).build_for(batch_of(requests_of(rng), rng), [C128A])[C128A]
         part = metadata.compressed
         assert part is not None
         assert part.c128a_global_decode_topk_indices is not None
@@ -156,7 +156,7 @@ def test_the_batches_hold_what_they_should() -> None:
 def test_a_class_is_the_shared_one_and_more() -> None:
     metadata = builder(RocmBackend()).build_for(batch_of([(30, 1), (9, 2), (0, 20)], Random(0)), [C128A])[C128A]
     swa, compressed = extended(metadata)
-    plain = builder(steps=definition).build_for(batch_of([(30, 1), (9, 2), (0, 20)], Random(0)), [C128A])[C128A]
+    plain = builder(steps=BuilderOps()).build_for(batch_of([(30, 1), (9, 2), (0, 20)], Random(0)), [C128A])[C128A]
 
     assert isinstance(swa, DeepseekSparseSWAMetadata)
     assert isinstance(compressed, FlashMLASparseMetadata)

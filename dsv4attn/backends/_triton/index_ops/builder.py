@@ -1,6 +1,6 @@
 """Index arithmetic of the metadata builder, once a step: the launcher of `kernels_builder`.
 
-`MetadataBuilder` takes this module as `steps`. `torch_ops.index_ops` is the definition of every function here, and
+`MetadataBuilder` takes BUILDER_OPS as `steps`. `torch_ops.index_ops` is the definition of every function here, and
 the integers are equal. A step of all layer kinds takes eight launches, and one more for each kind that has entries, and
 for its states, where requests have a prefix hit.
 """
@@ -25,12 +25,14 @@ from dsv4attn.backends._triton.index_ops.kernels_builder import (
     window_kernel,
 )
 from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch
+from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.tensorspec import check_strides
 
 if TYPE_CHECKING:
     from dsv4attn.core.cache.ownership import Ownership
 
 __all__ = [
+    "BUILDER_OPS",
     "build_cached_mask",
     "build_compressed_slot_mapping",
     "build_gather_lens",
@@ -185,3 +187,14 @@ def _entries_call(
     strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
     numbers = *sizes, *strides, *block_table.shape, block_size, ratio
     return (triton.cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),), (*pointers, *numbers)
+
+
+BUILDER_OPS = BuilderOps(
+    build_token_maps=build_token_maps,
+    build_window_indices=build_window_indices,
+    build_gather_lens=build_gather_lens,
+    build_cached_mask=build_cached_mask,
+    build_compressed_slot_mapping=build_compressed_slot_mapping,
+    build_owned_slot_mapping=build_owned_slot_mapping,
+    compute_global_topk_indices_and_lens=compute_global_topk_indices_and_lens,
+)

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from attrs import fields
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,14 +17,12 @@ from torch import Tensor
 from dsv4attn.backends._triton.index_ops import builder as kernels
 from dsv4attn.backends._triton.index_ops import dense as index_kernels
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.core.cache import ownership
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
-from dsv4attn.core.contract.backend import BuilderSteps
+from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.torch_ops import index_ops as definition
 from dsv4attn.core.torch_ops import rank_ops
 from dsv4attn.testing.scenario import Scenario
 from tests.backends._triton.index_ops.index_trials import (
@@ -108,7 +107,7 @@ def compressed(rng: Random) -> Trial:
 def owned(rng: Random) -> Trial:
     """The same of one rank of several."""
     one, size = compressed(rng), rng.choice([1, 2, 3, 8])
-    own = ownership.Ownership(rng.randrange(size), size, rng.choice([1, 1, 2, 5, 64]))
+    own = rank_ops.Ownership(rng.randrange(size), size, rng.choice([1, 1, 2, 5, 64]))
     return Trial("build_owned_slot_mapping", (own, *one.args), one.outs, source=rank_ops)
 
 
@@ -147,7 +146,7 @@ def test_a_step_compiles_only_foreseen_forms(make: Callable[[Random], Trial]) ->
 # whole builds
 
 
-def built(scenario: Scenario, steps: BuilderSteps, **options: Any) -> AttentionMetadata:
+def built(scenario: Scenario, steps: BuilderOps, **options: Any) -> AttentionMetadata:
     """Metadata of a scenario's batch on the device under test."""
     builder = MetadataBuilder(
         scenario.geometry,
@@ -180,8 +179,8 @@ def tensors(metadata: AttentionMetadata) -> Iterator[tuple[str, Tensor]]:
 @given(scenario=st.one_of(scenarios(), other_windows()), validate=st.booleans())
 @examples(80)
 def test_a_build_with_kernels_equals_one_with_torch(scenario: Scenario, validate: bool) -> None:
-    wanted = dict(tensors(built(scenario, definition, validate=False)))
-    for name, got in tensors(built(scenario, kernels, validate=validate)):
+    wanted = dict(tensors(built(scenario, BuilderOps(), validate=False)))
+    for name, got in tensors(built(scenario, kernels.BUILDER_OPS, validate=validate)):
         # behind its width the table of c128a is not cleared, and nobody sees it
         assert torch.equal(got, wanted[name]), name
 
@@ -202,7 +201,7 @@ def flash() -> tuple[MetadataBuilder, Batch]:
         compressed_block_table=table,
     )
     limits = Limits(8, 512, 8192, num_speculative_tokens=2)
-    builder = MetadataBuilder(ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=kernels)
+    builder = MetadataBuilder(ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=kernels.BUILDER_OPS)
     return builder, moved(batch, there)
 
 
@@ -219,13 +218,13 @@ def test_a_build_of_all_kinds_is_a_handful_of_launches_of_foreseen_forms() -> No
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_build_of_one_rank_is_as_many_launches_and_equals_one_with_torch(rank: int) -> None:
     _, batch = flash()
-    own, made = ownership.Ownership(rank, 2), []
-    for steps in (kernels, definition):
+    own, made = rank_ops.Ownership(rank, 2), []
+    for steps in (kernels.BUILDER_OPS, BuilderOps()):
         limits = Limits(8, 512, 8192, num_speculative_tokens=2)
         builder = OwnedMetadataBuilder(own, ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=steps)
         with observed() as seen:
             made.append(builder.build_for(batch, list(LayerKind)))
-        if steps is kernels:
+        if steps is kernels.BUILDER_OPS:
             assert len(seen) == 7
             assert set(seen) <= {*kernels.variants(builder.geometry.window), *index_kernels.variants(architecture())}
 
@@ -257,7 +256,8 @@ class Silent:
 def test_given_steps_the_builder_reads_nothing_from_a_device_and_allocates_nothing_there() -> None:
     """On the meta device, whose tensors have no values to read."""
     _, batch = flash()
-    steps: Any = Silent()
+    silent = Silent()
+    steps = BuilderOps(**{field.name: getattr(silent, field.name) for field in fields(BuilderOps)})
     limits = Limits(8, 512, 8192, num_speculative_tokens=2)
     builder = MetadataBuilder(ModelGeometry.preset("flash"), limits, device="meta", steps=steps)
     elsewhere = moved(batch, lambda value: value.to("meta") if isinstance(value, Tensor) else value)
@@ -267,13 +267,13 @@ def test_given_steps_the_builder_reads_nothing_from_a_device_and_allocates_nothi
     assert not builder.validate
     on_device = {name for name, device in ran if device != "cpu"}
     assert on_device == {"expand", "select", "slice", "zero_"}, "views, and a tail cleared in place"
-    assert len(steps.calls) == 7
-    steps.calls.clear()
+    assert len(silent.calls) == 7
+    silent.calls.clear()
     hits = torch.zeros(6, dtype=INT, device="meta")
     with operations() as ran:
         builder.build_for(attrs.evolve(elsewhere, num_cached_tokens=hits, replay_start=hits), list(LayerKind))
     assert {name for name, device in ran if device != "cpu"} == on_device | {"masked_fill_"}
-    assert len(steps.calls) == 7 + 2
+    assert len(silent.calls) == 7 + 2
 
 
 def test_a_batch_of_nothing_clears_what_the_last_one_left() -> None:
