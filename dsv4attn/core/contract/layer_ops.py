@@ -99,7 +99,7 @@ class LayerOps:
         """Whether the op of this name is another than torch's."""
         op = getattr(self, name)
         # torch's with an option is a partial of the definition
-        return (op.func if isinstance(op, partial) else op) is not fields_dict(LayerOps)[name].default
+        return (op.func if isinstance(op, partial) else op) is not _DEFINITIONS[name]
 
     def sources(self, name: str) -> dict[str, str]:
         """For each part in `LAYER_OPS` who runs its ops: `name` if one of them is the backend's, else "reference"."""
@@ -115,8 +115,9 @@ _CHANGES = (
     "mhc_fused_post_pre", "hc_head", "mhc_pre_delayed", "mhc_fused_post_pre_delayed",
 )  # fmt: skip
 """Ops of torch with an option `deterministic`."""
-_DETERMINISTIC: dict[str, Any] = {name: partial(getattr(LayerOps(), name), deterministic=True) for name in _CHANGES}
-_TORCH = LayerOps(), LayerOps(**_DETERMINISTIC)
+_DEFINITIONS: dict[str, Any] = {name: field.default for name, field in fields_dict(LayerOps).items()}
+_INVARIANT: dict[str, Any] = {name: partial(_DEFINITIONS[name], deterministic=True) for name in _CHANGES}
+_TORCH = LayerOps(), LayerOps(**_INVARIANT)
 
 
 def default_layer_ops(*, deterministic: bool = False) -> LayerOps:

@@ -101,7 +101,7 @@ class MetadataBuilder:
         self.state_block_sizes, self.num_state_blocks = state_block_sizes, num_state_blocks or {}
         whole = None if backend is None else complete(backend)
         self.steps = steps or (whole and whole.builder_ops) or BuilderOps()
-        if not isinstance(self.steps, BuilderOps):
+        if not isinstance(cast("object", self.steps), BuilderOps):
             hint = "pass evolve(BuilderOps(), ...), or None"
             raise ArgumentError("steps", expected="BuilderOps", actual=type(self.steps).__name__, hint=hint)
         with torch.inference_mode(False):  # as `_buffer`

@@ -166,7 +166,8 @@ def _recording(ops: LayerOps, recorder: RecordingBackend) -> LayerOps:
 
         return run
 
-    return evolve(ops, **{name: timed(name, part) for part in ("compressor", "indexer") for name in _TIMED[part]})
+    changed: dict[str, Any] = {name: timed(name, part) for part, names in _TIMED.items() for name in names}
+    return evolve(ops, **changed)
 
 
 _TIMED = {
