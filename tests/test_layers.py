@@ -213,7 +213,7 @@ def test_every_room_has_the_same_furniture() -> None:
     furniture = (
         {"__init__", "launch"},
         {"kernels", "tuning", "metadata", "choice", "probe", "support"}
-        | {"compat", "index", "ptx", "steps", "streams", "tiles"},
+        | {"compat", "index", "ptx", "ops", "streams", "tiles"},
     )
     needed, allowed = furniture
     families = ("kernels_", "vllm_api", "flashinfer")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from dsv4attn_vllm.compressor import Compressor
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
@@ -17,6 +18,12 @@ from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from whole import WholeEngine, whole_engine
 
 from dsv4attn.core.contract.backend import complete
+
+
+def with_op(monkeypatch: pytest.MonkeyPatch, engine: WholeEngine, **changed: Any) -> None:
+    """Change layer ops of the engine's backend."""
+    backend = complete(engine.layers[0]._serving.backend)
+    monkeypatch.setitem(vars(backend), "layer_ops", evolve(backend.layer_ops, **changed))
 
 
 @pytest.fixture
@@ -99,8 +106,8 @@ def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyP
         save(kv, score, torch.zeros_like(ape) if bug == "state" else ape, *rest)
 
     work = [(engine.request(127), 1)]
-    monkeypatch.setattr(steps, "compress_norm_rope_store", wrong_store)
-    monkeypatch.setattr(steps, "save_partial_states", wrong_save)
+    with_op(monkeypatch, engine, compress_norm_rope_store=wrong_store)
+    with_op(monkeypatch, engine, save_partial_states=wrong_save)
 
     assert all(differences(engine, work).values())
 
@@ -108,9 +115,8 @@ def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyP
 def test_a_step_that_completes_no_entry_of_128_stores_none(
     engine: WholeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = complete(engine.layers[0]._serving.backend).layer_ops
     stored: list[int] = []
-    monkeypatch.setattr(steps, "compress_norm_rope_store", lambda *given, **_: stored.append(given[8]))
+    with_op(monkeypatch, engine, compress_norm_rope_store=lambda *given, **_: stored.append(given[8]))
 
     engine.step([(engine.request(), 20)])
     assert stored == [4, 4]
@@ -157,20 +163,12 @@ def test_the_weight_of_the_norm_is_vllms_own(
         given.append(arguments[5])
         store(*arguments, **options)
 
-    monkeypatch.setattr(steps, "compress_norm_rope_store", noted)
+    with_op(monkeypatch, engine, compress_norm_rope_store=noted)
     own = [compressor.norm.weight for _, compressor in compressors(engine)]
     for weight in own:
         weight.data = weight.data.to(dtype)
     assert sum(differences(engine, work).values()) <= 2
     assert [each.data_ptr() for each in given] == [weight.data_ptr() for weight in own]
-    monkeypatch.setattr(type(steps), "bf16_norm", False)
-    for _ in range(2):
-        given.clear()
-        for weight in own:
-            weight.data.uniform_(1.0, 3.0)
-        assert sum(differences(engine, work).values()) <= 2
-        assert [each.dtype for each in given] == [torch.float32] * 3
-        assert all(torch.equal(each, weight.float()) for each, weight in zip(given, own, strict=True))
 
 
 def test_no_tokens_write_nothing(engine: WholeEngine) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from dsv4attn_vllm import hyper_connections, replacements, serving
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
@@ -201,7 +202,11 @@ def test_a_planted_bug_is_found(ops: None, monkeypatch: pytest.MonkeyPatch) -> N
     wanted = theirs.mhc_pre_torch(given.streams, *given.weights, *MIXES)[:2]
     right = theirs.mhc_post_torch(given.x, given.streams, *wanted)
     own = steps.mhc_post
-    monkeypatch.setattr(steps, "mhc_post", lambda x, residual, post, comb: own(x, residual, post, comb.mT.contiguous()))
+
+    def transposed(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return own(x, residual, post, comb.mT.contiguous())
+
+    monkeypatch.setattr(hyper_connections, "_steps", lambda: evolve(steps, mhc_post=transposed))
 
     with pytest.raises(AssertionError):
         check((mhc.MHCPostOp()(given.x, given.streams, *wanted),), (right,))

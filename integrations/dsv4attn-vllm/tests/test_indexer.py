@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.index_metadata import IndexMetadata, IndexMetadataBuilder
@@ -24,6 +25,12 @@ from dsv4attn.core.contract.backend import complete
 
 PREFIX = "model.layers.0.attn"
 KEYS = f"{PREFIX}.indexer.k_cache"
+
+
+def with_op(monkeypatch: pytest.MonkeyPatch, engine: WholeEngine, **changed: Any) -> None:
+    """Change layer ops of the engine's backend."""
+    backend = complete(engine.layers[0]._serving.backend)
+    monkeypatch.setitem(vars(backend), "layer_ops", evolve(backend.layer_ops, **changed))
 
 
 @pytest.fixture
@@ -192,14 +199,14 @@ def test_planted_bugs_of_scores_are_found(engine: WholeEngine, seen: Seen, monke
         select(query, cache, table, requests, visible - 10, *rest)
 
     for bug in (mixed_up, one_less):
-        monkeypatch.setattr(steps, "select_topk", bug)
+        with_op(monkeypatch, engine, select_topk=bug)
         engine.step(work)
         for request, _ in work:
             request.tokens -= 1
         for check in (check_selection, check_against_vllms_scores):
             with pytest.raises(AssertionError):
                 check(engine, seen, before)
-    monkeypatch.setattr(steps, "select_topk", select)
+    with_op(monkeypatch, engine, select_topk=select)
     engine.step(work)
     check_selection(engine, seen, before)
     check_against_vllms_scores(engine, seen, before)
@@ -261,9 +268,9 @@ def test_a_graph_is_captured_with_the_longest_context_and_without_the_short_way(
     """Faked: the capture, of which there is none on a CPU."""
     from dsv4attn_vllm import indexer
 
-    steps, given = complete(engine.layers[0]._serving.backend).layer_ops, []
+    given: list[object] = []
     monkeypatch.setattr(indexer, "is_capturing", lambda _: True)
-    monkeypatch.setattr(steps, "select_topk", lambda *all_of_them: given.append(all_of_them[-1]))
+    with_op(monkeypatch, engine, select_topk=lambda *all_of_them: given.append(all_of_them[-1]))
 
     engine.step([(engine.request(), 1)])
 
