@@ -40,7 +40,7 @@ PARTS = ("names", "variants", "help", "run", "public", "ir", "kit")
 MODELS = ("flash", "pro", "v4.1-flash")
 DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", "v41_fp8", "v41_fp4")
 BACKENDS = ("triton", "xpu", "rocm", "sm120", "sm90")
-RUNS = ([], ["--indexer", "random"], ["--model", "v4.1-flash", "--max-requests", "2"])
+RUNS: tuple[list[str], ...] = ([], ["--indexer", "random"], ["--model", "v4.1-flash", "--max-requests", "2"])
 KITS = (["triton"], ["xpu"], ["rocm"], ["sm120"], ["sm90"], ["sm90", "--option", "small=gluon"])
 CASES = "decode-*,mixed-c4a,prefill-c4a,verify-*,call-holes-*,call-empty-*,sink-values-*,lse-*,indexer-c4a-*,mhc-*"
 TIMES = re.compile(r"second|per_s$|share|operations|threads|version|date|platform|memory|load|cores|host")
@@ -177,8 +177,9 @@ def help_(_: argparse.Namespace) -> dict[str, Any]:
     def add(command: click.Command, name: str, parent: click.Context | None) -> None:
         context = click.Context(command, info_name=name, parent=parent, terminal_width=100)
         record[context.command_path] = command.get_help(context).splitlines()
-        for child in command.list_commands(context) if isinstance(command, click.Group) else ():
-            add(command.get_command(context, child), child, context)  # type: ignore[arg-type]
+        children = command.commands if isinstance(command, click.Group) else {}
+        for child, inner in sorted(children.items()):
+            add(inner, child, context)
 
     add(main, "dsv4attn", None)
     return record
@@ -283,7 +284,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.compare:
         renames = json.loads(options.renames.read_text(encoding="utf-8")) if options.renames else {}
-        return min(compare(*options.compare, renames, options.shown), 1)
+        return min(compare(options.compare[0], options.compare[1], renames, options.shown), 1)
     if options.output is None or not {*options.only} <= {*PARTS}:
         parser.error(f"give an output directory, and parts among {', '.join(PARTS)}")
     options.output.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from attrs import evolve, fields
-from tests.core.whole import Whole
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.backend import LayerOps
+from tests.harness import LayerStack
 
 
 def test_one_op_is_brought_by_one_field_and_no_other_differs() -> None:
@@ -22,7 +22,7 @@ def test_one_op_is_brought_by_one_field_and_no_other_differs() -> None:
     class OneOp(ReferenceBackend):
         layer_ops = evolve(LayerOps(), select_topk=select_topk)
 
-    whole, torchs = Whole(OneOp()), Whole(ReferenceBackend())
+    whole, torchs = LayerStack(OneOp()), LayerStack(ReferenceBackend())
     hidden = whole.hidden(0, 40)
     outs = [each.cut(hidden, [33, 7])[1] for each in (whole, torchs)]
 

@@ -15,6 +15,7 @@ from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
@@ -337,7 +338,7 @@ def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
             (valid.clone(),),
         ),
         "build_owned_slot_mapping": (
-            {"ownership": rank_ops.Ownership(1, 2), **tokens, "ratio": 2},
+            {"ownership": Ownership(1, 2), **tokens, "ratio": 2},
             (new(5, dtype=torch.int64), new(5)),
         ),
     }

@@ -191,7 +191,7 @@ class Dsv4Attention(_Layer):
                 q,
                 caches,
                 step,
-                serving.backend,
+                complete(serving.backend),
                 serving.workspace(),
                 q,
                 self._geometry,

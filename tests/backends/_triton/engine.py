@@ -255,8 +255,8 @@ def served(
     """The triton backend serving a model as it is, or a tiny one in the interpreter."""
     options: dict[str, Any] = {"q_dtype": q_dtype or torch.bfloat16}
     if INTERPRETED:
-        geometry, backend = tiny_geometry(ratios=(2, 4)), Interpreted(deterministic=deterministic)
-        return Engine(backend, geometry, limits, kind, DEVICE, swa_block=4, tokens_of_block=32, **options)
+        tiny, geometry = Interpreted(deterministic=deterministic), tiny_geometry(ratios=(2, 4))
+        return Engine(tiny, geometry, limits, kind, DEVICE, swa_block=4, tokens_of_block=32, **options)
     backend, flash = GenericBackend(deterministic=deterministic), ModelGeometry.preset("flash")
     return Engine(backend, flash, limits, kind, DEVICE, **options)
 

@@ -228,7 +228,7 @@ def test_a_sink_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         attention_launch,
         "prepare",
         lambda call, *a, **k: (
-            lambda q, out, lse, _, caches: right(evolve(call, attn_sink=None), *a, **k)(q, out, lse, None, caches)
+            lambda tensors: right(evolve(call, attn_sink=None), *a, **k)(tensors._replace(attn_sink=None))
         ),
     )
     trial = evolve(DECODES["model"], told=False)

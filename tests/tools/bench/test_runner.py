@@ -27,6 +27,12 @@ def _known_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
 
 
+def _last_layout(call: AttentionCall) -> KVCacheLayout:
+    """The layout of the last segment's cache."""
+    assert not isinstance(call.keys, GatheredKeys)
+    return call.keys[-1].cache.layout
+
+
 def runner(backend: Backend, peers: Sequence[Any] = (), name: str = "reference") -> Runner:
     return Runner(torch.device("cpu"), {name: backend}, peers, 2)
 
@@ -350,7 +356,7 @@ def test_pairs_of_records_run_in_turn_and_have_their_speed_by_584(kernel: str) -
 
     class Told(ReferenceBackend):
         def decode(self, call: AttentionCall) -> None:  # prefills on pages call it too
-            order.append(call.caches[-1].layout.record_bytes)
+            order.append(_last_layout(call).record_bytes)
             super().decode(call)
 
     cases = cases_of([kernel], ["v41_r2"], SIZE)
@@ -370,7 +376,7 @@ def test_pairs_of_records_run_in_turn_and_have_their_speed_by_584(kernel: str) -
 
 def test_a_wrong_result_on_one_pair_leaves_the_others_their_times() -> None:
     def on_288(call: AttentionCall) -> None:
-        if call.caches[-1].layout.name == "v41_fp4":
+        if _last_layout(call).name == "v41_fp4":
             call.out[0, 0] = 7.0
 
     told = runner(Planted(on_288)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
@@ -381,7 +387,7 @@ def test_a_wrong_result_on_one_pair_leaves_the_others_their_times() -> None:
 
 def test_without_a_time_on_584_nothing_is_compared_with_it() -> None:
     def on_584(call: AttentionCall) -> None:
-        if call.caches[-1].layout.name == "fp8_ds_mla":
+        if _last_layout(call).name == "fp8_ds_mla":
             call.out[0, 0] = 7.0
 
     told = runner(Planted(on_584)).run(*cases_of(["decode"], ["v41_r1"], SIZE))

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.index_ops import builder as kernels
 from dsv4attn.backends._triton.index_ops import dense as index_kernels
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
+from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.limits import Limits
@@ -107,7 +108,7 @@ def compressed(rng: Random) -> Trial:
 def owned(rng: Random) -> Trial:
     """The same of one rank of several."""
     one, size = compressed(rng), rng.choice([1, 2, 3, 8])
-    own = rank_ops.Ownership(rng.randrange(size), size, rng.choice([1, 1, 2, 5, 64]))
+    own = Ownership(rng.randrange(size), size, rng.choice([1, 1, 2, 5, 64]))
     return Trial("build_owned_slot_mapping", (own, *one.args), one.outs, source=rank_ops)
 
 
@@ -218,7 +219,7 @@ def test_a_build_of_all_kinds_is_a_handful_of_launches_of_foreseen_forms() -> No
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_build_of_one_rank_is_as_many_launches_and_equals_one_with_torch(rank: int) -> None:
     _, batch = flash()
-    own, made = rank_ops.Ownership(rank, 2), []
+    own, made = Ownership(rank, 2), []
     for steps in (kernels.BUILDER_OPS, BuilderOps()):
         limits = Limits(8, 512, 8192, num_speculative_tokens=2)
         builder = OwnedMetadataBuilder(own, ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=steps)
