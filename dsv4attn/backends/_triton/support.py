@@ -18,8 +18,8 @@ FP8_UNITS = "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"
 """Architectures that convert to e4m3 codes of OCP, and multiply them, in one instruction."""
 _OLDEST = 80
 _OLDEST_TRITON = 3, 6
-"""What older releases lack: 3.2 and 3.3 `triton.knobs`; 3.2 to 3.4 the JIT's argument packing, by which kernels are
-compiled before a launch. With 3.5 the kernels compile, but have run nowhere."""
+"""Releases 3.2 and 3.3 have no `triton.knobs`. Releases 3.2 to 3.4 lack the packing of arguments in the JIT, by which
+kernels are compiled before a launch. With 3.5 the kernels compile, but were never run."""
 
 
 def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
@@ -46,9 +46,9 @@ def _of_device(device: DeviceFacts) -> list[Reason]:
         return [Reason("DEVICE", device.kind, "a device that Triton drives: cuda, hip or xpu", "ask for reference")]
     if device.triton_version is None:
         return [Reason("TRITON", "no Triton", "Triton 3.6 or newer", TRITON_SOURCES[device.kind])]
-    old = _older(device)
-    if old is not None:
-        return [old]
+    too_old = _too_old(device)
+    if too_old is not None:
+        return [too_old]
     if device.kind == "cpu" and not device.interpreted:
         return [Reason("INTERPRETER", "a CPU", "an accelerator, or Triton's interpreter", INTERPRETER_CURE)]
     number = re.fullmatch(r"sm_(\d+)", device.arch)
@@ -57,7 +57,7 @@ def _of_device(device: DeviceFacts) -> list[Reason]:
     return []
 
 
-def _older(device: DeviceFacts) -> Reason | None:
+def _too_old(device: DeviceFacts) -> Reason | None:
     release = release_of(device.triton_version)
     if release is None or release >= _OLDEST_TRITON:
         return None
@@ -66,6 +66,6 @@ def _older(device: DeviceFacts) -> Reason | None:
 
 def require_release() -> None:
     """Raise ArgumentError if the Triton of this installation is too old to compile or launch the kernels."""
-    old = _older(DeviceFacts.named("cpu"))
-    if old is not None:
-        raise ArgumentError("triton", expected=old.allowed, actual=old.actual, hint=old.cure)
+    too_old = _too_old(DeviceFacts.named("cpu"))
+    if too_old is not None:
+        raise ArgumentError("triton", expected=too_old.allowed, actual=too_old.actual, hint=too_old.cure)

@@ -1,4 +1,4 @@
-"""Tuning tables of the shared attention kernels: numbers that change times, and results only by rounding."""
+"""Tuning tables of the shared attention kernels. A tuning changes times, and results only by rounding."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ __all__ = ["CDNA", "COMPILED", "DEFAULT", "HOPPER", "INTERPRETER", "RDNA", "Tuni
 class Tuning:
     """Numbers of one architecture for `attention` and `reduce`.
 
-    heads: most heads of a program, the rows of its matrix products. keys: of a tile. warps: of a program; narrow_warps:
-    of a program that has fewer heads. reduce_warps: of a program that combines splits.
-    reduce_parts: splits that are loaded together to be combined, a power of two; other numbers give other bits. On an
-    H200, 8 of them are faster for 8 tokens of 128 heads (4.0 us, not 4.2) and slower for 64 tokens of 64 heads (8.1 us,
-    not 5.5).
-    chained: whether both products of a tile may share one layout; see `attention.product`.
-    prefetch: whether the next tile's records are in flight, in registers, while a tile is multiplied.
-    reload: whether registers are too few for q and keys: q is loaded for each tile, plain keys for each product.
-    assembly: whether codes are decoded four at a time in PTX; otherwise by plain integer operations.
-    converts: whether that PTX converts codes of OCP's e4m3, which the processor then has to have instructions for.
+    heads: largest number of heads of a program, which are the rows of its matrix products.
+    keys: keys of a tile.
+    warps: warps of a program.
+    narrow_warps: warps of a program with fewer heads than `heads`.
+    reduce_warps: warps of a program that combines splits.
+    reduce_parts: number of splits that are loaded together to be combined, a power of two. It changes bits of results.
+    On an H200, 8 splits are faster for 8 tokens of 128 heads (4.0 us, not 4.2) and slower for 64 tokens of 64 heads
+    (8.1 us, not 5.5).
+    chained: whether both products of a tile may share one layout, see `attention.product`.
+    prefetch: whether the records of the next tile are loaded to registers while a tile is multiplied.
+    reload: whether to load q again for each tile, and plain keys for each product, where registers are too few.
+    assembly: whether codes are decoded four at a time in PTX. Otherwise plain integer operations decode them.
+    converts: whether that PTX uses instructions that convert OCP e4m3 codes.
     run: tiles of a split when results must not depend on the batch.
-    pdl: whether launches overlap, see `launching.kernels_pdl`; set by `on`.
-    measured: on what, when, and by which command; or that nothing was measured.
-    prefill: numbers of prefill, if they differ from those of decode.
-    small: numbers of decodes so small that each program has one tile, see `of_call`.
+    pdl: whether kernels use programmatic dependent launch, see `launching.kernels_pdl`. Set by `on`.
+    measured: hardware, versions, date and command of the measurement, or that nothing was measured.
+    prefill: tuning of prefill, if it differs from the tuning of decode.
+    small: tunings of decodes so small that each program has one tile, see `of_call`.
     """
 
     heads: int = 64
@@ -55,34 +58,38 @@ class Tuning:
         return self.prefill or self if phase is Phase.PREFILL else self
 
     def of_call(self, tokens: int, heads: int, width: int, programs: int) -> Tuning:
-        """The first of `small` with which each tile of a decode has one of so many programs to itself; else these.
+        """The first tuning of `small` with which each tile of a decode has its own program; otherwise this tuning.
 
-        tokens, heads, width: of the decode, whose rows have at most so many keys. Rows of one tile are not split.
+        Rows of one tile are not split.
+
+        tokens, heads: of the decode.
+        width: largest number of keys of a row.
+        programs: number of programs that run at once.
         """
-        for one in self.small:
-            if width > one.keys and tokens * one.blocks(heads) * -(-width // one.keys) <= programs:
-                return one
+        for tuning in self.small:
+            if width > tuning.keys and tokens * tuning.blocks(heads) * -(-width // tuning.keys) <= programs:
+                return tuning
         return self
 
     def blocks(self, heads: int) -> int:
-        """Programs that share the heads of a token."""
+        """Number of programs that share the heads of a token."""
         return -(-heads // min(self.heads, padded(heads)))
 
     def on(self, arch: str) -> Tuning:
-        """These numbers on an architecture, which may be another than the one that they were measured on."""
+        """This tuning for an architecture, which need not be the architecture of the measurement."""
         converts = self.converts and arch.startswith("sm_") and int(arch[3:]) >= _CONVERTING
-        small = tuple(one.on(arch) for one in self.small)
+        small = tuple(tuning.on(arch) for tuning in self.small)
         prefill = self.prefill and self.prefill.on(arch)
-        there = evolve(self, pdl=uses_pdl(arch), converts=converts, prefill=prefill, small=small)
-        return self if there == self else there
+        tuning = evolve(self, pdl=uses_pdl(arch), converts=converts, prefill=prefill, small=small)
+        return self if tuning == self else tuning
 
 
 _CONVERTING = 89
-"""NVIDIA's first architecture with instructions that convert e4m3 codes."""
+"""First architecture of NVIDIA with instructions that convert e4m3 codes."""
 
 
 def padded(n: int) -> int:
-    """The smallest power of two that is at least n, and at least what a matrix product takes."""
+    """The smallest power of two that is at least n and at least 16, the smallest side of a matrix product."""
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -125,5 +132,5 @@ DEFAULT = "default"
 
 
 def tuning_for(table: Mapping[str, Tuning], arch: str, kind: str) -> Tuning:
-    """The row of an architecture, else of its kind of device, else the default row."""
+    """The row of the architecture; without one the row of the kind of device; without both the default row."""
     return table.get(arch) or table.get(kind) or table[DEFAULT]

@@ -1,4 +1,4 @@
-"""Attention over ranks: the launchers of `kernels_ranks`. `core.context_parallel.attention` is the definition."""
+"""Attention over ranks: launchers of `attention.kernels_ranks`. The definition is `core.context_parallel.attention`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsv4attn.backends._triton.tuning import padded
 __all__ = ["merge_parts", "pack_part", "variants"]
 
 TOGETHER = 4
-"""Ranks whose parts are loaded together. Results do not depend on it."""
+"""Number of ranks whose partial results are loaded together. Results do not depend on this number."""
 
 
 def pack_part(out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
@@ -66,13 +66,13 @@ def _merging(heads: int, dim: int, unit: int) -> Constants:
 def variants(
     heads: int, dim: int, dtype: torch.dtype, *, sinks: Sequence[bool], aligned: bool = True
 ) -> Iterator[Variant]:
-    """Every form that this module can ask for. aligned: whether rows of out are, to 16 bytes."""
-    # what a rank sends is a multiple of 16 bytes, whatever its rows are, if its lse is
+    """Every variant that this module can need. aligned: whether rows of out are aligned to 16 bytes."""
+    # a send buffer begins at a multiple of 16 bytes if the size of its lse is one
     for rows in row_alignments(dim, dtype, aligned=aligned and heads % 4 == 0):
         unit = max(rows // dtype.itemsize, 1)
         types = dict.fromkeys(("out", "sent", "parts"), pointer_type(dtype))
         types |= dict.fromkeys(("lse", "sent_lse", "part_lse"), "*fp32")
         yield Variant.from_types(pack_part_kernel, types, _packing(heads, dim, unit))
         for sink in sinks:
-            given = {**types, "sink": "*fp32" if sink else "none"}
-            yield Variant.from_types(merge_parts_kernel, given, _merging(heads, dim, unit), fp_fusion=False)
+            merge_types = {**types, "sink": "*fp32" if sink else "none"}
+            yield Variant.from_types(merge_parts_kernel, merge_types, _merging(heads, dim, unit), fp_fusion=False)

@@ -1,8 +1,8 @@
-"""Launching kernels. `Variant` describes what a launch compiles, for `warmup` and `aot` too.
+"""Launching kernels. `Variant` describes what a launch compiles, also for `warmup` and `aot`.
 
-Run-time integers are annotated with their width and never specialised, so that their values compile nothing. The form
-that a launch compiles is determined by its constants, the dtypes of its pointers, whether they are aligned, and which
-optional pointers are None. On AMD every form exists twice: `FAR_FORMS`.
+Run-time integers are annotated with their width and never specialised, so that no value of an integer compiles another
+variant. The variant of a launch is determined by its constants, the dtypes and alignment of its pointers, and which
+optional pointers are None. On AMD every variant exists in two forms, see `FAR_FORMS`.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 FAR_FORMS: bool = torch.version.hip is not None
 """Triton for AMD compiles loads from a tensor below 2 GB without branches, with offsets of 32 bits, and decides this
-for each tensor of each launch. Here it is decided for all tensors of a launch together, so that a warm-up has only two
-forms of a kernel to compile."""
+for each tensor of each launch. Here one decision holds for all tensors of a launch, so that a warm-up compiles only
+two forms of a variant."""
 _FAR = 2**31
 
 
 def stable_kernel(function: Callable[..., object]) -> Kernel:
-    """`triton.jit` that compiles one form for all numbers and all alignments of pointers.
+    """`triton.jit` that compiles one variant for all numbers and all alignments of pointers.
 
     Parameters annotated as numbers are never specialised, and parameters without annotation are pointers. A kernel with
-    wide accesses has a constant that says whether they are possible.
+    wide accesses has a constant for whether wide accesses are possible.
     """
     return triton.jit(function, **_jit_options(function))
 
@@ -109,8 +109,8 @@ def launch(
     args: tensors, numbers and None, in the order of the parameters that are not in `constants`. fp_fusion: whether a
     product may be added before it is rounded, which is faster, and rounds unlike torch does. extra: further options of
     the compiler, such as maxnreg. Triton's environment variables are read at a form's first launch.
-    Returns the compiled form, where later launches may go past Triton. Raises ArgumentError for a CPU or meta tensor
-    unless kernels are interpreted.
+    Returns the cached launch if later launches can skip Triton's launcher, otherwise None. Raises ArgumentError for a
+    CPU or meta tensor unless kernels are interpreted.
     """
     if 0 in grid:
         return None
@@ -184,7 +184,7 @@ class Launch:
         launch(self.kernel, (programs,), (*pointers, *self.numbers), self.constants, num_warps=self.warps)
 
     def _launch_and_cache(self, programs: int, pointers: Sequence[Any]) -> None:
-        """Launch, and cache the compiled form, unless the next launch may need the far form."""
+        """Launch, and cache the launch unless the next one may need the far form."""
         args = (*pointers, *self.numbers)
         cached = launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps)
         if cached is not None and not FAR_FORMS:

@@ -1,4 +1,4 @@
-"""Compiling every form of every kernel before the first request, and a count of what is compiled later.
+"""Compiling every variant of every kernel before the first request, and a count of later compilations.
 
 Compiled kernels are stored in Triton's own cache on disk (TRITON_CACHE_DIR), which several processes may fill at once.
 """
@@ -24,35 +24,35 @@ from dsv4attn.backends._triton.untyped import CompiledKernel
 __all__ = ["compiled", "threads", "warm"]
 
 _log = logging.getLogger("dsv4attn")
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 
 
 def threads() -> int:
-    """Threads that compile, in each process."""
+    """Number of threads that compile, in each process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_THREADS)
+    return min(cores, _MAX_THREADS)
 
 
 def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a backend") -> int:
     """Compile variants for a device of this machine and load them, launching nothing. Returns the number of kernels.
 
-    name: of the backend, for the log. Interpreted kernels are only counted.
-    A kernel that does not fit the device raises Triton's error here, and not in the first request.
+    Interpreted kernels are only counted. name: name of the backend, for the log.
+    A kernel that does not fit the device raises Triton's error here instead of in the first request.
     """
     require_driven(device)
-    chosen = list(dict.fromkeys(variants))
+    distinct = list(dict.fromkeys(variants))
     if runtime.INTERPRETED:
-        return len(chosen)
+        return len(distinct)
     begin = time.perf_counter()
-    forms = [(variant, far) for variant in chosen for far in ((False, True) if runtime.FAR_FORMS else (False,))]
+    forms = [(variant, far) for variant in distinct for far in ((False, True) if runtime.FAR_FORMS else (False,))]
     with device_context(device), compiled() as seen:
         with ThreadPoolExecutor(threads()) as executor, triton.AsyncCompileMode(executor):
             kernels = [_compile(variant, far=far) for variant, far in forms]
         for kernel in kernels:
             _load(kernel)
-    took, fresh = time.perf_counter() - begin, sum(not hit for _, hit in seen)
+    seconds, new = time.perf_counter() - begin, sum(not hit for _, hit in seen)
     text = "dsv4attn: %s is warm: %d kernels on %s, of which %d were compiled now, in %.1f s"
-    _log.info(text, name, len(forms), device, fresh, took)
+    _log.info(text, name, len(forms), device, new, seconds)
     return len(forms)
 
 
@@ -62,28 +62,28 @@ def _compile(variant: Variant, *, far: bool) -> CompiledKernel:
 
 def _load(kernel: CompiledKernel) -> None:
     """Load a binary. Otherwise the first launch loads it, perhaps while a graph is captured."""
-    done = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
+    compiled_kernel = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
     # reading this property loads the binary
-    done.run  # noqa: B018
+    compiled_kernel.run  # noqa: B018
 
 
 @contextmanager
 def compiled() -> Iterator[list[tuple[str, bool]]]:
     """Collect the kernels that this process compiles inside a `with` block: (name, whether Triton's disk cache had it).
 
-    Either is a stall. A launch of a form that this process has compiled before adds nothing.
+    Both cases stall a request. A launch of a variant that this process has compiled before adds nothing.
     """
     seen: list[tuple[str, bool]] = []
     knobs = triton.knobs.compilation
-    before = knobs.listener
+    previous_listener = knobs.listener
 
     def listen(**event: Any) -> None:  # noqa: ANN401 - Triton's arguments
         seen.append((event["src"].name, event["cache_hit"]))
-        if before is not None:
-            before(**event)
+        if previous_listener is not None:
+            previous_listener(**event)
 
     knobs.listener = listen
     try:
         yield seen
     finally:
-        knobs.listener = before
+        knobs.listener = previous_listener

@@ -1,6 +1,8 @@
-"""Scores of index keys: the launcher of `kernels_index_logits`, with tiles by architecture and tokens of a request.
+"""Scores of index keys: the launcher of `kernels_index_logits`.
 
-`fp8_paged_mqa_logits` and `fp8_mqa_logits` are the field's functions; `score` is what selection begins with.
+Tiles depend on the architecture and on the number of tokens of a request.
+
+`fp8_paged_mqa_logits` and `fp8_mqa_logits` have the names of other libraries. Selection calls `score`.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dial
 __all__ = ["LANES", "fp8_mqa_logits", "fp8_paged_mqa_logits", "multiplies_codes", "score", "variants"]
 
 LANES = 64
-"""Groups of each run of entries in the maxima of `score`."""
+"""Number of maxima that `score` writes for each run of entries."""
 PAGE = 64
-"""Entries that stand in one page if the size of a page is a multiple of it."""
+"""Consecutive entries that are in one page if the page size is a multiple of PAGE."""
 
 
 @frozen
@@ -48,9 +50,9 @@ class Tile:
 
 @frozen
 class Tiles:
-    """Tiles for one token of a request, for two, and for many.
+    """Tiles for requests of one token, of two tokens, and of more.
 
-    measured: on what and when, or that nothing was.
+    measured: hardware and date of the measurement, or that nothing was measured.
     """
 
     one: Tile
@@ -160,7 +162,7 @@ def fp8_mqa_logits(
 
 
 def _span(tile: Tile, tokens: int, entries: int, runs: int = 1) -> int:
-    """Entries of a program: of so many tiles, a multiple of `runs`, that programs fill the device once."""
+    """Entries per program: the smallest multiple of `runs` tiles that gives one wave of programs."""
     programs = max(tile.programs * multiprocessors() // -(-tokens // tile.tokens), 1)
     tiles = -(-entries // tile.entries)
     return -(-tiles // programs // runs) * runs * tile.entries
@@ -168,10 +170,10 @@ def _span(tile: Tile, tokens: int, entries: int, runs: int = 1) -> int:
 
 @frozen(eq=False)
 class _Keys:
-    """Index keys as the kernel takes them.
+    """Index keys as arguments of the kernel.
 
-    strides: of pages, records, scales' region and scales. stride: of records where they follow each other and a tile is
-    in one page, else 0.
+    strides: strides of pages and records, offset of the scales' region, and stride of scales.
+    stride: stride of records if the records of a tile are contiguous, in one page. Otherwise 0.
     """
 
     tensor: Tensor
@@ -184,16 +186,16 @@ class _Keys:
 
     @property
     def aligned(self) -> int:
-        """Bytes that divide the address of every record: of the widest access, or of an element."""
+        """Bytes that divide the address of every record: those of the widest access, or those of an element."""
         item = self.tensor.element_size()
         step = self.tensor.data_ptr() | (self.strides[0] | self.strides[1]) * item
         return WIDE if step % WIDE == 0 else item
 
 
 def _dense(layout: KVCacheLayout, stride: int) -> int:
-    """The distance of records in elements, if nothing is between them; else 0."""
-    wanted = layout.data_bytes // layout.dtype.itemsize
-    return wanted if stride == wanted else 0
+    """The stride of contiguous records, in elements; 0 if the records are not contiguous."""
+    contiguous = layout.data_bytes // layout.dtype.itemsize
+    return contiguous if stride == contiguous else 0
 
 
 def _pages(cache: PagedKVCache, tile: Tile) -> _Keys:
@@ -275,9 +277,9 @@ def _constants(
 
 
 def variants(layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = True) -> Iterator[Variant]:
-    """Every form that selection can ask for on an architecture, with keys of this layout.
+    """Every variant that selection can need on an architecture, with keys of this layout.
 
-    aligned: whether caches, and rows of plain queries, are to 16 bytes.
+    aligned: whether caches, and rows of plain queries, are aligned to 16 bytes.
     """
     tiles, native = tiles_for(layout, arch), multiplies_codes(layout, arch)
     dtype = pointer_type(torch.uint8 if layout.is_quantised else layout.dtype)

@@ -1,4 +1,4 @@
-"""The choice among candidates of all ranks: the launchers of `kernels_ranks` around `select`, which proposes them.
+"""Selection among the candidates of all ranks: the launchers of `layer.kernels_ranks`, with `select` between them.
 
 `core.context_parallel.selection` is the definition.
 """
@@ -22,18 +22,22 @@ from dsv4attn.core.torch_modes import without_modes
 __all__ = ["choose", "variants"]
 
 TOGETHER = 8192
-"""Candidates of all ranks for a token that are in registers of a program, at most."""
+"""Largest number of candidates of one token, over all ranks, that a program holds in registers."""
 MOST_RANKS = 16
-"""Ranks whose candidates are in one program, at most. Each power of two up to it, but 1, is a form of the kernel."""
+"""Largest number of ranks whose candidates one program holds. Each power of two from 2 up to it is a variant."""
 
 
 @without_modes
 def choose(ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, max_entries: int) -> None:
-    """Write this rank's numbers of the K best candidates of all ranks to out [T, K] int32, ascending, then -1.
+    """Write those of the K best candidates of all ranks that this rank owns to `out`, ascending, then -1.
 
-    numbers: [R, T, K] int32, of each rank ascending, then -1; scores: [R, T, K] fp32, of the same strides, -inf for
-    none, not NaN. Of equal scores the lower number wins. max_entries: bound of numbers that are not -1. It is one
-    launch where candidates fit registers, and numbers are of one of the R ranks; else it is three.
+    Of equal scores the lower number wins. There is one launch if the candidates fit into registers and R is the number
+    of ranks of `ownership`. Otherwise there are three launches.
+
+    numbers: [R, T, K] int32, entry numbers of the candidates of each rank, ascending, then -1.
+    scores: [R, T, K] fp32, with the strides of `numbers`. -inf where there is no candidate. Never NaN.
+    out: [T, K] int32.
+    max_entries: bound of the entry numbers.
     """
     ranks, rows, topk = numbers.shape
     if not (rows and topk):
@@ -49,7 +53,7 @@ def choose(ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, m
     strides = *numbers.stride()[:2], width
     given = numbers, scores, placed, placed_scores, counts, *strides, topk, ranks, topk.bit_length()
     launch(place_kernel, (rows * ranks,), given, constants)
-    # candidates are at most as many as entries, and stand before what is none
+    # there are at most as many candidates as entries, and -1 comes after the candidates
     select(placed_scores, None, counts, chosen, min(ranks * topk, max_entries), run=0)
     strides = chosen.stride(0), width, out.stride(0)
     launch(own_kernel, (rows,), (chosen, placed, out, *strides, topk, *owner), constants)
@@ -62,7 +66,7 @@ def _constants(topk: int) -> Constants:
 
 @cache
 def _keep_form(ranks: int, topk: int) -> tuple[Constants, int] | None:
-    """Constants and warps of `keep_kernel`; None if it cannot hold so many candidates."""
+    """Constants and warps of `keep_kernel`; None if a program cannot hold all candidates."""
     block, together = triton.next_power_of_2(topk), max(triton.next_power_of_2(ranks), 2)
     if together > MOST_RANKS or together * block > TOGETHER:
         return None
@@ -70,7 +74,7 @@ def _keep_form(ranks: int, topk: int) -> tuple[Constants, int] | None:
 
 
 def variants(topk: int) -> Iterator[Variant]:
-    """Every form that this module can ask for, beside those of `select`."""
+    """Every variant that this module can need, without the variants of `select`."""
     types = dict.fromkeys(("SCORES", "PLACED_SCORES"), "*fp32")
     for kernel in (place_kernel, own_kernel):
         yield Variant.from_types(kernel, types, _constants(topk))

@@ -1,4 +1,4 @@
-"""Every form that the steps of the layer can ask for, part by part, for warm-up and cross-compilation."""
+"""Every variant that the layer's steps can need, part by part, for warm-up and cross-compilation."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ NORMS = torch.bfloat16, torch.float32
 
 
 def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
-    """Every form that the steps of a model within the bounds can ask for on an architecture."""
+    """Every variant that the steps of a model within the bounds can need on an architecture."""
     model = bounds.model
     assert model is not None
     for layer in bounds.layers:
         if layer.kind is LayerKind.SWA:
             continue
         if "compressor" in bounds.parts:
-            made = _latents(layer, bounds) if model.shared_latent else _entries(layer, bounds, arch)
-            yield from made
+            yield from _latents(layer, bounds) if model.shared_latent else _entries(layer, bounds, arch)
         if layer.kind is LayerKind.C4A:
             yield from _indexer(model, layer, bounds, arch)
     if "hyper_connections" in bounds.parts:
@@ -47,7 +46,7 @@ def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
 
 
 def _entries(layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
-    """DeepSeek-V4's compressor, of keys and of index keys."""
+    """DeepSeek-V4's compressor, for keys and for index keys."""
     for layout in [bounds.compressed, *([bounds.index_layout] if layer.kind is LayerKind.C4A else [])]:
         yield from compress.variants(
             layout,
@@ -61,7 +60,7 @@ def _entries(layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Va
 
 
 def _latents(layer: LayerGeometry, bounds: WarmupSpec) -> Iterator[Variant]:
-    """DeepSeek-V4.1's compressor, and what is stored of its latents."""
+    """DeepSeek-V4.1's compressor, and the kernels that store its latents."""
     sizes, aligned = (layer.compress_ratio, layer.rope_dim), bounds.aligned
     yield from latents.latent_variants(layer.head_dim, layer.compress_ratio, aligned=aligned, norms=NORMS)
     yield from latents.variants(bounds.compressed, *sizes, torch.bfloat16, (None,), aligned=aligned)
@@ -70,7 +69,7 @@ def _latents(layer: LayerGeometry, bounds: WarmupSpec) -> Iterator[Variant]:
 
 
 def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
-    """Queries, scores and selection; in two levels if the model has candidates."""
+    """Index queries, scores and selection. Selection has two levels if the model has candidates."""
     index, heads, parts = bounds.index_layout, model.index_n_heads, bounds.parts
     if "indexer" in parts:
         dtypes = tuple(dict.fromkeys((bounds.q_dtype, torch.float32)))
