@@ -51,12 +51,15 @@ PRODUCTS = ("bf16", "fp8")
 
 
 class TritonBackend(BackendDefaults):
-    """Attention on pages in both phases. A subclass gives name and tunings, and overrides what differs.
+    """Attention on pages in both phases. A subclass sets `name` and `tunings`, and overrides the methods that differ.
 
-    name: of the backend. tunings: its tuning table, by architecture or kind of device.
-    tuning: row of that table; "auto" is the device's own. deterministic: no row's bits depend on the rest of the batch;
-    a decode row is then cut into splits of fixed length, and a prefill row is not cut. projection: "fp8" multiplies
-    block-scaled fp8 matrices of the output projection as they are, with outputs rounded to fp8; "bf16" converts them.
+    name: name of the backend.
+    tunings: tuning table of the backend, by architecture or kind of device.
+    tuning: row of the tuning table. "auto": the row of the device.
+    deterministic: the bits of a row do not depend on the rest of the batch. A decode row is then cut into splits of
+    fixed length, and a prefill row is not cut.
+    projection: "fp8" multiplies block-scaled fp8 matrices of the output projection without conversion, and rounds the
+    attention outputs to fp8. "bf16" converts the matrices.
     """
 
     name: str
@@ -91,13 +94,13 @@ class TritonBackend(BackendDefaults):
         return row.on(device.arch)
 
     def tuning_of(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Tuning:
-        """The tuning of a call: a function of shapes, and of the phase alone when deterministic."""
+        """The tuning of a call. It depends on shapes; with `deterministic` on the phase alone."""
         if self.deterministic or phase is Phase.PREFILL:
             return self.tuning.of(phase)
         return self.tuning.of_call(tokens, layer.num_heads, width, multiprocessors())
 
     def _splits(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> int:
-        """Splits of each row: a function of shapes, and of a row's own width alone when deterministic."""
+        """Number of splits of each row. It depends on shapes; with `deterministic` on the width of the row alone."""
         if not self.deterministic:
             tuning = self.tuning_of(phase, layer, tokens, width)
             return attention_launch.splits_of(tokens, layer.num_heads, width, tuning, multiprocessors())
@@ -105,19 +108,19 @@ class TritonBackend(BackendDefaults):
         return -(-tiles // self.tuning.run) if phase is Phase.DECODE else 1
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """Splits of the rows, where several programs share one."""
+        """Memory for the results of splits, where several programs share a row."""
         splits, always = self._splits(phase, layer, tokens, width), self.deterministic and phase is Phase.DECODE
         return attention_launch.scratch(tokens, layer, splits, always=always)
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
-        """Rows are split only if they do not fill the device, so splits are at most the device's programs."""
+        """Rows are split only if they do not fill the device. So there are at most as many splits as programs."""
         if self.deterministic:
             parts = self._splits(phase, layer, max_tokens, max_width)
             return attention_launch.scratch_bound(layer, max_tokens * parts if phase is Phase.DECODE else 0)
         return attention_launch.scratch_bound(layer, multiprocessors())
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
-        """Zero: kernels write to given memory."""
+        """Zero, because kernels write to memory that the caller gives."""
         return 0
 
     @cached_property
@@ -131,16 +134,16 @@ class TritonBackend(BackendDefaults):
 
     @cached_property
     def prepare_rows(self) -> PrepareRows | None:
-        """See `contract.BackendDefaults`. Subclasses with a gather or index steps of their own have those called."""
-        own = unwrap(self.dequantize_and_gather_k_cache) is unwrap(gather.dequantize_and_gather_k_cache)
-        return fill.prepare_rows if own and self.steps is dense else None
+        """See `contract.BackendDefaults`. None in subclasses with another gather or other index steps."""
+        is_shared = unwrap(self.dequantize_and_gather_k_cache) is unwrap(gather.dequantize_and_gather_k_cache)
+        return fill.prepare_rows if is_shared and self.steps is dense else None
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """See `contract.BackendDefaults`. One kernel for both phases; it takes gathered rows too."""
+        """See `contract.BackendDefaults`. One kernel serves both phases, and gathered rows too."""
         width = sum(rows.width for rows in attention_launch.index_rows(call.keys))
         tuning = self.tuning_of(phase, call.layer, call.q.shape[0], width) if call.scratch else self.tuning.of(phase)
-        fixed = self.deterministic and phase is Phase.DECODE
-        return attention_launch.prepare(call, tuning, tiles_per_split=tuning.run if fixed else 0)
+        fixed_splits = self.deterministic and phase is Phase.DECODE
+        return attention_launch.prepare(call, tuning, tiles_per_split=tuning.run if fixed_splits else 0)
 
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
@@ -153,7 +156,7 @@ class TritonBackend(BackendDefaults):
     def inv_rope_o_proj(
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Weight, num_groups: int
     ) -> Tensor:
-        """See `contract.Backend`. wo_a may be block-scaled fp8 too, which is converted unless this `projects_fp8`."""
+        """See `contract.Backend`. wo_a may be block-scaled fp8, which is converted unless `projects_fp8`."""
         check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache)
         scaled = scaled_weight(wo_a) if self.projects_fp8 else None
         if scaled is not None:
@@ -168,14 +171,14 @@ class TritonBackend(BackendDefaults):
         """See `contract.BackendDefaults`."""
         tuning = self._tuning(device)
         yield from dense.variants(device.arch)
-        promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
+        alignments = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
         for layer in bounds.layers:
             yield from builder.variants(layer.window, device.arch)
             layouts = [layout for layout, _ in bounds.caches(layer)]
             for layout in layouts:
                 heads, norm = layer.num_heads, layer.q_norm
-                yield from insert.variants(layout, heads, bounds.q_dtype, **promised, norm=norm, arch=device.arch)
-                yield from gather.variants(layout, **promised)
+                yield from insert.variants(layout, heads, bounds.q_dtype, **alignments, norm=norm, arch=device.arch)
+                yield from gather.variants(layout, **alignments)
             if self.forms.prefill_keys is KeyForm.GATHERED and self.prepare_rows is not None:
                 ragged = self.forms.prefill_indices is IndexForm.RAGGED
                 entries = layouts[1] if len(layouts) > 1 else None
@@ -202,7 +205,7 @@ class TritonBackend(BackendDefaults):
             yield from layer_variants(bounds, device.arch)
 
     def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
-        """Forms of the attention kernel in both phases."""
+        """Variants of the attention kernel in both phases."""
         yield from self._paged_variants(bounds, layer, tuning)
         if self.forms.prefill_keys is KeyForm.GATHERED:
             yield from self._gathered_variants(bounds, layer, tuning)
@@ -210,7 +213,10 @@ class TritonBackend(BackendDefaults):
     def _gathered_variants(
         self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning, *, decode: bool = False
     ) -> Iterator[Variant]:
-        """Forms for keys in the workspace, where all views begin at multiples of 16 bytes. decode: also of decode."""
+        """Variants for keys in the workspace, where every view begins at a multiple of 16 bytes.
+
+        decode: whether to add the variants of decode.
+        """
         rows = KVCacheLayout.rows(bounds.swa.nope_dim, bounds.swa.rope_dim, dtype=bounds.swa.row_dtype)
         segment = attention_launch.Segment.of(rows, aligned=rows.data_bytes % 16 == 0)
         yield from self._variants_over(bounds, layer, tuning, (segment,), decode=decode)
@@ -231,13 +237,13 @@ class TritonBackend(BackendDefaults):
     ) -> Iterator[Variant]:
         dims, itemsize = (layer.num_heads, layer.nope_dim, layer.rope_dim), bounds.q_dtype.itemsize
         for rows in row_alignments(layer.head_dim, bounds.q_dtype, aligned=bounds.aligned_rows):
-            one = max(rows // itemsize, 1)
-            shape = attention_launch.Shape(*dims, segments, bounds.q_dtype, one, self._ragged)
-            for numbers in dict.fromkeys(map(tuning.of, Phase)):
-                yield from attention_launch.variants(shape, numbers, sinks=bounds.with_sink, lses=bounds.with_lse)
-            for numbers in tuning.small if decode and not self.deterministic else ():
-                given = {"sinks": bounds.with_sink, "lses": bounds.with_lse, "splits": (True,)}
-                yield from attention_launch.variants(shape, numbers, **given)
+            unit = max(rows // itemsize, 1)
+            shape = attention_launch.Shape(*dims, segments, bounds.q_dtype, unit, self._ragged)
+            for phase_tuning in dict.fromkeys(map(tuning.of, Phase)):
+                yield from attention_launch.variants(shape, phase_tuning, sinks=bounds.with_sink, lses=bounds.with_lse)
+            for small_tuning in tuning.small if decode and not self.deterministic else ():
+                options = {"sinks": bounds.with_sink, "lses": bounds.with_lse, "splits": (True,)}
+                yield from attention_launch.variants(shape, small_tuning, **options)
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         """See `contract.BackendDefaults`."""
@@ -245,6 +251,6 @@ class TritonBackend(BackendDefaults):
 
 
 def _possible_segments(layout: KVCacheLayout, *, aligned: bool) -> tuple[attention_launch.Segment, ...]:
-    """What a cache can compile to. aligned: whether it is promised to begin at multiples of 16 bytes."""
+    """All segments that a cache can compile to. aligned: whether the cache begins at a multiple of 16 bytes."""
     possible = (True,) if aligned and (layout.is_quantised or layout.data_bytes % 16 == 0) else (True, False)
-    return tuple(dict.fromkeys(attention_launch.Segment.of(layout, aligned=each) for each in possible))
+    return tuple(dict.fromkeys(attention_launch.Segment.of(layout, aligned=is_aligned) for is_aligned in possible))

@@ -110,7 +110,7 @@ def _units(strides: Sequence[int], unit: int) -> tuple[int, ...]:
 def variants(
     sinks: Sequence[bool], lses: Sequence[bool], *, padded: bool, copies: bool, aligned: bool
 ) -> Iterator[Variant]:
-    """Every form that calls can ask for. padded: whether heads are. copies: whether rows of indices are."""
+    """Every variant that calls can need. padded: whether heads are. copies: whether rows of indices are."""
     units = (8,) if aligned or not padded else (8, 1)
     for unit, sink, segments in product(units, sinks if padded else (False,), (1, 2) if copies else (0,)):
         if padded or segments:

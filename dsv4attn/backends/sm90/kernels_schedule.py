@@ -390,7 +390,7 @@ def own_tile(keys, t, tile, least, N: tl.constexpr):
 
 @triton.jit
 def tile_with_keys(i, of_first, before):
-    """The i-th of a row's tiles with columns that count, of_first of them in the first segment, which has `before`."""
+    """Index of the row's i-th non-empty tile; the first `of_first` lie in segment 0."""
     return tl.where(i < of_first, i, i - of_first + before)
 
 

@@ -37,7 +37,7 @@ def bounds_of(values, scale, ok):
 
 @triton.jit
 def place(column, head, block):
-    """Where the sum of a column and of a head of a block of so many is in a program's part."""
+    """Offset of (column, head) inside a program's partial result."""
     row, eighth = column % 16 // 8, column % 8
     cell = column % 128 // 16 * 32 + eighth * 4 + head % 8 // 2
     return column // 128 * (128 * block) + head // 8 * 1024 + cell * 4 + row * 2 + head % 2

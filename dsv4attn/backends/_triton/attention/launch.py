@@ -283,7 +283,7 @@ def variants(
     lses: Sequence[bool],
     splits: Sequence[bool] = (False, True),
 ) -> Iterator[Variant]:
-    """Every form that `attend` can ask for with a shape, without the rotation. splits: whether rows are split."""
+    """Every variant that `attend` can need with a shape, without the rotation. splits: whether rows are split."""
     chosen, reduced = constants(shape, tuning), _reduce_constants(constants(shape, tuning), tuning)
     caches = [segment.dtype for segment in shape.segments]
     for given, split in product(call_types(shape.dtype, caches, sinks, lses), splits):

@@ -1,4 +1,4 @@
-"""Gather steps: records of a cache, dequantised, to contiguous rows.
+"""Gather steps: dequantise records of a cache to contiguous rows.
 
 This file launches `kernels_gather`. The grid follows from shapes alone.
 """
@@ -30,7 +30,7 @@ from dsv4attn.core.tensorspec import check_strides
 __all__ = ["block_of", "dequant_gather_slots", "dequantize_and_gather_k_cache", "variants"]
 
 TILE, MOST, WARPS = 4096, 32, 4
-"""Values that a program copies (eight of the model's records), the most records of a program, and its warps."""
+"""Values that a program copies (eight of the model's records); largest number of records of a program; its warps."""
 
 
 def dequantize_and_gather_k_cache(
@@ -57,7 +57,7 @@ def dequantize_and_gather_k_cache(
 def dequant_gather_slots(out: Tensor, cache: PagedKVCache, slots: Tensor) -> None:
     """out[i] = the record in slots[i], zeros where there is no such slot.
 
-    out: [n, D], any row stride. slots: int32, [n] of any stride, or n of them in rows [..., K] of one stride.
+    out: [n, D], any row stride. slots: int32, [n] with any stride, or n slots in rows [..., K] with one stride.
     """
     slots = slots[:, None] if slots.ndim == 1 else slots.flatten(0, -2)
     constants = _constants(cache.layout, alignment_of_rows(out), alignment_of_records(cache))
@@ -75,7 +75,7 @@ def dequant_gather_slots(out: Tensor, cache: PagedKVCache, slots: Tensor) -> Non
 
 @cache
 def block_of(layout: KVCacheLayout) -> int:
-    """Records that a program copies."""
+    """Number of records that a program copies."""
     return min(max(TILE // int(triton.next_power_of_2(layout.head_dim)), 1), MOST)
 
 
@@ -85,9 +85,10 @@ def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]
 
 
 def variants(layout: KVCacheLayout, *, aligned: bool = True, aligned_rows: bool = True) -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for.
+    """Every variant that the steps of this module can need.
 
-    aligned, aligned_rows: whether caches are, and rows of `out`, to 16 bytes.
+    aligned: whether caches are aligned to 16 bytes.
+    aligned_rows: whether rows of `out` are aligned to 16 bytes.
     """
     types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
     widths = row_alignments(layout.head_dim, layout.row_dtype, aligned=aligned_rows)

@@ -107,7 +107,7 @@ def variants(
     norm: bool = True,
     arch: str = "",
 ) -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for, with q and kv of one dtype and k that is bf16 or fp32.
+    """Every variant that the steps of this module can need, with q and kv of one dtype and k that is bf16 or fp32.
 
     aligned, aligned_rows: whether caches are, and rows of q, kv and k, to 16 bytes. norm: whether q is normalised.
     arch: of the device.

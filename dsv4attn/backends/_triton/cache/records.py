@@ -48,7 +48,7 @@ def _strides(layout: KVCacheLayout, block_size: int) -> tuple[int, int, int]:
 
 
 def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
-    """Bytes of the widest useful access, and of an element. Eight codes are one access: they are 16 bytes in bf16."""
+    """Bytes of the widest useful access, and of an element. Eight codes, 16 bytes in bf16, are one access."""
     return (8, 1) if layout.is_quantised else (WIDE, layout.dtype.itemsize)
 
 

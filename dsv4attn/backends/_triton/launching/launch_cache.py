@@ -2,9 +2,9 @@
 
 Triton's `JITFunction.run` examines every argument of every launch, and its launchers (`CudaLauncher.__call__` and
 `HIPLauncher.__call__` of releases 3.6 to 3.9, in triton/backends/nvidia/driver.py and amd/driver.py) pass them to a
-function of the driver. The first launch of a form uses Triton's launcher. Later launches of the form call the driver's
-function with the same arguments. Kernels, hooks, tensors and releases that this file does not support use Triton's
-launcher always.
+function of the driver. The first launch of a variant uses Triton's launcher. Later launches call the driver's
+function with the same arguments. Kernels, hooks, tensors and releases that this file does not support always use
+Triton's launcher.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 __all__ = ["WIDE", "CachedLaunch", "Constants", "LaunchKey", "find_launch", "hooked", "launch_key", "store_launch"]
 
 WIDE = 16
-"""Bytes of the widest access. A pointer that is aligned to them compiles to wider loads than one that is not."""
+"""Bytes of the widest access. A pointer that is aligned to 16 bytes compiles to wider loads than another pointer."""
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Types of pointers in cache keys. Launches with other types, such as subclasses of Tensor, use Triton's launcher."""
 _MAX_LAUNCHES = 1024
-"""Cached forms of one kernel."""
+"""Largest number of cached launches of one kernel."""
 
 
 class Constants(dict[str, Any]):
@@ -39,12 +39,15 @@ class Constants(dict[str, Any]):
 
 
 class CachedLaunch(NamedTuple):
-    """A compiled form, and the arguments of its launches.
+    """A compiled variant, and the arguments of its launches.
 
-    call: the driver's function. head: its arguments before the grid. middle: its arguments between the stream and the
-    kernel's. together: whether the kernel's arguments are one tuple. tail: the constants behind them, which the driver
-    skips. home: Triton's cache entry of the kernel on its device; another driver has another entry. owner: a reference
-    that prevents the code from being unloaded.
+    call: the driver's function.
+    head: arguments of the function before the grid.
+    middle: arguments of the function between the stream and the kernel's arguments.
+    together: whether the kernel's arguments are one tuple.
+    tail: the constants after the kernel's arguments, which the driver skips.
+    home: Triton's cache entry of the kernel on its device. Another driver has another entry.
+    owner: a reference that prevents the code from being unloaded.
     """
 
     call: Callable[..., None]
@@ -64,10 +67,11 @@ class CachedLaunch(NamedTuple):
 
 
 class _KernelLaunches:
-    """A kernel whose forms are determined by dtypes of pointers and by constants, and its cached forms.
+    """The cached launches of a kernel whose variants are determined by dtypes of pointers and by constants.
 
-    count: arguments that are not constants. pointers: how many of them are pointers, which come first. aligned: indices
-    of pointers whose alignment compiles to another form.
+    count: number of arguments that are not constants.
+    pointers: number of pointers among the arguments, which come first.
+    aligned: indices of the pointers whose alignment compiles another variant.
     """
 
     def __init__(self, kernel: Kernel, count: int, pointers: int, aligned: Sequence[int]) -> None:
@@ -76,10 +80,10 @@ class _KernelLaunches:
 
 
 LaunchKey: TypeAlias = tuple[_KernelLaunches, int, tuple[Any, ...]]
-"""The cache key of a launch: its kernel, the number of its device, and the key of its form."""
+"""The cache key of a launch: its kernel, the number of its device, and the key of its variant."""
 
 _kernels: dict[int, _KernelLaunches] = {}
-"""Keyed by identity, since Triton's own hash of a kernel takes microseconds. An entry refers to its kernel."""
+"""By the identity of the kernel, because Triton's hash of a kernel takes microseconds. A value refers to its kernel."""
 
 
 def launch_key(
@@ -112,7 +116,11 @@ def _typed(items: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _entry(kernel: Kernel) -> _KernelLaunches | None:
-    """None if values of numbers compile other forms, or parameters are not pointers, numbers, constants, in order."""
+    """The entry of a kernel.
+
+    None if values of numbers compile other variants, or if the parameters are not in the order pointers, numbers,
+    constants.
+    """
     if not isinstance(kernel, triton.JITFunction):
         return None
     order, aligned = [], []
@@ -135,7 +143,7 @@ def _entry(kernel: Kernel) -> _KernelLaunches | None:
 
 
 def find_launch(key: LaunchKey | None) -> CachedLaunch | None:
-    """The compiled form of a cache key on the active driver; None if Triton has to launch it."""
+    """The cached launch of a key on the active driver; None if Triton's launcher has to be used."""
     if key is None:
         return None
     entry, index, variant_key = key
@@ -146,7 +154,7 @@ def find_launch(key: LaunchKey | None) -> CachedLaunch | None:
 
 
 def store_launch(key: LaunchKey | None, compiled: CompiledKernel, constants: Mapping[str, Any]) -> CachedLaunch | None:
-    """Cache a kernel that Triton has compiled and launched; None if only Triton can launch it."""
+    """Cache a kernel that Triton has compiled and launched. Returns None if only Triton's launcher can launch it."""
     if key is None or not _is_supported(compiled) or hooked(key[0].kernel):
         return None
     entry, index, variant_key = key

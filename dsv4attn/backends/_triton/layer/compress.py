@@ -294,7 +294,7 @@ def variants(
     norms: tuple[torch.dtype, ...] = (torch.float32,),
     arch: str = "",
 ) -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for, for entries of a layout.
+    """Every variant that the steps of this module can need, for entries of a layout.
 
     aligned, aligned_rows: whether caches are, and rows of kv, scores and their bias, to 16 bytes. norms: dtypes of
     the weight of the norm.

@@ -46,7 +46,7 @@ def variants(
     aligned: bool = True,
     arch: str = "",
 ) -> Iterator[Variant]:
-    """Every form that the steps can ask for on an architecture, with streams of this dtype.
+    """Every variant that the steps can need on an architecture, with streams of this dtype.
 
     norm_dtype: of the weight of the norm, or None without one. delayed: the steps of DeepSeek-V4.1 instead of V4's.
     aligned: whether rows of streams, x and fn begin at multiples of 16 bytes.

@@ -96,7 +96,7 @@ def variants(
     aligned_rows: bool = True,
     arch: str = "",
 ) -> Iterator[Variant]:
-    """Every form that the step can ask for, with q of a dtype, and weights of one of some dtypes.
+    """Every variant that the step can need, with q of a dtype, and weights of one of some dtypes.
 
     aligned_rows: whether heads of q begin at multiples of 16 bytes.
     """

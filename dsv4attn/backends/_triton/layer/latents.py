@@ -125,7 +125,7 @@ def _store_constants(layout: KVCacheLayout, rope: int, ratio: int, rows: int, re
 def latent_variants(
     dim: int, ratio: int, *, aligned: bool = True, aligned_rows: bool = True, norms: tuple[torch.dtype, ...]
 ) -> Iterator[Variant]:
-    """Every form that `compress_latents` can ask for with entries of `dim` channels.
+    """Every variant that `compress_latents` can need with entries of `dim` channels.
 
     aligned, aligned_rows: whether caches are, and rows of kv and scores, to 16 bytes. norms: dtypes of the weight of
     the norm.
@@ -157,7 +157,7 @@ def variants(
     aligned: bool = True,
     aligned_rows: bool = True,
 ) -> Iterator[Variant]:
-    """Every form that `norm_rope_store` can ask for with x of a dtype, and records of a layout.
+    """Every variant that `norm_rope_store` can need with x of a dtype, and records of a layout.
 
     norms: dtypes of the weight of the norm, None without one. aligned, aligned_rows: as of `latent_variants`.
     """

@@ -295,7 +295,7 @@ def variants(
     arch: str = "",
     blocks: tuple[int, ...] = BLOCKS,
 ) -> Iterator[Variant]:
-    """Every form that `project_fp8` can ask for on an architecture.
+    """Every variant that `project_fp8` can need on an architecture.
 
     dtype: of outputs. aligned: whether their rows begin at multiples of 16 bytes. blocks: rows and columns under one
     scale of weights; head dims that are no multiple of them have no form.

@@ -274,7 +274,7 @@ def _choose_constants(
 def variants(
     topk: int, max_entries: int, arch: str, *, aligned: bool = True, proposes: bool = False
 ) -> Iterator[Variant]:
-    """Every form that `select` can ask for with rows of up to max_entries.
+    """Every variant that `select` can need with rows of up to max_entries.
 
     aligned: whether rows are, to 16 bytes. proposes: whether entries may be `proposed` too.
     """
