@@ -175,7 +175,7 @@ def help_(_: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {}
 
     def add(command: click.Command, name: str, parent: click.Context | None) -> None:
-        context = click.Context(command, info_name=name, parent=parent, terminal_width=100)
+        context = click.Context(command, parent, name, terminal_width=100, **command.context_settings)
         record[context.command_path] = command.get_help(context).splitlines()
         children = command.commands if isinstance(command, click.Group) else {}
         for child, inner in sorted(children.items()):
