@@ -42,7 +42,10 @@ DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", "v41_fp8", "v41_fp4")
 BACKENDS = ("triton", "xpu", "rocm", "sm120", "sm90")
 RUNS: tuple[list[str], ...] = ([], ["--indexer", "random"], ["--model", "v4.1-flash", "--max-requests", "2"])
 KITS = (["triton"], ["xpu"], ["rocm"], ["sm120"], ["sm90"], ["sm90", "--option", "small=gluon"])
-CASES = "decode-*,mixed-c4a,prefill-c4a,verify-*,call-holes-*,call-empty-*,sink-values-*,lse-*,indexer-*,mhc-*-bf16,insert-ocp-64"
+CASES = (
+    "decode-*,mixed-c4a,prefill-c4a,verify-*,call-holes-*,call-empty-*,sink-values-*,lse-*,"
+    "indexer-*,mhc-*-bf16,insert-ocp-64"
+)
 TIMES = re.compile(r"second|per_s$|share|operations|threads|version|date|platform|memory|load|cores|host")
 """Keys of `run --json` whose values are times or facts of the machine."""
 INTERPRETER = """
