@@ -26,8 +26,8 @@ from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 from dsv4attn.testing import oracle, oracle_layer, oracle_v41
-from dsv4attn.testing.judge import F64, Expected, rounded, stored, tolerance
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, tolerance
 from tests.harness import LayerStack
 
 RATIOS = [0, 2, 2, 2, 1, 1, 1, 1]

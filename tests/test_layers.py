@@ -321,7 +321,7 @@ PLANTED = [
     ("dsv4attn.testing.oracle", "from dsv4attn import errors", "may not import errors"),
     ("dsv4attn.testing.oracle", "from .cases import Case", "may not import testing"),
     ("dsv4attn.testing.oracle_layer", "from dsv4attn.core.cache.layout import Fp8Format", "may not import core"),
-    ("dsv4attn.testing.oracle_layer", "from dsv4attn.testing.judge import rounded", "may not import testing"),
+    ("dsv4attn.testing.oracle_layer", "from dsv4attn.testing.tolerances import rounded", "may not import testing"),
     ("dsv4attn.tools.replay.engine", "import dsv4attn.tools.cli.run", "replay may not import cli"),
     ("dsv4attn.testing.cases", "from dsv4attn.compat import flash_mla", "testing may not import compat"),
     ("dsv4attn.compat.flash_mla", "from dsv4attn.plugins import PluginRegistry", "compat may not import plugins"),

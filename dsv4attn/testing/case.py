@@ -1,7 +1,7 @@
-"""The type of a conformance case: clauses of the contract, a scene to run, and a check of the results.
+"""The type of a conformance case: clauses of the contract, a case input to run, and a check of the results.
 
-A scene lists its requirements as `core.contract.problem.Problem`s. The kit asks the backend's support about them before
-it runs the case. If the backend refuses, its reasons are in the report.
+A case input lists its requirements as `core.contract.problem.Problem`s. The kit asks the backend's support about them
+before it runs the case. If the backend refuses, its reasons are in the report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, did_you_mean
 
-__all__ = ["Area", "Bench", "Case", "Check", "Measure", "Scene", "SkipCase", "Wrong", "chosen", "dtype_name"]
+__all__ = ["Area", "Bench", "Case", "CaseInput", "Check", "Measure", "SkipCase", "Wrong", "chosen", "dtype_name"]
 
 
 class Area(str, Enum):
@@ -95,22 +95,22 @@ class Bench:
     lse: bool = True
 
 
-class Scene(Protocol):
-    """The problem that a case runs: a `Scenario`, a `Call`, or `Rows`."""
+class CaseInput(Protocol):
+    """The problem that a case runs: a `StepFixture`, a `SingleCall`, or `CacheRows`."""
 
     @property
     def device(self) -> str:
         """Torch device of its tensors."""
 
     def problems(self, *, lse: bool = True) -> Sequence[Problem]:
-        """Problems that a backend must support to run the scene."""
+        """Problems that a backend must support to run the case input."""
 
     def named_layouts(self) -> Sequence[KVCacheLayout]:
         """Layouts of all caches."""
 
 
 Check = Callable[[Bench, Any], Measure]
-"""Runs a scene on a bench and compares the results. Raises Wrong, or returns the error of the backend."""
+"""Runs a case input on a bench and compares the results. Raises Wrong, or returns the error of the backend."""
 
 
 def _clauses(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -125,8 +125,8 @@ class Case:
     area: class of the pytest suite that runs it.
     clauses: clauses of docs/contract.md that it tests.
     says: a sentence that holds exactly if the case passes.
-    scene: a `Scene` on the CPU; `on` moves it to a device.
-    check: runs the scene and compares.
+    inputs: a `CaseInput` on the CPU; `on` moves it to a device.
+    check: runs the case input and compares.
     needs_lse: whether the case is about the lse; other cases run without it where a backend returns none.
     """
 
@@ -134,7 +134,7 @@ class Case:
     area: Area
     clauses: tuple[str, ...] = attrs.field(converter=_clauses)
     says: str
-    scene: Any
+    inputs: Any
     check: Check
     needs_lse: bool = False
 
@@ -149,9 +149,9 @@ class Case:
 
 
 @cache
-def _on(case: Case, device: str) -> Any:  # noqa: ANN401 - a Scene
-    """Scene of a case on a device: made once, so that several backends share the oracle's answer."""
-    return case.scene if case.scene.device == device else attrs.evolve(case.scene, device=device)
+def _on(case: Case, device: str) -> Any:  # noqa: ANN401 - a CaseInput
+    """CaseInput of a case on a device: made once, so that several backends share the oracle's answer."""
+    return case.inputs if case.inputs.device == device else attrs.evolve(case.inputs, device=device)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

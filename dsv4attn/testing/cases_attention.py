@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from dsv4attn.core.contract.backend import Phase
-from dsv4attn.testing import checks
-from dsv4attn.testing.apart import each_apart
-from dsv4attn.testing.book import Shelf
-from dsv4attn.testing.case import Area, Case, Check, Scene
-from dsv4attn.testing.checks import equals_oracle, reads_raw_q, same_bits, sharded, step_by_step
-from dsv4attn.testing.codes import Codes, reads_every_code
-from dsv4attn.testing.deterministic import any_cut_same_bits
-from dsv4attn.testing.ranks import over_ranks
-from dsv4attn.testing.scenes import KINDS, call, flash, layout, step
-from dsv4attn.testing.sharing import layers_share
-from dsv4attn.testing.world import tiny_geometry
+from dsv4attn.testing import check_attention
+from dsv4attn.testing.case import Area, Case, CaseInput, Check
+from dsv4attn.testing.check_attention import equals_oracle, reads_raw_q, same_bits, sharded, step_by_step
+from dsv4attn.testing.check_deterministic import any_cut_same_bits
+from dsv4attn.testing.check_ranks import over_ranks
+from dsv4attn.testing.factories import KINDS, call, flash, layout, step
+from dsv4attn.testing.fp8_codes import Fp8Codes, reads_every_code
+from dsv4attn.testing.oracle_cache import PagePlacement
+from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.shared_step import layers_share
+from dsv4attn.testing.strided import each_strided
 
 __all__ = ["attention_cases"]
 
@@ -46,12 +46,12 @@ def _case(
     name: str,
     clauses: str,
     says: str,
-    scene: Scene,
+    inputs: CaseInput,
     check: Check = equals_oracle,
     *,
     needs_lse: bool = False,
 ) -> Case:
-    return Case(name=name, area=area, clauses=clauses, says=says, scene=scene, check=check, needs_lse=needs_lse)
+    return Case(name=name, area=area, clauses=clauses, says=says, inputs=inputs, check=check, needs_lse=needs_lse)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -79,8 +79,8 @@ def _steps() -> Iterator[Case]:
     for kind in KINDS:
         says = f"{kind}: where q of prefill is given before norm and rotation, the answer and the caches are the same"
         more: dict[str, Any] = {"raw_q": True, "poison": 0xFF, "extra_rows": 3, "sinks": SINKS, "topk": "holes"}
-        scene = step(kind, *MIXED, (20, 4, 2), select=65, **more)
-        yield _case(Area.PREFILL, f"raw-{kind}", "I7 F2 M1", says, scene, reads_raw_q)
+        inputs = step(kind, *MIXED, (20, 4, 2), select=65, **more)
+        yield _case(Area.PREFILL, f"raw-{kind}", "I7 F2 M1", says, inputs, reads_raw_q)
     for kind in KINDS:
         says = f"{kind}: one to four tokens of a request, verified in one step, equal the oracle and single steps"
         verify = step(kind, (300, 4), (125, 4), (7, 4), num_speculative_tokens=3)
@@ -92,24 +92,24 @@ def _steps() -> Iterator[Case]:
     for kind in KINDS:
         says = f"{kind}: layers of one step, on one metadata object and one workspace, each equal the oracle, twice"
         # short contexts: the history of three layers is inserted
-        scene = step(kind, (130 if kind == "c128a" else 40, 1), (9, 1), topk="holes", select=9)
-        yield _case(Area.DECODE, f"layers-{kind}", "F8 A9" if kind == "c4a" else "F8", says, scene, layers_share)
+        inputs = step(kind, (130 if kind == "c128a" else 40, 1), (9, 1), topk="holes", select=9)
+        yield _case(Area.DECODE, f"layers-{kind}", "F8 A9" if kind == "c4a" else "F8", says, inputs, layers_share)
     for kind in KINDS:
         says = f"{kind}: if deterministic, bits of a row depend neither on the cut of its request nor on other requests"
-        scene = step(kind, (140, 4), (0, 3), topk="holes", extra_rows=2)
+        inputs = step(kind, (140, 4), (0, 3), topk="holes", extra_rows=2)
         check = any_cut_same_bits((4,), (1, 2, 1))
-        yield _case(Area.DECODE, f"any-cut-{kind}", "D2", says, scene, check)
+        yield _case(Area.DECODE, f"any-cut-{kind}", "D2", says, inputs, check)
     says = "on V4.1's records, if deterministic, bits of a row depend neither on the cut of its request nor on others"
-    scene = step("c4a", (140, 4), (0, 3), topk="holes", extra_rows=2, cache="v41", compressed="v41-fp4", ratio=1)
-    yield _case(Area.DECODE, "any-cut-v41", "D2", says, scene, any_cut_same_bits((4,), (1, 2, 1)))
+    inputs = step("c4a", (140, 4), (0, 3), topk="holes", extra_rows=2, cache="v41", compressed="v41-fp4", ratio=1)
+    yield _case(Area.DECODE, "any-cut-v41", "D2", says, inputs, any_cut_same_bits((4,), (1, 2, 1)))
     says = "layers of one step with decode and prefill requests each equal the oracle, twice"
-    scene = step("c4a", (40, 1), (9, 1), (0, 7), (30, 6), topk="holes", select=9)
-    yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, scene, layers_share)
+    inputs = step("c4a", (40, 1), (9, 1), (0, 7), (30, 6), topk="holes", select=9)
+    yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, inputs, layers_share)
     ragged = step("c4a", (300, 1), (126, 3), (64, 2), (5, 4), (9, 0), (0, 1), num_speculative_tokens=3)
     says = "requests of one step may have different numbers of tokens, or none"
     yield _case(Area.DECODE, "verify-ragged", "F3", says, ragged)
     says = "a rank that holds half of the heads computes those heads, with their own sinks"
-    yield _case(Area.PREFILL, "slices-of-heads", "S6", says, step("c4a", *MIXED), checks.slices_of_heads)
+    yield _case(Area.PREFILL, "slices-of-heads", "S6", says, step("c4a", *MIXED), check_attention.slices_of_heads)
 
 
 def _windows() -> Iterator[Case]:
@@ -127,14 +127,14 @@ def _windows() -> Iterator[Case]:
     yield _case(Area.DECODE, "block-swa", "F9 F10", says, blocks)
     for kind in ("c4a", "c128a"):
         says = f"{kind}: prefill tokens that see later ones of their request, beside decode tokens, equal the oracle"
-        scene = step(kind, (300, 1), (0, 7), (250, 12), (70, 3), ahead=5, poison=0xFF, topk="holes", select=65)
-        yield _case(Area.PREFILL, f"ahead-{kind}", "F9", says, scene)
+        inputs = step(kind, (300, 1), (0, 7), (250, 12), (70, 3), ahead=5, poison=0xFF, topk="holes", select=65)
+        yield _case(Area.PREFILL, f"ahead-{kind}", "F9", says, inputs)
     for kind in ("swa", "c4a"):
         says = f"{kind}: no window has a key before its request's first position, be it decode or prefill"
         # rows behind the batch make the limits so large that gathered keys of all requests are in one chunk
         more: dict[str, Any] = {"replay": (290, 0, 0, 100, 250), "extra_rows": 400, "poison": 0xFF}
-        scene = step(kind, (300, 1), (9, 1), (0, 7), (130, 6), (250, 4), **more)
-        yield _case(Area.PREFILL, f"bounded-{kind}", "F10", says, scene)
+        inputs = step(kind, (300, 1), (9, 1), (0, 7), (130, 6), (250, 4), **more)
+        yield _case(Area.PREFILL, f"bounded-{kind}", "F10", says, inputs)
 
 
 def _ranks() -> Iterator[Case]:
@@ -149,8 +149,8 @@ def _ranks() -> Iterator[Case]:
             f"{area.value}: parts of {size} ranks are attention over their own entries; merged by lse, and then with "
             "the sink, they are the whole"
         )
-        scene = step("c4a", *requests, **more)
-        yield _case(area, f"ranks-{area.value}", "L7", says, scene, over_ranks((size, run)), needs_lse=True)
+        inputs = step("c4a", *requests, **more)
+        yield _case(area, f"ranks-{area.value}", "L7", says, inputs, over_ranks((size, run)), needs_lse=True)
 
 
 def _sizes() -> Iterator[Case]:
@@ -170,8 +170,8 @@ def _sizes() -> Iterator[Case]:
     yield _case(Area.PREFILL, "requests-prefill", "F7", says, many)
     for area, phase in PHASE.items():
         says = f"{area.value} of rows with 8,320 keys, of which the last seven outweigh all others, equals the oracle"
-        scene = call(phase, "loud", "c128a", columns=8192, rows=3, shelves=(Shelf(64), Shelf(2)))
-        yield _case(area, f"keys-8320-{area.value}", "F7 M1", says, scene)
+        inputs = call(phase, "loud", "c128a", columns=8192, rows=3, placements=(PagePlacement(64), PagePlacement(2)))
+        yield _case(area, f"keys-8320-{area.value}", "F7 M1", says, inputs)
 
 
 def _apart(area: Area) -> Iterator[Case]:
@@ -179,18 +179,18 @@ def _apart(area: Area) -> Iterator[Case]:
     of = area.value
     says = f"{of}: rows of q, out and lse lie apart, one at a time, and memory beside them stays"
     one = call(PHASE[area], "holes", rows=5, sinks=SINKS)
-    yield _case(area, f"apart-call-{of}", "A7 F6", says, one, each_apart("q out lse", equals_oracle))
+    yield _case(area, f"apart-call-{of}", "A7 F6", says, one, each_strided("q out lse", equals_oracle))
     says = f"{of}: rows of tables and of indices lie apart, one at a time, and of all tensors together"
-    check = each_apart("topk_indices block_table all", equals_oracle)
+    check = each_strided("topk_indices block_table all", equals_oracle)
     # short prompts, so that all are in one chunk and a table of several rows is read
     decode = area is Area.DECODE
     batch = BOTH[area] if decode else ((0, 7), (20, 6), (30, 3))
-    scene = step("c4a", *batch, select=65, topk="holes")
-    yield _case(area, f"apart-step-{of}", "A7 A9" if decode else "A7", says, scene, check)
+    inputs = step("c4a", *batch, select=65, topk="holes")
+    yield _case(area, f"apart-step-{of}", "A7 A9" if decode else "A7", says, inputs, check)
     says = f"{of}, c128a: rows of block tables lie apart"
     two = ((300, 1), (140, 1)) if decode else ((130, 6), (140, 3))
-    scene = step("c128a", *two, extra_rows=0 if decode else 140)
-    yield _case(area, f"apart-c128a-{of}", "A7", says, scene, each_apart("block_table", equals_oracle))
+    inputs = step("c128a", *two, extra_rows=0 if decode else 140)
+    yield _case(area, f"apart-c128a-{of}", "A7", says, inputs, each_strided("block_table", equals_oracle))
 
 
 def _shapes(area: Area) -> Iterator[Case]:
@@ -206,24 +206,24 @@ def _shapes(area: Area) -> Iterator[Case]:
     yield _case(area, f"topk-1024-{of}", "F5", says, step("c4a", (4200, 1 if area is Area.DECODE else 2), select=1024))
     says = f"{of} with an index matrix of no columns sees the window alone"
     none = step("c4a", *batch, topk="none")
-    yield _case(area, f"topk-0-{of}", "B4 F5", says, none, checks.without_columns)
+    yield _case(area, f"topk-0-{of}", "B4 F5", says, none, check_attention.without_columns)
     for swa, tokens in ((1, 256), (2, 4), (16, 8), (32, 64), (128, 128), (256, 1024)):
         says = f"{of} on pages of {swa} and {tokens // 4} records equals the oracle"
-        scene = step("c4a", *batch, pages=(swa, tokens))
-        yield _case(area, f"pages-{swa}-{tokens // 4}-{of}", "A4 F5", says, scene)
+        inputs = step("c4a", *batch, pages=(swa, tokens))
+        yield _case(area, f"pages-{swa}-{tokens // 4}-{of}", "A4 F5", says, inputs)
     says = f"{of} on pages of 64 and 1 records equals the oracle"
     yield _case(area, f"pages-64-1-{of}", "A4 F5", says, step("c128a", (700, 1), *batch[1:], pages=(64, 128)))
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).rpartition(".")[2]
         for cache in ("ocp", "fp32" if dtype == torch.float32 else "bf16"):
             says = f"{of} of {name} queries on {cache} records equals the oracle, within what those formats lose"
-            scene = step("c4a", *batch, cache=cache, q_dtype=dtype)
-            yield _case(area, f"dtype-{name}-{cache}-{of}", "M3", says, scene)
+            inputs = step("c4a", *batch, cache=cache, q_dtype=dtype)
+            yield _case(area, f"dtype-{name}-{cache}-{of}", "M3", says, inputs)
     for kind in KINDS:
         odd = tiny_geometry(num_heads=3, head_dim=40, rope_dim=6, window=5, topk=3, ratios=(3, 5))
         says = f"{of} with other dims, window and ratios equals the oracle"
-        scene = step(kind, *batch, geometry=odd, layout=layout("ocp", odd), pages=(4, 30))
-        yield _case(area, f"dims-{kind}-{of}", "F5", says, scene)
+        inputs = step(kind, *batch, geometry=odd, layout=layout("ocp", odd), pages=(4, 30))
+        yield _case(area, f"dims-{kind}-{of}", "F5", says, inputs)
     says = f"{of} with Flash's own 64 heads, 512 of 600 entries, outlier channels and poison equals the oracle"
     full = step("c4a", (2400, 1 if area is Area.DECODE else 2), heads=64, outliers=True, poison=0xFF)
     yield _case(area, f"flash-{of}", "M1 M2 C6", says, full)
@@ -233,22 +233,22 @@ def _contents(area: Area) -> Iterator[Case]:
     """Contents of caches and indices."""
     batch, of = BOTH[area], area.value
     more: dict[str, Any]
-    for lanes, clause in (("holes", "A1"), ("garbage", "A2")):
-        says = f"{of}: entries stand anywhere among {'-1' if lanes == 'holes' else 'numbers that name nothing'}"
-        scene = step("c4a", *batch, select=65, topk=lanes, dead_block=2**30)
+    for index_lists, clause in (("holes", "A1"), ("garbage", "A2")):
+        says = f"{of}: entries stand anywhere among {'-1' if index_lists == 'holes' else 'numbers that name nothing'}"
+        inputs = step("c4a", *batch, select=65, topk=index_lists, dead_block=2**30)
         own = " A9" if area is Area.DECODE else ""
-        yield _case(area, f"indexer-{lanes}-{of}", clause + own, says, scene)
+        yield _case(area, f"indexer-{index_lists}-{of}", clause + own, says, inputs)
     for cache in ("fnuz", "interleaved"):
         says = f"{of} on {cache} records equals the oracle"
         yield _case(area, f"layout-{cache}-{of}", "C2 C5", says, step("c4a", *batch, cache=cache))
     for first, second in (("fnuz", "ocp"), ("ocp", "fnuz"), ("ocp", "bf16"), ("interleaved", "ocp")):
         says = f"{of}: a window cache of {first} beside a compressed one of {second}, each read its own way"
-        scene = step("c4a", *batch, cache=first, compressed=second)
-        yield _case(area, f"pair-{first}-{second}-{of}", "C3", says, scene)
+        inputs = step("c4a", *batch, cache=first, compressed=second)
+        yield _case(area, f"pair-{first}-{second}-{of}", "C3", says, inputs)
     for name, (first, second) in V41_PAIRS.items():
         says = f"{of}: a window cache of {first} records beside a compressed one of {second}, each read its own way"
-        scene = step("c4a", *batch, cache=first, compressed=second)
-        yield _case(area, f"pair-{name}-{of}", "C3", says, scene)
+        inputs = step("c4a", *batch, cache=first, compressed=second)
+        yield _case(area, f"pair-{name}-{of}", "C3", says, inputs)
     for ratio in (1, 2):
         says = f"{of}: entries of {ratio} tokens each, on V4.1's records, equal the oracle"
         for name in ("v41-v41", "v41-fp4-split"):
@@ -260,9 +260,9 @@ def _contents(area: Area) -> Iterator[Case]:
         says = f"{of}: bytes 0x{byte:02X} over everything that no query names change no bit of the answer"
         last = (40, 3, 2) if area is Area.PREFILL else (40, 1, 1)
         more = {"cache": window, "compressed": entries, "topk": "holes", "select": 65, "extra_rows": 2}
-        scene = step("c4a", *batch, last, **more)
+        inputs = step("c4a", *batch, last, **more)
         check = same_bits(f"with 0x{byte:02X} everywhere else", {"poison": byte})
-        yield _case(area, f"poison-{cache}-{of}", "C6 B2", says, scene, check)
+        yield _case(area, f"poison-{cache}-{of}", "C6 B2", says, inputs, check)
     says = f"{of}: pages in another order, further apart, with others between them, give the same bits"
     moved = ({"pages_seed": 5}, {"page_padding": 4608}, {"spare_pages": 11, "pages_seed": 9}, {"dead_block": 0})
     for kind in ("swa", "c4a", "c128a"):
@@ -270,12 +270,12 @@ def _contents(area: Area) -> Iterator[Case]:
         yield _case(area, f"moved-{kind}-{of}", "C4 C7", says, step(kind, *batch), check)
     says = f"{of} of keys with outlier channels and large sinks equals the oracle"
     for kind in KINDS:
-        scene = step(kind, *batch, outliers=True, sinks=SINKS)
-        yield _case(area, f"magnitudes-{kind}-{of}", "M2 S5", says, scene)
+        inputs = step(kind, *batch, outliers=True, sinks=SINKS)
+        yield _case(area, f"magnitudes-{kind}-{of}", "M2 S5", says, inputs)
     padding = tuple((before, n, n) for before, n, *_ in batch)
     says = f"{of}: a batch of nothing but padding, as a graph is captured with, gives zeros"
-    scene = step("c4a", *padding, poison=0xFF, topk="garbage", extra_rows=3)
-    yield _case(area, f"padding-{of}", "B2 B3", says, scene)
+    inputs = step("c4a", *padding, poison=0xFF, topk="garbage", extra_rows=3)
+    yield _case(area, f"padding-{of}", "B2 B3", says, inputs)
     says = f"{of}: rows of padding between others are exactly 0, and the others unharmed"
     some = tuple((before, n, n if i % 2 else 0) for i, (before, n, *_) in enumerate(batch))
     yield _case(area, f"padded-rows-{of}", "B2", says, step("c128a", *some, extra_rows=5))
@@ -286,15 +286,15 @@ def _sinks(area: Area) -> Iterator[Case]:
     clause = "S1" if area is Area.DECODE else "S2"
     for kind in KINDS:
         says = f"{of}, {kind}: another sink changes every output and no lse"
-        yield _case(area, f"sink-matters-{kind}-{of}", clause, says, step(kind, *batch), checks.sink_matters)
+        yield _case(area, f"sink-matters-{kind}-{of}", clause, says, step(kind, *batch), check_attention.sink_matters)
     says = f"{of}: sinks of -inf, +inf, 20, -20, 10000, -10000, 0 and 1.5, one a head, equal the oracle"
     yield _case(area, f"sink-values-{of}", f"{clause} S3 S4 S5 S6", says, step("c4a", *batch, sinks=SINKS))
     says = f"{of}: sinks of -inf are no sinks, bit for bit"
     check = same_bits("with sinks of -inf", {"sinks": [-math.inf] * 8})
     yield _case(area, f"sink-none-{of}", "S3", says, step("c4a", *batch, sinks=None), check)
     says = f"{of}: sinks of +inf leave exactly 0, and the lse as it is"
-    scene = step("swa", *batch, sinks=[math.inf] * 8)
-    yield _case(area, f"sink-infinite-{of}", "S4 L2", says, scene)
+    inputs = step("swa", *batch, sinks=[math.inf] * 8)
+    yield _case(area, f"sink-infinite-{of}", "S4 L2", says, inputs)
 
 
 def _calls(area: Area) -> Iterator[Case]:
@@ -309,41 +309,45 @@ def _calls(area: Area) -> Iterator[Case]:
     )
     for pattern, clauses, what in patterns:
         for kind in ("swa", "c4a"):
-            scene = call(phase, pattern, kind, sinks=SINKS if pattern in ("empty", "plain") else None)  # type: ignore[arg-type]
+            inputs = call(phase, pattern, kind, sinks=SINKS if pattern in ("empty", "plain") else None)  # type: ignore[arg-type]
             name = f"call-{pattern}-{kind}-{of}"
-            yield _case(area, name, f"{clauses} F6", f"{of}, {kind}: {what}", scene)
+            yield _case(area, name, f"{clauses} F6", f"{of}, {kind}: {what}", inputs)
     says = f"{of}: a compressed segment of no columns, and one of a single column"
     for columns in (0, 1):
-        scene = call(phase, "plain", columns=columns)
-        yield _case(area, f"call-columns-{columns}-{of}", "B4 F5", says, scene)
+        inputs = call(phase, "plain", columns=columns)
+        yield _case(area, f"call-columns-{columns}-{of}", "B4 F5", says, inputs)
     for kind, sinks in (("swa", None), ("c4a", SINKS)):
         says = f"{of}, {kind}: logits of 113 and 170, and rows whose logits are all -113 or -170, give finite answers"
         yield _case(area, f"logits-{kind}-{of}", "M2", says, call(phase, "huge", kind, sinks=sinks))
     says = f"{of}: a softmax scale of 0.1, instead of head_dim ** -0.5, is the one that is used"
     yield _case(area, f"softmax-scale-{of}", "M1", says, call(phase, "plain", softmax_scale=0.1, sinks=SINKS))
     says = f"{of}: pages of bf16 rows lie further apart than their rows ask for"
-    apart = call(phase, "plain", cache="bf16", shelves=(Shelf(64, 4608), Shelf(32, 4096)))
-    yield _case(area, f"gaps-bf16-{of}", "C4", says, apart)
+    strided = call(phase, "plain", cache="bf16", placements=(PagePlacement(64, 4608), PagePlacement(32, 4096)))
+    yield _case(area, f"gaps-bf16-{of}", "C4", says, strided)
     for count in (2, 3, 8):
         says = f"{of}: keys dealt to {count} shards, some empty, merge by lse, and then with the sink, to the whole"
-        scene = call(phase, "holes", sinks=SINKS)
-        yield _case(area, f"shards-{count}-{of}", "L1 L2 L4 B1", says, scene, sharded(count), needs_lse=True)
+        inputs = call(phase, "holes", sinks=SINKS)
+        yield _case(area, f"shards-{count}-{of}", "L1 L2 L4 B1", says, inputs, sharded(count), needs_lse=True)
     says = f"{of}: the lse is fp32, natural, without the sink, -inf for a row without keys"
-    scene = call(phase, "empty", sinks=[20.0] * 8)
-    yield _case(area, f"lse-{of}", "L1 L2 B1", says, scene, needs_lse=True)
+    inputs = call(phase, "empty", sinks=[20.0] * 8)
+    yield _case(area, f"lse-{of}", "L1 L2 B1", says, inputs, needs_lse=True)
     says = f"{of}: not asking for the lse changes no bit of the output"
-    yield _case(area, f"lse-absent-{of}", "L3", says, step("c4a", *BOTH[area]), checks.without_lse, needs_lse=True)
+    yield _case(
+        area, f"lse-absent-{of}", "L3", says, step("c4a", *BOTH[area]), check_attention.without_lse, needs_lse=True
+    )
     says = f"{of}: max_logits are the largest scaled logits, sink left out, -inf without keys; asking changes no bit"
-    scene = call(phase, "empty", sinks=[20.0] * 8)
-    yield _case(area, f"max-logits-{of}", "L5", says, scene, checks.largest_logits)
+    inputs = call(phase, "empty", sinks=[20.0] * 8)
+    yield _case(area, f"max-logits-{of}", "L5", says, inputs, check_attention.largest_logits)
     says = f"{of}: rows without keys have the lse that the call says; saying it changes nothing else"
-    yield _case(area, f"lse-empty-{of}", "L6", says, call(phase, "empty"), checks.lse_of_empty_rows, needs_lse=True)
+    yield _case(
+        area, f"lse-empty-{of}", "L6", says, call(phase, "empty"), check_attention.lse_of_empty_rows, needs_lse=True
+    )
     for cache in ("ocp", "fnuz", "interleaved", "v41", "v41-split"):
         says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
-        scene = Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
-        yield _case(area, f"codes-{cache}-{of}", "C2", says, scene, reads_every_code)
+        inputs = Fp8Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
+        yield _case(area, f"codes-{cache}-{of}", "C2", says, inputs, reads_every_code)
     # many rows, and so few that a backend may have other kernels for them
     for cache, rows, copies, name in (("ocp", 24, 640, ""), ("v41", 24, 640, ""), ("ocp", 2, 320, "-few")):
         says = f"{of}, {rows} rows of up to {copies} copies: reads keys of {cache} exactly whose columns differ in size"
-        scene = Codes.repeated(rows, copies, phase=phase, geometry=flash("swa"), layout=layout(cache))
-        yield _case(area, f"codes-{cache}-copies{name}-{of}", "C2 C9", says, scene, reads_every_code)
+        inputs = Fp8Codes.repeated(rows, copies, phase=phase, geometry=flash("swa"), layout=layout(cache))
+        yield _case(area, f"codes-{cache}-copies{name}-{of}", "C2 C9", says, inputs, reads_every_code)

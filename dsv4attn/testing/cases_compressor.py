@@ -12,12 +12,12 @@ import torch
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import complete
 from dsv4attn.testing import oracle_layer
-from dsv4attn.testing.book import Book, place_of
 from dsv4attn.testing.case import Area, Bench, Case, Measure, Wrong
-from dsv4attn.testing.compressing import Compressing, Span, run_step
-from dsv4attn.testing.judge import U8, found
-from dsv4attn.testing.scenes import flash, layout
-from dsv4attn.testing.world import tiny_geometry
+from dsv4attn.testing.check_compressor import CompressorStep, Span, run_step
+from dsv4attn.testing.factories import flash, layout
+from dsv4attn.testing.oracle_cache import OracleCache, place_of
+from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.tolerances import U8, found
 
 __all__ = ["compressing", "compressor_cases", "index_layout", "saves_and_compresses"]
 
@@ -34,8 +34,8 @@ def index_layout(name: str, dim: int = 128, rope: int = 64) -> KVCacheLayout:
     return KVCacheLayout.rows(dim - rope, rope, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[name])
 
 
-def compressing(kind: str, cache: str, **fields: object) -> Compressing:
-    """A compressor of keys (`cache` of `scenes.layout`), or with kind "index" of index keys (`index_layout`)."""
+def compressing(kind: str, cache: str, **fields: object) -> CompressorStep:
+    """A compressor of keys (`cache` of `case inputs.layout`), or with kind "index" of index keys (`index_layout`)."""
     indexer = kind == "index"
     made: dict[str, object] = {
         "geometry": flash("c4a" if indexer else kind),
@@ -45,37 +45,37 @@ def compressing(kind: str, cache: str, **fields: object) -> Compressing:
     }
     if kind == "c128a":
         made |= {"requests": ((0, 130), (127, 1), (250, 8), (300, 90)), "state_page": 8, "entry_page": 2}
-    return Compressing(**{**made, **fields})  # type: ignore[arg-type]
+    return CompressorStep(**{**made, **fields})  # type: ignore[arg-type]
 
 
 # states
 
 
-def saves_states(bench: Bench, scene: Compressing) -> Measure:
+def saves_states(bench: Bench, inputs: CompressorStep) -> Measure:
     """The state of each token is in its slot, bit for bit, and no other byte is written."""
-    wanted, book = scene.save(scene.blank_states(), scene.spans), scene.blank_states()
-    _save(bench, scene, book.cache, scene.state_slots(scene.spans))
-    return _same_states(scene, book.bytes(), wanted.bytes())
+    wanted, oracle_cache = inputs.save(inputs.blank_states(), inputs.spans), inputs.blank_states()
+    _save(bench, inputs, oracle_cache.cache, inputs.state_slots(inputs.spans))
+    return _same_states(inputs, oracle_cache.bytes(), wanted.bytes())
 
 
-def saves_only_its_slots(bench: Bench, scene: Compressing) -> Measure:
+def saves_only_its_slots(bench: Bench, inputs: CompressorStep) -> Measure:
     """Slots that are negative or do not exist, and tokens behind the slot mapping, write nothing."""
-    tokens, capacity = scene.tokens(scene.spans), scene.blank_states().cache.capacity - scene.state_page
-    slots = _wild(scene.state_slots(scene.spans)[:-3], capacity)
-    wanted, book = scene.blank_states(), scene.blank_states()
+    tokens, capacity = inputs.tokens(inputs.spans), inputs.blank_states().cache.capacity - inputs.state_page
+    slots = _wild(inputs.state_slots(inputs.spans)[:-3], capacity)
+    wanted, oracle_cache = inputs.blank_states(), inputs.blank_states()
     live = [i for i, slot in enumerate(slots) if 0 <= slot < capacity]
-    wanted.write(slots[live], np.stack([scene.state(*tokens[i]) for i in live]))
+    wanted.write(slots[live], np.stack([inputs.state(*tokens[i]) for i in live]))
     # a cache within a larger one, whose last page is not its own
-    _save(bench, scene, PagedKVCache(book.cache.tensor[:-1], scene.state_layout), slots)
-    return _same_states(scene, book.bytes(), wanted.bytes())
+    _save(bench, inputs, PagedKVCache(oracle_cache.cache.tensor[:-1], inputs.state_layout), slots)
+    return _same_states(inputs, oracle_cache.bytes(), wanted.bytes())
 
 
-def _save(bench: Bench, scene: Compressing, cache: PagedKVCache, slots: np.ndarray) -> None:
-    kv, score = scene.projected(scene.spans)
-    positions = scene.tensor(np.array([p for _, p in scene.tokens(scene.spans)], dtype=np.int64))
-    ape = scene.tensor(scene.ape, torch.float32)
+def _save(bench: Bench, inputs: CompressorStep, cache: PagedKVCache, slots: np.ndarray) -> None:
+    kv, score = inputs.projected(inputs.spans)
+    positions = inputs.tensor(np.array([p for _, p in inputs.tokens(inputs.spans)], dtype=np.int64))
+    ape = inputs.tensor(inputs.ape, torch.float32)
     before = kv.clone(), score.clone()
-    complete(bench.backend).layer_ops.save_partial_states(kv, score, ape, positions, cache, scene.tensor(slots))
+    complete(bench.backend).layer_ops.save_partial_states(kv, score, ape, positions, cache, inputs.tensor(slots))
     if not (torch.equal(kv, before[0]) and torch.equal(score, before[1])):
         raise Wrong("kv or scores were changed")
 
@@ -88,37 +88,37 @@ def _wild(slots: np.ndarray, capacity: int) -> np.ndarray:
     return slots
 
 
-def _same_states(scene: Compressing, now: U8, wanted: U8) -> Measure:
+def _same_states(inputs: CompressorStep, now: U8, wanted: U8) -> Measure:
     if np.array_equal(now, wanted):
         return Measure()
     page, byte = (int(axis[0]) for axis in np.nonzero(now != wanted))
-    size = scene.state_layout.record_bytes
-    where = f"float {byte % size // 4}" if byte < size * scene.state_page else "no float at all"
-    slot = f"slot {page * scene.state_page + byte // size}"
+    size = inputs.state_layout.record_bytes
+    where = f"float {byte % size // 4}" if byte < size * inputs.state_page else "no float at all"
+    slot = f"slot {page * inputs.state_page + byte // size}"
     raise Wrong(f"{int((now != wanted).sum())} bytes of states differ, first in {slot}, {where} of {size // 4}")
 
 
 # entries
 
 
-def _prepared(scene: Compressing) -> Book:
+def _prepared(inputs: CompressorStep) -> OracleCache:
     """The states of the step and of the tokens before it, as the oracle saves them."""
-    return scene.save(scene.blank_states(), [*scene.earlier, *scene.spans])
+    return inputs.save(inputs.blank_states(), [*inputs.earlier, *inputs.spans])
 
 
-def compresses(bench: Bench, scene: Compressing) -> Measure:
+def compresses(bench: Bench, inputs: CompressorStep) -> Measure:
     """Entries that the step completes are those of the oracle; states stay as they are."""
-    states, entries = _prepared(scene), scene.blank_entries()
+    states, entries = _prepared(inputs), inputs.blank_entries()
     before = states.bytes(), entries.bytes()
-    run_step(bench, scene, states, entries, scene.spans)
-    _same_states(scene, states.bytes(), before[0])
-    return scene.judge_entries(entries, before[1], scene.completed(scene.spans))
+    run_step(bench, inputs, states, entries, inputs.spans)
+    _same_states(inputs, states.bytes(), before[0])
+    return inputs.judge_entries(entries, before[1], inputs.completed(inputs.spans))
 
 
-def compresses_only_its_slots(bench: Bench, scene: Compressing) -> Measure:
+def compresses_only_its_slots(bench: Bench, inputs: CompressorStep) -> Measure:
     """Tokens whose slot is negative or does not exist, and tokens behind the slot mapping, store no entry."""
-    states, entries = _prepared(scene), scene.blank_entries()
-    slots, before = scene.entry_slots(scene.spans), entries.bytes()
+    states, entries = _prepared(inputs), inputs.blank_entries()
+    slots, before = inputs.entry_slots(inputs.spans), entries.bytes()
     ends, capacity = np.flatnonzero(slots >= 0), entries.cache.capacity
     free = np.setdiff1d(np.arange(capacity), slots)
     dropped = [-1, -7, capacity, 2**40, 2**32 + int(free[0]), capacity + 3]
@@ -126,54 +126,54 @@ def compresses_only_its_slots(bench: Bench, scene: Compressing) -> Measure:
     short = slots[: ends[-1]]
     reached = [end for end in ends[len(dropped) :] if end < len(short)]
     if not reached:
-        raise ValueError("the scene leaves no entry to store")
-    run_step(bench, scene, states, entries, scene.spans, slots=short)
-    tokens = scene.tokens(scene.spans)
-    return scene.judge_entries(entries, before, [(tokens[i][0], tokens[i][1] // scene.ratio) for i in reached])
+        raise ValueError("the case input leaves no entry to store")
+    run_step(bench, inputs, states, entries, inputs.spans, slots=short)
+    tokens = inputs.tokens(inputs.spans)
+    return inputs.judge_entries(entries, before, [(tokens[i][0], tokens[i][1] // inputs.ratio) for i in reached])
 
 
-def saves_and_compresses(bench: Bench, scene: Compressing, *, padded: bool = False) -> Measure:
+def saves_and_compresses(bench: Bench, inputs: CompressorStep, *, padded: bool = False) -> Measure:
     """A step saves its states and makes its entries, from these and from states that were there before.
 
     padded: whether rows of padding stand before and after its tokens.
     """
-    states, entries = scene.save(scene.blank_states(), scene.earlier), scene.blank_entries()
+    states, entries = inputs.save(inputs.blank_states(), inputs.earlier), inputs.blank_entries()
     before = entries.bytes()
-    run_step(bench, scene, states, entries, scene.spans, values=scene.projected(scene.spans), padded=padded)
-    _same_states(scene, states.bytes(), _prepared(scene).bytes())
-    return scene.judge_entries(entries, before, scene.completed(scene.spans))
+    run_step(bench, inputs, states, entries, inputs.spans, values=inputs.projected(inputs.spans), padded=padded)
+    _same_states(inputs, states.bytes(), _prepared(inputs).bytes())
+    return inputs.judge_entries(entries, before, inputs.completed(inputs.spans))
 
 
-def stores_nothing(bench: Bench, scene: Compressing) -> Measure:
+def stores_nothing(bench: Bench, inputs: CompressorStep) -> Measure:
     """A step without tokens, and one whose tokens complete no entry, store none."""
-    states, entries = _prepared(scene), scene.blank_entries()
+    states, entries = _prepared(inputs), inputs.blank_entries()
     before = states.bytes(), entries.bytes()
     none = [(0, range(0))]
-    run_step(bench, scene, states, entries, none, values=scene.projected(none))
+    run_step(bench, inputs, states, entries, none, values=inputs.projected(none))
     incomplete = [
-        (i, range(before, before + 1)) for i, (before, _) in enumerate(scene.requests) if (before + 1) % scene.ratio
+        (i, range(before, before + 1)) for i, (before, _) in enumerate(inputs.requests) if (before + 1) % inputs.ratio
     ]
-    run_step(bench, scene, states, entries, incomplete)
-    _same_states(scene, states.bytes(), before[0])
-    return scene.judge_entries(entries, before[1], [])
+    run_step(bench, inputs, states, entries, incomplete)
+    _same_states(inputs, states.bytes(), before[0])
+    return inputs.judge_entries(entries, before[1], [])
 
 
-def any_cut(*cuts: Sequence[int]) -> Callable[[Bench, Compressing], Measure]:
+def any_cut(*cuts: Sequence[int]) -> Callable[[Bench, CompressorStep], Measure]:
     """However the tokens of a request are cut into steps, the bytes of states and entries are the same.
 
     cuts: sizes of steps, again and again until all tokens are through.
     """
 
-    def check(bench: Bench, scene: Compressing) -> Measure:
+    def check(bench: Bench, inputs: CompressorStep) -> Measure:
         results = []
         for sizes in ((2**20,), *cuts):
-            states, entries = scene.blank_states(), scene.blank_entries()
+            states, entries = inputs.blank_states(), inputs.blank_entries()
             before = entries.bytes()
-            for spans in _steps(scene, sizes):
-                run_step(bench, scene, states, entries, spans, values=scene.projected(spans))
+            for spans in _steps(inputs, sizes):
+                run_step(bench, inputs, states, entries, spans, values=inputs.projected(spans))
             results.append((states.bytes(), entries.bytes()))
-            measure = scene.judge_entries(entries, before, scene.completed(scene.spans))
-        _same_states(scene, results[0][0], scene.save(scene.blank_states(), scene.spans).bytes())
+            measure = inputs.judge_entries(entries, before, inputs.completed(inputs.spans))
+        _same_states(inputs, results[0][0], inputs.save(inputs.blank_states(), inputs.spans).bytes())
         for sizes, (states_now, entries_now) in zip(cuts, results[1:], strict=True):
             _require_same(f"in steps of {', '.join(map(str, sizes))} tokens", states_now, results[0][0], "states")
             _require_same(f"in steps of {', '.join(map(str, sizes))} tokens", entries_now, results[0][1], "entries")
@@ -182,13 +182,13 @@ def any_cut(*cuts: Sequence[int]) -> Callable[[Bench, Compressing], Measure]:
     return check
 
 
-def _steps(scene: Compressing, sizes: Sequence[int]) -> Iterator[list[Span]]:
+def _steps(inputs: CompressorStep, sizes: Sequence[int]) -> Iterator[list[Span]]:
     """Steps of all requests; request i begins with the i-th size."""
-    done = [before for before, _ in scene.requests]
+    done = [before for before, _ in inputs.requests]
     turn = 0
-    while any(done[i] < before + count for i, (before, count) in enumerate(scene.requests)):
+    while any(done[i] < before + count for i, (before, count) in enumerate(inputs.requests)):
         spans = []
-        for i, (before, count) in enumerate(scene.requests):
+        for i, (before, count) in enumerate(inputs.requests):
             end = min(done[i] + sizes[(turn + i) % len(sizes)], before + count)
             spans.append((i, range(done[i], end)))
             done[i] = end
@@ -202,25 +202,25 @@ def _require_same(what: str, now: U8, wanted: U8, name: str) -> None:
         raise Wrong(f"{what}: {int((now != wanted).sum())} bytes of {name} differ, first byte {byte} of page {page}")
 
 
-def replays(bench: Bench, scene: Compressing) -> Measure:
+def replays(bench: Bench, inputs: CompressorStep) -> Measure:
     """Drafts that are replaced, and tokens that are computed again, leave the bytes of one pass."""
-    plain = scene.blank_states(), scene.blank_entries()
-    run_step(bench, scene, *plain, scene.spans, values=scene.projected(scene.spans))
-    states, entries = scene.blank_states(), scene.blank_entries()
-    drafts = attrs.evolve(scene, seed=scene.seed + 1)
-    for begin, end, values in ((0, 6, scene), (6, 11, drafts), (6, 9, scene), (9, 13, drafts), (5, 2**20, scene)):
-        spans = [(i, span[begin:end]) for i, span in scene.spans]
-        run_step(bench, scene, states, entries, spans, values=values.projected(spans))
+    plain = inputs.blank_states(), inputs.blank_entries()
+    run_step(bench, inputs, *plain, inputs.spans, values=inputs.projected(inputs.spans))
+    states, entries = inputs.blank_states(), inputs.blank_entries()
+    drafts = attrs.evolve(inputs, seed=inputs.seed + 1)
+    for begin, end, values in ((0, 6, inputs), (6, 11, drafts), (6, 9, inputs), (9, 13, drafts), (5, 2**20, inputs)):
+        spans = [(i, span[begin:end]) for i, span in inputs.spans]
+        run_step(bench, inputs, states, entries, spans, values=values.projected(spans))
     _require_same("after drafts and a replay", states.bytes(), plain[0].bytes(), "states")
     _require_same("after drafts and a replay", entries.bytes(), plain[1].bytes(), "entries")
     return Measure()
 
 
-def unused_bytes(bench: Bench, scene: Compressing) -> Measure:
+def unused_bytes(bench: Bench, inputs: CompressorStep) -> Measure:
     """Whatever bytes belong to no state, entries have the same bytes."""
     results = []
     for byte in (0xFF, 0x00, 0x7F):
-        other = attrs.evolve(scene, unused=byte)
+        other = attrs.evolve(inputs, unused=byte)
         states, entries = _prepared(other), other.blank_entries()
         before = entries.bytes()
         run_step(bench, other, states, entries, other.spans)
@@ -230,55 +230,55 @@ def unused_bytes(bench: Bench, scene: Compressing) -> Measure:
     return Measure()
 
 
-def moved(bench: Bench, scene: Compressing) -> Measure:
+def moved(bench: Bench, inputs: CompressorStep) -> Measure:
     """Which pages hold a request, and how far apart they are, changes no byte of an entry."""
     results = []
-    for other in (scene, attrs.evolve(scene, gap=4608)):
+    for other in (inputs, attrs.evolve(inputs, gap=4608)):
         states, entries = _prepared(other), other.blank_entries()
         before = entries.bytes()
         run_step(bench, other, states, entries, other.spans)
         other.judge_entries(entries, before, other.completed(other.spans))
-        page = scene.layout.page_bytes(scene.entry_page)
+        page = inputs.layout.page_bytes(inputs.entry_page)
         results.append(entries.bytes()[:, :page])
     _require_same("with pages further apart", results[1], results[0], "entries")
     return Measure()
 
 
-def spoils_own_entries(bench: Bench, scene: Compressing) -> Measure:
+def spoils_own_entries(bench: Bench, inputs: CompressorStep) -> Measure:
     """A NaN in kv or in a score of a token makes the entries NaN that it counts in, and harms no other."""
-    clean = scene.blank_states(), scene.blank_entries()
-    run_step(bench, scene, *clean, scene.spans, values=scene.projected(scene.spans))
-    tokens, read = scene.tokens(scene.spans), {}
+    clean = inputs.blank_states(), inputs.blank_entries()
+    run_step(bench, inputs, *clean, inputs.spans, values=inputs.projected(inputs.spans))
+    tokens, read = inputs.tokens(inputs.spans), {}
     for number, (token, half, part) in enumerate(((6, 0, 0), (6, 1, 1), (9, 1, 0), (11, 0, 1))):
         request, position = tokens[token]
-        channel = (half if scene.overlap else 0) * scene.dim + 5 + number
-        values = scene.projected(scene.spans)
+        channel = (half if inputs.overlap else 0) * inputs.dim + 5 + number
+        values = inputs.projected(inputs.spans)
         values[part][token, channel] = torch.nan
-        states, entries = scene.blank_states(), scene.blank_entries()
-        run_step(bench, scene, states, entries, scene.spans, values=values)
+        states, entries = inputs.blank_states(), inputs.blank_entries()
+        run_step(bench, inputs, states, entries, inputs.spans, values=values)
         name = f"a NaN {'score' if part else 'kv'} of token {position} in channel {channel}"
-        for owner, entry in scene.completed(scene.spans):
-            window = oracle_layer.entry_window(entry, scene.ratio, overlap=scene.overlap)
-            hit = owner == request and (position, half if scene.overlap else 0) in window
-            slot = int(scene.entry_pages.slots(owner, [entry])[0])
-            place = slot // scene.entry_page, place_of(scene.layout, slot % scene.entry_page, scene.entry_page)
+        for owner, entry in inputs.completed(inputs.spans):
+            window = oracle_layer.entry_window(entry, inputs.ratio, overlap=inputs.overlap)
+            hit = owner == request and (position, half if inputs.overlap else 0) in window
+            slot = int(inputs.entry_pages.slots(owner, [entry])[0])
+            place = slot // inputs.entry_page, place_of(inputs.layout, slot % inputs.entry_page, inputs.entry_page)
             record = entries.bytes()[place]
-            if hit and not np.isnan(found(record, scene.layout)).any():
+            if hit and not np.isnan(found(record, inputs.layout)).any():
                 raise Wrong(f"{name}: entry {entry}, which it counts in, does not read as NaN")
             if not hit and not np.array_equal(record, clean[1].bytes()[place]):
                 raise Wrong(f"{name}: entry {entry} of request {owner} changed, and the token does not count in it")
             read[number, hit] = True
     if not all((number, True) in read for number in range(4)):
-        raise ValueError("the scene leaves no entry for a NaN")
+        raise ValueError("the case input leaves no entry for a NaN")
     return Measure()
 
 
 def compressor_cases() -> Iterator[Case]:
     """All cases of the compressor."""
     for kind, name in (("c4a", "ocp"), ("c128a", "ocp"), ("index", "fp8")):
-        scene = compressing(kind, name)
+        inputs = compressing(kind, name)
         says = f"{kind}: kv, and scores with the bias of their place in the window, are saved bit for bit"
-        yield _case(f"states-{kind}", "K1", says, scene, saves_states)
+        yield _case(f"states-{kind}", "K1", says, inputs, saves_states)
     says = "slots of states that are negative or do not exist are skipped, and no other byte is written"
     yield _case("states-skips", "K1 K7", says, compressing("index", "fp8", gap=4608), saves_only_its_slots)
     for kind, caches in (
@@ -294,8 +294,8 @@ def compressor_cases() -> Iterator[Case]:
     yield _case("compress-first", "K2", says, first, compresses)
     says = "states and entries at positions beyond 65,536 are found by position, and entries are rotated there"
     for kind, cache in (("c4a", "ocp"), ("index", "fp8")):
-        scene = compressing(kind, cache, requests=LONG)
-        yield _case(f"compress-positions-{kind}", "K2 K3", says, scene, compresses)
+        inputs = compressing(kind, cache, requests=LONG)
+        yield _case(f"compress-positions-{kind}", "K2 K3", says, inputs, compresses)
     says = "positions beyond 65,536 have the biases of their places in the window"
     yield _case("states-positions", "K1", says, compressing("c128a", "ocp", requests=((65_500, 70),)), saves_states)
     says = "an eps of 0.02, beside kv so small that it shows, is the one that is added"
@@ -321,23 +321,23 @@ def compressor_cases() -> Iterator[Case]:
     ):
         says = f"{kind}: steps of any sizes leave the same bytes in states and entries"
         cuts = (16, 7, 100, 1), (128,) if kind == "c128a" else (1,)
-        scene = compressing(kind, cache, requests=requests)
+        inputs = compressing(kind, cache, requests=requests)
         yield _case(
-            f"cuts-{kind}", "K5", says, scene, any_cut((3, 1, 5, 2, 4), *cuts) if kind != "c128a" else any_cut(*cuts)
+            f"cuts-{kind}", "K5", says, inputs, any_cut((3, 1, 5, 2, 4), *cuts) if kind != "c128a" else any_cut(*cuts)
         )
     for kind, cache in (("c4a", "bf16"), ("index", "fp8")):
         says = f"{kind}: drafts that are replaced, and tokens computed again, leave the bytes of one pass"
         yield _case(f"replay-{kind}", "K6", says, compressing(kind, cache, requests=((0, 21), (0, 19))), replays)
     for kind, cache in (("c4a", "ocp"), ("index", "fp8"), ("index", "mxfp4")):
         says = f"{kind}: a NaN of a token reaches the entries that the token counts in, and no other"
-        scene = compressing(kind, cache, requests=((0, 24), (0, 9)))
-        yield _case(f"compress-nan-{kind}-{cache}", "K8", says, scene, spoils_own_entries)
+        inputs = compressing(kind, cache, requests=((0, 24), (0, 9)))
+        yield _case(f"compress-nan-{kind}-{cache}", "K8", says, inputs, spoils_own_entries)
     yield from _stale_cases()
     says = "1,031 tokens of 70 requests are saved and compressed in one step"
     many = compressing("index", "fp8", requests=(*[(i, 4) for i in range(69)], (40, 755)))
     yield _case("compress-1031", "K2 F7", says, many, saves_and_compresses)
     says = "an entry of another model, of 32 dims, is compressed and rotated"
-    tiny = Compressing(geometry=tiny_geometry(), layout=KVCacheLayout.rows(24, 8))
+    tiny = CompressorStep(geometry=tiny_geometry(), layout=KVCacheLayout.rows(24, 8))
     yield _case("dims-compress", "K2 K3 F5", says, tiny, compresses)
 
 
@@ -350,6 +350,6 @@ def _stale_cases() -> Iterator[Case]:
 
 
 def _case(
-    name: str, clauses: str, says: str, scene: Compressing, check: Callable[[Bench, Compressing], Measure]
+    name: str, clauses: str, says: str, inputs: CompressorStep, check: Callable[[Bench, CompressorStep], Measure]
 ) -> Case:
-    return Case(name=name, area=Area.LAYER, clauses=clauses, says=says, scene=scene, check=check)
+    return Case(name=name, area=Area.LAYER, clauses=clauses, says=says, inputs=inputs, check=check)

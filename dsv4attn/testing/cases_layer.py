@@ -6,59 +6,59 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4attn.testing.apart import each_apart
-from dsv4attn.testing.case import Area, Bench, Case, Check, Measure, Scene, Wrong
+from dsv4attn.testing.case import Area, Bench, Case, CaseInput, Check, Measure, Wrong
 from dsv4attn.testing.cases_compressor import compressing, index_layout, saves_and_compresses
-from dsv4attn.testing.indexing import (
-    Queries,
-    makes_no_queries,
-    quantises_queries,
-    quantises_without_positions_of_padding,
-    run_queries,
-    shape_error,
-)
-from dsv4attn.testing.memory import layer_temporaries
-from dsv4attn.testing.mixing import (
-    Mixing,
+from dsv4attn.testing.check_hyper_connections import (
+    ResidualStreams,
     runs_fused,
     runs_head,
     runs_nothing,
     runs_post,
     runs_pre,
 )
-from dsv4attn.testing.ranking import selects_over_ranks
-from dsv4attn.testing.rows import FAR_POSITIONS
-from dsv4attn.testing.scenes import flash, layout
-from dsv4attn.testing.selecting import Selecting, judge_selection, run_selection, select_entries, sum_bits
+from dsv4attn.testing.check_index_queries import (
+    IndexQueries,
+    makes_no_queries,
+    quantises_queries,
+    quantises_without_positions_of_padding,
+    run_queries,
+    shape_error,
+)
+from dsv4attn.testing.check_insert import FAR_POSITIONS
+from dsv4attn.testing.check_memory import layer_temporaries
+from dsv4attn.testing.check_rank_selection import selects_over_ranks
+from dsv4attn.testing.check_selection import IndexSelection, judge_selection, run_selection, select_entries, sum_bits
+from dsv4attn.testing.factories import flash, layout
+from dsv4attn.testing.strided import each_strided
 
 __all__ = ["hyper_cases", "indexer_cases", "selection_cases", "step_memory_cases"]
 
 FORMATS = ("fp8", "fnuz", "mxfp4", "bf16", "fp32")
 
 
-def queries(name: str, **fields: object) -> Queries:
+def queries(name: str, **fields: object) -> IndexQueries:
     """Queries for index keys of a layout."""
-    return Queries(**{"geometry": flash("c4a"), "layout": index_layout(name), **fields})  # type: ignore[arg-type]
+    return IndexQueries(**{"geometry": flash("c4a"), "layout": index_layout(name), **fields})  # type: ignore[arg-type]
 
 
-def selecting(name: str = "fp8", **fields: object) -> Selecting:
+def selecting(name: str = "fp8", **fields: object) -> IndexSelection:
     """A selection among index keys of a layout."""
-    return Selecting(**{"geometry": flash("c4a"), "layout": index_layout(name), **fields})  # type: ignore[arg-type]
+    return IndexSelection(**{"geometry": flash("c4a"), "layout": index_layout(name), **fields})  # type: ignore[arg-type]
 
 
-def mixing(**fields: object) -> Mixing:
+def mixing(**fields: object) -> ResidualStreams:
     """Streams."""
     cache = "fp32" if fields.get("dtype") == torch.float32 else "ocp"
-    return Mixing(**{"geometry": flash("swa"), "layout": layout(cache), **fields})  # type: ignore[arg-type]
+    return ResidualStreams(**{"geometry": flash("swa"), "layout": layout(cache), **fields})  # type: ignore[arg-type]
 
 
-def scores_through(bench: Bench, scene: Selecting) -> Measure:
+def scores_through(bench: Bench, inputs: IndexSelection) -> Measure:
     """The backend quantises the queries, and selects by its own codes and weights."""
-    fields = {"geometry": scene.geometry, "layout": scene.layout, "heads": scene.heads, "device": scene.device}
-    query = run_queries(bench, Queries(count=len(scene.tokens), table_rows=4096, **fields))  # type: ignore[arg-type]
-    if error := shape_error(query, scene.layout, len(scene.tokens), scene.heads):
+    fields = {"geometry": inputs.geometry, "layout": inputs.layout, "heads": inputs.heads, "device": inputs.device}
+    query = run_queries(bench, IndexQueries(count=len(inputs.tokens), table_rows=4096, **fields))  # type: ignore[arg-type]
+    if error := shape_error(query, inputs.layout, len(inputs.tokens), inputs.heads):
         raise Wrong(error)
-    return judge_selection(scene, run_selection(bench, scene, query), query, sum_bits(bench))
+    return judge_selection(inputs, run_selection(bench, inputs, query), query, sum_bits(bench))
 
 
 def indexer_cases() -> Iterator[Case]:
@@ -68,8 +68,8 @@ def indexer_cases() -> Iterator[Case]:
         yield _case(f"query-{name}", "X1 X2", says, queries(name), quantises_queries)
     for name in ("fp8", "mxfp4"):
         says = f"fp32 queries become {name} queries, with fp32 weights of 64 heads"
-        scene = queries(name, dtype=torch.float32, weight_dtype=torch.float32, heads=64, count=5)
-        yield _case(f"query-{name}-64", "X1 X2", says, scene, quantises_queries)
+        inputs = queries(name, dtype=torch.float32, weight_dtype=torch.float32, heads=64, count=5)
+        yield _case(f"query-{name}-64", "X1 X2", says, inputs, quantises_queries)
     says = "queries are rotated at positions beyond 65,536"
     yield _case("query-positions", "X1", says, queries("fp8", table_rows=FAR_POSITIONS), quantises_queries)
     says = "no position of padding is looked up, and none changes another query"
@@ -77,7 +77,7 @@ def indexer_cases() -> Iterator[Case]:
     says = "1,031 queries are quantised in one step"
     yield _case("query-1031", "X1 X2 F7", says, queries("fp8", count=1031, heads=2), quantises_queries)
     says = "rows of q, of the weights or of the table lie apart, and queries are the same"
-    check = each_apart("q weights cos_sin_cache all", quantises_queries)
+    check = each_strided("q weights cos_sin_cache all", quantises_queries)
     yield _case("apart-query", "X1 A7", says, queries("mxfp4"), check)
     yield _case("query-none", "X1", "no tokens make no queries", queries("mxfp4"), makes_no_queries)
     for name in FORMATS:
@@ -94,11 +94,11 @@ def selection_cases() -> Iterator[Case]:
         yield _case(f"select-{name}", "T1 T2", says, selecting(name), select_entries)
     for topk, entries, heads in ((512, 1100, 64), (1024, 2300, 4)):
         says = f"{topk} of {entries} entries are selected, with {heads} heads"
-        scene = selecting(topk=topk, requests=((4 * entries, 2),), heads=heads)
-        yield _case(f"select-{topk}", "T1 T2", says, scene, select_entries)
+        inputs = selecting(topk=topk, requests=((4 * entries, 2),), heads=heads)
+        yield _case(f"select-{topk}", "T1 T2", says, inputs, select_entries)
     says = "scores of any size are selected, and only entries within the error of the last one may differ"
-    scene = selecting(whole=False, requests=((4000, 3), (700, 1)), topk=100)
-    yield _case("select-random", "T1", says, scene, select_entries)
+    inputs = selecting(whole=False, requests=((4000, 3), (700, 1)), topk=100)
+    yield _case("select-random", "T1", says, inputs, select_entries)
     says = "of scores that are 0 or -0 the lower entries are selected, one head"
     yield _case("select-zeros", "T2", says, selecting(heads=1, requests=((900, 4), (500, 1))), select_entries)
     says = "entries whose scores are NaN are not selected, and a token whose query is NaN selects none"
@@ -111,7 +111,7 @@ def selection_cases() -> Iterator[Case]:
     verify = selecting(topk=512, requests=((2, 4), (5, 3), (1021, 4), (1022, 2)))
     yield _case("select-verify", "T5", says, verify, select_entries)
     says = "rows of out, of the table and of the weights lie apart"
-    yield _case("apart-select", "T1 A7", says, selecting(apart=True), select_entries)
+    yield _case("apart-select", "T1 A7", says, selecting(strided=True), select_entries)
     says = "bytes that belong to no key, and keys behind the visible ones, are not looked at"
     for byte, name in ((0x00, "zero"), (0x7F, "large")):
         yield _case(f"select-unused-{name}", "T5 T6", says, selecting(unused=byte), select_entries)
@@ -126,13 +126,13 @@ def selection_cases() -> Iterator[Case]:
     yield _case("select-requests", "T1 F7", says, many, select_entries)
     says = "1,031 tokens of one request in one step"
     yield _case("select-1031", "T1 F7", says, selecting(requests=((0, 1031),), topk=16, heads=2), select_entries)
-    for ranks, name, scene in (
+    for ranks, name, inputs in (
         (2, "fp8", selecting()),
         (3, "few", selecting("fp32", topk=512, requests=((0, 9), (1, 1), (1500, 3)), padding=2)),
         (3, "nan", selecting("mxfp4", nan=True, topk=200)),
     ):
         says = f"{ranks} ranks with a part of the entries each propose theirs: the best of all are those of one rank"
-        yield _case(f"select-ranks-{name}", "T7", says, scene, selects_over_ranks(ranks))
+        yield _case(f"select-ranks-{name}", "T7", says, inputs, selects_over_ranks(ranks))
     says = "no tokens select nothing"
     yield _case("select-none", "T4", says, selecting(requests=((300, 0),)), select_entries)
 
@@ -177,8 +177,8 @@ def hyper_cases() -> Iterator[Case]:
     ):
         yield _case(f"{name}-1031", f"{clause} F7", f"{name}: streams of 1,031 tokens in one step", many, check)
     says = "rows of the streams, or of a sublayer's output, lie apart"
-    apart = each_apart("x residual all", runs_fused, runs_head)
-    yield _case("apart-mhc", "H3 H4 A7", says, mixing(), apart)
+    strided = each_strided("x residual all", runs_fused, runs_head)
+    yield _case("apart-mhc", "H3 H4 A7", says, mixing(), strided)
     yield _case("mhc-none", "H1 H2 H3 H4", "no tokens: empty results", mixing(), runs_nothing)
 
 
@@ -195,5 +195,5 @@ def step_memory_cases() -> Iterator[Case]:
     yield _case("temporaries-mhc", "W5", says, wide, layer_temporaries(1031, runs_fused, runs_head))
 
 
-def _case(name: str, clauses: str, says: str, scene: Scene, check: Check) -> Case:
-    return Case(name=name, area=Area.LAYER, clauses=clauses, says=says, scene=scene, check=check)
+def _case(name: str, clauses: str, says: str, inputs: CaseInput, check: Check) -> Case:
+    return Case(name=name, area=Area.LAYER, clauses=clauses, says=says, inputs=inputs, check=check)

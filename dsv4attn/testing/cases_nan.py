@@ -12,15 +12,15 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import KeyForm, Phase
-from dsv4attn.testing.book import Book
-from dsv4attn.testing.calls import Call, Lanes
 from dsv4attn.testing.case import Area, Bench, Case, Check, Measure, SkipCase, Wrong
-from dsv4attn.testing.checks import bits, judged
-from dsv4attn.testing.judge import F64, U8, written
-from dsv4attn.testing.scenes import flash, layout
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.check_attention import bits, judged
+from dsv4attn.testing.factories import flash, layout
+from dsv4attn.testing.oracle_cache import OracleCache
+from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.single_call import IndexLists, SingleCall
+from dsv4attn.testing.tolerances import F64, U8, written
 
-__all__ = ["Spoiled", "gathers_nan", "inserts_nan", "nan_cases", "shows_nan"]
+__all__ = ["NanKeys", "gathers_nan", "inserts_nan", "nan_cases", "shows_nan"]
 
 CLEAN = 16
 """Slots of each cache that are never spoiled; row t has slot CLEAN + t for itself."""
@@ -44,16 +44,16 @@ def spoils(layout: KVCacheLayout) -> list[Spoil]:
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Spoiled(Call):
+class NanKeys(SingleCall):
     """Rows with one key of their own each, among clean keys. Three rows of four name it, the fourth does not.
 
-    spoil: whether the rows' own keys are spoiled. Other fields are those of `Call`.
+    spoil: whether the rows' own keys are spoiled. Other fields are those of `SingleCall`.
     """
 
     spoil: bool = False
 
     @classmethod
-    def of(cls, phase: Phase, cache: str, kind: str) -> Spoiled:
+    def of(cls, phase: Phase, cache: str, kind: str) -> NanKeys:
         """A call on caches of one layout."""
         made = layout(cache)
         rows = len(spoils(made)) * 4 // 3 + 1
@@ -79,33 +79,33 @@ class Spoiled(Call):
         return [normal((self.seed, 40, i), slots, self.layer.head_dim) for i in range(len(self.widths))]
 
     @cached_property
-    def books(self) -> list[Book]:
+    def oracle_caches(self) -> list[OracleCache]:
         """The caches."""
         made = []
-        for i, (shelf, keys) in enumerate(zip(self.shelves, self.keys, strict=False)):
-            book = Book.blank(self.layout, -(-len(keys) // shelf.block_size), shelf, self.device)
-            book.write(range(len(keys)), keys)
+        for i, (placement, keys) in enumerate(zip(self.placements, self.keys, strict=False)):
+            oracle_cache = OracleCache.blank(self.layout, -(-len(keys) // placement.block_size), placement, self.device)
+            oracle_cache.write(range(len(keys)), keys)
             for row in range(self.rows if self.spoil else 0):
                 if self.owner(row) == i:
-                    self._spoil(book, row, keys[CLEAN + row])
-            made.append(book)
+                    self._spoil(oracle_cache, row, keys[CLEAN + row])
+            made.append(oracle_cache)
         return made
 
-    def _spoil(self, book: Book, row: int, key: F64) -> None:
+    def _spoil(self, oracle_cache: OracleCache, row: int, key: F64) -> None:
         _, at, nan = self.what(row)
         if not self.layout.is_quantised:
             key = key.copy()
             key[at // self.layout.dtype.itemsize] = np.nan
-            book.write([CLEAN + row], key[None])
+            oracle_cache.write([CLEAN + row], key[None])
             return
         record: U8 = written(key, self.layout).copy()
         record[at : at + len(nan)] = np.frombuffer(nan, dtype=np.uint8)
         with np.errstate(invalid="ignore"):
             # converting a signalling NaN warns
-            book.write_records([CLEAN + row], [record])
+            oracle_cache.write_records([CLEAN + row], [record])
 
     @cached_property
-    def lanes(self) -> list[Lanes]:
+    def index_lists(self) -> list[IndexLists]:
         """Row t has one to five clean keys in each segment, and its own in one: somewhere among them, or behind."""
         rng = np.random.default_rng((self.seed, 41))
         made = []
@@ -118,11 +118,11 @@ class Spoiled(Call):
                 at = rng.integers(0, n + 1) if self.named_own(row) else n
                 slots[row, : n + own] = listed[:at] + [CLEAN + row] * own + listed[at:]
                 lens[row] = n + (own and self.named_own(row))
-            made.append(Lanes(slots, lens))
+            made.append(IndexLists(slots, lens))
         return made
 
 
-def shows_nan(bench: Bench, call: Spoiled) -> Measure:
+def shows_nan(bench: Bench, call: NanKeys) -> Measure:
     """Rows that name a spoiled key are NaN throughout; all others have the bits that they have without it."""
     clean = _run(bench, call)
     found = _run(bench, attrs.evolve(call, spoil=True))
@@ -130,7 +130,7 @@ def shows_nan(bench: Bench, call: Spoiled) -> Measure:
     return judged(call, (clean["out"], clean.get("lse")))
 
 
-def _run(bench: Bench, call: Spoiled) -> dict[str, Tensor]:
+def _run(bench: Bench, call: NanKeys) -> dict[str, Tensor]:
     """Results of a call by their names."""
     top = None
     if bench.backend.forms.max_logits:
@@ -140,7 +140,7 @@ def _run(bench: Bench, call: Spoiled) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _compare(call: Spoiled, clean: dict[str, Tensor], found: dict[str, Tensor], what: Sequence[str]) -> None:
+def _compare(call: NanKeys, clean: dict[str, Tensor], found: dict[str, Tensor], what: Sequence[str]) -> None:
     """what: the NaN part of each row's own key."""
     for name, tensor in found.items():
         for row in range(call.rows):
@@ -153,16 +153,16 @@ def _compare(call: Spoiled, clean: dict[str, Tensor], found: dict[str, Tensor], 
                 raise Wrong(f"{name} of row {row}, which names a key whose {what[row]} is NaN: {got}")
 
 
-def gathers_nan(bench: Bench, call: Spoiled) -> Measure:
+def gathers_nan(bench: Bench, call: NanKeys) -> Measure:
     """Gathered rows are NaN where their records are, and nowhere else."""
     if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
-    book, count = attrs.evolve(call, spoil=True).books[0], len(call.keys[0])
+    oracle_cache, count = attrs.evolve(call, spoil=True).oracle_caches[0], len(call.keys[0])
     out = torch.zeros(1, count, call.layer.head_dim, dtype=call.layout.row_dtype, device=call.device)
-    table = torch.arange(book.cache.num_blocks, dtype=torch.int32, device=call.device)[None]
+    table = torch.arange(oracle_cache.cache.num_blocks, dtype=torch.int32, device=call.device)[None]
     lens = torch.tensor([count], dtype=torch.int32, device=call.device)
-    bench.backend.dequantize_and_gather_k_cache(out, book.cache, lens, None, table, 0)
-    found, wanted = out[0].double().cpu().numpy(), book.values[:count]
+    bench.backend.dequantize_and_gather_k_cache(out, oracle_cache.cache, lens, None, table, 0)
+    found, wanted = out[0].double().cpu().numpy(), oracle_cache.values[:count]
     same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
     if not same.all():
         slot, dim = (int(axis[0]) for axis in (~same).nonzero())
@@ -170,12 +170,12 @@ def gathers_nan(bench: Bench, call: Spoiled) -> Measure:
     return Measure()
 
 
-def inserts_nan(fused: bool, bench: Bench, call: Spoiled) -> Measure:  # noqa: FBT001
+def inserts_nan(fused: bool, bench: Bench, call: NanKeys) -> Measure:  # noqa: FBT001
     """Keys that hold a NaN are written so that they read as NaN; keys written beside them are not harmed."""
     clean, spoiled = _run(bench, call), attrs.evolve(call)
     rope, dim = call.layer.rope_dim, call.layer.head_dim
     dims = [row * 37 % dim for row in range(call.rows)]
-    for i, (book, keys) in enumerate(zip(spoiled.books, call.keys, strict=True)):
+    for i, (oracle_cache, keys) in enumerate(zip(spoiled.oracle_caches, call.keys, strict=True)):
         rows = [row for row in range(call.rows) if call.owner(row) == i]
         values = keys[[CLEAN + row for row in rows]].copy()
         values[np.arange(len(rows)), [dims[row] for row in rows]] = np.nan
@@ -186,9 +186,9 @@ def inserts_nan(fused: bool, bench: Bench, call: Spoiled) -> Measure:  # noqa: F
             # of position 0, where nothing is turned
             table = torch.tensor([[1.0] * (rope // 2) + [0.0] * (rope // 2)], device=call.device, dtype=torch.float32)
             positions = torch.zeros(len(rows), dtype=torch.int64, device=call.device)
-            bench.backend.qnorm_rope_kv_insert(q, k, book.cache, slots, positions, table, call.layer.q_eps)
+            bench.backend.qnorm_rope_kv_insert(q, k, oracle_cache.cache, slots, positions, table, call.layer.q_eps)
         else:
-            bench.backend.quantize_and_insert_k_cache(k, book.cache, slots)
+            bench.backend.quantize_and_insert_k_cache(k, oracle_cache.cache, slots)
     _compare(call, clean, _run(bench, spoiled), [f"dim {dims[row]}" for row in range(call.rows)])
     return judged(call, (clean["out"], clean.get("lse")))
 
@@ -204,19 +204,19 @@ def nan_cases() -> Iterator[Case]:
                 clauses="C8 C6",
                 says=says,
                 # one kind with two segments is enough, since all kinds are read in the same way
-                scene=Spoiled.of(phase, cache, "c4a" if cache == "ocp" else "swa"),
+                inputs=NanKeys.of(phase, cache, "c4a" if cache == "ocp" else "swa"),
                 check=shows_nan,
             )
     for cache in ("ocp", "fnuz", "interleaved"):
         says = f"NaN codes, scales and RoPE values of {cache} records are gathered as NaN"
-        scene = Spoiled.of(Phase.PREFILL, cache, "swa")
-        yield _cache(f"nan-{cache}-gather", "C8 R1", says, scene, gathers_nan)
+        inputs = NanKeys.of(Phase.PREFILL, cache, "swa")
+        yield _cache(f"nan-{cache}-gather", "C8 R1", says, inputs, gathers_nan)
     for cache in ("ocp", "fnuz", "bf16"):
         for name, fused in (("quantise", False), ("insert", True)):
             says = f"keys that hold a NaN are written to {cache} records that read as NaN, and the others as they are"
-            scene = attrs.evolve(Spoiled.of(Phase.DECODE, cache, "swa"), rows=5)
-            yield _cache(f"nan-{cache}-{name}", "C8", says, scene, partial(inserts_nan, fused))
+            inputs = attrs.evolve(NanKeys.of(Phase.DECODE, cache, "swa"), rows=5)
+            yield _cache(f"nan-{cache}-{name}", "C8", says, inputs, partial(inserts_nan, fused))
 
 
-def _cache(name: str, clauses: str, says: str, scene: Spoiled, check: Check) -> Case:
-    return Case(name=name, area=Area.CACHE, clauses=clauses, says=says, scene=scene, check=check)
+def _cache(name: str, clauses: str, says: str, inputs: NanKeys, check: Check) -> Case:
+    return Case(name=name, area=Area.CACHE, clauses=clauses, says=says, inputs=inputs, check=check)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4attn.testing.apart import each_apart
-from dsv4attn.testing.case import Area, Case, Check, Scene
-from dsv4attn.testing.projecting import outputs, projects, projects_without_positions_of_padding
-from dsv4attn.testing.rows import FAR_POSITIONS
-from dsv4attn.testing.scenes import layout, rows
-from dsv4attn.testing.world import tiny_geometry
+from dsv4attn.testing.case import Area, Case, CaseInput, Check
+from dsv4attn.testing.check_insert import FAR_POSITIONS
+from dsv4attn.testing.check_projection import outputs, projects, projects_without_positions_of_padding
+from dsv4attn.testing.factories import layout, rows
+from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.strided import each_strided
 
 __all__ = ["projection_cases"]
 
@@ -28,13 +28,13 @@ def projection_cases() -> Iterator[Case]:
     says = "1,031 outputs are turned back and projected in one step"
     yield _case("project-1031", "P1 P2 F7", says, rows(count=1031, groups=8))
     says = "rows of o, of the table of angles, or of the weights lie apart, and the projection is the same"
-    check = each_apart("o cos_sin_cache wo_a all", projects)
+    check = each_strided("o cos_sin_cache wo_a all", projects)
     yield _case("apart-project", "A7 P1", says, rows(count=9), check)
     says = "outputs are turned back at positions beyond 65,536"
     yield _case("project-positions", "P1 P2", says, rows(count=9, table_rows=FAR_POSITIONS))
     says = "no position of padding is looked up, and its rows stay zero"
-    scene = rows(count=17, groups=2)
-    yield _case("no-token-project", "B5", says, scene, projects_without_positions_of_padding)
+    inputs = rows(count=17, groups=2)
+    yield _case("no-token-project", "B5", says, inputs, projects_without_positions_of_padding)
     says = "bf16 outputs are projected by fp32 matrices"
     yield _case("project-mixed", "P1 P2", says, rows(count=9, weight_dtype=torch.float32))
     yield from _fp8()
@@ -48,20 +48,20 @@ def _fp8() -> Iterator[Case]:
             says = (
                 f"matrices in {dialect} fp8 with {scale} scales of blocks, the last one short, are what they stand for"
             )
-            scene = rows(count=5, groups=groups, rank=rank, scale=scale, fnuz=dialect == "fnuz")
-            yield _case(f"project-fp8-{dialect}-{scale}", "P1 P2 P3", says, scene)
+            inputs = rows(count=5, groups=groups, rank=rank, scale=scale, fnuz=dialect == "fnuz")
+            yield _case(f"project-fp8-{dialect}-{scale}", "P1 P2 P3", says, inputs)
     says = "matrices in fp8 with exponents of blocks of 32 x 32, the last ones short, are what they stand for"
-    scene = rows(count=5, groups=2, rank=72, scale="bytes", block=32)
-    yield _case("project-fp8-blocks-32", "P1 P2 P3", says, scene)
+    inputs = rows(count=5, groups=2, rank=72, scale="bytes", block=32)
+    yield _case("project-fp8-blocks-32", "P1 P2 P3", says, inputs)
     says = "fp32 outputs are projected by fp8 matrices"
-    scene = rows("fp32", dtype=torch.float32, count=5, rank=80, scale="fp32")
-    yield _case("project-fp8-mixed", "P1 P2 P3", says, scene)
+    inputs = rows("fp32", dtype=torch.float32, count=5, rank=80, scale="fp32")
+    yield _case("project-fp8-mixed", "P1 P2 P3", says, inputs)
     says = "rows of an fp8 matrix lie apart, and the projection is the same"
-    yield _case("apart-project-fp8", "A7 P3", says, rows(count=5, rank=80, scale="bytes", apart="wo_a"))
+    yield _case("apart-project-fp8", "A7 P3", says, rows(count=5, rank=80, scale="bytes", strided="wo_a"))
     says = "fp8 matrices whose last blocks are short in both directions are what they stand for"
     odd = tiny_geometry(num_heads=6, head_dim=40, rope_dim=6)
-    scene = rows(geometry=odd, layout=layout("ocp", odd), count=5, groups=1, rank=130, scale="fp32")
-    yield _case("dims-project-fp8", "F5 P3", says, scene)
+    inputs = rows(geometry=odd, layout=layout("ocp", odd), count=5, groups=1, rank=130, scale="fp32")
+    yield _case("dims-project-fp8", "F5 P3", says, inputs)
 
 
 def _outputs() -> Iterator[Case]:
@@ -77,5 +77,5 @@ def _outputs() -> Iterator[Case]:
     yield _case("output-ranks", "P4", says, rows(count=9, groups=4, rank=40, hidden=96, ranks=2), outputs)
 
 
-def _case(name: str, clauses: str, says: str, scene: Scene, check: Check = projects) -> Case:
-    return Case(name=name, area=Area.CACHE, clauses=clauses, says=says, scene=scene, check=check)
+def _case(name: str, clauses: str, says: str, inputs: CaseInput, check: Check = projects) -> Case:
+    return Case(name=name, area=Area.CACHE, clauses=clauses, says=says, inputs=inputs, check=check)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4attn.testing.apart import each_apart
-from dsv4attn.testing.case import Area, Case, Check, Scene
+from dsv4attn.testing.case import Area, Case, CaseInput, Check
 from dsv4attn.testing.cases_compressor import index_layout
 from dsv4attn.testing.cases_layer import mixing
-from dsv4attn.testing.delayed import runs_collapse, runs_delayed, runs_first, runs_fused_delayed, runs_no_delayed
-from dsv4attn.testing.latents import Latents, makes_latents, replaces_drafts, stores
-from dsv4attn.testing.narrowing import Narrowing, publishes, selects_within, selects_within_published
-from dsv4attn.testing.scenes import flash, layout
+from dsv4attn.testing.check_candidates import CandidateSelection, publishes, selects_within, selects_within_published
+from dsv4attn.testing.check_delayed import runs_collapse, runs_delayed, runs_first, runs_fused_delayed, runs_no_delayed
+from dsv4attn.testing.check_latents import LatentSteps, makes_latents, replaces_drafts, stores
+from dsv4attn.testing.factories import flash, layout
+from dsv4attn.testing.strided import each_strided
 
 __all__ = ["v41_cases"]
 
@@ -22,15 +22,15 @@ def delayed_cases() -> Iterator[Case]:
     """Hyper-connections whose input has the weights of the sublayer before."""
     fp32 = {"dtype": torch.float32}
     for name, fields in (("bf16", {}), ("fp32", fp32), ("n2", {"streams": 2}), ("flash", {"hidden": 5120, "count": 3})):
-        of, scene = f"{fields.get('streams', 4)} streams of {fields.get('hidden', 96)}", mixing(**fields)
+        of, inputs = f"{fields.get('streams', 4)} streams of {fields.get('hidden', 96)}", mixing(**fields)
         says = f"{of} are weighed by the sublayer before, and their own weights go out"
-        yield _case(f"delayed-pre-{name}", "V1 V2", says, scene, runs_delayed)
+        yield _case(f"delayed-pre-{name}", "V1 V2", says, inputs, runs_delayed)
         says = f"{of}: the first sublayer takes stream 0"
-        yield _case(f"delayed-first-{name}", "V1 V2", says, scene, runs_first)
+        yield _case(f"delayed-first-{name}", "V1 V2", says, inputs, runs_first)
         says = f"{of}: the fused step is post, then the delayed pre of the new streams"
-        yield _case(f"delayed-fused-{name}", "V3", says, scene, runs_fused_delayed)
+        yield _case(f"delayed-fused-{name}", "V3", says, inputs, runs_fused_delayed)
         says = f"{of} are collapsed by the last weights"
-        yield _case(f"delayed-collapse-{name}", "V4", says, scene, runs_collapse)
+        yield _case(f"delayed-collapse-{name}", "V4", says, inputs, runs_collapse)
     for name, fields in (("bf16", {}), ("fp32", fp32)):
         says = f"{name} streams: the input and the mixes are normed with an eps of 1e-20, and are small"
         normed = mixing(normed=True, size=2.0**-12, norm_eps=1e-20, rms_eps=1e-20, **fields)
@@ -41,15 +41,15 @@ def delayed_cases() -> Iterator[Case]:
     says = "streams of 1,031 tokens in one step"
     yield _case("delayed-fused-1031", "V3", says, mixing(count=1031), runs_fused_delayed)
     says = "rows of the streams, or of a sublayer's output, lie apart"
-    apart = each_apart("x residual all", runs_fused_delayed, runs_collapse)
-    yield _case("delayed-apart", "V3 V4", says, mixing(), apart)
+    strided = each_strided("x residual all", runs_fused_delayed, runs_collapse)
+    yield _case("delayed-apart", "V3 V4", says, mixing(), strided)
     yield _case("delayed-none", "V1 V2 V3 V4", "no tokens: empty results", mixing(), runs_no_delayed)
 
 
-def latent(name: str = "ocp", **fields: object) -> Latents:
+def latent(name: str = "ocp", **fields: object) -> LatentSteps:
     """Latents, stored to keys (ocp, bf16) or to index keys of a layout."""
     cache = layout(name) if name in ("ocp", "fnuz") else index_layout(name, 512 if name == "bf16" else 128)
-    return Latents(**{"geometry": flash("c4a"), "layout": cache, **fields})  # type: ignore[arg-type]
+    return LatentSteps(**{"geometry": flash("c4a"), "layout": cache, **fields})  # type: ignore[arg-type]
 
 
 def latent_cases() -> Iterator[Case]:
@@ -89,9 +89,9 @@ def _stale_cases() -> Iterator[Case]:
         yield _case(f"no-token-index-{ratio}", "B5", says, latent("fp8", ratio=ratio), stores(normed=True, padded=True))
 
 
-def narrowing(name: str = "fp8", **fields: object) -> Narrowing:
+def narrowing(name: str = "fp8", **fields: object) -> CandidateSelection:
     """A selection with candidates, among index keys of a layout."""
-    return Narrowing(**{"geometry": flash("c4a"), "layout": index_layout(name), **fields})  # type: ignore[arg-type]
+    return CandidateSelection(**{"geometry": flash("c4a"), "layout": index_layout(name), **fields})  # type: ignore[arg-type]
 
 
 def candidate_cases() -> Iterator[Case]:
@@ -130,5 +130,5 @@ def v41_cases() -> Iterator[Case]:
     yield from delayed_cases()
 
 
-def _case(name: str, clauses: str, says: str, scene: Scene, check: Check) -> Case:
-    return Case(name=name, area=Area.LAYER, clauses=clauses, says=says, scene=scene, check=check)
+def _case(name: str, clauses: str, says: str, inputs: CaseInput, check: Check) -> Case:
+    return Case(name=name, area=Area.LAYER, clauses=clauses, says=says, inputs=inputs, check=check)

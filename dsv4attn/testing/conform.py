@@ -27,8 +27,8 @@ from dsv4attn.core.contract.backend import API_VERSION, complete
 from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
 from dsv4attn.testing.case import Bench, Case, Measure, SkipCase, Wrong
 from dsv4attn.testing.cases import CASES, GROUPS
-from dsv4attn.testing.judge import multiplying_in
 from dsv4attn.testing.subject import BrokenSupportError, Subject
+from dsv4attn.testing.tolerances import multiplying_in
 
 __all__ = ["SCHEMA", "Certificate", "Failures", "Outcome", "conform", "environment", "run_case", "versions"]
 
@@ -236,7 +236,7 @@ class Certificate:
 
 
 def _layouts(case: Case) -> Sequence[Any]:
-    layouts: Sequence[Any] = case.scene.named_layouts()
+    layouts: Sequence[Any] = case.inputs.named_layouts()
     return layouts
 
 
@@ -270,9 +270,9 @@ def run_case(subject: Subject, case: Case) -> Outcome:
 def _tried(subject: Subject, case: Case) -> Outcome:
     lse = True
     try:
-        reasons = subject.refusals(case.scene.problems(lse=True))
+        reasons = subject.refusals(case.inputs.problems(lse=True))
         if reasons and not case.needs_lse:
-            lse, reasons = False, subject.refusals(case.scene.problems(lse=False))
+            lse, reasons = False, subject.refusals(case.inputs.problems(lse=False))
         if reasons:
             return Outcome(case, "refused", message="; ".join(reasons), reasons=tuple(reasons))
         with multiplying_in(subject.backend.forms.products):

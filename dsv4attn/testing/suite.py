@@ -95,11 +95,11 @@ class _Suite(Fixtures):
 
     @classmethod
     def _left_out(cls, case: Case) -> bool:
-        named = [layout.fingerprint for layout in case.scene.named_layouts()]
+        named = [layout.fingerprint for layout in case.inputs.named_layouts()]
         if any(part in fingerprint for part in cls.skip_layouts for fingerprint in named):
             return True
         names = {str(dtype).removeprefix("torch.") for dtype in cls.dtypes}
-        return any(problem.q_dtype not in names for problem in case.scene.problems())
+        return any(problem.q_dtype not in names for problem in case.inputs.problems())
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test for each case, named by its clauses and its name."""
@@ -118,7 +118,7 @@ class _Suite(Fixtures):
 
     def test_some_case_is_taken(self, subject: Subject) -> None:
         """A backend that refuses every case of the area fails."""
-        problems = [case.scene.problems(lse=case.needs_lse) for case in type(self).cases()]
+        problems = [case.inputs.problems(lse=case.needs_lse) for case in type(self).cases()]
         if all(subject.refusals(asked) for asked in problems):
             reasons = subject.refusals(problems[0]) if problems else ["no case is left"]
             pytest.fail(f"no case of {self.area.value} is executed: {'; '.join(reasons)}", pytrace=False)

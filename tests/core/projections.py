@@ -16,7 +16,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.projection import output_projection
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing import oracle
-from dsv4attn.testing.judge import F64
+from dsv4attn.testing.tolerances import F64
 from tests.harness import SMALL, SWA
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing.random_step import layouts, tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 
 
 def examples(n: int) -> settings:
@@ -31,7 +31,7 @@ LENGTHS = st.one_of(st.integers(0, 12), st.sampled_from([15, 16, 17, 31, 32, 33,
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
+def scenarios(draw: st.DrawFn, /, **fixed: Any) -> StepFixture:
     """A problem of any kind, dims, window, pages, layout and batch."""
     ratios = draw(st.sampled_from([(4, 16), (2, 8), (4, 128), (3, 5)]))
     geometry = tiny_geometry(
@@ -63,11 +63,11 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
         "poison": draw(st.sampled_from([None, 0xFF, 0x80, 0x7F])),
         "seed": draw(st.integers(0, 2**16)),
     }
-    return Scenario(**{**options, **fixed})
+    return StepFixture(**{**options, **fixed})
 
 
 @st.composite
-def other_windows(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
+def other_windows(draw: st.DrawFn, /, **fixed: Any) -> StepFixture:
     """The same with draft blocks, first positions of windows, and prefill tokens that see later ones; no padding."""
     scenario = draw(scenarios(**fixed))
     requests = [(before, count) for before, count, *_ in scenario.requests]

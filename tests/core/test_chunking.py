@@ -16,8 +16,8 @@ from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.memory.chunking import ChunkBounds, PrefillChunk, plan_prefill_chunks, round_up
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.pages import body
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing.random_step import layouts, tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.core.strategies import examples, scenarios
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds
 
@@ -25,13 +25,13 @@ TINY = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4)
 REAL_WINDOW = tiny_geometry(num_heads=1, head_dim=8, rope_dim=2, window=128, topk=20, ratios=(4, 128))
 
 
-def assert_same_caches(left: LayerCaches, right: LayerCaches, scenario: Scenario) -> None:
+def assert_same_caches(left: LayerCaches, right: LayerCaches, scenario: StepFixture) -> None:
     """Assert that every byte of every page is the same."""
     for a, b in zip(left.segments(scenario.layer), right.segments(scenario.layer), strict=True):
         assert torch.equal(body(a), body(b))
 
 
-def check_in_steps(whole: Scenario, cuts: Sequence[Sequence[int]], *forms: str) -> None:
+def check_in_steps(whole: StepFixture, cuts: Sequence[Sequence[int]], *forms: str) -> None:
     """Run each request's prompt up to its first cut, then to its second, ...: right rows, then the same caches."""
     caches = {form: whole.allocate() for form in forms}
     for step in range(max(len(c) for c in cuts) - 1):
@@ -54,7 +54,7 @@ def check_in_steps(whole: Scenario, cuts: Sequence[Sequence[int]], *forms: str) 
 def test_g16_any_cut_of_prompts_gives_the_same_bytes_and_the_right_rows(
     kind: LayerKind, layout: str, prompts: list[int], form: str, data: st.DataObject
 ) -> None:
-    whole = Scenario(
+    whole = StepFixture(
         kind=kind, requests=[(0, n) for n in prompts], geometry=TINY, layout=layouts(TINY)[layout], short_prefills=True
     )
     cuts = [[0, *sorted(data.draw(st.sets(st.integers(1, n), max_size=5)) - {n}), n] for n in prompts]
@@ -68,7 +68,7 @@ def test_g16_any_cut_of_prompts_gives_the_same_bytes_and_the_right_rows(
 @pytest.mark.parametrize("rows", ["clean", "holes", "garbage", "none"])
 def test_selected_entries_of_any_ratio_are_attended_to(ratio: int, rows: Literal["clean", "holes"], form: str) -> None:
     geometry = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4, topk=5, ratios=(ratio, 16))
-    whole = Scenario(
+    whole = StepFixture(
         kind="c4a",
         requests=[(33, 1), (2, 1), (0, 1), (0, 70), (41, 9)],
         geometry=geometry,
@@ -90,7 +90,7 @@ def test_selected_entries_of_any_ratio_are_attended_to(ratio: int, rows: Literal
     ids=str,
 )
 def test_g16_cuts_at_the_edges_of_pages_windows_and_entries(cuts: list[int], kind: LayerKind) -> None:
-    whole = Scenario(
+    whole = StepFixture(
         kind=kind,
         requests=[(0, 300)],
         geometry=REAL_WINDOW,
@@ -105,7 +105,9 @@ def test_g16_cuts_at_the_edges_of_pages_windows_and_entries(cuts: list[int], kin
 @all_forms
 @all_kinds
 def test_g16_token_by_token_equals_one_prefill(kind: LayerKind, form: str) -> None:
-    whole = Scenario(kind=kind, requests=[(0, 45)], geometry=TINY, layout=layouts(TINY)["fp32"], q_dtype=torch.float32)
+    whole = StepFixture(
+        kind=kind, requests=[(0, 45)], geometry=TINY, layout=layouts(TINY)["fp32"], q_dtype=torch.float32
+    )
     whole.check(REFERENCE_FORMS[form])
 
     check_in_steps(whole, [range(46)], form)
@@ -115,11 +117,11 @@ def test_g16_token_by_token_equals_one_prefill(kind: LayerKind, form: str) -> No
 
 
 @st.composite
-def prefills(draw: st.DrawFn) -> tuple[list[int], list[int], Scenario, ChunkBounds]:
+def prefills(draw: st.DrawFn) -> tuple[list[int], list[int], StepFixture, ChunkBounds]:
     """(seq_lens, query_lens, a scenario whose layer is used, bounds that one token at full context fits)."""
     ratios = draw(st.sampled_from([1, 2, 4])), 16
     geometry = tiny_geometry(window=draw(st.integers(1, 9)), topk=draw(st.integers(1, 9)), ratios=ratios)
-    scenario = Scenario(kind=draw(st.sampled_from(list(LayerKind))), geometry=geometry, requests=[])
+    scenario = StepFixture(kind=draw(st.sampled_from(list(LayerKind))), geometry=geometry, requests=[])
     layer = scenario.layer
     pairs = draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60)), max_size=6))
     entries = max((before + n for before, n in pairs), default=0) // layer.compress_ratio
@@ -135,7 +137,7 @@ def prefills(draw: st.DrawFn) -> tuple[list[int], list[int], Scenario, ChunkBoun
 @given(problem=prefills())
 @examples(400)
 def test_chunks_cover_every_token_once_and_keep_their_bounds(
-    problem: tuple[list[int], list[int], Scenario, ChunkBounds],
+    problem: tuple[list[int], list[int], StepFixture, ChunkBounds],
 ) -> None:
     seq_lens, query_lens, scenario, bounds = problem
     layer = scenario.layer
@@ -165,7 +167,7 @@ def test_chunks_cover_every_token_once_and_keep_their_bounds(
 
 @given(problem=prefills())
 @examples(100)
-def test_chunks_are_as_large_as_they_may_be(problem: tuple[list[int], list[int], Scenario, ChunkBounds]) -> None:
+def test_chunks_are_as_large_as_they_may_be(problem: tuple[list[int], list[int], StepFixture, ChunkBounds]) -> None:
     """Two neighbours that hold whole requests would not have fitted into one."""
     seq_lens, query_lens, scenario, bounds = problem
     chunks = list(plan_prefill_chunks(seq_lens, query_lens, scenario.layer, bounds))
@@ -185,7 +187,7 @@ def test_chunks_are_as_large_as_they_may_be(problem: tuple[list[int], list[int],
 
 
 def test_short_prompts_share_a_chunk_and_a_long_one_does_not_claim_memory_for_four() -> None:
-    layer = Scenario(kind="c4a", requests=[]).layer
+    layer = StepFixture(kind="c4a", requests=[]).layer
     bounds = ChunkBounds(rows=200, index_elements=10**6, alignment=1)
 
     short = list(plan_prefill_chunks([8] * 12, [8] * 12, layer, bounds))
@@ -199,7 +201,7 @@ def test_short_prompts_share_a_chunk_and_a_long_one_does_not_claim_memory_for_fo
 
 @given(scenario=scenarios(num_speculative_tokens=0), elements=st.sampled_from([1, 60, 300, 2000]))
 @examples(60)
-def test_small_chunks_give_the_rows_of_large_ones(scenario: Scenario, elements: int) -> None:
+def test_small_chunks_give_the_rows_of_large_ones(scenario: StepFixture, elements: int) -> None:
     limits = attrs.evolve(scenario.limits, max_index_elements=elements)
 
     for form in FORM_NAMES:

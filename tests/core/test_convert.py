@@ -19,8 +19,8 @@ from dsv4attn.core.cache import convert
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from dsv4attn.testing import oracle
-from dsv4attn.testing.book import Book, Shelf, place_of
-from dsv4attn.testing.judge import found
+from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
+from dsv4attn.testing.tolerances import found
 from tests.core.strategies import examples
 
 DIMS: dict[str, Any] = {"nope_dim": 22, "rope_dim": 6, "group_size": 8}
@@ -51,7 +51,7 @@ def keys_of(cache: PagedKVCache) -> NDArray[np.float64]:
 
 def holds(layout: KVCacheLayout, codes: NDArray[np.uint8], scales: tuple[int, int] = (100, 140)) -> PagedKVCache:
     """A cache of 3 pages of 4 with gaps, filled with any codes under scales of a range; rows hold what those mean."""
-    book = Book.blank(layout if layout.is_quantised else OCP, 3, Shelf(4, gap=10, before=6), "cpu")
+    book = OracleCache.blank(layout if layout.is_quantised else OCP, 3, PagePlacement(4, gap=10, before=6), "cpu")
     rng = np.random.default_rng(int(codes.sum()))
     rope = (rng.standard_normal((12, 6)).astype(np.float32).view(np.uint32) >> 16).astype("<u2").view(np.uint8)
     bytes_ = rng.integers(*scales, (12, 8), endpoint=True).astype(np.uint8)

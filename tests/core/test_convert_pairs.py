@@ -18,8 +18,8 @@ from dsv4attn.core.cache.layout import Arrangement, Fp8Format
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
-from dsv4attn.testing.book import place_of
-from dsv4attn.testing.judge import found
+from dsv4attn.testing.oracle_cache import place_of
+from dsv4attn.testing.tolerances import found
 from tests.core.strategies import examples
 
 NOPE, ROPE, DIM = 32, 16, 128

@@ -17,8 +17,8 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing.random_step import layouts, tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.harness import FORM_NAMES, KINDS, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 GEOMETRY = tiny_geometry()
@@ -36,7 +36,7 @@ POSITIONS = [0, 1, 2, 3, 4, 5, 63, 64, 65, 79, 80, 81, 126, 127, 128, 129, 255, 
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32], ids=["q_bf16", "q_fp32"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mixed_batch_equals_the_oracle(layout: str, q_dtype: torch.dtype, kind: LayerKind, form: str) -> None:
-    scenario = Scenario(kind=kind, requests=MIXED, layout=LAYOUTS[layout], q_dtype=q_dtype, extra_rows=3, seed=1)
+    scenario = StepFixture(kind=kind, requests=MIXED, layout=LAYOUTS[layout], q_dtype=q_dtype, extra_rows=3, seed=1)
 
     out, lse = scenario.check(REFERENCE_FORMS[form])
 
@@ -49,7 +49,7 @@ def test_a_mixed_batch_equals_the_oracle(layout: str, q_dtype: torch.dtype, kind
 @all_forms
 @all_kinds
 def test_each_position_is_the_same_row_as_decode_and_as_prefill(kind: LayerKind, form: str) -> None:
-    base = Scenario(
+    base = StepFixture(
         kind=kind,
         requests=[(0, 1), *((p, 1) for p in POSITIONS)],
         geometry=REAL_WINDOW,
@@ -74,7 +74,7 @@ def test_each_position_is_the_same_row_as_decode_and_as_prefill(kind: LayerKind,
 @all_kinds
 @pytest.mark.parametrize("prefix", [0, 1, 126, 127, 128, 1000])
 def test_a_verify_step_of_1_to_4_tokens_equals_the_oracle(prefix: int, kind: LayerKind, form: str) -> None:
-    scenario = Scenario(
+    scenario = StepFixture(
         kind=kind,
         requests=[(prefix, n) for n in (1, 2, 3, 4)],
         geometry=REAL_WINDOW,
@@ -90,7 +90,7 @@ def test_a_verify_step_of_1_to_4_tokens_equals_the_oracle(prefix: int, kind: Lay
 @all_kinds
 def test_real_flash_geometry_equals_the_oracle(kind: LayerKind) -> None:
     flash = ModelGeometry.preset("flash")
-    scenario = Scenario(
+    scenario = StepFixture(
         kind=kind,
         requests=[(2300, 1), (700, 2)],
         geometry=flash,
@@ -108,14 +108,14 @@ def test_real_flash_geometry_equals_the_oracle(kind: LayerKind) -> None:
 @all_kinds
 def test_keys_with_large_outlier_channels_equal_the_oracle(kind: LayerKind, form: str) -> None:
     for layout in LAYOUTS.values():
-        Scenario(kind=kind, requests=MIXED[:5], layout=layout, outliers=True, seed=3).check(REFERENCE_FORMS[form])
+        StepFixture(kind=kind, requests=MIXED[:5], layout=layout, outliers=True, seed=3).check(REFERENCE_FORMS[form])
 
 
 @pytest.mark.parametrize("heads", [1, 3, 24])
 @all_kinds
 def test_any_number_of_heads_is_served(kind: LayerKind, heads: int) -> None:
     geometry = tiny_geometry(num_heads=heads, head_dim=20, rope_dim=6, window=5, topk=3, ratios=(2, 8))
-    scenario = Scenario(kind=kind, requests=[(9, 1), (3, 7)], geometry=geometry, layout=layouts(geometry, 7)["ocp"])
+    scenario = StepFixture(kind=kind, requests=[(9, 1), (3, 7)], geometry=geometry, layout=layouts(geometry, 7)["ocp"])
 
     for backend in REFERENCE_FORMS.values():
         scenario.check(backend)
@@ -125,12 +125,12 @@ def test_any_number_of_heads_is_served(kind: LayerKind, heads: int) -> None:
 @pytest.mark.parametrize("requests", [[], [(9, 0)], [(9, 1), (4, 0), (5, 0)]], ids=["empty", "idle", "idle_behind"])
 def test_batches_without_work_are_legal(requests: list[tuple[int, int]], kind: LayerKind) -> None:
     for backend in REFERENCE_FORMS.values():
-        Scenario(kind=kind, requests=requests, extra_rows=2).check(backend)
+        StepFixture(kind=kind, requests=requests, extra_rows=2).check(backend)
 
 
 @all_kinds
 def test_whether_prefill_or_decode_runs_first_does_not_matter(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = Scenario(kind=kind, requests=MIXED[:5], poison=0xFF)
+    scenario = StepFixture(kind=kind, requests=MIXED[:5], poison=0xFF)
     problems = {name: scenario.problem(backend) for name, backend in REFERENCE_FORMS.items()}
     right = {name: problems[name].run(REFERENCE_FORMS[name]) for name in FORM_NAMES}
     prepare = forward._prepare
@@ -143,7 +143,7 @@ def test_whether_prefill_or_decode_runs_first_does_not_matter(kind: LayerKind, m
 @all_kinds
 def test_a_window_only_layer_ignores_compressed_metadata_and_caches(kind: LayerKind) -> None:
     """Graph capture hands synthetic compressed metadata to every layer; the layer's kind decides."""
-    scenario = Scenario(kind=kind, requests=[(40, 1), (7, 9)])
+    scenario = StepFixture(kind=kind, requests=[(40, 1), (7, 9)])
     window_only = attrs.evolve(scenario, kind=LayerKind.SWA)
 
     for backend in REFERENCE_FORMS.values():
@@ -178,7 +178,7 @@ class CarefulBackend(ReferenceBackend):
 @pytest.mark.parametrize("elements", [1, 100, 2**21])
 def test_lengths_on_the_host_may_be_upper_bounds(elements: int, kind: LayerKind) -> None:
     """Under asynchronous speculation the host knows only the most a request can have; it sizes things, no more."""
-    scenario = Scenario(kind=kind, requests=[(20, 1), (3, 17), (0, 9), (30, 5)], seed=2, poison=0xFF)
+    scenario = StepFixture(kind=kind, requests=[(20, 1), (3, 17), (0, 9), (30, 5)], seed=2, poison=0xFF)
     limits = attrs.evolve(scenario.limits, max_model_len=128, max_index_elements=elements)
     batch, wide = scenario.batch(), torch.full((4, 30), -1, dtype=torch.int32)
     tables = [t for t in (batch.block_table, batch.compressed_block_table) if t is not None]
@@ -223,7 +223,7 @@ def test_a_backend_sees_every_row_of_a_phase_and_no_padding(
     tokens = sum(count for _, count in requests)
     for extra_rows in (0, 3):
         backend = NotingBackend(prefill_keys=keys)
-        scenario = Scenario(kind=kind, requests=requests, extra_rows=extra_rows)
+        scenario = StepFixture(kind=kind, requests=requests, extra_rows=extra_rows)
         problem = scenario.problem(backend)
         scenario.compare(*problem.run(backend))
 
@@ -235,7 +235,7 @@ def test_a_backend_sees_every_row_of_a_phase_and_no_padding(
 @all_kinds
 def test_both_phases_show_up_in_a_profile_by_name_and_kind(kind: LayerKind) -> None:
     backend = REFERENCE_FORMS["gathered-dense"]
-    problem = Scenario(kind=kind, requests=[(40, 1), (7, 9)]).problem(backend)
+    problem = StepFixture(kind=kind, requests=[(40, 1), (7, 9)]).problem(backend)
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         problem.run(backend)

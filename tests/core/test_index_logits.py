@@ -15,10 +15,10 @@ from dsv4attn.core.torch_ops.indexer import fp8_mqa_logits, fp8_paged_mqa_logits
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear, linear
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.book import Book, Shelf
-from dsv4attn.testing.judge_layer import Formula, hold_values
+from dsv4attn.testing.check_selection import score_errors
+from dsv4attn.testing.layer_tolerances import Formula, hold_values
+from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement
 from dsv4attn.testing.pages import Pages
-from dsv4attn.testing.selecting import score_errors
 
 HEADS, DIM, PAGE = 6, 128, 64
 F64 = Any
@@ -44,7 +44,7 @@ class Scene:
         layout = KVCacheLayout.index_fp8(fp8_format=dialect)
         counts = per_token.max(1).clip(0) + 7  # keys behind the visible ones, which are finite
         self.pages = Pages([(0, int(n)) for n in counts], PAGE, spare=2, dead=-1, key=(1,))
-        self.book = Book.blank(layout, self.pages.count, Shelf(PAGE, gap), "cpu")
+        self.book = OracleCache.blank(layout, self.pages.count, PagePlacement(PAGE, gap), "cpu")
         for request, count in enumerate(counts):
             self.book.write(self.pages.slots(request, range(count)), 3 * drawn(request, int(count), DIM))
         self.q, values = codes(drawn(50, requests, tokens, HEADS, DIM), dialect)

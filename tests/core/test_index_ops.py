@@ -15,14 +15,14 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.core.strategies import examples, scenarios
 from tests.harness import BUILDER_STEPS, all_builder_steps
 
 INT = torch.int32
 
 
-def built(scenario: Scenario, steps: str = "torch") -> AttentionMetadata:
+def built(scenario: StepFixture, steps: str = "torch") -> AttentionMetadata:
     """Metadata of a scenario's batch."""
     builder = MetadataBuilder(
         scenario.geometry,
@@ -53,7 +53,7 @@ def int32(*values: int) -> Tensor:
 @all_builder_steps
 @given(scenario=scenarios(dead_block=-1))
 @examples(100)
-def test_window_metadata_equals_the_formulas(scenario: Scenario, steps: str) -> None:
+def test_window_metadata_equals_the_formulas(scenario: StepFixture, steps: str) -> None:
     swa = built(scenario, steps).swa
     batch, window, size = scenario.batch(), scenario.layer.window, scenario.swa_block_size
     rows, lens = [], []
@@ -81,8 +81,8 @@ def test_window_metadata_equals_the_formulas(scenario: Scenario, steps: str) -> 
 @all_builder_steps
 @given(scenario=scenarios(kind=LayerKind.C4A), kind=st.sampled_from(["c4a", "c128a"]))
 @examples(75)
-def test_compressed_metadata_equals_the_formulas(scenario: Scenario, kind: str, steps: str) -> None:
-    scenario = Scenario(
+def test_compressed_metadata_equals_the_formulas(scenario: StepFixture, kind: str, steps: str) -> None:
+    scenario = StepFixture(
         kind=kind,
         requests=scenario.requests,
         geometry=scenario.geometry,
@@ -184,12 +184,12 @@ def test_token_maps_skip_requests_without_tokens_and_give_padding_no_request() -
 
 @all_builder_steps
 def test_buffers_keep_their_addresses_and_their_tails_are_cleared(steps: str) -> None:
-    geometry, limits, made_by = Scenario(requests=[]).geometry, Limits(6, 64, 256), BUILDER_STEPS[steps]
+    geometry, limits, made_by = StepFixture(requests=[]).geometry, Limits(6, 64, 256), BUILDER_STEPS[steps]
     builder = MetadataBuilder(geometry, limits, swa_block_size=4, compressed_block_tokens=32, steps=made_by)
-    big = Scenario(kind="c128a", requests=[(90, 1), (60, 1), (33, 1), (10, 12), (0, 9)])
-    small = Scenario(kind="c128a", requests=[(40, 1), (0, 5)])
+    big = StepFixture(kind="c128a", requests=[(90, 1), (60, 1), (33, 1), (10, 12), (0, 9)])
+    small = StepFixture(kind="c128a", requests=[(40, 1), (0, 5)])
 
-    def build(scenario: Scenario) -> AttentionMetadata:
+    def build(scenario: StepFixture) -> AttentionMetadata:
         return builder.build_for(scenario.batch(), [LayerKind.C128A])[LayerKind.C128A]
 
     def addresses(metadata: AttentionMetadata) -> list[int]:

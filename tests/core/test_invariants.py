@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.pages import body
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing.random_step import layouts, tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.core.strategies import examples, scenarios
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
@@ -21,7 +21,7 @@ REAL_WINDOW = tiny_geometry(num_heads=2, head_dim=16, rope_dim=4, window=128, to
 
 @given(scenario=scenarios())
 @examples(150)
-def test_every_form_equals_the_oracle(scenario: Scenario) -> None:
+def test_every_form_equals_the_oracle(scenario: StepFixture) -> None:
     results = {name: scenario.check(REFERENCE_FORMS[name]) for name in FORM_NAMES}
 
     # ragged rows are compact, and so are gathered ones; a hole between paged dense ones moves the terms of a sum
@@ -32,7 +32,7 @@ def test_every_form_equals_the_oracle(scenario: Scenario) -> None:
 
 @given(scenario=scenarios(poison=None), seed=st.integers(1, 99), padding=st.sampled_from([0, 32, 256]))
 @examples(60)
-def test_pages_may_stand_anywhere(scenario: Scenario, seed: int, padding: int) -> None:
+def test_pages_may_stand_anywhere(scenario: StepFixture, seed: int, padding: int) -> None:
     """Shuffled differently, more of them, further apart, in blocks of another size: the same bits."""
     other = attrs.evolve(scenario, pages_seed=seed, page_padding=padding, spare_pages=9, swa_block_size=8)
 
@@ -42,7 +42,7 @@ def test_pages_may_stand_anywhere(scenario: Scenario, seed: int, padding: int) -
 
 @given(scenario=scenarios(num_speculative_tokens=0, poison=None), data=st.data())
 @examples(60)
-def test_a_row_does_not_depend_on_what_else_is_in_the_batch(scenario: Scenario, data: st.DataObject) -> None:
+def test_a_row_does_not_depend_on_what_else_is_in_the_batch(scenario: StepFixture, data: st.DataObject) -> None:
     alone = data.draw(st.sampled_from(range(len(scenario.requests))))
     solo = scenario.at(*((b, n if i == alone else 0, *p) for i, (b, n, *p) in enumerate(scenario.requests)))
     rows = [i for i, token in enumerate(scenario.tokens) if token.request == alone]
@@ -58,7 +58,7 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_batch(scenario: Scenario, 
 @all_kinds
 @pytest.mark.parametrize("prefix", [0, 1, 126, 127, 128, 1000])
 def test_a_verify_step_equals_its_tokens_one_by_one(prefix: int, kind: LayerKind, form: str) -> None:
-    base = Scenario(
+    base = StepFixture(
         kind=kind,
         requests=[(prefix, 4), (prefix + 1, 2), (5, 3)],
         geometry=REAL_WINDOW,
@@ -80,7 +80,7 @@ def test_a_verify_step_equals_its_tokens_one_by_one(prefix: int, kind: LayerKind
 @all_kinds
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 15, 16, 17, 18, 31, 33])
 def test_a_length_that_no_ratio_divides_leaves_its_rest_to_the_window(kind: LayerKind, length: int) -> None:
-    scenario = Scenario(kind=kind, requests=[(0, length)], sinks=None)
+    scenario = StepFixture(kind=kind, requests=[(0, length)], sinks=None)
     ratio = scenario.layer.compress_ratio
     seen = [len(scenario.visible(row)[1]) for row in range(length)]
 
@@ -95,7 +95,7 @@ def test_a_length_that_no_ratio_divides_leaves_its_rest_to_the_window(kind: Laye
 
 @all_forms
 def test_c128a_below_its_first_entry_is_a_window_only_layer(form: str) -> None:
-    heavy = Scenario(kind="c128a", requests=[(100, 1), (0, 127)], geometry=REAL_WINDOW, compressed_block_tokens=256)
+    heavy = StepFixture(kind="c128a", requests=[(100, 1), (0, 127)], geometry=REAL_WINDOW, compressed_block_tokens=256)
 
     compressed = heavy.problem(REFERENCE_FORMS[form]).metadata.compressed
     assert compressed is not None
@@ -109,7 +109,7 @@ def test_c128a_below_its_first_entry_is_a_window_only_layer(form: str) -> None:
 @all_forms
 @all_kinds
 def test_rows_of_q_behind_the_slot_mapping_are_processed_and_not_inserted(kind: LayerKind, form: str) -> None:
-    short = Scenario(kind=kind, requests=[(20, 1), (0, 6)], seed=2)
+    short = StepFixture(kind=kind, requests=[(20, 1), (0, 6)], seed=2)
     padded = attrs.evolve(short, extra_rows=7)
     problems = [s.problem(REFERENCE_FORMS[form]) for s in (short, padded)]
 
@@ -125,7 +125,7 @@ def test_rows_of_q_behind_the_slot_mapping_are_processed_and_not_inserted(kind: 
 
 @given(scenario=scenarios(layout=layouts(tiny_geometry())["ocp"], geometry=tiny_geometry(), compressed_block_tokens=32))
 @examples(30)
-def test_fnuz_and_interleaved_caches_read_like_the_standard_one(scenario: Scenario) -> None:
+def test_fnuz_and_interleaved_caches_read_like_the_standard_one(scenario: StepFixture) -> None:
     """Where a scale stands, and a dialect whose codes and scales shift together, are nothing a query can see."""
     standard = scenario.run(DENSE)
 
@@ -138,8 +138,8 @@ def test_fnuz_and_interleaved_caches_read_like_the_standard_one(scenario: Scenar
 
 
 def test_the_worlds_numbers_do_not_depend_on_the_batch() -> None:
-    whole = Scenario(kind="c4a", requests=[(0, 40)], topk="holes", seed=5)
-    part = Scenario(kind="c4a", requests=[(30, 10)], topk="holes", seed=5)
+    whole = StepFixture(kind="c4a", requests=[(0, 40)], topk="holes", seed=5)
+    part = StepFixture(kind="c4a", requests=[(30, 10)], topk="holes", seed=5)
 
     assert (whole.q_rows(0, range(40))[30:] == part.q_rows(0, range(30, 40))).all()
     assert (whole.topk_rows[30:] == part.topk_rows).all()

@@ -13,9 +13,9 @@ from dsv4attn.backends.reference import kernels
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.model.geometry import LayerKind, Rope
-from dsv4attn.testing import scenario as scenario_module
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing import step_fixture
+from dsv4attn.testing.random_step import layouts, tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 TINY = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4)
@@ -34,7 +34,7 @@ def untouched(size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def far_apart(scenario: Scenario, gap: int) -> LayerCaches:
+def far_apart(scenario: StepFixture, gap: int) -> LayerCaches:
     """Caches of zeros with so large a gap between pages."""
     made = []
     for pages in scenario.pages[: 1 + (scenario.kind is not LayerKind.SWA)]:
@@ -58,7 +58,7 @@ def end_of(cache: PagedKVCache) -> int:
 def test_g16_pages_past_the_reach_of_32_bits_are_read_and_written(
     past: int, layout: str, kind: LayerKind, form: str
 ) -> None:
-    scenario = Scenario(kind=kind, requests=REQUESTS, geometry=TINY, layout=layouts(TINY)[layout])
+    scenario = StepFixture(kind=kind, requests=REQUESTS, geometry=TINY, layout=layouts(TINY)[layout])
     near = scenario.run(REFERENCE_FORMS[form])
     smallest = min(pages.count for pages in scenario.pages[: 1 + (kind is not LayerKind.SWA)])
     caches = far_apart(scenario, past // (smallest - 3) * 2 // 64 * 64)
@@ -70,7 +70,7 @@ def test_g16_pages_past_the_reach_of_32_bits_are_read_and_written(
 
 
 def test_a_planted_address_of_32_bits_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = Scenario(requests=REQUESTS, geometry=TINY)
+    scenario = StepFixture(requests=REQUESTS, geometry=TINY)
     backend = REFERENCE_FORMS["paged-dense"]
     problem = scenario.problem(backend, scenario.history(backend, far_apart(scenario, 2**29)))
     scenario.compare(*problem.run(backend))
@@ -105,7 +105,7 @@ def test_g16_the_end_of_a_context_of_a_million_tokens_equals_the_oracle(
     kind: str, requests: list[tuple[int, int]], dead: int
 ) -> None:
     """Decode, a verify step and a prefill at the last positions of the model; only live pages exist."""
-    scenario = Scenario(
+    scenario = StepFixture(
         kind=kind,
         requests=requests,
         geometry=REAL_WINDOW,
@@ -128,7 +128,7 @@ def test_g16_the_end_of_a_context_of_a_million_tokens_equals_the_oracle(
     ids=["short", "long"],
 )
 def test_g16_a_selection_from_a_quarter_million_entries_equals_the_oracle(prompt: tuple[int, int]) -> None:
-    scenario = Scenario(
+    scenario = StepFixture(
         kind="c4a",
         requests=[(LAST, 1), prompt],
         geometry=REAL_WINDOW,
@@ -146,7 +146,7 @@ def test_g16_a_selection_from_a_quarter_million_entries_equals_the_oracle(prompt
 @all_kinds
 def test_g16_every_position_around_the_edges_of_pages_and_windows_equals_the_oracle(kind: LayerKind, form: str) -> None:
     edges = [n + d for n in (64, 128, 192, 256, 4096) for d in (-1, 0, 1)]
-    scenario = Scenario(
+    scenario = StepFixture(
         kind=kind,
         requests=[*((p - 1, 1) for p in edges), *((p - 2, 3) for p in edges)],
         geometry=REAL_WINDOW,
@@ -160,7 +160,7 @@ def test_g16_every_position_around_the_edges_of_pages_and_windows_equals_the_ora
 def test_g16_angles_near_a_million_are_float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """An angle computed in float64 turns a key of the last positions visibly further than every engine does."""
     geometry = tiny_geometry()
-    scenario = Scenario(
+    scenario = StepFixture(
         requests=[(LAST, 1)], geometry=geometry, layout=layouts(geometry)["fp32"], q_dtype=torch.float32
     )
     scenario.check(REFERENCE_FORMS["paged-dense"])
@@ -171,6 +171,6 @@ def test_g16_angles_near_a_million_are_float32_products(monkeypatch: pytest.Monk
         angles = torch.arange(rows, dtype=torch.float64)[:, None] * inverse
         return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
 
-    monkeypatch.setattr(scenario_module, "cos_sin_cache", exact)
+    monkeypatch.setattr(step_fixture, "cos_sin_cache", exact)
     with pytest.raises(AssertionError, match="tolerances"):
         attrs.evolve(scenario).check(REFERENCE_FORMS["paged-dense"])

@@ -18,8 +18,8 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.index_ops import build_ragged_indices_from_dense
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
-from dsv4attn.testing.scenario import Problem, Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing.random_step import layouts, tiny_geometry
+from dsv4attn.testing.step_fixture import ForwardArgs, StepFixture
 from tests.core.strategies import examples
 from tests.harness import REFERENCE_FORMS, all_forms, all_kinds, same_bits
 
@@ -28,12 +28,12 @@ REQUESTS = [(100, 1), (0, 1), (33, 1, 1), (63, 1), (16, 1)]
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=2e-6)
 
 
-def scenario_of(kind: str, seed: int = 0) -> Scenario:
+def scenario_of(kind: str, seed: int = 0) -> StepFixture:
     layout = layouts(GEOMETRY)["fp32"]
-    return Scenario(kind=kind, requests=REQUESTS, geometry=GEOMETRY, layout=layout, q_dtype=torch.float32, seed=seed)
+    return StepFixture(kind=kind, requests=REQUESTS, geometry=GEOMETRY, layout=layout, q_dtype=torch.float32, seed=seed)
 
 
-def rows_of(problem: Problem) -> list[Tensor]:
+def rows_of(problem: ForwardArgs) -> list[Tensor]:
     """Slots of every decode row in each cache of the layer, -1 where there is none."""
     swa, compressed = problem.metadata.swa, problem.metadata.compressed
     tables = [swa.decode_swa_indices[:, 0]]
@@ -54,7 +54,7 @@ def rows_of(problem: Problem) -> list[Tensor]:
     return [*tables, slots]
 
 
-def attend(problem: Problem, tables: list[Tensor], *, ragged: bool) -> tuple[Tensor, Tensor]:
+def attend(problem: ForwardArgs, tables: list[Tensor], *, ragged: bool) -> tuple[Tensor, Tensor]:
     """Attend without a sink over the slots of one shard, in either form of indices."""
     segments = []
     for cache, slots in zip(problem.caches.segments(problem.layer), tables, strict=True):
@@ -130,7 +130,7 @@ def test_g13_the_sink_belongs_to_the_whole_and_is_applied_once() -> None:
 @all_forms
 @all_kinds
 def test_g13_lse_is_the_natural_log_without_the_sink_in_fp32(kind: LayerKind, form: str) -> None:
-    scenario = Scenario(kind=kind, requests=[(100, 1), (9, 4)], geometry=GEOMETRY, sinks=[30.0, -30.0, 0.0])
+    scenario = StepFixture(kind=kind, requests=[(100, 1), (9, 4)], geometry=GEOMETRY, sinks=[30.0, -30.0, 0.0])
     _, lse = scenario.run(REFERENCE_FORMS[form])
     _, expected = scenario.expected()
 
@@ -142,7 +142,7 @@ def test_g13_lse_is_the_natural_log_without_the_sink_in_fp32(kind: LayerKind, fo
 
 @all_kinds
 def test_g13_an_lse_that_nobody_asked_for_changes_nothing(kind: LayerKind) -> None:
-    scenario = Scenario(kind=kind, requests=[(100, 1), (9, 4)], geometry=GEOMETRY)
+    scenario = StepFixture(kind=kind, requests=[(100, 1), (9, 4)], geometry=GEOMETRY)
     for backend in REFERENCE_FORMS.values():
         problem = scenario.problem(backend)
         out = torch.full_like(problem.q, math.nan)

@@ -27,8 +27,8 @@ from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError, CanaryError, WorkspaceError
-from dsv4attn.testing.scenario import Problem, Scenario
-from dsv4attn.testing.world import tiny_geometry
+from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.step_fixture import ForwardArgs, StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits, backend_of
 
 BLOCKS, SWA_BLOCK = 3, 2
@@ -100,7 +100,7 @@ class Case:
             room = limits.max_model_len - query
             yield rng.choice([0, room, rng.randint(0, room)]), query
 
-    def problem(self) -> Problem:
+    def problem(self) -> ForwardArgs:
         """A random batch, ready to run."""
         rng, layer = self.rng, self.geometry.layer_of_kind(self.kind)
         pairs = list(self.lengths())
@@ -124,7 +124,7 @@ class Case:
         q = torch.zeros(total + rng.randint(0, 2), 1, 4)
         width = rng.choice([layer.topk, rng.randint(1, max(layer.topk, 1))])
         topk = torch.randint(-1, 40, (q.shape[0], width), dtype=INT) if layer.kind is LayerKind.C4A else None
-        return Problem(layer, self.limits, q, self.caches, metadata, torch.zeros(1), topk)
+        return ForwardArgs(layer, self.limits, q, self.caches, metadata, torch.zeros(1), topk)
 
 
 PROBLEMS, BATCHES = 10_000, 12
@@ -168,7 +168,7 @@ class ScratchBackend(ReferenceBackend):
         super().decode(call)
 
 
-def plan_of(problem: Problem, backend: ReferenceBackend) -> WorkspacePlan:
+def plan_of(problem: ForwardArgs, backend: ReferenceBackend) -> WorkspacePlan:
     return plan_workspace(problem.layer, problem.limits, backend, problem.caches.swa.layout)
 
 
@@ -213,7 +213,7 @@ def test_g11_many_short_prompts_before_their_first_entry_fit(window: int, kind: 
         case = Case.draw(rng, kind, REFERENCE_FORMS[form])
         geometry = attrs.evolve(case.geometry, window=window, index_topk=1)
         limits = Limits(64, 1200, 2, max_index_elements=1200)
-        scenario = Scenario(kind=kind, geometry=geometry, requests=[(0, 2)] * 60, compressed_block_tokens=240)
+        scenario = StepFixture(kind=kind, geometry=geometry, requests=[(0, 2)] * 60, compressed_block_tokens=240)
         problem = scenario.problem(REFERENCE_FORMS[form], limits=limits)
         workspace = RecordingWorkspace(plan_of(problem, REFERENCE_FORMS[form]))
         scenario.compare(*problem.run(REFERENCE_FORMS[form], workspace))
@@ -275,7 +275,10 @@ def test_g11_temporaries_stay_within_the_plan(
         out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:2])
 
         def call(
-            problem: Problem = problem, workspace: WorkspaceManager = workspace, out: Tensor = out, lse: Tensor = lse
+            problem: ForwardArgs = problem,
+            workspace: WorkspaceManager = workspace,
+            out: Tensor = out,
+            lse: Tensor = lse,
         ) -> None:
             forward_mqa(
                 problem.q,
@@ -299,7 +302,7 @@ def test_g11_real_dims_stay_within_the_plan(kind: LayerKind) -> None:
     """Eight heads of 512 with real tiles: attention of 600 tokens over a context of 5,000."""
     geometry = attrs.evolve(ModelGeometry.preset("flash"), num_heads=8)
     layout = KVCacheLayout.fp8_ds_mla()
-    scenario = Scenario(
+    scenario = StepFixture(
         kind=kind,
         requests=[(4400, 600)],
         geometry=geometry,
@@ -350,7 +353,7 @@ def test_g11_the_plan_grows_with_its_limits(kind: LayerKind, form: str) -> None:
 @all_forms
 @all_kinds
 def test_g11_a_cap_makes_more_chunks_and_never_another_result(kind: LayerKind, form: str) -> None:
-    scenario = Scenario(kind=kind, requests=[(30, 1), (40, 30), (0, 25), (17, 9, 2)], topk="holes")
+    scenario = StepFixture(kind=kind, requests=[(30, 1), (40, 30), (0, 25), (17, 9, 2)], topk="holes")
     backend, free = REFERENCE_FORMS[form], scenario.limits
     least = smallest_cap(scenario.geometry, kind, free, backend, scenario.layout)
     sizes = []
@@ -369,7 +372,7 @@ def test_g11_a_cap_makes_more_chunks_and_never_another_result(kind: LayerKind, f
 @all_forms
 @all_kinds
 def test_g11_a_cap_too_small_names_the_smallest_one_that_works(kind: LayerKind, form: str) -> None:
-    scenario = Scenario(kind=kind, requests=[(40, 30)])
+    scenario = StepFixture(kind=kind, requests=[(40, 30)])
     backend, layer = REFERENCE_FORMS[form], scenario.layer
     least = smallest_cap(scenario.geometry, kind, scenario.limits, backend, scenario.layout)
 
@@ -399,7 +402,7 @@ class Sloppy(ScratchBackend):
 
 
 def test_g11_a_backend_that_asks_for_more_than_its_bound_is_refused_by_name() -> None:
-    scenario = Scenario(requests=[(30, 1)])
+    scenario = StepFixture(requests=[(30, 1)])
     problem = scenario.problem(Greedy(), limits=Limits(200, 200, 64))
     before = problem.caches.swa.tensor.clone()
 
@@ -411,7 +414,7 @@ def test_g11_a_backend_that_asks_for_more_than_its_bound_is_refused_by_name() ->
 
 @pytest.mark.parametrize("request_", [(30, 1), (0, 5)], ids=["decode", "prefill"])
 def test_g11_a_backend_that_writes_behind_its_scratch_is_caught(request_: tuple[int, int]) -> None:
-    scenario = Scenario(requests=[request_])
+    scenario = StepFixture(requests=[request_])
 
     with pytest.raises(CanaryError, match=r"bytes behind \[\d, 3\] torch.uint8 of reference\.\w+ were overwritten"):
         scenario.run(Sloppy())
@@ -421,7 +424,7 @@ def test_g11_a_backend_that_writes_behind_its_scratch_is_caught(request_: tuple[
 @all_kinds
 def test_g11_the_warm_up_reserves_the_plan_and_touches_nothing(kind: LayerKind) -> None:
     backend = backend_of("paged-ragged")
-    problem = Scenario(kind=kind, requests=[(30, 1), (0, 9)]).problem(backend)
+    problem = StepFixture(kind=kind, requests=[(30, 1), (0, 9)]).problem(backend)
     workspace, out = WorkspaceManager(), torch.full_like(problem.q, 3.0)
 
     forward_mqa(

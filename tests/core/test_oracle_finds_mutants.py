@@ -20,7 +20,7 @@ from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.contract.backend import AttentionCall, IndexSteps
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, backend_of
 
 right: Any = indices  # its functions, called with whatever a plant was called with
@@ -28,11 +28,11 @@ BATCH = [(100, 1), (7, 1), (33, 1), (17, 20), (2, 9), (31, 5)]
 GATHERED = ["gathered-dense", "gathered-ragged"]
 
 
-def scenario_of(kind: str, **options: Any) -> Scenario:
-    return Scenario(**{"kind": kind, "requests": BATCH, "topk": "holes", "poison": 0xFF, "seed": 6, **options})
+def scenario_of(kind: str, **options: Any) -> StepFixture:
+    return StepFixture(**{"kind": kind, "requests": BATCH, "topk": "holes", "poison": 0xFF, "seed": 6, **options})
 
 
-def flagged(scenario: Scenario, backend: ReferenceBackend) -> bool:
+def flagged(scenario: StepFixture, backend: ReferenceBackend) -> bool:
     """Whether the oracle finds the rows of this backend wrong."""
     problem = scenario.problem(backend)
     result = problem.run(backend)

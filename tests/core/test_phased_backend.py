@@ -32,8 +32,8 @@ from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import tiny_geometry
+from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 
 FORMS = {
     "decode": Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, 8),
@@ -143,7 +143,7 @@ def test_every_method_has_its_place() -> None:
 @pytest.mark.parametrize("kind", list(LayerKind))
 def test_a_mixed_batch_on_a_pair_equals_the_oracle(kind: LayerKind) -> None:
     made = pair()
-    Scenario(kind=kind, requests=[(40, 1), (17, 1), (0, 21), (33, 9)]).check(made)
+    StepFixture(kind=kind, requests=[(40, 1), (17, 1), (0, 21), (33, 9)]).check(made)
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(False, False), (False, True), (True, False), (True, True)])

@@ -14,8 +14,8 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.pages import body
-from dsv4attn.testing.scenario import Problem, Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing.random_step import layouts, tiny_geometry
+from dsv4attn.testing.step_fixture import ForwardArgs, StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 LAYOUTS = layouts(tiny_geometry())
@@ -28,7 +28,7 @@ REFERENCE = REFERENCE_FORMS["gathered-dense"]
 @all_kinds
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_g4_poison_in_every_byte_that_no_query_names_changes_no_bit(layout: str, kind: LayerKind, form: str) -> None:
-    clean = Scenario(
+    clean = StepFixture(
         kind=kind, requests=MIXED, layout=LAYOUTS[layout], extra_rows=4, page_padding=64, topk="holes", seed=7
     )
     result = clean.check(REFERENCE_FORMS[form])
@@ -40,7 +40,7 @@ def test_g4_poison_in_every_byte_that_no_query_names_changes_no_bit(layout: str,
 @all_kinds
 @pytest.mark.parametrize("layout", ["bf16", "fp32"])
 def test_g4_infinities_are_poison_too(layout: str, kind: LayerKind) -> None:
-    clean = Scenario(kind=kind, requests=MIXED, layout=LAYOUTS[layout], topk="garbage")
+    clean = StepFixture(kind=kind, requests=MIXED, layout=LAYOUTS[layout], topk="garbage")
     poisoned = attrs.evolve(clean, poison=0xFF)
 
     for backend in REFERENCE_FORMS.values():
@@ -56,7 +56,7 @@ def test_g4_infinities_are_poison_too(layout: str, kind: LayerKind) -> None:
 @all_kinds
 def test_g4_slot_zero_may_hold_anything_when_nobody_owns_it(kind: LayerKind, form: str) -> None:
     """Kernels that load slot 0 for an absent key multiply its NaN by zero, which is NaN."""
-    scenario = Scenario(kind=kind, requests=MIXED, topk="holes", spare_pages=40, poison=0xFF, pages_seed=11)
+    scenario = StepFixture(kind=kind, requests=MIXED, topk="holes", spare_pages=40, poison=0xFF, pages_seed=11)
     problem = scenario.problem(REFERENCE_FORMS[form])
     for cache, pages in zip(problem.caches.segments(problem.layer), scenario.pages, strict=False):
         assert not (pages.table == 0).any(), "choose another pages_seed"
@@ -68,7 +68,7 @@ def test_g4_slot_zero_may_hold_anything_when_nobody_owns_it(kind: LayerKind, for
 @all_forms
 def test_g4_numbers_that_name_nothing_are_like_minus_one(form: str) -> None:
     """Top-k rows full of -7, 2^31-1, the bits of a NaN, and entries that are not complete yet."""
-    holes = Scenario(kind="c4a", requests=[(60, 1), (5, 1), (40, 30), (0, 9)], topk="holes", seed=3)
+    holes = StepFixture(kind="c4a", requests=[(60, 1), (5, 1), (40, 30), (0, 9)], topk="holes", seed=3)
     garbage = attrs.evolve(holes, topk="garbage")
     named = [
         [e for e in row if 0 <= e < (t.position + 1) // 4]
@@ -80,7 +80,7 @@ def test_g4_numbers_that_name_nothing_are_like_minus_one(form: str) -> None:
     assert_same_bits(garbage.check(REFERENCE_FORMS[form]), holes.check(REFERENCE_FORMS[form]))
 
 
-def stale_lanes(problem: Problem, value: int) -> Problem:
+def stale_lanes(problem: ForwardArgs, value: int) -> ForwardArgs:
     """Fill all index columns at or past their length, as buffers that are never cleared hold them."""
     swa, compressed = problem.metadata.swa, problem.metadata.compressed
     tables = [(swa.decode_swa_indices, swa.decode_swa_lens), (swa.prefill_swa_indices, swa.prefill_swa_lens)]
@@ -95,7 +95,7 @@ def stale_lanes(problem: Problem, value: int) -> Problem:
 @all_forms
 @all_kinds
 def test_g4_lanes_past_the_length_are_never_looked_at(kind: LayerKind, form: str) -> None:
-    scenario = Scenario(kind=kind, requests=MIXED, poison=0xFF)
+    scenario = StepFixture(kind=kind, requests=MIXED, poison=0xFF)
     clean = scenario.check(REFERENCE_FORMS[form])
 
     for value in [0, 1, 5, *HUGE]:
@@ -106,7 +106,7 @@ def test_g4_lanes_past_the_length_are_never_looked_at(kind: LayerKind, form: str
 @all_kinds
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF])
 def test_g4_old_contents_of_the_workspace_never_show(byte: int, kind: LayerKind, form: str) -> None:
-    problem = Scenario(kind=kind, requests=MIXED, topk="garbage").problem(REFERENCE_FORMS[form])
+    problem = StepFixture(kind=kind, requests=MIXED, topk="garbage").problem(REFERENCE_FORMS[form])
     workspace = problem.workspace(REFERENCE_FORMS[form], debug=False)
     for lane in ("decode", "prefill"):
         workspace.get_simultaneous(((workspace.size(lane),), torch.uint8), lane=lane)[0].fill_(byte)
@@ -117,7 +117,7 @@ def test_g4_old_contents_of_the_workspace_never_show(byte: int, kind: LayerKind,
 @all_forms
 @all_kinds
 def test_a_forward_reads_its_inputs_and_writes_only_its_outputs(kind: LayerKind, form: str) -> None:
-    problem = Scenario(kind=kind, requests=MIXED, extra_rows=2).problem(REFERENCE_FORMS[form])
+    problem = StepFixture(kind=kind, requests=MIXED, extra_rows=2).problem(REFERENCE_FORMS[form])
     caches = problem.caches.segments(problem.layer)
     inputs: list[Tensor] = [problem.q, *(body(cache) for cache in caches), problem.metadata.swa.block_table]
     before = [t.clone() for t in inputs]
@@ -134,7 +134,7 @@ EMPTY_SINKS = {"none": None, "minus_inf": -math.inf, "zero": 0.0, "ten": 10.0, "
 @pytest.mark.parametrize("absent", [-1, -5, 16, 17, 2**31 - 1, 0x7FC00000])
 def test_g4_a_row_without_keys_is_zero_with_an_lse_of_minus_infinity(sink: str, absent: int) -> None:
     """Slots -1, beyond the cache, or behind the length: in pages and in rows, dense and ragged, all NaN."""
-    scenario = Scenario(requests=[(0, 1)], swa_block_size=4, spare_pages=3)
+    scenario = StepFixture(requests=[(0, 1)], swa_block_size=4, spare_pages=3)
     problem = scenario.problem(REFERENCE)
     cache = problem.caches.swa
     assert cache.capacity == 16
@@ -166,7 +166,7 @@ def test_g4_a_row_without_keys_is_zero_with_an_lse_of_minus_infinity(sink: str, 
 @pytest.mark.parametrize("sink", EMPTY_SINKS)
 def test_g4_a_batch_of_padding_is_zero(sink: str, kind: LayerKind, form: str) -> None:
     value = EMPTY_SINKS[sink]
-    scenario = Scenario(
+    scenario = StepFixture(
         kind=kind,
         requests=[(40, 1, 1), (0, 1, 1), (0, 9, 9), (50, 5, 5)],
         sinks=None if value is None else [value] * 4,
@@ -181,7 +181,9 @@ def test_g4_a_batch_of_padding_is_zero(sink: str, kind: LayerKind, form: str) ->
 
 
 def test_the_poison_is_really_there() -> None:
-    scenario = Scenario(kind="c4a", requests=MIXED, layout=LAYOUTS["ocp"], page_padding=64, poison=0xFF, extra_rows=1)
+    scenario = StepFixture(
+        kind="c4a", requests=MIXED, layout=LAYOUTS["ocp"], page_padding=64, poison=0xFF, extra_rows=1
+    )
     problem = scenario.problem(REFERENCE)
 
     assert problem.q[-1].isnan().all()

@@ -25,7 +25,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.scenario import Problem, Scenario
+from dsv4attn.testing.step_fixture import ForwardArgs, StepFixture
 from tests.core.test_checks import CACHES, DRAWS, METADATA, verdict
 from tests.harness import C4A, F32, I32, KINDS, LAYOUT, REFERENCE_FORMS, all_forms, assert_same_bits, forward_args
 
@@ -37,7 +37,7 @@ def fewer(cache: PagedKVCache | None) -> PagedKVCache | None:
     return cache and PagedKVCache(cache.tensor[: cache.num_blocks // 2], cache.layout)
 
 
-def layers_of(problem: Problem, other: Problem) -> list[Problem]:
+def layers_of(problem: ForwardArgs, other: ForwardArgs) -> list[ForwardArgs]:
     """Layers of one step, which share its metadata: with other queries, keys and sinks, and with caches cut short."""
     cut = LayerCaches(*map(fewer, (problem.caches.swa, problem.caches.compressed)))  # type: ignore[arg-type]
     sink = None if problem.attn_sink is None else problem.attn_sink + 1
@@ -53,7 +53,7 @@ def test_layers_that_share_a_step_give_what_each_gives_alone(
     kind: LayerKind, requests: Sequence[tuple[int, int]], form: str
 ) -> None:
     backend, shared = REFERENCE_FORMS[form], WorkspaceManager()
-    first, other = (Scenario(kind=kind, requests=requests, seed=seed).problem(backend) for seed in (1, 2))
+    first, other = (StepFixture(kind=kind, requests=requests, seed=seed).problem(backend) for seed in (1, 2))
     layers = layers_of(first, other)
     alone = [layer.run(backend) for layer in layers]
     if kind is not LayerKind.SWA:
@@ -65,7 +65,7 @@ def test_layers_that_share_a_step_give_what_each_gives_alone(
 @all_forms
 def test_what_the_indexer_leaves_for_each_layer_is_read_anew(form: str) -> None:
     backend, shared = REFERENCE_FORMS[form], WorkspaceManager()
-    problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
+    problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
     buffer = problem.topk_indices
     assert buffer is not None
     results = []
@@ -184,7 +184,7 @@ class Noting(ReferenceBackend):
         self.ran += 1
         super().decode(call)
 
-    def prepares(self, problem: Problem, workspace: WorkspaceManager, **options: bool) -> bool:
+    def prepares(self, problem: ForwardArgs, workspace: WorkspaceManager, **options: bool) -> bool:
         """Whether a step is prepared anew."""
         before, ran = len(self.prepared), self.ran
         problem.run(self, workspace, **options)
@@ -195,7 +195,7 @@ class Noting(ReferenceBackend):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prepared_call_serves_calls_that_differ_in_addresses_alone(kind: LayerKind) -> None:
     backend, shared = Noting(), WorkspaceManager()
-    first, other = (Scenario(kind=kind, requests=DECODES, seed=seed).problem(backend) for seed in (1, 2))
+    first, other = (StepFixture(kind=kind, requests=DECODES, seed=seed).problem(backend) for seed in (1, 2))
     assert backend.prepares(first, shared)
     assert not backend.prepares(first, shared)
     assert not backend.prepares(layers_of(first, other)[1], shared)
@@ -225,14 +225,14 @@ def test_nothing_is_prepared_twice_for_views_that_each_call_has_to_ask_for() -> 
 
     for workspace in (WorkspaceManager(debug=True), Counting()):
         backend = Noting()
-        problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
+        problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
         assert [backend.prepares(problem, workspace) for _ in range(3)] == [True] * 3
         assert problem.metadata.swa.prepared == {}
 
 
 def test_a_prepared_step_goes_when_the_memory_of_the_workspace_moves() -> None:
     backend, shared = Noting(), WorkspaceManager()
-    problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
+    problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
     alone = problem.run(REFERENCE_FORMS["paged-dense"])
     problem.run(backend, shared)
     (old,) = (weakref.ref(view) for view in backend.prepared[0].keys[1].rows.indices[None])  # type: ignore[index]
@@ -251,7 +251,7 @@ def test_a_prepared_step_goes_when_the_memory_of_the_workspace_moves() -> None:
 def test_a_metadata_object_has_only_so_many_prepared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4attn.core.attention.forward_mqa.MAX_PREPARED", 3)
     backend, shared = Noting(), WorkspaceManager()
-    problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
+    problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
     for _ in range(8):
         assert backend.prepares(evolve(problem, layer=evolve(problem.layer)), shared)
         assert len(problem.metadata.swa.prepared) <= 3
@@ -259,7 +259,7 @@ def test_a_metadata_object_has_only_so_many_prepared_steps(monkeypatch: pytest.M
 
 def test_a_prepared_step_serves_other_threads_streams_of_values_and_padding() -> None:
     backend, shared = Noting(), WorkspaceManager()
-    problem = Scenario(kind=C4A, requests=DECODES, extra_rows=2).problem(backend)
+    problem = StepFixture(kind=C4A, requests=DECODES, extra_rows=2).problem(backend)
     alone = problem.run(REFERENCE_FORMS["paged-dense"])
     with ThreadPoolExecutor(1) as executor:
         for _ in range(2):
@@ -270,7 +270,7 @@ def test_a_prepared_step_serves_other_threads_streams_of_values_and_padding() ->
 
 def test_a_prepared_step_reads_what_its_metadata_s_buffers_hold_after_another_build() -> None:
     backend, shared = Noting(), WorkspaceManager()
-    scenes = [Scenario(kind=C4A, requests=requests) for requests in (DECODES, [(12, 1), (40, 1), (5, 1)])]
+    scenes = [StepFixture(kind=C4A, requests=requests) for requests in (DECODES, [(12, 1), (40, 1), (5, 1)])]
     problem = scenes[0].problem(backend)
     problem.run(backend, shared)
     swa, compressed = problem.metadata.swa, problem.metadata.compressed
@@ -296,7 +296,7 @@ def test_a_prepared_step_serves_no_tensor_of_another_device() -> None:
 
 def test_lengths_written_behind_a_prepared_step_are_read() -> None:
     backend, shared = Noting(), WorkspaceManager()
-    problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
+    problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
     problem.run(backend, shared)
     compressed = problem.metadata.compressed
     assert compressed is not None
@@ -326,7 +326,7 @@ def test_an_index_step_is_prepared_once_and_run_for_every_layer() -> None:
     names = "combine_topk_swa_indices", "build_ragged_indices_from_dense", "transient_bytes"
     same = {name: getattr(right, name) for name in names}
     backend.steps = SimpleNamespace(compute_global_topk_indices_and_lens=translate, **same)
-    problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
+    problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
     alone = problem.run(REFERENCE_FORMS["paged-dense"])
     for _ in range(3):
         assert_same_bits(problem.run(backend, shared), alone)
@@ -341,7 +341,7 @@ def test_an_index_step_is_prepared_once_and_run_for_every_layer() -> None:
 
 def test_prepared_steps_go_with_their_metadata() -> None:
     shared, backend = WorkspaceManager(), ReferenceBackend(prefill_keys="paged")
-    problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
+    problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
     problem.run(backend, shared)
     (step,) = problem.metadata.swa.prepared.values()
     gone = [weakref.ref(one) for one in (problem.q, problem.metadata.swa, problem.metadata.compressed, step, backend)]

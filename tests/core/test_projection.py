@@ -23,7 +23,7 @@ from dsv4attn.core.contract.backend import Capabilities
 from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight, Weight, dense_weight
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.judge import F64
+from dsv4attn.testing.tolerances import F64
 from tests.core.projections import (
     GROUPS,
     HIDDEN,

@@ -25,8 +25,8 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.rope import cos_sin_cache, is_rotation
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
-from dsv4attn.testing.checks import reads_raw_q
-from dsv4attn.testing.scenario import Problem, Scenario
+from dsv4attn.testing.check_attention import reads_raw_q
+from dsv4attn.testing.step_fixture import ForwardArgs, StepFixture
 
 MIXED = [(100, 1), (7, 1), (17, 20), (2, 9)]
 KINDS = ["swa", "c4a", "c128a"]
@@ -36,7 +36,7 @@ class Step:
     """A step of a bound layer: what was inserted, and a q of its own for every run."""
 
     def __init__(self, kind: str, backend: Any, *, raw_q: bool, requests: Any = MIXED, seed: int = 3) -> None:
-        scene = Scenario(kind=kind, requests=requests, topk="holes", extra_rows=3, seed=seed)
+        scene = StepFixture(kind=kind, requests=requests, topk="holes", extra_rows=3, seed=seed)
         problem = scene.problem(ReferenceBackend())
         torch.manual_seed(seed)
         rows = problem.q.shape[0]
@@ -181,8 +181,8 @@ def test_the_backend_is_asked_with_all_chunks_once_for_a_kind_of_layer() -> None
     assert asked[0][:2] == ((34, 4, 32), torch.bfloat16)
 
 
-def problem_of(backend: Any, kind: str = "c4a") -> Problem:
-    return Scenario(kind=kind, requests=MIXED, topk="holes", extra_rows=3, raw_q=True).problem(backend)
+def problem_of(backend: Any, kind: str = "c4a") -> ForwardArgs:
+    return StepFixture(kind=kind, requests=MIXED, topk="holes", extra_rows=3, raw_q=True).problem(backend)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_raw_q_for_a_backend_that_takes_none_is_refused(backend: ReferenceBacken
     assert bool((out == 7.0).all())
 
 
-def run(problem: Problem, backend: Any, out: Tensor) -> None:
+def run(problem: ForwardArgs, backend: Any, out: Tensor) -> None:
     given: dict[str, Any] = {"layer": problem.layer, "limits": problem.limits, "attn_sink": problem.attn_sink}
     given |= {"topk_indices": problem.topk_indices, "raw_q": problem.raw_q}
     space = problem.workspace(backend)
@@ -248,7 +248,7 @@ def test_layers_with_a_table_that_changes_lengths_have_all_queries_prepared() ->
     assert not is_rotation(torch.empty(0, 64))
 
 
-def call_of(problem: Problem) -> ForwardCall:
+def call_of(problem: ForwardArgs) -> ForwardCall:
     backend, q = ReferenceBackend(raw_q=True), problem.q
     return ForwardCall(
         q, problem.caches, problem.metadata, backend, WorkspaceManager(), q, problem.layer, problem.limits, None
@@ -308,7 +308,7 @@ PLANTS: dict[str, Callable[[AttentionCall, RawQuery], AttentionCall]] = {
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_found_by_the_kit(plant: str) -> None:
     for kind in KINDS:
-        scene = Scenario(kind=kind, requests=MIXED, topk="holes", extra_rows=3, poison=0xFF, raw_q=True)
+        scene = StepFixture(kind=kind, requests=MIXED, topk="holes", extra_rows=3, poison=0xFF, raw_q=True)
         reads_raw_q(Bench(ReferenceBackend(raw_q=True)), scene)
         with pytest.raises(Wrong):
             reads_raw_q(Bench(Planted(PLANTS[plant])), scene)
@@ -319,11 +319,11 @@ def test_other_bytes_of_keys_are_found_by_the_kit() -> None:
         def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, *given: Any) -> None:
             super().qnorm_rope_kv_insert(q, kv if q.shape[1] else kv * 2, *given)
 
-    scene = Scenario(kind="swa", requests=MIXED, raw_q=True)
+    scene = StepFixture(kind="swa", requests=MIXED, raw_q=True)
     with pytest.raises(Wrong, match="an insert of keys alone writes other bytes"):
         reads_raw_q(Bench(Other(raw_q=True)), scene)
 
 
 def test_the_kit_s_cases_do_not_apply_to_a_backend_that_takes_no_raw_q() -> None:
     with pytest.raises(SkipCase, match="takes no q before its norm"):
-        reads_raw_q(Bench(ReferenceBackend()), Scenario(kind="swa", requests=MIXED, raw_q=True))
+        reads_raw_q(Bench(ReferenceBackend()), StepFixture(kind="swa", requests=MIXED, raw_q=True))

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing.random_step import layouts, tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits, same_bits
 
 GEOMETRY = tiny_geometry(o_groups=4)
 MIXED = [(100, 1), (0, 1), (17, 20), (0, 9, 2)]
 
 
-def scenario_of(kind: LayerKind, sinks: list[float] | None, dtype: torch.dtype = torch.float32) -> Scenario:
+def scenario_of(kind: LayerKind, sinks: list[float] | None, dtype: torch.dtype = torch.float32) -> StepFixture:
     layout = layouts(GEOMETRY)["fp32"]
-    return Scenario(kind=kind, requests=MIXED, geometry=GEOMETRY, layout=layout, sinks=sinks, q_dtype=dtype, seed=4)
+    return StepFixture(kind=kind, requests=MIXED, geometry=GEOMETRY, layout=layout, sinks=sinks, q_dtype=dtype, seed=4)
 
 
 @all_forms

@@ -19,7 +19,7 @@ from dsv4attn.core.memory import workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
-from dsv4attn.testing.scenario import Problem, Scenario
+from dsv4attn.testing.step_fixture import ForwardArgs, StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, assert_same_bits
 
 BATCHES = [
@@ -66,11 +66,11 @@ class Particular(ReferenceBackend):
 LAYERS: dict[Any, LayerGeometry] = {}
 
 
-def problems(backend: ReferenceBackend) -> list[Problem]:
+def problems(backend: ReferenceBackend) -> list[ForwardArgs]:
     """Steps of two layers of each kind, which differ only in a number that attention does not look at."""
     made = []
     for kind in LayerKind:
-        given = [Scenario(kind=kind, requests=batch).problem(backend) for batch in BATCHES]
+        given = [StepFixture(kind=kind, requests=batch).problem(backend) for batch in BATCHES]
         for eps in (1.0, 2.0):
             layer = LAYERS.setdefault((kind, eps), evolve(given[0].layer, eps=eps))
             made += [evolve(problem, layer=layer) for problem in given]
@@ -102,7 +102,7 @@ def test_what_a_step_is_made_of_may_change_its_place(form: str) -> None:
     """The next step's metadata stands elsewhere, and the indexer's buffer too, and they hold other numbers."""
     for kind in LayerKind:
         first, second = (
-            Scenario(kind=kind, requests=BATCHES[3], seed=seed).problem(REFERENCE_FORMS[form]) for seed in (1, 2)
+            StepFixture(kind=kind, requests=BATCHES[3], seed=seed).problem(REFERENCE_FORMS[form]) for seed in (1, 2)
         )
         second, shared = evolve(second, layer=first.layer), WorkspaceManager()
         for problem in (first, second, first):
@@ -111,7 +111,7 @@ def test_what_a_step_is_made_of_may_change_its_place(form: str) -> None:
 
 @all_forms
 def test_more_tokens_read_more_rows_of_the_indexer_s_one_buffer(form: str) -> None:
-    given = [Scenario(kind=LayerKind.C4A, requests=batch).problem(REFERENCE_FORMS[form]) for batch in BATCHES]
+    given = [StepFixture(kind=LayerKind.C4A, requests=batch).problem(REFERENCE_FORMS[form]) for batch in BATCHES]
     shared, buffer = WorkspaceManager(), torch.empty(16, given[0].layer.topk, dtype=torch.int32)
     for problem in [*given, *given[::-1]]:
         assert problem.topk_indices is not None

@@ -18,7 +18,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, WorkspaceError
-from dsv4attn.testing.scenario import Problem, Scenario
+from dsv4attn.testing.step_fixture import ForwardArgs, StepFixture
 from tests.backends.built_in import forms
 from tests.core.strategies import examples, other_windows
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_kinds
@@ -29,8 +29,8 @@ PAIR = PhasedBackend(REFERENCE_FORMS["paged-ragged"], REFERENCE_FORMS["gathered-
 SUBJECTS: dict[str, Any] = {**{name: REFERENCE_FORMS[name] for name in FORM_NAMES}, **TRITON, "pair": PAIR}
 
 
-def scene_of(kind: LayerKind) -> Scenario:
-    return Scenario(kind=kind, requests=[(60, 1), (3, 1), (30, 1), (9, 7), (33, 4)], poison=0xFF)
+def scene_of(kind: LayerKind) -> StepFixture:
+    return StepFixture(kind=kind, requests=[(60, 1), (3, 1), (30, 1), (9, 7), (33, 4)], poison=0xFF)
 
 
 def scattered(rows: torch.Tensor, columns: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def changed(metadata: Any, name: str) -> Any:
     return evolve(metadata, **{name: None})
 
 
-def widened(problem: Problem, more: int = MORE) -> Problem:
+def widened(problem: ForwardArgs, more: int = MORE) -> ForwardArgs:
     """The same step, its windows scattered over further columns, with lengths of all columns."""
     swa = problem.metadata.swa
     columns = swa.window_size + more
@@ -74,14 +74,14 @@ def test_keys_in_further_columns_are_attended_to_within_the_planned_memory(name:
 
 @given(scenario=other_windows(), form=st.sampled_from(FORM_NAMES))
 @examples(100)
-def test_blocks_bounds_and_later_tokens_equal_the_oracle_in_every_form(scenario: Scenario, form: str) -> None:
+def test_blocks_bounds_and_later_tokens_equal_the_oracle_in_every_form(scenario: StepFixture, form: str) -> None:
     scenario.check(REFERENCE_FORMS[form])
 
 
 @pytest.mark.parametrize("elements", [1, 40, 400])
 def test_a_slice_of_a_request_gathers_nothing_before_its_first_position(elements: int) -> None:
     """A request is cut along its query tokens; the first slice begins at the bound, later ones behind it."""
-    scene = Scenario(kind=LayerKind.C4A, requests=[(50, 40), (7, 9)], replay=(49, 2), poison=0xFF)
+    scene = StepFixture(kind=LayerKind.C4A, requests=[(50, 40), (7, 9)], replay=(49, 2), poison=0xFF)
     backend = REFERENCE_FORMS["gathered-dense"]
     problem = scene.problem(backend, limits=evolve(scene.limits, max_index_elements=elements))
 
@@ -132,7 +132,7 @@ def test_fewer_columns_than_the_window_are_refused(phase: str) -> None:
 
 def test_tensors_of_a_phase_without_requests_may_be_none() -> None:
     for requests, phase in (([(9, 1)], "prefill"), ([(9, 7)], "decode")):
-        scene = Scenario(kind=LayerKind.C128A, requests=requests)
+        scene = StepFixture(kind=LayerKind.C128A, requests=requests)
         problem = scene.problem(REFERENCE_FORMS["gathered-dense"])
         names = [f"decode_swa_{part}" for part in ("indices", "lens")]
         if phase == "prefill":

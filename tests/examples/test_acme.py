@@ -31,8 +31,8 @@ print(json.dumps({"name": backend.name, "tile_tokens": getattr(backend, "tile_to
 STEP = """
 import json
 from dsv4attn.testing.case import Bench
-from dsv4attn.testing.checks import equals_oracle
-from dsv4attn.testing.scenes import step
+from dsv4attn.testing.check_attention import equals_oracle
+from dsv4attn.testing.factories import step
 measures = [equals_oracle(Bench(backend), step(kind, (300, 1), (0, 40))) for kind in ("swa", "c4a", "c128a")]
 print(json.dumps([measure.fraction for measure in measures]))
 """

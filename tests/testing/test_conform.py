@@ -27,14 +27,14 @@ REFERENCE = Subject.named("reference")
 
 
 def case_of(check: Callable[[Bench, Any], Measure], **fields: Any) -> Case:
-    """A case of our own over some scene of the kit."""
-    scene = next(case.scene for case in CASES if case.name == "sink-none-decode")
-    known = {"name": "own", "area": Area.DECODE, "clauses": ["F1"], "says": "it is so", "scene": scene}
+    """A case of our own over some case input of the kit."""
+    inputs = next(case.inputs for case in CASES if case.name == "sink-none-decode")
+    known = {"name": "own", "area": Area.DECODE, "clauses": ["F1"], "says": "it is so", "inputs": inputs}
     return Case(**{**known, "check": check, **fields})
 
 
 def raising(error: BaseException) -> Callable[[Bench, Any], Measure]:
-    def check(bench: Bench, scene: object) -> Measure:
+    def check(bench: Bench, inputs: object) -> Measure:
         raise error
 
     return check
@@ -222,8 +222,8 @@ def test_a_subject_knows_who_brings_it_and_where_it_runs() -> None:
     assert (subject.distribution, subject.version) == ("dsv4attn", dsv4attn.__version__)
     assert subject.device == "cpu"
     assert subject.facts.arch == "cpu"
-    assert subject.refusals(CASES[0].scene.problems()) == []
-    captured = [attrs.evolve(problem, capture=True) for problem in CASES[0].scene.problems()]
+    assert subject.refusals(CASES[0].inputs.problems()) == []
+    captured = [attrs.evolve(problem, capture=True) for problem in CASES[0].inputs.problems()]
     assert subject.refusals(captured)[0].startswith("CAPTURE: ")
 
 
@@ -233,7 +233,7 @@ def test_a_backend_that_nobody_registered_is_never_refused() -> None:
 
     subject = Subject.of(backend)
 
-    assert (subject.name, subject.distribution, subject.refusals(CASES[0].scene.problems())) == ("own", "", [])
+    assert (subject.name, subject.distribution, subject.refusals(CASES[0].inputs.problems())) == ("own", "", [])
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def certificate() -> Certificate:
         raise Wrong("not a number", Measure(math.nan, 1.0))
 
     refused = case_of(
-        lambda *_: Measure(), name="refused", scene=next(c.scene for c in CASES if c.name == "heads-3-decode")
+        lambda *_: Measure(), name="refused", inputs=next(c.inputs for c in CASES if c.name == "heads-3-decode")
     )
     subject = refusing("HEADS: 3, needs a multiple of 8", when=lambda p: p.layer.num_heads == 3)
     return conform(subject, [*FEW, case_of(broken, name="broken"), refused], chosen="some")

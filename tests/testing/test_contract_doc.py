@@ -49,19 +49,19 @@ def test_a_case_names_clauses_that_exist_and_says_a_sentence(case: Case) -> None
     assert len(case.name) <= 30, "it fits a table"
     assert case.says
     assert not case.says.endswith(".")
-    assert case.scene.device == "cpu"
-    assert case.scene.problems()
-    assert case.scene.named_layouts()
+    assert case.inputs.device == "cpu"
+    assert case.inputs.problems()
+    assert case.inputs.named_layouts()
 
 
 def test_every_area_and_most_dims_a_real_kernel_has() -> None:
     assert {case.area for case in CASES} == set(Area)
-    real = [c for c in CASES if all(p.layer.head_dim == 512 and p.layer.window == 128 for p in c.scene.problems())]
+    real = [c for c in CASES if all(p.layer.head_dim == 512 and p.layer.window == 128 for p in c.inputs.problems())]
     assert {case.name for case in CASES if case not in real} == {c.name for c in CASES if c.name.startswith("dims-")}
 
 
 def test_cases_cover_what_models_and_engines_bring() -> None:
-    problems = [problem for case in CASES for problem in case.scene.problems()]
+    problems = [problem for case in CASES for problem in case.inputs.problems()]
 
     assert {1, 3, 4, 8, 16, 64, 128} <= {p.layer.num_heads for p in problems}
     assert {0, 1, 3, 63, 64, 65, 128, 512, 1024} <= {p.topk for p in problems}

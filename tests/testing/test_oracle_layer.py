@@ -15,7 +15,7 @@ import torch
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Wrong
-from dsv4attn.testing.judge_layer import UNIT, Codes, Formula, hold_record, hold_values
+from dsv4attn.testing.layer_tolerances import UNIT, CodeRule, Formula, hold_record, hold_values
 
 NAN = math.nan
 
@@ -280,7 +280,7 @@ def test_a_code_may_be_its_neighbour_only_at_a_midpoint(layout: KVCacheLayout) -
 
 
 def test_either_scale_is_right_where_the_largest_value_is_at_a_step() -> None:
-    codes = Codes.of(KVCacheLayout.index_fp8())
+    codes = CodeRule.of(KVCacheLayout.index_fp8())
     step = np.zeros(128)
     step[0] = 449.0  # bf16 has 448 and 450: the midpoint
 

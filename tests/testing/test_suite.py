@@ -165,7 +165,7 @@ class Narrow(Acme):
     skip_layouts = ("e4m3fnuz", "rows/")
     dtypes = (suite.torch.bfloat16,)
     extra_cases = [suite.CASES[0].__class__(name="own", area=suite.Area.CACHE, clauses=["C1"], says="it is so",
-                   scene=suite.CASES[0].scene, check=lambda bench, scene: 1 / 0)]
+                   inputs=suite.CASES[0].inputs, check=lambda bench, inputs: 1 / 0)]
 
 class TestNarrow(Narrow, suite.TestCache): ...
 """

@@ -11,8 +11,8 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing.random_step import layouts, tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.backends._triton.cache.caches import DEVICE
 
 __all__ = ["QuickHistory", "bounds_of", "problems"]
@@ -42,12 +42,12 @@ class QuickHistory(TritonBackend):
         who.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
 
 
-def problems() -> list[Scenario]:
+def problems() -> list[StepFixture]:
     """Steps of every kind, with decode and prefill, in several dims and types."""
     geometry = tiny_geometry(num_heads=3, head_dim=32, rope_dim=8, window=8, topk=5, ratios=(4, 16))
     found = [*layouts(geometry, 8).values()]
     return [
-        Scenario(
+        StepFixture(
             kind=kind,
             requests=[(20, 1), (3, 1), (40, 7), (0, 2)],
             geometry=geometry,
@@ -62,7 +62,7 @@ def problems() -> list[Scenario]:
     ]
 
 
-def bounds_of(scenario: Scenario) -> WarmupSpec:
+def bounds_of(scenario: StepFixture) -> WarmupSpec:
     """WarmupSpec that a step stays within."""
     return WarmupSpec.of(
         scenario.geometry, scenario.limits, swa=scenario.layout, q_dtype=scenario.q_dtype, sink=None, aligned=False

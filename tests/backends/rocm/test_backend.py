@@ -31,9 +31,9 @@ from dsv4attn.selection import explain, load_backend
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import run_case
-from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 from dsv4attn.testing.subject import Subject
-from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, TINY, Trial
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
@@ -138,7 +138,7 @@ class InParts(RocmBackend):
 @all_kinds
 def test_in_deterministic_mode_a_row_has_the_same_bits_in_any_company(kind: LayerKind) -> None:
     geometry = tiny_geometry(window=24, topk=20, ratios=(2, 4))
-    whole = Scenario(
+    whole = StepFixture(
         kind=kind,
         requests=[(40, 1), (90, 1), (0, 1), (13, 2)],
         geometry=geometry,

@@ -32,8 +32,8 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import tiny_geometry
+from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
 from tests.core.strategies import examples
@@ -247,8 +247,8 @@ def test_a_full_batch_of_full_rows_fits() -> None:
 DECODES = [(90, 1), (0, 1), (33, 2, 1), (20, 2), (7, 1, 1)]
 
 
-def decoding(kind: LayerKind) -> Scenario:
-    return Scenario(
+def decoding(kind: LayerKind) -> StepFixture:
+    return StepFixture(
         kind=kind, requests=DECODES, num_speculative_tokens=1, topk="garbage", poison=0xFF, device=DEVICE.type
     )
 
@@ -387,4 +387,4 @@ def test_a_pair_attends_what_its_metadata_says(kind: LayerKind, decodes: str) ->
     backend = PhasedBackend(*(pair if decodes == "rocm" else pair[::-1]))
     requests = [*DECODES, (30, 9)]
 
-    Scenario(kind=kind, requests=requests, num_speculative_tokens=1, device=DEVICE.type).check(backend)
+    StepFixture(kind=kind, requests=requests, num_speculative_tokens=1, device=DEVICE.type).check(backend)

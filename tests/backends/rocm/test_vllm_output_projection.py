@@ -18,7 +18,7 @@ from dsv4attn.backends.rocm.vllm_api_output import rocm_inv_rope_einsum
 from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
-from dsv4attn.testing.judge import F64
+from dsv4attn.testing.tolerances import F64
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
 from tests.core.scaled import OCP, Scaled, each_dialect, each_form, each_name
 

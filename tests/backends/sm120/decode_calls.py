@@ -22,7 +22,7 @@ from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.testing import oracle
-from dsv4attn.testing.judge import Expected
+from dsv4attn.testing.tolerances import Expected
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm120.fake_flashinfer import Config, RecordingWrapper
 

@@ -22,7 +22,7 @@ from dsv4attn.backends.sm120.probe import Found, find, reasons
 from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import UnsupportedError
-from dsv4attn.testing.judge import tolerance
+from dsv4attn.testing.tolerances import tolerance
 from tests.backends.sm120.decode_calls import LAYOUT, Trial
 from tests.backends.sm120.fake_flashinfer import HEADS, Facts, RecordingWrapper, Segment, inspected
 

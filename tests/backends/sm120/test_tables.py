@@ -16,7 +16,7 @@ from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core import tensorspec
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.device import DeviceFacts
-from dsv4attn.testing.judge import tolerance
+from dsv4attn.testing.tolerances import tolerance
 from tests.backends.sm120.decode_calls import LAYOUT, Trial, found
 from tests.backends.sm120.fake_flashinfer import RecordingWrapper
 

@@ -21,8 +21,8 @@ from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts, tiny_geometry, v41_layouts
+from dsv4attn.testing.random_step import layouts, tiny_geometry, v41_layouts
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.backends._triton.cache.caches import DEVICE
 
 PAIRS = [("v41", "v41"), ("v41", "v41-fp4"), ("v41-split", "v41-fp4-split"), ("ocp", "v41-fp4"), ("v41", "bf16")]
@@ -30,13 +30,13 @@ PAIRS += [("v41", "v41-fp4-split"), ("v41-split", "v41-fp4")]
 GEOMETRIES = [tiny_geometry(), tiny_geometry(num_heads=3, head_dim=74, rope_dim=10)]
 
 
-def step(pair: tuple[str, str], geometry: ModelGeometry, **more: Any) -> Scenario:
+def step(pair: tuple[str, str], geometry: ModelGeometry, **more: Any) -> StepFixture:
     """Decode and prefill requests over both caches, among poison and gaps; split pages lie at odd distances."""
     known = {**layouts(geometry), **v41_layouts(geometry)}
     fields = {"kind": "c4a", "requests": [(40, 1), (3, 1), (20, 7), (0, 2)], "geometry": geometry, "topk": "holes"}
     one, other = (known[name] for name in pair)
     fields |= {"layout": one, "compressed_layout": other, "page_padding": 34, "poison": 0xFF, "device": DEVICE.type}
-    return Scenario(**{**fields, **more})
+    return StepFixture(**{**fields, **more})
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

@@ -23,8 +23,8 @@ from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, PageTable
 from dsv4attn.core.contract.backend import KeyForm
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import tiny_geometry, v41_layouts
+from dsv4attn.testing.random_step import tiny_geometry, v41_layouts
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS
 from tests.backends._triton.cache.test_gather import DEAD, Pages, bits
 from tests.backends._triton.engine import launching_nothing
@@ -222,7 +222,7 @@ STEPS = [(kind, cut) for kind in LayerKind for cut in (False, True)]
 @pytest.mark.parametrize("name", GATHERING)
 def test_a_chunk_takes_two_launches_and_nothing_of_torchs(name: str, kind: LayerKind, *, cut: bool) -> None:
     backend, requests = GATHERING[name](), [(30, 40)] if cut else [(30, 9), (0, 7)]
-    scenario = Scenario(kind=kind, requests=requests, topk="garbage", device=DEVICE.type)
+    scenario = StepFixture(kind=kind, requests=requests, topk="garbage", device=DEVICE.type)
     problem = scenario.problem(ReferenceBackend())
     if cut:
         width = 15 * (problem.layer.window + (problem.layer.topk or 4))
@@ -258,7 +258,7 @@ def test_a_cut_prompt_of_v41_on_gathered_rows_equals_the_oracle(ratio: int) -> N
     """Behind a prefix, in chunks as small as the index matrix makes them, on records of two formats."""
     geometry = tiny_geometry(num_heads=2, ratios=(ratio, 16))
     kinds = v41_layouts(geometry)
-    scenario = Scenario(
+    scenario = StepFixture(
         kind="c4a",
         geometry=geometry,
         requests=[(11, 9), (0, 3)],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dsv4attn.testing import oracle
-from dsv4attn.testing.judge import F64
+from dsv4attn.testing.tolerances import F64
 
 __all__ = ["instructions", "of_bf16", "run"]
 

@@ -25,7 +25,7 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import rank_ops
-from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.backends._triton.index_ops.index_trials import (
     BOOL,
     DEVICE,
@@ -147,7 +147,7 @@ def test_a_step_compiles_only_foreseen_forms(make: Callable[[Random], Trial]) ->
 # whole builds
 
 
-def built(scenario: Scenario, steps: BuilderOps, **options: Any) -> AttentionMetadata:
+def built(scenario: StepFixture, steps: BuilderOps, **options: Any) -> AttentionMetadata:
     """Metadata of a scenario's batch on the device under test."""
     builder = MetadataBuilder(
         scenario.geometry,
@@ -179,7 +179,7 @@ def tensors(metadata: AttentionMetadata) -> Iterator[tuple[str, Tensor]]:
 
 @given(scenario=st.one_of(scenarios(), other_windows()), validate=st.booleans())
 @examples(80)
-def test_a_build_with_kernels_equals_one_with_torch(scenario: Scenario, validate: bool) -> None:
+def test_a_build_with_kernels_equals_one_with_torch(scenario: StepFixture, validate: bool) -> None:
     wanted = dict(tensors(built(scenario, BuilderOps(), validate=False)))
     for name, got in tensors(built(scenario, kernels.BUILDER_OPS, validate=validate)):
         # behind its width the table of c128a is not cleared, and nobody sees it

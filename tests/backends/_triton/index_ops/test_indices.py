@@ -20,7 +20,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core.cache.selected_keys import PageTable
 from dsv4attn.core.contract.backend import RaggedSteps
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.step_fixture import StepFixture
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.index_ops.index_trials import (
     BLOCKS,
@@ -170,7 +170,7 @@ def test_steps_neither_allocate_nor_read_a_value() -> None:
 @interpreted
 def test_attention_on_indices_of_triton_is_the_same_to_the_bit(kind: str, form: str) -> None:
     requests = [(90, 1), (0, 1), (33, 2, 1), (20, 7), (0, 9, 2)]
-    scenario = Scenario(kind=kind, requests=requests, topk="garbage", num_speculative_tokens=1, extra_rows=2)
+    scenario = StepFixture(kind=kind, requests=requests, topk="garbage", num_speculative_tokens=1, extra_rows=2)
 
     other = backend_of(form)
     other.steps = kernels

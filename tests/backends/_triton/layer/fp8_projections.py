@@ -13,7 +13,7 @@ from dsv4attn.backends._triton.launching.runtime import architecture
 from dsv4attn.backends._triton.layer import output
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.testing import oracle
-from dsv4attn.testing.judge import F64
+from dsv4attn.testing.tolerances import F64
 from tests.backends._triton.cache.caches import DEVICE, seeded, strided
 from tests.core.scaled import FNUZ, OCP, Scaled
 

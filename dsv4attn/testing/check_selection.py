@@ -19,15 +19,23 @@ from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.book import Book, Shelf
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.compressing import attention_problems
-from dsv4attn.testing.judge import F64, U8, rounded, written
-from dsv4attn.testing.judge_layer import TINY, UNIT, summed
+from dsv4attn.testing.check_compressor import attention_problems
+from dsv4attn.testing.layer_tolerances import TINY, UNIT, summed
+from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement
 from dsv4attn.testing.pages import Pages
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.tolerances import F64, U8, rounded, written
 
-__all__ = ["Selecting", "judge_row", "judge_selection", "run_selection", "score_errors", "select_entries", "sum_bits"]
+__all__ = [
+    "IndexSelection",
+    "judge_row",
+    "judge_selection",
+    "run_selection",
+    "score_errors",
+    "select_entries",
+    "sum_bits",
+]
 
 Q, WEIGHTS, KEYS, PAGES, NAN = range(80, 85)
 """Streams of random numbers."""
@@ -38,7 +46,7 @@ GARBAGE, BESIDE = 0x5A5A5A5A, 12
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Selecting:
+class IndexSelection:
     """One selection: tokens of some requests, and index keys on pages.
 
     geometry: the model.
@@ -53,7 +61,7 @@ class Selecting:
     padding: tokens of no request (-1) after the batch, which see nothing.
     more_entries: how far `max_entries` is above the largest count of visible entries.
     gap: bytes between pages, in addition to those that the layout asks for.
-    apart: whether rows of `out`, of the table and of the weights lie apart.
+    strided: whether rows of `out`, of the table and of the weights lie apart.
     unused: value of bytes of pages that belong to no key.
     seed: seed of all random numbers.
     device: torch device.
@@ -70,7 +78,7 @@ class Selecting:
     padding: int = 0
     more_entries: int = 0
     gap: int = 0
-    apart: bool = False
+    strided: bool = False
     unused: int = 0xFF
     seed: int = 0
     device: str = "cpu"
@@ -139,7 +147,7 @@ class Selecting:
         """The queries as tensors."""
         q = self.q.copy()
         weights, scales = self.tensor(self.weights, torch.float32), None
-        if self.apart:
+        if self.strided:
             weights = torch.cat([weights, torch.full_like(weights, torch.nan)], 1)[:, : self.heads]
         if not self.layout.is_quantised:
             values = self.tensor(q, self.layout.dtype)
@@ -182,27 +190,27 @@ class Selecting:
         return rows
 
     @cached_property
-    def book(self) -> Book:
+    def oracle_cache(self) -> OracleCache:
         """The cache."""
-        book = Book.blank(self.layout, self.pages.count, Shelf(64, self.gap), self.device)
-        book.shelf.pages(book.cache, 4096).fill_(self.unused)
+        oracle_cache = OracleCache.blank(self.layout, self.pages.count, PagePlacement(64, self.gap), self.device)
+        oracle_cache.placement.pages(oracle_cache.cache, 4096).fill_(self.unused)
         for request in range(len(self.requests)):
             rows = self.key_rows(request)
-            book.write(self.pages.slots(request, range(len(rows))), rows)
+            oracle_cache.write(self.pages.slots(request, range(len(rows))), rows)
             for entry in self.nan_entries(request):
-                self._spoil(book, int(self.pages.slots(request, [entry])[0]), rows[entry], entry)
-        return book
+                self._spoil(oracle_cache, int(self.pages.slots(request, [entry])[0]), rows[entry], entry)
+        return oracle_cache
 
     def nan_entries(self, request: int) -> list[int]:
         """Entries of a request whose keys hold a NaN."""
         rng = np.random.default_rng((self.seed, NAN, request))
         return [e for e in range(self.entries(request)) if rng.random() < 0.3] if self.nan else []
 
-    def _spoil(self, book: Book, slot: int, row: F64, entry: int) -> None:
+    def _spoil(self, oracle_cache: OracleCache, slot: int, row: F64, entry: int) -> None:
         if not self.layout.is_quantised:
             spoiled = row.copy()
             spoiled[entry % len(row)] = math.nan
-            book.write([slot], spoiled[None])
+            oracle_cache.write([slot], spoiled[None])
             return
         record = written(row, self.layout).copy()
         if self.layout.fp8_format is None:
@@ -211,7 +219,7 @@ class Selecting:
             record[entry % self.layout.head_dim] = 0x80 if self.layout.fp8_format is Fp8Format.FNUZ else 0x7F
         else:
             record[self.layout.data_bytes :] = np.array([math.nan], dtype="<f4").view(np.uint8)
-        book.write_records([slot], [record])
+        oracle_cache.write_records([slot], [record])
 
     @cached_property
     def table(self) -> NDArray[np.int32]:
@@ -239,7 +247,7 @@ class Selecting:
         block = self.table[request, entries // 64].astype(np.int64)
         exists = (block >= 0) & (block < self.pages.count)
         keys = np.full((count, self.layout.head_dim), math.nan)
-        keys[exists] = self.book.values[(block * 64 + entries % 64)[exists]]
+        keys[exists] = self.oracle_cache.values[(block * 64 + entries % 64)[exists]]
         scores = oracle_layer.index_scores(q, weights, keys)
         if self.nan and token == len(self.tokens) - 1:
             scores[:] = math.nan
@@ -284,36 +292,40 @@ def sum_bits(bench: Bench) -> int:
     return complete(bench.backend).layer_ops.sum_bits
 
 
-def run_selection(bench: Bench, scene: Selecting, query: IndexQuery) -> NDArray[np.int64]:
+def run_selection(bench: Bench, inputs: IndexSelection, query: IndexQuery) -> NDArray[np.int64]:
     """Select; returns the rows [T, K]. Raises Wrong if something beside them was written."""
-    count, beside = len(scene.tokens), BESIDE if scene.apart else 0
-    whole = torch.full((count, scene.topk + beside), GARBAGE, dtype=torch.int32, device=scene.device)
-    table = scene.tensor(scene.table)
-    visible = np.array([seen for _, seen in scene.tokens], dtype=np.int32)
-    before = scene.book.bytes()
+    count, beside = len(inputs.tokens), BESIDE if inputs.strided else 0
+    whole = torch.full((count, inputs.topk + beside), GARBAGE, dtype=torch.int32, device=inputs.device)
+    table = inputs.tensor(inputs.table)
+    visible = np.array([seen for _, seen in inputs.tokens], dtype=np.int32)
+    before = inputs.oracle_cache.bytes()
     complete(bench.backend).layer_ops.select_topk(
         query,
-        scene.book.cache,
-        table[:, :-1] if scene.apart else table,
-        scene.tensor(np.array([owner for owner, _ in scene.tokens], dtype=np.int32)),
-        scene.tensor(visible),
-        whole[:, : scene.topk],
-        int(visible.max(initial=0)) + scene.more_entries,
+        inputs.oracle_cache.cache,
+        table[:, :-1] if inputs.strided else table,
+        inputs.tensor(np.array([owner for owner, _ in inputs.tokens], dtype=np.int32)),
+        inputs.tensor(visible),
+        whole[:, : inputs.topk],
+        int(visible.max(initial=0)) + inputs.more_entries,
     )
-    if not np.array_equal(before, scene.book.bytes()):
+    if not np.array_equal(before, inputs.oracle_cache.bytes()):
         raise Wrong("the cache was written")
-    if (whole[:, scene.topk :] != GARBAGE).any():
+    if (whole[:, inputs.topk :] != GARBAGE).any():
         raise Wrong("columns beside the rows of out were written")
-    return whole[:, : scene.topk].cpu().numpy().astype(np.int64)
+    return whole[:, : inputs.topk].cpu().numpy().astype(np.int64)
 
 
 def judge_selection(
-    scene: Selecting, found: NDArray[np.int64], query: IndexQuery | None = None, bits: int = 24
+    inputs: IndexSelection, found: NDArray[np.int64], query: IndexQuery | None = None, bits: int = 24
 ) -> Measure:
-    """Compare what was selected, by its scores. query: of the backend's own, else that of the scene. bits: of sums."""
-    worst = Measure() if scene.whole and query is None else Measure(0.0, 1.0)
+    """Compare what was selected, by its scores.
+
+    query: the backend's own query; None means that of the case input.
+    bits: bits that the backend's sums of products keep.
+    """
+    worst = Measure() if inputs.whole and query is None else Measure(0.0, 1.0)
     for token, row in enumerate(found):
-        scores, errors = scene.scores(token, query, bits)
+        scores, errors = inputs.scores(token, query, bits)
         measure = judge_row(row, scores, errors, f"token {token}, which sees {len(scores)} entries")
         worst = max(worst, measure, key=lambda m: m.fraction)
     return worst
@@ -350,6 +362,6 @@ def judge_row(row: NDArray[np.int64], scores: F64, errors: F64, where: str) -> M
     return Measure(fraction, 1.0).hold(said)
 
 
-def select_entries(bench: Bench, scene: Selecting) -> Measure:
+def select_entries(bench: Bench, inputs: IndexSelection) -> Measure:
     """The entries with the largest scores are selected."""
-    return judge_selection(scene, run_selection(bench, scene, scene.query()), bits=sum_bits(bench))
+    return judge_selection(inputs, run_selection(bench, inputs, inputs.query()), bits=sum_bits(bench))

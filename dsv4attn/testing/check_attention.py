@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dsv4attn.core.contract.backend import RankSteps, complete
 from dsv4attn.core.torch_ops import merge
-from dsv4attn.testing.calls import Call, Lanes
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
-from dsv4attn.testing.judge import tolerance
 from dsv4attn.testing.pages import body
-from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.single_call import IndexLists, SingleCall
+from dsv4attn.testing.step_fixture import StepFixture
+from dsv4attn.testing.tolerances import tolerance
 
 __all__ = [
     "equals_oracle",
@@ -35,20 +35,20 @@ __all__ = [
 Result = tuple[Tensor, "Tensor | None"]
 
 
-def run(bench: Bench, scene: Scenario | Call) -> Result:
-    """Run a scene; lse is None where the backend gives none."""
-    if isinstance(scene, Call):
-        return scene.run(bench)
-    out, lse = scene.problem(bench.backend).run(bench.backend, with_lse=bench.lse)
+def run(bench: Bench, inputs: StepFixture | SingleCall) -> Result:
+    """Run a case input; lse is None where the backend gives none."""
+    if isinstance(inputs, SingleCall):
+        return inputs.run(bench)
+    out, lse = inputs.problem(bench.backend).run(bench.backend, with_lse=bench.lse)
     return out, lse if bench.lse else None
 
 
-def judged(scene: Scenario | Call, result: Result) -> Measure:
+def judged(inputs: StepFixture | SingleCall, result: Result) -> Measure:
     """Compare with the oracle."""
-    error, where = scene.judge(*result)
-    if isinstance(scene, Call):
-        return Measure(error, scene.budget).hold(where)
-    budget = tolerance(scene.layout, scene.q_dtype)
+    error, where = inputs.judge(*result)
+    if isinstance(inputs, SingleCall):
+        return Measure(error, inputs.budget).hold(where)
+    budget = tolerance(inputs.layout, inputs.q_dtype)
     return Measure(error * budget, budget).hold(where)
 
 
@@ -72,68 +72,68 @@ def require_same_bits(what: str, left: Result, right: Result) -> None:
         raise Wrong(f"{what}: {name} differs in {len(rows)} rows, first in row {rows[0]}, at most by {largest:.3g}")
 
 
-def equals_oracle(bench: Bench, scene: Scenario | Call) -> Measure:
+def equals_oracle(bench: Bench, inputs: StepFixture | SingleCall) -> Measure:
     """The answer equals the oracle's."""
-    return judged(scene, run(bench, scene))
+    return judged(inputs, run(bench, inputs))
 
 
-def reads_raw_q(bench: Bench, scene: Scenario) -> Measure:
+def reads_raw_q(bench: Bench, inputs: StepFixture) -> Measure:
     """Prefill of q as it was projected equals the oracle, beside an insert that writes the same bytes of the caches."""
-    problem = scene.problem(bench.backend)
+    problem = inputs.problem(bench.backend)
     if problem.raw_q is None:
         raise SkipCase("does not apply: the backend takes no q before its norm for this step")
-    plain = attrs.evolve(scene, raw_q=False).problem(bench.backend)
-    pairs = zip(problem.caches.segments(scene.layer), plain.caches.segments(scene.layer), strict=True)
+    plain = attrs.evolve(inputs, raw_q=False).problem(bench.backend)
+    pairs = zip(problem.caches.segments(inputs.layer), plain.caches.segments(inputs.layer), strict=True)
     if not all(torch.equal(bits(body(one)), bits(body(other))) for one, other in pairs):
         raise Wrong("an insert of keys alone writes other bytes than one with queries")
     out, lse = problem.run(bench.backend, with_lse=bench.lse)
-    return judged(scene, (out, lse if bench.lse else None))
+    return judged(inputs, (out, lse if bench.lse else None))
 
 
 def same_bits(what: str, *variations: dict[str, Any]) -> Callable[[Bench, Any], Measure]:
     """The step equals the oracle, and with each of some variations that must not matter it gives the same bits."""
 
-    def check(bench: Bench, scene: Scenario | Call) -> Measure:
-        result = run(bench, scene)
+    def check(bench: Bench, inputs: StepFixture | SingleCall) -> Measure:
+        result = run(bench, inputs)
         for changes in variations:
-            require_same_bits(what, run(bench, attrs.evolve(scene, **changes)), result)
-        return judged(scene, result)
+            require_same_bits(what, run(bench, attrs.evolve(inputs, **changes)), result)
+        return judged(inputs, result)
 
     return check
 
 
-def sink_matters(bench: Bench, scene: Scenario) -> Measure:
+def sink_matters(bench: Bench, inputs: StepFixture) -> Measure:
     """Another sink, another output; the same lse."""
-    sinks = [0.0] * scene.layer.num_heads
-    for head in range(scene.layer.num_heads):
+    sinks = [0.0] * inputs.layer.num_heads
+    for head in range(inputs.layer.num_heads):
         sinks[head] = 3.0 - head % 7
-    other = attrs.evolve(scene, sinks=sinks)
-    (out, lse), (changed, same) = run(bench, scene), run(bench, other)
-    rows = [row for row, token in enumerate(scene.tokens) if token.valid]
+    other = attrs.evolve(inputs, sinks=sinks)
+    (out, lse), (changed, same) = run(bench, inputs), run(bench, other)
+    rows = [row for row, token in enumerate(inputs.tokens) if token.valid]
     if not (out[rows] != changed[rows]).flatten(1).any(1).all():
         raise Wrong("changing the sink does not change the output")
     if lse is not None and same is not None and not torch.equal(bits(lse), bits(same)):
         raise Wrong("changing the sink changes the lse")
-    return worst([judged(scene, (out, lse)), judged(other, (changed, same))])
+    return worst([judged(inputs, (out, lse)), judged(other, (changed, same))])
 
 
-def slices_of_heads(bench: Bench, scene: Scenario) -> Measure:
+def slices_of_heads(bench: Bench, inputs: StepFixture) -> Measure:
     """A rank that holds some of the heads computes those heads."""
-    half = scene.layer.num_heads // 2
-    geometry = attrs.evolve(scene.geometry, num_heads=half, o_groups=1)
-    parts = [attrs.evolve(scene, geometry=geometry, first_head=first) for first in (0, half)]
-    return worst([judged(scene, run(bench, scene)), *(judged(part, run(bench, part)) for part in parts)])
+    half = inputs.layer.num_heads // 2
+    geometry = attrs.evolve(inputs.geometry, num_heads=half, o_groups=1)
+    parts = [attrs.evolve(inputs, geometry=geometry, first_head=first) for first in (0, half)]
+    return worst([judged(inputs, run(bench, inputs)), *(judged(part, run(bench, part)) for part in parts)])
 
 
-def without_lse(bench: Bench, scene: Scenario) -> Measure:
+def without_lse(bench: Bench, inputs: StepFixture) -> Measure:
     """Not asking for the lse changes nothing."""
-    out, lse = run(bench, scene)
-    alone, _ = run(attrs.evolve(bench, lse=False), scene)
+    out, lse = run(bench, inputs)
+    alone, _ = run(attrs.evolve(bench, lse=False), inputs)
     require_same_bits("without an lse", (alone, None), (out, None))
-    return judged(scene, (out, lse))
+    return judged(inputs, (out, lse))
 
 
-def largest_logits(bench: Bench, call: Call) -> Measure:
+def largest_logits(bench: Bench, call: SingleCall) -> Measure:
     """The largest logits equal the oracle's, among many keys and of lone ones; asking changes nothing else."""
     if not bench.backend.forms.max_logits:
         raise SkipCase("does not apply: this backend gives no largest logits")
@@ -153,7 +153,7 @@ def largest_logits(bench: Bench, call: Call) -> Measure:
     return worst(measures)
 
 
-def lse_of_empty_rows(bench: Bench, call: Call) -> Measure:
+def lse_of_empty_rows(bench: Bench, call: SingleCall) -> Measure:
     """Rows without keys have the lse that the call says; saying it changes nothing else."""
     if not bench.backend.forms.empty_lse:
         raise SkipCase("does not apply: this backend's rows without keys have lse -inf")
@@ -166,36 +166,36 @@ def lse_of_empty_rows(bench: Bench, call: Call) -> Measure:
     return measure
 
 
-def without_columns(bench: Bench, scene: Scenario) -> Measure:
-    """An indexer may leave a matrix of no columns. The scene's top-k selects nothing."""
-    problem = scene.problem(bench.backend)
+def without_columns(bench: Bench, inputs: StepFixture) -> Measure:
+    """An indexer may leave a matrix of no columns. The case input's top-k selects nothing."""
+    problem = inputs.problem(bench.backend)
     assert problem.topk_indices is not None
     problem = attrs.evolve(problem, topk_indices=problem.topk_indices[:, :0])
     out, lse = problem.run(bench.backend, with_lse=bench.lse)
-    return judged(scene, (out, lse if bench.lse else None))
+    return judged(inputs, (out, lse if bench.lse else None))
 
 
-def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, Scenario], Measure]:
-    """The scene's requests, cut into steps of so many tokens.
+def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Measure]:
+    """The case input's requests, cut into steps of so many tokens.
 
     Every step equals the oracle, and whatever the cut, the caches end up with the same bytes.
     """
 
-    def check(bench: Bench, scene: Scenario) -> Measure:
+    def check(bench: Bench, inputs: StepFixture) -> Measure:
         measures, ends = [], []
         for cut in cuts:
             # an earlier step's verdict must not depend on a later one's keys, so every cut begins anew
-            caches = scene.history(bench.backend, scene.allocate())
-            done = [0] * len(scene.requests)
+            caches = inputs.history(bench.backend, inputs.allocate())
+            done = [0] * len(inputs.requests)
             for size in cut:
-                now = [(before + d, min(size, n - d)) for d, (before, n) in zip(done, scene.requests, strict=True)]
+                now = [(before + d, min(size, n - d)) for d, (before, n) in zip(done, inputs.requests, strict=True)]
                 done = [d + n for d, (_, n) in zip(done, now, strict=True)]
-                step = scene.at(*now)
+                step = inputs.at(*now)
                 problem = step.problem(bench.backend, caches)
                 out, lse = problem.run(bench.backend, with_lse=bench.lse)
                 measures.append(judged(step, (out, lse if bench.lse else None)))
-            assert done == [n for _, n in scene.requests], "a cut covers all tokens"
-            ends.append([body(cache).clone() for cache in caches.segments(scene.layer)])
+            assert done == [n for _, n in inputs.requests], "a cut covers all tokens"
+            ends.append([body(cache).clone() for cache in caches.segments(inputs.layer)])
         for cut, end in zip(cuts[1:], ends[1:], strict=True):
             if not all(torch.equal(a, b) for a, b in zip(ends[0], end, strict=True)):
                 raise Wrong(f"steps of {list(cut)} tokens leave other bytes in the caches than {list(cuts[0])}")
@@ -220,24 +220,24 @@ def merged_by(
     return out, lse
 
 
-def sharded(count: int) -> Callable[[Bench, Call], Measure]:
+def sharded(count: int) -> Callable[[Bench, SingleCall], Measure]:
     """Keys dealt out to shards, attended without sinks, merged, and the sink applied once: equals the whole.
 
     A backend's own steps over ranks merge, where it has them.
     """
 
-    def check(bench: Bench, call: Call) -> Measure:
+    def check(bench: Bench, call: SingleCall) -> Measure:
         rng = np.random.default_rng((call.seed, count))
         plain = attrs.evolve(call, sinks=None)
-        owner = [rng.integers(0, count - 1, lanes.slots.shape) for lanes in call.lanes]
+        owner = [rng.integers(0, count - 1, index_lists.slots.shape) for index_lists in call.index_lists]
         owner[0][::2] = 0  # every other row has its whole window in one shard; the last shard has no key at all
         outs, lses = [], []
         for shard in range(count):
-            lanes = [
-                Lanes(np.where(own == shard, one.slots, -1), one.lens)
-                for own, one in zip(owner, call.lanes, strict=True)
+            index_lists = [
+                IndexLists(np.where(own == shard, one.slots, -1), one.lens)
+                for own, one in zip(owner, call.index_lists, strict=True)
             ]
-            out, lse = plain.run(bench, lanes)
+            out, lse = plain.run(bench, index_lists)
             assert lse is not None
             outs.append(out)
             lses.append(lse)

@@ -1,4 +1,4 @@
-"""Constructors of the scenes of conformance cases: a step, a call, or rows, with defaults.
+"""Constructors of the case inputs of conformance cases: a step, a call, or rows, with defaults.
 
 Geometry is that of DeepSeek-V4-Flash (448 + 64 dims, window 128, ratios 4 and 128) with few tokens and, mostly, few
 heads, so that kernels for this geometry alone run every case. Only the cases `dims-*` need another geometry.
@@ -13,11 +13,11 @@ import attrs
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing.book import Shelf
-from dsv4attn.testing.calls import Call, Pattern
-from dsv4attn.testing.rows import Rows
-from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts, v41_layouts
+from dsv4attn.testing.check_insert import CacheRows
+from dsv4attn.testing.oracle_cache import PagePlacement
+from dsv4attn.testing.random_step import layouts, v41_layouts
+from dsv4attn.testing.single_call import Pattern, SingleCall
+from dsv4attn.testing.step_fixture import StepFixture
 
 __all__ = ["KINDS", "call", "flash", "layout", "rows", "step"]
 
@@ -51,8 +51,8 @@ def step(
     compressed: str | None = None,
     pages: tuple[int, int] = (64, 256),
     ratio: int = 0,
-    **more: Any,  # noqa: ANN401 - fields of a Scenario
-) -> Scenario:
+    **more: Any,  # noqa: ANN401 - fields of a StepFixture
+) -> StepFixture:
     """One step of a batch. pages: records of a window page, tokens of a compressed one."""
     geometry = more.pop("geometry", None) or flash(kind, heads, select, ratio)
     fields: dict[str, Any] = {
@@ -64,7 +64,7 @@ def step(
         "swa_block_size": pages[0],
         "compressed_block_tokens": pages[1],
     }
-    return Scenario(**{**fields, **more})
+    return StepFixture(**{**fields, **more})
 
 
 def call(
@@ -75,13 +75,15 @@ def call(
     heads: int = HEADS,
     cache: str = "ocp",
     **more: Any,  # noqa: ANN401 - fields of a Call
-) -> Call:
+) -> SingleCall:
     """One call of a backend, made by hand."""
     geometry = flash(kind, heads)
     fields = {"phase": phase, "pattern": pattern, "kind": kind, "geometry": geometry, "layout": layout(cache)}
-    return Call(**{**fields, **more})
+    return SingleCall(**{**fields, **more})
 
 
-def rows(cache: str = "ocp", *, heads: int = HEADS, page: int = 64, **more: Any) -> Rows:  # noqa: ANN401 - fields of Rows
+def rows(cache: str = "ocp", *, heads: int = HEADS, page: int = 64, **more: Any) -> CacheRows:  # noqa: ANN401 - fields of Rows
     """Rows for a step around attention."""
-    return Rows(**{"geometry": flash("swa", heads), "layout": layout(cache), "shelf": Shelf(page), **more})
+    return CacheRows(
+        **{"geometry": flash("swa", heads), "layout": layout(cache), "placement": PagePlacement(page), **more}
+    )

@@ -15,17 +15,17 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.testing import oracle
-from dsv4attn.testing.apart import Apart
-from dsv4attn.testing.book import Book, Shelf, place_of
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name
-from dsv4attn.testing.judge import F64, rounded
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
+from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.strided import StridedTensors
+from dsv4attn.testing.tolerances import F64, rounded
 
 __all__ = [
     "BF16",
     "FAR_POSITIONS",
     "FP32_STEPS",
-    "Rows",
+    "CacheRows",
     "insert",
     "inserts_both",
     "inserts_nothing",
@@ -46,20 +46,20 @@ are random, so that only a backend that reads it is right."""
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Rows:
+class CacheRows:
     """Rows to write, read, rotate or project; the check gives them their meaning.
 
     geometry: the model.
     layout: layout of the cache.
     kind: kind of the layer.
-    shelf: placement of the pages.
+    placement: placement of the pages.
     blocks: pages of the cache.
     count: number of rows.
     dtype: type of queries, keys and outputs.
     groups: groups of heads in the output projection.
     size: scale of the queries; with small ones eps matters.
     requests: requests of a gather.
-    apart: names of arguments (q, kv, k, o, cos_sin_cache, wo_a) whose rows lie apart, or "all".
+    strided: names of arguments (q, kv, k, o, cos_sin_cache, wo_a) whose rows lie apart, or "all".
     table_rows: rows of the table of cosines and sines; positions are below it.
     weight_dtype: type of the weights of the output projection; None means that of its input.
     rank: elements that the output projection makes of each group.
@@ -75,14 +75,14 @@ class Rows:
     geometry: ModelGeometry
     layout: KVCacheLayout
     kind: LayerKind = LayerKind.SWA
-    shelf: Shelf = attrs.Factory(lambda: Shelf(64))
+    placement: PagePlacement = attrs.Factory(lambda: PagePlacement(64))
     blocks: int = 3
     count: int = 40
     dtype: torch.dtype = torch.bfloat16
     groups: int = 2
     size: float = 1.0
     requests: int = 5
-    apart: str = ""
+    strided: str = ""
     table_rows: int = POSITIONS
     weight_dtype: torch.dtype | None = None
     rank: int = 16
@@ -110,18 +110,18 @@ class Rows:
 
     def problems(self, *, lse: bool = True) -> list[Problem]:
         """A decode step on this cache: a backend takes both or neither."""
-        facts, layer = CacheFacts.of(self.layout, self.shelf.block_size), self.layer_of_rank
+        facts, layer = CacheFacts.of(self.layout, self.placement.block_size), self.layer_of_rank
         if self.kind is LayerKind.SWA:
             return [Problem("decode", layer, facts, q_dtype=dtype_name(self.dtype), lse=lse)]
         # a window cache has no fp4 records
         window = KVCacheLayout.v41_fp8() if self.layout.name == "v41_fp4" else self.layout
-        swa = CacheFacts.of(window, self.shelf.block_size)
+        swa = CacheFacts.of(window, self.placement.block_size)
         return [Problem("decode", layer, swa, facts, 128, dtype_name(self.dtype), lse=lse)]
 
     @cached_property
     def slots(self) -> NDArray[np.int64]:
         """A slot for each row, no two alike."""
-        return np.random.default_rng((self.seed, 20)).permutation(self.blocks * self.shelf.block_size)[: self.count]
+        return np.random.default_rng((self.seed, 20)).permutation(self.blocks * self.placement.block_size)[: self.count]
 
     @cached_property
     def keys(self) -> F64:
@@ -173,30 +173,30 @@ class Rows:
         """Values on the device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
-    def blank(self) -> Book:
+    def blank(self) -> OracleCache:
         """A cache without records."""
-        return Book.blank(self.layout, self.blocks, self.shelf, self.device)
+        return OracleCache.blank(self.layout, self.blocks, self.placement, self.device)
 
 
-def quantises(bench: Bench, rows: Rows) -> Measure:
+def quantises(bench: Bench, rows: CacheRows) -> Measure:
     """`quantize_and_insert_k_cache` writes the bytes of the format, and nothing else."""
     wanted = rows.blank().write(rows.slots, rows.keys)
-    cache, apart = rows.blank(), Apart(rows.apart)
-    keys = apart("k", rows.tensor(rows.keys, rows.dtype))
+    cache, strided = rows.blank(), StridedTensors(rows.strided)
+    keys = strided("k", rows.tensor(rows.keys, rows.dtype))
     before = keys.clone()
     bench.backend.quantize_and_insert_k_cache(keys, cache.cache, rows.tensor(rows.slots))
-    apart.check()
+    strided.check()
     if not torch.equal(keys, before):
         raise Wrong("the keys themselves were changed")
     return same_pages(rows, cache.bytes(), wanted.bytes())
 
 
-def same_pages(rows: Rows, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> Measure:
+def same_pages(rows: CacheRows, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> Measure:
     """Pages, and the gaps behind them, hold the wanted bytes."""
     if np.array_equal(found, wanted):
         return Measure()
     page, byte = (int(i[0]) for i in np.nonzero(found != wanted))
-    count, size = int((found != wanted).sum()), rows.shelf.block_size
+    count, size = int((found != wanted).sum()), rows.placement.block_size
     owner = [o for o in range(size) if byte in place_of(rows.layout, o, size)]
     what = f"slot {page * size + owner[0]}" if owner else "no slot at all"
     message = f"{count} bytes differ, first byte {byte} of page {page} ({what}): "
@@ -205,24 +205,24 @@ def same_pages(rows: Rows, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) 
 
 def insert(
     bench: Bench,
-    rows: Rows,
+    rows: CacheRows,
     cache: PagedKVCache,
     slots: NDArray[np.int64],
     positions: NDArray[np.int64] | None = None,
 ) -> Tensor:
     """Run the fused step; returns q. Raises Wrong if kv was changed. positions: other than those of the rows."""
-    apart, given = Apart(rows.apart), rows.tensor(rows.positions if positions is None else positions)
-    q, kv = apart("q", rows.tensor(rows.queries, rows.dtype)), apart("kv", rows.tensor(rows.keys, rows.dtype))
-    table = apart("cos_sin_cache", rows.tensor(rows.table, torch.float32))
+    strided, given = StridedTensors(rows.strided), rows.tensor(rows.positions if positions is None else positions)
+    q, kv = strided("q", rows.tensor(rows.queries, rows.dtype)), strided("kv", rows.tensor(rows.keys, rows.dtype))
+    table = strided("cos_sin_cache", rows.tensor(rows.table, torch.float32))
     before = kv.clone()
     bench.backend.qnorm_rope_kv_insert(q, kv, cache, rows.tensor(slots), given, table, rows.layer.q_eps)
-    apart.check()
+    strided.check()
     if not torch.equal(kv, before):
         raise Wrong("kv was changed: it is rotated as a copy")
     return q
 
 
-def judge_queries(rows: Rows, q: Tensor) -> Measure:
+def judge_queries(rows: CacheRows, q: Tensor) -> Measure:
     """Norm and rotation in fp32, rounded to q's dtype: at most twice, once for each."""
     unit = 2 * BF16 if rows.dtype == torch.bfloat16 else FP32_STEPS
     worst, found = Measure(0.0, unit), q.double().cpu().numpy()
@@ -246,55 +246,55 @@ def _magnitudes(values: F64, rope_dim: int) -> F64:
     return sizes
 
 
-def normalises_queries(bench: Bench, rows: Rows) -> Measure:
+def normalises_queries(bench: Bench, rows: CacheRows) -> Measure:
     """The queries are normalised and rotated in place."""
     return judge_queries(rows, insert(bench, rows, rows.blank().cache, rows.slots))
 
 
-def inserts_rotated(bench: Bench, rows: Rows) -> Measure:
+def inserts_rotated(bench: Bench, rows: CacheRows) -> Measure:
     """A rotated copy of kv is written: codes and scales byte for byte, RoPE values as rounded or the neighbour."""
-    book = rows.blank()
-    insert(bench, rows, book.cache, rows.slots)
-    return judge_records(rows, book, rows.slots)
+    oracle_cache = rows.blank()
+    insert(bench, rows, oracle_cache.cache, rows.slots)
+    return judge_records(rows, oracle_cache, rows.slots)
 
 
-def inserts_both(bench: Bench, rows: Rows) -> Measure:
+def inserts_both(bench: Bench, rows: CacheRows) -> Measure:
     """The fused step in full: queries in place, and keys as records."""
-    book = rows.blank()
-    q = insert(bench, rows, book.cache, rows.slots)
-    return max(judge_queries(rows, q), judge_records(rows, book, rows.slots), key=_fraction)
+    oracle_cache = rows.blank()
+    q = insert(bench, rows, oracle_cache.cache, rows.slots)
+    return max(judge_queries(rows, q), judge_records(rows, oracle_cache, rows.slots), key=_fraction)
 
 
-def inserts_nothing(bench: Bench, rows: Rows) -> Measure:
+def inserts_nothing(bench: Bench, rows: CacheRows) -> Measure:
     """An insert of no rows, and one of queries without slots, leave the cache as it is."""
-    book = rows.blank().write(rows.slots, rows.keys)
-    before, none = book.bytes(), attrs.evolve(rows, count=0)
-    insert(bench, none, book.cache, none.slots)
-    q = insert(bench, rows, book.cache, none.slots)
-    same_pages(rows, book.bytes(), before)
+    oracle_cache = rows.blank().write(rows.slots, rows.keys)
+    before, none = oracle_cache.bytes(), attrs.evolve(rows, count=0)
+    insert(bench, none, oracle_cache.cache, none.slots)
+    q = insert(bench, rows, oracle_cache.cache, none.slots)
+    same_pages(rows, oracle_cache.bytes(), before)
     return judge_queries(rows, q)
 
 
-def quantises_nothing(bench: Bench, rows: Rows) -> Measure:
+def quantises_nothing(bench: Bench, rows: CacheRows) -> Measure:
     """No keys, and keys without slots, leave the cache as it is."""
-    book = rows.blank().write(rows.slots, rows.keys)
-    before = book.bytes()
+    oracle_cache = rows.blank().write(rows.slots, rows.keys)
+    before = oracle_cache.bytes()
     none = rows.tensor(rows.slots[:0])
     for count in (0, rows.count):
-        bench.backend.quantize_and_insert_k_cache(rows.tensor(rows.keys[:count], rows.dtype), book.cache, none)
-    return same_pages(rows, book.bytes(), before)
+        bench.backend.quantize_and_insert_k_cache(rows.tensor(rows.keys[:count], rows.dtype), oracle_cache.cache, none)
+    return same_pages(rows, oracle_cache.bytes(), before)
 
 
-def judge_records(rows: Rows, book: Book, slots: NDArray[np.int64]) -> Measure:
+def judge_records(rows: CacheRows, oracle_cache: OracleCache, slots: NDArray[np.int64]) -> Measure:
     """Records are the rotated keys of their rows. slots: the slot mapping of the call; slots of rows are judged."""
     nope, rope = rows.layer.nope_dim, rows.layer.rope_dim
     turned = np.stack([oracle.apply_rope(row, *rows.turn(i), rope) for i, row in enumerate(rows.keys)])
     wanted = rows.blank().write(rows.slots, turned)
-    size, unit = rows.shelf.block_size, FP32_STEPS if rows.layout.dtype == torch.float32 else 2 * BF16
+    size, unit = rows.placement.block_size, FP32_STEPS if rows.layout.dtype == torch.float32 else 2 * BF16
     width = rows.layout.dtype.itemsize if not rows.layout.is_quantised else 1
     tail = slice(nope * width, rows.layout.data_bytes)
     worst = Measure(0.0, unit)
-    got_pages, want_pages = book.bytes(), wanted.bytes()
+    got_pages, want_pages = oracle_cache.bytes(), wanted.bytes()
     for i, slot in enumerate(slots):
         if slot != rows.slots[i]:
             continue  # no slot at all

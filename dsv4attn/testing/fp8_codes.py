@@ -11,37 +11,37 @@ import torch
 
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.contract.backend import KeyForm, Phase
-from dsv4attn.testing.book import Book
-from dsv4attn.testing.calls import Call, Lanes
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
-from dsv4attn.testing.judge import F64, U8
+from dsv4attn.testing.oracle_cache import OracleCache
+from dsv4attn.testing.single_call import IndexLists, SingleCall
+from dsv4attn.testing.tolerances import F64, U8
 
-__all__ = ["SCALES", "Codes", "gathers_every_code", "reads_every_code"]
+__all__ = ["SCALES", "Fp8Codes", "gathers_every_code", "reads_every_code"]
 
 SCALES = range(10, 246)
 """Scale bytes under which every code is a normal bf16 number. A writer emits 105 to 254."""
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Codes(Call):
+class Fp8Codes(SingleCall):
     """A call with one key a row and q = 0, so that the output is the key.
 
     Row t has the scale byte SCALES[t] over all 256 codes, and other scale bytes over the rest of its codes.
 
     copies: more than one is how often a row lists its key at most, so that some rows are long enough to be split. Then
     every group has a scale byte of its own, far from those of its neighbours, and RoPE values of a row differ in size
-    by up to 2^24. Other fields are those of `Call`.
+    by up to 2^24. Other fields are those of `SingleCall`.
     """
 
     copies: int = 1
 
     @classmethod
-    def of(cls, **fields: object) -> Codes:
+    def of(cls, **fields: object) -> Fp8Codes:
         """A window-only call with a row for each scale byte."""
         return cls(kind="swa", pattern="one", rows=len(SCALES), **fields)  # type: ignore[arg-type]
 
     @classmethod
-    def repeated(cls, rows: int, copies: int, **fields: object) -> Codes:
+    def repeated(cls, rows: int, copies: int, **fields: object) -> Fp8Codes:
         """A window-only call whose rows list one key up to `copies` times."""
         return cls(kind="swa", pattern="one", rows=rows, copies=copies, window_columns=copies, **fields)  # type: ignore[arg-type]
 
@@ -69,12 +69,12 @@ class Codes(Call):
         return made
 
     @cached_property
-    def books(self) -> list[Book]:
+    def oracle_caches(self) -> list[OracleCache]:
         """One cache, with a record for each row."""
-        shelf = self.shelves[0]
-        blocks = -(-self.rows // shelf.block_size)
-        book = Book.blank(self.layout, blocks, shelf, self.device)
-        return [book.write_records(range(self.rows), self.records)]
+        placement = self.placements[0]
+        blocks = -(-self.rows // placement.block_size)
+        oracle_cache = OracleCache.blank(self.layout, blocks, placement, self.device)
+        return [oracle_cache.write_records(range(self.rows), self.records)]
 
     @cached_property
     def q(self) -> F64:
@@ -82,20 +82,20 @@ class Codes(Call):
         return np.zeros((self.rows, self.layer.num_heads, self.layer.head_dim))
 
     @cached_property
-    def lanes(self) -> list[Lanes]:
+    def index_lists(self) -> list[IndexLists]:
         """Row t names slot t."""
         slots = np.full((self.rows, max(self.copies, self.layer.window)), -1)
         slots[:, : self.copies] = np.arange(self.rows)[:, None]
-        return [Lanes(slots, 1 + np.arange(self.rows) * 271 % self.copies)]
+        return [IndexLists(slots, 1 + np.arange(self.rows) * 271 % self.copies)]
 
 
-def reads_every_code(bench: Bench, codes: Codes) -> Measure:
+def reads_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
     """Attention over one key, or copies of it, returns the key: judged value by value, relative to its own size."""
     if codes.phase is Phase.PREFILL and bench.backend.forms.prefill_keys is KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads gathered rows in prefill")
     out, _ = codes.run(attrs.evolve(bench, lse=False))
     found = out.double().cpu().numpy()
-    wanted = codes.books[0].values[: codes.rows, None]
+    wanted = codes.oracle_caches[0].values[: codes.rows, None]
     with np.errstate(invalid="ignore"):
         errors = np.abs(found - wanted) / np.maximum(np.abs(wanted), 2.0**-126)
     errors = np.where(np.isnan(errors), math.inf, errors)
@@ -104,17 +104,17 @@ def reads_every_code(bench: Bench, codes: Codes) -> Measure:
     return Measure(float(errors.max()), 2.0**-9).hold(where)
 
 
-def gathers_every_code(bench: Bench, codes: Codes) -> Measure:
+def gathers_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
     """A gathered row has the bits of the key."""
     if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
-    book = codes.books[0]
-    device = book.cache.device
+    oracle_cache = codes.oracle_caches[0]
+    device = oracle_cache.cache.device
     out = torch.full((1, codes.rows, codes.layer.head_dim), math.nan, dtype=torch.bfloat16, device=device)
-    table = torch.arange(book.cache.num_blocks, dtype=torch.int32, device=device)[None]
+    table = torch.arange(oracle_cache.cache.num_blocks, dtype=torch.int32, device=device)[None]
     lens = torch.tensor([codes.rows], dtype=torch.int32, device=device)
-    bench.backend.dequantize_and_gather_k_cache(out, book.cache, lens, None, table, 0)
-    found, wanted = out[0].double().cpu().numpy(), book.values[: codes.rows]
+    bench.backend.dequantize_and_gather_k_cache(out, oracle_cache.cache, lens, None, table, 0)
+    found, wanted = out[0].double().cpu().numpy(), oracle_cache.values[: codes.rows]
     if not np.array_equal(found, wanted):
         row, dim = (int(axis[0]) for axis in (found != wanted).nonzero())
         raise Wrong(f"scale byte {SCALES[row]}, dim {dim}: read {found[row, dim]:.6g}, wrote {wanted[row, dim]:.6g}")

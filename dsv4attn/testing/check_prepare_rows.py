@@ -17,11 +17,11 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
 from dsv4attn.core.contract.backend import IndexForm, KeyForm, complete
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.book import Book
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
-from dsv4attn.testing.judge import F64
-from dsv4attn.testing.rows import Rows
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.check_insert import CacheRows
+from dsv4attn.testing.oracle_cache import OracleCache
+from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.tolerances import F64
 
 __all__ = ["fills"]
 
@@ -30,17 +30,19 @@ NONE = np.array([-1, -9, 2**31 - 1, -(2**31)])
 """Entry numbers that are none."""
 
 
-def fills(bench: Bench, rows: Rows) -> Measure:
+def fills(bench: Bench, rows: CacheRows) -> Measure:
     """Rows and lists of chunks of whole requests, and of a part of one, for two layers that share them."""
     if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
     window = KVCacheLayout.v41_fp8() if rows.layout.name == "v41_fp4" else rows.layout
-    size = rows.shelf.block_size
-    books = [_book(attrs.evolve(rows, seed=rows.seed + i), each) for i, each in enumerate((window, rows.layout))]
+    size = rows.placement.block_size
+    oracle_caches = [
+        _book(attrs.evolve(rows, seed=rows.seed + i), each) for i, each in enumerate((window, rows.layout))
+    ]
     # tokens before the step, those of the step that are computed, and those behind the chunk
     whole = [(0, 3, 0), (17, 6, 0), (2 * size, 1, 0), (9, 0, 0), (1, 2, 0)]
     for number, requests in enumerate((whole, [(0, 4, 5)], [(size + 3, 4, 3)], [(2, 2, 0)])):
-        _Chunk(bench, rows, books, np.array(requests), number).check()
+        _Chunk(bench, rows, oracle_caches, np.array(requests), number).check()
     return Measure()
 
 
@@ -49,8 +51,8 @@ class _Chunk:
     """A chunk. requests: [n, 3] tokens before the step, query tokens in the chunk, and those behind it."""
 
     bench: Bench
-    rows: Rows
-    books: list[Book]
+    rows: CacheRows
+    oracle_caches: list[OracleCache]
     requests: NDArray[np.int64]
     number: int
 
@@ -63,7 +65,9 @@ class _Chunk:
         # a row more than the host knows of
         offset, total = int(entries.max()) + 1, int(entries.max()) + 2 + int(gathers.max())
         tables = [self._table(rng, i, int(ends.max()) // (1, RATIO)[i]) for i in range(2)]
-        pages = [PageTable(self._ints(table)[:, :-1], self.rows.shelf.block_size, self.rows.blocks) for table in tables]
+        pages = [
+            PageTable(self._ints(table)[:, :-1], self.rows.placement.block_size, self.rows.blocks) for table in tables
+        ]
         seen = np.concatenate([(b + 1 + np.arange(n)) // RATIO for b, n in zip(before, counts, strict=True)])
         starts = 3 + np.concatenate([[0], np.cumsum(counts + tails)])
         kv = torch.full((len(counts), total, self.rows.layer.head_dim), math.nan, dtype=self.row_dtype, device="cpu")
@@ -91,7 +95,10 @@ class _Chunk:
             lengths=self._ints(np.full((3, len(counts)), 7)),
             starts=self._ints(np.full(len(counts) + 1, 7)),
         )
-        caches, backend = LayerCaches(*(book.cache for book in self.books)), complete(self.bench.backend)
+        caches, backend = (
+            LayerCaches(*(oracle_cache.cache for oracle_cache in self.oracle_caches)),
+            complete(self.bench.backend),
+        )
         numbers = [self._ints(self._numbers(rng, seen)) for _ in range(2)]
         prepare = backend.prepare_rows or partial(fill_by_steps, backend)
         fill = prepare(chunk, numbers[0], caches.swa, caches.compressed)
@@ -111,7 +118,7 @@ class _Chunk:
 
     def _table(self, rng: np.random.Generator, cache: int, records: int) -> NDArray[np.int64]:
         """Blocks of every request: alive, dead, or of no cache; behind them a column that is not theirs."""
-        columns = records // self.rows.shelf.block_size + 2
+        columns = records // self.rows.placement.block_size + 2
         table = rng.integers(0, self.rows.blocks, (len(self.requests), columns))
         dead = rng.random(table.shape) < 0.2
         return np.where(dead, rng.choice([-1, self.rows.blocks, 2**30], table.shape), table)
@@ -155,10 +162,10 @@ class _Chunk:
             places = [(1, j, j) for j in range(end // RATIO)]
             places += [(0, end - count + j, chunk.offset + j) for j in range(count)]
             for cache, record, row in places:
-                column, offset = divmod(record, self.rows.shelf.block_size)
+                column, offset = divmod(record, self.rows.placement.block_size)
                 block = tables[cache][i, column] if column < tables[cache].shape[1] - 1 else -1
                 if 0 <= block < self.rows.blocks:
-                    wanted[i, row] = self.books[cache].values[block * self.rows.shelf.block_size + offset]
+                    wanted[i, row] = self.oracle_caches[cache].values[block * self.rows.placement.block_size + offset]
         found = chunk.kv.double().cpu().numpy()
         same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
         if not same.all():
@@ -168,7 +175,7 @@ class _Chunk:
             raise Wrong(f"{where}: {got:.6g}, expected {want:.6g}")
 
 
-def _book(rows: Rows, layout: KVCacheLayout) -> Book:
-    slots = np.arange(rows.blocks * rows.shelf.block_size)
+def _book(rows: CacheRows, layout: KVCacheLayout) -> OracleCache:
+    slots = np.arange(rows.blocks * rows.placement.block_size)
     keys: F64 = normal((rows.seed, 42), slots, rows.layer.head_dim)
     return attrs.evolve(rows, layout=layout).blank().write(slots, keys)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from dsv4attn.core.contract.backend import complete
 from dsv4attn.testing import oracle_v41
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.selecting import Selecting, judge_row, sum_bits
+from dsv4attn.testing.check_selection import IndexSelection, judge_row, sum_bits
 
-__all__ = ["Narrowing", "publishes", "selects_within", "selects_within_published"]
+__all__ = ["CandidateSelection", "publishes", "selects_within", "selects_within_published"]
 
 BLOCKS = 110
 """Stream of random numbers."""
@@ -26,7 +26,7 @@ STRANGE = (-1, -5, 2**31 - 1, -(2**31), 2**20)
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Narrowing(Selecting):
+class CandidateSelection(IndexSelection):
     """A selection with candidate blocks.
 
     blocks: N, candidates of a token.
@@ -49,36 +49,36 @@ class Narrowing(Selecting):
         return rows
 
 
-def _maps(scene: Narrowing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _maps(inputs: CandidateSelection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Block table, requests and visible entries of the tokens."""
-    owners, seen = (np.array([token[i] for token in scene.tokens], dtype=np.int32) for i in range(2))
-    return scene.tensor(scene.table), scene.tensor(owners), scene.tensor(seen)
+    owners, seen = (np.array([token[i] for token in inputs.tokens], dtype=np.int32) for i in range(2))
+    return inputs.tensor(inputs.table), inputs.tensor(owners), inputs.tensor(seen)
 
 
-def _most(scene: Narrowing) -> int:
-    return max((seen for _, seen in scene.tokens), default=0) + scene.more_entries
+def _most(inputs: CandidateSelection) -> int:
+    return max((seen for _, seen in inputs.tokens), default=0) + inputs.more_entries
 
 
-def _published(bench: Bench, scene: Narrowing) -> torch.Tensor:
-    out = torch.full((len(scene.tokens), scene.blocks), GARBAGE, dtype=torch.int32, device=scene.device)
-    steps, given = complete(bench.backend).layer_ops, (scene.query(), scene.book.cache, *_maps(scene))
-    steps.select_candidates(*given, out, scene.block_size, _most(scene))
+def _published(bench: Bench, inputs: CandidateSelection) -> torch.Tensor:
+    out = torch.full((len(inputs.tokens), inputs.blocks), GARBAGE, dtype=torch.int32, device=inputs.device)
+    steps, given = complete(bench.backend).layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
+    steps.select_candidates(*given, out, inputs.block_size, _most(inputs))
     return out
 
 
-def publishes(bench: Bench, scene: Narrowing) -> Measure:
+def publishes(bench: Bench, inputs: CandidateSelection) -> Measure:
     """The blocks with the largest scores are written, the newest one among them."""
     worst = Measure(0.0, 1.0)
-    for token, row in enumerate(_published(bench, scene).cpu().numpy().astype(np.int64)):
-        measure = _judge_blocks(scene, token, row, sum_bits(bench))
+    for token, row in enumerate(_published(bench, inputs).cpu().numpy().astype(np.int64)):
+        measure = _judge_blocks(inputs, token, row, sum_bits(bench))
         worst = max(worst, measure, key=lambda m: m.fraction)
     return worst
 
 
-def _judge_blocks(scene: Narrowing, token: int, row: NDArray[np.int64], bits: int) -> Measure:
-    scores, errors = scene.scores(token, bits=bits)
+def _judge_blocks(inputs: CandidateSelection, token: int, row: NDArray[np.int64], bits: int) -> Measure:
+    scores, errors = inputs.scores(token, bits=bits)
     where = f"token {token}, which sees {len(scores)} entries"
-    largest = oracle_v41.block_scores(scores, scene.block_size)
+    largest = oracle_v41.block_scores(scores, inputs.block_size)
     number = int((row != -1).sum())
     chosen = [int(block) for block in row[:number]]
     if -1 in chosen:
@@ -94,7 +94,7 @@ def _judge_blocks(scene: Narrowing, token: int, row: NDArray[np.int64], bits: in
         raise Wrong(f"{where}: the newest block, {newest}, was not written")
     if spoiled := {*chosen} - possible - {newest}:
         raise Wrong(f"{where}: block {min(spoiled)} was written, and all of its entries are absent")
-    wanted = min(len(possible | {newest}), scene.blocks)
+    wanted = min(len(possible | {newest}), inputs.blocks)
     if len(chosen) != wanted:
         raise Wrong(f"{where}: {len(chosen)} blocks were written, expected {wanted}")
     missed, others = possible - {*chosen}, {*chosen} - {newest}
@@ -107,29 +107,29 @@ def _judge_blocks(scene: Narrowing, token: int, row: NDArray[np.int64], bits: in
     return Measure(fraction, 1.0).hold(said)
 
 
-def _selected(bench: Bench, scene: Narrowing, candidates: torch.Tensor) -> Measure:
+def _selected(bench: Bench, inputs: CandidateSelection, candidates: torch.Tensor) -> Measure:
     """Select among candidates [T, N], and compare with the scores of their entries."""
-    out = torch.full((len(scene.tokens), scene.topk), GARBAGE, dtype=torch.int32, device=scene.device)
-    steps, given = complete(bench.backend).layer_ops, (scene.query(), scene.book.cache, *_maps(scene))
+    out = torch.full((len(inputs.tokens), inputs.topk), GARBAGE, dtype=torch.int32, device=inputs.device)
+    steps, given = complete(bench.backend).layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
     before = candidates.clone()
-    steps.select_topk_of_candidates(*given, candidates, scene.block_size, out, _most(scene))
+    steps.select_topk_of_candidates(*given, candidates, inputs.block_size, out, _most(inputs))
     if not torch.equal(before, candidates):
         raise Wrong("the candidates were changed")
     worst = Measure(0.0, 1.0)
     for token, row in enumerate(out.cpu().numpy().astype(np.int64)):
-        scores, errors = scene.scores(token, bits=sum_bits(bench))
-        inside = oracle_v41.inside_blocks(before[token].tolist(), scene.block_size, len(scores))
+        scores, errors = inputs.scores(token, bits=sum_bits(bench))
+        inside = oracle_v41.inside_blocks(before[token].tolist(), inputs.block_size, len(scores))
         where = f"token {token}, which sees {len(scores)} entries, {int(inside.sum())} of them in its blocks"
         measure = judge_row(row, np.where(inside, scores, math.nan), errors, where)
         worst = max(worst, measure, key=lambda m: m.fraction)
     return worst
 
 
-def selects_within(bench: Bench, scene: Narrowing) -> Measure:
-    """Entries of the candidates of the scene are selected, and no others."""
-    return _selected(bench, scene, scene.tensor(scene.candidates))
+def selects_within(bench: Bench, inputs: CandidateSelection) -> Measure:
+    """Entries of the candidates of the case input are selected, and no others."""
+    return _selected(bench, inputs, inputs.tensor(inputs.candidates))
 
 
-def selects_within_published(bench: Bench, scene: Narrowing) -> Measure:
+def selects_within_published(bench: Bench, inputs: CandidateSelection) -> Measure:
     """Entries of the blocks that the backend published for the same queries are selected."""
-    return _selected(bench, scene, _published(bench, scene))
+    return _selected(bench, inputs, _published(bench, inputs))

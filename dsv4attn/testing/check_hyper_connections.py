@@ -16,16 +16,26 @@ from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing import oracle_layer
-from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name
-from dsv4attn.testing.judge import F64, rounded
-from dsv4attn.testing.judge_layer import UNIT, Formula, hold_values, summed
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.layer_tolerances import UNIT, Formula, hold_values, summed
+from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.strided import StridedTensors
+from dsv4attn.testing.tolerances import F64, rounded
 
 __all__ = [
-    "DISTINCT", "Mixing", "judge_each", "judge_streams", "post_arguments", "rows_of", "runs_fused", "runs_head",
-    "runs_nothing", "runs_post", "runs_pre", "worst_of",
-]  # fmt: skip
+    "DISTINCT",
+    "ResidualStreams",
+    "judge_each",
+    "judge_streams",
+    "post_arguments",
+    "rows_of",
+    "runs_fused",
+    "runs_head",
+    "runs_nothing",
+    "runs_post",
+    "runs_pre",
+    "worst_of",
+]
 
 X, Y, FN, BASE, SCALE, NORM, POST, COMB, HEAD = range(90, 99)
 """Streams of random numbers."""
@@ -36,7 +46,7 @@ NEAR = 2.0**-20
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Mixing:
+class ResidualStreams:
     """Residual streams of some tokens, and the parameters of their mixes.
 
     geometry: the model.
@@ -53,7 +63,7 @@ class Mixing:
     repeat: iterations.
     normed: whether the sublayer's input goes through an RMSNorm.
     norm_eps: its epsilon.
-    apart: names of arguments (x, residual) whose rows lie apart, or "all".
+    strided: names of arguments (x, residual) whose rows lie apart, or "all".
     seed: seed of all random numbers.
     device: torch device.
     """
@@ -72,7 +82,7 @@ class Mixing:
     repeat: int = 20
     normed: bool = False
     norm_eps: float = 1e-6
-    apart: str = ""
+    strided: str = ""
     seed: int = 0
     device: str = "cpu"
 
@@ -227,19 +237,19 @@ def worst_of(*measures: Measure) -> Measure:
     return max(measures, key=lambda measure: measure.fraction)
 
 
-def rows_of(found: Tensor, scene: Mixing, what: str, *shape: int, dtype: torch.dtype = torch.float32) -> F64:
+def rows_of(found: Tensor, inputs: ResidualStreams, what: str, *shape: int, dtype: torch.dtype = torch.float32) -> F64:
     """The distinct rows of a result of this shape and type. Raises Wrong if the others are not like them."""
-    if tuple(found.shape) != (scene.count, *shape) or found.dtype != dtype:
-        raise Wrong(f"{what}: {list(found.shape)} {found.dtype}, expected {[scene.count, *shape]} {dtype}")
+    if tuple(found.shape) != (inputs.count, *shape) or found.dtype != dtype:
+        raise Wrong(f"{what}: {list(found.shape)} {found.dtype}, expected {[inputs.count, *shape]} {dtype}")
     return found.double().cpu().numpy().astype(np.float64)
 
 
 def judge_each(
-    found: F64, scene: Mixing, what: str, wanted: list[Formula], dtype: torch.dtype = torch.float32
+    found: F64, inputs: ResidualStreams, what: str, wanted: list[Formula], dtype: torch.dtype = torch.float32
 ) -> Measure:
     """Compare the rows found with those wanted, in a dtype. Raises Wrong."""
     worst = Measure(0.0, 1.0)
-    for token in range(scene.count):
+    for token in range(inputs.count):
         where = partial(_place, f"{what} of token {token}")
         worst = worst_of(worst, hold_values(found[token], wanted[token % DISTINCT], dtype, where))
     return worst
@@ -249,35 +259,35 @@ def _place(what: str, at: tuple[int, ...]) -> str:
     return f"{what}, {list(at)}"
 
 
-def _judge_mixes(scene: Mixing, made: tuple[Tensor, Tensor, Tensor], residual: F64) -> Measure:
+def _judge_mixes(inputs: ResidualStreams, made: tuple[Tensor, Tensor, Tensor], residual: F64) -> Measure:
     """post, comb and layer_input of streams [T, n, d]."""
-    n, d = scene.streams, scene.hidden
-    post = rows_of(made[0], scene, "post", n, 1)
-    comb = rows_of(made[1], scene, "comb", n, n)
-    layer_input = rows_of(made[2], scene, "layer_input", d, dtype=scene.dtype)
-    posts, combs, inputs = [], [], []
-    for token in scene.distinct:
-        pre, behind, mixed = scene.logits(residual[token])
-        posts.append(scene.gate(behind, 0.0, scene.post_mult))
-        combs.append(scene.combined(mixed))
-        entering = scene.weighed(scene.gate(pre, scene.pre_eps), residual[token])
-        inputs.append(entering.normed(scene.norm_weight, scene.norm_eps) if scene.normed else entering)
+    n, d = inputs.streams, inputs.hidden
+    post = rows_of(made[0], inputs, "post", n, 1)
+    comb = rows_of(made[1], inputs, "comb", n, n)
+    layer_input = rows_of(made[2], inputs, "layer_input", d, dtype=inputs.dtype)
+    posts, combs, layer_inputs = [], [], []
+    for token in inputs.distinct:
+        pre, behind, mixed = inputs.logits(residual[token])
+        posts.append(inputs.gate(behind, 0.0, inputs.post_mult))
+        combs.append(inputs.combined(mixed))
+        entering = inputs.weighed(inputs.gate(pre, inputs.pre_eps), residual[token])
+        layer_inputs.append(entering.normed(inputs.norm_weight, inputs.norm_eps) if inputs.normed else entering)
     return worst_of(
-        judge_each(post[..., 0], scene, "post", posts),
-        judge_each(comb, scene, "comb", combs),
-        judge_each(layer_input, scene, "layer_input", inputs, scene.dtype),
+        judge_each(post[..., 0], inputs, "post", posts),
+        judge_each(comb, inputs, "comb", combs),
+        judge_each(layer_input, inputs, "layer_input", layer_inputs, inputs.dtype),
     )
 
 
-def runs_pre(bench: Bench, scene: Mixing) -> Measure:
+def runs_pre(bench: Bench, inputs: ResidualStreams) -> Measure:
     """`mhc_pre`: the mixes of the streams, and the input of the sublayer."""
-    apart = Apart(scene.apart)
-    residual = apart("residual", scene.tensor(scene.residual, scene.dtype))
+    strided = StridedTensors(inputs.strided)
+    residual = strided("residual", inputs.tensor(inputs.residual, inputs.dtype))
     before = residual.clone()
-    made = complete(bench.backend).layer_ops.mhc_pre(residual, *scene.mixing, **scene.norm)
-    apart.check()
+    made = complete(bench.backend).layer_ops.mhc_pre(residual, *inputs.mixing, **inputs.norm)
+    strided.check()
     _unchanged(residual, before)
-    return _judge_mixes(scene, made, scene.residual)
+    return _judge_mixes(inputs, made, inputs.residual)
 
 
 def _unchanged(residual: Tensor, before: Tensor) -> None:
@@ -285,67 +295,67 @@ def _unchanged(residual: Tensor, before: Tensor) -> None:
         raise Wrong("the streams that were given were changed")
 
 
-def judge_streams(scene: Mixing, found: Tensor) -> Measure:
+def judge_streams(inputs: ResidualStreams, found: Tensor) -> Measure:
     """Compare new streams with those of `oracle_layer.hc_post`. Raises Wrong."""
-    new = rows_of(found, scene, "residual", scene.streams, scene.hidden, dtype=scene.dtype)
+    new = rows_of(found, inputs, "residual", inputs.streams, inputs.hidden, dtype=inputs.dtype)
     wanted = []
-    for token in scene.distinct:
-        x, residual, post, comb = (values[token] for values in (scene.x, scene.residual, scene.post, scene.comb))
+    for token in inputs.distinct:
+        x, residual, post, comb = (values[token] for values in (inputs.x, inputs.residual, inputs.post, inputs.comb))
         sizes = oracle_layer.hc_post(np.abs(x), np.abs(residual), post, comb)
-        error = (summed(scene.streams + 1) + UNIT) * sizes
+        error = (summed(inputs.streams + 1) + UNIT) * sizes
         wanted.append(Formula(oracle_layer.hc_post(x, residual, post, comb), error))
-    return judge_each(new, scene, "residual", wanted, scene.dtype)
+    return judge_each(new, inputs, "residual", wanted, inputs.dtype)
 
 
-def post_arguments(scene: Mixing, apart: Apart) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def post_arguments(inputs: ResidualStreams, strided: StridedTensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual, post and comb."""
-    x, residual = (apart(name, scene.tensor(getattr(scene, name), scene.dtype)) for name in ("x", "residual"))
-    return x, residual, scene.tensor(scene.post[..., None]), scene.tensor(scene.comb)
+    x, residual = (strided(name, inputs.tensor(getattr(inputs, name), inputs.dtype)) for name in ("x", "residual"))
+    return x, residual, inputs.tensor(inputs.post[..., None]), inputs.tensor(inputs.comb)
 
 
-def runs_post(bench: Bench, scene: Mixing) -> Measure:
+def runs_post(bench: Bench, inputs: ResidualStreams) -> Measure:
     """`mhc_post`: the new streams."""
-    apart = Apart(scene.apart)
-    x, residual, post, comb = post_arguments(scene, apart)
+    strided = StridedTensors(inputs.strided)
+    x, residual, post, comb = post_arguments(inputs, strided)
     before = residual.clone()
     found = complete(bench.backend).layer_ops.mhc_post(x, residual, post, comb)
-    apart.check()
+    strided.check()
     _unchanged(residual, before)
-    return judge_streams(scene, found)
+    return judge_streams(inputs, found)
 
 
-def runs_fused(bench: Bench, scene: Mixing) -> Measure:
+def runs_fused(bench: Bench, inputs: ResidualStreams) -> Measure:
     """`mhc_fused_post_pre`: the new streams, and the mixes of these, rounded as they are returned."""
-    apart = Apart(scene.apart)
-    x, residual, post, comb = post_arguments(scene, apart)
+    strided = StridedTensors(inputs.strided)
+    x, residual, post, comb = post_arguments(inputs, strided)
     before = residual.clone()
     steps = complete(bench.backend).layer_ops
-    new, *made = steps.mhc_fused_post_pre(x, residual, post, comb, *scene.mixing, **scene.norm)
-    apart.check()
+    new, *made = steps.mhc_fused_post_pre(x, residual, post, comb, *inputs.mixing, **inputs.norm)
+    strided.check()
     _unchanged(residual, before)
     streams = new.double().cpu().numpy().astype(np.float64)
-    measure = judge_streams(scene, new)
-    return worst_of(measure, _judge_mixes(scene, (made[0], made[1], made[2]), streams))
+    measure = judge_streams(inputs, new)
+    return worst_of(measure, _judge_mixes(inputs, (made[0], made[1], made[2]), streams))
 
 
-def runs_head(bench: Bench, scene: Mixing) -> Measure:
+def runs_head(bench: Bench, inputs: ResidualStreams) -> Measure:
     """`hc_head`: the output behind the last layer."""
-    apart, (fn, scale, base) = Apart(scene.apart), scene.head
-    streams = apart("residual", scene.tensor(scene.residual, scene.dtype))
-    parameters = scene.tensor(fn), scene.tensor(scale), scene.tensor(base), scene.rms_eps, scene.pre_eps
+    strided, (fn, scale, base) = StridedTensors(inputs.strided), inputs.head
+    streams = strided("residual", inputs.tensor(inputs.residual, inputs.dtype))
+    parameters = inputs.tensor(fn), inputs.tensor(scale), inputs.tensor(base), inputs.rms_eps, inputs.pre_eps
     found = complete(bench.backend).layer_ops.hc_head(streams, *parameters)
-    apart.check()
-    out, wanted = rows_of(found, scene, "the head's output", scene.hidden, dtype=scene.dtype), []
-    for token in scene.distinct:
-        mixes = scene.mixes(scene.residual[token], fn)
+    strided.check()
+    out, wanted = rows_of(found, inputs, "the head's output", inputs.hidden, dtype=inputs.dtype), []
+    for token in inputs.distinct:
+        mixes = inputs.mixes(inputs.residual[token], fn)
         value = mixes.value * scale + base
         error = mixes.error * scale + UNIT * (np.abs(mixes.value * scale) + np.abs(value))
-        wanted.append(scene.weighed(scene.gate(Formula(value, error), scene.pre_eps), scene.residual[token]))
-    return judge_each(out, scene, "the head's output", wanted, scene.dtype)
+        wanted.append(inputs.weighed(inputs.gate(Formula(value, error), inputs.pre_eps), inputs.residual[token]))
+    return judge_each(out, inputs, "the head's output", wanted, inputs.dtype)
 
 
-def runs_nothing(bench: Bench, scene: Mixing) -> Measure:
+def runs_nothing(bench: Bench, inputs: ResidualStreams) -> Measure:
     """No tokens: every step returns empty tensors of its shapes."""
-    none = attrs.evolve(scene, count=0)
+    none = attrs.evolve(inputs, count=0)
     checks = runs_pre, runs_post, runs_fused, runs_head
     return worst_of(*[check(bench, none) for check in checks])

@@ -17,10 +17,10 @@ from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import simultaneous_bytes
-from dsv4attn.testing.calls import Call
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.checks import equals_oracle, judged, require_same_bits, worst
-from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.check_attention import equals_oracle, judged, require_same_bits, worst
+from dsv4attn.testing.single_call import SingleCall
+from dsv4attn.testing.step_fixture import StepFixture
 
 __all__ = ["FAR", "capped", "far", "fits_the_plan", "layer_temporaries", "scratch_is_bounded", "stale", "temporaries"]
 
@@ -28,16 +28,16 @@ FAR = 2**31 + 4608 * 1000
 """Gap that puts a second page behind 2^31 bytes and a third one behind 2^32."""
 
 
-def fits_the_plan(*batches: Sequence[tuple[int, int]]) -> Callable[[Bench, Scenario], Measure]:
-    """Batches within the scene's own limits run in a workspace that was planned once and may not grow."""
+def fits_the_plan(*batches: Sequence[tuple[int, int]]) -> Callable[[Bench, StepFixture], Measure]:
+    """Batches within the case input's own limits run in a workspace that was planned once and may not grow."""
 
-    def check(bench: Bench, scene: Scenario) -> Measure:
-        steps = [scene, *(attrs.evolve(scene, requests=batch) for batch in batches)]
+    def check(bench: Bench, inputs: StepFixture) -> Measure:
+        steps = [inputs, *(attrs.evolve(inputs, requests=batch) for batch in batches)]
         limits = Limits(
             max(len(step.requests) for step in steps),
             2 * max(step.limits.max_num_batched_tokens for step in steps),
             max(step.limits.max_model_len for step in steps),
-            scene.num_speculative_tokens,
+            inputs.num_speculative_tokens,
         )
         workspace, measures = None, []
         for step in steps:
@@ -53,14 +53,14 @@ def fits_the_plan(*batches: Sequence[tuple[int, int]]) -> Callable[[Bench, Scena
     return check
 
 
-def scratch_is_bounded(bench: Bench, scene: Scenario) -> Measure:
+def scratch_is_bounded(bench: Bench, inputs: StepFixture) -> Measure:
     """`scratch_bound` is an upper bound of `scratch` for every smaller call. Nothing is launched."""
     backend, tokens, width, largest = bench.backend, 257, 2176, 0.0
     for phase in Phase:
-        bound = backend.scratch_bound(phase, scene.layer, tokens, width)
+        bound = backend.scratch_bound(phase, inputs.layer, tokens, width)
         for t in (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, tokens):
             for w in (1, 63, 64, 65, 127, 128, 129, 192, 640, 1023, 1024, 1152, 2048, width):
-                needs = simultaneous_bytes(list(backend.scratch(phase, scene.layer, t, w)))
+                needs = simultaneous_bytes(list(backend.scratch(phase, inputs.layer, t, w)))
                 if needs > bound:
                     what = f"{phase.value} of {t} tokens and {w} keys needs {needs} bytes"
                     raise Wrong(f"{what}, scratch_bound for {tokens} tokens and {width} keys is {bound}")
@@ -68,9 +68,9 @@ def scratch_is_bounded(bench: Bench, scene: Scenario) -> Measure:
     return Measure(largest, 1.0)
 
 
-def stale(bench: Bench, scene: Scenario) -> Measure:
+def stale(bench: Bench, inputs: StepFixture) -> Measure:
     """Whatever the workspace holds before a step, the bits are the same."""
-    problem = scene.problem(bench.backend)
+    problem = inputs.problem(bench.backend)
     out, lse = problem.run(bench.backend, with_lse=bench.lse)
     result = out, lse if bench.lse else None
     for byte in (0x00, 0xFF, 0x3F, 0x7F):
@@ -83,17 +83,17 @@ def stale(bench: Bench, scene: Scenario) -> Measure:
         require_same_bits(what, (other, other_lse if bench.lse else None), result)
     again, again_lse = problem.run(bench.backend, with_lse=bench.lse)
     require_same_bits("a second time", (again, again_lse if bench.lse else None), result)
-    return judged(scene, result)
+    return judged(inputs, result)
 
 
-def capped(bench: Bench, scene: Scenario) -> Measure:
+def capped(bench: Bench, inputs: StepFixture) -> Measure:
     """A smaller workspace gives more and smaller chunks, and the same result."""
-    small = attrs.evolve(scene.limits, max_index_elements=1)
-    least = plan_workspace(scene.layer, small, bench.backend, scene.layout).lanes["prefill"]
-    measures = [equals_oracle(bench, scene)]
-    for limits in (small, attrs.evolve(scene.limits, max_workspace_bytes=least)):
-        out, lse = scene.problem(bench.backend, limits=limits).run(bench.backend, with_lse=bench.lse)
-        measures.append(judged(scene, (out, lse if bench.lse else None)))
+    small = attrs.evolve(inputs.limits, max_index_elements=1)
+    least = plan_workspace(inputs.layer, small, bench.backend, inputs.layout).lanes["prefill"]
+    measures = [equals_oracle(bench, inputs)]
+    for limits in (small, attrs.evolve(inputs.limits, max_workspace_bytes=least)):
+        out, lse = inputs.problem(bench.backend, limits=limits).run(bench.backend, with_lse=bench.lse)
+        measures.append(judged(inputs, (out, lse if bench.lse else None)))
     return worst(measures)
 
 
@@ -124,10 +124,10 @@ class _Meter(TorchDispatchMode):
         return result
 
 
-def temporaries(bench: Bench, scene: Scenario) -> Measure:
+def temporaries(bench: Bench, inputs: StepFixture) -> Measure:
     """A step holds no more temporaries of torch's allocator than `transient_bytes` says."""
-    problem = scene.problem(bench.backend)
-    allowed = plan_workspace(scene.layer, problem.limits, bench.backend, scene.layout).transient_bytes
+    problem = inputs.problem(bench.backend)
+    allowed = plan_workspace(inputs.layer, problem.limits, bench.backend, inputs.layout).transient_bytes
     workspace = problem.workspace(bench.backend, debug=False)
     meter = _Meter()
     with meter:
@@ -177,19 +177,19 @@ class _Layer:
 def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Callable[[Bench, Any], Measure]:
     """The layer steps of some runs hold no more temporaries than their `transient_bytes` says for so many tokens."""
 
-    def check(bench: Bench, scene: Any) -> Measure:  # noqa: ANN401 - a Scene
+    def check(bench: Bench, inputs: Any) -> Measure:  # noqa: ANN401 - a CaseInput
         steps = complete(bench.backend).layer_ops
         metered, allowed = _Metered(steps), steps.transient_bytes(tokens)
         backend: Any = _Layer(metered)
         for run in runs:
-            run(attrs.evolve(bench, backend=backend), scene)
+            run(attrs.evolve(bench, backend=backend), inputs)
         where = f"{metered.used} bytes of temporaries, transient_bytes of the layer steps says {allowed}"
         return _within(metered.used, allowed).hold(where)
 
     return check
 
 
-def far(bench: Bench, call: Call) -> Measure:
+def far(bench: Bench, call: SingleCall) -> Measure:
     """Pages behind 2^31 and 2^32 bytes are read at their own addresses."""
     # a copy, so that its gigabytes are freed afterwards
     return equals_oracle(bench, attrs.evolve(call))

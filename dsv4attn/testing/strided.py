@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.testing.case import Bench, Measure, Wrong
 
-__all__ = ["Apart", "each_apart"]
+__all__ = ["StridedTensors", "each_strided"]
 
 FILL = 0xFF
 """Every byte beside the rows: NaN in floats, -1 in integers."""
@@ -27,7 +27,7 @@ HEADS_BEFORE, HEADS_BEHIND = 1, 2
 """Heads beside those of a token, for tensors [T, H, D]."""
 
 
-class Apart:
+class StridedTensors:
     """Makes tensors with rows apart, and checks afterwards that nothing beside the rows was written.
 
     names: of the arguments whose rows lie apart, separated by spaces; "all" means each of them.
@@ -64,16 +64,16 @@ class Apart:
                 raise Wrong(f"{changed} bytes beside the rows of {name} were written")
 
 
-def each_apart(names: str, *checks: Callable[[Bench, Any], Measure]) -> Callable[[Bench, Any], Measure]:
-    """Run checks on a scene once for each argument, with the rows of this one apart, so that a failure names it."""
+def each_strided(names: str, *checks: Callable[[Bench, Any], Measure]) -> Callable[[Bench, Any], Measure]:
+    """Run checks on a case input once for each argument, with the rows of that argument apart. A failure names it."""
 
-    def check(bench: Bench, scene: Any) -> Measure:  # noqa: ANN401 - a Scene with a field `apart`
+    def check(bench: Bench, inputs: Any) -> Measure:  # noqa: ANN401 - a CaseInput with a field `strided`
         measures = []
         for name in names.split():
             if name == "lse" and not bench.lse:
                 continue
             with _naming(name):
-                measures += [each(bench, attrs.evolve(scene, apart=name)) for each in checks]
+                measures += [each(bench, attrs.evolve(inputs, strided=name)) for each in checks]
         return max(measures, key=lambda measure: measure.fraction)
 
     return check

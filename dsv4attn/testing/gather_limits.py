@@ -7,8 +7,8 @@ import torch
 
 from dsv4attn.core.contract.backend import KeyForm
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
-from dsv4attn.testing.rows import Rows
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.check_insert import CacheRows
+from dsv4attn.testing.random_step import normal
 
 __all__ = ["gathers_within"]
 
@@ -22,13 +22,13 @@ ROWS = 12
 UNTOUCHED = -3.0
 
 
-def gathers_within(bench: Bench, rows: Rows) -> Measure:
+def gathers_within(bench: Bench, rows: CacheRows) -> Measure:
     """Records that exist go to rows that exist; every other row, and the memory around the output, stays as it is."""
     if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
-    size, dim = rows.shelf.block_size, rows.layer.head_dim
+    size, dim = rows.placement.block_size, rows.layer.head_dim
     slots = np.arange(rows.blocks * size)
-    book = rows.blank().write(slots, normal((rows.seed, 45), slots, dim))
+    oracle_cache = rows.blank().write(slots, normal((rows.seed, 45), slots, dim))
     # columns behind the table hold blocks that exist; a gather must not read them
     blocks = np.random.default_rng((rows.seed, 46)).integers(0, rows.blocks, (len(SEQ_LENS), 5))
     table = rows.tensor(blocks).int()[:, :3]
@@ -38,13 +38,17 @@ def gathers_within(bench: Bench, rows: Rows) -> Measure:
     for lens, offset in ((None, 0), (gather_lens, 0), (gather_lens, 4), (None, ROWS), (gather_lens, ROWS + 1)):
         memory = torch.full(shape, UNTOUCHED, dtype=rows.layout.row_dtype, device=rows.device)
         wanted = memory.double().cpu().numpy()
-        bench.backend.dequantize_and_gather_k_cache(memory[1:-1, 1:-1], book.cache, seq_lens, lens, table, offset)
+        bench.backend.dequantize_and_gather_k_cache(
+            memory[1:-1, 1:-1], oracle_cache.cache, seq_lens, lens, table, offset
+        )
         for i, seq_len in enumerate(SEQ_LENS):
             count = max(seq_len, 0) if lens is None else GATHER_LENS[i]
             for j in range(ROWS - offset):
                 position = max(seq_len, 0) - count + j
                 if j < count and 0 <= position < table.shape[1] * size:
-                    wanted[1 + i, 1 + offset + j] = book.values[blocks[i, position // size] * size + position % size]
+                    wanted[1 + i, 1 + offset + j] = oracle_cache.values[
+                        blocks[i, position // size] * size + position % size
+                    ]
         found = memory.double().cpu().numpy()
         if not np.array_equal(found, wanted):
             i, row = (int(axis[0]) for axis in (found != wanted).any(-1).nonzero())

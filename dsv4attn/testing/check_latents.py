@@ -17,15 +17,15 @@ from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing import oracle, oracle_v41
-from dsv4attn.testing.book import Book, Shelf, place_of
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.compressing import Span, attention_problems
-from dsv4attn.testing.judge import F64, rounded
-from dsv4attn.testing.judge_layer import Formula, hold_record, hold_values
+from dsv4attn.testing.check_compressor import Span, attention_problems
+from dsv4attn.testing.layer_tolerances import Formula, hold_record, hold_values
+from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
 from dsv4attn.testing.pages import Pages
-from dsv4attn.testing.world import STALE_POSITIONS, normal
+from dsv4attn.testing.random_step import STALE_POSITIONS, normal
+from dsv4attn.testing.tolerances import F64, rounded
 
-__all__ = ["Latents", "makes_latents", "replaces_drafts", "stores"]
+__all__ = ["LatentSteps", "makes_latents", "replaces_drafts", "stores"]
 
 KV, SCORE, WEIGHT, ANGLES, STATES, ENTRIES = range(100, 106)
 """Streams of random numbers."""
@@ -34,7 +34,7 @@ OFFSETS = (0.0, 100.0, -100.0, 0.0)
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Latents:
+class LatentSteps:
     """Tokens of some requests from their first one on, and the pages of their rings and entries.
 
     geometry: the model.
@@ -126,26 +126,28 @@ class Latents:
         return found
 
 
-def _run(bench: Bench, scene: Latents, states: Book | None, spans: Sequence[Span], *, padded: bool = False) -> Tensor:
+def _run(
+    bench: Bench, inputs: LatentSteps, states: OracleCache | None, spans: Sequence[Span], *, padded: bool = False
+) -> Tensor:
     """The latents [T, d] of a step. Raises Wrong if what was given is changed.
 
     padded: whether rows of padding, with NaN and stale positions, stand between the requests. Their latents, which are
     not returned, must be zeros.
     """
-    positions, requests = scene.tokens(spans)
-    kv, score = (scene.values(stream, spans) for stream in (KV, SCORE))
+    positions, requests = inputs.tokens(spans)
+    kv, score = (inputs.values(stream, spans) for stream in (KV, SCORE))
     rows, live = list(range(len(positions))), torch.arange(len(positions), device="cpu")
     if padded:
-        positions, requests, kv, score, live = _with_padding(scene, spans, positions, requests, kv, score)
+        positions, requests, kv, score, live = _with_padding(inputs, spans, positions, requests, kv, score)
         rows = live.tolist()
     before = kv.clone(), score.clone()
-    weight = scene.tensor(scene.weight(), torch.float32)
-    rest = positions, requests, weight, scene.eps, scene.ratio
+    weight = inputs.tensor(inputs.weight(), torch.float32)
+    rest = positions, requests, weight, inputs.eps, inputs.ratio
     run = complete(bench.backend).layer_ops.compress_latents
     if states is None:
         found = run(kv, None, *rest)
     else:
-        found = run(kv, score, *rest, states.cache, scene.tensor(scene.state_pages().table[:, : scene.ring_blocks]))
+        found = run(kv, score, *rest, states.cache, inputs.tensor(inputs.state_pages().table[:, : inputs.ring_blocks]))
     pairs = (kv, before[0]), (score, before[1])
     if not all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs):
         raise Wrong("kv or scores were changed")
@@ -158,7 +160,7 @@ def _run(bench: Bench, scene: Latents, states: Book | None, spans: Sequence[Span
 
 
 def _with_padding(
-    scene: Latents, spans: Sequence[Span], positions: Tensor, requests: Tensor, kv: Tensor, score: Tensor
+    inputs: LatentSteps, spans: Sequence[Span], positions: Tensor, requests: Tensor, kv: Tensor, score: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(positions, requests, kv, scores, rows of the tokens), with rows of padding before and after each request.
 
@@ -172,9 +174,9 @@ def _with_padding(
         for position in (*last, STALE_POSITIONS[request], STALE_POSITIONS[request - 1]):
             order.append(len(positions) + len(extra))
             extra.append(position)
-    places = torch.tensor(order, dtype=torch.int64, device=scene.device)
-    nothing = kv.new_full((len(extra), scene.dim), math.nan)
-    positions = torch.cat([positions, scene.tensor(np.array(extra, dtype=np.int64))])[places]
+    places = torch.tensor(order, dtype=torch.int64, device=inputs.device)
+    nothing = kv.new_full((len(extra), inputs.dim), math.nan)
+    positions = torch.cat([positions, inputs.tensor(np.array(extra, dtype=np.int64))])[places]
     requests = torch.cat([requests, requests.new_full((len(extra),), -1)])[places]
     kv, score = (torch.cat([values, nothing])[places] for values in (kv, score))
     return positions, requests, kv, score, (places < token).nonzero()[:, 0]
@@ -184,31 +186,33 @@ def _place(what: str, at: tuple[int, ...]) -> str:
     return f"{what}, {list(at)}"
 
 
-def _judge(scene: Latents, found: Tensor, spans: Sequence[Span]) -> Measure:
+def _judge(inputs: LatentSteps, found: Tensor, spans: Sequence[Span]) -> Measure:
     worst, pairs = Measure(0.0, 1.0), [(request, p) for request, positions in spans for p in positions]
     for row, (request, position) in zip(found, pairs, strict=True):
-        if (position + 1) % scene.ratio:
+        if (position + 1) % inputs.ratio:
             continue
-        where = f"latent {position // scene.ratio} of request {request}"
-        wanted = scene.latent(request, position // scene.ratio)
+        where = f"latent {position // inputs.ratio} of request {request}"
+        wanted = inputs.latent(request, position // inputs.ratio)
         measure = hold_values(row, wanted, torch.bfloat16, partial(_place, where))
         worst = max(worst, measure, key=lambda m: m.fraction)
     return worst
 
 
-def _blank(scene: Latents) -> Book:
-    layout = KVCacheLayout.compressor_state(scene.dim)
-    book = Book.blank(layout, scene.state_pages().count, Shelf(scene.state_page, 0), scene.device)
-    book.shelf.pages(book.cache, 4096).fill_(0xFF)
-    return book
+def _blank(inputs: LatentSteps) -> OracleCache:
+    layout = KVCacheLayout.compressor_state(inputs.dim)
+    oracle_cache = OracleCache.blank(
+        layout, inputs.state_pages().count, PagePlacement(inputs.state_page, 0), inputs.device
+    )
+    oracle_cache.placement.pages(oracle_cache.cache, 4096).fill_(0xFF)
+    return oracle_cache
 
 
-def _judge_rings(scene: Latents, states: Book, steps: Sequence[Sequence[Span]]) -> None:
+def _judge_rings(inputs: LatentSteps, states: OracleCache, steps: Sequence[Sequence[Span]]) -> None:
     """The rings hold kv and scores of the last tokens, and no other byte was written. Raises Wrong."""
-    wanted, pages = _blank(scene), scene.state_pages()
-    for request in range(len(scene.lengths)):
-        held = oracle_v41.ring_rows([positions for step in steps for i, positions in step if i == request], scene.ring)
-        rows = np.concatenate([scene.rows(stream, request, list(held.values())) for stream in (KV, SCORE)], 1)
+    wanted, pages = _blank(inputs), inputs.state_pages()
+    for request in range(len(inputs.lengths)):
+        held = oracle_v41.ring_rows([positions for step in steps for i, positions in step if i == request], inputs.ring)
+        rows = np.concatenate([inputs.rows(stream, request, list(held.values())) for stream in (KV, SCORE)], 1)
         wanted.write(pages.slots(request, held), rows)
     now, right = states.bytes(), wanted.bytes()
     if not np.array_equal(now, right):
@@ -216,82 +220,82 @@ def _judge_rings(scene: Latents, states: Book, steps: Sequence[Sequence[Span]]) 
         raise Wrong(f"{int((now != right).sum())} bytes of rings differ, first byte {byte} of page {page}")
 
 
-def makes_latents(*cuts: Sequence[int], padded: bool = False) -> Callable[[Bench, Latents], Measure]:
+def makes_latents(*cuts: Sequence[int], padded: bool = False) -> Callable[[Bench, LatentSteps], Measure]:
     """Latents, and rings if the ratio has them, however requests are cut into steps of these sizes.
 
     padded: whether every step has rows of padding too.
     """
 
-    def check(bench: Bench, scene: Latents) -> Measure:
+    def check(bench: Bench, inputs: LatentSteps) -> Measure:
         worst = Measure(0.0, 1.0)
         for sizes in ((2**20,), *cuts):
-            steps, states = scene.steps(sizes), _blank(scene) if scene.ratio > 1 else None
+            steps, states = inputs.steps(sizes), _blank(inputs) if inputs.ratio > 1 else None
             for spans in steps:
-                measure = _judge(scene, _run(bench, scene, states, spans, padded=padded), spans)
+                measure = _judge(inputs, _run(bench, inputs, states, spans, padded=padded), spans)
                 worst = max(worst, measure, key=lambda m: m.fraction)
             if states is not None:
-                _judge_rings(scene, states, steps)
+                _judge_rings(inputs, states, steps)
         return worst
 
     return check
 
 
-def replaces_drafts(bench: Bench, scene: Latents) -> Measure:
+def replaces_drafts(bench: Bench, inputs: LatentSteps) -> Measure:
     """Drafts of another seed are written, and replaced."""
-    drafts, states = attrs.evolve(scene, seed=scene.seed + 1), _blank(scene)
-    worst, last = Measure(0.0, 1.0), max(scene.lengths)
-    for begin, end, values in ((0, 5, scene), (5, 8, drafts), (5, 6, scene), (6, 8, drafts), (6, last, scene)):
-        spans = [(i, range(length)[begin:end]) for i, length in enumerate(scene.lengths)]
+    drafts, states = attrs.evolve(inputs, seed=inputs.seed + 1), _blank(inputs)
+    worst, last = Measure(0.0, 1.0), max(inputs.lengths)
+    for begin, end, values in ((0, 5, inputs), (5, 8, drafts), (5, 6, inputs), (6, 8, drafts), (6, last, inputs)):
+        spans = [(i, range(length)[begin:end]) for i, length in enumerate(inputs.lengths)]
         found = _run(bench, values, states, spans)
-        if values is scene:
-            worst = max(worst, _judge(scene, found, spans), key=lambda m: m.fraction)
-    _judge_rings(scene, states, [[(i, range(length)) for i, length in enumerate(scene.lengths)]])
+        if values is inputs:
+            worst = max(worst, _judge(inputs, found, spans), key=lambda m: m.fraction)
+    _judge_rings(inputs, states, [[(i, range(length)) for i, length in enumerate(inputs.lengths)]])
     return worst
 
 
-def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, Latents], Measure]:
+def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, LatentSteps], Measure]:
     """Rows are stored for the tokens that complete an entry. normed: whether they go through a norm, as index keys.
 
     padded: whether rows of padding, with NaN and stale positions, stand before and after the tokens.
     """
 
-    def check(bench: Bench, scene: Latents) -> Measure:
-        spans = [(i, range(length)) for i, length in enumerate(scene.lengths)]
-        live = [(0, -(-length // scene.ratio)) for length in scene.lengths]
-        pages = Pages(live, 16, spare=2, dead=-1, key=(scene.seed, ENTRIES))
-        book = Book.blank(scene.layout, pages.count, Shelf(16, 0), scene.device)
-        (positions, requests), x = scene.tokens(spans), scene.values(KV, spans).bfloat16()
+    def check(bench: Bench, inputs: LatentSteps) -> Measure:
+        spans = [(i, range(length)) for i, length in enumerate(inputs.lengths)]
+        live = [(0, -(-length // inputs.ratio)) for length in inputs.lengths]
+        pages = Pages(live, 16, spare=2, dead=-1, key=(inputs.seed, ENTRIES))
+        oracle_cache = OracleCache.blank(inputs.layout, pages.count, PagePlacement(16, 0), inputs.device)
+        (positions, requests), x = inputs.tokens(spans), inputs.values(KV, spans).bfloat16()
         pairs = list(zip(requests.tolist(), positions.tolist(), strict=True))
         # every token has a slot: only those that complete an entry may use it
-        slots = np.array([pages.slots(request, [p // scene.ratio])[0] for request, p in pairs])
-        slots[-scene.ratio :] = [book.cache.capacity, -7, -1][: scene.ratio]
+        slots = np.array([pages.slots(request, [p // inputs.ratio])[0] for request, p in pairs])
+        slots[-inputs.ratio :] = [oracle_cache.cache.capacity, -7, -1][: inputs.ratio]
         if padded:
             around, nothing = (
-                scene.tensor(np.array(STALE_POSITIONS)),
-                x.new_full((len(STALE_POSITIONS), scene.dim), math.nan),
+                inputs.tensor(np.array(STALE_POSITIONS)),
+                x.new_full((len(STALE_POSITIONS), inputs.dim), math.nan),
             )
             positions, x = torch.cat([around, positions, around]), torch.cat([nothing, x, nothing])
             missing = [(-1, position) for position in STALE_POSITIONS]
             pairs, slots = [*missing, *pairs, *missing], np.pad(slots, len(missing), constant_values=-1)
-        angles = np.random.default_rng((scene.seed, ANGLES)).uniform(-math.pi, math.pi, (max(scene.lengths), 32))
+        angles = np.random.default_rng((inputs.seed, ANGLES)).uniform(-math.pi, math.pi, (max(inputs.lengths), 32))
         table = rounded(np.concatenate([np.cos(angles), np.sin(angles)], 1), torch.float32)
-        weight = scene.tensor(scene.weight(), torch.float32) if normed else None
-        original, before = x.clone(), book.bytes()
-        norm = weight, scene.eps, scene.tensor(table, torch.float32)
+        weight = inputs.tensor(inputs.weight(), torch.float32) if normed else None
+        original, before = x.clone(), oracle_cache.bytes()
+        norm = weight, inputs.eps, inputs.tensor(table, torch.float32)
         steps = complete(bench.backend).layer_ops
-        steps.norm_rope_store(x, positions, scene.tensor(slots), *norm, scene.ratio, book.cache)
+        steps.norm_rope_store(x, positions, inputs.tensor(slots), *norm, inputs.ratio, oracle_cache.cache)
         if not torch.equal(x.view(torch.int16), original.view(torch.int16)):
             raise Wrong("the rows that were given were changed")
-        now, untouched, worst = book.bytes(), before.copy(), Measure()
+        now, untouched, worst = oracle_cache.bytes(), before.copy(), Measure()
         for row, slot, (request, p) in zip(original.double().cpu().numpy(), slots, pairs, strict=True):
-            if (p + 1) % scene.ratio or not 0 <= slot < book.cache.capacity:
+            if (p + 1) % inputs.ratio or not 0 <= slot < oracle_cache.cache.capacity:
                 continue
-            place, where = (slot // 16, place_of(scene.layout, slot % 16, 16)), f"token {p} of request {request}"
+            place, where = (slot // 16, place_of(inputs.layout, slot % 16, 16)), f"token {p} of request {request}"
             wanted = Formula.exact(row)
             if normed:
-                wanted = _in_bf16(wanted.normed(scene.weight(), scene.eps))
-            wanted = wanted.turned(*np.split(table[p // scene.ratio * scene.ratio], 2))
-            measure = hold_record(now[place], wanted, scene.layout, where)
+                wanted = _in_bf16(wanted.normed(inputs.weight(), inputs.eps))
+            wanted = wanted.turned(*np.split(table[p // inputs.ratio * inputs.ratio], 2))
+            measure = hold_record(now[place], wanted, inputs.layout, where)
             worst, untouched[place] = max(worst, measure, key=lambda m: m.fraction), now[place]
         if not np.array_equal(now, untouched):
             raise Wrong("bytes that belong to no entry of the step were written")

@@ -18,14 +18,14 @@ from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.testing import oracle_layer
-from dsv4attn.testing.book import Book, Shelf, place_of
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.judge import F64, U8, rounded
-from dsv4attn.testing.judge_layer import Formula, hold_record
+from dsv4attn.testing.layer_tolerances import Formula, hold_record
+from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
 from dsv4attn.testing.pages import Pages
-from dsv4attn.testing.world import STALE_POSITIONS, normal
+from dsv4attn.testing.random_step import STALE_POSITIONS, normal
+from dsv4attn.testing.tolerances import F64, U8, rounded
 
-__all__ = ["Compressing", "Span", "attention_problems", "run_step"]
+__all__ = ["CompressorStep", "Span", "attention_problems", "run_step"]
 
 KV, SCORE, APE, WEIGHT, ANGLES, STATES, ENTRIES = range(60, 67)
 """Streams of random numbers."""
@@ -46,7 +46,7 @@ def attention_problems(layer: LayerGeometry, index: KVCacheLayout, *, lse: bool)
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Compressing:
+class CompressorStep:
     """One step of a compressor, after earlier ones whose states the oracle has saved.
 
     geometry: the model.
@@ -201,23 +201,27 @@ class Compressing:
         live = [(before // self.ratio, (before + count) // self.ratio) for before, count in self.requests]
         return Pages(live, self.entry_page, spare=2, dead=-1, key=(self.seed, ENTRIES))
 
-    def blank_states(self) -> Book:
+    def blank_states(self) -> OracleCache:
         """A state cache without states."""
-        book = Book.blank(self.state_layout, self.state_pages.count, Shelf(self.state_page, self.gap), self.device)
-        book.shelf.pages(book.cache, 4096).fill_(self.unused)
-        return book
+        oracle_cache = OracleCache.blank(
+            self.state_layout, self.state_pages.count, PagePlacement(self.state_page, self.gap), self.device
+        )
+        oracle_cache.placement.pages(oracle_cache.cache, 4096).fill_(self.unused)
+        return oracle_cache
 
-    def blank_entries(self) -> Book:
+    def blank_entries(self) -> OracleCache:
         """A cache without entries."""
-        return Book.blank(self.layout, self.entry_pages.count, Shelf(self.entry_page, self.gap), self.device)
+        return OracleCache.blank(
+            self.layout, self.entry_pages.count, PagePlacement(self.entry_page, self.gap), self.device
+        )
 
-    def save(self, book: Book, spans: Iterable[Span]) -> Book:
+    def save(self, oracle_cache: OracleCache, spans: Iterable[Span]) -> OracleCache:
         """Write the states of some tokens as the oracle has them."""
         for request, positions in spans:
             if len(positions):
                 rows = np.stack([self.state(request, position) for position in positions])
-                book.write(self.state_pages.slots(request, positions), rows)
-        return book
+                oracle_cache.write(self.state_pages.slots(request, positions), rows)
+        return oracle_cache
 
     @property
     def earlier(self) -> list[Span]:
@@ -267,9 +271,9 @@ class Compressing:
 
     # judgement
 
-    def judge_entries(self, book: Book, before: U8, entries: Iterable[tuple[int, int]]) -> Measure:
+    def judge_entries(self, oracle_cache: OracleCache, before: U8, entries: Iterable[tuple[int, int]]) -> Measure:
         """Entries are those of the oracle, and no other byte of their pages has changed since `before`."""
-        now, size, untouched, worst = book.bytes(), self.entry_page, before.copy(), Measure()
+        now, size, untouched, worst = oracle_cache.bytes(), self.entry_page, before.copy(), Measure()
         for request, number in entries:
             slot = int(self.entry_pages.slots(request, [number])[0])
             place = slot // size, place_of(self.layout, slot % size, size)
@@ -285,9 +289,9 @@ class Compressing:
 
 def run_step(
     bench: Bench,
-    scene: Compressing,
-    states: Book,
-    entries: Book,
+    inputs: CompressorStep,
+    states: OracleCache,
+    entries: OracleCache,
     spans: Sequence[Span],
     *,
     values: tuple[Tensor, Tensor] | None = None,
@@ -299,29 +303,29 @@ def run_step(
     values: kv and scores of the tokens; None: their states are saved already. slots: slot mapping of the entries, other
     than that of the tokens. padded: whether rows of padding, with NaN and stale positions, stand before and after them.
     """
-    steps, tokens = complete(bench.backend).layer_ops, scene.tokens(spans)
-    entry_slots, state_slots = scene.entry_slots(spans) if slots is None else slots, scene.state_slots(spans)
+    steps, tokens = complete(bench.backend).layer_ops, inputs.tokens(spans)
+    entry_slots, state_slots = inputs.entry_slots(spans) if slots is None else slots, inputs.state_slots(spans)
     if padded:
         missing = [(-1, position) for position in STALE_POSITIONS]
         tokens = [*missing, *tokens, *missing]
         entry_slots, state_slots = (np.pad(s, len(missing), constant_values=-1) for s in (entry_slots, state_slots))
         if values is not None:
-            nothing = values[0].new_full((len(missing), scene.width), math.nan)
+            nothing = values[0].new_full((len(missing), inputs.width), math.nan)
             values = torch.cat([nothing, values[0], nothing]), torch.cat([nothing, values[1], nothing])
-    positions = scene.tensor(np.array([p for _, p in tokens], dtype=np.int64))
+    positions = inputs.tensor(np.array([p for _, p in tokens], dtype=np.int64))
     if values is not None:
-        ape = scene.tensor(scene.ape, torch.float32)
-        steps.save_partial_states(*values, ape, positions, states.cache, scene.tensor(state_slots))
+        ape = inputs.tensor(inputs.ape, torch.float32)
+        steps.save_partial_states(*values, ape, positions, states.cache, inputs.tensor(state_slots))
     steps.compress_norm_rope_store(
         states.cache,
-        scene.tensor(scene.state_pages.table)[:, :-1],  # rows lie apart, as in a table cut to fewer columns
-        scene.tensor(np.array([request for request, _ in tokens], dtype=np.int32)),
+        inputs.tensor(inputs.state_pages.table)[:, :-1],  # rows lie apart, as in a table cut to fewer columns
+        inputs.tensor(np.array([request for request, _ in tokens], dtype=np.int32)),
         positions,
-        scene.tensor(entry_slots),
-        scene.tensor(scene.norm_weight, scene.norm_dtype),
-        scene.eps,
-        scene.tensor(scene.table, torch.float32),
-        scene.ratio,
+        inputs.tensor(entry_slots),
+        inputs.tensor(inputs.norm_weight, inputs.norm_dtype),
+        inputs.eps,
+        inputs.tensor(inputs.table, torch.float32),
+        inputs.ratio,
         entries.cache,
-        overlap=scene.overlap,
+        overlap=inputs.overlap,
     )

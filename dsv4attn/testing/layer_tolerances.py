@@ -22,9 +22,9 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Measure, Wrong
-from dsv4attn.testing.judge import F64, U8, floats
+from dsv4attn.testing.tolerances import F64, U8, floats
 
-__all__ = ["UNIT", "Codes", "Formula", "hold_record", "hold_values", "summed"]
+__all__ = ["UNIT", "CodeRule", "Formula", "hold_record", "hold_values", "summed"]
 
 UNIT = 2.0**-24
 """Largest relative error of one rounding to fp32."""
@@ -118,7 +118,7 @@ def hold_values(
 
 
 @attrs.frozen
-class Codes:
+class CodeRule:
     """How values become codes under a power-of-two scale.
 
     group: values under a scale.
@@ -133,7 +133,7 @@ class Codes:
     fp8: Fp8Format | None
 
     @classmethod
-    def of(cls, layout: KVCacheLayout) -> Codes:
+    def of(cls, layout: KVCacheLayout) -> CodeRule:
         """Those of a layout."""
         floor = oracle.MIN_AMAX if layout.fp8_format else oracle_layer.E2M1_FLOOR
         return cls(layout.group_size, floor, layout.fp8_max, layout.fp8_format)
@@ -199,7 +199,7 @@ def hold_record(record: U8, formula: Formula, layout: KVCacheLayout, where: str)
         exponents = scales[: layout.num_groups].astype(np.int64) - oracle.E8M0_BIAS
         if (scales[layout.num_groups :] != 0).any():
             raise Wrong(f"{where}: a pad byte behind the scales is not 0")
-    if error := Codes.of(layout).error(Formula(formula.value[:nope], formula.error[:nope]), codes, exponents):
+    if error := CodeRule.of(layout).error(Formula(formula.value[:nope], formula.error[:nope]), codes, exponents):
         raise Wrong(f"{where}: {error}")
     if not layout.rope_dim:
         return Measure()

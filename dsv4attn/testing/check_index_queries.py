@@ -17,16 +17,16 @@ from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.compressing import attention_problems
-from dsv4attn.testing.judge import F64, rounded
-from dsv4attn.testing.judge_layer import UNIT, Codes, Formula, hold_values
-from dsv4attn.testing.slots import stale_rows
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.check_compressor import attention_problems
+from dsv4attn.testing.check_slots import stale_rows
+from dsv4attn.testing.layer_tolerances import UNIT, CodeRule, Formula, hold_values
+from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.strided import StridedTensors
+from dsv4attn.testing.tolerances import F64, rounded
 
 __all__ = [
-    "Queries",
+    "IndexQueries",
     "makes_no_queries",
     "quantises_queries",
     "quantises_without_positions_of_padding",
@@ -45,7 +45,7 @@ FOLDED = 4 * UNIT
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Queries:
+class IndexQueries:
     """Queries of the indexer.
 
     geometry: the model.
@@ -55,7 +55,7 @@ class Queries:
     dtype: type of q.
     weight_dtype: type of the weights.
     table_rows: rows of the table of cosines and sines; positions are below it.
-    apart: names of arguments (q, weights, cos_sin_cache) whose rows lie apart, or "all".
+    strided: names of arguments (q, weights, cos_sin_cache) whose rows lie apart, or "all".
     seed: seed of all random numbers.
     device: torch device.
     """
@@ -67,7 +67,7 @@ class Queries:
     dtype: torch.dtype = torch.bfloat16
     weight_dtype: torch.dtype = torch.bfloat16
     table_rows: int = 64
-    apart: str = ""
+    strided: str = ""
     seed: int = 0
     device: str = "cpu"
 
@@ -124,18 +124,21 @@ class Queries:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
 
-def run_queries(bench: Bench, scene: Queries, positions: NDArray[np.int64] | None = None) -> IndexQuery:
-    """Rotate and quantise. Raises Wrong if q or the weights were changed. positions: other than those of the scene."""
-    apart = Apart(scene.apart)
+def run_queries(bench: Bench, inputs: IndexQueries, positions: NDArray[np.int64] | None = None) -> IndexQuery:
+    """Rotate and quantise. Raises Wrong if q or the weights were changed.
+
+    positions: [T], instead of the positions of the case input.
+    """
+    strided = StridedTensors(inputs.strided)
     q, weights = (
-        apart("q", scene.tensor(scene.q, scene.dtype)),
-        apart("weights", scene.tensor(scene.weights, scene.weight_dtype)),
+        strided("q", inputs.tensor(inputs.q, inputs.dtype)),
+        strided("weights", inputs.tensor(inputs.weights, inputs.weight_dtype)),
     )
-    table, before = apart("cos_sin_cache", scene.tensor(scene.table, torch.float32)), (q.clone(), weights.clone())
+    table, before = strided("cos_sin_cache", inputs.tensor(inputs.table, torch.float32)), (q.clone(), weights.clone())
     steps = complete(bench.backend).layer_ops
-    at = scene.tensor(scene.positions if positions is None else positions)
-    made = steps.indexer_q_rope_quant(q, weights, at, table, scene.layout)
-    apart.check()
+    at = inputs.tensor(inputs.positions if positions is None else positions)
+    made = steps.indexer_q_rope_quant(q, weights, at, table, inputs.layout)
+    strided.check()
     if not (torch.equal(q, before[0]) and torch.equal(weights, before[1])):
         raise Wrong("q or the weights were changed")
     return made
@@ -159,30 +162,30 @@ def shape_error(query: IndexQuery, layout: KVCacheLayout, tokens: int, heads: in
     return ""
 
 
-def quantises_queries(bench: Bench, scene: Queries) -> Measure:
+def quantises_queries(bench: Bench, inputs: IndexQueries) -> Measure:
     """Codes, or values, are those of the rotated q, and weights have all factors of the score."""
-    query, layout, worst = run_queries(bench, scene), scene.layout, Measure()
-    if error := shape_error(query, layout, scene.count, scene.heads):
+    query, layout, worst = run_queries(bench, inputs), inputs.layout, Measure()
+    if error := shape_error(query, layout, inputs.count, inputs.heads):
         raise Wrong(error)
     weights = query.weights.double().cpu().numpy()
-    for token in range(scene.count):
-        shifts, where = np.zeros(scene.heads), f"token {token}"
+    for token in range(inputs.count):
+        shifts, where = np.zeros(inputs.heads), f"token {token}"
         if layout.is_quantised:
-            shifts = _judge_codes(scene, query, token, weights[token])
+            shifts = _judge_codes(inputs, query, token, weights[token])
         else:
             values = query.values[token]
-            worst = max(worst, _hold(values, scene.turned(token), layout.dtype, f"q of {where}"), key=_fraction)
-        wanted = oracle_layer.fold_weights(scene.weights[token], layout.head_dim, shifts)
+            worst = max(worst, _hold(values, inputs.turned(token), layout.dtype, f"q of {where}"), key=_fraction)
+        wanted = oracle_layer.fold_weights(inputs.weights[token], layout.head_dim, shifts)
         formula = Formula(wanted, FOLDED * np.abs(wanted))
         worst = max(worst, _hold(weights[token], formula, torch.float32, f"weights of {where}"), key=_fraction)
     return worst
 
 
-def quantises_without_positions_of_padding(bench: Bench, scene: Queries) -> Measure:
+def quantises_without_positions_of_padding(bench: Bench, inputs: IndexQueries) -> Measure:
     """Positions of padding change no other query."""
-    padding, positions = stale_rows(scene.count, scene.positions)
-    found, wanted = run_queries(bench, scene, positions), run_queries(bench, scene)
-    live = scene.tensor(np.flatnonzero(~padding))
+    padding, positions = stale_rows(inputs.count, inputs.positions)
+    found, wanted = run_queries(bench, inputs, positions), run_queries(bench, inputs)
+    live = inputs.tensor(np.flatnonzero(~padding))
     for name in ("values", "weights", "scales"):
         one, other = getattr(found, name), getattr(wanted, name)
         if one is not None and not torch.equal(one[live].view(torch.uint8), other[live].view(torch.uint8)):
@@ -198,19 +201,19 @@ def _hold(found: Tensor | F64, formula: Formula, dtype: torch.dtype, what: str) 
     return hold_values(found, formula, dtype, lambda at: f"{what}, {list(at)}")
 
 
-def _judge_codes(scene: Queries, query: IndexQuery, token: int, weights: F64) -> F64:
+def _judge_codes(inputs: IndexQueries, query: IndexQuery, token: int, weights: F64) -> F64:
     """Exponents [Hi] of the scales that are folded into the weights. Raises Wrong if a code or a scale is wrong."""
     codes = query.values[token].view(torch.uint8).cpu().numpy()
     scales = None if query.scales is None else query.scales[token].cpu().numpy().astype(np.int64) - oracle.E8M0_BIAS
-    turned, shifts = scene.turned(token), np.zeros(scene.heads)
-    for head in range(scene.heads):
+    turned, shifts = inputs.turned(token), np.zeros(inputs.heads)
+    for head in range(inputs.heads):
         if scales is None:
-            shifts[head] = _shift(weights[head], scene.weights[token], head, scene.layout.head_dim)
+            shifts[head] = _shift(weights[head], inputs.weights[token], head, inputs.layout.head_dim)
             exponents, row = np.array([int(shifts[head])]), codes[head]
         else:
             exponents, row = scales[head], oracle_layer.unpack_e2m1(codes[head])
         formula = Formula(turned.value[head], turned.error[head])
-        if error := Codes.of(scene.layout).error(formula, row, exponents):
+        if error := CodeRule.of(inputs.layout).error(formula, row, exponents):
             raise Wrong(f"token {token}, head {head}: {error}")
     return shifts
 
@@ -221,9 +224,9 @@ def _shift(weight: float, weights: F64, head: int, dim: int) -> int:
     return round(math.log2(folded)) if 0 < folded < math.inf else 999
 
 
-def makes_no_queries(bench: Bench, scene: Queries) -> Measure:
+def makes_no_queries(bench: Bench, inputs: IndexQueries) -> Measure:
     """No tokens make no queries."""
-    none = attrs.evolve(scene, count=0)
+    none = attrs.evolve(inputs, count=0)
     if error := shape_error(run_queries(bench, none), none.layout, 0, none.heads):
         raise Wrong(error)
     return Measure()

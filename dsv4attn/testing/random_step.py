@@ -1,6 +1,6 @@
 """Requests and their random numbers, without pages or tensors: the inputs of the oracle.
 
-Every number is a function of the seed, the request and the position, so worlds that share a position share its rows,
+Every number is a function of the seed, the request and the position, so steps that share a position share its rows,
 whatever else is in the batch, and position 1,048,575 costs no more than position 0.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
 from dsv4attn.testing import oracle
-from dsv4attn.testing.judge import F64, Expected, rounded, stored, tolerance
+from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, tolerance
 
-__all__ = ["Token", "World", "layouts", "tiny_geometry", "v41_layouts"]
+__all__ = ["RandomStep", "Token", "layouts", "tiny_geometry", "v41_layouts"]
 
 Q, KV, ENTRY, SINK, TOPK = range(5)  # streams of random numbers
 HEADS = 2**12  # more heads than any model has
@@ -92,7 +92,7 @@ class Token(NamedTuple):
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class World:
+class RandomStep:
     """One step of one layer.
 
     kind: kind of the layer.
@@ -245,7 +245,7 @@ class World:
 
 @attrs.frozen(cache_hash=True)
 class _Library:
-    """Parameters of the keys of a world. Worlds with equal parameters share their keys.
+    """Parameters of the keys of a step. Steps with equal parameters share their keys.
 
     dtype: rows are drawn with values of this type, which q and the cache can hold.
     """
@@ -291,7 +291,7 @@ _library = cache(_Library)
 
 @lru_cache(maxsize=2**14)
 def _record(library: _Library, stream: int, request: int, number: int) -> F64:
-    """[D] row as a cache returns it. Cached, because many worlds use the same few thousand rows."""
+    """[D] row as a cache returns it. Cached, because many steps use the same few thousand rows."""
     row = library.rows(stream, request, [number])[0]
     if stream == KV:
         turn = oracle.rope_cos_sin(number, frequencies(library.rope))

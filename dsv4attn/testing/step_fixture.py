@@ -1,9 +1,9 @@
 """A complete one-layer step from a short description: memory, metadata, a run on any backend, the oracle's answer.
 
-    scenario = Scenario(kind="c4a", requests=[(1000, 1), (0, 40)], poison=0xFF)
+    scenario = StepFixture(kind="c4a", requests=[(1000, 1), (0, 40)], poison=0xFF)
     out, lse = scenario.check(backend)
 
-A prompt in chunks, or a verify step token by token, is one world in several steps (`at`).
+A prompt in chunks, or a verify step token by token, is one step in several steps (`at`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing import oracle
-from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import dtype_name
-from dsv4attn.testing.judge import F64
 from dsv4attn.testing.pages import Pages, allocate, poison
-from dsv4attn.testing.world import World
+from dsv4attn.testing.random_step import RandomStep
+from dsv4attn.testing.strided import StridedTensors
+from dsv4attn.testing.tolerances import F64
 
-__all__ = ["Problem", "Scenario"]
+__all__ = ["ForwardArgs", "StepFixture"]
 
 MORE = 19
 """Columns of rows wider than the window that hold -1, beside those that hold slots."""
@@ -53,7 +53,7 @@ WHOLE = Ownership(0, 1)
 
 
 @attrs.frozen(eq=False)
-class Problem:
+class ForwardArgs:
     """The arguments of one `forward_mqa`, which may run any number of times.
 
     layer: geometry of the layer.
@@ -63,7 +63,7 @@ class Problem:
     metadata: metadata of the step.
     attn_sink: [H] fp32, or None.
     topk_indices: [T, K] int32 for c4a layers, or None.
-    apart: names among out and lse whose rows lie apart; the other tensors exist already.
+    strided: names among out and lse whose rows lie apart; the other tensors exist already.
     raw_q: given if q of prefill tokens is neither normalised nor rotated.
     """
 
@@ -74,7 +74,7 @@ class Problem:
     metadata: AttentionMetadata
     attn_sink: Tensor | None
     topk_indices: Tensor | None
-    apart: str = ""
+    strided: str = ""
     raw_q: RawQuery | None = None
 
     def workspace(self, backend: Backend, *, debug: bool = True) -> WorkspaceManager:
@@ -88,9 +88,9 @@ class Problem:
         self, backend: Backend, workspace: WorkspaceManager | None = None, *, with_lse: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse), both NaN before the run; lse stays NaN unless it is asked for."""
-        workspace, apart, like = workspace or self.workspace(backend), Apart(self.apart), self.q
-        out = apart("out", torch.full(like.shape, math.nan, dtype=like.dtype, device=like.device))
-        lse = apart("lse", torch.full(like.shape[:2], math.nan, dtype=torch.float32, device=like.device))
+        workspace, strided, like = workspace or self.workspace(backend), StridedTensors(self.strided), self.q
+        out = strided("out", torch.full(like.shape, math.nan, dtype=like.dtype, device=like.device))
+        lse = strided("lse", torch.full(like.shape[:2], math.nan, dtype=torch.float32, device=like.device))
         forward_mqa(
             self.q,
             self.caches,
@@ -106,13 +106,13 @@ class Problem:
             raw_q=self.raw_q,
         )
         workspace.check_canaries()
-        apart.check()
+        strided.check()
         return out, lse
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Scenario(World):
-    """A world in memory: pages, tables, metadata. It has the fields of `World`, and these.
+class StepFixture(RandomStep):
+    """A step in memory: pages, tables, metadata. It has the fields of `RandomStep`, and these.
 
     swa_block_size: records of a page of the window cache.
     compressed_block_tokens: tokens of a page of the compressed cache.
@@ -123,7 +123,7 @@ class Scenario(World):
     num_speculative_tokens: as in `Limits`.
     short_prefills: as in `MetadataBuilder`.
     poison: byte written over all bytes of the caches that no query names, or None. With it, padding rows of q are NaN.
-    apart: arguments (q, kv, out, lse, topk_indices, block_table, cos_sin_cache) whose rows lie apart, or "all".
+    strided: arguments (q, kv, out, lse, topk_indices, block_table, cos_sin_cache) whose rows lie apart, or "all".
     device: torch device.
     pages_of: scenario whose pages this step shares, or None.
     causal: as in `Batch`.
@@ -145,9 +145,9 @@ class Scenario(World):
     num_speculative_tokens: int = 0
     short_prefills: bool = False
     poison: int | None = None
-    apart: str = ""
+    strided: str = ""
     device: str = "cpu"
-    pages_of: Scenario | None = None
+    pages_of: StepFixture | None = None
     causal: bool = True
     replay: Sequence[int] = ()
     ahead: int = 0
@@ -210,7 +210,7 @@ class Scenario(World):
         """Layouts of all caches."""
         return [self.layout] if self.kind is LayerKind.SWA else [self.layout, self.compressed_layout or self.layout]
 
-    def at(self, *requests: tuple[int, ...]) -> Scenario:
+    def at(self, *requests: tuple[int, ...]) -> StepFixture:
         """Another step of the same requests, on the same pages. A request without tokens takes no part in the step."""
         return attrs.evolve(self, requests=requests, pages_of=self.pages_of or self)
 
@@ -284,7 +284,7 @@ class Scenario(World):
         mine = (self.visible(row)[1] for row, token in enumerate(self.tokens) if token.request == request)
         return sorted({entry for entries in mine for entry in entries if entry < complete})
 
-    def problem(self, backend: Backend, caches: LayerCaches | None = None, limits: Limits | None = None) -> Problem:
+    def problem(self, backend: Backend, caches: LayerCaches | None = None, limits: Limits | None = None) -> ForwardArgs:
         """Insert the keys of this step; its history too, unless `caches` come from an earlier step."""
         caches = self.history(backend, self.allocate()) if caches is None else caches
         limits, batch, spans = limits or self.limits, self.batch(), list(enumerate(self.spans))
@@ -317,8 +317,8 @@ class Scenario(World):
         topk = None
         if self.kind is LayerKind.C4A:
             topk = self._tensor(self.topk_rows)
-            topk = Apart(self.apart)("topk_indices", self.ownership.local_numbers(topk) if divided else topk)
-        return Problem(self.layer, limits, q, caches, metadata, sink, topk, self.apart, raw)
+            topk = StridedTensors(self.strided)("topk_indices", self.ownership.local_numbers(topk) if divided else topk)
+        return ForwardArgs(self.layer, limits, q, caches, metadata, sink, topk, self.strided, raw)
 
     def _widened(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The metadata, with windows of prefill tokens that go on behind the tokens."""
@@ -338,7 +338,7 @@ class Scenario(World):
 
     def batch(self) -> Batch:
         """The step as a scheduler describes it."""
-        (swa, compressed), apart = self.pages, Apart(self.apart)
+        (swa, compressed), strided = self.pages, StridedTensors(self.strided)
         slots = [int(swa.slots(t.request, [t.position])[0]) if t.valid else -1 for t in self.tokens]
         starts = torch.tensor([0, *accumulate(r[1] for r in self.requests)], dtype=torch.int32, device="cpu")
         seq_lens = torch.tensor([r[0] + r[1] for r in self.requests], dtype=torch.int32, device="cpu")
@@ -349,10 +349,10 @@ class Scenario(World):
             seq_lens=seq_lens.to(self.device),
             seq_lens_cpu=seq_lens,
             slot_mapping=torch.tensor([*slots, *[-1] * (self.extra_rows // 2)], device=self.device, dtype=torch.int64),
-            block_table=apart("block_table", self._tensor(swa.table)),
+            block_table=strided("block_table", self._tensor(swa.table)),
             compressed_block_table=None
             if self.kind is LayerKind.SWA
-            else apart("block_table", self._tensor(compressed.table)),
+            else strided("block_table", self._tensor(compressed.table)),
             replay_start=self._tensor(np.array(self.replay, dtype=np.int32)) if self.replay else None,
             num_cached_tokens=self._tensor(np.array(self.replay, dtype=np.int32)) if self.replay else None,
             causal=self.causal,
@@ -369,10 +369,10 @@ class Scenario(World):
         step: tuple[AttentionMetadata, Limits] | None = None,
     ) -> tuple[Tensor, RawQuery | None]:
         """Insert keys. Returns the queries, normalised and rotated, unless prefill of this step takes them raw."""
-        apart, places = Apart(self.apart), self._tensor(np.asarray(positions, dtype=np.int64))
-        queries = apart("q", self._tensor(np.concatenate(q), self.q_dtype))
-        keys = apart("kv", self._tensor(np.concatenate(kv), self.q_dtype))  # kv has q's dtype
-        table = apart("cos_sin_cache", self._cos_sin)
+        strided, places = StridedTensors(self.strided), self._tensor(np.asarray(positions, dtype=np.int64))
+        queries = strided("q", self._tensor(np.concatenate(q), self.q_dtype))
+        keys = strided("kv", self._tensor(np.concatenate(kv), self.q_dtype))  # kv has q's dtype
+        table = strided("cos_sin_cache", self._cos_sin)
         given, eps, raw = (queries, keys, caches.swa, slots), self.layer.q_eps, None
         if self.raw_q and step is not None and eps is not None:
             (metadata, limits), space = step, WorkspaceManager(queries.device)
@@ -382,7 +382,7 @@ class Scenario(World):
                 insert_with_raw_q(backend, *given, raw, metadata.swa.num_decode_tokens)
         if raw is None:
             backend.qnorm_rope_kv_insert(*given, places, table, eps)
-        apart.check()
+        strided.check()
         return queries, raw
 
     def _poison(self, q: Tensor, caches: LayerCaches, byte: int) -> None:

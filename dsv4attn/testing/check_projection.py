@@ -15,12 +15,12 @@ from torch import Tensor
 from dsv4attn.core.attention.projection import o_proj, output_projection
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.testing import oracle
-from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
-from dsv4attn.testing.judge import F64, rounded
-from dsv4attn.testing.rows import BF16, FP32_STEPS, Rows
-from dsv4attn.testing.slots import stale_rows
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.check_insert import BF16, FP32_STEPS, CacheRows
+from dsv4attn.testing.check_slots import stale_rows
+from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.strided import StridedTensors
+from dsv4attn.testing.tolerances import F64, rounded
 
 __all__ = ["outputs", "projects", "projects_without_positions_of_padding"]
 
@@ -43,17 +43,17 @@ class _Matrix:
     values: F64
 
 
-def _matrix(rows: Rows, stream: int, shape: tuple[int, int], apart: Apart) -> _Matrix:
-    """A random weight in the scene's format, with rows apart if the scene says so of `wo_a`."""
+def _matrix(rows: CacheRows, stream: int, shape: tuple[int, int], strided: StridedTensors) -> _Matrix:
+    """A random weight in the case input's format, with rows apart if the case input says so of `wo_a`."""
     if rows.scale:
-        return _scaled(rows, stream, shape, apart)
+        return _scaled(rows, stream, shape, strided)
     dtype = rows.weight_dtype or rows.dtype
     values = rounded(normal((rows.seed, stream), np.arange(shape[0]), shape[1]), dtype)
     tensor = rows.tensor(values, dtype)
-    return _Matrix((apart("wo_a", tensor) if stream == WO_A else tensor,), values)
+    return _Matrix((strided("wo_a", tensor) if stream == WO_A else tensor,), values)
 
 
-def _scaled(rows: Rows, stream: int, shape: tuple[int, int], apart: Apart) -> _Matrix:
+def _scaled(rows: CacheRows, stream: int, shape: tuple[int, int], strided: StridedTensors) -> _Matrix:
     """Random finite codes and random scales of their blocks."""
     e8m0 = getattr(torch, "float8_e8m0fnu", None)
     if rows.scale == "e8m0" and e8m0 is None:
@@ -71,26 +71,26 @@ def _scaled(rows: Rows, stream: int, shape: tuple[int, int], apart: Apart) -> _M
         # each form in memory of its own, so that each is converted
         weight, ours = rows.tensor(codes.copy()).view(fp8), rows.tensor(scale.copy())
         ours = ours.view(e8m0) if e8m0 is not None and rows.scale == "e8m0" else ours
-        weight = apart("wo_a", weight) if stream == WO_A else weight
+        weight = strided("wo_a", weight) if stream == WO_A else weight
         given.append(SimpleNamespace(**{"weight": weight, name: ours}) if name else BlockScaledWeight(weight, ours))
     known = factors.astype(np.float64) if rows.scale == "fp32" else exponents
     return _Matrix(tuple(given), oracle.dequantize_blocks(codes, known, rows.fnuz, rows.block))
 
 
-def projects(bench: Bench, rows: Rows) -> Measure:
+def projects(bench: Bench, rows: CacheRows) -> Measure:
     """Outputs are turned back at the query's position and projected group by group; o itself stays.
 
     A backend may round the turned values to o's dtype, and the result; sums are fp32. Matrices in fp8 go through core,
     which converts them: every form of one gives the same bits.
     """
-    apart, shape = Apart(rows.apart), (rows.count, rows.groups, rows.rank)
-    wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), apart)
-    o, table = _inputs(rows, apart)
+    strided, shape = StridedTensors(rows.strided), (rows.count, rows.groups, rows.rank)
+    wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided)
+    o, table = _inputs(rows, strided)
     before, found = o.clone(), list[Tensor]()
     for given in wo_a.given:
         rest = o, rows.tensor(rows.positions), table, given, rows.groups
         z = o_proj(bench.backend, *rest, layer=rows.layer) if rows.scale else bench.backend.inv_rope_o_proj(*rest)
-        apart.check()
+        strided.check()
         if not torch.equal(o, before):
             raise Wrong("o was changed")
         _check_result(z, shape, o)
@@ -101,11 +101,11 @@ def projects(bench: Bench, rows: Rows) -> Measure:
     return _judge(found[0], wanted, budget)
 
 
-def projects_without_positions_of_padding(bench: Bench, rows: Rows) -> Measure:
+def projects_without_positions_of_padding(bench: Bench, rows: CacheRows) -> Measure:
     """Rows of padding, which attention leaves zero, stay zero at any position, and change no other row."""
-    apart = Apart(rows.apart)
-    wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), apart).given[0]
-    o, table = _inputs(rows, apart)
+    strided = StridedTensors(rows.strided)
+    wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided).given[0]
+    o, table = _inputs(rows, strided)
     padding, positions = stale_rows(rows.count, rows.positions)
     live, missing = (rows.tensor(np.flatnonzero(which)) for which in (~padding, padding))
     o[missing] = 0
@@ -118,16 +118,16 @@ def projects_without_positions_of_padding(bench: Bench, rows: Rows) -> Measure:
     return Measure()
 
 
-def outputs(bench: Bench, rows: Rows) -> Measure:
+def outputs(bench: Bench, rows: CacheRows) -> Measure:
     """Outputs are turned back, projected group by group and then by wo_b; devices with some of the heads add up.
 
     The result of wo_a is rounded to o's dtype, and so is that of wo_b of each device. An error of z moves a result by
     at most as much times the magnitudes of wo_b.
     """
-    apart = Apart(rows.apart)
-    first = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), apart)
-    second = _matrix(rows, WO_B, (rows.hidden, rows.groups * rows.rank), apart)
-    o, table = _inputs(rows, apart)
+    strided = StridedTensors(rows.strided)
+    first = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided)
+    second = _matrix(rows, WO_B, (rows.hidden, rows.groups * rows.rank), strided)
+    o, table = _inputs(rows, strided)
     positions, unit = rows.tensor(rows.positions), _unit(rows)
     wanted_z, budget_z = _expected(rows, first.values)
     found, wanted, budget = np.zeros((3, rows.count, rows.hidden))
@@ -140,7 +140,7 @@ def outputs(bench: Bench, rows: Rows) -> Measure:
         y = output_projection(
             bench.backend, o[:, mine], positions, table, wo_a, wo_b, rows.groups // rows.ranks, layer=rows.layer_of_rank
         )
-        apart.check()
+        strided.check()
         _check_result(y, (rows.count, rows.hidden), o)
         matrix = second.values[:, columns]
         z, moved = (part.reshape(rows.count, -1)[:, columns] for part in (wanted_z, budget_z))
@@ -151,20 +151,20 @@ def outputs(bench: Bench, rows: Rows) -> Measure:
     return _judge(torch.from_numpy(found), wanted, budget)
 
 
-def _width(rows: Rows) -> int:
+def _width(rows: CacheRows) -> int:
     """Elements of a group's heads."""
     return rows.layer.num_heads // rows.groups * rows.layer.head_dim
 
 
-def _unit(rows: Rows) -> float:
+def _unit(rows: CacheRows) -> float:
     """Largest relative error of one rounding to o's dtype."""
     return BF16 if rows.dtype == torch.bfloat16 else 2.0**-24
 
 
-def _inputs(rows: Rows, apart: Apart) -> tuple[Tensor, Tensor]:
+def _inputs(rows: CacheRows, strided: StridedTensors) -> tuple[Tensor, Tensor]:
     """O [n, H, D] and the table of angles, on the device."""
-    o = apart("o", rows.tensor(rows.queries, rows.dtype))
-    return o, apart("cos_sin_cache", rows.tensor(rows.table, torch.float32))
+    o = strided("o", rows.tensor(rows.queries, rows.dtype))
+    return o, strided("cos_sin_cache", rows.tensor(rows.table, torch.float32))
 
 
 def _check_result(found: Tensor, shape: tuple[int, ...], o: Tensor) -> None:
@@ -172,7 +172,7 @@ def _check_result(found: Tensor, shape: tuple[int, ...], o: Tensor) -> None:
         raise Wrong(f"returned {list(found.shape)} {found.dtype}, expected {list(shape)} {o.dtype}")
 
 
-def _expected(rows: Rows, weight: F64) -> tuple[F64, F64]:
+def _expected(rows: CacheRows, weight: F64) -> tuple[F64, F64]:
     """[n, G, rank] float64: the oracle's z and the budget of each element."""
     heads, dim, rope, inner = rows.layer.num_heads, rows.layer.head_dim, rows.layer.rope_dim, _width(rows)
     grouped, unit = weight.reshape(rows.groups, rows.rank, inner), _unit(rows)

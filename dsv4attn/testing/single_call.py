@@ -1,7 +1,7 @@
 """One attention call made by hand: what `forward_mqa` never hands over, although the contract allows it.
 
-Every lane of every row is chosen here (absent, outside the cache, behind the length), keys come from a `Book`, and the
-same call is put into whatever form of indices and keys a backend takes.
+Every index of every row is chosen here (absent, outside the cache, after the length). Keys come from an `OracleCache`.
+The same call is put into whatever form of indices and keys a backend takes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, Inde
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.testing.apart import Apart
-from dsv4attn.testing.book import Book, Shelf
 from dsv4attn.testing.case import Bench, Wrong, dtype_name
-from dsv4attn.testing.judge import F64, Expected, rounded, tolerance
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement
+from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.strided import StridedTensors
+from dsv4attn.testing.tolerances import F64, Expected, rounded, tolerance
 
-__all__ = ["Call", "Lanes"]
+__all__ = ["IndexLists", "SingleCall"]
 
 I64 = NDArray[np.int64]
 GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
@@ -43,7 +43,7 @@ LEVEL, SPREAD = 2.5, 0.5
 
 
 @attrs.frozen(eq=False)
-class Lanes:
+class IndexLists:
     """Index lists of one segment. slots: [T, K], also behind the lengths. lens: [T]."""
 
     slots: I64
@@ -55,8 +55,8 @@ class Lanes:
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Call:
-    """Rows of queries over a book of window keys and, but for window-only layers, one of compressed entries.
+class SingleCall:
+    """Rows of queries over a oracle cache of window keys and, but for window-only layers, one of compressed entries.
 
     pattern: what lanes hold beside slots of keys. "plain": nothing, shorter rows are filled up with -1. "behind":
     behind the lengths stand slots of keys and garbage. "holes", "outside": in between stands -1, or what is outside
@@ -67,7 +67,7 @@ class Call:
     "huge": all logits of a row and head are above 88, or all below -88, where fp32 has no exponential.
     "mixed": holes, slots listed twice, rows and segments without keys, and rows with all their keys.
 
-    apart: names of arguments (q, out, lse) whose rows lie apart, or "all".
+    strided: names of arguments (q, out, lse) whose rows lie apart, or "all".
     """
 
     phase: Phase
@@ -75,7 +75,7 @@ class Call:
     layout: KVCacheLayout
     kind: LayerKind = attrs.field(default=LayerKind.C4A, converter=LayerKind)
     compressed_layout: KVCacheLayout | None = None
-    shelves: tuple[Shelf, Shelf] = (Shelf(64), Shelf(16))
+    placements: tuple[PagePlacement, PagePlacement] = (PagePlacement(64), PagePlacement(16))
     pattern: Pattern = "plain"
     rows: int = 9
     columns: int = 37
@@ -86,7 +86,7 @@ class Call:
     sinks: Sequence[float] | None = None
     softmax_scale: float | None = None
     """Instead of head_dim ** -0.5."""
-    apart: str = ""
+    strided: str = ""
     seed: int = 0
     device: str = "cpu"
 
@@ -101,8 +101,8 @@ class Call:
 
     def problems(self, *, lse: bool = True) -> list[Problem]:
         """What a backend must be able to do."""
-        pairs = zip(self.named_layouts(), self.shelves, strict=False)
-        facts = [CacheFacts.of(layout, shelf.block_size) for layout, shelf in pairs]
+        pairs = zip(self.named_layouts(), self.placements, strict=False)
+        facts = [CacheFacts.of(layout, placement.block_size) for layout, placement in pairs]
         topk = 0 if len(facts) == 1 else self.columns
         sink, dtype = self.sinks is not None, dtype_name(self.q_dtype)
         asked = self.phase.value, self.layer, facts[0], (*facts, None)[1], topk, dtype
@@ -129,19 +129,21 @@ class Call:
         return [self.window_columns or self.layer.window, self.columns][: len(self.named_layouts())]
 
     @cached_property
-    def books(self) -> list[Book]:
+    def oracle_caches(self) -> list[OracleCache]:
         """The caches: twice as many slots as a row names, half of them written."""
         made = []
-        for i, (layout, shelf, width) in enumerate(zip(self.named_layouts(), self.shelves, self.widths, strict=False)):
-            blocks = -(-2 * max(width, 1) // shelf.block_size) if not shelf.gap else 3
-            slots = self._live(i, width, blocks * shelf.block_size)
-            book = Book.blank(layout, blocks, shelf, self.device)
+        for i, (layout, placement, width) in enumerate(
+            zip(self.named_layouts(), self.placements, self.widths, strict=False)
+        ):
+            blocks = -(-2 * max(width, 1) // placement.block_size) if not placement.gap else 3
+            slots = self._live(i, width, blocks * placement.block_size)
+            oracle_cache = OracleCache.blank(layout, blocks, placement, self.device)
             rows = normal((self.seed, 11, i), slots % 61 if self._loud(i) else slots, self.layer.head_dim)
             if self._loud(i):
                 rows[:LOUD] *= TIMES
             if self.pattern == "huge":
                 rows = SPREAD * rows + LEVEL * self._signs
-            made.append(book.write(slots, rows))
+            made.append(oracle_cache.write(slots, rows))
         return made
 
     def _live(self, segment: int, width: int, capacity: int) -> I64:
@@ -152,12 +154,12 @@ class Call:
         return self.pattern == "loud" and segment == len(self.widths) - 1
 
     @cached_property
-    def lanes(self) -> list[Lanes]:
+    def index_lists(self) -> list[IndexLists]:
         """Index lists of each segment."""
-        capacities = [book.cache.capacity for book in self.books]
+        capacities = [oracle_cache.cache.capacity for oracle_cache in self.oracle_caches]
         return [self._lanes(i, w, c) for i, (w, c) in enumerate(zip(self.widths, capacities, strict=True))]
 
-    def _lanes(self, segment: int, width: int, capacity: int) -> Lanes:
+    def _lanes(self, segment: int, width: int, capacity: int) -> IndexLists:
         rng = np.random.default_rng((self.seed, 13, segment))
         live = self._live(segment, width, capacity)
         dead = np.setdiff1d(np.arange(capacity), live)
@@ -189,14 +191,14 @@ class Call:
                 slots[row, length - LOUD : length] = live[:LOUD]
         junk = rng.choice([*live[:8], *dead[:8], *GARBAGE, capacity], slots.shape)
         inside = np.arange(width) < lens[:, None]
-        return Lanes(np.where(inside, slots, junk if self.pattern == "behind" else -1), lens)
+        return IndexLists(np.where(inside, slots, junk if self.pattern == "behind" else -1), lens)
 
     def named(self, row: int) -> list[F64]:
         """Keys of a row, window first."""
         keys = []
-        for book, lanes in zip(self.books, self.lanes, strict=True):
-            slots = lanes.inside(row)
-            keys += [*book.values[slots[(slots >= 0) & (slots < book.cache.capacity)]]]
+        for oracle_cache, index_lists in zip(self.oracle_caches, self.index_lists, strict=True):
+            slots = index_lists.inside(row)
+            keys += [*oracle_cache.values[slots[(slots >= 0) & (slots < oracle_cache.cache.capacity)]]]
         return keys
 
     @cached_property
@@ -232,63 +234,66 @@ class Call:
     def run(
         self,
         bench: Bench,
-        lanes: Sequence[Lanes] | None = None,
+        index_lists: Sequence[IndexLists] | None = None,
         max_logits: Tensor | None = None,
         empty_lse: float = -inf,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, lse), both NaN before the call. Raises Wrong if q, a cache or bytes beside rows are written."""
         backend, forms = bench.backend, bench.backend.forms
-        lanes = lanes or self.lanes
+        index_lists = index_lists or self.index_lists
         form = forms.decode_indices if self.phase is Phase.DECODE else forms.prefill_indices
         if self.phase is Phase.PREFILL and forms.prefill_keys is KeyForm.GATHERED:
-            gathered, width = self._gathered(lanes, form, forms.index_alignment)
+            gathered, width = self._gathered(index_lists, form, forms.index_alignment)
             keys: Sequence[PagedKeys] | GatheredKeys = gathered
         else:
-            pairs = zip(self.books, lanes, strict=True)
-            keys = tuple(PagedKeys(book.cache, self._indices(one, form)) for book, one in pairs)
+            pairs = zip(self.oracle_caches, index_lists, strict=True)
+            keys = tuple(PagedKeys(oracle_cache.cache, self._indices(one, form)) for oracle_cache, one in pairs)
             width = sum(self.widths)
-        apart, sink = Apart(self.apart), None
-        q = apart("q", self._tensor(self.q).to(self.q_dtype))
+        strided, sink = StridedTensors(self.strided), None
+        q = strided("q", self._tensor(self.q).to(self.q_dtype))
         if self.sinks is not None:
             sink = torch.tensor(self.sinks, dtype=torch.float32, device=self.device)
-        out = apart("out", torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device))
+        out = strided("out", torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device))
         nothing = torch.full(q.shape[:2], torch.nan, dtype=torch.float32, device=q.device)
-        lse = apart("lse", nothing) if bench.lse else None
+        lse = strided("lse", nothing) if bench.lse else None
         workspace = WorkspaceManager(self.device, debug=True)
         specs = backend.scratch(self.phase, self.layer, self.rows, width)
         scratch = workspace.get_simultaneous(*specs, caller=f"{backend.name}.{self.phase.value}")
-        same_q, pages = q.clone(), [book.bytes() for book in self.books]
+        same_q, pages = q.clone(), [oracle_cache.bytes() for oracle_cache in self.oracle_caches]
         call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, AttentionOptions(max_logits, empty_lse))
         (backend.decode if self.phase is Phase.DECODE else backend.prefill)(call)
         workspace.check_canaries()
-        apart.check()
+        strided.check()
         if not torch.equal(q, same_q):
             raise Wrong("q was written")
-        if not all(np.array_equal(book.bytes(), old) for book, old in zip(self.books, pages, strict=True)):
+        if not all(
+            np.array_equal(oracle_cache.bytes(), old)
+            for oracle_cache, old in zip(self.oracle_caches, pages, strict=True)
+        ):
             raise Wrong("a cache was written")
         return out, lse
 
-    def _indices(self, lanes: Lanes, form: IndexForm) -> DenseIndices | RaggedIndices:
+    def _indices(self, index_lists: IndexLists, form: IndexForm) -> DenseIndices | RaggedIndices:
         if form is IndexForm.DENSE:
-            rows, width = lanes.slots.shape
+            rows, width = index_lists.slots.shape
             # a view of wider rows, as tables of a fixed width are
             wide = self._tensor(np.full((rows, width + 3), 0x7FC00000)).int()
-            wide[:, :width] = self._tensor(lanes.slots)
-            return DenseIndices(wide[:, :width], self._tensor(lanes.lens).int())
-        inside = [lanes.inside(row) for row in range(len(lanes.lens))]
-        flat = np.resize([*GARBAGE, *lanes.slots[:1, :3].flatten()], lanes.slots.size)
-        ends = np.concatenate([[0], np.cumsum(lanes.lens)])
+            wide[:, :width] = self._tensor(index_lists.slots)
+            return DenseIndices(wide[:, :width], self._tensor(index_lists.lens).int())
+        inside = [index_lists.inside(row) for row in range(len(index_lists.lens))]
+        flat = np.resize([*GARBAGE, *index_lists.slots[:1, :3].flatten()], index_lists.slots.size)
+        ends = np.concatenate([[0], np.cumsum(index_lists.lens)])
         flat[: ends[-1]] = np.concatenate(inside)
-        return RaggedIndices(self._tensor(flat).int(), self._tensor(ends).int(), lanes.slots.shape[1])
+        return RaggedIndices(self._tensor(flat).int(), self._tensor(ends).int(), index_lists.slots.shape[1])
 
-    def _gathered(self, lanes: Sequence[Lanes], form: IndexForm, alignment: int) -> tuple[GatheredKeys, int]:
+    def _gathered(self, index_lists: Sequence[IndexLists], form: IndexForm, alignment: int) -> tuple[GatheredKeys, int]:
         """All segments as rows of one tensor; what names nothing names nothing there either."""
-        total = sum(book.cache.capacity for book in self.books)
+        total = sum(oracle_cache.cache.capacity for oracle_cache in self.oracle_caches)
         width = -(-sum(self.widths) // alignment) * alignment
         slots, lens = np.full((self.rows, width), -1), np.zeros(self.rows, dtype=np.int64)
         base, behind = 0, []
-        for book, one in zip(self.books, lanes, strict=True):
-            capacity = book.cache.capacity
+        for oracle_cache, one in zip(self.oracle_caches, index_lists, strict=True):
+            capacity = oracle_cache.cache.capacity
             moved = np.where(one.slots >= capacity, one.slots - capacity + total, one.slots + base)
             moved = np.where(one.slots < 0, one.slots, moved).clip(-(2**31), 2**31 - 1)
             for row in range(self.rows):
@@ -299,8 +304,10 @@ class Call:
         for row in range(self.rows):
             junk = np.concatenate([part[row] for part in behind])
             slots[row, lens[row] : lens[row] + len(junk)] = junk
-        kv = self._tensor(np.concatenate([book.values for book in self.books])).to(self.layout.row_dtype)
-        return GatheredKeys(kv, self._indices(Lanes(slots, lens), form)), width
+        kv = self._tensor(np.concatenate([oracle_cache.values for oracle_cache in self.oracle_caches])).to(
+            self.layout.row_dtype
+        )
+        return GatheredKeys(kv, self._indices(IndexLists(slots, lens), form)), width
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

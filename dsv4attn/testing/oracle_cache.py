@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.case import SkipCase
-from dsv4attn.testing.judge import F64, U8, found, stored, written
 from dsv4attn.testing.pages import BEHIND_PAGE, page_step
+from dsv4attn.testing.tolerances import F64, U8, found, stored, written
 
-__all__ = ["Book", "Shelf", "place_of"]
+__all__ = ["OracleCache", "PagePlacement", "place_of"]
 
 UNWRITTEN = 0xFF
 """Value of every byte that belongs to no written record: NaN in every type a cache has."""
 
 
 @attrs.frozen
-class Shelf:
+class PagePlacement:
     """Placement of pages in memory.
 
     block_size: records of a page.
@@ -68,25 +68,25 @@ def place_of(layout: KVCacheLayout, offset: int, block_size: int) -> NDArray[np.
 
 
 @attrs.frozen(eq=False)
-class Book:
+class OracleCache:
     """A cache and its contents.
 
     cache: the paged cache.
-    shelf: placement of its pages.
+    placement: placement of its pages.
     values: [capacity, D] float64, the row that each slot reads as; NaN in slots that were never written.
     """
 
     cache: PagedKVCache
-    shelf: Shelf
+    placement: PagePlacement
     values: F64
 
     @classmethod
-    def blank(cls, layout: KVCacheLayout, blocks: int, shelf: Shelf, device: str) -> Book:
+    def blank(cls, layout: KVCacheLayout, blocks: int, placement: PagePlacement, device: str) -> OracleCache:
         """A cache without records."""
-        values = np.full((blocks * shelf.block_size, layout.head_dim), math.nan)
-        return cls(shelf.memory(layout, blocks, device), shelf, values)
+        values = np.full((blocks * placement.block_size, layout.head_dim), math.nan)
+        return cls(placement.memory(layout, blocks, device), placement, values)
 
-    def write(self, slots: Sequence[int] | NDArray[np.int64], rows: F64) -> Book:
+    def write(self, slots: Sequence[int] | NDArray[np.int64], rows: F64) -> OracleCache:
         """Write rows [n, D] to slots."""
         layout, made = self.cache.layout, dict[bytes, tuple[U8, F64]]()
         keys = [row.tobytes() for row in rows]
@@ -96,13 +96,15 @@ class Book:
                 made[key] = record, found(record, layout) if layout.is_quantised else stored(row, layout)
         return self._write(slots, [made[key][0] for key in keys], [made[key][1] for key in keys])
 
-    def write_records(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8]) -> Book:
+    def write_records(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8]) -> OracleCache:
         """Write bytes of quantised records to slots."""
         return self._write(slots, records, [found(record, self.cache.layout) for record in records])
 
-    def _write(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8], values: Sequence[F64]) -> Book:
-        pages = self.shelf.pages(self.cache)
-        size = self.shelf.block_size
+    def _write(
+        self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8], values: Sequence[F64]
+    ) -> OracleCache:
+        pages = self.placement.pages(self.cache)
+        size = self.placement.block_size
         blocks = sorted({int(slot) // size for slot in slots})
         bytes_of = dict(zip(blocks, pages[blocks].cpu().numpy(), strict=True))
         for slot, record, value in zip(slots, records, values, strict=True):
@@ -114,5 +116,5 @@ class Book:
 
     def bytes(self) -> U8:
         """All pages as they are now [B, bytes], with the bytes of the gap behind each."""
-        found: U8 = self.shelf.pages(self.cache, BEHIND_PAGE).cpu().numpy().copy()
+        found: U8 = self.placement.pages(self.cache, BEHIND_PAGE).cpu().numpy().copy()
         return found

@@ -10,12 +10,12 @@ import torch
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Phase
-from dsv4attn.testing.book import UNWRITTEN, Book, Shelf, place_of
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
-from dsv4attn.testing.judge import stored
+from dsv4attn.testing.factories import call, layout, step
+from dsv4attn.testing.oracle_cache import UNWRITTEN, OracleCache, PagePlacement, place_of
 from dsv4attn.testing.pages import BEHIND_PAGE
-from dsv4attn.testing.scenes import call, layout, step
-from dsv4attn.testing.world import layouts, normal, tiny_geometry
+from dsv4attn.testing.random_step import layouts, normal, tiny_geometry
+from dsv4attn.testing.tolerances import stored
 
 LAYOUTS = {**{f"tiny-{k}": v for k, v in layouts(tiny_geometry()).items()}, "real": layout("ocp")}
 
@@ -33,12 +33,12 @@ def test_a_book_places_bytes_where_the_layout_says(name: str, size: int) -> None
         np.testing.assert_array_equal(place_of(made, offset, size), np.concatenate(places))
 
 
-@pytest.mark.parametrize("shelf", [Shelf(4), Shelf(4, 64), Shelf(4, 64, 256)])
+@pytest.mark.parametrize("shelf", [PagePlacement(4), PagePlacement(4, 64), PagePlacement(4, 64, 256)])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_book_holds_its_rows_and_nan_everywhere_else(name: str, shelf: Shelf) -> None:
+def test_a_book_holds_its_rows_and_nan_everywhere_else(name: str, shelf: PagePlacement) -> None:
     made = LAYOUTS[name]
     rows = normal((1,), np.arange(3), made.head_dim)
-    book = Book.blank(made, 3, shelf, "cpu").write([9, 0, 5], rows)
+    book = OracleCache.blank(made, 3, shelf, "cpu").write([9, 0, 5], rows)
 
     for slot, row in zip([9, 0, 5], rows, strict=True):
         np.testing.assert_array_equal(book.values[slot], stored(row, made))
@@ -59,7 +59,7 @@ def test_memory_that_cannot_be_had_is_a_reason_to_skip(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(SkipCase, match=r"0\.0 GiB of memory cannot be had on cpu"):
-        Book.blank(layout("ocp"), 3, Shelf(64), "cpu")
+        OracleCache.blank(layout("ocp"), 3, PagePlacement(64), "cpu")
 
 
 @pytest.mark.parametrize("pattern", ["plain", "behind", "holes", "outside", "empty", "one"])
