@@ -25,7 +25,7 @@ from dsv4attn.core.model.geometry import LayerRole, LayerSharing, ModelGeometry,
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
-from dsv4attn.testing import oracle, oracle_layer, oracle_v41
+from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.random_step import normal
 from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, tolerance
 from tests.harness import LayerStack
@@ -264,7 +264,7 @@ class OracleNetwork:
     def candidates(self, n: int, position: int, slack: float) -> tuple[F64, F64]:
         """Entries that surely are in a candidate block, and those that may be, by the publisher's scores."""
         scores = self.scores(PUBLISHER, n, position)
-        blocks = oracle_v41.block_scores(scores, SIZE)
+        blocks = oracle_layer.block_scores(scores, SIZE)
         blocks[(len(scores) - 1) // SIZE] = np.inf
         order = np.sort(blocks)[::-1]
         sure = blocks > order[BLOCKS] + slack if len(blocks) > BLOCKS else np.ones(len(blocks), dtype=bool)

@@ -138,6 +138,13 @@ class Case:
     check: Check
     needs_lse: bool = False
 
+    @classmethod
+    def of(
+        cls, area: Area, name: str, clauses: str, says: str, inputs: CaseInput, check: Check, *, needs_lse: bool = False
+    ) -> Case:
+        """A case of an area. Modules of cases bind the area, so that each of their cases is one call."""
+        return cls(name=name, area=area, clauses=clauses, says=says, inputs=inputs, check=check, needs_lse=needs_lse)
+
     @property
     def id(self) -> str:
         """Clauses and name, as in the names of tests."""

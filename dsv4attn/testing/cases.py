@@ -6,29 +6,45 @@ Clauses are those of docs/contract.md; a test compares both.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import attrs
 import torch
 
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing import check_insert, check_memory, check_slots
+from dsv4attn.testing import check_insert, check_memory
 from dsv4attn.testing.case import Area, Case, CaseInput, Check
 from dsv4attn.testing.cases_attention import BOTH, MIXED, SINKS, attention_cases
-from dsv4attn.testing.cases_compressor import compressor_cases
-from dsv4attn.testing.cases_layer import hyper_cases, indexer_cases, selection_cases, step_memory_cases
-from dsv4attn.testing.cases_nan import nan_cases
-from dsv4attn.testing.cases_projection import projection_cases
-from dsv4attn.testing.cases_v41 import v41_cases
-from dsv4attn.testing.check_gather import gathers, gathers_long
-from dsv4attn.testing.check_prepare_rows import fills
+from dsv4attn.testing.cases_layer import (
+    compressor_cases,
+    hyper_cases,
+    indexer_cases,
+    selection_cases,
+    step_memory_cases,
+    v41_cases,
+)
+from dsv4attn.testing.check_gather import fills, gathers, gathers_long, gathers_within
+from dsv4attn.testing.check_insert import FAR_POSITIONS
+from dsv4attn.testing.check_projection import outputs, projects, projects_without_positions_of_padding
 from dsv4attn.testing.factories import KINDS, call, flash, layout, rows, step
-from dsv4attn.testing.fp8_codes import Fp8Codes, gathers_every_code
-from dsv4attn.testing.gather_limits import gathers_within
+from dsv4attn.testing.fp8_codes import (
+    Fp8Codes,
+    NanKeys,
+    gathers_every_code,
+    gathers_nan,
+    inserts_nan,
+    shows_nan,
+)
 from dsv4attn.testing.oracle_cache import PagePlacement
+from dsv4attn.testing.random_step import tiny_geometry
 from dsv4attn.testing.strided import each_strided
 
 __all__ = ["CASES", "GROUPS"]
+
+_cache = partial(Case.of, Area.CACHE)
+_memory = partial(Case.of, Area.MEMORY)
+
 
 GROUPS = {
     "F": "forms and phases",
@@ -83,11 +99,11 @@ def cache_cases() -> Iterator[Case]:
     gap = rows(placement=PagePlacement(64, 4608))
     yield _cache("quantise-gaps", "C1 C4 C6", says, gap, check_insert.quantises)
     says = "slots that are negative or do not exist are skipped, and no other byte is written"
-    yield _cache("insert-skips", "I3 C6", says, gap, check_slots.writes_only_its_slots)
+    yield _cache("insert-skips", "I3 C6", says, gap, check_insert.writes_only_its_slots)
     says = "rows without a slot, or behind the slot mapping, have their q processed, and only other rows are inserted"
-    yield _cache("insert-padding", "I3 I1 I2 C6", says, gap, check_slots.inserts_only_its_slots)
+    yield _cache("insert-padding", "I3 I1 I2 C6", says, gap, check_insert.inserts_only_its_slots)
     says = "no position of padding is looked up, and none changes another row or a byte of the cache"
-    yield _cache("no-token-insert", "B5", says, gap, check_slots.inserts_without_positions_of_padding)
+    yield _cache("no-token-insert", "B5", says, gap, check_insert.inserts_without_positions_of_padding)
     for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
         inputs = rows(cache, dtype=dtype)
         says = f"{name} queries are normalised and rotated with the table's own angles, in place"
@@ -191,19 +207,104 @@ def memory_cases() -> Iterator[Case]:
         )
         yield _memory(f"far-compressed-{phase.value}", "A5", says, inputs, check_memory.far)
     says = "records are written to pages behind 2^31 and 2^32 bytes"
-    yield _memory("far-insert", "A5 C4", says, rows(placement=far, count=90), check_slots.far_inserts)
+    yield _memory("far-insert", "A5 C4", says, rows(placement=far, count=90), check_insert.far_inserts)
     says = "rotated keys are written to pages behind 2^31 and 2^32 bytes"
-    yield _memory("far-insert-fused", "A5 C4", says, rows(placement=far, count=90), check_slots.far_rotated)
+    yield _memory("far-insert-fused", "A5 C4", says, rows(placement=far, count=90), check_insert.far_rotated)
     says = "records are gathered from pages behind 2^31 and 2^32 bytes"
     yield _memory("far-gather", "A5 R1", says, rows(placement=far, blocks=3), gathers)
 
 
-def _cache(name: str, clauses: str, says: str, inputs: CaseInput, check: Check) -> Case:
-    return Case(name=name, area=Area.CACHE, clauses=clauses, says=says, inputs=inputs, check=check)
+FP8 = {"fp32": (2, 80), "e8m0": (1, 129), "bytes": (8, 24)}
+"""Groups and ranks by format of the scales: the last block of rows has 32, 1 and 64 of 128."""
 
 
-def _memory(name: str, clauses: str, says: str, inputs: CaseInput, check: Check) -> Case:
-    return Case(name=name, area=Area.MEMORY, clauses=clauses, says=says, inputs=inputs, check=check)
+def projection_cases() -> Iterator[Case]:
+    """All cases of the output projection."""
+    for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
+        says = f"{name} outputs are turned back at the query's position and projected group by group"
+        for groups in (1, 2, 8):
+            yield _projection(
+                f"project-{groups}-{name}", "P1 P2", says, rows(cache, dtype=dtype, groups=groups, count=9)
+            )
+    says = "1,031 outputs are turned back and projected in one step"
+    yield _projection("project-1031", "P1 P2 F7", says, rows(count=1031, groups=8))
+    says = "rows of o, of the table of angles, or of the weights lie apart, and the projection is the same"
+    check = each_strided("o cos_sin_cache wo_a all", projects)
+    yield _projection("apart-project", "A7 P1", says, rows(count=9), check)
+    says = "outputs are turned back at positions beyond 65,536"
+    yield _projection("project-positions", "P1 P2", says, rows(count=9, table_rows=FAR_POSITIONS))
+    says = "no position of padding is looked up, and its rows stay zero"
+    inputs = rows(count=17, groups=2)
+    yield _projection("no-token-project", "B5", says, inputs, projects_without_positions_of_padding)
+    says = "bf16 outputs are projected by fp32 matrices"
+    yield _projection("project-mixed", "P1 P2", says, rows(count=9, weight_dtype=torch.float32))
+    yield from _fp8_projection_cases()
+    yield from _output_cases()
+
+
+def _fp8_projection_cases() -> Iterator[Case]:
+    """Block-scaled fp8 matrices, which core converts."""
+    for scale, (groups, rank) in FP8.items():
+        for dialect in ("ocp", "fnuz"):
+            says = (
+                f"matrices in {dialect} fp8 with {scale} scales of blocks, the last one short, are what they stand for"
+            )
+            inputs = rows(count=5, groups=groups, rank=rank, scale=scale, fnuz=dialect == "fnuz")
+            yield _projection(f"project-fp8-{dialect}-{scale}", "P1 P2 P3", says, inputs)
+    says = "matrices in fp8 with exponents of blocks of 32 x 32, the last ones short, are what they stand for"
+    inputs = rows(count=5, groups=2, rank=72, scale="bytes", block=32)
+    yield _projection("project-fp8-blocks-32", "P1 P2 P3", says, inputs)
+    says = "fp32 outputs are projected by fp8 matrices"
+    inputs = rows("fp32", dtype=torch.float32, count=5, rank=80, scale="fp32")
+    yield _projection("project-fp8-mixed", "P1 P2 P3", says, inputs)
+    says = "rows of an fp8 matrix lie apart, and the projection is the same"
+    yield _projection("apart-project-fp8", "A7 P3", says, rows(count=5, rank=80, scale="bytes", strided="wo_a"))
+    says = "fp8 matrices whose last blocks are short in both directions are what they stand for"
+    odd = tiny_geometry(num_heads=6, head_dim=40, rope_dim=6)
+    inputs = rows(geometry=odd, layout=layout("ocp", odd), count=5, groups=1, rank=130, scale="fp32")
+    yield _projection("dims-project-fp8", "F5 P3", says, inputs)
+
+
+def _output_cases() -> Iterator[Case]:
+    """The whole projection, through wo_b."""
+    for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
+        says = f"{name} outputs are turned back, projected group by group, and then by wo_b"
+        yield _projection(f"output-{name}", "P4", says, rows(cache, dtype=dtype, count=9, rank=40, hidden=96), outputs)
+    says = "bf16 outputs are projected by fp32 matrices, and by an fp32 wo_b"
+    yield _projection("output-mixed", "P4", says, rows(count=9, weight_dtype=torch.float32, hidden=96), outputs)
+    says = "outputs are projected by fp8 matrices, and by an fp8 wo_b whose last blocks are short"
+    yield _projection("output-fp8", "P4", says, rows(count=5, rank=80, hidden=140, scale="e8m0"), outputs)
+    says = "devices that each have some of the groups add up to the whole projection"
+    yield _projection("output-ranks", "P4", says, rows(count=9, groups=4, rank=40, hidden=96, ranks=2), outputs)
+
+
+def nan_cases() -> Iterator[Case]:
+    """All cases of NaN keys."""
+    for phase in Phase:
+        for cache in ("ocp", "fnuz", "interleaved", "bf16"):
+            says = f"{phase.value} of {cache} keys: a NaN in a selected key makes its rows NaN, and harms no other row"
+            yield Case(
+                name=f"nan-{cache}-{phase.value}",
+                area=Area(phase.value),
+                clauses="C8 C6",
+                says=says,
+                # one kind with two segments is enough, since all kinds are read in the same way
+                inputs=NanKeys.of(phase, cache, "c4a" if cache == "ocp" else "swa"),
+                check=shows_nan,
+            )
+    for cache in ("ocp", "fnuz", "interleaved"):
+        says = f"NaN codes, scales and RoPE values of {cache} records are gathered as NaN"
+        inputs = NanKeys.of(Phase.PREFILL, cache, "swa")
+        yield _cache(f"nan-{cache}-gather", "C8 R1", says, inputs, gathers_nan)
+    for cache in ("ocp", "fnuz", "bf16"):
+        for name, fused in (("quantise", False), ("insert", True)):
+            says = f"keys that hold a NaN are written to {cache} records that read as NaN, and the others as they are"
+            inputs = attrs.evolve(NanKeys.of(Phase.DECODE, cache, "swa"), rows=5)
+            yield _cache(f"nan-{cache}-{name}", "C8", says, inputs, partial(inserts_nan, fused))
+
+
+def _projection(name: str, clauses: str, says: str, inputs: CaseInput, check: Check = projects) -> Case:
+    return _cache(name, clauses, says, inputs, check)
 
 
 LAYER = (compressor_cases, indexer_cases, selection_cases, hyper_cases, step_memory_cases, v41_cases)

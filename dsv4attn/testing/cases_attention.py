@@ -12,17 +12,23 @@ import torch
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing import check_attention
 from dsv4attn.testing.case import Area, Case, CaseInput, Check
-from dsv4attn.testing.check_attention import equals_oracle, reads_raw_q, same_bits, sharded, step_by_step
-from dsv4attn.testing.check_deterministic import any_cut_same_bits
-from dsv4attn.testing.check_ranks import over_ranks
+from dsv4attn.testing.check_attention import (
+    any_cut_same_bits,
+    equals_oracle,
+    layers_share,
+    over_ranks,
+    reads_raw_q,
+    same_bits,
+    sharded,
+    step_by_step,
+)
 from dsv4attn.testing.factories import KINDS, call, flash, layout, step
 from dsv4attn.testing.fp8_codes import Fp8Codes, reads_every_code
 from dsv4attn.testing.oracle_cache import PagePlacement
 from dsv4attn.testing.random_step import tiny_geometry
-from dsv4attn.testing.shared_step import layers_share
 from dsv4attn.testing.strided import each_strided
 
-__all__ = ["attention_cases"]
+__all__ = ["BOTH", "MIXED", "SINKS", "attention_cases"]
 
 DECODES = ((0, 1), (1, 1), (62, 1), (63, 1), (64, 1), (126, 1), (127, 1), (128, 1), (254, 1), (255, 1), (2100, 1))
 """Requests around the edges of a page, of the window, and of an entry, and one long context."""

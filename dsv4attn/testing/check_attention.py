@@ -1,36 +1,33 @@
-"""What the cases of decode and prefill compare. Each check returns how far off the backend was, or raises `Wrong`."""
+"""Checks of decode and prefill: steps and calls against the oracle, cut into steps, over layers and over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
+from attrs import evolve, frozen
 from torch import Tensor
 
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.attention import merge_parts
 from dsv4attn.core.contract.backend import RankSteps, complete
+from dsv4attn.core.memory.rank_buffers import merge_specs
 from dsv4attn.core.torch_ops import merge
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
-from dsv4attn.testing.pages import body
+from dsv4attn.testing.oracle_cache import body
+from dsv4attn.testing.random_step import ForwardArgs, StepFixture
 from dsv4attn.testing.single_call import IndexLists, SingleCall
-from dsv4attn.testing.step_fixture import StepFixture
 from dsv4attn.testing.tolerances import tolerance
 
 __all__ = [
-    "equals_oracle",
-    "largest_logits",
-    "merged_by",
-    "reads_raw_q",
-    "same_bits",
-    "sharded",
-    "sink_matters",
-    "slices_of_heads",
-    "step_by_step",
-    "without_columns",
-    "without_lse",
-]
+    "any_cut_same_bits", "bits", "equals_oracle", "judged", "largest_logits", "layers_share", "over_ranks",
+    "reads_raw_q", "require_same_bits", "same_bits", "sharded", "sink_matters", "slices_of_heads", "step_by_step",
+    "without_columns", "without_lse", "worst",
+]  # fmt: skip
 
 Result = tuple[Tensor, "Tensor | None"]
 
@@ -247,3 +244,142 @@ def sharded(count: int) -> Callable[[Bench, SingleCall], Measure]:
         return Measure(error, call.budget).hold(f"{count} shards: {where}")
 
     return check
+
+
+RowBits = dict[tuple[int, int], Tensor]
+"""Bits of out and lse of a row, by request and position."""
+
+
+def any_cut_same_bits(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Measure]:
+    """All tokens in one step, and in steps of so many tokens, of all requests together and of each one alone.
+
+    Limits have one phase. The one step equals the oracle too.
+    """
+
+    def check(bench: Bench, inputs: StepFixture) -> Measure:
+        if not complete(bench.backend).deterministic:
+            raise SkipCase("does not apply: the backend was not built with deterministic=true")
+        steps = _Steps(bench, inputs)
+        wanted, measure = steps.run([max(n for _, n in inputs.requests)], None)
+        for cut in cuts:
+            for only in (None, *range(len(inputs.requests))):
+                found, _ = steps.run(cut, only, judge=False)
+                wrong = [key for key, row in found.items() if not torch.equal(row, wanted[key])]
+                if wrong:
+                    how = "together" if only is None else "alone"
+                    place = "first request {}, position {}".format(*wrong[0])
+                    what = f"{len(wrong)} rows have other bits, {place}"
+                    raise Wrong(f"steps of {list(cut)} tokens, requests {how}: {what}")
+        return measure
+
+    return check
+
+
+@frozen
+class _Steps:
+    """The tokens of a case input, in steps with limits of one phase."""
+
+    bench: Bench
+    inputs: StepFixture
+
+    def run(self, cut: Sequence[int], only: int | None, *, judge: bool = True) -> tuple[RowBits, Measure]:
+        """Rows of all requests, or of one, in steps of so many tokens; and the verdict, if asked for."""
+        bench, inputs, found, measure = self.bench, self.inputs, RowBits(), Measure()
+        caches = inputs.history(bench.backend, inputs.allocate())
+        limits = evolve(inputs.limits, single_phase=True)
+        done = [0] * len(inputs.requests)
+        for size in cut:
+            takes = [only in (None, i) for i in range(len(done))]
+            counts = [min(size, n - d) if t else 0 for d, (_, n), t in zip(done, inputs.requests, takes, strict=True)]
+            step = inputs.at(*((b + d, n) for d, (b, _), n in zip(done, inputs.requests, counts, strict=True)))
+            done = [d + n for d, n in zip(done, counts, strict=True)]
+            if not any(counts):
+                continue
+            out, lse = step.problem(bench.backend, caches, limits).run(bench.backend, with_lse=bench.lse)
+            if judge:
+                measure = judged(step, (out, lse if bench.lse else None))
+            for row, token in enumerate(step.tokens):
+                parts = [bits(out[row]).flatten(), *([bits(lse[row])] if bench.lse else [])]
+                found[token.request, token.position] = torch.cat(parts)
+        return found, measure
+
+
+LAYERS = 3
+
+
+def layers_share(bench: Bench, inputs: StepFixture) -> Measure:
+    """Layers of a kind run in turn on one metadata object and one workspace, each twice; each equals the oracle.
+
+    q, sink, out, lse and caches of a layer are tensors of their own; its top-k values stand in a buffer that all share,
+    and the second time in one of its own. The workspace is not in debug mode, so prepared calls and index steps are
+    used again.
+    """
+    scenes = [attrs.evolve(inputs, seed=inputs.seed + n, pages_of=inputs if n else None) for n in range(LAYERS)]
+    problems = [each.problem(bench.backend) for each in scenes]
+    first = problems[0]
+    # the caller's buffer: each layer's indexer writes into it
+    buffer = None if first.topk_indices is None else first.topk_indices.clone()
+    workspace = first.workspace(bench.backend, debug=False)
+    measures, results = [], list[tuple[ForwardArgs, object]]()
+    for n, (one, problem) in enumerate(chain.from_iterable(repeat([*zip(scenes, problems, strict=True)], 2))):
+        if buffer is not None and problem.topk_indices is not None:
+            buffer = buffer.copy_(problem.topk_indices) if n < LAYERS else problem.topk_indices.clone()
+        layer = attrs.evolve(
+            problem, layer=first.layer, limits=first.limits, metadata=first.metadata, topk_indices=buffer
+        )
+        out, lse = layer.run(bench.backend, workspace, with_lse=bench.lse)
+        results.append((layer, (out, lse)))  # alive, so that no two layers have one address
+        try:
+            measures.append(judged(one, (out, lse if bench.lse else None)))
+        except Wrong as wrong:
+            raise Wrong(f"layer {n % LAYERS}, time {n // LAYERS + 1}: {wrong}", wrong.measure) from wrong
+    return worst(measures)
+
+
+def over_ranks(*divided: tuple[int, int]) -> Callable[[Bench, StepFixture], Measure]:
+    """Each rank attends to its own entries, rank 0 to windows too; the parts are merged as ranks merge them.
+
+    divided: numbers of ranks, each with an interleave. The part of each rank equals the oracle's answer for its keys,
+    without the sink. The whole equals the oracle's for all keys, with the sink. Both have the budget of a single call:
+    weights of parts add up to 1, and what another rounding of out costs is within it.
+    """
+
+    def check(bench: Bench, inputs: StepFixture) -> Measure:
+        measures = []
+        for size, interleave in divided:
+            ranks = [Ownership(rank, size, interleave) for rank in range(size)]
+            parts = [_part(bench, attrs.evolve(inputs, sinks=None, ownership=rank)) for rank in ranks]
+            outs, lses = (torch.stack([part[i] for _, *part in parts]) for i in (0, 1))
+            try:
+                whole = judged(inputs, _merged(bench, outs, lses, inputs))
+            except Wrong as wrong:
+                raise Wrong(f"{size} ranks, interleave {interleave}, merged: {wrong}", wrong.measure) from None
+            measures += [whole, *(measure for measure, *_ in parts)]
+        return worst(measures)
+
+    return check
+
+
+def _part(bench: Bench, part: StepFixture) -> tuple[Measure, Tensor, Tensor]:
+    """The verdict on what a rank computes, and its out and lse."""
+    out, lse = part.problem(bench.backend).run(bench.backend)
+    try:
+        measure = judged(part, (out, lse))
+    except Wrong as wrong:
+        rank = part.ownership
+        where = f"rank {rank.rank} of {rank.size}, interleave {rank.interleave}: {wrong}"
+        raise Wrong(where, wrong.measure) from None
+    return measure, out, lse
+
+
+def _merged(bench: Bench, outs: Tensor, lses: Tensor, inputs: StepFixture) -> tuple[Tensor, Tensor]:
+    """Out and lse of all ranks, with the sink of the case input, by the backend's own steps or by core's."""
+    sink = None if inputs.sink_values is None else torch.from_numpy(inputs.sink_values).to(outs.device, torch.float32)
+    steps = complete(bench.backend).rank_steps
+    if steps is not None:
+        return merged_by(steps, [*outs], [*lses], sink)
+    size, tokens, heads, dim = outs.shape
+    specs = merge_specs(size, tokens, heads, dim, outs.dtype)[3:]
+    working = [torch.empty(shape, dtype=dtype, device=outs.device)[:tokens] for shape, dtype in specs]
+    lse = torch.empty_like(lses[0])
+    return merge_parts(outs, lses, lse, sink, working).to(outs.dtype), lse

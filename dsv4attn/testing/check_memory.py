@@ -19,8 +19,8 @@ from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.check_attention import equals_oracle, judged, require_same_bits, worst
+from dsv4attn.testing.random_step import StepFixture
 from dsv4attn.testing.single_call import SingleCall
-from dsv4attn.testing.step_fixture import StepFixture
 
 __all__ = ["FAR", "capped", "far", "fits_the_plan", "layer_temporaries", "scratch_is_bounded", "stale", "temporaries"]
 

@@ -1,9 +1,9 @@
-"""Selection by the indexer: index keys that the oracle wrote, queries, and the comparison of what was selected."""
+"""The indexer: its queries, the entries that it selects, on one rank or several, and candidate blocks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -14,28 +14,225 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.selection import score_selected, select_among
 from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.check_compressor import attention_problems
-from dsv4attn.testing.layer_tolerances import TINY, UNIT, summed
-from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement
-from dsv4attn.testing.pages import Pages
+from dsv4attn.testing.check_insert import stale_rows
+from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages
 from dsv4attn.testing.random_step import normal
-from dsv4attn.testing.tolerances import F64, U8, rounded, written
+from dsv4attn.testing.strided import StridedTensors
+from dsv4attn.testing.tolerances import F64, TINY, U8, UNIT, CodeRule, Formula, hold_values, rounded, summed, written
 
 __all__ = [
-    "IndexSelection",
-    "judge_row",
-    "judge_selection",
-    "run_selection",
-    "score_errors",
-    "select_entries",
-    "sum_bits",
-]
+    "CandidateSelection", "IndexQueries", "IndexSelection", "judge_selection", "makes_no_queries", "publishes",
+    "quantises_queries", "quantises_without_positions_of_padding", "run_queries", "run_selection", "score_errors",
+    "select_entries", "selects_over_ranks", "selects_within", "selects_within_published", "shape_error", "sum_bits",
+]  # fmt: skip
+
+QUERIES, QUERY_WEIGHTS, ANGLES, POSITIONS = range(70, 74)
+"""Streams of random numbers."""
+SIZES = (1.0, 1e-3, 30.0, 0.0)
+"""Scales of q for every 32 dims, so that groups have different scales, and one has only zeros."""
+SMALL = 1e-6
+"""Scale of every seventh q: below the floor of a scale."""
+FOLDED = 4 * UNIT
+"""Budget of a weight: the factor of the score is rounded, and multiplied; so is the scale, which is a power of two."""
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class IndexQueries:
+    """Queries of the indexer.
+
+    geometry: the model.
+    layout: layout of the index keys.
+    heads: heads of the indexer.
+    count: tokens.
+    dtype: type of q.
+    weight_dtype: type of the weights.
+    table_rows: rows of the table of cosines and sines; positions are below it.
+    strided: names of arguments (q, weights, cos_sin_cache) whose rows lie apart, or "all".
+    seed: seed of all random numbers.
+    device: torch device.
+    """
+
+    geometry: ModelGeometry
+    layout: KVCacheLayout
+    heads: int = 8
+    count: int = 9
+    dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype = torch.bfloat16
+    table_rows: int = 64
+    strided: str = ""
+    seed: int = 0
+    device: str = "cpu"
+
+    @property
+    def layer(self) -> LayerGeometry:
+        """The layer's geometry."""
+        return self.geometry.layer_of_kind(LayerKind.C4A)
+
+    def named_layouts(self) -> list[KVCacheLayout]:
+        """The layout of the keys."""
+        return [self.layout]
+
+    def problems(self, *, lse: bool = True) -> list[Problem]:
+        """Decode on the layer of the indexer."""
+        return attention_problems(self.layer, self.layout, lse=lse)
+
+    @cached_property
+    def q(self) -> F64:
+        """[T, Hi, Di] queries before rotation; heads differ in size."""
+        dim, numbers = self.layout.head_dim, np.arange(self.count * self.heads)
+        sizes = 2.0 ** (numbers % 9 - 4) * np.where(numbers % 7 == 3, SMALL, 1.0)
+        blocks = np.resize(SIZES, dim // 32 + 1)[np.arange(dim) // 32]
+        drawn = normal((self.seed, QUERIES), numbers, dim) * sizes[:, None]
+        drawn[numbers % 2 == 1] *= blocks
+        return rounded(drawn.reshape(self.count, self.heads, dim), self.dtype)
+
+    @cached_property
+    def weights(self) -> F64:
+        """[T, Hi] weights of the heads, none of them zero."""
+        drawn = normal((self.seed, QUERY_WEIGHTS), np.arange(self.count), self.heads)
+        return rounded(np.where(np.abs(drawn) < 0.01, 0.5, drawn), self.weight_dtype)
+
+    @cached_property
+    def table(self) -> F64:
+        """[positions, rope] cosines, then sines, of random angles."""
+        shape = self.table_rows, self.layer.rope_dim // 2
+        angles = np.random.default_rng((self.seed, ANGLES)).uniform(-math.pi, math.pi, shape)
+        return rounded(np.concatenate([np.cos(angles), np.sin(angles)], 1), torch.float32)
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """[T] positions, the first and the last of the table among them."""
+        drawn = np.random.default_rng((self.seed, POSITIONS)).integers(0, self.table_rows, self.count)
+        drawn[:2] = [0, self.table_rows - 1][: self.count]
+        return drawn
+
+    def turned(self, token: int) -> Formula:
+        """[Hi, Di] rotated queries of a token."""
+        cos, sin = np.split(self.table[self.positions[token]], 2)
+        return Formula.exact(self.q[token]).turned(cos, sin)
+
+    def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
+        """Values on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
+
+
+def run_queries(bench: Bench, inputs: IndexQueries, positions: NDArray[np.int64] | None = None) -> IndexQuery:
+    """Rotate and quantise. Raises Wrong if q or the weights were changed.
+
+    positions: [T], instead of the positions of the case input.
+    """
+    strided = StridedTensors(inputs.strided)
+    q, weights = (
+        strided("q", inputs.tensor(inputs.q, inputs.dtype)),
+        strided("weights", inputs.tensor(inputs.weights, inputs.weight_dtype)),
+    )
+    table, before = strided("cos_sin_cache", inputs.tensor(inputs.table, torch.float32)), (q.clone(), weights.clone())
+    steps = complete(bench.backend).layer_ops
+    at = inputs.tensor(inputs.positions if positions is None else positions)
+    made = steps.indexer_q_rope_quant(q, weights, at, table, inputs.layout)
+    strided.check()
+    if not (torch.equal(q, before[0]) and torch.equal(weights, before[1])):
+        raise Wrong("q or the weights were changed")
+    return made
+
+
+def shape_error(query: IndexQuery, layout: KVCacheLayout, tokens: int, heads: int) -> str:
+    """What is wrong with shapes and types of a query; "" if nothing is."""
+    dim = layout.head_dim
+    values: tuple[tuple[int, ...], torch.dtype] = (tokens, heads, dim), layout.dtype
+    scales = None
+    if layout.fp8_format:
+        values = (tokens, heads, dim), layout.fp8_format.dtype
+    elif layout.is_quantised:
+        values, scales = ((tokens, heads, dim // 2), torch.uint8), ((tokens, heads, layout.num_groups), torch.uint8)
+    wanted = {"values": values, "weights": ((tokens, heads), torch.float32), "scales": scales}
+    for name, expected in wanted.items():
+        tensor: Tensor | None = getattr(query, name)
+        found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        if found != expected:
+            return f"{name} of the query: {found}, expected {expected}"
+    return ""
+
+
+def quantises_queries(bench: Bench, inputs: IndexQueries) -> Measure:
+    """Codes, or values, are those of the rotated q, and weights have all factors of the score."""
+    query, layout, worst = run_queries(bench, inputs), inputs.layout, Measure()
+    if error := shape_error(query, layout, inputs.count, inputs.heads):
+        raise Wrong(error)
+    weights = query.weights.double().cpu().numpy()
+    for token in range(inputs.count):
+        shifts, where = np.zeros(inputs.heads), f"token {token}"
+        if layout.is_quantised:
+            shifts = _judge_codes(inputs, query, token, weights[token])
+        else:
+            values = query.values[token]
+            worst = max(worst, _hold(values, inputs.turned(token), layout.dtype, f"q of {where}"), key=_fraction)
+        wanted = oracle_layer.fold_weights(inputs.weights[token], layout.head_dim, shifts)
+        formula = Formula(wanted, FOLDED * np.abs(wanted))
+        worst = max(worst, _hold(weights[token], formula, torch.float32, f"weights of {where}"), key=_fraction)
+    return worst
+
+
+def quantises_without_positions_of_padding(bench: Bench, inputs: IndexQueries) -> Measure:
+    """Positions of padding change no other query."""
+    padding, positions = stale_rows(inputs.count, inputs.positions)
+    found, wanted = run_queries(bench, inputs, positions), run_queries(bench, inputs)
+    live = inputs.tensor(np.flatnonzero(~padding))
+    for name in ("values", "weights", "scales"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        if one is not None and not torch.equal(one[live].view(torch.uint8), other[live].view(torch.uint8)):
+            raise Wrong(f"a position of padding changed {name} of another query")
+    return Measure()
+
+
+def _fraction(measure: Measure) -> float:
+    return measure.fraction
+
+
+def _hold(found: Tensor | F64, formula: Formula, dtype: torch.dtype, what: str) -> Measure:
+    return hold_values(found, formula, dtype, lambda at: f"{what}, {list(at)}")
+
+
+def _judge_codes(inputs: IndexQueries, query: IndexQuery, token: int, weights: F64) -> F64:
+    """Exponents [Hi] of the scales that are folded into the weights. Raises Wrong if a code or a scale is wrong."""
+    codes = query.values[token].view(torch.uint8).cpu().numpy()
+    scales = None if query.scales is None else query.scales[token].cpu().numpy().astype(np.int64) - oracle.E8M0_BIAS
+    turned, shifts = inputs.turned(token), np.zeros(inputs.heads)
+    for head in range(inputs.heads):
+        if scales is None:
+            shifts[head] = _shift(weights[head], inputs.weights[token], head, inputs.layout.head_dim)
+            exponents, row = np.array([int(shifts[head])]), codes[head]
+        else:
+            exponents, row = scales[head], oracle_layer.unpack_e2m1(codes[head])
+        formula = Formula(turned.value[head], turned.error[head])
+        if error := CodeRule.of(inputs.layout).error(formula, row, exponents):
+            raise Wrong(f"token {token}, head {head}: {error}")
+    return shifts
+
+
+def _shift(weight: float, weights: F64, head: int, dim: int) -> int:
+    """Exponent of the scale that was folded into the weight of a head."""
+    folded = abs(weight / oracle_layer.fold_weights(weights, dim, 0)[head])
+    return round(math.log2(folded)) if 0 < folded < math.inf else 999
+
+
+def makes_no_queries(bench: Bench, inputs: IndexQueries) -> Measure:
+    """No tokens make no queries."""
+    none = attrs.evolve(inputs, count=0)
+    if error := shape_error(run_queries(bench, none), none.layout, 0, none.heads):
+        raise Wrong(error)
+    return Measure()
+
 
 Q, WEIGHTS, KEYS, PAGES, NAN = range(80, 85)
 """Streams of random numbers."""
@@ -365,3 +562,182 @@ def judge_row(row: NDArray[np.int64], scores: F64, errors: F64, where: str) -> M
 def select_entries(bench: Bench, inputs: IndexSelection) -> Measure:
     """The entries with the largest scores are selected."""
     return judge_selection(inputs, run_selection(bench, inputs, inputs.query()), bits=sum_bits(bench))
+
+
+I64 = NDArray[np.int64]
+PAGE = 64
+"""Entries of a page, and of a run: so page j of a rank is page j * ranks + rank of the case input."""
+
+
+def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]:
+    """Check that candidates of so many ranks, merged by score and then by number, are the selection of one rank."""
+
+    def check(bench: Bench, inputs: IndexSelection) -> Measure:
+        steps, query, cache = complete(bench.backend).layer_ops, inputs.query(), inputs.oracle_cache.cache
+        request = inputs.tensor(np.array([owner for owner, _ in inputs.tokens], dtype=np.int32))
+        visible = inputs.tensor(np.array([seen for _, seen in inputs.tokens], dtype=np.int32))
+        if inputs.topk <= steps.most_over_ranks:
+            rows = _ascending(_by_kernels(steps, inputs, ranks, request, visible))
+            if (rows[:, inputs.topk :] >= 0).any():
+                raise Wrong(f"ranks hold more than the {inputs.topk} entries of a token together")
+            return judge_selection(inputs, rows[:, : inputs.topk], bits=sum_bits(bench))
+        found = []
+        for rank in range(ranks):
+            own, table = Ownership(rank, ranks, PAGE), inputs.tensor(inputs.table[:, rank::ranks])
+            local = torch.full((len(inputs.tokens), inputs.topk), GARBAGE, dtype=torch.int32, device=inputs.device)
+            most = own.count(int(visible.max()))
+            steps.select_topk(query, cache, table, request, own.counts(visible).int(), local, most)
+            score = score_selected(query, slice(0, len(local)), cache, table, request, local)
+            found.append((own.entry(local).masked_fill_(local < 0, -1), score))
+        numbers, scores = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        rows = select_among(numbers, scores, inputs.topk).cpu().numpy().astype(np.int64)
+        return judge_selection(inputs, _ascending(rows), bits=sum_bits(bench))
+
+    return check
+
+
+def _by_kernels(steps: LayerOps, inputs: IndexSelection, ranks: int, request: Tensor, visible: Tensor) -> I64:
+    """[T, ranks * K] entry numbers that ranks hold of the best candidates, by the backend's ops."""
+    assert steps.propose_candidates is not None
+    assert steps.choose_candidates is not None
+    query, shape, most = inputs.query(), (len(inputs.tokens), inputs.topk), int(visible.max())
+    numbers = torch.full((ranks, *shape), GARBAGE, dtype=torch.int32, device=inputs.device)
+    scores = torch.full((ranks, *shape), torch.nan, device=inputs.device, dtype=torch.float32)
+    owners = [Ownership(rank, ranks, PAGE) for rank in range(ranks)]
+    for rank, own in enumerate(owners):
+        given = (
+            inputs.oracle_cache.cache,
+            inputs.tensor(inputs.table[:, rank::ranks]),
+            request,
+            own.counts(visible).int(),
+        )
+        steps.propose_candidates(own, query, *given, numbers[rank], scores[rank], own.count(most))
+    found = []
+    for own in owners:
+        local = torch.full(shape, GARBAGE, dtype=torch.int32, device=inputs.device)
+        steps.choose_candidates(own, numbers, scores, local, most)
+        found.append(own.entry(local).masked_fill_(local < 0, -1))
+    return torch.cat(found, 1).cpu().numpy().astype(np.int64)
+
+
+def _ascending(rows: I64) -> I64:
+    """Rows in ascending order, then -1."""
+    last = np.iinfo(np.int64).max
+    rows = np.sort(np.where(rows < 0, last, rows), 1)
+    return np.where(rows == last, -1, rows)
+
+
+BLOCKS = 110
+"""Stream of random numbers."""
+STRANGE = (-1, -5, 2**31 - 1, -(2**31), 2**20)
+"""Numbers of blocks that do not exist."""
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class CandidateSelection(IndexSelection):
+    """A selection with candidate blocks.
+
+    blocks: N, candidates of a token.
+    block_size: entries of a block.
+    """
+
+    blocks: int = 12
+    block_size: int = 8
+
+    @cached_property
+    def candidates(self) -> NDArray[np.int32]:
+        """[T, N] blocks of each token in any order, among them some that do not exist, and -1 between others."""
+        rng = np.random.default_rng((self.seed, BLOCKS))
+        rows = np.full((len(self.tokens), self.blocks), -1, dtype=np.int32)
+        for row, (_, seen) in zip(rows, self.tokens, strict=True):
+            there = rng.permutation(-(-seen // self.block_size) + 2)[: self.blocks]  # some behind the visible ones
+            row[: len(there)] = there
+            row[rng.random(self.blocks) < 0.2] = rng.choice(STRANGE)
+            rng.shuffle(row)
+        return rows
+
+
+def _maps(inputs: CandidateSelection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Block table, requests and visible entries of the tokens."""
+    owners, seen = (np.array([token[i] for token in inputs.tokens], dtype=np.int32) for i in range(2))
+    return inputs.tensor(inputs.table), inputs.tensor(owners), inputs.tensor(seen)
+
+
+def _most(inputs: CandidateSelection) -> int:
+    return max((seen for _, seen in inputs.tokens), default=0) + inputs.more_entries
+
+
+def _published(bench: Bench, inputs: CandidateSelection) -> torch.Tensor:
+    out = torch.full((len(inputs.tokens), inputs.blocks), GARBAGE, dtype=torch.int32, device=inputs.device)
+    steps, given = complete(bench.backend).layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
+    steps.select_candidates(*given, out, inputs.block_size, _most(inputs))
+    return out
+
+
+def publishes(bench: Bench, inputs: CandidateSelection) -> Measure:
+    """The blocks with the largest scores are written, the newest one among them."""
+    worst = Measure(0.0, 1.0)
+    for token, row in enumerate(_published(bench, inputs).cpu().numpy().astype(np.int64)):
+        measure = _judge_blocks(inputs, token, row, sum_bits(bench))
+        worst = max(worst, measure, key=lambda m: m.fraction)
+    return worst
+
+
+def _judge_blocks(inputs: CandidateSelection, token: int, row: NDArray[np.int64], bits: int) -> Measure:
+    scores, errors = inputs.scores(token, bits=bits)
+    where = f"token {token}, which sees {len(scores)} entries"
+    largest = oracle_layer.block_scores(scores, inputs.block_size)
+    number = int((row != -1).sum())
+    chosen = [int(block) for block in row[:number]]
+    if -1 in chosen:
+        raise Wrong(f"{where}: -1 stands before a block")
+    if strange := [b for b in chosen if not 0 <= b < len(largest)]:
+        raise Wrong(f"{where}: block {strange[0]} was written")
+    if len({*chosen}) != len(chosen):
+        raise Wrong(f"{where}: a block stands twice")
+    if not len(largest):
+        return Measure(0.0, 1.0)
+    newest, possible = len(largest) - 1, {b for b, score in enumerate(largest) if score > -math.inf}
+    if newest not in chosen:
+        raise Wrong(f"{where}: the newest block, {newest}, was not written")
+    if spoiled := {*chosen} - possible - {newest}:
+        raise Wrong(f"{where}: block {min(spoiled)} was written, and all of its entries are absent")
+    wanted = min(len(possible | {newest}), inputs.blocks)
+    if len(chosen) != wanted:
+        raise Wrong(f"{where}: {len(chosen)} blocks were written, expected {wanted}")
+    missed, others = possible - {*chosen}, {*chosen} - {newest}
+    if not missed or not others:
+        return Measure(0.0, 1.0)
+    best, last = max(missed, key=lambda b: largest[b]), min(others, key=lambda b: largest[b])
+    off, budget = max(float(largest[best] - largest[last]), 0.0), 2 * float(errors[~np.isnan(scores)].max())
+    fraction = off / budget if budget else (math.inf if off else 0.0)
+    said = f"{where}: block {best} of score {largest[best]:.7g} was not written, {last} of {largest[last]:.7g} was"
+    return Measure(fraction, 1.0).hold(said)
+
+
+def _selected(bench: Bench, inputs: CandidateSelection, candidates: torch.Tensor) -> Measure:
+    """Select among candidates [T, N], and compare with the scores of their entries."""
+    out = torch.full((len(inputs.tokens), inputs.topk), GARBAGE, dtype=torch.int32, device=inputs.device)
+    steps, given = complete(bench.backend).layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
+    before = candidates.clone()
+    steps.select_topk_of_candidates(*given, candidates, inputs.block_size, out, _most(inputs))
+    if not torch.equal(before, candidates):
+        raise Wrong("the candidates were changed")
+    worst = Measure(0.0, 1.0)
+    for token, row in enumerate(out.cpu().numpy().astype(np.int64)):
+        scores, errors = inputs.scores(token, bits=sum_bits(bench))
+        inside = oracle_layer.inside_blocks(before[token].tolist(), inputs.block_size, len(scores))
+        where = f"token {token}, which sees {len(scores)} entries, {int(inside.sum())} of them in its blocks"
+        measure = judge_row(row, np.where(inside, scores, math.nan), errors, where)
+        worst = max(worst, measure, key=lambda m: m.fraction)
+    return worst
+
+
+def selects_within(bench: Bench, inputs: CandidateSelection) -> Measure:
+    """Entries of the candidates of the case input are selected, and no others."""
+    return _selected(bench, inputs, inputs.tensor(inputs.candidates))
+
+
+def selects_within_published(bench: Bench, inputs: CandidateSelection) -> Measure:
+    """Entries of the blocks that the backend published for the same queries are selected."""
+    return _selected(bench, inputs, _published(bench, inputs))

@@ -15,9 +15,8 @@ from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing.check_insert import CacheRows
 from dsv4attn.testing.oracle_cache import PagePlacement
-from dsv4attn.testing.random_step import layouts, v41_layouts
+from dsv4attn.testing.random_step import StepFixture, layouts, v41_layouts
 from dsv4attn.testing.single_call import Pattern, SingleCall
-from dsv4attn.testing.step_fixture import StepFixture
 
 __all__ = ["KINDS", "call", "flash", "layout", "rows", "step"]
 

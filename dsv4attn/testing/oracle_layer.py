@@ -11,8 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dsv4attn.testing.oracle import E8M0_BIAS, E8M0_NAN, F64, U8, decode_e4m3, encode_e4m3, round_bf16
+
+__all__ = ["block_scores", "collapse", "inside_blocks", "ring_rows"]
 
 E2M1_GROUP = 32  # OCP MX: values under one scale
 E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of the codes 0 to 7; bit 3 is the sign
@@ -207,3 +210,31 @@ def hc_post(x: F64, residual: F64, post: F64, comb: F64) -> F64:
     """Return the new streams [n, d]: post[j] * x plus, over the streams i, comb[i, j] * residual[i]."""
     streams = range(len(residual))
     return np.stack([post[j] * x + sum(comb[i, j] * residual[i] for i in streams) for j in streams])
+
+
+def collapse(streams: F64, previous_pre: F64 | None) -> F64:
+    """Return the input [d] of a sublayer: the first of the streams [n, d], or all by the weights of the one before."""
+    if previous_pre is None:
+        return np.array(streams[0])
+    return np.asarray(np.einsum("n,nd->d", previous_pre, streams))
+
+
+def ring_rows(steps: list[range], ring: int) -> dict[int, int]:
+    """Return the position that each row of a request's ring holds after some steps, by row."""
+    held: dict[int, int] = {}
+    for step in steps:
+        for position in step:
+            held[position % ring] = position
+    return held
+
+
+def block_scores(scores: F64, size: int) -> F64:
+    """Return the largest score of each block of `size` entries, NaN left out; -inf where a block has no other."""
+    filled = np.where(np.isnan(scores), -np.inf, scores)
+    return np.array([filled[start : start + size].max() for start in range(0, len(scores), size)])
+
+
+def inside_blocks(blocks: Sequence[int], size: int, count: int) -> NDArray[np.bool_]:
+    """Return for each of `count` entries whether its block is one of those."""
+    wanted = {*blocks}
+    return np.array([entry // size in wanted for entry in range(count)], dtype=np.bool_)

@@ -20,7 +20,7 @@ import attrs
 import pytest
 
 if TYPE_CHECKING:
-    from dsv4attn.testing.subject import Subject
+    from dsv4attn.testing.conform import Subject
 
 __all__ = ["ExpectedFailure", "UnmatchedXfailWarning", "read_xfails"]
 
@@ -87,7 +87,7 @@ def _subject(config: pytest.Config) -> Subject | None:
     name: str | None = config.getoption("dsv4_backend")
     if name is None:
         return None
-    from dsv4attn.testing.subject import Subject
+    from dsv4attn.testing.conform import Subject
 
     return Subject.of(name, device=config.getoption("dsv4_device"))
 

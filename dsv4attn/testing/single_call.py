@@ -29,7 +29,7 @@ from dsv4attn.testing.random_step import normal
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, Expected, rounded, tolerance
 
-__all__ = ["IndexLists", "SingleCall"]
+__all__ = ["IndexLists", "Pattern", "SingleCall"]
 
 I64 = NDArray[np.int64]
 GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.testing.case import Bench, Measure, Wrong
 
-__all__ = ["StridedTensors", "each_strided"]
+__all__ = ["NAMES", "StridedTensors", "each_strided"]
 
 FILL = 0xFF
 """Every byte beside the rows: NaN in floats, -1 in integers."""

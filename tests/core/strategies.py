@@ -10,8 +10,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dsv4attn.testing.random_step import layouts, tiny_geometry
-from dsv4attn.testing.step_fixture import StepFixture
+from dsv4attn.testing.random_step import StepFixture, layouts, tiny_geometry
 
 
 def examples(n: int) -> settings:

@@ -11,7 +11,7 @@ from dsv4attn.core.layer.decoder_layer import DeepseekV41DecoderLayer
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.weights import HyperConnectionWeights
-from dsv4attn.testing import oracle_layer, oracle_v41
+from dsv4attn.testing import oracle_layer
 from tests.harness_v41 import SMALL_V41, v41_stack
 
 
@@ -49,7 +49,7 @@ def mixed(streams: Any, around: list[HyperConnectionWeights], sublayers: list[An
     sizes, n, pre = SMALL_V41, SMALL_V41.hc_mult, None
     for weights, run in zip(around, sublayers, strict=True):
         fn, base, scale = (getattr(weights, name).double().numpy() for name in ("fn", "base", "scale"))
-        inputs = [oracle_v41.collapse(x, None if pre is None else pre[t]) for t, x in enumerate(streams)]
+        inputs = [oracle_layer.collapse(x, None if pre is None else pre[t]) for t, x in enumerate(streams)]
         given = torch.from_numpy(np.stack(inputs)).float()
         output = (run(given) if run is torch.tanh else run(given, positions)).double().numpy()
         after, weighed = [], []
@@ -60,4 +60,4 @@ def mixed(streams: Any, around: list[HyperConnectionWeights], sublayers: list[An
             after.append(oracle_layer.hc_post(y, x, 2 * oracle_layer.sigmoid(logits[1]), comb))
         streams, pre = np.stack(after), np.stack(weighed)
     assert pre is not None
-    return np.stack([oracle_v41.collapse(x, weights) for x, weights in zip(streams, pre, strict=True)])
+    return np.stack([oracle_layer.collapse(x, weights) for x, weights in zip(streams, pre, strict=True)])

@@ -17,8 +17,7 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing.random_step import layouts, tiny_geometry
-from dsv4attn.testing.step_fixture import StepFixture
+from dsv4attn.testing.random_step import StepFixture, layouts, tiny_geometry
 from tests.harness import FORM_NAMES, KINDS, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 GEOMETRY = tiny_geometry()

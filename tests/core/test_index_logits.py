@@ -16,9 +16,8 @@ from dsv4attn.core.torch_ops.tiles import batch_invariant_linear, linear
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.check_selection import score_errors
-from dsv4attn.testing.layer_tolerances import Formula, hold_values
-from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement
-from dsv4attn.testing.pages import Pages
+from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages
+from dsv4attn.testing.tolerances import Formula, hold_values
 
 HEADS, DIM, PAGE = 6, 128, 64
 F64 = Any

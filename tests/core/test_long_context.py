@@ -13,9 +13,8 @@ from dsv4attn.backends.reference import kernels
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.model.geometry import LayerKind, Rope
-from dsv4attn.testing import step_fixture
-from dsv4attn.testing.random_step import layouts, tiny_geometry
-from dsv4attn.testing.step_fixture import StepFixture
+from dsv4attn.testing import random_step
+from dsv4attn.testing.random_step import StepFixture, layouts, tiny_geometry
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 TINY = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4)
@@ -171,6 +170,6 @@ def test_g16_angles_near_a_million_are_float32_products(monkeypatch: pytest.Monk
         angles = torch.arange(rows, dtype=torch.float64)[:, None] * inverse
         return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
 
-    monkeypatch.setattr(step_fixture, "cos_sin_cache", exact)
+    monkeypatch.setattr(random_step, "cos_sin_cache", exact)
     with pytest.raises(AssertionError, match="tolerances"):
         attrs.evolve(scenario).check(REFERENCE_FORMS["paged-dense"])

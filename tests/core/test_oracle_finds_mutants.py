@@ -20,7 +20,7 @@ from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.contract.backend import AttentionCall, IndexSteps
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.step_fixture import StepFixture
+from dsv4attn.testing.random_step import StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, backend_of
 
 right: Any = indices  # its functions, called with whatever a plant was called with

@@ -25,7 +25,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.step_fixture import ForwardArgs, StepFixture
+from dsv4attn.testing.random_step import ForwardArgs, StepFixture
 from tests.core.test_checks import CACHES, DRAWS, METADATA, verdict
 from tests.harness import C4A, F32, I32, KINDS, LAYOUT, REFERENCE_FORMS, all_forms, assert_same_bits, forward_args
 

@@ -20,7 +20,7 @@ from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import NoBackendError
 from dsv4attn.selection import backend_names, explain, load_backend, registered, resolve, select_backend
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject
 from tests.tools.cli.machine import Machine
 from tests.wheels import Shelf, plugin
 

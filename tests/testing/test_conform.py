@@ -19,8 +19,16 @@ from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.testing.case import Area, Bench, Case, Measure, SkipCase, Wrong, chosen
 from dsv4attn.testing.cases import CASES, GROUPS
-from dsv4attn.testing.conform import SCHEMA, Certificate, Outcome, conform, run_case
-from dsv4attn.testing.subject import BrokenSupportError, Subject, parse_request
+from dsv4attn.testing.conform import (
+    SCHEMA,
+    BrokenSupportError,
+    Certificate,
+    Outcome,
+    Subject,
+    conform,
+    parse_request,
+    run_case,
+)
 
 FEW = chosen(CASES, "lse-*,quantise-ocp-*,sink-none-*")
 REFERENCE = Subject.named("reference")

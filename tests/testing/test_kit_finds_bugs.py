@@ -12,8 +12,7 @@ import torch
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import conform
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject, conform
 from tests.testing import plants, plants_ranks, plants_shared, plants_sizes, plants_weights
 from tests.testing.plants import Careless, Scratch, calls, paged, with_caches, with_rows, with_top
 from tests.testing.plants_shared import Slots

@@ -17,8 +17,7 @@ from dsv4attn.core.contract.layer_ops import LAYER_OPS
 from dsv4attn.core.torch_ops import indexer, latents, selection
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import conform
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject, conform
 from tests.layer_ops import TorchOps
 from tests.testing import plants_layer as wrong
 from tests.testing.plants import packed_pages

@@ -8,8 +8,7 @@ import pytest
 
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import conform
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject, conform
 from tests.testing.plants_rank_steps import CHOICES, MERGES, Chooses, Merges
 
 

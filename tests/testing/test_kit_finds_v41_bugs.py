@@ -16,8 +16,7 @@ from dsv4attn.core.contract import layer_ops
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import conform
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject, conform
 from tests.testing import plants_v41 as wrong
 from tests.testing.plants_layer import slip, with_
 from tests.testing.plants_sizes import dense

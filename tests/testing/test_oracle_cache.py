@@ -12,8 +12,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
 from dsv4attn.testing.factories import call, layout, step
-from dsv4attn.testing.oracle_cache import UNWRITTEN, OracleCache, PagePlacement, place_of
-from dsv4attn.testing.pages import BEHIND_PAGE
+from dsv4attn.testing.oracle_cache import BEHIND_PAGE, UNWRITTEN, OracleCache, PagePlacement, place_of
 from dsv4attn.testing.random_step import layouts, normal, tiny_geometry
 from dsv4attn.testing.tolerances import stored
 

@@ -15,7 +15,7 @@ import torch
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Wrong
-from dsv4attn.testing.layer_tolerances import UNIT, CodeRule, Formula, hold_record, hold_values
+from dsv4attn.testing.tolerances import UNIT, CodeRule, Formula, hold_record, hold_values
 
 NAN = math.nan
 

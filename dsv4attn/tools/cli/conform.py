@@ -64,8 +64,8 @@ def conform(
     from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES
+    from dsv4attn.testing.conform import Subject
     from dsv4attn.testing.conform import conform as run
-    from dsv4attn.testing.subject import Subject
 
     cases = matching(CASES, chosen)
     try:

@@ -67,7 +67,7 @@ def parity(
     with case_progress(len(cases) * len(trials), shown=not as_json) as progress:
         result = compare(trials, cases, chosen=chosen, progress=progress)
     if page:
-        from dsv4attn.testing.parity_html import as_html
+        from dsv4attn.testing.parity import as_html
 
         write_file(page, as_html(result))
     if as_json:

@@ -11,8 +11,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.random_step import layouts, tiny_geometry
-from dsv4attn.testing.step_fixture import StepFixture
+from dsv4attn.testing.random_step import StepFixture, layouts, tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
 
 __all__ = ["QuickHistory", "bounds_of", "problems"]

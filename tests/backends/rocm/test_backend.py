@@ -30,10 +30,8 @@ from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import run_case
-from dsv4attn.testing.random_step import tiny_geometry
-from dsv4attn.testing.step_fixture import StepFixture
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject, run_case
+from dsv4attn.testing.random_step import StepFixture, tiny_geometry
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, TINY, Trial
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE

@@ -25,8 +25,7 @@ from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import conform
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, Answer, Trial
 from tests.backends.sm120.decode_calls import found
 from tests.backends.sm120.fake_flashinfer import RecordingWrapper

@@ -20,8 +20,7 @@ from dsv4attn.core.contract.backend import Backend
 from dsv4attn.testing import suite
 from dsv4attn.testing.case import Area, Case, chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import conform
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.triton_backends import QuickHistory
 
 

@@ -30,8 +30,7 @@ from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import run_case
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject, run_case
 from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import launching_nothing

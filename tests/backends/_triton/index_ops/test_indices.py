@@ -20,7 +20,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core.cache.selected_keys import PageTable
 from dsv4attn.core.contract.backend import RaggedSteps
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.step_fixture import StepFixture
+from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.index_ops.index_trials import (
     BLOCKS,

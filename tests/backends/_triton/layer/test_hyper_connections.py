@@ -21,8 +21,7 @@ from dsv4attn.backends._triton.layer.hyper_connections_tuning import Block, Tile
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import conform
-from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
 from tests.backends._triton.layer.kernels_factors import parts_kernel
 from tests.layer_ops import TorchOps
