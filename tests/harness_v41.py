@@ -26,7 +26,7 @@ from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.factories import normal
 from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, tolerance
 from tests.harness import LayerStack
 

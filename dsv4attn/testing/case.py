@@ -1,27 +1,25 @@
 """The type of a conformance case: clauses of the contract, a case input to run, and a check of the results.
 
-A case input lists its requirements as `core.contract.problem.Problem`s. The kit asks the backend's support about them
-before it runs the case. If the backend refuses, its reasons are in the report.
+A case input (`factories.CaseInput`) lists its requirements as `core.contract.problem.Problem`s. The kit asks the
+backend's support about them before it runs the case. If the backend refuses, its reasons are in the report.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
 
-from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend
-from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, did_you_mean
 
-__all__ = ["Area", "Bench", "Case", "CaseInput", "Check", "Measure", "SkipCase", "Wrong", "chosen", "dtype_name"]
+__all__ = ["Area", "Bench", "Case", "Check", "Measure", "SkipCase", "Wrong", "chosen", "dtype_name"]
 
 
 class Area(str, Enum):
@@ -95,20 +93,6 @@ class Bench:
     lse: bool = True
 
 
-class CaseInput(Protocol):
-    """The problem that a case runs: a `StepFixture`, a `SingleCall`, or `CacheRows`."""
-
-    @property
-    def device(self) -> str:
-        """Torch device of its tensors."""
-
-    def problems(self, *, lse: bool = True) -> Sequence[Problem]:
-        """Problems that a backend must support to run the case input."""
-
-    def named_layouts(self) -> Sequence[KVCacheLayout]:
-        """Layouts of all caches."""
-
-
 Check = Callable[[Bench, Any], Measure]
 """Runs a case input on a bench and compares the results. Raises Wrong, or returns the error of the backend."""
 
@@ -140,7 +124,15 @@ class Case:
 
     @classmethod
     def of(
-        cls, area: Area, name: str, clauses: str, says: str, inputs: CaseInput, check: Check, *, needs_lse: bool = False
+        cls,
+        area: Area,
+        name: str,
+        clauses: str,
+        says: str,
+        inputs: Any,  # noqa: ANN401 - a `factories.CaseInput`
+        check: Check,
+        *,
+        needs_lse: bool = False,
     ) -> Case:
         """A case of an area. Modules of cases bind the area, so that each of their cases is one call."""
         return cls(name=name, area=area, clauses=clauses, says=says, inputs=inputs, check=check, needs_lse=needs_lse)
@@ -156,7 +148,7 @@ class Case:
 
 
 @cache
-def _on(case: Case, device: str) -> Any:  # noqa: ANN401 - a CaseInput
+def _on(case: Case, device: str) -> Any:  # noqa: ANN401 - a `factories.CaseInput`
     """CaseInput of a case on a device: made once, so that several backends share the oracle's answer."""
     return case.inputs if case.inputs.device == device else attrs.evolve(case.inputs, device=device)
 

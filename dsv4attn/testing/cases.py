@@ -14,7 +14,7 @@ import torch
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing import check_insert, check_memory
-from dsv4attn.testing.case import Area, Case, CaseInput, Check
+from dsv4attn.testing.case import Area, Case, Check
 from dsv4attn.testing.cases_attention import BOTH, MIXED, SINKS, attention_cases
 from dsv4attn.testing.cases_layer import (
     compressor_cases,
@@ -25,9 +25,9 @@ from dsv4attn.testing.cases_layer import (
     v41_cases,
 )
 from dsv4attn.testing.check_gather import fills, gathers, gathers_long, gathers_within
-from dsv4attn.testing.check_insert import FAR_POSITIONS
+from dsv4attn.testing.check_insert import FAR_POSITIONS, rows
 from dsv4attn.testing.check_projection import outputs, projects, projects_without_positions_of_padding
-from dsv4attn.testing.factories import KINDS, call, flash, layout, rows, step
+from dsv4attn.testing.factories import KINDS, CaseInput, flash, layout, tiny_geometry
 from dsv4attn.testing.fp8_codes import (
     Fp8Codes,
     NanKeys,
@@ -37,7 +37,8 @@ from dsv4attn.testing.fp8_codes import (
     shows_nan,
 )
 from dsv4attn.testing.oracle_cache import PagePlacement
-from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.random_step import step
+from dsv4attn.testing.single_call import call
 from dsv4attn.testing.strided import each_strided
 
 __all__ = ["CASES", "GROUPS"]

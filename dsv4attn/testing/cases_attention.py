@@ -11,7 +11,7 @@ import torch
 
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing import check_attention
-from dsv4attn.testing.case import Area, Case, CaseInput, Check
+from dsv4attn.testing.case import Area, Case, Check
 from dsv4attn.testing.check_attention import (
     any_cut_same_bits,
     equals_oracle,
@@ -22,10 +22,11 @@ from dsv4attn.testing.check_attention import (
     sharded,
     step_by_step,
 )
-from dsv4attn.testing.factories import KINDS, call, flash, layout, step
+from dsv4attn.testing.factories import KINDS, CaseInput, flash, layout, tiny_geometry
 from dsv4attn.testing.fp8_codes import Fp8Codes, reads_every_code
 from dsv4attn.testing.oracle_cache import PagePlacement
-from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.random_step import step
+from dsv4attn.testing.single_call import call
 from dsv4attn.testing.strided import each_strided
 
 __all__ = ["BOTH", "MIXED", "SINKS", "attention_cases"]

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.testing.case import Area, Bench, Case, Measure, Wrong
 from dsv4attn.testing.check_compressor import (
     CompressorStep,
@@ -60,8 +60,7 @@ from dsv4attn.testing.check_selection import (
     shape_error,
     sum_bits,
 )
-from dsv4attn.testing.factories import flash, layout
-from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing.factories import flash, index_layout, layout, tiny_geometry
 from dsv4attn.testing.strided import each_strided
 
 __all__ = ["compressor_cases", "hyper_cases", "indexer_cases", "selection_cases", "step_memory_cases", "v41_cases"]
@@ -69,15 +68,6 @@ __all__ = ["compressor_cases", "hyper_cases", "indexer_cases", "selection_cases"
 _layer = partial(Case.of, Area.LAYER)
 LONG = ((69_974, 10), (65_535, 1), (65_528, 17))
 """Requests with positions that need more than 16 bits."""
-
-
-def index_layout(name: str, dim: int = 128, rope: int = 64) -> KVCacheLayout:
-    """A layout of index keys by its short name: fp8, fnuz, mxfp4, bf16, fp32."""
-    if name == "mxfp4":
-        return KVCacheLayout.index_mxfp4(dim)
-    if name in ("fp8", "fnuz"):
-        return KVCacheLayout.index_fp8(dim, fp8_format=Fp8Format.FNUZ if name == "fnuz" else Fp8Format.OCP)
-    return KVCacheLayout.rows(dim - rope, rope, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[name])
 
 
 def compressing(kind: str, cache: str, **fields: object) -> CompressorStep:
@@ -254,7 +244,7 @@ def selection_cases() -> Iterator[Case]:
     verify = selecting(topk=512, requests=((2, 4), (5, 3), (1021, 4), (1022, 2)))
     yield _layer("select-verify", "T5", says, verify, select_entries)
     says = "rows of out, of the table and of the weights lie apart"
-    yield _layer("apart-select", "T1 A7", says, selecting(strided=True), select_entries)
+    yield _layer("apart-select", "T1 A7", says, selecting(strided="all"), select_entries)
     says = "bytes that belong to no key, and keys behind the visible ones, are not looked at"
     for byte, name in ((0x00, "zero"), (0x7F, "large")):
         yield _layer(f"select-unused-{name}", "T5 T6", says, selecting(unused=byte), select_entries)

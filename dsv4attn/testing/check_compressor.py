@@ -13,20 +13,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.problem import CacheFacts, Problem
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong
+from dsv4attn.testing.factories import CaseInput, normal
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages, place_of
-from dsv4attn.testing.random_step import STALE_POSITIONS, normal
+from dsv4attn.testing.random_step import STALE_POSITIONS
 from dsv4attn.testing.tolerances import F64, U8, Formula, found, hold_record, hold_values, rounded
 
 __all__ = [
-    "CompressorStep", "LatentSteps", "any_cut", "attention_problems", "compresses", "compresses_only_its_slots",
-    "makes_latents", "moved", "replaces_drafts", "replays", "saves_and_compresses", "saves_only_its_slots",
-    "saves_states", "spoils_own_entries", "stores", "stores_nothing", "unused_bytes",
+    "CompressorStep", "LatentSteps", "any_cut", "compresses", "compresses_only_its_slots", "makes_latents", "moved",
+    "replaces_drafts", "replays", "saves_and_compresses", "saves_only_its_slots", "saves_states", "spoils_own_entries",
+    "stores", "stores_nothing", "unused_bytes",
 ]  # fmt: skip
 
 KV, SCORE, APE, WEIGHT, ANGLES, STATES, ENTRIES = range(60, 67)
@@ -41,17 +42,10 @@ Span = tuple[int, range]
 """A request and positions of it."""
 
 
-def attention_problems(layer: LayerGeometry, index: KVCacheLayout, *, lse: bool) -> list[Problem]:
-    """Decode on the layer that an indexer belongs to; its keys and the index keys have one dialect of fp8."""
-    facts = CacheFacts.named((index.fp8_format or Fp8Format.OCP).value, 64)
-    return [Problem("decode", layer, facts, facts, 128, lse=lse)]
-
-
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class CompressorStep:
+class CompressorStep(CaseInput):
     """One step of a compressor, after earlier ones whose states the oracle has saved.
 
-    geometry: the model.
     layout: layout of the cache of entries.
     kind: kind of the layer, c4a or c128a.
     indexer: whether entries are index keys.
@@ -63,13 +57,8 @@ class CompressorStep:
     eps: epsilon of the norm.
     norm_dtype: of its weight; backends whose steps take no other get the same values in fp32.
     unused: value of every byte of the state pages that belongs to no state.
-    seed: seed of all random numbers.
-    device: torch device.
     """
 
-    geometry: ModelGeometry
-    layout: KVCacheLayout
-    kind: LayerKind = attrs.field(default=LayerKind.C4A, converter=LayerKind)
     indexer: bool = False
     requests: Sequence[tuple[int, int]] = ((0, 13), (5, 8), (31, 2), (16, 4))
     state_page: int = 4
@@ -79,13 +68,6 @@ class CompressorStep:
     eps: float = 1e-6
     norm_dtype: torch.dtype = torch.float32
     unused: int = 0xFF
-    seed: int = 0
-    device: str = "cpu"
-
-    @property
-    def layer(self) -> LayerGeometry:
-        """The layer's geometry."""
-        return self.geometry.layer_of_kind(self.kind)
 
     @property
     def ratio(self) -> int:
@@ -119,7 +101,7 @@ class CompressorStep:
     def problems(self, *, lse: bool = True) -> list[Problem]:
         """Decode on the attention layer that the compressor belongs to."""
         if self.indexer:
-            return attention_problems(self.layer, self.layout, lse=lse)
+            return super().problems(lse=lse)
         facts = CacheFacts.of(self.layout, self.entry_page)
         q_dtype = "float32" if self.layout.dtype == torch.float32 else "bfloat16"
         return [Problem("decode", self.layer, attrs.evolve(facts, page_size=64), facts, 128, q_dtype, lse=lse)]
@@ -239,10 +221,6 @@ class CompressorStep:
         """(request, number) of the entries that some tokens complete."""
         for request, positions in spans:
             yield from ((request, p // self.ratio) for p in positions if (p + 1) % self.ratio == 0)
-
-    def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
-        """Values on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
     def tokens(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
         """(request, position) of every token of some spans."""
@@ -557,10 +535,9 @@ LATENT_KV, LATENT_SCORE, LATENT_WEIGHT, LATENT_ANGLES, RINGS, LATENT_ENTRIES = r
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class LatentSteps:
+class LatentSteps(CaseInput):
     """Tokens of some requests from their first one on, and the pages of their rings and entries.
 
-    geometry: the model.
     layout: layout of the cache of entries.
     ratio: tokens of an entry.
     lengths: tokens of each request.
@@ -568,28 +545,18 @@ class LatentSteps:
     ring_blocks: blocks of a ring.
     size: scale of kv.
     eps: epsilon of the norms.
-    seed: seed of all random numbers.
-    device: torch device.
     """
 
-    geometry: ModelGeometry
-    layout: KVCacheLayout
     ratio: int = 2
     lengths: Sequence[int] = (31, 8, 17)
     state_page: int = 8
     ring_blocks: int = 1
     size: float = 1.0
     eps: float = 1e-20
-    seed: int = 0
-    device: str = "cpu"
 
     def named_layouts(self) -> list[KVCacheLayout]:
         """Layouts of both caches."""
         return [KVCacheLayout.compressor_state(self.dim), self.layout]
-
-    def problems(self, *, lse: bool = True) -> list[Problem]:
-        """Decode on a layer with a selection."""
-        return attention_problems(self.geometry.layer_of_kind(LayerKind.C4A), self.layout, lse=lse)
 
     @property
     def dim(self) -> int:
@@ -625,10 +592,6 @@ class LatentSteps:
         """Pages of the rings."""
         live = [(0, self.ring)] * len(self.lengths)
         return Pages(live, self.state_page, spare=2, dead=-1, key=(RINGS,))
-
-    def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
-        """Values on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
     def tokens(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
         """Positions [T] int64 and requests [T] int32."""

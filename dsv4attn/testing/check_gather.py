@@ -19,8 +19,8 @@ from dsv4attn.core.contract.backend import IndexForm, KeyForm, complete
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.check_insert import CacheRows
+from dsv4attn.testing.factories import normal
 from dsv4attn.testing.oracle_cache import OracleCache
-from dsv4attn.testing.random_step import normal
 from dsv4attn.testing.tolerances import F64
 
 __all__ = ["fills", "gathers", "gathers_long", "gathers_within"]

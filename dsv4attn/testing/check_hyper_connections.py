@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.problem import CacheFacts, Problem
-from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing import oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name
-from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.factories import CaseInput, normal
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, UNIT, Formula, hold_values, rounded, summed
 
@@ -35,10 +34,9 @@ NEAR = 2.0**-20
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class ResidualStreams:
+class ResidualStreams(CaseInput):
     """Residual streams of some tokens, and the parameters of their mixes.
 
-    geometry: the model.
     layout: layout of the window cache of the attention behind the streams.
     streams: n.
     hidden: d.
@@ -52,13 +50,9 @@ class ResidualStreams:
     repeat: iterations.
     normed: whether the sublayer's input goes through an RMSNorm.
     norm_eps: its epsilon.
-    strided: names of arguments (x, residual) whose rows lie apart, or "all".
-    seed: seed of all random numbers.
-    device: torch device.
     """
 
-    geometry: ModelGeometry
-    layout: KVCacheLayout
+    kind: LayerKind = attrs.field(default=LayerKind.SWA, converter=LayerKind)
     streams: int = 4
     hidden: int = 96
     count: int = 13
@@ -71,13 +65,6 @@ class ResidualStreams:
     repeat: int = 20
     normed: bool = False
     norm_eps: float = 1e-6
-    strided: str = ""
-    seed: int = 0
-    device: str = "cpu"
-
-    def named_layouts(self) -> list[KVCacheLayout]:
-        """The layout of the window cache."""
-        return [self.layout]
 
     def problems(self, *, lse: bool = True) -> list[Problem]:
         """Decode on a layer whose queries have the type of the streams."""
@@ -85,10 +72,6 @@ class ResidualStreams:
         return [Problem("decode", layer, CacheFacts.of(self.layout, 64), q_dtype=dtype_name(self.dtype), lse=lse)]
 
     # values
-
-    def _drawn(self, stream: int, *shape: int) -> F64:
-        numbers = np.arange(math.prod(shape[:-1]))
-        return normal((self.seed, stream), numbers, shape[-1]).reshape(shape)
 
     def _rows(self, drawn: F64) -> F64:
         """Rows of all tokens, of the distinct ones."""
@@ -103,19 +86,19 @@ class ResidualStreams:
     def residual(self) -> F64:
         """[T, n, d] streams; they differ in size."""
         sizes = 2.0 ** (np.arange(self.streams) % 4 - 1)
-        drawn = self._drawn(X, DISTINCT, self.streams, self.hidden) * sizes[:, None] + 0.1
+        drawn = self.drawn(X, DISTINCT, self.streams, self.hidden) * sizes[:, None] + 0.1
         return self._rows(rounded(self.size * drawn, self.dtype))
 
     @cached_property
     def x(self) -> F64:
         """[T, d] outputs of a sublayer."""
-        return self._rows(rounded(self.size * self._drawn(Y, DISTINCT, self.hidden), self.dtype))
+        return self._rows(rounded(self.size * self.drawn(Y, DISTINCT, self.hidden), self.dtype))
 
     @cached_property
     def fn(self) -> F64:
         """[2 n + n * n, n * d] of the mixes: of order 1, since the streams are divided by their size."""
         rows, columns = 2 * self.streams + self.streams**2, self.streams * self.hidden
-        return rounded(self._drawn(FN, rows, columns) / math.sqrt(columns), torch.float32)
+        return rounded(self.drawn(FN, rows, columns) / math.sqrt(columns), torch.float32)
 
     @cached_property
     def scale(self) -> F64:
@@ -125,28 +108,28 @@ class ResidualStreams:
     @cached_property
     def base(self) -> F64:
         """[2 n + n * n] added to the mixes."""
-        return rounded(self._drawn(BASE, 1, 2 * self.streams + self.streams**2)[0], torch.float32)
+        return rounded(self.drawn(BASE, 1, 2 * self.streams + self.streams**2)[0], torch.float32)
 
     @cached_property
     def norm_weight(self) -> F64 | None:
         """[d] weight of the RMSNorm, or None."""
-        return rounded(1 + 0.5 * self._drawn(NORM, 1, self.hidden)[0], self.dtype) if self.normed else None
+        return rounded(1 + 0.5 * self.drawn(NORM, 1, self.hidden)[0], self.dtype) if self.normed else None
 
     @cached_property
     def post(self) -> F64:
         """[T, n] weights of a sublayer's output."""
-        return rounded(self._rows(2 * oracle_layer.sigmoid(self._drawn(POST, DISTINCT, self.streams))), torch.float32)
+        return rounded(self._rows(2 * oracle_layer.sigmoid(self.drawn(POST, DISTINCT, self.streams))), torch.float32)
 
     @cached_property
     def comb(self) -> F64:
         """[T, n, n] mixes of the streams, far from symmetric."""
-        logits = 2 * self._drawn(COMB, DISTINCT, self.streams, self.streams)
+        logits = 2 * self.drawn(COMB, DISTINCT, self.streams, self.streams)
         return rounded(self._rows(oracle_layer.sinkhorn(logits, 1e-6, 20)), torch.float32)
 
     @cached_property
     def head(self) -> tuple[F64, F64, F64]:
         """[n, n * d] fn, [1] scale and [n] base of the gate of the head."""
-        fn, scale, base = self.fn[: self.streams], np.array([1.7]), self._drawn(HEAD, 1, self.streams)[0]
+        fn, scale, base = self.fn[: self.streams], np.array([1.7]), self.drawn(HEAD, 1, self.streams)[0]
         return fn, rounded(scale, torch.float32), rounded(base, torch.float32)
 
     def tensor(self, values: F64, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import Any
 
 import attrs
 import numpy as np
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.problem import CacheFacts, Problem
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.testing import oracle
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name
+from dsv4attn.testing.factories import HEADS, CaseInput, flash, layout, normal
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
-from dsv4attn.testing.random_step import STALE_POSITIONS, normal
+from dsv4attn.testing.random_step import STALE_POSITIONS
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, rounded
 
@@ -32,6 +34,7 @@ __all__ = [
     "normalises_queries",
     "quantises",
     "quantises_nothing",
+    "rows",
     "stale_rows",
 ]  # fmt: skip
 
@@ -43,10 +46,9 @@ are random, so that only a backend that reads it is right."""
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class CacheRows:
+class CacheRows(CaseInput):
     """Rows to write, read, rotate or project; the check gives them their meaning.
 
-    geometry: the model.
     layout: layout of the cache.
     kind: kind of the layer.
     placement: placement of the pages.
@@ -56,7 +58,6 @@ class CacheRows:
     groups: groups of heads in the output projection.
     size: scale of the queries; with small ones eps matters.
     requests: requests of a gather.
-    strided: names of arguments (q, kv, k, o, cos_sin_cache, wo_a) whose rows lie apart, or "all".
     table_rows: rows of the table of cosines and sines; positions are below it.
     weight_dtype: type of the weights of the output projection; None means that of its input.
     rank: elements that the output projection makes of each group.
@@ -65,13 +66,9 @@ class CacheRows:
     block: rows and columns under one of these scales.
     fnuz: whether those codes are FNUZ rather than OCP.
     ranks: devices that each project some of the groups of heads.
-    seed: seed of all random numbers.
-    device: torch device.
     """
 
-    geometry: ModelGeometry
-    layout: KVCacheLayout
-    kind: LayerKind = LayerKind.SWA
+    kind: LayerKind = attrs.field(default=LayerKind.SWA, converter=LayerKind)
     placement: PagePlacement = attrs.Factory(lambda: PagePlacement(64))
     blocks: int = 3
     count: int = 40
@@ -79,7 +76,6 @@ class CacheRows:
     groups: int = 2
     size: float = 1.0
     requests: int = 5
-    strided: str = ""
     table_rows: int = POSITIONS
     weight_dtype: torch.dtype | None = None
     rank: int = 16
@@ -88,22 +84,11 @@ class CacheRows:
     block: int = 128
     fnuz: bool = False
     ranks: int = 1
-    seed: int = 0
-    device: str = "cpu"
-
-    @property
-    def layer(self) -> LayerGeometry:
-        """The layer's geometry."""
-        return self.geometry.layer_of_kind(self.kind)
 
     @property
     def layer_of_rank(self) -> LayerGeometry:
         """The layer of one of `ranks` devices."""
         return attrs.evolve(self.layer, num_heads=self.layer.num_heads // self.ranks)
-
-    def named_layouts(self) -> list[KVCacheLayout]:
-        """The one layout."""
-        return [self.layout]
 
     def problems(self, *, lse: bool = True) -> list[Problem]:
         """A decode step on this cache: a backend takes both or neither."""
@@ -165,10 +150,6 @@ class CacheRows:
         """Cosines and sines of a row."""
         cos, sin = np.split(self.table[self.positions[row]], 2)
         return cos, sin
-
-    def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
-        """Values on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
     def blank(self) -> OracleCache:
         """A cache without records."""
@@ -404,3 +385,10 @@ def far_rotated(bench: Bench, rows: CacheRows) -> Measure:
     oracle_cache = rows.blank()
     insert(bench, rows, oracle_cache.cache, rows.slots)
     return judge_records(rows, oracle_cache, rows.slots)
+
+
+def rows(cache: str = "ocp", *, heads: int = HEADS, page: int = 64, **more: Any) -> CacheRows:  # noqa: ANN401 - fields of Rows
+    """Rows for a step around attention."""
+    return CacheRows(
+        **{"geometry": flash("swa", heads), "layout": layout(cache), "placement": PagePlacement(page), **more}
+    )

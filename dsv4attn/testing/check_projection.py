@@ -17,7 +17,7 @@ from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.testing import oracle
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.check_insert import BF16, FP32_STEPS, CacheRows, stale_rows
-from dsv4attn.testing.random_step import normal
+from dsv4attn.testing.factories import normal
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, rounded
 

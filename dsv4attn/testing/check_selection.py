@@ -18,15 +18,12 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
 from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.layer_ops import LayerOps
-from dsv4attn.core.contract.problem import Problem
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.check_compressor import attention_problems
 from dsv4attn.testing.check_insert import stale_rows
+from dsv4attn.testing.factories import CaseInput, normal
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages
-from dsv4attn.testing.random_step import normal
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, TINY, U8, UNIT, CodeRule, Formula, hold_values, rounded, summed, written
 
@@ -47,44 +44,22 @@ FOLDED = 4 * UNIT
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class IndexQueries:
+class IndexQueries(CaseInput):
     """Queries of the indexer.
 
-    geometry: the model.
     layout: layout of the index keys.
     heads: heads of the indexer.
     count: tokens.
     dtype: type of q.
     weight_dtype: type of the weights.
     table_rows: rows of the table of cosines and sines; positions are below it.
-    strided: names of arguments (q, weights, cos_sin_cache) whose rows lie apart, or "all".
-    seed: seed of all random numbers.
-    device: torch device.
     """
 
-    geometry: ModelGeometry
-    layout: KVCacheLayout
     heads: int = 8
     count: int = 9
     dtype: torch.dtype = torch.bfloat16
     weight_dtype: torch.dtype = torch.bfloat16
     table_rows: int = 64
-    strided: str = ""
-    seed: int = 0
-    device: str = "cpu"
-
-    @property
-    def layer(self) -> LayerGeometry:
-        """The layer's geometry."""
-        return self.geometry.layer_of_kind(LayerKind.C4A)
-
-    def named_layouts(self) -> list[KVCacheLayout]:
-        """The layout of the keys."""
-        return [self.layout]
-
-    def problems(self, *, lse: bool = True) -> list[Problem]:
-        """Decode on the layer of the indexer."""
-        return attention_problems(self.layer, self.layout, lse=lse)
 
     @cached_property
     def q(self) -> F64:
@@ -120,10 +95,6 @@ class IndexQueries:
         """[Hi, Di] rotated queries of a token."""
         cos, sin = np.split(self.table[self.positions[token]], 2)
         return Formula.exact(self.q[token]).turned(cos, sin)
-
-    def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
-        """Values on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
 
 def run_queries(bench: Bench, inputs: IndexQueries, positions: NDArray[np.int64] | None = None) -> IndexQuery:
@@ -243,10 +214,9 @@ GARBAGE, BESIDE = 0x5A5A5A5A, 12
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class IndexSelection:
+class IndexSelection(CaseInput):
     """One selection: tokens of some requests, and index keys on pages.
 
-    geometry: the model.
     layout: layout of the index keys.
     requests: (tokens before, tokens of this step) of each; token at position p sees (p + 1) // r entries.
     topk: entries to select.
@@ -258,14 +228,9 @@ class IndexSelection:
     padding: tokens of no request (-1) after the batch, which see nothing.
     more_entries: how far `max_entries` is above the largest count of visible entries.
     gap: bytes between pages, in addition to those that the layout asks for.
-    strided: whether rows of `out`, of the table and of the weights lie apart.
     unused: value of bytes of pages that belong to no key.
-    seed: seed of all random numbers.
-    device: torch device.
     """
 
-    geometry: ModelGeometry
-    layout: KVCacheLayout
     requests: Sequence[tuple[int, int]] = ((900, 1), (130, 3), (0, 6), (2100, 2))
     topk: int = 64
     heads: int = 8
@@ -275,23 +240,7 @@ class IndexSelection:
     padding: int = 0
     more_entries: int = 0
     gap: int = 0
-    strided: bool = False
     unused: int = 0xFF
-    seed: int = 0
-    device: str = "cpu"
-
-    @property
-    def layer(self) -> LayerGeometry:
-        """The layer's geometry."""
-        return self.geometry.layer_of_kind(LayerKind.C4A)
-
-    def named_layouts(self) -> list[KVCacheLayout]:
-        """The layout of the keys."""
-        return [self.layout]
-
-    def problems(self, *, lse: bool = True) -> list[Problem]:
-        """Decode on the layer of the indexer."""
-        return attention_problems(self.layer, self.layout, lse=lse)
 
     @cached_property
     def tokens(self) -> list[tuple[int, int]]:
@@ -451,10 +400,6 @@ class IndexSelection:
         if self.whole and query is None:
             return scores, np.zeros(count)
         return scores, score_errors(q, weights, keys, bits)
-
-    def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
-        """Values on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
 
 def query_values(query: IndexQuery, token: int, layout: KVCacheLayout) -> F64:

@@ -18,9 +18,8 @@ from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import KeyForm, Phase
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.check_attention import bits, judged
-from dsv4attn.testing.factories import flash, layout
+from dsv4attn.testing.factories import flash, layout, normal
 from dsv4attn.testing.oracle_cache import OracleCache
-from dsv4attn.testing.random_step import normal
 from dsv4attn.testing.single_call import IndexLists, SingleCall
 from dsv4attn.testing.tolerances import F64, U8, written
 

@@ -24,7 +24,7 @@ from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.attention.raw_q import insert_with_raw_q, prefill_takes_raw_q
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.contract import problem
@@ -34,70 +34,20 @@ from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing import oracle
 from dsv4attn.testing.case import dtype_name
+from dsv4attn.testing.factories import HEADS, CaseInput, flash, frequencies, layout, layouts, normal, tiny_geometry
 from dsv4attn.testing.oracle_cache import Pages, allocate, poison
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, tolerance
 
-__all__ = ["STALE_POSITIONS", "ForwardArgs", "StepFixture", "layouts", "normal", "tiny_geometry", "v41_layouts"]
+__all__ = ["STALE_POSITIONS", "ForwardArgs", "StepFixture", "step"]
 
 Q, KV, ENTRY, SINK, TOPK = range(5)  # streams of random numbers
-HEADS = 2**12  # more heads than any model has
+MOST_HEADS = 2**12  # more heads than any model has
 ABSENT = (-1, -7, 2**31 - 1, 0x7FC00000, -(2**31))  # entry numbers that name nothing; the fourth is a NaN's bits
-
-
-def tiny_geometry(
-    *,
-    num_heads: int = 4,
-    head_dim: int = 32,
-    rope_dim: int = 8,
-    window: int = 8,
-    topk: int = 6,
-    ratios: tuple[int, int] = (4, 16),
-    o_groups: int = 1,
-) -> ModelGeometry:
-    """A model with one layer of each kind, so small that every row can be judged."""
-    return ModelGeometry(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        rope_dim=rope_dim,
-        window=window,
-        index_topk=topk,
-        layers=tuple(zip(LayerKind, (1, *ratios), strict=True)),
-        max_position=2**20,
-        hidden_size=64,
-        o_groups=o_groups,
-        o_lora_rank=8,
-        compress_yarn=Yarn(16.0, 256),
-        name="tiny",
-    )
-
-
-def layouts(geometry: ModelGeometry, group_size: int = 16) -> dict[str, KVCacheLayout]:
-    """Every built-in layout for the dims of a model, by a short name."""
-    dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
-    ocp = KVCacheLayout.fp8_ds_mla(*dims, group_size=group_size)
-    return {
-        "ocp": ocp,
-        "fnuz": attrs.evolve(ocp, fp8_format=Fp8Format.FNUZ, fp8_max=Fp8Format.FNUZ.max),
-        "interleaved": attrs.evolve(ocp, arrangement=Arrangement.INTERLEAVED),
-        "bf16": KVCacheLayout.rows(*dims),
-        "fp32": KVCacheLayout.rows(*dims, dtype=torch.float32),
-    }
-
-
-def v41_layouts(geometry: ModelGeometry) -> dict[str, KVCacheLayout]:
-    """V4.1's records for the dims of a model, by a short name. Those of fp4 are for compressed caches."""
-    dims, split = (geometry.head_dim - geometry.rope_dim, geometry.rope_dim), Arrangement.SPLIT
-    return {
-        "v41": KVCacheLayout.v41_fp8(*dims),
-        "v41-split": KVCacheLayout.v41_fp8(*dims, arrangement=split),
-        "v41-fp4": KVCacheLayout.v41_fp4(*dims),
-        "v41-fp4-split": KVCacheLayout.v41_fp4(*dims, arrangement=split),
-    }
 
 
 STALE_POSITIONS = (0, 2**40, -5, 1, 2**31 - 1, -(2**62))
@@ -113,12 +63,11 @@ class Token(NamedTuple):
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class RandomStep:
+class RandomStep(CaseInput):
     """One step of one layer.
 
     kind: kind of the layer.
     requests: (tokens before, tokens of this step[, padding at its end]) of each, decodes first.
-    geometry: the model.
     layout: layout of the window cache.
     compressed_layout: layout of the compressed cache, or None for that of the window cache; both must read as the same
     type.
@@ -131,7 +80,6 @@ class RandomStep:
     first_head: number of this rank's first head; a rank has the rows and sinks of its own heads.
     distinct: entries whose numbers differ by a multiple of this have equal rows; None means that all rows differ. It
     limits the rows that are judged for a million tokens.
-    seed: seed of all random numbers.
     """
 
     kind: LayerKind = attrs.field(default=LayerKind.SWA, converter=LayerKind)
@@ -146,12 +94,6 @@ class RandomStep:
     outliers: bool = False
     first_head: int = 0
     distinct: int | None = None
-    seed: int = 0
-
-    @cached_property
-    def layer(self) -> LayerGeometry:
-        """The layer's geometry."""
-        return self.geometry.layer_of_kind(self.kind)
 
     @property
     def spans(self) -> list[range]:
@@ -172,7 +114,7 @@ class RandomStep:
 
     def q_rows(self, request: int, positions: Sequence[int]) -> F64:
         """[n, H, D] queries before norm and rotation."""
-        numbers = np.asarray(positions, dtype=np.int64)[:, None] * HEADS + self._heads
+        numbers = np.asarray(positions, dtype=np.int64)[:, None] * MOST_HEADS + self._heads
         return rounded(normal((self.seed, Q, request), numbers, self.layer.head_dim), self.q_dtype)
 
     def key_rows(self, request: int, positions: Sequence[int]) -> F64:
@@ -320,34 +262,6 @@ def _record(library: _Library, stream: int, request: int, number: int) -> F64:
     return stored(row, library.layout if stream == KV else library.compressed_layout)
 
 
-@cache
-def frequencies(rope: Rope) -> oracle.F32:
-    """Frequencies of a layer's rotation."""
-    yarn = oracle.Yarn(**attrs.asdict(rope.yarn)) if rope.yarn else None
-    return oracle.rope_inv_freq(rope.dim, rope.theta, yarn)
-
-
-@cache
-def _start(key: tuple[int, ...]) -> np.uint64:
-    """Where the numbers of a key begin."""
-    start: np.uint64 = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
-    return start
-
-
-def normal(key: tuple[int, ...], rows: NDArray[np.int64], width: int) -> F64:
-    """Standard normal numbers [*rows.shape, width] that depend on the key, the row number and the column only."""
-    x = rows.astype(np.uint64)[..., None] * np.uint64(width) + np.arange(width, dtype=np.uint64)
-    x *= np.uint64(0x9E3779B97F4A7C15)
-    x += _start(key)
-    x ^= x >> np.uint64(30)  # the finaliser of splitmix64
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    first, second = ((x >> np.uint64(32)) + np.uint64(1)) / 2.0**32, (x & np.uint64(0xFFFFFFFF)) / 2.0**32
-    return np.asarray(np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second))
-
-
 MORE = 19
 """Columns of rows wider than the window that hold -1, beside those that hold slots."""
 
@@ -426,8 +340,6 @@ class StepFixture(RandomStep):
     num_speculative_tokens: as in `Limits`.
     short_prefills: as in `MetadataBuilder`.
     poison: byte written over all bytes of the caches that no query names, or None. With it, padding rows of q are NaN.
-    strided: arguments (q, kv, out, lse, topk_indices, block_table, cos_sin_cache) whose rows lie apart, or "all".
-    device: torch device.
     pages_of: scenario whose pages this step shares, or None.
     causal: as in `Batch`.
     replay: first position of each request that a window may have; () is 0 for all.
@@ -448,8 +360,6 @@ class StepFixture(RandomStep):
     num_speculative_tokens: int = 0
     short_prefills: bool = False
     poison: int | None = None
-    strided: str = ""
-    device: str = "cpu"
     pages_of: StepFixture | None = None
     causal: bool = True
     replay: Sequence[int] = ()
@@ -571,12 +481,12 @@ class StepFixture(RandomStep):
                 continue
             positions = range(swa.live[i][0] // swa.block_size * swa.block_size, before)
             q = np.zeros((len(positions), self.layer.num_heads, self.layer.head_dim))
-            slots = self._tensor(swa.slots(i, positions))
+            slots = self.tensor(swa.slots(i, positions))
             self._insert(backend, caches, [q], [self.key_rows(i, positions)], slots, [*positions])
             if caches.compressed is not None:
                 entries = self._owned(self._past_entries(i, before // self.layer.compress_ratio))
-                rows = self._tensor(self.entry_rows(i, entries), self.layout.row_dtype)
-                slots = self._tensor(compressed.slots(i, map(self.ownership.local, entries)))
+                rows = self.tensor(self.entry_rows(i, entries), self.layout.row_dtype)
+                slots = self.tensor(compressed.slots(i, map(self.ownership.local, entries)))
                 backend.quantize_and_insert_k_cache(rows, caches.compressed, slots)
         return caches
 
@@ -612,14 +522,14 @@ class StepFixture(RandomStep):
         if caches.compressed is not None and metadata.compressed is not None:
             ratio = self.layer.compress_ratio
             entries = [*(self.entry_rows(i, [p // ratio for p in span]) for i, span in spans), extra[:, 0]]
-            rows = self._tensor(np.concatenate(entries), self.layout.row_dtype)
+            rows = self.tensor(np.concatenate(entries), self.layout.row_dtype)
             backend.quantize_and_insert_k_cache(rows, caches.compressed, metadata.compressed.slot_mapping)
         if self.poison is not None:
             self._poison(q, caches, self.poison)
-        sink = None if self.sink_values is None else self._tensor(self.sink_values, torch.float32)
+        sink = None if self.sink_values is None else self.tensor(self.sink_values, torch.float32)
         topk = None
         if self.kind is LayerKind.C4A:
-            topk = self._tensor(self.topk_rows)
+            topk = self.tensor(self.topk_rows)
             topk = StridedTensors(self.strided)("topk_indices", self.ownership.local_numbers(topk) if divided else topk)
         return ForwardArgs(self.layer, limits, q, caches, metadata, sink, topk, self.strided, raw)
 
@@ -636,7 +546,7 @@ class StepFixture(RandomStep):
             places = np.random.default_rng((self.seed, i)).permutation(width)[: len(positions)]
             rows[i, 0, places] = self.pages[0].slots(self.tokens[first + i].request, positions)
             lens[i] = places.max(initial=-1) + 1
-        wide = attrs.evolve(swa, prefill_swa_indices=self._tensor(rows), prefill_swa_lens=self._tensor(lens))
+        wide = attrs.evolve(swa, prefill_swa_indices=self.tensor(rows), prefill_swa_lens=self.tensor(lens))
         return attrs.evolve(metadata, swa=wide)
 
     def batch(self) -> Batch:
@@ -652,12 +562,12 @@ class StepFixture(RandomStep):
             seq_lens=seq_lens.to(self.device),
             seq_lens_cpu=seq_lens,
             slot_mapping=torch.tensor([*slots, *[-1] * (self.extra_rows // 2)], device=self.device, dtype=torch.int64),
-            block_table=strided("block_table", self._tensor(swa.table)),
+            block_table=strided("block_table", self.tensor(swa.table)),
             compressed_block_table=None
             if self.kind is LayerKind.SWA
-            else strided("block_table", self._tensor(compressed.table)),
-            replay_start=self._tensor(np.array(self.replay, dtype=np.int32)) if self.replay else None,
-            num_cached_tokens=self._tensor(np.array(self.replay, dtype=np.int32)) if self.replay else None,
+            else strided("block_table", self.tensor(compressed.table)),
+            replay_start=self.tensor(np.array(self.replay, dtype=np.int32)) if self.replay else None,
+            num_cached_tokens=self.tensor(np.array(self.replay, dtype=np.int32)) if self.replay else None,
             causal=self.causal,
         )
 
@@ -672,9 +582,9 @@ class StepFixture(RandomStep):
         step: tuple[AttentionMetadata, Limits] | None = None,
     ) -> tuple[Tensor, RawQuery | None]:
         """Insert keys. Returns the queries, normalised and rotated, unless prefill of this step takes them raw."""
-        strided, places = StridedTensors(self.strided), self._tensor(np.asarray(positions, dtype=np.int64))
-        queries = strided("q", self._tensor(np.concatenate(q), self.q_dtype))
-        keys = strided("kv", self._tensor(np.concatenate(kv), self.q_dtype))  # kv has q's dtype
+        strided, places = StridedTensors(self.strided), self.tensor(np.asarray(positions, dtype=np.int64))
+        queries = strided("q", self.tensor(np.concatenate(q), self.q_dtype))
+        keys = strided("kv", self.tensor(np.concatenate(kv), self.q_dtype))  # kv has q's dtype
         table = strided("cos_sin_cache", self._cos_sin)
         given, eps, raw = (queries, keys, caches.swa, slots), self.layer.q_eps, None
         if self.raw_q and step is not None and eps is not None:
@@ -700,5 +610,27 @@ class StepFixture(RandomStep):
     def _cos_sin(self) -> Tensor:
         return cos_sin_cache(self.layer.rope, self.limits.max_model_len, self.device)
 
-    def _tensor(self, values: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.from_numpy(values).to(self.device, dtype)
+
+def step(
+    kind: str,
+    *requests: tuple[int, ...],
+    heads: int = HEADS,
+    select: int = 512,
+    cache: str = "ocp",
+    compressed: str | None = None,
+    pages: tuple[int, int] = (64, 256),
+    ratio: int = 0,
+    **more: Any,  # noqa: ANN401 - fields of a StepFixture
+) -> StepFixture:
+    """One step of a batch. pages: records of a window page, tokens of a compressed one."""
+    geometry = more.pop("geometry", None) or flash(kind, heads, select, ratio)
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "requests": requests,
+        "geometry": geometry,
+        "layout": layout(cache, geometry),
+        "compressed_layout": layout(compressed, geometry) if compressed else None,
+        "swa_block_size": pages[0],
+        "compressed_block_tokens": pages[1],
+    }
+    return StepFixture(**{**fields, **more})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -22,14 +22,14 @@ from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedK
 from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, IndexForm, KeyForm, Phase
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.testing.case import Bench, Wrong, dtype_name
+from dsv4attn.testing.factories import HEADS, CaseInput, flash, layout, normal
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement
-from dsv4attn.testing.random_step import normal
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, Expected, rounded, tolerance
 
-__all__ = ["IndexLists", "Pattern", "SingleCall"]
+__all__ = ["IndexLists", "SingleCall", "call"]
 
 I64 = NDArray[np.int64]
 GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
@@ -55,7 +55,7 @@ class IndexLists:
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class SingleCall:
+class SingleCall(CaseInput):
     """Rows of queries over a oracle cache of window keys and, but for window-only layers, one of compressed entries.
 
     pattern: what lanes hold beside slots of keys. "plain": nothing, shorter rows are filled up with -1. "behind":
@@ -67,13 +67,9 @@ class SingleCall:
     "huge": all logits of a row and head are above 88, or all below -88, where fp32 has no exponential.
     "mixed": holes, slots listed twice, rows and segments without keys, and rows with all their keys.
 
-    strided: names of arguments (q, out, lse) whose rows lie apart, or "all".
     """
 
     phase: Phase
-    geometry: ModelGeometry
-    layout: KVCacheLayout
-    kind: LayerKind = attrs.field(default=LayerKind.C4A, converter=LayerKind)
     compressed_layout: KVCacheLayout | None = None
     placements: tuple[PagePlacement, PagePlacement] = (PagePlacement(64), PagePlacement(16))
     pattern: Pattern = "plain"
@@ -86,9 +82,6 @@ class SingleCall:
     sinks: Sequence[float] | None = None
     softmax_scale: float | None = None
     """Instead of head_dim ** -0.5."""
-    strided: str = ""
-    seed: int = 0
-    device: str = "cpu"
 
     @property
     def layer(self) -> LayerGeometry:
@@ -132,12 +125,12 @@ class SingleCall:
     def oracle_caches(self) -> list[OracleCache]:
         """The caches: twice as many slots as a row names, half of them written."""
         made = []
-        for i, (layout, placement, width) in enumerate(
+        for i, (cache_layout, placement, width) in enumerate(
             zip(self.named_layouts(), self.placements, self.widths, strict=False)
         ):
             blocks = -(-2 * max(width, 1) // placement.block_size) if not placement.gap else 3
             slots = self._live(i, width, blocks * placement.block_size)
-            oracle_cache = OracleCache.blank(layout, blocks, placement, self.device)
+            oracle_cache = OracleCache.blank(cache_layout, blocks, placement, self.device)
             rows = normal((self.seed, 11, i), slots % 61 if self._loud(i) else slots, self.layer.head_dim)
             if self._loud(i):
                 rows[:LOUD] *= TIMES
@@ -250,7 +243,7 @@ class SingleCall:
             keys = tuple(PagedKeys(oracle_cache.cache, self._indices(one, form)) for oracle_cache, one in pairs)
             width = sum(self.widths)
         strided, sink = StridedTensors(self.strided), None
-        q = strided("q", self._tensor(self.q).to(self.q_dtype))
+        q = strided("q", self.tensor(self.q).to(self.q_dtype))
         if self.sinks is not None:
             sink = torch.tensor(self.sinks, dtype=torch.float32, device=self.device)
         out = strided("out", torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device))
@@ -277,14 +270,14 @@ class SingleCall:
         if form is IndexForm.DENSE:
             rows, width = index_lists.slots.shape
             # a view of wider rows, as tables of a fixed width are
-            wide = self._tensor(np.full((rows, width + 3), 0x7FC00000)).int()
-            wide[:, :width] = self._tensor(index_lists.slots)
-            return DenseIndices(wide[:, :width], self._tensor(index_lists.lens).int())
+            wide = self.tensor(np.full((rows, width + 3), 0x7FC00000)).int()
+            wide[:, :width] = self.tensor(index_lists.slots)
+            return DenseIndices(wide[:, :width], self.tensor(index_lists.lens).int())
         inside = [index_lists.inside(row) for row in range(len(index_lists.lens))]
         flat = np.resize([*GARBAGE, *index_lists.slots[:1, :3].flatten()], index_lists.slots.size)
         ends = np.concatenate([[0], np.cumsum(index_lists.lens)])
         flat[: ends[-1]] = np.concatenate(inside)
-        return RaggedIndices(self._tensor(flat).int(), self._tensor(ends).int(), index_lists.slots.shape[1])
+        return RaggedIndices(self.tensor(flat).int(), self.tensor(ends).int(), index_lists.slots.shape[1])
 
     def _gathered(self, index_lists: Sequence[IndexLists], form: IndexForm, alignment: int) -> tuple[GatheredKeys, int]:
         """All segments as rows of one tensor; what names nothing names nothing there either."""
@@ -304,10 +297,22 @@ class SingleCall:
         for row in range(self.rows):
             junk = np.concatenate([part[row] for part in behind])
             slots[row, lens[row] : lens[row] + len(junk)] = junk
-        kv = self._tensor(np.concatenate([oracle_cache.values for oracle_cache in self.oracle_caches])).to(
+        kv = self.tensor(np.concatenate([oracle_cache.values for oracle_cache in self.oracle_caches])).to(
             self.layout.row_dtype
         )
         return GatheredKeys(kv, self._indices(IndexLists(slots, lens), form)), width
 
-    def _tensor(self, values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+def call(
+    phase: Phase,
+    pattern: Pattern,
+    kind: str = "c4a",
+    *,
+    heads: int = HEADS,
+    cache: str = "ocp",
+    **more: Any,  # noqa: ANN401 - fields of a Call
+) -> SingleCall:
+    """One call of a backend, made by hand."""
+    geometry = flash(kind, heads)
+    fields = {"phase": phase, "pattern": pattern, "kind": kind, "geometry": geometry, "layout": layout(cache)}
+    return SingleCall(**{**fields, **more})

@@ -10,7 +10,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dsv4attn.testing.random_step import StepFixture, layouts, tiny_geometry
+from dsv4attn.testing.factories import layouts, tiny_geometry
+from dsv4attn.testing.random_step import StepFixture
 
 
 def examples(n: int) -> settings:

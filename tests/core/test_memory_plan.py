@@ -27,7 +27,8 @@ from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError, CanaryError, WorkspaceError
-from dsv4attn.testing.random_step import ForwardArgs, StepFixture, tiny_geometry
+from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.random_step import ForwardArgs, StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits, backend_of
 
 BLOCKS, SWA_BLOCK = 3, 2

@@ -32,7 +32,8 @@ from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.random_step import StepFixture, tiny_geometry
+from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.random_step import StepFixture
 
 FORMS = {
     "decode": Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, 8),

@@ -7,7 +7,7 @@ import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.factories import rows
+from dsv4attn.testing.check_insert import rows
 from dsv4attn.testing.strided import NAMES, StridedTensors, each_strided
 
 

@@ -23,8 +23,8 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing import random_step
-from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing import factories
+from dsv4attn.testing.factories import tiny_geometry
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, launching_nothing
@@ -183,7 +183,7 @@ ODD = [
 @pytest.mark.parametrize("geometry", ODD, ids=lambda geometry: str(geometry.head_dim))
 @all_kinds
 def test_g18_with_any_dims_every_launch_is_foreseen(kind: LayerKind, geometry: ModelGeometry, name: str) -> None:
-    layout = random_step.layouts(geometry)[name]
+    layout = factories.layouts(geometry)[name]
     q_dtype = torch.float32 if layout.dtype == torch.float32 else torch.bfloat16
     on = Engine(GenericBackend(), geometry, LIMITS, kind, META, layout=layout, q_dtype=q_dtype)
     with launching_nothing(), observed() as seen:

@@ -11,7 +11,8 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.random_step import StepFixture, layouts, tiny_geometry
+from dsv4attn.testing.factories import layouts, tiny_geometry
+from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.cache.caches import DEVICE
 
 __all__ = ["QuickHistory", "bounds_of", "problems"]

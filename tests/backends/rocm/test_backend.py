@@ -31,7 +31,8 @@ from dsv4attn.selection import explain, load_backend
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, run_case
-from dsv4attn.testing.random_step import StepFixture, tiny_geometry
+from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, TINY, Trial
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE

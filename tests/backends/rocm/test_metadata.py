@@ -32,7 +32,8 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.random_step import StepFixture, tiny_geometry
+from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
 from tests.core.strategies import examples

@@ -27,8 +27,8 @@ from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import random_step
-from dsv4attn.testing.random_step import tiny_geometry
+from dsv4attn.testing import factories
+from dsv4attn.testing.factories import tiny_geometry
 from tests.backends._triton.engine import Engine, launching_nothing
 from tests.backends.built_in import forms
 
@@ -143,7 +143,7 @@ ODD = (
 @pytest.mark.parametrize("geometry", ODD, ids=lambda geometry: str(geometry.head_dim))
 @pytest.mark.parametrize("name", forms())
 def test_g18_slices_of_any_dims_are_foreseen(name: str, geometry: ModelGeometry) -> None:
-    for seed, (cache, dtype) in enumerate((random_step.layouts(geometry)[one], BF16) for one in ("ocp", "bf16")):
+    for seed, (cache, dtype) in enumerate((factories.layouts(geometry)[one], BF16) for one in ("ocp", "bf16")):
         for kind in (LayerKind.SWA, LayerKind.C4A):
             on = engine(name, cache, dtype, kind, geometry)
             asked, known = on.sweep(4, seed), foreseen(on.backend, on.bounds())
@@ -151,7 +151,7 @@ def test_g18_slices_of_any_dims_are_foreseen(name: str, geometry: ModelGeometry)
             assert asked <= known, {str(one) for one in asked - known}
 
 
-@pytest.mark.parametrize("layout", random_step.layouts(ODD[1]).values(), ids=random_step.layouts(ODD[1]))
+@pytest.mark.parametrize("layout", factories.layouts(ODD[1]).values(), ids=factories.layouts(ODD[1]))
 def test_g18_records_out_of_step_on_aligned_pages_are_foreseen(layout: KVCacheLayout) -> None:
     item = layout.dtype.itemsize
     last = layout.record_bytes // item
