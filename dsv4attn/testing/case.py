@@ -16,10 +16,11 @@ from typing import Any
 import attrs
 import torch
 
-from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.backend import Backend, KeyForm, complete
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.errors import ArgumentError, did_you_mean
 
-__all__ = ["Area", "Bench", "Case", "Check", "Measure", "SkipCase", "Wrong", "chosen", "dtype_name"]
+__all__ = ["Area", "Bench", "Case", "Check", "Measure", "SkipCase", "Wrong", "chosen", "dtype_name", "worst_of"]
 
 
 class Area(str, Enum):
@@ -79,6 +80,11 @@ class Measure:
         return self
 
 
+def worst_of(*measures: Measure) -> Measure:
+    """The measure that takes most of its budget."""
+    return max(measures, key=lambda measure: measure.fraction)
+
+
 @attrs.frozen
 class Bench:
     """A backend and a device to run cases on.
@@ -91,6 +97,16 @@ class Bench:
     backend: Backend
     device: str = "cpu"
     lse: bool = True
+
+    @property
+    def layer_ops(self) -> LayerOps:
+        """The backend's ops of the layer around attention, with torch's definition of those that it does not bring."""
+        return complete(self.backend).layer_ops
+
+    def require_gathering(self) -> None:
+        """Raise SkipCase if the backend reads pages in prefill, so that it gathers nothing."""
+        if self.backend.forms.prefill_keys is not KeyForm.GATHERED:
+            raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
 
 
 Check = Callable[[Bench, Any], Measure]

@@ -17,7 +17,7 @@ from dsv4attn.core.context_parallel.attention import merge_parts
 from dsv4attn.core.contract.backend import RankSteps, complete
 from dsv4attn.core.memory.rank_buffers import merge_specs
 from dsv4attn.core.torch_ops import merge
-from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
+from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, worst_of
 from dsv4attn.testing.oracle_cache import body
 from dsv4attn.testing.random_step import ForwardArgs, StepFixture
 from dsv4attn.testing.single_call import IndexLists, SingleCall
@@ -26,7 +26,7 @@ from dsv4attn.testing.tolerances import tolerance
 __all__ = [
     "any_cut_same_bits", "bits", "equals_oracle", "judged", "largest_logits", "layers_share", "over_ranks",
     "reads_raw_q", "require_same_bits", "same_bits", "sharded", "sink_matters", "slices_of_heads", "step_by_step",
-    "without_columns", "without_lse", "worst",
+    "without_columns", "without_lse",
 ]  # fmt: skip
 
 Result = tuple[Tensor, "Tensor | None"]
@@ -36,8 +36,7 @@ def run(bench: Bench, inputs: StepFixture | SingleCall) -> Result:
     """Run a case input; lse is None where the backend gives none."""
     if isinstance(inputs, SingleCall):
         return inputs.run(bench)
-    out, lse = inputs.problem(bench.backend).run(bench.backend, with_lse=bench.lse)
-    return out, lse if bench.lse else None
+    return inputs.problem(bench.backend).answer(bench)
 
 
 def judged(inputs: StepFixture | SingleCall, result: Result) -> Measure:
@@ -47,11 +46,6 @@ def judged(inputs: StepFixture | SingleCall, result: Result) -> Measure:
         return Measure(error, inputs.budget).hold(where)
     budget = tolerance(inputs.layout, inputs.q_dtype)
     return Measure(error * budget, budget).hold(where)
-
-
-def worst(measures: Sequence[Measure]) -> Measure:
-    """The measure nearest to its budget."""
-    return max(measures, key=lambda m: m.fraction)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -83,8 +77,7 @@ def reads_raw_q(bench: Bench, inputs: StepFixture) -> Measure:
     pairs = zip(problem.caches.segments(inputs.layer), plain.caches.segments(inputs.layer), strict=True)
     if not all(torch.equal(bits(body(one)), bits(body(other))) for one, other in pairs):
         raise Wrong("an insert of keys alone writes other bytes than one with queries")
-    out, lse = problem.run(bench.backend, with_lse=bench.lse)
-    return judged(inputs, (out, lse if bench.lse else None))
+    return judged(inputs, problem.answer(bench))
 
 
 def same_bits(what: str, *variations: dict[str, Any]) -> Callable[[Bench, Any], Measure]:
@@ -111,7 +104,7 @@ def sink_matters(bench: Bench, inputs: StepFixture) -> Measure:
         raise Wrong("changing the sink does not change the output")
     if lse is not None and same is not None and not torch.equal(bits(lse), bits(same)):
         raise Wrong("changing the sink changes the lse")
-    return worst([judged(inputs, (out, lse)), judged(other, (changed, same))])
+    return worst_of(judged(inputs, (out, lse)), judged(other, (changed, same)))
 
 
 def slices_of_heads(bench: Bench, inputs: StepFixture) -> Measure:
@@ -119,7 +112,7 @@ def slices_of_heads(bench: Bench, inputs: StepFixture) -> Measure:
     half = inputs.layer.num_heads // 2
     geometry = attrs.evolve(inputs.geometry, num_heads=half, o_groups=1)
     parts = [attrs.evolve(inputs, geometry=geometry, first_head=first) for first in (0, half)]
-    return worst([judged(inputs, run(bench, inputs)), *(judged(part, run(bench, part)) for part in parts)])
+    return worst_of(judged(inputs, run(bench, inputs)), *(judged(part, run(bench, part)) for part in parts))
 
 
 def without_lse(bench: Bench, inputs: StepFixture) -> Measure:
@@ -147,7 +140,7 @@ def largest_logits(bench: Bench, call: SingleCall) -> Measure:
         row, head = np.unravel_index(errors.argmax(), errors.shape)
         where = f"max_logits of row {row}, head {head}: {found[row, head]:.6g}, expected {wanted[row, head]:.6g}"
         measures.append(Measure(float(errors.max()), one.budget).hold(where))
-    return worst(measures)
+    return worst_of(*measures)
 
 
 def lse_of_empty_rows(bench: Bench, call: SingleCall) -> Measure:
@@ -168,8 +161,7 @@ def without_columns(bench: Bench, inputs: StepFixture) -> Measure:
     problem = inputs.problem(bench.backend)
     assert problem.topk_indices is not None
     problem = attrs.evolve(problem, topk_indices=problem.topk_indices[:, :0])
-    out, lse = problem.run(bench.backend, with_lse=bench.lse)
-    return judged(inputs, (out, lse if bench.lse else None))
+    return judged(inputs, problem.answer(bench))
 
 
 def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Measure]:
@@ -189,14 +181,13 @@ def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Measure
                 done = [d + n for d, (_, n) in zip(done, now, strict=True)]
                 step = inputs.at(*now)
                 problem = step.problem(bench.backend, caches)
-                out, lse = problem.run(bench.backend, with_lse=bench.lse)
-                measures.append(judged(step, (out, lse if bench.lse else None)))
+                measures.append(judged(step, problem.answer(bench)))
             assert done == [n for _, n in inputs.requests], "a cut covers all tokens"
             ends.append([body(cache).clone() for cache in caches.segments(inputs.layer)])
         for cut, end in zip(cuts[1:], ends[1:], strict=True):
             if not all(torch.equal(a, b) for a, b in zip(ends[0], end, strict=True)):
                 raise Wrong(f"steps of {list(cut)} tokens leave other bytes in the caches than {list(cuts[0])}")
-        return worst(measures)
+        return worst_of(*measures)
 
     return check
 
@@ -295,11 +286,11 @@ class _Steps:
             done = [d + n for d, n in zip(done, counts, strict=True)]
             if not any(counts):
                 continue
-            out, lse = step.problem(bench.backend, caches, limits).run(bench.backend, with_lse=bench.lse)
+            out, lse = step.problem(bench.backend, caches, limits).answer(bench)
             if judge:
-                measure = judged(step, (out, lse if bench.lse else None))
+                measure = judged(step, (out, lse))
             for row, token in enumerate(step.tokens):
-                parts = [bits(out[row]).flatten(), *([bits(lse[row])] if bench.lse else [])]
+                parts = [bits(out[row]).flatten(), *([] if lse is None else [bits(lse[row])])]
                 found[token.request, token.position] = torch.cat(parts)
         return found, measure
 
@@ -327,13 +318,13 @@ def layers_share(bench: Bench, inputs: StepFixture) -> Measure:
         layer = attrs.evolve(
             problem, layer=first.layer, limits=first.limits, metadata=first.metadata, topk_indices=buffer
         )
-        out, lse = layer.run(bench.backend, workspace, with_lse=bench.lse)
+        out, lse = layer.answer(bench, workspace)
         results.append((layer, (out, lse)))  # alive, so that no two layers have one address
         try:
-            measures.append(judged(one, (out, lse if bench.lse else None)))
+            measures.append(judged(one, (out, lse)))
         except Wrong as wrong:
             raise Wrong(f"layer {n % LAYERS}, time {n // LAYERS + 1}: {wrong}", wrong.measure) from wrong
-    return worst(measures)
+    return worst_of(*measures)
 
 
 def over_ranks(*divided: tuple[int, int]) -> Callable[[Bench, StepFixture], Measure]:
@@ -355,7 +346,7 @@ def over_ranks(*divided: tuple[int, int]) -> Callable[[Bench, StepFixture], Meas
             except Wrong as wrong:
                 raise Wrong(f"{size} ranks, interleave {interleave}, merged: {wrong}", wrong.measure) from None
             measures += [whole, *(measure for measure, *_ in parts)]
-        return worst(measures)
+        return worst_of(*measures)
 
     return check
 

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.factories import CaseInput, normal
+from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
+from dsv4attn.testing.factories import CaseInput, cos_sin_table, normal
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages, place_of
 from dsv4attn.testing.random_step import STALE_POSITIONS
 from dsv4attn.testing.tolerances import F64, U8, Formula, found, hold_record, hold_values, rounded
@@ -132,14 +131,13 @@ class CompressorStep(CaseInput):
     @cached_property
     def norm_weight(self) -> F64:
         """[d] weight of the norm."""
-        return rounded(1 + 0.5 * normal((self.seed, WEIGHT), np.zeros(1, dtype=np.int64), self.dim)[0], self.norm_dtype)
+        return self.drawn_norm_weight(WEIGHT, self.dim, self.norm_dtype)
 
     @cached_property
     def table(self) -> F64:
         """[positions, rope] cosines, then sines, of random angles: only a step that reads the table is right."""
         last = max((before + count for before, count in self.requests), default=1)
-        angles = np.random.default_rng((self.seed, ANGLES)).uniform(-math.pi, math.pi, (last, self.layer.rope_dim // 2))
-        return rounded(np.concatenate([np.cos(angles), np.sin(angles)], 1), torch.float32)
+        return cos_sin_table(self.drawn_angles(ANGLES, last, self.layer.rope_dim // 2))
 
     def state(self, request: int, position: int) -> F64:
         """[2 w] state of a token."""
@@ -259,7 +257,7 @@ class CompressorStep(CaseInput):
             place = slot // size, place_of(self.layout, slot % size, size)
             where = f"entry {number} of request {request}, slot {slot}"
             measure = hold_record(now[place], self.entry(request, number), self.layout, where)
-            worst = max(worst, measure, key=lambda m: m.fraction)
+            worst = worst_of(worst, measure)
             untouched[place] = now[place]
         if not np.array_equal(now, untouched):
             page, byte = (int(axis[0]) for axis in np.nonzero(now != untouched))
@@ -283,7 +281,7 @@ def run_step(
     values: kv and scores of the tokens; None: their states are saved already. slots: slot mapping of the entries, other
     than that of the tokens. padded: whether rows of padding, with NaN and stale positions, stand before and after them.
     """
-    steps, tokens = complete(bench.backend).layer_ops, inputs.tokens(spans)
+    steps, tokens = bench.layer_ops, inputs.tokens(spans)
     entry_slots, state_slots = inputs.entry_slots(spans) if slots is None else slots, inputs.state_slots(spans)
     if padded:
         missing = [(-1, position) for position in STALE_POSITIONS]
@@ -335,7 +333,7 @@ def _save(bench: Bench, inputs: CompressorStep, cache: PagedKVCache, slots: np.n
     positions = inputs.tensor(np.array([p for _, p in inputs.tokens(inputs.spans)], dtype=np.int64))
     ape = inputs.tensor(inputs.ape, torch.float32)
     before = kv.clone(), score.clone()
-    complete(bench.backend).layer_ops.save_partial_states(kv, score, ape, positions, cache, inputs.tensor(slots))
+    bench.layer_ops.save_partial_states(kv, score, ape, positions, cache, inputs.tensor(slots))
     if not (torch.equal(kv, before[0]) and torch.equal(score, before[1])):
         raise Wrong("kv or scores were changed")
 
@@ -577,9 +575,7 @@ class LatentSteps(CaseInput):
 
     def weight(self) -> F64:
         """[d] weight of a norm."""
-        return rounded(
-            1 + 0.5 * normal((self.seed, LATENT_WEIGHT), np.zeros(1, dtype=np.int64), self.dim)[0], torch.float32
-        )
+        return self.drawn_norm_weight(LATENT_WEIGHT, self.dim)
 
     def latent(self, request: int, number: int) -> Formula:
         """A latent before it is rounded."""
@@ -631,7 +627,7 @@ def _run(
     before = kv.clone(), score.clone()
     weight = inputs.tensor(inputs.weight(), torch.float32)
     rest = positions, requests, weight, inputs.eps, inputs.ratio
-    run = complete(bench.backend).layer_ops.compress_latents
+    run = bench.layer_ops.compress_latents
     if states is None:
         found = run(kv, None, *rest)
     else:
@@ -682,7 +678,7 @@ def _judge(inputs: LatentSteps, found: Tensor, spans: Sequence[Span]) -> Measure
         where = f"latent {position // inputs.ratio} of request {request}"
         wanted = inputs.latent(request, position // inputs.ratio)
         measure = hold_values(row, wanted, torch.bfloat16, partial(_place, where))
-        worst = max(worst, measure, key=lambda m: m.fraction)
+        worst = worst_of(worst, measure)
     return worst
 
 
@@ -724,7 +720,7 @@ def makes_latents(*cuts: Sequence[int], padded: bool = False) -> Callable[[Bench
             steps, states = inputs.steps(sizes), _blank(inputs) if inputs.ratio > 1 else None
             for spans in steps:
                 measure = _judge(inputs, _run(bench, inputs, states, spans, padded=padded), spans)
-                worst = max(worst, measure, key=lambda m: m.fraction)
+                worst = worst_of(worst, measure)
             if states is not None:
                 _judge_rings(inputs, states, steps)
         return worst
@@ -740,7 +736,7 @@ def replaces_drafts(bench: Bench, inputs: LatentSteps) -> Measure:
         spans = [(i, range(length)[begin:end]) for i, length in enumerate(inputs.lengths)]
         found = _run(bench, values, states, spans)
         if values is inputs:
-            worst = max(worst, _judge(inputs, found, spans), key=lambda m: m.fraction)
+            worst = worst_of(worst, _judge(inputs, found, spans))
     _judge_rings(inputs, states, [[(i, range(length)) for i, length in enumerate(inputs.lengths)]])
     return worst
 
@@ -769,14 +765,11 @@ def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, LatentStep
             positions, x = torch.cat([around, positions, around]), torch.cat([nothing, x, nothing])
             missing = [(-1, position) for position in STALE_POSITIONS]
             pairs, slots = [*missing, *pairs, *missing], np.pad(slots, len(missing), constant_values=-1)
-        angles = np.random.default_rng((inputs.seed, LATENT_ANGLES)).uniform(
-            -math.pi, math.pi, (max(inputs.lengths), 32)
-        )
-        table = rounded(np.concatenate([np.cos(angles), np.sin(angles)], 1), torch.float32)
+        table = cos_sin_table(inputs.drawn_angles(LATENT_ANGLES, max(inputs.lengths), 32))
         weight = inputs.tensor(inputs.weight(), torch.float32) if normed else None
         original, before = x.clone(), oracle_cache.bytes()
         norm = weight, inputs.eps, inputs.tensor(table, torch.float32)
-        steps = complete(bench.backend).layer_ops
+        steps = bench.layer_ops
         steps.norm_rope_store(x, positions, inputs.tensor(slots), *norm, inputs.ratio, oracle_cache.cache)
         if not torch.equal(x.view(torch.int16), original.view(torch.int16)):
             raise Wrong("the rows that were given were changed")
@@ -790,7 +783,7 @@ def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, LatentStep
                 wanted = _in_bf16(wanted.normed(inputs.weight(), inputs.eps))
             wanted = wanted.turned(*np.split(table[p // inputs.ratio * inputs.ratio], 2))
             measure = hold_record(now[place], wanted, inputs.layout, where)
-            worst, untouched[place] = max(worst, measure, key=lambda m: m.fraction), now[place]
+            worst, untouched[place] = worst_of(worst, measure), now[place]
         if not np.array_equal(now, untouched):
             raise Wrong("bytes that belong to no entry of the step were written")
         return worst

@@ -15,9 +15,9 @@ from dsv4attn.core.attention.gathered import fill_by_steps
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
-from dsv4attn.core.contract.backend import IndexForm, KeyForm, complete
+from dsv4attn.core.contract.backend import IndexForm, complete
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
+from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.check_insert import CacheRows
 from dsv4attn.testing.factories import normal
 from dsv4attn.testing.oracle_cache import OracleCache
@@ -31,8 +31,7 @@ LONG = 2**14
 
 def gathers(bench: Bench, rows: CacheRows) -> Measure:
     """`dequantize_and_gather_k_cache` makes rows of records bit for bit, and touches no other row."""
-    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
-        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    bench.require_gathering()
     size = rows.placement.block_size
     oracle_cache = rows.blank().write(np.arange(rows.blocks * size), _book_rows(rows))
     rng = np.random.default_rng((rows.seed, 26))
@@ -48,8 +47,7 @@ def gathers(bench: Bench, rows: CacheRows) -> Measure:
 
 def gathers_long(bench: Bench, rows: CacheRows) -> Measure:
     """More than 1,024 records of a request, and the last ones of sequences whose block table is long."""
-    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
-        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    bench.require_gathering()
     size = rows.placement.block_size
     oracle_cache = rows.blank().write(np.arange(rows.blocks * size), _book_rows(rows))
     seq_lens, takes = np.array([LONG * size, 1031 * size - 3, 70]), np.array([3, 1031, 70])
@@ -105,8 +103,7 @@ UNTOUCHED = -3.0
 
 def gathers_within(bench: Bench, rows: CacheRows) -> Measure:
     """Records that exist go to rows that exist; every other row, and the memory around the output, stays as it is."""
-    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
-        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    bench.require_gathering()
     size, dim = rows.placement.block_size, rows.layer.head_dim
     slots = np.arange(rows.blocks * size)
     oracle_cache = rows.blank().write(slots, normal((rows.seed, 45), slots, dim))
@@ -150,8 +147,7 @@ NONE = np.array([-1, -9, 2**31 - 1, -(2**31)])
 
 def fills(bench: Bench, rows: CacheRows) -> Measure:
     """Rows and lists of chunks of whole requests, and of a part of one, for two layers that share them."""
-    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
-        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    bench.require_gathering()
     window = KVCacheLayout.v41_fp8() if rows.layout.name == "v41_fp4" else rows.layout
     size = rows.placement.block_size
     oracle_caches = [

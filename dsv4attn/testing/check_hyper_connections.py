@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing import oracle_layer
-from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name
+from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name, worst_of
 from dsv4attn.testing.factories import CaseInput, normal
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, UNIT, Formula, hold_values, rounded, summed
@@ -113,7 +112,7 @@ class ResidualStreams(CaseInput):
     @cached_property
     def norm_weight(self) -> F64 | None:
         """[d] weight of the RMSNorm, or None."""
-        return rounded(1 + 0.5 * self.drawn(NORM, 1, self.hidden)[0], self.dtype) if self.normed else None
+        return self.drawn_norm_weight(NORM, self.hidden, self.dtype) if self.normed else None
 
     @cached_property
     def post(self) -> F64:
@@ -132,7 +131,7 @@ class ResidualStreams(CaseInput):
         fn, scale, base = self.fn[: self.streams], np.array([1.7]), self.drawn(HEAD, 1, self.streams)[0]
         return fn, rounded(scale, torch.float32), rounded(base, torch.float32)
 
-    def tensor(self, values: F64, dtype: torch.dtype = torch.float32) -> Tensor:
+    def floats(self, values: F64, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values on the device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
@@ -193,7 +192,7 @@ class ResidualStreams(CaseInput):
     @property
     def mixing(self) -> tuple[Any, ...]:
         """Arguments of `mhc_pre` behind the streams, up to `sinkhorn_repeat`."""
-        tensors = self.tensor(self.fn), self.tensor(self.scale), self.tensor(self.base)
+        tensors = self.floats(self.fn), self.floats(self.scale), self.floats(self.base)
         return *tensors, self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult, self.repeat
 
     @property
@@ -201,12 +200,7 @@ class ResidualStreams(CaseInput):
         """Arguments of the RMSNorm; none without it."""
         if self.norm_weight is None:
             return {}
-        return {"norm_weight": self.tensor(self.norm_weight, self.dtype), "norm_eps": self.norm_eps}
-
-
-def worst_of(*measures: Measure) -> Measure:
-    """The measure that takes most of its budget."""
-    return max(measures, key=lambda measure: measure.fraction)
+        return {"norm_weight": self.floats(self.norm_weight, self.dtype), "norm_eps": self.norm_eps}
 
 
 def rows_of(found: Tensor, inputs: ResidualStreams, what: str, *shape: int, dtype: torch.dtype = torch.float32) -> F64:
@@ -254,9 +248,9 @@ def _judge_mixes(inputs: ResidualStreams, made: tuple[Tensor, Tensor, Tensor], r
 def runs_pre(bench: Bench, inputs: ResidualStreams) -> Measure:
     """`mhc_pre`: the mixes of the streams, and the input of the sublayer."""
     strided = StridedTensors(inputs.strided)
-    residual = strided("residual", inputs.tensor(inputs.residual, inputs.dtype))
+    residual = strided("residual", inputs.floats(inputs.residual, inputs.dtype))
     before = residual.clone()
-    made = complete(bench.backend).layer_ops.mhc_pre(residual, *inputs.mixing, **inputs.norm)
+    made = bench.layer_ops.mhc_pre(residual, *inputs.mixing, **inputs.norm)
     strided.check()
     _unchanged(residual, before)
     return _judge_mixes(inputs, made, inputs.residual)
@@ -281,8 +275,8 @@ def judge_streams(inputs: ResidualStreams, found: Tensor) -> Measure:
 
 def post_arguments(inputs: ResidualStreams, strided: StridedTensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual, post and comb."""
-    x, residual = (strided(name, inputs.tensor(getattr(inputs, name), inputs.dtype)) for name in ("x", "residual"))
-    return x, residual, inputs.tensor(inputs.post[..., None]), inputs.tensor(inputs.comb)
+    x, residual = (strided(name, inputs.floats(getattr(inputs, name), inputs.dtype)) for name in ("x", "residual"))
+    return x, residual, inputs.floats(inputs.post[..., None]), inputs.floats(inputs.comb)
 
 
 def runs_post(bench: Bench, inputs: ResidualStreams) -> Measure:
@@ -290,7 +284,7 @@ def runs_post(bench: Bench, inputs: ResidualStreams) -> Measure:
     strided = StridedTensors(inputs.strided)
     x, residual, post, comb = post_arguments(inputs, strided)
     before = residual.clone()
-    found = complete(bench.backend).layer_ops.mhc_post(x, residual, post, comb)
+    found = bench.layer_ops.mhc_post(x, residual, post, comb)
     strided.check()
     _unchanged(residual, before)
     return judge_streams(inputs, found)
@@ -301,7 +295,7 @@ def runs_fused(bench: Bench, inputs: ResidualStreams) -> Measure:
     strided = StridedTensors(inputs.strided)
     x, residual, post, comb = post_arguments(inputs, strided)
     before = residual.clone()
-    steps = complete(bench.backend).layer_ops
+    steps = bench.layer_ops
     new, *made = steps.mhc_fused_post_pre(x, residual, post, comb, *inputs.mixing, **inputs.norm)
     strided.check()
     _unchanged(residual, before)
@@ -313,9 +307,9 @@ def runs_fused(bench: Bench, inputs: ResidualStreams) -> Measure:
 def runs_head(bench: Bench, inputs: ResidualStreams) -> Measure:
     """`hc_head`: the output behind the last layer."""
     strided, (fn, scale, base) = StridedTensors(inputs.strided), inputs.head
-    streams = strided("residual", inputs.tensor(inputs.residual, inputs.dtype))
-    parameters = inputs.tensor(fn), inputs.tensor(scale), inputs.tensor(base), inputs.rms_eps, inputs.pre_eps
-    found = complete(bench.backend).layer_ops.hc_head(streams, *parameters)
+    streams = strided("residual", inputs.floats(inputs.residual, inputs.dtype))
+    parameters = inputs.floats(fn), inputs.floats(scale), inputs.floats(base), inputs.rms_eps, inputs.pre_eps
+    found = bench.layer_ops.hc_head(streams, *parameters)
     strided.check()
     out, wanted = rows_of(found, inputs, "the head's output", inputs.hidden, dtype=inputs.dtype), []
     for token in inputs.distinct:
@@ -385,10 +379,10 @@ def _same(what: str, now: Tensor, before: Tensor) -> None:
 
 def _runs(bench: Bench, inputs: ResidualStreams, previous: F64 | None) -> Measure:
     strided = StridedTensors(inputs.strided)
-    residual = strided("residual", inputs.tensor(inputs.residual, inputs.dtype))
-    given = None if previous is None else inputs.tensor(previous)
+    residual = strided("residual", inputs.floats(inputs.residual, inputs.dtype))
+    given = None if previous is None else inputs.floats(previous)
     before = residual.clone(), None if given is None else given.clone()
-    made = complete(bench.backend).layer_ops.mhc_pre_delayed(residual, given, *inputs.mixing, **inputs.norm)
+    made = bench.layer_ops.mhc_pre_delayed(residual, given, *inputs.mixing, **inputs.norm)
     strided.check()
     _same("the streams", residual, before[0])
     if given is not None and before[1] is not None:
@@ -411,7 +405,7 @@ def runs_fused_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
     strided, previous = StridedTensors(inputs.strided), previous_of(inputs)
     x, residual, post, comb = post_arguments(inputs, strided)
     before = residual.clone()
-    steps, given = complete(bench.backend).layer_ops, inputs.tensor(previous)
+    steps, given = bench.layer_ops, inputs.floats(previous)
     new, *made = steps.mhc_fused_post_pre_delayed(x, residual, post, comb, given, *inputs.mixing, **inputs.norm)
     strided.check()
     _same("the streams", residual, before)
@@ -423,8 +417,8 @@ def runs_fused_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
 def runs_collapse(bench: Bench, inputs: ResidualStreams) -> Measure:
     """`mhc_collapse`: the output behind the last layer."""
     strided, previous = StridedTensors(inputs.strided), previous_of(inputs)
-    streams = strided("residual", inputs.tensor(inputs.residual, inputs.dtype))
-    found = complete(bench.backend).layer_ops.mhc_collapse(streams, inputs.tensor(previous))
+    streams = strided("residual", inputs.floats(inputs.residual, inputs.dtype))
+    found = bench.layer_ops.mhc_collapse(streams, inputs.floats(previous))
     strided.check()
     out = rows_of(found, inputs, "the output", inputs.hidden, dtype=inputs.dtype)
     wanted = [collapsed(inputs.residual[token], previous[token]) for token in inputs.distinct]

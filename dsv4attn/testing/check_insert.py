@@ -16,26 +16,16 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.testing import oracle
-from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name
-from dsv4attn.testing.factories import HEADS, CaseInput, flash, layout, normal
+from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name, worst_of
+from dsv4attn.testing.factories import HEADS, CaseInput, cos_sin_table, flash, layout, normal
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
 from dsv4attn.testing.random_step import STALE_POSITIONS
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, rounded
 
 __all__ = [
-    "BF16",
-    "FAR_POSITIONS",
-    "FP32_STEPS",
-    "CacheRows",
-    "inserts_both",
-    "inserts_nothing",
-    "inserts_rotated",
-    "normalises_queries",
-    "quantises",
-    "quantises_nothing",
-    "rows",
-    "stale_rows",
+    "BF16", "FAR_POSITIONS", "FP32_STEPS", "CacheRows", "inserts_both", "inserts_nothing", "inserts_rotated",
+    "normalises_queries", "quantises", "quantises_nothing", "rows", "stale_rows",
 ]  # fmt: skip
 
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
@@ -130,21 +120,17 @@ class CacheRows(CaseInput):
     @cached_property
     def angles(self) -> F64:
         """[positions, pairs] angles of the table."""
-        shape = self.table_rows, self.layer.rope_dim // 2
-        draw = np.random.default_rng((self.seed, 24)).uniform(-math.pi, math.pi, shape)
-        return rounded(draw, torch.float32)
+        return rounded(self.drawn_angles(24, self.table_rows, self.layer.rope_dim // 2), torch.float32)
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
         """[n] positions, the first and the last one among them."""
-        drawn = np.random.default_rng((self.seed, 25)).integers(0, self.table_rows, self.count)
-        drawn[:2] = [0, self.table_rows - 1][: self.count]
-        return drawn
+        return self.drawn_positions(25, self.table_rows, self.count)
 
     @cached_property
     def table(self) -> F64:
         """[positions, rope] cosines, then sines."""
-        return rounded(np.concatenate([np.cos(self.angles), np.sin(self.angles)], 1), torch.float32)
+        return cos_sin_table(self.angles)
 
     def turn(self, row: int) -> tuple[F64, F64]:
         """Cosines and sines of a row."""
@@ -240,7 +226,7 @@ def inserts_both(bench: Bench, rows: CacheRows) -> Measure:
     """The fused step in full: queries in place, and keys as records."""
     oracle_cache = rows.blank()
     q = insert(bench, rows, oracle_cache.cache, rows.slots)
-    return max(judge_queries(rows, q), judge_records(rows, oracle_cache, rows.slots), key=_fraction)
+    return worst_of(judge_queries(rows, q), judge_records(rows, oracle_cache, rows.slots))
 
 
 def inserts_nothing(bench: Bench, rows: CacheRows) -> Measure:
@@ -282,13 +268,9 @@ def judge_records(rows: CacheRows, oracle_cache: OracleCache, slots: NDArray[np.
             raise Wrong(f"row {i}, slot {slot}: codes or scales are not those of the format")
         values, wants = _values(got[tail], rope), _values(want[tail], rope)
         errors = np.abs(values - wants) / (_magnitudes(turned[i], rope)[nope:] + 2.0**-126)
-        worst = max(worst, Measure(float(np.where(np.isnan(errors), math.inf, errors).max()), unit), key=_fraction)
+        worst = worst_of(worst, Measure(float(np.where(np.isnan(errors), math.inf, errors).max()), unit))
         worst.hold(f"row {i}, slot {slot}: RoPE values differ from the rotated ones")
     return worst
-
-
-def _fraction(measure: Measure) -> float:
-    return measure.fraction
 
 
 def _values(data: NDArray[np.uint8], count: int) -> F64:
@@ -344,7 +326,7 @@ def inserts_only_its_slots(bench: Bench, rows: CacheRows) -> Measure:
     if len(wrong):
         page, byte = wrong[0].tolist()
         raise Wrong(f"{len(wrong)} bytes were written that belong to no slot of the step, first {byte} of page {page}")
-    return max(measure, judge_records(rows, oracle_cache, slots), key=lambda m: m.fraction)
+    return worst_of(measure, judge_records(rows, oracle_cache, slots))
 
 
 def stale_rows(rows: int, positions: I64) -> tuple[NDArray[np.bool_], I64]:

@@ -12,13 +12,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dsv4attn.core.contract.backend import Phase, complete
+from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import simultaneous_bytes
-from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.check_attention import equals_oracle, judged, require_same_bits, worst
+from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
+from dsv4attn.testing.check_attention import equals_oracle, judged, require_same_bits
 from dsv4attn.testing.random_step import StepFixture
 from dsv4attn.testing.single_call import SingleCall
 
@@ -44,11 +44,11 @@ def fits_the_plan(*batches: Sequence[tuple[int, int]]) -> Callable[[Bench, StepF
             problem = step.problem(bench.backend, limits=limits)
             workspace = workspace or problem.workspace(bench.backend, debug=False)
             size = workspace.total_bytes
-            out, lse = problem.run(bench.backend, workspace, with_lse=bench.lse)
+            out, lse = problem.answer(bench, workspace)
             if workspace.total_bytes != size:
                 raise Wrong(f"the locked workspace grew from {size} to {workspace.total_bytes} bytes")
-            measures.append(judged(step, (out, lse if bench.lse else None)))
-        return worst(measures)
+            measures.append(judged(step, (out, lse)))
+        return worst_of(*measures)
 
     return check
 
@@ -71,18 +71,15 @@ def scratch_is_bounded(bench: Bench, inputs: StepFixture) -> Measure:
 def stale(bench: Bench, inputs: StepFixture) -> Measure:
     """Whatever the workspace holds before a step, the bits are the same."""
     problem = inputs.problem(bench.backend)
-    out, lse = problem.run(bench.backend, with_lse=bench.lse)
-    result = out, lse if bench.lse else None
+    result = problem.answer(bench)
     for byte in (0x00, 0xFF, 0x3F, 0x7F):
         workspace = problem.workspace(bench.backend, debug=False)
         for lane in ("decode", "prefill"):
             (everything,) = workspace.get_simultaneous(((workspace.size(lane),), torch.uint8), lane=lane)
             everything.fill_(byte)
-        other, other_lse = problem.run(bench.backend, workspace, with_lse=bench.lse)
         what = f"over a workspace of bytes 0x{byte:02X}"
-        require_same_bits(what, (other, other_lse if bench.lse else None), result)
-    again, again_lse = problem.run(bench.backend, with_lse=bench.lse)
-    require_same_bits("a second time", (again, again_lse if bench.lse else None), result)
+        require_same_bits(what, problem.answer(bench, workspace), result)
+    require_same_bits("a second time", problem.answer(bench), result)
     return judged(inputs, result)
 
 
@@ -92,9 +89,9 @@ def capped(bench: Bench, inputs: StepFixture) -> Measure:
     least = plan_workspace(inputs.layer, small, bench.backend, inputs.layout).lanes["prefill"]
     measures = [equals_oracle(bench, inputs)]
     for limits in (small, attrs.evolve(inputs.limits, max_workspace_bytes=least)):
-        out, lse = inputs.problem(bench.backend, limits=limits).run(bench.backend, with_lse=bench.lse)
-        measures.append(judged(inputs, (out, lse if bench.lse else None)))
-    return worst(measures)
+        answer = inputs.problem(bench.backend, limits=limits).answer(bench)
+        measures.append(judged(inputs, answer))
+    return worst_of(*measures)
 
 
 def _storage(leaf: object) -> list[torch.UntypedStorage]:
@@ -178,7 +175,7 @@ def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Cal
     """The layer steps of some runs hold no more temporaries than their `transient_bytes` says for so many tokens."""
 
     def check(bench: Bench, inputs: Any) -> Measure:  # noqa: ANN401 - a CaseInput
-        steps = complete(bench.backend).layer_ops
+        steps = bench.layer_ops
         metered, allowed = _Metered(steps), steps.transient_bytes(tokens)
         backend: Any = _Layer(metered)
         for run in runs:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4attn.core.attention.projection import o_proj, output_projection
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.testing import oracle
-from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
+from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, worst_of
 from dsv4attn.testing.check_insert import BF16, FP32_STEPS, CacheRows, stale_rows
 from dsv4attn.testing.factories import normal
 from dsv4attn.testing.strided import StridedTensors
@@ -195,6 +195,6 @@ def _judge(found: Tensor, wanted: F64, budget: F64) -> Measure:
     errors = np.where(np.isnan(errors), math.inf, errors)
     worst = Measure(0.0, 1.0)
     for i, row in enumerate(errors):
-        worst = max(worst, Measure(float(row.max()), 1.0), key=lambda measure: measure.fraction)
+        worst = worst_of(worst, Measure(float(row.max()), 1.0))
         worst.hold(f"row {i}: a projected value is {row.max():.3g} budgets off")
     return worst

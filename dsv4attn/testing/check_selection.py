@@ -16,13 +16,12 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.case import Bench, Measure, Wrong
+from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
 from dsv4attn.testing.check_insert import stale_rows
-from dsv4attn.testing.factories import CaseInput, normal
+from dsv4attn.testing.factories import CaseInput, cos_sin_table, normal
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, TINY, U8, UNIT, CodeRule, Formula, hold_values, rounded, summed, written
@@ -74,22 +73,18 @@ class IndexQueries(CaseInput):
     @cached_property
     def weights(self) -> F64:
         """[T, Hi] weights of the heads, none of them zero."""
-        drawn = normal((self.seed, QUERY_WEIGHTS), np.arange(self.count), self.heads)
+        drawn = self.drawn(QUERY_WEIGHTS, self.count, self.heads)
         return rounded(np.where(np.abs(drawn) < 0.01, 0.5, drawn), self.weight_dtype)
 
     @cached_property
     def table(self) -> F64:
         """[positions, rope] cosines, then sines, of random angles."""
-        shape = self.table_rows, self.layer.rope_dim // 2
-        angles = np.random.default_rng((self.seed, ANGLES)).uniform(-math.pi, math.pi, shape)
-        return rounded(np.concatenate([np.cos(angles), np.sin(angles)], 1), torch.float32)
+        return cos_sin_table(self.drawn_angles(ANGLES, self.table_rows, self.layer.rope_dim // 2))
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
         """[T] positions, the first and the last of the table among them."""
-        drawn = np.random.default_rng((self.seed, POSITIONS)).integers(0, self.table_rows, self.count)
-        drawn[:2] = [0, self.table_rows - 1][: self.count]
-        return drawn
+        return self.drawn_positions(POSITIONS, self.table_rows, self.count)
 
     def turned(self, token: int) -> Formula:
         """[Hi, Di] rotated queries of a token."""
@@ -108,7 +103,7 @@ def run_queries(bench: Bench, inputs: IndexQueries, positions: NDArray[np.int64]
         strided("weights", inputs.tensor(inputs.weights, inputs.weight_dtype)),
     )
     table, before = strided("cos_sin_cache", inputs.tensor(inputs.table, torch.float32)), (q.clone(), weights.clone())
-    steps = complete(bench.backend).layer_ops
+    steps = bench.layer_ops
     at = inputs.tensor(inputs.positions if positions is None else positions)
     made = steps.indexer_q_rope_quant(q, weights, at, table, inputs.layout)
     strided.check()
@@ -147,10 +142,10 @@ def quantises_queries(bench: Bench, inputs: IndexQueries) -> Measure:
             shifts = _judge_codes(inputs, query, token, weights[token])
         else:
             values = query.values[token]
-            worst = max(worst, _hold(values, inputs.turned(token), layout.dtype, f"q of {where}"), key=_fraction)
+            worst = worst_of(worst, _hold(values, inputs.turned(token), layout.dtype, f"q of {where}"))
         wanted = oracle_layer.fold_weights(inputs.weights[token], layout.head_dim, shifts)
         formula = Formula(wanted, FOLDED * np.abs(wanted))
-        worst = max(worst, _hold(weights[token], formula, torch.float32, f"weights of {where}"), key=_fraction)
+        worst = worst_of(worst, _hold(weights[token], formula, torch.float32, f"weights of {where}"))
     return worst
 
 
@@ -164,10 +159,6 @@ def quantises_without_positions_of_padding(bench: Bench, inputs: IndexQueries) -
         if one is not None and not torch.equal(one[live].view(torch.uint8), other[live].view(torch.uint8)):
             raise Wrong(f"a position of padding changed {name} of another query")
     return Measure()
-
-
-def _fraction(measure: Measure) -> float:
-    return measure.fraction
 
 
 def _hold(found: Tensor | F64, formula: Formula, dtype: torch.dtype, what: str) -> Measure:
@@ -265,7 +256,7 @@ class IndexSelection(CaseInput):
             drawn = np.random.default_rng((self.seed, Q)).choice([-1.0, 0.0, 0.0, 1.0], shape)
             drawn[:1] = -1.0  # its products with zeros are -0
         else:
-            drawn = normal((self.seed, Q), np.arange(shape[0] * shape[1]), shape[2]).reshape(shape)
+            drawn = self.drawn(Q, *shape)
         return self._codes(drawn)[0]
 
     def _codes(self, values: F64) -> tuple[F64, U8]:
@@ -287,7 +278,7 @@ class IndexSelection(CaseInput):
             drawn = np.random.default_rng((self.seed, WEIGHTS)).choice([-1.0, -0.5, 0.5, 1.0, 2.0], shape)
             drawn[:1] = -np.abs(drawn[:1])
             return drawn
-        return rounded(normal((self.seed, WEIGHTS), np.arange(shape[0]), shape[1]), torch.float32)
+        return rounded(self.drawn(WEIGHTS, *shape), torch.float32)
 
     def query(self) -> IndexQuery:
         """The queries as tensors."""
@@ -431,7 +422,7 @@ def score_errors(q: F64, weights: F64, keys: F64, bits: int = 24) -> F64:
 
 def sum_bits(bench: Bench) -> int:
     """Bits that sums of products of the backend's index codes keep."""
-    return complete(bench.backend).layer_ops.sum_bits
+    return bench.layer_ops.sum_bits
 
 
 def run_selection(bench: Bench, inputs: IndexSelection, query: IndexQuery) -> NDArray[np.int64]:
@@ -441,7 +432,7 @@ def run_selection(bench: Bench, inputs: IndexSelection, query: IndexQuery) -> ND
     table = inputs.tensor(inputs.table)
     visible = np.array([seen for _, seen in inputs.tokens], dtype=np.int32)
     before = inputs.oracle_cache.bytes()
-    complete(bench.backend).layer_ops.select_topk(
+    bench.layer_ops.select_topk(
         query,
         inputs.oracle_cache.cache,
         table[:, :-1] if inputs.strided else table,
@@ -469,7 +460,7 @@ def judge_selection(
     for token, row in enumerate(found):
         scores, errors = inputs.scores(token, query, bits)
         measure = judge_row(row, scores, errors, f"token {token}, which sees {len(scores)} entries")
-        worst = max(worst, measure, key=lambda m: m.fraction)
+        worst = worst_of(worst, measure)
     return worst
 
 
@@ -518,7 +509,7 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
     """Check that candidates of so many ranks, merged by score and then by number, are the selection of one rank."""
 
     def check(bench: Bench, inputs: IndexSelection) -> Measure:
-        steps, query, cache = complete(bench.backend).layer_ops, inputs.query(), inputs.oracle_cache.cache
+        steps, query, cache = bench.layer_ops, inputs.query(), inputs.oracle_cache.cache
         request = inputs.tensor(np.array([owner for owner, _ in inputs.tokens], dtype=np.int32))
         visible = inputs.tensor(np.array([seen for _, seen in inputs.tokens], dtype=np.int32))
         if inputs.topk <= steps.most_over_ranks:
@@ -614,7 +605,7 @@ def _most(inputs: CandidateSelection) -> int:
 
 def _published(bench: Bench, inputs: CandidateSelection) -> torch.Tensor:
     out = torch.full((len(inputs.tokens), inputs.blocks), GARBAGE, dtype=torch.int32, device=inputs.device)
-    steps, given = complete(bench.backend).layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
+    steps, given = bench.layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
     steps.select_candidates(*given, out, inputs.block_size, _most(inputs))
     return out
 
@@ -624,7 +615,7 @@ def publishes(bench: Bench, inputs: CandidateSelection) -> Measure:
     worst = Measure(0.0, 1.0)
     for token, row in enumerate(_published(bench, inputs).cpu().numpy().astype(np.int64)):
         measure = _judge_blocks(inputs, token, row, sum_bits(bench))
-        worst = max(worst, measure, key=lambda m: m.fraction)
+        worst = worst_of(worst, measure)
     return worst
 
 
@@ -663,7 +654,7 @@ def _judge_blocks(inputs: CandidateSelection, token: int, row: NDArray[np.int64]
 def _selected(bench: Bench, inputs: CandidateSelection, candidates: torch.Tensor) -> Measure:
     """Select among candidates [T, N], and compare with the scores of their entries."""
     out = torch.full((len(inputs.tokens), inputs.topk), GARBAGE, dtype=torch.int32, device=inputs.device)
-    steps, given = complete(bench.backend).layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
+    steps, given = bench.layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
     before = candidates.clone()
     steps.select_topk_of_candidates(*given, candidates, inputs.block_size, out, _most(inputs))
     if not torch.equal(before, candidates):
@@ -674,7 +665,7 @@ def _selected(bench: Bench, inputs: CandidateSelection, candidates: torch.Tensor
         inside = oracle_layer.inside_blocks(before[token].tolist(), inputs.block_size, len(scores))
         where = f"token {token}, which sees {len(scores)} entries, {int(inside.sum())} of them in its blocks"
         measure = judge_row(row, np.where(inside, scores, math.nan), errors, where)
-        worst = max(worst, measure, key=lambda m: m.fraction)
+        worst = worst_of(worst, measure)
     return worst
 
 

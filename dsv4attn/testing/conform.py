@@ -36,17 +36,8 @@ from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.tolerances import multiplying_in
 
 __all__ = [
-    "SCHEMA",
-    "BrokenSupportError",
-    "Certificate",
-    "Failures",
-    "Outcome",
-    "Subject",
-    "conform",
-    "environment",
-    "parse_request",
-    "run_case",
-    "versions",
+    "SCHEMA", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "conform", "environment",
+    "parse_request", "run_case", "versions",
 ]  # fmt: skip
 
 

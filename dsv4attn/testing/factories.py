@@ -25,17 +25,8 @@ from dsv4attn.testing import oracle
 from dsv4attn.testing.tolerances import F64, rounded
 
 __all__ = [
-    "HEADS",
-    "KINDS",
-    "CaseInput",
-    "flash",
-    "frequencies",
-    "index_layout",
-    "layout",
-    "layouts",
-    "normal",
-    "tiny_geometry",
-    "v41_layouts",
+    "HEADS", "KINDS", "CaseInput", "cos_sin_table", "flash", "frequencies", "index_layout", "layout", "layouts",
+    "normal", "tiny_geometry", "v41_layouts",
 ]  # fmt: skip
 
 KINDS = tuple(kind.value for kind in LayerKind)

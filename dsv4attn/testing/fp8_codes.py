@@ -113,8 +113,7 @@ def reads_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
 
 def gathers_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
     """A gathered row has the bits of the key."""
-    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
-        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    bench.require_gathering()
     oracle_cache = codes.oracle_caches[0]
     device = oracle_cache.cache.device
     out = torch.full((1, codes.rows, codes.layer.head_dim), math.nan, dtype=torch.bfloat16, device=device)
@@ -261,8 +260,7 @@ def _compare(call: NanKeys, clean: dict[str, Tensor], found: dict[str, Tensor], 
 
 def gathers_nan(bench: Bench, call: NanKeys) -> Measure:
     """Gathered rows are NaN where their records are, and nowhere else."""
-    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
-        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    bench.require_gathering()
     oracle_cache, count = attrs.evolve(call, spoil=True).oracle_caches[0], len(call.keys[0])
     out = torch.zeros(1, count, call.layer.head_dim, dtype=call.layout.row_dtype, device=call.device)
     table = torch.arange(oracle_cache.cache.num_blocks, dtype=torch.int32, device=call.device)[None]

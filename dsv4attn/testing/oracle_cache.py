@@ -17,15 +17,7 @@ from dsv4attn.testing.case import SkipCase
 from dsv4attn.testing.tolerances import F64, U8, found, stored, written
 
 __all__ = [
-    "BEHIND_PAGE",
-    "UNWRITTEN",
-    "OracleCache",
-    "PagePlacement",
-    "Pages",
-    "allocate",
-    "body",
-    "place_of",
-    "poison",
+    "BEHIND_PAGE", "UNWRITTEN", "OracleCache", "PagePlacement", "Pages", "allocate", "body", "place_of", "poison",
 ]  # fmt: skip
 
 BEHIND_PAGE = 4096

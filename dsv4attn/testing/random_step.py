@@ -37,7 +37,7 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing import oracle
-from dsv4attn.testing.case import dtype_name
+from dsv4attn.testing.case import Bench, dtype_name
 from dsv4attn.testing.factories import HEADS, CaseInput, flash, frequencies, layout, layouts, normal, tiny_geometry
 from dsv4attn.testing.oracle_cache import Pages, allocate, poison
 from dsv4attn.testing.strided import StridedTensors
@@ -325,6 +325,11 @@ class ForwardArgs:
         workspace.check_canaries()
         strided.check()
         return out, lse
+
+    def answer(self, bench: Bench, workspace: WorkspaceManager | None = None) -> tuple[Tensor, Tensor | None]:
+        """As `run` on a bench; lse is None where the backend returns none."""
+        out, lse = self.run(bench.backend, workspace, with_lse=bench.lse)
+        return out, lse if bench.lse else None
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from dsv4attn.testing.case import Bench, Measure, Wrong
+from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
 
 __all__ = ["NAMES", "StridedTensors", "each_strided"]
 
@@ -74,7 +74,7 @@ def each_strided(names: str, *checks: Callable[[Bench, Any], Measure]) -> Callab
                 continue
             with _naming(name):
                 measures += [each(bench, attrs.evolve(inputs, strided=name)) for each in checks]
-        return max(measures, key=lambda measure: measure.fraction)
+        return worst_of(*measures)
 
     return check
 

@@ -29,22 +29,8 @@ from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Measure, Wrong
 
 __all__ = [
-    "F64",
-    "TINY",
-    "U8",
-    "UNIT",
-    "CodeRule",
-    "Expected",
-    "Formula",
-    "found",
-    "hold_record",
-    "hold_values",
-    "multiplying_in",
-    "rounded",
-    "stored",
-    "summed",
-    "tolerance",
-    "written",
+    "F64", "TINY", "U8", "UNIT", "CodeRule", "Expected", "Formula", "found", "hold_record", "hold_values",
+    "multiplying_in", "rounded", "stored", "summed", "tolerance", "written",
 ]  # fmt: skip
 
 F64 = NDArray[np.float64]
