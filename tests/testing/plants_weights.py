@@ -82,15 +82,27 @@ EXPONENTS = "project-fp8-ocp-e8m0,project-fp8-fnuz-e8m0,project-fp8-ocp-bytes,pr
 MORE = "project-fp8-mixed,apart-project-fp8,dims-project-fp8,output-fp8"
 
 SLIPS: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "scales not applied": ("weights._factors", unscaled, f"{FP8},{FNUZ},{MORE}"),
-    "scales inverted": ("weights._factors", inverted, f"{FP8},{FNUZ},{MORE}"),
-    "scales of transposed blocks": ("weights._factors", of_transposed_blocks, f"{FP8},{FNUZ},{MORE}"),
-    "E8M0 byte used as a number": ("weights._factors", bytes_as_numbers, f"{EXPONENTS},apart-project-fp8,output-fp8"),
-    "E8M0 bias of 128": ("weights._factors", exponent_off_by_one, f"{EXPONENTS},apart-project-fp8,output-fp8"),
-    "short last block dropped": ("weights._product", whole_blocks_only, f"{FP8},{FNUZ},{MORE}"),
-    "short last block scaled as the one before": ("weights._product", last_scale_for_all_after, f"{FP8},{FNUZ},{MORE}"),
-    "blocks always of 128 x 128": ("weights._product", blocks_of_v4, "project-fp8-blocks-32"),
-    "codes always OCP": ("weights._product", always_ocp, FNUZ),
-    "scales of wo_b forgotten": ("projection.dense_weight", wo_b_as_codes, "output-fp8"),
+    "scales not applied": ("model.quantized_weight._factors", unscaled, f"{FP8},{FNUZ},{MORE}"),
+    "scales inverted": ("model.quantized_weight._factors", inverted, f"{FP8},{FNUZ},{MORE}"),
+    "scales of transposed blocks": ("model.quantized_weight._factors", of_transposed_blocks, f"{FP8},{FNUZ},{MORE}"),
+    "E8M0 byte used as a number": (
+        "model.quantized_weight._factors",
+        bytes_as_numbers,
+        f"{EXPONENTS},apart-project-fp8,output-fp8",
+    ),
+    "E8M0 bias of 128": (
+        "model.quantized_weight._factors",
+        exponent_off_by_one,
+        f"{EXPONENTS},apart-project-fp8,output-fp8",
+    ),
+    "short last block dropped": ("model.quantized_weight._product", whole_blocks_only, f"{FP8},{FNUZ},{MORE}"),
+    "short last block scaled as the one before": (
+        "model.quantized_weight._product",
+        last_scale_for_all_after,
+        f"{FP8},{FNUZ},{MORE}",
+    ),
+    "blocks always of 128 x 128": ("model.quantized_weight._product", blocks_of_v4, "project-fp8-blocks-32"),
+    "codes always OCP": ("model.quantized_weight._product", always_ocp, FNUZ),
+    "scales of wo_b forgotten": ("attention.projection.dense_weight", wo_b_as_codes, "output-fp8"),
 }
 """What is patched in `dsv4attn.core`, by what, and the cases of which each must fail."""
