@@ -534,8 +534,9 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
 
 def _by_kernels(steps: LayerOps, inputs: IndexSelection, ranks: int, request: Tensor, visible: Tensor) -> I64:
     """[T, ranks * K] entry numbers that ranks hold of the best candidates, by the backend's ops."""
-    assert steps.propose_candidates is not None
-    assert steps.choose_candidates is not None
+    propose, choose = steps.propose_candidates, steps.choose_candidates
+    assert propose is not None
+    assert choose is not None
     query, shape, most = inputs.query(), (len(inputs.tokens), inputs.topk), int(visible.max())
     numbers = torch.full((ranks, *shape), GARBAGE, dtype=torch.int32, device=inputs.device)
     scores = torch.full((ranks, *shape), torch.nan, device=inputs.device, dtype=torch.float32)
@@ -547,11 +548,11 @@ def _by_kernels(steps: LayerOps, inputs: IndexSelection, ranks: int, request: Te
             request,
             own.counts(visible).int(),
         )
-        steps.propose_candidates(own, query, *given, numbers[rank], scores[rank], own.count(most))
+        propose(own, query, *given, numbers[rank], scores[rank], own.count(most))
     found = []
     for own in owners:
         local = torch.full(shape, GARBAGE, dtype=torch.int32, device=inputs.device)
-        steps.choose_candidates(own, numbers, scores, local, most)
+        choose(own, numbers, scores, local, most)
         found.append(own.entry(local).masked_fill_(local < 0, -1))
     return torch.cat(found, 1).cpu().numpy().astype(np.int64)
 
