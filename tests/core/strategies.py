@@ -42,7 +42,7 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> StepFixture:
         topk=draw(st.integers(1, 9)),
         ratios=ratios,
     )
-    speculative = draw(st.integers(0, 3))
+    speculative = fixed.get("num_speculative_tokens", draw(st.integers(0, 3)))
     requests = draw(st.lists(st.tuples(LENGTHS, st.integers(0, 20), st.integers(0, 2)), min_size=1, max_size=5))
     requests = sorted(requests, key=lambda r: r[1] > 1 + speculative)
     options = {
