@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionCall, Backend, GatheredKeys
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.cases import ATTENTION, KERNELS, PAIRS, CaseSizes, cases_of, decodes
