@@ -208,12 +208,12 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
 def test_every_room_has_the_same_furniture() -> None:
     """`vllm_api`, `flashinfer_api`: what engines call today. `compat`: a compiler's names in its releases.
 
-    `index`: the indexer's scores. `tiles`: decodes of few tokens. `ptx`: text of inline assembly, which is no kernel.
+    `small_decode`: decodes of few tokens. `ptx`: text of inline assembly, which is no kernel.
     """
     furniture = (
         {"__init__", "launch"},
-        {"kernels", "tuning", "metadata", "choice", "probe", "support"}
-        | {"compat", "index", "ptx", "ops", "streams", "tiles"},
+        {"kernels", "tuning", "metadata", "explain_notes", "probe", "support"}
+        | {"compat", "hyper_connections", "index_logits", "ops", "ptx", "small_decode"},
     )
     needed, allowed = furniture
     families = ("kernels_", "vllm_api", "flashinfer")

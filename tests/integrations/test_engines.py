@@ -133,7 +133,7 @@ def test_words_of_a_variable(monkeypatch: pytest.MonkeyPatch, text: str, steps: 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("twoo", "got 'twoo' -> write two, or set DSV4ATTN_VLLM=0"),
+        ("twos", "got 'twos' -> write two, or set DSV4ATTN_VLLM=0"),
         ("two,all", "got 'all' -> correct it"),
         ("1", "expected auto, all, none, or some of one, two, got '1'"),
     ],
