@@ -37,11 +37,14 @@ from pathlib import Path
 from typing import Any
 
 PARTS = ("names", "variants", "help", "run", "public", "ir", "kit")
+
+from tests.backends.built_in import triton_backends
+
 MODELS = ("flash", "pro", "v4.1-flash")
 DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", "v41_fp8", "v41_fp4")
-BACKENDS = ("triton", "xpu", "rocm", "sm120", "sm90")
+BACKENDS = triton_backends()
 RUNS: tuple[list[str], ...] = ([], ["--indexer", "random"], ["--model", "v4.1-flash", "--max-requests", "2"])
-KITS = (["triton"], ["xpu"], ["rocm"], ["sm120"], ["sm90"], ["sm90", "--option", "small=gluon"])
+KITS = (*([name] for name in BACKENDS), ["sm90", "--option", "small=gluon"])
 CASES = (
     "decode-*,mixed-c4a,prefill-c4a,verify-*,call-holes-*,call-empty-*,sink-values-*,lse-*,"
     "indexer-*,mhc-*-bf16,insert-ocp-64"

@@ -18,6 +18,7 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.attention import merge_over_ranks
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
@@ -139,10 +140,9 @@ def test_a_selection_holds_no_more_than_the_plan_says(tokens: int, topk: int, mo
     maps = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
     visible = torch.full((tokens,), entries, dtype=torch.int32)
     layer, steps = attrs.evolve(C4A, topk=topk), ReferenceBackend()
+    ops = attrs.evolve(LayerOps(), select_topk=_first_entries)
     with Meter() as meter:
-        select_topk_over_ranks(
-            context, _FirstEntries(), PLAIN, query, cache, *maps, visible, out, 2 * entries  # type: ignore[arg-type]
-        )  # fmt: skip
+        select_topk_over_ranks(context, ops, PLAIN, query, cache, *maps, visible, out, 2 * entries)
     plan = plan_workspace(layer, Limits(4, tokens, 16384), steps, FP32, layer_steps=True, ranks=2)
     beside = rank_buffers.selection_transient_bytes(2, layer, tokens)
 
@@ -150,13 +150,11 @@ def test_a_selection_holds_no_more_than_the_plan_says(tokens: int, topk: int, mo
     assert meter.peak >= beside / 4, "the bound is no invention"
 
 
-class _FirstEntries:
-    """Steps that select the first entries without an allocation."""
-
-    def select_topk(self, *given: Any) -> None:
-        out = given[5]
-        torch.arange(out.shape[1], out=out[0])
-        out[1:].copy_(out[:1].expand_as(out[1:]))
+def _first_entries(*given: Any) -> None:
+    """Select the first entries, without an allocation."""
+    out = given[5]
+    torch.arange(out.shape[1], out=out[0])
+    out[1:].copy_(out[:1].expand_as(out[1:]))
 
 
 def test_contexts_beyond_the_plan_are_refused_with_the_rank_named() -> None:

@@ -163,7 +163,7 @@ def test_torch_is_asked_too_where_a_third_party_brings_it_a_device(dev: Path, mo
 def test_g6_a_machine_without_accelerator_is_known_without_torch(tmp_path: Path) -> None:
     code = f"""
 import pathlib, sys
-from dsv4attn.core import device
+from dsv4attn.core.contract import device
 device._DEV = pathlib.Path({str(tmp_path)!r})
 print(device.DeviceFacts.here().arch, len(device.DeviceFacts.all_here()), "torch" in sys.modules)
 """

@@ -161,7 +161,9 @@ class Extending(ReferenceBackend):
 
     builder_ops = BuilderOps()
 
-    def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> MetadataExtension:
+    def metadata_extension(
+        self, geometry: ModelGeometry, limits: Limits, device: torch.device
+    ) -> MetadataExtension[Any, Any]:
         raise NotImplementedError
 
 

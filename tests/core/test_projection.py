@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +39,6 @@ from tests.harness import LIMITS
 
 BF16, F32 = torch.bfloat16, torch.float32
 META = torch.device("meta")
-FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "dsv4attn-frozen-1.0"
 
 
 class Recording(ReferenceBackend):
@@ -136,17 +133,6 @@ def test_a_plain_weight_reaches_the_backend_as_it_is() -> None:
     run(given, backend)
 
     assert backend.given == [given.wo_a]
-
-
-def test_a_plugin_of_contract_1_0_serves_fp8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FIXTURE)
-    backend = importlib.import_module("dsv4attn_frozen.backend").FrozenBackend()
-    given, drawn = scaled(33, WO_A), ProjectionArgs.draw(F32)
-    y = run(attrs.evolve(drawn, wo_a=given.pair()), backend)
-    for name in [name for name in sys.modules if name.startswith("dsv4attn_frozen")]:
-        monkeypatch.delitem(sys.modules, name)
-
-    assert off(y, drawn.answer(given.values)) < 1e-5
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -261,7 +261,7 @@ def with_zero(*places: tuple[int, int], columns: int = 12) -> Tensor:
         (
             {"attention_mask": with_zero((1, 11))},
             UnsupportedError,
-            r"attention_mask\[1\].*behind.*padding_side",
+            r"attention_mask\[1\].*at the end.*padding_side",
         ),
         ({"attention_mask": with_zero((0, 9))}, UnsupportedError, r"attention_mask\[0\].*hole"),
         (

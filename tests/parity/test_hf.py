@@ -289,7 +289,7 @@ def test_a_scale_one_step_too_small_is_seen(kind: LayerKind, monkeypatch: pytest
         scales[:, : layout.num_groups] -= 1
         return codes, scales
 
-    monkeypatch.setattr(index_records, "quantize_keys", halved)
+    monkeypatch.setattr(kernels, "quantize_keys", halved)
 
     (got,) = served([seen], MODE["single"], layout)
 

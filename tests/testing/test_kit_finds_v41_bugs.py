@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import attrs
@@ -162,7 +161,7 @@ def test_a_certificate_says_who_runs_each_step_of_v41() -> None:
     backend: Any = ReferenceBackend()
     backend.name = "own"
     torchs = backend.layer_ops.compress_latents
-    backend.layer_ops = attrs.evolve(backend.layer_ops, compress_latents=partial(torchs))
+    backend.layer_ops = attrs.evolve(backend.layer_ops, compress_latents=lambda *a, **k: torchs(*a, **k))
     certificate = conform(Subject.of(backend), chosen(CASES, "latents-1"))
     names = (*layer_ops.LATENTS, *layer_ops.CANDIDATES, *layer_ops.DELAYED)
 

@@ -387,7 +387,7 @@ class BackendDefaults(Protocol):
 
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
-    ) -> MetadataExtension | None:
+    ) -> MetadataExtension[Any, Any] | None:
         """Allocate the buffers of the backend's own metadata within the limits, or None if it has none."""
         return None
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import update_wrapper
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dsv4attn.core.cache.selected_keys import PageTable
-    from dsv4attn.core.metadata.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 
 __all__ = [
     "IndexStep",
@@ -26,6 +25,8 @@ __all__ = [
 ]
 
 _P = ParamSpec("_P")
+_Window = TypeVar("_Window")
+_Compressed = TypeVar("_Compressed")
 
 
 class IndexStep(Generic[_P]):
@@ -138,11 +139,14 @@ class RaggedSteps(IndexSteps, Protocol):
         """Local entry numbers to ragged rows of global slots."""
 
 
-class MetadataExtension(Protocol):
-    """A backend's own fields of metadata, in buffers that live as long as the builder. Called once a step."""
+class MetadataExtension(Protocol[_Window, _Compressed]):
+    """A backend's own fields of metadata, in buffers that live as long as the builder. Called once a step.
 
-    def extend_swa(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
+    Generic in the classes of the window's and of the compressed part's metadata, which stand above the contract.
+    """
+
+    def extend_swa(self, swa: _Window) -> _Window:
         """Metadata of the windows, in a class of the backend's own."""
 
-    def extend_compressed(self, compressed: FlashMLASparseMetadata) -> FlashMLASparseMetadata:
+    def extend_compressed(self, compressed: _Compressed) -> _Compressed:
         """The same for the compressed part of one kind of layers."""

@@ -73,7 +73,7 @@ class PhasedBackend(BackendDefaults):
 
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
-    ) -> MetadataExtension | None:
+    ) -> MetadataExtension[Any, Any] | None:
         """The extension of the decode backend."""
         return self._decode.metadata_extension(geometry, limits, device)
 

@@ -107,7 +107,7 @@ class MetadataBuilder:
             raise ArgumentError("steps", expected="BuilderOps", actual=type(self.steps).__name__, hint=hint)
         with torch.inference_mode(False):  # as `_buffer`
             extension = whole.metadata_extension(geometry, limits, self.device) if whole else None
-        self._extension: MetadataExtension | None = extension
+        self._extension: MetadataExtension[DeepseekSparseSWAMetadata, FlashMLASparseMetadata] | None = extension
         for ratio in (layer.compress_ratio for layer in geometry.distinct_layers):
             if compressed_block_tokens % ratio:
                 expected = f"a multiple of ratio {ratio}"

@@ -65,13 +65,12 @@ class AcmeBackend:
         slot_mapping: Tensor,
         positions: Tensor,
         cos_sin_cache: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:
-        """Normalise and rotate q in place; rotate and write a copy of kv."""
+        """Normalise, unless eps is None, and rotate q in place; rotate and write a copy of kv."""
         for part in kernels.tiles(len(q), self.tile_rows):
-            q[part] = kernels.rotate(
-                kernels.normalise(q[part].float(), eps), kernels.angles_at(cos_sin_cache, positions[part])
-            )
+            rows = q[part].float() if eps is None else kernels.normalise(q[part].float(), eps)
+            q[part] = kernels.rotate(rows, kernels.angles_at(cos_sin_cache, positions[part]))
         for part in kernels.tiles(min(len(kv), len(slot_mapping)), self.tile_rows):
             k = kernels.rotate(kv[part, None].float(), kernels.angles_at(cos_sin_cache, positions[part]))
             kernels.insert(k[:, 0], cache, slot_mapping[part])

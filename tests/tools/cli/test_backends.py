@@ -135,7 +135,7 @@ def test_what_a_plugin_prints_is_no_part_of_the_object(here: Machine, command: s
 def test_torch_is_not_imported_on_a_machine_without_accelerators(tmp_path: Path, command: str) -> None:
     code = f"""
 import pathlib, sys
-from dsv4attn.core import device
+from dsv4attn.core.contract import device
 device._DEV = pathlib.Path({str(tmp_path)!r})
 from dsv4attn.tools.cli import main
 try:

@@ -139,7 +139,7 @@ def test_lse_and_largest_logits_may_be_asked_for_alone() -> None:
             call, _ = trial.call()
             nothing: dict[str, Any] = {missing: None}
             attention_launch.attend(
-                evolve(call, **(nothing if missing == "lse" else {"extras": AttentionOptions()})), SMALL
+                evolve(call, **(nothing if missing == "lse" else {"options": AttentionOptions()})), SMALL
             )
             alone = Answer(call.out, call.lse, call.max_logits)._replace(**nothing)
             assert same(answer, alone)
