@@ -36,9 +36,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-PARTS = ("names", "variants", "help", "run", "public", "ir", "kit")
-
 from tests.backends.built_in import triton_backends
+
+PARTS = ("names", "variants", "help", "run", "public", "ir", "kit")
 
 MODELS = ("flash", "pro", "v4.1-flash")
 DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", "v41_fp8", "v41_fp4")

@@ -161,7 +161,11 @@ def test_a_certificate_says_who_runs_each_step_of_v41() -> None:
     backend: Any = ReferenceBackend()
     backend.name = "own"
     torchs = backend.layer_ops.compress_latents
-    backend.layer_ops = attrs.evolve(backend.layer_ops, compress_latents=lambda *a, **k: torchs(*a, **k))
+
+    def own(*args: Any, **options: Any) -> Any:
+        return torchs(*args, **options)
+
+    backend.layer_ops = attrs.evolve(backend.layer_ops, compress_latents=own)
     certificate = conform(Subject.of(backend), chosen(CASES, "latents-1"))
     names = (*layer_ops.LATENTS, *layer_ops.CANDIDATES, *layer_ops.DELAYED)
 
