@@ -376,7 +376,7 @@ class BackendDefaults(Protocol):
     def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
         """Whether prefill on gathered rows takes q as it was projected, see `AttentionOptions.raw_q`.
 
-        Since contract 1.6. Core asks backends whose form of prefill keys is GATHERED. One that ever answers True has a
+        Core asks backends whose form of prefill keys is GATHERED. One that ever answers True has a
         `qnorm_rope_kv_insert` that takes q without heads, and then writes kv alone.
         q: [T, H, D], of all tokens of a step; also asked of out. Only dtype, shape, strides and alignment count.
         row_dtype: of the rows.
