@@ -6,7 +6,7 @@ Everything that cannot be served is refused here, when vLLM builds the layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,9 +99,9 @@ class Serving:
     scratch: WorkspaceManager | None = None
     checked: set[tuple[object, ...]] = field(factory=set)
 
-    @cached_property
+    @property
     def layer_ops(self) -> LayerOps:
-        """The steps around attention, with torch's in place of those that the backend lacks."""
+        """The backend's table of ops around attention."""
         return complete(self.backend).layer_ops
 
     def know(self, key: tuple[object, ...]) -> None:
