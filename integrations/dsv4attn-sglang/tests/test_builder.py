@@ -7,6 +7,7 @@ may differ in the last place; with SGLang's rows in our order they are equal.
 # ruff: noqa: ARG005 - a fake has the arguments of what it replaces
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -97,6 +98,7 @@ def test_decode_attends_to_the_same_keys(
     calls: list[dict[str, Any]] = []
     decode = flash_mla.flash_mla_with_kvcache
 
+    @functools.wraps(decode)
     def with_kvcache(**given: Any) -> Any:
         calls.append(given)
         return decode(**given)

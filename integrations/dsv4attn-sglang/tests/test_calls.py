@@ -250,6 +250,7 @@ def test_on_sm_120_sglangs_function_of_its_own_is_replaced_too(kit: Any, monkeyp
     served: list[Any] = []
     decode = flash_mla.flash_mla_with_kvcache
 
+    @functools.wraps(decode)
     def counting(**given: Any) -> Any:
         served.append(given["k_cache"].shape[1])
         return decode(**given)
