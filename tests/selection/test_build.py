@@ -263,6 +263,7 @@ def test_a_backend_without_triton_says_where_it_comes_from(name: str, without_tr
             "names selection, and its layer_ops bring none",
         ),
         ("('selection',)", "evolve(LayerOps(), select_topk=select)", ""),
+        ("('selection',)", "{'select_topk': select}", "whose layer_ops are dict, not LayerOps"),
     ],
 )
 def test_a_backend_brings_the_layer_steps_that_its_descriptor_names(

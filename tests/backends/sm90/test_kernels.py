@@ -1,6 +1,6 @@
 """What the Hopper room computes, through its Backend, against the float64 oracle.
 
-Interpreted the interpreted kernels attend, on four programs; on an H200 it is the Gluon kernel.
+In the interpreter `kernels_interpreted` runs, on four programs; on an H200 the Gluon kernel runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decodes of few tokens by programs of one tile: results against the float64 oracle, and which decodes they serve.
 
-Interpreted the interpreted kernels attend; on an H200 it is the Gluon kernels.
+In the interpreter `kernels_small_decode_interpreted` runs; on an H200 the Gluon kernels run.
 """
 
 from __future__ import annotations
