@@ -47,7 +47,7 @@ test: $(VENV)/.stamp-test ## run the tests
 
 test-transformers: $(VENV)/.stamp-transformers ## run the tests of the transformers integration with the oldest release
 	$(WITH_TRANSFORMERS) $(BIN)/python -c 'import transformers as t; print("transformers", t.__version__); assert "$(TRANSFORMERS)".endswith("==" + t.__version__)'
-	$(WITH_TRANSFORMERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/integrations tests/core/test_configurations.py $(ARGS)
+	$(WITH_TRANSFORMERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/integrations tests/core/model/test_configurations.py $(ARGS)
 
 test-engines: $(ENGINES)/.stamp-vllm $(ENGINES)/.stamp-sglang ## run the tests of the engine adapters in integrations/
 	cd integrations/dsv4attn-vllm && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)

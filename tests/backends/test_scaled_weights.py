@@ -16,8 +16,8 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.model.quantized_weight import dense_weight
 from dsv4attn.errors import ArgumentError
 from tests.backends.built_in import class_of, infos, of_rank, triton_backends
-from tests.core.projections import GROUPS, WO_A, ProjectionArgs
-from tests.core.scaled import CPU, DEVICE, OCP, Scaled, each_dialect
+from tests.core.attention.projections import GROUPS, WO_A, ProjectionArgs
+from tests.core.model.scaled import CPU, DEVICE, OCP, Scaled, each_dialect
 
 each_backend = pytest.mark.parametrize("name", infos())
 

@@ -26,7 +26,7 @@ from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend, registry_for
 from dsv4attn.testing import oracle
 from tests.backends.built_in import known_devices
-from tests.core.strategies import examples
+from tests.core.attention.strategies import examples
 
 FLASH = ModelGeometry.preset("flash")
 LAYOUT = KVCacheLayout.fp8_ds_mla()

@@ -19,7 +19,7 @@ from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.testing import oracle
 from tests.backends.built_in import of_rank
 from tests.compat.flash_mla_calls import cache_of, random
-from tests.core import v41_packer
+from tests.core.cache import v41_packer
 
 B, S_Q, H, TOPK, EXTRA = 2, 2, 3, 5, 7
 INT = torch.int32

@@ -35,8 +35,8 @@ from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 from dsv4attn.selection import explain, select_backend
 from dsv4attn.serving.cache_manager import CacheManager
-from tests.core.scaled import DEVICE, OCP, Scaled
-from tests.core.test_bad_input import refused
+from tests.core.attention.test_bad_input import refused
+from tests.core.model.scaled import DEVICE, OCP, Scaled
 from tests.harness import FP32, LAYOUT, LIMITS, SMALL, SWA, bound_layer, forward_args, metadata_of, random_weights
 from tests.harness_v41 import LIMITS_V41, SMALL_V41, v41_stack
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4attn.core.model import tensor_state
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight, dense_weight, forget
 from dsv4attn.core.model.tensor_state import TensorState
-from tests.core.scaled import operations
+from tests.core.model.scaled import operations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 

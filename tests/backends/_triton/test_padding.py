@@ -12,7 +12,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.geometry import LayerKind, LayerSharing
-from tests.core.test_layer_v41 import ROUNDED
+from tests.core.layer.test_layer_v41 import ROUNDED
 from tests.harness import LayerStack, all_bytes, with_padding
 from tests.harness_v41 import SMALL_V41, Steps, v41_stack, worst_layer_error
 

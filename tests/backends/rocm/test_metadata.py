@@ -36,7 +36,7 @@ from dsv4attn.testing.factories import tiny_geometry
 from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
-from tests.core.strategies import examples
+from tests.core.attention.strategies import examples
 from tests.harness import all_kinds, assert_same_bits, same_bits
 
 MODEL = tiny_geometry()

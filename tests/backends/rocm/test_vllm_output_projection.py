@@ -20,7 +20,7 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from dsv4attn.testing.tolerances import F64
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
-from tests.core.scaled import OCP, Scaled, each_dialect, each_form, each_name
+from tests.core.model.scaled import OCP, Scaled, each_dialect, each_form, each_name
 
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
 NOPE, ROPE, GROUPS, HEADS, RANK, POSITIONS = 72, 8, 2, 4, 70, 11

@@ -20,7 +20,7 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from tests.backends._triton.attention.attention_trials import FNUZ, FP32_ROWS, OCP, TINY, Answer, Trial, any_trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.xpu.mutants import GATHERING, planted
-from tests.core.strategies import examples
+from tests.core.attention.strategies import examples
 
 FORMS = ["fused", "gathered"]
 each_form = pytest.mark.parametrize("form", FORMS)

@@ -34,7 +34,7 @@ from dsv4attn.testing import oracle
 from tests.backends._triton.attention.attention_trials import OCP, Answer, Trial
 from tests.backends._triton.cache.caches import CPU, DEVICE, draw, poisoned, seeded
 from tests.backends.xpu.mutants import ATTENDING, planted
-from tests.core.strategies import examples
+from tests.core.attention.strategies import examples
 
 GARBAGE = torch.tensor([-1, -1, -7, -(2**31), 2**31 - 1, 0x7FC00000], dtype=torch.int32)
 

@@ -1,4 +1,4 @@
-"""Replays that a pool of ranks runs together: `tests/core/context_ranks.py` has the pool."""
+"""Replays that a pool of ranks runs together: `tests/core/context_parallel/context_ranks.py` has the pool."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.testing.oracle_cache import place_of
 from dsv4attn.testing.tolerances import F64, Expected, found, rounded, tolerance, written
 from tests.backends._triton.cache.caches import CPU, DEVICE, memory, poisoned
-from tests.core import v41_packer
+from tests.core.cache import v41_packer
 
 __all__ = ["BF16_ROWS", "FNUZ", "FP32_ROWS", "OCP", "SPLIT_OCP", "TINY", "Answer", "Trial", "any_trial", "rising"]
 

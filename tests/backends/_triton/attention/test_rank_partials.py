@@ -27,7 +27,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.index_trials import planted
-from tests.core.test_context_parallel_buffers import C4A, alone
+from tests.core.context_parallel.test_context_parallel_buffers import C4A, alone
 from tests.harness import FP8, same_bits
 
 TOTAL = "            total += weight\n"

@@ -25,7 +25,7 @@ from tests.backends._triton.attention.kernels_decode_codes import ROWS, nibbles_
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
-from tests.core import v41_packer
+from tests.core.cache import v41_packer
 
 SPLIT = Arrangement.SPLIT
 FP8, FP8_SPLIT = KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp8(arrangement=SPLIT)

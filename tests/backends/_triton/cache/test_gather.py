@@ -16,7 +16,7 @@ from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import CPU, DEVICE, FNUZ, LAYOUTS, OCP, draw, each_layout, poisoned, seeded
-from tests.core.v41_packer import unpack_fp4, unpack_fp8
+from tests.core.cache.v41_packer import unpack_fp4, unpack_fp8
 
 DEAD = [-1, -(2**31), 2**31 - 1, 2**20]
 

@@ -41,7 +41,7 @@ from tests.backends._triton.index_ops.index_trials import (
     table_of,
     there,
 )
-from tests.core.strategies import examples, other_windows, scenarios
+from tests.core.attention.strategies import examples, other_windows, scenarios
 
 RANDOMS = st.randoms(use_true_random=False)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")

@@ -40,7 +40,7 @@ from tests.backends._triton.index_ops.index_trials import (
     there,
 )
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
-from tests.core.strategies import examples
+from tests.core.attention.strategies import examples
 from tests.harness import FORM_NAMES, assert_same_bits, backend_of
 
 RANDOMS = st.randoms(use_true_random=False)

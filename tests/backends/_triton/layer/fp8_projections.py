@@ -15,7 +15,7 @@ from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.testing import oracle
 from dsv4attn.testing.tolerances import F64
 from tests.backends._triton.cache.caches import DEVICE, seeded, strided
-from tests.core.scaled import FNUZ, OCP, Scaled
+from tests.core.model.scaled import FNUZ, OCP, Scaled
 
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
 NATIVE_STEPS = 2.0**-12

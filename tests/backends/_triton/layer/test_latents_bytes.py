@@ -14,7 +14,7 @@ from dsv4attn.backends._triton.layer import latents
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.oracle_cache import place_of
 from tests.backends._triton.cache.caches import DEVICE, seeded
-from tests.core.v41_packer import FP8_GROUP, bf16, pack_fp4, pack_fp8, page_of, unpack_fp8
+from tests.core.cache.v41_packer import FP8_GROUP, bf16, pack_fp4, pack_fp8, page_of, unpack_fp8
 from tests.layer_ops import TorchOps
 
 F32 = NDArray[np.float32]

@@ -18,7 +18,7 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, strided
 from tests.backends._triton.layer.fp8_projections import Call
-from tests.core.scaled import BLOCK, FNUZ, OCP, Scaled, each_dialect, each_form
+from tests.core.model.scaled import BLOCK, FNUZ, OCP, Scaled, each_dialect, each_form
 
 each_block = pytest.mark.parametrize("block", [128, 32])
 

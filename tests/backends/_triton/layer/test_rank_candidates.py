@@ -23,7 +23,7 @@ from dsv4attn.core.torch_ops.tiles import PLAIN
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.index_trials import planted
 from tests.backends._triton.layer.test_select_topk import few_in_registers
-from tests.core.test_context_parallel_buffers import Alone
+from tests.core.context_parallel.test_context_parallel_buffers import Alone
 
 sizes = pytest.mark.parametrize(("size", "topk"), [(1, 5), (2, 8), (3, 5), (8, 16), (5, 1)])
 LOWEST = float(torch.finfo(torch.float32).min)

@@ -1,0 +1,50 @@
+"""Context parallelism over 2, 3 and 4 ranks, against one rank and against float64; ownership, re-sharding, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from tests.core.context_parallel.context_ranks import CASES, SIZES, serve
+from tests.tools.replay.rank_cases import REPLAYS
+
+Failed = dict[int, dict[tuple[int, str], str]]
+"""By rank, and by size and case: how it failed."""
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Failed:
+    """Of each rank, what every case said; empty if nothing failed. One pool runs all of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    spawn(serve, (str(folder),), nprocs=max(SIZES))
+    return {rank: torch.load(Path(folder, f"{rank}.pt")) for rank in range(max(SIZES))}
+
+
+@pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in REPLAYS.items() for case in cases])
+def test_a_replay_over_ranks_is_checked_on_each(failed: Failed, case: str, size: int) -> None:
+    said = {rank: found[size, case] for rank, found in failed.items() if rank < size}
+
+    assert {rank: text for rank, text in said.items() if text} == {}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_several_ranks_are_one(failed: Failed, case: str, size: int) -> None:
+    said = {rank: found[size, case] for rank, found in failed.items() if rank < size}
+
+    assert {rank: text for rank, text in said.items() if text} == {}
+
+
+def test_entries_are_divided_over_one_group_and_heads_over_another(
+    failed: Failed,
+) -> None:
+    assert {rank: found[4, "heads"] for rank, found in failed.items() if found[4, "heads"]} == {}
+
+
+def test_a_rank_that_does_not_come_is_an_error_on_the_others(failed: Failed) -> None:
+    for rank in (0, 1):
+        assert failed[rank][3, "gone"].startswith(f"rank {rank} of 3: the exchange of candidates failed: ")
+        assert "-> look at the logs of the other ranks" in failed[rank][3, "gone"]

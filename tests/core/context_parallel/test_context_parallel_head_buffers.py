@@ -1,0 +1,106 @@
+"""Memory of ranks that divide heads: the plan holds every step, and gathering and merging allocate nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.attention import _Merging
+from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory import rank_buffers
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.rank_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
+from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
+from dsv4attn.testing.check_memory import _Meter as Meter
+from tests.core.context_parallel.test_context_parallel_buffers import C4A, Alone
+from tests.harness import FP8, SMALL
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [1, 3])
+def test_the_plan_holds_every_step_and_is_no_invention(
+    heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(heads)
+    for _ in range(100):
+        monkeypatch.setattr(rank_buffers, "PIECE_BYTES", draw.choice([1, 1000, 20_000, 2**25]))
+        limits, ranks = Limits(4, draw.randint(4, 200), 1024), draw.randint(1, 5)
+        layer = attrs.evolve(C4A, num_heads=heads)
+        lanes = plan_workspace(layer, limits, ReferenceBackend(), FP8, ranks=ranks, divides_heads=True).lanes
+        sizes = [
+            simultaneous_bytes(divided_specs(ranks, tokens, heads, layer.head_dim, dtype))
+            for tokens in range(limits.max_num_batched_tokens + 1)
+        ]
+        assert lanes["ranks"] / (2 if dtype == torch.float32 else 3) <= max(sizes) <= lanes["ranks"]
+
+
+def test_the_backend_is_planned_for_the_heads_of_all_ranks() -> None:
+    limits, backend = Limits(4, 64, 256), ReferenceBackend()
+    divided = plan_workspace(C4A, limits, backend, FP8, ranks=3, divides_heads=True, prefill_keys=False)
+    wide = plan_workspace(attrs.evolve(C4A, num_heads=12), limits, backend, FP8)
+
+    assert {**divided.lanes, "ranks": 0} == {**wide.lanes, "ranks": 0}
+    assert divided.transient_bytes == wide.transient_bytes
+    window = SMALL.layer_of_kind(LayerKind.SWA)
+    assert plan_workspace(window, limits, backend, FP8, ranks=3, divides_heads=True) == plan_workspace(
+        window, limits, backend, FP8
+    )
+
+
+def test_a_plan_for_one_dtype_of_queries_is_smaller() -> None:
+    """Queries and outputs of all heads are most of it."""
+    sizes = [
+        plan_workspace(C4A, Limits(4, 4096, 8192), ReferenceBackend(), FP8, ranks=2, divides_heads=True, q_dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float32, None)
+    ]
+    narrow, wide, either = (plan.lanes["ranks"] for plan in sizes)
+
+    assert narrow < 0.7 * wide
+    assert wide == either
+
+
+def test_geometries_of_all_heads_are_one_object() -> None:
+    """Prepared steps are keyed by its identity."""
+    assert all_heads(C4A, 2) is all_heads(attrs.evolve(C4A), 2)
+    assert all_heads(C4A, 2) == attrs.evolve(C4A, num_heads=8)
+
+
+@DTYPES
+def test_gathering_and_merging_allocate_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_buffers, "PIECE_BYTES", 5000)
+    draw, ranks, heads, tokens, dim = torch.Generator().manual_seed(0), 3, 2, 41, 15
+    context: Any = Alone(Ownership(0, ranks), divides_heads=True)
+    workspace = WorkspaceManager()
+    layer = attrs.evolve(C4A, num_heads=heads, head_dim=dim)
+    workspace.reserve(
+        plan_workspace(layer, Limits(4, tokens, 256), ReferenceBackend(), FP8, ranks=ranks, divides_heads=True)
+    )
+    workspace.lock()
+    lse, *views = workspace.get_simultaneous(*divided_specs(ranks, tokens, heads, dim, dtype), lane="ranks")
+    scratch, (queries, outs, lses) = views[:-ALL_HEADS_VIEWS], views[-ALL_HEADS_VIEWS:]
+    q = torch.randn(tokens, heads, dim + 1, generator=draw).to(dtype)[..., :dim]
+    outs.copy_(torch.randn(outs.shape, generator=draw))
+    lses.copy_(torch.randn(lses.shape, generator=draw))
+    sink, out = torch.randn(heads, generator=draw), torch.empty(tokens, heads, dim, dtype=dtype)
+    with Meter() as meter:
+        gather_queries(context, q, queries, *scratch[:2])
+        _Merging(context, out, lse, sink, scratch, 0, None, by_rank(ranks, outs, lses)).finish()
+
+    assert meter.peak == 0
+    assert torch.equal(queries, q.repeat(1, ranks, 1))
+    # the context gives back what it is sent: parts of "ranks" are those of heads
+    merged, total = merge_lse(*(each.unflatten(1, (ranks, heads)).movedim(1, 0) for each in (outs, lses)))
+    wanted = apply_sink(merged, total, sink).to(dtype)
+    torch.testing.assert_close(out, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, total)

@@ -1,0 +1,325 @@
+"""`torch.compile` of whole layers: compiled equals eager, bit by bit, in all that a step writes.
+
+Backends of a compiler that replace writes by copies (aot_eager, inductor) keep the order of two ops only if schemas say
+what both read and write.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Sequence
+
+import attrs
+import pytest
+import torch
+from attrs import frozen
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches, all_caches_of, op_tensor
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.layer import attention_layer as attention_module
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.errors import Dsv4AttnError
+from dsv4attn.selection import load_backend
+from tests.core.attention.strategies import search
+from tests.harness import FP8, FP32, KINDS_AND_RATIOS, PROMPT_TOKENS, SMALL, LayerStack, bound_layer, random_weights
+from tests.harness_v41 import v41_stack
+
+Steps = Sequence[Sequence[tuple[int, int]]]
+"""For each step, (number of the sequence, tokens) of its requests."""
+PREFILL_DECODE_PREFILL: Steps = ([(0, 20)], [(0, 1)], [(0, 19), (1, 9)])
+
+
+@frozen
+class Ran:
+    """outs: of each layer in each step. memory: every cache and buffer, after the last step."""
+
+    outs: list[Tensor]
+    memory: list[Tensor]
+
+    def same(self, other: Ran) -> bool:
+        """Whether all bits are equal, NaN too."""
+        pairs = zip([*self.outs, *self.memory], [*other.outs, *other.memory], strict=True)
+        return all(
+            torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8)) for one, two in pairs
+        )
+
+
+def run(whole: LayerStack, backend: str | None, steps: Steps = PREFILL_DECODE_PREFILL) -> Ran:
+    """All layers, one after the other in one function, in these steps; compiled, or eager without a backend."""
+
+    def model(hidden: Tensor, positions: Tensor) -> list[Tensor]:
+        outs = []
+        for layer in whole.layers:
+            outs.append(layer(hidden * 1.0, positions))
+            hidden = hidden + outs[-1]
+        return outs
+
+    torch._dynamo.reset()
+    function: Callable[[Tensor, Tensor], list[Tensor]] = model
+    if backend is not None:
+        function = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    sequences = [whole.manager.new() for _ in range(whole.limits.max_num_reqs)]
+    outs: list[Tensor] = []
+    for number, step in enumerate(steps):
+        requests = [(sequences[i], count) for i, count in step]
+        positions = whole.manager.positions(requests)
+        hidden = whole.hidden(number, positions.shape[0])
+        with torch.no_grad(), set_forward_context(whole.manager.metadata(whole.manager.batch(requests))):
+            outs += function(hidden, positions)
+        whole.manager.advance(requests)
+    return Ran(outs, [memory.clone() for layer in whole.layers for memory in memory_of(layer)])
+
+
+def memory_of(layer: DeepseekV4Attention) -> list[Tensor]:
+    """Caches and buffers that a layer writes or reads."""
+    assert layer.caches is not None
+    buffers = [layer.topk_indices, None if layer.candidates is None else layer.candidates.blocks]
+    return [*(cache.tensor for cache in layer.caches.present.values()), *(x for x in buffers if x is not None)]
+
+
+def put_in_one_allocation(whole: LayerStack) -> None:
+    """Give all caches of all layers new memory: pages of one allocation, one cache after the other in each page."""
+    present = [cache for caches in whole.manager.caches for cache in caches.present.values()]
+    caches = list({id(cache): cache for cache in present}.values())
+    sizes = [-(-cache.block_size * cache.layout.record_bytes // 16) * 16 for cache in caches]
+    pages = torch.zeros(max(cache.num_blocks for cache in caches), sum(sizes), dtype=torch.uint8)
+    moved, start = dict[int, PagedKVCache](), 0
+    for cache, size in zip(caches, sizes, strict=True):
+        part = pages[: cache.num_blocks, start : start + cache.block_size * cache.layout.record_bytes]
+        rows = part.view(cache.layout.dtype).unflatten(1, (cache.block_size, -1))
+        moved[id(cache)] = PagedKVCache(rows, cache.layout)
+        start += size
+
+    def new(cache: PagedKVCache | None) -> PagedKVCache | None:
+        return None if cache is None else moved[id(cache)]
+
+    bound = list[DeepseekV4Caches]()
+    for layer, old in zip(whole.layers, whole.manager.caches, strict=True):
+        attention = LayerCaches(moved[id(old.attention.swa)], new(old.attention.compressed))
+        bound.append(DeepseekV4Caches(attention, new(old.state), new(old.index), new(old.index_state)))
+        layer.bind_kv_cache(bound[-1])
+    whole.manager.caches = tuple(bound)
+
+
+# inductor warns about torch's own use of these when it is imported
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+NAMES = [kind.value for kind, _ in KINDS_AND_RATIOS]
+
+
+def whole(*kinds: int, layout: KVCacheLayout = FP32) -> LayerStack:
+    """Layers of these kinds of V4."""
+    geometry = attrs.evolve(SMALL, layers=tuple(KINDS_AND_RATIOS[i] for i in kinds or range(3)))
+    return LayerStack(load_backend("reference"), layout, geometry=geometry)
+
+
+@pytest.mark.parametrize("kind", range(3), ids=NAMES)
+def test_a_compiled_layer_equals_eager_in_every_step(kind: int) -> None:
+    """Inductor: below, all kinds in one graph."""
+    assert run(whole(kind), "aot_eager").same(run(whole(kind), None))
+
+
+def test_a_compiled_layer_sees_a_weight_that_changes() -> None:
+    torch._dynamo.reset()
+    geometry = attrs.evolve(SMALL, layers=(KINDS_AND_RATIOS[1],))
+    weights = random_weights(geometry, 0)
+    weights["attn_sink"] = weights["attn_sink"].bfloat16()  # of which the layer has a copy
+    reference, hidden = load_backend("reference"), torch.randn(9, geometry.hidden_size)
+
+    def step(whole: LayerStack, layer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        requests = [(whole.manager.new(), 9)]
+        metadata, positions = whole.manager.metadata(whole.manager.batch(requests)), whole.manager.positions(requests)
+        with torch.no_grad(), set_forward_context(metadata):
+            return layer(hidden, positions)
+
+    changing = LayerStack(reference, geometry=geometry, weights={0: weights})
+    compiled = torch.compile(changing.layers[0], backend="aot_eager", fullgraph=True)
+    before = step(changing, compiled)
+    weights["attn_sink"].add_(3)
+    found = step(changing, compiled)
+
+    made_anew = LayerStack(reference, geometry=geometry, weights={0: weights})
+    assert torch.equal(found, step(made_anew, made_anew.layers[0]))
+    assert not torch.equal(found, before)
+
+
+def test_layers_of_v41_in_one_graph_equal_eager() -> None:
+    """Readers get the entries, selections and candidates that their sources wrote in the same graph."""
+    assert run(v41_stack(), "aot_eager").same(run(v41_stack(), None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiler"), [*((kind, "aot_eager") for kind in LayerKind), (LayerKind.C4A, "inductor")]
+)
+def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, compiler: str) -> None:
+    torch._dynamo.reset()
+    one, two = bound_layer(kind), bound_layer(kind)
+    scores = torch.randn(PROMPT_TOKENS, 5)
+
+    def model(case: object, q: Tensor, scores: Tensor) -> Tensor:
+        layer = case.layer  # type: ignore[attr-defined]
+        q, out = q.clone(), torch.empty_like(q)
+        layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)  # type: ignore[attr-defined]
+        layer.topk_indices_buffer[:PROMPT_TOKENS] = scores.topk(3, dim=-1).indices.int()
+        layer.forward_mqa(q, case.kv, case.positions, out)  # type: ignore[attr-defined]
+        return out
+
+    for case in (one, two):
+        assert case.layer.topk_indices_buffer is not None
+        case.layer.topk_indices_buffer.fill_(-1)
+    compiled = torch.compile(model, backend=compiler, fullgraph=True)
+    with torch.no_grad(), set_forward_context(one.metadata):
+        expected = model(one, one.q, scores)
+    with torch.no_grad(), set_forward_context(two.metadata):
+        found = compiled(two, two.q, scores)
+
+    assert torch.equal(found, expected)
+    for left, right in zip(memory(one.layer), memory(two.layer), strict=True):
+        assert torch.equal(left, right)
+
+
+def memory(layer: object) -> list[Tensor]:
+    caches = layer.caches  # type: ignore[attr-defined]
+    pages = [cache.tensor for cache in caches.segments(SMALL.layer_of_kind(LayerKind.C4A))]
+    return [*pages, layer.topk_indices_buffer]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("together", "compiler"), [(False, "inductor"), (True, "aot_eager"), (True, "inductor")])
+def test_caches_may_be_views_of_one_allocation_and_inductor_copies_none(
+    together: bool, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another dtype too: states are fp32 in an allocation of bytes."""
+    copies, of = list[bool](), all_caches_of
+
+    def look(caches: DeepseekV4Caches, *tensors: Tensor | None) -> DeepseekV4Caches:
+        copies.append((made := of(caches, *tensors)) is not caches)
+        return made
+
+    one, two = whole(layout=FP8), whole(layout=FP8)
+    if together:
+        put_in_one_allocation(one)
+        put_in_one_allocation(two)
+    expected = run(one, None)
+    monkeypatch.setattr(attention_module, "all_caches_of", look)
+
+    assert run(two, compiler).same(expected)
+    assert len(copies) == 3 * len(PREFILL_DECODE_PREFILL)
+    assert not any(copies) or compiler == "aot_eager"
+
+
+def test_bytes_of_an_allocation_live_as_long_as_a_cache_in_it_is_bound() -> None:
+    pages = torch.zeros(4, 2, 8, 32)
+    caches = [PagedKVCache(pages[:, i], KVCacheLayout.rows(24, 8, dtype=torch.float32)) for i in range(2)]
+    left, right = (op_tensor(cache) for cache in caches)
+    assert left is not None
+    assert right is not None
+    assert left._base is right._base
+    assert left.dtype == torch.uint8
+    assert (left.data_ptr(), right.data_ptr()) == tuple(cache.tensor.data_ptr() for cache in caches)
+    assert left.view(torch.float32).stride() == caches[0].tensor.stride()
+    base = left._base
+    del left
+    gc.collect()
+    again = op_tensor(caches[0])
+    assert again is not None
+    assert again._base is base is right._base
+
+
+def test_a_cache_may_be_two_arguments_of_an_op() -> None:
+    """As a functionalising compiler sees them: one tensor, whose copy both arguments share."""
+    torch._dynamo.reset()
+    made, hidden = whole(2), torch.randn(8, SMALL.hidden_size)
+    layer, positions = made.layers[0], torch.arange(8)
+    assert layer.caches is not None
+    assert layer.caches.state is not None
+    state = layer.caches.state.tensor
+
+    def step(hidden: Tensor, positions: Tensor, state: Tensor) -> Tensor:
+        given = None, None, state, None, state, None, None
+        out: Tensor = attention_module._op(hidden * 1.0, positions, *given, layer._handle)
+        return out
+
+    with torch.no_grad(), set_forward_context(None):
+        expected = layer(hidden, positions)
+        found = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, positions, state)
+    assert torch.equal(found, expected)
+
+
+def test_the_ops_of_layers_pass_torchs_own_checks() -> None:
+    made = whole(1)
+    requests = [(made.manager.new(), 9)]
+    layer, positions = made.layers[0], made.manager.positions(requests)
+    caches = layer.caches
+    assert caches is not None
+    tensors = [cache.tensor for cache in caches.present.values()]
+    with set_forward_context(made.manager.metadata(made.manager.batch(requests))):
+        given = made.hidden(0, 9), positions, *tensors, layer.topk_indices, None, layer._handle
+        torch.library.opcheck(torch.ops.dsv4attn.attention_layer, given)
+
+
+@pytest.mark.parametrize("made_by", [copy.copy, copy.deepcopy])
+def test_a_compiled_copy_of_a_layer_writes_its_own_caches(
+    made_by: Callable[[DeepseekV4Attention], DeepseekV4Attention],
+) -> None:
+    torch._dynamo.reset()
+    made = whole(0)
+    layer, requests = made.layers[0], [(made.manager.new(), 9)]
+    assert layer.caches is not None
+    other = made_by(layer)
+    fresh = PagedKVCache.allocate(FP32, layer.caches.attention.swa.num_blocks, layer.caches.attention.swa.block_size)
+    other.bind_kv_cache(DeepseekV4Caches(attrs.evolve(layer.caches.attention, swa=fresh)))
+    with torch.no_grad(), set_forward_context(made.manager.metadata(made.manager.batch(requests))):
+        compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+        compiled(made.hidden(0, 9), made.manager.positions(requests))
+
+    assert fresh.tensor.any()
+    assert not layer.caches.attention.swa.tensor.any()
+
+
+def test_caches_are_bound_again_without_a_new_graph() -> None:
+    torch._dynamo.reset()
+    made, count = whole(0), [0]
+    layer, requests = made.layers[0], [(made.manager.new(), 9)]
+    assert layer.caches is not None
+    old = layer.caches.attention.swa
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        count[0] += 1
+        return graph.forward
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    fresh = PagedKVCache.allocate(FP32, old.num_blocks, old.block_size)
+    with torch.no_grad(), set_forward_context(made.manager.metadata(made.manager.batch(requests))):
+        compiled(made.hidden(0, 9), made.manager.positions(requests))
+        layer.bind_kv_cache(DeepseekV4Caches(attrs.evolve(layer.caches.attention, swa=fresh)))
+        compiled(made.hidden(0, 9), made.manager.positions(requests))
+
+    assert count == [1]
+    assert torch.equal(fresh.tensor, old.tensor)
+
+
+def test_a_graph_of_a_layer_that_is_gone_says_so() -> None:
+    made = whole(0)
+    handle = made.layers[0]._handle
+    positions = torch.arange(4)
+    del made
+    gc.collect()
+    with pytest.raises(Dsv4AttnError, match="no longer exists -> keep the layer alive"):
+        attention_module._op(torch.zeros(4, SMALL.hidden_size), positions, *[None] * 7, handle)
+
+
+STEP = st.lists(st.integers(1, 12), min_size=1, max_size=3)
+
+
+@search(3)
+@given(st.lists(STEP, min_size=1, max_size=4), st.sampled_from([(0,), (1,), (2,), (1, 0, 2), (2, 1, 1)]))
+def test_compiled_equals_eager_for_any_layers_and_steps(steps: list[list[int]], kinds: tuple[int, ...]) -> None:
+    numbered = [list(enumerate(step)) for step in steps]
+    one, two = (run(whole(*kinds), compiler, numbered) for compiler in ("aot_eager", None))
+    assert one.same(two)

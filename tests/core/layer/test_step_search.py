@@ -1,0 +1,181 @@
+"""Random programs of steps, padding, empty steps and copies on whole layers, against recomputation.
+
+Every real token must give what a new sequence gives that runs all the tokens in one step, whatever padding lies around
+it: rows and requests that are not real, with any positions, any hidden states and any blocks in their tables.
+`SEARCH=100` runs 100 times as many programs, and other ones in every run.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.selection import load_backend
+from tests.core.attention.strategies import search
+from tests.harness import FP32, LayerStack
+from tests.harness_v41 import v41_stack
+
+MAX_LEN, MAX_TOKENS, MAX_REQS = 64, 48, 6
+TABLES = "block_table", "compressed_block_table", "c4a_state_block_table", "c128a_state_block_table"
+STALE = torch.tensor([0, 1, 7, 63, 64, 10**6, 2**31, -1, -(10**9)])
+"""Positions of padding."""
+BLOCKS = [-1, 0, 3, 10**6, 2**31 - 1, -(2**31)]
+"""Blocks in the tables of requests of padding."""
+
+
+def v4(**options: Any) -> LayerStack:
+    """All kinds of layers of V4."""
+    return LayerStack(load_backend("reference"), FP32, swa_block_size=4, compressed_block_tokens=16, **options)
+
+
+def v41(**options: Any) -> LayerStack:
+    """Layers of V4.1 of both ratios, and readers."""
+    return v41_stack(**options)
+
+
+NETWORKS = {"v4": v4, "v4.1": v41}
+
+
+@attrs.frozen
+class Padding:
+    """Rows of a step that are not real.
+
+    rows: after the last request. requests: query tokens of each request of padding. block: in its tables. validate:
+    whether the builder checks values. seed: of positions and lengths.
+    """
+
+    rows: int = 0
+    requests: tuple[int, ...] = ()
+    block: int = -1
+    validate: bool = True
+    seed: int = 0
+
+
+PADDING = st.builds(
+    Padding,
+    rows=st.integers(0, 4),
+    requests=st.lists(st.integers(0, 3), max_size=2).map(tuple),
+    block=st.sampled_from(BLOCKS),
+    validate=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+
+
+class Program:
+    """A network under test, one that recomputes, and the tokens of each sequence."""
+
+    def __init__(self, model: str) -> None:
+        self.whole = NETWORKS[model](limits=Limits(MAX_REQS, MAX_TOKENS, MAX_LEN, num_speculative_tokens=1))
+        self.scratch = NETWORKS[model](limits=Limits(MAX_REQS, MAX_REQS * MAX_LEN, MAX_LEN))
+        self.embedding = self.whole.hidden(11, 512)
+        self.sequences = [self.whole.manager.new() for _ in range(3)]
+        self.tokens: list[list[int]] = [[] for _ in self.sequences]
+        self.next_token = 0
+
+    def step(self, counts: list[int], padding: Padding) -> None:
+        """Run a step of some sequences, and compare its real tokens."""
+        chosen = [
+            (i, count)
+            for i, count in enumerate(counts[: len(self.sequences)])
+            if count >= 0 and len(self.tokens[i]) + count <= MAX_LEN
+        ]
+        chosen.sort(key=lambda pair: pair[1])
+        requests = [(self.sequences[i], count) for i, count in chosen]
+        ids = []
+        for i, count in chosen:
+            mine = [(self.next_token + n) % 512 for n in range(count)]
+            self.next_token += count
+            self.tokens[i] += mine
+            ids += mine
+        real = torch.arange(len(ids))
+        batch, positions = self.whole.manager.batch(requests), self.whole.manager.positions(requests)
+        batch, positions = padded(batch, positions, padding)
+        hidden = torch.full((positions.shape[0], self.whole.geometry.hidden_size), 50.0)
+        hidden[: len(ids)] = self.embedding[ids]
+        self.whole.manager.builder.validate = padding.validate
+        with torch.no_grad(), set_forward_context(self.whole.manager.metadata(batch)):
+            outs = [layer(hidden, positions) for layer in self.whole.layers]
+        self.whole.manager.advance(requests)
+        for layer, (out, right) in enumerate(zip(outs, self.recomputed([i for i, _ in chosen]), strict=True)):
+            last = [rows[len(rows) - count :] for rows, (_, count) in zip(right, chosen, strict=True)]
+            wanted = torch.cat([out[:0], *last])
+            said = f"layer {layer}: {chosen}, {padding}"
+            torch.testing.assert_close(out[real], wanted, rtol=1e-3, atol=1e-4, msg=said)
+            assert out.shape[0] == positions.shape[0]
+            assert not bool(out[len(ids) :].any()), f"layer {layer}: padding is not zero: {padding}"
+
+    def recomputed(self, which: list[int]) -> list[list[Tensor]]:
+        """By layer and sequence: the outputs of all tokens, in one step of new sequences."""
+        new = [(self.scratch.manager.new(), len(self.tokens[i])) for i in which]
+        outs = self.scratch.step(new, self.embedding[[t for i in which for t in self.tokens[i]]])
+        for sequence, _ in new:
+            self.scratch.manager.free(sequence)
+        return [list(out.split([count for _, count in new])) for out in outs]
+
+    def copy(self, *, pickled: bool) -> None:
+        """Go on with a copy of layers, caches and sequences; the original must not matter any more."""
+        before = self.whole, self.sequences
+        kept = pickle.loads(pickle.dumps(before)) if pickled else copy.deepcopy(before)  # noqa: S301 - its own bytes
+        for caches in self.whole.manager.caches:
+            for cache in caches.present.values():
+                cache.tensor.fill_(torch.nan)
+        self.whole, self.sequences = kept
+
+
+def padded(batch: Batch, positions: Tensor, padding: Padding) -> tuple[Batch, Tensor]:
+    """The same step with requests and rows of padding after its own."""
+    random = torch.Generator().manual_seed(padding.seed)
+    queries = torch.tensor(padding.requests, dtype=torch.int32)
+    many, rows = len(padding.requests), int(queries.sum()) + padding.rows
+    ends = batch.query_start_loc_cpu[-1:] + queries.cumsum(0, dtype=torch.int32)
+    starts = torch.cat([batch.query_start_loc_cpu, ends])
+    lens = torch.cat([batch.seq_lens_cpu, queries + torch.randint(0, 20, (many,), generator=random, dtype=torch.int32)])
+    changed: dict[str, Any] = {}
+    for name in TABLES:
+        table = getattr(batch, name)
+        if table is not None:
+            # the manager's tables have no columns where no sequence has tokens; those of an engine always have some
+            table = torch.nn.functional.pad(table, (0, 0 if table.shape[1] else 4), value=-1)
+            changed[name] = torch.cat([table, table.new_full((many, table.shape[1]), padding.block)])
+    batch = attrs.evolve(
+        batch,
+        num_reqs=batch.num_reqs + many,
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        slot_mapping=torch.cat([batch.slot_mapping, torch.full((rows,), -1)]),
+        **changed,
+    )
+    return batch, torch.cat([positions, STALE[torch.randint(0, len(STALE), (rows,), generator=random)]])
+
+
+COUNTS = st.one_of(st.just(-1), st.integers(0, 3), st.integers(1, 14))
+STEPS = st.tuples(st.just("step"), st.lists(COUNTS, min_size=3, max_size=3), PADDING)
+EMPTY = st.tuples(st.just("step"), st.just([-1, -1, -1]), PADDING)
+COPIES = st.tuples(st.just("copy"), st.booleans())
+
+
+@pytest.mark.parametrize("model", NETWORKS)
+@search(10)
+@given(st.lists(st.one_of(STEPS, STEPS, STEPS, EMPTY, COPIES), min_size=2, max_size=8))
+def test_g27_tokens_that_are_not_real_and_copies_change_nothing(model: str, operations: list[tuple[Any, ...]]) -> None:
+    program = Program(model)
+    program.step([5, 11, 0], Padding())
+    for name, *arguments in operations:
+        if name == "copy":
+            program.copy(pickled=arguments[0])
+        else:
+            program.step(*arguments)
+    program.step([1, 1, 1], Padding())

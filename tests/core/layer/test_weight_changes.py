@@ -1,0 +1,319 @@
+"""Weights that change after a layer was made: every one is seen, or taken by `refresh`, and none by half.
+
+What a layer has to compute is what a layer computes that is made of the changed weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model import tensor_state, weight_copies
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight
+from dsv4attn.core.model.weights import AttentionWeights
+from dsv4attn.errors import ArgumentError
+from dsv4attn.selection import load_backend
+from tests.core.layer.weight_changes import CHANGES, changed, differ, in_place, plain, through_data
+from tests.core.model.scaled import operations
+from tests.harness import SMALL, LayerStack, Requests, random_weights
+from tests.harness_v41 import SMALL_V41
+
+BF16, FP32, OCP = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+TOKENS = 17
+C4A = attrs.evolve(SMALL, layers=((LayerKind.C4A, 4),))
+C128A = attrs.evolve(SMALL, layers=((LayerKind.C128A, 16),))
+# the first two layers of V4.1 that have everything: a compressor with states, an indexer of its own
+MODELS = {"c4a": (C4A, 0), "c128a": (C128A, 0), "v41": (SMALL_V41, 1)}
+FORMS = ("fp32", "bf16", "fp8", "modules", "fp8 modules")
+
+
+class Linear(nn.Module):
+    """A module with a weight, and its scales if that is fp8."""
+
+    def __init__(self, *, weight: Tensor, scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        if scale is not None:
+            self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+
+
+def given_of(values: Mapping[str, Tensor], form: str) -> dict[str, Any]:
+    """Weights as callers pass them, in memory of their own."""
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        is_matrix = value.dim() == 2 and not name.endswith("ape")
+        if form == "fp32" or not is_matrix:
+            made[name] = nn.Parameter(value.to(FP32 if form == "fp32" else BF16).clone(), requires_grad=False)
+        elif form.startswith("fp8"):
+            scale = torch.full((-(-value.shape[0] // 32), -(-value.shape[1] // 32)), 0.011)
+            codes = (value / 0.011).clamp(-448, 448).to(OCP)
+            made[name] = Linear(weight=codes, scale=scale) if "modules" in form else BlockScaledWeight(codes, scale)
+        else:
+            made[name] = Linear(weight=value.to(BF16)) if form == "modules" else value.to(BF16).clone()
+    return made
+
+
+def tensors_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
+    """(module or None, name, tensor) of a weight."""
+    if isinstance(weight, Tensor):
+        return [(None, "", weight)]
+    if isinstance(weight, BlockScaledWeight):
+        return [(None, "", weight.weight), (None, "", weight.scale)]
+    return [(weight, name, tensor) for name, tensor in weight.named_parameters()]
+
+
+class Subject:
+    """One layer and its caches, on the reference backend."""
+
+    def __init__(self, model: str, form: str, given: Mapping[str, Any]) -> None:
+        geometry, index = MODELS[model]
+        self.geometry, self.index, self.dtype = geometry, index, FP32 if form == "fp32" else BF16
+        self.whole = LayerStack.__new__(LayerStack)
+        dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
+        LayerStack.__init__(
+            self.whole,
+            load_backend("reference"),
+            KVCacheLayout.rows(*dims, dtype=self.dtype),
+            geometry=geometry,
+            limits=Limits(1, 32, 64),
+            dtype=self.dtype,
+            weights={index: given},
+        )
+
+    @property
+    def layer(self) -> DeepseekV4Attention:
+        return self.whole.layers[self.index]
+
+    def run(self) -> list[Tensor]:
+        """The output of the layer for a prompt and one token, and the bytes of its caches."""
+        manager, whole = self.whole.manager, self.whole
+        sequence, parts = manager.new(), whole.hidden(3, TOKENS).split([TOKENS - 1, 1])
+        try:
+            outs = [self._step([(sequence, part.shape[0])], part) for part in parts]
+            return [*outs, *(t.clone() for t in whole.bytes_of(sequence))]
+        finally:
+            manager.free(sequence)
+
+    def _step(self, requests: Requests, hidden: Tensor) -> Tensor:
+        """A step of this layer alone."""
+        manager = self.whole.manager
+        with torch.no_grad(), set_forward_context(manager.metadata(manager.batch(requests))):
+            out = self.layer(hidden, manager.positions(requests))
+        manager.advance(requests)
+        return out
+
+
+def values_of(model: str) -> dict[str, Tensor]:
+    geometry, index = MODELS[model]
+    return random_weights(geometry, index)
+
+
+@pytest.mark.parametrize("shift", range(len(CHANGES)))
+@pytest.mark.parametrize("form", FORMS)
+def test_every_change_of_every_weight_is_seen(form: str, shift: int) -> None:
+    """One weight after the other, each in one of the ways, and in the end as in a layer that is made anew of them."""
+    model = [*MODELS][shift % len(MODELS)]
+    given = given_of(values_of(model), form)
+    subject = Subject(model, form, given)
+    before = subject.run()
+    for number, (name, weight) in enumerate(given.items()):
+        change = CHANGES[(number + shift) % len(CHANGES)]
+        for module, attribute, tensor in tensors_of(weight):
+            change(tensor, changed(tensor), module, attribute)
+        found = subject.run()
+        assert differ(found, before), f"{name} does not matter"
+        before = found
+    anew = Subject(model, form, {name: plain(weight) for name, weight in given.items()}).run()
+    assert not differ(before, anew)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("form", FORMS)
+def test_all_weights_at_once(change: Callable[..., None], form: str) -> None:
+    given = given_of(values_of("c4a"), form)
+    subject = Subject("c4a", form, given)
+    before = subject.run()
+    for weight in given.values():
+        for module, attribute, tensor in tensors_of(weight):
+            change(tensor, changed(tensor), module, attribute)
+    after = subject.run()
+    anew = Subject("c4a", form, {name: plain(weight) for name, weight in given.items()}).run()
+    assert differ(after, before)
+    assert not differ(after, anew)
+
+
+def addresses(layer: DeepseekV4Attention) -> list[int]:
+    """Of all copies."""
+    return [made.data_ptr() for copies in layer._every_copies for made in copies._made.values()]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_refresh_takes_what_no_step_sees_into_the_same_memory(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where no bytes are compared: weights that are read as they are are seen, copies are not."""
+    monkeypatch.setattr(tensor_state, "_view", lambda _: None)
+    given = given_of(values_of("c4a"), form)
+    subject = Subject("c4a", form, given)
+    subject.run()
+    known = addresses(subject.layer)
+    assert len(known) == {"fp32": 2, "bf16": 5, "fp8": 12, "modules": 5, "fp8 modules": 12}[form]
+    for weight in given.values():
+        for _, _, tensor in tensors_of(weight):
+            through_data(tensor, changed(tensor))
+    anew = Subject("c4a", form, {name: plain(weight) for name, weight in given.items()}).run()
+    assert differ(subject.run(), anew)
+    subject.layer.refresh()
+    assert not differ(subject.run(), anew)
+    assert addresses(subject.layer) == known
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_refresh_takes_other_weights(form: str) -> None:
+    given = given_of(values_of("c4a"), form)
+    subject = Subject("c4a", form, given)
+    subject.run()
+    known = addresses(subject.layer)
+    other = {name: plain(weight) for name, weight in given.items()}
+    for weight in other.values():
+        for _, _, tensor in tensors_of(weight):
+            in_place(tensor, changed(tensor))
+    subject.layer.refresh(AttentionWeights.from_dict(other, C4A, 0))
+    assert not differ(subject.run(), Subject("c4a", form, other).run())
+    assert addresses(subject.layer) == known
+    # those are the weights that are watched from now on
+    for weight in other.values():
+        for _, _, tensor in tensors_of(weight):
+            in_place(tensor, changed(tensor, 6))
+    assert not differ(subject.run(), Subject("c4a", form, {n: plain(w) for n, w in other.items()}).run())
+
+
+def test_weights_that_do_not_fit_are_refused_and_nothing_changes() -> None:
+    given = given_of(values_of("c4a"), "bf16")
+    subject = Subject("c4a", "bf16", given)
+    before = subject.run()
+    for name, other, said in (
+        (
+            "wq_a",
+            given["wq_a"].detach().float(),
+            r"^weights\.wq_a: expected bfloat16 on cpu.*got float32.*make the layer",
+        ),
+        ("attn_sink", None, r"^weights\.attn_sink: expected bfloat16 on cpu.*got nothing"),
+        ("wkv", given["wkv"].detach().T.contiguous(), r"^weights\.wkv: expected shape"),
+        ("indexer.compressor.ape", given["indexer.compressor.ape"].to("meta"), "bfloat16 on meta"),
+    ):
+        weights = AttentionWeights.from_dict(given, C4A, 0)
+        if name.startswith("indexer."):
+            assert weights.indexer is not None
+            assert weights.indexer.compressor is not None
+            inner = attrs.evolve(weights.indexer.compressor, ape=other)
+            weights = attrs.evolve(weights, indexer=attrs.evolve(weights.indexer, compressor=inner))
+        else:
+            fields: dict[str, Any] = {name: other}
+            weights = attrs.evolve(weights, **fields)
+        with pytest.raises(ArgumentError, match=said):
+            subject.layer.refresh(weights)
+        assert not differ(subject.run(), before)
+
+
+def test_a_module_whose_weight_becomes_another_dtype_is_refused_in_the_next_step() -> None:
+    given = given_of(values_of("c4a"), "modules")
+    subject = Subject("c4a", "modules", given)
+    subject.run()
+    given["indexer.wq_b"].weight = nn.Parameter(given["indexer.wq_b"].weight.float(), requires_grad=False)
+    with pytest.raises(ArgumentError, match=r"^weights\.indexer\.wq_b: expected bfloat16"):
+        subject.run()
+
+
+def test_scales_that_do_not_fit_are_refused_in_the_next_step_and_nothing_changes() -> None:
+    given = given_of(values_of("c4a"), "fp8 modules")
+    subject = Subject("c4a", "fp8 modules", given)
+    before, old = subject.run(), given["indexer.compressor.wgate"].weight_scale_inv
+    # also a weight that would be taken before this one
+    in_place(given["wq_a"].weight, changed(given["wq_a"].weight))
+    given["indexer.compressor.wgate"].weight_scale_inv = nn.Parameter(torch.ones(9, 9), requires_grad=False)
+    made = [tensor.clone() for copies in subject.layer._every_copies for tensor in copies._made.values()]
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"^indexer\.compressor\.wgate\.weight_scale_inv: expected"):
+            subject.run()
+    now = [tensor for copies in subject.layer._every_copies for tensor in copies._made.values()]
+    assert not differ(now, made)
+    given["indexer.compressor.wgate"].weight_scale_inv = old
+    assert differ(subject.run(), before)
+
+
+def test_while_a_graph_is_captured_no_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_of(values_of("c4a"), "bf16")
+    subject = Subject("c4a", "bf16", given)
+    monkeypatch.setattr(weight_copies, "is_capturing", lambda device: device.type == "cpu")
+    subject.run()
+    in_place(given["attn_sink"], changed(given["attn_sink"]))
+    with pytest.raises(ArgumentError, match=r"^weights of layers\.0: expected .* -> call refresh\(\) before"):
+        subject.run()
+    with pytest.raises(ArgumentError, match=r"call refresh\(\) before the capture"):
+        subject.layer.refresh()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_without_changes_computes_nothing(form: str) -> None:
+    subject = Subject("c4a", form, given_of(values_of("c4a"), form))
+    with operations() as ran:
+        subject.layer._see_weights()
+    assert not ran
+
+
+def test_a_copy_of_a_layer_follows_its_own_weights() -> None:
+    """Deep copies have weights of their own, and copies of these."""
+    given = given_of(values_of("c4a"), "fp8 modules")
+    weights = AttentionWeights.from_dict(given, C4A, 0)
+    parts = [weight_copies.WeightCopies() for _ in range(2)]
+    for copies in parts:
+        copies.dense("wq_a", weights.wq_a)
+        copies.plain("attn_sink", given["attn_sink"], FP32)
+    second = copy.deepcopy(parts[1])
+    assert second.changed()
+    assert not parts[1].changed()
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+def test_parts_of_ranks_see_what_is_written_to_the_whole(form: str) -> None:
+    """Each weight alone: those that are divided, by rows or by columns, and those that are not."""
+    given, part = given_of(values_of("c4a"), form), C4A.tensor_parallel(2)
+
+    def made(weights: Mapping[str, Any]) -> Subject:
+        subject = Subject("c4a", form, weights)
+        sharded = AttentionWeights.from_dict(weights, C4A, 0).shard(1, 2)
+        limits, backend, workspace = subject.whole.limits, subject.layer.backend, subject.whole.workspace
+        layer = DeepseekV4Attention("layers.0", part, 0, limits, backend, sharded, workspace=workspace)
+        layer.bind_kv_cache(subject.whole.manager.caches[0])
+        subject.whole.layers[0] = layer
+        return subject
+
+    subject = made(given)
+    subject.run()
+    for weight in given.values():
+        in_place(weight, changed(weight))
+        assert not differ(subject.run(), made({name: plain(weight) for name, weight in given.items()}).run())
+
+
+def test_a_namespace_is_watched_like_a_module() -> None:
+    made = weight_copies.WeightCopies()
+    codes, scale = torch.ones(4, 4).to(OCP), torch.ones(1, 1)
+    module = SimpleNamespace(weight=codes, weight_scale=scale)
+    first = made.dense("wo_a", module)
+    assert not made.changed()
+    module.weight_scale = scale * 3
+    assert made.changed()
+    assert made.dense("wo_a", module) is first
+    assert torch.equal(first, torch.full((4, 4), 3.0).bfloat16())
+    assert not made.changed()

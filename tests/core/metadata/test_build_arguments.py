@@ -1,0 +1,115 @@
+"""A slot for every token, and kinds by name: what a builder and a step refuse beside a bad batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
+from tests.core.metadata.test_metadata import GOOD, I32, batch, buffers, builder, refused
+from tests.harness import BUILDER_STEPS, all_builder_steps, bound_layer, metadata_of
+
+SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A
+
+
+@all_builder_steps
+@pytest.mark.parametrize("slots", [0, 1, 2])
+def test_a_slot_mapping_that_leaves_tokens_out_is_refused(slots: int, steps: str) -> None:
+    said = rf"^slot_mapping: expected at least 3 elements, one for each .*, got {slots} elements -> .*-1 for"
+    for validate in (True, False):
+        build = builder(steps=BUILDER_STEPS[steps], validate=validate)
+        refused(build, lambda: batch([1, 2], [5, 9], slot_mapping=torch.arange(slots)), said)
+
+
+@all_builder_steps
+def test_the_step_itself_takes_tokens_past_the_slot_mapping_for_padding(steps: str) -> None:
+    request, valid = torch.full((3,), 7, dtype=I32), torch.ones(3, dtype=torch.bool)
+    BUILDER_STEPS[steps].build_token_maps(torch.tensor([0, 1, 3], dtype=I32), torch.tensor([0]), out=(request, valid))
+
+    assert request.tolist() == [0, -1, -1]
+    assert valid.tolist() == [True, False, False]
+
+
+@all_builder_steps
+def test_stale_slots_behind_the_tokens_are_refused_where_values_are_checked(steps: str) -> None:
+    def build(last: int) -> Batch:
+        return batch([1, 2], [5, 9], slot_mapping=torch.tensor([4, 7, 8, -1, last]))
+
+    said = r"^slot_mapping\[4\]: expected a negative slot behind the 3 tokens of the batch, got 0 -> fill .* with -1"
+    refused(builder(steps=BUILDER_STEPS[steps], validate=True), lambda: build(0), said)
+    assert builder(steps=BUILDER_STEPS[steps], validate=True).build(build(-1)).num_actual_tokens == 3
+    assert builder(steps=BUILDER_STEPS[steps], validate=False).build(build(0)).num_actual_tokens == 3
+
+
+def test_counts_may_be_integers_of_numpy() -> None:
+    counts: list[Any] = [np.int64(2), np.int32(8), 64]
+
+    assert Limits(*counts) == Limits(2, 8, 64)
+
+
+def test_a_builder_takes_kinds_by_name_and_answers_by_kind() -> None:
+    build = builder()
+    named, meant = build.build_for(GOOD, ["c128a", "swa"]), build.build_for(GOOD, iter([C128A, SWA]))
+
+    assert list(named) == list(meant) == [C128A, SWA]
+    assert all(type(kind) is LayerKind for kind in named)
+    made = named[C128A].compressed
+    assert made is not None
+    assert made.kind is C128A
+    part = build.build_compressed(GOOD, named[SWA].swa, "c128a")  # type: ignore[arg-type]
+    assert part.kind is C128A
+    assert part.c128a_decode_topk_lens is not None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error", "said"),
+    [
+        ("swa", ArgumentError, r"^kinds: expected a list of kinds, got 'swa' -> pass a list, \['c4a'\]"),
+        (SWA, ArgumentError, r"^kinds: expected a list of kinds, got <LayerKind.SWA: 'swa'> -> pass a list"),
+        (None, ArgumentError, r"^kinds: expected a list of kinds, got None -> pass a list"),
+        (["swa", "c5a"], UnknownNameError, r"^unknown layer kind 'c5a'; did you mean .* \(known: c128a, c4a, swa\)"),
+        ([None], UnknownNameError, r"^unknown layer kind 'None' \(known: c128a, c4a, swa\)"),
+    ],
+)
+def test_a_builder_refuses_what_is_no_list_of_kinds(kinds: Any, error: type[Exception], said: str) -> None:
+    build = builder()
+    for tensor in buffers(vars(build)):
+        tensor.fill_(1)
+    with pytest.raises(error, match=said):
+        build.build_for(GOOD, kinds)
+
+    assert all(bool((tensor == 1).all()) for tensor in buffers(vars(build)))
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+def test_a_step_takes_metadata_by_the_name_of_a_kind(kind: LayerKind) -> None:
+    case = bound_layer(kind)
+    expected = case.run()
+    with set_forward_context(case.metadata) as context:
+        both = context.for_layer(case.layer.prefix, case.layer.swa_prefix, kind)
+    assert both is not None
+    case.metadata = {kind.value: both}  # type: ignore[dict-item]
+    assert torch.equal(case.run(), expected)
+
+
+def test_a_step_without_metadata_of_a_layer_names_the_kinds_that_came_by_name() -> None:
+    case = bound_layer(C4A)
+    case.metadata = {"swa": metadata_of(SWA)}  # type: ignore[dict-item]
+    with pytest.raises(NoForwardContextError, match=r"expected metadata of c4a layers, got metadata of: swa -> "):
+        case.run()
+
+
+def test_a_step_refuses_metadata_of_a_kind_that_does_not_exist() -> None:
+    metadata: dict[str, AttentionMetadata] = {"swaa": metadata_of(SWA)}
+    with (
+        pytest.raises(UnknownNameError, match=r"^unknown layer kind in attn_metadata 'swaa'; did you mean 'swa'\?"),
+        set_forward_context(metadata),
+    ):
+        pytest.fail("a step ran")
