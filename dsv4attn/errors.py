@@ -108,11 +108,11 @@ class UnknownNameError(Dsv4AttnError, ValueError):
 class WorkspaceError(Dsv4AttnError, RuntimeError):
     """A locked workspace is too small for a request."""
 
-    def __init__(self, *, needed: int, has: int, caller: str, lane: str) -> None:
-        """Build the message from needed bytes, available bytes, caller and lane."""
-        self.needed, self.has, self.caller, self.lane = needed, has, caller, lane
+    def __init__(self, *, needed: int, has: int, caller: str, arena: str) -> None:
+        """Build the message from needed bytes, available bytes, caller and arena."""
+        self.needed, self.has, self.caller, self.arena = needed, has, caller, arena
         super().__init__(
-            f"workspace: {caller} needs {needed} bytes in lane {lane!r}, which is locked at {has} bytes "
+            f"workspace: {caller} needs {needed} bytes in arena {arena!r}, which is locked at {has} bytes "
             f"-> reserve a plan for larger limits before lock(), or call unlock() first"
         )
 

@@ -25,12 +25,12 @@ from dsv4attn.config import AUTO
 from dsv4attn.core.contract.backend import API_VERSION, BackendInfo
 from dsv4attn.errors import did_you_mean, leave_out
 
-__all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]
+__all__ = ["BUILT_IN", "PLUGIN_ERRORS", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]
 
 BUILT_IN = ("reference", "rocm", "sm120", "sm90", "triton", "xpu")
 """Folders under `dsv4attn.backends`, plugins like any other. No other file lists them: see `test_built_in_table.py`."""
 
-STRANGE = BaseException
+PLUGIN_ERRORS = BaseException
 """Exceptions of plugin code that are caught: a Rust panic is no `Exception`. KeyboardInterrupt is always raised."""
 
 SLOW_S = 1.0
@@ -178,8 +178,8 @@ class PluginRegistry:
         strangers = [_source_of(point) for point in (_discovered() if entry_points is None else entry_points)]
         strangers.sort(key=lambda source: (source.distribution, source.plugin, source.version))
         failures = [
-            *_idle(allow or (), allow_source, strangers, denied=False),
-            *_idle(deny, deny_source, strangers, denied=True),
+            *_entries_without_effect(allow or (), allow_source, strangers, denied=False),
+            *_entries_without_effect(deny, deny_source, strangers, denied=True),
         ]
         offers: dict[str, list[tuple[_Source, BackendInfo]]] = defaultdict(list)
         for source in built_in + strangers:
@@ -191,7 +191,7 @@ class PluginRegistry:
                 offers[info.name].append((source, info))
         backends = {}
         for name in sorted(offers):
-            winner = _settle(name, offers[name], failures)
+            winner = _resolve_duplicates(name, offers[name], failures)
             if winner is not None:
                 backends[name] = winner
         return cls(backends, tuple(sorted(failures, key=lambda f: (f.distribution, f.plugin, f.stage, f.error))))
@@ -203,7 +203,7 @@ def first_line(error: BaseException) -> str:
         text = str(error)
     except KeyboardInterrupt:
         raise
-    except STRANGE:
+    except PLUGIN_ERRORS:
         text = "<a message that cannot be printed>"
     return f"{type(error).__name__}: {(text.strip().splitlines() or ['(no message)'])[0]}"
 
@@ -224,7 +224,7 @@ def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]
         failures.append(source.failed(stage, str(error), error.cure, trace_of(error.__cause__)))
     except KeyboardInterrupt:
         raise
-    except STRANGE as error:
+    except PLUGIN_ERRORS as error:
         failures.append(source.failed(stage, first_line(error), trace=trace_of(error)))
     return []
 
@@ -326,7 +326,9 @@ def _kind(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _settle(name: str, offers: list[tuple[_Source, BackendInfo]], failures: list[PluginFailure]) -> Registered | None:
+def _resolve_duplicates(
+    name: str, offers: list[tuple[_Source, BackendInfo]], failures: list[PluginFailure]
+) -> Registered | None:
     """One backend for each name: a built-in backend has precedence, and of two plugins neither gets the name."""
     ours = next((offer for offer in offers if offer[0].built_in), None)
     winner = offers[0] if len(offers) == 1 else ours
@@ -355,7 +357,9 @@ def _refusal(
     return None
 
 
-def _idle(names: Sequence[str], where: str, strangers: Sequence[_Source], *, denied: bool) -> Iterator[PluginFailure]:
+def _entries_without_effect(
+    names: Sequence[str], where: str, strangers: Sequence[_Source], *, denied: bool
+) -> Iterator[PluginFailure]:
     """Entries of a list that have no effect. Without this, a misspelt entry would be silent."""
     names_found = {name for source in strangers for name in (source.plugin, source.distribution)}
     for name in names:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import dsv4attn as ds
 from dsv4attn.core.model.weights import weight_shapes
 
-KINDS = (ds.LayerKind.SWA, 1), (ds.LayerKind.C4A, 4), (ds.LayerKind.C128A, 128)
+KINDS = (ds.LayerKind.SWA, 1), (ds.LayerKind.CSA, 4), (ds.LayerKind.HCA, 128)
 MODEL = ds.ModelGeometry(
     num_heads=4,
     head_dim=512,

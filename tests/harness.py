@@ -33,7 +33,7 @@ from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 
-KINDS_AND_RATIOS = (LayerKind.SWA, 1), (LayerKind.C4A, 4), (LayerKind.C128A, 16)
+KINDS_AND_RATIOS = (LayerKind.SWA, 1), (LayerKind.CSA, 4), (LayerKind.HCA, 16)
 SMALL = ModelGeometry(
     num_heads=4,
     head_dim=32,
@@ -140,7 +140,7 @@ def deterministic(limits: Limits) -> Limits:
 
 
 I32, F32, F16, BF16 = torch.int32, torch.float32, torch.float16, torch.bfloat16
-SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A
+SWA, C4A, C128A = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 KINDS = [SWA, C4A, C128A]
 LIMITS = Limits(max_num_reqs=4, max_num_batched_tokens=64, max_model_len=256)
 LAYOUT = KVCacheLayout.fp8_ds_mla(24, 8, group_size=8)

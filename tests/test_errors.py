@@ -34,9 +34,9 @@ EXAMPLES: list[tuple[Dsv4AttnError, str, type[Exception]]] = [
     ),
     (UnknownNameError("backend", "zzz", ["xpu"]), "unknown backend 'zzz' (known: xpu)", ValueError),
     (
-        WorkspaceError(needed=512, has=256, caller="acme.decode", lane="decode"),
+        WorkspaceError(needed=512, has=256, caller="acme.decode", arena="decode"),
         (
-            "workspace: acme.decode needs 512 bytes in lane 'decode', which is locked at 256 bytes "
+            "workspace: acme.decode needs 512 bytes in arena 'decode', which is locked at 256 bytes "
             "-> reserve a plan for larger limits before lock(), or call unlock() first"
         ),
         RuntimeError,
@@ -73,12 +73,12 @@ def test_an_error_survives_the_way_from_a_worker_process(
 def test_the_parts_of_an_error_can_be_read() -> None:
     wrong = ArgumentError("q", expected="x", actual=3, hint="y")
     unknown = UnknownNameError("model", "flsh", ["pro", "flash"])
-    small = WorkspaceError(needed=2, has=1, caller="c", lane="l")
+    small = WorkspaceError(needed=2, has=1, caller="c", arena="l")
     line = TraceError("p", 3, "why")
 
     assert (wrong.argument, wrong.expected, wrong.actual, wrong.hint) == ("q", "x", 3, "y")
     assert (unknown.kind, unknown.name, unknown.known) == ("model", "flsh", ["flash", "pro"])
-    assert (small.needed, small.has, small.caller, small.lane) == (2, 1, "c", "l")
+    assert (small.needed, small.has, small.caller, small.arena) == (2, 1, "c", "l")
     assert (line.path, line.line, line.problem) == ("p", 3, "why")
 
 

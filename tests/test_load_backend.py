@@ -18,7 +18,7 @@ def test_the_reference_is_there_and_is_what_one_gets_without_a_name() -> None:
 
 
 def test_the_defaults_are_the_options_the_descriptor_tells() -> None:
-    assert load_backend().forms == Capabilities(max_logits=True, empty_lse=True, prefill_pages=True)
+    assert load_backend().capabilities == Capabilities(max_logits=True, empty_lse=True, prefill_pages=True)
 
 
 @pytest.mark.parametrize("keys", list(KeyForm))
@@ -28,8 +28,8 @@ def test_options_choose_the_forms(keys: KeyForm, indices: IndexForm) -> None:
     by_value = load_backend("reference", decode_indices=indices, prefill_keys=keys)
 
     both = keys is KeyForm.GATHERED
-    forms = Capabilities(indices, prefill_keys=keys, max_logits=True, empty_lse=True, prefill_pages=both)
-    assert by_word.forms == by_value.forms == forms
+    capabilities = Capabilities(indices, prefill_keys=keys, max_logits=True, empty_lse=True, prefill_pages=both)
+    assert by_word.capabilities == by_value.capabilities == capabilities
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dsv4attn.plugins import BUILT_IN, PluginFailure, PluginRegistry
-from tests.wheels import Shelf, plugin
+from tests.vendor_wheel import Shelf, plugin
 
 
 @pytest.fixture

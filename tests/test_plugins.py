@@ -12,7 +12,7 @@ from dsv4attn import hookspecs
 from dsv4attn.core.contract.backend import BackendInfo
 from dsv4attn.errors import ArgumentError
 from dsv4attn.plugins import BUILT_IN, PluginFailure, PluginRegistry, first_line
-from tests.wheels import Shelf, plugin
+from tests.vendor_wheel import Shelf, plugin
 
 HOOK = "from dsv4attn.hookspecs import hookimpl\n"
 

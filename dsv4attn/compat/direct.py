@@ -55,7 +55,7 @@ def plan(
     facts = DeviceFacts.here(device)
     chosen = resolve(problem, backend=name, device=facts).require().info.name
     backend = _backend(chosen, deterministic=True) if deterministic else _backend(chosen)
-    if phase is Phase.PREFILL and backend.forms.prefill_keys is KeyForm.PAGED:
+    if phase is Phase.PREFILL and backend.capabilities.prefill_keys is KeyForm.PAGED:
         resolve(evolve(problem, swa=CacheFacts("rows", "bfloat16", 1)), backend=chosen, device=facts)
     return backend, problem.layer
 
@@ -81,7 +81,7 @@ def described(
     layouts: of both caches, by default `fp8_ds_mla`. In prefill there is no cache, only bf16 rows, as gathering writes
     them. A backend that reads pages takes them as pages of one row.
     """
-    kind, ratio = (LayerKind.C4A, 4) if extra_width else (LayerKind.SWA, 1)
+    kind, ratio = (LayerKind.CSA, 4) if extra_width else (LayerKind.SWA, 1)
     rope = Rope(ROPE_DIM, 10000.0)  # keys are rotated already: the angles are not used
     layer = LayerGeometry(kind, ratio, heads, HEAD_DIM, rope, width, extra_width, softmax_scale=scale)
     both = layouts or (KVCacheLayout.fp8_ds_mla(),)
@@ -120,12 +120,12 @@ def attend(
     """Call the backend with the form of indices that it takes, and with scratch memory.
 
     q, out: [T, H, D]. sources: a cache for each of `rows`, or the key rows [S, D] for the only one. lse: [T, H] fp32.
-    +inf for rows without keys, as FlashMLA has it. max_logits: the same, only for backends whose forms have them.
+    +inf for rows without keys, as FlashMLA has it. max_logits: the same, only where `Capabilities.max_logits`.
     Scratch is the context's workspace if one is set, otherwise memory allocated for this call alone. The allocator
     handles that memory correctly on every stream and in captured graphs.
     """
     n, widths = q.shape[0], [r.indices.shape[1] for r in rows]
-    form = backend.forms.decode_indices if phase is Phase.DECODE else backend.forms.prefill_indices
+    form = backend.capabilities.decode_indices if phase is Phase.DECODE else backend.capabilities.prefill_indices
     specs = [spec for w in widths for spec in ragged_specs(n, w)] if form is IndexForm.RAGGED else []
     specs += backend.scratch(phase, layer, n, sum(widths))
     caller = f"{backend.name}.{phase.value}"
@@ -144,7 +144,7 @@ def attend(
         keys = GatheredKeys(sources, formed(rows[0], sources.shape[0]))
     else:
         keys = tuple(PagedKeys(c, formed(r, c.capacity)) for c, r in zip(sources, rows, strict=True))
-    there = backend.forms.empty_lse
+    there = backend.capabilities.empty_lse
     options = AttentionOptions(max_logits, inf if there else -inf)
     call = AttentionCall(layer, q, keys, attn_sink, out, lse, views, options)
     (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
@@ -152,7 +152,7 @@ def attend(
         lse.nan_to_num_(nan=nan, posinf=inf, neginf=inf)
 
 
-def _scratch(specs: Sequence[BufferSpec], device: torch.device, lane: str, caller: str) -> list[Tensor]:
+def _scratch(specs: Sequence[BufferSpec], device: torch.device, arena: str, caller: str) -> list[Tensor]:
     """Views of the context's workspace, if it is on this device; otherwise memory of the caller's alone."""
     try:
         manager = current_workspace_manager()
@@ -162,7 +162,7 @@ def _scratch(specs: Sequence[BufferSpec], device: torch.device, lane: str, calle
     if not here and device.type == "cuda":
         # the allocator aligns to more than a workspace does; elsewhere a workspace aligns
         return [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in specs]
-    return (manager if here else WorkspaceManager(device)).get_simultaneous(*specs, lane=lane, caller=caller)
+    return (manager if here else WorkspaceManager(device)).get_simultaneous(*specs, arena=arena, caller=caller)
 
 
 def largest_logits(q: Tensor, kv: Tensor, rows: DenseIndices, scale: float) -> Tensor:

@@ -267,12 +267,12 @@ def flash_mla_sparse_fwd(
         return (out, None, None) if return_log2_lse is False else (out, torch.empty_like(lse), lse)
     width, scale = rows.indices.shape[1], float(sm_scale)
     chosen, layer = plan(Phase.PREFILL, q.device, backend, q.shape[1], q.dtype, scale, sink is not None, 1, width)
-    forms = chosen.forms
-    top = torch.empty_like(lse) if wanted and forms.max_logits else None
-    if forms.prefill_keys is KeyForm.PAGED:
+    capabilities = chosen.capabilities
+    top = torch.empty_like(lse) if wanted and capabilities.max_logits else None
+    if capabilities.prefill_keys is KeyForm.PAGED:
         attend(Phase.PREFILL, chosen, layer, q, [PagedKVCache(kv, _ROWS)], [rows], sink, out, lse, top)
     else:
-        short = -width % forms.index_alignment
+        short = -width % capabilities.index_alignment
         padded = DenseIndices(torch.nn.functional.pad(rows.indices, (0, short), value=-1), rows.lens) if short else rows
         attend(Phase.PREFILL, chosen, layer, q, keys, [padded], sink, out, lse, top)
     if return_log2_lse is False:

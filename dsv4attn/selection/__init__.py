@@ -24,8 +24,8 @@ from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
 from dsv4attn.plugins import BUILT_IN, PluginRegistry, Registered
+from dsv4attn.selection.build import build, build_for, configured, conflict_of
 from dsv4attn.selection.decision import Candidate, Selection, decide
-from dsv4attn.selection.making import build, build_for, configured, conflict_of
 
 if TYPE_CHECKING:
     import torch

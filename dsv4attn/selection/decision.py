@@ -19,7 +19,7 @@ from dsv4attn.errors import (
     did_you_mean,
     leave_out,
 )
-from dsv4attn.plugins import STRANGE, PluginFailure, Registered, first_line
+from dsv4attn.plugins import PLUGIN_ERRORS, PluginFailure, Registered, first_line
 
 __all__ = ["Candidate", "Selection", "decide", "install_cure"]
 
@@ -102,7 +102,7 @@ class Selection:
             return {}
         kinds = {problem.layer.kind for problem in self.problems}
         parts = ["compressor"] if kinds - {LayerKind.SWA} else []
-        parts += ["indexer", "selection"] if LayerKind.C4A in kinds else []
+        parts += ["indexer", "selection"] if LayerKind.CSA in kinds else []
         parts += ["candidates"] if any(problem.layer.shared_latent for problem in self.problems) else []
         return {part: self._brings(self.chosen.info, part) for part in (*parts, "hyper_connections")}
 
@@ -218,7 +218,7 @@ def _ask(
             reasons.update(dict.fromkeys(r for r in said if not (elsewhere and r.code == "DEVICE")))
     except KeyboardInterrupt:
         raise
-    except STRANGE as error:
+    except PLUGIN_ERRORS as error:
         note = f"its support raised {first_line(error)}"
         return Candidate(info.name, one.owner, "broken", tuple(reasons), note, cause=error)
     return Candidate(info.name, one.owner, "refused" if reasons else "supported", tuple(reasons))
@@ -270,7 +270,7 @@ def _ways(one: Registered, device: DeviceFacts, problems: Sequence[Problem]) -> 
         return (*lines, *dict.fromkeys(str(line) for problem in problems for line in notes(device, problem)))
     except KeyboardInterrupt:
         raise
-    except STRANGE as error:
+    except PLUGIN_ERRORS as error:
         return (*lines, f"its notes raised {first_line(error)}")
 
 

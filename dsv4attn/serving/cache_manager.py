@@ -385,7 +385,7 @@ class CacheManager:
             made = KVCacheLayout.compressor_state(2 * dim if layer.overlap else dim)
             return PagedKVCache.allocate(made, blocks[group], per_block[group], device)
 
-        if layer.kind is LayerKind.C128A:
+        if layer.kind is LayerKind.HCA:
             return DeepseekV4Caches(attention, states(layer.head_dim))
         keys = PagedKVCache.allocate(index, *entries)
         # with a shared latent, index keys are made of the entries of the layer's own compressor

@@ -105,7 +105,7 @@ class Bench:
 
     def require_gathering(self) -> None:
         """Raise SkipCase if the backend reads pages in prefill, so that it gathers nothing."""
-        if self.backend.forms.prefill_keys is not KeyForm.GATHERED:
+        if self.backend.capabilities.prefill_keys is not KeyForm.GATHERED:
             raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
 
 

@@ -90,7 +90,7 @@ def cache_cases() -> Iterator[Case]:
         yield _cache(f"insert-{name}", "C1 I2", says, inputs, check_insert.inserts_rotated)
     for cache, page in (("v41-fp4", 64), ("v41-fp4-split", 32)):
         inputs = rows(
-            cache, page=page, kind=LayerKind.C4A, geometry=flash("c4a"), placement=PagePlacement(page, 4608), blocks=4
+            cache, page=page, kind=LayerKind.CSA, geometry=flash("c4a"), placement=PagePlacement(page, 4608), blocks=4
         )
         says = f"keys are written to {cache} pages of {page} as the oracle writes them, byte for byte"
         yield _cache(f"quantise-{cache}-{page}", "C1 I4", says, inputs, check_insert.quantises)
@@ -131,7 +131,7 @@ def cache_cases() -> Iterator[Case]:
     for cache, page in (("ocp", 16), ("fp32", 2), ("v41-fp4", 4)):
         says = f"rows and lists of a chunk are those of {cache} pages of {page}, of whole requests and of parts"
         inputs = rows(
-            cache, page=page, kind=LayerKind.C4A, geometry=flash("c4a"), placement=PagePlacement(page, 4608), blocks=5
+            cache, page=page, kind=LayerKind.CSA, geometry=flash("c4a"), placement=PagePlacement(page, 4608), blocks=5
         )
         yield _cache(f"fill-{cache}-{page}", "R5", says, inputs, fills)
     says = "records behind the table, before the first position or past the output are absent, whatever lengths say"

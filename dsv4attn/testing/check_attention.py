@@ -125,7 +125,7 @@ def without_lse(bench: Bench, inputs: StepFixture) -> Measure:
 
 def largest_logits(bench: Bench, call: SingleCall) -> Measure:
     """The largest logits equal the oracle's, among many keys and of lone ones; asking changes nothing else."""
-    if not bench.backend.forms.max_logits:
+    if not bench.backend.capabilities.max_logits:
         raise SkipCase("does not apply: this backend gives no largest logits")
     measures = []
     for one in (call, attrs.evolve(call, pattern="lone")):
@@ -145,7 +145,7 @@ def largest_logits(bench: Bench, call: SingleCall) -> Measure:
 
 def lse_of_empty_rows(bench: Bench, call: SingleCall) -> Measure:
     """Rows without keys have the lse that the call says; saying it changes nothing else."""
-    if not bench.backend.forms.empty_lse:
+    if not bench.backend.capabilities.empty_lse:
         raise SkipCase("does not apply: this backend's rows without keys have lse -inf")
     out, lse = call.run(bench)
     other, other_lse = call.run(bench, empty_lse=np.inf)

@@ -76,7 +76,7 @@ class CompressorStep(CaseInput):
     @property
     def overlap(self) -> bool:
         """Whether an entry covers the tokens of the one before too."""
-        return self.kind is LayerKind.C4A
+        return self.kind is LayerKind.CSA
 
     @property
     def dim(self) -> int:

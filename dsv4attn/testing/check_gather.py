@@ -188,7 +188,7 @@ class _Chunk:
         width = TOPK + WINDOW + 2
         lists = DenseIndices(*(self._ints(np.full(shape, 7)) for shape in ((tokens, width), (tokens,))))
         flat = None
-        if self.bench.backend.forms.prefill_indices is IndexForm.RAGGED:
+        if self.bench.backend.capabilities.prefill_indices is IndexForm.RAGGED:
             flat = RaggedIndices(self._ints(np.full(tokens * width, 7)), self._ints(np.full(tokens + 1, 7)), width)
         chunk = ChunkRows(
             kv=kv.to(self.rows.device),

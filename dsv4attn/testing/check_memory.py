@@ -74,8 +74,8 @@ def stale(bench: Bench, inputs: StepFixture) -> Measure:
     result = problem.answer(bench)
     for byte in (0x00, 0xFF, 0x3F, 0x7F):
         workspace = problem.workspace(bench.backend, debug=False)
-        for lane in ("decode", "prefill"):
-            (everything,) = workspace.get_simultaneous(((workspace.size(lane),), torch.uint8), lane=lane)
+        for arena in ("decode", "prefill"):
+            (everything,) = workspace.get_simultaneous(((workspace.size(arena),), torch.uint8), arena=arena)
             everything.fill_(byte)
         what = f"over a workspace of bytes 0x{byte:02X}"
         require_same_bits(what, problem.answer(bench, workspace), result)
@@ -86,7 +86,7 @@ def stale(bench: Bench, inputs: StepFixture) -> Measure:
 def capped(bench: Bench, inputs: StepFixture) -> Measure:
     """A smaller workspace gives more and smaller chunks, and the same result."""
     small = attrs.evolve(inputs.limits, max_index_elements=1)
-    least = plan_workspace(inputs.layer, small, bench.backend, inputs.layout).lanes["prefill"]
+    least = plan_workspace(inputs.layer, small, bench.backend, inputs.layout).arenas["prefill"]
     measures = [equals_oracle(bench, inputs)]
     for limits in (small, attrs.evolve(inputs.limits, max_workspace_bytes=least)):
         answer = inputs.problem(bench.backend, limits=limits).answer(bench)

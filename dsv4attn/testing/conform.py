@@ -325,7 +325,7 @@ class Certificate:
             "asked": self.asked,
             "backend": subject.name,
             "options": dict(subject.options),
-            "products": subject.backend.forms.products.value,
+            "products": subject.backend.capabilities.products.value,
             "distribution": subject.distribution,
             "version": subject.version,
             "contract": API_VERSION,
@@ -396,7 +396,7 @@ def _tried(subject: Subject, case: Case) -> Outcome:
             lse, reasons = False, subject.refusals(case.inputs.problems(lse=False))
         if reasons:
             return Outcome(case, "refused", message="; ".join(reasons), reasons=tuple(reasons))
-        with multiplying_in(subject.backend.forms.products):
+        with multiplying_in(subject.backend.capabilities.products):
             measure = case.run(Bench(subject.backend, subject.device, lse))
     except SkipCase as skip:
         return Outcome(case, "skipped", message=str(skip), reasons=(str(skip),))

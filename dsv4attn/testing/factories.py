@@ -154,7 +154,7 @@ class CaseInput:
 
     geometry: ModelGeometry
     layout: KVCacheLayout
-    kind: LayerKind = attrs.field(default=LayerKind.C4A, converter=LayerKind)
+    kind: LayerKind = attrs.field(default=LayerKind.CSA, converter=LayerKind)
     strided: str = ""
     seed: int = 0
     device: str = "cpu"

@@ -98,7 +98,7 @@ class Fp8Codes(SingleCall):
 
 def reads_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
     """Attention over one key, or copies of it, returns the key: judged value by value, relative to its own size."""
-    if codes.phase is Phase.PREFILL and bench.backend.forms.prefill_keys is KeyForm.GATHERED:
+    if codes.phase is Phase.PREFILL and bench.backend.capabilities.prefill_keys is KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads gathered rows in prefill")
     out, _ = codes.run(attrs.evolve(bench, lse=False))
     found = out.double().cpu().numpy()
@@ -238,7 +238,7 @@ def shows_nan(bench: Bench, call: NanKeys) -> Measure:
 def _run(bench: Bench, call: NanKeys) -> dict[str, Tensor]:
     """Results of a call by their names."""
     top = None
-    if bench.backend.forms.max_logits:
+    if bench.backend.capabilities.max_logits:
         top = torch.zeros(call.rows, call.layer.num_heads, dtype=torch.float32, device=call.device)
     out, lse = call.run(bench, max_logits=top)
     named = {"out": out, "lse": lse, "max_logits": top}

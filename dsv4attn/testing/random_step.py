@@ -165,7 +165,7 @@ class RandomStep(CaseInput):
         token, ratio = self.tokens[row], None if self.kind is LayerKind.SWA else self.layer.compress_ratio
         if not token.valid:
             return [], []
-        selected = self.topk_rows[row].tolist() if self.kind is LayerKind.C4A else None
+        selected = self.topk_rows[row].tolist() if self.kind is LayerKind.CSA else None
         return oracle.visible_keys(token.position, self.layer.window, ratio, selected)
 
     def expected(self) -> tuple[F64, F64]:
@@ -497,7 +497,7 @@ class StepFixture(RandomStep):
 
     def _past_entries(self, request: int, complete: int) -> Sequence[int]:
         """Entries of a request to insert: all complete ones, or with `distinct` only those that a query names."""
-        if self.kind is not LayerKind.C4A or self.distinct is None:
+        if self.kind is not LayerKind.CSA or self.distinct is None:
             return range(complete)
         mine = (self.visible(row)[1] for row, token in enumerate(self.tokens) if token.request == request)
         return sorted({entry for entries in mine for entry in entries if entry < complete})
@@ -533,7 +533,7 @@ class StepFixture(RandomStep):
             self._poison(q, caches, self.poison)
         sink = None if self.sink_values is None else self.tensor(self.sink_values, torch.float32)
         topk = None
-        if self.kind is LayerKind.C4A:
+        if self.kind is LayerKind.CSA:
             topk = self.tensor(self.topk_rows)
             topk = StridedTensors(self.strided)("topk_indices", self.ownership.local_numbers(topk) if divided else topk)
         return ForwardArgs(self.layer, limits, q, caches, metadata, sink, topk, self.strided, raw)

@@ -232,11 +232,11 @@ class SingleCall(CaseInput):
         empty_lse: float = -inf,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, lse), both NaN before the call. Raises Wrong if q, a cache or bytes beside rows are written."""
-        backend, forms = bench.backend, bench.backend.forms
+        backend, capabilities = bench.backend, bench.backend.capabilities
         index_lists = index_lists or self.index_lists
-        form = forms.decode_indices if self.phase is Phase.DECODE else forms.prefill_indices
-        if self.phase is Phase.PREFILL and forms.prefill_keys is KeyForm.GATHERED:
-            gathered, width = self._gathered(index_lists, form, forms.index_alignment)
+        form = capabilities.decode_indices if self.phase is Phase.DECODE else capabilities.prefill_indices
+        if self.phase is Phase.PREFILL and capabilities.prefill_keys is KeyForm.GATHERED:
+            gathered, width = self._gathered(index_lists, form, capabilities.index_alignment)
             keys: Sequence[PagedKeys] | GatheredKeys = gathered
         else:
             pairs = zip(self.oracle_caches, index_lists, strict=True)

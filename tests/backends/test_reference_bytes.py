@@ -238,7 +238,7 @@ def test_g5_caches_of_two_dialects_are_read_in_one_call(window: Fp8Format, compr
     slots = torch.tensor([[3, 0, 11, -1], [7, 8, 1, 2]], dtype=I32)
     lens = torch.tensor([4, 3], dtype=I32)
     q, sink, out = torch.randn(2, 4, 32, generator=seeded(1)), torch.randn(4), torch.empty(2, 4, 32)
-    layer = LayerGeometry(LayerKind.C128A, 128, 4, 32, Rope(8, 1e4), 8, 0)
+    layer = LayerGeometry(LayerKind.HCA, 128, 4, 32, Rope(8, 1e4), 8, 0)
     keys = [PagedKeys(cache, DenseIndices(slots, lens)) for cache in caches]
 
     ReferenceBackend().decode(AttentionCall(layer, q, keys, sink, out, None))

@@ -206,7 +206,7 @@ PAIRS = [
 @pytest.mark.parametrize(("window", "compressed"), PAIRS, ids=lambda one: f"{one.name}-{one.arrangement.value}")
 def test_attention_reads_each_cache_by_its_own_record(window: KVCacheLayout, compressed: KVCacheLayout) -> None:
     rows = torch.from_numpy(draws(512)[[0, 0, 6, 7, 0, 1]] * 0.3).bfloat16()
-    layer = LayerGeometry(LayerKind.C4A, 4, 2, 512, Rope(64, 1e4), window=6, topk=6, softmax_scale=0.05)
+    layer = LayerGeometry(LayerKind.CSA, 4, 2, 512, Rope(64, 1e4), window=6, topk=6, softmax_scale=0.05)
     segments, keys = [], []
     for layout in (window, compressed):
         cache = blank(layout, 2, 4)

@@ -196,7 +196,7 @@ def launches(
     rng = np.random.default_rng(seed)
     segments = [(cache_of(rng, 150, pages[0]), rows_of(rng, problem.layer.window, 150))]
     if kind is not LayerKind.SWA:
-        entries = rows_of(rng, topk, topk + 10, in_order=kind is LayerKind.C128A)
+        entries = rows_of(rng, topk, topk + 10, in_order=kind is LayerKind.HCA)
         segments.append((cache_of(rng, topk + 10, pages[1]), entries))
     keys = [np.concatenate(parts) for parts in zip(*(keys_of(c, rows) for c, rows in segments), strict=True)]
     q = torch.from_numpy(rng.standard_normal((ROWS, heads, 512))).bfloat16()
@@ -231,12 +231,12 @@ def launch(
 ) -> None:
     """The call of a phase, in the form that the backend asks for and with the scratch memory that it wants."""
     backend = load_backend(config.backend, **dict(config.options))
-    forms, layer, width = backend.forms, problem.layer, sum(rows.indices.shape[1] for _, rows in segments)
+    capabilities, layer, width = backend.capabilities, problem.layer, sum(rows.indices.shape[1] for _, rows in segments)
     prefill = config.phase is Phase.PREFILL
-    form = forms.prefill_indices if prefill else forms.decode_indices
+    form = capabilities.prefill_indices if prefill else capabilities.decode_indices
     given_keys: Sequence[PagedKeys] | GatheredKeys
-    if prefill and forms.prefill_keys is KeyForm.GATHERED:
-        width = -(-width // forms.index_alignment) * forms.index_alignment
+    if prefill and capabilities.prefill_keys is KeyForm.GATHERED:
+        width = -(-width // capabilities.index_alignment) * capabilities.index_alignment
         given_keys = gathered(keys, width, form)
     else:
         given_keys = tuple(PagedKeys(cache, formed(rows, form)) for cache, rows in segments)

@@ -38,41 +38,41 @@ from tests.compat.flash_mla_cases import (
 
 # every backend there is, and the reference in every form of keys and indices
 RAGGED = {"decode_indices": "ragged", "prefill_indices": "ragged"}
-LANES: dict[str, tuple[str, Mapping[str, str]]] = {
+TARGETS: dict[str, tuple[str, Mapping[str, str]]] = {
     **{name: (name, {}) for name in backend_names()},
     "reference-ragged": ("reference", RAGGED),
     "reference-paged": ("reference", {"prefill_keys": "paged"}),
     "reference-paged-ragged": ("reference", {**RAGGED, "prefill_keys": "paged"}),
 }
-DECODE_LANES = [lane for lane in LANES if "paged" not in lane]
+DECODE_TARGETS = [target for target in TARGETS if "paged" not in target]
 TWINS = launching_alike(ModelGeometry.preset("flash")) if find_spec("triton") else []
 """Backends that launch, on a CPU, the generic backend's kernels and no others."""
 
 
-def ours(lanes: Iterable[str]) -> pytest.MarkDecorator:
-    """All lanes; a twin's are slow ones."""
-    params = [pytest.param(lane, marks=pytest.mark.slow if lane in TWINS else ()) for lane in lanes]
-    return pytest.mark.parametrize("lane", params, indirect=True)
+def ours(targets: Iterable[str]) -> pytest.MarkDecorator:
+    """All targets; a twin's are slow ones."""
+    params = [pytest.param(target, marks=pytest.mark.slow if target in TWINS else ()) for target in targets]
+    return pytest.mark.parametrize("target", params, indirect=True)
 
 
-prefill_lanes, decode_lanes = ours(LANES), ours(DECODE_LANES)
+prefill_targets, decode_targets = ours(TARGETS), ours(DECODE_TARGETS)
 
 
 INTERPRETED = not torch.accelerator.is_available()
-KERNELS = [lane for lane in LANES if LANES[lane][0] != "reference" and lane not in TWINS]
+KERNELS = [target for target in TARGETS if TARGETS[target][0] != "reference" and target not in TWINS]
 """Lanes whose kernels are interpreted where there is no accelerator."""
 
 
-def in_turn(cases: Sequence[DecodeCase], lane: str) -> tuple[list[DecodeCase], list[DecodeCase]]:
-    """Cases that a lane takes, and its slow ones: lanes of interpreted kernels take half of the cases in turn.
+def in_turn(cases: Sequence[DecodeCase], target: str) -> tuple[list[DecodeCase], list[DecodeCase]]:
+    """Cases that a target takes, and its slow ones: targets of interpreted kernels take half of the cases in turn.
 
     They all take a number of heads that only one case has.
     """
-    if lane in TWINS:
+    if target in TWINS:
         return [], [*cases]
-    if not INTERPRETED or lane not in KERNELS:
+    if not INTERPRETED or target not in KERNELS:
         return [*cases], []
-    heads, at = Counter(case.heads for case in cases), KERNELS.index(lane)
+    heads, at = Counter(case.heads for case in cases), KERNELS.index(target)
     # of two neighbours, which differ in one thing, now the first and now the second
     mine = [heads[case.heads] == 1 or (i + i // 2 + at) % 2 == 0 for i, case in enumerate(cases)]
     return [*compress(cases, mine)], [*compress(cases, map(not_, mine))]
@@ -84,30 +84,30 @@ def few(case: DecodeCase | PrefillCase) -> bool:
 
 
 def decode_in_turn() -> list[Any]:
-    """Cases of few rows on all lanes, as parameters of a test."""
+    """Cases of few rows on all targets, as parameters of a test."""
     cases = [case for case in SMALL_DECODE if few(case)]
     return [
-        pytest.param(case, lane, id=f"{case}-{lane}", marks=marks)
-        for lane in DECODE_LANES
-        for taken, marks in zip(in_turn(cases, lane), ([], [pytest.mark.slow]), strict=True)
+        pytest.param(case, target, id=f"{case}-{target}", marks=marks)
+        for target in DECODE_TARGETS
+        for taken, marks in zip(in_turn(cases, target), ([], [pytest.mark.slow]), strict=True)
         for case in taken
     ]
 
 
-def patient(lanes: Iterable[str]) -> pytest.MarkDecorator:
+def patient(targets: Iterable[str]) -> pytest.MarkDecorator:
     """Lanes for cases of many rows: slow ones where kernels are interpreted."""
-    kernels = [lane for lane in lanes if INTERPRETED and LANES[lane][0] != "reference"]
-    params = [pytest.param(lane, marks=pytest.mark.slow if lane in kernels else ()) for lane in lanes]
-    return pytest.mark.parametrize("lane", params, indirect=True)
+    kernels = [target for target in targets if INTERPRETED and TARGETS[target][0] != "reference"]
+    params = [pytest.param(target, marks=pytest.mark.slow if target in kernels else ()) for target in targets]
+    return pytest.mark.parametrize("target", params, indirect=True)
 
 
 @pytest.fixture
-def lane(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Name of a backend, which is built with the options of its lane; big cases only run when asked for."""
+def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Name of a backend, which is built with the options of its target; big cases only run when asked for."""
     asked = "slow" in request.config.option.markexpr
     if request.node.get_closest_marker("slow") and not asked:
         pytest.skip("minutes each: run them with -m slow")
-    name, options = LANES[request.param]
+    name, options = TARGETS[request.param]
     config = tmp_path / "dsv4attn.toml"
     lines = [f'{key} = "{value}"' for key, value in options.items()]
     config.write_text("\n".join([f"[options.{name}]", *lines]), encoding="utf-8")
@@ -188,41 +188,41 @@ def run_prefill(case: PrefillCase, name: str) -> None:
     assert_close("lse", lse, want.lse, absolute=1e-6, relative=2.01 / 65536, cosine=1e-6)
 
 
-@pytest.mark.parametrize(("case", "lane"), decode_in_turn(), indirect=["lane"])
-def test_decode_of_small_cases_is_right(case: DecodeCase, lane: str) -> None:
-    run_decode(case, lane)
+@pytest.mark.parametrize(("case", "target"), decode_in_turn(), indirect=["target"])
+def test_decode_of_small_cases_is_right(case: DecodeCase, target: str) -> None:
+    run_decode(case, target)
 
 
-@prefill_lanes
+@prefill_targets
 @pytest.mark.parametrize("case", [case for case in SMALL_PREFILL if few(case)], ids=str)
-def test_prefill_of_small_cases_is_right(case: PrefillCase, lane: str) -> None:
-    run_prefill(case, lane)
+def test_prefill_of_small_cases_is_right(case: PrefillCase, target: str) -> None:
+    run_prefill(case, target)
 
 
-@patient(DECODE_LANES)
+@patient(DECODE_TARGETS)
 @pytest.mark.parametrize("case", [case for case in SMALL_DECODE if not few(case)], ids=str)
-def test_decode_of_many_rows_is_right(case: DecodeCase, lane: str) -> None:
-    run_decode(case, lane)
+def test_decode_of_many_rows_is_right(case: DecodeCase, target: str) -> None:
+    run_decode(case, target)
 
 
-@patient(LANES)
+@patient(TARGETS)
 @pytest.mark.parametrize("case", [case for case in SMALL_PREFILL if not few(case)], ids=str)
-def test_prefill_of_many_rows_is_right(case: PrefillCase, lane: str) -> None:
-    run_prefill(case, lane)
+def test_prefill_of_many_rows_is_right(case: PrefillCase, target: str) -> None:
+    run_prefill(case, target)
 
 
 @pytest.mark.slow
-@decode_lanes
+@decode_targets
 @pytest.mark.parametrize("case", BIG_DECODE, ids=str)
-def test_decode_of_big_cases_is_right(case: DecodeCase, lane: str) -> None:
-    run_decode(case, lane)
+def test_decode_of_big_cases_is_right(case: DecodeCase, target: str) -> None:
+    run_decode(case, target)
 
 
 @pytest.mark.slow
-@prefill_lanes
+@prefill_targets
 @pytest.mark.parametrize("case", BIG_PREFILL, ids=str)
-def test_prefill_of_big_cases_is_right(case: PrefillCase, lane: str) -> None:
-    run_prefill(case, lane)
+def test_prefill_of_big_cases_is_right(case: PrefillCase, target: str) -> None:
+    run_prefill(case, target)
 
 
 def test_the_cases_reach_every_size_they_are_for() -> None:
@@ -238,10 +238,10 @@ def test_the_cases_reach_every_size_they_are_for() -> None:
 
 def test_every_lane_meets_every_shape_and_every_flag_and_every_case_some_kernels() -> None:
     cases = [case for case in SMALL_DECODE if few(case)]
-    quick = {lane: in_turn(cases, lane)[0] for lane in KERNELS}
+    quick = {target: in_turn(cases, target)[0] for target in KERNELS}
 
-    for lane, taken in quick.items():
-        assert features(taken) == features(cases), lane
+    for target, taken in quick.items():
+        assert features(taken) == features(cases), target
     assert not KERNELS or {str(case) for taken in quick.values() for case in taken} == {*map(str, cases)}
 
 

@@ -168,7 +168,7 @@ def test_largest_logits_do_not_depend_on_who_computes_them_or_on_tiles_and_can_b
 ) -> None:
     out, top, lse = flash_mla_sparse_fwd(**prefill_args())
     backend = load_backend("reference")
-    monkeypatch.setattr(backend, "forms", evolve(backend.forms, max_logits=False))
+    monkeypatch.setattr(backend, "capabilities", evolve(backend.capabilities, max_logits=False))
     monkeypatch.setattr(direct, "_backend", lambda _: backend)
     direct.plan.cache_clear()
     beside = flash_mla_sparse_fwd(**prefill_args())

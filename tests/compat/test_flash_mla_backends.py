@@ -90,7 +90,7 @@ class Scratchy(ReferenceBackend):
 
     def __init__(self) -> None:
         super().__init__(decode_indices="ragged")
-        self.forms = Capabilities(IndexForm.RAGGED, IndexForm.RAGGED, index_alignment=16)
+        self.capabilities = Capabilities(IndexForm.RAGGED, IndexForm.RAGGED, index_alignment=16)
         self.seen: list[AttentionCall] = []
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:

@@ -89,8 +89,8 @@ def test_what_flash_mla_plans_ahead_is_nothing_here() -> None:
     assert torch.equal(out, flash_mla_with_kvcache(**decode_args())[0])
 
 
-@pytest.mark.parametrize("lane", [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)])
-def test_batch_invariant_bits_do_not_depend_on_the_batch(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)])
+def test_batch_invariant_bits_do_not_depend_on_the_batch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def loading(name: str, **options: Any) -> object:
@@ -101,11 +101,11 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(lane: str, monkeypatch:
     direct.plan.cache_clear()
     whole = decode_args(enable_batch_invariant=True)
     try:
-        out, _ = flash_mla_with_kvcache(**whole, backend=lane)
+        out, _ = flash_mla_with_kvcache(**whole, backend=backend)
         one = {**whole, "q": whole["q"][1:2], "indices": whole["indices"][1:2]}
         one["tile_scheduler_metadata"] = get_mla_metadata()[0]
-        alone, _ = flash_mla_with_kvcache(**one, backend=lane)
-        flash_mla_with_kvcache(**decode_args(), backend=lane)
+        alone, _ = flash_mla_with_kvcache(**one, backend=backend)
+        flash_mla_with_kvcache(**decode_args(), backend=backend)
     except NoBackendError as error:
         pytest.skip(str(error))
     finally:

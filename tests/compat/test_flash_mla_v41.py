@@ -24,7 +24,7 @@ from tests.core.cache import v41_packer
 B, S_Q, H, TOPK, EXTRA = 2, 2, 3, 5, 7
 INT = torch.int32
 U8 = NDArray[np.uint8]
-LANES = [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)]
+TARGETS = [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)]
 
 
 @cache
@@ -83,12 +83,12 @@ def check(found: tuple[Tensor, Tensor], out: Any, lse: Any) -> None:
     assert np.abs(found[1].double().numpy() - lse).max() < 1e-2
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("split", [False, True], ids=["interleaved", "split"])
 @pytest.mark.parametrize("extra", [None, 528, 288])
-def test_every_pair_of_records_in_both_arrangements(extra: int | None, split: bool, lane: str) -> None:
+def test_every_pair_of_records_in_both_arrangements(extra: int | None, split: bool, target: str) -> None:
     given, *wanted = call(extra=extra, split=split, more=3)
-    check(flash_mla_with_kvcache(**given, backend=lane), *wanted)
+    check(flash_mla_with_kvcache(**given, backend=target), *wanted)
 
 
 @pytest.mark.parametrize("page", [16, 64])

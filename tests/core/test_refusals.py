@@ -422,7 +422,7 @@ def test_an_error_of_a_workspace_of_ones_own_is_not_hidden() -> None:
 @pytest.mark.parametrize("wrong", [np.zeros((3, 4, 32), "f"), [1, 2]])
 def test_arrays_and_lists_where_a_layer_takes_tensors(name: str, wrong: Any) -> None:
     """forward_mqa reads neither kv nor positions; the insert has no output."""
-    case = bound_layer(LayerKind.C4A)
+    case = bound_layer(LayerKind.CSA)
     given = {"q": case.q, "kv": case.kv, "positions": case.positions, "output": torch.zeros_like(case.q), name: wrong}
     q, kv, positions, output = given.values()
     with set_forward_context(case.metadata):

@@ -11,8 +11,8 @@ import pytest
 
 from dsv4attn import hookspecs
 from dsv4attn.core.contract import backend as contract
-from tests.examples.shop import ACME, BROKEN, Place, install, renamed
-from tests.wheels import Shelf
+from tests.examples.built_wheels import ACME, BROKEN, Place, install, renamed
+from tests.vendor_wheel import Shelf
 
 SOME = (
     "sink-matters-*,call-behind-*,lse-decode,moved-c4a-*,insert-skips,project-1-bf16,project-fp8-ocp-bytes,output-fp8,"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.examples.shop import ROOT
+from tests.examples.built_wheels import ROOT
 
 
 @pytest.mark.slow

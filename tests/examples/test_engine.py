@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from dsv4attn.core.contract import device
-from tests.examples.shop import ROOT
+from tests.examples.built_wheels import ROOT
 
 ENGINE = ROOT / "examples" / "engine.py"
 

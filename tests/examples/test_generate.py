@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.examples.shop import ROOT
+from tests.examples.built_wheels import ROOT
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="its model runs on the CPU")

@@ -26,7 +26,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
 from dsv4attn.tools.cli import main
-from tests.examples.shop import ACME, OFFLINE, PIP, ROOT, environment
+from tests.examples.built_wheels import ACME, OFFLINE, PIP, ROOT, environment
 
 TEXT = (ROOT / "docs" / "writing-a-backend.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
@@ -107,7 +107,7 @@ def test_every_command_it_names_exists(text: str) -> None:
 
 def test_g22_the_filter_of_the_first_method_judges_it_alone() -> None:
     class OnlyQuantises:
-        name, forms, steps = "zephyr", ReferenceBackend().forms, indices
+        name, capabilities, steps = "zephyr", ReferenceBackend().capabilities, indices
         quantize_and_insert_k_cache = ReferenceBackend.quantize_and_insert_k_cache
 
     (patterns,) = re.findall(r"\| `quantize_and_insert_k_cache` \| `dsv4attn conform zephyr --filter '(.*?)'`", TEXT)
@@ -155,7 +155,7 @@ def test_every_name_of_the_contract_it_tells_exists() -> None:
     assert told <= fields | members | optional
     assert optional - {"prepare"} <= told
     assert {field.name for field in attrs.fields(BackendInfo)} <= told | {"support", "summary"}
-    assert members <= told | {"steps", "forms", "name"} | {name for name in members if name.startswith("_")}
+    assert members <= told | {"steps", "capabilities", "name"} | {name for name in members if name.startswith("_")}
     assert {member.name for kind in (IndexForm, KeyForm) for member in kind} <= set(SPANS)
     assert "Rank.VENDOR" in SPANS
     assert Rank.VENDOR is attrs.fields(BackendInfo).rank.default

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
 WINDOW, HEADS, HEAD_DIM, ROPE_DIM, VOCABULARY = 8, 4, 32, 8, 64
-RATIO = {LayerKind.SWA: 1, LayerKind.C4A: 4, LayerKind.C128A: 16}
+RATIO = {LayerKind.SWA: 1, LayerKind.CSA: 4, LayerKind.HCA: 16}
 KINDS = tuple(RATIO)
 """Layer i of the model is of kind i."""
 LONGEST = 71
@@ -63,7 +63,7 @@ class Trace:
     def topk_rows(self, width: int, generator: torch.Generator) -> Tensor:
         """Rows as an indexer leaves them: [T, width] int32 entry numbers, valid ones first, unordered, then -1."""
         rows = torch.full((self.selected.shape[0], width), -1, dtype=torch.int32)
-        if self.kind is not LayerKind.C4A:
+        if self.kind is not LayerKind.CSA:
             return rows
         for row, chosen in zip(rows, self.selected, strict=True):
             entries = chosen.nonzero()[:, 0]
@@ -108,7 +108,7 @@ def config() -> Any:
         n_routed_experts=4,
         n_shared_experts=1,
         layer_types=list(names),
-        compress_rates={names[1]: RATIO[LayerKind.C4A], names[2]: RATIO[LayerKind.C128A]},
+        compress_rates={names[1]: RATIO[LayerKind.CSA], names[2]: RATIO[LayerKind.HCA]},
         mlp_layer_types=["hash_moe", "moe", "moe"],
         sliding_window=WINDOW,
         o_groups=2,

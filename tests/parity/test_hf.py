@@ -101,7 +101,7 @@ def test_the_traces_exercise_every_feature(seed: int, kind: LayerKind) -> None:
     entries = (position + 1) // hf.RATIO[kind] * (kind is not LayerKind.SWA)
 
     assert torch.equal(window.sum(1), (position + 1).clamp(max=hf.WINDOW))
-    assert torch.equal(seen.selected.sum(1), entries.clamp(max=3) if kind is LayerKind.C4A else entries)
+    assert torch.equal(seen.selected.sum(1), entries.clamp(max=3) if kind is LayerKind.CSA else entries)
     assert float((1 - seen.weights.sum(-1)).mean()) > 0.02  # the sink takes part
     assert float(seen.query.std()) > 0.9
     assert error(hf.with_keys(seen, seen.keys), seen.output.double()) < TOLERANCE
@@ -252,7 +252,7 @@ class LateEntries(MetadataBuilder):
         return made
 
 
-COMPRESSED = LayerKind.C4A, LayerKind.C128A
+COMPRESSED = LayerKind.CSA, LayerKind.HCA
 BUGS: dict[str, tuple[tuple[LayerKind, ...], Callable[[], dict[str, Any]]]] = {
     "no sink": (hf.KINDS, lambda: {"backend": NoSink()}),
     "rope on the leading dims": (hf.KINDS, lambda: {"backend": LeadingRope()}),

@@ -50,7 +50,7 @@ def test_it_is_transformers_o_a_proj_and_o_b_proj(kind: LayerKind) -> None:
 
 def test_fp8_weights_are_those_that_transformers_has_after_conversion() -> None:
     """The module of transformers with the converted weights is the yardstick for the fp8 weights themselves."""
-    kind, geometry = LayerKind.C4A, ModelGeometry.from_config(hf.config())
+    kind, geometry = LayerKind.CSA, ModelGeometry.from_config(hf.config())
     layer, attention = geometry.layer_of_kind(kind), hf.model(0).layers[hf.KINDS.index(kind)].self_attn
     o = torch.randn(TOKENS, hf.HEADS, hf.HEAD_DIM, generator=torch.Generator().manual_seed(6))
     fp8 = []

@@ -24,7 +24,7 @@ from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import build, load_backend, select_backend
 from tests.backends.built_in import triton_backends
 from tests.tools.cli.machine import device_of_no_backend
-from tests.wheels import Shelf, plugin
+from tests.vendor_wheel import Shelf, plugin
 
 FLASH = ModelGeometry.preset("flash")
 DECODE = [Problem.of(FLASH, kind, "decode") for kind in FLASH.kinds]
@@ -38,7 +38,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 
 class Half(ReferenceBackend):
     def __init__(self):
-        self.forms = 3
+        self.capabilities = 3
 """
 
 
@@ -71,7 +71,9 @@ def test_two_phases_with_two_backends_are_one_backend(shelf: Shelf, monkeypatch:
     pair = select_backend(*PREFILL, *DECODE, backend="decode=acme,prefill=reference")
 
     assert isinstance(pair, PhasedBackend)
-    assert pair.forms == Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, max_logits=True, empty_lse=True)
+    assert pair.capabilities == Capabilities(
+        IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, max_logits=True, empty_lse=True
+    )
     monkeypatch.setenv("DSV4ATTN_BACKEND", "acme")
     assert isinstance(select_backend(*PREFILL, *DECODE), ReferenceBackend)
 
@@ -105,9 +107,9 @@ def test_nothing_to_run_is_an_error() -> None:
 def test_options_from_the_configuration_reach_the_factory(shelf: Shelf) -> None:
     configure(shelf, "[options.reference]\nprefill_keys = 'paged'")
 
-    assert select_backend(*PREFILL).forms.prefill_keys is KeyForm.PAGED
-    assert load_backend("reference").forms.prefill_keys is KeyForm.PAGED
-    assert load_backend("reference", prefill_keys="gathered").forms.prefill_keys is KeyForm.GATHERED
+    assert select_backend(*PREFILL).capabilities.prefill_keys is KeyForm.PAGED
+    assert load_backend("reference").capabilities.prefill_keys is KeyForm.PAGED
+    assert load_backend("reference", prefill_keys="gathered").capabilities.prefill_keys is KeyForm.GATHERED
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_a_value_the_factory_cannot_take_is_an_argument_error(shelf: Shelf) -> N
         ("int('x')", "ValueError: invalid literal"),
         ("return None", "it made NoneType, which lacks decode, dequantize_and_gather_k_cache, "),
         ("return make", "it made function, which lacks decode, "),
-        ("return Half()", "it made Half, whose forms are int"),
+        ("return Half()", "it made Half, whose capabilities are int"),
     ],
 )
 def test_g9_a_backend_that_cannot_be_made_is_broken(shelf: Shelf, factory: str, said: str) -> None:

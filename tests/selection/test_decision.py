@@ -130,7 +130,7 @@ def test_the_order_of_registration_decides_nothing() -> None:
 
 def test_one_backend_is_found_for_several_problems_of_a_phase() -> None:
     def only_c4a(_: DeviceFacts, problem: Problem) -> list[Reason]:
-        return [] if problem.layer.kind is LayerKind.C4A else [Reason("LAYER", problem.layer.kind.value, "c4a")]
+        return [] if problem.layer.kind is LayerKind.CSA else [Reason("LAYER", problem.layer.kind.value, "c4a")]
 
     vendor, generic = backend("acme", "sm_90", support=only_c4a), backend("generic", "cuda", rank=Rank.GENERIC)
     problems = [Problem.of(FLASH, kind) for kind in FLASH.kinds]

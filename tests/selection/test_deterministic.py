@@ -17,7 +17,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import BrokenBackendError, NoBackendError
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import explain, registered, select_backend
-from tests.wheels import Shelf, plugin
+from tests.vendor_wheel import Shelf, plugin
 
 FLASH = ModelGeometry.preset("flash")
 PLAIN = [Problem.of(FLASH, "c4a", phase) for phase in ("decode", "prefill")]
@@ -79,7 +79,7 @@ def test_one_phase_alone(shelf: Shelf) -> None:
 def test_the_environment_and_the_file(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     (shelf.folder / "dsv4attn.toml").write_text('[options.reference]\nprefill_keys = "paged"', encoding="utf-8")
     made = select_backend(*EXACT)
-    assert (of_phases(made), made.forms.prefill_keys.value) == ((True, True), "paged")
+    assert (of_phases(made), made.capabilities.prefill_keys.value) == ((True, True), "paged")
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
     made = select_backend(*EXACT)
     assert (of_phases(made), made.name) == ((True, True), "triton")

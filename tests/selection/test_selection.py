@@ -23,7 +23,7 @@ from dsv4attn.errors import ArgumentError, ConfigError, NoBackendError
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import backend_names, explain, resolve
 from tests.backends.built_in import known_devices, of_rank
-from tests.wheels import Shelf, plugin
+from tests.vendor_wheel import Shelf, plugin
 
 FLASH = ModelGeometry.preset("flash")
 PRO = ModelGeometry.preset("pro")

@@ -22,7 +22,7 @@ from dsv4attn.errors import NoBackendError
 from dsv4attn.selection import backend_names, explain, load_backend, registered, resolve, select_backend
 from dsv4attn.testing.conform import Subject
 from tests.tools.cli.machine import Machine
-from tests.wheels import Shelf, plugin
+from tests.vendor_wheel import Shelf, plugin
 
 FLASH = ModelGeometry.preset("flash")
 DECODE, PREFILL = (Problem.of(FLASH, "c4a", phase) for phase in ("decode", "prefill"))

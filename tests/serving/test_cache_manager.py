@@ -17,7 +17,7 @@ from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CacheManager
 from tests.harness import FP32, SMALL, LayerStack
 
-REAL_RATIOS = attrs.evolve(SMALL, layers=((LayerKind.SWA, 1), (LayerKind.C4A, 4), (LayerKind.C128A, 128)), window=128)
+REAL_RATIOS = attrs.evolve(SMALL, layers=((LayerKind.SWA, 1), (LayerKind.CSA, 4), (LayerKind.HCA, 128)), window=128)
 
 
 def test_a_sequence_of_another_manager_is_refused_everywhere() -> None:

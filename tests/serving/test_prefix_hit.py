@@ -217,7 +217,7 @@ def test_any_hit_in_any_chunks(drawn: tuple[str, int, int, list[int], bool, int]
 def test_the_metadata_have_no_slot_for_what_is_cached_and_windows_have_theirs() -> None:
     hit = Hit("v4", "reference", 32, 24)
     made = hit.whole.manager.metadata(hit.batch([(hit.live, 1), (hit.second, 14)]))
-    c4a, c128a = made[LayerKind.C4A], made[LayerKind.C128A]
+    c4a, c128a = made[LayerKind.CSA], made[LayerKind.HCA]
     assert c4a.compressed is not None
     assert c128a.compressed is not None
     assert c4a.state is not None
@@ -230,7 +230,7 @@ def test_the_metadata_have_no_slot_for_what_is_cached_and_windows_have_theirs() 
     assert c4a.compressed.compressed_lens.tolist() == [34 // 4, *[(p + 1) // 4 for p in range(24, 38)]]
 
     lost = hit.whole.manager.metadata(hit.batch([(hit.second, 14)], num_cached_states=torch.zeros(1).int()))
-    state = lost[LayerKind.C4A].state
+    state = lost[LayerKind.CSA].state
     assert state is not None
     assert state.slot_mapping is not None
     assert bool((state.slot_mapping >= 0).all())
@@ -240,12 +240,12 @@ def test_a_later_step_without_a_hit_finds_nothing_of_the_one_before() -> None:
     """Buffers of the builder are the same in every step."""
     hit = Hit("v4.1", "reference", 35, 26)
     manager, requests = hit.whole.manager, [(hit.second, 9)]
-    ring = manager.metadata(hit.batch(requests))[LayerKind.C4A, 2].state
+    ring = manager.metadata(hit.batch(requests))[LayerKind.CSA, 2].state
     assert ring is not None
     assert ring.req_id_per_token is not None
     assert ring.req_id_per_token.tolist() == [-1] * 8 + [0], "position 34 is half of the entry after the hit"
     plain = manager.metadata(manager.batch([(hit.live, 9)]))
-    state, entries = plain[LayerKind.C4A, 2].state, plain[LayerKind.C4A, 1].compressed
+    state, entries = plain[LayerKind.CSA, 2].state, plain[LayerKind.CSA, 1].compressed
     assert state is not None
     assert state.req_id_per_token is None
     assert entries is not None

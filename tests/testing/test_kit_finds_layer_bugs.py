@@ -19,10 +19,10 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.layer_ops import TorchOps
-from tests.testing import plants_layer as wrong
-from tests.testing.plants import packed_pages
-from tests.testing.plants_layer import compress_with, slip, with_
-from tests.testing.plants_sizes import dense
+from tests.testing import mutants_layer as wrong
+from tests.testing.mutants import packed_pages
+from tests.testing.mutants_layer import compress_with, slip, with_
+from tests.testing.mutants_sizes import dense
 
 SAVE, COMPRESS, QUERY, SELECT = (
     "save_partial_states",

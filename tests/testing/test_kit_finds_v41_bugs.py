@@ -16,9 +16,9 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
-from tests.testing import plants_v41 as wrong
-from tests.testing.plants_layer import slip, with_
-from tests.testing.plants_sizes import dense
+from tests.testing import mutants_v41 as wrong
+from tests.testing.mutants_layer import slip, with_
+from tests.testing.mutants_sizes import dense
 
 DELAYED = "mhc_pre_delayed"
 WITHIN = "select_topk_of_candidates"

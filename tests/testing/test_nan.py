@@ -18,7 +18,7 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
-from tests.testing.plants import attend, calls, paged
+from tests.testing.mutants import attend, calls, paged
 
 
 def with_codes(cache: PagedKVCache) -> PagedKVCache:

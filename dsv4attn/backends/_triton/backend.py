@@ -64,14 +64,14 @@ class TritonBackend(BackendDefaults):
 
     name: str
     tunings: Mapping[str, Tuning]
-    forms = Capabilities(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
+    capabilities = Capabilities(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     steps: IndexSteps = dense
     builder_ops: BuilderOps | None = builder.BUILDER_OPS
     rank_steps: RankSteps = ranks
 
     @property
     def _ragged(self) -> bool:
-        return self.forms.decode_indices is IndexForm.RAGGED
+        return self.capabilities.decode_indices is IndexForm.RAGGED
 
     def __init__(self, *, tuning: str = "auto", deterministic: bool = False, projection: str = "bf16") -> None:
         """Check the options; no device is touched."""
@@ -179,8 +179,8 @@ class TritonBackend(BackendDefaults):
                 heads, norm = layer.num_heads, layer.q_norm
                 yield from insert.variants(layout, heads, bounds.q_dtype, **alignments, norm=norm, arch=device.arch)
                 yield from gather.variants(layout, **alignments)
-            if self.forms.prefill_keys is KeyForm.GATHERED and self.prepare_rows is not None:
-                ragged = self.forms.prefill_indices is IndexForm.RAGGED
+            if self.capabilities.prefill_keys is KeyForm.GATHERED and self.prepare_rows is not None:
+                ragged = self.capabilities.prefill_indices is IndexForm.RAGGED
                 entries = layouts[1] if len(layouts) > 1 else None
                 yield from fill.variants(layouts[0], entries, ragged=ragged, aligned=bounds.aligned)
             dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
@@ -207,7 +207,7 @@ class TritonBackend(BackendDefaults):
     def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Variants of the attention kernel in both phases."""
         yield from self._paged_variants(bounds, layer, tuning)
-        if self.forms.prefill_keys is KeyForm.GATHERED:
+        if self.capabilities.prefill_keys is KeyForm.GATHERED:
             yield from self._gathered_variants(bounds, layer, tuning)
 
     def _gathered_variants(

@@ -34,7 +34,7 @@ def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
 
 def index_notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
     """How scores of the indexer are computed on a device, for layers that have one."""
-    if problem.layer.kind is not LayerKind.C4A:
+    if problem.layer.kind is not LayerKind.CSA:
         return []
     if device.arch in FP8_UNITS:
         return ["index scores: e4m3 codes go into the matrix unit as they are; other records are decoded"]

@@ -64,7 +64,7 @@ class ReferenceBackend(BackendDefaults):
                 raise ArgumentError(option, expected="true or false", actual=repr(value))
         self.deterministic, self._raw_q = deterministic, raw_q
         keys = _form(KeyForm, "prefill_keys", prefill_keys)
-        self.forms = Capabilities(
+        self.capabilities = Capabilities(
             _form(IndexForm, "decode_indices", decode_indices),
             _form(IndexForm, "prefill_indices", prefill_indices),
             keys,

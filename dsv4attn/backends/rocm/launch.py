@@ -19,7 +19,7 @@ class RocmBackend(TritonBackend):
 
     name = "rocm"
     tunings = TUNING
-    forms = Capabilities(
+    capabilities = Capabilities(
         decode_indices=IndexForm.RAGGED,
         prefill_indices=IndexForm.RAGGED,
         prefill_keys=KeyForm.GATHERED,

@@ -98,7 +98,7 @@ class RocmMetadata:
         rows = limits.max_decode_tokens
         self._window = RaggedBuffers(rows, max(geometry.window, limits.decode_window_columns), device)
         self._c128a: RaggedBuffers | None = None
-        if LayerKind.C128A in geometry.kinds:
+        if LayerKind.HCA in geometry.kinds:
             self._c128a = RaggedBuffers(rows, c128a_columns(geometry, limits), device)
 
     def extend_swa(self, swa: DeepseekSparseSWAMetadata) -> DeepseekV4ROCMAiterSparseSWAMetadata:

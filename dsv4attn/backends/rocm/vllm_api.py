@@ -153,7 +153,7 @@ def _attend(
         width = sum(_width_of(each.rows) for each in ([keys] if isinstance(keys, GatheredKeys) else keys))
         tuning = backend.tuning_of(phase, layer, q.shape[0], width)
         specs = backend.scratch(phase, layer, q.shape[0], width)
-        scratch = workspace.get_simultaneous(*specs, lane=phase.value, caller=f"rocm_sparse_attn_{phase.value}")
+        scratch = workspace.get_simultaneous(*specs, arena=phase.value, caller=f"rocm_sparse_attn_{phase.value}")
     call = AttentionCall(layer, q, keys, sink, out, None, scratch)
     return attention_launch.attend(call, tuning, angles=angles)
 

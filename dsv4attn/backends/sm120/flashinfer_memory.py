@@ -17,7 +17,7 @@ from dsv4attn.errors import ArgumentError
 
 __all__ = ["WrapperMemory", "device_of"]
 
-_LANE, _DIM = "decode", 512
+_ARENA, _DIM = "decode", 512
 _ALL_COLUMNS = 2**31 - 1
 """Length of a row of which every column counts: kernels look at no column behind the last."""
 _FEW = 64
@@ -40,7 +40,7 @@ class WrapperMemory:
         # rows are split only while programs are free: splits x blocks of heads are at most all programs.
         # A block has at most so many heads; each split has a value of every dim, and two numbers, for each of them
         lines = multiprocessors() * min(heads, tuning.heads)
-        self._workspace.reserve(WorkspacePlan({_LANE: 4 * lines * (_DIM + 2) + 3 * ALIGNMENT}))
+        self._workspace.reserve(WorkspacePlan({_ARENA: 4 * lines * (_DIM + 2) + 3 * ALIGNMENT}))
         self._workspace.lock()
         if tokens:
             self._lengthen(tokens)
@@ -52,7 +52,7 @@ class WrapperMemory:
 
     def parts(self, specs: Sequence[BufferSpec]) -> list[Tensor]:
         """Views for the splits of rows, with the specs of `attention.launch.scratch`; the same memory in every call."""
-        return self._workspace.get_simultaneous(*specs, lane=_LANE, caller="SparseMLASm120Wrapper.run")
+        return self._workspace.get_simultaneous(*specs, arena=_ARENA, caller="SparseMLASm120Wrapper.run")
 
     def lens(self, tokens: int) -> Tensor:
         """[tokens] int32 lengths with which every column counts, for any number of columns."""

@@ -87,7 +87,7 @@ class Sm120Backend(TritonBackend):
         return FlashInferAttention(found, in_range=self._in_range)
 
     @cached_property
-    def forms(self) -> Capabilities:  # type: ignore[override]
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
         """Dense slots on pages; products may be in fp8 where FlashInfer serves."""
         products = Products.BF16 if isinstance(self.vendor, Reason) else Products.FP8
         ours = products is Products.BF16

@@ -170,7 +170,7 @@ def may_serve(bounds: WarmupSpec) -> bool:
     model = bounds.model
     if INTERPRETED or model is None or not {"indexer", "selection"} & set(bounds.parts):
         return False
-    if all(layer.kind is not LayerKind.C4A for layer in bounds.layers):
+    if all(layer.kind is not LayerKind.CSA for layer in bounds.layers):
         return False
     return (model.index_n_heads, model.index_head_dim) == (HEADS, DIM) and bounds.index_layout == LAYOUT
 

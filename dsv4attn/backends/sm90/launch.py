@@ -130,7 +130,7 @@ class Sm90Backend(TritonBackend):
         # the shared kernel, which serves deterministic calls, gains nothing from rows
         chosen = KeyForm.PAGED if deterministic else KeyForm.GATHERED
         keys = chosen if self._chooses else KeyForm(prefill)
-        self.forms = evolve(self.forms, prefill_keys=keys, prefill_pages=keys is KeyForm.GATHERED)
+        self.capabilities = evolve(self.capabilities, prefill_keys=keys, prefill_pages=keys is KeyForm.GATHERED)
 
     @cached_property
     def layer_ops(self) -> LayerOps:
@@ -154,7 +154,7 @@ class Sm90Backend(TritonBackend):
 
     def _may_leave_raw(self, bounds: WarmupSpec, layer: LayerGeometry) -> bool:
         """Whether some calls within bounds take raw q."""
-        gathers = self.forms.prefill_keys is KeyForm.GATHERED and layer.rope_dim == ROTATED and layer.q_norm
+        gathers = self.capabilities.prefill_keys is KeyForm.GATHERED and layer.rope_dim == ROTATED and layer.q_norm
         return gathers and self._may_serve(layer) and bounds.q_dtype == bounds.swa.row_dtype == torch.bfloat16
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
@@ -248,7 +248,7 @@ class Sm90Backend(TritonBackend):
         """Forms of the Gluon kernels, and of the shared kernel for the calls that it may serve."""
         layouts = [layout for layout, _ in bounds.caches(layer)]
         sources = [(layouts, self._paged_variants)]
-        if self.forms.prefill_keys is KeyForm.GATHERED:
+        if self.capabilities.prefill_keys is KeyForm.GATHERED:
             swa = bounds.swa
             rows = KVCacheLayout.rows(swa.nope_dim, swa.rope_dim, dtype=swa.row_dtype)
             sources.append(([rows], self._gathered_variants))

@@ -72,7 +72,7 @@ class XpuBackend(TritonBackend):
 
     name = "xpu"
     tunings = TUNING
-    forms = Capabilities(
+    capabilities = Capabilities(
         prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True, empty_lse=True, prefill_pages=True
     )
 

@@ -138,7 +138,7 @@ def xpu_sparse_decode_fp8(
     scratch: Any = ()
     if workspace is not None:
         specs = backend.scratch(Phase.DECODE, layer, q.shape[0], width)
-        scratch = workspace.get_simultaneous(*specs, lane=Phase.DECODE.value, caller="xpu_sparse_decode_fp8")
+        scratch = workspace.get_simultaneous(*specs, arena=Phase.DECODE.value, caller="xpu_sparse_decode_fp8")
     backend.decode(AttentionCall(layer, q, segments, attn_sink, out, None, scratch))
 
 

@@ -1,4 +1,13 @@
-"""`ForwardCall`, the arguments of one `forward_mqa`, and `PhaseCall`: decode, or one prefill chunk."""
+"""The calls between `forward_mqa` and a backend.
+
+`ForwardCall`: the arguments of one `forward_mqa`. `PhaseCall`: the part of a forward call that is one call of the
+backend, decode or one prefill chunk. `PreparedCall`: a phase call that was checked and planned for the first layer of a
+kind. Every layer whose tensors differ in addresses and values alone runs the same prepared call.
+
+A `PreparedForward` is an entry of `DeepseekSparseSWAMetadata.prepared` and lives as long as these metadata. Its key is
+the identities of backend, layer, limits, workspace and compressed metadata, and the signatures of caches and tensors
+(`tensorspec.signature`). Addresses and values of tensors are not part of the key.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +16,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 import torch
-from attrs import evolve, frozen
+from attrs import define, evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.layer_caches import LayerCaches
@@ -22,7 +31,7 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWA
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
 
-__all__ = ["INT", "ForwardCall", "IndexRows", "PhaseCall"]
+__all__ = ["INT", "MAX_PREPARED", "ForwardCall", "IndexRows", "PhaseCall", "PreparedCall", "PreparedForward"]
 
 INT = torch.int32
 IndexRows: TypeAlias = DenseIndices | RaggedIndices
@@ -133,9 +142,9 @@ class ForwardCall:
 
     def chunk_topk_indices(self, chunk: PrefillChunk) -> Tensor | None:
         """Entry numbers of a chunk's tokens: the indexer's on c4a, all on c128a, None on window-only layers."""
-        if self.layer.kind is LayerKind.C4A and self.topk_indices is not None:
+        if self.layer.kind is LayerKind.CSA and self.topk_indices is not None:
             return self.topk_indices[self.prefill_tokens(chunk)]
-        if self.layer.kind is LayerKind.C128A and self.compressed_metadata is not None:
+        if self.layer.kind is LayerKind.HCA and self.compressed_metadata is not None:
             topk_indices = self.compressed_metadata.c128a_prefill_topk_indices
             width = max(chunk.topk, 1)
             return None if topk_indices is None else topk_indices[chunk.token_start : chunk.token_end, :width]
@@ -189,11 +198,11 @@ class PhaseCall:
 
     def require(self) -> None:
         """Raise WorkspaceError unless the views will fit."""
-        self.forward.workspace.require(*self._specs, lane=self.phase.value, caller=self._caller)
+        self.forward.workspace.require(*self._specs, arena=self.phase.value, caller=self._caller)
 
     def views(self) -> list[Tensor]:
         """The views of `specs`, then the backend's scratch."""
-        return self.forward.workspace.get_simultaneous(*self._specs, lane=self.phase.value, caller=self._caller)
+        return self.forward.workspace.get_simultaneous(*self._specs, arena=self.phase.value, caller=self._caller)
 
     def prepare_attention(self, keys: Sequence[PagedKeys] | GatheredKeys, scratch: Sequence[Tensor]) -> Run:
         """The backend's attention, prepared."""
@@ -214,3 +223,42 @@ class PhaseCall:
             scratch=scratch,
             options=AttentionOptions(raw_q=None if raw_q is None else raw_q.of(tokens)),
         )
+
+
+MAX_PREPARED = 64
+"""Most entries of one metadata object; kinds of layers x sizes of padding are far fewer."""
+
+
+@frozen(eq=False)
+class PreparedCall:
+    """One prepared `PhaseCall`.
+
+    name: the call's name in profiles.
+    tokens: the rows of q and out that it computes.
+    run: `run(tensors)` fills the index buffers of the call and attends, for the tensors of one layer, of all tokens.
+    """
+
+    name: str
+    tokens: slice
+    run: Run
+
+
+@define(eq=False)
+class PreparedForward:
+    """The prepared calls of one `ForwardCall`.
+
+    num_tokens: number of tokens of the batch; later rows of q are padding.
+    calls: prepared calls, in order; None once their views of the workspace were released.
+    owners: the objects whose identities are in the key.
+    q_bytes, out_bytes: bytes from the first element of q and out to the end of the last one.
+    """
+
+    num_tokens: int
+    calls: Iterable[PreparedCall] | None
+    owners: tuple[object, ...]
+    q_bytes: int = 0
+    out_bytes: int = 0
+
+    def release(self) -> None:
+        """Drop the views of a workspace whose memory moved; the next layer prepares its calls again."""
+        self.calls = None

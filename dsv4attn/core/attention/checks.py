@@ -47,7 +47,7 @@ _Q_DTYPES = (torch.bfloat16, torch.float32)
 
 def check_backend(backend: object, layer: object, *, layer_name: str = "layer") -> None:
     """Raise ArgumentError unless these are a backend and the geometry of a layer."""
-    if not isinstance(getattr(backend, "forms", None), Capabilities):
+    if not isinstance(getattr(backend, "capabilities", None), Capabilities):
         cure = "pass what load_backend(name) or select_backend(problem) returns"
         raise ArgumentError("backend", expected="a backend", actual=shown(backend), hint=cure)
     check_type(layer_name, layer, LayerGeometry, cure="pass geometry.layer(i) or geometry.layer_of_kind(kind)")
@@ -90,7 +90,7 @@ def check_forward_call(call: ForwardCall) -> None:
     compressed_table = None if metadata.compressed is None else metadata.compressed.block_table
     check_same_device(q, **{"metadata.swa": metadata.swa.block_table, "metadata.compressed": compressed_table})
     check_metadata(metadata, caches, layer, call.limits, q.shape[0])
-    if layer.kind is LayerKind.C4A:
+    if layer.kind is LayerKind.CSA:
         check_topk("topk_indices", topk_indices, layer)
         assert topk_indices is not None
         rows, columns = topk_indices.shape
@@ -129,7 +129,7 @@ def check_bound(
         check_tensor("attn_sink", attn_sink, "H", torch.float32, {"H": geometry.num_heads})
     assert isinstance(limits, Limits)
     check_table(cos_sin_cache, geometry, limits)
-    if geometry.kind is LayerKind.C4A:
+    if geometry.kind is LayerKind.CSA:
         _check_topk_buffer("topk_indices_buffer", topk_indices_buffer, geometry, limits)
 
 
@@ -205,7 +205,7 @@ def check_metadata(
     for name, required, actual, what in facts:
         if required != actual:
             raise ArgumentError(f"metadata.{name}", expected=f"{required} ({what})", actual=actual)
-    if layer.kind is LayerKind.C128A and compressed is not None:
+    if layer.kind is LayerKind.HCA and compressed is not None:
         _check_tables(swa, compressed)
     for name, actual, bound, where in (
         ("tokens", swa.num_actual_tokens, rows, "the rows of q"),

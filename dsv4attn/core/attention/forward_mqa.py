@@ -10,12 +10,11 @@ from torch import Tensor, is_inference_mode_enabled
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined] # no public name
 from torch.profiler import record_function
 
-from dsv4attn.core.attention.call import ForwardCall
+from dsv4attn.core.attention.call import MAX_PREPARED, ForwardCall, PreparedCall, PreparedForward
 from dsv4attn.core.attention.checks import check_forward_call, check_is_raw_q, check_raw_q
 from dsv4attn.core.attention.gathered import GatheredCall
 from dsv4attn.core.attention.overlap import check_apart, span
 from dsv4attn.core.attention.paged import PagedCall
-from dsv4attn.core.attention.prepared import MAX_PREPARED, PreparedCall, PreparedForward
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.contract.backend import AttentionTensors, Backend, Phase, RawQuery, complete
 from dsv4attn.core.contract.limits import Limits

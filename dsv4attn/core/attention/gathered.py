@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsv4attn.core.attention.call import INT, ForwardCall, PhaseCall
-from dsv4attn.core.attention.prepared import PreparedCall
+from dsv4attn.core.attention.call import INT, ForwardCall, PhaseCall, PreparedCall
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, GatheredKeys, PageTable, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionTensors, Backend, FillRows, IndexForm, Phase
@@ -29,9 +28,9 @@ class GatheredCall(PhaseCall):
 
     def __init__(self, forward: ForwardCall, chunk: PrefillChunk) -> None:
         """Plan the views: rows, combined indices and lengths, three lengths of each request, starts of queries."""
-        n, t, forms = chunk.num_requests, chunk.num_tokens, forward.backend.forms
-        width = round_up(chunk.topk + forward.layer.window, forms.index_alignment)
-        self._chunk, self._ragged = chunk, forms.prefill_indices is IndexForm.RAGGED
+        n, t, capabilities = chunk.num_requests, chunk.num_tokens, forward.backend.capabilities
+        width = round_up(chunk.topk + forward.layer.window, capabilities.index_alignment)
+        self._chunk, self._ragged = chunk, capabilities.prefill_indices is IndexForm.RAGGED
         specs: list[BufferSpec] = [
             ((n, chunk.entries + chunk.gather, forward.layer.head_dim), forward.caches.swa.layout.row_dtype),
             ((t, width), INT),
@@ -75,7 +74,7 @@ class GatheredCall(PhaseCall):
             starts=starts,
         )
         # entries of the indexer are read anew in every run
-        has_indexer, chunk_topk_indices = layer.kind is LayerKind.C4A, forward.chunk_topk_indices(chunk)
+        has_indexer, chunk_topk_indices = layer.kind is LayerKind.CSA, forward.chunk_topk_indices(chunk)
         prepare_rows = forward.backend.prepare_rows or partial(fill_by_steps, forward.backend)
         fill = prepare_rows(gathered, chunk_topk_indices, window, compressed)
         attend = self.prepare_attention(GatheredKeys(kv.view(n * rows, layer.head_dim), ragged or dense), views)

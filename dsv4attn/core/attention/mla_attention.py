@@ -100,7 +100,7 @@ class DeepseekV4MLAAttention:
         self.exchange = context_parallel if context_parallel is not None and self.geometry.has_entries else ONE_RANK
         self.caches: LayerCaches | None = None
         self._op_tensors: tuple[Tensor | None, ...] = (None, None)
-        gathers = backend.forms.prefill_keys is KeyForm.GATHERED
+        gathers = backend.capabilities.prefill_keys is KeyForm.GATHERED
         self._takes_raw_q = raw_q and gathers and is_rotation(cos_sin_cache)
         self._raw_q_steps = RawQSteps()
         self._register()

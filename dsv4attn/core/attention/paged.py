@@ -7,8 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from dsv4attn.core.attention.call import INT, ForwardCall, IndexRows, PhaseCall
-from dsv4attn.core.attention.prepared import PreparedCall
+from dsv4attn.core.attention.call import INT, ForwardCall, IndexRows, PhaseCall, PreparedCall
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, PagedKeys, PageTable, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionTensors, IndexForm, Phase, Run
@@ -38,8 +37,10 @@ class PagedCall(PhaseCall):
         compressed: Tensor | IndexRows | None,
     ) -> None:
         """Plan the views that the rows need, in the form the backend takes."""
-        forms = forward.backend.forms
-        self._ragged = IndexForm.RAGGED is (forms.decode_indices if phase is Phase.DECODE else forms.prefill_indices)
+        capabilities = forward.backend.capabilities
+        decode = phase is Phase.DECODE
+        form = capabilities.decode_indices if decode else capabilities.prefill_indices
+        self._ragged = form is IndexForm.RAGGED
         self._rows: list[Tensor | IndexRows] = [window] if compressed is None else [window, compressed]
         self._prepare_translation: Callable[[], Callable[[Tensor], None]] | None = None
         self._index_fills: list[Callable[[], None]] = []
@@ -55,14 +56,14 @@ class PagedCall(PhaseCall):
     def of_decode(cls, forward: ForwardCall) -> PagedCall:
         """All decode tokens of a call."""
         metadata, compressed_metadata = forward.window_metadata, forward.compressed_metadata
-        n, ragged = metadata.num_decode_tokens, forward.backend.forms.decode_indices is IndexForm.RAGGED
+        n, ragged = metadata.num_decode_tokens, forward.backend.capabilities.decode_indices is IndexForm.RAGGED
         window: IndexRows = DenseIndices(metadata.decode_swa_indices.select(1, 0), metadata.decode_swa_lens)
         if ragged:
             window = metadata.decode_swa_ragged or window
         compressed: Tensor | IndexRows | None = None
-        if forward.layer.kind is LayerKind.C4A and forward.topk_indices is not None:
+        if forward.layer.kind is LayerKind.CSA and forward.topk_indices is not None:
             compressed = forward.topk_indices[:n]
-        elif forward.layer.kind is LayerKind.C128A and compressed_metadata is not None:
+        elif forward.layer.kind is LayerKind.HCA and compressed_metadata is not None:
             slots = compressed_metadata.c128a_global_decode_topk_indices
             lens = compressed_metadata.c128a_decode_topk_lens
             if slots is not None and lens is not None:
@@ -104,7 +105,7 @@ class PagedCall(PhaseCall):
     def _prepare_entries(self, keys: Sequence[PagedKeys], scratch: Sequence[Tensor]) -> Run | None:
         """The backend's attention where it reads the indexer's entries itself."""
         topk_indices = self._rows[-1]
-        if not isinstance(topk_indices, Tensor) or self.forward.layer.kind is not LayerKind.C4A:
+        if not isinstance(topk_indices, Tensor) or self.forward.layer.kind is not LayerKind.CSA:
             return None
         if self._ragged or self.phase is not Phase.DECODE or self.tokens.start:
             return None
@@ -165,7 +166,7 @@ class PagedCall(PhaseCall):
             pages.block_size,
             out=out,
         )
-        if self.forward.layer.kind is LayerKind.C4A:
+        if self.forward.layer.kind is LayerKind.CSA:
             # prepared later, as a backend that reads entries itself needs no translation
             self._prepare_translation = prepare
         else:

@@ -23,7 +23,7 @@ from dsv4attn.core.contract.backend import Backend, Phase, RankSteps, complete
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.rank_buffers import (
     ALL_HEADS_VIEWS,
-    LANE,
+    ARENA,
     all_heads,
     attention_bytes,
     divided_specs,
@@ -166,7 +166,7 @@ def _views(context: RankExchange, out: Tensor, workspace: WorkspaceManager, kern
     tokens, heads, dim = out.shape
     make_specs = divided_specs if context.divides_heads else merge_specs
     specs = make_specs(context.ownership.size, tokens, heads, dim, out.dtype, sums=kernels is None)
-    return workspace.get_simultaneous(*specs, lane=LANE, caller=f"attention on {context.label}")
+    return workspace.get_simultaneous(*specs, arena=ARENA, caller=f"attention on {context.label}")
 
 
 class _Merging:

@@ -168,7 +168,8 @@ class RankExchange(Exchange):
 
         So no rank refuses a step for which the others wait.
         """
-        lacks = [f"{size} bytes in lane {lane!r}" for lane, size in plan.lanes.items() if workspace.size(lane) < size]
+        missing = [(arena, size) for arena, size in plan.arenas.items() if workspace.size(arena) < size]
+        lacks = [f"{size} bytes in arena {arena!r}" for arena, size in missing]
         short = f"locked without {lacks[0]}" if lacks and workspace.locked else "room for the plan"
         self.check_same(prefix, {"workspace": short})
 

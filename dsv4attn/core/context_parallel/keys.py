@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.exchange import RankExchange
-from dsv4attn.core.memory.rank_buffers import KEYS_LANE, key_specs
+from dsv4attn.core.memory.rank_buffers import KEYS_ARENA, key_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager
 
 __all__ = ["KeyGathering", "place_entries"]
@@ -22,7 +22,7 @@ class KeyGathering:
     """Gathers pages of all ranks in bounded pieces; two exchanges are under way at a time.
 
     context: the ranks. cache: of this rank. pages: [requests, n] int32 - its pages that are gathered, negative for
-    none; as many on all ranks. What is sent, received and placed lies in lane `keys` of the workspace.
+    none; as many on all ranks. What is sent, received and placed lies in arena `keys` of the workspace.
     """
 
     def __init__(self, context: RankExchange, cache: PagedKVCache, pages: Tensor, workspace: WorkspaceManager) -> None:
@@ -31,7 +31,7 @@ class KeyGathering:
         layout, size, ranks = cache.layout, cache.block_size, context.ownership.size
         specs = key_specs(ranks, pages.numel(), layout.page_bytes(size))
         numbers, whole, self._sent, self._received = workspace.get_simultaneous(
-            *specs, lane=KEYS_LANE, caller=f"keys of all ranks on {context.label}"
+            *specs, arena=KEYS_ARENA, caller=f"keys of all ranks on {context.label}"
         )
         # a page that is none holds no key that a token sees; any other is sent in its place
         self._numbers = torch.clamp(pages.view(-1), 0, max(cache.num_blocks - 1, 0), out=numbers)

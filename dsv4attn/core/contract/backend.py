@@ -227,7 +227,7 @@ class Backend(Protocol):
     """The kernels of a device. Core checks all arguments before it calls a method."""
 
     name: str
-    forms: Capabilities
+    capabilities: Capabilities
     steps: IndexSteps
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:

@@ -22,7 +22,7 @@ class Limits:
     max_model_len: most tokens of a request, prompt and output.
     num_speculative_tokens: draft tokens verified per decode request. A request with at most one more query token is a
        decode.
-    max_workspace_bytes: cap on the prefill lane of the workspace, in bytes; None is no cap. A smaller cap means more
+    max_workspace_bytes: cap on the prefill arena of the workspace, in bytes; None is no cap. A smaller cap means more
        and smaller chunks, never another result.
     max_index_elements: cap on tokens x columns of the index matrix of one prefill chunk.
     decode_window_columns: most columns of `decode_swa_indices`; 0 is the model's window. A draft block whose tokens see

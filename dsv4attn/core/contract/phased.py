@@ -36,7 +36,7 @@ __all__ = ["PhasedBackend"]
 
 
 class PhasedBackend(BackendDefaults):
-    """A `contract.Backend` of two: each phase runs on its own backend, in the forms of that backend.
+    """A `contract.Backend` of two: each phase runs on its own backend, with the capabilities of that backend.
 
     Index steps, insert, output projection and the steps around attention run on the decode backend in both phases: a
     captured decode step contains them, and only the decode backend's `support` covers capture. Gathering runs on the
@@ -47,8 +47,8 @@ class PhasedBackend(BackendDefaults):
     def __init__(self, decode: Backend, prefill: Backend) -> None:
         self._decode, self._prefill = complete(decode), complete(prefill)
         self.name = f"{decode.name}+{prefill.name}"
-        one, other = prefill.forms, decode.forms
-        self.forms = evolve(
+        one, other = prefill.capabilities, decode.capabilities
+        self.capabilities = evolve(
             one,
             decode_indices=other.decode_indices,
             max_logits=one.max_logits and other.max_logits,

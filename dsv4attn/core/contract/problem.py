@@ -200,7 +200,7 @@ class Problem:
     def of(
         cls,
         geometry: ModelGeometry | LayerGeometry,
-        kind: LayerKind | str = LayerKind.C4A,
+        kind: LayerKind | str = LayerKind.CSA,
         phase: str = "decode",
         *,
         heads: int | None = None,
@@ -238,7 +238,7 @@ class Problem:
             page = max(256 // layer.compress_ratio, 1) if compressed_page_size is None else compressed_page_size
             compressed = CacheFacts.named(dtype, page)
             columns = (layer.topk or layer.table_columns(max_model_len)) if topk is None else topk
-            if layer.kind is LayerKind.C4A and columns > 0:
+            if layer.kind is LayerKind.CSA and columns > 0:
                 layer = evolve(layer, topk=columns)
         elif compressed_page_size is not None:
             actual = f"a page size of {compressed_page_size}"

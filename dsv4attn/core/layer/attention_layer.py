@@ -123,7 +123,7 @@ class DeepseekV4Attention:
         self._arithmetic = INVARIANT if backend.deterministic else PLAIN
         product = self._arithmetic.linear
         self.topk_indices = topk_indices_buffer
-        if layer.kind is LayerKind.C4A:
+        if layer.kind is LayerKind.CSA:
             shape, chosen = (limits.max_num_batched_tokens, layer.topk), None
             if bound.index is not None:
                 chosen = bound.index.topk_indices

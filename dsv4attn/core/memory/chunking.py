@@ -54,7 +54,7 @@ class ChunkBounds:
 
         Without `limits.max_workspace_bytes` a chunk may gather one worst-case request. That cap lowers the bounds, at
         most to the needs of a single query token at full context.
-        scratch_bytes: the backend's scratch in the same lane.
+        scratch_bytes: the backend's scratch in the same arena.
         """
         widest = widest_columns(layer, limits, alignment, gathered=gathered)
         elements = max(min(limits.max_index_elements, limits.max_num_batched_tokens * widest), widest)

@@ -8,15 +8,15 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend, IndexForm, KeyForm, Phase, complete
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.chunking import ChunkBounds, round_up, small_bytes, widest_columns, widest_topk
+from dsv4attn.core.memory.rank_buffers import ARENA as RANKS
 from dsv4attn.core.memory.rank_buffers import (
-    KEYS_LANE,
+    KEYS_ARENA,
     all_heads,
     divided_bytes,
     key_bytes,
     merge_bytes,
     selection_transient_bytes,
 )
-from dsv4attn.core.memory.rank_buffers import LANE as RANKS
 from dsv4attn.core.memory.workspace import ALIGNMENT, WorkspacePlan, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
@@ -34,21 +34,21 @@ def ragged_specs(tokens: int, width: int) -> list[BufferSpec]:
 
 def gathers_keys(layer: LayerGeometry, backend: Backend) -> bool:
     """Whether prefill of such layers has its keys gathered."""
-    forms = backend.forms
-    on_pages = forms.prefill_pages and layer.has_entries and layer.compress_ratio == 1
-    return forms.prefill_keys is KeyForm.GATHERED and not on_pages
+    capabilities = backend.capabilities
+    on_pages = capabilities.prefill_pages and layer.has_entries and layer.compress_ratio == 1
+    return capabilities.prefill_keys is KeyForm.GATHERED and not on_pages
 
 
 def prefill_bounds(layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout) -> ChunkBounds:
     """Bounds of this layer's prefill chunks on this backend."""
-    forms = backend.forms
+    capabilities = backend.capabilities
     return ChunkBounds.of(
         layer,
         limits,
         gathered=gathers_keys(layer, backend),
-        alignment=forms.index_alignment,
+        alignment=capabilities.index_alignment,
         row_bytes=layer.head_dim * layout.row_dtype.itemsize,
-        index_copies=2 if forms.prefill_indices is IndexForm.RAGGED else 1,
+        index_copies=2 if capabilities.prefill_indices is IndexForm.RAGGED else 1,
         scratch_bytes=_prefill_scratch(layer, limits, backend),
     )
 
@@ -81,7 +81,7 @@ def plan_workspace(
         layer = all_heads(layer, ranks) if divides_heads else layer
     bounds = prefill_bounds(layer, limits, backend, layout)
     prefill = _prefill_bytes(layer, limits, backend, layout, bounds)
-    lanes = {Phase.DECODE.value: _decode_bytes(layer, limits, backend), Phase.PREFILL.value: prefill}
+    arenas = {Phase.DECODE.value: _decode_bytes(layer, limits, backend), Phase.PREFILL.value: prefill}
     tokens = limits.max_num_batched_tokens
     windows = (window_columns(layer, limits, phase) for phase in Phase)
     width = round_up(decode_columns(layer, limits) + max(windows), bounds.alignment)
@@ -92,17 +92,17 @@ def plan_workspace(
     if layer_steps:
         transient = max(transient, complete(backend).layer_ops.transient_bytes(tokens))
     if ranks is not None and layer.has_entries:
-        lanes[RANKS] = exchanged
+        arenas[RANKS] = exchanged
         if prefill_keys and ranks > 1 and not limits.single_phase:
-            lanes[KEYS_LANE] = key_bytes(ranks, layer, limits, layout)
+            arenas[KEYS_ARENA] = key_bytes(ranks, layer, limits, layout)
         if layer_steps and layer.topk:
             transient = max(transient, 2 * TILE_BYTES) + selection_transient_bytes(ranks, layer, tokens)
-    return WorkspacePlan(lanes, transient)
+    return WorkspacePlan(arenas, transient)
 
 
 def decode_columns(layer: LayerGeometry, limits: Limits) -> int:
     """Most columns of a decode row's compressed segment."""
-    c128a = layer.kind is LayerKind.C128A
+    c128a = layer.kind is LayerKind.HCA
     return layer.table_columns(limits.max_model_len) if c128a else widest_topk(layer, limits)
 
 
@@ -114,7 +114,7 @@ def window_columns(layer: LayerGeometry, limits: Limits, phase: Phase) -> int:
 
 def _decode_bytes(layer: LayerGeometry, limits: Limits, backend: Backend) -> int:
     columns, window = decode_columns(layer, limits), window_columns(layer, limits, Phase.DECODE)
-    translated = layer.kind is LayerKind.C4A
+    translated = layer.kind is LayerKind.CSA
     wide = window_columns(layer, limits, Phase.PREFILL)
     if gathers_keys(layer, backend) and wide > layer.window:
         # such prefill rows run as decode calls, with the entries of a c128a layer by their numbers
@@ -122,7 +122,7 @@ def _decode_bytes(layer: LayerGeometry, limits: Limits, backend: Backend) -> int
     tokens, specs = limits.max_decode_tokens, list[BufferSpec]()
     if translated:
         specs += [((tokens, columns), _INT), ((tokens,), _INT)]
-    if backend.forms.decode_indices is IndexForm.RAGGED:
+    if backend.capabilities.decode_indices is IndexForm.RAGGED:
         specs += ragged_specs(tokens, window) + (ragged_specs(tokens, columns) if columns else [])
     width = columns + window
     return simultaneous_bytes(specs) + _scratch_bound(Phase.DECODE, layer, tokens, width, backend)
@@ -131,7 +131,7 @@ def _decode_bytes(layer: LayerGeometry, limits: Limits, backend: Backend) -> int
 def _prefill_bytes(
     layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout, bounds: ChunkBounds
 ) -> int:
-    ragged = backend.forms.prefill_indices is IndexForm.RAGGED
+    ragged = backend.capabilities.prefill_indices is IndexForm.RAGGED
     index_bytes = 4 * bounds.index_elements * (2 if ragged else 1)
     row_bytes = bounds.rows * layer.head_dim * layout.row_dtype.itemsize
     chunk = round_up(row_bytes + index_bytes + small_bytes(limits), ALIGNMENT)
@@ -139,9 +139,9 @@ def _prefill_bytes(
 
 
 def _prefill_scratch(layer: LayerGeometry, limits: Limits, backend: Backend) -> int:
-    forms = backend.forms
+    capabilities = backend.capabilities
     gathered = gathers_keys(layer, backend)
-    width = widest_columns(layer, limits, forms.index_alignment, gathered=gathered)
+    width = widest_columns(layer, limits, capabilities.index_alignment, gathered=gathered)
     return _scratch_bound(Phase.PREFILL, layer, limits.max_num_batched_tokens, width, backend)
 
 

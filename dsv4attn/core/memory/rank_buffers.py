@@ -20,8 +20,8 @@ from dsv4attn.core.tensorspec import BufferSpec
 
 __all__ = [
     "ALL_HEADS_VIEWS",
-    "KEYS_LANE",
-    "LANE",
+    "ARENA",
+    "KEYS_ARENA",
     "MOST_SHARES",
     "PAGE_TOKENS",
     "PART_TOKENS",
@@ -44,10 +44,10 @@ __all__ = [
     "share_pieces",
 ]
 
-LANE = "ranks"
-"""The lane of the workspace for attention over ranks. Its views live through the calls of the other lanes."""
-KEYS_LANE = "keys"
-"""The lane of the workspace for the keys of all ranks that prefill attends to."""
+ARENA = "ranks"
+"""The arena of the workspace for attention over ranks. Its views live through the calls of the other arenas."""
+KEYS_ARENA = "keys"
+"""The arena of the workspace for the keys of all ranks that prefill attends to."""
 PAGE_TOKENS = 256
 """Most tokens of a compressed page whose keys are gathered, so that the plan needs no page size."""
 PIECE_BYTES = 16 * 2**20
@@ -121,7 +121,7 @@ def merge_specs(
 def merge_bytes(
     ranks: int, layer: LayerGeometry, limits: Limits, q_dtype: torch.dtype | None = None, *, sums: bool = True
 ) -> int:
-    """Bytes of LANE for any step within limits. Layers without entries need none.
+    """Bytes of ARENA for any step within limits. Layers without entries need none.
 
     q_dtype: of q; None: bf16 or fp32. sums: see `merge_specs`.
     """
@@ -175,7 +175,7 @@ def key_specs(ranks: int, pages: int, page_bytes: int) -> tuple[BufferSpec, ...]
 
 
 def key_bytes(ranks: int, layer: LayerGeometry, limits: Limits, layout: KVCacheLayout) -> int:
-    """Bytes of KEYS_LANE for any step within limits. layout: of the compressed cache."""
+    """Bytes of KEYS_ARENA for any step within limits. layout: of the compressed cache."""
     entries = layer.entries(key_tokens(ranks, limits.max_model_len))
     whole, page = entries * layout.record_bytes, layer.entries(PAGE_TOKENS) * layout.record_bytes
     # pages may be one record each; where all is not one piece there are two, of a page of every rank at least

@@ -1,7 +1,7 @@
 """Scratch memory with a proven bound: plan -> reserve -> lock -> views.
 
-One growable byte buffer per lane. A call requests all views that it needs at the same time, and they are disjoint; the
-next call gets the same memory again. Lanes separate a captured decode from an eager prefill.
+One growable byte buffer per arena. A call requests all views that it needs at the same time, and they are disjoint; the
+next call gets the same memory again. Arenas separate a captured decode from an eager prefill.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def simultaneous_bytes(specs: Sequence[BufferSpec]) -> int:
 
 @frozen
 class _Place:
-    """The place of a view in its lane. first, strides: in elements. start, end: in bytes."""
+    """The place of a view in its arena. first, strides: in elements. start, end: in bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -77,24 +77,24 @@ def _arranged(specs: tuple[BufferSpec, ...], guard: int) -> tuple[int, tuple[_Pl
 class WorkspacePlan:
     """Upper bounds of the memory of calls within limits, in bytes. Made by `dsv4attn.plan_workspace`.
 
-    lanes: bytes of the workspace, by lane.
+    arenas: bytes of the workspace, by arena.
     transient_bytes: most bytes of temporaries that a call holds in the framework's allocator at any moment. Zero for
        backends whose kernels write only into the workspace.
     """
 
-    lanes: Mapping[str, int] = field(factory=dict)
+    arenas: Mapping[str, int] = field(factory=dict)
     transient_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Everything together."""
-        return sum(self.lanes.values()) + self.transient_bytes
+        return sum(self.arenas.values()) + self.transient_bytes
 
     def union(self, other: WorkspacePlan) -> WorkspacePlan:
         """A plan that covers both: layers run one after another, so the larger counts, not the sum."""
-        names = {*self.lanes, *other.lanes}
-        lanes = {name: max(self.lanes.get(name, 0), other.lanes.get(name, 0)) for name in sorted(names)}
-        return WorkspacePlan(lanes, max(self.transient_bytes, other.transient_bytes))
+        names = {*self.arenas, *other.arenas}
+        arenas = {name: max(self.arenas.get(name, 0), other.arenas.get(name, 0)) for name in sorted(names)}
+        return WorkspacePlan(arenas, max(self.transient_bytes, other.transient_bytes))
 
 
 class Holder(Protocol):
@@ -110,32 +110,32 @@ class WorkspaceManager:
     device: where the memory lives. debug: put a canary behind every view and fill views with 0xFF (NaN in every
     float type used here) in each request; `check_canaries` then names the view that was overrun.
 
-    A copy, also a pickled one, has as much memory in each lane, of its own.
+    A copy, also a pickled one, has as much memory in each arena, of its own.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, debug: bool = False) -> None:
         self.device, self.debug = device_of(device), debug
         self._buffers: dict[str, Tensor] = {}
         self._typed: dict[str, dict[tuple[torch.dtype, bool], Tensor]] = {}
-        # views of earlier requests, by lane; they are dropped with the buffer, which they hold alive
+        # views of earlier requests, by arena; they are dropped with the buffer, which they hold alive
         self._made: dict[str, dict[tuple[tuple[BufferSpec, ...], bool], tuple[Tensor, ...]]] = {}
         self._holders: WeakSet[Holder] | None = None
         self._canaries: dict[str, list[tuple[int, int, str]]] = {}
         self._locked = False
 
     def __getstate__(self) -> dict[str, object]:
-        """What a copy has: sizes of lanes, and no memory, views or holders of this manager."""
+        """What a copy has: sizes of arenas, and no memory, views or holders of this manager."""
         own = ("_buffers", "_typed", "_made", "_holders", "_canaries")
         kept = {name: value for name, value in vars(self).items() if name not in own}
-        return {**kept, "sizes": {lane: buffer.numel() for lane, buffer in self._buffers.items()}}
+        return {**kept, "sizes": {arena: buffer.numel() for arena, buffer in self._buffers.items()}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Make a copy, which has lanes of the same sizes in memory of its own."""
+        """Make a copy, which has arenas of the same sizes in memory of its own."""
         sizes = state.pop("sizes")
         assert isinstance(sizes, dict)
         vars(self).update(state)
-        self._typed, self._made, self._holders, self._canaries = {lane: {} for lane in sizes}, {}, None, {}
-        self._buffers = {lane: _aligned_bytes(size, self.device) for lane, size in sizes.items()}
+        self._typed, self._made, self._holders, self._canaries = {arena: {} for arena in sizes}, {}, None, {}
+        self._buffers = {arena: _aligned_bytes(size, self.device) for arena, size in sizes.items()}
 
     @property
     def locked(self) -> bool:
@@ -150,57 +150,57 @@ class WorkspaceManager:
         """Allow growth again."""
         self._locked = False
 
-    def size(self, lane: str = "default") -> int:
-        """Bytes that requests of a lane can use now."""
-        buffer = self._buffers.get(lane)
+    def size(self, arena: str = "default") -> int:
+        """Bytes that requests of a arena can use now."""
+        buffer = self._buffers.get(arena)
         return 0 if buffer is None else buffer.numel()
 
     @property
     def total_bytes(self) -> int:
-        """Bytes held in all lanes."""
+        """Bytes held in all arenas."""
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def reserve(self, plan: WorkspacePlan, *, caller: str = "reserve") -> None:
-        """Grow every lane to at least its planned size."""
-        for lane, size in plan.lanes.items():
+        """Grow every arena to at least its planned size."""
+        for arena, size in plan.arenas.items():
             # canaries are extra: a plan that fits in production must fit in debug too
-            self._ensure(size + (64 * ALIGNMENT if self.debug else 0), lane, caller)
+            self._ensure(size + (64 * ALIGNMENT if self.debug else 0), arena, caller)
 
-    def require(self, *specs: BufferSpec, lane: str = "default", caller: str = "require") -> None:
+    def require(self, *specs: BufferSpec, arena: str = "default", caller: str = "require") -> None:
         """Make sure that a later `get_simultaneous` of these views succeeds, and hand out nothing.
 
-        Views of the lane become garbage. Raises WorkspaceError when the lane is locked and too small.
+        Views of the arena become garbage. Raises WorkspaceError when the arena is locked and too small.
         """
-        self._fit(specs, lane, caller)
+        self._fit(specs, arena, caller)
 
     def get_simultaneous(
-        self, *specs: BufferSpec, lane: str = "default", caller: str = "get_simultaneous"
+        self, *specs: BufferSpec, arena: str = "default", caller: str = "get_simultaneous"
     ) -> list[Tensor]:
         """Return one uninitialised view per (shape, dtype), disjoint, each at a multiple of 256 bytes.
 
-        Earlier views of the lane become garbage. Fetch everything needed at the same time in one call.
-        Raises WorkspaceError, with the caller's name, when a locked lane is too small.
+        Earlier views of the arena become garbage. Fetch everything needed at the same time in one call.
+        Raises WorkspaceError, with the caller's name, when a locked arena is too small.
         """
         if not specs and not self._canaries:
             return []
         if self.debug or self._canaries:
-            places = self._fit(specs, lane, caller)
+            places = self._fit(specs, arena, caller)
             if self.debug:
-                self._guard(places, lane, caller)
+                self._guard(places, arena, caller)
             else:
-                self._canaries.pop(lane, None)
-            return [self._view(place, lane) for place in places]
-        made, key = self._made.get(lane, {}), (specs, torch.is_inference_mode_enabled())
+                self._canaries.pop(arena, None)
+            return [self._view(place, arena) for place in places]
+        made, key = self._made.get(arena, {}), (specs, torch.is_inference_mode_enabled())
         try:
             views = made.get(key)
         except TypeError:  # shapes may be lists, which have no hash
-            return self.get_simultaneous(*_hashable(specs), lane=lane, caller=caller)
+            return self.get_simultaneous(*_hashable(specs), arena=arena, caller=caller)
         if views is None:
-            places = self._fit(specs, lane, caller)
-            made = self._made.setdefault(lane, {})
+            places = self._fit(specs, arena, caller)
+            made = self._made.setdefault(arena, {})
             if len(made) >= _MOST_MADE:
                 made.clear()
-            views = made[key] = tuple(self._view(place, lane) for place in places)
+            views = made[key] = tuple(self._view(place, arena) for place in places)
         return [*views]
 
     @property
@@ -217,59 +217,59 @@ class WorkspaceManager:
             self._holders = WeakSet()
         self._holders.add(holder)
 
-    def _fit(self, specs: tuple[BufferSpec, ...], lane: str, caller: str) -> tuple[_Place, ...]:
-        """Grow the lane as needed, and return the places of the requested views."""
+    def _fit(self, specs: tuple[BufferSpec, ...], arena: str, caller: str) -> tuple[_Place, ...]:
+        """Grow the arena as needed, and return the places of the requested views."""
         guard = ALIGNMENT if self.debug else 0
         try:
             size, places = _arranged(specs, guard)
         except TypeError:  # as above
             size, places = _arranged(_hashable(specs), guard)
         if self._canaries:
-            self.check_canaries(lane)
-        self._ensure(size, lane, caller)
+            self.check_canaries(arena)
+        self._ensure(size, arena, caller)
         return places
 
-    def _view(self, place: _Place, lane: str) -> Tensor:
+    def _view(self, place: _Place, arena: str) -> Tensor:
         if place.start == place.end:
             return torch.empty(place.shape, dtype=place.dtype, device=self.device)
         # a view made in inference mode is not for use outside of it; of one made outside, views take twice as long
-        key, typed = (place.dtype, torch.is_inference_mode_enabled()), self._typed[lane]
+        key, typed = (place.dtype, torch.is_inference_mode_enabled()), self._typed[arena]
         base = typed.get(key)
         if base is None:
-            base = typed[key] = _as_dtype(self._buffers[lane], place.dtype)
+            base = typed[key] = _as_dtype(self._buffers[arena], place.dtype)
         return base.as_strided(place.shape, place.strides, base.storage_offset() + place.first)
 
-    def _guard(self, places: Sequence[_Place], lane: str, caller: str) -> None:
+    def _guard(self, places: Sequence[_Place], arena: str, caller: str) -> None:
         """Fill views with NaN, and the bytes behind them with canaries."""
-        canaries = self._canaries[lane] = []
+        canaries = self._canaries[arena] = []
         for place in places:
             if place.start < place.end:
                 guarded = round_up(place.end, ALIGNMENT) + ALIGNMENT
-                self._buffers[lane][place.start : place.end].fill_(0xFF)
-                self._buffers[lane][place.end : guarded].fill_(_CANARY)
+                self._buffers[arena][place.start : place.end].fill_(0xFF)
+                self._buffers[arena][place.end : guarded].fill_(_CANARY)
                 canaries.append((place.end, guarded, f"{list(place.shape)} {place.dtype} of {caller}"))
 
-    def check_canaries(self, lane: str | None = None) -> None:
+    def check_canaries(self, arena: str | None = None) -> None:
         """Raise CanaryError if bytes behind a view changed since its request. Does nothing outside debug."""
         for name, canaries in self._canaries.items():
-            if lane in (None, name):
+            if arena in (None, name):
                 for start, end, owner in canaries:
                     if not bool((self._buffers[name][start:end] == _CANARY).all()):
-                        raise CanaryError(f"workspace lane {name!r}: bytes behind {owner} were overwritten")
+                        raise CanaryError(f"workspace arena {name!r}: bytes behind {owner} were overwritten")
 
-    def _ensure(self, size: int, lane: str, caller: str) -> None:
-        has = self.size(lane)
+    def _ensure(self, size: int, arena: str, caller: str) -> None:
+        has = self.size(arena)
         if size <= has:
             return
         if self._locked:
-            raise WorkspaceError(needed=size, has=has, caller=caller, lane=lane)
+            raise WorkspaceError(needed=size, has=has, caller=caller, arena=arena)
         # drop the old buffer first, so that both never exist together
         for by_lane in (self._buffers, self._canaries, self._typed, self._made):
-            by_lane.pop(lane, None)
+            by_lane.pop(arena, None)
         for holder in self._holders or ():
             holder.release()
         self._holders = None
-        self._buffers[lane], self._typed[lane] = _aligned_bytes(size, self.device), {}
+        self._buffers[arena], self._typed[arena] = _aligned_bytes(size, self.device), {}
 
 
 def _aligned_bytes(size: int, device: torch.device) -> Tensor:

@@ -36,13 +36,13 @@ from dsv4attn.errors import ArgumentError
 
 __all__ = ["STATE_BLOCK_SIZES", "MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
 
-STATE_BLOCK_SIZES: Mapping[LayerKind, int] = {LayerKind.C4A: 4, LayerKind.C128A: 8}
+STATE_BLOCK_SIZES: Mapping[LayerKind, int] = {LayerKind.CSA: 4, LayerKind.HCA: 8}
 """Records in a page of compressor states, as vLLM has them."""
 
 
 def c128a_columns(geometry: ModelGeometry, limits: Limits) -> int:
     """See `LayerGeometry.table_columns`."""
-    return geometry.layer_of_kind(LayerKind.C128A).table_columns(limits.max_model_len)
+    return geometry.layer_of_kind(LayerKind.HCA).table_columns(limits.max_model_len)
 
 
 def split_decodes_and_prefills(
@@ -125,7 +125,7 @@ class MetadataBuilder:
         self._state_lens = self._buffer(tokens)
         self._hits = PrefixHits(self.steps, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype))
         self._c128a: tuple[Tensor, Tensor] | None = None
-        if LayerKind.C128A in geometry.kinds:
+        if LayerKind.HCA in geometry.kinds:
             self._c128a_max = c128a_columns(geometry, limits)
             self._c128a = self._buffer(decodes, 1, self._c128a_max), self._buffer(decodes)
             self._entry_numbers = self._buffer(self._c128a_max)
@@ -229,7 +229,7 @@ class MetadataBuilder:
         maps = swa.token_to_req_indices, swa.is_valid_token
         self._map_entries(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
         self._hits.hide_entries(batch, swa, slots)
-        width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
+        width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.HCA else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
         metadata = FlashMLASparseMetadata(
             kind=kind,

@@ -178,7 +178,7 @@ class DeepseekSparseSWAMetadata:
 
     @cached_property
     def prepared(self) -> dict[object, Any]:
-        """Prepared calls that use these metadata, see `core.attention.prepared`."""
+        """Prepared calls that use these metadata, see `core.attention.call`."""
         return {}
 
     @cached_property

@@ -12,15 +12,15 @@ from dsv4attn.errors import ArgumentError, GeometryError, did_you_mean
 
 __all__ = ["geometry_fields", "is_v41", "layers_of", "refuse_v41", "v41_layers"]
 
-_KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
+_KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.SWA, 4: LayerKind.CSA, 128: LayerKind.HCA}
 _KIND_OF_TYPE = {
     "sliding_attention": LayerKind.SWA,
-    "compressed_sparse_attention": LayerKind.C4A,
-    "heavily_compressed_attention": LayerKind.C128A,
+    "compressed_sparse_attention": LayerKind.CSA,
+    "heavily_compressed_attention": LayerKind.HCA,
 }
 _LAYER_SIZES = "q_lora_rank", "index_n_heads", "index_head_dim", "hc_mult", "hc_sinkhorn_iters"
 """Sizes of the layer around attention, which a configuration may leave to their defaults, those of transformers."""
-_OLDER_RATES = {LayerKind.C4A: "compress_rate_csa", LayerKind.C128A: "compress_rate_hca"}
+_OLDER_RATES = {LayerKind.CSA: "compress_rate_csa", LayerKind.HCA: "compress_rate_hca"}
 _TABLES = "main", "compress"
 """Keys of nested RoPE parameters: of window-only layers, and of all others."""
 _YARN_KEYS = "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"
@@ -134,7 +134,7 @@ def _layers_of(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tupl
                 cure = "give layer_types instead of compress_ratios"
                 raise GeometryError(f"{name}: compress_ratios: expected {ratio}, as they say, got {actual} -> {cure}")
         return layers
-    ratio_of = _rates(fields, name, {LayerKind.C4A: 4, LayerKind.C128A: 128})
+    ratio_of = _rates(fields, name, {LayerKind.CSA: 4, LayerKind.HCA: 128})
     for i, layer_type in enumerate(given[:num_layers]):
         if not isinstance(layer_type, str) or layer_type not in _KIND_OF_TYPE:
             types = ", ".join(_KIND_OF_TYPE)
@@ -167,7 +167,7 @@ def layers_of(ratios: Sequence[int]) -> tuple[tuple[LayerKind, int], ...]:
 
 def v41_layers(ratios: Sequence[int]) -> tuple[tuple[LayerKind, int], ...]:
     """(kind, compress ratio) of each layer of V4.1: 0 is window-only, 1 and 2 are compressed caches."""
-    return tuple((LayerKind.C4A, ratio) if ratio else (LayerKind.SWA, 1) for ratio in ratios)
+    return tuple((LayerKind.CSA, ratio) if ratio else (LayerKind.SWA, 1) for ratio in ratios)
 
 
 def _v41_layers(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tuple[LayerKind, int], ...]:

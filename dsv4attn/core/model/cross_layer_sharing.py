@@ -106,7 +106,7 @@ class LayerSharing:
             if after <= before:
                 raise _wrong(name, "ascending layer numbers", list(ids), "list each source once, in layer order")
         for i in ids:
-            if not 0 <= i < len(layers) or layers[i][0] is not LayerKind.C4A:
+            if not 0 <= i < len(layers) or layers[i][0] is not LayerKind.CSA:
                 expected = "layers with selected entries"
                 actual = f"layer {i}, which is window-only" if 0 <= i < len(layers) else f"layer {i} of {len(layers)}"
                 raise _wrong(name, expected, actual, "list layers whose entry of compress_ratios is above 0")

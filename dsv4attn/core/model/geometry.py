@@ -104,7 +104,7 @@ class ModelGeometry:
 
     def _check_shared_latent(self) -> None:
         for i, (kind, ratio) in enumerate(self.layers):
-            if kind is not LayerKind.SWA and (kind is not LayerKind.C4A or ratio not in _LATENT_RATIOS):
+            if kind is not LayerKind.SWA and (kind is not LayerKind.CSA or ratio not in _LATENT_RATIOS):
                 expected = "window-only layers, and c4a layers of ratio 1 or 2, with shared_latent=True"
                 actual = f"a {kind.value} layer of ratio {ratio} at {i}"
                 raise GeometryError(f"layers: expected {expected}, got {actual} -> leave out shared_latent for V4")
@@ -171,7 +171,7 @@ class ModelGeometry:
             return LayerSources(index)
         if self.sharing is not None:
             return self.sharing.sources(index)
-        return LayerSources(index, index, index if kind is LayerKind.C4A else None)
+        return LayerSources(index, index, index if kind is LayerKind.CSA else None)
 
     @property
     def entries_per_token(self) -> float:
@@ -182,9 +182,9 @@ class ModelGeometry:
     def _layer(self, kind: LayerKind, ratio: int) -> LayerGeometry:
         theta, yarn = (self.main_theta, None) if kind is LayerKind.SWA else (self.compress_theta, self.compress_yarn)
         rope = Rope(self.rope_dim, theta, yarn)
-        topk = self.index_topk if kind is LayerKind.C4A else 0
+        topk = self.index_topk if kind is LayerKind.CSA else 0
         sizes = self.num_heads, self.head_dim, rope, self.window, topk, self.eps
-        overlap = kind is LayerKind.C4A and not self.shared_latent
+        overlap = kind is LayerKind.CSA and not self.shared_latent
         return LayerGeometry(kind, ratio, *sizes, overlap=overlap, q_norm=self.q_norm)
 
     def with_own_layers(self, layers: Sequence[tuple[LayerKind, int]]) -> ModelGeometry:

@@ -21,14 +21,18 @@ TABLE_COLUMNS = 128
 class LayerKind(str, Enum):
     """How a layer chooses its keys; the compress ratio is a number of its own.
 
-    SWA: sliding window only. C4A: window, and the entries that an indexer selects from a compressed cache of any
-    ratio: 4 in DeepSeek-V4, which gave the kind its name, 1 and 2 in V4.1. C128A: window, and every entry of a
-    compressed cache (ratio 128).
+    SWA: the sliding window only.
+    CSA: the window, and the entries that an indexer selects from a compressed cache: ratio 4 in DeepSeek-V4, 1 and 2 in
+       V4.1. "compressed_sparse" in transformers' configuration.
+    HCA: the window, and every entry of a compressed cache of ratio 128. "heavily_compressed" in that configuration.
+    C4A, C128A: the same kinds by the names that DeepSeek-V4's engines have for them, which are also their values.
     """
 
     SWA = "swa"
-    C4A = "c4a"
-    C128A = "c128a"
+    CSA = "c4a"
+    HCA = "c128a"
+    C4A = CSA
+    C128A = HCA
 
 
 @frozen
@@ -78,16 +82,16 @@ class LayerGeometry:
     topk: int
     eps: float = 1e-6
     softmax_scale: float | None = None
-    overlap: bool = Factory(lambda self: self.kind is LayerKind.C4A, takes_self=True)
+    overlap: bool = Factory(lambda self: self.kind is LayerKind.CSA, takes_self=True)
     q_norm: bool = True
 
     def __attrs_post_init__(self) -> None:
-        limits = {LayerKind.SWA: (1, 1), LayerKind.C128A: (2, inf)}.get(self.kind, (1, inf))
+        limits = {LayerKind.SWA: (1, 1), LayerKind.HCA: (2, inf)}.get(self.kind, (1, inf))
         if not limits[0] <= self.compress_ratio <= limits[1]:
             expected = "1 for window-only layers, more than 1 for c128a layers"
             actual = f"{self.compress_ratio} on a {self.kind.value} layer"
             raise ArgumentError("compress_ratio", expected=expected, actual=actual)
-        if (self.kind is LayerKind.C4A) != (self.topk > 0):
+        if (self.kind is LayerKind.CSA) != (self.topk > 0):
             actual = f"{self.topk} on {self.kind.value}"
             raise ArgumentError("topk", expected="> 0 exactly on c4a layers", actual=actual)
 
@@ -114,7 +118,7 @@ class LayerGeometry:
     @property
     def shared_latent(self) -> bool:
         """Whether the layer selects among entries of DeepSeek-V4.1: the windows of its entries do not overlap."""
-        return self.kind is LayerKind.C4A and not self.overlap
+        return self.kind is LayerKind.CSA and not self.overlap
 
     @property
     def q_eps(self) -> float | None:

@@ -210,7 +210,7 @@ def weight_shapes(geometry: ModelGeometry, layer: LayerGeometry | int) -> dict[s
     owns = role is LayerRole.FULL
     if owns:
         shapes |= compressor("compressor.", dim)
-    if layer.kind is LayerKind.C4A and (owns or role is LayerRole.REINDEX):
+    if layer.kind is LayerKind.CSA and (owns or role is LayerRole.REINDEX):
         shapes["indexer.wq_b"] = geometry.index_n_heads * index_dim, lora
         shapes["indexer.weights_proj"] = geometry.index_n_heads, hidden
         if owns and geometry.shared_latent:

@@ -138,15 +138,17 @@ class _Attention:
         self, phase: Phase, plan: _Plan, q: Tensor, rows: Tensor, seen: VisibleKeys, sinks: Tensor, out: Tensor
     ) -> None:
         """Call the backend. q, out: [N * S, H, D]. rows: [N * L, D]."""
-        backend, forms, decode = plan.backend, plan.backend.forms, phase is Phase.DECODE
-        indices = seen.indices(forms.decode_indices if decode else forms.prefill_indices, forms.index_alignment)
+        backend, capabilities, decode = plan.backend, plan.backend.capabilities, phase is Phase.DECODE
+        indices = seen.indices(
+            capabilities.decode_indices if decode else capabilities.prefill_indices, capabilities.index_alignment
+        )
         keys: Sequence[PagedKeys] | GatheredKeys = GatheredKeys(rows, indices)
-        if decode or forms.prefill_keys is KeyForm.PAGED:
+        if decode or capabilities.prefill_keys is KeyForm.PAGED:
             # pages of one row: slot numbers are row numbers
             keys = (PagedKeys(PagedKVCache(rows.unsqueeze(1), plan.layout), indices),)
         specs = backend.scratch(phase, plan.layer, q.shape[0], indices.width)
         caller = f"{NAME} in transformers, {phase.value}"
-        scratch = self._workspace(q.device).get_simultaneous(*specs, lane=phase.value, caller=caller)
+        scratch = self._workspace(q.device).get_simultaneous(*specs, arena=phase.value, caller=caller)
         call = AttentionCall(plan.layer, q, keys, sinks, out, None, scratch)
         (backend.decode if decode else backend.prefill)(call)
 
@@ -221,7 +223,7 @@ def _geometry(module: torch.nn.Module) -> ModelGeometry:
 
 def _layer(geometry: ModelGeometry, heads: int, scaling: float | None) -> LayerGeometry:
     """The attention of all layers of a model as that of one kind: most keys that a query sees, in one segment."""
-    ratios = {LayerKind.SWA: 0, LayerKind.C4A: geometry.index_topk}
+    ratios = {LayerKind.SWA: 0, LayerKind.CSA: geometry.index_topk}
     widest = max(ratios.get(kind, geometry.max_position // ratio) for kind, ratio in geometry.layers)
     # the angles are not used: queries and keys are rotated already
     rope, window = Rope(geometry.rope_dim, geometry.main_theta), geometry.window + widest

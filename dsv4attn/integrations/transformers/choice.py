@@ -25,7 +25,7 @@ def checked_backend(backend: object) -> str | Backend | None:
             request = explain(problem, backend=backend, device="cpu", registry=registry_of("reference")).request
             if request.value != "auto":
                 registered(request.value)
-    elif backend is not None and not isinstance(getattr(backend, "forms", None), Capabilities):
+    elif backend is not None and not isinstance(getattr(backend, "capabilities", None), Capabilities):
         cure = "pass a name, or what load_backend(name) returns"
         raise ArgumentError("backend", expected="a name, a backend or None", actual=shown(backend), hint=cure)
     return backend  # type: ignore[return-value]

@@ -234,7 +234,7 @@ def _backend(
     deterministic: bool,
 ) -> Backend:
     """The backend that was asked for, or selected for all kinds of layers of the model."""
-    if isinstance(getattr(asked, "forms", None), Capabilities):
+    if isinstance(getattr(asked, "capabilities", None), Capabilities):
         made: Backend = asked  # type: ignore[assignment]
         if deterministic and not complete(made).deterministic:
             hint = f"pass load_backend({made.name!r}, deterministic=True)"
@@ -248,7 +248,7 @@ def _backend(
     problems, window, of_q = [], CacheFacts.of(layout, 64), str(dtype).removeprefix("torch.")
     for layer in map(geometry.layer_of_kind, geometry.kinds):
         pages = None if layer.kind is LayerKind.SWA else CacheFacts.of(layout, 256 // layer.compress_ratio)
-        columns = layer.table_columns(max_len) if layer.kind is LayerKind.C128A else layer.topk
+        columns = layer.table_columns(max_len) if layer.kind is LayerKind.HCA else layer.topk
         problems += [
             Problem(phase.value, layer, window, pages, columns, q_dtype=of_q, deterministic=deterministic)
             for phase in Phase
@@ -266,7 +266,7 @@ def _attentions(
 ) -> list[DeepseekV4Attention]:
     """The layers, which share scratch memory, tables of angles, and the buffer of selected entries."""
     workspace, tables, selected = WorkspaceManager(device), dict[Rope, Tensor](), None
-    if LayerKind.C4A in geometry.kinds:
+    if LayerKind.CSA in geometry.kinds:
         shape = limits.max_num_batched_tokens, geometry.index_topk
         selected = torch.full(shape, -1, dtype=torch.int32, device=device)
     made = []
@@ -274,7 +274,7 @@ def _attentions(
         layer = geometry.layer(i)
         if layer.rope not in tables:
             tables[layer.rope] = cos_sin_cache(layer.rope, limits.max_model_len, device)
-        buffer = selected if layer.kind is LayerKind.C4A else None
+        buffer = selected if layer.kind is LayerKind.CSA else None
         given = geometry, i, limits, backend, own
         attention = DeepseekV4Attention(
             name, *given, cos_sin_cache=tables[layer.rope], topk_indices_buffer=buffer, workspace=workspace

@@ -47,7 +47,7 @@ def attention_weights(attention: Any, geometry: ModelGeometry, layer: LayerGeome
         "attn_sink": attention.sinks.detach(),
     }
     compressors = {"compressor.": "compressor"} if layer.kind is not LayerKind.SWA else {}
-    if layer.kind is LayerKind.C4A:
+    if layer.kind is LayerKind.CSA:
         compressors["indexer.compressor."] = indexer = "compressor.indexer"
         found["indexer.wq_b"] = linear(f"{indexer}.q_b_proj")
         found["indexer.weights_proj"] = linear(f"{indexer}.scorer.weights_proj")

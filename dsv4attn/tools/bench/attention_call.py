@@ -42,17 +42,19 @@ def problem_of(case: KernelCase, prefill_keys: KeyForm = KeyForm.PAGED) -> Probl
 
 
 def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
-    """The call, ready to run. It builds ragged lists and gathers rows if the backend's forms need them."""
-    kernel, forms, q = inputs.case.kernel, backend.forms, inputs.q
+    """The call, ready to run. It builds ragged lists and gathers rows if the backend's capabilities need them."""
+    kernel, capabilities, q = inputs.case.kernel, backend.capabilities, inputs.q
     phase = Phase.DECODE if kernel == "decode" else Phase.PREFILL
-    form = forms.decode_indices if phase is Phase.DECODE else forms.prefill_indices
-    gathered = phase is Phase.PREFILL and forms.prefill_keys is KeyForm.GATHERED
+    form = capabilities.decode_indices if phase is Phase.DECODE else capabilities.prefill_indices
+    gathered = phase is Phase.PREFILL and capabilities.prefill_keys is KeyForm.GATHERED
     if gathered and kernel == "prefill" and inputs.rows is not None:
         rows_of = inputs.rows.shape[0] * inputs.rows.shape[1]
         gathered = not complete(backend).prefers_pages(inputs.layer, inputs.case.requests, rows_of)
     on_rows = gathered or kernel == "prefill-rows"
     layer = _rows_layer(inputs.case) if kernel == "prefill-rows" else inputs.layer
-    lists = [_combined(inputs, forms.index_alignment)] if on_rows else [segment.slots for segment in inputs.segments]
+    lists = (
+        [_combined(inputs, capabilities.index_alignment)] if on_rows else [segment.slots for segment in inputs.segments]
+    )
     widths = [dense.indices.shape[1] for dense in lists]
     ragged = [spec for w in widths for spec in ragged_specs(q.shape[0], w)] if form is IndexForm.RAGGED else []
     specs = [*ragged, *backend.scratch(phase, layer, q.shape[0], sum(widths))]

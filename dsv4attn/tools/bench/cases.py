@@ -76,7 +76,7 @@ class Preset:
     @property
     def layer(self) -> LayerGeometry:
         """Geometry of the layer, as a backend gets it."""
-        topk = self.topk if self.kind is LayerKind.C4A else 0
+        topk = self.topk if self.kind is LayerKind.CSA else 0
         sizes = self.heads, HEAD_DIM, Rope(ROPE_DIM, 10000.0), WINDOW, topk  # 448 + 64 dims
         return LayerGeometry(self.kind, self.ratio, *sizes, overlap=not self.v41, q_norm=not self.v41)
 
@@ -88,24 +88,24 @@ class Preset:
     @property
     def columns(self) -> int:
         """Width of the compressed indices; tables of c128a layers are a multiple of 128 wide."""
-        return -(-self.topk // 128) * 128 if self.kind is LayerKind.C128A else self.topk
+        return -(-self.topk // 128) * 128 if self.kind is LayerKind.HCA else self.topk
 
     @property
     def context(self) -> int:
         """Tokens of a request with more entries than a token selects; on c128a layers with just as many."""
-        return self.ratio * (max(2048, 2 * self.topk) if self.kind is LayerKind.C4A else self.topk) or 8192
+        return self.ratio * (max(2048, 2 * self.topk) if self.kind is LayerKind.CSA else self.topk) or 8192
 
 
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("flash_c4", LayerKind.C4A, 64, 4, 512),
-        Preset("pro_c4", LayerKind.C4A, 128, 4, 1024, model="pro"),
-        Preset("flash_c128", LayerKind.C128A, 64, 128, 1024, 2),
-        Preset("pro_c128", LayerKind.C128A, 128, 128, 1024, 2, "pro"),
+        Preset("flash_c4", LayerKind.CSA, 64, 4, 512),
+        Preset("pro_c4", LayerKind.CSA, 128, 4, 1024, model="pro"),
+        Preset("flash_c128", LayerKind.HCA, 64, 128, 1024, 2),
+        Preset("pro_c128", LayerKind.HCA, 128, 128, 1024, 2, "pro"),
         Preset("flash_swa", LayerKind.SWA, 64),
-        Preset("v41_r1", LayerKind.C4A, 64, 1, 512, model="v4.1-flash"),
-        Preset("v41_r2", LayerKind.C4A, 64, 2, 512, model="v4.1-flash"),
+        Preset("v41_r1", LayerKind.CSA, 64, 1, 512, model="v4.1-flash"),
+        Preset("v41_r2", LayerKind.CSA, 64, 2, 512, model="v4.1-flash"),
     )
 }
 
@@ -246,7 +246,7 @@ def host_cases() -> list[KernelCase]:
 def decodes(preset: Preset, batch: int, context: int | None = None) -> tuple[tuple[int, int], ...]:
     """Requests of one token. All have one length; on c128a layers, whose keys depend on it, any length up to that."""
     longest = preset.context if context is None else context
-    if preset.kind is LayerKind.C128A and context is None:
+    if preset.kind is LayerKind.HCA and context is None:
         draw = random.Random(batch)  # noqa: S311 - lengths, not secrets
         return tuple((draw.randrange(longest), 1) for _ in range(batch))
     return ((longest - 1, 1),) * batch

@@ -50,7 +50,7 @@ class _Parts:
         """c4a, c128a, or index: that of the index keys of c4a layers."""
         if name == "index":
             dim = _FLASH.index_head_dim
-            return cls(_FLASH.layer_of_kind(LayerKind.C4A), dim, KVCacheLayout.index_fp8(dim))
+            return cls(_FLASH.layer_of_kind(LayerKind.CSA), dim, KVCacheLayout.index_fp8(dim))
         layer = _FLASH.layer_of_kind(LayerKind(name))
         return cls(layer, layer.head_dim, LAYOUT)
 
@@ -160,7 +160,7 @@ def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.G
 
 
 def _query(case: LayerOpCase, device: torch.device, generator: torch.Generator) -> Task:
-    heads, dim, layer = _FLASH.index_n_heads, _FLASH.index_head_dim, _FLASH.layer_of_kind(LayerKind.C4A)
+    heads, dim, layer = _FLASH.index_n_heads, _FLASH.index_head_dim, _FLASH.layer_of_kind(LayerKind.CSA)
     positions = _positions(case, device)
     table = cos_sin_cache(layer.rope, int(positions.max()) + 1, device)
     q = torch.randn(case.count, heads, dim, generator=generator, device=device, dtype=torch.float32).bfloat16()

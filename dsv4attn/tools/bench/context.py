@@ -243,7 +243,7 @@ def _compared(
 
     whole: one rank's step, which has run again; None on ranks without it.
     """
-    own, limit = context.ownership, BUDGET[many.step.backend.forms.products]
+    own, limit = context.ownership, BUDGET[many.step.backend.capabilities.products]
     away, lines = _differences(many, expected, own, limit)
     if whole is not None:
         _, others = _differences(whole, expected, Ownership(0, 1), limit)

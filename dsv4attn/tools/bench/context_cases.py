@@ -75,7 +75,7 @@ class ContextCase:
     @property
     def selects(self) -> bool:
         """Whether a token attends to some of its entries only."""
-        return self.preset.kind is LayerKind.C4A
+        return self.preset.kind is LayerKind.CSA
 
     @property
     def case(self) -> KernelCase:

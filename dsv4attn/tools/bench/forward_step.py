@@ -85,7 +85,7 @@ def make_forward_step(inputs: Inputs, backend: Backend) -> ForwardStep:
         inputs.q,
         torch.empty_like(inputs.q),
         inputs.sink,
-        rest[0].local.int() if layer.kind is LayerKind.C4A else None,
+        rest[0].local.int() if layer.kind is LayerKind.CSA else None,
     )
 
 

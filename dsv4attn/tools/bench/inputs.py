@@ -128,7 +128,7 @@ def make_inputs(case: KernelCase, device: torch.device) -> Inputs:
     segments = [_segment(swa, WINDOW_PAGE, first, seqs, seqs - first, wanted, lens, request, generator)]
     if preset.kind is not LayerKind.SWA:
         entries, visible = seqs // preset.ratio, (position + 1) // preset.ratio
-        if preset.kind is LayerKind.C4A:
+        if preset.kind is LayerKind.CSA:
             wanted = _chosen(visible, int(entries.max()), preset.topk, generator)
         else:
             wanted = torch.arange(preset.columns, device=device).expand(case.tokens, -1)

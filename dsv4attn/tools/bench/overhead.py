@@ -156,6 +156,6 @@ def _instead(backend: Backend, change: Callable[[Callable[..., None]], Callable[
         run = whole.prepare_entries(call, entries)
         return None if run is None else change(run)
 
-    same = {name: getattr(backend, name) for name in ("name", "forms", "scratch")}
+    same = {name: getattr(backend, name) for name in ("name", "capabilities", "scratch")}
     own = {"prepare": prepare, "prepare_entries": prepare_entries}
     return cast("Backend", SimpleNamespace(**same, **own, steps=SimpleNamespace(**steps)))

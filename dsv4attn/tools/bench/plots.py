@@ -217,7 +217,7 @@ def _described(panel: str) -> str:
     if preset is None:
         return panel
     keys = f"{WINDOW} + {preset.topk}" if preset.topk else f"{WINDOW}"
-    keys = f"up to {keys}" if preset.kind is LayerKind.C128A else keys
+    keys = f"up to {keys}" if preset.kind is LayerKind.HCA else keys
     name = panel.replace("_", r"\_")
     return f"$\\bf{{{name}}}$\n{preset.heads} heads\n{keys} keys"
 

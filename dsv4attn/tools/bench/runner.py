@@ -263,7 +263,7 @@ class Runner:
     def _why_not(self, case: KernelCase | LayerOpCase, name: str, backend: Backend) -> str:
         # steps around attention are those of a backend that decodes on the layers with all of them
         asked = case if isinstance(case, KernelCase) else _C4A
-        problem = problem_of(asked, backend.forms.prefill_keys)
+        problem = problem_of(asked, backend.capabilities.prefill_keys)
         selection = explain(problem, backend=name, device=self.device, registry=registry_of(name))
         if selection.chosen is not None:
             return ""
@@ -308,7 +308,7 @@ def _makers(
 ) -> Iterator[tuple[str, bool, Products, Callable[[], Contender | None]]]:
     """(name, whether it is a peer, type of its products, what makes it) of all contenders of a case."""
     for name, backend in able.items():
-        yield name, False, backend.forms.products, partial(task.contender, name, backend, torch.bfloat16)
+        yield name, False, backend.capabilities.products, partial(task.contender, name, backend, torch.bfloat16)
     first = isinstance(task.case, KernelCase) and task.case.records in ("", PAIRS[0])
     if task.case.kernel == "step" and isinstance(task.inputs, Inputs) and first:
         bare = partial(Contender, "products", products(task.inputs), lambda: None, list)

@@ -113,7 +113,7 @@ def _judge(report: _Report) -> None:
     from dsv4attn.errors import BrokenBackendError, ConfigError, did_you_mean
     from dsv4attn.plugins import trace_of
     from dsv4attn.selection import explain
-    from dsv4attn.selection.making import check_options
+    from dsv4attn.selection.build import check_options
 
     settings, registry, device = report.settings, report.registry, report.devices[0]
     for failure in registry.failures:

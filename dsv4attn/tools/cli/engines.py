@@ -18,7 +18,7 @@ from attrs import asdict, evolve, field, frozen, validators
 
 from dsv4attn.integrations.engine_internals import listed
 from dsv4attn.integrations.engines import ENGINES, Engine, Guard, RefusedError
-from dsv4attn.plugins import STRANGE, first_line, trace_of
+from dsv4attn.plugins import PLUGIN_ERRORS, first_line, trace_of
 
 __all__ = ["STATES", "EngineState", "as_json", "examine", "related"]
 
@@ -121,7 +121,7 @@ def _examined(engine: Engine) -> EngineState:
         return _judged(evolve(state, internals=listed(table)), named, point.name, guard)
     except KeyboardInterrupt:
         raise
-    except STRANGE as error:
+    except PLUGIN_ERRORS as error:
         why, cure = f"{named} is broken: {first_line(error)}", f"reinstall {engine.wheel}, or uninstall it"
         return evolve(state, state="broken", why=why, cure=cure, traceback=trace_of(error))
 

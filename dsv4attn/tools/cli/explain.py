@@ -95,7 +95,7 @@ def explain(
     from dsv4attn.config import load_settings
     from dsv4attn.core.contract.problem import Problem
     from dsv4attn.selection import explain as explained
-    from dsv4attn.selection.making import check_options
+    from dsv4attn.selection.build import check_options
 
     geometry = geometry_of(model)
     kind, ratio = _kind(geometry, layer, ratio)

@@ -152,9 +152,9 @@ def _tokens_to_select(geometry: ModelGeometry) -> int | None:
     """Tokens from which on an indexer leaves entries out; None without an indexer."""
     from dsv4attn.core.model.geometry import LayerKind
 
-    if LayerKind.C4A not in geometry.kinds:
+    if LayerKind.CSA not in geometry.kinds:
         return None
-    layers = (layer for layer in geometry.distinct_layers if layer.kind is LayerKind.C4A)
+    layers = (layer for layer in geometry.distinct_layers if layer.kind is LayerKind.CSA)
     return max(layer.compress_ratio * (layer.topk + 1) for layer in layers)
 
 

@@ -115,7 +115,7 @@ class AttentionChecker:
         raw = workload.q_rows(workload.q_numbers(layer.kind, here))[0].double().numpy()
         q = self._rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.q_eps))
         selected = None
-        if layer.kind is LayerKind.C4A:
+        if layer.kind is LayerKind.CSA:
             selected = [e for e in workload.topk(layer.kind, here)[0].tolist() if e != -1]
         ratio = layer.compress_ratio if layer.has_entries else None
         positions, entries = oracle.visible_keys(position, layer.window, ratio, selected)

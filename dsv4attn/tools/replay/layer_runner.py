@@ -51,7 +51,7 @@ def timed(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
 
 
 class MeteredWorkspace(WorkspaceManager):
-    """A workspace that records the largest request of each of its lanes since `peaks` was last cleared."""
+    """A workspace that records the largest request of each of its arenas since `peaks` was last cleared."""
 
     def __init__(self) -> None:
         """Start with no memory and no requests."""
@@ -59,11 +59,11 @@ class MeteredWorkspace(WorkspaceManager):
         self.peaks: dict[str, int] = {}
 
     def get_simultaneous(
-        self, *specs: BufferSpec, lane: str = "default", caller: str = "get_simultaneous"
+        self, *specs: BufferSpec, arena: str = "default", caller: str = "get_simultaneous"
     ) -> list[Tensor]:
         """As the base class does."""
-        self.peaks[lane] = max(self.peaks.get(lane, 0), simultaneous_bytes(specs))
-        return super().get_simultaneous(*specs, lane=lane, caller=caller)
+        self.peaks[arena] = max(self.peaks.get(arena, 0), simultaneous_bytes(specs))
+        return super().get_simultaneous(*specs, arena=arena, caller=caller)
 
 
 @frozen(eq=False)
@@ -113,7 +113,7 @@ class LayerRunner(ABC):
             layers_in_model=_owners_of(model, self.layer),
             kv_bytes_per_token=page.compressed / COMPRESSED_BLOCK_TOKENS,
             window_bytes_per_sequence=window.page_bytes * window.pages_per_sequence,
-            workspace_bytes_planned=sum(plan.lanes.values()),
+            workspace_bytes_planned=sum(plan.arenas.values()),
             transient_bytes_bound=plan.transient_bytes,
             seconds=dict.fromkeys(operations, 0.0),
             check=check,
@@ -130,8 +130,8 @@ class LayerRunner(ABC):
 
     def _count(self, tokens: int, seconds: Mapping[str, float]) -> None:
         """Count a step that has run."""
-        for lane, peak in self.settings.workspace.peaks.items():
-            self._peaks[lane] = max(self._peaks.get(lane, 0), peak)
+        for arena, peak in self.settings.workspace.peaks.items():
+            self._peaks[arena] = max(self._peaks.get(arena, 0), peak)
         self.report.workspace_bytes_peak = sum(self._peaks.values())
         self.report.tokens += tokens
         for name, value in seconds.items():
@@ -197,7 +197,7 @@ class AttentionRunner(LayerRunner):
             workload.q_rows(workload.q_numbers(kind, tokens), out=q)
             kv = workload.key_rows(workload.kv_numbers(kind, tokens))
             entries = workload.key_rows(workload.entry_numbers(kind, tokens)) if compressed else None
-            topk = workload.topk(kind, tokens) if kind is LayerKind.C4A else None
+            topk = workload.topk(kind, tokens) if kind is LayerKind.CSA else None
             positions = torch.from_numpy(tokens.positions)
             chosen, random = self._choose_rows(number, tokens)
             # a row that the backend does not write must not pass with values of an earlier step
@@ -263,7 +263,7 @@ class FullLayerRunner(LayerRunner):
             self.report.state_bytes_per_sequence = self.page.state * states.pages_per_sequence
             steps_bytes = recorder.layer_ops.transient_bytes(limits.max_num_batched_tokens)
             self.report.transient_bytes_bound = max(plan.transient_bytes, steps_bytes)
-        if layer.kind is LayerKind.C4A:
+        if layer.kind is LayerKind.CSA:
             self.report.topk, self.report.selecting_tokens = layer.topk, layer.compress_ratio * (layer.topk + 1)
 
     def step(self, number: int, tokens: Tokens, metadata: AttentionMetadata, other_s: dict[str, float]) -> None:

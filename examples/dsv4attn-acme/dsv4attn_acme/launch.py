@@ -1,4 +1,4 @@
-"""The backend class: its forms, its memory, and its calls into `kernels`."""
+"""The backend class: its capabilities, its memory, and its calls into `kernels`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AcmeBackend:
     """
 
     name = "acme"
-    forms = Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED)
+    capabilities = Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED)
     steps: IndexSteps = indices
 
     def __init__(self, *, tile_tokens: int | str | None = None) -> None:
@@ -84,7 +84,7 @@ class AcmeBackend:
         block_table: Tensor,
         offset: int,
     ) -> None:
-        """Never called: `forms` say that prefill reads pages."""
+        """Never called: `capabilities` say that prefill reads pages."""
         raise NotImplementedError
 
     def decode(self, call: AttentionCall) -> None:

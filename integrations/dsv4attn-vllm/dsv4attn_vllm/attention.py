@@ -263,7 +263,7 @@ class Dsv4Attention(_Layer):
             layer=layer,
             limits=serving.limits,
             attn_sink=self.attn_sink,
-            topk_indices=self.topk_indices_buffer if layer.kind is LayerKind.C4A else None,
+            topk_indices=self.topk_indices_buffer if layer.kind is LayerKind.CSA else None,
             raw_q=self._raw_query(positions) if step in self._raw_q_steps else None,
         )
 

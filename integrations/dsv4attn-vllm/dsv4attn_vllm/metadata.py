@@ -171,7 +171,7 @@ class CompressedBuilder(VariableDecodes, _CompressedBuilder):
 
     def _compressed(self, base: Any, visible: Tensor) -> FlashMLASparseMetadata:  # noqa: ANN401 - vLLM's metadata
         """dsv4attn's metadata of a step. visible: [T] int32 - entries that each token sees."""
-        kind = LayerKind.C128A if self.compress_ratio == 128 else LayerKind.C4A
+        kind = LayerKind.HCA if self.compress_ratio == 128 else LayerKind.CSA
         return FlashMLASparseMetadata(
             kind=kind,
             compress_ratio=self.compress_ratio,
@@ -180,7 +180,7 @@ class CompressedBuilder(VariableDecodes, _CompressedBuilder):
             max_query_len=base.max_query_len,
             max_seq_len=min(base.max_seq_len, self.model_config.max_model_len),
             block_size=base.block_size,
-            topk_tokens=base.topk_tokens if kind is LayerKind.C4A else 0,
+            topk_tokens=base.topk_tokens if kind is LayerKind.CSA else 0,
             query_start_loc=base.query_start_loc[: base.num_reqs + 1],
             slot_mapping=base.slot_mapping,
             block_table=base.block_table[: base.num_reqs],

@@ -53,8 +53,8 @@ MOST_CHECKED = 64
 _NOPE, _ROPE = 448, 64
 _V41_PAGE = 32
 """Tokens of a page of V4.1's window caches."""
-_KIND_OF_RATIO = {1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
-_V41_KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.C4A, 2: LayerKind.C4A}
+_KIND_OF_RATIO = {1: LayerKind.SWA, 4: LayerKind.CSA, 128: LayerKind.HCA}
+_V41_KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.CSA, 2: LayerKind.CSA}
 _PARTS = {COMPRESSOR: ("compressor",), INDEXER: ("indexer", "selection"), MHC: ("hyper_connections",)}
 
 

@@ -355,7 +355,7 @@ class Engine:
         the window, see `oracle.visible_keys`.
         """
         owner, picks = self.entries_of(layer), None
-        if layer._geometry.kind is ds.LayerKind.C4A:
+        if layer._geometry.kind is ds.LayerKind.CSA:
             picks = [entry for entry in self.selection_of(layer)[row].tolist() if entry >= 0]
         ratio = layer.compress_ratio if owner is not None else None
         positions, entries = oracle.visible_keys(position, 128, ratio, picks, **rule)
@@ -404,7 +404,7 @@ class Engine:
         caches = ds.LayerCaches(ds.PagedKVCache(swa.kv_cache, serving.swa_layout), compressed)
         q = self.queries[layer.prefix]
         out, metadata = torch.full_like(q, float("nan")), builder.build_all(batch)[layer._geometry.key]
-        selects = layer._geometry.kind is ds.LayerKind.C4A
+        selects = layer._geometry.kind is ds.LayerKind.CSA
         ds.forward_mqa(
             q,
             caches,

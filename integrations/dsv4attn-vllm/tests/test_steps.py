@@ -55,8 +55,8 @@ def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:
 
     swa = metadata["model.layers.1.attn.swa_cache"].dsv4attn
     assert isinstance(swa, ds.DeepseekSparseSWAMetadata)
-    assert metadata["model.layers.1.attn"].dsv4attn.kind is ds.LayerKind.C4A
-    assert metadata["model.layers.2.attn"].dsv4attn.kind is ds.LayerKind.C128A
+    assert metadata["model.layers.1.attn"].dsv4attn.kind is ds.LayerKind.CSA
+    assert metadata["model.layers.2.attn"].dsv4attn.kind is ds.LayerKind.HCA
     # nothing is copied: vLLM's kernels write these buffers
     assert swa.decode_swa_indices.data_ptr() == metadata["model.layers.1.attn.swa_cache"].decode_swa_indices.data_ptr()
     with pytest.raises(AttributeError):
@@ -182,7 +182,7 @@ def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> 
 
         assert not out.any()
         plan = ds.plan_workspace(layer._geometry, serving.limits, serving.backend, serving.swa_layout)
-        assert all(serving.workspace().size(lane) >= size for lane, size in plan.lanes.items())
+        assert all(serving.workspace().size(arena) >= size for arena, size in plan.arenas.items())
     lock_workspace()
     assert serving.workspace().locked
     engine.step([(engine.request(150), 1), (engine.request(), 40)])  # all of it fits

@@ -163,8 +163,8 @@ def test_one_problem_for_each_ratio_and_no_wider_rows_for_images(config: VllmCon
     assert not any(one.layer.q_norm or one.window_columns for one in made.problems)
     assert (made.layer(0).kind, made.layer(1).key, made.layer(2).key) == (
         ds.LayerKind.SWA,
-        (ds.LayerKind.C4A, 1),
-        (ds.LayerKind.C4A, 2),
+        (ds.LayerKind.CSA, 1),
+        (ds.LayerKind.CSA, 2),
     )
 
 

@@ -103,7 +103,7 @@ class Engine:
             backend,
             attn_sink=self.sinks,
             cos_sin_cache=cos_sin_cache(self.one.rope, limits.max_model_len, device),
-            topk_indices_buffer=self.topk if kind is LayerKind.C4A else None,
+            topk_indices_buffer=self.topk if kind is LayerKind.CSA else None,
             workspace=self.workspace,
         )
         self.layer.bind_kv_cache(self.swa, self.compressed)
@@ -156,7 +156,7 @@ class Engine:
             at = torch.arange(before, end)
             positions[first : first + count] = at
             slots[first : first + count] = table[i, at // self.swa_block].long() * self.swa_block + at % self.swa_block
-            if self.kind is LayerKind.C4A:
+            if self.kind is LayerKind.CSA:
                 for row in range(first, first + count):
                     entries = range((before + row - first + 1) // self.one.compress_ratio)
                     chosen = rng.sample(entries, min(len(entries), rng.randint(0, topk.shape[1])))

@@ -37,7 +37,7 @@ all_backends = pytest.mark.parametrize("name", list(BACKENDS))
 
 def decodes_in_place(backend: TritonBackend) -> bool:
     """Whether decode reads pages where they are: its scratch memory holds parts of rows and no copied keys."""
-    asked = Phase.DECODE, FLASH.layer_of_kind(LayerKind.C4A), REQS, FLASH.window
+    asked = Phase.DECODE, FLASH.layer_of_kind(LayerKind.CSA), REQS, FLASH.window
     return [*backend.scratch(*asked)] == [*TritonBackend.scratch(backend, *asked)]
 
 
@@ -97,8 +97,8 @@ def test_g10_a_replay_with_changed_metadata_equals_eager_bit_for_bit(name: str, 
         on.out.fill_(torch.nan)
         again = on.attend(REQS, changed)
 
-        ragged = on.backend.forms.decode_indices is IndexForm.RAGGED
-        assert tails == ragged * (2 if kind is LayerKind.C128A else 1)
+        ragged = on.backend.capabilities.decode_indices is IndexForm.RAGGED
+        assert tails == ragged * (2 if kind is LayerKind.HCA else 1)
         assert torch.equal(replayed.view(torch.int16), again.view(torch.int16)), round_
         assert torch.isfinite(replayed).all()
         assert not replayed[len(requests) :].any()
@@ -106,7 +106,7 @@ def test_g10_a_replay_with_changed_metadata_equals_eager_bit_for_bit(name: str, 
 
 @all_backends
 def test_a_prepared_step_runs_on_the_stream_that_is_current(name: str) -> None:
-    on, rng = engine(LayerKind.C4A, BACKENDS[name]()), Random(8)
+    on, rng = engine(LayerKind.CSA, BACKENDS[name]()), Random(8)
     requests = decode_step(rng, REQS)
     eager(on, requests, rng)
     metadata, queries = on.metadata(on.load(requests, rng)), on.q[:REQS].clone().flip(0)

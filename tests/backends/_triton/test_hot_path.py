@@ -110,7 +110,7 @@ class Careless(GenericBackend):
 @meta_only
 @pytest.mark.parametrize("slip", ["reads", "lists", "copies", "allocates"])
 def test_g11_a_planted_read_or_allocation_is_seen(slip: str) -> None:
-    on = Engine(Careless(slip), FLASH, LIMITS, LayerKind.C4A, META)
+    on = Engine(Careless(slip), FLASH, LIMITS, LayerKind.CSA, META)
     batch = on.load(STEPS["decode"], Random(0))
     with launching_nothing(), operations() as ran:
         metadata = on.metadata(batch)
@@ -216,7 +216,7 @@ def test_g18_a_launch_beyond_the_bounds_is_not_foreseen() -> None:
 
 
 def test_g18_warm_up_says_how_many_there_are() -> None:
-    on = engine(LayerKind.C4A, DEVICE)
+    on = engine(LayerKind.CSA, DEVICE)
 
     assert on.backend.warmup(on.bounds(), DEVICE) == len(foreseen(on)) * (1 + FAR_FORMS)
 

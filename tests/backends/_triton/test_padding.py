@@ -35,7 +35,7 @@ def test_padding_with_tables_of_a_live_request_leaves_the_oracle_s_outputs() -> 
 @pytest.mark.parametrize("fill", [-1, 0, 10**6])
 def test_padding_writes_nothing(fill: int) -> None:
     sharing = LayerSharing(kv_source_layer_ids=(0,), index_source_layer_ids=(0,))
-    geometry = attrs.evolve(SMALL_V41, layers=((LayerKind.C4A, 2),), sharing=sharing)
+    geometry = attrs.evolve(SMALL_V41, layers=((LayerKind.CSA, 2),), sharing=sharing)
     layout = KVCacheLayout.rows(48, 16, dtype=torch.float32)
     alone, padded = (v41_stack(layout, "triton", geometry=geometry, limits=Limits(5, 48, 64)) for _ in range(2))
     with_padding(padded, fill, validate=False)

@@ -35,7 +35,7 @@ class Model:
 
     def __init__(self, backend: TritonBackend, geometry: ModelGeometry) -> None:
         sizes: dict[str, Any] = {"swa_block": 4, "tokens_of_block": 32} if INTERPRETED else {}
-        self.on = on = Engine(backend, geometry, LIMITS, LayerKind.C4A, DEVICE, **sizes)
+        self.on = on = Engine(backend, geometry, LIMITS, LayerKind.CSA, DEVICE, **sizes)
         self.workspace, plan, self.layers = WorkspaceManager(DEVICE), WorkspacePlan(), []
         for i in range(geometry.num_layers):
             one = geometry.layer(i)
@@ -46,7 +46,7 @@ class Model:
                 backend,
                 attn_sink=torch.linspace(-2, 0.1 * i, one.num_heads, device=DEVICE),
                 cos_sin_cache=cos_sin_cache(one.rope, LIMITS.max_model_len, DEVICE),
-                topk_indices_buffer=on.topk if one.kind is LayerKind.C4A else None,
+                topk_indices_buffer=on.topk if one.kind is LayerKind.CSA else None,
                 workspace=self.workspace,
             )
             records, compressed = on.tokens_of_block // one.compress_ratio, None

@@ -89,10 +89,10 @@ def test_its_forms_are_ragged_on_pages_in_decode_and_on_gathered_rows_in_prefill
     made: Any = load_backend("rocm", deterministic=True)
 
     assert made.deterministic
-    assert made.forms.decode_indices is made.forms.prefill_indices is IndexForm.RAGGED
-    assert made.forms.prefill_keys is KeyForm.GATHERED
-    assert made.forms.max_logits
-    assert made.forms.empty_lse
+    assert made.capabilities.decode_indices is made.capabilities.prefill_indices is IndexForm.RAGGED
+    assert made.capabilities.prefill_keys is KeyForm.GATHERED
+    assert made.capabilities.max_logits
+    assert made.capabilities.empty_lse
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_g11_a_decode_step_reads_no_value_and_allocates_nothing(kind: LayerKind)
 
     for name, where in ran:
         assert where == "cpu" or name in VIEWS | {"zero_", "fill_"}, name
-    lists = {LayerKind.SWA: ["pack_kernel"], LayerKind.C4A: ["pack_kernel", "ragged_translate_kernel"]}
+    lists = {LayerKind.SWA: ["pack_kernel"], LayerKind.CSA: ["pack_kernel", "ragged_translate_kernel"]}
     made = [name for name in launched if name in {"pack_kernel", "ragged_translate_kernel"}]
     assert made == lists.get(kind, ["pack_kernel"] * 2)
     assert launched.count("attention") == 1

@@ -43,7 +43,7 @@ MODEL = tiny_geometry()
 LIMITS = Limits(6, 60, 5000, num_speculative_tokens=1)
 SWA_BLOCK, TOKENS_OF_BLOCK = 4, 32
 INT = torch.int32
-C128A = LayerKind.C128A
+C128A = LayerKind.HCA
 GONE = [-1, -(2**31), 2**31 - 1]
 """Blocks whose slots do not exist."""
 GARBAGE = [0, 3, -1, -7, -(2**31), 2**31 - 1, 0x7FC00000]
@@ -116,7 +116,7 @@ def extended(metadata: Any) -> tuple[DeepseekV4ROCMAiterSparseSWAMetadata, Deeps
 def test_every_row_is_what_torch_puts_into_the_dense_table(rng: Random) -> None:
     """Slots in their places, -1 where a block is gone, and no row for a token that sees nothing."""
     requests, seed = requests_of(rng), rng.randrange(2**31)
-    kinds = [LayerKind.C4A, C128A]
+    kinds = [LayerKind.CSA, C128A]
     made = builder(RocmBackend()).build_for(batch_of(requests, Random(seed)), kinds)
     wanted = builder(steps=BuilderOps()).build_for(batch_of(requests, Random(seed)), kinds)
     swa, compressed = extended(made[C128A])
@@ -127,7 +127,7 @@ def test_every_row_is_what_torch_puts_into_the_dense_table(rng: Random) -> None:
     assert rows_of(swa.decode_swa_ragged) == leading(dense.decode_swa_indices, dense.decode_swa_lens)
     entries = leading(plain.c128a_global_decode_topk_indices, plain.c128a_decode_topk_lens)
     assert rows_of(compressed.c128a_decode_ragged) == entries
-    assert extended(made[LayerKind.C4A])[1].c128a_decode_ragged is None
+    assert extended(made[LayerKind.CSA])[1].c128a_decode_ragged is None
 
 
 def test_the_batches_hold_what_they_should() -> None:
@@ -181,7 +181,7 @@ def test_a_model_without_c128a_layers_has_no_list_for_them() -> None:
         validate=False,
         backend=RocmBackend(),
     )
-    swa, compressed = extended(made.build_for(batch_of([(30, 1)], Random(0)), [LayerKind.C4A])[LayerKind.C4A])
+    swa, compressed = extended(made.build_for(batch_of([(30, 1)], Random(0)), [LayerKind.CSA])[LayerKind.CSA])
 
     assert len(rows_of(swa.decode_swa_ragged)) == 1
     assert compressed.c128a_decode_ragged is None
@@ -341,7 +341,7 @@ PACK, TRANSLATE = "build_ragged_indices_from_dense", "compute_global_topk_indice
 RAGGED = "compute_global_topk_ragged_indices_and_indptr"
 CALLS = {
     LayerKind.SWA: {"own": [], "shared": [PACK], "few": [PACK]},
-    LayerKind.C4A: {"own": [RAGGED], "shared": [PACK, RAGGED], "few": [PACK, TRANSLATE, PACK]},
+    LayerKind.CSA: {"own": [RAGGED], "shared": [PACK, RAGGED], "few": [PACK, TRANSLATE, PACK]},
     C128A: {"own": [], "shared": [PACK, PACK], "few": [PACK, PACK]},
 }
 

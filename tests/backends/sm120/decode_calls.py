@@ -33,7 +33,7 @@ OUTSIDE = (10**6, 2**31 - 1, -7, -(2**31), -1)
 
 def layer_of(heads: int, *, window: int = 128, topk: int = 0) -> LayerGeometry:
     """A layer of the model with so many heads."""
-    kind, ratio = (LayerKind.C4A, 4) if topk else (LayerKind.SWA, 1)
+    kind, ratio = (LayerKind.CSA, 4) if topk else (LayerKind.SWA, 1)
     return LayerGeometry(kind, ratio, heads, 512, Rope(64, 10000.0), window, topk)
 
 
@@ -44,7 +44,7 @@ def found(wrapper: type = RecordingWrapper, *, old: bool = False) -> Found:
 
 @attrs.frozen(eq=False, slots=False)
 class Trial:
-    """Rows of queries. Lanes hold slots, -1, with `outside` slots that do not exist, and behind the lengths garbage.
+    """Rows of queries. Arenas hold slots, -1, with `outside` slots that do not exist, and behind the lengths garbage.
 
     Of three rows one has no key at all, and one is longer than it has columns. pages: records of a page in each cache.
     """
@@ -99,7 +99,7 @@ class Trial:
         return made
 
     @cached_property
-    def lanes(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def arenas(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(slots, lengths) of each segment."""
         rng, made = np.random.default_rng((self.seed, 2)), []
         for width, size, blocks in zip(self.widths, self.pages, self.blocks, strict=True):
@@ -121,7 +121,7 @@ class Trial:
         sink = None if self.sink is None else self.sink.double().cpu().numpy()
         for row, q in enumerate(self.q.double().cpu().numpy()):
             records: list[NDArray[np.float64]] = []
-            for (cache, keys), (slots, lens) in zip(self.caches, self.lanes, strict=True):
+            for (cache, keys), (slots, lens) in zip(self.caches, self.arenas, strict=True):
                 named = slots[row, : lens[row]]
                 records += list(keys[named[(named >= 0) & (named < cache.capacity)]])
             with np.errstate(over="ignore"):
@@ -131,7 +131,7 @@ class Trial:
     def keys(self, *, pad: int = 0) -> tuple[PagedKeys, ...]:
         """Segments as a backend gets them. pad: columns of garbage between rows of indices."""
         made = []
-        for (cache, _), (slots, lens) in zip(self.caches, self.lanes, strict=True):
+        for (cache, _), (slots, lens) in zip(self.caches, self.arenas, strict=True):
             wide = torch.full((self.tokens, slots.shape[1] + pad), 0x7FC00000, dtype=torch.int32)
             wide[:, : slots.shape[1]] = torch.from_numpy(slots).int()
             indices = wide.to(DEVICE)[:, : slots.shape[1]]

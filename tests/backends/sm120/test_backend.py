@@ -90,9 +90,9 @@ def test_nothing_is_imported_before_it_is_needed_and_nothing_elsewhere(monkeypat
     for options in ({}, {"kernel": "own"}, {"precision": "bf16"}, {"deterministic": True}):
         backend = Sm120Backend(**options)
         assert isinstance(backend.vendor, Reason)
-        assert backend.forms.products is Products.BF16
-        assert backend.forms.prefill_keys is KeyForm.PAGED
-        assert backend.forms.max_logits
+        assert backend.capabilities.products is Products.BF16
+        assert backend.capabilities.prefill_keys is KeyForm.PAGED
+        assert backend.capabilities.max_logits
 
 
 def test_on_such_a_card_flashinfer_serves_what_it_can(there: type[Counting]) -> None:
@@ -100,7 +100,7 @@ def test_on_such_a_card_flashinfer_serves_what_it_can(there: type[Counting]) -> 
     call = planned(backend, BASE)
     backend.decode(call)
 
-    assert backend.forms.products is Products.FP8
+    assert backend.capabilities.products is Products.FP8
     assert there.ran == 2  # for the lse, and for out
     assert right(BASE, call)
 

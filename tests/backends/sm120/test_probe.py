@@ -202,7 +202,7 @@ def test_the_model_itself_is_served(heads: int, kind: LayerKind, phase: str) -> 
     ],
 )
 def test_what_it_cannot_serve_is_named(changes: dict[str, Any], code: str) -> None:
-    assert set(codes(Problem.of(FLASH, LayerKind.C4A, **changes))) == {code}
+    assert set(codes(Problem.of(FLASH, LayerKind.CSA, **changes))) == {code}
 
 
 def test_other_dims_arrangements_and_groups_are_named() -> None:
@@ -215,7 +215,7 @@ def test_other_dims_arrangements_and_groups_are_named() -> None:
 
 
 def test_pages_at_odd_distances_are_named_and_even_ones_are_not() -> None:
-    problem = Problem.of(FLASH, LayerKind.C4A)
+    problem = Problem.of(FLASH, LayerKind.CSA)
 
     assert codes(problem, page_strides=(37440, 18720)) == []
     assert codes(problem, page_strides=(37384, 37440)) == ["PAGE_STRIDE"]
@@ -231,11 +231,11 @@ def test_a_window_of_no_whole_tiles_is_served_where_indices_are_copied_or_tokens
 
 
 def test_a_package_of_fixed_sets_is_taken_at_its_word() -> None:
-    plain = Problem.of(FLASH, LayerKind.C4A, swa_page_size=64, compressed_page_size=64)
+    plain = Problem.of(FLASH, LayerKind.CSA, swa_page_size=64, compressed_page_size=64)
 
     assert codes(plain, old=True) == []
-    assert codes(Problem.of(FLASH, LayerKind.C4A, swa_page_size=256), old=True) == ["PAGE_SIZE"]
-    assert codes(Problem.of(FLASH, LayerKind.C4A, compressed_page_size=2), old=True) == ["PAGE_SIZE"]
+    assert codes(Problem.of(FLASH, LayerKind.CSA, swa_page_size=256), old=True) == ["PAGE_SIZE"]
+    assert codes(Problem.of(FLASH, LayerKind.CSA, compressed_page_size=2), old=True) == ["PAGE_SIZE"]
     layer = attrs.evolve(FLASH.layer_of_kind(LayerKind.SWA), window=100)
     assert codes(Problem.of(layer), old=True) == ["WINDOW"]
 
@@ -246,7 +246,7 @@ def test_what_its_own_question_denies_is_not_served() -> None:
             return num_heads != 64
 
     denying = Found.of("0.7.9", RecordingWrapper, Denying())
-    told = [reasons(denying, Problem.of(FLASH, LayerKind.C4A, heads=heads)) for heads in (32, 33)]
+    told = [reasons(denying, Problem.of(FLASH, LayerKind.CSA, heads=heads)) for heads in (32, 33)]
 
     assert told[0] == []
     assert [each.actual for each in told[1]] == ["64 heads with 128 columns on pages of 64"]

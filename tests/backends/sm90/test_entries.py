@@ -24,8 +24,8 @@ from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_le
 from tests.backends._triton.attention.attention_trials import Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import planned
-from tests.backends.sm90.planting import plant
-from tests.backends.sm90.test_kernels import BASE, CODED, WITHIN
+from tests.backends.sm90.mutants import plant
+from tests.backends.sm90.test_attention import BASE, CODED, WITHIN
 
 INT = torch.int32
 MOST = 2**31 - 1

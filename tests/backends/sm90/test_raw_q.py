@@ -1,4 +1,4 @@
-"""q that the kernel on rows normalises and rotates: which calls take it, results, plants, and the measured rule."""
+"""q that the kernel on rows normalises and rotates: which calls take it, results, mutants, and the measured rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsv4attn.testing import oracle
 from tests.backends._triton.attention.attention_trials import BF16_ROWS, FP32_ROWS, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import Result, run
-from tests.backends.sm90.planting import plant
+from tests.backends.sm90.mutants import plant
 
 MEASURED = Path(__file__).parents[2] / "fixtures" / "raw_h200.txt"
 FLASH, PRO = (ModelGeometry.preset(name) for name in ("deepseek-v4-flash", "deepseek-v4-pro"))
@@ -81,7 +81,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the plants are in the interpreted kernels")
+@pytest.mark.skipif(not INTERPRETED, reason="the mutants are in the interpreted kernels")
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plant(monkeypatch, tmp_path, "interpreted", *PLANTS[name])

@@ -20,8 +20,8 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
 from dsv4attn.backends.sm90 import kernels_common
 from dsv4attn.backends.sm90.kernels_schedule import COST, PAIR_COST, SPLIT, place_in_part, power_of_part
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm90.kernels_walk import pages, powers, walk
-from tests.backends.sm90.planting import planted
+from tests.backends.sm90.kernels_schedule_walk import pages, powers, walk
+from tests.backends.sm90.mutants import planted
 
 EXTRA, PAIR_EXTRA, SPLIT_COST = COST.value, PAIR_COST.value, SPLIT.value
 LOOK = 4 if INTERPRETED else 128

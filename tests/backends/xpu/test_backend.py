@@ -70,9 +70,9 @@ def test_options_say_how_it_decodes() -> None:
     assert not load_backend("xpu").gathers  # type: ignore[attr-defined]
     assert load_backend("xpu", decode="gathered").gathers  # type: ignore[attr-defined]
     for made in (XpuBackend(), XpuBackend(decode="gathered")):
-        assert made.forms.prefill_keys is KeyForm.GATHERED
-        assert made.forms.index_alignment == 16
-        assert made.forms.max_logits
+        assert made.capabilities.prefill_keys is KeyForm.GATHERED
+        assert made.capabilities.index_alignment == 16
+        assert made.capabilities.max_logits
 
 
 @pytest.mark.parametrize(

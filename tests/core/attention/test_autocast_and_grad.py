@@ -111,7 +111,7 @@ def test_a_backend_never_sees_autocast_or_a_mode_that_records_gradients(device: 
 
     connected = mixes()
     connected._steps = attrs.evolve(LayerOps(), mhc_post=mhc_post)
-    backend, case = Own(), bound_layer(LayerKind.C4A)
+    backend, case = Own(), bound_layer(LayerKind.CSA)
     case.layer.backend = backend
     torch.set_autocast_enabled(device, True)
     try:
@@ -148,7 +148,7 @@ def grads(*shape: int) -> Tensor:
 
 
 def test_a_layers_insert_and_attention_leave_no_graph_in_a_cache_or_an_output() -> None:
-    case = bound_layer(LayerKind.C4A)
+    case = bound_layer(LayerKind.CSA)
     caches = case.layer.caches
     assert caches is not None
     rows = KVCacheLayout.rows(24, 8, dtype=torch.float32)
@@ -167,7 +167,7 @@ def test_a_layers_insert_and_attention_leave_no_graph_in_a_cache_or_an_output() 
     both = attrs.evolve(LayerCaches(one, two))
     metadata, workspace = metadata_of(case), case.layer.workspace
     assert workspace is not None
-    topk, layer = case.layer.topk_indices_buffer, SMALL.layer_of_kind(LayerKind.C4A)
+    topk, layer = case.layer.topk_indices_buffer, SMALL.layer_of_kind(LayerKind.CSA)
     given: dict[str, Any] = {"layer": layer, "limits": LIMITS, "attn_sink": sink, "topk_indices": topk, "lse": lse}
     forward_mqa(q, both, metadata, case.layer.backend, workspace, out, **given)
     bare(one.tensor, two.tensor, out, lse)

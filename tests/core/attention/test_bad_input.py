@@ -281,37 +281,37 @@ FORMS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS, ids=["-".join(f.values()) for f in FORMS])
-@pytest.mark.parametrize("lane", ["decode", "prefill"])
+@pytest.mark.parametrize("arena", ["decode", "prefill"])
 def test_g11_a_locked_workspace_that_is_too_small_is_refused_before_any_write(
-    kind: LayerKind, form: dict[str, Any], lane: str
+    kind: LayerKind, form: dict[str, Any], arena: str
 ) -> None:
     backend = ReferenceBackend(**form)
     plan = plan_workspace(SMALL.layer_of_kind(kind), LIMITS, backend, LAYOUT)
     used = WorkspaceManager()
     forward_mqa(**{**forward_args(kind), "backend": backend, "workspace": used})
-    if not used.size(lane):
-        forward_mqa(**{**forward_args(kind), "backend": backend, "workspace": locked({**plan.lanes, lane: 0})})
+    if not used.size(arena):
+        forward_mqa(**{**forward_args(kind), "backend": backend, "workspace": locked({**plan.arenas, arena: 0})})
         return
-    small = {**plan.lanes, lane: used.size(lane) - 256}
+    small = {**plan.arenas, arena: used.size(arena) - 256}
     said = (
-        rf"^workspace: reference\.{lane} needs \d+ bytes in lane '{lane}', "
-        rf"which is locked at {small[lane]} bytes -> reserve a plan"
+        rf"^workspace: reference\.{arena} needs \d+ bytes in arena '{arena}', "
+        rf"which is locked at {small[arena]} bytes -> reserve a plan"
     )
 
     refused(kind, WorkspaceError, said, backend=backend, workspace=locked(small))
 
 
-def locked(lanes: dict[str, int]) -> WorkspaceManager:
+def locked(arenas: dict[str, int]) -> WorkspaceManager:
     """Return a workspace of exactly these sizes that may not grow."""
     manager = WorkspaceManager()
-    manager.reserve(WorkspacePlan(lanes))
+    manager.reserve(WorkspacePlan(arenas))
     manager.lock()
     return manager
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_g11_a_warm_up_that_may_not_grow_says_so_and_leaves_the_output(kind: LayerKind) -> None:
-    refused(kind, WorkspaceError, r"^workspace: warm-up needs \d+ bytes in lane", metadata=None, workspace=locked({}))
+    refused(kind, WorkspaceError, r"^workspace: warm-up needs \d+ bytes in arena", metadata=None, workspace=locked({}))
 
 
 @pytest.mark.parametrize("kind", KINDS)

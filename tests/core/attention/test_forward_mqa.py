@@ -245,7 +245,7 @@ def test_both_phases_show_up_in_a_profile_by_name_and_kind(kind: LayerKind) -> N
 
 
 def test_the_forms_cover_every_choice_of_a_backend() -> None:
-    forms = [backend.forms for backend in REFERENCE_FORMS.values()]
+    forms = [backend.capabilities for backend in REFERENCE_FORMS.values()]
 
     assert len({(f.prefill_keys, f.prefill_indices) for f in forms}) == 4
     assert len({f.decode_indices for f in forms}) == 2

@@ -15,7 +15,7 @@ from dsv4attn.core.model.geometry import LayerKind, Rope
 from dsv4attn.core.model.rope import cos_sin_cache
 from tests.core.metadata.test_metadata import LIMITS, MODEL, batch, builder
 
-KINDS = (LayerKind.SWA, LayerKind.C4A, LayerKind.C128A)
+KINDS = (LayerKind.SWA, LayerKind.CSA, LayerKind.HCA)
 
 
 class WithExtension:
@@ -42,7 +42,7 @@ def test_a_builder_builds_in_both_modes(backend: object, inside: bool) -> None:
         for kind in KINDS:
             assert torch.equal(metadata[kind].swa.decode_swa_indices, expected[kind].swa.decode_swa_indices)
             assert torch.equal(metadata[kind].swa.prefill_gather_lens, expected[kind].swa.prefill_gather_lens)
-        part, wanted = metadata[LayerKind.C128A].compressed, expected[LayerKind.C128A].compressed
+        part, wanted = metadata[LayerKind.HCA].compressed, expected[LayerKind.HCA].compressed
         assert part is not None
         assert wanted is not None
         assert part.c128a_prefill_topk_indices is not None
@@ -54,13 +54,13 @@ def test_a_builder_builds_in_both_modes(backend: object, inside: bool) -> None:
 def test_all_kinds_have_the_full_width_that_a_captured_graph_needs() -> None:
     one = batch([1, 2, 9], [40, 2, 70])
     made = builder()
-    narrow = made.build_for(one, KINDS)[LayerKind.C128A].compressed
+    narrow = made.build_for(one, KINDS)[LayerKind.HCA].compressed
     swa = made.build(one)
-    alone = made.build_compressed(one, swa, LayerKind.C128A, full_width=True)
+    alone = made.build_compressed(one, swa, LayerKind.HCA, full_width=True)
 
     parts = made.build_for(one, KINDS, full_width=True)
 
-    part = parts[LayerKind.C128A].compressed
+    part = parts[LayerKind.HCA].compressed
     assert part is not None
     assert narrow is not None
     for table, wanted in (

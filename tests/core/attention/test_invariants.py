@@ -25,7 +25,7 @@ def test_every_form_equals_the_oracle(scenario: StepFixture) -> None:
     results = {name: scenario.check(REFERENCE_FORMS[name]) for name in FORM_NAMES}
 
     # ragged rows are compact, and so are gathered ones; a hole between paged dense ones moves the terms of a sum
-    if scenario.kind is not LayerKind.C4A or scenario.topk == "clean":
+    if scenario.kind is not LayerKind.CSA or scenario.topk == "clean":
         for keys in ("gathered", "paged"):
             assert_same_bits(results[f"{keys}-ragged"], results[f"{keys}-dense"])
 
@@ -87,7 +87,7 @@ def test_a_length_that_no_ratio_divides_leaves_its_rest_to_the_window(kind: Laye
     for backend in REFERENCE_FORMS.values():
         scenario.check(backend)
 
-    if kind is LayerKind.C128A:
+    if kind is LayerKind.HCA:
         assert seen == [(p + 1) // ratio for p in range(length)]
     assert max(seen) <= length // ratio
     assert not any(seen[: ratio - 1]), "before the first entry is complete there is only the window"

@@ -72,7 +72,7 @@ def test_the_bound_layer_computes_what_the_plain_function_computes(kind: LayerKi
 
 
 def test_a_warm_up_reserves_the_plan_zeroes_the_output_and_touches_no_cache() -> None:
-    case = bound_layer(LayerKind.C4A)
+    case = bound_layer(LayerKind.CSA)
     layer = case.layer
     empty = PagedKVCache(torch.empty(0, 4, 48, dtype=torch.uint8), KVCacheLayout.fp8_ds_mla(24, 8, group_size=8))
     layer.bind_kv_cache(empty, PagedKVCache.allocate(LAYOUT, 0, 4))
@@ -91,7 +91,7 @@ def test_a_warm_up_reserves_the_plan_zeroes_the_output_and_touches_no_cache() ->
 
 
 def test_outside_a_context_and_without_its_metadata_a_layer_says_what_is_missing() -> None:
-    case = bound_layer(LayerKind.C4A)
+    case = bound_layer(LayerKind.CSA)
     out = torch.empty_like(case.q)
     with pytest.raises(NoForwardContextError, match="set_forward_context"):
         case.layer.forward_mqa(case.q, case.kv, case.positions, out)
@@ -114,7 +114,7 @@ def test_a_layer_takes_what_the_builder_returned_for_its_kind(kind: LayerKind) -
     swa, part = case.metadata[case.layer.swa_prefix], case.metadata.get(case.layer.prefix)
     assert isinstance(swa, DeepseekSparseSWAMetadata)
     assert part is None or isinstance(part, FlashMLASparseMetadata)
-    q, out, other = case.q.clone(), torch.empty_like(case.q), LayerKind.SWA if part else LayerKind.C4A
+    q, out, other = case.q.clone(), torch.empty_like(case.q), LayerKind.SWA if part else LayerKind.CSA
     with set_forward_context({kind: AttentionMetadata(swa, part)}):
         case.layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)
         case.layer.forward_mqa(q, case.kv, case.positions, out)
@@ -139,7 +139,7 @@ def test_metadata_of_one_kind_without_its_mapping_are_refused_with_the_cure() ->
 
 
 def test_a_window_only_layer_ignores_synthetic_compressed_metadata() -> None:
-    case, other = bound_layer(LayerKind.SWA), bound_layer(LayerKind.C4A)
+    case, other = bound_layer(LayerKind.SWA), bound_layer(LayerKind.CSA)
     expected = case.run()
     case.metadata[case.layer.prefix] = other.metadata[other.layer.prefix]
     assert torch.equal(expected, case.run())
@@ -155,7 +155,7 @@ def test_g2_binding_a_cache_of_another_layout_raises() -> None:
     with pytest.raises(LayoutMismatchError, match="24 \\+ 8 dims"):
         layer.bind_kv_cache(PagedKVCache.allocate(KVCacheLayout.rows(16, 16), 8, 4))
     with pytest.raises(ArgumentError, match="compressed"):
-        bound_layer(LayerKind.C4A).layer.bind_kv_cache(PagedKVCache.allocate(LAYOUT, 8, 4))
+        bound_layer(LayerKind.CSA).layer.bind_kv_cache(PagedKVCache.allocate(LAYOUT, 8, 4))
 
 
 def test_a_slot_outside_the_cache_is_an_error_before_any_write() -> None:
@@ -173,7 +173,7 @@ def test_a_slot_outside_the_cache_is_an_error_before_any_write() -> None:
 
 
 def test_layers_with_equal_prefixes_and_threads_do_not_mix() -> None:
-    cases = [bound_layer(LayerKind.C128A, seed=seed) for seed in range(4)]
+    cases = [bound_layer(LayerKind.HCA, seed=seed) for seed in range(4)]
     expected = [case.run() for case in cases]
     for case in cases:
         case.layer.workspace = None
@@ -214,7 +214,7 @@ def test_a_layer_without_caches_or_workspace_or_owner_says_so() -> None:
 
 
 def test_o_proj_is_the_backends_projection_with_the_layers_table() -> None:
-    case = bound_layer(LayerKind.C4A)
+    case = bound_layer(LayerKind.CSA)
     out, weight = case.run(), torch.randn(2 * 16, 64)
     expected = case.layer.backend.inv_rope_o_proj(out, case.positions, case.layer.cos_sin_cache, weight, 2)
     assert torch.equal(expected, case.layer.o_proj(out, case.positions, weight, 2))

@@ -130,7 +130,7 @@ def test_masking_the_weight_and_not_the_key_is_flagged_by_poison(monkeypatch: py
         return kernels.read_records(segments[0].cache, slots.flatten()).unflatten(0, slots.shape), present
 
     monkeypatch.setattr(kernels, "read_paged", unmasked)
-    # slot 0, which absent lanes are read from, is in nobody's page
+    # slot 0, which absent columns are read from, is in nobody's page
     poisoned = scenario_of("swa", spare_pages=40, pages_seed=3)
     assert not (poisoned.pages[0].table == 0).any()
     assert flagged(poisoned, REFERENCE_FORMS["paged-dense"])
@@ -146,8 +146,8 @@ def test_ignoring_the_lengths_is_flagged_by_stale_lanes(monkeypatch: pytest.Monk
     problem = scenario_of("swa").problem(REFERENCE_FORMS["paged-dense"])
     swa = problem.metadata.swa
     live = int(swa.decode_swa_indices[0, 0, 0])
-    for lanes, lens in ((swa.decode_swa_indices, swa.decode_swa_lens), (swa.prefill_swa_indices, swa.prefill_swa_lens)):
-        lanes[:, 0].masked_fill_(torch.arange(lanes.shape[2]) >= lens[:, None], live)
+    for slots, lens in ((swa.decode_swa_indices, swa.decode_swa_lens), (swa.prefill_swa_indices, swa.prefill_swa_lens)):
+        slots[:, 0].masked_fill_(torch.arange(slots.shape[2]) >= lens[:, None], live)
     scenario_of("swa").compare(*problem.run(REFERENCE_FORMS["paged-dense"]))
 
     monkeypatch.setattr(kernels, "listed", whole_width)

@@ -99,7 +99,7 @@ def test_columns_of_one_buffer_are_apart() -> None:
 
 
 def test_other_arguments() -> None:
-    call = of(LayerKind.C4A)
+    call = of(LayerKind.CSA)
     q = call["q"]
     tokens, heads = q.shape[:2]
     raw = torch.zeros(tokens * heads + heads)

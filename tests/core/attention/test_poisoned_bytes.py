@@ -1,4 +1,4 @@
-"""Promise G4: masked lanes, padded rows and empty rows never leak, whatever stands in the bytes nobody may read."""
+"""Promise G4: masked columns, padded rows and empty rows never leak, whatever stands in the bytes nobody may read."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_g4_lanes_past_the_length_are_never_looked_at(kind: LayerKind, form: str
 def test_g4_old_contents_of_the_workspace_never_show(byte: int, kind: LayerKind, form: str) -> None:
     problem = StepFixture(kind=kind, requests=MIXED, topk="garbage").problem(REFERENCE_FORMS[form])
     workspace = problem.workspace(REFERENCE_FORMS[form], debug=False)
-    for lane in ("decode", "prefill"):
-        workspace.get_simultaneous(((workspace.size(lane),), torch.uint8), lane=lane)[0].fill_(byte)
+    for arena in ("decode", "prefill"):
+        workspace.get_simultaneous(((workspace.size(arena),), torch.uint8), arena=arena)[0].fill_(byte)
 
     assert_same_bits(problem.run(REFERENCE_FORMS[form], workspace), problem.run(REFERENCE_FORMS[form]))
 
@@ -142,15 +142,15 @@ def test_g4_a_row_without_keys_is_zero_with_an_lse_of_minus_infinity(sink: str, 
     value = EMPTY_SINKS[sink]
     attn_sink = None if value is None else torch.full((4,), value)
     q = problem.q.expand(3, -1, -1)
-    lanes = torch.full((3, 5), absent, dtype=torch.int32)
+    slots = torch.full((3, 5), absent, dtype=torch.int32)
     dense: list[DenseIndices | RaggedIndices] = [
-        DenseIndices(lanes, torch.tensor([5, 3, 9], dtype=torch.int32)),
-        DenseIndices(lanes * 0, torch.zeros(3, dtype=torch.int32)),
+        DenseIndices(slots, torch.tensor([5, 3, 9], dtype=torch.int32)),
+        DenseIndices(slots * 0, torch.zeros(3, dtype=torch.int32)),
     ]
     ragged: list[DenseIndices | RaggedIndices] = [
-        RaggedIndices(lanes.flatten(), torch.tensor([0, 5, 8, 15], dtype=torch.int32), 7),
-        RaggedIndices(lanes.flatten() * 0, torch.zeros(4, dtype=torch.int32), 5),
-        RaggedIndices(lanes.flatten()[:0], torch.zeros(4, dtype=torch.int32), 5),
+        RaggedIndices(slots.flatten(), torch.tensor([0, 5, 8, 15], dtype=torch.int32), 7),
+        RaggedIndices(slots.flatten() * 0, torch.zeros(4, dtype=torch.int32), 5),
+        RaggedIndices(slots.flatten()[:0], torch.zeros(4, dtype=torch.int32), 5),
     ]
 
     for rows in [*dense, *ragged]:

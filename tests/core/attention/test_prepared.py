@@ -15,8 +15,8 @@ import torch
 from attrs import evolve, exceptions
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.attention.call import PreparedForward
 from dsv4attn.core.attention.forward_mqa import forward_mqa
-from dsv4attn.core.attention.prepared import PreparedForward
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import AttentionCall, Phase, Run
@@ -240,7 +240,7 @@ def test_a_prepared_step_goes_when_the_memory_of_the_workspace_moves() -> None:
     assert not backend.prepares(problem, shared)
     shared.unlock()
     backend.prepared.clear()
-    shared.get_simultaneous(((2**20,), F32), lane="decode")
+    shared.get_simultaneous(((2**20,), F32), arena="decode")
     gc.collect()
 
     assert old() is None

@@ -202,7 +202,7 @@ def test_a_backend_that_projects_fp8_receives_codes_and_scales(monkeypatch: pyte
 class Bare:
     """Derives from nothing, and takes codes and scales."""
 
-    name, forms, projects_fp8 = "bare", Capabilities(), True
+    name, capabilities, projects_fp8 = "bare", Capabilities(), True
 
     def __init__(self) -> None:
         self.given: list[Any] = []

@@ -1,4 +1,4 @@
-"""q of prefill tokens that stays as it was projected: bound layers, what is refused, and plants in the kit's check."""
+"""q of prefill tokens that stays as it was projected: bound layers, what is refused, and mutants in the kit's check."""
 
 from __future__ import annotations
 

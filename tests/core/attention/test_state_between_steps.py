@@ -76,7 +76,7 @@ def problems(backend: ReferenceBackend) -> list[ForwardArgs]:
             made += [evolve(problem, layer=layer) for problem in given]
             # an indexer may leave fewer columns than the layer takes
             for each in made[-len(given) :]:
-                if kind is LayerKind.C4A and each.topk_indices is not None:
+                if kind is LayerKind.CSA and each.topk_indices is not None:
                     made.append(evolve(each, topk_indices=each.topk_indices[:, :3]))
     return made
 
@@ -111,7 +111,7 @@ def test_what_a_step_is_made_of_may_change_its_place(form: str) -> None:
 
 @all_forms
 def test_more_tokens_read_more_rows_of_the_indexer_s_one_buffer(form: str) -> None:
-    given = [StepFixture(kind=LayerKind.C4A, requests=batch).problem(REFERENCE_FORMS[form]) for batch in BATCHES]
+    given = [StepFixture(kind=LayerKind.CSA, requests=batch).problem(REFERENCE_FORMS[form]) for batch in BATCHES]
     shared, buffer = WorkspaceManager(), torch.empty(16, given[0].layer.topk, dtype=torch.int32)
     for problem in [*given, *given[::-1]]:
         assert problem.topk_indices is not None
@@ -138,6 +138,6 @@ def test_views_are_remembered_for_so_many_requests(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(workspace, "_MOST_MADE", 3)
     manager = WorkspaceManager()
     for n in range(10):
-        (view,) = manager.get_simultaneous(((n + 1,), torch.float32), lane="decode")
-        assert manager.get_simultaneous(((n + 1,), torch.float32), lane="decode")[0] is view
+        (view,) = manager.get_simultaneous(((n + 1,), torch.float32), arena="decode")
+        assert manager.get_simultaneous(((n + 1,), torch.float32), arena="decode")[0] is view
         assert len(manager._made["decode"]) <= 3

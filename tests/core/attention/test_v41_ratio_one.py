@@ -24,7 +24,7 @@ class Gathers(BackendDefaults):
     """A backend whose prefill takes rows alone."""
 
     name = "gathers"
-    forms = Capabilities()
+    capabilities = Capabilities()
 
     def scratch_bound(self, *_: object) -> int:
         return 0
@@ -42,7 +42,7 @@ BACKENDS: dict[str, Any] = {**forms(), "reference": partial(load_backend, "refer
 def test_memory_of_prefill_does_not_grow_with_the_context(name: str) -> None:
     backend, layout = BACKENDS[name](), KVCacheLayout.v41_fp8()
     short, long = (Limits(8, 2048, tokens) for tokens in (2**16, 2**20))
-    grown = [plan_workspace(ENTRIES, limits, backend, layout).lanes["prefill"] for limits in (short, long)]
+    grown = [plan_workspace(ENTRIES, limits, backend, layout).arenas["prefill"] for limits in (short, long)]
     rows = [prefill_bounds(ENTRIES, limits, backend, layout).rows for limits in (short, long)]
 
     if name == "gathers":
@@ -58,5 +58,5 @@ def test_layers_of_other_ratios_are_gathered_as_before(name: str) -> None:
     backend, limits = BACKENDS[name](), Limits(8, 2048, 2**16)
     layer = attrs.evolve(ENTRIES, compress_ratio=2)
 
-    gathers = backend.forms.prefill_keys is KeyForm.GATHERED
+    gathers = backend.capabilities.prefill_keys is KeyForm.GATHERED
     assert (prefill_bounds(layer, limits, backend, KVCacheLayout.v41_fp8()).rows > 0) == gathers

@@ -81,7 +81,7 @@ def test_blocks_bounds_and_later_tokens_equal_the_oracle_in_every_form(scenario:
 @pytest.mark.parametrize("elements", [1, 40, 400])
 def test_a_slice_of_a_request_gathers_nothing_before_its_first_position(elements: int) -> None:
     """A request is cut along its query tokens; the first slice begins at the bound, later ones behind it."""
-    scene = StepFixture(kind=LayerKind.C4A, requests=[(50, 40), (7, 9)], replay=(49, 2), poison=0xFF)
+    scene = StepFixture(kind=LayerKind.CSA, requests=[(50, 40), (7, 9)], replay=(49, 2), poison=0xFF)
     backend = REFERENCE_FORMS["gathered-dense"]
     problem = scene.problem(backend, limits=evolve(scene.limits, max_index_elements=elements))
 
@@ -90,7 +90,7 @@ def test_a_slice_of_a_request_gathers_nothing_before_its_first_position(elements
 
 def test_on_a_backend_that_gathers_wide_rows_are_decode_calls_of_the_planned_size() -> None:
     backend = REFERENCE_FORMS["gathered-ragged"]
-    problem = widened(scene_of(LayerKind.C128A).problem(backend))
+    problem = widened(scene_of(LayerKind.HCA).problem(backend))
     given = problem.q, problem.caches, problem.metadata, backend, WorkspaceManager(), torch.empty_like(problem.q)
     call = ForwardCall(*given, problem.layer, problem.limits, None)
 
@@ -115,7 +115,7 @@ def test_more_columns_than_the_limits_name_are_refused_with_the_limit(phase: str
 @pytest.mark.parametrize("name", ["gathered-ragged", "paged-ragged", "rocm"])
 def test_a_plan_without_the_columns_is_too_small(name: str) -> None:
     backend = SUBJECTS[name]
-    problem = scene_of(LayerKind.C4A).problem(backend)
+    problem = scene_of(LayerKind.CSA).problem(backend)
     workspace = WorkspaceManager()
     workspace.reserve(plan_workspace(problem.layer, problem.limits, backend, problem.caches.swa.layout))
     workspace.lock()
@@ -132,7 +132,7 @@ def test_fewer_columns_than_the_window_are_refused(phase: str) -> None:
 
 def test_tensors_of_a_phase_without_requests_may_be_none() -> None:
     for requests, phase in (([(9, 1)], "prefill"), ([(9, 7)], "decode")):
-        scene = StepFixture(kind=LayerKind.C128A, requests=requests)
+        scene = StepFixture(kind=LayerKind.HCA, requests=requests)
         problem = scene.problem(REFERENCE_FORMS["gathered-dense"])
         names = [f"decode_swa_{part}" for part in ("indices", "lens")]
         if phase == "prefill":
@@ -158,7 +158,7 @@ def test_tensors_of_a_phase_with_requests_may_not(name: str) -> None:
     "name", ["c128a_global_decode_topk_indices", "c128a_decode_topk_lens", "c128a_prefill_topk_indices"]
 )
 def test_tables_of_c128a_layers_may_be_none_only_without_tokens(name: str) -> None:
-    problem = scene_of(LayerKind.C128A).problem(REFERENCE_FORMS["paged-dense"])
+    problem = scene_of(LayerKind.HCA).problem(REFERENCE_FORMS["paged-dense"])
     swa, compressed = problem.metadata.swa, problem.metadata.compressed
     assert isinstance(swa, DeepseekSparseSWAMetadata)
     assert isinstance(compressed, FlashMLASparseMetadata)

@@ -232,7 +232,7 @@ def test_g20_rows_never_become_records() -> None:
 
 
 def test_a_layer_of_selected_entries_may_have_both_records() -> None:
-    layer = ModelGeometry.preset("flash").layer_of_kind(LayerKind.C4A)
+    layer = ModelGeometry.preset("flash").layer_of_kind(LayerKind.CSA)
     both = LayerCaches(PagedKVCache.allocate(FP8, 2, 32), PagedKVCache.allocate(FP4, 2, 64))
     assert [cache.layout for cache in both.segments(layer)] == [FP8, FP4]
     other = LayerCaches(PagedKVCache.allocate(FP8, 2, 32), PagedKVCache.allocate(FP4_SPLIT, 2, 64))

@@ -143,7 +143,7 @@ def attention(
     assert (metadata.whole is not None) is keys_of_all
     chosen, global_chosen = None, []
     seen = [(n - count + j + 1) // ratio for n, count in RAGGED for j in range(count)]
-    if kind is LayerKind.C4A:
+    if kind is LayerKind.CSA:
         global_chosen = [torch.randperm(n, generator=draw)[: layer.topk].tolist() for n in seen]
         rows = torch.tensor([row + [-1] * (layer.topk - len(row)) for row in global_chosen], dtype=torch.int32)
         whole_from = 6 if keys_of_all else 121
@@ -157,7 +157,7 @@ def attention(
     own_sink = None if bool((sink == -inf).all()) else sink[mine].contiguous()
     context.__dict__["out"] = out
     if context.divides_heads:
-        views = workspace.get_simultaneous(*divided_specs(own.size, 121, 2, 32, dtype), lane=rank_buffers.LANE)
+        views = workspace.get_simultaneous(*divided_specs(own.size, 121, 2, 32, dtype), arena=rank_buffers.ARENA)
         context.__dict__["out"] = views[-2].fill_(nan)
     call = ForwardCall(
         q[:, mine],

@@ -60,7 +60,7 @@ def sinks(group: Any, value: float) -> None:
     """Every other head has the sink, the others have none; -inf: no head has one."""
     sink = torch.full((2 * group.size(),), -inf)
     sink[::2] = value
-    attention(group, LayerKind.C4A, "paged-dense", divided(group), sink)
+    attention(group, LayerKind.CSA, "paged-dense", divided(group), sink)
 
 
 def in_pieces(group: Any) -> None:
@@ -68,20 +68,20 @@ def in_pieces(group: Any) -> None:
     before = rank_buffers.PIECE_BYTES
     rank_buffers.PIECE_BYTES = 7 * group.size() * 2 * (32 * 4 + 4)
     try:
-        attention(group, LayerKind.C128A, "gathered-dense", divided(group))
+        attention(group, LayerKind.HCA, "gathered-dense", divided(group))
     finally:
         rank_buffers.PIECE_BYTES = before
 
 
 def beside_attention(group: Any) -> None:
     """As `beside`: parts of a prefill are sent beside the attention of later chunks."""
-    beside(group, LayerKind.C4A, "paged-dense", divides_heads=True)
+    beside(group, LayerKind.CSA, "paged-dense", divides_heads=True)
 
 
 def planted(group: Any, of: type[ContextParallel]) -> None:
     """The order of ranks matters: a context that changes it fails on every rank."""
     with pytest.raises(AssertionError):
-        attention(group, LayerKind.C4A, "paged-dense", divided(group, of))
+        attention(group, LayerKind.CSA, "paged-dense", divided(group, of))
 
 
 # whole layers
@@ -217,15 +217,15 @@ class _Group:
 HEADS: dict[str, Callable[[Any], None]] = {
     **{
         f"divided-{kind.value}-{form}": partial(heads_of_tokens, kind=kind, form=form)
-        for kind in (LayerKind.C4A, LayerKind.C128A)
+        for kind in (LayerKind.CSA, LayerKind.HCA)
         for form in REFERENCE_FORMS
     },
     **{
         f"divided-keys-{kind.value}-{form}": partial(heads_of_tokens, kind=kind, form=form, keys_of_all=True)
-        for kind in (LayerKind.C4A, LayerKind.C128A)
+        for kind in (LayerKind.CSA, LayerKind.HCA)
         for form in REFERENCE_FORMS
     },
-    "divided-bf16": partial(heads_of_tokens, kind=LayerKind.C4A, form="gathered-dense", dtype=torch.bfloat16),
+    "divided-bf16": partial(heads_of_tokens, kind=LayerKind.CSA, form="gathered-dense", dtype=torch.bfloat16),
     **{f"divided-sink-{value}": partial(sinks, value=value) for value in (40.0, inf, -inf)},
     "divided-pieces": in_pieces,
     "divided-beside": beside_attention,

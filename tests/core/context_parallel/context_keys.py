@@ -22,7 +22,7 @@ def keys_in_pieces(group: Any) -> None:
     before = rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS
     rank_buffers.PART_TOKENS = 7
     try:
-        for pages, kind in ((1, LayerKind.C4A), (2, LayerKind.C128A)):
+        for pages, kind in ((1, LayerKind.CSA), (2, LayerKind.HCA)):
             rank_buffers.PIECE_BYTES = pages * group.size() * 64 * 32 * 4 // SMALL_RATIOS[kind]
             attention(group, kind, "gathered-dense", keys_of_all=True)
             attention(group, kind, "paged-ragged", keys_of_all=True)
@@ -30,7 +30,7 @@ def keys_in_pieces(group: Any) -> None:
         rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = before
 
 
-SMALL_RATIOS = {LayerKind.C4A: 4, LayerKind.C128A: 16}
+SMALL_RATIOS = {LayerKind.CSA: 4, LayerKind.HCA: 16}
 
 
 def keys_planted(group: Any) -> None:
@@ -43,12 +43,12 @@ def keys_planted(group: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keys, "place_entries", rolled)
         with pytest.raises(AssertionError):
-            attention(group, LayerKind.C4A, "paged-dense", keys_of_all=True)
+            attention(group, LayerKind.CSA, "paged-dense", keys_of_all=True)
 
 
 def keys_refused(group: Any) -> None:
     """Metadata of gathered keys for ranks that gather none are refused on every rank, before anything is sent."""
     context = ContextParallel(group, 2, prefill_keys=False)
     with pytest.raises(ArgumentError, match=r"^metadata: expected metadata without a WholePrefill"):
-        attention(group, LayerKind.C4A, "paged-dense", context, keys_of_all=True)
-    attention(group, LayerKind.C4A, "paged-dense", over(group, 4), keys_of_all=True)
+        attention(group, LayerKind.CSA, "paged-dense", context, keys_of_all=True)
+    attention(group, LayerKind.CSA, "paged-dense", over(group, 4), keys_of_all=True)

@@ -37,7 +37,7 @@ from tests.core.context_parallel.context_attention import attention, beside, ove
 from tests.core.context_parallel.context_heads import HEADS
 from tests.core.context_parallel.context_keys import keys_in_pieces, keys_planted, keys_refused
 from tests.harness import FP8, FP32, REFERENCE_FORMS, SMALL, LayerStack, deterministic, random_weights
-from tests.testing.plants_rank_steps import Merges
+from tests.testing.mutants_rank_steps import Merges
 from tests.tools.replay.rank_cases import REPLAYS
 
 __all__ = ["CASES", "SIZES", "serve"]
@@ -380,13 +380,13 @@ CASES: dict[str, Callable[[Any], None]] = {
     **{
         f"{name}-{kind.value}-{form}": partial(attention, kind=kind, form=form, keys_of_all=name == "keys")
         for name in ("attention", "keys")
-        for kind in (LayerKind.C4A, LayerKind.C128A)
+        for kind in (LayerKind.CSA, LayerKind.HCA)
         for form in REFERENCE_FORMS
     },
     "keys-pieces": keys_in_pieces,
     "keys-planted": keys_planted,
     "keys-refused": keys_refused,
-    **{f"beside-{form}": partial(beside, kind=LayerKind.C4A, form=form) for form in REFERENCE_FORMS},
+    **{f"beside-{form}": partial(beside, kind=LayerKind.CSA, form=form) for form in REFERENCE_FORMS},
     "layers-fp32": partial(whole, layout=FP32, interleave=2),
     "layers-fp8": partial(whole, layout=FP8, interleave=1),
     "layers-prefill": partial(whole, layout=FP32, interleave=4, prefill="gathered"),

@@ -32,7 +32,7 @@ from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.testing.check_memory import _Meter as Meter
 from tests.harness import FP8, FP32, SMALL
 
-C4A = SMALL.layer_of_kind(LayerKind.C4A)
+C4A = SMALL.layer_of_kind(LayerKind.CSA)
 
 
 @attrs.define
@@ -78,7 +78,7 @@ def test_the_plan_holds_every_step_and_is_no_invention(
         monkeypatch.setattr(rank_buffers, "PIECE_BYTES", draw.choice([1, 1000, 20_000, 2**25]))
         limits, ranks = Limits(4, draw.randint(4, 300), 1024), draw.randint(1, 5)
         layer = attrs.evolve(C4A, num_heads=heads)
-        plan = plan_workspace(layer, limits, ReferenceBackend(), FP8, ranks=ranks).lanes["ranks"]
+        plan = plan_workspace(layer, limits, ReferenceBackend(), FP8, ranks=ranks).arenas["ranks"]
         sizes = [
             simultaneous_bytes(rank_buffers.merge_specs(ranks, tokens, heads, layer.head_dim, dtype))
             for tokens in range(limits.max_num_batched_tokens + 1)
@@ -90,12 +90,12 @@ def test_the_plan_holds_every_step_and_is_no_invention(
 
 def test_layers_without_entries_and_plans_without_ranks_have_no_such_lane() -> None:
     limits, backend = Limits(4, 64, 256), ReferenceBackend()
-    assert "ranks" not in plan_workspace(SMALL.layer_of_kind(LayerKind.SWA), limits, backend, FP8, ranks=2).lanes
+    assert "ranks" not in plan_workspace(SMALL.layer_of_kind(LayerKind.SWA), limits, backend, FP8, ranks=2).arenas
     without = plan_workspace(C4A, limits, backend, FP8)
     over = plan_workspace(C4A, limits, backend, FP8, ranks=2)
-    assert {**without.lanes, "ranks": over.lanes["ranks"], "keys": over.lanes["keys"]} == over.lanes
-    few = plan_workspace(C4A, limits, backend, FP8, ranks=2, prefill_keys=False).lanes
-    assert {**few, "keys": over.lanes["keys"]} == over.lanes
+    assert {**without.arenas, "ranks": over.arenas["ranks"], "keys": over.arenas["keys"]} == over.arenas
+    few = plan_workspace(C4A, limits, backend, FP8, ranks=2, prefill_keys=False).arenas
+    assert {**few, "keys": over.arenas["keys"]} == over.arenas
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -125,7 +125,7 @@ def test_a_locked_workspace_that_is_too_small_is_refused_before_anything_is_sent
     workspace = WorkspaceManager()
     workspace.lock()
     out, lse = torch.ones(5, 4, 32), torch.zeros(5, 4)
-    with pytest.raises(WorkspaceError, match=r"^workspace: attention on rank 0 of 2 needs \d+ bytes in lane 'ranks'"):
+    with pytest.raises(WorkspaceError, match=r"^workspace: attention on rank 0 of 2 needs \d+ bytes in arena 'ranks'"):
         merge_over_ranks(alone(), out, lse, None, workspace)
     assert bool((out == 1).all())
 

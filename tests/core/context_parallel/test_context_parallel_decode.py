@@ -25,7 +25,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from tests.core.context_parallel.test_context_parallel_buffers import alone
 from tests.harness import SMALL, random_cache, same_bits
-from tests.testing.plants_rank_steps import Merges
+from tests.testing.mutants_rank_steps import Merges
 
 I32 = torch.int32
 LIMITS = Limits(4, 64, 256, num_speculative_tokens=1)
@@ -89,7 +89,7 @@ def merged(step: dict[str, Any], sink: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@pytest.mark.parametrize("kind", [LayerKind.C4A, LayerKind.C128A])
+@pytest.mark.parametrize("kind", [LayerKind.CSA, LayerKind.HCA])
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize(
     ("query", "dtype", "dims", "heads", "pieces", "packed"),
@@ -139,7 +139,7 @@ def test_a_decode_is_not_packed_and_no_bit_differs(
 
 
 def test_a_prepared_decode_is_run_with_other_addresses() -> None:
-    step, sink = given([1, 1, 1], torch.float32, LayerKind.C4A, (24, 8), 4), torch.zeros(4)
+    step, sink = given([1, 1, 1], torch.float32, LayerKind.CSA, (24, 8), 4), torch.zeros(4)
     workspace, prepared, backend = WorkspaceManager(), step["metadata"].swa.prepared, Counted()
     wanted, _ = merged(step, sink)
     prepared.clear()
@@ -151,7 +151,7 @@ def test_a_prepared_decode_is_run_with_other_addresses() -> None:
         assert same_bits(out, wanted)
     assert len(prepared) == 1
     # views of a workspace that has moved are not used again
-    workspace.get_simultaneous(((2**20,), torch.uint8), lane=rank_buffers.LANE)
+    workspace.get_simultaneous(((2**20,), torch.uint8), arena=rank_buffers.ARENA)
     out = torch.full_like(step["q"], torch.nan)
     forward_mqa_over_ranks(alone(), attrs.evolve(call, out=out))
 
@@ -170,7 +170,7 @@ def test_a_prepared_decode_is_run_with_other_addresses() -> None:
     ],
 )
 def test_tensors_of_the_caller_are_checked_though_others_are_written(name: str, change: dict[str, Any]) -> None:
-    step = given([1, 1, 1], torch.float32, LayerKind.C4A, (24, 8), 4)
+    step = given([1, 1, 1], torch.float32, LayerKind.CSA, (24, 8), 4)
     good: dict[str, Any] = {"out": torch.zeros(PADDED, 4, 32), "lse": torch.zeros(PADDED, 4)}
     workspace = WorkspaceManager()
     run(step, workspace, **good, sink=torch.zeros(4))

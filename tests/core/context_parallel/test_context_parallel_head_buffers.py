@@ -37,12 +37,12 @@ def test_the_plan_holds_every_step_and_is_no_invention(
         monkeypatch.setattr(rank_buffers, "PIECE_BYTES", draw.choice([1, 1000, 20_000, 2**25]))
         limits, ranks = Limits(4, draw.randint(4, 200), 1024), draw.randint(1, 5)
         layer = attrs.evolve(C4A, num_heads=heads)
-        lanes = plan_workspace(layer, limits, ReferenceBackend(), FP8, ranks=ranks, divides_heads=True).lanes
+        arenas = plan_workspace(layer, limits, ReferenceBackend(), FP8, ranks=ranks, divides_heads=True).arenas
         sizes = [
             simultaneous_bytes(divided_specs(ranks, tokens, heads, layer.head_dim, dtype))
             for tokens in range(limits.max_num_batched_tokens + 1)
         ]
-        assert lanes["ranks"] / (2 if dtype == torch.float32 else 3) <= max(sizes) <= lanes["ranks"]
+        assert arenas["ranks"] / (2 if dtype == torch.float32 else 3) <= max(sizes) <= arenas["ranks"]
 
 
 def test_the_backend_is_planned_for_the_heads_of_all_ranks() -> None:
@@ -50,7 +50,7 @@ def test_the_backend_is_planned_for_the_heads_of_all_ranks() -> None:
     divided = plan_workspace(C4A, limits, backend, FP8, ranks=3, divides_heads=True, prefill_keys=False)
     wide = plan_workspace(attrs.evolve(C4A, num_heads=12), limits, backend, FP8)
 
-    assert {**divided.lanes, "ranks": 0} == {**wide.lanes, "ranks": 0}
+    assert {**divided.arenas, "ranks": 0} == {**wide.arenas, "ranks": 0}
     assert divided.transient_bytes == wide.transient_bytes
     window = SMALL.layer_of_kind(LayerKind.SWA)
     assert plan_workspace(window, limits, backend, FP8, ranks=3, divides_heads=True) == plan_workspace(
@@ -64,7 +64,7 @@ def test_a_plan_for_one_dtype_of_queries_is_smaller() -> None:
         plan_workspace(C4A, Limits(4, 4096, 8192), ReferenceBackend(), FP8, ranks=2, divides_heads=True, q_dtype=dtype)
         for dtype in (torch.bfloat16, torch.float32, None)
     ]
-    narrow, wide, either = (plan.lanes["ranks"] for plan in sizes)
+    narrow, wide, either = (plan.arenas["ranks"] for plan in sizes)
 
     assert narrow < 0.7 * wide
     assert wide == either
@@ -87,7 +87,7 @@ def test_gathering_and_merging_allocate_nothing(dtype: torch.dtype, monkeypatch:
         plan_workspace(layer, Limits(4, tokens, 256), ReferenceBackend(), FP8, ranks=ranks, divides_heads=True)
     )
     workspace.lock()
-    lse, *views = workspace.get_simultaneous(*divided_specs(ranks, tokens, heads, dim, dtype), lane="ranks")
+    lse, *views = workspace.get_simultaneous(*divided_specs(ranks, tokens, heads, dim, dtype), arena="ranks")
     scratch, (queries, outs, lses) = views[:-ALL_HEADS_VIEWS], views[-ALL_HEADS_VIEWS:]
     q = torch.randn(tokens, heads, dim + 1, generator=draw).to(dtype)[..., :dim]
     outs.copy_(torch.randn(outs.shape, generator=draw))

@@ -30,7 +30,7 @@ from dsv4attn.serving.cache_manager import CacheManager
 from tests.harness import FP8, FP32, REFERENCE_FORMS, SMALL
 
 LIMITS = Limits(5, 64, 256, num_speculative_tokens=1)
-KINDS = (LayerKind.C4A, LayerKind.C128A)
+KINDS = (LayerKind.CSA, LayerKind.HCA)
 
 
 @given(size=st.integers(1, 6), interleave=st.integers(1, 5), entries=st.integers(0, 70))
@@ -120,7 +120,7 @@ def test_a_rank_has_the_slots_and_counts_of_its_own_entries(ranks: int, interlea
             assert compressed.slot_mapping.tolist() == [*slots, -1]
             assert compressed.compressed_lens.tolist() == counts
             assert compressed.max_seq_len == 255
-            if kind is LayerKind.C128A:
+            if kind is LayerKind.HCA:
                 lens = compressed.c128a_decode_topk_lens
                 assert lens is not None
                 assert lens.tolist() == counts[:5]
@@ -168,10 +168,10 @@ def test_slices_of_a_prompt_without_windows_gather_no_negative_number_of_rows() 
             super().dequantize_and_gather_k_cache(*given)
 
     least: list[int] = []
-    layer, limits = SMALL.layer_of_kind(LayerKind.C128A), attrs.evolve(LIMITS, max_index_elements=256)
+    layer, limits = SMALL.layer_of_kind(LayerKind.HCA), attrs.evolve(LIMITS, max_index_elements=256)
     backend = Watching(prefill_keys="gathered")
     builder = OwnedMetadataBuilder(Ownership(1, 2), SMALL, limits, **SIZES)
-    metadata = builder.build_for(batch_of(REQUESTS, 4), [LayerKind.C128A])[LayerKind.C128A]
+    metadata = builder.build_for(batch_of(REQUESTS, 4), [LayerKind.HCA])[LayerKind.HCA]
     caches = LayerCaches(PagedKVCache.allocate(FP32, 80, 16), PagedKVCache.allocate(FP32, 20, 2))
     q = torch.randn(45, 4, 32)
     more: dict[str, Any] = {"layer": layer, "limits": limits, "attn_sink": None}

@@ -22,7 +22,7 @@ from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind
 from tests.harness import FP8, FP32, SMALL
 
-C4A = SMALL.layer_of_kind(LayerKind.C4A)
+C4A = SMALL.layer_of_kind(LayerKind.CSA)
 LAYOUTS = {"fp8": FP8, "flash": KVCacheLayout.fp8_ds_mla(), "fp32": FP32, "bf16": KVCacheLayout.rows(24, 8)}
 
 

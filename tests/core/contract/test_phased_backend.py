@@ -47,7 +47,7 @@ class Recorder(ReferenceBackend):
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__()
-        self.name, self.size, self.forms = name, size, FORMS[name]
+        self.name, self.size, self.capabilities = name, size, FORMS[name]
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         return [((tokens, self.size), torch.uint8)]
@@ -80,7 +80,7 @@ def test_it_has_every_part_that_the_contract_asks_for() -> None:
     members = {name for name in {*vars(Backend), *Backend.__annotations__} if not name.startswith("_")}
 
     assert {name for name in members if not hasattr(backend, name)} == set()
-    for name in members - {"name", "forms", "steps"}:
+    for name in members - {"name", "capabilities", "steps"}:
         # a method may take more types than the contract asks for, so annotations are mypy's matter
         found, wanted = getattr(made, name), partial(getattr(Backend, name), made)
         assert parameters(found) == parameters(wanted)
@@ -89,7 +89,7 @@ def test_it_has_every_part_that_the_contract_asks_for() -> None:
 def test_each_phase_has_the_forms_of_its_own_backend() -> None:
     made = pair()
 
-    assert made.forms == Capabilities(IndexForm.RAGGED, IndexForm.RAGGED, KeyForm.GATHERED, 64)
+    assert made.capabilities == Capabilities(IndexForm.RAGGED, IndexForm.RAGGED, KeyForm.GATHERED, 64)
     assert made.name == "decode+prefill"
 
 
@@ -109,9 +109,9 @@ def test_temporaries_are_bounded_by_the_larger_of_both(decode: int, prefill: int
 def test_a_plan_holds_the_lanes_of_both() -> None:
     made = pair()
     limits, layout = Limits(4, 64, 256), KVCacheLayout.fp8_ds_mla(24, 8)
-    alone = [plan_workspace(LAYER, limits, made.of(phase), layout).lanes[phase.value] for phase in Phase]
+    alone = [plan_workspace(LAYER, limits, made.of(phase), layout).arenas[phase.value] for phase in Phase]
 
-    assert list(plan_workspace(LAYER, limits, made, layout).lanes.values()) == alone
+    assert list(plan_workspace(LAYER, limits, made, layout).arenas.values()) == alone
 
 
 PLACES = {
@@ -150,10 +150,10 @@ def test_a_mixed_batch_on_a_pair_equals_the_oracle(kind: LayerKind) -> None:
 def test_largest_logits_are_told_if_both_tell_them(*, decode: bool, prefill: bool) -> None:
     backends = ReferenceBackend(), ReferenceBackend()
     for backend, told in zip(backends, (decode, prefill), strict=True):
-        backend.forms = Capabilities(max_logits=told, empty_lse=told)
+        backend.capabilities = Capabilities(max_logits=told, empty_lse=told)
 
-    forms = PhasedBackend(*backends).forms
-    assert (forms.max_logits, forms.empty_lse) == (decode and prefill,) * 2
+    capabilities = PhasedBackend(*backends).capabilities
+    assert (capabilities.max_logits, capabilities.empty_lse) == (decode and prefill,) * 2
 
 
 class Extending(ReferenceBackend):
@@ -271,7 +271,7 @@ def test_every_optional_part_of_the_contract_is_forwarded() -> None:
 class Plain:
     """A backend that derives from nothing, and brings what `Backend` names and one optional part."""
 
-    name, forms = "plain", Capabilities()
+    name, capabilities = "plain", Capabilities()
     steps = indices
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ def test_a_problem_is_what_a_model_poses() -> None:
 
 
 def test_the_kinds_differ_as_their_layers_do() -> None:
-    swa, c128a = Problem.of(FLASH, "swa"), Problem.of(FLASH, LayerKind.C128A, max_model_len=100_000)
+    swa, c128a = Problem.of(FLASH, "swa"), Problem.of(FLASH, LayerKind.HCA, max_model_len=100_000)
 
     assert (swa.compressed, swa.topk) == (None, 0)
     # 782 entries, in a table whose width is a multiple of 128

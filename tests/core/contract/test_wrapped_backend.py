@@ -34,7 +34,7 @@ class Alone:
 
     __slots__ = ("prepared",)
     __hash__ = None  # type: ignore[assignment]
-    name, forms, steps = "alone", REFERENCE.forms, REFERENCE.steps
+    name, capabilities, steps = "alone", REFERENCE.capabilities, REFERENCE.steps
 
     def __init__(self) -> None:
         self.prepared = 0

@@ -155,7 +155,7 @@ def test_layers_of_v41_in_one_graph_equal_eager() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "compiler"), [*((kind, "aot_eager") for kind in LayerKind), (LayerKind.C4A, "inductor")]
+    ("kind", "compiler"), [*((kind, "aot_eager") for kind in LayerKind), (LayerKind.CSA, "inductor")]
 )
 def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, compiler: str) -> None:
     torch._dynamo.reset()
@@ -186,7 +186,7 @@ def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, 
 
 def memory(layer: object) -> list[Tensor]:
     caches = layer.caches  # type: ignore[attr-defined]
-    pages = [cache.tensor for cache in caches.segments(SMALL.layer_of_kind(LayerKind.C4A))]
+    pages = [cache.tensor for cache in caches.segments(SMALL.layer_of_kind(LayerKind.CSA))]
     return [*pages, layer.topk_indices_buffer]  # type: ignore[attr-defined]
 
 

@@ -41,7 +41,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         geometry = attrs.evolve(SMALL_V41, layers=v41_layers(ratios), sharing=sharing, window=window)
     else:
         c4a, c128a = draw(st.sampled_from([(4, 16), (2, 8), (3, 5), (4, 32)]))
-        layers = (LayerKind.SWA, 1), (LayerKind.C4A, c4a), (LayerKind.C128A, c128a)
+        layers = (LayerKind.SWA, 1), (LayerKind.CSA, c4a), (LayerKind.HCA, c128a)
         some = draw(st.sampled_from([(0, 1, 2), (1,), (2, 0), (0,)]))
         geometry = attrs.evolve(SMALL, layers=tuple(layers[i] for i in some), window=window)
     return {
@@ -59,7 +59,7 @@ def first_needed(geometry: ModelGeometry, length: int) -> dict[str, int]:
     for kind, ratio in geometry.layers:
         if kind is LayerKind.SWA or (geometry.shared_latent and ratio == 1):
             continue
-        overlap = ratio if kind is LayerKind.C4A and not geometry.shared_latent else 0
+        overlap = ratio if kind is LayerKind.CSA and not geometry.shared_latent else 0
         # the entry that the next token, or one of those after it, completes
         entry = next(e for e in range(length + 1) if (e + 1) * ratio > length)
         group = f"{kind.value}_state"

@@ -38,7 +38,7 @@ def test_a_step_that_does_not_fit_is_refused_before_anything_is_written() -> Non
     requests = [(whole.manager.new(), 4)]
     metadata = whole.manager.metadata(whole.manager.batch(requests))
     before = [cache.tensor.clone() for caches in whole.manager.caches for cache in caches.present.values()]
-    two, one = metadata[LayerKind.C4A, 2], metadata[LayerKind.C4A, 1]
+    two, one = metadata[LayerKind.CSA, 2], metadata[LayerKind.CSA, 1]
     cut = CompressorMetadata(block_size=4, block_table=torch.zeros(1, 0, dtype=torch.int32))
     wrong: list[tuple[int, AttentionMetadata, str]] = [
         (3, one, r"^metadata.compressed.compress_ratio: expected 2"),
@@ -52,7 +52,7 @@ def test_a_step_that_does_not_fit_is_refused_before_anything_is_written() -> Non
         (2, AttentionMetadata(two.swa), r"^metadata.compressed: expected metadata of c4a layers"),
     ]
     for index, given, said in wrong:
-        found: dict[LayerKey, AttentionMetadata] = {(LayerKind.C4A, ratio): given for ratio in (1, 2)}
+        found: dict[LayerKey, AttentionMetadata] = {(LayerKind.CSA, ratio): given for ratio in (1, 2)}
         with pytest.raises(Dsv4AttnError, match=said), set_forward_context(found):
             whole.layers[index](whole.hidden(1, 4), whole.manager.positions(requests))
 

@@ -131,8 +131,8 @@ def test_metadata_of_two_ratios_of_a_kind_are_named_by_both() -> None:
     batch = network.manager.batch([(network.manager.new(), 7)])
     made = network.manager.metadata(batch)
 
-    assert set(made) == {LayerKind.SWA, (LayerKind.SWA, 1), (LayerKind.C4A, 2), (LayerKind.C4A, 1)}
-    one, two = made[LayerKind.C4A, 1], made[LayerKind.C4A, 2]
+    assert set(made) == {LayerKind.SWA, (LayerKind.SWA, 1), (LayerKind.CSA, 2), (LayerKind.CSA, 1)}
+    one, two = made[LayerKind.CSA, 1], made[LayerKind.CSA, 2]
     assert one.compressed is not None
     assert two.compressed is not None
     assert one.compressed.compressed_lens.tolist() == [1, 2, 3, 4, 5, 6, 7]
@@ -144,13 +144,13 @@ def test_metadata_of_two_ratios_of_a_kind_are_named_by_both() -> None:
     assert two.state is not None
     assert one.compressed.slot_mapping.data_ptr() != two.compressed.slot_mapping.data_ptr()
     with pytest.raises(ArgumentError, match=r"^compress_ratio: expected one of \[1, 2\]"):
-        network.manager.builder.build_for(batch, [LayerKind.C4A])
+        network.manager.builder.build_for(batch, [LayerKind.CSA])
 
 
 def test_metadata_of_the_other_ratio_are_refused_before_anything_is_written() -> None:
     network = AttentionNetwork(REFERENCE_FORMS["paged-dense"])
     metadata = network.manager.metadata(network.manager.batch([(network.manager.new(), 7)]))
-    wrong = {**metadata, (LayerKind.C4A, 1): metadata[LayerKind.C4A, 2]}
+    wrong = {**metadata, (LayerKind.CSA, 1): metadata[LayerKind.CSA, 2]}
     with (
         mock.patch.object(CacheManager, "metadata", return_value=wrong),
         pytest.raises(ArgumentError, match=r"compressed\.compress_ratio"),
@@ -161,7 +161,7 @@ def test_metadata_of_the_other_ratio_are_refused_before_anything_is_written() ->
 def test_a_step_without_metadata_of_a_layer_names_those_that_there_are() -> None:
     network = AttentionNetwork(REFERENCE_FORMS["paged-dense"])
     metadata = network.manager.metadata(network.manager.batch([(network.manager.new(), 7)]))
-    del metadata[LayerKind.C4A, 1]
+    del metadata[LayerKind.CSA, 1]
     q = torch.zeros(7, 2, 512, dtype=torch.bfloat16)
     said = r"expected metadata of c4a layers, got metadata of: c4a of ratio 2, swa, .* or call build_all"
 

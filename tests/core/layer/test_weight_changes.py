@@ -32,8 +32,8 @@ from tests.harness_v41 import SMALL_V41
 
 BF16, FP32, OCP = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 TOKENS = 17
-C4A = attrs.evolve(SMALL, layers=((LayerKind.C4A, 4),))
-C128A = attrs.evolve(SMALL, layers=((LayerKind.C128A, 16),))
+C4A = attrs.evolve(SMALL, layers=((LayerKind.CSA, 4),))
+C128A = attrs.evolve(SMALL, layers=((LayerKind.HCA, 16),))
 # the first two layers of V4.1 that have everything: a compressor with states, an indexer of its own
 MODELS = {"c4a": (C4A, 0), "c128a": (C128A, 0), "v41": (SMALL_V41, 1)}
 FORMS = ("fp32", "bf16", "fp8", "modules", "fp8 modules")

@@ -123,7 +123,7 @@ class Case:
         metadata = self.builder.build_for(batch, [self.kind])[self.kind]
         q = torch.zeros(total + rng.randint(0, 2), 1, 4)
         width = rng.choice([layer.topk, rng.randint(1, max(layer.topk, 1))])
-        topk = torch.randint(-1, 40, (q.shape[0], width), dtype=INT) if layer.kind is LayerKind.C4A else None
+        topk = torch.randint(-1, 40, (q.shape[0], width), dtype=INT) if layer.kind is LayerKind.CSA else None
         return ForwardArgs(layer, self.limits, q, self.caches, metadata, torch.zeros(1), topk)
 
 
@@ -131,7 +131,7 @@ PROBLEMS, BATCHES = 10_000, 12
 
 
 class RecordingWorkspace(WorkspaceManager):
-    """Locked at exactly the planned bytes, without the slack that canaries take; keeps the most each lane gave out."""
+    """Locked at exactly the planned bytes, without the slack that canaries take; keeps the most each arena gave out."""
 
     def __init__(self, plan: WorkspacePlan) -> None:
         super().__init__()
@@ -140,10 +140,10 @@ class RecordingWorkspace(WorkspaceManager):
         self.lock()
 
     def get_simultaneous(
-        self, *specs: BufferSpec, lane: str = "default", caller: str = "get_simultaneous"
+        self, *specs: BufferSpec, arena: str = "default", caller: str = "get_simultaneous"
     ) -> list[Tensor]:
-        self.peak[lane] = max(self.peak[lane], simultaneous_bytes(specs))
-        return super().get_simultaneous(*specs, lane=lane, caller=caller)
+        self.peak[arena] = max(self.peak[arena], simultaneous_bytes(specs))
+        return super().get_simultaneous(*specs, arena=arena, caller=caller)
 
 
 class ScratchBackend(ReferenceBackend):
@@ -180,9 +180,11 @@ def test_g11_the_plan_is_never_exceeded_by_10000_random_problems(kind: LayerKind
     rng = random.Random(f"{kind.value} {form}")
     share = -(-problems // (len(LayerKind) * len(FORM_NAMES)))
     used, whole = Counter[str](), Counter[str]()
-    forms = REFERENCE_FORMS[form].forms
+    capabilities = REFERENCE_FORMS[form].capabilities
     scratchy = ScratchBackend(
-        decode_indices=forms.decode_indices, prefill_indices=forms.prefill_indices, prefill_keys=forms.prefill_keys
+        decode_indices=capabilities.decode_indices,
+        prefill_indices=capabilities.prefill_indices,
+        prefill_keys=capabilities.prefill_keys,
     )
 
     for number in range(0, share, BATCHES):
@@ -192,13 +194,13 @@ def test_g11_the_plan_is_never_exceeded_by_10000_random_problems(kind: LayerKind
         for _ in range(min(BATCHES, share - number)):
             problem = case.problem()
             plan = plan_of(problem, backend)
-            assert cap is None or plan.lanes["prefill"] <= cap, "a cap holds for the whole lane"
+            assert cap is None or plan.arenas["prefill"] <= cap, "a cap holds for the whole arena"
             workspace = RecordingWorkspace(plan)
             out, _ = problem.run(backend, workspace)
             assert not out.isnan().any()
-            for lane, most in workspace.peak.items():
-                assert most <= plan.lanes[lane]
-                used[lane], whole[lane] = max(used[lane], most), max(whole[lane], plan.lanes[lane])
+            for arena, most in workspace.peak.items():
+                assert most <= plan.arenas[arena]
+                used[arena], whole[arena] = max(used[arena], most), max(whole[arena], plan.arenas[arena])
 
     assert used["decode"] > 0 or (kind is LayerKind.SWA and "dense" in form)
     assert used["prefill"] > whole["prefill"] / 4 or form == "paged-dense", "the bound is no invention"
@@ -346,7 +348,7 @@ def test_g11_the_plan_grows_with_its_limits(kind: LayerKind, form: str) -> None:
         for name in ("max_num_reqs", "max_num_batched_tokens", "max_model_len"):
             larger = attrs.evolve(limits, **{name: getattr(limits, name) + rng.randint(1, 50)})
             grown = plan_workspace(layer, larger, REFERENCE_FORMS[form], layout)
-            assert all(grown.lanes[lane] >= size for lane, size in plan.lanes.items())
+            assert all(grown.arenas[arena] >= size for arena, size in plan.arenas.items())
             assert grown.transient_bytes >= plan.transient_bytes
 
 
@@ -379,7 +381,7 @@ def test_g11_a_cap_too_small_names_the_smallest_one_that_works(kind: LayerKind, 
     with pytest.raises(ArgumentError, match=rf"max_workspace_bytes: expected at least {least}, .*, got {least - 1} ->"):
         plan_workspace(layer, attrs.evolve(scenario.limits, max_workspace_bytes=least - 1), backend, scenario.layout)
     plan = plan_workspace(layer, attrs.evolve(scenario.limits, max_workspace_bytes=least), backend, scenario.layout)
-    assert plan.lanes["prefill"] <= least
+    assert plan.arenas["prefill"] <= least
 
 
 # planted: backends that break their word
@@ -406,7 +408,7 @@ def test_g11_a_backend_that_asks_for_more_than_its_bound_is_refused_by_name() ->
     problem = scenario.problem(Greedy(), limits=Limits(200, 200, 64))
     before = problem.caches.swa.tensor.clone()
 
-    with pytest.raises(WorkspaceError, match=r"reference.decode needs \d+ bytes in lane 'decode', which is locked at"):
+    with pytest.raises(WorkspaceError, match=r"reference.decode needs \d+ bytes in arena 'decode', which is locked at"):
         problem.run(Greedy(), RecordingWorkspace(plan_of(problem, Greedy())))
     assert torch.equal(problem.caches.swa.tensor, before)
     scenario.compare(*problem.run(ScratchBackend(), RecordingWorkspace(plan_of(problem, ScratchBackend()))))
@@ -441,5 +443,5 @@ def test_g11_the_warm_up_reserves_the_plan_and_touches_nothing(kind: LayerKind) 
     workspace.lock()
 
     assert not out.any()
-    assert {lane: workspace.size(lane) for lane in ("decode", "prefill")} == plan_of(problem, backend).lanes
+    assert {arena: workspace.size(arena) for arena in ("decode", "prefill")} == plan_of(problem, backend).arenas
     assert_same_bits(problem.run(backend, workspace), problem.run(backend))

@@ -92,7 +92,7 @@ def test_views_given_out_before_do_not_keep_memory_that_was_outgrown() -> None:
     (new,) = manager.get_simultaneous(((4,), torch.float32))
 
     assert new.untyped_storage().data_ptr() != old.untyped_storage().data_ptr()
-    assert manager.get_simultaneous(((4,), torch.float32), lane="other")[0].data_ptr() != new.data_ptr()
+    assert manager.get_simultaneous(((4,), torch.float32), arena="other")[0].data_ptr() != new.data_ptr()
 
 
 def test_views_of_ever_new_shapes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,16 +124,16 @@ def test_views_handed_out_before_the_buffer_grew_keep_their_own_memory() -> None
 
 def test_g11_a_locked_workspace_says_what_was_needed_what_it_has_and_who_asked() -> None:
     manager = WorkspaceManager()
-    manager.get_simultaneous(((512,), U8), lane="decode")
+    manager.get_simultaneous(((512,), U8), arena="decode")
     manager.lock()
 
     with pytest.raises(WorkspaceError) as info:
-        manager.get_simultaneous(((512,), U8), ((1,), U8), lane="decode", caller="reference.decode")
+        manager.get_simultaneous(((512,), U8), ((1,), U8), arena="decode", caller="reference.decode")
 
     assert str(info.value).startswith(
-        "workspace: reference.decode needs 768 bytes in lane 'decode', which is locked at 512 bytes -> "
+        "workspace: reference.decode needs 768 bytes in arena 'decode', which is locked at 512 bytes -> "
     )
-    assert (info.value.needed, info.value.has, info.value.caller, info.value.lane) == (
+    assert (info.value.needed, info.value.has, info.value.caller, info.value.arena) == (
         768,
         512,
         "reference.decode",
@@ -163,10 +163,10 @@ def test_a_locked_lane_nobody_reserved_is_too_small_for_anything_but_nothing() -
     manager = WorkspaceManager()
     manager.lock()
 
-    assert [v.shape for v in manager.get_simultaneous(((0, 4), F32), lane="new")] == [(0, 4)]
-    with pytest.raises(WorkspaceError, match="needs 256 bytes in lane 'new', which is locked at 0 bytes"):
-        manager.get_simultaneous(((1,), F32), lane="new")
-    with pytest.raises(WorkspaceError, match="warm-up needs 9 bytes in lane 'late'"):
+    assert [v.shape for v in manager.get_simultaneous(((0, 4), F32), arena="new")] == [(0, 4)]
+    with pytest.raises(WorkspaceError, match="needs 256 bytes in arena 'new', which is locked at 0 bytes"):
+        manager.get_simultaneous(((1,), F32), arena="new")
+    with pytest.raises(WorkspaceError, match="warm-up needs 9 bytes in arena 'late'"):
         manager.reserve(WorkspacePlan({"late": 9}), caller="warm-up")
 
 
@@ -194,14 +194,14 @@ def test_a_negative_size_is_refused_before_anything_is_handed_out() -> None:
 
 def test_g11_lanes_have_their_own_memory() -> None:
     manager = WorkspaceManager()
-    (decode,) = manager.get_simultaneous(((256,), U8), lane="decode")
-    (prefill,) = manager.get_simultaneous(((512,), U8), lane="prefill")
+    (decode,) = manager.get_simultaneous(((256,), U8), arena="decode")
+    (prefill,) = manager.get_simultaneous(((512,), U8), arena="prefill")
 
     assert {*span(decode)}.isdisjoint(span(prefill))
     assert (manager.size("decode"), manager.size("prefill"), manager.size("none")) == (256, 512, 0)
     assert manager.total_bytes == 768
-    manager.get_simultaneous(((4096,), U8), lane="prefill")
-    assert manager.get_simultaneous(((256,), U8), lane="decode")[0].data_ptr() == decode.data_ptr()
+    manager.get_simultaneous(((4096,), U8), arena="prefill")
+    assert manager.get_simultaneous(((256,), U8), arena="decode")[0].data_ptr() == decode.data_ptr()
 
 
 @given(
@@ -216,11 +216,11 @@ def test_g11_after_any_history_views_lie_in_the_memory_their_lane_has_now(
 
 def check_histories(manager: WorkspaceManager, requests: Any) -> None:
     """Check that the views of each request are apart, hold what was written to them, and are in the present buffer."""
-    for specs, lane in requests:
-        views = [view for view in manager.get_simultaneous(*specs, lane=lane) if view.numel()]
+    for specs, arena in requests:
+        views = [view for view in manager.get_simultaneous(*specs, arena=arena) if view.numel()]
         for number, view in enumerate(views):
             view.fill_(number % 2)
-        buffer = span(manager._buffers[lane]) if views else range(0)
+        buffer = span(manager._buffers[arena]) if views else range(0)
         assert all(buffer.start <= span(view).start and span(view).stop <= buffer.stop for view in views)
         assert all(bool((view == number % 2).all()) for number, view in enumerate(views))
         manager.check_canaries()
@@ -228,11 +228,11 @@ def check_histories(manager: WorkspaceManager, requests: Any) -> None:
 
 def test_a_manager_that_keeps_handing_out_the_memory_it_grew_out_of_is_found() -> None:
     class Forgetful(WorkspaceManager):
-        def _ensure(self, size: int, lane: str, caller: str) -> None:
-            before = self._typed.get(lane)
-            super()._ensure(size, lane, caller)
+        def _ensure(self, size: int, arena: str, caller: str) -> None:
+            before = self._typed.get(arena)
+            super()._ensure(size, arena, caller)
             if before:
-                self._typed[lane] = before
+                self._typed[arena] = before
 
     small: list[Any] = [([((4,), F32)], "decode"), ([((8,), F32)], "decode"), ([((4,), I32)], "prefill")]
     check_histories(Forgetful(), small)
@@ -266,7 +266,7 @@ def test_a_lane_of_any_size_serves_every_dtype(dtype: torch.dtype) -> None:
     (view,) = manager.get_simultaneous(((768 // dtype.itemsize,), dtype))
 
     assert (len(span(view)), manager.size()) == (768, 1001)
-    with pytest.raises(WorkspaceError, match="needs 1024 bytes in lane 'default', which is locked at 1001 bytes"):
+    with pytest.raises(WorkspaceError, match="needs 1024 bytes in arena 'default', which is locked at 1001 bytes"):
         manager.get_simultaneous(((769,), U8))
 
 
@@ -285,20 +285,20 @@ def test_g11_a_write_past_the_end_of_a_view_is_found_and_its_owner_named(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     manager = WorkspaceManager(debug=True)
-    (view, other) = manager.get_simultaneous((shape, dtype), ((4,), F32), lane="decode", caller="acme.decode")
+    (view, other) = manager.get_simultaneous((shape, dtype), ((4,), F32), arena="decode", caller="acme.decode")
     view.zero_()
     other.zero_()
     manager.check_canaries()
     end = view.as_strided((1,), (1,), view.storage_offset() + view.numel())
     end.fill_(1)
 
-    said = rf"lane 'decode': bytes behind \[{', '.join(map(str, shape))}\] {dtype} of acme.decode were overwritten"
+    said = rf"arena 'decode': bytes behind \[{', '.join(map(str, shape))}\] {dtype} of acme.decode were overwritten"
     with pytest.raises(CanaryError, match=said):
         manager.check_canaries()
     with pytest.raises(CanaryError, match=said):
         manager.check_canaries("decode")
     with pytest.raises(CanaryError, match=said):
-        manager.get_simultaneous(((1,), U8), lane="decode")
+        manager.get_simultaneous(((1,), U8), arena="decode")
     manager.check_canaries("prefill")
 
 
@@ -416,23 +416,23 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_has_memory_of_its_own_in_lanes_of_the_same_sizes(name: str, debug: bool) -> None:
     manager = WorkspaceManager(debug=debug)
-    (decode,), (prefill,) = (manager.get_simultaneous(((9,), F32), lane=lane) for lane in ("decode", "prefill"))
-    manager.get_simultaneous(((900,), BF16), lane="prefill")
+    (decode,), (prefill,) = (manager.get_simultaneous(((9,), F32), arena=arena) for arena in ("decode", "prefill"))
+    manager.get_simultaneous(((900,), BF16), arena="prefill")
     manager.lock()
     made = COPIES[name](manager)
 
     assert (made.locked, made.debug, made.device) == (True, debug, manager.device)
-    assert [made.size(lane) for lane in ("decode", "prefill", "other")] == [
-        manager.size(lane) for lane in ("decode", "prefill", "other")
+    assert [made.size(arena) for arena in ("decode", "prefill", "other")] == [
+        manager.size(arena) for arena in ("decode", "prefill", "other")
     ]
     made.check_canaries()
-    (other,) = made.get_simultaneous(((9,), F32), lane="decode")
+    (other,) = made.get_simultaneous(((9,), F32), arena="decode")
     assert other.data_ptr() % ALIGNMENT == 0
     decode.fill_(1)
     other.fill_(2)
     assert bool((decode == 1).all())
     with pytest.raises(WorkspaceError):
-        made.get_simultaneous(((4000,), F32), lane="decode")
+        made.get_simultaneous(((4000,), F32), arena="decode")
     assert prefill.numel() == 9
     manager.check_canaries()
     made.check_canaries()

@@ -16,7 +16,7 @@ from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameErr
 from tests.core.metadata.test_metadata import GOOD, I32, batch, buffers, builder, refused
 from tests.harness import BUILDER_STEPS, all_builder_steps, bound_layer, metadata_of
 
-SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A
+SWA, C4A, C128A = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 
 
 @all_builder_steps

@@ -119,7 +119,7 @@ def test_visible_entries_follow_from_positions_without_a_look_at_their_values() 
     assert indices.visible_entries(place, valid, 2**20, out=out) is out
     assert out.tolist() == [0, 0, 0, 0, 2**20, 0, 0]
     assert indices.visible_entries(place.to("meta"), valid.to("meta"), 4).dtype == I32
-    for kind in (LayerKind.C4A, LayerKind.C128A):
+    for kind in (LayerKind.CSA, LayerKind.HCA):
         made = builder().build_for(GOOD, [kind])[kind]
         assert made.compressed is not None
         place = indices.positions_of(GOOD.query_start_loc, GOOD.seq_lens, made.swa.token_to_req_indices.long())

@@ -20,7 +20,7 @@ from tests.harness import BUILDER_STEPS, all_builder_steps
 
 I32, I64 = torch.int32, torch.int64
 Metadata = DeepseekSparseSWAMetadata | FlashMLASparseMetadata
-SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A
+SWA, C4A, C128A = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 MODEL = ModelGeometry(
     num_heads=4,
     head_dim=32,

@@ -94,7 +94,7 @@ def differences(ours: ModelGeometry, fields: dict[str, Any]) -> list[str]:
     for name, theirs in {**names, **{name: name for name in (*same.split(), "hc_sinkhorn_iters", "hc_eps")}}.items():
         if getattr(ours, name) != getattr(config, theirs):
             found.append(f"{name}: {getattr(ours, name)} and {getattr(config, theirs)}")
-    kinds = {LayerKind.SWA: SWA, LayerKind.C4A: C4A, LayerKind.C128A: C128A}
+    kinds = {LayerKind.SWA: SWA, LayerKind.CSA: C4A, LayerKind.HCA: C128A}
     rates = {SWA: 1, **config.compress_rates}
     if [(kinds[kind], rate) for kind, rate in ours.layers] != [(kind, rates[kind]) for kind in config.layer_types]:
         found.append("layers")

@@ -11,7 +11,7 @@ import pytest
 from dsv4attn.core.model.geometry import PRESETS, LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
 from dsv4attn.errors import ArgumentError, GeometryError, UnknownNameError
 
-SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A
+SWA, C4A, C128A = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 TYPES = {
     SWA: "sliding_attention",
     C4A: "compressed_sparse_attention",

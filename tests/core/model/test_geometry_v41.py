@@ -16,7 +16,7 @@ from dsv4attn.core.model.geometry import LayerKind, LayerRole, LayerSharing, Lay
 from dsv4attn.errors import ArgumentError, GeometryError
 from tests.core.model.test_geometry import released, same
 
-SWA, C4A = LayerKind.SWA, LayerKind.C4A
+SWA, C4A = LayerKind.SWA, LayerKind.CSA
 FLASH = ModelGeometry.preset("deepseek-v4.1-flash")
 
 
@@ -203,7 +203,7 @@ V4_FLASH = ModelGeometry.preset("flash")
             {"layers": v41_layers([0, 3, 2]), "sharing": None},
             "^layers: expected .* got a c4a layer of ratio 3 at 1",
         ),
-        (FLASH, {"layers": ((SWA, 1), (LayerKind.C128A, 2))}, "^layers: .* got a c128a layer of ratio 2 at 1 -> leave"),
+        (FLASH, {"layers": ((SWA, 1), (LayerKind.HCA, 2))}, "^layers: .* got a c128a layer of ratio 2 at 1 -> leave"),
         (V4_FLASH, {"shared_latent": True}, "^layers: expected .* got a c4a layer of ratio 4 at 2"),
         (FLASH, {"sharing": None}, "^sharing: expected a LayerSharing with shared_latent=True, got None -> pass"),
     ],

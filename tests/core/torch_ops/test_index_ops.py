@@ -79,7 +79,7 @@ def test_window_metadata_equals_the_formulas(scenario: StepFixture, steps: str) 
 
 
 @all_builder_steps
-@given(scenario=scenarios(kind=LayerKind.C4A), kind=st.sampled_from(["c4a", "c128a"]))
+@given(scenario=scenarios(kind=LayerKind.CSA), kind=st.sampled_from(["c4a", "c128a"]))
 @examples(75)
 def test_compressed_metadata_equals_the_formulas(scenario: StepFixture, kind: str, steps: str) -> None:
     scenario = StepFixture(
@@ -170,8 +170,8 @@ def test_the_worked_example_of_flash(
         assert row == [*range(first, first + n)] + [-1] * (128 - n)
         assert lens[position - before] == n
     for position, (light, heavy) in entries.items():
-        assert compressed_of(metadata[LayerKind.C4A]).compressed_lens[position - before] == light
-        assert compressed_of(metadata[LayerKind.C128A]).compressed_lens[position - before] == heavy
+        assert compressed_of(metadata[LayerKind.CSA]).compressed_lens[position - before] == light
+        assert compressed_of(metadata[LayerKind.HCA]).compressed_lens[position - before] == heavy
 
 
 def test_token_maps_skip_requests_without_tokens_and_give_padding_no_request() -> None:
@@ -190,7 +190,7 @@ def test_buffers_keep_their_addresses_and_their_tails_are_cleared(steps: str) ->
     small = StepFixture(kind="c128a", requests=[(40, 1), (0, 5)])
 
     def build(scenario: StepFixture) -> AttentionMetadata:
-        return builder.build_for(scenario.batch(), [LayerKind.C128A])[LayerKind.C128A]
+        return builder.build_for(scenario.batch(), [LayerKind.HCA])[LayerKind.HCA]
 
     def addresses(metadata: AttentionMetadata) -> list[int]:
         swa, compressed = metadata.swa, compressed_of(metadata)

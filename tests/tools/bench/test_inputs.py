@@ -36,7 +36,7 @@ RAGGED = ((0, 17), (500, 1), (300, 2))
 def small(name: str) -> KernelCase:
     """A prefill of three requests, with two heads and few keys."""
     preset = PRESETS[name]
-    ratio = {LayerKind.C128A: 16}.get(preset.kind, preset.ratio)
+    ratio = {LayerKind.HCA: 16}.get(preset.kind, preset.ratio)
     return KernelCase("prefill", evolve(preset, heads=2, ratio=ratio, topk=preset.topk and 24), "toy", RAGGED, seed=5)
 
 

@@ -127,8 +127,8 @@ AROUND_ATTENTION = (
 )
 OF_KIND = {
     LayerKind.SWA: [],
-    LayerKind.C128A: ["save states", "compress + store"],
-    LayerKind.C4A: ["save states", "compress + store", "index q", "score + select"],
+    LayerKind.HCA: ["save states", "compress + store"],
+    LayerKind.CSA: ["save states", "compress + store", "index q", "score + select"],
 }
 
 
@@ -147,7 +147,7 @@ def test_every_part_of_a_layer_is_there(kind: LayerKind) -> None:
 @pytest.mark.parametrize("small", [True, False])
 def test_a_decode_completes_the_share_of_entries_that_it_does_in_service(kind: LayerKind, small: bool) -> None:
     [decode] = [case for case in layer_cases(small=small) if case.kind is kind and case.tokens == 1]
-    ratio = {LayerKind.SWA: 0, LayerKind.C4A: 4, LayerKind.C128A: 128}[kind]
+    ratio = {LayerKind.SWA: 0, LayerKind.CSA: 4, LayerKind.HCA: 128}[kind]
     ends = [before for before in decode.contexts if ratio and (before + 1) % ratio == 0]
 
     assert len(decode.contexts) == decode.requests
@@ -157,7 +157,7 @@ def test_a_decode_completes_the_share_of_entries_that_it_does_in_service(kind: L
 
 
 def test_the_step_that_is_timed_stores_the_entries_that_its_legend_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = LayerCase(LayerKind.C4A, 9, 1, 16)
+    case = LayerCase(LayerKind.CSA, 9, 1, 16)
     stored: list[int] = []
     right = LayerOps().compress_norm_rope_store
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from dsv4attn.core.contract import device, devices
 from dsv4attn.tools.cli import main
-from tests.wheels import Shelf, plugin
+from tests.vendor_wheel import Shelf, plugin
 
 __all__ = ["Machine", "device_of_no_backend", "machine", "plugin", "without_triton"]
 

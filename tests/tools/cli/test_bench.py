@@ -123,7 +123,7 @@ def test_steps_around_attention_are_asked_for_by_name(here: Machine, monkeypatch
 def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = LayerCase(LayerKind.C128A, 1, 2, 256)
+    one = LayerCase(LayerKind.HCA, 1, 2, 256)
     monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda *, small: [one] if small else [])
 
     code, told = here.json("bench", "layer", "--rounds", "1")
@@ -153,7 +153,7 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     ],
 )
 def test_names_of_whole_layer_cases_can_be_read(shape: tuple[int, int, int], said: str) -> None:
-    assert LayerCase(LayerKind.C4A, *shape).name == said
+    assert LayerCase(LayerKind.CSA, *shape).name == said
 
 
 class FirstRowZero(ReferenceBackend):

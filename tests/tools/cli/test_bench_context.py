@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from dsv4attn.tools.cli import bench_device, main
-from tests.examples.shop import ROOT
+from tests.examples.built_wheels import ROOT
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 SMALL = ("--device", "cpu", "--requests", "2", "--context", "2100", "--rounds", "2")

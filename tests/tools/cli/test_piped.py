@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from dsv4attn.core.contract import device
 from dsv4attn.tools.cli import main
 from tests.tools.bench.sample_runs import ROOF
-from tests.wheels import Shelf, plugin
+from tests.vendor_wheel import Shelf, plugin
 
 LONG = "a-distribution-of-a-vendor-with-a-rather-long-name-for-its-many-products"
 COMMANDS = {

@@ -16,7 +16,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import main
 from dsv4attn.tools.cli.ranks import check_ranks
-from tests.examples.shop import ROOT
+from tests.examples.built_wheels import ROOT
 from tests.tools.replay.small import CONFIG, GEOMETRY
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

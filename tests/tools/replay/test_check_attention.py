@@ -19,12 +19,12 @@ from dsv4attn.tools.replay.check_attention import choose_rows, tolerance_of
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import SHOWN_FAILURES, CheckResult, Errors
 from dsv4attn.tools.replay.workload import Tokens, Workload
-from tests.testing.plants_sizes import Direct
+from tests.testing.mutants_sizes import Direct
 from tests.tools.replay import bugs
 from tests.tools.replay.small import GEOMETRY, requests_of, run, verdicts
 
 ALL = set(LayerKind)
-COMPRESSED = {LayerKind.C4A, LayerKind.C128A}
+COMPRESSED = {LayerKind.CSA, LayerKind.HCA}
 SOUND = [
     {"decode_indices": decode, "prefill_indices": prefill, "prefill_keys": keys}
     for decode, prefill, keys in itertools.product(("dense", "ragged"), ("dense", "ragged"), ("gathered", "paged"))

@@ -87,7 +87,7 @@ def test_chunks_do_not_change_what_is_computed(cache: str) -> None:
     request, found = requests_of((90, 20)), []
     for budget in (1, 7, 64, 1000):
         backend = Recorder()
-        assert run(backend, request, kinds=[LayerKind.C4A], max_num_batched_tokens=budget, cache=cache).ok
+        assert run(backend, request, kinds=[LayerKind.CSA], max_num_batched_tokens=budget, cache=cache).ok
         assert sorted(backend.outputs) == list(range(109))
         found.append(torch.stack([backend.outputs[position] for position in range(109)]).double())
 
@@ -101,7 +101,7 @@ def test_requests_with_a_common_prefix_compute_the_same_there() -> None:
     requests = requests_of((600, 3), (550, 3), hash_ids=[(1, 2), (1, 3)])
     first, second = Recorder(), Recorder()
     for backend, request in ((first, requests[0]), (second, requests[1])):
-        assert run(backend, [request], kinds=[LayerKind.C128A], max_num_batched_tokens=300, cache="fp32").ok
+        assert run(backend, [request], kinds=[LayerKind.HCA], max_num_batched_tokens=300, cache="fp32").ok
     same = [torch.allclose(first.outputs[i], second.outputs[i], rtol=1e-4, atol=1e-5) for i in range(550)]
 
     assert all(same[:512])
@@ -221,7 +221,7 @@ def test_no_layer_takes_more_workspace_than_its_plan() -> None:
             r"request 1: expected at most the 4096 positions of small, got 4199 tokens -> shrink the requests",
         ),
         ({"max_kv_bytes": 100}, ArgumentError, "max_kv_bytes: expected at least [0-9]+, so that request 4 .101 tokens"),
-        ({"geometry": evolve(GEOMETRY, layers=((LayerKind.C4A, 3),))}, ArgumentError, "a multiple of ratio 3"),
+        ({"geometry": evolve(GEOMETRY, layers=((LayerKind.CSA, 3),))}, ArgumentError, "a multiple of ratio 3"),
         ({"max_num_batched_tokens": 0}, ArgumentError, "max_num_batched_tokens"),
         ({"max_num_seqs": 0}, ArgumentError, "max_num_seqs"),
         ({"block_size": 0}, ArgumentError, "block_size"),

@@ -135,7 +135,7 @@ def test_everything_is_repeatable() -> None:
 def test_the_built_in_trace_makes_the_indexer_leave_entries_out() -> None:
     layer = GEOMETRY.layer_of_kind("c4a")
     requests = selecting_trace(0, layer.compress_ratio * (layer.topk + 1))
-    report = whole(None, requests, kinds=[LayerKind.C4A], max_num_batched_tokens=20)
+    report = whole(None, requests, kinds=[LayerKind.CSA], max_num_batched_tokens=20)
 
     assert report.ok
     assert report.layers[0].check is not None
@@ -146,13 +146,13 @@ def test_the_built_in_trace_makes_the_indexer_leave_entries_out() -> None:
 def test_selection_counts_as_exercised_from_the_first_prompt_that_leaves_an_entry_out(
     prompt: int, *, scored: bool
 ) -> None:
-    (layer,) = whole(None, requests_of((prompt, 1)), kinds=[LayerKind.C4A]).layers
+    (layer,) = whole(None, requests_of((prompt, 1)), kinds=[LayerKind.CSA]).layers
 
     assert layer.check is not None
     assert layer.check.ok
     assert (layer.topk, layer.selecting_tokens) == (6, 28)
     assert layer.selection_not_exercised is not scored
-    values = as_json(whole(None, requests_of((prompt, 1)), kinds=[LayerKind.C4A]))["layers"][0]["check"]["worst"]
+    values = as_json(whole(None, requests_of((prompt, 1)), kinds=[LayerKind.CSA]))["layers"][0]["check"]["worst"]
     assert (values["selection"] is not None) is (values["index_query"] is not None) is scored
 
 
@@ -327,7 +327,7 @@ def test_without_checks_nothing_fails_and_nothing_was_checked() -> None:
         ({"indexer": "reel"}, UnknownNameError, "unknown indexer 'reel'; did you mean 'real'?"),
         ({"cache": "fp8"}, UnknownNameError, "unknown cache 'fp8'"),
         ({"max_kv_bytes": 100}, ArgumentError, "max_kv_bytes: expected at least [0-9]+, so that request 4 .101 tokens"),
-        ({"geometry": evolve(GEOMETRY, layers=((LayerKind.C4A, 3),))}, ArgumentError, "a multiple of ratio 3"),
+        ({"geometry": evolve(GEOMETRY, layers=((LayerKind.CSA, 3),))}, ArgumentError, "a multiple of ratio 3"),
     ],
 )
 def test_bad_input_is_found_before_anything_runs(change: dict[str, Any], error: type[Exception], problem: str) -> None:
@@ -344,7 +344,7 @@ def test_weights_do_not_depend_on_which_layer_types_run() -> None:
             return super().inv_rope_o_proj(o, *rest)
 
     request = requests_of((30, 1))
-    whole(Recorder(), request, kinds=[LayerKind.C128A], max_num_batched_tokens=30)
+    whole(Recorder(), request, kinds=[LayerKind.HCA], max_num_batched_tokens=30)
     whole(Recorder(), request, max_num_batched_tokens=30)
 
     assert torch.equal(outputs[0], outputs[3])

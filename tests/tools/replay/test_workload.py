@@ -18,7 +18,7 @@ from dsv4attn.tools.replay.random_weights import LOUDEST
 from dsv4attn.tools.replay.workload import _STRIDES, Tokens, Workload
 from tests.tools.replay.small import GEOMETRY, requests_of
 
-C4A = LayerKind.C4A
+C4A = LayerKind.CSA
 FLASH = ModelGeometry.preset("flash")
 
 

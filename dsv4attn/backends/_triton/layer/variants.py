@@ -35,7 +35,7 @@ def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
             continue
         if "compressor" in bounds.parts:
             yield from _latents(layer, bounds) if model.shared_latent else _entries(layer, bounds, arch)
-        if layer.kind is LayerKind.C4A:
+        if layer.kind is LayerKind.CSA:
             yield from _indexer(model, layer, bounds, arch)
     if "hyper_connections" in bounds.parts:
         dims, delayed = (model.hc_mult, model.hidden_size, bounds.q_dtype), model.shared_latent
@@ -47,7 +47,7 @@ def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
 
 def _entries(layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
     """DeepSeek-V4's compressor, for keys and for index keys."""
-    for layout in [bounds.compressed, *([bounds.index_layout] if layer.kind is LayerKind.C4A else [])]:
+    for layout in [bounds.compressed, *([bounds.index_layout] if layer.kind is LayerKind.CSA else [])]:
         yield from compress.variants(
             layout,
             layer.compress_ratio,

@@ -95,7 +95,7 @@ class Trial:
     def layer(self) -> LayerGeometry:
         """A layer of these dims."""
         layout, two = self.layouts[0], len(self.layouts) == 2
-        kind, ratio, topk = (LayerKind.C4A, 4, max(self.widths[1], 1)) if two else (LayerKind.SWA, 1, 0)
+        kind, ratio, topk = (LayerKind.CSA, 4, max(self.widths[1], 1)) if two else (LayerKind.SWA, 1, 0)
         rope = Rope(max(layout.rope_dim, 1), 1e4)
         return LayerGeometry(kind, ratio, self.heads, layout.head_dim, rope, max(self.widths[0], 1), topk)
 

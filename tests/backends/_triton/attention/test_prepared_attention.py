@@ -19,7 +19,7 @@ from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.tensorspec import signature
 
-LAYER = LayerGeometry(LayerKind.C4A, 4, 4, 512, Rope(64, 1e4), 16, 8)
+LAYER = LayerGeometry(LayerKind.CSA, 4, 4, 512, Rope(64, 1e4), 16, 8)
 TUNING = Tuning(heads=16, keys=32)
 LAYOUT = KVCacheLayout.fp8_ds_mla()
 INT = torch.int32

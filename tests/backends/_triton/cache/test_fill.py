@@ -43,7 +43,7 @@ from tests.backends._triton.index_ops.index_trials import (
 from tests.backends._triton.triton_backends import bounds_of
 from tests.backends.built_in import forms
 
-GATHERING = {name: make for name, make in forms().items() if make().forms.prefill_keys is KeyForm.GATHERED}
+GATHERING = {name: make for name, make in forms().items() if make().capabilities.prefill_keys is KeyForm.GATHERED}
 PAIRS = [(0, 0), (3, 3), (12, 14), (13, 15), (4, None), (9, 9), (11, 11), (3, None), (16, None)]
 """Window and compressed layouts, by their numbers in LAYOUTS; None on window-only layers."""
 FILLED = 7
@@ -272,5 +272,5 @@ def test_a_cut_prompt_of_v41_on_gathered_rows_equals_the_oracle(ratio: int) -> N
     problem = scenario.problem(ReferenceBackend())
     problem = evolve(problem, limits=evolve(problem.limits, max_index_elements=width))
     with small_rounds(dense, fill):
-        for make in {make().forms.prefill_indices: make for make in GATHERING.values()}.values():
+        for make in {make().capabilities.prefill_indices: make for make in GATHERING.values()}.values():
             scenario.compare(*problem.run(make()))

@@ -281,7 +281,7 @@ def test_a_batch_of_nothing_clears_what_the_last_one_left() -> None:
     builder, batch = flash()
     full = builder.build_for(batch, list(LayerKind))
     lens = [full[LayerKind.SWA].swa.decode_swa_lens, full[LayerKind.SWA].swa.prefill_swa_lens]
-    entries = full[LayerKind.C4A].compressed
+    entries = full[LayerKind.CSA].compressed
     assert entries is not None
     lens.append(entries.compressed_lens)
     assert all(bool(t.any()) for t in lens)

@@ -61,7 +61,7 @@ def recorded_frames() -> Iterator[list[tuple[str, str]]]:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counted where kernels are interpreted")
-@pytest.mark.parametrize("kind", [LayerKind.C4A])
+@pytest.mark.parametrize("kind", [LayerKind.CSA])
 @pytest.mark.parametrize("backend", [GenericBackend(), Sm90Backend()], ids=lambda backend: backend.name)
 def test_a_prepared_decode_runs_few_frames_in_few_files(backend: TritonBackend, kind: LayerKind) -> None:
     engine = Engine(backend, ModelGeometry.preset("flash"), LIMITS, kind, DEVICE)

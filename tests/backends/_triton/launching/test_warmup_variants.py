@@ -144,7 +144,7 @@ ODD = (
 @pytest.mark.parametrize("name", forms())
 def test_g18_slices_of_any_dims_are_foreseen(name: str, geometry: ModelGeometry) -> None:
     for seed, (cache, dtype) in enumerate((factories.layouts(geometry)[one], BF16) for one in ("ocp", "bf16")):
-        for kind in (LayerKind.SWA, LayerKind.C4A):
+        for kind in (LayerKind.SWA, LayerKind.CSA):
             on = engine(name, cache, dtype, kind, geometry)
             asked, known = on.sweep(4, seed), foreseen(on.backend, on.bounds())
 
@@ -184,7 +184,7 @@ def test_g18_plain_pages_with_gaps_are_foreseen_on_hopper() -> None:
     ids=["rows", "matrices"],
 )
 def test_g18_what_breaks_a_promise_is_not_foreseen(promise: dict[str, Any], kernel: str) -> None:
-    on = engine("triton", *LAYOUTS["fp8"], LayerKind.C4A)
+    on = engine("triton", *LAYOUTS["fp8"], LayerKind.CSA)
     asked, known = on.sweep(6, 0), foreseen(on.backend, evolve(on.bounds(), **promise))
 
     assert known < foreseen(on.backend, on.bounds())

@@ -326,7 +326,7 @@ def test_promises_of_alignment_only_take_forms_away() -> None:
             assert some < set(forms.variants(*sizes, delayed=delayed, aligned=False))
 
 
-# plants
+# mutants
 
 
 def transposed(call: Call) -> None:

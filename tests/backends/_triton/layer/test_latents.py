@@ -238,7 +238,7 @@ def test_warm_up_foresees_every_form_that_is_launched(aligned: bool) -> None:
             assert set(seen) <= promised
 
 
-# plants
+# mutants
 
 
 def one_place_off(step: Step) -> None:

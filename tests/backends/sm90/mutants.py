@@ -18,7 +18,7 @@ from dsv4attn.backends.sm90 import (
     launch,
     small_decode,
 )
-from tests.backends.sm90 import kernels_walk
+from tests.backends.sm90 import kernels_schedule_walk
 
 __all__ = ["plant", "planted"]
 
@@ -28,7 +28,9 @@ _SCHEDULE = kernels_schedule.__name__
 def planted(folder: Path, old: str, new: str) -> ModuleType:
     """The walk of tests, over a schedule of whose source one piece of text is another."""
     name = _changed(folder, kernels_schedule, old, new).__name__
-    return _imported(folder / f"walk_{folder.name}.py", inspect.getsource(kernels_walk).replace(_SCHEDULE, name))
+    return _imported(
+        folder / f"walk_{folder.name}.py", inspect.getsource(kernels_schedule_walk).replace(_SCHEDULE, name)
+    )
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:

@@ -116,7 +116,7 @@ def test_g18_every_launch_within_the_bounds_is_foreseen(kind: LayerKind, layout:
 @each_form
 def test_where_everything_is_the_room_s_own_no_shared_form_is_compiled(form: str) -> None:
     backend = Sm90Backend(prefill=form, small="gluon")
-    bounds = evolve(engine(LayerKind.C4A).bounds(), aligned=True, aligned_rows=True)
+    bounds = evolve(engine(LayerKind.CSA).bounds(), aligned=True, aligned_rows=True)
     variants = [*backend.kernel_variants(bounds, DeviceFacts.named("sm_90"))]
     names, forms = [one.name for one in variants], 2 if form == "gathered" else 1
 
@@ -143,7 +143,7 @@ def test_rows_are_the_room_s_own_even_where_pages_are_not() -> None:
 
 
 def test_where_alignment_is_not_promised_shared_forms_are_foreseen_too() -> None:
-    bounds = evolve(engine(LayerKind.C4A).bounds(), aligned=False)
+    bounds = evolve(engine(LayerKind.CSA).bounds(), aligned=False)
 
     assert kernels_by_keys(bounds) == {"*u8": {False, True}, "*bf16": {False, True}}
 

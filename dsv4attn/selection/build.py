@@ -23,7 +23,7 @@ from dsv4attn.errors import (
     UnknownNameError,
     did_you_mean,
 )
-from dsv4attn.plugins import STRANGE, first_line
+from dsv4attn.plugins import PLUGIN_ERRORS, first_line
 from dsv4attn.selection.decision import install_cure
 
 __all__ = ["build", "build_for", "check_options", "configured", "conflict_of"]
@@ -114,7 +114,7 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
         _check_made(info, made)
     except (Dsv4AttnError, KeyboardInterrupt):
         raise
-    except STRANGE as error:
+    except PLUGIN_ERRORS as error:
         if options and isinstance(error, (TypeError, ValueError)):
             actual = f"{dict(options)} ({first_line(error)})"
             raise ArgumentError(f"options of backend {info.name}", expected="values it takes", actual=actual) from error
@@ -158,7 +158,7 @@ def _importable(name: str) -> bool:
         importlib.import_module(name)
     except KeyboardInterrupt:
         raise
-    except STRANGE as error:
+    except PLUGIN_ERRORS as error:
         return not (isinstance(error, ModuleNotFoundError) and error.name == name)
     return True
 
@@ -168,8 +168,8 @@ def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - the res
     lacks = [name for name in _MEMBERS if not hasattr(made, name)]
     if lacks:
         raise _broken(info, f"it made {type(made).__name__}, which lacks {', '.join(lacks)}")
-    if not isinstance(made.forms, Capabilities):
-        raise _broken(info, f"it made {type(made).__name__}, whose forms are {type(made.forms).__name__}")
+    if not isinstance(made.capabilities, Capabilities):
+        raise _broken(info, f"it made {type(made).__name__}, whose capabilities are {type(made.capabilities).__name__}")
     from dsv4attn.core.contract.layer_ops import LayerOps
 
     ops = complete(made).layer_ops
@@ -188,7 +188,7 @@ def _broken(info: BackendInfo, why: str) -> BrokenBackendError:
 _MEMBERS = (
     "decode",
     "dequantize_and_gather_k_cache",
-    "forms",
+    "capabilities",
     "inv_rope_o_proj",
     "name",
     "prefill",

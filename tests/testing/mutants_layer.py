@@ -1,4 +1,4 @@
-"""Layer steps with one thing wrong each: more plants for the kit."""
+"""Layer steps with one thing wrong each: more mutants for the kit."""
 
 from __future__ import annotations
 

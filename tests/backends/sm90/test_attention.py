@@ -33,7 +33,7 @@ from tests.backends._triton.attention.attention_trials import (
 )
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import run
-from tests.backends.sm90.planting import plant
+from tests.backends.sm90.mutants import plant
 
 BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 200), tokens=3, heads=8)
 ROW = Trial(layouts=(BF16_ROWS,), pages=(1,), widths=(200,), tokens=3, heads=8)

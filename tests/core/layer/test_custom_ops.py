@@ -51,7 +51,7 @@ def test_a_module_around_the_layer_compiles_with_fullgraph(kind: LayerKind) -> N
 
 
 def test_the_custom_ops_pass_torchs_own_checks() -> None:
-    case = bound_layer(LayerKind.C4A)
+    case = bound_layer(LayerKind.CSA)
     layer, caches = case.layer, case.layer.caches
     assert caches is not None
     assert caches.compressed is not None
@@ -171,7 +171,7 @@ SEEN = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", CLEARED)
 @pytest.mark.parametrize("by", SEEN)
 def test_tracers_modes_and_profilers_see_both_ops(by: str) -> None:
-    case = bound_layer(LayerKind.C4A)
+    case = bound_layer(LayerKind.CSA)
 
     def step(q: Tensor, kv: Tensor, positions: Tensor, out: Tensor) -> Tensor:
         case.layer.fused_qnorm_rope_kv_insert(q, kv, positions)
@@ -189,7 +189,7 @@ def test_tracers_modes_and_profilers_see_both_ops(by: str) -> None:
 def test_only_calls_with_tensors_of_other_classes_are_ops_in_eager_mode(
     which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, ops = bound_layer(LayerKind.C4A), list[str]()
+    case, ops = bound_layer(LayerKind.CSA), list[str]()
     for name in ("_op_insert", "_op_forward"):
         monkeypatch.setattr(layer_module, name, lambda *_, name=name: ops.append(name))
     given = {"q": case.q.clone(), "kv": case.kv, "positions": case.positions, "out": torch.empty_like(case.q)}

@@ -1,4 +1,4 @@
-"""Backends that serve some sizes in part, or read a tensor by strides that they assume: more plants for the kit."""
+"""Backends that serve some sizes in part, or read a tensor by strides that they assume: more mutants for the kit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Entr
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.core.torch_ops import rank_ops
-from tests.testing.plants import attend
+from tests.testing.mutants import attend
 
 
 def dense(tensor: Tensor) -> Tensor:

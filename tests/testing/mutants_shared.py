@@ -1,4 +1,4 @@
-"""Backends that share too much between layers, cut numbers to fewer bits, or know no running maximum: more plants."""
+"""Backends that share too much between layers, cut numbers to fewer bits, or know no running maximum: more mutants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
 from dsv4attn.core.contract.backend import AttentionCall, Phase, Run
 from dsv4attn.core.contract.index_ops import IndexStep
 from dsv4attn.core.torch_ops import index_ops as indices
-from tests.testing.plants import attend, int32_offsets
+from tests.testing.mutants import attend, int32_offsets
 
 
 class FirstLayers(ReferenceBackend):

@@ -99,7 +99,7 @@ def stride_is_width(rows: DenseIndices) -> DenseIndices:
 
 
 def zero_keys(call: AttentionCall) -> None:
-    """An absent lane within the length counts as a key of zeros, whose logit is 0."""
+    """An absent column within the length counts as a key of zeros, whose logit is 0."""
     segments = [call.keys] if isinstance(call.keys, GatheredKeys) else call.keys
     count = torch.zeros_like(call.q[:, 0, 0], dtype=torch.float32)
     for segment in segments:
@@ -180,7 +180,7 @@ def with_top(change: Callable[[AttentionCall, Tensor], Tensor]) -> Callable[[Att
 
 
 def top_with_absent(call: AttentionCall, top: Tensor) -> Tensor:
-    """Absent lanes have the logit 0, but for rows that have nothing else."""
+    """Absent columns have the logit 0, but for rows that have nothing else."""
     return top.where(top == -torch.inf, top.clamp(min=0))
 
 
@@ -204,7 +204,7 @@ def mean_of_nothing(call: AttentionCall) -> None:
 
 
 def reads_slot_zero(call: AttentionCall) -> None:
-    """Absent lanes are read from slot 0 and given the weight 0, and 0 * NaN is NaN."""
+    """Absent columns are read from slot 0 and given the weight 0, and 0 * NaN is NaN."""
     attend(call)
     for segment in () if isinstance(call.keys, GatheredKeys) else call.keys:
         if segment.cache.capacity:

@@ -77,13 +77,13 @@ def test_prefill_may_choose_unless_told() -> None:
     }
     paged = Capabilities(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     gathered = evolve(paged, prefill_keys=KeyForm.GATHERED, prefill_pages=True)
-    assert load_backend("sm90").forms == load_backend("sm90", prefill="gathered").forms == gathered
-    assert load_backend("sm90", prefill="paged").forms == paged
-    assert load_backend("sm90", deterministic=True).forms == paged
+    assert load_backend("sm90").capabilities == load_backend("sm90", prefill="gathered").capabilities == gathered
+    assert load_backend("sm90", prefill="paged").capabilities == paged
+    assert load_backend("sm90", deterministic=True).capabilities == paged
 
 
 def test_layers_of_the_shared_kernel_stay_on_pages() -> None:
-    long, layer = [(65536, 4096)], FLASH.layer_of_kind(LayerKind.C4A)
+    long, layer = [(65536, 4096)], FLASH.layer_of_kind(LayerKind.CSA)
 
     assert not Sm90Backend().prefers_pages(layer, long, 70000)
     assert Sm90Backend().prefers_pages(evolve(layer, num_heads=192), long, 70000)
@@ -98,10 +98,10 @@ def test_only_gathered_keys_take_workspace(kind: LayerKind) -> None:
         for form in ("paged", "gathered")
     ]
     entries = 0 if kind is LayerKind.SWA else 65536 // layer.compress_ratio
-    paged, gathered = (plan.lanes["prefill"] for plan in plans)
+    paged, gathered = (plan.arenas["prefill"] for plan in plans)
 
     assert 0 <= gathered - paged - (entries + layer.window - 1 + 4096) * 1024 < 4096
-    assert plans[0].lanes["decode"] == plans[1].lanes["decode"]
+    assert plans[0].arenas["decode"] == plans[1].arenas["decode"]
 
 
 CODES = CacheFacts("v41_fp8", arrangement="interleaved", group_size=32)

@@ -22,8 +22,8 @@ from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, TileSizes,
 from dsv4attn.core.contract.backend import AttentionOptions, Phase
 from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends.sm90.calls import Result, planned, run
-from tests.backends.sm90.planting import plant
-from tests.backends.sm90.test_kernels import BASE, CODED, PARTS, WITHIN
+from tests.backends.sm90.mutants import plant
+from tests.backends.sm90.test_attention import BASE, CODED, PARTS, WITHIN
 
 MEASURED = Path(__file__).parents[2] / "fixtures" / "tiles_h200.txt"
 UNITS = 132

@@ -1,4 +1,4 @@
-"""Backends that are right alone and wrong where ranks share the compressed entries: more plants."""
+"""Backends that are right alone and wrong where ranks share the compressed entries: more mutants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.core.torch_ops.rank_ops import build_owned_slot_mapping
-from tests.testing.plants import attend
+from tests.testing.mutants import attend
 
 
 def no_sink_is_zero(call: AttentionCall) -> None:

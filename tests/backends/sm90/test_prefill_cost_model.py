@@ -90,7 +90,7 @@ def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, page
     return found
 
 
-@pytest.mark.parametrize("kind", [LayerKind.C4A, LayerKind.SWA] if INTERPRETED else list(LayerKind))
+@pytest.mark.parametrize("kind", [LayerKind.CSA, LayerKind.SWA] if INTERPRETED else list(LayerKind))
 def test_each_chunk_has_the_result_of_its_road(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a workspace that is locked at the plan of rows."""
     paged, gathered = (outputs(form, kind, monkeypatch, [True]) for form in ("paged", "gathered"))
@@ -120,7 +120,7 @@ def test_core_asks_with_the_lengths_of_the_chunk(*, answer: bool, pair: bool, mo
     limits = evolve(LIMITS, max_index_elements=10 * 198)
     # nothing has to be computed for what is asked
     device = torch.device("meta") if INTERPRETED else DEVICE
-    on = Engine(backend, FLASH, limits, LayerKind.C4A, device)
+    on = Engine(backend, FLASH, limits, LayerKind.CSA, device)
     with launching_nothing():
         metadata = on.metadata(on.load([(500, 1), (260, 20), (10, 6)], Random(1)))
     seen, whole = list[ForwardCall](), ForwardCall.chunks
