@@ -172,7 +172,7 @@ def test_each_piece_takes_two_launches_and_a_smaller_workspace(
     torch.testing.assert_close(lse, total)
     assert plans[0] == plans[1][:3]
     made = [
-        plan_workspace(layer, Limits(4, 41, 256), one, FP8, ranks=3).lanes["ranks"]
+        plan_workspace(layer, Limits(4, 41, 256), one, FP8, ranks=3).arenas["ranks"]
         for one in (backend, ReferenceBackend())
     ]
     assert made[0] < made[1]
