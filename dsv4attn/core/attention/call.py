@@ -38,10 +38,10 @@ IndexRows: TypeAlias = DenseIndices | RaggedIndices
 """The slots, or rows, of the keys of each token of a call."""
 
 
-# no slots: construction of frozen classes with slots takes twice as long, and every `forward_mqa` makes a call
-@frozen(eq=False, slots=False)
+# not frozen: every `forward_mqa` makes a call, and a frozen class takes three times as long to make and to read
+@define(eq=False, slots=False)
 class ForwardCall:
-    """The arguments of one `forward_mqa`; `checks.check_forward_call` checks them.
+    """The arguments of one `forward_mqa`; `checks.check_forward_call` checks them. Nothing changes them afterwards.
 
     The arguments of `forward_mqa` have their names here. The other fields are:
 
