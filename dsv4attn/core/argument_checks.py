@@ -29,10 +29,10 @@ def check_count(argument: str, value: object, minimum: int) -> int:
     return number
 
 
-def check_type(argument: str, value: object, wanted: type, *, cure: str) -> None:
+def check_type(argument: str, value: object, expected_type: type, *, cure: str) -> None:
     """Raise ArgumentError, with a cure, unless a value has a type."""
-    if not isinstance(value, wanted):
-        raise ArgumentError(argument, expected=f"a {wanted.__name__}", actual=shown(value), hint=cure)
+    if not isinstance(value, expected_type):
+        raise ArgumentError(argument, expected=f"a {expected_type.__name__}", actual=shown(value), hint=cure)
 
 
 def shown(value: object) -> str:

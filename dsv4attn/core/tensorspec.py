@@ -82,8 +82,8 @@ def check_declared(instance: Any) -> None:  # noqa: ANN401 - any attrs instance
                 raise ArgumentError(name, expected="a count >= 0", actual=repr(value))
             letters[letter] = value
     device: torch.device | None = None
-    for name, given, metadata in fields:
-        value = given
+    for name, declared_value, metadata in fields:
+        value = declared_value
         shape, dtype, cpu, optional, none_without = metadata.get(_KEY, ("", None, False, True, ""))
         if dtype is None or (value is None and optional):
             continue
@@ -91,9 +91,9 @@ def check_declared(instance: Any) -> None:  # noqa: ANN401 - any attrs instance
             value = _nothing(shape, dtype, letters, None if cpu else device)
             object.__setattr__(instance, name.rpartition(".")[2], value)
         check_tensor(name, value, shape, dtype, letters)
-        wanted = torch.device("cpu") if cpu else device
-        if wanted is not None and value.device != wanted:
-            raise ArgumentError(name, expected=f"a tensor on {wanted}", actual=f"one on {value.device}")
+        required_device = torch.device("cpu") if cpu else device
+        if required_device is not None and value.device != required_device:
+            raise ArgumentError(name, expected=f"a tensor on {required_device}", actual=f"one on {value.device}")
         device = device if cpu else value.device
 
 
@@ -121,23 +121,23 @@ def check_tensor(
     rule of strides, for tensors that only torch reads. like: the name of a tensor of the same dtype, for the error.
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    before = letters.copy()
+    bound_letters = letters.copy()
     # the message is built in case of an error only: this runs in every call
     if isinstance(value, Tensor) and value.dtype in dtypes and _fits(value.shape, shape, letters):
         if not (any_strides or value.is_contiguous()):
             check_strides(written=(name,) if written else (), **{name: value})
         return
     used = {letter for letter, _ in _dims(shape)}
-    bound = ", ".join(f"{k}={v}" for k, v in before.items() if k in used)
-    wanted = f"[{', '.join(shape.split())}] {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
-    wanted += (f" like {like}" if like else "") + (f" with {bound}" if bound else "")
+    bound = ", ".join(f"{k}={v}" for k, v in bound_letters.items() if k in used)
+    declared = f"[{', '.join(shape.split())}] {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+    declared += (f" like {like}" if like else "") + (f" with {bound}" if bound else "")
     if not isinstance(value, Tensor):
-        raise ArgumentError(name, expected=f"a tensor {wanted}", actual=type(value).__name__)
+        raise ArgumentError(name, expected=f"a tensor {declared}", actual=type(value).__name__)
     actual = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     hint, argument = "", name.rpartition(".")[2]
     if value.dtype not in dtypes and dtypes[0].itemsize > 1:  # not for caches: their bytes cannot be converted
         hint = f"allocate {argument} as {dtypes[0]}" if written else f"pass {argument}.to({dtypes[0]})"
-    raise ArgumentError(name, expected=wanted, actual=actual, hint=hint)
+    raise ArgumentError(name, expected=declared, actual=actual, hint=hint)
 
 
 def check_strides(*, written: Container[str] = (), **tensors: Tensor | None) -> None:
@@ -188,15 +188,15 @@ def has_dense_rows(value: Tensor, *, written: bool = False) -> bool:
 
 def usable_device(device: torch.device | str) -> torch.device:
     """A device, if torch can make tensors on it here; otherwise ArgumentError."""
-    found = device_of(device)
+    usable = device_of(device)
     try:
-        torch.empty(0, dtype=torch.uint8, device=found)
+        torch.empty(0, dtype=torch.uint8, device=usable)
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ArgumentError(
             "device", expected="a device that torch can use here", actual=repr(device), hint=reason
         ) from error
-    return found
+    return usable
 
 
 @cache

@@ -86,8 +86,8 @@ class BlockTable:
 
     def missing(self, num_tokens: int) -> int:
         """Return how many blocks `ensure(num_tokens)` would take."""
-        wanted = -(-check_count("num_tokens", num_tokens, 0) // self.tokens_per_block)
-        return max(wanted - len(self.blocks), 0)
+        blocks_needed = -(-check_count("num_tokens", num_tokens, 0) // self.tokens_per_block)
+        return max(blocks_needed - len(self.blocks), 0)
 
     def ensure(self, num_tokens: int) -> None:
         """Grow until `num_tokens` tokens have a block, by all the blocks this takes or by none; never shrink."""

@@ -57,8 +57,8 @@ class CacheManager:
     it may write to it.
 
     geometry, limits: of the model, and of every batch. kv_layout: of window and compressed caches. compressed_layout:
-    of compressed caches, if another, such as `v41_fp4` beside `v41_fp8`. index_layout: of index keys; by default fp8
-    beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some groups ("window",
+    of compressed caches, if another, such as `v41_fp4` with a window in `v41_fp8`. index_layout: of index keys; by
+    default fp8 with `fp8_ds_mla`, and rows of the same dtype with rows. num_blocks: pages of some groups ("window",
     "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of `max_model_len` tokens.
     shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token of a sequence reads, so
     that it can be forked anywhere. attention_only: no index keys and no compressor states, for callers who make and
@@ -100,11 +100,11 @@ class CacheManager:
             if compressed_block_tokens % layer.compress_ratio:
                 expected = f"a multiple of ratio {layer.compress_ratio}"
                 raise ArgumentError("compressed_block_tokens", expected=expected, actual=compressed_block_tokens)
-        given = num_blocks or {}
-        for name in given:
+        num_blocks_of = num_blocks or {}
+        for name in num_blocks_of:
             if name not in self.tokens_per_block:
                 raise ArgumentError("num_blocks", expected=f"groups {[*self.tokens_per_block]}", actual=repr(name))
-        blocks = {name: given.get(name, self._enough(name)) for name in self.tokens_per_block}
+        blocks = {name: num_blocks_of.get(name, self._enough(name)) for name in self.tokens_per_block}
         self._pools = {name: BlockAllocator(n, shuffle_seed=shuffle_seed) for name, n in blocks.items()}
         self.caches: tuple[DeepseekV4Caches, ...] = ()
         index_layout = index_layout or _index_layout(geometry, kv_layout)
@@ -149,19 +149,19 @@ class CacheManager:
         if length > sequence.length:
             raise ArgumentError("length", expected=f"at most {sequence.length}, the tokens there are", actual=length)
         self._check_alive(sequence, length, next_token=False)
-        made = self.new()
+        fork = self.new()
         for name, first in self._fork_starts(sequence, length).items():
-            made.tables[name].skip_before(first)
-        self.reserve([(made, length)])
-        for name, table in made.tables.items():
+            fork.tables[name].skip_before(first)
+        self.reserve([(fork, length)])
+        for name, table in fork.tables.items():
             pairs = zip(sequence.tables[name].blocks, table.blocks, strict=False)
             # a page that the source gave back, and the fork has, holds no token before `length` that is read
             copied = [(source, target) for source, target in pairs if source >= 0 and target >= 0]
             source_ids, target_ids = (self._ids([pair[i] for pair in copied]) for i in (0, 1))
             for cache in self._of_group(name):
                 cache.tensor[target_ids] = cache.tensor[source_ids]
-        made.length = length
-        return made
+        fork.length = length
+        return fork
 
     def select(self, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> list[CachedSequence]:
         """The sequences with these numbers, such as the beams that a search goes on with.
@@ -170,9 +170,9 @@ class CacheManager:
         are freed. Raises ArgumentError for a sequence that is given twice, and OutOfPagesError, with nothing changed,
         if there are not enough pages for the forks.
         """
-        for name, given in (("sequences", sequences), ("rows", rows)):
-            if not isinstance(given, Sequence):
-                raise ArgumentError(name, expected="a list", actual=type(given).__name__)
+        for name, argument in (("sequences", sequences), ("rows", rows)):
+            if not isinstance(argument, Sequence):
+                raise ArgumentError(name, expected="a list", actual=type(argument).__name__)
         for i, sequence in enumerate(sequences):
             self._check(sequence)
             if any(sequence is other for other in sequences[:i]):
@@ -187,8 +187,8 @@ class CacheManager:
         unused = [sequence for row, sequence in enumerate(sequences) if row not in rows]
         for name, pool in self._pools.items():
             needed, freed = (
-                sum(self._fork_pages(each, name) for each in again),
-                sum(_held(each, name) for each in unused),
+                sum(self._fork_pages(sequence, name) for sequence in again),
+                sum(_held(sequence, name) for sequence in unused),
             )
             if needed > pool.num_free + freed:
                 have = f"{pool.num_free + freed} of {pool.num_blocks} are free or would be freed"
@@ -213,7 +213,7 @@ class CacheManager:
 
         Sequences with few tokens run as decodes if they come first. Pages are taken for all of them or, with
         OutOfPagesError, for none. Lengths stay as they are until `advance`, so that a step which fails can be built
-        again. padding: rows without a token behind the others.
+        again. padding: rows without a token after the others.
         """
         rows = count_tokens(requests) + check_count("padding", padding, 0)
         for what, actual, limit in (
@@ -267,8 +267,8 @@ class CacheManager:
     def positions(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Tensor:
         """[T] int64 position of each token of a step; 0 for padding."""
         self._check_requests(requests)
-        found = [p for sequence, count in requests for p in range(sequence.length, sequence.length + count)]
-        return torch.tensor([*found, *[0] * padding], dtype=torch.int64, device=self.device)
+        numbers = [p for sequence, count in requests for p in range(sequence.length, sequence.length + count)]
+        return torch.tensor([*numbers, *[0] * padding], dtype=torch.int64, device=self.device)
 
     def advance(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
         """Count the tokens of a step that has run, and give back pages that no later token reads."""
@@ -382,8 +382,8 @@ class CacheManager:
         def states(dim: int) -> PagedKVCache | None:
             if not layer.has_states:
                 return None
-            made = KVCacheLayout.compressor_state(2 * dim if layer.overlap else dim)
-            return PagedKVCache.allocate(made, blocks[group], per_block[group], device)
+            layout = KVCacheLayout.compressor_state(2 * dim if layer.overlap else dim)
+            return PagedKVCache.allocate(layout, blocks[group], per_block[group], device)
 
         if layer.kind is LayerKind.HCA:
             return DeepseekV4Caches(attention, states(layer.head_dim))
@@ -409,11 +409,11 @@ class CacheManager:
 
     def _needed(self, length: int) -> dict[str, int]:
         """For each group, the first token whose page a token at position `length` reads."""
-        found = {WINDOW: max(length - self.geometry.window + 1, 0), COMPRESSED: 0}
+        first_tokens = {WINDOW: max(length - self.geometry.window + 1, 0), COMPRESSED: 0}
         for layer in self._stateful:
             first = layer.first_state(length)
-            found[_states(layer)] = min(found.get(_states(layer), first), first)
-        return {name: first for name, first in found.items() if name in self.tokens_per_block}
+            first_tokens[_states(layer)] = min(first_tokens.get(_states(layer), first), first)
+        return {name: first for name, first in first_tokens.items() if name in self.tokens_per_block}
 
     def _release(self, sequence: CachedSequence) -> None:
         if not self.keep_windows:
@@ -444,7 +444,7 @@ def _held(sequence: CachedSequence, group: str) -> int:
 
 
 def _index_layout(geometry: ModelGeometry, layout: KVCacheLayout) -> KVCacheLayout:
-    """The layout of index keys beside a layout of keys."""
+    """The layout of index keys that goes with a layout of keys."""
     dim, rope = geometry.index_head_dim, geometry.rope_dim
     if not layout.is_quantised:
         return KVCacheLayout.rows(dim - rope, rope, dtype=layout.dtype)

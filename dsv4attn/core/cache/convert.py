@@ -32,14 +32,17 @@ def check_compatible(writer: KVCacheLayout | str, reader: KVCacheLayout | str) -
     writer, reader: layouts, or their fingerprints, as engines send them in a handshake. Records per page and the
     distance of pages are not part of a layout: both sides must agree on them separately.
     """
-    given, wanted = (one if isinstance(one, str) else one.fingerprint for one in (writer, reader))
-    if given == wanted:
+    written, expected = (layout if isinstance(layout, str) else layout.fingerprint for layout in (writer, reader))
+    if written == expected:
         return
-    mine, theirs = (text.split(":") for text in (given, wanted))
-    only = [", ".join(part for part in a if part not in b) for a, b in ((mine, theirs), (theirs, mine))]
-    actual = f"{given}: {only[0] or 'nothing'} instead of {only[1] or 'nothing'}"
+    written_fields, expected_fields = (text.split(":") for text in (written, expected))
+    only = [
+        ", ".join(part for part in a if part not in b)
+        for a, b in ((written_fields, expected_fields), (expected_fields, written_fields))
+    ]
+    actual = f"{written}: {only[0] or 'nothing'} instead of {only[1] or 'nothing'}"
     hint = "write the reader's layout, or move the keys with convert_cache"
-    raise LayoutMismatchError("cache", expected=f"layout {wanted}", actual=actual, hint=hint)
+    raise LayoutMismatchError("cache", expected=f"layout {expected}", actual=actual, hint=hint)
 
 
 @without_modes
@@ -97,16 +100,16 @@ def _converted(source: PagedKVCache, layout: KVCacheLayout, slots: Tensor) -> di
     if not mine.is_quantised:
         return {"row": _rows(source.region("row")[place], layout, slots)}
     names = ("nope", "rope", "scale") if mine.plain_dims else ("nope", "scale")
-    found = {name: source.region(name)[place] for name in names}
+    fields = {name: source.region(name)[place] for name in names}
     if not layout.is_quantised:
-        values = _dequantised(found["nope"], found["scale"], mine)
+        values = _dequantised(fields["nope"], fields["scale"], mine)
         _check_exact(~values.isinf().any(-1), layout, slots)  # no code is infinite: it is beyond fp32
         if mine.plain_dims:
-            values = torch.cat([values, found["rope"].float()], dim=-1)
+            values = torch.cat([values, fields["rope"].float()], dim=-1)
         return {"row": _rows(values, layout, slots)}
     if mine.fp8_format is not layout.fp8_format:
-        found["nope"], found["scale"] = _recoded(found["nope"], found["scale"], mine, layout, slots)
-    return found
+        fields["nope"], fields["scale"] = _recoded(fields["nope"], fields["scale"], mine, layout, slots)
+    return fields
 
 
 def _rows(values: Tensor, layout: KVCacheLayout, slots: Tensor) -> Tensor:
@@ -163,10 +166,10 @@ def _recoded(
 
 @cache
 def _codes(source: Fp8Format, target: Fp8Format, shift: int) -> Tensor:
-    """[256] int16: by source code, the target code that means 2^-shift of it; -1 where there is none."""
-    wanted = torch.arange(256, dtype=torch.uint8, device="cpu").view(source.dtype).float() * 2.0**-shift
-    nearest = wanted.to(target.dtype)
-    exact = (nearest.float() == wanted) | wanted.isnan()
+    """[256] int16: by source code, the target code whose value is 2^-shift times as large; -1 where there is none."""
+    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(source.dtype).float() * 2.0**-shift
+    nearest = values.to(target.dtype)
+    exact = (nearest.float() == values) | values.isnan()
     return nearest.view(torch.uint8).short().masked_fill(~exact, -1)
 
 

@@ -40,7 +40,7 @@ class LayerCaches:
 
     @cached_property
     def signature(self) -> tuple[object, ...]:
-        """Of both caches: the signature of the tensor, the layout's fingerprint and the page size.
+        """For both caches: the signature of the tensor, the fingerprint of the layout and the page size.
 
         Equal signatures are one object, so that a key can name it by identity.
         """
@@ -77,9 +77,9 @@ class DeepseekV4Caches:
     @property
     def present(self) -> dict[str, PagedKVCache]:
         """Every cache that there is, by name."""
-        found = {"swa": self.attention.swa, "compressed": self.attention.compressed, "state": self.state}
-        found |= {"index": self.index, "index_state": self.index_state}
-        return {name: cache for name, cache in found.items() if cache is not None}
+        caches = {"swa": self.attention.swa, "compressed": self.attention.compressed, "state": self.state}
+        caches |= {"index": self.index, "index_state": self.index_state}
+        return {name: cache for name, cache in caches.items() if cache is not None}
 
 
 def caches_of(caches: LayerCaches | None, swa: Tensor | None, compressed: Tensor | None = None) -> LayerCaches | None:
@@ -90,8 +90,11 @@ def caches_of(caches: LayerCaches | None, swa: Tensor | None, compressed: Tensor
     """
     if caches is None:
         return None
-    own, other = _on(caches.swa, swa), None if caches.compressed is None else _on(caches.compressed, compressed)
-    return caches if own is caches.swa and other is caches.compressed else LayerCaches(own, other)
+    window_cache = _on(caches.swa, swa)
+    compressed_cache = None if caches.compressed is None else _on(caches.compressed, compressed)
+    if window_cache is caches.swa and compressed_cache is caches.compressed:
+        return caches
+    return LayerCaches(window_cache, compressed_cache)
 
 
 def all_caches_of(
@@ -105,11 +108,11 @@ def all_caches_of(
     """`caches_of` for all caches of a layer."""
     attention = caches_of(caches.attention, swa, compressed)
     assert attention is not None
-    given = (caches.state, state), (caches.index, index), (caches.index_state, index_state)
-    made = [None if cache is None else _on(cache, tensor) for cache, tensor in given]
-    if attention is caches.attention and all(new is old for new, (old, _) in zip(made, given, strict=True)):
+    pairs = (caches.state, state), (caches.index, index), (caches.index_state, index_state)
+    replaced = [None if cache is None else _on(cache, tensor) for cache, tensor in pairs]
+    if attention is caches.attention and all(new is old for new, (old, _) in zip(replaced, pairs, strict=True)):
         return caches
-    return DeepseekV4Caches(attention, *made)
+    return DeepseekV4Caches(attention, *replaced)
 
 
 def op_tensor(cache: PagedKVCache | None) -> Tensor | None:

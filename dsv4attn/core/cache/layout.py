@@ -113,7 +113,7 @@ class PagedKVCache:
         # the shape names bytes that the regions do not follow, so it must mean the same contiguous page
         packed = (layout.record_bytes, 1)[3 - tensor.ndim :]
         inner = zip(tensor.shape[1:], tensor.stride()[1:], packed, strict=True)
-        if tensor.numel() and any(n > 1 and stride != wanted for n, stride, wanted in inner):
+        if tensor.numel() and any(n > 1 and stride != packed_stride for n, stride, packed_stride in inner):
             raise ArgumentError("cache tensor", expected=f"pages with strides {packed}", actual=tensor.stride()[1:])
         if tensor.ndim == 2 and self.num_blocks and tensor.shape[1] < page:
             raise ArgumentError("cache tensor", expected=f"at least {page} bytes in a page", actual=tensor.shape[1])

@@ -62,8 +62,8 @@ class Ownership:
 
     def local_numbers(self, entries: Tensor) -> Tensor:
         """Numbers of this rank for entry numbers of any shape; -1 for entries of other ranks, and for -1."""
-        own = (entries >= 0) & (self.owner(entries) == self.rank)
-        return self.local(entries).masked_fill_(~own, -1)
+        is_own = (entries >= 0) & (self.owner(entries) == self.rank)
+        return self.local(entries).masked_fill_(~is_own, -1)
 
     def check_page(self, records: int, what: str) -> None:
         """Raise ArgumentError unless whole runs fill a page, so that a page is the same tokens on every rank."""

@@ -47,7 +47,7 @@ class Fp8Format(str, Enum):
 class Arrangement(str, Enum):
     """The place of the scales of a quantised record.
 
-    SPLIT: all token data of the page first, then all scales. INTERLEAVED: each token's scales directly behind its data.
+    SPLIT: all token data of the page first, then all scales. INTERLEAVED: each token's scales directly after its data.
     """
 
     SPLIT = "split"
@@ -180,7 +180,7 @@ class KVCacheLayout:
     ) -> KVCacheLayout:
         """Layout of V4.1's 288-byte record: e2m1 codes of all dims, groups of 16 under a scale in e4m3fn.
 
-        For compressed caches only. FlashMLA and vLLM put a window of `v41_fp8` with the same arrangement beside it. The
+        For compressed caches only. FlashMLA and vLLM put a window of `v41_fp8` of the same arrangement next to it. The
         backends here read each cache by its own layout, so another arrangement or record of the window works too.
         arrangement: as in `v41_fp8`; pages of SPLIT are aligned to 256 bytes.
         """
@@ -192,7 +192,7 @@ class KVCacheLayout:
         quantised = torch.uint8, None, _E2M1_MAX, 16, arrangement, alignment
         return cls("v41_fp4", nope_dim, rope_dim, *quantised, torch.float8_e4m3fn, 1)
 
-    def beside(self, other: KVCacheLayout) -> KVCacheLayout:
+    def page_aligned_with(self, other: KVCacheLayout) -> KVCacheLayout:
         """This layout with pages that are whole multiples of the other's alignment too.
 
         For caches that take pages of one block of memory: V4.1's interleaved pages are then whole records of either.
@@ -370,11 +370,15 @@ def check_layout(actual: KVCacheLayout, expected: KVCacheLayout, argument: str) 
     """Raise `LayoutMismatchError` naming every differing field unless both mean the same bytes."""
     if actual.fingerprint == expected.fingerprint:
         return
-    mine, theirs = asdict(expected), asdict(actual)
+    expected_fields, actual_fields = asdict(expected), asdict(actual)
     ignored = {"fp8_max", "page_alignment", "scale_floor", "rounds_to_fp4"}
-    fields = ", ".join(f"{k}={theirs[k]!r} not {mine[k]!r}" for k in mine if mine[k] != theirs[k] and k not in ignored)
+    fields = ", ".join(
+        f"{k}={actual_fields[k]!r} not {expected_fields[k]!r}"
+        for k in expected_fields
+        if expected_fields[k] != actual_fields[k] and k not in ignored
+    )
     alike = actual.record_bytes == expected.record_bytes
     same = " (the records are equally long, but mean different things)" if alike else ""
-    wanted, found = f"layout {expected.fingerprint}", f"{actual.fingerprint}{same}: {fields}"
+    shown_expected, shown_actual = f"layout {expected.fingerprint}", f"{actual.fingerprint}{same}: {fields}"
     hint = "allocate and write the cache with the layout its reader expects"
-    raise LayoutMismatchError(argument, expected=wanted, actual=found, hint=hint)
+    raise LayoutMismatchError(argument, expected=shown_expected, actual=shown_actual, hint=hint)

@@ -118,7 +118,7 @@ class ChunkRows:
     seq_lens: [n] int32 - tokens of each request after the step.
     gather_lens: [n] int32 - trailing tokens of each request that its queries see through the window.
     query_start_loc: [n + 1] int32 - where the query tokens of each request begin, from any base.
-    tail: None; or the chunk is a part of one request's query tokens, and `tail` of them come behind it. The request
+    tail: None; or the chunk is a part of one request's query tokens, and `tail` of them come after it. The request
        then ends that much earlier, has t query tokens, and gathers gather_lens - tail window records, at least 0 and
        at most t + window - 1.
     visible_lens: [t] int32 - entries that each token sees; None on window-only layers.

@@ -53,7 +53,7 @@ PAGE_TOKENS = 256
 PIECE_BYTES = 16 * 2**20
 """Most bytes that a rank receives in one exchange, unless one token needs more. Two are under way at a time."""
 PART_TOKENS = 512
-"""Least tokens of a prefill chunk that is cut off, so that its exchange runs beside the next chunk's attention."""
+"""Least tokens of a prefill chunk that is cut off, so that its exchange overlaps the attention of the next chunk."""
 MOST_SHARES = 4
 """Most pieces of a rank's share of a prefill."""
 _FP32 = torch.float32
@@ -86,7 +86,7 @@ def piece_bytes(rows: int, heads: int, dim: int, element_bytes: int) -> tuple[in
 
 
 def share_pieces(tokens: int) -> int:
-    """In how many pieces a rank attends to its share of a prefill: rows of each are sent beside the next."""
+    """Number of pieces a rank splits its prefill share into, so that sending one overlaps computing the next."""
     return min(max(tokens // PART_TOKENS, 1), MOST_SHARES, tokens)
 
 
@@ -133,7 +133,7 @@ def merge_bytes(
 
 
 def selection_transient_bytes(ranks: int, layer: LayerGeometry, max_tokens: int) -> int:
-    """Temporaries of a selection over ranks beside those of a tile: candidates of all ranks for the tokens of a piece.
+    """Temporaries of a selection over ranks, without those of a tile: all ranks' candidates for the tokens of a piece.
 
     0 on layers that select nothing.
     """
@@ -149,8 +149,8 @@ def keys_are_less(ranks: int, tokens: int, heads: int, entries: int, *, divides_
     tokens: of prefill. heads: of a rank. entries: places of all ranks' entries that are sent. A quantised entry is half
     of such a row, which is left out: gathered keys are written once more, too.
     """
-    parts, own = (2 * tokens * heads, 0) if divides_heads else (tokens * heads, -(-tokens // ranks) * heads)
-    return ranks > 1 and entries // ranks + own < parts
+    parts, own_share_rows = (2 * tokens * heads, 0) if divides_heads else (tokens * heads, -(-tokens // ranks) * heads)
+    return ranks > 1 and entries // ranks + own_share_rows < parts
 
 
 def key_tokens(ranks: int, max_model_len: int) -> int:

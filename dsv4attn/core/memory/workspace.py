@@ -61,7 +61,7 @@ class _Place:
 
 @lru_cache(maxsize=1024)  # requests repeat in every layer of every step
 def _arranged(specs: tuple[BufferSpec, ...], guard: int) -> tuple[int, tuple[_Place, ...]]:
-    """Bytes needed for all requests together, and the place of each. guard: unused bytes behind every view."""
+    """Bytes needed for all requests together, and the place of each. guard: unused bytes after every view."""
     places, start = [], 0
     for shape, dtype in specs:
         if any(n < 0 for n in shape):
@@ -107,7 +107,7 @@ class Holder(Protocol):
 class WorkspaceManager:
     """Views into reusable scratch memory.
 
-    device: where the memory lives. debug: put a canary behind every view and fill views with 0xFF (NaN in every
+    device: where the memory lives. debug: put a canary after every view and fill views with 0xFF (NaN in every
     float type used here) in each request; `check_canaries` then names the view that was overrun.
 
     A copy, also a pickled one, has as much memory in each arena, of its own.
@@ -125,8 +125,8 @@ class WorkspaceManager:
 
     def __getstate__(self) -> dict[str, object]:
         """What a copy has: sizes of arenas, and no memory, views or holders of this manager."""
-        own = ("_buffers", "_typed", "_made", "_holders", "_canaries")
-        kept = {name: value for name, value in vars(self).items() if name not in own}
+        not_copied = ("_buffers", "_typed", "_made", "_holders", "_canaries")
+        kept = {name: value for name, value in vars(self).items() if name not in not_copied}
         return {**kept, "sizes": {arena: buffer.numel() for arena, buffer in self._buffers.items()}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -190,17 +190,17 @@ class WorkspaceManager:
             else:
                 self._canaries.pop(arena, None)
             return [self._view(place, arena) for place in places]
-        made, key = self._made.get(arena, {}), (specs, torch.is_inference_mode_enabled())
+        views_of, key = self._made.get(arena, {}), (specs, torch.is_inference_mode_enabled())
         try:
-            views = made.get(key)
+            views = views_of.get(key)
         except TypeError:  # shapes may be lists, which have no hash
             return self.get_simultaneous(*_hashable(specs), arena=arena, caller=caller)
         if views is None:
             places = self._fit(specs, arena, caller)
-            made = self._made.setdefault(arena, {})
-            if len(made) >= _MOST_MADE:
-                made.clear()
-            views = made[key] = tuple(self._view(place, arena) for place in places)
+            views_of = self._made.setdefault(arena, {})
+            if len(views_of) >= _MOST_MADE:
+                views_of.clear()
+            views = views_of[key] = tuple(self._view(place, arena) for place in places)
         return [*views]
 
     @property
@@ -232,7 +232,8 @@ class WorkspaceManager:
     def _view(self, place: _Place, arena: str) -> Tensor:
         if place.start == place.end:
             return torch.empty(place.shape, dtype=place.dtype, device=self.device)
-        # a view made in inference mode is not for use outside of it; of one made outside, views take twice as long
+        # a view that was made in inference mode cannot be used outside that mode;
+        # views of a view that was made outside take twice as long
         key, typed = (place.dtype, torch.is_inference_mode_enabled()), self._typed[arena]
         base = typed.get(key)
         if base is None:
@@ -240,7 +241,7 @@ class WorkspaceManager:
         return base.as_strided(place.shape, place.strides, base.storage_offset() + place.first)
 
     def _guard(self, places: Sequence[_Place], arena: str, caller: str) -> None:
-        """Fill views with NaN, and the bytes behind them with canaries."""
+        """Fill views with NaN, and the bytes after them with canaries."""
         canaries = self._canaries[arena] = []
         for place in places:
             if place.start < place.end:
@@ -250,12 +251,12 @@ class WorkspaceManager:
                 canaries.append((place.end, guarded, f"{list(place.shape)} {place.dtype} of {caller}"))
 
     def check_canaries(self, arena: str | None = None) -> None:
-        """Raise CanaryError if bytes behind a view changed since its request. Does nothing outside debug."""
+        """Raise CanaryError if bytes after a view changed since its request. Does nothing outside debug."""
         for name, canaries in self._canaries.items():
             if arena in (None, name):
                 for start, end, owner in canaries:
                     if not bool((self._buffers[name][start:end] == _CANARY).all()):
-                        raise CanaryError(f"workspace arena {name!r}: bytes behind {owner} were overwritten")
+                        raise CanaryError(f"workspace arena {name!r}: bytes after {owner} were overwritten")
 
     def _ensure(self, size: int, arena: str, caller: str) -> None:
         has = self.size(arena)

@@ -274,13 +274,13 @@ class MetadataBuilder:
         A kind that has one ratio is a key too. full_width: see `build_compressed`.
         """
         layers = self.geometry.distinct_layers
-        made = self._build(batch, layers, full_width)
-        found: dict[LayerKey, AttentionMetadata] = {}
-        for layer, metadata in zip(layers, made, strict=True):
-            found[layer.key] = metadata
+        in_order = self._build(batch, layers, full_width)
+        by_name: dict[LayerKey, AttentionMetadata] = {}
+        for layer, metadata in zip(layers, in_order, strict=True):
+            by_name[layer.key] = metadata
             if sum(other.kind is layer.kind for other in layers) == 1:
-                found[layer.kind] = metadata
-        return found
+                by_name[layer.kind] = metadata
+        return by_name
 
     def _build(
         self,
@@ -296,12 +296,12 @@ class MetadataBuilder:
             self._checked_entries(batch, layer.kind, layer.compress_ratio)
             self._checked_states(batch, layer)
         swa = self.build(batch)
-        made = {layer.key: AttentionMetadata(swa) for layer in layers}
+        by_key = {layer.key: AttentionMetadata(swa) for layer in layers}
         for kind, ratio in (layer.key for layer in compressed):
             part = self.build_compressed(batch, swa, kind, compress_ratio=ratio, full_width=full_width)
-            made[kind, ratio].compressed = part
-            made[kind, ratio].state = self.build_state(batch, swa, kind, compress_ratio=ratio)
-        return [made[layer.key] for layer in layers]
+            by_key[kind, ratio].compressed = part
+            by_key[kind, ratio].state = self.build_state(batch, swa, kind, compress_ratio=ratio)
+        return [by_key[layer.key] for layer in layers]
 
     def build_state(
         self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, *, compress_ratio: int | None = None

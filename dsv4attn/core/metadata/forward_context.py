@@ -39,18 +39,18 @@ class ForwardContext:
         """Metadata of one layer, None in a warm-up. `prefix` is not looked up for window-only layers."""
         if self.attn_metadata is None:
             return None
-        found: Mapping[Any, Any] = self.attn_metadata
-        swa, compressed = found.get(swa_prefix), kind is not LayerKind.SWA
+        entries: Mapping[Any, Any] = self.attn_metadata
+        swa, compressed = entries.get(swa_prefix), kind is not LayerKind.SWA
         if swa is None:
-            both = found.get(kind) or found.get((kind, compress_ratio))
+            both = entries.get(kind) or entries.get((kind, compress_ratio))
             if isinstance(both, AttentionMetadata):
                 return both
-        part = found.get(prefix) if compressed else None
+        part = entries.get(prefix) if compressed else None
         if not isinstance(swa, DeepseekSparseSWAMetadata):
-            raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, found, kind))
+            raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, entries, kind))
         if compressed and not isinstance(part, FlashMLASparseMetadata):
-            raise NoForwardContextError(_missing(prefix, FlashMLASparseMetadata, part, found, kind))
-        state = found.get(f"{prefix}.state") if compressed else None
+            raise NoForwardContextError(_missing(prefix, FlashMLASparseMetadata, part, entries, kind))
+        state = entries.get(f"{prefix}.state") if compressed else None
         return AttentionMetadata(
             swa,
             part if isinstance(part, FlashMLASparseMetadata) else None,
@@ -58,13 +58,13 @@ class ForwardContext:
         )
 
 
-def _missing(key: str, wanted: type, found: object, metadata: Mapping[Any, Any], kind: LayerKind) -> str:
+def _missing(key: str, expected_type: type, entry: object, metadata: Mapping[Any, Any], kind: LayerKind) -> str:
     keys = ", ".join(sorted({_name(key) for key in metadata})) or "none"
     if any(isinstance(key, (LayerKind, tuple)) for key in metadata):
         cure = "name every kind of layer that runs in this step in build_for, or call build_all"
         return f"attn_metadata: expected metadata of {kind.value} layers, got metadata of: {keys} -> {cure}"
-    got = "nothing" if found is None else type(found).__name__
-    return f"attn_metadata[{key!r}]: expected {wanted.__name__}, got {got} (keys: {keys})"
+    got = "nothing" if entry is None else type(entry).__name__
+    return f"attn_metadata[{key!r}]: expected {expected_type.__name__}, got {got} (keys: {keys})"
 
 
 def _name(key: Any) -> str:  # noqa: ANN401 - of a caller's mapping
@@ -77,13 +77,13 @@ def _by_kind(metadata: Mapping[Any, Any]) -> Mapping[Any, Any]:
     if not isinstance(next(iter(metadata.values()), None), AttentionMetadata):
         return metadata
     kinds = [kind.value for kind in LayerKind]
-    found: dict[LayerKey, Any] = {}
+    by_kind: dict[LayerKey, Any] = {}
     for key, both in metadata.items():
         kind, *ratio = key if isinstance(key, tuple) else (key,)
         if kind not in kinds:
             raise UnknownNameError("layer kind in attn_metadata", str(kind), kinds)
-        found[(LayerKind(kind), *ratio) if ratio else LayerKind(kind)] = both
-    return found
+        by_kind[(LayerKind(kind), *ratio) if ratio else LayerKind(kind)] = both
+    return by_kind
 
 
 _context: ContextVar[ForwardContext | None] = ContextVar("dsv4attn_forward", default=None)

@@ -306,7 +306,7 @@ class AttentionMetadata:
     def check_owner(self, ownership: Ownership | None) -> None:
         """Raise ArgumentError unless these metadata are of this ownership; None: of whole sequences."""
         if self.ownership != ownership:
-            expected, actual = (f"metadata of {one or 'all entries'}" for one in (ownership, self.ownership))
+            expected, actual = (f"metadata of {owner or 'all entries'}" for owner in (ownership, self.ownership))
             hint = "give context_parallel to the layer and to the CacheManager, or to neither"
             raise ArgumentError("metadata", expected=expected, actual=actual, hint=hint)
 

@@ -26,7 +26,7 @@ _TABLES = "main", "compress"
 _YARN_KEYS = "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"
 _ONE = "leave one of the two out"
 _OBEYED = {"attention_factor": 1.0, "truncate": True}
-"""Parameters that have one value in DeepSeek-V4. No reader of it scales cosines or sines, whatever mscale is."""
+"""Parameters that have one value in DeepSeek-V4. Nothing here scales cosines or sines, whatever mscale is."""
 _ROPE_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", *_YARN_KEYS, *_OBEYED, "mscale", "mscale_all_dim"),
     *("rope_dim", "is_deepseek_v4"),
@@ -102,13 +102,13 @@ def geometry_fields(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _rope_dim(fields: Mapping[str, Any], name: str, head_dim: int, need: Callable[[str], int]) -> int:
     """Rotated dims of a head, which a configuration gives as a number, or as a part of the head, or as both."""
-    given = fields.get("qk_rope_head_dim") is not None
+    is_given = fields.get("qk_rope_head_dim") is not None
     if fields.get("partial_rotary_factor") is None:
-        if not given:
+        if not is_given:
             raise GeometryError(f"{name}: field 'qk_rope_head_dim' is missing, and 'partial_rotary_factor' too")
         return need("qk_rope_head_dim")
     rotated = int(head_dim * _number(fields, "partial_rotary_factor", name))
-    if given and need("qk_rope_head_dim") != rotated:
+    if is_given and need("qk_rope_head_dim") != rotated:
         factor = f"partial_rotary_factor={fields['partial_rotary_factor']!r}, which is {rotated} of {head_dim}"
         expected = f"qk_rope_head_dim={fields['qk_rope_head_dim']} rotated dims"
         raise GeometryError(f"{name}: expected {expected}, got {factor} -> leave one of the two out")
@@ -117,16 +117,16 @@ def _rope_dim(fields: Mapping[str, Any], name: str, head_dim: int, need: Callabl
 
 def _layers_of(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tuple[LayerKind, int], ...]:
     types, ratios = fields.get("layer_types"), fields.get("compress_ratios")
-    given = types if types is not None else ratios
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise GeometryError(f"{name}: expected a list in 'layer_types' or 'compress_ratios', got {given!r}")
-    if len(given) < num_layers:
-        raise GeometryError(f"{name}: {len(given)} layers are described, but num_hidden_layers is {num_layers}")
+    described = types if types is not None else ratios
+    if not isinstance(described, Sequence) or isinstance(described, str):
+        raise GeometryError(f"{name}: expected a list in 'layer_types' or 'compress_ratios', got {described!r}")
+    if len(described) < num_layers:
+        raise GeometryError(f"{name}: {len(described)} layers are described, but num_hidden_layers is {num_layers}")
     if types is None:
-        for i, ratio in enumerate(given[:num_layers]):
+        for i, ratio in enumerate(described[:num_layers]):
             if not _is_int(ratio) or ratio not in _KIND_OF_RATIO:
                 raise GeometryError(f"{name}: compress_ratios[{i}]: expected 0, 1, 4 or 128, got {ratio!r}")
-        layers = layers_of(given[:num_layers])
+        layers = layers_of(described[:num_layers])
         rates = _rates(fields, name, dict(layers))
         for kind, ratio in layers:
             if rates.get(kind, ratio) != ratio:
@@ -135,18 +135,18 @@ def _layers_of(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tupl
                 raise GeometryError(f"{name}: compress_ratios: expected {ratio}, as they say, got {actual} -> {cure}")
         return layers
     ratio_of = _rates(fields, name, {LayerKind.CSA: 4, LayerKind.HCA: 128})
-    for i, layer_type in enumerate(given[:num_layers]):
+    for i, layer_type in enumerate(described[:num_layers]):
         if not isinstance(layer_type, str) or layer_type not in _KIND_OF_TYPE:
             types = ", ".join(_KIND_OF_TYPE)
             raise GeometryError(f"{name}: layer_types[{i}]: expected one of {types}, got {layer_type!r}")
-    kinds = [_KIND_OF_TYPE[layer_type] for layer_type in given[:num_layers]]
+    kinds = [_KIND_OF_TYPE[layer_type] for layer_type in described[:num_layers]]
     return tuple((kind, ratio_of.get(kind, 1)) for kind in kinds)
 
 
 def _rates(fields: Mapping[str, Any], name: str, defaults: Mapping[LayerKind, int]) -> dict[LayerKind, int]:
     """The compress ratio of each kind of layers, from `compress_rates` or the older scalars."""
     rates = _mapping(fields, "compress_rates", name)
-    made = {}
+    thetas = {}
     for kind, older in _OLDER_RATES.items():
         new, old = rates.get(_TYPE_OF_KIND[kind]), fields.get(older)
         key = f"compress_rates[{_TYPE_OF_KIND[kind]!r}]"
@@ -156,8 +156,8 @@ def _rates(fields: Mapping[str, Any], name: str, defaults: Mapping[LayerKind, in
         if ratio is not None and (not _is_int(ratio) or ratio < 2):
             raise GeometryError(f"{name}: {key if old is None else older}: expected an integer above 1, got {ratio!r}")
         if ratio is not None:
-            made[kind] = ratio
-    return made
+            thetas[kind] = ratio
+    return thetas
 
 
 def layers_of(ratios: Sequence[int]) -> tuple[tuple[LayerKind, int], ...]:
@@ -262,10 +262,10 @@ def _rope_of(fields: dict[str, Any], name: str, head_dim: int, rope_dim: int) ->
     return (*thetas, yarn)
 
 
-def _parts(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
+def _parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """Flat parameters, and those of each table or layer type by its name."""
-    parts = {key: given[key] for key in (*_TABLES, *_KIND_OF_TYPE) if isinstance(given.get(key), Mapping)}
-    return {key: value for key, value in given.items() if key not in parts}, parts
+    parts = {key: fields[key] for key in (*_TABLES, *_KIND_OF_TYPE) if isinstance(fields.get(key), Mapping)}
+    return {key: value for key, value in fields.items() if key not in parts}, parts
 
 
 def _is_yarn(part: Mapping[str, Any], where: str) -> bool:
@@ -349,22 +349,22 @@ def is_v41(fields: Mapping[str, Any], name: str) -> bool:
 
     fields: of a Hugging Face configuration. name: of the configuration, for errors. V4.1 is recognised by `model_type`
     or `architectures`, in the nested text configuration too. Without a `model_type`, a ratio of 4 or 128 means V4;
-    otherwise a field that only V4.1 has, or a ratio of 1 beside others, is an ArgumentError: it may be either.
+    otherwise a field that only V4.1 has, or a ratio of 1 next to others, is an ArgumentError: it may be either.
     """
     if _said(fields) is not None:
         return True
-    for each in _levels(fields):
-        ratios = each.get("compress_ratios")
+    for level in _levels(fields):
+        ratios = level.get("compress_ratios")
         numbers = [n for n in ratios if isinstance(n, int)] if isinstance(ratios, Sequence) else []
-        if each.get("model_type") is not None or 4 in numbers or 128 in numbers:
+        if level.get("model_type") is not None or 4 in numbers or 128 in numbers:
             continue
         hint = "set model_type to 'deepseek_v41', where a layer of ratio 1 has a compressed cache, or to 'deepseek_v4'"
         for key in _FIELDS:
-            if each.get(key) is not None:
+            if level.get(key) is not None:
                 expected = "none without a model_type"
-                raise ArgumentError(f"{name}: field {key!r}", expected=expected, actual=repr(each[key]), hint=hint)
+                raise ArgumentError(f"{name}: field {key!r}", expected=expected, actual=repr(level[key]), hint=hint)
         if 1 in numbers and len({*numbers}) > 1:
-            expected, actual = "no 1 beside other ratios without a model_type", sorted({*numbers})
+            expected, actual = "no 1 next to other ratios without a model_type", sorted({*numbers})
             raise ArgumentError(f"{name}: field 'compress_ratios'", expected=expected, actual=actual, hint=hint)
     return False
 
@@ -374,10 +374,10 @@ def refuse_v41(fields: Mapping[str, Any], name: str) -> None:
 
     fields: of a Hugging Face configuration. name: of the configuration, for errors.
     """
-    found = _said(fields)
-    if found is not None:
+    answer = _said(fields)
+    if answer is not None:
         hint = "DeepSeek-V4.1 is not served yet: its layers of ratio 1 have a compressed cache"
-        key, value = found
+        key, value = answer
         raise ArgumentError(f"{name}: field {key!r}", expected="that of DeepSeek-V4", actual=repr(value), hint=hint)
 
 
@@ -391,9 +391,9 @@ def _levels(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _said(fields: Mapping[str, Any]) -> tuple[str, str] | None:
     """The field, and its value, that names DeepSeek-V4.1."""
-    for each in _levels(fields):
+    for level in _levels(fields):
         for key in ("model_type", "architectures"):
-            values = each.get(key)
+            values = level.get(key)
             for value in values if isinstance(values, (list, tuple)) else (values,):
                 if isinstance(value, str) and re.search(r"deepseek[-_]?v4[._-]?1", value, re.IGNORECASE):
                     return key, value

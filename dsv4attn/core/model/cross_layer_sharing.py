@@ -16,7 +16,7 @@ __all__ = ["LayerRole", "LayerSharing", "LayerSources"]
 
 
 class LayerRole(str, Enum):
-    """What a layer has of its own beside the window cache, which every layer has.
+    """What a layer owns in addition to the window cache, which every layer has.
 
     WINDOW_ONLY: nothing. FULL: a compressed cache that it fills, and an indexer if its kind selects entries.
     REINDEX: an indexer over the keys of another layer. REUSE: neither; it takes the entries that another layer
@@ -102,8 +102,8 @@ class LayerSharing:
 
     def _check_ids(self, name: str, layers: Sequence[tuple[LayerKind, int]]) -> None:
         ids = getattr(self, name)
-        for before, after in pairwise(ids):
-            if after <= before:
+        for previous, current in pairwise(ids):
+            if current <= previous:
                 raise _wrong(name, "ascending layer numbers", list(ids), "list each source once, in layer order")
         for i in ids:
             if not 0 <= i < len(layers) or layers[i][0] is not LayerKind.CSA:

@@ -142,7 +142,7 @@ class ModelGeometry:
             kind = LayerKind(kind)
         except ValueError:
             raise UnknownNameError("layer kind", str(kind), [k.value for k in LayerKind]) from None
-        ratios = sorted({ratio for each, ratio in self.layers if each is kind})
+        ratios = sorted({ratio for layer_kind, ratio in self.layers if layer_kind is kind})
         ratios = ratios or ([1] if kind is LayerKind.SWA else [])  # MTP layers
         if not ratios:
             raise UnknownNameError(f"layer kind of {self.name}", kind.value, [k.value for k in self.kinds])
@@ -157,12 +157,14 @@ class ModelGeometry:
     @property
     def distinct_layers(self) -> tuple[LayerGeometry, ...]:
         """One layer of each kind and ratio, in the order swa, c4a, c128a, and of the model for several ratios."""
-        return tuple(self._layer(*each) for kind in LayerKind for each in dict.fromkeys(self.layers) if each[0] is kind)
+        return tuple(
+            self._layer(*layer) for kind in LayerKind for layer in dict.fromkeys(self.layers) if layer[0] is kind
+        )
 
     def layers_of_kind(self, kind: LayerKind | str) -> tuple[LayerGeometry, ...]:
         """One layer of each ratio of a kind. Raises UnknownNameError as `layer_of_kind` does."""
-        found = tuple(layer for layer in self.distinct_layers if layer.kind == kind)
-        return found or (self.layer_of_kind(kind),)
+        layers = tuple(layer for layer in self.distinct_layers if layer.kind == kind)
+        return layers or (self.layer_of_kind(kind),)
 
     def sources(self, index: int) -> LayerSources:
         """Whose compressed cache and selected entries layer `index` reads; by default its own."""
@@ -189,8 +191,10 @@ class ModelGeometry:
 
     def with_own_layers(self, layers: Sequence[tuple[LayerKind, int]]) -> ModelGeometry:
         """The model with other layers, (kind, ratio) of each, which read from no other layer."""
-        own = tuple(i for i, (kind, _) in enumerate(layers) if kind is not LayerKind.SWA)
-        return evolve(self, layers=tuple(layers), sharing=LayerSharing(own, own) if self.shared_latent else None)
+        publishers = tuple(i for i, (kind, _) in enumerate(layers) if kind is not LayerKind.SWA)
+        return evolve(
+            self, layers=tuple(layers), sharing=LayerSharing(publishers, publishers) if self.shared_latent else None
+        )
 
     def tensor_parallel(self, size: int) -> ModelGeometry:
         """Geometry of one rank: heads and output groups are divided, everything else is replicated."""

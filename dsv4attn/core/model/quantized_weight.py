@@ -134,7 +134,7 @@ def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) 
 
     value: [rows, columns] bf16, fp16 or fp32, a `BlockScaledWeight`, or a module with `weight` and, if that is fp8,
     `weight_scale_inv`, `weight_scale` or `scale`, as in a `BlockScaledWeight`. name: of the argument, for errors. A
-    weight of two bytes or more an element is never scaled, even with a scale beside it. Products are fp32, then rounded
+    weight of two bytes or more an element is never scaled, even if it has a scale. Products are fp32, then rounded
     to bf16.
 
     The first call computes the copy, and later calls with the same weight and scale tensors return it. The copy is
@@ -164,10 +164,10 @@ def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) 
     # states first: what is written meanwhile is seen later
     states = tuple(map(TensorState, (weight, *scales)))
     with torch.inference_mode(mode=False), torch.no_grad():
-        made = _product(weight, _factors(scales[0]), block, None if old is None else old.copy)
+        product = _product(weight, _factors(scales[0]), block, None if old is None else old.copy)
     known[:] = [copy for copy in known if copy is not old]
-    known.append(_Copy.of(weight, scales, block, states, made))
-    return made
+    known.append(_Copy.of(weight, scales, block, states, product))
+    return product
 
 
 def forget(value: Weight) -> None:
@@ -194,11 +194,11 @@ def tensors_of(value: Weight) -> list[tuple[Any, str, Tensor]]:
 def _place(module: object, name: str) -> Any:  # noqa: ANN401 - a dict or the module
     """The dict in which a module has an attribute; the module if there is none, as of a property."""
     for kind in ("_parameters", "_buffers"):
-        found = module.__dict__.get(kind) if hasattr(module, "__dict__") else None
-        if isinstance(found, dict) and name in found:
-            return found
-    own = getattr(module, "__dict__", {})
-    return own if name in own else module
+        tensors = module.__dict__.get(kind) if hasattr(module, "__dict__") else None
+        if isinstance(tensors, dict) and name in tensors:
+            return tensors
+    attributes = getattr(module, "__dict__", {})
+    return attributes if name in attributes else module
 
 
 @frozen(eq=False)
@@ -293,10 +293,10 @@ def _inspected(
     if weight.dtype in _WIDE:
         _check_matrix(label, weight, _WIDE)
         return label, weight, (), None
-    found = tuple(scales.values())
-    copy = None if recompute or torch.compiler.is_compiling() else _cached(value, weight, found)
+    scale_tensors = tuple(scales.values())
+    copy = None if recompute or torch.compiler.is_compiling() else _cached(value, weight, scale_tensors)
     if copy is not None:
-        return label, weight, found, copy  # all of it was checked when the copy was made
+        return label, weight, scale_tensors, copy  # all of it was checked when the copy was made
     _check_matrix(label, weight, (*_WIDE, *_FP8))
     if torch.compiler.is_compiling():
         # copies are found by identities and version counters, which a compiled graph does not have
@@ -305,7 +305,7 @@ def _inspected(
     if not scales:
         raise ArgumentError(
             label,
-            expected=f"{', '.join(_SCALES[:-1])} or {_SCALES[-1]} beside a weight in {short(weight.dtype)}",
+            expected=f"{', '.join(_SCALES[:-1])} or {_SCALES[-1]} next to a weight in {short(weight.dtype)}",
             actual="none of them",
             hint="pass the module that has both, or BlockScaledWeight(weight, scale)"
             if label == name
@@ -318,14 +318,14 @@ def _inspected(
         expected = "a weight that was converted to bf16 before the capture of the graph"
         hint = f"run the step once, or call dense_weight({name}), before the capture"
         raise ArgumentError(label, expected=expected, actual="one that was not, or has changed since", hint=hint)
-    if len(found) > 1 and not (_alike(*found) if converts else found[0] is found[1]):
+    if len(scale_tensors) > 1 and not (_alike(*scale_tensors) if converts else scale_tensors[0] is scale_tensors[1]):
         raise ArgumentError(
             f"{name}.{_SCALES[1]}",
             expected=f"the {'values' if converts else 'tensor'} of {name}.{_SCALES[0]}, or no such attribute",
             actual="other values" if converts else "another tensor",
             hint="remove the one that does not belong to the weight",
         )
-    return label, weight, found, None
+    return label, weight, scale_tensors, None
 
 
 def _cached(value: Weight, weight: Tensor, scales: tuple[Tensor, ...]) -> _Copy | None:

@@ -69,11 +69,11 @@ def is_rotation(table: Tensor) -> bool:
 
     Reads the table once, which makes the host wait for its device; False for tables without values.
     """
-    found = _rotations.get(table)
-    if found is None:
-        found = table.device.type != "meta" and bool(table.numel()) and all(map(_is_rotation, table.split(_ROWS)))
-        _rotations[table] = found
-    return found
+    is_valid = _rotations.get(table)
+    if is_valid is None:
+        is_valid = table.device.type != "meta" and bool(table.numel()) and all(map(_is_rotation, table.split(_ROWS)))
+        _rotations[table] = is_valid
+    return is_valid
 
 
 def _is_rotation(rows: Tensor) -> bool:

@@ -38,8 +38,8 @@ class WeightCopies:
         for sources in self._sources.values():
             for owner, name, tensor, state in sources:
                 if owner is not None:
-                    found = owner.get(name) if type(owner) is dict else getattr(owner, name, None)
-                    if found is not tensor:
+                    current = owner.get(name) if type(owner) is dict else getattr(owner, name, None)
+                    if current is not tensor:
                         return True
                 if not state.holds(tensor):
                     return True
@@ -52,22 +52,22 @@ class WeightCopies:
             return converted(value, name)
         # states first: what is written meanwhile is seen later
         sources = self._states({"": value})
-        made = converted(value, name, self._made.get(name))
+        converted_weight = converted(value, name, self._made.get(name))
         self._sources[name] = sources
-        if any(made is tensor for _, _, tensor, _ in sources):
+        if any(converted_weight is tensor for _, _, tensor, _ in sources):
             self._made.pop(name, None)
         else:
-            self._made[name] = made
-        return made
+            self._made[name] = converted_weight
+        return converted_weight
 
     def scaled(self, name: str, value: Weight) -> Weight:
         """The codes and scales of a matrix that is fp8, as they are; `dense` of any other."""
-        found = scaled_weight(value, name)
-        if found is None:
+        block_scaled = scaled_weight(value, name)
+        if block_scaled is None:
             return self.dense(name, value)
         self._made.pop(name, None)
         self._sources[name] = self._states({"": value})
-        return found
+        return block_scaled
 
     def plain(self, name: str, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in a dtype, without gaps between its elements; itself if it is so. dtype: default: its own."""
@@ -93,18 +93,18 @@ class WeightCopies:
 
     def alias(self, name: str, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """`plain` without gradients. What shares the memory of a weight is made again when that has other memory."""
-        made = self.plain(name, value, dtype)
-        if made is not value:
-            return made
+        copy = self.plain(name, value, dtype)
+        if copy is not value:
+            return copy
         self._sources[name] = self._states({"": value})
         return value.detach()
 
     def _memory(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The memory of a copy: that which it has, if it fits."""
-        made = self._made.get(name)
-        if made is None or (made.shape, made.dtype, made.device) != (shape, dtype, device):
-            made = self._made[name] = torch.empty(shape, dtype=dtype, device=device)
-        return made
+        memory = self._made.get(name)
+        if memory is None or (memory.shape, memory.dtype, memory.device) != (shape, dtype, device):
+            memory = self._made[name] = torch.empty(shape, dtype=dtype, device=device)
+        return memory
 
     @staticmethod
     def _states(values: Mapping[str, Weight]) -> list[tuple[Any, str, Tensor, TensorState]]:

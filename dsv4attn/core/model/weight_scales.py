@@ -43,9 +43,9 @@ def checked_block(label: str, size: object) -> tuple[int, int] | None:
 
 def declared_block(module: object) -> tuple[int, int] | None:
     """The size of blocks that a module says, in an attribute of its own of `_BLOCK_SIZES`; None if it says none."""
-    own = getattr(module, "__dict__", {})  # a missing attribute of a torch module takes microseconds
+    attributes = getattr(module, "__dict__", {})  # a missing attribute of a torch module takes microseconds
     for name in _BLOCK_SIZES:
-        size = own.get(name)
+        size = attributes.get(name)
         if isinstance(size, (tuple, list)) and len(size) == 2:
             return checked_block(name, size)
     return None

@@ -87,26 +87,26 @@ class AttentionWeights:
         Raises ArgumentError for a name that is missing or unknown, and for a weight of another shape.
         """
         check_type("weights", weights, Mapping, cure="pass a dict of weights by name")
-        wanted = weight_shapes(geometry, layer)
-        missing, unknown = [name for name in wanted if name not in weights], [n for n in weights if n not in wanted]
+        shapes = weight_shapes(geometry, layer)
+        missing, unknown = [name for name in shapes if name not in weights], [n for n in weights if n not in shapes]
         if unknown:
             bare = unknown[0].removesuffix(".weight")
-            ends = max((name for name in wanted if f".{bare}".endswith(f".{name}")), key=len, default="")
-            meant = f"; did you mean {ends!r}?" if ends else did_you_mean(bare, missing or wanted)
-            expected = f"names of a {_shown(geometry, layer)} layer: {', '.join(wanted)}"
+            ends = max((name for name in shapes if f".{bare}".endswith(f".{name}")), key=len, default="")
+            meant = f"; did you mean {ends!r}?" if ends else did_you_mean(bare, missing or shapes)
+            expected = f"names of a {_shown(geometry, layer)} layer: {', '.join(shapes)}"
             raise ArgumentError("weights", expected=expected, actual=f"{unknown[0]!r}{meant}")
         if missing:
-            raise ArgumentError(f"weights[{missing[0]!r}]", expected=f"a weight {wanted[missing[0]]}", actual="nothing")
-        own: dict[str, Any] = {name: value for name, value in weights.items() if "." not in name}
-        compressor = _compressor(weights, "compressor.") if "compressor.wkv" in wanted else None
+            raise ArgumentError(f"weights[{missing[0]!r}]", expected=f"a weight {shapes[missing[0]]}", actual="nothing")
+        fields: dict[str, Any] = {name: value for name, value in weights.items() if "." not in name}
+        compressor = _compressor(weights, "compressor.") if "compressor.wkv" in shapes else None
         indexer = None
-        if "indexer.wq_b" in wanted:
-            keys = _compressor(weights, "indexer.compressor.") if "indexer.compressor.wkv" in wanted else None
+        if "indexer.wq_b" in shapes:
+            keys = _compressor(weights, "indexer.compressor.") if "indexer.compressor.wkv" in shapes else None
             own_keys: list[Any] = [weights.get(f"indexer.{name}") for name in ("wk", "k_norm")]
             indexer = IndexerWeights(weights["indexer.wq_b"], weights["indexer.weights_proj"], keys, *own_keys)
-        made = cls(**own, compressor=compressor, indexer=indexer)
-        made.check(geometry, layer)
-        return made
+        loaded = cls(**fields, compressor=compressor, indexer=indexer)
+        loaded.check(geometry, layer)
+        return loaded
 
     def named(self) -> Iterator[tuple[str, Weight]]:
         """(name, weight) of every weight, as `from_dict` takes them."""
@@ -234,8 +234,8 @@ def _resolved(geometry: ModelGeometry, layer: LayerGeometry | int) -> tuple[Laye
 
 def _shown(geometry: ModelGeometry, layer: LayerGeometry | int) -> str:
     """The kind of a layer; its role too where layers share compressed caches."""
-    found, role = _resolved(geometry, layer)
-    return found.kind.value if geometry.sharing is None else f"{role.value} {found.kind.value}"
+    resolved, role = _resolved(geometry, layer)
+    return resolved.kind.value if geometry.sharing is None else f"{role.value} {resolved.kind.value}"
 
 
 def _compressor(weights: Mapping[str, Weight], prefix: str) -> CompressorWeights:

@@ -58,8 +58,8 @@ def test_records_have_the_published_sizes() -> None:
         (FP4_SPLIT, 64, 18432),
         (FP4_SPLIT, 1, 512),
         # in blocks of memory that both share: 3168 is the least common multiple of 528 and 288
-        (FP8.beside(FP4), 32, 19008),
-        (FP4.beside(FP8), 32, 9504),
+        (FP8.page_aligned_with(FP4), 32, 19008),
+        (FP4.page_aligned_with(FP8), 32, 9504),
     ],
 )
 def test_pages_of_interleaved_records_are_whole_records(layout: KVCacheLayout, block_size: int, stride: int) -> None:
@@ -81,7 +81,11 @@ def test_g20_fingerprints_hold_record_and_arrangement_and_never_change() -> None
 
 
 def test_what_a_writer_does_is_not_part_of_a_fingerprint() -> None:
-    for other in (KVCacheLayout.v41_fp8(scale_floor=1e-4), KVCacheLayout.v41_fp8(rounds_to_fp4=True), FP8.beside(FP4)):
+    for other in (
+        KVCacheLayout.v41_fp8(scale_floor=1e-4),
+        KVCacheLayout.v41_fp8(rounds_to_fp4=True),
+        FP8.page_aligned_with(FP4),
+    ):
         assert other != FP8
         check_layout(other, FP8, "cache")
 

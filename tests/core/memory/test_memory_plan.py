@@ -418,7 +418,7 @@ def test_g11_a_backend_that_asks_for_more_than_its_bound_is_refused_by_name() ->
 def test_g11_a_backend_that_writes_behind_its_scratch_is_caught(request_: tuple[int, int]) -> None:
     scenario = StepFixture(requests=[request_])
 
-    with pytest.raises(CanaryError, match=r"bytes behind \[\d, 3\] torch.uint8 of reference\.\w+ were overwritten"):
+    with pytest.raises(CanaryError, match=r"bytes after \[\d, 3\] torch.uint8 of reference\.\w+ were overwritten"):
         scenario.run(Sloppy())
     scenario.check(ScratchBackend())
 

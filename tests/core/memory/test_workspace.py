@@ -276,7 +276,7 @@ def test_asking_ahead_does_not_forget_who_wrote_too_far() -> None:
     manager.require(((50,), U8))
     view.as_strided((1,), (1,), view.storage_offset() + 100).fill_(1)
 
-    with pytest.raises(CanaryError, match=r"behind \[100\] torch.uint8 of acme.decode"):
+    with pytest.raises(CanaryError, match=r"after \[100\] torch.uint8 of acme.decode"):
         manager.get_simultaneous()
 
 
@@ -292,7 +292,7 @@ def test_g11_a_write_past_the_end_of_a_view_is_found_and_its_owner_named(
     end = view.as_strided((1,), (1,), view.storage_offset() + view.numel())
     end.fill_(1)
 
-    said = rf"arena 'decode': bytes behind \[{', '.join(map(str, shape))}\] {dtype} of acme.decode were overwritten"
+    said = rf"arena 'decode': bytes after \[{', '.join(map(str, shape))}\] {dtype} of acme.decode were overwritten"
     with pytest.raises(CanaryError, match=said):
         manager.check_canaries()
     with pytest.raises(CanaryError, match=said):
