@@ -29,16 +29,16 @@ from dsv4attn.testing.check_compressor import (
 )
 from dsv4attn.testing.check_hyper_connections import (
     ResidualStreams,
-    runs_collapse,
-    runs_delayed,
-    runs_first,
-    runs_fused,
-    runs_fused_delayed,
-    runs_head,
-    runs_no_delayed,
-    runs_nothing,
-    runs_post,
-    runs_pre,
+    check_collapse,
+    check_first_delayed,
+    check_fused,
+    check_fused_delayed,
+    check_head,
+    check_no_tokens,
+    check_no_tokens_delayed,
+    check_post,
+    check_pre,
+    check_pre_delayed,
 )
 from dsv4attn.testing.check_insert import FAR_POSITIONS
 from dsv4attn.testing.check_memory import layer_temporaries
@@ -283,36 +283,36 @@ def hyper_cases() -> Iterator[Case]:
     ):
         n, d = fields.get("streams", 4), fields.get("hidden", 96)
         of = f"{n} streams of {d}"
-        yield _layer(f"mhc-pre-{name}", "H1", f"{of} are mixed before a sublayer", mixing(**fields), runs_pre)
-        yield _layer(f"mhc-post-{name}", "H2", f"{of} take a sublayer's output", mixing(**fields), runs_post)
-        yield _layer(f"hc-head-{name}", "H4", f"{of} are mixed behind the last layer", mixing(**fields), runs_head)
+        yield _layer(f"mhc-pre-{name}", "H1", f"{of} are mixed before a sublayer", mixing(**fields), check_pre)
+        yield _layer(f"mhc-post-{name}", "H2", f"{of} take a sublayer's output", mixing(**fields), check_post)
+        yield _layer(f"hc-head-{name}", "H4", f"{of} are mixed behind the last layer", mixing(**fields), check_head)
     for name, fields in (("bf16", {}), ("fp32", fp32)):
         says = f"{name} streams: the fused step is post, then pre of the new streams"
-        yield _layer(f"mhc-fused-{name}", "H3", says, mixing(**fields), runs_fused)
+        yield _layer(f"mhc-fused-{name}", "H3", says, mixing(**fields), check_fused)
         says = f"{name} streams: the sublayer's input goes through an RMSNorm with a weight and an eps of its own"
         normed = mixing(normed=True, norm_eps=0.01, **fields)
-        yield _layer(f"mhc-norm-{name}", "H5", says, normed, runs_pre)
-        yield _layer(f"mhc-fused-norm-{name}", "H3 H5", says, normed, runs_fused)
+        yield _layer(f"mhc-norm-{name}", "H5", says, normed, check_pre)
+        yield _layer(f"mhc-fused-norm-{name}", "H3 H5", says, normed, check_fused)
     for repeat in (1, 2, 3):
         says = f"{repeat} of Sinkhorn's iterations: the first divides columns, the others rows, then columns"
-        yield _layer(f"mhc-sinkhorn-{repeat}", "H1", says, mixing(repeat=repeat), runs_pre)
+        yield _layer(f"mhc-sinkhorn-{repeat}", "H1", says, mixing(repeat=repeat), check_pre)
     says = "each eps is added where it belongs, and the sublayer's output has its own factor"
-    yield _layer("mhc-eps", "H1", says, mixing(post_mult=1.5, repeat=3, **unlike), runs_pre)
-    yield _layer("mhc-fused-eps", "H3", says, mixing(post_mult=1.5, repeat=3, **unlike), runs_fused)
+    yield _layer("mhc-eps", "H1", says, mixing(post_mult=1.5, repeat=3, **unlike), check_pre)
+    yield _layer("mhc-fused-eps", "H3", says, mixing(post_mult=1.5, repeat=3, **unlike), check_fused)
     says = "both eps of the head are added where they belong"
-    yield _layer("hc-head-eps", "H4", says, mixing(**unlike), runs_head)
+    yield _layer("hc-head-eps", "H4", says, mixing(**unlike), check_head)
     many = mixing(count=1031)
     for name, clause, check in (
-        ("mhc-pre", "H1", runs_pre),
-        ("mhc-post", "H2", runs_post),
-        ("mhc-fused", "H3", runs_fused),
-        ("hc-head", "H4", runs_head),
+        ("mhc-pre", "H1", check_pre),
+        ("mhc-post", "H2", check_post),
+        ("mhc-fused", "H3", check_fused),
+        ("hc-head", "H4", check_head),
     ):
         yield _layer(f"{name}-1031", f"{clause} F7", f"{name}: streams of 1,031 tokens in one step", many, check)
     says = "rows of the streams, or of a sublayer's output, lie apart"
-    strided = each_strided("x residual all", runs_fused, runs_head)
+    strided = each_strided("x residual all", check_fused, check_head)
     yield _layer("apart-mhc", "H3 H4 A7", says, mixing(), strided)
-    yield _layer("mhc-none", "H1 H2 H3 H4", "no tokens: empty results", mixing(), runs_nothing)
+    yield _layer("mhc-none", "H1 H2 H3 H4", "no tokens: empty results", mixing(), check_no_tokens)
 
 
 def step_memory_cases() -> Iterator[Case]:
@@ -325,7 +325,7 @@ def step_memory_cases() -> Iterator[Case]:
     entries = selecting(requests=((3000, 70),), heads=64, topk=512)
     yield _layer("temporaries-selection", "W5", says, entries, layer_temporaries(70, select_entries))
     wide = mixing(count=1031, hidden=7168)
-    yield _layer("temporaries-mhc", "W5", says, wide, layer_temporaries(1031, runs_fused, runs_head))
+    yield _layer("temporaries-mhc", "W5", says, wide, layer_temporaries(1031, check_fused, check_head))
 
 
 def delayed_cases() -> Iterator[Case]:
@@ -334,26 +334,26 @@ def delayed_cases() -> Iterator[Case]:
     for name, fields in (("bf16", {}), ("fp32", fp32), ("n2", {"streams": 2}), ("flash", {"hidden": 5120, "count": 3})):
         of, inputs = f"{fields.get('streams', 4)} streams of {fields.get('hidden', 96)}", mixing(**fields)
         says = f"{of} are weighed by the sublayer before, and their own weights go out"
-        yield _layer(f"delayed-pre-{name}", "V1 V2", says, inputs, runs_delayed)
+        yield _layer(f"delayed-pre-{name}", "V1 V2", says, inputs, check_pre_delayed)
         says = f"{of}: the first sublayer takes stream 0"
-        yield _layer(f"delayed-first-{name}", "V1 V2", says, inputs, runs_first)
+        yield _layer(f"delayed-first-{name}", "V1 V2", says, inputs, check_first_delayed)
         says = f"{of}: the fused step is post, then the delayed pre of the new streams"
-        yield _layer(f"delayed-fused-{name}", "V3", says, inputs, runs_fused_delayed)
+        yield _layer(f"delayed-fused-{name}", "V3", says, inputs, check_fused_delayed)
         says = f"{of} are collapsed by the last weights"
-        yield _layer(f"delayed-collapse-{name}", "V4", says, inputs, runs_collapse)
+        yield _layer(f"delayed-collapse-{name}", "V4", says, inputs, check_collapse)
     for name, fields in (("bf16", {}), ("fp32", fp32)):
         says = f"{name} streams: the input and the mixes are normed with an eps of 1e-20, and are small"
         normed = mixing(normed=True, size=2.0**-12, norm_eps=1e-20, rms_eps=1e-20, **fields)
-        yield _layer(f"delayed-norm-{name}", "V1 V2", says, normed, runs_delayed)
+        yield _layer(f"delayed-norm-{name}", "V1 V2", says, normed, check_pre_delayed)
     says = "each eps is added where it belongs, and the sublayer's output has its own factor"
     unlike = mixing(size=0.05, rms_eps=2e-3, pre_eps=0.03, sinkhorn_eps=0.005, post_mult=1.5, repeat=3)
-    yield _layer("delayed-eps", "V1 V2", says, unlike, runs_delayed)
+    yield _layer("delayed-eps", "V1 V2", says, unlike, check_pre_delayed)
     says = "streams of 1,031 tokens in one step"
-    yield _layer("delayed-fused-1031", "V3", says, mixing(count=1031), runs_fused_delayed)
+    yield _layer("delayed-fused-1031", "V3", says, mixing(count=1031), check_fused_delayed)
     says = "rows of the streams, or of a sublayer's output, lie apart"
-    strided = each_strided("x residual all", runs_fused_delayed, runs_collapse)
+    strided = each_strided("x residual all", check_fused_delayed, check_collapse)
     yield _layer("delayed-apart", "V3 V4", says, mixing(), strided)
-    yield _layer("delayed-none", "V1 V2 V3 V4", "no tokens: empty results", mixing(), runs_no_delayed)
+    yield _layer("delayed-none", "V1 V2 V3 V4", "no tokens: empty results", mixing(), check_no_tokens_delayed)
 
 
 def latent(name: str = "ocp", **fields: object) -> LatentSteps:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
-from typing import Any
 
 import attrs
 import numpy as np
@@ -13,21 +13,22 @@ from torch import Tensor
 
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 from dsv4attn.testing import oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name, worst_of
-from dsv4attn.testing.factories import CaseInput, normal
+from dsv4attn.testing.factories import CaseInput
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, UNIT, Formula, hold_values, rounded, summed
 
 __all__ = [
-    "ResidualStreams", "runs_collapse", "runs_delayed", "runs_first", "runs_fused", "runs_fused_delayed", "runs_head",
-    "runs_no_delayed", "runs_nothing", "runs_post", "runs_pre",
+    "ResidualStreams", "check_collapse", "check_first_delayed", "check_fused", "check_fused_delayed", "check_head",
+    "check_no_tokens", "check_no_tokens_delayed", "check_post", "check_pre", "check_pre_delayed",
 ]  # fmt: skip
 
-X, Y, FN, BASE, SCALE, NORM, POST, COMB, HEAD = range(90, 99)
+X, Y, FN, BASE, SCALE, NORM, POST, COMB, HEAD, PREVIOUS = range(90, 100)
 """Streams of random numbers."""
 DISTINCT = 61
-"""Rows that differ; those behind them repeat them, so that thousands of rows are judged at the cost of these."""
+"""Rows that differ. Later rows repeat these, so that thousands of rows are judged at the cost of these."""
 NEAR = 2.0**-20
 """Step of the differences from which the slopes of Sinkhorn's iterations are taken."""
 
@@ -36,19 +37,14 @@ NEAR = 2.0**-20
 class ResidualStreams(CaseInput):
     """Residual streams of some tokens, and the parameters of their mixes.
 
-    layout: layout of the window cache of the attention behind the streams.
+    layout: layout of the window cache of the attention between the streams.
     streams: n.
     hidden: d.
     count: tokens.
     dtype: type of the streams.
-    size: scale of the streams; with a small one rms_eps matters.
-    rms_eps: epsilon under the root.
-    pre_eps: added to the weights of the streams.
-    sinkhorn_eps: epsilon of Sinkhorn's iterations.
-    post_mult: factor of the weights of a sublayer's output.
-    repeat: iterations.
-    normed: whether the sublayer's input goes through an RMSNorm.
-    norm_eps: its epsilon.
+    size: scale of the streams. With a small scale rms_eps matters.
+    rms_eps, pre_eps, sinkhorn_eps, post_mult, repeat, norm_eps: see `MixWeights`.
+    normed: whether the input of the sublayer goes through an RMSNorm.
     """
 
     kind: LayerKind = attrs.field(default=LayerKind.SWA, converter=LayerKind)
@@ -126,6 +122,12 @@ class ResidualStreams(CaseInput):
         return rounded(self._rows(oracle_layer.sinkhorn(logits, 1e-6, 20)), torch.float32)
 
     @cached_property
+    def previous_pre(self) -> F64:
+        """[T, n] pre of the previous sublayer, unlike the pre of any streams of this input."""
+        drawn = oracle_layer.sigmoid(self.drawn(PREVIOUS, DISTINCT, self.streams))
+        return rounded(self._rows(drawn) + self.pre_eps, torch.float32)
+
+    @cached_property
     def head(self) -> tuple[F64, F64, F64]:
         """[n, n * d] fn, [1] scale and [n] base of the gate of the head."""
         fn, scale, base = self.fn[: self.streams], np.array([1.7]), self.drawn(HEAD, 1, self.streams)[0]
@@ -190,243 +192,281 @@ class ResidualStreams(CaseInput):
     # arguments
 
     @property
-    def mixing(self) -> tuple[Any, ...]:
-        """Arguments of `mhc_pre` behind the streams, up to `sinkhorn_repeat`."""
-        tensors = self.floats(self.fn), self.floats(self.scale), self.floats(self.base)
-        return *tensors, self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult, self.repeat
-
-    @property
-    def norm(self) -> dict[str, Any]:
-        """Arguments of the RMSNorm; none without it."""
-        if self.norm_weight is None:
-            return {}
-        return {"norm_weight": self.floats(self.norm_weight, self.dtype), "norm_eps": self.norm_eps}
-
-
-def rows_of(found: Tensor, inputs: ResidualStreams, what: str, *shape: int, dtype: torch.dtype = torch.float32) -> F64:
-    """The distinct rows of a result of this shape and type. Raises Wrong if the others are not like them."""
-    if tuple(found.shape) != (inputs.count, *shape) or found.dtype != dtype:
-        raise Wrong(f"{what}: {list(found.shape)} {found.dtype}, expected {[inputs.count, *shape]} {dtype}")
-    return found.double().cpu().numpy().astype(np.float64)
+    def weights(self) -> MixWeights:
+        """The weights and constants of the mixes, as the ops take them."""
+        return MixWeights(
+            fn=self.floats(self.fn),
+            hc_scale=self.floats(self.scale),
+            hc_base=self.floats(self.base),
+            rms_eps=self.rms_eps,
+            hc_pre_eps=self.pre_eps,
+            hc_sinkhorn_eps=self.sinkhorn_eps,
+            hc_post_mult_value=self.post_mult,
+            sinkhorn_repeat=self.repeat,
+            norm_weight=None if self.norm_weight is None else self.floats(self.norm_weight, self.dtype),
+            norm_eps=self.norm_eps,
+        )
 
 
-def judge_each(
-    found: F64, inputs: ResidualStreams, what: str, wanted: list[Formula], dtype: torch.dtype = torch.float32
+class ReadOnlyTensors:
+    """Tensors that an op reads, made when they are asked for. `check` raises Wrong if the op wrote to one of them.
+
+    Rows of x and residual have gaps between them if the case input asks for that; `check` looks at the gaps too.
+    """
+
+    def __init__(self, inputs: ResidualStreams) -> None:
+        """Start without tensors."""
+        self._inputs, self._strided = inputs, StridedTensors(inputs.strided)
+        self._copies: list[tuple[str, Tensor, Tensor]] = []
+
+    @cached_property
+    def x(self) -> Tensor:
+        """[T, d] output of a sublayer."""
+        return self._kept("x", self._strided("x", self._inputs.floats(self._inputs.x, self._inputs.dtype)))
+
+    @cached_property
+    def residual(self) -> Tensor:
+        """[T, n, d] streams."""
+        values = self._inputs.floats(self._inputs.residual, self._inputs.dtype)
+        return self._kept("residual", self._strided("residual", values))
+
+    @cached_property
+    def post(self) -> Tensor:
+        """[T, n, 1] fp32."""
+        return self._kept("post", self._inputs.floats(self._inputs.post[..., None]))
+
+    @cached_property
+    def comb(self) -> Tensor:
+        """[T, n, n] fp32."""
+        return self._kept("comb", self._inputs.floats(self._inputs.comb))
+
+    @cached_property
+    def previous_pre(self) -> Tensor:
+        """[T, n] fp32 pre of the previous sublayer."""
+        return self._kept("previous_pre", self._inputs.floats(self._inputs.previous_pre))
+
+    def _kept(self, name: str, tensor: Tensor) -> Tensor:
+        self._copies.append((name, tensor, tensor.clone()))
+        return tensor
+
+    def check(self) -> None:
+        """Raise Wrong if a tensor, or a gap between rows, has changed."""
+        self._strided.check()
+        for name, tensor, copy in self._copies:
+            if not torch.equal(tensor, copy):
+                raise Wrong(f"{name} was changed, but the op may only read it")
+
+
+def values_of(
+    result: Tensor, inputs: ResidualStreams, name: str, *shape: int, dtype: torch.dtype = torch.float32
+) -> F64:
+    """The values of a result [T, *shape] of this type. Raises Wrong for another shape or type."""
+    if tuple(result.shape) != (inputs.count, *shape) or result.dtype != dtype:
+        raise Wrong(f"{name}: {list(result.shape)} {result.dtype}, expected {[inputs.count, *shape]} {dtype}")
+    return result.double().cpu().numpy().astype(np.float64)
+
+
+def judge_rows(
+    values: F64, inputs: ResidualStreams, name: str, expected: list[Formula], dtype: torch.dtype = torch.float32
 ) -> Measure:
-    """Compare the rows found with those wanted, in a dtype. Raises Wrong."""
+    """Compare the row of every token with the expected row of its distinct token, in a dtype. Raises Wrong."""
     worst = Measure(0.0, 1.0)
     for token in range(inputs.count):
-        where = partial(_place, f"{what} of token {token}")
-        worst = worst_of(worst, hold_values(found[token], wanted[token % DISTINCT], dtype, where))
+        where = partial(_place, f"{name} of token {token}")
+        worst = worst_of(worst, hold_values(values[token], expected[token % DISTINCT], dtype, where))
     return worst
 
 
-def _place(what: str, at: tuple[int, ...]) -> str:
-    return f"{what}, {list(at)}"
+def _place(name: str, position: tuple[int, ...]) -> str:
+    return f"{name}, {list(position)}"
 
 
-def _judge_mixes(inputs: ResidualStreams, made: tuple[Tensor, Tensor, Tensor], residual: F64) -> Measure:
-    """post, comb and layer_input of streams [T, n, d]."""
-    n, d = inputs.streams, inputs.hidden
-    post = rows_of(made[0], inputs, "post", n, 1)
-    comb = rows_of(made[1], inputs, "comb", n, n)
-    layer_input = rows_of(made[2], inputs, "layer_input", d, dtype=inputs.dtype)
-    posts, combs, layer_inputs = [], [], []
+def judge_mixes(inputs: ResidualStreams, residual: F64, post: Tensor, comb: Tensor, pre: Tensor | None) -> Measure:
+    """Compare post, comb and, of V4.1, pre with the mixes of the streams [T, n, d]."""
+    n = inputs.streams
+    post_values = values_of(post, inputs, "post", n, 1)[..., 0]
+    comb_values = values_of(comb, inputs, "comb", n, n)
+    expected_pre, expected_post, expected_comb = [], [], []
     for token in inputs.distinct:
-        pre, behind, mixed = inputs.logits(residual[token])
-        posts.append(inputs.gate(behind, 0.0, inputs.post_mult))
-        combs.append(inputs.combined(mixed))
-        entering = inputs.weighed(inputs.gate(pre, inputs.pre_eps), residual[token])
-        layer_inputs.append(entering.normed(inputs.norm_weight, inputs.norm_eps) if inputs.normed else entering)
-    return worst_of(
-        judge_each(post[..., 0], inputs, "post", posts),
-        judge_each(comb, inputs, "comb", combs),
-        judge_each(layer_input, inputs, "layer_input", layer_inputs, inputs.dtype),
+        pre_logits, post_logits, comb_logits = inputs.logits(residual[token])
+        expected_pre.append(inputs.gate(pre_logits, inputs.pre_eps))
+        expected_post.append(inputs.gate(post_logits, 0.0, inputs.post_mult))
+        expected_comb.append(inputs.combined(comb_logits))
+    worst = worst_of(
+        judge_rows(post_values, inputs, "post", expected_post), judge_rows(comb_values, inputs, "comb", expected_comb)
     )
+    if pre is None:
+        return worst
+    return worst_of(worst, judge_rows(values_of(pre, inputs, "pre", n), inputs, "pre", expected_pre))
 
 
-def runs_pre(bench: Bench, inputs: ResidualStreams) -> Measure:
-    """`mhc_pre`: the mixes of the streams, and the input of the sublayer."""
-    strided = StridedTensors(inputs.strided)
-    residual = strided("residual", inputs.floats(inputs.residual, inputs.dtype))
-    before = residual.clone()
-    made = bench.layer_ops.mhc_pre(residual, *inputs.mixing, **inputs.norm)
-    strided.check()
-    _unchanged(residual, before)
-    return _judge_mixes(inputs, made, inputs.residual)
+def judge_layer_input(inputs: ResidualStreams, layer_input: Tensor, collapsed: Iterable[Formula]) -> Measure:
+    """Compare the input of a sublayer [T, d] with the collapsed streams of each distinct token, after the norm."""
+    values = values_of(layer_input, inputs, "layer_input", inputs.hidden, dtype=inputs.dtype)
+    expected = list(collapsed)
+    if inputs.normed:
+        expected = [streams.normed(inputs.norm_weight, inputs.norm_eps) for streams in expected]
+    return judge_rows(values, inputs, "layer_input", expected, inputs.dtype)
 
 
-def _unchanged(residual: Tensor, before: Tensor) -> None:
-    if not torch.equal(residual, before):
-        raise Wrong("the streams that were given were changed")
-
-
-def judge_streams(inputs: ResidualStreams, found: Tensor) -> Measure:
-    """Compare new streams with those of `oracle_layer.hc_post`. Raises Wrong."""
-    new = rows_of(found, inputs, "residual", inputs.streams, inputs.hidden, dtype=inputs.dtype)
-    wanted = []
+def by_own_pre(inputs: ResidualStreams, residual: F64) -> Iterator[Formula]:
+    """V4: of each distinct token the sum of the streams [T, n, d], weighed by the pre of the streams."""
     for token in inputs.distinct:
-        x, residual, post, comb = (values[token] for values in (inputs.x, inputs.residual, inputs.post, inputs.comb))
+        pre_logits, _, _ = inputs.logits(residual[token])
+        yield inputs.weighed(inputs.gate(pre_logits, inputs.pre_eps), residual[token])
+
+
+def by_previous_pre(inputs: ResidualStreams, residual: F64, previous_pre: F64 | None) -> Iterator[Formula]:
+    """V4.1: of each distinct token the sum of the streams [T, n, d], weighed by previous_pre; stream 0 without it."""
+    for token in inputs.distinct:
+        streams = residual[token]
+        pre = None if previous_pre is None else previous_pre[token]
+        value = oracle_layer.collapse(streams, pre)
+        if pre is None:
+            yield Formula.exact(value)
+        else:
+            sizes = oracle_layer.collapse(np.abs(streams), np.abs(pre))
+            yield Formula(value, (summed(len(streams)) + UNIT) * sizes)
+
+
+def judge_residual(inputs: ResidualStreams, new_residual: Tensor) -> Measure:
+    """Compare new streams with those of `oracle_layer.hc_post`. Raises Wrong."""
+    values = values_of(new_residual, inputs, "residual", inputs.streams, inputs.hidden, dtype=inputs.dtype)
+    expected = []
+    for token in inputs.distinct:
+        x, residual, post, comb = inputs.x[token], inputs.residual[token], inputs.post[token], inputs.comb[token]
         sizes = oracle_layer.hc_post(np.abs(x), np.abs(residual), post, comb)
         error = (summed(inputs.streams + 1) + UNIT) * sizes
-        wanted.append(Formula(oracle_layer.hc_post(x, residual, post, comb), error))
-    return judge_each(new, inputs, "residual", wanted, inputs.dtype)
+        expected.append(Formula(oracle_layer.hc_post(x, residual, post, comb), error))
+    return judge_rows(values, inputs, "residual", expected, inputs.dtype)
 
 
-def post_arguments(inputs: ResidualStreams, strided: StridedTensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, residual, post and comb."""
-    x, residual = (strided(name, inputs.floats(getattr(inputs, name), inputs.dtype)) for name in ("x", "residual"))
-    return x, residual, inputs.floats(inputs.post[..., None]), inputs.floats(inputs.comb)
+def rounded_values(new_residual: Tensor) -> F64:
+    """The values of new streams as the op rounded them: what the mixes of a fused op are made of."""
+    return new_residual.double().cpu().numpy().astype(np.float64)
 
 
-def runs_post(bench: Bench, inputs: ResidualStreams) -> Measure:
+# ops of V4
+
+
+def check_pre(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_pre`: the mixes of the streams, and the input of the sublayer."""
+    tensors = ReadOnlyTensors(inputs)
+    post, comb, layer_input = bench.layer_ops.mhc_pre(tensors.residual, inputs.weights)
+    tensors.check()
+    return worst_of(
+        judge_mixes(inputs, inputs.residual, post, comb, None),
+        judge_layer_input(inputs, layer_input, by_own_pre(inputs, inputs.residual)),
+    )
+
+
+def check_post(bench: Bench, inputs: ResidualStreams) -> Measure:
     """`mhc_post`: the new streams."""
-    strided = StridedTensors(inputs.strided)
-    x, residual, post, comb = post_arguments(inputs, strided)
-    before = residual.clone()
-    found = bench.layer_ops.mhc_post(x, residual, post, comb)
-    strided.check()
-    _unchanged(residual, before)
-    return judge_streams(inputs, found)
+    tensors = ReadOnlyTensors(inputs)
+    new_residual = bench.layer_ops.mhc_post(tensors.x, tensors.residual, tensors.post, tensors.comb)
+    tensors.check()
+    return judge_residual(inputs, new_residual)
 
 
-def runs_fused(bench: Bench, inputs: ResidualStreams) -> Measure:
-    """`mhc_fused_post_pre`: the new streams, and the mixes of these, rounded as they are returned."""
-    strided = StridedTensors(inputs.strided)
-    x, residual, post, comb = post_arguments(inputs, strided)
-    before = residual.clone()
-    steps = bench.layer_ops
-    new, *made = steps.mhc_fused_post_pre(x, residual, post, comb, *inputs.mixing, **inputs.norm)
-    strided.check()
-    _unchanged(residual, before)
-    streams = new.double().cpu().numpy().astype(np.float64)
-    measure = judge_streams(inputs, new)
-    return worst_of(measure, _judge_mixes(inputs, (made[0], made[1], made[2]), streams))
+def check_fused(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_fused_post_pre`: the new streams, and the mixes of these streams, rounded as they are returned."""
+    tensors = ReadOnlyTensors(inputs)
+    new_residual, post, comb, layer_input = bench.layer_ops.mhc_fused_post_pre(
+        tensors.x, tensors.residual, tensors.post, tensors.comb, inputs.weights
+    )
+    tensors.check()
+    measure, streams = judge_residual(inputs, new_residual), rounded_values(new_residual)
+    return worst_of(
+        measure,
+        judge_mixes(inputs, streams, post, comb, None),
+        judge_layer_input(inputs, layer_input, by_own_pre(inputs, streams)),
+    )
 
 
-def runs_head(bench: Bench, inputs: ResidualStreams) -> Measure:
-    """`hc_head`: the output behind the last layer."""
-    strided, (fn, scale, base) = StridedTensors(inputs.strided), inputs.head
-    streams = strided("residual", inputs.floats(inputs.residual, inputs.dtype))
-    parameters = inputs.floats(fn), inputs.floats(scale), inputs.floats(base), inputs.rms_eps, inputs.pre_eps
-    found = bench.layer_ops.hc_head(streams, *parameters)
-    strided.check()
-    out, wanted = rows_of(found, inputs, "the head's output", inputs.hidden, dtype=inputs.dtype), []
+def check_head(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`hc_head`: the output after the last layer."""
+    fn, scale, base = inputs.head
+    tensors = ReadOnlyTensors(inputs)
+    output = bench.layer_ops.hc_head(
+        tensors.residual,
+        inputs.floats(fn),
+        inputs.floats(scale),
+        inputs.floats(base),
+        inputs.rms_eps,
+        inputs.pre_eps,
+    )
+    tensors.check()
+    name, expected = "the head's output", []
     for token in inputs.distinct:
         mixes = inputs.mixes(inputs.residual[token], fn)
-        value = mixes.value * scale + base
-        error = mixes.error * scale + UNIT * (np.abs(mixes.value * scale) + np.abs(value))
-        wanted.append(inputs.weighed(inputs.gate(Formula(value, error), inputs.pre_eps), inputs.residual[token]))
-    return judge_each(out, inputs, "the head's output", wanted, inputs.dtype)
-
-
-def runs_nothing(bench: Bench, inputs: ResidualStreams) -> Measure:
-    """No tokens: every step returns empty tensors of its shapes."""
-    none = attrs.evolve(inputs, count=0)
-    checks = runs_pre, runs_post, runs_fused, runs_head
-    return worst_of(*[check(bench, none) for check in checks])
-
-
-PREVIOUS = 99
-"""Stream of random numbers."""
-Made = tuple[Tensor, Tensor, Tensor, Tensor]
-"""pre, post, comb and layer_input."""
-
-
-def previous_of(inputs: ResidualStreams) -> F64:
-    """[T, n] pre of the sublayer before, unlike any that the streams of the case input have."""
-    drawn = normal((inputs.seed, PREVIOUS), np.arange(DISTINCT), inputs.streams)
-    return rounded(oracle_layer.sigmoid(drawn)[np.arange(inputs.count) % DISTINCT] + inputs.pre_eps, torch.float32)
-
-
-def collapsed(streams: F64, previous: F64 | None) -> Formula:
-    """`oracle_layer.collapse` of the streams [n, d] of a token."""
-    value = oracle_layer.collapse(streams, previous)
-    if previous is None:
-        return Formula.exact(value)
-    sizes = oracle_layer.collapse(np.abs(streams), np.abs(previous))
-    return Formula(value, (summed(len(streams)) + UNIT) * sizes)
-
-
-def _judge(inputs: ResidualStreams, made: Made, residual: F64, previous: F64 | None) -> Measure:
-    """Compare with the mixes of the streams [T, n, d]."""
-    n, d = inputs.streams, inputs.hidden
-    pre, post, comb = (
-        rows_of(found, inputs, name, *shape)
-        for found, name, shape in zip(made, ("pre", "post", "comb"), ((n,), (n, 1), (n, n)), strict=False)
+        logits = mixes.value * scale + base
+        error = mixes.error * scale + UNIT * (np.abs(mixes.value * scale) + np.abs(logits))
+        expected.append(inputs.weighed(inputs.gate(Formula(logits, error), inputs.pre_eps), inputs.residual[token]))
+    return judge_rows(
+        values_of(output, inputs, name, inputs.hidden, dtype=inputs.dtype), inputs, name, expected, inputs.dtype
     )
-    layer_input = rows_of(made[3], inputs, "layer_input", d, dtype=inputs.dtype)
-    gates, posts, combs, layer_inputs = [], [], [], []
-    for token in inputs.distinct:
-        own, behind, mixed = inputs.logits(residual[token])
-        gates.append(inputs.gate(own, inputs.pre_eps))
-        posts.append(inputs.gate(behind, 0.0, inputs.post_mult))
-        combs.append(inputs.combined(mixed))
-        entering = collapsed(residual[token], None if previous is None else previous[token])
-        layer_inputs.append(entering.normed(inputs.norm_weight, inputs.norm_eps) if inputs.normed else entering)
+
+
+# ops of V4.1
+
+
+def check_pre_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_pre_delayed`: the mixes of the streams, and the input of the sublayer by the pre of the previous one."""
+    tensors = ReadOnlyTensors(inputs)
+    pre, post, comb, layer_input = bench.layer_ops.mhc_pre_delayed(
+        tensors.residual, tensors.previous_pre, inputs.weights
+    )
+    tensors.check()
     return worst_of(
-        judge_each(pre, inputs, "pre", gates),
-        judge_each(post[..., 0], inputs, "post", posts),
-        judge_each(comb, inputs, "comb", combs),
-        judge_each(layer_input, inputs, "layer_input", layer_inputs, inputs.dtype),
+        judge_mixes(inputs, inputs.residual, post, comb, pre),
+        judge_layer_input(inputs, layer_input, by_previous_pre(inputs, inputs.residual, inputs.previous_pre)),
     )
 
 
-def _same(what: str, now: Tensor, before: Tensor) -> None:
-    if not torch.equal(now, before):
-        raise Wrong(f"{what} that were given were changed")
+def check_first_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_pre_delayed` without the pre of a previous sublayer: the input of the sublayer is stream 0."""
+    tensors = ReadOnlyTensors(inputs)
+    pre, post, comb, layer_input = bench.layer_ops.mhc_pre_delayed(tensors.residual, None, inputs.weights)
+    tensors.check()
+    return worst_of(
+        judge_mixes(inputs, inputs.residual, post, comb, pre),
+        judge_layer_input(inputs, layer_input, by_previous_pre(inputs, inputs.residual, None)),
+    )
 
 
-def _runs(bench: Bench, inputs: ResidualStreams, previous: F64 | None) -> Measure:
-    strided = StridedTensors(inputs.strided)
-    residual = strided("residual", inputs.floats(inputs.residual, inputs.dtype))
-    given = None if previous is None else inputs.floats(previous)
-    before = residual.clone(), None if given is None else given.clone()
-    made = bench.layer_ops.mhc_pre_delayed(residual, given, *inputs.mixing, **inputs.norm)
-    strided.check()
-    _same("the streams", residual, before[0])
-    if given is not None and before[1] is not None:
-        _same("the weights", given, before[1])
-    return _judge(inputs, made, inputs.residual, previous)
+def check_fused_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_fused_post_pre_delayed`: the new streams, and the mixes and the input of the sublayer of these streams."""
+    tensors = ReadOnlyTensors(inputs)
+    new_residual, pre, post, comb, layer_input = bench.layer_ops.mhc_fused_post_pre_delayed(
+        tensors.x, tensors.residual, tensors.post, tensors.comb, tensors.previous_pre, inputs.weights
+    )
+    tensors.check()
+    measure, streams = judge_residual(inputs, new_residual), rounded_values(new_residual)
+    return worst_of(
+        measure,
+        judge_mixes(inputs, streams, post, comb, pre),
+        judge_layer_input(inputs, layer_input, by_previous_pre(inputs, streams, inputs.previous_pre)),
+    )
 
 
-def runs_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
-    """`mhc_pre_delayed`: the mixes of the streams, and the input of the sublayer by the weights of the one before."""
-    return _runs(bench, inputs, previous_of(inputs))
+def check_collapse(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_collapse`: the output after the last layer."""
+    tensors = ReadOnlyTensors(inputs)
+    output = bench.layer_ops.mhc_collapse(tensors.residual, tensors.previous_pre)
+    tensors.check()
+    values = values_of(output, inputs, "the output", inputs.hidden, dtype=inputs.dtype)
+    expected = list(by_previous_pre(inputs, inputs.residual, inputs.previous_pre))
+    return judge_rows(values, inputs, "the output", expected, inputs.dtype)
 
 
-def runs_first(bench: Bench, inputs: ResidualStreams) -> Measure:
-    """`mhc_pre_delayed` without weights of a sublayer before: the input is stream 0."""
-    return _runs(bench, inputs, None)
+def check_no_tokens(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """No tokens: every op of V4 returns empty tensors of its shapes."""
+    empty = attrs.evolve(inputs, count=0)
+    return worst_of(*[check(bench, empty) for check in (check_pre, check_post, check_fused, check_head)])
 
 
-def runs_fused_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
-    """`mhc_fused_post_pre_delayed`: the new streams, and the mixes and the input that these have."""
-    strided, previous = StridedTensors(inputs.strided), previous_of(inputs)
-    x, residual, post, comb = post_arguments(inputs, strided)
-    before = residual.clone()
-    steps, given = bench.layer_ops, inputs.floats(previous)
-    new, *made = steps.mhc_fused_post_pre_delayed(x, residual, post, comb, given, *inputs.mixing, **inputs.norm)
-    strided.check()
-    _same("the streams", residual, before)
-    streams = new.double().cpu().numpy().astype(np.float64)
-    measure = judge_streams(inputs, new)
-    return worst_of(measure, _judge(inputs, (made[0], made[1], made[2], made[3]), streams, previous))
-
-
-def runs_collapse(bench: Bench, inputs: ResidualStreams) -> Measure:
-    """`mhc_collapse`: the output behind the last layer."""
-    strided, previous = StridedTensors(inputs.strided), previous_of(inputs)
-    streams = strided("residual", inputs.floats(inputs.residual, inputs.dtype))
-    found = bench.layer_ops.mhc_collapse(streams, inputs.floats(previous))
-    strided.check()
-    out = rows_of(found, inputs, "the output", inputs.hidden, dtype=inputs.dtype)
-    wanted = [collapsed(inputs.residual[token], previous[token]) for token in inputs.distinct]
-    return judge_each(out, inputs, "the output", wanted, inputs.dtype)
-
-
-def runs_no_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
-    """No tokens: every step returns empty tensors of its shapes."""
-    none = attrs.evolve(inputs, count=0)
-    checks = partial(_runs, previous=None), runs_delayed, runs_fused_delayed, runs_collapse
-    return worst_of(*[check(bench, none) for check in checks])
+def check_no_tokens_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """No tokens: every op of V4.1 returns empty tensors of its shapes."""
+    empty = attrs.evolve(inputs, count=0)
+    checks = check_first_delayed, check_pre_delayed, check_fused_delayed, check_collapse
+    return worst_of(*[check(bench, empty) for check in checks])

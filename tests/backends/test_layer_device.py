@@ -17,6 +17,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Yarn
+from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import triton_backends
 from tests.harness import LayerStack, deterministic, random_weights
@@ -119,16 +120,16 @@ def test_g24_bits_depend_neither_on_the_cut_nor_on_the_batch(name: str, layout: 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 31, 33, 100])
 def test_g24_hyper_connections_of_a_row_have_the_same_bits_in_any_call(rows: int) -> None:
-    steps = complete(load_backend("triton", deterministic=True)).layer_ops
+    ops = complete(load_backend("triton", deterministic=True)).layer_ops
     generator = torch.Generator().manual_seed(0)
     streams, fn = (torch.randn(shape, generator=generator).cuda() for shape in ((200, 4, 4096), (24, 16384)))
     scale, base, norm = torch.ones(3).cuda(), torch.zeros(24).cuda(), torch.ones(4096).cuda()
-    mixes = fn / 128, scale, base, 1e-6, 1e-6, 1e-6, 2.0, 20, norm, 1e-6
+    weights = MixWeights(fn / 128, scale, base, 1e-6, 1e-6, 1e-6, norm_weight=norm)
 
-    whole_of, part = steps.mhc_pre(streams, *mixes), steps.mhc_pre(streams[:rows], *mixes)
+    results, first_results = ops.mhc_pre(streams, weights), ops.mhc_pre(streams[:rows], weights)
 
-    for all_rows, some in zip(whole_of, part, strict=True):
-        assert torch.equal(all_rows[:rows], some)
+    for result, first_result in zip(results, first_results, strict=True):
+        assert torch.equal(result[:rows], first_result)
 
 
 class Graph:

@@ -16,6 +16,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import Arrangement, PagedKVCache
 from dsv4attn.core.torch_ops import compressor
+from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 from tests.layer_ops import TorchOps
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -28,15 +29,9 @@ STEPS: dict[str, tuple[str, ...]] = {
     ),
     "indexer_q_rope_quant": ("q", "weights", "positions", "cos_sin_cache", "layout"),
     "select_topk": ("query", "cache", "block_table", "token_to_req", "visible_lens", "out", "max_entries"),
-    "mhc_pre": (
-        "residual", "fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps", "hc_sinkhorn_eps", "hc_post_mult_value",
-        "sinkhorn_repeat", "norm_weight", "norm_eps",
-    ),
+    "mhc_pre": ("residual", "weights"),
     "mhc_post": ("x", "residual", "post", "comb"),
-    "mhc_pre_delayed": (
-        "residual", "previous_pre", "fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps", "hc_sinkhorn_eps",
-        "hc_post_mult_value", "sinkhorn_repeat", "norm_weight", "norm_eps",
-    ),
+    "mhc_pre_delayed": ("residual", "previous_pre", "weights"),
     "mhc_collapse": ("streams", "pre"),
     "compress_latents": (
         "kv", "score", "positions", "token_to_req", "norm_weight", "eps", "ratio", "states", "state_block_table",
@@ -59,15 +54,23 @@ STEPS: dict[str, tuple[str, ...]] = {
 class Slipping(TorchOps):
     """Torch's ops, one of which is changed. The fused ones are made of the others, so that they have the same bug."""
 
-    def mhc_fused_post_pre(self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *mixes: Any, **o: Any) -> Any:
+    def mhc_fused_post_pre(
+        self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, weights: MixWeights
+    ) -> tuple[Tensor, ...]:
         residual = self.mhc_post(x, residual, post, comb)
-        return residual, *self.mhc_pre(residual, *mixes, **o)
+        return residual, *self.mhc_pre(residual, weights)
 
     def mhc_fused_post_pre_delayed(
-        self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *previous: Any, **options: Any
-    ) -> Any:
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        previous_pre: Tensor | None,
+        weights: MixWeights,
+    ) -> tuple[Tensor, ...]:
         residual = self.mhc_post(x, residual, post, comb)
-        return residual, *self.mhc_pre_delayed(residual, *previous, **options)
+        return residual, *self.mhc_pre_delayed(residual, previous_pre, weights)
 
 
 def slip(
@@ -107,6 +110,16 @@ def slip(
 def with_(**values: Callable[[dict[str, Any]], Any]) -> Change:
     """Arguments are replaced by what functions make of all of them."""
     return lambda given: {**given, **{name: value(given) for name, value in values.items()}}
+
+
+def with_weights(**values: Callable[[MixWeights], Any]) -> Change:
+    """Fields of the argument `weights` are replaced by what functions make of the weights."""
+
+    def changed(arguments: dict[str, Any]) -> MixWeights:
+        weights: MixWeights = arguments["weights"]
+        return attrs.evolve(weights, **{name: value(weights) for name, value in values.items()})
+
+    return with_(weights=changed)
 
 
 # the compressor
@@ -297,17 +310,12 @@ def bits_ordered(q: Tensor, weights: Tensor, k: Tensor, *_: object) -> Tensor:
 
 
 def old_streams() -> Any:
-    """The fused step mixes the streams that it was given."""
+    """The fused op mixes the streams that it read, not the new streams."""
     backend: Any = ReferenceBackend()
-    steps = backend.layer_ops
+    ops = backend.layer_ops
 
-    def fused(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *mixes: Any, **options: Any) -> Any:
-        return steps.mhc_post(x, residual, post, comb), *steps.mhc_pre(residual, *mixes, **options)
+    def fused(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, weights: MixWeights) -> tuple[Tensor, ...]:
+        return ops.mhc_post(x, residual, post, comb), *ops.mhc_pre(residual, weights)
 
-    backend.layer_ops = attrs.evolve(steps, mhc_fused_post_pre=fused)
+    backend.layer_ops = attrs.evolve(ops, mhc_fused_post_pre=fused)
     return backend
-
-
-def one_eps(given: dict[str, Any]) -> dict[str, Any]:
-    """All eps are the one under the root."""
-    return {**given, "hc_pre_eps": given["rms_eps"], "hc_sinkhorn_eps": given["rms_eps"]}

@@ -21,7 +21,7 @@ from dsv4attn.testing.conform import Subject, conform
 from tests.layer_ops import TorchOps
 from tests.testing import mutants_layer as wrong
 from tests.testing.mutants import packed_pages
-from tests.testing.mutants_layer import compress_with, slip, with_
+from tests.testing.mutants_layer import compress_with, slip, with_, with_weights
 from tests.testing.mutants_sizes import dense
 
 SAVE, COMPRESS, QUERY, SELECT = (
@@ -31,6 +31,8 @@ SAVE, COMPRESS, QUERY, SELECT = (
     "select_topk",
 )
 ALL_ENTRIES = "compress-c4a-fp32,compress-c128a-ocp,compress-index-fp8"
+ONE_EPS = with_weights(hc_pre_eps=lambda w: w.rms_eps, hc_sinkhorn_eps=lambda w: w.rms_eps)
+"""Every eps is that under the root."""
 
 # a plant, and the cases of which each must fail.
 PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -202,22 +204,28 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         "mhc-post-bf16,mhc-post-n2,mhc-fused-fp32",
     ),
     "one iteration short": (
-        slip("mhc_pre", with_(sinkhorn_repeat=lambda a: a["sinkhorn_repeat"] - 1)),
+        slip("mhc_pre", with_weights(sinkhorn_repeat=lambda w: w.sinkhorn_repeat - 1)),
         "mhc-sinkhorn-1,mhc-sinkhorn-2,mhc-sinkhorn-3,mhc-eps",
     ),
     "norm_weight ignored": (
-        slip("mhc_pre", with_(norm_weight=lambda _: None)),
+        slip("mhc_pre", with_weights(norm_weight=lambda _: None)),
         "mhc-norm-bf16,mhc-norm-fp32,mhc-fused-norm-bf16,mhc-fused-norm-fp32",
     ),
-    "norm_eps ignored": (slip("mhc_pre", with_(norm_eps=lambda _: 1e-6)), "mhc-norm-fp32,mhc-fused-norm-fp32"),
-    "factor of post is 1": (slip("mhc_pre", with_(hc_post_mult_value=lambda _: 1.0)), "mhc-pre-bf16,mhc-fused-bf16"),
-    "factor of post is always 2": (slip("mhc_pre", with_(hc_post_mult_value=lambda _: 2.0)), "mhc-eps,mhc-fused-eps"),
-    "one eps for all": (slip("mhc_pre", wrong.one_eps), "mhc-eps,mhc-fused-eps"),
-    "no eps under the root": (slip("mhc_pre", with_(rms_eps=lambda _: 0.0)), "mhc-eps,mhc-fused-eps"),
+    "norm_eps ignored": (slip("mhc_pre", with_weights(norm_eps=lambda _: 1e-6)), "mhc-norm-fp32,mhc-fused-norm-fp32"),
+    "factor of post is 1": (
+        slip("mhc_pre", with_weights(hc_post_mult_value=lambda _: 1.0)),
+        "mhc-pre-bf16,mhc-fused-bf16",
+    ),
+    "factor of post is always 2": (
+        slip("mhc_pre", with_weights(hc_post_mult_value=lambda _: 2.0)),
+        "mhc-eps,mhc-fused-eps",
+    ),
+    "one eps for all": (slip("mhc_pre", ONE_EPS), "mhc-eps,mhc-fused-eps"),
+    "no eps under the root": (slip("mhc_pre", with_weights(rms_eps=lambda _: 0.0)), "mhc-eps,mhc-fused-eps"),
     "eps of the head merged": (slip("hc_head", with_(hc_eps=lambda a: a["rms_eps"])), "hc-head-eps"),
     "fused mixes of the old streams": (wrong.old_streams, "mhc-fused-bf16,mhc-fused-fp32,mhc-fused-norm-bf16"),
     "mixes in bf16": (
-        slip("mhc_pre", with_(fn=lambda a: a["fn"].bfloat16().float())),
+        slip("mhc_pre", with_weights(fn=lambda w: w.fn.bfloat16().float())),
         "mhc-pre-bf16,mhc-pre-flash,mhc-fused-bf16",
     ),
 }

@@ -17,7 +17,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.testing import mutants_v41 as wrong
-from tests.testing.mutants_layer import slip, with_
+from tests.testing.mutants_layer import slip, with_, with_weights
 from tests.testing.mutants_sizes import dense
 
 DELAYED = "mhc_pre_delayed"
@@ -46,11 +46,11 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         "delayed-pre-bf16,delayed-pre-fp32,delayed-fused-fp32",
     ),
     "pre without its eps": (
-        slip(DELAYED, behind=lambda made, a: (made[0] - a["hc_pre_eps"], *made[1:])),
+        slip(DELAYED, behind=lambda made, a: (made[0] - a["weights"].hc_pre_eps, *made[1:])),
         "delayed-eps",
     ),
     "eps of 1e-6 in the norm": (
-        slip(DELAYED, with_(norm_eps=lambda _: 1e-6, rms_eps=lambda _: 1e-6)),
+        slip(DELAYED, with_weights(norm_eps=lambda _: 1e-6, rms_eps=lambda _: 1e-6)),
         "delayed-norm-fp32",
     ),
     "strided streams": (slip("mhc_collapse", with_(streams=lambda a: dense(a["streams"]))), "delayed-apart"),

@@ -21,13 +21,15 @@ def layer_ops(*, deterministic: bool = False) -> LayerOps:
 
     If they are deterministic, no scores: which kernel serves a token depends on how many its request has.
     """
-    fused = partial(hyper_connections.mhc_fused_post_pre, deterministic=deterministic)
-    delayed = partial(hyper_connections.mhc_fused_post_pre_delayed, deterministic=deterministic)
     shared = ops.layer_ops(deterministic=True) if deterministic else ops.layer_ops(score=score)
-    own = evolve(shared, mhc_fused_post_pre=fused, mhc_fused_post_pre_delayed=delayed)
+    with_streams = evolve(
+        shared,
+        mhc_fused_post_pre=partial(shared.mhc_fused_post_pre, fused=hyper_connections.fused_post_pre),
+        mhc_fused_post_pre_delayed=partial(shared.mhc_fused_post_pre_delayed, fused=hyper_connections.fused_post_pre),
+    )
     if deterministic:
-        return own
-    return evolve(own, fp8_paged_mqa_logits=fp8_paged_mqa_logits, fp8_mqa_logits=fp8_mqa_logits)
+        return with_streams
+    return evolve(with_streams, fp8_paged_mqa_logits=fp8_paged_mqa_logits, fp8_mqa_logits=fp8_mqa_logits)
 
 
 def score(*given: Any) -> None:  # noqa: ANN401 - those of `index_logits.score`

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.contract.warmup import WarmupSpec
     from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.core.tensorspec import BufferSpec
+    from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 
 __all__ = [
     "API_VERSION",
@@ -86,6 +87,7 @@ __all__ = [
     "KeyForm",
     "LayerOps",
     "MetadataExtension",
+    "MixWeights",
     "PageTable",
     "PagedKeys",
     "Phase",
@@ -448,11 +450,15 @@ _wrappers: WeakValueDictionary[int, _Completed] = WeakValueDictionary()
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
-    """Tables of ops are loaded when they are asked for: their defaults need torch, and descriptors load without it."""
-    if name in _TABLES:
-        return getattr(import_module(f"dsv4attn.core.contract.{_TABLES[name]}"), name)
+    """Names that need torch are loaded when they are asked for, because descriptors load without torch."""
+    if name in _NEED_TORCH:
+        return getattr(import_module(f"dsv4attn.core.{_NEED_TORCH[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_TABLES = {"LayerOps": "layer_ops", "BuilderOps": "builder_ops"}
-"""Names that are loaded late, and the modules that have them."""
+_NEED_TORCH = {
+    "LayerOps": "contract.layer_ops",
+    "BuilderOps": "contract.builder_ops",
+    "MixWeights": "torch_ops.hyper_connections",
+}
+"""Names that are loaded late, with the modules of core that have them."""

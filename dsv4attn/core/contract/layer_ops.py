@@ -55,7 +55,7 @@ class LayerOps:
        by themselves; core calls `select_topk` instead.
     select_topk: exact selection. select_candidates, select_topk_of_candidates: V4.1's, in two levels.
     mhc_pre, mhc_post, mhc_fused_post_pre, hc_head: hyper-connections. mhc_pre_delayed, mhc_fused_post_pre_delayed,
-       mhc_collapse: V4.1's.
+       mhc_collapse: V4.1's. `MixWeights` has the weights of those that make mixes.
     transient_bytes: `transient_bytes(max_tokens)`, an upper bound on temporaries of the framework's allocator in any
        one op; 0 for kernels.
     sum_bits: bits that sums of products of index codes keep, 24 in fp32. Some matrix units keep fewer of fp8 products.

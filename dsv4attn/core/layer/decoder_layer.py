@@ -18,9 +18,9 @@ class DeepseekV4DecoderLayer:
     """One layer of the model.
 
     attention: the attention sublayer.
-    feed_forward: the other sublayer, an engine's: [T, d] to [T, d].
+    feed_forward: the other sublayer, which the engine brings: [T, d] to [T, d].
     attention_streams: hyper-connections around attention, with its norm.
-    feed_forward_streams: those around the other.
+    feed_forward_streams: hyper-connections around the feed-forward, with its norm.
     """
 
     attention: DeepseekV4Attention
@@ -29,12 +29,12 @@ class DeepseekV4DecoderLayer:
     feed_forward_streams: HyperConnections
 
     def refresh(self) -> None:
-        """Make all copies of weights again, in the same memory; see `DeepseekV4Attention.refresh`."""
+        """Make every copy of a weight again, in the same memory; see `DeepseekV4Attention.refresh`."""
         for part in (self.attention, self.attention_streams, self.feed_forward_streams):
             part.refresh()
 
     def __call__(self, streams: Tensor, positions: Tensor) -> Tensor:
-        """New streams [T, n, d] of streams [T, n, d] at positions [T], in the step that is being run."""
+        """New streams [T, n, d] of streams [T, n, d] at positions [T], in the current step."""
         post, comb, hidden = self.attention_streams.pre(streams)
         attended = self.attention(hidden, positions)
         streams, post, comb, hidden = self.feed_forward_streams.after(attended, streams, post, comb)
@@ -43,12 +43,12 @@ class DeepseekV4DecoderLayer:
 
 @frozen(eq=False)
 class DeepseekV41DecoderLayer:
-    """One layer of a V4.1 model, whose hyper-connections are delayed by a sublayer.
+    """One layer of a V4.1 model, whose hyper-connections take the pre of the previous sublayer.
 
     attention: the attention sublayer.
-    feed_forward: the other sublayer, an engine's: [T, d] to [T, d].
+    feed_forward: the other sublayer, which the engine brings: [T, d] to [T, d].
     attention_streams: hyper-connections around attention, with its norm.
-    feed_forward_streams: those around the other.
+    feed_forward_streams: hyper-connections around the feed-forward, with its norm.
     """
 
     attention: DeepseekV4Attention
@@ -57,15 +57,15 @@ class DeepseekV41DecoderLayer:
     feed_forward_streams: HyperConnections
 
     def refresh(self) -> None:
-        """Make all copies of weights again, in the same memory; see `DeepseekV4Attention.refresh`."""
+        """Make every copy of a weight again, in the same memory; see `DeepseekV4Attention.refresh`."""
         for part in (self.attention, self.attention_streams, self.feed_forward_streams):
             part.refresh()
 
     def __call__(self, streams: Tensor, positions: Tensor, previous_pre: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(new streams [T, n, d], pre [T, n]) of streams [T, n, d] at positions [T], in the step that is being run.
+        """(new streams [T, n, d], pre [T, n]) of streams [T, n, d] at positions [T], in the current step.
 
-        previous_pre: what the layer before returned; None for the first layer. Behind the last layer
-        `HyperConnections.collapse` makes hidden states of both.
+        previous_pre: [T, n], the pre that the previous layer returned; None for the first layer. After the last layer
+        `HyperConnections.collapse` makes hidden states of the streams and the pre.
         """
         pre, post, comb, hidden = self.attention_streams.pre_delayed(streams, previous_pre)
         attended = self.attention(hidden, positions)

@@ -1,18 +1,19 @@
-"""Manifold-constrained hyper-connections: n residual streams, mixed into a sublayer's input and back.
+"""Manifold-constrained hyper-connections: n residual streams, mixed into the input of a sublayer and back.
 
-Streams X [T, n, d]. Their mixes are a linear function of the flattened, normalised streams: `pre` [n] weighs the
-streams into the input of the sublayer, `post` [n] its output into each stream, and `comb` [n, n], made doubly
-stochastic by Sinkhorn's iterations, the old streams into the new: new_j = post_j * y + sum_i comb_ij * X_i.
+The streams are X [T, n, d]. A linear function of the flattened, normalised streams gives three mixes of a token:
+`pre` [n] weighs the streams into the input of the sublayer, `post` [n] weighs the output y of the sublayer into each
+stream, and `comb` [n, n] mixes the old streams into the new: new_j = post_j * y + sum_i comb_ij * X_i. Sinkhorn's
+iterations make `comb` doubly stochastic. `MixWeights` has the weights and the constants of the three mixes.
 
-Delayed (DeepSeek-V4.1): the streams are weighed by the `pre` of the sublayer before, and the `pre` of this one goes to
-the next. The first sublayer takes stream 0, and the last `pre` collapses the streams at the end, without a head.
+Delayed hyper-connections (DeepSeek-V4.1): a sublayer weighs the streams by the `pre` of the previous sublayer, and
+hands its own `pre` to the next sublayer. The first sublayer takes stream 0. After the last sublayer, its `pre`
+collapses the streams, without a head.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.torch_modes import without_modes
@@ -20,6 +21,7 @@ from dsv4attn.core.torch_ops.compressor import rms_norm
 from dsv4attn.core.torch_ops.tiles import Arithmetic, arithmetic_of, tiles
 
 __all__ = [
+    "MixWeights",
     "hc_head",
     "mhc_collapse",
     "mhc_fused_post_pre",
@@ -30,82 +32,81 @@ __all__ = [
 ]
 
 _ROW_BYTES = 24
-"""Temporaries of a step for each element of a token's streams."""
+"""Bytes of temporaries of an op for each element of a token's streams."""
 
 
-def _mixes(streams: Tensor, fn: Tensor, rms_eps: float, arithmetic: Arithmetic) -> Tensor:
+@frozen(eq=False)
+class MixWeights:
+    """Weights and constants of the mixes of one sublayer: the last argument of every op that makes mixes.
+
+    Build it once for a layer. A new argument of these ops is one more field with a default. Letters: n streams,
+    d hidden size, m = 2 n + n * n. The m mixes are pre (n), post (n) and comb (n * n), in this order.
+
+    fn: [m, n * d] fp32 - makes the mixes from the flattened streams.
+    hc_scale: [3] fp32 - factors of the products of pre, post and comb.
+    hc_base: [m] fp32 - added to the scaled products.
+    rms_eps: added to the mean square of the flattened streams, under the root.
+    hc_pre_eps: added to each weight of a stream in pre.
+    hc_sinkhorn_eps: added to comb after the softmax, and to each sum that Sinkhorn's iterations divide by.
+    hc_post_mult_value: factor of post.
+    sinkhorn_repeat: number of Sinkhorn's iterations. The first iteration normalises columns only.
+    norm_weight: [d] bf16 or fp32 - weight of an RMSNorm of the input of the sublayer; None for no norm.
+    norm_eps: epsilon of this norm.
+    """
+
+    fn: Tensor
+    hc_scale: Tensor
+    hc_base: Tensor
+    rms_eps: float
+    hc_pre_eps: float
+    hc_sinkhorn_eps: float
+    hc_post_mult_value: float = 2.0
+    sinkhorn_repeat: int = 20
+    norm_weight: Tensor | None = None
+    norm_eps: float = 1e-6
+
+
+def _products(streams: Tensor, fn: Tensor, rms_eps: float, arithmetic: Arithmetic) -> Tensor:
     """[T, m] fp32: the flattened streams over the root of their mean square, times fn [m, n * d]."""
     flat = streams.flatten(-2).float()
     return arithmetic.linear(flat, fn.float()) * torch.rsqrt(arithmetic.mean_square(flat) + rms_eps)
 
 
 @without_modes
-def mhc_pre(
-    residual: Tensor,
-    fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    rms_eps: float,
-    hc_pre_eps: float,
-    hc_sinkhorn_eps: float,
-    hc_post_mult_value: float = 2.0,
-    sinkhorn_repeat: int = 20,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    *,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def mhc_pre(residual: Tensor, weights: MixWeights, *, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """(post [T, n, 1] fp32, comb [T, n, n] fp32, layer_input [T, d] like residual) of residual [T, n, d].
 
-    fn: [2 n + n * n, n * d] fp32. hc_scale: [3] fp32 and hc_base: [2 n + n * n] fp32, of pre, post, comb. The first
-    of `sinkhorn_repeat` iterations normalises columns only. norm_weight: [d] - of an RMSNorm of layer_input, or
-    None.
+    weights: of the mixes, and of an RMSNorm of layer_input. deterministic: the bits of a token do not depend on the
+    number of tokens.
     """
     arithmetic, (count, n, d) = arithmetic_of(deterministic), residual.shape
     post = residual.new_empty(count, n, 1, dtype=torch.float32)
     comb, layer_input = post.new_empty(count, n, n), residual.new_empty(count, d)
-    eps = hc_pre_eps, hc_sinkhorn_eps
-    for part in tiles(count, _ROW_BYTES * n * d):
-        mixes = _mixes(residual[part], fn, rms_eps, arithmetic)
-        pre, post[part], comb[part] = _parts(mixes, hc_scale, hc_base, *eps, hc_post_mult_value, sinkhorn_repeat, n)
-        layer_input[part] = _input(_weighed(pre, residual[part]), norm_weight, norm_eps, arithmetic)
+    for rows in tiles(count, _ROW_BYTES * n * d):
+        streams = residual[rows]
+        pre, post[rows], comb[rows] = _mixes_of(streams, weights, arithmetic)
+        layer_input[rows] = _layer_input(_weighed(pre, streams), weights, arithmetic)
     return post, comb, layer_input
 
 
 @without_modes
 def mhc_pre_delayed(
-    residual: Tensor,
-    previous_pre: Tensor | None,
-    fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    rms_eps: float,
-    hc_pre_eps: float,
-    hc_sinkhorn_eps: float,
-    hc_post_mult_value: float = 2.0,
-    sinkhorn_repeat: int = 20,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    *,
-    deterministic: bool = False,
+    residual: Tensor, previous_pre: Tensor | None, weights: MixWeights, *, deterministic: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """V4.1: (pre [T, n] fp32, post, comb, layer_input) of residual [T, n, d]; post and comb are `mhc_pre`'s.
+    """V4.1: (pre [T, n] fp32, post, comb, layer_input) of residual [T, n, d]; post and comb are those of `mhc_pre`.
 
-    layer_input: the streams, each times its weight in `previous_pre` [T, n] fp32, the pre that the sublayer before
-    this one returned; without one (None, in the first sublayer) stream 0 as it is. pre: has hc_pre_eps added, and
-    is for the next sublayer. norm_weight, norm_eps: of an RMSNorm of layer_input, as in `mhc_pre`.
+    previous_pre: [T, n] fp32, the pre that the previous sublayer returned. layer_input is the sum of the streams, each
+    times its weight in previous_pre. Without previous_pre (None, in the first sublayer) layer_input is stream 0.
+    weights, deterministic: as in `mhc_pre`. The returned pre includes hc_pre_eps, and is for the next sublayer.
     """
     arithmetic, (count, n, d) = arithmetic_of(deterministic), residual.shape
     pre = residual.new_empty(count, n, dtype=torch.float32)
     post, comb, layer_input = pre.new_empty(count, n, 1), pre.new_empty(count, n, n), residual.new_empty(count, d)
-    eps = hc_pre_eps, hc_sinkhorn_eps
-    for part in tiles(count, _ROW_BYTES * n * d):
-        mixes = _mixes(residual[part], fn, rms_eps, arithmetic)
-        found = _parts(mixes, hc_scale, hc_base, *eps, hc_post_mult_value, sinkhorn_repeat, n)
-        pre[part], post[part], comb[part] = found
-        streams = residual[part]
-        collapsed = streams[:, 0] if previous_pre is None else _weighed(previous_pre[part], streams)
-        layer_input[part] = _input(collapsed, norm_weight, norm_eps, arithmetic)
+    for rows in tiles(count, _ROW_BYTES * n * d):
+        streams = residual[rows]
+        pre[rows], post[rows], comb[rows] = _mixes_of(streams, weights, arithmetic)
+        collapsed = streams[:, 0] if previous_pre is None else _weighed(previous_pre[rows], streams)
+        layer_input[rows] = _layer_input(collapsed, weights, arithmetic)
     return pre, post, comb, layer_input
 
 
@@ -114,38 +115,33 @@ def mhc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """V4.1: [T, d] like streams: the sum of streams [T, n, d], each times its weight in pre [T, n] fp32."""
     count, n, d = streams.shape
     out = streams.new_empty(count, d)
-    for part in tiles(count, _ROW_BYTES * n * d):
-        out[part] = _weighed(pre[part], streams[part]).to(out.dtype)
+    for rows in tiles(count, _ROW_BYTES * n * d):
+        out[rows] = _weighed(pre[rows], streams[rows]).to(out.dtype)
     return out
 
 
-def _parts(
-    mixes: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    pre_eps: float,
-    sinkhorn_eps: float,
-    factor: float,
-    repeat: int,
-    n: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Pre [t, n], post [t, n, 1] and comb [t, n, n] of mixes [t, 2 n + n * n], all fp32."""
+def _mixes_of(streams: Tensor, weights: MixWeights, arithmetic: Arithmetic) -> tuple[Tensor, Tensor, Tensor]:
+    """Pre [t, n], post [t, n, 1] and comb [t, n, n] of streams [t, n, d], all fp32."""
+    n, eps = streams.shape[1], weights.hc_sinkhorn_eps
     sizes = [n, n, n * n]
-    gate, out, mix = (
-        (values * one + part).contiguous()
-        for values, one, part in zip(mixes.split(sizes, -1), scale, base.split(sizes), strict=True)
+    products = _products(streams, weights.fn, weights.rms_eps, arithmetic).split(sizes, -1)
+    pre, post, comb = (
+        (product * scale + base).contiguous()
+        for product, scale, base in zip(products, weights.hc_scale, weights.hc_base.split(sizes), strict=True)
     )
-    mix = mix.unflatten(-1, (n, n)).softmax(-1) + sinkhorn_eps
-    for i in range(repeat):
+    comb = comb.unflatten(-1, (n, n)).softmax(-1) + eps
+    for i in range(weights.sinkhorn_repeat):
         if i:
-            mix = mix / (mix.sum(-1, keepdim=True) + sinkhorn_eps)
-        mix = mix / (mix.sum(-2, keepdim=True) + sinkhorn_eps)
-    return gate.sigmoid() + pre_eps, (factor * out.sigmoid())[..., None], mix
+            comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return pre.sigmoid() + weights.hc_pre_eps, (weights.hc_post_mult_value * post.sigmoid())[..., None], comb
 
 
-def _input(collapsed: Tensor, weight: Tensor | None, eps: float, arithmetic: Arithmetic) -> Tensor:
-    """[t, d]: the collapsed streams, through an RMSNorm if it has a weight."""
-    return collapsed if weight is None else rms_norm(collapsed, weight, eps, arithmetic)
+def _layer_input(collapsed: Tensor, weights: MixWeights, arithmetic: Arithmetic) -> Tensor:
+    """[t, d]: the collapsed streams, through an RMSNorm if the norm has a weight."""
+    if weights.norm_weight is None:
+        return collapsed
+    return rms_norm(collapsed, weights.norm_weight, weights.norm_eps, arithmetic)
 
 
 def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
@@ -160,13 +156,13 @@ def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
 def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """[T, n, d] like residual: post_j * x + sum_i comb_ij * residual_i, summed over the first index of comb.
 
-    x: [T, d] - output of the sublayer. residual: [T, n, d]. post: [T, n, 1] fp32. comb: [T, n, n] fp32.
+    x: [T, d], the output of the sublayer. residual: [T, n, d]. post: [T, n, 1] fp32. comb: [T, n, n] fp32.
     """
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    for part in tiles(residual.shape[0], _ROW_BYTES * residual[:1].numel()):
+    for rows in tiles(residual.shape[0], _ROW_BYTES * residual[:1].numel()):
         for j in range(residual.shape[-2]):
-            mixed = _weighed(comb[part, :, j], residual[part])
-            out[part, j] = (post[part, j] * x[part].float() + mixed).to(out.dtype)
+            mixed = _weighed(comb[rows, :, j], residual[rows])
+            out[rows, j] = (post[rows, j] * x[rows].float() + mixed).to(out.dtype)
     return out
 
 
@@ -187,23 +183,20 @@ def hc_head(
     """
     arithmetic, (count, n, d) = arithmetic_of(deterministic), streams.shape
     out = streams.new_empty(count, d)
-    for part in tiles(count, _ROW_BYTES * n * d):
-        gate = (_mixes(streams[part], hc_fn, rms_eps, arithmetic) * hc_scale + hc_base).sigmoid() + hc_eps
-        out[part] = _weighed(gate, streams[part]).to(out.dtype)
+    for rows in tiles(count, _ROW_BYTES * n * d):
+        products = _products(streams[rows], hc_fn, rms_eps, arithmetic)
+        pre = (products * hc_scale + hc_base).sigmoid() + hc_eps
+        out[rows] = _weighed(pre, streams[rows]).to(out.dtype)
     return out
 
 
 def mhc_fused_post_pre(
-    x: Tensor,
-    residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    *mixes: Any,  # noqa: ANN401 - those of `mhc_pre`
-    **options: Any,  # noqa: ANN401 - as above
+    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, weights: MixWeights, *, deterministic: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(residual, post, comb, layer_input): `mhc_post`, then `mhc_pre` of the new residual."""
     residual = mhc_post(x, residual, post, comb)
-    return residual, *mhc_pre(residual, *mixes, **options)
+    post, comb, layer_input = mhc_pre(residual, weights, deterministic=deterministic)
+    return residual, post, comb, layer_input
 
 
 def mhc_fused_post_pre_delayed(
@@ -212,9 +205,11 @@ def mhc_fused_post_pre_delayed(
     post: Tensor,
     comb: Tensor,
     previous_pre: Tensor | None,
-    *mixes: Any,  # noqa: ANN401 - those of `mhc_pre_delayed`
-    **options: Any,  # noqa: ANN401 - as above
+    weights: MixWeights,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """V4.1: (residual, pre, post, comb, layer_input): `mhc_post`, then `mhc_pre_delayed` of the new residual."""
     residual = mhc_post(x, residual, post, comb)
-    return residual, *mhc_pre_delayed(residual, previous_pre, *mixes, **options)
+    pre, post, comb, layer_input = mhc_pre_delayed(residual, previous_pre, weights, deterministic=deterministic)
+    return residual, pre, post, comb, layer_input

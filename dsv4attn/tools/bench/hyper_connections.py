@@ -8,32 +8,28 @@ from torch import Tensor
 
 from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
 __all__ = ["StreamInputs", "mhc_task"]
 
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
-_N, _EPS, _HC_EPS, _REPEAT = _FLASH.hc_mult, _FLASH.eps, _FLASH.hc_eps, _FLASH.hc_sinkhorn_iters
-_POST = 2.0
-"""Factor of `post`."""
+_N = _FLASH.hc_mult
 _TILE = 1024
 """Tokens whose streams are drawn at a time."""
 
 
 @frozen(eq=False)
 class StreamInputs:
-    """Streams of a step and the weights of its mixes.
+    """Streams of a case and the weights of the mixes.
 
     case: the case.
     streams: [T, n, d] bf16.
     x: [T, d] bf16 - output of a sublayer.
     post: [T, n, 1] fp32.
     comb: [T, n, n] fp32.
-    fn: [m, n * d] fp32 - m is 2 n + n * n, or n of the head.
-    scale: [3] fp32, or [1] of the head.
-    base: [m] fp32.
-    norm: [d] bf16 - of the norm behind `pre`.
+    weights: of the mixes, with a norm. Of the head fn, hc_scale, hc_base, rms_eps and hc_pre_eps are used.
     """
 
     case: LayerOpCase
@@ -41,37 +37,32 @@ class StreamInputs:
     x: Tensor
     post: Tensor
     comb: Tensor
-    fn: Tensor
-    scale: Tensor
-    base: Tensor
-    norm: Tensor
+    weights: MixWeights
 
 
 def mhc_task(case: LayerOpCase, device: torch.device) -> Task:
     """mhc_pre, mhc_post, mhc_fused_post_pre or hc_head."""
     inputs, size = _streams(case, device), case.count * case.hidden
-    mixes = inputs.fn, inputs.scale, inputs.base, _EPS, _HC_EPS
-    pre = *mixes, _HC_EPS, _POST, _REPEAT, inputs.norm, _EPS
+    post, comb, weights = inputs.post, inputs.comb, inputs.weights
+    fn, scale, base = weights.fn, weights.hc_scale, weights.hc_base
 
     def contender(name: str, backend: Backend, dtype: torch.dtype) -> Contender:
-        ops, streams = complete(backend).layer_ops, inputs.streams.to(dtype)
-        mixed = inputs.x.to(dtype), streams, inputs.post, inputs.comb
-        mixed_again = *mixed, *pre
+        ops, streams, x = complete(backend).layer_ops, inputs.streams.to(dtype), inputs.x.to(dtype)
         calls = {
-            "pre": lambda: ops.mhc_pre(streams, *pre),
-            "post": lambda: [ops.mhc_post(*mixed)],
-            "post+pre": lambda: ops.mhc_fused_post_pre(*mixed_again),
-            "head": lambda: [ops.hc_head(streams, *mixes)],
+            "pre": lambda: ops.mhc_pre(streams, weights),
+            "post": lambda: [ops.mhc_post(x, streams, post, comb)],
+            "post+pre": lambda: ops.mhc_fused_post_pre(x, streams, post, comb, weights),
+            "head": lambda: [ops.hc_head(streams, fn, scale, base, weights.rms_eps, weights.hc_pre_eps)],
         }
         return returning(name, calls[case.step])
 
-    # bf16 rows of d elements that are read and written: streams, the sublayer's output, its input
+    # bf16 rows of d elements that are read and written: streams, output and input of the sublayer
     rows = {"pre": _N + 1, "post": 2 * _N + 1, "post+pre": 2 * _N + 2, "head": _N + 1}[case.step]
-    mixed = case.step != "post"
-    moved = 2 * rows * size + (4 * inputs.fn.numel() if mixed else 0)
+    makes_mixes = case.step != "post"
+    moved = 2 * rows * size + (4 * fn.numel() if makes_mixes else 0)
     if case.step != "head":
         moved += 4 * case.count * (_N + _N * _N) * (2 if case.step == "post+pre" else 1)
-    flops = 2 * case.count * inputs.fn.numel() if mixed else 0
+    flops = 2 * case.count * fn.numel() if makes_mixes else 0
     return Task(case, flops, moved, contender, inputs)
 
 
@@ -85,16 +76,23 @@ def _streams(case: LayerOpCase, device: torch.device) -> StreamInputs:
     mixes = _N if head else 2 * _N + _N * _N
     streams = torch.empty(tokens, _N, hidden, dtype=torch.bfloat16, device=device)
     for first in range(0, tokens, _TILE):
-        part = streams[first : first + _TILE]
-        part.copy_(normal(*part.shape))
+        rows = streams[first : first + _TILE]
+        rows.copy_(normal(*rows.shape))
     return StreamInputs(
         case,
         streams,
         normal(tokens, hidden).bfloat16(),
         2 * torch.sigmoid(normal(tokens, _N, 1)),
         torch.softmax(normal(tokens, _N, _N), -1),
-        normal(mixes, _N * hidden) * (_N * hidden) ** -0.5,
-        normal(1 if head else 3).abs(),
-        normal(mixes),
-        (1 + 0.1 * normal(hidden)).bfloat16(),
+        MixWeights(
+            fn=normal(mixes, _N * hidden) * (_N * hidden) ** -0.5,
+            hc_scale=normal(1 if head else 3).abs(),
+            hc_base=normal(mixes),
+            rms_eps=_FLASH.eps,
+            hc_pre_eps=_FLASH.hc_eps,
+            hc_sinkhorn_eps=_FLASH.hc_eps,
+            sinkhorn_repeat=_FLASH.hc_sinkhorn_iters,
+            norm_weight=(1 + 0.1 * normal(hidden)).bfloat16(),
+            norm_eps=_FLASH.eps,
+        ),
     )

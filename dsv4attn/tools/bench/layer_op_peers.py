@@ -71,10 +71,10 @@ class DeepGEMM:
         paged = (q, None), pages, given.weights, given.lens, given.table, plan, keys
         return lambda: module.fp8_fp4_paged_mqa_logits(*paged)[:, :keys]
 
-    def _product(self, given: StreamInputs) -> Contender:
+    def _product(self, inputs: StreamInputs) -> Contender:
         """The product and the sums of squares at the beginning of mhc_pre."""
         module: Any = importlib.import_module("deep_gemm")
-        x, fn = given.streams.flatten(1), given.fn
+        x, fn = inputs.streams.flatten(1), inputs.weights.fn
         splits = _SPLITS if x.shape[0] <= _FEW else None
         lead = () if splits is None else (splits,)
         out = fn.new_empty(*lead, x.shape[0], fn.shape[0])

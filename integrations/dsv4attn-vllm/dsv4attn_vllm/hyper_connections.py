@@ -11,15 +11,15 @@ from vllm.model_executor.layers import mhc
 from dsv4attn import Backend
 from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.replacements import Replacement, original, replace
 from dsv4attn_vllm.steps import MHC, VARIABLE, without_mhc_warmup
 
 __all__ = ["CONSTRUCTORS", "FUNCTIONS", "OPS", "install", "serve"]
 
-_Pre = tuple[Tensor, Tensor, Tensor]
 _serving: list[tuple[str, LayerOps]] = []
-"""The backend of the first model by name, and its steps."""
+"""The backend of the first model by name, and its layer ops."""
 
 
 def serve(backend: Backend) -> None:
@@ -35,14 +35,14 @@ def serve(backend: Backend) -> None:
         raise RefusedError(MHC, expected=expected, actual=backend.name, cure=cure)
 
 
-def _steps() -> LayerOps:
+def _layer_ops() -> LayerOps:
     if not _serving:
         cure = "build the layers of the model first"
         raise RefusedError(MHC, expected="a backend", actual="none", cure=cure)
     return _serving[0][1]
 
 
-# ---------------------------------------------------------------- vLLM's functions; more arguments than here are tuning
+# ---------------------------------------------------------------- vLLM's functions: names and arguments are vLLM's
 
 
 def mhc_pre(
@@ -58,18 +58,29 @@ def mhc_pre(
     n_splits: int = 1,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
-) -> _Pre:
-    """(post [..., n, 1], comb [..., n, n], layer input [..., d]) of residual [..., n, d]."""
-    mixes = fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
-    post, comb, x = _steps().mhc_pre(_flat(residual, 2), *mixes, norm_weight, norm_eps)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(post [..., n, 1], comb [..., n, n], layer input [..., d]) of residual [..., n, d]. n_splits is not used."""
+    weights = MixWeights(
+        fn,
+        hc_scale,
+        hc_base,
+        rms_eps,
+        hc_pre_eps,
+        hc_sinkhorn_eps,
+        hc_post_mult_value,
+        sinkhorn_repeat,
+        norm_weight,
+        norm_eps,
+    )
+    post, comb, layer_input = _layer_ops().mhc_pre(_flat(residual, 2), weights)
     outer = residual.shape[:-2]
-    return post.unflatten(0, outer), comb.unflatten(0, outer), x.unflatten(0, outer)
+    return post.unflatten(0, outer), comb.unflatten(0, outer), layer_input.unflatten(0, outer)
 
 
 def mhc_pre_broadcast(
     residual: Tensor,
     fn: Tensor,
-    *mixes: Any,  # noqa: ANN401 - those of `mhc_pre`
+    *mixes: Any,  # noqa: ANN401 - the other arguments of `mhc_pre`
     fn_broadcast: Tensor | None = None,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,7 +93,7 @@ def mhc_pre_broadcast(
 def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
     """New residual [..., n, d] from the output x [..., d] of a sublayer."""
     post, comb = _flat(post_layer_mix, 2), _flat(comb_res_mix, 2)
-    return _steps().mhc_post(_flat(x, 1), _flat(residual, 2), post, comb).view_as(residual)
+    return _layer_ops().mhc_post(_flat(x, 1), _flat(residual, 2), post, comb).view_as(residual)
 
 
 def mhc_fused_post_pre(
@@ -103,24 +114,36 @@ def mhc_fused_post_pre(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mhc_post`, then `mhc_pre` of its result, which comes first of the four."""
-    mixes = fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
-    streams, post, comb = _flat(residual, 2), _flat(post_layer_mix, 2), _flat(comb_res_mix, 2)
-    found = _steps().mhc_fused_post_pre(_flat(x, 1), streams, post, comb, *mixes, norm_weight, norm_eps)
-    streams, post, comb, out = (tensor.unflatten(0, residual.shape[:-2]) for tensor in found)
-    return streams, post, comb, out
+    """(residual, post, comb, layer input): `mhc_post`, then `mhc_pre` of its result. The tuning is not used."""
+    weights = MixWeights(
+        fn,
+        hc_scale,
+        hc_base,
+        rms_eps,
+        hc_pre_eps,
+        hc_sinkhorn_eps,
+        hc_post_mult_value,
+        sinkhorn_repeat,
+        norm_weight,
+        norm_eps,
+    )
+    results = _layer_ops().mhc_fused_post_pre(
+        _flat(x, 1), _flat(residual, 2), _flat(post_layer_mix, 2), _flat(comb_res_mix, 2), weights
+    )
+    residual, post, comb, layer_input = (tensor.unflatten(0, residual.shape[:-2]) for tensor in results)
+    return residual, post, comb, layer_input
 
 
 def hc_head(
     hidden_states: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, rms_norm_eps: float, hc_eps: float
 ) -> Tensor:
     """[..., d] of streams [..., n, d]."""
-    out = _steps().hc_head(_flat(hidden_states, 2), hc_fn, hc_scale, hc_base, rms_norm_eps, hc_eps)
+    out = _layer_ops().hc_head(_flat(hidden_states, 2), hc_fn, hc_scale, hc_base, rms_norm_eps, hc_eps)
     return out.unflatten(0, hidden_states.shape[:-2])
 
 
 def _flat(tensor: Tensor, dims: int) -> Tensor:
-    """All but so many of the last dims as one."""
+    """The tensor with its leading dims as one, before the last `dims` dims."""
     return tensor.flatten(0, tensor.ndim - dims - 1)
 
 

@@ -198,7 +198,7 @@ def test_an_op_that_another_plugin_has_is_refused(ops: None, monkeypatch: pytest
 
 def test_a_planted_bug_is_found(ops: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrix of the streams, transposed: sums over its second index."""
-    given, steps = Given(), hyper_connections._steps()
+    given, steps = Given(), hyper_connections._layer_ops()
     wanted = theirs.mhc_pre_torch(given.streams, *given.weights, *MIXES)[:2]
     right = theirs.mhc_post_torch(given.x, given.streams, *wanted)
     own = steps.mhc_post
@@ -206,7 +206,7 @@ def test_a_planted_bug_is_found(ops: None, monkeypatch: pytest.MonkeyPatch) -> N
     def transposed(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return own(x, residual, post, comb.mT.contiguous())
 
-    monkeypatch.setattr(hyper_connections, "_steps", lambda: evolve(steps, mhc_post=transposed))
+    monkeypatch.setattr(hyper_connections, "_layer_ops", lambda: evolve(steps, mhc_post=transposed))
 
     with pytest.raises(AssertionError):
         check((mhc.MHCPostOp()(given.x, given.streams, *wanted),), (right,))
@@ -241,4 +241,4 @@ def test_a_second_model_on_another_backend_is_refused(monkeypatch: pytest.Monkey
         RefusedError, match=r"mhc: expected reference, the backend of the model that was built first, got triton -> "
     ):
         build("triton", 256)
-    assert hyper_connections._steps() is complete(first.backend).layer_ops
+    assert hyper_connections._layer_ops() is complete(first.backend).layer_ops

@@ -110,7 +110,7 @@ def test_a_backend_never_sees_autocast_or_a_mode_that_records_gradients(device: 
         return x
 
     connected = mixes()
-    connected._steps = attrs.evolve(LayerOps(), mhc_post=mhc_post)
+    connected._layer_ops = attrs.evolve(LayerOps(), mhc_post=mhc_post)
     backend, case = Own(), bound_layer(LayerKind.CSA)
     case.layer.backend = backend
     torch.set_autocast_enabled(device, True)

@@ -148,10 +148,8 @@ def transposed(right: Callable[..., Any], x: Any, residual: Any, post: Any, comb
     return right(x, residual, post, comb.mT, *rest)
 
 
-def fewer_iterations(right: Callable[..., Any], *arguments: Any) -> Any:
-    changed = list(arguments)
-    changed[8] = 2
-    return right(*changed)
+def fewer_iterations(right: Callable[..., Any], residual: Any, weights: Any) -> Any:
+    return right(residual, evolve(weights, sinkhorn_repeat=2))
 
 
 PLANTED: list[Planted] = [

@@ -1,13 +1,13 @@
-"""Every compiled form of the hyper-connections, for warm-up and cross-compilation."""
+"""Every variant of the kernels of the hyper-connections, for warm-up and cross-compilation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from dsv4attn.backends._triton.cache.records import row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
@@ -33,76 +33,88 @@ from dsv4attn.backends._triton.layer.kernels_hyper_connections import (
 )
 from dsv4attn.backends._triton.untyped import Kernel
 
-__all__ = ["mix_variants", "variants"]
+__all__ = ["StreamForms", "mix_variants", "variants"]
 
 
-def variants(
-    n: int,
-    hidden: int,
-    dtype: torch.dtype,
-    norm_dtype: torch.dtype | None = None,
-    *,
-    delayed: bool = False,
-    aligned: bool = True,
-    arch: str = "",
-) -> Iterator[Variant]:
-    """Every variant that the steps can need on an architecture, with streams of this dtype.
+@frozen
+class StreamForms:
+    """The streams that hyper-connections are compiled for, and the architecture.
 
-    norm_dtype: of the weight of the norm, or None without one. delayed: the steps of DeepSeek-V4.1 instead of V4's.
+    n: residual streams.
+    hidden: elements of a stream of a token.
+    dtype: of the streams.
+    delayed: whether the ops are those of DeepSeek-V4.1 instead of V4's.
     aligned: whether rows of streams, x and fn begin at multiples of 16 bytes.
+    arch: the architecture.
     """
-    tuning, mixes, out_aligned = tuning_for(arch), 2 * n + n * n, alignment(hidden, dtype)
-    rows, fn_rows = (row_alignments(hidden, each, aligned=aligned) for each in (dtype, torch.float32))
-    types = _types(dtype)
-    for row in rows:
+
+    n: int
+    hidden: int
+    dtype: torch.dtype
+    delayed: bool = False
+    aligned: bool = True
+    arch: str = ""
+
+
+def variants(streams: StreamForms, norm_dtype: torch.dtype | None = None) -> Iterator[Variant]:
+    """Every variant that the ops can need. norm_dtype: of the weight of the norm, or None without a norm."""
+    n, hidden, dtype, tuning = streams.n, streams.hidden, streams.dtype, tuning_for(streams.arch)
+    mixes, out_aligned, types = 2 * n + n * n, alignment(hidden, dtype), _types(dtype)
+    alignments = row_alignments(hidden, dtype, aligned=streams.aligned)
+    fn_alignments = row_alignments(hidden, torch.float32, aligned=streams.aligned)
+    for row in alignments:
         constants = post_constants(tuning.post, n, hidden, row, out_aligned)
         yield Variant.from_types(post_kernel, types, constants, num_warps=tuning.post.warps)
-    for count, row, fn_row in product((FEW, FEW + 1), rows, fn_rows):
-        tile = tile_of(tuning, count, n, dtype, row, fused=False)
-        fused = tile_of(tuning, count, n, dtype, row, fused=True)
-        for width in (mixes,) if delayed else (mixes, n):
+    for tokens, row, fn_row in product((FEW, FEW + 1), alignments, fn_alignments):
+        tile = tile_of(tuning, tokens, n, dtype, row, fused=False)
+        fused_tile = tile_of(tuning, tokens, n, dtype, row, fused=True)
+        for width in (mixes,) if streams.delayed else (mixes, n):
             constants = products_constants(tile, n, hidden, width, dtype, row, fn_row)
-            yield _form(products_kernel, types, constants, tile)
-        constants = fused_constants(fused, n, hidden, mixes, dtype, row, fn_row, out_aligned)
-        yield _form(post_products_kernel, types, constants, fused)
-        splits, own = -(-hidden // tile.columns), -(-hidden // fused.columns)
-        forms = partial(mix_variants, (n, hidden, dtype), aligned=aligned, arch=arch)
-        for most in (FEW, FEW + 1):
-            for used, at in ((splits, row), (own, out_aligned)):
-                yield from forms(norm_dtype, used, at, most, delayed=delayed)
-            last = "collapse" if delayed else "head"
-            yield from forms(None, 1 if delayed else splits, row, most, last=last)
+            yield _products_variant(products_kernel, types, constants, tile)
+        constants = fused_constants(fused_tile, n, hidden, mixes, dtype, row, fn_row, out_aligned)
+        yield _products_variant(post_products_kernel, types, constants, fused_tile)
+        splits, fused_splits = -(-hidden // tile.columns), -(-hidden // fused_tile.columns)
+        for mix_tokens in (FEW, FEW + 1):
+            yield from mix_variants(streams, norm_dtype, splits, row, mix_tokens)
+            yield from mix_variants(streams, norm_dtype, fused_splits, out_aligned, mix_tokens)
+            if streams.delayed:
+                yield from mix_variants(streams, None, 1, row, mix_tokens, last="collapse")
+            else:
+                yield from mix_variants(streams, None, splits, row, mix_tokens, last="head")
 
 
 def mix_variants(
-    dims: tuple[int, int, torch.dtype], norm_dtype: torch.dtype | None, splits: int, row: int, tokens: int, *,
-    delayed: bool = False, last: str = "", aligned: bool, arch: str,
-) -> Iterator[Variant]:  # fmt: skip
-    """Forms of `mix_kernel` for so many tokens of n streams of hidden columns, in rows aligned to `row` bytes.
+    streams: StreamForms, norm_dtype: torch.dtype | None, splits: int, row: int, tokens: int, *, last: str = ""
+) -> Iterator[Variant]:
+    """Variants of `mix_kernel` for one number of tokens.
 
-    last: "head" or "collapse", V4.1's, behind the last layer.
+    norm_dtype: of the weight of the norm, or None without a norm. splits: of the products. row: bytes that divide the
+    address of every row of the streams. last: "head", or V4.1's "collapse", after the last layer; "" elsewhere.
     """
-    (n, hidden, dtype), tuning = dims, tuning_for(arch)
+    n, hidden, dtype, tuning = streams.n, streams.hidden, streams.dtype, tuning_for(streams.arch)
     types = {**_types(dtype), "NORM": "none" if norm_dtype is None else pointer_type(norm_dtype)}
     if last:
         types |= {"POST": "none", "COMB": "none"}
     if last == "collapse":
         types |= {"PRODUCTS": "none", "SCALE": "none", "BASE": "none"}
-    previous = ("*fp32",) if last == "collapse" else ("none", "*fp32") if delayed else ("none",)
-    types["PRE"] = "*fp32" if delayed else "none"
+        previous_types: tuple[str, ...] = ("*fp32",)
+    else:
+        previous_types = ("none", "*fp32") if streams.delayed else ("none",)
+    types["PRE"] = "*fp32" if streams.delayed and not last else "none"
     block = mix_block(tuning, tokens, dtype, normed=norm_dtype is not None)
     width, out_aligned = n if last else 2 * n + n * n, alignment(hidden, dtype)
-    for norm_aligned in (1,) if norm_dtype is None else (WIDE,) if aligned else (WIDE, 1):
-        sizes = n, hidden, width, splits, row, norm_aligned, out_aligned
-        constants = mix_constants(block, heads_of(tuning, tokens), tuning.summed, *sizes)
-        for given in previous:
-            yield Variant.from_types(mix_kernel, types | {"PREVIOUS": given}, constants, num_warps=block.warps)
+    for norm_aligned in (1,) if norm_dtype is None else (WIDE,) if streams.aligned else (WIDE, 1):
+        constants = mix_constants(
+            block, heads_of(tuning, tokens), tuning.summed, n, hidden, width, splits, row, norm_aligned, out_aligned
+        )
+        for previous_type in previous_types:
+            yield Variant.from_types(mix_kernel, types | {"PREVIOUS": previous_type}, constants, num_warps=block.warps)
 
 
 def _types(dtype: torch.dtype) -> dict[str, str]:
-    streams = dict.fromkeys(("X", "STREAMS", "OUT"), pointer_type(dtype))
-    return {**streams, **dict.fromkeys(("POST", "COMB", "FN", "PRODUCTS", "SCALE", "BASE"), "*fp32")}
+    rows = dict.fromkeys(("X", "STREAMS", "OUT"), pointer_type(dtype))
+    return {**rows, **dict.fromkeys(("POST", "COMB", "FN", "PRODUCTS", "SCALE", "BASE"), "*fp32")}
 
 
-def _form(kernel: Kernel, types: dict[str, str], constants: dict[str, Any], tile: Tile) -> Variant:
+def _products_variant(kernel: Kernel, types: dict[str, str], constants: dict[str, Any], tile: Tile) -> Variant:
     return Variant.from_types(kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)

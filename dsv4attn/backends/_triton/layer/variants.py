@@ -38,11 +38,16 @@ def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
         if layer.kind is LayerKind.CSA:
             yield from _indexer(model, layer, bounds, arch)
     if "hyper_connections" in bounds.parts:
-        dims, delayed = (model.hc_mult, model.hidden_size, bounds.q_dtype), model.shared_latent
-        for norm in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
-            yield from hyper_connections_variants.variants(
-                *dims, norm, delayed=delayed, aligned=bounds.aligned_rows, arch=arch
-            )
+        streams = hyper_connections_variants.StreamForms(
+            model.hc_mult,
+            model.hidden_size,
+            bounds.q_dtype,
+            delayed=model.shared_latent,
+            aligned=bounds.aligned_rows,
+            arch=arch,
+        )
+        for norm_dtype in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
+            yield from hyper_connections_variants.variants(streams, norm_dtype)
 
 
 def _entries(layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Variant]:

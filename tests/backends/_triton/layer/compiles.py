@@ -40,7 +40,7 @@ def streams(arch: str) -> Iterator[Variant]:
     Of two with as many splits that with fewer warps, whose threads have more to hold.
     """
     tuning, mixes = tuning_for(arch), []
-    for variant in dict.fromkeys(mixing.variants(4, 7168, BF16, BF16, arch=arch)):
+    for variant in dict.fromkeys(mixing.variants(mixing.StreamForms(4, 7168, BF16, arch=arch), BF16)):
         constants = dict(variant.constants)
         tile = tile_of(tuning, FEW + 1, 4, BF16, 16, fused="OUT_ALIGNED" in constants)
         if {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "MIXES": 24}.items() <= constants.items():

@@ -1,24 +1,28 @@
-"""Hyper-connections, judged by the kit in float64 and by their definition in torch."""
+"""Hyper-connections, compared with the oracle of the kit in float64 and with the ops in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from copy import copy
+from itertools import product
 from math import inf, nan
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture, launch, observed
 from dsv4attn.backends._triton.layer import hyper_connections as hc
-from dsv4attn.backends._triton.layer import hyper_connections_tuning as tuning
-from dsv4attn.backends._triton.layer import hyper_connections_variants as forms
+from dsv4attn.backends._triton.layer import hyper_connections_tuning as hc_tuning
+from dsv4attn.backends._triton.layer import hyper_connections_variants as hc_variants
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import Block, Tile, Tuning
+from dsv4attn.backends._triton.layer.hyper_connections_variants import StreamForms
 from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
@@ -41,22 +45,22 @@ TINY = Tuning(
     summed=64,
     post=Block(2, 16, 4),
 )
-"""Several splits, tiles of a program, chunks and blocks, with a few tokens of a few columns."""
+"""A few tokens of a few columns have several splits, tiles of a program, chunks and blocks."""
 
 
 @contextmanager
-def with_tiles(tiles: Tuning, few: int = 4) -> Iterator[None]:
-    """Use these tiles in the steps, and those for few tokens up to so many."""
+def with_tuning(tuning: Tuning, few: int = 4) -> Iterator[None]:
+    """Use this tuning in the ops and for their variants, with the tiles for few tokens up to `few` tokens."""
     with ExitStack() as stack:
-        for module in (hc, forms):
-            stack.enter_context(mock.patch.object(module, "tuning_for", return_value=tiles))
-        for module in (hc, forms, tuning):
+        for module in (hc, hc_variants):
+            stack.enter_context(mock.patch.object(module, "tuning_for", return_value=tuning))
+        for module in (hc, hc_variants, hc_tuning):
             stack.enter_context(mock.patch.object(module, "FEW", few))
         yield
 
 
-class Steps(TorchOps):
-    """The kernels, and torch for what is not theirs."""
+class KernelOps(TorchOps):
+    """The ops by kernels, and torch's other ops."""
 
     mhc_pre = staticmethod(hc.mhc_pre)
     mhc_post = staticmethod(hc.mhc_post)
@@ -67,11 +71,11 @@ class Steps(TorchOps):
     mhc_collapse = staticmethod(hc.mhc_collapse)
 
 
-KERNELS = Steps()
+KERNELS = KernelOps()
 
 
-class Owner(GenericBackend):
-    """A backend with these steps."""
+class BackendOfKernels(GenericBackend):
+    """A backend with these ops."""
 
     @property
     def layer_ops(self) -> Any:
@@ -86,17 +90,18 @@ class Owner(GenericBackend):
     ],
 )  # fmt: skip
 def test_the_kit_passes_with_many_splits_tiles_and_chunks(name: str) -> None:
-    with with_tiles(TINY, 2):
-        certificate = conform(Subject.of(Owner(), device=DEVICE.type), chosen(CASES, name))
+    with with_tuning(TINY, 2):
+        certificate = conform(Subject.of(BackendOfKernels(), device=DEVICE.type), chosen(CASES, name))
 
     assert [(o.case.name, o.state, o.message) for o in certificate.outcomes] == [(name, "passed", "")]
 
 
-NAMES = "post", "comb", "entering", "moved", "fused", "fused_post", "fused_comb", "fused_entering", "head"
+MIXES = "post", "comb", "layer_input"
+DELAYED_MIXES = "pre", *MIXES
 
 
-class Call:
-    """Random streams with rows apart, and the parameters of their mixes."""
+class StreamsCall:
+    """Random streams, whose rows may lie apart, and the arguments of every op."""
 
     def __init__(
         self,
@@ -109,7 +114,7 @@ class Call:
         normed: bool = False,
         pad: int = 0,
     ) -> None:
-        """Draw one. pad: elements of NaN behind each row, and streams behind those of a token."""
+        """Draw streams [count, n, hidden]. pad: elements of NaN after each row; with it, a stream after each token."""
         g = seeded(seed)
 
         def drawn(*shape: int, dtype: torch.dtype = torch.float32, pad: int = 0) -> Tensor:
@@ -117,164 +122,181 @@ class Call:
 
         mixes = 2 * n + n * n
         self.x = drawn(count, hidden, dtype=dtype, pad=pad)
-        wide = drawn(count, n + (pad > 0), hidden, dtype=dtype, pad=pad)
-        self.residual = wide[:, :n]
+        self.residual = drawn(count, n + (pad > 0), hidden, dtype=dtype, pad=pad)[:, :n]
         self.post = drawn(count, n + pad, 1)[:, :n].sigmoid() if pad == 0 else drawn(count, n + pad, 1)[:, :n]
         self.comb = drawn(count, n, n, pad=pad)
-        self.fn = drawn(mixes, n * hidden, pad=pad) / (n * hidden) ** 0.5
-        self.scale = torch.tensor([0.7, 1.3, 2.1], device=DEVICE)
-        self.base = drawn(mixes)
-        self.norm = drawn(hidden, dtype=dtype) if normed else None
-        self.previous = drawn(count, n, pad=pad)
-        self.eps = 1e-3, 0.02, 0.005
+        self.weights = MixWeights(
+            fn=drawn(mixes, n * hidden, pad=pad) / (n * hidden) ** 0.5,
+            hc_scale=torch.tensor([0.7, 1.3, 2.1], device=DEVICE),
+            hc_base=drawn(mixes),
+            rms_eps=1e-3,
+            hc_pre_eps=0.02,
+            hc_sinkhorn_eps=0.005,
+            hc_post_mult_value=1.5,
+            sinkhorn_repeat=3,
+            norm_weight=drawn(hidden, dtype=dtype) if normed else None,
+            norm_eps=0.01,
+        )
+        self.previous_pre = drawn(count, n, pad=pad)
 
-    def mixing(self, repeat: int = 3, factor: float = 1.5) -> tuple[Any, ...]:
-        """Arguments of `mhc_pre` behind the streams."""
-        return self.fn, self.scale, self.base, *self.eps, factor, repeat, self.norm, 0.01
+    def change_weights(self, **fields: Any) -> None:
+        """Replace fields of the weights."""
+        self.weights = evolve(self.weights, **fields)
 
-    def run(self, steps: Any, repeat: int = 3, **options: Any) -> dict[str, Tensor]:
-        """All results, by name. The streams must stay."""
-        before = self.residual.clone(), self.x.clone()
-        post, comb, entering = steps.mhc_pre(self.residual, *self.mixing(repeat), **options)
-        moved = steps.mhc_post(self.x, self.residual, self.post, self.comb)
-        fused = steps.mhc_fused_post_pre(self.x, self.residual, self.post, self.comb, *self.mixing(repeat), **options)
-        n = self.residual.shape[1]
-        gate = self.fn[:n], self.scale[:1], self.base[:n], 1e-3, 0.03
-        head = steps.hc_head(self.residual, *gate, **options)
-        later = steps.mhc_pre_delayed(self.residual, self.previous, *self.mixing(repeat), **options)
-        early = steps.mhc_pre_delayed(self.residual, None, *self.mixing(repeat), **options)
-        around = self.x, self.residual, self.post, self.comb, self.previous
-        delayed = steps.mhc_fused_post_pre_delayed(*around, *self.mixing(repeat), **options)
-        collapsed = steps.mhc_collapse(self.residual, self.previous)
-        for now, then in zip((self.residual, self.x), before, strict=True):
-            assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))
-        found = dict(zip(NAMES, (post, comb, entering, moved, *fused, head), strict=True))
-        for name, made in (("later", later), ("early", early), ("delayed", delayed[1:])):
-            found |= dict(zip((f"{name}_{result}" for result in ("pre", *NAMES[:3])), made, strict=True))
-        return found | {"delayed": delayed[0], "collapsed": collapsed}
+    def tokens(self, tokens: slice) -> StreamsCall:
+        """The same call for some of the tokens."""
+        part = copy(self)
+        for name in ("x", "residual", "post", "comb", "previous_pre"):
+            setattr(part, name, getattr(self, name)[tokens])
+        return part
 
-    def check(self, repeat: int = 3, **options: Any) -> None:
-        """Compare with the definition; what follows new streams, by those that were found.
+    def run(self, ops: Any, **options: Any) -> dict[str, Tensor]:
+        """The results of all ops, by name. The streams must not change."""
+        residual_copy, x_copy = self.residual.clone(), self.x.clone()
+        x, residual, post, comb, weights = self.x, self.residual, self.post, self.comb, self.weights
+        n = residual.shape[1]
+        head_fn, head_scale, head_base = weights.fn[:n], weights.hc_scale[:1], weights.hc_base[:n]
+        moved = ops.mhc_post(x, residual, post, comb)
+        fused, *fused_mixes = ops.mhc_fused_post_pre(x, residual, post, comb, weights, **options)
+        delayed, *delayed_mixes = ops.mhc_fused_post_pre_delayed(
+            x, residual, post, comb, self.previous_pre, weights, **options
+        )
+        results = {
+            **named("", MIXES, ops.mhc_pre(residual, weights, **options)),
+            "moved": moved,
+            "fused": fused,
+            **named("fused_", MIXES, fused_mixes),
+            "head": ops.hc_head(residual, head_fn, head_scale, head_base, 1e-3, 0.03, **options),
+            **named("later_", DELAYED_MIXES, ops.mhc_pre_delayed(residual, self.previous_pre, weights, **options)),
+            **named("first_", DELAYED_MIXES, ops.mhc_pre_delayed(residual, None, weights, **options)),
+            "delayed": delayed,
+            **named("delayed_", DELAYED_MIXES, delayed_mixes),
+            "collapsed": ops.mhc_collapse(residual, self.previous_pre),
+        }
+        assert torch.equal(residual.nan_to_num(7), residual_copy.nan_to_num(7))
+        assert torch.equal(x.nan_to_num(7), x_copy.nan_to_num(7))
+        return results
 
-        A device may round some of them to the other neighbour.
+    def check(self, **options: Any) -> None:
+        """Compare the kernels with torch. What follows new streams is computed from the streams of the kernels.
+
+        A device may round some of the new streams to the other neighbour.
         """
-        found, wanted = self.run(KERNELS, repeat, **options), self.run(TORCH, repeat)
-        after = TORCH.mhc_pre(found["fused"], *self.mixing(repeat))
-        wanted |= dict(zip(("fused_post", "fused_comb", "fused_entering"), after, strict=True))
-        next_one = TORCH.mhc_pre_delayed(found["delayed"], self.previous, *self.mixing(repeat))
-        wanted |= dict(zip((f"delayed_{name}" for name in ("pre", *NAMES[:3])), next_one, strict=True))
-        near(found, wanted)
+        results, expected = self.run(KERNELS, **options), self.run(TORCH)
+        expected |= named("fused_", MIXES, TORCH.mhc_pre(results["fused"], self.weights))
+        delayed_mixes = TORCH.mhc_pre_delayed(results["delayed"], self.previous_pre, self.weights)
+        expected |= named("delayed_", DELAYED_MIXES, delayed_mixes)
+        check_near(results, expected)
 
 
-def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Fail unless results differ by sums in another order: by a unit of bf16, or by a few of fp32."""
-    for name, each in found.items():
-        assert each.shape == wanted[name].shape, name
-        assert each.dtype == wanted[name].dtype, name
-        assert each.is_contiguous(), name
-        unit = 2.0**-7 if each.dtype == torch.bfloat16 else 2.0**-18
-        error = (each.double() - wanted[name].double()).abs()
-        assert (error <= unit * wanted[name].abs() + 2.0**-19).all(), f"{name}: {float(error.max())}"
+def named(prefix: str, names: Sequence[str], results: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Results by prefix and name."""
+    return {f"{prefix}{name}": result for name, result in zip(names, results, strict=True)}
+
+
+def check_near(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Fail unless results differ only by sums in another order: by a unit of bf16, or by a few of fp32."""
+    for name, result in results.items():
+        assert result.shape == expected[name].shape, name
+        assert result.dtype == expected[name].dtype, name
+        assert result.is_contiguous(), name
+        unit = 2.0**-7 if result.dtype == torch.bfloat16 else 2.0**-18
+        error = (result.double() - expected[name].double()).abs()
+        assert (error <= unit * expected[name].abs() + 2.0**-19).all(), f"{name}: {float(error.max())}"
 
 
 SIZES = [(4, 96, 5), (4, 100, 9), (3, 50, 3), (8, 40, 2), (1, 33, 2), (2, 65, 1), (5, 24, 4), (4, 1, 3)]
-each_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
+"""n, hidden, count."""
 
 
-@each_size
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @each_dtype
-def test_the_steps_are_their_definition(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_the_ops_are_those_of_torch(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     for seed, (normed, pad) in enumerate(((False, 0), (True, 3), (True, 8))):
-        Call(*sizes, dtype, seed, normed=normed, pad=pad).check()
+        StreamsCall(*sizes, dtype, seed, normed=normed, pad=pad).check()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 23])
 def test_every_edge_of_tiles_and_chunks(count: int, deterministic: bool) -> None:
-    with with_tiles(TINY):
+    with with_tuning(TINY):
         for seed, hidden in enumerate((32, 48, 40)):
-            Call(4, hidden, count, seed=seed, normed=bool(seed % 2), pad=8 * seed).check(deterministic=deterministic)
+            call = StreamsCall(4, hidden, count, seed=seed, normed=bool(seed % 2), pad=8 * seed)
+            call.check(deterministic=deterministic)
 
 
 @pytest.mark.parametrize("repeat", [0, 1, 2, 20])
 def test_iterations_are_counted(repeat: int) -> None:
     for n in (3, 4):
-        Call(n, 16, 3).check(repeat)
+        call = StreamsCall(n, 16, 3)
+        call.change_weights(sinkhorn_repeat=repeat)
+        call.check()
 
 
-def test_weights_of_another_dtype_than_the_streams() -> None:
-    call = Call(4, 32, 3, normed=True)
-    assert call.norm is not None
-    call.norm = call.norm.float()
+def test_a_norm_weight_of_another_dtype_than_the_streams() -> None:
+    call = StreamsCall(4, 32, 3, normed=True)
+    assert call.weights.norm_weight is not None
+    call.change_weights(norm_weight=call.weights.norm_weight.float())
     call.check()
 
 
 def test_nothing_is_launched_without_tokens() -> None:
-    call = Call(4, 32, 3)
-    call.residual, call.x = call.residual[:0], call.x[:0]
-    call.post, call.comb, call.previous = call.post[:0], call.comb[:0], call.previous[:0]
-    with observed() as seen:
-        found = call.run(KERNELS)
+    with observed() as launched:
+        results = StreamsCall(4, 32, 3).tokens(slice(0)).run(KERNELS)
 
-    assert seen == []
-    assert {name: tuple(each.shape) for name, each in found.items()} == {
-        "post": (0, 4, 1), "comb": (0, 4, 4), "entering": (0, 32), "moved": (0, 4, 32), "fused": (0, 4, 32),
-        "fused_post": (0, 4, 1), "fused_comb": (0, 4, 4), "fused_entering": (0, 32), "head": (0, 32),
-        "delayed": (0, 4, 32), "collapsed": (0, 32),
-    } | {
-        f"{name}_{result}": shape
-        for name in ("later", "early", "delayed")
-        for result, shape in (("pre", (0, 4)), ("post", (0, 4, 1)), ("comb", (0, 4, 4)), ("entering", (0, 32)))
+    assert launched == []
+    shapes = {
+        "pre": (0, 4), "post": (0, 4, 1), "comb": (0, 4, 4), "layer_input": (0, 32), "moved": (0, 4, 32),
+        "fused": (0, 4, 32), "head": (0, 32), "delayed": (0, 4, 32), "collapsed": (0, 32),
     }  # fmt: skip
+    for prefix in ("fused_", "later_", "first_", "delayed_"):
+        shapes |= {f"{prefix}{name}": shapes[name] for name in DELAYED_MIXES}
+    del shapes["pre"], shapes["fused_pre"]
+    assert {name: tuple(result.shape) for name, result in results.items()} == shapes
 
 
-Spoil = Callable[[Call], None]
+Change = Callable[[StreamsCall], None]
 
 
-def a_stream(call: Call) -> None:
+def nan_in_a_stream(call: StreamsCall) -> None:
     call.residual[2, 1, 5] = nan
 
 
-def an_output(call: Call) -> None:
+def nan_in_x(call: StreamsCall) -> None:
     call.x[2, 7] = nan
 
 
-def an_infinity(call: Call) -> None:
+def infinity_in_a_stream(call: StreamsCall) -> None:
     call.residual[2, 0, 0] = inf
 
 
-def a_weight(call: Call) -> None:
+def nan_in_comb(call: StreamsCall) -> None:
     call.comb[2, 3, 1] = nan
 
 
-@pytest.mark.parametrize("tiles", [TINY, tuning.INTERPRETER], ids=["tiny", "large"])
-@pytest.mark.parametrize("spoil", [a_stream, an_output, an_infinity, a_weight])
-def test_what_is_no_number_reaches_its_own_token_as_the_definition_says(spoil: Spoil, tiles: Tuning) -> None:
-    call = Call(4, 48, 6, normed=True)
-    with with_tiles(tiles):
+@pytest.mark.parametrize("tuning", [TINY, hc_tuning.INTERPRETER], ids=["tiny", "large"])
+@pytest.mark.parametrize("spoil", [nan_in_a_stream, nan_in_x, infinity_in_a_stream, nan_in_comb])
+def test_what_is_no_number_reaches_its_own_token_as_in_torch(spoil: Change, tuning: Tuning) -> None:
+    call = StreamsCall(4, 48, 6, normed=True)
+    with with_tuning(tuning):
         clean = call.run(KERNELS)
         spoil(call)
-        wanted, found = call.run(TORCH), call.run(KERNELS)
-    others = [0, 1, 3, 4, 5]
-    for name, each in found.items():
-        assert torch.equal(each[others], clean[name][others]), name
-        assert torch.equal(each[2].isnan(), wanted[name][2].isnan()), name
+        expected, results = call.run(TORCH), call.run(KERNELS)
+    other_tokens = [0, 1, 3, 4, 5]
+    for name, result in results.items():
+        assert torch.equal(result[other_tokens], clean[name][other_tokens]), name
+        assert torch.equal(result[2].isnan(), expected[name][2].isnan()), name
 
 
-def test_bits_of_a_token_do_not_depend_on_the_number_of_tokens_if_that_is_asked_for() -> None:
-    call = Call(4, 48, 9, normed=True)
-    found = []
-    with with_tiles(TINY):
-        for first in (8, 5, 0):
-            part = Call(4, 48, 9 - first, normed=True)
-            for name in ("fn", "scale", "base", "norm"):
-                setattr(part, name, getattr(call, name))
-            for name in ("x", "residual", "post", "comb", "previous"):
-                setattr(part, name, getattr(call, name)[first:])
-            found.append({name: each[-1] for name, each in part.run(KERNELS, deterministic=True).items()})
+def test_bits_of_a_token_do_not_depend_on_the_number_of_tokens_if_deterministic() -> None:
+    call = StreamsCall(4, 48, 9, normed=True)
+    with with_tuning(TINY):
+        results, *results_of_more = (
+            call.tokens(slice(first, None)).run(KERNELS, deterministic=True) for first in (8, 5, 0)
+        )
 
-    for other in found[1:]:
-        assert [name for name in other if not torch.equal(other[name], found[0][name])] == []
+    for more in results_of_more:
+        assert [name for name in more if not torch.equal(more[name][-1], results[name][-1])] == []
 
 
 def test_parts_of_a_factor_are_bf16_numbers_whose_sum_it_is() -> None:
@@ -291,71 +313,77 @@ def test_parts_of_a_factor_are_bf16_numbers_whose_sum_it_is() -> None:
 
 def test_temporaries_stay_within_their_bound() -> None:
     for n, hidden, count in ((4, 96, 5), (4, 300, 70), (8, 64, 3), (4, 16, 20)):
-        call = Call(n, hidden, count)
+        call = StreamsCall(n, hidden, count)
         for tile in (TINY.few, TINY.many, TINY.plain):
-            with with_tiles(TINY):
-                chunks = [*hc._chunks(call.residual, call.fn, tile)]
+            with with_tuning(TINY):
+                chunks = [*hc._chunks(call.residual, call.weights.fn, tile)]
                 assert [first for first, *_ in chunks] == [*range(0, count, TINY.chunk)]
                 assert max(products.nbytes for *_, products, _ in chunks) <= hc.transient_bytes(count, n, hidden)
 
 
 @pytest.mark.parametrize("aligned", [False, True])
 @each_dtype
-def test_warm_up_foresees_every_form_that_is_launched(dtype: torch.dtype, aligned: bool) -> None:
-    for tiles in (TINY, tuning.HOPPER):
+def test_warm_up_foresees_every_variant_that_is_launched(dtype: torch.dtype, aligned: bool) -> None:
+    for tuning in (TINY, hc_tuning.HOPPER):
         for seed, (count, hidden) in enumerate(((3, 64), (1, 64), (9, 64), (2, 30), (9, 30))):
-            pad = 8 * seed if aligned else seed
-            call = Call(2, hidden, count, dtype, seed, pad=pad, normed=bool(seed % 2))
-            with with_tiles(tiles):
-                with observed() as seen:
+            call = StreamsCall(2, hidden, count, dtype, seed, pad=8 * seed if aligned else seed, normed=bool(seed % 2))
+            norm_weight = call.weights.norm_weight
+            streams = StreamForms(2, hidden, dtype, aligned=aligned, arch=architecture())
+            with with_tuning(tuning):
+                with observed() as launched:
                     call.run(KERNELS)
                     call.run(KERNELS, deterministic=True)
-                norm = None if call.norm is None else call.norm.dtype
-                every = partial(forms.variants, 2, hidden, dtype, norm, aligned=aligned, arch=architecture())
-                promised = {*every(), *every(delayed=True)}
+                foreseen = {
+                    variant
+                    for delayed in (False, True)
+                    for variant in hc_variants.variants(
+                        evolve(streams, delayed=delayed), None if norm_weight is None else norm_weight.dtype
+                    )
+                }
 
-            assert len({variant.name for variant in seen}) == 4
-            assert set(seen) <= promised
+            assert len({variant.name for variant in launched}) == 4
+            assert set(launched) <= foreseen
 
 
-def test_promises_of_alignment_only_take_forms_away() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        sizes = 4, 4096, dtype, torch.bfloat16
-        for delayed in (False, True):
-            some = set(forms.variants(*sizes, delayed=delayed))
-            assert some < set(forms.variants(*sizes, delayed=delayed, aligned=False))
+def test_promises_of_alignment_only_take_variants_away() -> None:
+    for dtype, delayed in product((torch.bfloat16, torch.float32), (False, True)):
+        aligned, unaligned = (
+            set(hc_variants.variants(StreamForms(4, 4096, dtype, delayed=delayed, aligned=aligned), torch.bfloat16))
+            for aligned in (True, False)
+        )
+        assert aligned < unaligned
 
 
 # mutants
 
 
-def transposed(call: Call) -> None:
+def transposed_comb(call: StreamsCall) -> None:
     call.comb = call.comb.mT.contiguous()
 
 
-def one_stream_off(call: Call) -> None:
+def one_stream_off(call: StreamsCall) -> None:
     call.residual = call.residual.roll(1, 1)
 
 
-def a_column_of_the_mixes(call: Call) -> None:
-    call.fn[3, -1] += 0.5
+def a_column_of_the_mixes(call: StreamsCall) -> None:
+    call.weights.fn[3, -1] += 0.5
 
 
-def another_eps(call: Call) -> None:
-    call.eps = 1e-6, 1e-6, 1e-6
+def another_eps(call: StreamsCall) -> None:
+    call.change_weights(rms_eps=1e-6, hc_pre_eps=1e-6, hc_sinkhorn_eps=1e-6)
 
 
-def another_sublayers_weights(call: Call) -> None:
-    call.previous = call.previous.roll(1, 1)
+def another_previous_pre(call: StreamsCall) -> None:
+    call.previous_pre = call.previous_pre.roll(1, 1)
 
 
 @pytest.mark.parametrize(
-    "plant", [another_sublayers_weights, transposed, one_stream_off, a_column_of_the_mixes, another_eps]
+    "change", [another_previous_pre, transposed_comb, one_stream_off, a_column_of_the_mixes, another_eps]
 )
-def test_a_planted_bug_is_found(plant: Spoil) -> None:
-    call, wrong = Call(4, 40, 3), Call(4, 40, 3)
-    plant(wrong)
-    wanted, found = call.run(TORCH), wrong.run(KERNELS)
+def test_a_planted_bug_is_found(change: Change) -> None:
+    call, wrong_call = StreamsCall(4, 40, 3), StreamsCall(4, 40, 3)
+    change(wrong_call)
+    expected, results = call.run(TORCH), wrong_call.run(KERNELS)
 
     with pytest.raises(AssertionError):
-        near(found, wanted)
+        check_near(results, expected)
