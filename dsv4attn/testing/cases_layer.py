@@ -284,19 +284,19 @@ def hyper_cases() -> Iterator[Case]:
         n, d = fields.get("streams", 4), fields.get("hidden", 96)
         of = f"{n} streams of {d}"
         yield _layer(f"mhc-pre-{name}", "H1", f"{of} are mixed before a sublayer", mixing(**fields), check_pre)
-        yield _layer(f"mhc-post-{name}", "H2", f"{of} take a sublayer's output", mixing(**fields), check_post)
-        yield _layer(f"hc-head-{name}", "H4", f"{of} are mixed behind the last layer", mixing(**fields), check_head)
+        yield _layer(f"mhc-post-{name}", "H2", f"{of} take the output of a sublayer", mixing(**fields), check_post)
+        yield _layer(f"hc-head-{name}", "H4", f"{of} are mixed after the last layer", mixing(**fields), check_head)
     for name, fields in (("bf16", {}), ("fp32", fp32)):
-        says = f"{name} streams: the fused step is post, then pre of the new streams"
+        says = f"{name} streams: the fused op is post, then pre of the new streams"
         yield _layer(f"mhc-fused-{name}", "H3", says, mixing(**fields), check_fused)
-        says = f"{name} streams: the sublayer's input goes through an RMSNorm with a weight and an eps of its own"
+        says = f"{name} streams: the input of the sublayer goes through an RMSNorm with a weight and an eps of its own"
         normed = mixing(normed=True, norm_eps=0.01, **fields)
         yield _layer(f"mhc-norm-{name}", "H5", says, normed, check_pre)
         yield _layer(f"mhc-fused-norm-{name}", "H3 H5", says, normed, check_fused)
     for repeat in (1, 2, 3):
-        says = f"{repeat} of Sinkhorn's iterations: the first divides columns, the others rows, then columns"
+        says = f"{repeat} of Sinkhorn's iterations: the first divides columns, later ones divide rows, then columns"
         yield _layer(f"mhc-sinkhorn-{repeat}", "H1", says, mixing(repeat=repeat), check_pre)
-    says = "each eps is added where it belongs, and the sublayer's output has its own factor"
+    says = "each eps is added where it belongs, and post has a factor of its own"
     yield _layer("mhc-eps", "H1", says, mixing(post_mult=1.5, repeat=3, **unlike), check_pre)
     yield _layer("mhc-fused-eps", "H3", says, mixing(post_mult=1.5, repeat=3, **unlike), check_fused)
     says = "both eps of the head are added where they belong"
@@ -309,7 +309,7 @@ def hyper_cases() -> Iterator[Case]:
         ("hc-head", "H4", check_head),
     ):
         yield _layer(f"{name}-1031", f"{clause} F7", f"{name}: streams of 1,031 tokens in one step", many, check)
-    says = "rows of the streams, or of a sublayer's output, lie apart"
+    says = "there are gaps between rows of the streams, or of the output of a sublayer"
     strided = each_strided("x residual all", check_fused, check_head)
     yield _layer("apart-mhc", "H3 H4 A7", says, mixing(), strided)
     yield _layer("mhc-none", "H1 H2 H3 H4", "no tokens: empty results", mixing(), check_no_tokens)
@@ -329,28 +329,28 @@ def step_memory_cases() -> Iterator[Case]:
 
 
 def delayed_cases() -> Iterator[Case]:
-    """Hyper-connections whose input has the weights of the sublayer before."""
+    """V4.1's hyper-connections: the pre of the previous sublayer weighs the streams."""
     fp32 = {"dtype": torch.float32}
     for name, fields in (("bf16", {}), ("fp32", fp32), ("n2", {"streams": 2}), ("flash", {"hidden": 5120, "count": 3})):
         of, inputs = f"{fields.get('streams', 4)} streams of {fields.get('hidden', 96)}", mixing(**fields)
-        says = f"{of} are weighed by the sublayer before, and their own weights go out"
+        says = f"{of}: the pre of the previous sublayer weighs them, and their own pre is returned"
         yield _layer(f"delayed-pre-{name}", "V1 V2", says, inputs, check_pre_delayed)
         says = f"{of}: the first sublayer takes stream 0"
         yield _layer(f"delayed-first-{name}", "V1 V2", says, inputs, check_first_delayed)
-        says = f"{of}: the fused step is post, then the delayed pre of the new streams"
+        says = f"{of}: the fused op is post, then the delayed pre of the new streams"
         yield _layer(f"delayed-fused-{name}", "V3", says, inputs, check_fused_delayed)
-        says = f"{of} are collapsed by the last weights"
+        says = f"{of} are collapsed by the pre of the last sublayer"
         yield _layer(f"delayed-collapse-{name}", "V4", says, inputs, check_collapse)
     for name, fields in (("bf16", {}), ("fp32", fp32)):
-        says = f"{name} streams: the input and the mixes are normed with an eps of 1e-20, and are small"
+        says = f"{name} streams: small streams, and an eps of 1e-20 in both norms"
         normed = mixing(normed=True, size=2.0**-12, norm_eps=1e-20, rms_eps=1e-20, **fields)
         yield _layer(f"delayed-norm-{name}", "V1 V2", says, normed, check_pre_delayed)
-    says = "each eps is added where it belongs, and the sublayer's output has its own factor"
+    says = "each eps is added where it belongs, and post has a factor of its own"
     unlike = mixing(size=0.05, rms_eps=2e-3, pre_eps=0.03, sinkhorn_eps=0.005, post_mult=1.5, repeat=3)
     yield _layer("delayed-eps", "V1 V2", says, unlike, check_pre_delayed)
     says = "streams of 1,031 tokens in one step"
     yield _layer("delayed-fused-1031", "V3", says, mixing(count=1031), check_fused_delayed)
-    says = "rows of the streams, or of a sublayer's output, lie apart"
+    says = "there are gaps between rows of the streams, or of the output of a sublayer"
     strided = each_strided("x residual all", check_fused_delayed, check_collapse)
     yield _layer("delayed-apart", "V3 V4", says, mixing(), strided)
     yield _layer("delayed-none", "V1 V2 V3 V4", "no tokens: empty results", mixing(), check_no_tokens_delayed)

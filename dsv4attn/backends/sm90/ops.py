@@ -19,7 +19,8 @@ __all__ = ["layer_ops", "score"]
 def layer_ops(*, deterministic: bool = False) -> LayerOps:
     """The shared ops, with scores and hyper-connections of many tokens by the kernels for Hopper.
 
-    If they are deterministic, no scores: which kernel serves a token depends on how many its request has.
+    Deterministic ops use the shared kernels for scores, because the kernel that serves a token depends on the number of
+    tokens of the request.
     """
     shared = ops.layer_ops(deterministic=True) if deterministic else ops.layer_ops(score=score)
     with_streams = evolve(

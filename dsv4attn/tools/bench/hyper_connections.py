@@ -17,7 +17,7 @@ __all__ = ["StreamInputs", "mhc_task"]
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 _N = _FLASH.hc_mult
 _TILE = 1024
-"""Tokens whose streams are drawn at a time."""
+"""Number of tokens whose streams are drawn at a time."""
 
 
 @frozen(eq=False)

@@ -45,7 +45,7 @@ def ops(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class Given:
+class StreamInputs:
     """Streams [5, 4, 256] and weights of a sublayer."""
 
     def __init__(self) -> None:
@@ -59,55 +59,58 @@ class Given:
         return self.fn, self.scale, self.base
 
 
-def check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+def check(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """fp32 within a few roundings of sums of 1024, bf16 within its own rounding."""
-    for ours, own in zip(found, wanted, strict=True):
-        assert ours.shape == own.shape
-        assert ours.dtype == own.dtype
-        tolerance = 0.008 if own.dtype == torch.bfloat16 else 3e-5
-        assert torch.allclose(ours.float(), own.float(), rtol=tolerance, atol=tolerance)
+    for ours, vllms in zip(results, expected, strict=True):
+        assert ours.shape == vllms.shape
+        assert ours.dtype == vllms.dtype
+        tolerance = 0.008 if vllms.dtype == torch.bfloat16 else 3e-5
+        assert torch.allclose(ours.float(), vllms.float(), rtol=tolerance, atol=tolerance)
 
 
 def test_ops_are_vllms_torch_code(ops: None) -> None:
-    given = Given()
+    inputs = StreamInputs()
     pre, post, fused, head = (getattr(mhc, name)() for name in hyper_connections.OPS)
     assert [type(op) for op in (pre, post, fused, head)] == [*hyper_connections.OPS.values()]
 
-    wanted = theirs.mhc_pre_torch(given.streams, *given.weights, *MIXES)
-    found = pre(given.streams, *given.weights, *MIXES)
-    check(found, wanted)
-    check((post(given.x, given.streams, *wanted[:2]),), (theirs.mhc_post_torch(given.x, given.streams, *wanted[:2]),))
-    both = fused(given.x, given.streams, *wanted[:2], *given.weights, *MIXES)
-    new = theirs.mhc_post_torch(given.x, given.streams, *wanted[:2])
-    check(both, (new, *theirs.mhc_pre_torch(new, *given.weights, *MIXES)))
-    gate = given.fn[:4], given.scale[:1], given.base[:4]
-    flat = given.streams.flatten(1).float()
+    expected = theirs.mhc_pre_torch(inputs.streams, *inputs.weights, *MIXES)
+    results = pre(inputs.streams, *inputs.weights, *MIXES)
+    check(results, expected)
+    check(
+        (post(inputs.x, inputs.streams, *expected[:2]),),
+        (theirs.mhc_post_torch(inputs.x, inputs.streams, *expected[:2]),),
+    )
+    both = fused(inputs.x, inputs.streams, *expected[:2], *inputs.weights, *MIXES)
+    new = theirs.mhc_post_torch(inputs.x, inputs.streams, *expected[:2])
+    check(both, (new, *theirs.mhc_pre_torch(new, *inputs.weights, *MIXES)))
+    gate = inputs.fn[:4], inputs.scale[:1], inputs.base[:4]
+    flat = inputs.streams.flatten(1).float()
     mixes = flat @ gate[0].T * torch.rsqrt(flat.square().mean(1, keepdim=True) + EPS)
     weights = torch.sigmoid(mixes * gate[1] + gate[2]) + EPS
-    check((head(given.streams, *gate, EPS, EPS),), ((weights[:, :, None] * given.streams.float()).sum(1).bfloat16(),))
+    check((head(inputs.streams, *gate, EPS, EPS),), ((weights[:, :, None] * inputs.streams.float()).sum(1).bfloat16(),))
 
 
 def test_a_norm_is_not_forgotten(ops: None) -> None:
     """VLLM's own ops on CPUs and Intel GPUs take the weight of a norm and leave it out."""
-    given, norm = Given(), torch.rand(256, dtype=torch.float32).bfloat16()
+    inputs, norm = StreamInputs(), torch.rand(256, dtype=torch.float32).bfloat16()
 
-    *_, plain = mhc.MHCPreOp()(given.streams, *given.weights, *MIXES)
-    *_, found = mhc.MHCPreOp()(given.streams, *given.weights, *MIXES, norm_weight=norm, norm_eps=EPS)
+    *_, plain = mhc.MHCPreOp()(inputs.streams, *inputs.weights, *MIXES)
+    *_, results = mhc.MHCPreOp()(inputs.streams, *inputs.weights, *MIXES, norm_weight=norm, norm_eps=EPS)
 
     x = plain.float()
-    check((found,), ((x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * norm.float()).bfloat16(),))
+    check((results,), ((x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * norm.float()).bfloat16(),))
 
 
 def test_functions_of_the_cuda_model_are_replaced_by_those_of_the_same_name(
     ops: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replacements, "_originals", {})
-    for one in hyper_connections.FUNCTIONS:
-        module = import_module(one.module)
-        monkeypatch.setattr(module, one.name, getattr(module, one.name))
+    for replacement in hyper_connections.FUNCTIONS:
+        module = import_module(replacement.module)
+        monkeypatch.setattr(module, replacement.name, getattr(module, replacement.name))
 
-    for one in hyper_connections.CONSTRUCTORS:
-        owner = getattr(import_module(one.module), one.name.partition(".")[0])
+    for replacement in hyper_connections.CONSTRUCTORS:
+        owner = getattr(import_module(replacement.module), replacement.name.partition(".")[0])
         monkeypatch.setattr(owner, "__init__", owner.__init__)
 
     names = hyper_connections.install("cuda")
@@ -119,12 +122,14 @@ def test_functions_of_the_cuda_model_are_replaced_by_those_of_the_same_name(
     ]
     assert left == []
     assert replacements.original("vllm.models.deepseek_v4.nvidia.mtp.mhc_post_tilelang").__module__[:4] == "vllm"
-    given, norm = Given(), torch.rand(256, dtype=torch.float32).bfloat16()
+    inputs, norm = StreamInputs(), torch.rand(256, dtype=torch.float32).bfloat16()
     options: dict[str, Any] = {"norm_weight": norm, "norm_eps": EPS}
-    streams = given.x[:, None].repeat(1, 4, 1)
-    wanted = streams, *model.mhc_pre_tilelang(streams, *given.weights, *MIXES, **options)
-    found = model.mhc_pre_broadcast_tilelang(given.x, *given.weights, *MIXES, **options, fn_broadcast=given.fn[:, :256])
-    assert all(map(torch.equal, found, wanted))
+    streams = inputs.x[:, None].repeat(1, 4, 1)
+    expected = streams, *model.mhc_pre_tilelang(streams, *inputs.weights, *MIXES, **options)
+    results = model.mhc_pre_broadcast_tilelang(
+        inputs.x, *inputs.weights, *MIXES, **options, fn_broadcast=inputs.fn[:, :256]
+    )
+    assert all(map(torch.equal, results, expected))
 
 
 KERNELS = [f"_{name}_TILELANG_KERNEL" for name in ("HC_PRENORM_GEMM", "MHC_PRE_BIG_FUSE", "MHC_POST", "MHC_FUSED")]
@@ -154,11 +159,11 @@ def test_vllms_kernels_are_compiled_ahead_only_where_they_run(
     monkeypatch.setattr(model, "DeepseekV4MoE", lambda *args, **options: torch.nn.Module())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(replacements, "_originals", {})
-    for one in (*hyper_connections.FUNCTIONS, *hyper_connections.CONSTRUCTORS):
-        owner = import_module(one.module)
-        for name in one.name.split(".")[:-1]:
+    for replacement in (*hyper_connections.FUNCTIONS, *hyper_connections.CONSTRUCTORS):
+        owner = import_module(replacement.module)
+        for name in replacement.name.split(".")[:-1]:
             owner = getattr(owner, name)
-        monkeypatch.setattr(owner, one.attribute, getattr(owner, one.attribute))
+        monkeypatch.setattr(owner, replacement.attribute, getattr(owner, replacement.attribute))
     if ours:
         hyper_connections.install("cuda")
     config = config_of()
@@ -177,10 +182,10 @@ def test_vllms_kernels_are_compiled_ahead_only_where_they_run(
 
 
 def test_other_leading_dims_are_kept(ops: None) -> None:
-    given = Given()
-    streams = given.streams[:4].view(2, 2, 4, 256)
+    inputs = StreamInputs()
+    streams = inputs.streams[:4].view(2, 2, 4, 256)
 
-    post, comb, x = mhc.MHCPreOp()(streams, *given.weights, *MIXES)
+    post, comb, x = mhc.MHCPreOp()(streams, *inputs.weights, *MIXES)
     back = mhc.MHCPostOp()(x, streams, post, comb)
 
     assert [*post.shape, *comb.shape, *x.shape] == [2, 2, 4, 1, 2, 2, 4, 4, 2, 2, 256]
@@ -198,18 +203,18 @@ def test_an_op_that_another_plugin_has_is_refused(ops: None, monkeypatch: pytest
 
 def test_a_planted_bug_is_found(ops: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrix of the streams, transposed: sums over its second index."""
-    given, steps = Given(), hyper_connections._layer_ops()
-    wanted = theirs.mhc_pre_torch(given.streams, *given.weights, *MIXES)[:2]
-    right = theirs.mhc_post_torch(given.x, given.streams, *wanted)
-    own = steps.mhc_post
+    inputs, ops_of_backend = StreamInputs(), hyper_connections._layer_ops()
+    expected = theirs.mhc_pre_torch(inputs.streams, *inputs.weights, *MIXES)[:2]
+    expected_streams = theirs.mhc_post_torch(inputs.x, inputs.streams, *expected)
+    right_post = ops_of_backend.mhc_post
 
     def transposed(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        return own(x, residual, post, comb.mT.contiguous())
+        return right_post(x, residual, post, comb.mT.contiguous())
 
-    monkeypatch.setattr(hyper_connections, "_layer_ops", lambda: evolve(steps, mhc_post=transposed))
+    monkeypatch.setattr(hyper_connections, "_layer_ops", lambda: evolve(ops_of_backend, mhc_post=transposed))
 
     with pytest.raises(AssertionError):
-        check((mhc.MHCPostOp()(given.x, given.streams, *wanted),), (right,))
+        check((mhc.MHCPostOp()(inputs.x, inputs.streams, *expected),), (expected_streams,))
 
 
 def test_layers_that_are_built_say_which_backend(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

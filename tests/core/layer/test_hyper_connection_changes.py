@@ -21,19 +21,21 @@ from tests.harness import SMALL
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def mixes(dtype: torch.dtype) -> tuple[HyperConnectionWeights, Tensor]:
-    """Weights, and the weight of the norm."""
+def random_weights(dtype: torch.dtype) -> tuple[HyperConnectionWeights, Tensor]:
+    """Weights of the mixes, and the weight of the norm."""
     n, d, g = SMALL.hc_mult, SMALL.hidden_size, torch.Generator().manual_seed(2)
     m = 2 * n + n * n
     shapes = {"fn": (m, n * d), "base": (m,), "scale": (3,)}
-    made = {
-        k: nn.Parameter((torch.randn(s, generator=g) * 0.3).to(dtype), requires_grad=False) for k, s in shapes.items()
+    parameters = {
+        name: nn.Parameter((torch.randn(shape, generator=g) * 0.3).to(dtype), requires_grad=False)
+        for name, shape in shapes.items()
     }
     norm = nn.Parameter((1 + 0.2 * torch.randn(d, generator=g)).to(dtype), requires_grad=False)
-    return HyperConnectionWeights(**made), norm
+    return HyperConnectionWeights(**parameters), norm
 
 
-def through(connections: HyperConnections) -> list[Tensor]:
+def results_of(connections: HyperConnections) -> list[Tensor]:
+    """Results of `pre` and `after` for the same streams in every call."""
     g = torch.Generator().manual_seed(4)
     streams = torch.randn(3, SMALL.hc_mult, SMALL.hidden_size, generator=g).to(BF16)
     post, comb, hidden = connections.pre(streams)
@@ -48,31 +50,31 @@ def connected(weights: HyperConnectionWeights, norm: Tensor) -> HyperConnections
 @pytest.mark.parametrize("change", [in_place, through_data, other_memory, state_dict])
 @pytest.mark.parametrize("name", ["fn", "base", "scale", "norm"])
 def test_every_weight_of_hyper_connections_is_seen(dtype: torch.dtype, change: Callable[..., None], name: str) -> None:
-    weights, norm = mixes(dtype)
-    subject = connected(weights, norm)
-    before, copies = through(subject), dict(subject._copies._made)
+    weights, norm = random_weights(dtype)
+    connections = connected(weights, norm)
+    old_results, copies = results_of(connections), dict(connections._copies._made)
     tensor = norm if name == "norm" else getattr(weights, name)
     change(tensor, changed(tensor), None, "")
-    after = through(subject)
-    assert differ(after, before)
-    assert not differ(after, through(connected(weights, norm)))
-    assert all(subject._copies._made[key] is made for key, made in copies.items())
+    new_results = results_of(connections)
+    assert differ(new_results, old_results)
+    assert not differ(new_results, results_of(connected(weights, norm)))
+    assert all(connections._copies._made[key] is copy for key, copy in copies.items())
 
 
 def test_hyper_connections_are_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_state, "_view", lambda _: None)
-    weights, norm = mixes(BF16)
-    subject = connected(weights, norm)
-    through(subject)
+    weights, norm = random_weights(BF16)
+    connections = connected(weights, norm)
+    results_of(connections)
     through_data(weights.base, changed(weights.base))
-    wanted = through(connected(weights, norm))
-    assert differ(through(subject), wanted)
-    subject.refresh()
-    assert not differ(through(subject), wanted)
-    others, another = mixes(FP32)
-    subject.refresh(others, another)
-    assert not differ(through(subject), through(connected(others, another)))
+    expected = results_of(connected(weights, norm))
+    assert differ(results_of(connections), expected)
+    connections.refresh()
+    assert not differ(results_of(connections), expected)
+    new_weights, new_norm = random_weights(FP32)
+    connections.refresh(new_weights, new_norm)
+    assert not differ(results_of(connections), results_of(connected(new_weights, new_norm)))
     with pytest.raises(ArgumentError, match=r"^hyper_connections\.fn: expected a tensor on cpu, got one on meta"):
-        subject.refresh(attrs.evolve(others, fn=others.fn.to("meta")))
+        connections.refresh(attrs.evolve(new_weights, fn=new_weights.fn.to("meta")))
     with pytest.raises(ArgumentError, match=r"^hyper_connections\.base: expected shape"):
-        subject.refresh(attrs.evolve(others, base=others.scale))
+        connections.refresh(attrs.evolve(new_weights, base=new_weights.scale))

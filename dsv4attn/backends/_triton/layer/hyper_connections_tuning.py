@@ -1,6 +1,7 @@
 """Tuning tables of the hyper-connections: tiles and blocks by architecture and number of tokens.
 
-They change times, and results only by rounding. Below them, the constants that the kernels have with a tile or a block.
+They change how long kernels take, and results only by rounding. The functions at the end return the constants that a
+kernel is compiled with for a tile or a block.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 """Release of Triton."""
 
 LEAST = 16
-"""Fewest columns of a matrix product."""
+"""Smallest number of columns of a matrix product."""
 MOST_SPLITS = 128
-"""Most splits that are added at a time."""
+"""Largest number of splits that are added at a time."""
 
 __all__ = [
     "FEW", "TUNINGS", "Block", "Tile", "Tuning", "alignment", "fused_constants", "heads_of", "mix_block",
@@ -33,9 +34,11 @@ __all__ = [
 class Tile:
     """How a program of the first launch works.
 
-    tokens, columns: of a tile of each stream. warps, stages: of a program. held: whether the factors of its columns
-    stay in shared memory while it goes from tile to tile; otherwise a program has one tile. programs: with held
-    factors, most of them on a multiprocessor.
+    tokens, columns: of a tile of each stream.
+    warps, stages: of a program.
+    held: whether the factors of the program's columns stay in shared memory while the program goes from tile to tile.
+       Otherwise a program has one tile.
+    programs: with held factors, the largest number of programs on a multiprocessor.
     """
 
     tokens: int
@@ -63,11 +66,16 @@ class Block:
 class Tuning:
     """Tiles and blocks of one architecture.
 
-    few, many: tiles of `products_kernel` for up to FEW tokens, and for more. fused_few, fused_many: those of
-    `post_products_kernel`. plain: tile for fp32 and for unaligned rows. chunk: tokens of a pair of launches.
-    mix_few, mix_many: blocks of `mix_kernel`. whole_few, whole_many: its blocks with a norm; they have all columns, up
-    to so many. heads_few, heads_many: tokens of its programs that make post and comb; summed: elements of the tile in
-    which these add splits. post: block of `post_kernel`.
+    few, many: tiles of `products_kernel` for up to FEW tokens, and for more tokens.
+    fused_few, fused_many: the same of `post_products_kernel`.
+    plain: tile for fp32 and for unaligned rows.
+    chunk: tokens of a pair of launches.
+    mix_few, mix_many: blocks of `mix_kernel`.
+    whole_few, whole_many: blocks of `mix_kernel` with a norm, where a program makes all columns of its tokens, a block
+       at a time.
+    heads_few, heads_many: tokens of the programs of `mix_kernel` that make post and comb.
+    summed: elements of the tile in which these programs add splits.
+    post: block of `post_kernel`.
     """
 
     few: Tile = SMALL
@@ -128,9 +136,9 @@ TUNINGS: Mapping[str, Tuning] = {
     "cpu": INTERPRETER,
 }
 MOST_STREAMS = 4
-"""Most streams of the large tiles."""
+"""Largest number of streams of the large tiles."""
 FEW = 64
-"""Most tokens of the tiles for a few tokens."""
+"""Largest number of tokens of the tiles for a few tokens."""
 
 
 def tuning_for(arch: str) -> Tuning:
@@ -139,9 +147,9 @@ def tuning_for(arch: str) -> Tuning:
 
 
 def tile_of(tuning: Tuning, tokens: int, n: int, dtype: torch.dtype, aligned: int, *, fused: bool) -> Tile:
-    """Tile of the first launch for n streams of this dtype, whose rows are aligned to so many bytes.
+    """Tile of the first launch for n streams of this dtype. aligned: bytes that divide the address of every row.
 
-    The factors of more than four streams are too many to be held.
+    The factors of more than four streams are too many to stay in shared memory.
     """
     if n > MOST_STREAMS:
         return tuning.plain if dtype != torch.bfloat16 or aligned < WIDE else tuning.few
@@ -153,12 +161,12 @@ def tile_of(tuning: Tuning, tokens: int, n: int, dtype: torch.dtype, aligned: in
 
 
 def heads_of(tuning: Tuning, count: int) -> int:
-    """Tokens of a program of the second launch that makes post and comb, for so many tokens."""
+    """Tokens of a program of the second launch that makes post and comb. count: tokens of the call."""
     return tuning.heads_few if count <= FEW else tuning.heads_many
 
 
 def mix_block(tuning: Tuning, count: int, dtype: torch.dtype, *, normed: bool) -> Block:
-    """Block of the second launch for so many tokens; columns take as many registers in every dtype."""
+    """Block of the second launch. count: tokens of the call. Columns take as many registers in every dtype."""
     few, many = (tuning.whole_few, tuning.whole_many) if normed else (tuning.mix_few, tuning.mix_many)
     block = few if count <= FEW else many
     return evolve(block, columns=block.columns // 2) if dtype == torch.float32 else block
