@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.backend import LayerOps, MixWeights, complete
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.model import tensor_state
 from dsv4attn.core.model.weights import HyperConnectionWeights
@@ -78,3 +78,25 @@ def test_hyper_connections_are_refreshed(monkeypatch: pytest.MonkeyPatch) -> Non
         connections.refresh(attrs.evolve(new_weights, fn=new_weights.fn.to("meta")))
     with pytest.raises(ArgumentError, match=r"^hyper_connections\.base: expected shape"):
         connections.refresh(attrs.evolve(new_weights, base=new_weights.scale))
+
+
+def test_an_op_gets_the_weights_as_one_struct_that_is_made_once() -> None:
+    """A vendor imports the struct from the contract."""
+    weights, norm = random_weights(FP32)
+    received: list[MixWeights] = []
+
+    def mhc_pre(residual: Tensor, weights: MixWeights) -> tuple[Tensor, Tensor, Tensor]:
+        received.append(weights)
+        return LayerOps().mhc_pre(residual, weights)
+
+    connections = HyperConnections(SMALL, weights, attrs.evolve(LayerOps(), mhc_pre=mhc_pre), norm)
+    streams = torch.zeros(3, SMALL.hc_mult, SMALL.hidden_size)
+    for _ in range(2):
+        connections.pre(streams)
+    first, second = received
+    assert first is second
+    assert (first.hc_pre_eps, first.sinkhorn_repeat) == (SMALL.hc_eps, SMALL.hc_sinkhorn_iters)
+
+    in_place(weights.base, changed(weights.base), None, "")
+    connections.pre(streams)
+    assert torch.equal(received[-1].hc_base, weights.base)
