@@ -10,7 +10,7 @@ from typing import Any
 from attrs import evolve
 
 from dsv4attn.config import Settings
-from dsv4attn.core.contract.backend import Backend, BackendInfo, Capabilities, complete
+from dsv4attn.core.contract.backend import Backend, BackendInfo, Capabilities, missing_members
 from dsv4attn.core.contract.device import DeviceFacts, version_of
 from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -70,7 +70,7 @@ def build_for(info: BackendInfo, settings: Settings, problems: Sequence[Problem]
     wanted = any(problem.deterministic for problem in problems)
     switched = info.options.get("deterministic", True) is not True  # one that is always deterministic has no switch
     made = configured(info, settings, {}, {"deterministic": True} if wanted and switched else {})
-    if wanted and not complete(made).deterministic:
+    if wanted and not made.deterministic:
         raise _broken(info, f"it made {type(made).__name__}, which is not deterministic, for a deterministic problem")
     return made
 
@@ -165,14 +165,16 @@ def _importable(name: str) -> bool:
 
 def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - the result of a plugin's factory
     """Raise unless the result of a factory has the members of a backend."""
-    lacks = [name for name in _MEMBERS if not hasattr(made, name)]
-    if lacks:
-        raise _broken(info, f"it made {type(made).__name__}, which lacks {', '.join(lacks)}")
+    missing = missing_members(made)
+    if missing:
+        raise _broken(info, f"it made {type(made).__name__}, which lacks {', '.join(missing)} -> {_CURE}")
+    if not isinstance(made, Backend):
+        raise _broken(info, f"it made {type(made).__name__}, which does not derive from Backend -> {_CURE}")
     if not isinstance(made.capabilities, Capabilities):
         raise _broken(info, f"it made {type(made).__name__}, whose capabilities are {type(made.capabilities).__name__}")
     from dsv4attn.core.contract.layer_ops import LayerOps
 
-    ops = complete(made).layer_ops
+    ops = made.layer_ops
     if not isinstance(ops, LayerOps):
         raise _broken(info, f"it made {type(made).__name__}, whose layer_ops are {type(ops).__name__}, not LayerOps")
     brought = {part for part, name in ops.sources(made.name).items() if name == made.name}
@@ -185,18 +187,5 @@ def _broken(info: BackendInfo, why: str) -> BrokenBackendError:
     return BrokenBackendError(f"backend {info.name!r} is broken: {info.factory}: {why}")
 
 
-_MEMBERS = (
-    "decode",
-    "dequantize_and_gather_k_cache",
-    "capabilities",
-    "inv_rope_o_proj",
-    "name",
-    "prefill",
-    "qnorm_rope_kv_insert",
-    "quantize_and_insert_k_cache",
-    "scratch",
-    "scratch_bound",
-    "steps",
-    "transient_bytes",
-)
-"""Members that every backend has; all others have defaults."""
+_CURE = "derive from dsv4attn.core.contract.Backend, and define what it does not"
+"""What to do about an object that is no backend, or lacks required members."""

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from dsv4attn.core.contract.backend import Backend, KeyForm, complete
+from dsv4attn.core.contract.backend import Backend, KeyForm
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.errors import ArgumentError, did_you_mean
 
@@ -101,7 +101,7 @@ class Bench:
     @property
     def layer_ops(self) -> LayerOps:
         """The backend's ops of the layer around attention, with torch's definition of those that it does not bring."""
-        return complete(self.backend).layer_ops
+        return self.backend.layer_ops
 
     def require_gathering(self) -> None:
         """Raise SkipCase if the backend reads pages in prefill, so that it gathers nothing."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.attention import merge_parts
-from dsv4attn.core.contract.backend import RankSteps, complete
+from dsv4attn.core.contract.backend import RankSteps
 from dsv4attn.core.memory.rank_buffers import merge_specs
 from dsv4attn.core.torch_ops import merge
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, worst_of
@@ -230,7 +230,7 @@ def sharded(count: int) -> Callable[[Bench, SingleCall], Measure]:
             outs.append(out)
             lses.append(lse)
         sinks = None if call.sinks is None else torch.tensor(call.sinks, dtype=torch.float32, device=outs[0].device)
-        out, lse = merged_by(complete(bench.backend).rank_steps, outs, lses, sinks)
+        out, lse = merged_by(bench.backend.rank_steps, outs, lses, sinks)
         error, where = call.judge(out, lse)
         return Measure(error, call.budget).hold(f"{count} shards: {where}")
 
@@ -248,7 +248,7 @@ def any_cut_same_bits(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Me
     """
 
     def check(bench: Bench, inputs: StepFixture) -> Measure:
-        if not complete(bench.backend).deterministic:
+        if not bench.backend.deterministic:
             raise SkipCase("does not apply: the backend was not built with deterministic=true")
         steps = _Steps(bench, inputs)
         wanted, measure = steps.run([max(n for _, n in inputs.requests)], None)
@@ -366,7 +366,7 @@ def _part(bench: Bench, part: StepFixture) -> tuple[Measure, Tensor, Tensor]:
 def _merged(bench: Bench, outs: Tensor, lses: Tensor, inputs: StepFixture) -> tuple[Tensor, Tensor]:
     """Out and lse of all ranks, with the sink of the case input, by the backend's own steps or by core's."""
     sink = None if inputs.sink_values is None else torch.from_numpy(inputs.sink_values).to(outs.device, torch.float32)
-    steps = complete(bench.backend).rank_steps
+    steps = bench.backend.rank_steps
     if steps is not None:
         return merged_by(steps, [*outs], [*lses], sink)
     size, tokens, heads, dim = outs.shape

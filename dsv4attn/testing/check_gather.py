@@ -15,7 +15,7 @@ from dsv4attn.core.attention.gathered import fill_by_steps
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
-from dsv4attn.core.contract.backend import IndexForm, complete
+from dsv4attn.core.contract.backend import IndexForm
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.check_insert import CacheRows
@@ -211,7 +211,7 @@ class _Chunk:
         )
         caches, backend = (
             LayerCaches(*(oracle_cache.cache for oracle_cache in self.oracle_caches)),
-            complete(self.bench.backend),
+            self.bench.backend,
         )
         numbers = [self._ints(self._numbers(rng, seen)) for _ in range(2)]
         prepare = backend.prepare_rows or partial(fill_by_steps, backend)

@@ -25,7 +25,7 @@ import attrs
 import torch
 
 import dsv4attn
-from dsv4attn.core.contract.backend import API_VERSION, Backend, complete
+from dsv4attn.core.contract.backend import API_VERSION, Backend
 from dsv4attn.core.contract.device import DeviceFacts, version_of
 from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
 from dsv4attn.core.contract.problem import Problem
@@ -301,7 +301,7 @@ class Certificate:
     def layer_steps(self) -> dict[str, str]:
         """For each part of the layer around attention, whose steps ran: the backend's own, or the reference's."""
         try:
-            return complete(self.subject.backend).layer_ops.sources(self.subject.backend.name)
+            return self.subject.backend.layer_ops.sources(self.subject.backend.name)
         except Exception as error:  # noqa: BLE001 - whatever a stranger's backend raises; its cases have failed
             return dict.fromkeys(LAYER_OPS, f"raised {type(error).__name__}")
 
@@ -309,7 +309,7 @@ class Certificate:
     def v41_steps(self) -> dict[str, str]:
         """For each step of DeepSeek-V4.1's layers alone, whose ran: the backend's own, or the reference's."""
         try:
-            return complete(self.subject.backend).layer_ops.v41_sources(self.subject.backend.name)
+            return self.subject.backend.layer_ops.v41_sources(self.subject.backend.name)
         except Exception as error:  # noqa: BLE001 - as above
             return dict.fromkeys((*LATENTS, *CANDIDATES, *DELAYED), f"raised {type(error).__name__}")
 

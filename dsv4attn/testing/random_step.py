@@ -594,7 +594,7 @@ class StepFixture(RandomStep):
         given, eps, raw = (queries, keys, caches.swa, slots), self.layer.q_eps, None
         if self.raw_q and step is not None and eps is not None:
             (metadata, limits), space = step, WorkspaceManager(queries.device)
-            call = ForwardCall(queries, caches, metadata, backend, space, queries, self.layer, limits, None)  # type: ignore[arg-type]
+            call = ForwardCall(queries, caches, metadata, backend, space, queries, self.layer, limits, None)
             if prefill_takes_raw_q(call):
                 raw = RawQuery(places, table, eps)
                 insert_with_raw_q(backend, *given, raw, metadata.swa.num_decode_tokens)

@@ -11,7 +11,6 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.forward_context import set_forward_context
@@ -120,7 +119,7 @@ def test_g24_bits_depend_neither_on_the_cut_nor_on_the_batch(name: str, layout: 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 31, 33, 100])
 def test_g24_hyper_connections_of_a_row_have_the_same_bits_in_any_call(rows: int) -> None:
-    ops = complete(load_backend("triton", deterministic=True)).layer_ops
+    ops = load_backend("triton", deterministic=True).layer_ops
     generator = torch.Generator().manual_seed(0)
     streams, fn = (torch.randn(shape, generator=generator).cuda() for shape in ((200, 4, 4096), (24, 16384)))
     scale, base, norm = torch.ones(3).cuda(), torch.zeros(24).cuda(), torch.ones(4096).cuda()

@@ -6,7 +6,6 @@ import pytest
 from attrs import evolve
 
 from dsv4attn import load_backend
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS
 from dsv4attn.core.contract.problem import Problem
@@ -24,7 +23,7 @@ def test_a_descriptor_names_torch_exactly_where_the_backend_has_no_step_of_v41(n
     problem = Problem.of(ModelGeometry.preset("v4.1-flash"), compress_ratio=ratio)
     told, sources = (
         explain(problem, backend=name, device=HERE).layer_steps,
-        complete(load_backend(name)).layer_ops.v41_sources(name),
+        load_backend(name).layer_ops.v41_sources(name),
     )
 
     for part, steps in PARTS.items():

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.layer.decoder_layer import DeepseekV4DecoderLayer
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.model.weights import HyperConnectionWeights
@@ -97,7 +96,7 @@ class FirstEntries(TorchOps):
 
 @pytest.mark.parametrize(("steps", "layers"), [(NoOverlap, (1,)), (LateRope, (1, 2)), (FirstEntries, (1,))])
 def test_a_planted_bug_is_seen(steps: type[TorchOps], layers: tuple[int, ...]) -> None:
-    backend = complete(load_backend("reference"))
+    backend = load_backend("reference")
     vars(backend)["layer_ops"] = steps().table()
     stack = Stack(hf.model(0), backend, FP32)
 
@@ -109,7 +108,7 @@ def test_a_planted_bug_is_seen(steps: type[TorchOps], layers: tuple[int, ...]) -
 
 def connections(module: Any, stack: Stack, norm: Any) -> HyperConnections:
     weights = HyperConnectionWeights(module.fn.detach(), module.base.detach(), module.scale.detach())
-    return HyperConnections(stack.geometry, weights, complete(load_backend("reference")).layer_ops, norm.weight)
+    return HyperConnections(stack.geometry, weights, load_backend("reference").layer_ops, norm.weight)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -133,7 +132,7 @@ def test_hyper_connections_equal_transformers(seed: int) -> None:
             found = second.after(made[0], streams[0], got_post, got_comb)
             assert off(found[0], theirs[0][0]) < 1e-6
             assert off(found[3], layer.post_attention_layernorm(theirs[3])[0]) < 2e-6
-        head, steps = model.hc_head, complete(load_backend("reference")).layer_ops
+        head, steps = model.hc_head, load_backend("reference").layer_ops
         got = steps.hc_head(streams[0], head.hc_fn, head.hc_scale, head.hc_base, stack.geometry.eps, head.eps)
         assert off(got, head(streams)[0]) < 1e-6
 

@@ -31,14 +31,26 @@ DECODE = [Problem.of(FLASH, kind, "decode") for kind in FLASH.kinds]
 PREFILL = [Problem.of(FLASH, kind, "prefill") for kind in FLASH.kinds]
 FORMS: dict[str, Any] = {"decode_indices": "dense", "prefill_indices": "dense", "prefill_keys": "gathered"}
 
-HALF = """
+NO_BACKENDS = """
 
+from dsv4attn.core.contract import Backend
 from dsv4attn.backends.reference.launch import ReferenceBackend
 
 
 class Half(ReferenceBackend):
     def __init__(self):
         self.capabilities = 3
+
+
+class Unfinished(Backend):
+    name = "acme"
+
+    def decode(self, call): ...
+
+
+class Alike:
+    def __getattr__(self, name):
+        return getattr(ReferenceBackend(), name)
 """
 
 
@@ -152,10 +164,18 @@ def test_a_value_the_factory_cannot_take_is_an_argument_error(shelf: Shelf) -> N
         ("return None", "it made NoneType, which lacks decode, dequantize_and_gather_k_cache, "),
         ("return make", "it made function, which lacks decode, "),
         ("return Half()", "it made Half, whose capabilities are int"),
+        (
+            "return Unfinished()",
+            "it made Unfinished, which lacks dequantize_and_gather_k_cache, capabilities, inv_rope_o_proj, ",
+        ),
+        (
+            "return Alike()",
+            "it made Alike, which does not derive from Backend -> derive from dsv4attn.core.contract.Ba",
+        ),
     ],
 )
 def test_g9_a_backend_that_cannot_be_made_is_broken(shelf: Shelf, factory: str, said: str) -> None:
-    source = plugin(factory="dsv4attn_acme:make") + HALF + f"\n\ndef make():\n    {factory}\n"
+    source = plugin(factory="dsv4attn_acme:make") + NO_BACKENDS + f"\n\ndef make():\n    {factory}\n"
     shelf.install("dsv4attn-acme", source)
 
     with pytest.raises(BrokenBackendError) as caught:

@@ -9,7 +9,7 @@ import pytest
 
 from dsv4attn.config import Settings
 from dsv4attn.core.contract import device
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.contract.problem import Problem
@@ -52,7 +52,7 @@ def of_phases(backend: Backend) -> tuple[bool, bool]:
     """Whether decode, and prefill, run on a deterministic backend."""
     if isinstance(backend, PhasedBackend):
         return backend._decode.deterministic, backend._prefill.deterministic
-    return (complete(backend).deterministic,) * 2
+    return (backend.deterministic,) * 2
 
 
 @pytest.mark.parametrize("name", [None, "auto"])

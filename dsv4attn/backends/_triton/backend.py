@@ -25,19 +25,19 @@ from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import (
     AttentionCall,
-    BackendDefaults,
-    BuilderOps,
+    Backend,
     Capabilities,
     IndexForm,
     IndexSteps,
     KeyForm,
-    LayerOps,
     Phase,
     PrepareRows,
     RankSteps,
     Run,
 )
+from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import Weight, dense_weight, scaled_weight
@@ -50,7 +50,7 @@ PRODUCTS = ("bf16", "fp8")
 """Values of option `projection`."""
 
 
-class TritonBackend(BackendDefaults):
+class TritonBackend(Backend):
     """Attention on pages in both phases. A subclass sets `name` and `tunings`, and overrides the methods that differ.
 
     name: name of the backend.
@@ -125,7 +125,7 @@ class TritonBackend(BackendDefaults):
 
     @cached_property
     def layer_ops(self) -> LayerOps:
-        """See `contract.BackendDefaults`."""
+        """See `contract.Backend`."""
         return ops.layer_ops(deterministic=self.deterministic)
 
     quantize_and_insert_k_cache = staticmethod(insert.quantize_and_insert_k_cache)
@@ -134,12 +134,12 @@ class TritonBackend(BackendDefaults):
 
     @cached_property
     def prepare_rows(self) -> PrepareRows | None:
-        """See `contract.BackendDefaults`. None in subclasses with another gather or other index steps."""
+        """See `contract.Backend`. None in subclasses with another gather or other index steps."""
         is_shared = unwrap(self.dequantize_and_gather_k_cache) is unwrap(gather.dequantize_and_gather_k_cache)
         return fill.prepare_rows if is_shared and self.steps is dense else None
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """See `contract.BackendDefaults`. One kernel serves both phases, and gathered rows too."""
+        """See `contract.Backend`. One kernel serves both phases, and gathered rows too."""
         width = sum(rows.width for rows in attention_launch.index_rows(call.keys))
         tuning = self.tuning_of(phase, call.layer, call.q.shape[0], width) if call.scratch else self.tuning.of(phase)
         fixed_splits = self.deterministic and phase is Phase.DECODE
@@ -168,7 +168,7 @@ class TritonBackend(BackendDefaults):
         )
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.BackendDefaults`."""
+        """See `contract.Backend`."""
         tuning = self._tuning(device)
         yield from dense.variants(device.arch)
         alignments = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
@@ -246,7 +246,7 @@ class TritonBackend(BackendDefaults):
                 yield from attention_launch.variants(shape, small_tuning, **options)
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
-        """See `contract.BackendDefaults`."""
+        """See `contract.Backend`."""
         return warm(self.kernel_variants(bounds, DeviceFacts.here(device)), device, name=self.name)
 
 

@@ -14,7 +14,7 @@ from dsv4attn.core.attention.checks import check_attention_strides, check_keys
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.backend import (
     AttentionCall,
-    BackendDefaults,
+    Backend,
     Capabilities,
     ChunkCost,
     IndexForm,
@@ -43,7 +43,7 @@ def _form(kind: type[AnyForm], option: str, value: AnyForm | str) -> AnyForm:
         raise UnknownNameError(f"{option} form", str(value), names) from None
 
 
-class ReferenceBackend(BackendDefaults):
+class ReferenceBackend(Backend):
     """Plain torch. Takes every form of keys and indices, so that core can be proven in all of them."""
 
     name = "reference"
@@ -139,7 +139,7 @@ class ReferenceBackend(BackendDefaults):
         self.decode(call)
 
     def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
-        """See `contract.BackendDefaults`. With option `raw_q`: a copy of q is prepared, and gives the step's bits."""
+        """See `contract.Backend`. With option `raw_q`: a copy of q is prepared, and gives the step's bits."""
         return self._raw_q
 
     def inv_rope_o_proj(

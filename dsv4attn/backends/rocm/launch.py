@@ -29,5 +29,5 @@ class RocmBackend(TritonBackend):
     )
 
     def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> RocmMetadata:
-        """See `contract.BackendDefaults`."""
+        """See `contract.Backend`."""
         return RocmMetadata(geometry, limits, device)

@@ -144,7 +144,7 @@ class FlashInferAttention:
         return form if asked == given else None
 
     def prepare(self, call: AttentionCall, form: _Form | None = None) -> Run:
-        """See `contract.BackendDefaults`. form: of this call, from `fit`. Raises as `run` does."""
+        """See `contract.Backend`. form: of this call, from `fit`. Raises as `run` does."""
         form = form or self._form(call)
         return lambda tensors: self.run(call.with_tensors(tensors), call.scratch, form)
 

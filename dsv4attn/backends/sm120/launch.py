@@ -141,7 +141,7 @@ class Sm120Backend(TritonBackend):
         return bound
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """See `contract.BackendDefaults`. By FlashInfer if it serves the call."""
+        """See `contract.Backend`. By FlashInfer if it serves the call."""
         vendor, layer, tokens = self.vendor, call.layer, call.q.shape[0]
         columns = [rows.width for rows in attention_launch.index_rows(call.keys)]
         if isinstance(vendor, Reason) or self.reasons(phase, layer, tokens, _window_of(layer, sum(columns))):
@@ -154,7 +154,7 @@ class Sm120Backend(TritonBackend):
         return vendor.prepare(call, form)
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.BackendDefaults`. What stands around FlashInfer's kernels too, whether or not it is there."""
+        """See `contract.Backend`. What stands around FlashInfer's kernels too, whether or not it is there."""
         yield from super().kernel_variants(bounds, device)
         if self._kernel == FLASHINFER or (self._kernel == AUTO and device.matches(ARCHS)):
             sinks, lses, copies = bounds.with_sink, bounds.with_lse, not self._in_range
@@ -162,7 +162,7 @@ class Sm120Backend(TritonBackend):
                 yield from variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned_rows)
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
-        """See `contract.BackendDefaults`. FlashInfer is imported here, and compiles when its shapes run first."""
+        """See `contract.Backend`. FlashInfer is imported here, and compiles when its shapes run first."""
         _ = self.vendor
         return super().warmup(bounds, device)
 

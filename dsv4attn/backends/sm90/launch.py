@@ -44,11 +44,11 @@ from dsv4attn.core.contract.backend import (
     ChunkCost,
     EntryIndices,
     KeyForm,
-    LayerOps,
     Phase,
     Run,
 )
 from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.memory.workspace import ALIGNMENT
 from dsv4attn.core.model.geometry import LayerGeometry
@@ -134,7 +134,7 @@ class Sm90Backend(TritonBackend):
 
     @cached_property
     def layer_ops(self) -> LayerOps:
-        """See `contract.BackendDefaults`."""
+        """See `contract.Backend`."""
         return ops.layer_ops(deterministic=self.deterministic)
 
     def _may_serve(self, layer: LayerGeometry) -> bool:
@@ -142,11 +142,11 @@ class Sm90Backend(TritonBackend):
         return not self.deterministic and layer.num_heads <= MOST_HEADS and layer.head_dim == DIM
 
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
-        """See `contract.BackendDefaults`."""
+        """See `contract.Backend`."""
         return self._chooses and (not self._may_serve(layer) or PREFILL_COST_MODEL.prefers_pages(layer, requests, rows))
 
     def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
-        """See `contract.BackendDefaults`: where the Gluon kernel serves gathered rows."""
+        """See `contract.Backend`: where the Gluon kernel serves gathered rows."""
         dtypes = q.dtype == row_dtype == torch.bfloat16
         if not self._may_serve(layer) or layer.rope_dim != ROTATED or not dtypes or not _is_wide(q):
             return False
@@ -179,7 +179,7 @@ class Sm90Backend(TritonBackend):
         return _programs(layer.num_heads) * 2 * HEADS * (DIM + 2) * 4 + max(max_tokens, 1) * 8 + 4 * ALIGNMENT
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """See `contract.BackendDefaults`. Pages and gathered rows are both served, whatever option `prefill` says."""
+        """See `contract.Backend`. Pages and gathered rows are both served, whatever option `prefill` says."""
         if not call.scratch or not self._may_serve(call.layer):
             return super().prepare(phase, call)
         check_attention_strides(call)
@@ -205,7 +205,7 @@ class Sm90Backend(TritonBackend):
         return super().prepare(phase, evolve(call, scratch=parts))
 
     def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
-        """See `contract.BackendDefaults`. For calls of `kernels_small_decode` whose index tensors have no gaps."""
+        """See `contract.Backend`. For calls of `kernels_small_decode` whose index tensors have no gaps."""
         if not call.scratch or not self._may_serve(call.layer) or not small_decode.reads(call, entries):
             return None
         check_attention_strides(call)
@@ -233,7 +233,7 @@ class Sm90Backend(TritonBackend):
         return self._small == "shared" or (self._small == "auto" and kind != PAGES)
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.BackendDefaults`."""
+        """See `contract.Backend`."""
         yield from super().kernel_variants(bounds, device)
         for layer in bounds.layers:
             if self._may_leave_raw(bounds, layer):

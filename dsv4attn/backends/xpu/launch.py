@@ -116,7 +116,7 @@ class XpuBackend(TritonBackend):
         return round_up(gathered + super().scratch_bound(phase, layer, tokens, columns), workspace.ALIGNMENT)
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """See `contract.BackendDefaults`. Where keys are gathered: run after run, each in the same scratch memory."""
+        """See `contract.Backend`. Where keys are gathered: run after run, each in the same scratch memory."""
         if phase is Phase.PREFILL or not self.gathers:
             return super().prepare(phase, call)
         check_attention_strides(call)
@@ -153,7 +153,7 @@ class XpuBackend(TritonBackend):
         yield from self._gathered_variants(bounds, layer, tuning)
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.BackendDefaults`. Only what the chosen form of decode asks for."""
+        """See `contract.Backend`. Only what the chosen form of decode asks for."""
         yield from super().kernel_variants(bounds, device)
         tuning, gathers = self._tuning(device), self._gathers(device)
         for layer in bounds.layers:

@@ -22,7 +22,7 @@ from torch import Tensor
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, CompleteBackend, Phase, RawQuery, Run
+from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, Backend, Phase, RawQuery, Run
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.chunking import PrefillChunk, cut_chunk, plan_prefill_chunks, plan_row_chunks
 from dsv4attn.core.memory.plan import gathers_keys, prefill_bounds
@@ -56,7 +56,7 @@ class ForwardCall:
     q: Tensor
     caches: LayerCaches
     metadata: AttentionMetadata | None
-    backend: CompleteBackend
+    backend: Backend
     workspace: WorkspaceManager
     out: Tensor
     layer: LayerGeometry

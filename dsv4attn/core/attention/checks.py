@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv4attn.core.argument_checks import check_type, shown
+from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.overlap import check_apart
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.record_layout import check_window
 from dsv4attn.core.cache.selected_keys import GatheredKeys, RaggedIndices
-from dsv4attn.core.contract.backend import AttentionCall, Capabilities, Phase, RawQuery
+from dsv4attn.core.contract.backend import AttentionCall, Phase, RawQuery, check_is_backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import window_columns
 from dsv4attn.core.memory.workspace import WorkspaceManager
@@ -47,9 +47,7 @@ _Q_DTYPES = (torch.bfloat16, torch.float32)
 
 def check_backend(backend: object, layer: object, *, layer_name: str = "layer") -> None:
     """Raise ArgumentError unless these are a backend and the geometry of a layer."""
-    if not isinstance(getattr(backend, "capabilities", None), Capabilities):
-        cure = "pass what load_backend(name) or select_backend(problem) returns"
-        raise ArgumentError("backend", expected="a backend", actual=shown(backend), hint=cure)
+    check_is_backend(backend)
     check_type(layer_name, layer, LayerGeometry, cure="pass geometry.layer(i) or geometry.layer_of_kind(kind)")
 
 

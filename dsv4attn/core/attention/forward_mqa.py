@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from attrs import evolve
 from torch import Tensor, is_inference_mode_enabled
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined] # no public name
 from torch.profiler import record_function
@@ -16,7 +15,7 @@ from dsv4attn.core.attention.gathered import GatheredCall
 from dsv4attn.core.attention.overlap import check_apart, span
 from dsv4attn.core.attention.paged import PagedCall
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.contract.backend import AttentionTensors, Backend, Phase, RawQuery, complete
+from dsv4attn.core.contract.backend import AttentionTensors, Backend, Phase, RawQuery
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.chunking import PrefillChunk
 from dsv4attn.core.memory.plan import plan_workspace
@@ -63,7 +62,7 @@ def forward_mqa(
             q,
             caches,
             metadata,
-            backend,  # type: ignore[arg-type] # completed where calls are prepared
+            backend,
             workspace,
             out,
             layer,
@@ -116,10 +115,9 @@ def run_phase_calls(call: ForwardCall) -> Iterator[slice]:  # noqa: C901, PLR091
     forward: PreparedForward | None = prepared.get(key)
     if forward is None or forward.calls is None:
         check_forward_call(call)
-        complete_call = evolve(call, backend=complete(call.backend))
         if call.raw_q is not None:
-            check_raw_q(complete_call, taken=complete_call.takes_raw_q())
-        forward = PreparedForward(metadata.swa.num_actual_tokens, _prepare(complete_call), owners, span(q), span(out))
+            check_raw_q(call, taken=call.takes_raw_q())
+        forward = PreparedForward(metadata.swa.num_actual_tokens, _prepare(call), owners, span(q), span(out))
         if workspace.reusable:
             if len(prepared) >= MAX_PREPARED:
                 prepared.clear()

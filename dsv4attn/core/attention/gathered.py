@@ -1,6 +1,6 @@
 """`GatheredCall`: a prefill chunk's keys are copied to contiguous rows, on which the backend's attention runs.
 
-`fill_by_steps` is the definition of `BackendDefaults.prepare_rows`, and what runs for backends without it.
+`fill_by_steps` is the definition of `Backend.prepare_rows`, and what runs for backends without it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def fill_by_steps(
 ) -> FillRows:
     """Fill a chunk's rows and lists by the backend's gather and index ops, one after the other.
 
-    Arguments as those of `BackendDefaults.prepare_rows`.
+    Arguments as those of `Backend.prepare_rows`.
     """
     seq_lens, gather_lens, starts = request_lengths = chunk.seq_lens, chunk.gather_lens, chunk.query_start_loc
     slice_seq_lens, slice_gather_lens, entry_lens = chunk.lengths

@@ -294,7 +294,7 @@ def _insert(
     raw_q = bound.raw_query(positions, table) if metadata.swa.num_prefill_tokens else None
     if raw_q is not None:
         workspace = bound.workspace or current_workspace_manager()
-        call = ForwardCall(q, caches, metadata, backend, workspace, q, geometry, bound.limits, bound.attn_sink)  # type: ignore[arg-type]
+        call = ForwardCall(q, caches, metadata, backend, workspace, q, geometry, bound.limits, bound.attn_sink)
         if bound._raw_q_steps.insert(call, kv, raw_q):  # noqa: SLF001 - of the layer of this module
             return
     backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
@@ -321,7 +321,7 @@ def _forward(
         q,
         caches,
         metadata,
-        bound.backend,  # type: ignore[arg-type] # completed where calls are prepared
+        bound.backend,
         bound.workspace or current_workspace_manager(),
         output,
         bound.geometry,

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from dsv4attn.core.argument_checks import shown
 from dsv4attn.core.attention.checks import check_backend, check_output, check_projection
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import Weight, dense_weight, scaled_weight
 from dsv4attn.core.torch_modes import without_modes
@@ -48,7 +48,7 @@ def o_proj(
     Raises ArgumentError before anything is converted or launched.
     """
     check_backend(backend, layer)
-    converts = not complete(backend).projects_fp8
+    converts = not backend.projects_fp8
     check_projection(o, positions, cos_sin_cache, wo_a, num_groups, layer, converts=converts)
     return backend.inv_rope_o_proj(o, positions, cos_sin_cache, _given(wo_a, converts=converts), num_groups)
 
@@ -77,7 +77,7 @@ def output_projection(
     Raises ArgumentError before anything is converted, launched or sent.
     """
     check_backend(backend, layer)
-    converts = not complete(backend).projects_fp8
+    converts = not backend.projects_fp8
     check_projection(o, positions, cos_sin_cache, wo_a, num_groups, layer, converts=converts)
     check_output(o, wo_a, wo_b, converts=converts)
     if process_group is not None:

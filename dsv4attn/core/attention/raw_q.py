@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from weakref import WeakSet
 
-from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.contract.backend import Backend, RawQuery, complete
+from dsv4attn.core.contract.backend import Backend, RawQuery
 from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.torch_modes import is_capturing
@@ -37,8 +36,7 @@ def prefill_takes_raw_q(call: ForwardCall) -> bool:
     key = *map(id, owners), signature(call.q)
     answer = metadata.swa.takes_raw_q.get(key)
     if answer is None:
-        complete_call = evolve(call, backend=complete(call.backend))
-        takes = complete_call.gathers and complete_call.takes_raw_q(complete_call.chunks())
+        takes = call.gathers and call.takes_raw_q(call.chunks())
         # the owners are kept, so that their identities stay theirs
         answer = metadata.swa.takes_raw_q[key] = takes, owners
     return answer[0]

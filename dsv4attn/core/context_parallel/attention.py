@@ -19,7 +19,7 @@ from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
 from dsv4attn.core.context_parallel.keys import KeyGathering
 from dsv4attn.core.context_parallel.prefill import Shares
-from dsv4attn.core.contract.backend import Backend, Phase, RankSteps, complete
+from dsv4attn.core.contract.backend import Backend, Phase, RankSteps, check_is_backend
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.rank_buffers import (
     ALL_HEADS_VIEWS,
@@ -101,7 +101,8 @@ def _attend_to_own_entries(context: RankExchange, call: ForwardCall) -> None:
         rows = metadata.num_decode_tokens
     if context.divides_heads:
         check_forward_call(call)
-    kernels = complete(call.backend).rank_steps
+    check_is_backend(call.backend)
+    kernels = call.backend.rank_steps
     rank_lse, *scratch = _views(context, call.out, call.workspace, kernels)
     rank_lse = rank_lse if call.lse is None else call.lse
     q, out, lse, layer, sources = call.q, call.out, rank_lse, call.layer, None
@@ -157,7 +158,9 @@ def merge_over_ranks(
     if context.divides_heads:
         expected, hint = "a context whose ranks have the same heads", "call forward_mqa_over_ranks"
         raise ArgumentError("context", expected=expected, actual="divides_heads=True", hint=hint)
-    kernels = None if backend is None else complete(backend).rank_steps
+    if backend is not None:
+        check_is_backend(backend)
+    kernels = None if backend is None else backend.rank_steps
     _, *scratch = _views(context, out, workspace, kernels)
     _Merging(context, out, lse, attn_sink, scratch, 0, kernels).finish()
 

@@ -1,4 +1,4 @@
-"""`PhasedBackend`: one backend made of two, the first for decode and the second for prefill."""
+"""`PhasedBackend`: a backend made of two, one for decode and one for prefill."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from attrs import evolve
 from dsv4attn.core.contract.backend import (
     AttentionCall,
     Backend,
-    BackendDefaults,
     ChunkCost,
-    CompleteBackend,
     EntryIndices,
     Phase,
     Products,
     Run,
-    complete,
+    check_is_backend,
 )
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.model.geometry import LayerGeometry
@@ -35,40 +33,50 @@ if TYPE_CHECKING:
 __all__ = ["PhasedBackend"]
 
 
-class PhasedBackend(BackendDefaults):
-    """A `contract.Backend` of two: each phase runs on its own backend, with the capabilities of that backend.
+_OF_DECODE = (
+    "decode",
+    "inv_rope_o_proj",
+    "layer_ops",
+    "projects_fp8",
+    "qnorm_rope_kv_insert",
+    "quantize_and_insert_k_cache",
+)
+_OF_PREFILL = "dequantize_and_gather_k_cache", "prefill", "prepare_rows"
+"""The members that the two backends give without change."""
 
-    Index steps, insert, output projection and the steps around attention run on the decode backend in both phases: a
-    captured decode step contains them, and only the decode backend's `support` covers capture. Gathering runs on the
-    prefill backend, which reads the gathered keys, and with its `prepare_rows` so do the lists of a gathered chunk. The
-    cache layout makes sure that both read and write the same bytes.
+
+class PhasedBackend(Backend):
+    """A backend made of two: each phase runs on its own backend, with the capabilities of that backend.
+
+    Index steps, inserts, output projection and the ops around attention run on the decode backend in both phases: a
+    captured decode step contains them, and only the decode backend's `support` covers capture. The prefill backend
+    gathers keys and fills the index lists of a gathered chunk (`prepare_rows`), because it reads both. The cache layout
+    makes sure that both backends read and write the same bytes.
     """
 
     def __init__(self, decode: Backend, prefill: Backend) -> None:
-        self._decode, self._prefill = complete(decode), complete(prefill)
+        for backend in (decode, prefill):
+            check_is_backend(backend)
+        self._decode, self._prefill = decode, prefill
         self.name = f"{decode.name}+{prefill.name}"
-        one, other = prefill.capabilities, decode.capabilities
+        of_decode, of_prefill = decode.capabilities, prefill.capabilities
         self.capabilities = evolve(
-            one,
-            decode_indices=other.decode_indices,
-            max_logits=one.max_logits and other.max_logits,
-            empty_lse=one.empty_lse and other.empty_lse,
-            products=one.products if one.products is Products.FP8 else other.products,
+            of_prefill,
+            decode_indices=of_decode.decode_indices,
+            max_logits=of_decode.max_logits and of_prefill.max_logits,
+            empty_lse=of_decode.empty_lse and of_prefill.empty_lse,
+            products=of_prefill.products if of_prefill.products is Products.FP8 else of_decode.products,
         )
         self.steps, self.builder_ops = decode.steps, self._decode.builder_ops
         self.rank_steps = self._decode.rank_steps
-        self.deterministic = self._decode.deterministic and self._prefill.deterministic
-        self.layer_ops, self.projects_fp8 = self._decode.layer_ops, self._decode.projects_fp8
-        self.quantize_and_insert_k_cache = decode.quantize_and_insert_k_cache
-        self.qnorm_rope_kv_insert = decode.qnorm_rope_kv_insert
-        self.inv_rope_o_proj = decode.inv_rope_o_proj
-        self.dequantize_and_gather_k_cache = prefill.dequantize_and_gather_k_cache
-        self.prepare_rows = self._prefill.prepare_rows
-        self.decode, self.prefill = decode.decode, prefill.prefill
-        self._both = [self._decode] if decode is prefill else [self._decode, self._prefill]
+        self.deterministic = decode.deterministic and prefill.deterministic
+        for backend, names in ((decode, _OF_DECODE), (prefill, _OF_PREFILL)):
+            for name in names:
+                setattr(self, name, getattr(backend, name))
+        self._both = [decode] if decode is prefill else [decode, prefill]
 
     def __reduce__(self) -> tuple[type[PhasedBackend], tuple[Backend, Backend]]:
-        """Copies and pickles are made of both backends again."""
+        """Copies and pickles are made from copies of both backends."""
         return type(self), (self._decode, self._prefill)
 
     def metadata_extension(
@@ -79,10 +87,10 @@ class PhasedBackend(BackendDefaults):
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterable[object]:
         """The variants of both backends, each once."""
-        return dict.fromkeys(form for backend in self._both for form in backend.kernel_variants(bounds, device))
+        return dict.fromkeys(variant for backend in self._both for variant in backend.kernel_variants(bounds, device))
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
-        """Warm up both, one after the other; variants of both are counted once."""
+        """Warm up both backends, one after the other. Variants that both compile are counted once."""
         counts = [backend.warmup(bounds, device) for backend in self._both]
         facts = DeviceFacts.here(device)
         first, *_, last = (set(backend.kernel_variants(bounds, facts)) for backend in (*self._both, self._prefill))
@@ -91,23 +99,23 @@ class PhasedBackend(BackendDefaults):
         return sum(counts) - shared
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """Prepared by the phase's backend."""
+        """The call, prepared by the backend of the phase."""
         return self.of(phase).prepare(phase, call)
 
     def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
-        """As the decode backend has it."""
+        """The call, prepared by the decode backend, or None."""
         return self._decode.prepare_entries(call, entries)
 
-    def of(self, phase: Phase) -> CompleteBackend:
+    def of(self, phase: Phase) -> Backend:
         """The backend of a phase."""
         return self._decode if phase is Phase.DECODE else self._prefill
 
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
-        """As the prefill backend has it."""
+        """The answer of the prefill backend."""
         return self._prefill.prefers_pages(layer, requests, rows)
 
     def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
-        """Whether both do: the decode backend inserts keys without queries then."""
+        """Whether both backends do: with raw q the decode backend inserts keys without queries."""
         return all(backend.takes_raw_q(layer, q, row_dtype, chunks) for backend in self._both)
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
@@ -119,5 +127,5 @@ class PhasedBackend(BackendDefaults):
         return self.of(phase).scratch_bound(phase, layer, max_tokens, max_width)
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
-        """The larger of both: no two methods run at the same time."""
+        """The larger bound of both backends: no two methods run at the same time."""
         return max(backend.transient_bytes(layer, max_tokens, max_width, max_rows) for backend in self._both)

@@ -25,7 +25,7 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.heads import check_heads
 from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.compressor import Compressor, LatentCompressor
 from dsv4attn.core.layer.indexer import Candidates, Indexer
@@ -108,7 +108,6 @@ class DeepseekV4Attention:
             raise ArgumentError("context_parallel", expected=f"None with {geometry.name}", actual="ranks", hint=hint)
         _check_limits(geometry, limits)
         weights.check(geometry, index)
-        backend = complete(backend)
         if backend.deterministic and not limits.single_phase:
             expected = "Limits(..., single_phase=True) with a deterministic backend"
             hint = "or build the backend without deterministic"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.backend import Backend, IndexForm, KeyForm, Phase, complete
+from dsv4attn.core.contract.backend import Backend, IndexForm, KeyForm, Phase, check_is_backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.chunking import ChunkBounds, round_up, small_bytes, widest_columns, widest_topk
 from dsv4attn.core.memory.rank_buffers import ARENA as RANKS
@@ -73,9 +73,10 @@ def plan_workspace(
     whether these ranks may gather keys for prefill (`ContextParallel.prefill_keys`), from a compressed cache with the
     layout of the window. q_dtype: of what ranks exchange; None: bf16 or fp32. Take the `union` over a model's layers.
     """
+    check_is_backend(backend)
     exchanged = 0
     if ranks is not None and layer.has_entries:
-        needed, sums = divided_bytes if divides_heads else merge_bytes, complete(backend).rank_steps is None
+        needed, sums = divided_bytes if divides_heads else merge_bytes, backend.rank_steps is None
         exchanged = needed(ranks, layer, limits, q_dtype, sums=sums)
         # the backend attends with the heads of all ranks
         layer = all_heads(layer, ranks) if divides_heads else layer
@@ -90,7 +91,7 @@ def plan_workspace(
         backend.steps.transient_bytes(max(bounds.index_elements, limits.max_decode_tokens * width), tokens),
     )
     if layer_steps:
-        transient = max(transient, complete(backend).layer_ops.transient_bytes(tokens))
+        transient = max(transient, backend.layer_ops.transient_bytes(tokens))
     if ranks is not None and layer.has_entries:
         arenas[RANKS] = exchanged
         if prefill_keys and ranks > 1 and not limits.single_phase:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract.backend import Backend, MetadataExtension, complete
+from dsv4attn.core.contract.backend import Backend, MetadataExtension, check_is_backend
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.batch_checks import (
@@ -100,13 +100,14 @@ class MetadataBuilder:
         self.validate = self.device.type == "cpu" if validate is None else validate
         self.short_prefills = short_prefills
         self.state_block_sizes, self.num_state_blocks = state_block_sizes, num_state_blocks or {}
-        whole = None if backend is None else complete(backend)
-        self.steps = steps or (whole and whole.builder_ops) or BuilderOps()
+        if backend is not None:
+            check_is_backend(backend)
+        self.steps = steps or (backend and backend.builder_ops) or BuilderOps()
         if not isinstance(cast("object", self.steps), BuilderOps):
             hint = "pass evolve(BuilderOps(), ...), or None"
             raise ArgumentError("steps", expected="BuilderOps", actual=type(self.steps).__name__, hint=hint)
         with torch.inference_mode(False):  # as `_buffer`
-            extension = whole.metadata_extension(geometry, limits, self.device) if whole else None
+            extension = backend.metadata_extension(geometry, limits, self.device) if backend else None
         self._extension: MetadataExtension[DeepseekSparseSWAMetadata, FlashMLASparseMetadata] | None = extension
         for ratio in (layer.compress_ratio for layer in geometry.distinct_layers):
             if compressed_block_tokens % ratio:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4attn.core.argument_checks import shown
-from dsv4attn.core.contract.backend import Backend, Capabilities, Phase
+from dsv4attn.core.contract.backend import Backend, Phase
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
@@ -25,7 +25,7 @@ def checked_backend(backend: object) -> str | Backend | None:
             request = explain(problem, backend=backend, device="cpu", registry=registry_of("reference")).request
             if request.value != "auto":
                 registered(request.value)
-    elif backend is not None and not isinstance(getattr(backend, "capabilities", None), Capabilities):
+    elif backend is not None and not isinstance(backend, Backend):
         cure = "pass a name, or what load_backend(name) returns"
         raise ArgumentError("backend", expected="a name, a backend or None", actual=shown(backend), hint=cure)
-    return backend  # type: ignore[return-value]
+    return backend

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_count, shown
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
-from dsv4attn.core.contract.backend import Backend, Capabilities, Phase, complete
+from dsv4attn.core.contract.backend import Backend, Phase
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
@@ -85,7 +85,7 @@ def patch(
     layout = _layout(kv_layout, geometry)
     of_index = None if index_layout is None else _index_layout(index_layout, layout, geometry)
     made = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
-    limits = Limits(max_batch, tokens, max_len, single_phase=complete(made).deterministic)
+    limits = Limits(max_batch, tokens, max_len, single_phase=made.deterministic)
     names = [f"layers.{i}.self_attn" for i in range(geometry.num_layers)]
     weights = [
         attention_weights(layer.self_attn, geometry, geometry.layer(i), name)
@@ -234,12 +234,11 @@ def _backend(
     deterministic: bool,
 ) -> Backend:
     """The backend that was asked for, or selected for all kinds of layers of the model."""
-    if isinstance(getattr(asked, "capabilities", None), Capabilities):
-        made: Backend = asked  # type: ignore[assignment]
-        if deterministic and not complete(made).deterministic:
-            hint = f"pass load_backend({made.name!r}, deterministic=True)"
-            raise ArgumentError("backend", expected="a deterministic one", actual=f"{made.name!r}", hint=hint)
-        return made
+    if isinstance(asked, Backend):
+        if deterministic and not asked.deterministic:
+            hint = f"pass load_backend({asked.name!r}, deterministic=True)"
+            raise ArgumentError("backend", expected="a deterministic one", actual=f"{asked.name!r}", hint=hint)
+        return asked
     if asked in _LAYOUTS:
         hint = f"kv_layout={asked!r}?"
         raise ArgumentError("backend", expected="the name of a backend", actual=f"the layout {asked!r}", hint=hint)

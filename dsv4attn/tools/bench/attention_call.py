@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.contract.backend import AttentionCall, Backend, IndexForm, KeyForm, Phase, complete
+from dsv4attn.core.contract.backend import AttentionCall, Backend, IndexForm, KeyForm, Phase
 from dsv4attn.core.contract.index_ops import prepare_index_step
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.plan import ragged_specs
@@ -49,7 +49,7 @@ def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable
     gathered = phase is Phase.PREFILL and capabilities.prefill_keys is KeyForm.GATHERED
     if gathered and kernel == "prefill" and inputs.rows is not None:
         rows_of = inputs.rows.shape[0] * inputs.rows.shape[1]
-        gathered = not complete(backend).prefers_pages(inputs.layer, inputs.case.requests, rows_of)
+        gathered = not backend.prefers_pages(inputs.layer, inputs.case.requests, rows_of)
     on_rows = gathered or kernel == "prefill-rows"
     layer = _rows_layer(inputs.case) if kernel == "prefill-rows" else inputs.layer
     lists = (
@@ -81,7 +81,7 @@ def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable
     for dense, target, count in zip(lists, formed, slots, strict=True):
         if isinstance(target, RaggedIndices):
             steps.append(_packing(backend, dense, target, count))
-    attention = complete(backend).prepare(phase, call)
+    attention = backend.prepare(phase, call)
 
     def run() -> None:
         for step in steps:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.index_records import read_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
@@ -112,7 +112,7 @@ def _save(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Ge
     row = cache.region("row")
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
-        save = complete(backend).layer_ops.save_partial_states
+        save = backend.layer_ops.save_partial_states
 
         def run() -> None:
             save(kv, score, ape, states.positions, cache, slots)
@@ -146,7 +146,7 @@ def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.G
     window = states.cache, states.table, states.request, states.positions, mapping
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
-        store = complete(backend).layer_ops.compress_norm_rope_store
+        store = backend.layer_ops.compress_norm_rope_store
 
         def run() -> None:
             store(*window, norm, eps, table, ratio, cache, overlap=parts.layer.overlap)
@@ -168,7 +168,7 @@ def _query(case: LayerOpCase, device: torch.device, generator: torch.Generator) 
     layout = KVCacheLayout.index_fp8(dim)
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
-        quantise = complete(backend).layer_ops.indexer_q_rope_quant
+        quantise = backend.layer_ops.indexer_q_rope_quant
 
         def call() -> Sequence[Tensor]:
             made = quantise(q, weights, positions, table, layout)

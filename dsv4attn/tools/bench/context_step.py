@@ -21,7 +21,7 @@ from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.metadata import metadata_builder
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -68,7 +68,7 @@ class ContextStep:
 
     def select(self) -> None:
         """Scores of all entries, and the numbers of the best."""
-        backend, compressed, out = complete(self.step.backend), self.step.metadata.compressed, self.step.topk_indices
+        backend, compressed, out = self.step.backend, self.step.metadata.compressed, self.step.topk_indices
         assert compressed is not None
         assert self.query is not None
         assert self.keys is not None
@@ -90,7 +90,7 @@ class ContextStep:
             q=step.q,
             caches=step.caches,
             metadata=step.metadata,
-            backend=complete(step.backend),
+            backend=step.backend,
             workspace=step.workspace,
             out=step.out,
             layer=step.layer,

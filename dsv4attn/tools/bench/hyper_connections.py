@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
@@ -47,7 +47,7 @@ def mhc_task(case: LayerOpCase, device: torch.device) -> Task:
     fn, scale, base = weights.fn, weights.hc_scale, weights.hc_base
 
     def contender(name: str, backend: Backend, dtype: torch.dtype) -> Contender:
-        ops, streams, x = complete(backend).layer_ops, inputs.streams.to(dtype), inputs.x.to(dtype)
+        ops, streams, x = backend.layer_ops, inputs.streams.to(dtype), inputs.x.to(dtype)
         calls = {
             "pre": lambda: ops.mhc_pre(streams, weights),
             "post": lambda: [ops.mhc_post(x, streams, post, comb)],

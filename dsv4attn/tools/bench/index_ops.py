@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import UnsupportedError
@@ -66,7 +66,7 @@ class IndexInputs:
     def logits_call(self, backend: Backend) -> Callable[[], Tensor]:
         """A backend's op on these inputs. Raises UnsupportedError if the backend has none."""
         op_name = "fp8_mqa_logits" if self.cache is None else "fp8_paged_mqa_logits"
-        op = getattr(complete(backend).layer_ops, op_name, None)
+        op = getattr(backend.layer_ops, op_name, None)
         if op is None:
             raise UnsupportedError("layer_steps", expected=op_name, actual="none")
         if self.cache is not None:
@@ -109,7 +109,7 @@ def select_task(case: LayerOpCase, device: torch.device) -> Task:
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
         out = torch.empty(case.count, TOPK, dtype=torch.int32, device=device)
-        select, visible_lens = complete(backend).layer_ops.select_topk, inputs.lens.flatten()
+        select, visible_lens = backend.layer_ops.select_topk, inputs.lens.flatten()
 
         def run() -> None:
             select(query, cache, inputs.table, request, visible_lens, out, case.keys)

@@ -19,7 +19,8 @@ import torch
 from attrs import evolve, frozen
 from torch.profiler import profile, record_function, supported_activities
 
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.tools.bench.clock import Clock
 
 __all__ = ["LayerPart", "MarkedBackend", "Marks", "measured", "of_trace"]
@@ -97,18 +98,15 @@ class Marks:
         return run
 
 
-class MarkedBackend:
-    """A `Backend` around another whose steps around attention are parts."""
+class MarkedBackend(WrappedBackend):
+    """A backend around another one, whose ops around attention are parts."""
 
     def __init__(self, backend: Backend, marks: Marks) -> None:
         """Wrap a backend."""
-        self._backend = complete(backend)
-        ops = self._backend.layer_ops
+        super().__init__(backend)
+        ops = backend.layer_ops
         marked: dict[str, Any] = {op: marks.around(part, getattr(ops, op)) for op, part in _STEPS.items()}
         self.layer_ops = evolve(ops, **marked)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the backend
-        return getattr(self._backend, name)
 
 
 def measured(run: Callable[[], None], marks: Marks, clock: Clock, rounds: int) -> list[LayerPart]:

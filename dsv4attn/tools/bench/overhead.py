@@ -13,8 +13,9 @@ import torch
 from attrs import evolve, field, frozen
 
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
-from dsv4attn.core.contract.backend import AttentionCall, Backend, EntryIndices, Phase, Run, complete
-from dsv4attn.core.contract.index_ops import IndexStep, prepare_index_step
+from dsv4attn.core.contract.backend import AttentionCall, Backend, EntryIndices, Phase, Run
+from dsv4attn.core.contract.index_ops import IndexStep, IndexSteps, prepare_index_step
+from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.tools.bench.forward_step import ForwardStep
 
@@ -65,7 +66,7 @@ class Overhead:
 
 def overhead(step: ForwardStep, *, rounds: int = 200) -> Overhead:
     """Measure a step of one decode token."""
-    bound, idle = _bound(step, step.backend), _bound(step, _instead(step.backend, _nothing))
+    bound, idle = _bound(step, step.backend), _bound(step, _Instead(step.backend, _nothing))
     kv, positions = step.q[:, 0], torch.zeros(1, dtype=torch.int64, device=step.q.device)
 
     def through(layer: DeepseekV4MLAAttention) -> Callable[[], None]:
@@ -123,7 +124,7 @@ def _own_steps(step: ForwardStep) -> Callable[[], None]:
     def noting(run: Callable[..., None]) -> Callable[..., None]:
         return lambda *arguments: asked.append(partial(run, *arguments))
 
-    evolve(step, backend=_instead(step.backend, noting)).run()
+    evolve(step, backend=_Instead(step.backend, noting)).run()
 
     def run() -> None:
         for call in asked:
@@ -137,25 +138,27 @@ def _nothing(_: Callable[..., None]) -> Callable[..., None]:
     return lambda *_: None
 
 
-def _instead(backend: Backend, change: Callable[[Callable[..., None]], Callable[..., None]]) -> Backend:
-    """A backend that wants what another wants, and runs something else than the other has prepared."""
-    whole = complete(backend)
+class _Instead(WrappedBackend):
+    """A backend that prepares what another one prepares, and runs something else."""
 
-    def changed(step: Callable[..., object]) -> IndexStep[...]:
-        return IndexStep(lambda first, *rest, out: change(prepare_index_step(step, first, *rest, out=out)))
+    def __init__(self, wrapped: Backend, change: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        super().__init__(wrapped)
+        self._change = change
 
-    names = "compute_global_topk_indices_and_lens", "build_ragged_indices_from_dense"
-    steps = {name: changed(getattr(backend.steps, name)) for name in names}
-    if whole.translate_to_ragged is not None:
-        steps["compute_global_topk_ragged_indices_and_indptr"] = changed(whole.translate_to_ragged)
+        def changed(step: Callable[..., object]) -> IndexStep[...]:
+            return IndexStep(lambda first, *rest, out: change(prepare_index_step(step, first, *rest, out=out)))
 
-    def prepare(phase: Phase, call: AttentionCall) -> Run:
-        return change(whole.prepare(phase, call))
+        names = "compute_global_topk_indices_and_lens", "build_ragged_indices_from_dense"
+        steps = {name: changed(getattr(wrapped.steps, name)) for name in names}
+        if wrapped.translate_to_ragged is not None:
+            steps["compute_global_topk_ragged_indices_and_indptr"] = changed(wrapped.translate_to_ragged)
+        self.steps = cast("IndexSteps", SimpleNamespace(**steps))
 
-    def prepare_entries(call: AttentionCall, entries: EntryIndices) -> Run | None:
-        run = whole.prepare_entries(call, entries)
-        return None if run is None else change(run)
+    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
+        """See `Backend`."""
+        return self._change(self.wrapped.prepare(phase, call))
 
-    same = {name: getattr(backend, name) for name in ("name", "capabilities", "scratch")}
-    own = {"prepare": prepare, "prepare_entries": prepare_entries}
-    return cast("Backend", SimpleNamespace(**same, **own, steps=SimpleNamespace(**steps)))
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
+        """See `Backend`."""
+        run = self.wrapped.prepare_entries(call, entries)
+        return None if run is None else self._change(run)

@@ -9,14 +9,13 @@ that.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from attrs import asdict, evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.layer.hyper_connections import HyperConnections
@@ -171,7 +170,7 @@ def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> 
     index = next(i for i, (kind, _) in enumerate(_FLASH.layers) if kind is case.kind)
     geometry = evolve(_FLASH, layers=(_FLASH.layers[index],))
     longest = case.context + case.tokens
-    exact = complete(backend).deterministic
+    exact = backend.deterministic
     limits = Limits(case.requests, case.requests * case.tokens, longest, single_phase=exact)
     layout = KVCacheLayout.fp8_ds_mla()
     manager = CacheManager(geometry, limits, layout, device=device, backend=backend, keep_windows=True)
@@ -194,14 +193,14 @@ def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> 
 def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list[LayerPart]:
     """Parts of the layer between the hyper-connections of attention, and those of the sublayer behind it."""
     device, marks = clock.device, Marks(clock.device)
-    made = _prepared_layer(case, cast("Backend", MarkedBackend(backend, marks)), device)
+    made = _prepared_layer(case, MarkedBackend(backend, marks), device)
     attention = made.layer.attention
     for name, part, then in (
         ("insert_into", "norm + rope + insert", ""),
         ("attend_from", "attention", "output projection"),
     ):
         setattr(attention, name, marks.around(part, getattr(attention, name), then))
-    steps = complete(backend).layer_ops
+    steps = backend.layer_ops
     first, second = (HyperConnections(made.geometry, _mixes(made.geometry, device), steps) for _ in range(2))
     streams = made.hidden[:, None].expand(-1, made.geometry.hc_mult, -1).contiguous()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dsv4attn.backends._triton.compiling.aot import Outcome
     from dsv4attn.backends._triton.compiling.targets import Target
     from dsv4attn.backends._triton.compiling.variant import Variant
-    from dsv4attn.core.contract.backend import CompleteBackend
+    from dsv4attn.core.contract.backend import Backend
     from dsv4attn.core.contract.warmup import WarmupSpec
     from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.plugins import Registered
@@ -188,10 +188,10 @@ def _jobs(
     return jobs, failed
 
 
-def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompleteBackend]], dict[str, str]]:
+def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, Backend]], dict[str, str]]:
     """The backends whose kernels can be compiled; the one that is named must be."""
     from dsv4attn.config import load_settings
-    from dsv4attn.core.contract.backend import BackendDefaults, complete
+    from dsv4attn.core.contract.backend import Backend
     from dsv4attn.errors import ArgumentError, Dsv4AttnError
     from dsv4attn.selection import load_backend, registered, registry_for
 
@@ -199,15 +199,14 @@ def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompleteBa
     loaded, failed = {}, {}
     for name, one in candidates.items():
         try:
-            made: Any = load_backend(name)
+            made = load_backend(name)
         except Dsv4AttnError as error:
             if backend is not None:
                 raise
             failed[name] = str(error).splitlines()[0]
             continue
-        whole = complete(made)
-        if getattr(whole.kernel_variants, "__func__", None) is not BackendDefaults.kernel_variants:
-            loaded[name] = (one, whole)
+        if getattr(made.kernel_variants, "__func__", None) is not Backend.kernel_variants:
+            loaded[name] = (one, made)
         elif backend is not None:
             raise ArgumentError("--backend", expected="one with kernels to compile", actual=repr(backend))
     return loaded, failed

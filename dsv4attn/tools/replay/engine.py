@@ -13,7 +13,7 @@ from attrs import Attribute, field, frozen
 
 from dsv4attn.core.argument_checks import check_count
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspacePlan
@@ -288,5 +288,5 @@ def _limits_of(requests: Sequence[Request], geometry: ModelGeometry, config: Rep
     tokens = min(config.max_num_batched_tokens, sum(request.attention_tokens for request in requests))
     seqs = min(config.max_num_seqs, tokens, len(requests))
     # whole layers of a deterministic backend demand it
-    single_phase = config.indexer == "real" and complete(backend).deterministic
+    single_phase = config.indexer == "real" and backend.deterministic
     return Limits(seqs, tokens, longest.attention_tokens, single_phase=single_phase)

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import numpy as np
 import torch
@@ -245,7 +244,7 @@ class FullLayerRunner(LayerRunner):
             geometry,
             index,
             limits,
-            cast("Backend", recorder),
+            recorder,
             layer_weights,
             workspace=settings.workspace,
             context_parallel=context,

@@ -24,9 +24,9 @@ from dsv4attn.core.contract.backend import (
     Phase,
     RankSteps,
     Run,
-    complete,
 )
 from dsv4attn.core.contract.layer_ops import LAYER_OPS, LayerOps
+from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.tools.replay.results import LAYER_OPERATIONS
 
@@ -53,8 +53,8 @@ class Stopwatch:
         self._last = now
 
 
-class RecordingBackend:
-    """A `Backend` around another.
+class RecordingBackend(WrappedBackend):
+    """A backend that times and keeps what another one does.
 
     watch: operations of the step.
     rows: numbers of the rows that will be checked. Their out and lse are NaN before attention, so that a row that is
@@ -66,10 +66,10 @@ class RecordingBackend:
 
     def __init__(self, backend: Backend, max_tokens: int, heads: int) -> None:
         """Wrap a backend for steps of at most so many tokens."""
-        self._backend = complete(backend)
+        super().__init__(backend)
         self.watch = Stopwatch()
-        self.layer_ops = _recording(self._backend.layer_ops, self)
-        steps = self._backend.rank_steps
+        self.layer_ops = _recording(backend.layer_ops, self)
+        steps = backend.rank_steps
         self.rank_steps = None if steps is None else _RecordingRanks(steps, self)
         self.rows = torch.empty(0, dtype=torch.int64, device="cpu")
         self.q = self.out = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -77,9 +77,6 @@ class RecordingBackend:
         self._attended: list[range] = []
         self.lse = torch.empty(max_tokens, heads, dtype=torch.float32, device="cpu")
         self.query: IndexQuery | None = None
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the backend
-        return getattr(self._backend, name)
 
     def start(self, rows: Tensor) -> None:
         """Begin a step."""
@@ -95,23 +92,23 @@ class RecordingBackend:
     def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, cache: PagedKVCache, *rest: Any) -> None:  # noqa: ANN401
         """See `Backend`."""
         self.watch.lap("projections")
-        self._backend.qnorm_rope_kv_insert(q, kv, cache, *rest)
+        self.wrapped.qnorm_rope_kv_insert(q, kv, cache, *rest)
         self.q = q
         self.watch.lap("insert")
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """See `BackendDefaults`; lse is always computed.
+        """See `Backend`; lse is always computed.
 
         An lse that core asks for is written too: it is of one rank. Where torch merges, core replaces it by that of all
         ranks; where the backend does, `_RecordingRanks` records that.
         """
         tokens = call.q.shape[0]
-        return self._recorded(self._backend.prepare(phase, evolve(call, lse=self.lse[:tokens])), tokens)
+        return self._recorded(self.wrapped.prepare(phase, evolve(call, lse=self.lse[:tokens])), tokens)
 
     def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
         """As `prepare`."""
         tokens = call.q.shape[0]
-        run = self._backend.prepare_entries(evolve(call, lse=self.lse[:tokens]), entries)
+        run = self.wrapped.prepare_entries(evolve(call, lse=self.lse[:tokens]), entries)
         return None if run is None else self._recorded(run, tokens)
 
     def _recorded(self, run: Run, tokens: int) -> Run:
@@ -135,7 +132,7 @@ class RecordingBackend:
         for first, lse in self._merged:
             self.lse[first : first + lse.shape[0]] = lse
         self.out = o
-        return self._backend.inv_rope_o_proj(o, *rest)
+        return self.wrapped.inv_rope_o_proj(o, *rest)
 
 
 class _RecordingRanks:

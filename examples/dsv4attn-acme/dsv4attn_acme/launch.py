@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.contract.backend import AttentionCall, Capabilities, IndexForm, IndexSteps, KeyForm, Phase
+from dsv4attn.core.contract.backend import AttentionCall, Backend, Capabilities, IndexForm, IndexSteps, KeyForm, Phase
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
@@ -19,7 +19,7 @@ from dsv4attn_acme import kernels
 from dsv4attn_acme.tuning import row_for
 
 
-class AcmeBackend:
+class AcmeBackend(Backend):
     """Reads pages in both phases: ragged slots in decode, dense ones in prefill; one tile of keys at a time.
 
     tile_tokens: keys of a tile; by default what `tuning` has for this machine.

@@ -20,7 +20,7 @@ from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.checks import check_insert
 from dsv4attn.core.attention.projection import o_proj
 from dsv4attn.core.attention.raw_q import RawQSteps
-from dsv4attn.core.contract.backend import RawQuery, complete
+from dsv4attn.core.contract.backend import RawQuery
 from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_weight
 from dsv4attn.core.model.rope import apply_rope, is_rotation
 from dsv4attn.core.tensorspec import signature
@@ -126,7 +126,7 @@ class Dsv4Attention(_Layer):
         parents = getattr(super(), "process_weights_after_loading", None)
         if parents is not None:
             parents(act_dtype)
-        converts = not complete(self._serving.backend).projects_fp8
+        converts = not self._serving.backend.projects_fp8
         try:
             check_weight("wo_a", self.wo_a, converts=converts)
             if converts:
@@ -191,7 +191,7 @@ class Dsv4Attention(_Layer):
                 q,
                 caches,
                 step,
-                complete(serving.backend),
+                serving.backend,
                 serving.workspace(),
                 q,
                 self._geometry,

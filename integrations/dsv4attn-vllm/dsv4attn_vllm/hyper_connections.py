@@ -9,7 +9,6 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import mhc
 
 from dsv4attn import Backend
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 from dsv4attn_vllm.guard import RefusedError
@@ -28,7 +27,7 @@ def serve(backend: Backend) -> None:
     Raises RefusedError if a model that was built before has another one.
     """
     if not _serving:
-        _serving.append((backend.name, complete(backend).layer_ops))
+        _serving.append((backend.name, backend.layer_ops))
     elif (name := _serving[0][0]) != backend.name:
         expected = f"{name}, the backend of the model that was built first"
         cure = f"set DSV4ATTN_BACKEND to one backend for all models of a process, or leave {MHC} out of {VARIABLE}"

@@ -8,7 +8,6 @@ from attrs import evolve
 
 from dsv4attn import Backend, Problem, resolve
 from dsv4attn.config import PHASES, Settings, load_settings
-from dsv4attn.core.contract.backend import complete
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.steps import PROJECTION, VARIABLE, is_named
 
@@ -37,7 +36,7 @@ def steps_with(steps: frozenset[str], backend: Backend) -> frozenset[str]:
 
     Raises RefusedError if the variable names that step.
     """
-    if PROJECTION not in steps or complete(backend).projects_fp8:
+    if PROJECTION not in steps or backend.projects_fp8:
         return steps
     if is_named(PROJECTION):
         expected, cure = f"{PROJECTION}=fp8, which {VARIABLE} asks for", f"leave {PROJECTION} out of {VARIABLE}"

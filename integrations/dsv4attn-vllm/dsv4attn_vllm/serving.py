@@ -28,7 +28,6 @@ from dsv4attn import (
     plan_workspace,
     select_backend,
 )
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
@@ -102,7 +101,7 @@ class Serving:
     @property
     def layer_ops(self) -> LayerOps:
         """The backend's table of ops around attention."""
-        return complete(self.backend).layer_ops
+        return self.backend.layer_ops
 
     def know(self, key: tuple[object, ...]) -> None:
         """Remember that the arguments of this key were checked."""
@@ -161,7 +160,7 @@ class Serving:
         for space in self._workspaces():
             space.reserve(plan, caller="profiling")
         if not self.warm and device.type != "cpu":
-            count = complete(self.backend).warmup(self.bounds(), device)
+            count = self.backend.warmup(self.bounds(), device)
             LOG.info("compiled %d kernels of %s", count, self.backend.name)
         self.warm = True
 

@@ -24,7 +24,6 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4Index
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.platforms import current_platform
 
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.device import DeviceFacts
 
 AMPERE = Device("cuda", deep_gemm=False)
@@ -264,7 +263,7 @@ def test_kernels_of_steps_are_compiled_before_the_first_request(
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
     made = serving.serving_of(config)
 
-    kernels = {one.name for one in complete(made.backend).kernel_variants(made.bounds(), DeviceFacts.named("a100"))}
+    kernels = {one.name for one in made.backend.kernel_variants(made.bounds(), DeviceFacts.named("a100"))}
 
     around = {name for several in STEP_KERNELS.values() for name in several}
     assert kernels & around == {name for step in made.steps for name in STEP_KERNELS[step]}

@@ -17,12 +17,10 @@ from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from whole import WholeEngine, whole_engine
 
-from dsv4attn.core.contract.backend import complete
-
 
 def with_op(monkeypatch: pytest.MonkeyPatch, engine: WholeEngine, **changed: Any) -> None:
     """Change layer ops of the engine's backend."""
-    backend = complete(engine.layers[0]._serving.backend)
+    backend = engine.layers[0]._serving.backend
     monkeypatch.setitem(vars(backend), "layer_ops", evolve(backend.layer_ops, **changed))
 
 
@@ -89,7 +87,7 @@ def test_states_and_entries_are_vllms_byte_for_byte(
 @pytest.mark.parametrize("bug", ["window", "position", "state"])
 def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     """An entry of another request's window, one that is rotated at its last token, a score without its bias."""
-    steps = complete(engine.layers[0]._serving.backend).layer_ops
+    steps = engine.layers[0]._serving.backend.layer_ops
     store, save = steps.compress_norm_rope_store, steps.save_partial_states
 
     def wrong_store(
@@ -155,7 +153,7 @@ def test_the_weight_of_the_norm_is_vllms_own(
 
     Sums of vLLM have another order, so a code may be the next one: of three entries at most two.
     """
-    steps = complete(engine.layers[0]._serving.backend).layer_ops
+    steps = engine.layers[0]._serving.backend.layer_ops
     given: list[Tensor] = []
     store, work = steps.compress_norm_rope_store, [(engine.request(127), 1)]
 

@@ -27,7 +27,6 @@ from vllm.model_executor.kernels import mhc as theirs
 from vllm.model_executor.layers import mhc
 
 from dsv4attn import load_backend
-from dsv4attn.core.contract.backend import complete
 
 EPS = 1e-6
 MIXES = EPS, EPS, EPS, 2.0, 20
@@ -246,4 +245,4 @@ def test_a_second_model_on_another_backend_is_refused(monkeypatch: pytest.Monkey
         RefusedError, match=r"mhc: expected reference, the backend of the model that was built first, got triton -> "
     ):
         build("triton", 256)
-    assert hyper_connections._layer_ops() is complete(first.backend).layer_ops
+    assert hyper_connections._layer_ops() is first.backend.layer_ops

@@ -21,15 +21,13 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBui
 from vllm.v1.attention.ops.rocm_aiter_mla_sparse import fp8_paged_mqa_logits_torch
 from whole import WholeEngine, whole_engine
 
-from dsv4attn.core.contract.backend import complete
-
 PREFIX = "model.layers.0.attn"
 KEYS = f"{PREFIX}.indexer.k_cache"
 
 
 def with_op(monkeypatch: pytest.MonkeyPatch, engine: WholeEngine, **changed: Any) -> None:
     """Change layer ops of the engine's backend."""
-    backend = complete(engine.layers[0]._serving.backend)
+    backend = engine.layers[0]._serving.backend
     monkeypatch.setitem(vars(backend), "layer_ops", evolve(backend.layer_ops, **changed))
 
 
@@ -185,7 +183,7 @@ def test_selected_are_the_entries_of_vllms_largest_scores(
 
 def test_planted_bugs_of_scores_are_found(engine: WholeEngine, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the token before, and a selection that sees one entry less."""
-    steps, before = complete(engine.layers[0]._serving.backend).layer_ops, [(70, 1), (60, 1)]
+    steps, before = engine.layers[0]._serving.backend.layer_ops, [(70, 1), (60, 1)]
     work = [(engine.request(tokens), count) for tokens, count in before]
     select = steps.select_topk
 

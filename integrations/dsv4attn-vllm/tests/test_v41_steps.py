@@ -22,7 +22,6 @@ from vllm.models.deepseek_v41.compressor import DeepseekCompressor
 from vllm.platforms import current_platform
 from whole import OwnLayers, both
 
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.device import DeviceFacts
 
 CANDIDATES = {
@@ -194,7 +193,7 @@ def test_kernels_of_steps_are_compiled_before_the_first_request(monkeypatch: pyt
         for asked in ("all", "none"):
             monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", asked)
             made = serving.serving_of(config, v41=True)
-            variants = complete(made.backend).kernel_variants(made.bounds(), DeviceFacts.named("a100"))
+            variants = made.backend.kernel_variants(made.bounds(), DeviceFacts.named("a100"))
             found[asked] = {one.name for one in variants}
 
     around = {"index_query_kernel", "score_kernel", "choose_kernel", "block_scores_kernel", "keep_kernel"}

@@ -16,7 +16,7 @@ from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.convert import convert_cache
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.backend import BackendDefaults, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.metadata.forward_context import set_forward_context
@@ -54,7 +54,7 @@ def mixes(seed: int = 0) -> HyperConnections:
     n, generator = SMALL.hc_mult, torch.Generator().manual_seed(seed)
     given = (2 * n + n * n, n * SMALL.hidden_size), (2 * n + n * n,), (3,)
     weights = HyperConnectionWeights(*[torch.randn(shape, generator=generator) * 0.3 for shape in given])
-    return HyperConnections(attrs.evolve(SMALL, hc_sinkhorn_iters=2), weights, complete(ReferenceBackend()).layer_ops)
+    return HyperConnections(attrs.evolve(SMALL, hc_sinkhorn_iters=2), weights, ReferenceBackend().layer_ops)
 
 
 def streams_of(mixes: HyperConnections, streams: Tensor) -> list[Tensor]:
@@ -192,7 +192,7 @@ BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(not INT
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_methods_and_steps_of_a_backend_leave_no_graph(name: str) -> None:
-    backend = complete(load_backend(name))
+    backend = load_backend(name)
     steps, slots, cache = backend.layer_ops, torch.arange(6), PagedKVCache.allocate(FP32, 4, 4)
     backend.quantize_and_insert_k_cache(grads(6, 32), cache, slots)
     bare(cache.tensor, cache.region("row"))
@@ -264,8 +264,8 @@ def test_a_compiled_layer_in_grad_mode_leaves_no_graph() -> None:
     assert torch.equal(*found)
 
 
-def test_a_backend_of_ones_own_is_guarded_where_it_derives_from_the_defaults() -> None:
-    class Own(BackendDefaults):
+def test_a_backend_of_ones_own_is_guarded() -> None:
+    class Own(Backend):
         def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
             """Write rows."""
             cache.tensor.flatten(0, 1)[slot_mapping] = k

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.attention.projection import o_proj, output_projection
-from dsv4attn.core.contract.backend import Capabilities
+from dsv4attn.core.contract.backend import Backend, Capabilities
 from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight, Weight, dense_weight
 from dsv4attn.errors import ArgumentError
@@ -199,8 +199,8 @@ def test_a_backend_that_projects_fp8_receives_codes_and_scales(monkeypatch: pyte
     assert backend.given[-1] is drawn.wo_a
 
 
-class Bare:
-    """Derives from nothing, and takes codes and scales."""
+class Bare(Backend):
+    """Brings the projection alone, and takes codes and scales."""
 
     name, capabilities, projects_fp8 = "bare", Capabilities(), True
 

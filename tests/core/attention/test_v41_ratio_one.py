@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.backend import BackendDefaults, Capabilities, KeyForm
+from dsv4attn.core.contract.backend import Backend, Capabilities, KeyForm
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace, prefill_bounds
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -20,7 +20,7 @@ V41 = ModelGeometry.preset("deepseek-v4.1-flash")
 ENTRIES = next(one for one in map(V41.layer, range(V41.num_layers)) if one.compress_ratio == 1 and one.has_entries)
 
 
-class Gathers(BackendDefaults):
+class Gathers(Backend):
     """A backend whose prefill takes rows alone."""
 
     name = "gathers"

@@ -21,7 +21,7 @@ from dsv4attn.core.context_parallel.attention import merge_over_ranks
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.memory import rank_buffers
@@ -158,7 +158,7 @@ def selection(group: Any, interleave: int) -> None:
         for n, e in enumerate(numbers.tolist()):
             cache.tensor[table[i, n // size], n % size] = keys[i][e]
     out = torch.full((8, topk + 2), -7, dtype=torch.int32)[:, 1:-1]
-    steps = complete(load_backend("reference")).layer_ops
+    steps = load_backend("reference").layer_ops
     lens = own.counts(visible).int()
     select_topk_over_ranks(context, steps, PLAIN, query, cache, table, token_to_req, lens, out, max(entries))
 

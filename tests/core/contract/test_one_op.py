@@ -8,7 +8,7 @@ import torch
 from attrs import evolve, fields
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract.backend import LayerOps
+from dsv4attn.core.contract import LayerOps
 from tests.harness import LayerStack
 
 

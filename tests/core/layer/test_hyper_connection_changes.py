@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsv4attn.core.contract.backend import LayerOps, MixWeights, complete
+from dsv4attn.core.contract.backend import LayerOps, MixWeights
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.model import tensor_state
 from dsv4attn.core.model.weights import HyperConnectionWeights
@@ -43,7 +43,7 @@ def results_of(connections: HyperConnections) -> list[Tensor]:
 
 
 def connected(weights: HyperConnectionWeights, norm: Tensor) -> HyperConnections:
-    return HyperConnections(SMALL, weights, complete(load_backend("reference")).layer_ops, norm)
+    return HyperConnections(SMALL, weights, load_backend("reference").layer_ops, norm)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -11,7 +11,6 @@ import torch
 
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.layer.compressor import LatentCompressor
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerRole
@@ -139,7 +138,7 @@ def consumer_inserts(whole: LayerStack) -> None:
     reuse, given = whole.layers[2], random_weights(SMALL_V41, 3)
     weights = AttentionWeights.from_dict(given, SMALL_V41, 3).compressor
     assert weights is not None
-    table, steps = reuse.attention.cos_sin_cache, complete(reuse.backend).layer_ops
+    table, steps = reuse.attention.cos_sin_cache, reuse.backend.layer_ops
     reuse.compressor = LatentCompressor(attrs.evolve(reuse.layer, compress_ratio=2), weights, table, steps, linear)
     assert reuse.caches is not None
     reuse.caches = attrs.evolve(reuse.caches, state=whole.manager.caches[3].state)

@@ -6,7 +6,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.selection import load_backend
 
@@ -38,7 +37,7 @@ def test_g22_a_million_tokens_are_selected_from_in_tiles() -> None:
     query = IndexQuery(torch.ones(TOKENS, HEADS, DIM).to(torch.float8_e4m3fn), torch.ones(TOKENS, HEADS))
     lens = torch.full((TOKENS,), ENTRIES, dtype=torch.int32)
     out, request = torch.full((TOKENS, TOPK), -1, dtype=torch.int32), torch.zeros(TOKENS, dtype=torch.int32)
-    steps = complete(load_backend("reference")).layer_ops
+    steps = load_backend("reference").layer_ops
 
     with Largest() as seen:
         steps.select_topk(query, cache, table, request, lens, out, ENTRIES)

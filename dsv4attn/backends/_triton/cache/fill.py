@@ -45,7 +45,7 @@ PACKERS times the lists, and there is no launch for the sums."""
 def prepare_rows(
     chunk: ChunkRows, topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None
 ) -> FillRows:
-    """See `contract.BackendDefaults`."""
+    """See `contract.Backend`."""
     kv, (indices, lens), ragged = chunk.kv, (chunk.combined.indices, chunk.combined.lens), chunk.ragged
     # a chunk without entries gathers none, whatever cache there is
     entries = None if chunk.compressed is None else compressed

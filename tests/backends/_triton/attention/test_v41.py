@@ -14,7 +14,6 @@ from dsv4attn.backends._triton.attention.launch import Segment
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import CacheFacts, Problem, layout_reasons
 from dsv4attn.core.contract.warmup import WarmupSpec
@@ -67,7 +66,7 @@ def test_g7_queries_may_be_fp32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS[:3], ids="-".join)
 def test_g18_every_form_that_is_launched_was_foreseen(pair: tuple[str, str]) -> None:
-    geometry, backend = GEOMETRIES[1], complete(load_backend("triton"))
+    geometry, backend = GEOMETRIES[1], load_backend("triton")
     scene = step(pair, geometry)
     with observed() as seen:
         scene.run(backend)
