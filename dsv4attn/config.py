@@ -3,8 +3,8 @@
 A value comes from the first of: argument, environment, configuration file, default. The file is the one that
 `DSV4ATTN_CONFIG` names; otherwise the nearest of these in the working directory and its parents: a `dsv4attn.toml`, or,
 up to the root of the project (the folder with `.git` or `.hg`) or the home directory, a pyproject.toml with a table
-`[tool.dsv4attn]`. Any other pyproject.toml belongs to another project: it is skipped, and one that cannot be read is
-listed in `Settings.ignored`.
+`[tool.dsv4attn]`. Any other pyproject.toml belongs to another project and is skipped. If it cannot be read,
+`Settings.ignored` names it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = [
 
 AUTO = "auto"
 PREFIX = "DSV4ATTN_"
-"""What the names of all environment variables begin with."""
+"""The first letters of all environment variables of this package."""
 PHASES = ("decode", "prefill")
 FILE = "dsv4attn.toml"
 _PROJECT_FILE = "pyproject.toml"
 _ROOTS = (".git", ".hg")
 """Folders in the root of a project."""
 _OURS = re.compile(r"""^\s*\[?\s*["']?tool["']?\s*\.\s*["']?dsv4attn["']?\s*[].=]""", re.MULTILINE)
-"""The head of our table, or a key of it, in a pyproject.toml that cannot be parsed."""
+"""Finds the head or a key of the table [tool.dsv4attn] in a pyproject.toml that cannot be parsed."""
 
 
 @frozen
@@ -76,8 +76,8 @@ VARIABLES: Mapping[str, Knob] = {
 }
 """A variable with an empty value counts as unset. Adapters register theirs, and `known_variables` has both."""
 _ADAPTERS = "dsv4attn.integrations.variables"
-"""The module that registers the variables of this package's adapters: imported for a variable that is not above."""
-_of_adapters: dict[str, Knob] = {}
+"""The module that registers the variables of this package's adapters. An unknown variable makes it be imported."""
+_adapter_variables: dict[str, Knob] = {}
 
 KEYS: Mapping[str, Knob] = {
     "backend": Knob("`auto`", "`NAME` or `auto`", "backend of both phases"),
@@ -111,7 +111,7 @@ def _setting(value: object) -> Setting:
 
 
 def _names(value: object) -> tuple[str, ...] | None:
-    """Names in a tuple, so that a registry can be remembered by them; None stays None."""
+    """Names as a tuple, which is hashable: registries are cached by it. None stays None."""
     if value is None:
         return None
     names = sorted(value) if isinstance(value, (set, frozenset)) and all(isinstance(v, str) for v in value) else value
@@ -163,32 +163,32 @@ class Settings:
 
 
 def register_variables(prefix: str, variables: Mapping[str, Knob]) -> None:
-    """Add the environment variables of an adapter to an engine, so that they are not unknown; it reads them itself.
+    """Make the environment variables of an engine's adapter known. The adapter reads them itself.
 
-    prefix: "DSV4ATTN_" and a name, which is the adapter's alone. Each variable is called so, or begins with the prefix
-    and an underscore. Raises ArgumentError for another name.
+    prefix: "DSV4ATTN_" and the adapter's name. Each variable has this name, or begins with it and an underscore.
+    Raises ArgumentError for a variable of another name.
     """
     for name in (prefix, *variables):
         is_below = name == prefix or name.startswith(f"{prefix}_")
         if not prefix.startswith(PREFIX) or not is_below or any(known.startswith(name) for known in VARIABLES):
             expected = f"{PREFIX} and a name, and variables that begin so, none of them dsv4attn's own"
             raise ArgumentError("variable of an adapter", expected=expected, actual=name)
-    _of_adapters.update(variables)
+    _adapter_variables.update(variables)
 
 
 def known_variables() -> Mapping[str, Knob]:
     """All environment variables: those of dsv4attn, and those of adapters."""
     import_module(_ADAPTERS)
-    return {**VARIABLES, **_of_adapters}
+    return {**VARIABLES, **_adapter_variables}
 
 
 def load_settings(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> Settings:
-    """Read environment and configuration file. Raises ConfigError naming the variable, or the file and line."""
-    given = os.environ if environ is None else environ
-    for name in sorted(given):
+    """Read environment and configuration file. Raises ConfigError, which names the variable, or the file and line."""
+    environ = os.environ if environ is None else environ
+    for name in sorted(environ):
         if name.startswith(PREFIX) and name not in VARIABLES and name not in known_variables():
             raise ConfigError(f"environment variable {name}", f"unknown variable{_meant(name, known_variables())}")
-    variables = {name: given[name].strip() for name in VARIABLES if given.get(name, "").strip()}
+    variables = {name: environ[name].strip() for name in VARIABLES if environ.get(name, "").strip()}
     path, table, ignored = _read(variables.get("DSV4ATTN_CONFIG"), directory)
     _check(table, str(path))
 
@@ -224,15 +224,15 @@ def load_settings(environ: Mapping[str, str] | None = None, directory: Path | No
 
 
 def switched_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a variable that is 0 or 1 is 1; one that is not set is 0. Raises ConfigError for other values."""
-    given = (os.environ if environ is None else environ).get(name, "").strip()
-    if given not in ("", "0", "1"):
-        raise ConfigError(f"environment variable {name}", f"expected 0 or 1, got {given!r}")
-    return given == "1"
+    """Whether an environment variable is 1. Raises ConfigError unless it is 0, 1, or not set."""
+    value = (os.environ if environ is None else environ).get(name, "").strip()
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"environment variable {name}", f"expected 0 or 1, got {value!r}")
+    return value == "1"
 
 
 def parse_request(text: str, where: str) -> dict[str, str]:
-    """Backend by phase, from `NAME` or `decode=NAME,prefill=NAME`; phases that are not named are not in it."""
+    """The backends by phase in `NAME` or `decode=NAME,prefill=NAME`. It has the phases that the text names."""
     text = text.strip()
     if not text:
         return {}
@@ -247,10 +247,10 @@ def parse_request(text: str, where: str) -> dict[str, str]:
     return requests
 
 
-_Found = tuple["Path | None", dict[str, Any], tuple[str, ...]]
+_ReadFile = tuple["Path | None", dict[str, Any], tuple[str, ...]]
 
 
-def _read(named: str | None, directory: Path | None) -> _Found:
+def _read(named: str | None, directory: Path | None) -> _ReadFile:
     """The configuration file, its table for this package, and the files that were ignored."""
     if named is None:
         return _search(directory)
@@ -263,7 +263,7 @@ def _read(named: str | None, directory: Path | None) -> _Found:
     return path, table, ()
 
 
-def _search(directory: Path | None) -> _Found:
+def _search(directory: Path | None) -> _ReadFile:
     try:
         start = (directory or Path.cwd()).absolute()
     except OSError:
@@ -308,14 +308,14 @@ def _exists(path: Path) -> bool:
 
 
 class _ForeignError(Exception):
-    """A pyproject.toml cannot be read, and has no table of this package."""
+    """A pyproject.toml without a table of this package cannot be read."""
 
 
 def _own_table(path: Path, *, asked_for: bool = False) -> dict[str, Any] | None:
     """The table of a dsv4attn.toml, or the table [tool.dsv4attn] of a pyproject.toml if it has one.
 
-    Raises ConfigError if a file cannot be read; _ForeignError if it is a pyproject.toml without our table and
-    `asked_for` is false.
+    Raises ConfigError if the file cannot be read, or _ForeignError if it is a pyproject.toml without that table which
+    the user did not name (`asked_for`).
     """
     text, foreign = "", path.name == _PROJECT_FILE and not asked_for
     try:
@@ -328,9 +328,9 @@ def _own_table(path: Path, *, asked_for: bool = False) -> dict[str, Any] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(str(path), f"cannot be read: {error}", foreign=foreign) from error
     except (ValueError, RecursionError) as error:
-        found = re.search(r"at line (\d+)", str(error))
+        number = re.search(r"at line (\d+)", str(error))
         # a bracket or string that is never closed is reported at the end of the file
-        line = found[1] if found else len(text.splitlines())
+        line = number[1] if number else len(text.splitlines())
         raise _unreadable(f"{path}:{line}", f"not valid TOML: {error}", foreign=foreign) from error
     if path.name == _PROJECT_FILE:
         tool = table.get("tool")

@@ -1,4 +1,4 @@
-"""Finds backends: the built-in ones and those of entry points, each plugin loaded and called alone."""
+"""Finds backends: the built-in ones, and those of plugins. Each plugin is loaded and called alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dsv4attn.errors import did_you_mean, leave_out
 __all__ = ["BUILT_IN", "PLUGIN_ERRORS", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]
 
 BUILT_IN = ("reference", "rocm", "sm120", "sm90", "triton", "xpu")
-"""Folders under `dsv4attn.backends`, plugins like any other. No other file lists them: see `test_built_in_table.py`."""
+"""Folders under `dsv4attn.backends`, each a plugin. No other file lists them: see `test_built_in_table.py`."""
 
 PLUGIN_ERRORS = BaseException
 """Exceptions of plugin code that are caught: a Rust panic is no `Exception`. KeyboardInterrupt is always raised."""
@@ -63,7 +63,11 @@ _STAGES = {
 
 @frozen
 class Registered:
-    """A backend that can be chosen. info: its descriptor. distribution, version: of its package; version may be ""."""
+    """A backend that can be chosen.
+
+    info: its descriptor.
+    distribution, version: those of its package; the version may be "".
+    """
 
     info: BackendInfo
     distribution: str
@@ -77,12 +81,14 @@ class Registered:
 
 @frozen
 class PluginFailure:
-    """A plugin, or a backend of it, that cannot be used; or an entry of a list of names that has no effect.
+    """A plugin or a plugin's backend that cannot be used, or an entry of a list of names that has no effect.
 
-    distribution, version: of its package; both may be "".
+    distribution, version: those of the plugin's package; both may be "".
     plugin: name of the entry point, of the refused backend, or of the entry in the list.
     stage: load, hooks, call, descriptor, version, name; denied (as configured); absent, built-in (a list entry).
-    error: the failure in words. cure: the same text in every command and error. traceback: of its exception, or "".
+    error: the failure in words.
+    cure: what to do, in the same words in every command and error.
+    traceback: the traceback of the plugin's exception, or "".
     """
 
     distribution: str
@@ -100,19 +106,19 @@ class PluginFailure:
 
     @property
     def is_problem(self) -> bool:
-        """Whether it is a failure; a denied plugin is what the user configured."""
+        """Whether something is wrong: a denied plugin is what the user configured."""
         return self.stage != "denied"
 
     @property
     def what(self) -> str:
-        """The failure, on one line without the name."""
+        """The failure on one line, without the name of the plugin."""
         return f"{_STAGES[self.stage]}: {self.error}{f' ({self.owner})' if self.owner else ''}"
 
     @property
     def summary(self) -> str:
-        """The failure and its cure, on one line without the name, for traces."""
-        shown = "; `dsv4attn doctor` shows the traceback" if self.traceback else ""
-        return f"{self.what}{f' -> {self.cure}{shown}' if self.cure else ''}"
+        """The failure and its cure on one line, without the name of the plugin, for traces."""
+        doctor = "; `dsv4attn doctor` shows the traceback" if self.traceback else ""
+        return f"{self.what}{f' -> {self.cure}{doctor}' if self.cure else ''}"
 
     def __str__(self) -> str:
         """One line for error messages."""
@@ -121,6 +127,8 @@ class PluginFailure:
 
 @frozen
 class _Source:
+    """A plugin that can be loaded: its entry point, or a folder of built-in code."""
+
     plugin: str
     distribution: str
     version: str
@@ -133,16 +141,18 @@ class _Source:
         return f"plugin {self.plugin} ({f'{self.distribution} {self.version}'.strip()})"
 
     def failed(self, stage: str, error: str, cure: str = "", trace: str = "", name: str = "") -> PluginFailure:
+        """A failure of this plugin; `name` is that of a backend, if not the whole plugin failed."""
         cure = cure or f"repair or remove it, or {leave_out(self.plugin)}"
         return PluginFailure(self.distribution, name or self.plugin, stage, error, cure, trace, self.version)
 
     def answers_to(self, pattern: str) -> bool:
+        """Whether a name or shell pattern of a list means this plugin."""
         names = (self.plugin, _normal(self.plugin), _normal(self.distribution))
-        return any(fnmatchcase(name, p) for name in names for p in (pattern, _normal(pattern)))
+        return any(fnmatchcase(name, text) for name in names for text in (pattern, _normal(pattern)))
 
 
 class _UnfitError(Exception):
-    """A plugin that raised nothing but breaks the plugin contract: text and cure for its failure."""
+    """A plugin breaks the plugin contract without an exception of its own. It has the text and cure of the failure."""
 
     def __init__(self, text: str, cure: str = "") -> None:
         self.cure = cure
@@ -151,9 +161,10 @@ class _UnfitError(Exception):
 
 @frozen
 class PluginRegistry:
-    """All backends of this process. Building it twice, or in a spawned worker, gives the same content.
+    """All backends of this process. A spawned worker has the same.
 
-    backends: by name, in order of names. failures: plugins and backends that cannot be used, in an undefined order.
+    backends: by name, in order of names.
+    failures: plugins and backends that cannot be used, in an undefined order.
     """
 
     backends: Mapping[str, Registered] = field(factory=dict)
@@ -169,32 +180,32 @@ class PluginRegistry:
         deny_source: str = "plugins.deny",
         entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
     ) -> PluginRegistry:
-        """Load built-ins and entry points. Never raises because of a plugin.
+        """Load built-in backends and plugins. No failure of a plugin is raised.
 
-        allow, deny: names of entry points or distributions, or shell patterns; with `allow`, only those are loaded,
-        and `deny` wins. Built-in backends are subject to neither. *_source: origin of the lists, for messages.
+        allow: names of entry points or distributions, or shell patterns: only these plugins are loaded. None: all.
+        deny: the same for plugins that are not loaded; it wins over `allow`. Neither list concerns built-in backends.
+        allow_source, deny_source: where the lists come from, for messages.
+        entry_points: those of plugins; None: those of this Python environment.
         """
         built_in = [_Source(name, _HOME, "", _built_in(name), built_in=True) for name in BUILT_IN]
-        strangers = [_source_of(point) for point in (_discovered() if entry_points is None else entry_points)]
-        strangers.sort(key=lambda source: (source.distribution, source.plugin, source.version))
+        plugins = [_source_of(point) for point in (_discovered() if entry_points is None else entry_points)]
+        plugins.sort(key=lambda source: (source.distribution, source.plugin, source.version))
         failures = [
-            *_entries_without_effect(allow or (), allow_source, strangers, denied=False),
-            *_entries_without_effect(deny, deny_source, strangers, denied=True),
+            *_entries_without_effect(allow or (), allow_source, plugins, denied=False),
+            *_entries_without_effect(deny, deny_source, plugins, denied=True),
         ]
         offers: dict[str, list[tuple[_Source, BackendInfo]]] = defaultdict(list)
-        for source in built_in + strangers:
+        for source in built_in + plugins:
             refusal = None if source.built_in else _refusal(source, allow, deny, allow_source, deny_source)
             if refusal:
                 failures.append(source.failed("denied", *refusal))
                 continue
             for info in _offers(source, failures):
                 offers[info.name].append((source, info))
-        backends = {}
-        for name in sorted(offers):
-            winner = _resolve_duplicates(name, offers[name], failures)
-            if winner is not None:
-                backends[name] = winner
-        return cls(backends, tuple(sorted(failures, key=lambda f: (f.distribution, f.plugin, f.stage, f.error))))
+        winners = {name: _resolve_duplicates(name, offers[name], failures) for name in sorted(offers)}
+        backends = {name: winner for name, winner in winners.items() if winner is not None}
+        failures.sort(key=lambda failure: (failure.distribution, failure.plugin, failure.stage, failure.error))
+        return cls(backends, tuple(failures))
 
 
 def first_line(error: BaseException) -> str:
@@ -209,7 +220,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]:
-    """The usable descriptors of one plugin; its failures are recorded."""
+    """The descriptors of one plugin that can be used. Its failures are added to the list."""
     stage = "load"
     try:
         with nullcontext() if source.built_in else _watched(source):
@@ -235,20 +246,20 @@ def _watched(source: _Source) -> Iterator[None]:
 
     Where logging is not configured, its warnings go to stderr. An extension that holds the GIL delays the first line.
     """
-    what, began = f"loading {source.described}", time.perf_counter()
-    timer = threading.Timer(SLOW_S, _log.warning, ["dsv4attn: %s ...", what])
+    activity, start = f"loading {source.described}", time.perf_counter()
+    timer = threading.Timer(SLOW_S, _log.warning, ["dsv4attn: %s ...", activity])
     timer.daemon = True
     timer.start()
     try:
         yield
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"while {what}") from error
+        raise KeyboardInterrupt(f"while {activity}") from error
     finally:
         timer.cancel()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         if seconds >= SLOW_S:
             cure = f"if you do not use it, {leave_out(source.plugin)}"
-            _log.warning("dsv4attn: %s ... %.1f s -> %s", what, seconds, cure)
+            _log.warning("dsv4attn: %s ... %.1f s -> %s", activity, seconds, cure)
 
 
 def _call(hook: Callable[..., list[object]]) -> list[object]:
@@ -285,9 +296,10 @@ def _hooks_of(module: object, name: str) -> pluggy.HookRelay:
 
 
 def _functions_of(module: object) -> ModuleType:
-    """A module with only the functions of a plugin.
+    """A module that has the functions of a plugin alone.
 
-    pluggy reads all attributes, which may run code of an arbitrary object, also in `isinstance`, or import lazy names.
+    pluggy reads all attributes of a module, which may run code of any object, also in `isinstance`, or import lazy
+    names.
     """
     if not issubclass(type(module), ModuleType):
         is_class = issubclass(type(module), type)
@@ -295,28 +307,29 @@ def _functions_of(module: object) -> ModuleType:
         kind = "the class" if is_class else "an object of type"
         raise _UnfitError(f"expected a module, got {kind} {name}", "let the entry point name the module itself")
     members = ModuleType.__getattribute__(module, "__dict__")
-    bare = ModuleType(members.get("__name__", "plugin"))
+    functions = ModuleType(members.get("__name__", "plugin"))
     for name, value in members.items():
         # not `__dir__` and `__getattr__`: they can produce lazy names
         if issubclass(type(value), (FunctionType, BuiltinFunctionType)) and not name.startswith("__"):
-            vars(bare)[name] = value
-    return bare
+            vars(functions)[name] = value
+    return functions
 
 
 def _checked(source: _Source, offered: object, failures: list[PluginFailure]) -> list[BackendInfo]:
-    """The descriptors of a hook's result that can be used; the others are recorded one by one."""
+    """The descriptors in the result of a hook that can be used. A failure is added for each of the others."""
     if not issubclass(type(offered), (list, tuple)):
         raise _UnfitError(f"{_HOOK}: expected a list of BackendInfo, got {_kind(offered)}")
     accepted = []
-    ours, text = API_VERSION.partition(".")[0], f"use a-z 0-9 . _ - and not {AUTO!r}"
+    major = API_VERSION.partition(".")[0]
     for info in list(offered):  # type: ignore[call-overload]
         if not issubclass(type(info), BackendInfo):
             failures.append(source.failed("descriptor", f"{_HOOK}: expected a BackendInfo, got {_kind(info)}"))
-        elif info.api.partition(".")[0] != ours:
+        elif info.api.partition(".")[0] != major:
             why = f"backend {info.name!r} is written for contract {info.api}, this is {API_VERSION}"
-            failures.append(source.failed("version", why, f"install a release of it for contract {ours}"))
+            failures.append(source.failed("version", why, f"install a release of it for contract {major}"))
         elif not _NAME.fullmatch(info.name) or info.name == AUTO:
-            failures.append(source.failed("name", f"a backend cannot be called {info.name!r}", text))
+            cure = f"use a-z 0-9 . _ - and not {AUTO!r}"
+            failures.append(source.failed("name", f"a backend cannot be called {info.name!r}", cure))
         else:
             accepted.append(info)
     return accepted
@@ -329,12 +342,12 @@ def _kind(value: object) -> str:
 def _resolve_duplicates(
     name: str, offers: list[tuple[_Source, BackendInfo]], failures: list[PluginFailure]
 ) -> Registered | None:
-    """One backend for each name: a built-in backend has precedence, and of two plugins neither gets the name."""
-    ours = next((offer for offer in offers if offer[0].built_in), None)
-    winner = offers[0] if len(offers) == 1 else ours
+    """The backend that gets a name. A built-in backend has precedence; of two plugins neither gets the name."""
+    built_in = next((offer for offer in offers if offer[0].built_in), None)
+    winner = offers[0] if len(offers) == 1 else built_in
     owners = sorted({f"plugin {source.plugin} of {source.distribution}" for source, _ in offers})
     text, cure = f"{name!r} is claimed by {' and by '.join(owners)}", ""
-    if ours is not None:
+    if built_in is not None:
         text, cure = f"{name!r} is the name of a built-in backend", "call it something else"
     elif len(owners) == 1:
         text, cure = f"{name!r} is given to two backends", "give each its own"
@@ -358,16 +371,16 @@ def _refusal(
 
 
 def _entries_without_effect(
-    names: Sequence[str], where: str, strangers: Sequence[_Source], *, denied: bool
+    names: Sequence[str], where: str, plugins: Sequence[_Source], *, denied: bool
 ) -> Iterator[PluginFailure]:
-    """Entries of a list that have no effect. Without this, a misspelt entry would be silent."""
-    names_found = {name for source in strangers for name in (source.plugin, source.distribution)}
+    """A failure for each entry of a list that has no effect: a misspelt entry would not be noticed otherwise."""
+    known_names = {name for source in plugins for name in (source.plugin, source.distribution)}
     for name in names:
         if name in BUILT_IN and denied:
             cure = "ask for another backend by name"
             yield PluginFailure(_HOME, name, "built-in", f"built in, named by {where}", cure)
-        elif name not in ("*", *BUILT_IN) and not any(source.answers_to(name) for source in strangers):
-            error = f"named by {where}{did_you_mean(name, names_found)}"
+        elif name not in ("*", *BUILT_IN) and not any(source.answers_to(name) for source in plugins):
+            error = f"named by {where}{did_you_mean(name, known_names)}"
             yield PluginFailure("", name, "absent", error, "correct it, or take it off the list")
 
 
@@ -376,15 +389,15 @@ def _discovered() -> list[importlib.metadata.EntryPoint]:
     try:
         return list(importlib.metadata.entry_points(group=hookspecs.GROUP))
     except Exception:  # noqa: BLE001 - one malformed entry_points.txt on the path makes this fail for all distributions
-        found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+        by_distribution: dict[str, list[importlib.metadata.EntryPoint]] = {}
         for distribution in importlib.metadata.distributions():
             try:
                 points = [point for point in distribution.entry_points if point.group == hookspecs.GROUP]
                 # the first distribution on the path hides later ones of the same name, as in imports
-                found.setdefault(_normal(distribution.metadata["Name"]), points)
+                by_distribution.setdefault(_normal(distribution.metadata["Name"]), points)
             except Exception:  # noqa: BLE001, S112 - metadata of another package
                 continue
-        return [point for points in found.values() for point in points]
+        return [point for points in by_distribution.values() for point in points]
 
 
 def _source_of(point: importlib.metadata.EntryPoint) -> _Source:

@@ -406,7 +406,7 @@ def test_an_adapter_registers_variables_of_its_own_prefix_alone(prefix: str, nam
 
 
 def test_a_variable_that_an_adapter_registers_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4attn.config._of_adapters", dict(known_variables()))
+    monkeypatch.setattr("dsv4attn.config._adapter_variables", dict(known_variables()))
     with pytest.raises(ConfigError, match="DSV4ATTN_ACME_SPEED: unknown variable"):
         settings_of(tmp_path, DSV4ATTN_ACME_SPEED="1")
 

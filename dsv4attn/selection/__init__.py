@@ -1,7 +1,7 @@
-"""Selects the backend of a problem: `select_backend`, `explain`, `load_backend`, and the registry behind them.
+"""Selects the backend of a problem: `select_backend`, `explain`, `load_backend`, and the registry of backends.
 
 `decide` is a pure function of facts; this module gathers those facts. An explicit choice never falls back. An automatic
-choice considers backends native to the device, vendor before generic; two of equal rank are an error. The trace has the
+choice considers backends native to the device, vendor before generic. Two of equal rank are an error. The trace has the
 outcome and the reasons of every candidate.
 
 `select_backend` is the one call that an engine needs; `explain` gives the same choice without raising.
@@ -49,7 +49,7 @@ _log = logging.getLogger("dsv4attn")
 
 
 @cache
-def _registry(*lists: Any) -> PluginRegistry:  # noqa: ANN401 - those of a registry, or none
+def _registry(*lists: Any) -> PluginRegistry:  # noqa: ANN401 - the lists of a registry, or none
     if not lists:
         return PluginRegistry.load(entry_points=())
     allow, deny, allow_source, deny_source = lists
@@ -88,7 +88,7 @@ def explain(
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
     problems = _problems(problem)
     request = _request(problems, backend, settings)
-    packages = {package for one in registry.backends.values() for package in one.info.packages}
+    packages = {package for entry in registry.backends.values() for package in entry.info.packages}
     installed = {package: version_of(package) for package in packages} if facts.present else None
     if installed and "triton" in installed:
         # builds of torch for ROCm and XPU contain Triton under another name
@@ -106,27 +106,29 @@ def _without_conflict(selection: Selection, settings: Settings) -> Selection:
     if reason is None:
         return selection
     trace = tuple(
-        evolve(c, state="refused", reasons=(reason,), note="", ways=()) if c.name == info.name else c
-        for c in selection.trace
+        evolve(candidate, state="refused", reasons=(reason,), note="", ways=())
+        if candidate.name == info.name
+        else candidate
+        for candidate in selection.trace
     )
     verdict = f"the options of backend {info.name!r} contradict the problem"
     return evolve(selection, chosen=None, trace=trace, verdict=verdict, error=NoBackendError)
 
 
-def _settings(given: Settings | None) -> Settings:
-    """The settings that were given, or those of environment and configuration file."""
-    if given is None:
+def _settings(settings: Settings | None) -> Settings:
+    """The argument, or for None the settings of environment and configuration file."""
+    if settings is None:
         return load_settings()
-    check_type("settings", given, Settings, cure="pass Settings(options={name: {...}}), or None for the user's own")
-    return given
+    check_type("settings", settings, Settings, cure="pass Settings(options={name: {...}}), or None for the user's own")
+    return settings
 
 
-def _problems(given: object) -> tuple[Problem, ...]:
-    """The problems that were given. Raises ArgumentError unless all are problems."""
-    several = isinstance(given, Iterable) and not isinstance(given, str)
-    problems: tuple[Any, ...] = tuple(given) if several else (given,)  # type: ignore[arg-type]
-    for problem in problems:
-        check_type("problem", problem, Problem, cure="pass Problem.of(geometry, kind, phase), or several of one phase")
+def _problems(problem: object) -> tuple[Problem, ...]:
+    """The argument as a tuple of problems. Raises ArgumentError unless all are problems."""
+    several = isinstance(problem, Iterable) and not isinstance(problem, str)
+    problems: tuple[Any, ...] = tuple(problem) if several else (problem,)  # type: ignore[arg-type]
+    for value in problems:
+        check_type("problem", value, Problem, cure="pass Problem.of(geometry, kind, phase), or several of one phase")
     return problems
 
 
@@ -150,19 +152,19 @@ def resolve(
     settings: Settings | None = None,
     registry: PluginRegistry | None = None,
 ) -> Selection:
-    """Like `explain`, but raises NoBackendError with the whole trace if there is none.
+    """Like `explain`, but raises NoBackendError with the whole trace if no backend can run the problem.
 
     Call it at plan time, not in a forward. An automatic choice is logged once, with its reason. If a built-in backend
     is requested by name and can run the problem, no plugin is loaded.
     """
     settings, problems = _settings(settings), _problems(problem)
-    asked = _request(problems, backend, settings).value
-    candidates = registry_of(asked, settings=settings) if registry is None else registry
-    selection = explain(problems, backend=backend, device=device, settings=settings, registry=candidates)
+    requested = _request(problems, backend, settings).value
+    smallest = registry_of(requested, settings=settings) if registry is None else registry
+    selection = explain(problems, backend=backend, device=device, settings=settings, registry=smallest)
     if selection.chosen is None and registry is None:
         # an error shows every candidate
-        every = registry_for(settings)
-        selection = explain(problems, backend=backend, device=device, settings=settings, registry=every)
+        whole = registry_for(settings)
+        selection = explain(problems, backend=backend, device=device, settings=settings, registry=whole)
     selection.require()
     if selection.request.value == AUTO:
         _log_once(logging.INFO, f"{selection.problems[0].phase} runs on {selection.verdict}")
@@ -191,24 +193,28 @@ def select_backend(
     if they differ, the result is a `PhasedBackend` of both. If a problem is deterministic, the backend of its phase is
     built with the option `deterministic=True`. Arguments are those of `explain`.
 
-    Raises NoBackendError with the whole trace; it is raised too if an option of the settings switches determinism off
-    that a problem asks for. Raises BrokenBackendError if the chosen backend cannot be made.
+    Raises NoBackendError with the whole trace, also if a problem asks for determinism and an option of the settings
+    switches it off. Raises BrokenBackendError if the chosen backend cannot be made.
     """
     for problem in problems:
         check_type("problems", problem, Problem, cure="pass Problem.of(layer, phase='decode') and one for 'prefill'")
     settings = _settings(settings)
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
-    by_phase = [[p for p in problems if p.phase == phase] for phase in PHASES]
-    chosen = [
-        (resolve(asked, backend=backend, device=facts, settings=settings, registry=registry).require().info, asked)
-        for asked in by_phase
-        if asked
+    by_phase = [[problem for problem in problems if problem.phase == phase] for phase in PHASES]
+    choices = [
+        (
+            resolve(of_phase, backend=backend, device=facts, settings=settings, registry=registry).require().info,
+            of_phase,
+        )
+        for of_phase in by_phase
+        if of_phase
     ]
-    if not chosen:
+    if not choices:
         raise ArgumentError("problems", expected="at least one", actual="none")
-    kinds = {(info.name, any(problem.deterministic for problem in asked)) for info, asked in chosen}
-    built = [build_for(info, settings, asked) for info, asked in chosen[: len(kinds)]]
-    return built[0] if len(built) == 1 else PhasedBackend(*built)
+    # one backend serves both phases if its name and its determinism are the same
+    builds = {(info.name, any(problem.deterministic for problem in of_phase)) for info, of_phase in choices}
+    backends = [build_for(info, settings, of_phase) for info, of_phase in choices[: len(builds)]]
+    return backends[0] if len(backends) == 1 else PhasedBackend(*backends)
 
 
 def backend_names() -> list[str]:
@@ -228,11 +234,11 @@ def registered(name: str) -> Registered:
 
 
 def load_backend(name: str = "reference", **options: Any) -> Backend:  # noqa: ANN401 - options are the backend's own
-    """Build the backend of this name, with the configuration file's options below those given here.
+    """Build the backend of this name. Options override those of the configuration file.
 
     An explicit choice never falls back, and the name of a built-in backend loads no plugin. Raises UnknownNameError for
     names that no backend has, NoBackendError for plugins that could not be loaded, ArgumentError for options that the
-    backend does not take, BrokenBackendError if it cannot be made.
+    backend does not take, BrokenBackendError if the backend cannot be made.
     """
     check_type("name", name, str, cure=f"pass one of {', '.join(BUILT_IN)}, or a plugin's, or call select_backend")
     return configured(registered(name).info, load_settings(), options)

@@ -1,4 +1,4 @@
-"""Builds the chosen backend from its descriptor: checks its options, imports its factory, checks its members."""
+"""Builds a backend from its descriptor: checks the options, imports the factory, checks the members of the result."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ __all__ = ["build", "build_for", "check_options", "configured", "conflict_of"]
 def configured(
     info: BackendInfo, settings: Settings, options: Mapping[str, Any], needed: Mapping[str, Any] = MappingProxyType({})
 ) -> Backend:
-    """Build a backend. Given options override those of the configuration, and so do options that a problem needs."""
-    found = settings.options.get(info.name, {})
+    """Build a backend. The arguments `options` and `needed` override the options of the configuration.
+
+    needed: options that a problem asks for.
+    """
+    from_settings = settings.options.get(info.name, {})
     where = _where(info, settings)
-    for option in found:
+    for option in from_settings:
         if option not in info.options:
             names = f"(known: {', '.join(info.options) or 'none'})"
             raise ConfigError(where, f"unknown option {option!r}{did_you_mean(option, info.options)} {names}")
     try:
-        return build(info, {**found, **needed, **options})
+        return build(info, {**from_settings, **needed, **options})
     except (ArgumentError, UnknownNameError) as error:
-        if found and not options:
+        if from_settings and not options:
             raise ConfigError(where, str(error)) from error
         raise
 
@@ -53,9 +56,8 @@ def _where(info: BackendInfo, settings: Settings) -> str:
 
 def conflict_of(info: BackendInfo, settings: Settings, problems: Sequence[Problem]) -> Reason | None:
     """The reason against a backend that the settings build without determinism, if a problem asks for determinism."""
-    options = settings.options.get(info.name, {})
-    given = _typed(False, options.get("deterministic"))
-    if given is not False or not any(problem.deterministic for problem in problems):
+    option = _typed(False, settings.options.get(info.name, {}).get("deterministic"))
+    if option is not False or not any(problem.deterministic for problem in problems):
         return None
     actual = f"deterministic = false by {_where(info, settings)}"
     cure = "leave that option out, or leave deterministic out of the problem"
@@ -63,23 +65,25 @@ def conflict_of(info: BackendInfo, settings: Settings, problems: Sequence[Proble
 
 
 def build_for(info: BackendInfo, settings: Settings, problems: Sequence[Problem]) -> Backend:
-    """Build the chosen backend of some problems, as a deterministic one if any problem asks for determinism.
+    """Build the chosen backend of some problems. It is deterministic if any problem asks for determinism.
 
-    Raises BrokenBackendError if the descriptor took such a problem and the backend says that it is not deterministic.
+    Raises BrokenBackendError if the backend says that it is not deterministic although its descriptor took the problem.
     """
-    wanted = any(problem.deterministic for problem in problems)
-    switched = info.options.get("deterministic", True) is not True  # one that is always deterministic has no switch
-    made = configured(info, settings, {}, {"deterministic": True} if wanted and switched else {})
-    if wanted and not made.deterministic:
-        raise _broken(info, f"it made {type(made).__name__}, which is not deterministic, for a deterministic problem")
-    return made
+    deterministic = any(problem.deterministic for problem in problems)
+    # a backend that is always deterministic has no switch
+    has_switch = info.options.get("deterministic", True) is not True
+    backend = configured(info, settings, {}, {"deterministic": True} if deterministic and has_switch else {})
+    if deterministic and not backend.deterministic:
+        class_name = type(backend).__name__
+        raise _broken(info, f"it made {class_name}, which is not deterministic, for a deterministic problem")
+    return backend
 
 
 def check_options(info: BackendInfo, settings: Settings) -> None:
-    """Raise what every load would raise because of the configuration's options; without options nothing is raised.
+    """Raise the error that every load would raise because of the configuration's options.
 
-    Only the backend itself can check a value, so it is made. A package that this machine lacks is no mistake in a file,
-    and is not raised.
+    Only the backend itself can check a value, so the backend is built; without options it is not. A package that this
+    machine lacks is no mistake in a file, and is no error here.
     """
     if not settings.options.get(info.name):
         return
@@ -91,16 +95,16 @@ def check_options(info: BackendInfo, settings: Settings) -> None:
 
 
 def _typed(default: object, value: object) -> object:
-    """An option's value; a command line gives text, also for what is true or false."""
+    """The value of an option. A command line gives text, also for an option that is true or false."""
     words = {"true": True, "false": False}
     return words.get(value.lower(), value) if isinstance(default, bool) and isinstance(value, str) else value
 
 
 def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
-    """Import and make a backend.
+    """Import the factory of a backend, and call it with options.
 
-    Raises NoBackendError, as selection would, if a package that it needs is not installed; BrokenBackendError, with the
-    cause, if all packages are installed and the backend still cannot be imported or made.
+    Raises NoBackendError, as selection would, if a package that the backend needs is not installed. Raises
+    BrokenBackendError, with the cause, if all packages are installed and the backend cannot be imported or made.
     """
     for option in options:
         if option not in info.options:
@@ -110,21 +114,19 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
                 actual=f"an unknown option{did_you_mean(option, info.options)}",
             )
     try:
-        made = _factory(info)(**{name: _typed(info.options[name], value) for name, value in options.items()})
-        _check_made(info, made)
+        backend = _factory(info)(**{name: _typed(info.options[name], value) for name, value in options.items()})
+        return _checked_backend(info, backend)
     except (Dsv4AttnError, KeyboardInterrupt):
         raise
     except PLUGIN_ERRORS as error:
         if options and isinstance(error, (TypeError, ValueError)):
             actual = f"{dict(options)} ({first_line(error)})"
             raise ArgumentError(f"options of backend {info.name}", expected="values it takes", actual=actual) from error
-        lacks = _lacking(info, error) if isinstance(error, ImportError) else []
-        if lacks:
-            texts = "; ".join(f"{reason.code}  {reason.text}" for reason in lacks)
+        reasons = _missing_packages(info, error) if isinstance(error, ImportError) else []
+        if reasons:
+            texts = "; ".join(f"{reason.code}  {reason.text}" for reason in reasons)
             raise NoBackendError(f"backend {info.name!r} cannot run here: {texts}") from error
         raise _broken(info, first_line(error)) from error
-    backend: Backend = made
-    return backend
 
 
 def _factory(info: BackendInfo) -> Any:  # noqa: ANN401 - a plugin's callable
@@ -136,8 +138,8 @@ def _factory(info: BackendInfo) -> Any:  # noqa: ANN401 - a plugin's callable
         raise NoBackendError(f"backend {info.name!r} cannot run here: {error}") from error
 
 
-def _lacking(info: BackendInfo, error: ImportError) -> list[Reason]:
-    """The reasons that selection would have, if an import failed because packages are not installed."""
+def _missing_packages(info: BackendInfo, error: ImportError) -> list[Reason]:
+    """The reasons that selection would give, if an import failed because packages are not installed; else none."""
     missing = [package for package in info.packages if package != "triton" and version_of(package) is None]
     without_triton = (error.name or "").partition(".")[0] == "triton" and not _importable("triton")
     if not missing and not without_triton:
@@ -145,15 +147,15 @@ def _lacking(info: BackendInfo, error: ImportError) -> list[Reason]:
     here = DeviceFacts.here()
     reasons = []
     if without_triton:
-        bare, problem = evolve(here, triton_version=None), Problem.of(ModelGeometry.preset("flash"))
-        reasons = [reason for reason in info.support(bare, problem) if reason.code == "TRITON"]
+        without, problem = evolve(here, triton_version=None), Problem.of(ModelGeometry.preset("flash"))
+        reasons = [reason for reason in info.support(without, problem) if reason.code == "TRITON"]
         missing += [] if reasons else ["triton"]
     packages = [Reason("PACKAGE", f"{name} is not installed", name, install_cure(name, here)) for name in missing]
     return packages + reasons
 
 
 def _importable(name: str) -> bool:
-    """Whether there is a module of this name, even if its import fails."""
+    """Whether a module of this name exists, even if its import fails."""
     try:
         importlib.import_module(name)
     except KeyboardInterrupt:
@@ -163,24 +165,27 @@ def _importable(name: str) -> bool:
     return True
 
 
-def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - the result of a plugin's factory
-    """Raise unless the result of a factory has the members of a backend."""
-    missing = missing_members(made)
+def _checked_backend(info: BackendInfo, backend: Any) -> Backend:  # noqa: ANN401 - the result of a plugin's factory
+    """The result of a factory. Raises BrokenBackendError unless it is a backend with all members."""
+    made = f"it made {type(backend).__name__}"
+    missing = missing_members(backend)
     if missing:
-        raise _broken(info, f"it made {type(made).__name__}, which lacks {', '.join(missing)} -> {_CURE}")
-    if not isinstance(made, Backend):
-        raise _broken(info, f"it made {type(made).__name__}, which does not derive from Backend -> {_CURE}")
-    if not isinstance(made.capabilities, Capabilities):
-        raise _broken(info, f"it made {type(made).__name__}, whose capabilities are {type(made.capabilities).__name__}")
+        raise _broken(info, f"{made}, which lacks {', '.join(missing)} -> {_CURE}")
+    if not isinstance(backend, Backend):
+        raise _broken(info, f"{made}, which does not derive from Backend -> {_CURE}")
+    capabilities: object = backend.capabilities
+    if not isinstance(capabilities, Capabilities):
+        raise _broken(info, f"{made}, whose capabilities are {type(capabilities).__name__}")
     from dsv4attn.core.contract.layer_ops import LayerOps
 
-    ops = made.layer_ops
-    if not isinstance(ops, LayerOps):
-        raise _broken(info, f"it made {type(made).__name__}, whose layer_ops are {type(ops).__name__}, not LayerOps")
-    brought = {part for part, name in ops.sources(made.name).items() if name == made.name}
-    if made.name != "reference" and brought != set(info.layer_steps):
-        says, has = (", ".join(sorted(parts)) or "none" for parts in (info.layer_steps, brought))
-        raise _broken(info, f"BackendInfo.layer_steps names {says}, and its layer_ops bring {has}")
+    layer_ops: object = backend.layer_ops
+    if not isinstance(layer_ops, LayerOps):
+        raise _broken(info, f"{made}, whose layer_ops are {type(layer_ops).__name__}, not LayerOps")
+    brought = {part for part, name in layer_ops.sources(backend.name).items() if name == backend.name}
+    if backend.name != "reference" and brought != set(info.layer_steps):
+        declared, bring = (", ".join(sorted(parts)) or "none" for parts in (info.layer_steps, brought))
+        raise _broken(info, f"BackendInfo.layer_steps names {declared}, and its layer_ops bring {bring}")
+    return backend
 
 
 def _broken(info: BackendInfo, why: str) -> BrokenBackendError:

@@ -34,10 +34,10 @@ class Candidate:
     owner: its distribution and version.
     state: chosen, supported, refused, broken, or not native.
     reasons: its reasons against the problems.
-    note: one sentence if there are no reasons.
-    ways: lines of its notes on how it serves the problems.
-    asked: whether the request allows it: automatic, or its name.
-    cause: exception of its support, or None.
+    note: one sentence if it has no reasons.
+    ways: how it is built, and what its notes say about serving the problems.
+    asked: whether the request allows it, as an automatic choice does, or its name.
+    cause: the exception that its support raised, or None.
     """
 
     name: str
@@ -54,10 +54,13 @@ class Candidate:
         """One line for each reason, as traces show them."""
         if self.state == "broken":
             return [f"is broken: {self.note} ({self.owner}) -> {_broken_cure(self.owner)}"]
-        wide = max((len(reason.code) for reason in self.reasons), default=0)
-        texts = [f"{reason.code:<{wide}}  {reason.text}" for reason in self.reasons]
-        said = "" if self.asked else "not asked for; would be refused: "
-        return [f"{' ' * len(said) if i else said}{line}" for i, line in enumerate(texts)] or [self.note, *self.ways]
+        width = max((len(reason.code) for reason in self.reasons), default=0)
+        texts = [f"{reason.code:<{width}}  {reason.text}" for reason in self.reasons]
+        prefix = "" if self.asked else "not asked for; would be refused: "
+        return [f"{' ' * len(prefix) if i else prefix}{line}" for i, line in enumerate(texts)] or [
+            self.note,
+            *self.ways,
+        ]
 
 
 @frozen
@@ -86,17 +89,18 @@ class Selection:
     ignored: tuple[str, ...] = ()
 
     def require(self) -> Registered:
-        """The chosen backend; raises NoBackendError, with the whole trace, if there is none."""
+        """The chosen backend. Raises NoBackendError, with the whole trace, if no backend was chosen."""
         if self.chosen is None:
-            raise self.error(str(self)) from next((c.cause for c in self.trace if c.cause and c.asked), None)
+            causes = (candidate.cause for candidate in self.trace if candidate.asked)
+            raise self.error(str(self)) from next(filter(None, causes), None)
         return self.chosen
 
     @property
     def layer_steps(self) -> dict[str, str]:
-        """Who runs each part of the layer around attention: the chosen backend, or "reference", plain torch.
+        """Which backend runs each part of the layer around attention: the chosen one, or "reference" for plain torch.
 
-        Parts that no layer of the problems has are left out. Empty without a chosen backend. "candidates" is the
-        selection in two levels that layers of DeepSeek-V4.1 may have.
+        Parts that no layer of the problems has are left out. Without a chosen backend there are none. "candidates" is
+        the selection in two levels that layers of DeepSeek-V4.1 may have.
         """
         if self.chosen is None:
             return {}
@@ -112,23 +116,23 @@ class Selection:
     @property
     def rows(self) -> list[tuple[str, list[str]]]:
         """The rows below the verdict, as the CLI and exceptions print them: a name and its lines."""
-        around = self.layer_steps
-        wanted = f'"{self.request.value}"' if self.request.value != AUTO else "automatic"
+        layer_steps = self.layer_steps
+        requested = f'"{self.request.value}"' if self.request.value != AUTO else "automatic"
         return [
             ("call", [str(problem) for problem in self.problems]),
             ("device", [str(self.device)]),
-            ("request", [f"{wanted}  ({self.request.source})"]),
+            ("request", [f"{requested}  ({self.request.source})"]),
             *((candidate.name, candidate.lines) for candidate in self.trace),
-            *([("layer", [", ".join(f"{part}: {name}" for part, name in around.items())])] if around else []),
+            *([("layer", [", ".join(f"{part}: {name}" for part, name in layer_steps.items())])] if layer_steps else []),
             *((failure.plugin, [failure.summary]) for failure in self.failures),
             *([("ignored", list(self.ignored))] if self.ignored else []),
         ]
 
     def __str__(self) -> str:
         """The whole decision."""
-        wide = max(len(name) for name, _ in self.rows) + 2
+        width = max(len(name) for name, _ in self.rows) + 2
         lines = [
-            f"  {name if i == 0 else '':<{wide}}{line}" for name, texts in self.rows for i, line in enumerate(texts)
+            f"  {name if i == 0 else '':<{width}}{line}" for name, texts in self.rows for i, line in enumerate(texts)
         ]
         return "\n".join([self.verdict, *lines])
 
@@ -141,33 +145,41 @@ def decide(
     failures: Sequence[PluginFailure] = (),
     installed: Mapping[str, str | None] | None = None,
 ) -> Selection:
-    """Choose a backend for a problem, or one for several of the same phase. Pure: equal facts give an equal choice.
+    """Choose one backend for one problem, or for several of the same phase. Equal facts give an equal choice.
 
-    installed: versions of packages, None for missing ones; packages that are not in it are taken to be installed.
+    installed: versions of packages, None for missing ones. Packages that it does not name are taken to be installed.
     """
     problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
     if len({p.phase for p in problems}) != 1:
         raise ArgumentError("problems", expected="one or more, all of one phase", actual=[p.phase for p in problems])
-    asked = {name: _ask(one, device, problems, installed or {}) for name, one in sorted(backends.items())}
+    candidates = {
+        name: _candidate(entry, device, problems, installed or {}) for name, entry in sorted(backends.items())
+    }
     if request.value == AUTO:
-        name, verdict, error = _automatic(device, backends, asked)
+        chosen_name, verdict, error = _automatic(device, backends, candidates)
     else:
-        name, verdict, error = _explicit(request.value, asked, failures)
-    trace = tuple(_traced(c, backends[n], device, request.value, chosen=n == name) for n, c in asked.items())
-    chosen = None if name is None else backends[name]
-    trace = tuple(evolve(c, ways=_ways(chosen, device, problems)) if chosen and c.name == name else c for c in trace)
+        chosen_name, verdict, error = _explicit(request.value, candidates, failures)
+    chosen = None if chosen_name is None else backends[chosen_name]
+    ways = () if chosen is None else _ways(chosen, device, problems)
+    trace = tuple(
+        evolve(candidate, state="chosen", note="chosen", ways=ways)
+        if name == chosen_name
+        else _traced(candidate, backends[name].info, device, request.value)
+        for name, candidate in candidates.items()
+    )
     return Selection(problems, device, request, chosen, trace, tuple(failures), error, verdict)
 
 
 _Verdict = tuple["str | None", str, type[NoBackendError]]
 
 
-def _explicit(name: str, asked: Mapping[str, Candidate], failures: Sequence[PluginFailure]) -> _Verdict:
-    if name not in asked:
+def _explicit(name: str, candidates: Mapping[str, Candidate], failures: Sequence[PluginFailure]) -> _Verdict:
+    """The name of the chosen backend or None, one sentence, and the error if None: for a backend asked for by name."""
+    if name not in candidates:
         failed = "; ".join(failure.summary for failure in failures if failure.plugin == name)
-        why = failed or f"no backend has this name{did_you_mean(name, asked)}"
+        why = failed or f"no backend has this name{did_you_mean(name, candidates)}"
         return None, f"backend {name!r} cannot be used: {why}", NoBackendError
-    state = asked[name].state
+    state = candidates[name].state
     if state == "supported":
         return name, f"{name}: asked for by name", NoBackendError
     if state == "broken":
@@ -175,10 +187,14 @@ def _explicit(name: str, asked: Mapping[str, Candidate], failures: Sequence[Plug
     return None, f"backend {name!r} cannot run this call", NoBackendError
 
 
-def _automatic(device: DeviceFacts, backends: Mapping[str, Registered], asked: Mapping[str, Candidate]) -> _Verdict:
-    able = [name for name, c in asked.items() if c.state == "supported" and device.matches(backends[name].info.native)]
+def _automatic(
+    device: DeviceFacts, backends: Mapping[str, Registered], candidates: Mapping[str, Candidate]
+) -> _Verdict:
+    """As `_explicit`, for an automatic choice."""
+    supported = [name for name, candidate in candidates.items() if candidate.state == "supported"]
+    able = [name for name in supported if device.matches(backends[name].info.native)]
     if not able:
-        others = " or ".join(name for name, c in asked.items() if c.state == "supported")
+        others = " or ".join(supported)
         verdict = f"no backend native to {device.arch} can run this call -> ask for {others} by name"
         return None, verdict if others else "no backend can run this call", NoBackendError
     best = max(backends[name].info.rank for name in able)
@@ -195,11 +211,11 @@ def _automatic(device: DeviceFacts, backends: Mapping[str, Registered], asked: M
     return first[0], f"{first[0]}: {why}", NoBackendError
 
 
-def _ask(
-    one: Registered, device: DeviceFacts, problems: Sequence[Problem], installed: Mapping[str, str | None]
+def _candidate(
+    registered: Registered, device: DeviceFacts, problems: Sequence[Problem], installed: Mapping[str, str | None]
 ) -> Candidate:
-    """All reasons of one backend against the problems, independent of the request."""
-    info = one.info
+    """A backend with all its reasons against the problems, whatever was requested."""
+    info = registered.info
     reasons: dict[Reason, None] = {}
     elsewhere = not device.matches(info.runs_on + info.native)
     if elsewhere:
@@ -213,15 +229,15 @@ def _ask(
     try:
         for problem in problems:
             # equal reasons of several problems are one line
-            said = [*_undeterministic(info, problem), *_said(info.support(device, problem))]
-            # the reason DEVICE of such a device is there already
-            reasons.update(dict.fromkeys(r for r in said if not (elsewhere and r.code == "DEVICE")))
+            answer = [*_undeterministic(info, problem), *_checked_reasons(info.support(device, problem))]
+            # the reason DEVICE of a device elsewhere is there already
+            reasons.update(dict.fromkeys(reason for reason in answer if not (elsewhere and reason.code == "DEVICE")))
     except KeyboardInterrupt:
         raise
     except PLUGIN_ERRORS as error:
         note = f"its support raised {first_line(error)}"
-        return Candidate(info.name, one.owner, "broken", tuple(reasons), note, cause=error)
-    return Candidate(info.name, one.owner, "refused" if reasons else "supported", tuple(reasons))
+        return Candidate(info.name, registered.owner, "broken", tuple(reasons), note, cause=error)
+    return Candidate(info.name, registered.owner, "refused" if reasons else "supported", tuple(reasons))
 
 
 def _undeterministic(info: BackendInfo, problem: Problem) -> list[Reason]:
@@ -249,7 +265,7 @@ def install_cure(package: str, device: DeviceFacts) -> str:
     return f"pip install {package}"
 
 
-def _said(answer: object) -> Sequence[Reason]:
+def _checked_reasons(answer: object) -> Sequence[Reason]:
     """The answer of a plugin's support, checked. Only a list can mean yes: neither None nor True nor ''."""
     if not isinstance(answer, (list, tuple)):
         raise TypeError(f"support returned {type(answer).__name__}, expected a list of Reason")
@@ -259,11 +275,11 @@ def _said(answer: object) -> Sequence[Reason]:
     return answer
 
 
-def _ways(one: Registered, device: DeviceFacts, problems: Sequence[Problem]) -> tuple[str, ...]:
+def _ways(registered: Registered, device: DeviceFacts, problems: Sequence[Problem]) -> tuple[str, ...]:
     """How a backend is built, and lines of its notes, each once. Notes only inform: an exception becomes a line."""
-    notes, switched = one.info.notes, one.info.options.get("deterministic") is False
-    built = ("built with deterministic=true, which the problem asks for",)
-    lines = built if switched and any(problem.deterministic for problem in problems) else ()
+    notes, has_switch = registered.info.notes, registered.info.options.get("deterministic") is False
+    is_switched = has_switch and any(problem.deterministic for problem in problems)
+    lines = ("built with deterministic=true, which the problem asks for",) if is_switched else ()
     if notes is None:
         return lines
     try:
@@ -274,16 +290,14 @@ def _ways(one: Registered, device: DeviceFacts, problems: Sequence[Problem]) -> 
         return (*lines, f"its notes raised {first_line(error)}")
 
 
-def _traced(c: Candidate, one: Registered, device: DeviceFacts, request: str, *, chosen: bool) -> Candidate:
-    """The candidate with its final state and note for the trace."""
-    if chosen:
-        return evolve(c, state="chosen", note="chosen")
-    c = evolve(c, asked=request in (AUTO, c.name))
-    if c.state != "supported":
-        return c
-    if not c.asked:
-        return evolve(c, note="not asked for; supports this call")
-    if device.matches(one.info.native):
-        return evolve(c, note="supports this call")
+def _traced(candidate: Candidate, info: BackendInfo, device: DeviceFacts, request: str) -> Candidate:
+    """A candidate that was not chosen, with its final state and note for the trace."""
+    candidate = evolve(candidate, asked=request in (AUTO, candidate.name))
+    if candidate.state != "supported":
+        return candidate
+    if not candidate.asked:
+        return evolve(candidate, note="not asked for; supports this call")
+    if device.matches(info.native):
+        return evolve(candidate, note="supports this call")
     note = f"supports this call; never automatic on {device.arch} -> ask for it by name"
-    return evolve(c, state="not native", note=note)
+    return evolve(candidate, state="not native", note=note)

@@ -1,4 +1,4 @@
-"""`Capabilities`, what a backend declares of its calls: its phases, and the forms of indices, keys and products."""
+"""`Capabilities`: what a backend declares about its calls, in which forms it takes indices, keys and products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Capabilities", "IndexForm", "KeyForm", "Phase", "Products"]
 
 
 class Phase(str, Enum):
-    """Which of the two calls of a backend."""
+    """The two kinds of calls of a backend."""
 
     DECODE = "decode"
     PREFILL = "prefill"
@@ -47,12 +47,12 @@ class Capabilities:
     decode_indices: how decode takes the keys selected for each token: a dense matrix, or a ragged list.
     prefill_indices: the same for prefill.
     prefill_keys: whether prefill reads pages or gathered rows. Decode always reads pages.
-    prefill_pages: whether prefill takes pages too, where rows are its form. On layers of ratio 1, where a gather would
-       hold the whole context, core then gathers nothing.
-    index_alignment: columns of a gathered chunk's index matrix are rounded up to this.
-    max_logits: whether `AttentionCall.max_logits` may be given. Without it, callers compute them beside the call.
-    empty_lse: whether `AttentionCall.empty_lse` may differ from -inf. Without it, callers put another value there.
-    products: the coarsest rounding that some call may have; the conformance kit's budgets follow it.
+    prefill_pages: whether a backend with gathered rows takes pages in prefill too. On layers of ratio 1, where a gather
+       would hold the whole context, core then gathers nothing.
+    index_alignment: columns of a gathered chunk's index matrix are rounded up to a multiple of this number.
+    max_logits: whether calls may ask for the largest logits. If not, callers compute them.
+    empty_lse: whether calls may ask for another lse than -inf in rows without keys. If not, callers write it.
+    products: the coarsest rounding of any call. The budgets of the conformance kit follow it.
     """
 
     decode_indices: IndexForm = IndexForm.DENSE

@@ -31,7 +31,7 @@ _NODES = ("nvidia*", "kfd", "dri/render*", "dxg", "accel/*", "davinci*", "hl*")
 _YES = ("1", "true", "on", "yes", "y")
 """Values of TRITON_INTERPRET that Triton reads as true."""
 _BUILDS = ("pytorch-triton-rocm", "pytorch-triton-xpu", "triton-rocm", "triton-xpu", "pytorch-triton", "triton-windows")
-"""Distributions beside triton that provide it: builds of torch for ROCm and XPU bring their own."""
+"""Distributions other than triton that provide Triton: builds of torch for ROCm and XPU bring their own."""
 
 
 def version_of(distribution: str) -> str | None:
@@ -65,7 +65,7 @@ NEWER_TRITON = {
 
 
 def release_of(version: str | None) -> tuple[int, int] | None:
-    """(3, 6) of "3.6.0+git1b2c"; None of anything that does not begin with two numbers, such as "any"."""
+    """(3, 6) for "3.6.0+git1b2c"; None for text that does not begin with two numbers, such as "any"."""
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(numbers[1]), int(numbers[2])) if numbers else None
 
@@ -112,14 +112,14 @@ class DeviceFacts:
     @classmethod
     def all_here(cls) -> list[DeviceFacts]:
         """Facts of every device of this machine: accelerators, then the CPU."""
-        found = []
+        accelerators = []
         if may_have_accelerator():
             import torch
 
             kind = _first_device().type
             count = torch.accelerator.device_count() if kind != "cpu" else 0
-            found = [cls.here(torch.device(kind, index)) for index in range(count)]
-        return [*found, cls._of("cpu", "cpu", "CPU")]
+            accelerators = [cls.here(torch.device(kind, index)) for index in range(count)]
+        return [*accelerators, cls._of("cpu", "cpu", "CPU")]
 
     @classmethod
     def _of(cls, kind: str, arch: str, name: str) -> DeviceFacts:
@@ -147,12 +147,12 @@ class DeviceFacts:
         return next((facts for facts in cls.all_here() if kind == facts.kind or named.arch == facts.arch), named)
 
     def matches(self, patterns: tuple[str, ...]) -> bool:
-        """Whether kind or arch fits one of some shell patterns, such as "sm_12*" or "cpu"."""
-        return any(fnmatchcase(self.arch, p) or fnmatchcase(self.kind, p) for p in patterns)
+        """Whether kind or arch matches one of the shell patterns, such as "sm_12*" or "cpu"."""
+        return any(fnmatchcase(name, pattern) for name in (self.arch, self.kind) for pattern in patterns)
 
     @property
     def has_triton(self) -> bool:
-        """Whether Triton kernels can run: on an accelerator it drives, or interpreted on the CPU."""
+        """Whether Triton kernels can run: on an accelerator that Triton supports, or interpreted on the CPU."""
         return self.triton_version is not None and (self.kind in ("cuda", "hip", "xpu") or self.interpreted)
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ DEVICES: tuple[KnownDevice, ...] = (
     KnownDevice("xpu", "xpu", "Intel GPU", ("b580", "b570", "b60", "a770", "max1550")),
     KnownDevice("npu", "npu", "Ascend NPU", ("ascend",)),
 )
-"""One row an architecture. "cuda", "hip" and "rocm" name this machine's device of that kind; without one, their row."""
+"""One row for each architecture. "cuda", "hip" and "rocm" mean this machine's device of that kind, else their row."""
 
 _BY_NAME = {name: device for device in DEVICES for name in device.spellings}
 _WORDS = re.compile(r"nvidia|geforce|amd|instinct|radeon(?=\s*(?:rx|pro))|intel|arc(?=\s)|tesla")
@@ -67,40 +67,40 @@ def device_named(name: str) -> KnownDevice:
     lower = name.strip().lower()
     arch = re.sub(r"^sm_?(?=\d)", "sm_", lower.partition(":")[0])
     product = re.sub(r"[\s_-]", "", _WORDS.sub("", lower))
-    found = _BY_NAME.get(arch) or _BY_NAME.get(product)
-    if found is None and re.fullmatch(r"sm_\d+", arch):
-        found = KnownDevice(arch, "cuda", arch)
-    if found is None and re.fullmatch(r"gfx[0-9a-f]+", arch):
-        found = KnownDevice(arch, "hip", arch)
-    if found is None:
+    device = _BY_NAME.get(arch) or _BY_NAME.get(product)
+    if device is None and re.fullmatch(r"sm_\d+", arch):
+        device = KnownDevice(arch, "cuda", arch)
+    if device is None and re.fullmatch(r"gfx[0-9a-f]+", arch):
+        device = KnownDevice(arch, "hip", arch)
+    if device is None:
         raise unknown("device", name, DEVICES)
-    return found
+    return device
 
 
 def unknown(what: str, name: str, devices: Iterable[KnownDevice]) -> UnknownNameError:
     """The error for a name that none of `devices` has; it lists their names."""
     rows = [*devices]
-    return UnknownNameError(what, name, [n for row in rows for n in row.spellings], near=_near(name, rows))
+    return UnknownNameError(what, name, [known for row in rows for known in row.spellings], near=_near(name, rows))
 
 
 def _near(name: str, devices: Iterable[KnownDevice]) -> list[str]:
     """Names to suggest, all of one vendor.
 
-    The vendor is the only one whose names share the leading letters, as only AMD's begin with "mi"; else that of the
-    nearest name.
+    The vendor is the one whose names alone have the same leading letters, as only AMD's begin with "mi". If there is no
+    such vendor, it is that of the nearest name.
     """
     by_kind: dict[str, list[str]] = {}
     for device in devices:
         by_kind.setdefault(device.kind, []).extend(device.spellings)
     vendors, lower = [*by_kind.values()], re.sub(r"[\s-]", "", name.strip().lower())
-    every = [n for names in vendors for n in names]
-    alike = [n for n in every if n.replace("o", "0") == lower.replace("o", "0")]  # the letter o for a zero
+    every = [known for names in vendors for known in names]
+    alike = [known for known in every if known.replace("o", "0") == lower.replace("o", "0")]  # the letter o for a zero
     letters = [names for names in vendors if _letters(lower) in map(_letters, names)]
     if alike or len(letters) == 1:
         return alike or letters[0]
-    begun = [names for names in vendors if any(n.startswith(lower) for n in names)]
+    begun = [names for names in vendors if any(known.startswith(lower) for known in names)]
     nearest = "" if len(begun) > 1 else did_you_mean(lower, every)
-    return next((names for names in vendors if any(f"'{n}'" in nearest for n in names)), [])
+    return next((names for names in vendors if any(f"'{known}'" in nearest for known in names)), [])
 
 
 def _letters(name: str) -> str:

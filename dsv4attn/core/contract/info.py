@@ -1,4 +1,4 @@
-"""The descriptor of a backend, importable anywhere: neither torch nor triton nor a vendor's package is touched."""
+"""`BackendInfo`: the descriptor of a backend. It is importable without torch, triton or a vendor's package."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class BackendInfo:
     """The descriptor of a backend: its name, where it runs, and how to make it.
 
     name: what users write; unique among all backends.
-    factory: `package.module:callable`, imported and called with the options once the backend has won.
-    support: every reason why not, for a whole problem; empty means yes, and a yes never fails at launch.
+    factory: `package.module:callable`, imported and called with the options after the backend was chosen.
+    support: returns every reason against a whole problem. No reason means yes, and a yes never fails at launch.
     summary: one line for `dsv4attn backends`.
     native: kinds or archs, as shell patterns, on which it may be chosen automatically: ("sm_12*",).
-    runs_on: kinds or archs on which it may be chosen by name; at least those of native.
+    runs_on: further kinds or archs on which it may be chosen by name.
     rank: order of automatic selection, see `Rank`.
-    packages: distributions the implementation imports; missing ones make it unavailable.
-    options: options the factory takes, with their defaults.
-    notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
-    api: version of the contract it was written for, as a literal: "1.0".
-    layer_steps: parts of the layer around attention that it brings, of `LAYER_PARTS`; the others are torch's.
+    packages: distributions that the implementation imports; without them the backend is refused.
+    options: options that the factory takes, with their defaults.
+    notes: for a backend with several kernels: returns lines that say how it would serve a problem.
+    api: version of the contract that the backend was written for, as a literal: "1.0".
+    layer_steps: the names of `LAYER_PARTS` whose ops the backend brings; the other ops are torch's.
     """
 
     name: str
@@ -69,7 +69,7 @@ class BackendInfo:
     layer_steps: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        """Check the types: descriptors come from third parties, and nothing checks them again."""
+        """Check the types: descriptors come from third parties, and are not checked again."""
         for name in ("name", "factory", "summary", "api"):
             self._check(name, isinstance(getattr(self, name), str), "a string")
         for name in ("native", "runs_on", "packages", "layer_steps"):

@@ -17,7 +17,7 @@ _positive = at_least(1)
 class Limits:
     """Upper bounds of every batch that will be run.
 
-    max_num_reqs: most requests of a step. May be more than the tokens: requests without a token in the step count too.
+    max_num_reqs: most requests of a step. There may be more requests than tokens: those without a token count too.
     max_num_batched_tokens: most query tokens of a step, decode and prefill together.
     max_model_len: most tokens of a request, prompt and output.
     num_speculative_tokens: draft tokens verified per decode request. A request with at most one more query token is a
@@ -25,12 +25,13 @@ class Limits:
     max_workspace_bytes: cap on the prefill arena of the workspace, in bytes; None is no cap. A smaller cap means more
        and smaller chunks, never another result.
     max_index_elements: cap on tokens x columns of the index matrix of one prefill chunk.
-    decode_window_columns: most columns of `decode_swa_indices`; 0 is the model's window. A draft block whose tokens see
-       each other (`Batch.causal`) has the window and the block in a row.
-    prefill_window_columns: the same of `prefill_swa_indices`, which an engine makes itself where they are wider, say
-       for the tokens of an image, which see each other.
-    single_phase: every request is a decode, of any number of query tokens. So a token's bits do not depend on how its
-       request is cut into steps, if the backend is deterministic; long prompts are slower, and index tables larger.
+    decode_window_columns: most columns of `decode_swa_indices`; 0 is the model's window. If the tokens of a draft block
+       see each other (`Batch.causal`), a row has the window and the block.
+    prefill_window_columns: most columns of `prefill_swa_indices`; 0 is the model's window. An engine makes wider ones
+       itself, for example for the tokens of an image, which see each other.
+    single_phase: whether every request is a decode, with any number of query tokens. With a deterministic backend a
+       token's bits then do not depend on how its request is cut into steps. Long prompts are slower, and index tables
+       larger.
     """
 
     max_num_reqs: int = field(validator=_positive)

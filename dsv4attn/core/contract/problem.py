@@ -1,6 +1,6 @@
-"""`Problem` and `Reason`: a question to a backend's `support`, and the parts of its answer, without tensors.
+"""`Problem`: a question to a backend's `support`, without tensors. `Reason`: a part of the answer.
 
-Nothing here imports torch: any backend can be asked about any problem on any machine.
+This file does not import torch: any backend can be asked about any problem on any machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Reason:
 
 
 def _dtype(value: object) -> str:
-    """The name of a type of elements; of torch's types too."""
+    """The name of an element type, also of one of torch's."""
     return str(value).removeprefix("torch.").removeprefix("float8_")
 
 
@@ -69,9 +69,9 @@ class CacheFacts:
     layout: "fp8_ds_mla", "v41_fp8" or "v41_fp4" (quantised records), or "rows".
     dtype: of codes, "e4m3fn", "e4m3fnuz" or "e2m1"; of rows, "bfloat16" or "float32".
     page_size: records per page. Pages may lie any distance apart: a kernel follows the tensor's stride.
-    arrangement: place of the scales, "split" (behind all data of a page) or "interleaved" (behind each record's).
-    group_size: codes that share a scale; means nothing for rows.
-    rounds_to_fp4: whether writers round keys to what `v41_fp4` holds first; readers do not care.
+    arrangement: place of the scales, "split" (after all data of a page) or "interleaved" (after each record's data).
+    group_size: number of codes that share a scale; ignored for rows.
+    rounds_to_fp4: whether writers first round keys to what `v41_fp4` holds; readers do not need to know.
     """
 
     layout: str = "fp8_ds_mla"
@@ -91,17 +91,17 @@ class CacheFacts:
 
     @property
     def row_dtype(self) -> str:
-        """Type that keys of this cache are read as."""
+        """The dtype of keys that are read from this cache."""
         return "float32" if self.dtype == "float32" else "bfloat16"
 
     @property
     def shown(self) -> str:
-        """The type of codes, with the record where the type does not say it; or the type of rows."""
+        """The element type, with the name of the layout for V4.1's, which the type does not tell apart."""
         return f"{self.layout} {self.dtype}" if self.layout.startswith("v41") else self.dtype
 
     @classmethod
     def named(cls, dtype: str, page_size: int) -> CacheFacts:
-        """Facts of a built-in layout, by the type of its elements."""
+        """Facts of the built-in layout that has this element type."""
         dtype = _dtype(dtype)
         return cls("rows" if dtype in ("bfloat16", "float32") else "fp8_ds_mla", dtype, page_size)
 
@@ -112,7 +112,7 @@ KEY_LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "v41_fp4": ("e2m1",),
     "rows": ("bfloat16", "float32"),
 }
-"""Every layout of keys, and the types of its elements."""
+"""Every layout of keys, and its element types."""
 _ROWS = "allocate the cache as bfloat16 rows"
 _ROUNDS = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
 _WINDOW = "keep the window in v41_fp8: v41_fp4 is for compressed caches only"
@@ -121,9 +121,10 @@ _WINDOW = "keep the window in v41_fp8: v41_fp4 is for compressed caches only"
 def layout_reasons(
     problem: Problem, layouts: Mapping[str, tuple[str, ...]] = KEY_LAYOUTS, *, rounds_to_fp4: bool = False
 ) -> Iterator[Reason]:
-    """Why a backend that reads these layouts, two at a time if their keys read as one type, cannot serve a problem.
+    """The reasons against a problem of a backend that reads these layouts.
 
-    rounds_to_fp4: whether the backend's writers can round keys to fp4 first.
+    Both caches of a layer must read as the same dtype.
+    rounds_to_fp4: whether the backend's writers can first round keys to fp4.
     """
     for name, cache in (("window cache", problem.swa), ("compressed cache", problem.compressed)):
         if cache is not None and cache.dtype not in layouts.get(cache.layout, ()):
@@ -154,9 +155,9 @@ def _check_geometry(value: object) -> None:
 @known_fields
 @frozen
 class Problem:
-    """The question to a backend's `support`: one phase of one kind of layer. Build it with `of`.
+    """A question to a backend's `support`: one phase of one kind of layer. Build it with `of`.
 
-    phase: "decode" or "prefill"; `contract.Phase` is taken too.
+    phase: "decode" or "prefill", or a `contract.Phase`.
     layer: kind, ratio, heads, dims, window of the layers.
     swa: the window cache.
     compressed: the compressed cache; None exactly on window-only layers.
@@ -164,9 +165,9 @@ class Problem:
     q_dtype: of queries and output, "bfloat16" or "float32".
     sink: whether heads have sinks.
     lse: whether the log-sum-exp is an output.
-    query_len: most query tokens of a decode request; more than one where drafts are verified.
+    query_len: most query tokens of a decode request; more than one if drafts are verified.
     capture: whether the call will be captured in a graph.
-    deterministic: whether a row's bits may not depend on what else is in the batch.
+    deterministic: whether a row's bits must not depend on the rest of the batch.
     window_columns: columns of a row's window, at least the layer's window; 0 is the layer's window.
     """
 
@@ -218,12 +219,13 @@ class Problem:
         window_columns: int = 0,
         compress_ratio: int | None = None,
     ) -> Problem:
-        """The problem of one kind of layer of a model; keywords override what the model says.
+        """The problem of one kind of layer of a model. Keywords override what the model says.
 
-        kind: which layers of a model; means nothing for a LayerGeometry. topk: default: the indexer's, or on c128a
-        layers the width of the table for `max_model_len`. compressed_page_size: default: the entries of 256 tokens.
+        kind: which layers of a model; ignored for a LayerGeometry.
+        topk: default: that of the indexer, or on c128a layers the width of the table for `max_model_len`.
+        compressed_page_size: default: the entries of 256 tokens.
         dtype: of both caches: "e4m3fn" and "e4m3fnuz" are quantised records, "bfloat16" and "float32" plain rows.
-        compress_ratio: which layers of the kind, where a model has several ratios of it.
+        compress_ratio: which layers of the kind, if a model has several ratios of this kind.
         """
         layer = geometry
         _check_geometry(geometry)

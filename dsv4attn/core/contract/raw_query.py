@@ -17,14 +17,15 @@ __all__ = ["RawQuery"]
 class RawQuery:
     """q is the raw projection: neither normalised nor rotated. The call does both.
 
-    It does what `Backend.qnorm_rope_kv_insert` does, with one difference.
+    The call does what `Backend.qnorm_rope_kv_insert` does, but rounds less: it rounds the rotated dims of q to q's
+    dtype as the insert does, and does not round the other dims, because the factor of the norm multiplies logits. So
+    logits are at least as exact as with the insert. Products of q and keys must be finite: the largest values of bf16
+    overflow before the norm makes them small, and do not after an insert.
 
-    Rotated dims of q are rounded to its dtype, as they are by that step; other dims are not, and the factor of the norm
-    multiplies logits. So logits are at least as exact as with the step. Products of q and keys must be finite: the
-    largest values of bf16 overflow before the norm makes them small, where the step's q does not.
-
-    positions: [T'] int64, of each row of q; padding rows may have any. cos_sin_cache: [P, rope_dim] fp32, cosines
-    before sines, with `rope.is_rotation`: a call may take the norm of q after the rotation. eps: of the norm.
+    positions: [T'] int64 - of each row of q; padding rows may have any.
+    cos_sin_cache: [P, rope_dim] fp32, cosines before sines, with `rope.is_rotation`: a call may take the norm of q
+       after the rotation.
+    eps: of the norm.
     """
 
     positions: Tensor
@@ -33,9 +34,9 @@ class RawQuery:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a prepared call binds of a RawQuery: the addresses of both tensors too."""
+        """What a prepared call keeps of a RawQuery, with the addresses of both tensors."""
         tensors = self.positions, self.cos_sin_cache
-        return (self.eps, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
+        return (self.eps, *((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
 
     def of(self, tokens: slice) -> RawQuery:
         """The RawQuery of some rows of q."""

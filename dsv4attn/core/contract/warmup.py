@@ -28,8 +28,8 @@ _PAGE_TOKENS = 256
 class WarmupSpec:
     """The layers, caches and options of every later call. Build it with `of`.
 
-    Kernels are compiled for these, not for a batch: the numbers of tokens, requests, heads and keys are arguments of a
-    launch. None for an option means with and without.
+    Kernels do not depend on a batch: the numbers of tokens, requests, heads and keys are arguments of a launch. None
+    for an option means that kernels with and without it are compiled.
 
     layers: at least one of each kind that will run.
     limits: of every batch.
@@ -37,7 +37,7 @@ class WarmupSpec:
     compressed: layout of the compressed caches.
     swa_block_size: records of a window cache's page.
     compressed_block_size: records of a compressed cache's page, on every layer; default: the entries of 256 tokens.
-    q_dtype: of q, of kv, of o and of the output: bf16 or fp32. k that is rotated already may be either.
+    q_dtype: of q, kv, o and the output: bf16 or fp32. k that is rotated already may have either dtype.
     sink: whether heads have sinks.
     lse: whether the log-sum-exp is an output.
     aligned: whether all caches, their pages, and rows of plain caches begin at multiples of 16 bytes.
@@ -45,12 +45,12 @@ class WarmupSpec:
         model's tensors and of slices of its fused projections do. False: kernels for other rows are compiled too.
     num_groups: groups of heads of the output projection on this device.
     o_lora_rank: elements that the output projection makes of each group.
-    wo_a_dtype: of the projection's matrices, bf16 for those in fp8, which are converted; None: bf16 and fp32.
-    wo_a_blocks: rows and columns under one scale of matrices in fp8, for backends that multiply their codes.
-    model: the model whose steps around attention run on the backend too; None: attention alone.
-    parts: which of them, names of `LAYER_PARTS`.
+    wo_a_dtype: of the projection's matrices. Matrices in fp8 are converted, and count as bf16. None: bf16 and fp32.
+    wo_a_blocks: rows and columns that share a scale in fp8 matrices, for backends that multiply fp8 codes.
+    model: the model whose ops around attention run on the backend too; None: attention alone.
+    parts: the parts of `model` that run on the backend, names of `LAYER_PARTS`.
     index: layout of the index keys; default: `index_fp8` of the model's dims.
-    over_ranks: whether ranks share the compressed entries (`ContextParallel`), so that parts are exchanged and merged.
+    over_ranks: whether ranks share the compressed entries (`ContextParallel`), and exchange and merge their results.
     """
 
     layers: tuple[LayerGeometry, ...] = field(validator=validators.min_len(1))
@@ -77,9 +77,9 @@ class WarmupSpec:
         check_window(self.swa, "bounds.swa")
         for layer in self.layers:
             for name, layout in (("swa", self.swa), ("compressed", self.compressed)):
-                wanted, actual = f"{layer.nope_dim} + {layer.rope_dim}", f"{layout.nope_dim} + {layout.rope_dim}"
-                if actual != wanted:
-                    expected = f"a layout of {wanted} dims, as the {layer.kind.value} layer has"
+                dims, actual = f"{layer.nope_dim} + {layer.rope_dim}", f"{layout.nope_dim} + {layout.rope_dim}"
+                if actual != dims:
+                    expected = f"a layout of {dims} dims, as the {layer.kind.value} layer has"
                     raise ArgumentError(f"bounds.{name}", expected=expected, actual=actual)
 
     @classmethod
@@ -93,22 +93,24 @@ class WarmupSpec:
         layer_steps: bool = False,
         **options: Any,  # noqa: ANN401 - the other fields
     ) -> WarmupSpec:
-        """Bounds of a model on one rank: a layer of each kind that it has, and a window-only one for drafts.
+        """The spec of a model on one rank: a layer of each kind that it has, and a window-only layer for drafts.
 
-        swa: layout of the window caches, by default `fp8_ds_mla` of the model's dims. compressed: by default the same.
-        layer_steps: whether the steps around attention run on the backend too; all, or those of `parts`.
+        swa: layout of the window caches, by default `fp8_ds_mla` of the model's dims.
+        compressed: layout of the compressed caches, by default that of the window caches.
+        layer_steps: whether the ops around attention, or those of `parts`, run on the backend too.
+        options: the other fields.
         """
         if swa is None:
             swa = KVCacheLayout.fp8_ds_mla(geometry.head_dim - geometry.rope_dim, geometry.rope_dim)
         layers = tuple(dict.fromkeys((geometry.layer_of_kind(LayerKind.SWA), *geometry.distinct_layers)))
         # checkpoints of V4.1 have blocks of 32 x 32; engines also convert them to others
         blocks = (32, 128) if geometry.shared_latent else (128,)
-        groups: dict[str, Any] = {"num_groups": geometry.o_groups, "o_lora_rank": geometry.o_lora_rank}
-        groups |= {"wo_a_blocks": blocks, **options}
-        compressed = swa if compressed is None else compressed
+        of_model: dict[str, Any] = {"num_groups": geometry.o_groups, "o_lora_rank": geometry.o_lora_rank}
+        of_model["wo_a_blocks"] = blocks
         if layer_steps:
-            groups["model"] = geometry
-        return cls(layers=layers, limits=limits, swa=swa, compressed=compressed, **groups)
+            of_model["model"] = geometry
+        compressed = swa if compressed is None else compressed
+        return cls(layers=layers, limits=limits, swa=swa, compressed=compressed, **{**of_model, **options})
 
     def caches(self, layer: LayerGeometry) -> tuple[tuple[KVCacheLayout, int], ...]:
         """(layout, records of a page) of each cache of a layer, the window's first."""
