@@ -10,14 +10,14 @@ from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.selection import backend_names, load_backend
 
 
-def test_the_reference_is_there_and_is_what_one_gets_without_a_name() -> None:
+def test_without_a_name_the_reference_is_loaded() -> None:
     assert "reference" in backend_names()
     assert load_backend().name == load_backend("reference").name == "reference"
     assert load_backend() is not load_backend()
     assert dsv4attn.load_backend is load_backend
 
 
-def test_the_defaults_are_the_options_the_descriptor_tells() -> None:
+def test_the_defaults_are_those_of_the_descriptor() -> None:
     assert load_backend().capabilities == Capabilities(max_logits=True, empty_lse=True, prefill_pages=True)
 
 
@@ -27,24 +27,20 @@ def test_options_choose_the_forms(keys: KeyForm, indices: IndexForm) -> None:
     by_word = load_backend("reference", decode_indices=indices.value, prefill_keys=keys.value)
     by_value = load_backend("reference", decode_indices=indices, prefill_keys=keys)
 
-    both = keys is KeyForm.GATHERED
-    capabilities = Capabilities(indices, prefill_keys=keys, max_logits=True, empty_lse=True, prefill_pages=both)
+    pages_too = keys is KeyForm.GATHERED
+    capabilities = Capabilities(indices, prefill_keys=keys, max_logits=True, empty_lse=True, prefill_pages=pages_too)
     assert by_word.capabilities == by_value.capabilities == capabilities
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("reverence", "reference"), ("Reference", "reference"), ("ref", "reference")]
+    ("name", "suggestion"),
+    [
+        *((name, "; did you mean 'reference'\\?") for name in ("reverence", "Reference", "ref")),
+        *((name, "") for name in ("", "quantum", "dsv4attn.backends.reference")),
+    ],
 )
-def test_a_misspelt_name_is_answered_with_the_right_one(name: str, meant: str) -> None:
-    with pytest.raises(
-        UnknownNameError, match=rf"^unknown backend '{name}'; did you mean '{meant}'\?.*known: .*reference"
-    ):
-        load_backend(name)
-
-
-@pytest.mark.parametrize("name", ["", "quantum", "dsv4attn.backends.reference"])
-def test_a_name_nobody_has_is_an_error_that_lists_the_names(name: str) -> None:
-    with pytest.raises(UnknownNameError, match=rf"^unknown backend '{name}'.*\(known: .*reference"):
+def test_an_unknown_name_is_an_error_with_a_suggestion_and_all_names(name: str, suggestion: str) -> None:
+    with pytest.raises(UnknownNameError, match=rf"^unknown backend '{name}'{suggestion}.*\(known: .*reference"):
         load_backend(name)
 
 

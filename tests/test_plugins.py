@@ -1,4 +1,4 @@
-"""Finding backends among strangers' wheels, most of them broken (promise G8)."""
+"""Backends of other vendors' wheels, most of which are broken (promise G8)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dsv4attn import hookspecs
 from dsv4attn.core.contract.backend import BackendInfo
 from dsv4attn.errors import ArgumentError
 from dsv4attn.plugins import BUILT_IN, PluginFailure, PluginRegistry, first_line
-from tests.vendor_wheel import Shelf, plugin
+from tests.vendor_wheel import VendorWheels, plugin
 
 HOOK = "from dsv4attn.hookspecs import hookimpl\n"
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    with Shelf(tmp_path) as made:
-        yield made
+def wheels(tmp_path: Path) -> Iterator[VendorWheels]:
+    with VendorWheels(tmp_path) as folder:
+        yield folder
 
 
 def only_failure(registry: PluginRegistry) -> PluginFailure:
@@ -28,17 +28,17 @@ def only_failure(registry: PluginRegistry) -> PluginFailure:
     return registry.failures[0]
 
 
-def test_the_built_in_rooms_are_plugins_like_any_other() -> None:
+def test_the_built_in_backends_are_plugins() -> None:
     registry = PluginRegistry.load(entry_points=[])
 
     assert sorted(registry.backends) == sorted(BUILT_IN)
-    assert {one.distribution for one in registry.backends.values()} == {"dsv4attn"}
+    assert {backend.distribution for backend in registry.backends.values()} == {"dsv4attn"}
     assert registry.failures == ()
 
 
-def test_g8_a_wheel_with_one_entry_point_adds_a_backend(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin())
-    registry = shelf.registry()
+def test_g8_a_wheel_with_one_entry_point_adds_a_backend(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin())
+    registry = wheels.registry()
 
     assert registry.failures == ()
     assert registry.backends["acme"].owner == "dsv4attn-acme 0.2"
@@ -46,30 +46,30 @@ def test_g8_a_wheel_with_one_entry_point_adds_a_backend(shelf: Shelf) -> None:
     assert "reference" in registry.backends
 
 
-def test_g8_installed_wheels_are_found_without_being_told(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin())
+def test_g8_installed_wheels_are_found_by_themselves(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin())
 
     assert "acme" in PluginRegistry.load().backends
 
 
-def test_g8_two_vendors_live_in_one_process(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin())
-    shelf.install("bolt-kernels", plugin("bolt"))
+def test_g8_two_vendors_live_in_one_process(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin())
+    wheels.install("bolt-kernels", plugin("bolt"))
 
-    assert {"acme", "bolt", "reference"} <= {*shelf.registry().backends}
+    assert {"acme", "bolt", "reference"} <= {*wheels.registry().backends}
 
 
-def test_one_wheel_may_bring_several_backends(shelf: Shelf) -> None:
+def test_one_wheel_may_bring_several_backends(wheels: VendorWheels) -> None:
     source = plugin("acme").replace("    return [Backend", "    return [*twin(), Backend")
     source += "\n\ndef twin():\n    from attrs import evolve\n"
     source += "    return [BackendInfo(name='acme-two', api='1.0', factory='a:b', support=support, summary='',"
     source += " native=())]\n"
-    shelf.install("dsv4attn-acme", source)
+    wheels.install("dsv4attn-acme", source)
 
-    assert {"acme", "acme-two"} <= {*shelf.registry().backends}
+    assert {"acme", "acme-two"} <= {*wheels.registry().backends}
 
 
-# each of these wheels is broken in its own way: (source, entry point's target after the module, stage, text)
+# broken wheels: (source, entry point's target after the module, stage, text)
 BROKEN = {
     "import": ("raise ImportError('libacme.so: cannot open')", "", "load", "ImportError: libacme.so: cannot open"),
     "any error": ("1 / 0", "", "load", "ZeroDivisionError: division by zero"),
@@ -119,17 +119,15 @@ BROKEN = {
 
 @pytest.mark.parametrize(("source", "target", "stage", "text"), BROKEN.values(), ids=BROKEN)
 def test_g8_a_broken_wheel_changes_nothing_but_one_diagnostic(
-    shelf: Shelf, source: str, target: str, stage: str, text: str
+    wheels: VendorWheels, source: str, target: str, stage: str, text: str
 ) -> None:
-    shelf.install("dsv4attn-acme", plugin())
-    before = shelf.registry()
-    shelf.install("broken-wheel", source, point="broken", target=f"broken_wheel{target}")
-    after = shelf.registry()
-    failure = only_failure(after)
+    wheels.install("dsv4attn-acme", plugin())
+    without = wheels.registry()
+    wheels.install("broken-wheel", source, point="broken", target=f"broken_wheel{target}")
+    registry = wheels.registry()
+    failure = only_failure(registry)
 
-    assert {name: one.owner for name, one in after.backends.items()} == {
-        name: one.owner for name, one in before.backends.items()
-    }
+    assert registry.backends == without.backends
     assert (failure.distribution, failure.version, failure.plugin) == ("broken-wheel", "0.2", "broken")
     assert failure.stage == stage
     assert text in failure.error
@@ -139,9 +137,9 @@ def test_g8_a_broken_wheel_changes_nothing_but_one_diagnostic(
 
 
 @pytest.mark.parametrize("case", ["import", "raises", "misspelt", "argument", "lines"])
-def test_a_failure_keeps_its_traceback(shelf: Shelf, case: str) -> None:
-    shelf.install("broken-wheel", BROKEN[case][0])
-    failure = only_failure(shelf.registry())
+def test_a_failure_keeps_its_traceback(wheels: VendorWheels, case: str) -> None:
+    wheels.install("broken-wheel", BROKEN[case][0])
+    failure = only_failure(wheels.registry())
 
     assert failure.traceback.rstrip().splitlines()[-1] != ""
     assert "Error: " in failure.traceback
@@ -149,31 +147,25 @@ def test_a_failure_keeps_its_traceback(shelf: Shelf, case: str) -> None:
     assert "importlib" not in failure.traceback
 
 
-def test_an_incompatible_major_is_refused_with_both_versions_named(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin(api="2.3"))
-
-    assert "written for contract 2.3, this is 1." in str(only_failure(shelf.registry()))
-
-
 @pytest.mark.parametrize("api", ["1.0", "1", "1.7"])
-def test_another_minor_is_welcome(shelf: Shelf, api: str) -> None:
-    shelf.install("dsv4attn-acme", plugin(api=api))
+def test_another_minor_version_is_loaded(wheels: VendorWheels, api: str) -> None:
+    wheels.install("dsv4attn-acme", plugin(api=api))
 
-    assert "acme" in shelf.registry().backends
+    assert "acme" in wheels.registry().backends
 
 
-def test_one_bad_descriptor_does_not_take_the_others_with_it(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin().replace("    return [Backend", "    return [7, Backend"))
-    registry = shelf.registry()
+def test_one_bad_descriptor_does_not_take_the_others_with_it(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin().replace("    return [Backend", "    return [7, Backend"))
+    registry = wheels.registry()
 
     assert "acme" in registry.backends
     assert only_failure(registry).stage == "descriptor"
 
 
-def test_g9_two_wheels_with_one_name_both_lose_it_and_are_both_named(shelf: Shelf) -> None:
-    shelf.install("acme-one", plugin("acme"))
-    shelf.install("acme-two", plugin("acme"))
-    registry = shelf.registry()
+def test_g9_two_wheels_with_one_name_both_lose_it_and_are_both_named(wheels: VendorWheels) -> None:
+    wheels.install("acme-one", plugin("acme"))
+    wheels.install("acme-two", plugin("acme"))
+    registry = wheels.registry()
 
     assert "acme" not in registry.backends
     assert [failure.distribution for failure in registry.failures] == ["acme-one", "acme-two"]
@@ -182,49 +174,49 @@ def test_g9_two_wheels_with_one_name_both_lose_it_and_are_both_named(shelf: Shel
         assert "plugin one of acme-one and by plugin two of acme-two" in failure.error
 
 
-def test_two_wheels_with_one_entry_point_name_are_both_loaded(shelf: Shelf) -> None:
-    shelf.install("acme-one", plugin("one"), point="acme")
-    shelf.install("acme-two", plugin("two"), point="acme")
+def test_two_wheels_with_one_entry_point_name_are_both_loaded(wheels: VendorWheels) -> None:
+    wheels.install("acme-one", plugin("one"), point="acme")
+    wheels.install("acme-two", plugin("two"), point="acme")
 
-    assert {"one", "two"} <= {*shelf.registry().backends}
+    assert {"one", "two"} <= {*wheels.registry().backends}
 
 
-def test_nobody_takes_the_name_of_a_built_in_backend(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin("reference"))
-    registry = shelf.registry()
+def test_a_plugin_cannot_take_the_name_of_a_built_in_backend(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin("reference"))
+    registry = wheels.registry()
 
     assert registry.backends["reference"].distribution == "dsv4attn"
     assert "'reference' is the name of a built-in backend" in only_failure(registry).error
 
 
-def test_one_wheel_cannot_give_one_name_twice(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin().replace("    return [", "    return 2 * ["))
+def test_a_wheel_cannot_give_one_name_to_two_backends(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin().replace("    return [", "    return 2 * ["))
 
-    assert {failure.error for failure in shelf.registry().failures} == {"'acme' is given to two backends"}
+    assert {failure.error for failure in wheels.registry().failures} == {"'acme' is given to two backends"}
 
 
-def test_a_module_with_lazy_names_is_not_asked_for_them(shelf: Shelf) -> None:
+def test_a_module_with_lazy_names_is_not_asked_for_them(wheels: VendorWheels) -> None:
     lazy = "\n\ndef __getattr__(name):\n    raise SystemError(name)\n\n\ndef __dir__():\n    return ['torch_backend']\n"
-    shelf.install("dsv4attn-acme", plugin() + lazy)
-    registry = shelf.registry()
+    wheels.install("dsv4attn-acme", plugin() + lazy)
+    registry = wheels.registry()
 
     assert registry.failures == ()
     assert "acme" in registry.backends
 
 
 @pytest.mark.parametrize("source", ["raise KeyboardInterrupt", HOOK + "@hookimpl\ndef dsv4attn_backends(): stop()"])
-def test_ctrl_c_is_the_users_and_passes(shelf: Shelf, source: str) -> None:
-    shelf.install("dsv4attn-acme", source + "\n\ndef stop(): raise KeyboardInterrupt")
+def test_ctrl_c_is_not_caught(wheels: VendorWheels, source: str) -> None:
+    wheels.install("dsv4attn-acme", source + "\n\ndef stop(): raise KeyboardInterrupt")
 
     with pytest.raises(KeyboardInterrupt):
-        shelf.registry()
+        wheels.registry()
 
 
-# what pluggy does by itself (guarantees, appendix A), and that it does not reach us
+# what pluggy does by itself, and that it has no effect here
 
 
 def test_pluggy_an_implementation_may_declare_fewer_arguments_than_the_spec(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    wheels: VendorWheels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a plugin of contract 1.0 under a later minor version whose hook gained an argument
     @hookspecs.hookspec
@@ -232,36 +224,29 @@ def test_pluggy_an_implementation_may_declare_fewer_arguments_than_the_spec(
 
     monkeypatch.setattr(hookspecs, "dsv4attn_backends", dsv4attn_backends)
     monkeypatch.setattr("dsv4attn.plugins._call", lambda hook: hook(reason="new"))
-    shelf.install("dsv4attn-acme", plugin())
+    wheels.install("dsv4attn-acme", plugin())
 
-    assert "acme" in shelf.registry().backends
+    assert "acme" in wheels.registry().backends
 
 
-def test_pluggy_an_argument_the_spec_does_not_have_is_refused(shelf: Shelf) -> None:
-    shelf.install("broken-wheel", BROKEN["argument"][0])
-    shelf.install("dsv4attn-acme", plugin())
-    registry = shelf.registry()
+def test_pluggy_an_argument_the_spec_does_not_have_is_refused(wheels: VendorWheels) -> None:
+    wheels.install("broken-wheel", BROKEN["argument"][0])
+    wheels.install("dsv4attn-acme", plugin())
+    registry = wheels.registry()
 
     assert "acme" in registry.backends
     assert only_failure(registry).cure.startswith("install a release of it for contract 1.")
 
 
-def test_pluggy_a_raising_import_does_not_end_the_loading(shelf: Shelf) -> None:
+@pytest.mark.parametrize("case", ["import", "raises"])
+def test_pluggy_a_raising_import_or_hook_does_not_end_the_loading(wheels: VendorWheels, case: str) -> None:
     for name in ("a-broken", "z-broken"):
-        shelf.install(name, "raise ImportError('no')")
-    shelf.install("dsv4attn-acme", plugin())
-    registry = shelf.registry()
+        wheels.install(name, BROKEN[case][0])
+    wheels.install("dsv4attn-acme", plugin())
+    registry = wheels.registry()
 
     assert "acme" in registry.backends
     assert [failure.distribution for failure in registry.failures] == ["a-broken", "z-broken"]
-
-
-def test_pluggy_a_raising_hook_does_not_lose_the_results_of_others(shelf: Shelf) -> None:
-    for name in ("a-broken", "z-broken"):
-        shelf.install(name, BROKEN["raises"][0])
-    shelf.install("dsv4attn-acme", plugin())
-
-    assert "acme" in shelf.registry().backends
 
 
 # descriptors
@@ -281,10 +266,10 @@ def test_pluggy_a_raising_hook_does_not_lose_the_results_of_others(shelf: Shelf)
     ],
 )
 def test_a_descriptor_names_the_field_that_is_wrong(name: str, value: object, expected: str) -> None:
-    right: dict[str, Any] = {"name": "a", "api": "1.0", "factory": "a:b", "summary": "", "native": ()}
+    fields: dict[str, Any] = {"name": "a", "api": "1.0", "factory": "a:b", "summary": "", "native": ()}
 
     with pytest.raises(ArgumentError, match=rf"^BackendInfo.{name}: expected {expected}, got"):
-        BackendInfo(**{**right, "support": print, name: value})
+        BackendInfo(**{**fields, "support": print, name: value})
 
 
 def test_the_first_line_of_an_error_is_one_line() -> None:

@@ -1,4 +1,4 @@
-"""Third-party wheels, as an installer leaves them: a folder on the path with modules and metadata."""
+"""`VendorWheels`: installed wheels of other vendors, a folder on the path with modules and metadata."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def support(device, problem):
 @hookimpl
 def dsv4attn_backends():
     return [BackendInfo(
-        name={name!r}, api={api!r}, factory={factory!r}, support=support, summary="of a stranger",
+        name={name!r}, api={api!r}, factory={factory!r}, support=support, summary="of another vendor",
         native={native!r}, runs_on={runs_on!r}, rank=Rank[{rank!r}], packages={packages!r}, options={options!r},
     )]
 """
@@ -60,8 +60,8 @@ def plugin(
     )
 
 
-class Shelf:
-    """A folder that is on the path while a test runs. Use it as a context manager."""
+class VendorWheels:
+    """A folder of installed wheels. It is on the path while the object is used as a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,7 +92,7 @@ class Shelf:
     ) -> None:
         """Install a distribution with one module, named after it, and one entry point.
 
-        point: name of the entry point, by default what follows the first dash of the distribution's name.
+        point: name of the entry point, by default the part of the distribution's name after its first dash.
         """
         module = distribution.replace("-", "_")
         point = point or distribution.partition("-")[2] or distribution
@@ -108,13 +108,13 @@ class Shelf:
         importlib.invalidate_caches()
 
     def refresh(self) -> None:
-        """Let the next selection find what was installed since the last one."""
+        """Make the next selection load the plugins again."""
         selection._registry.cache_clear()
 
     def points(self) -> list[importlib.metadata.EntryPoint]:
         """Entry points of this folder alone."""
-        found = importlib.metadata.distributions(path=[str(self.folder)])
-        return [point for distribution in found for point in distribution.entry_points if point.group == "dsv4attn"]
+        distributions = importlib.metadata.distributions(path=[str(self.folder)])
+        return [point for package in distributions for point in package.entry_points if point.group == "dsv4attn"]
 
     def registry(self, **lists: Any) -> PluginRegistry:
         """The registry of built-ins and this folder."""

@@ -12,7 +12,7 @@ import pytest
 from dsv4attn import hookspecs
 from dsv4attn.core.contract import backend as contract
 from tests.examples.built_wheels import ACME, BROKEN, Place, install, renamed
-from tests.vendor_wheel import Shelf
+from tests.vendor_wheel import VendorWheels
 
 SOME = (
     "sink-matters-*,call-behind-*,lse-decode,moved-c4a-*,insert-skips,project-1-bf16,project-fp8-ocp-bytes,output-fp8,"
@@ -258,9 +258,9 @@ def test_g8_a_plugin_of_contract_1_0_keeps_working_when_hooks_gain_arguments(
     monkeypatch.setattr("dsv4attn.plugins._call", lambda hook: hook(reason="new"))
     monkeypatch.setattr(contract, "API_VERSION", "1.9")
     monkeypatch.setattr("dsv4attn.plugins.API_VERSION", "1.9")
-    with Shelf(sites["acme"]) as shelf:
-        shelf.modules.append("dsv4attn_acme")
-        registry = shelf.registry()
+    with VendorWheels(sites["acme"]) as wheels:
+        wheels.modules.append("dsv4attn_acme")
+        registry = wheels.registry()
 
     assert registry.failures == ()
     assert registry.backends["acme"].info.api == "1.0"
@@ -270,8 +270,8 @@ def test_g8_a_plugin_of_contract_1_0_is_refused_by_contract_2_with_both_versions
     sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dsv4attn.plugins.API_VERSION", "2.0")
-    with Shelf(sites["acme"]) as shelf:
-        shelf.modules.append("dsv4attn_acme")
-        (failure,) = (failure for failure in shelf.registry().failures if failure.distribution != "dsv4attn")
+    with VendorWheels(sites["acme"]) as wheels:
+        wheels.modules.append("dsv4attn_acme")
+        (failure,) = (failure for failure in wheels.registry().failures if failure.distribution != "dsv4attn")
 
     assert "'acme' is written for contract 1.0, this is 2.0" in failure.error

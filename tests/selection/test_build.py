@@ -1,4 +1,4 @@
-"""From a descriptor that has won to a backend: options, wrong types, and two phases in one."""
+"""From the chosen descriptor to a backend: options, factories that fail, and two phases in one backend."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import device
 from dsv4attn.core.contract.backend import BackendInfo, Capabilities, IndexForm, KeyForm
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.phased import PhasedBackend
@@ -24,7 +22,7 @@ from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import build, load_backend, select_backend
 from tests.backends.built_in import triton_backends
 from tests.tools.cli.machine import device_of_no_backend
-from tests.vendor_wheel import Shelf, plugin
+from tests.vendor_wheel import VendorWheels, plugin
 
 FLASH = ModelGeometry.preset("flash")
 DECODE = [Problem.of(FLASH, kind, "decode") for kind in FLASH.kinds]
@@ -54,16 +52,8 @@ class Alike:
 """
 
 
-@pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
-    with Shelf(tmp_path) as made:
-        yield made
-
-
-def configure(shelf: Shelf, text: str) -> Path:
-    path = shelf.folder / "dsv4attn.toml"
+def configure(wheels: VendorWheels, text: str) -> Path:
+    path = wheels.folder / "dsv4attn.toml"
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -71,15 +61,15 @@ def configure(shelf: Shelf, text: str) -> Path:
 # one call for engines
 
 
-def test_one_call_gives_an_engine_its_backend(shelf: Shelf) -> None:
+def test_one_call_gives_an_engine_its_backend(wheels: VendorWheels) -> None:
     assert isinstance(select_backend(*DECODE, *PREFILL), ReferenceBackend)
     assert isinstance(select_backend(*DECODE), ReferenceBackend)
     assert isinstance(select_backend(PREFILL[0], device="cpu"), ReferenceBackend)
 
 
-def test_two_phases_with_two_backends_are_one_backend(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf.install("dsv4attn-acme", plugin(options=FORMS))
-    configure(shelf, "[options.acme]\ndecode_indices = 'ragged'\n[options.reference]\nprefill_keys = 'paged'")
+def test_two_phases_with_two_backends_are_one_backend(wheels: VendorWheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels.install("dsv4attn-acme", plugin(options=FORMS))
+    configure(wheels, "[options.acme]\ndecode_indices = 'ragged'\n[options.reference]\nprefill_keys = 'paged'")
     pair = select_backend(*PREFILL, *DECODE, backend="decode=acme,prefill=reference")
 
     assert isinstance(pair, PhasedBackend)
@@ -90,9 +80,9 @@ def test_two_phases_with_two_backends_are_one_backend(shelf: Shelf, monkeypatch:
     assert isinstance(select_backend(*PREFILL, *DECODE), ReferenceBackend)
 
 
-def test_a_phase_that_nobody_runs_is_an_error_of_that_phase(shelf: Shelf) -> None:
+def test_a_phase_that_no_backend_runs_is_an_error_of_that_phase(wheels: VendorWheels) -> None:
     refuses = "return [Reason('PHASE', 'prefill', 'decode')] if problem.phase == 'prefill' else []"
-    shelf.install("dsv4attn-acme", plugin(support=refuses))
+    wheels.install("dsv4attn-acme", plugin(support=refuses))
     with pytest.raises(NoBackendError) as caught:
         select_backend(*DECODE, *PREFILL, backend="acme")
 
@@ -101,7 +91,7 @@ def test_a_phase_that_nobody_runs_is_an_error_of_that_phase(shelf: Shelf) -> Non
     assert isinstance(select_backend(*DECODE, *PREFILL, backend="decode=acme"), PhasedBackend)
 
 
-def test_a_machine_without_a_backend_is_told_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_backend_is_an_error_before_any_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         NoBackendError, match=r"^no backend native to abacus can run this call -> ask for reference by name\n"
     ):
@@ -116,8 +106,8 @@ def test_nothing_to_run_is_an_error() -> None:
 # options
 
 
-def test_options_from_the_configuration_reach_the_factory(shelf: Shelf) -> None:
-    configure(shelf, "[options.reference]\nprefill_keys = 'paged'")
+def test_options_from_the_configuration_reach_the_factory(wheels: VendorWheels) -> None:
+    configure(wheels, "[options.reference]\nprefill_keys = 'paged'")
 
     assert select_backend(*PREFILL).capabilities.prefill_keys is KeyForm.PAGED
     assert load_backend("reference").capabilities.prefill_keys is KeyForm.PAGED
@@ -125,24 +115,24 @@ def test_options_from_the_configuration_reach_the_factory(shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "problem"),
     [
         ("prefil_keys = 'paged'", "unknown option 'prefil_keys'; did you mean 'prefill_keys'?"),
         ("prefill_keys = 'pagd'", "unknown prefill_keys form 'pagd'; did you mean 'paged'?"),
     ],
 )
-def test_a_wrong_option_in_the_configuration_names_the_file(shelf: Shelf, option: str, said: str) -> None:
-    path = configure(shelf, f"[options.reference]\n{option}")
-    told = f"options.reference in {path}: {said}"
-    with pytest.raises(ConfigError, match=rf"^{re.escape(told)}"):
+def test_a_wrong_option_in_the_configuration_names_the_file(wheels: VendorWheels, option: str, problem: str) -> None:
+    path = configure(wheels, f"[options.reference]\n{option}")
+    message = re.escape(f"options.reference in {path}: {problem}")
+    with pytest.raises(ConfigError, match=f"^{message}"):
         select_backend(*DECODE)
-    with pytest.raises(ConfigError, match=rf"^{re.escape(told)}"):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         load_backend()
 
 
-def test_a_value_the_factory_cannot_take_is_an_argument_error(shelf: Shelf) -> None:
+def test_a_value_the_factory_cannot_take_is_an_argument_error(wheels: VendorWheels) -> None:
     source = plugin(factory="dsv4attn_acme:make", options={"tile": 4}) + "\n\ndef make(tile):\n    int('x')\n"
-    shelf.install("dsv4attn-acme", source)
+    wheels.install("dsv4attn-acme", source)
 
     with pytest.raises(
         ArgumentError, match=r"^options of backend acme: expected values it takes, got {'tile': 9} \(Val"
@@ -150,11 +140,11 @@ def test_a_value_the_factory_cannot_take_is_an_argument_error(shelf: Shelf) -> N
         load_backend("acme", tile=9)
 
 
-# what a stranger's factory may do
+# factories of other vendors
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "problem"),
     [
         ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
         ("raise ImportError('libacme.so')", "ImportError: libacme.so"),
@@ -174,18 +164,18 @@ def test_a_value_the_factory_cannot_take_is_an_argument_error(shelf: Shelf) -> N
         ),
     ],
 )
-def test_g9_a_backend_that_cannot_be_made_is_broken(shelf: Shelf, factory: str, said: str) -> None:
+def test_g9_a_backend_that_cannot_be_made_is_broken(wheels: VendorWheels, factory: str, problem: str) -> None:
     source = plugin(factory="dsv4attn_acme:make") + NO_BACKENDS + f"\n\ndef make():\n    {factory}\n"
-    shelf.install("dsv4attn-acme", source)
+    wheels.install("dsv4attn-acme", source)
 
     with pytest.raises(BrokenBackendError) as caught:
         select_backend(*DECODE, backend="acme")
-    assert str(caught.value).startswith(f"backend 'acme' is broken: dsv4attn_acme:make: {said}")
+    assert str(caught.value).startswith(f"backend 'acme' is broken: dsv4attn_acme:make: {problem}")
 
 
 @pytest.mark.parametrize("factory", ["no_such_module_at_all:make", "dsv4attn_acme:no_such_name"])
-def test_an_implementation_that_is_not_there_is_broken_with_its_cause(shelf: Shelf, factory: str) -> None:
-    shelf.install("dsv4attn-acme", plugin(factory=factory))
+def test_an_implementation_that_is_not_there_is_broken_with_its_cause(wheels: VendorWheels, factory: str) -> None:
+    wheels.install("dsv4attn-acme", plugin(factory=factory))
 
     with pytest.raises(BrokenBackendError, match=rf"^backend 'acme' is broken: {factory}: ") as caught:
         load_backend("acme")
@@ -210,14 +200,14 @@ def test_a_missing_package_is_a_refusal_as_selection_words_it() -> None:
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-def test_g6_nothing_of_a_backend_is_imported_before_it_has_won(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin(factory="no_such_module_at_all:make"))
+def test_g6_a_backend_is_imported_after_it_was_chosen(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin(factory="no_such_module_at_all:make"))
 
     assert isinstance(select_backend(*DECODE, backend="reference"), ReferenceBackend)
 
 
-def test_a_plugin_that_failed_is_not_loaded_by_name_either(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", "raise ImportError('libacme.so')")
+def test_a_plugin_that_failed_is_not_loaded_by_name_either(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", "raise ImportError('libacme.so')")
 
     with pytest.raises(
         NoBackendError, match=r"^backend 'acme' cannot be used: failed to load: ImportError: libacme.so"
@@ -225,11 +215,11 @@ def test_a_plugin_that_failed_is_not_loaded_by_name_either(shelf: Shelf) -> None
         load_backend("acme")
 
 
-def test_an_unknown_name_is_answered_with_every_plugin_that_is_left_out(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+def test_the_error_of_an_unknown_name_lists_every_plugin_that_cannot_be_used(
+    wheels: VendorWheels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf.install("dsv4attn-acme", plugin("acme-2"))
-    shelf.install("zinc-kernels", "raise ImportError('libzinc.so')")
+    wheels.install("dsv4attn-acme", plugin("acme-2"))
+    wheels.install("zinc-kernels", "raise ImportError('libzinc.so')")
     monkeypatch.setenv("DSV4ATTN_PLUGINS_DENY", "dsv4attn-acme")
 
     with pytest.raises(UnknownNameError) as caught:
@@ -245,34 +235,34 @@ def test_an_unknown_name_is_answered_with_every_plugin_that_is_left_out(
 
 @pytest.fixture(scope="module")
 def without_triton() -> dict[str, str]:
-    """What loading each name says in a process without Triton."""
+    """The traceback of loading each name in a process without Triton."""
     code = f"""
 import json, sys, traceback
 sys.modules["triton"] = None
 from dsv4attn import load_backend
-said = dict.fromkeys({[*triton_backends()]!r}, "loaded")
-for name in said:
+outcomes = dict.fromkeys({[*triton_backends()]!r}, "loaded")
+for name in outcomes:
     try:
         load_backend(name)
     except Exception:
-        said[name] = traceback.format_exc()
-print(json.dumps(said))
+        outcomes[name] = traceback.format_exc()
+print(json.dumps(outcomes))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told: dict[str, str] = json.loads(done.stdout)
-    return told
+    outcomes: dict[str, str] = json.loads(done.stdout)
+    return outcomes
 
 
 @pytest.mark.parametrize("name", triton_backends())
-def test_a_backend_without_triton_says_where_it_comes_from(name: str, without_triton: dict[str, str]) -> None:
-    said = rf"NoBackendError: backend '{name}' cannot run here: TRITON  no Triton, needs Triton 3.6 or newer -> "
-    assert re.search(said + "(pip install triton|reinstall torch)", without_triton[name]), without_triton[name]
+def test_the_error_without_triton_says_how_to_install_it(name: str, without_triton: dict[str, str]) -> None:
+    message = rf"NoBackendError: backend '{name}' cannot run here: TRITON  no Triton, needs Triton 3.6 or newer -> "
+    assert re.search(message + "(pip install triton|reinstall torch)", without_triton[name]), without_triton[name]
     assert "BrokenBackendError" not in without_triton[name]
 
 
 @pytest.mark.parametrize(
-    ("declared", "brought", "says"),
+    ("declared", "layer_ops", "problem"),
     [
         (
             "()",
@@ -289,7 +279,7 @@ def test_a_backend_without_triton_says_where_it_comes_from(name: str, without_tr
     ],
 )
 def test_a_backend_brings_the_layer_steps_that_its_descriptor_names(
-    shelf: Shelf, declared: str, brought: str, says: str
+    wheels: VendorWheels, declared: str, layer_ops: str, problem: str
 ) -> None:
     backend = f"""
 
@@ -298,8 +288,8 @@ from attrs import evolve
 from dsv4attn.core.contract import LayerOps
 
 
-def select(*given):
-    LayerOps().select_topk(*given)
+def select(*arguments):
+    LayerOps().select_topk(*arguments)
 
 
 class Acme(ReferenceBackend):
@@ -307,13 +297,13 @@ class Acme(ReferenceBackend):
 
     def __init__(self):
         super().__init__()
-        self.layer_ops = {brought}
+        self.layer_ops = {layer_ops}
 """
     source = plugin(factory="dsv4attn_acme:Acme").replace("api=", f"layer_steps={declared}, api=") + backend
-    shelf.install("dsv4attn-acme", source)
+    wheels.install("dsv4attn-acme", source)
 
-    if says:
-        with pytest.raises(BrokenBackendError, match=re.escape(says)):
+    if problem:
+        with pytest.raises(BrokenBackendError, match=re.escape(problem)):
             load_backend("acme")
     else:
         assert load_backend("acme").name == "acme"

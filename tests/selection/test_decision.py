@@ -1,4 +1,4 @@
-"""The decision and what is said of it (promises G1, G6 and G9)."""
+"""The decision and its trace (promises G1, G6 and G9)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU, SM90, XPU = (DeviceFacts.named(name) for name in ("cpu", "h200", "b580"))
 HEADS = Reason("HEADS", 24, "64 or 128", "pad q")
 
 
-def said(*reasons: Reason) -> Callable[[DeviceFacts, Problem], Sequence[Reason]]:
+def answering(*reasons: Reason) -> Callable[[DeviceFacts, Problem], Sequence[Reason]]:
     return lambda _device, _problem: list(reasons)
 
 
@@ -37,7 +37,14 @@ def backend(
     **others: Any,
 ) -> Registered:
     info = BackendInfo(
-        name=name, api="1.0", factory="a:b", support=support or said(), summary="", native=native, rank=rank, **others
+        name=name,
+        api="1.0",
+        factory="a:b",
+        support=support or answering(),
+        summary="",
+        native=native,
+        rank=rank,
+        **others,
     )
     return Registered(info, f"dsv4attn-{name}", "0.2")
 
@@ -46,12 +53,12 @@ REFERENCE = backend("reference", "cpu", rank=Rank.REFERENCE)
 
 
 def choose(device: DeviceFacts, *backends: Registered, request: str = "auto", **others: Any) -> Selection:
-    by_name = {one.info.name: one for one in (*backends, REFERENCE)}
+    by_name = {entry.info.name: entry for entry in (*backends, REFERENCE)}
     setting = AUTO if request == "auto" else Setting(request, "argument")
     return decide(device, by_name, others.pop("problem", DECODE), setting, **others)
 
 
-def told(selection: Selection) -> dict[str, str]:
+def rows(selection: Selection) -> dict[str, str]:
     return {name: "\n".join(lines) for name, lines in selection.rows}
 
 
@@ -61,17 +68,17 @@ def test_a_vendor_goes_before_generic_on_its_own_device() -> None:
 
     assert selection.require() is vendor
     assert selection.verdict == "acme: the vendor backend of 2 native to sm_90"
-    assert told(selection)["generic"] == "supports this call"
+    assert rows(selection)["generic"] == "supports this call"
     assert choose(DeviceFacts.named("sm80"), generic, vendor).require() is generic
 
 
 def test_a_vendor_that_refuses_leaves_the_call_to_generic() -> None:
-    generic, vendor = backend("generic", "cuda", rank=Rank.GENERIC), backend("acme", "sm_90", support=said(HEADS))
+    generic, vendor = backend("generic", "cuda", rank=Rank.GENERIC), backend("acme", "sm_90", support=answering(HEADS))
     selection = choose(SM90, generic, vendor)
 
     assert selection.require() is generic
     assert selection.verdict == "generic: the only backend native to sm_90 that can run this call"
-    assert told(selection)["acme"] == "HEADS  24, needs 64 or 128 -> pad q"
+    assert rows(selection)["acme"] == "HEADS  24, needs 64 or 128 -> pad q"
 
 
 def test_g9_the_reference_is_automatic_on_the_cpu_only() -> None:
@@ -81,21 +88,21 @@ def test_g9_the_reference_is_automatic_on_the_cpu_only() -> None:
 
         assert selection.chosen is None
         note = f"supports this call; never automatic on {device.arch} -> ask for it by name"
-        assert told(selection)["reference"] == note
+        assert rows(selection)["reference"] == note
 
 
-def test_where_nothing_is_native_what_can_be_asked_for_is_said_first() -> None:
-    some, other = backend("acme", "xpu"), backend("bolt", "hip")
+def test_without_a_native_backend_the_verdict_names_those_to_ask_for() -> None:
+    acme, bolt = backend("acme", "xpu"), backend("bolt", "hip")
 
-    assert choose(SM90, some, other).verdict == (
+    assert choose(SM90, acme, bolt).verdict == (
         "no backend native to sm_90 can run this call -> ask for acme or bolt or reference by name"
     )
-    only = {"acme": backend("acme", "cuda", support=said(HEADS))}
+    only = {"acme": backend("acme", "cuda", support=answering(HEADS))}
     assert decide(SM90, only, DECODE, AUTO).verdict == "no backend can run this call"
     assert decide(SM90, {}, DECODE, AUTO).verdict == "no backend can run this call"
 
 
-def test_what_runs_somewhere_is_not_chosen_there_unless_it_is_native() -> None:
+def test_a_backend_is_not_chosen_where_it_runs_but_is_not_native() -> None:
     triton = backend("triton", "cuda", "hip", rank=Rank.GENERIC, runs_on=("*",))
 
     assert choose(CPU, triton).require() is REFERENCE
@@ -113,22 +120,23 @@ def test_g9_a_tie_is_an_error_that_names_both_distributions() -> None:
     assert choose(SM90, backend("bolt", "sm_90"), backend("acme", "cuda"), request="bolt").require().info.name == "bolt"
 
 
-def test_a_tie_of_which_one_refuses_is_none() -> None:
+def test_a_backend_that_refuses_makes_no_tie() -> None:
     acme = backend("acme", "cuda")
 
-    assert choose(SM90, backend("bolt", "sm_90", support=said(HEADS)), acme).require() is acme
+    assert choose(SM90, backend("bolt", "sm_90", support=answering(HEADS)), acme).require() is acme
 
 
 def test_the_order_of_registration_decides_nothing() -> None:
-    some = [backend("a", "cuda", rank=Rank.GENERIC), backend("b", "sm_90"), backend("c", "xpu"), REFERENCE]
+    entries = [backend("a", "cuda", rank=Rank.GENERIC), backend("b", "sm_90"), backend("c", "xpu"), REFERENCE]
     traces = {
-        str(decide(SM90, {one.info.name: one for one in order}, DECODE, AUTO)) for order in itertools.permutations(some)
+        str(decide(SM90, {entry.info.name: entry for entry in order}, DECODE, AUTO))
+        for order in itertools.permutations(entries)
     }
 
     assert len(traces) == 1
 
 
-def test_one_backend_is_found_for_several_problems_of_a_phase() -> None:
+def test_one_backend_is_chosen_for_several_problems_of_a_phase() -> None:
     def only_c4a(_: DeviceFacts, problem: Problem) -> list[Reason]:
         return [] if problem.layer.kind is LayerKind.CSA else [Reason("LAYER", problem.layer.kind.value, "c4a")]
 
@@ -138,15 +146,15 @@ def test_one_backend_is_found_for_several_problems_of_a_phase() -> None:
 
     assert choose(SM90, vendor, generic).require() is vendor
     assert selection.require() is generic
-    assert told(selection)["acme"].splitlines() == ["LAYER  swa, needs c4a", "LAYER  c128a, needs c4a"]
-    assert len(told(selection)["call"].splitlines()) == 3
+    assert rows(selection)["acme"].splitlines() == ["LAYER  swa, needs c4a", "LAYER  c128a, needs c4a"]
+    assert len(rows(selection)["call"].splitlines()) == 3
 
 
-def test_a_reason_that_all_problems_share_is_said_once() -> None:
-    vendor = backend("acme", "sm_90", support=said(HEADS))
+def test_a_reason_that_all_problems_share_is_one_line() -> None:
+    vendor = backend("acme", "sm_90", support=answering(HEADS))
     selection = choose(SM90, vendor, problem=[Problem.of(FLASH, kind) for kind in FLASH.kinds])
 
-    assert len(told(selection)["acme"].splitlines()) == 1
+    assert len(rows(selection)["acme"].splitlines()) == 1
 
 
 @pytest.mark.parametrize("problems", [[], [DECODE, PREFILL]])
@@ -159,13 +167,13 @@ def test_problems_of_one_decision_are_of_one_phase(problems: list[Problem]) -> N
 
 
 def test_g9_an_explicit_choice_never_falls_back() -> None:
-    selection = choose(CPU, backend("acme", "cpu", support=said(HEADS)), request="acme")
+    selection = choose(CPU, backend("acme", "cpu", support=answering(HEADS)), request="acme")
 
     with pytest.raises(NoBackendError) as caught:
         selection.require()
     assert type(caught.value) is NoBackendError
     assert str(caught.value).splitlines()[0] == "backend 'acme' cannot run this call"
-    assert told(selection)["reference"] == "not asked for; supports this call"
+    assert rows(selection)["reference"] == "not asked for; supports this call"
 
 
 def test_g9_the_error_shows_the_call_the_device_the_request_and_every_candidate() -> None:
@@ -175,7 +183,7 @@ def test_g9_the_error_shows_the_call_the_device_the_request_and_every_candidate(
     selection = choose(
         XPU,
         backend("rocm", "hip", runs_on=("hip",)),
-        backend("xpu", "xpu", support=said(Reason("PAGE_SIZE", 48, "a multiple of 16", "use 64"), HEADS)),
+        backend("xpu", "xpu", support=answering(Reason("PAGE_SIZE", 48, "a multiple of 16", "use 64"), HEADS)),
         request="xpu",
         failures=[failure],
     )
@@ -207,28 +215,28 @@ def test_the_trace_is_aligned_to_the_longest_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("refernz", "; did you mean 'reference'?"),
         ("quantum", ""),
         ("acme", "; did you mean 'acme-fast' or 'acme-safe'?"),
     ],
 )
-def test_g9_an_unknown_name_is_an_error_with_a_suggestion(name: str, meant: str) -> None:
+def test_g9_an_unknown_name_is_an_error_with_a_suggestion(name: str, suggestion: str) -> None:
     selection = choose(CPU, backend("acme-fast", "sm_90"), backend("acme-safe", "sm_90"), request=name)
 
-    assert selection.verdict == f"backend {name!r} cannot be used: no backend has this name{meant}"
+    assert selection.verdict == f"backend {name!r} cannot be used: no backend has this name{suggestion}"
     with pytest.raises(NoBackendError):
         selection.require()
 
 
-def test_a_name_that_begins_others_is_itself() -> None:
+def test_a_name_may_be_the_beginning_of_another() -> None:
     acme = backend("acme", "sm_90")
 
     assert choose(SM90, acme, backend("acme-fast", "xpu"), request="acme").require() is acme
 
 
-def test_a_backend_whose_plugin_failed_is_answered_with_the_failure() -> None:
+def test_the_verdict_for_a_backend_whose_plugin_failed_is_the_failure() -> None:
     failure = PluginFailure("dsv4attn-acme", "acme", "load", "ImportError: no", version="0.2")
     selection = choose(CPU, request="acme", failures=[failure])
 
@@ -247,13 +255,13 @@ def test_g9_support_that_raises_is_broken_with_its_cause() -> None:
 
     assert selection.verdict == "backend 'acme' is broken"
     cure = "report it to its authors, or leave it out: DSV4ATTN_PLUGINS_DENY=dsv4attn-acme"
-    assert told(selection)["acme"] == f"is broken: its support raised KeyError: 'boom' (dsv4attn-acme 0.2) -> {cure}"
+    assert rows(selection)["acme"] == f"is broken: its support raised KeyError: 'boom' (dsv4attn-acme 0.2) -> {cure}"
     with pytest.raises(BrokenBackendError) as caught:
         selection.require()
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_broken_backend_is_passed_over_when_nobody_asked_for_it() -> None:
+def test_an_automatic_choice_passes_over_a_broken_backend() -> None:
     assert choose(CPU, backend("acme", "cpu", support=raising)).require() is REFERENCE
     with pytest.raises(NoBackendError) as caught:
         choose(SM90, backend("acme", "cuda", support=raising)).require()
@@ -265,7 +273,7 @@ def test_an_answer_of_a_wrong_type_is_broken_and_never_a_yes(answer: Any) -> Non
     selection = choose(CPU, backend("acme", "cpu", support=lambda _d, _p: answer), request="acme")
 
     assert selection.error is BrokenBackendError
-    assert "its support raised TypeError: support returned" in told(selection)["acme"]
+    assert "its support raised TypeError: support returned" in rows(selection)["acme"]
 
 
 @pytest.mark.parametrize("answer", [[], ()])
@@ -274,7 +282,7 @@ def test_an_empty_list_or_tuple_is_a_yes(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("raised", [SystemExit(3), GeneratorExit(), type("Panic", (BaseException,), {})("rust")])
-def test_whatever_support_raises_is_its_own(raised: BaseException) -> None:
+def test_a_backend_is_broken_whatever_its_support_raises(raised: BaseException) -> None:
     def panic(_device: DeviceFacts, _problem: Problem) -> Sequence[Reason]:
         raise raised
 
@@ -284,7 +292,7 @@ def test_whatever_support_raises_is_its_own(raised: BaseException) -> None:
     assert selection.trace[0].state == "broken"
 
 
-def test_ctrl_c_in_support_is_the_users() -> None:
+def test_ctrl_c_in_support_is_not_caught() -> None:
     def stop(_device: DeviceFacts, _problem: Problem) -> Sequence[Reason]:
         raise KeyboardInterrupt
 
@@ -300,12 +308,12 @@ def test_a_missing_package_is_a_reason_with_a_cure() -> None:
 
     assert choose(CPU, acme).require() is acme
     selection = choose(CPU, acme, installed={"acme-runtime": None})
-    assert told(selection)["acme"] == (
+    assert rows(selection)["acme"] == (
         "PACKAGE  acme-runtime is not installed, needs acme-runtime -> pip install acme-runtime"
     )
 
 
-def test_packages_of_a_device_that_is_only_described_are_taken_to_be_there() -> None:
+def test_packages_of_a_device_that_is_described_count_as_installed() -> None:
     registry = PluginRegistry({"acme": backend("acme", "sm_90", packages=("no-such-package",))})
 
     assert explain(DECODE, device=SM90, settings=Settings(), registry=registry).chosen is not None
@@ -313,7 +321,7 @@ def test_packages_of_a_device_that_is_only_described_are_taken_to_be_there() -> 
     assert [reason.code for reason in here.trace[0].reasons] == ["PACKAGE"]
 
 
-def test_without_torch_not_even_the_reference_is_there() -> None:
+def test_without_torch_the_reference_is_refused() -> None:
     reference = PluginRegistry.load(entry_points=[]).backends["reference"]
     cpu = DeviceFacts("cpu", "cpu", "CPU")
     selection = decide(cpu, {"reference": reference}, DECODE, Setting("auto", "default"), installed={"torch": None})
@@ -323,28 +331,28 @@ def test_without_torch_not_even_the_reference_is_there() -> None:
     assert "pip install torch" in str(selection)
 
 
-# how the chosen one would serve
+# how the chosen backend would serve
 
 
-def test_only_the_chosen_one_says_how_it_would_serve_and_lines_of_several_problems_once() -> None:
+def test_only_the_notes_of_the_chosen_backend_are_shown_each_line_once() -> None:
     def notes(_: DeviceFacts, problem: Problem) -> Sequence[str]:
         return ["by the fast kernel", f"in {problem.phase}"]
 
     def never(_: DeviceFacts, __: Problem) -> Sequence[str]:
-        raise AssertionError("asked one that was not chosen")
+        raise AssertionError("asked a backend that was not chosen")
 
     both = [DECODE, Problem.of(FLASH, "swa", "decode")]
     selection = choose(SM90, backend("acme", "sm_90", notes=notes), backend("bolt", "xpu", notes=never), problem=both)
 
-    assert told(selection)["acme"] == "chosen\nby the fast kernel\nin decode"
+    assert rows(selection)["acme"] == "chosen\nby the fast kernel\nin decode"
     assert [candidate.ways for candidate in selection.trace if candidate.name != "acme"] == [(), ()]
 
 
-def test_notes_that_raise_are_told_and_change_no_choice() -> None:
+def test_notes_that_raise_are_a_line_and_change_no_choice() -> None:
     def notes(_: DeviceFacts, __: Problem) -> Sequence[str]:
         raise KeyError("boom")
 
     selection = choose(SM90, backend("acme", "sm_90", notes=notes))
 
     assert selection.require().info.name == "acme"
-    assert told(selection)["acme"] == "chosen\nits notes raised KeyError: 'boom'"
+    assert rows(selection)["acme"] == "chosen\nits notes raised KeyError: 'boom'"

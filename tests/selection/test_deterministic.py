@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from dsv4attn.config import Settings
-from dsv4attn.core.contract import device
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.phased import PhasedBackend
@@ -17,7 +13,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import BrokenBackendError, NoBackendError
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import explain, registered, select_backend
-from tests.vendor_wheel import Shelf, plugin
+from tests.vendor_wheel import VendorWheels, plugin
 
 FLASH = ModelGeometry.preset("flash")
 PLAIN = [Problem.of(FLASH, "c4a", phase) for phase in ("decode", "prefill")]
@@ -40,14 +36,6 @@ class Never(ReferenceBackend):
 """
 
 
-@pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
-    with Shelf(tmp_path) as made:
-        yield made
-
-
 def of_phases(backend: Backend) -> tuple[bool, bool]:
     """Whether decode, and prefill, run on a deterministic backend."""
     if isinstance(backend, PhasedBackend):
@@ -56,19 +44,19 @@ def of_phases(backend: Backend) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("name", [None, "auto"])
-def test_both_phases(shelf: Shelf, name: str | None) -> None:
+def test_both_phases(wheels: VendorWheels, name: str | None) -> None:
     assert of_phases(select_backend(*EXACT, backend=name, settings=NONE)) == (True, True)
     assert of_phases(select_backend(*PLAIN, backend=name, settings=NONE)) == (False, False)
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_every_built_in_backend(shelf: Shelf, name: str) -> None:
+def test_every_built_in_backend(wheels: VendorWheels, name: str) -> None:
     for request_ in (name, f"decode={name}", f"prefill={name}"):
-        made = select_backend(*EXACT, backend=request_, device="cpu", settings=NONE)
-        assert of_phases(made) == (True, True)
+        backend = select_backend(*EXACT, backend=request_, device="cpu", settings=NONE)
+        assert of_phases(backend) == (True, True)
 
 
-def test_one_phase_alone(shelf: Shelf) -> None:
+def test_one_phase_alone(wheels: VendorWheels) -> None:
     assert of_phases(select_backend(EXACT[0], settings=NONE))[0]
     assert of_phases(select_backend(EXACT[0], PLAIN[1], settings=NONE)) == (True, False)
     assert of_phases(select_backend(PLAIN[0], EXACT[1], settings=NONE)) == (False, True)
@@ -76,24 +64,24 @@ def test_one_phase_alone(shelf: Shelf) -> None:
     assert of_phases(select_backend(PLAIN[0], EXACT[0], settings=NONE))[0]
 
 
-def test_the_environment_and_the_file(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    (shelf.folder / "dsv4attn.toml").write_text('[options.reference]\nprefill_keys = "paged"', encoding="utf-8")
-    made = select_backend(*EXACT)
-    assert (of_phases(made), made.capabilities.prefill_keys.value) == ((True, True), "paged")
+def test_the_environment_and_the_file(wheels: VendorWheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    (wheels.folder / "dsv4attn.toml").write_text('[options.reference]\nprefill_keys = "paged"', encoding="utf-8")
+    backend = select_backend(*EXACT)
+    assert (of_phases(backend), backend.capabilities.prefill_keys.value) == ((True, True), "paged")
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
-    made = select_backend(*EXACT)
-    assert (of_phases(made), made.name) == ((True, True), "triton")
+    backend = select_backend(*EXACT)
+    assert (of_phases(backend), backend.name) == ((True, True), "triton")
 
 
 @pytest.mark.parametrize("request_", [None, "reference"])
 @pytest.mark.parametrize("value", ["false", "'false'"])
-def test_an_option_that_contradicts_the_problem(shelf: Shelf, request_: str | None, value: str) -> None:
-    path = shelf.folder / "dsv4attn.toml"
+def test_an_option_that_contradicts_the_problem(wheels: VendorWheels, request_: str | None, value: str) -> None:
+    path = wheels.folder / "dsv4attn.toml"
     path.write_text(f"[options.reference]\ndeterministic = {value}", encoding="utf-8")
     selection = explain(EXACT[0], backend=request_)
     assert selection.chosen is None
-    said = next(c for c in selection.trace if c.name == "reference")
-    assert (said.state, [reason.code for reason in said.reasons]) == ("refused", ["DETERMINISTIC"])
+    reference = next(candidate for candidate in selection.trace if candidate.name == "reference")
+    assert (reference.state, [reason.code for reason in reference.reasons]) == ("refused", ["DETERMINISTIC"])
     with pytest.raises(NoBackendError, match=r"contradict the problem\n(?s:.*)options\.reference in .*dsv4attn\.toml"):
         select_backend(*EXACT, backend=request_)
     assert of_phases(select_backend(*PLAIN, backend=request_)) == (False, False)
@@ -101,33 +89,33 @@ def test_an_option_that_contradicts_the_problem(shelf: Shelf, request_: str | No
     assert of_phases(select_backend(*EXACT, backend="triton")) == (True, True)
 
 
-def test_a_backend_without_the_option_is_refused(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin())
+def test_a_backend_without_the_option_is_refused(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin())
     with pytest.raises(NoBackendError, match=r"acme +DETERMINISTIC  bits that do not depend on the batch, needs a ba"):
         select_backend(*EXACT, backend="acme")
-    # the automatic choice passes it by, though it is the vendor's
+    # the automatic choice does not take it, although it is a vendor's backend
     hopper = DeviceFacts.named("sm_90")
-    shelf.install("dsv4attn-bolt", plugin("bolt", options={"deterministic": False}))
+    wheels.install("dsv4attn-bolt", plugin("bolt", options={"deterministic": False}))
     exact = explain(EXACT[0], device=hopper, settings=Settings(deny=("dsv4attn-bolt",)))
     assert exact.require().info.name == "sm90"
 
 
-def test_a_backend_that_is_always_deterministic(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin(factory="dsv4attn_acme:Always", options={"deterministic": True}) + ALWAYS)
+def test_a_backend_that_is_always_deterministic(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin(factory="dsv4attn_acme:Always", options={"deterministic": True}) + ALWAYS)
     assert of_phases(select_backend(*EXACT, backend="acme")) == (True, True)
 
 
-def test_a_backend_that_says_yes_and_is_not_deterministic(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin(factory="dsv4attn_acme:Never", options={"deterministic": False}) + ALWAYS)
+def test_a_backend_that_says_yes_and_is_not_deterministic(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin(factory="dsv4attn_acme:Never", options={"deterministic": False}) + ALWAYS)
     with pytest.raises(BrokenBackendError, match="made Never, which is not deterministic, for a deterministic problem"):
         select_backend(*EXACT, backend="acme")
     select_backend(*PLAIN, backend="acme")
 
 
-def test_the_trace_says_how_the_backend_is_built(shelf: Shelf) -> None:
+def test_the_trace_says_how_the_backend_is_built(wheels: VendorWheels) -> None:
     line = "built with deterministic=true, which the problem asks for"
     for problem in EXACT:
-        chosen = next(c for c in explain(problem, settings=NONE).trace if c.state == "chosen")
+        chosen = next(candidate for candidate in explain(problem, settings=NONE).trace if candidate.state == "chosen")
         assert line in chosen.ways
         assert line in str(explain(problem, settings=NONE))
     assert line not in str(explain(PLAIN[0], settings=NONE))

@@ -1,4 +1,4 @@
-"""From wishes and this machine to a backend (promises G1, G6 and G9)."""
+"""From requests and this machine to a backend (promises G1, G6 and G9)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import dsv4attn
 from dsv4attn import plugins
 from dsv4attn.config import Settings
-from dsv4attn.core.contract import device
 from dsv4attn.core.contract.backend import Rank
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem
@@ -23,7 +21,7 @@ from dsv4attn.errors import ArgumentError, ConfigError, NoBackendError
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import backend_names, explain, resolve
 from tests.backends.built_in import known_devices, of_rank
-from tests.vendor_wheel import Shelf, plugin
+from tests.vendor_wheel import VendorWheels, plugin
 
 FLASH = ModelGeometry.preset("flash")
 PRO = ModelGeometry.preset("pro")
@@ -32,39 +30,33 @@ SM90 = DeviceFacts.named("sm90")
 DEVICES = known_devices()
 
 
-# the order of wishes, on the real registry
+# the order of requests, on the real registry
 
 
-@pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
-    with Shelf(tmp_path) as made:
-        yield made
-
-
-def test_g9_argument_over_environment_over_file_over_automatic(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_g9_argument_over_environment_over_file_over_automatic(
+    wheels: VendorWheels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("acme", "bolt", "zinc"):
-        shelf.install(f"dsv4attn-{name}", plugin(name))
-    sources = [resolve(DECODE).request]
-    (shelf.folder / "dsv4attn.toml").write_text('backend = "acme"', encoding="utf-8")
-    sources.append(resolve(DECODE).request)
+        wheels.install(f"dsv4attn-{name}", plugin(name))
+    requests = [resolve(DECODE).request]
+    (wheels.folder / "dsv4attn.toml").write_text('backend = "acme"', encoding="utf-8")
+    requests.append(resolve(DECODE).request)
     monkeypatch.setenv("DSV4ATTN_BACKEND", "bolt")
-    sources.append(resolve(DECODE).request)
-    sources += [resolve(DECODE, backend="zinc").request, resolve(DECODE, backend="auto").request]
+    requests.append(resolve(DECODE).request)
+    requests += [resolve(DECODE, backend="zinc").request, resolve(DECODE, backend="auto").request]
 
-    assert [request.value for request in sources] == ["auto", "acme", "bolt", "zinc", "auto"]
-    assert [request.source for request in sources] == [
+    assert [request.value for request in requests] == ["auto", "acme", "bolt", "zinc", "auto"]
+    assert [request.source for request in requests] == [
         "default",
-        f"backend in {shelf.folder / 'dsv4attn.toml'}",
+        f"backend in {wheels.folder / 'dsv4attn.toml'}",
         "environment variable DSV4ATTN_BACKEND",
         "argument",
         "argument",
     ]
 
 
-def test_g9_phases_are_resolved_separately(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf.install("dsv4attn-acme", plugin())
+def test_g9_phases_are_resolved_separately(wheels: VendorWheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels.install("dsv4attn-acme", plugin())
     monkeypatch.setenv("DSV4ATTN_BACKEND", "decode=acme")
 
     assert resolve(DECODE).require().info.name == "acme"
@@ -74,14 +66,14 @@ def test_g9_phases_are_resolved_separately(shelf: Shelf, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("backend", ["decode=", "decode=a,decode=b"])
-def test_an_argument_that_says_nothing_clear_is_an_error(backend: str) -> None:
+def test_an_argument_that_cannot_be_read_is_an_error(backend: str) -> None:
     with pytest.raises(ConfigError, match=r"^argument backend: expected NAME or"):
         resolve(DECODE, backend=backend)
 
 
-def test_g9_a_configuration_that_names_a_denied_plugin_says_so(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-acme", plugin())
-    path = shelf.folder / "dsv4attn.toml"
+def test_g9_a_configuration_that_names_a_denied_plugin_says_so(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-acme", plugin())
+    path = wheels.folder / "dsv4attn.toml"
     path.write_text('backend = "acme"\nplugins.deny = ["acme"]', encoding="utf-8")
 
     with pytest.raises(NoBackendError) as caught:
@@ -92,30 +84,32 @@ def test_g9_a_configuration_that_names_a_denied_plugin_says_so(shelf: Shelf) -> 
     assert f'  request    "acme"  (backend in {path})' in lines
 
 
-def test_g9_an_automatic_choice_is_logged_once_with_its_reason(shelf: Shelf, caplog: pytest.LogCaptureFixture) -> None:
-    shelf.install("dsv4attn-acme", plugin(support="raise KeyError('boom')"))
+def test_g9_an_automatic_choice_is_logged_once_with_its_reason(
+    wheels: VendorWheels, caplog: pytest.LogCaptureFixture
+) -> None:
+    wheels.install("dsv4attn-acme", plugin(support="raise KeyError('boom')"))
     with caplog.at_level(logging.INFO, "dsv4attn"):
         for _ in range(3):
             resolve(DECODE)
         resolve(PREFILL)
         resolve(DECODE, backend="reference")
 
-    why = "is broken: its support raised KeyError: 'boom' (dsv4attn-acme 0.2)"
-    why += " -> report it to its authors, or leave it out: DSV4ATTN_PLUGINS_DENY=dsv4attn-acme"
+    line = "is broken: its support raised KeyError: 'boom' (dsv4attn-acme 0.2)"
+    line += " -> report it to its authors, or leave it out: DSV4ATTN_PLUGINS_DENY=dsv4attn-acme"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "dsv4attn: decode runs on reference: the only backend native to cpu that can run this call"),
-        ("WARNING", f"dsv4attn: backend acme was passed over: {why}"),
+        ("WARNING", f"dsv4attn: backend acme was passed over: {line}"),
         ("INFO", "dsv4attn: prefill runs on reference: the only backend native to cpu that can run this call"),
     ]
 
 
-def test_explaining_is_not_logged_and_does_not_raise(shelf: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+def test_explaining_is_not_logged_and_does_not_raise(wheels: VendorWheels, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "dsv4attn"):
         assert explain(DECODE, device=SM90, backend="nobody").chosen is None
     assert caplog.records == []
 
 
-def test_the_device_may_be_given_as_torch_names_it(shelf: Shelf) -> None:
+def test_the_device_may_be_given_as_torch_names_it(wheels: VendorWheels) -> None:
     assert explain(DECODE, device="cpu").device == DeviceFacts.here("cpu")
     with pytest.raises(ArgumentError, match=r"^device: expected a device of this machine, got quantum"):
         explain(DECODE, device="quantum")
@@ -132,7 +126,7 @@ def problems_of_every_kind() -> Iterator[Problem]:
 
 
 def automatic(name: str, registry: PluginRegistry) -> set[str | None]:
-    """Who is chosen on a device for problems of every kind, the names only; None where nobody is."""
+    """Names of the backends that are chosen on a device for problems of every kind; None if a problem has none."""
     device, chosen = DeviceFacts.named(name), set[str | None]()
     for problem in problems_of_every_kind():
         selection = explain(problem, device=device, settings=Settings(), registry=registry)
@@ -144,7 +138,7 @@ def automatic(name: str, registry: PluginRegistry) -> set[str | None]:
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_g1_every_problem_has_a_backend_on_every_device(name: str) -> None:
-    """Automatic wherever Triton runs, and by name everywhere. Nobody gets the slow reference without asking for it."""
+    """Automatic wherever Triton runs, and by name everywhere. The slow reference is never automatic on a GPU."""
     registry = PluginRegistry.load(entry_points=[])
     device = DeviceFacts.named(name)
     for problem in problems_of_every_kind():
@@ -155,7 +149,7 @@ def test_g1_every_problem_has_a_backend_on_every_device(name: str) -> None:
 
     if native_of(device, registry) - {*of_rank(Rank.REFERENCE)}:
         assert None not in chosen
-        ranks = {registry.backends[winner].info.rank for winner in chosen if winner}
+        ranks = {registry.backends[backend].info.rank for backend in chosen if backend}
         assert Rank.REFERENCE not in ranks
     else:
         assert chosen == {"reference" if name == "cpu" else None}
@@ -163,7 +157,7 @@ def test_g1_every_problem_has_a_backend_on_every_device(name: str) -> None:
 
 def native_of(device: DeviceFacts, registry: PluginRegistry) -> set[str]:
     """Names of the backends that are native to a device."""
-    return {name for name, one in registry.backends.items() if device.matches(one.info.native)}
+    return {name for name, backend in registry.backends.items() if device.matches(backend.info.native)}
 
 
 def test_g1_every_device_of_triton_has_a_native_backend() -> None:
@@ -174,7 +168,7 @@ def test_g1_every_device_of_triton_has_a_native_backend() -> None:
 
 
 @pytest.mark.parametrize("name", known_devices("cuda", "hip", "xpu"))
-def test_g1_the_generic_room_alone_serves_every_device_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_g1_the_generic_backend_alone_serves_every_device_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The generic backend takes what a vendor's backend refuses."""
     generic = of_rank(Rank.GENERIC)
     monkeypatch.setattr(plugins, "BUILT_IN", (*generic, *of_rank(Rank.REFERENCE)))
@@ -183,7 +177,7 @@ def test_g1_the_generic_room_alone_serves_every_device_of_triton(name: str, monk
 
 
 @pytest.mark.parametrize("name", ["sm70", "sm75"])
-def test_g1_a_device_without_matrix_units_for_bf16_is_told_so(name: str) -> None:
+def test_g1_a_device_without_matrix_units_for_bf16_is_refused_with_the_cause(name: str) -> None:
     selection = explain(DECODE, device=DeviceFacts.named(name), settings=Settings())
 
     assert selection.chosen is None

@@ -23,12 +23,13 @@ __all__ = ["AttentionCall", "AttentionOptions", "AttentionTensors", "Run"]
 
 @frozen
 class AttentionOptions:
-    """What a call asks for beyond out and lse. `forward_mqa` sets `raw_q` alone.
+    """What a call asks for in addition to out and lse. `forward_mqa` sets `raw_q` alone.
 
-    max_logits: [T, H] fp32 or None - the largest z of each row, -inf for rows without keys; only for backends with
-       `Capabilities.max_logits`.
-    empty_lse: lse of rows without keys; other than -inf only for backends with `Capabilities.empty_lse`.
-    raw_q: q is neither normalised nor rotated, and the call does both; only where `takes_raw_q` says so.
+    max_logits: [T, H] fp32 or None - written with the largest z of each row, -inf for rows without keys. Only backends
+       with `Capabilities.max_logits` take it.
+    empty_lse: lse of rows without keys. Only backends with `Capabilities.empty_lse` take another value than -inf.
+    raw_q: given if q is neither normalised nor rotated, and the call does both. Only backends get it
+       whose `takes_raw_q` is true.
     """
 
     max_logits: Tensor | None = None
@@ -40,18 +41,19 @@ _PLAIN = AttentionOptions()
 
 
 class AttentionTensors(NamedTuple):
-    """What differs between the layers that run one prepared call: all else is bound when the call is prepared.
+    """The tensors that differ between the layers of one prepared call, which keeps everything else.
 
-    The tensors have the signatures (`tensorspec.signature`) of those that the call was prepared with. q, out, lse and
+    They have the signatures (`tensorspec.signature`) of the tensors that the call was prepared with. q, out, lse and
     topk_indices may have more rows after those of the call.
 
     q: [>= T, H, D] bf16 or fp32.
     out: [>= T, H, D] like q.
     lse: [>= T, H] fp32 or None.
     attn_sink: [H] fp32 or None.
-    topk_indices: [>= T, K] int32 - the indexer's entries; read by calls of `Backend.prepare_entries` alone.
-    window: the window cache; not read where keys are gathered.
-    compressed: the compressed cache; not read where keys are gathered, nor on window-only layers.
+    topk_indices: [>= T, K] int32 - the entries that the indexer selected; only calls of `Backend.prepare_entries` read
+       them.
+    window: the window cache; not read if keys are gathered.
+    compressed: the compressed cache; not read if keys are gathered, nor on window-only layers.
     """
 
     q: Tensor
@@ -69,16 +71,17 @@ class AttentionTensors(NamedTuple):
         return AttentionTensors(q[tokens], out[tokens], lse, attn_sink, None, window, compressed)
 
 
-# an instance a call of a wrapped backend: construction of frozen classes with slots takes twice as long
+# no slots: construction of frozen classes with slots takes twice as long, and the default of `Backend.prepare` makes a
+# call in each run
 @frozen(slots=False)
 class AttentionCall:
-    """One attention over selected keys, all segments in one softmax.
+    """One attention over selected keys. All segments are in one softmax.
 
     layer: geometry of the layer.
     q: [T, H, D] bf16 or fp32 - normalised and rotated, unless `options.raw_q` is given.
     keys: paged segments (window, then compressed if the layer has it), or gathered rows.
     attn_sink: [H] fp32 or None - one more logit per head, with value zero.
-    out: [T, H, D] like q - written in full.
+    out: [T, H, D] like q - every row is written.
     lse: [T, H] fp32 or None - natural log, without the sink.
     scratch: the views of `Backend.scratch`.
     options: see `AttentionOptions`.
@@ -103,7 +106,7 @@ class AttentionCall:
         return AttentionTensors(self.q, self.out, self.lse, self.attn_sink, None, window, compressed)  # type: ignore[arg-type]
 
     def with_tensors(self, tensors: AttentionTensors) -> AttentionCall:
-        """The same call on other tensors; rows after those of the call are cut off."""
+        """The same call on other tensors. Their rows after those of the call are cut off."""
         num_tokens, keys = self.q.shape[0], self.keys
         q, out, lse, attn_sink, _, window, compressed = tensors
         if num_tokens < q.shape[0]:

@@ -1,4 +1,4 @@
-"""Facts of devices: made up by name, and read off a machine that is made up here."""
+"""Facts of devices: described by name, and read off a machine that a test describes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_any_device_can_be_described_by_its_name(name: str, kind: str, arch: str
         (["b580", "Intel Arc B580"], "xpu"),
     ],
 )
-def test_devices_have_the_names_that_people_call_them(names: list[str], arch: str) -> None:
+def test_devices_have_the_names_of_products(names: list[str], arch: str) -> None:
     assert {DeviceFacts.named(name).arch for name in names} == {arch}
 
 
@@ -75,13 +75,13 @@ def test_no_name_means_two_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [("xpuu", "xpu"), ("sm", "sm_"), ("gfx", "gfx"), ("h2O0", "h200"), ("mi30O", "mi300"), ("rx580", "rx"), ("", "")],
 )
-def test_a_device_nobody_has_is_an_error_with_a_suggestion(name: str, meant: str) -> None:
+def test_an_unknown_device_is_an_error_with_a_suggestion(name: str, suggestion: str) -> None:
     with pytest.raises(UnknownNameError, match=rf"^unknown device '{name}'") as caught:
         DeviceFacts.named(name)
-    assert not meant or f"did you mean '{meant}" in str(caught.value)
+    assert not suggestion or f"did you mean '{suggestion}" in str(caught.value)
     assert "sm_90" in str(caught.value)
     assert "mi300x" in str(caught.value)
 
@@ -92,8 +92,8 @@ def test_a_device_nobody_has_is_an_error_with_a_suggestion(name: str, meant: str
 def test_a_suggestion_is_of_one_vendor(name: str) -> None:
     with pytest.raises(UnknownNameError) as caught:
         DeviceFacts.named(name)
-    said = str(caught.value).partition(" (known:")[0].partition("did you mean")[2]
-    kinds = {device.kind for device in DEVICES for one in device.spellings if f"'{one}'" in said}
+    suggestion = str(caught.value).partition(" (known:")[0].partition("did you mean")[2]
+    kinds = {device.kind for device in DEVICES for spelling in device.spellings if f"'{spelling}'" in suggestion}
 
     assert len(kinds) <= 1
     assert {"h2O0": {"cuda"}, "mi100": {"hip"}}.get(name, kinds) == kinds
@@ -149,7 +149,7 @@ def test_elsewhere_torch_has_to_be_asked(
     assert may_have_accelerator() is expected
 
 
-def test_torch_is_asked_too_where_a_third_party_brings_it_a_device(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_asked_if_a_third_party_brings_a_device(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ("torch_npu",))
     assert may_have_accelerator()
 
@@ -205,7 +205,7 @@ def test_the_first_accelerator_is_what_is_here(
     assert (facts.kind, facts.arch, facts.name) == expected
     assert facts.present
     assert "described" not in str(facts)
-    assert [one.arch for one in DeviceFacts.all_here()] == [expected[1], expected[1], "cpu"]
+    assert [device.arch for device in DeviceFacts.all_here()] == [expected[1], expected[1], "cpu"]
     assert DeviceFacts.here("cpu").arch == DeviceFacts.here(torch.device("cpu")).arch == "cpu"
     assert DeviceFacts.here(torch.device(torch_kind, 1)).arch == expected[1]
 
@@ -218,7 +218,7 @@ def test_nodes_without_a_device_that_torch_knows_are_a_cpu(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["quantum", "cpu:x", "", "mps:first", "meta", "hip"])
-def test_what_torch_does_not_take_for_a_device_is_an_argument_error(name: str) -> None:
+def test_a_name_that_is_no_device_of_torch_is_an_argument_error(name: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^device: expected a device of this machine, got {name} \("):
         DeviceFacts.here(name)
 
@@ -259,7 +259,9 @@ def test_a_release_is_the_first_two_numbers_of_a_version(version: str | None, re
 @pytest.mark.parametrize(
     "distribution", ["triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-xpu", "triton-windows"]
 )
-def test_triton_has_the_version_of_whatever_brings_it(monkeypatch: pytest.MonkeyPatch, distribution: str) -> None:
+def test_triton_has_the_version_of_the_distribution_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, distribution: str
+) -> None:
     monkeypatch.setattr(device_module, "version_of", lambda name: "3.2.0" if name == distribution else None)
     device_module._triton_version.cache_clear()
     try:

@@ -1,4 +1,4 @@
-"""Two backends as one: every part of a step goes where the contract of `PhasedBackend` says."""
+"""`PhasedBackend`: each member is that of the decode backend, of the prefill backend, or of both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.testing.factories import tiny_geometry
 from dsv4attn.testing.random_step import StepFixture
 
-FORMS = {
+CAPABILITIES = {
     "decode": Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, 8),
     "prefill": Capabilities(IndexForm.DENSE, IndexForm.RAGGED, KeyForm.GATHERED, 64),
 }
@@ -43,7 +43,7 @@ class Recorder(ReferenceBackend):
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__()
-        self.name, self.size, self.capabilities = name, size, FORMS[name]
+        self.name, self.size, self.capabilities = name, size, CAPABILITIES[name]
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         return [((tokens, self.size), torch.uint8)]
@@ -63,19 +63,19 @@ def pair(decode: int = 3, prefill: int = 5) -> PhasedBackend:
     return PhasedBackend(Recorder("decode", decode), Recorder("prefill", prefill))
 
 
-def test_each_phase_has_the_forms_of_its_own_backend() -> None:
-    made = pair()
+def test_each_phase_has_the_capabilities_of_its_own_backend() -> None:
+    phased = pair()
 
-    assert made.capabilities == Capabilities(IndexForm.RAGGED, IndexForm.RAGGED, KeyForm.GATHERED, 64)
-    assert made.name == "decode+prefill"
+    assert phased.capabilities == Capabilities(IndexForm.RAGGED, IndexForm.RAGGED, KeyForm.GATHERED, 64)
+    assert phased.name == "decode+prefill"
 
 
 @pytest.mark.parametrize(("phase", "bytes_of_a_token"), [(Phase.DECODE, 3), (Phase.PREFILL, 5)])
 def test_scratch_is_that_of_the_phase(phase: Phase, bytes_of_a_token: int) -> None:
-    made = pair()
+    phased = pair()
 
-    assert made.scratch(phase, LAYER, 7, 100) == [((7, bytes_of_a_token), torch.uint8)]
-    assert made.scratch_bound(phase, LAYER, 1024, 100) == 1024 * bytes_of_a_token
+    assert phased.scratch(phase, LAYER, 7, 100) == [((7, bytes_of_a_token), torch.uint8)]
+    assert phased.scratch_bound(phase, LAYER, 1024, 100) == 1024 * bytes_of_a_token
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(3, 5), (5, 3)])
@@ -83,12 +83,12 @@ def test_temporaries_are_bounded_by_the_larger_of_both(decode: int, prefill: int
     assert pair(decode, prefill).transient_bytes(LAYER, 1, 1, 1) == 5
 
 
-def test_a_plan_holds_the_lanes_of_both() -> None:
-    made = pair()
+def test_a_plan_has_the_arenas_of_both() -> None:
+    phased = pair()
     limits, layout = Limits(4, 64, 256), KVCacheLayout.fp8_ds_mla(24, 8)
-    alone = [plan_workspace(LAYER, limits, made.of(phase), layout).arenas[phase.value] for phase in Phase]
+    arenas = [plan_workspace(LAYER, limits, phased.of(phase), layout).arenas[phase.value] for phase in Phase]
 
-    assert list(plan_workspace(LAYER, limits, made, layout).arenas.values()) == alone
+    assert list(plan_workspace(LAYER, limits, phased, layout).arenas.values()) == arenas
 
 
 PLACES = {
@@ -104,12 +104,12 @@ PLACES = {
 @pytest.mark.parametrize(("name", "place"), PLACES.items())
 def test_all_that_a_decode_step_runs_is_the_decode_backends(name: str, place: str) -> None:
     """It may be captured as a whole, and only that backend was asked whether it can be."""
-    made = pair()
-    method = getattr(made, name)
+    phased = pair()
+    method = getattr(phased, name)
 
     assert method.__name__ == name
-    assert method.__self__ is made.of(Phase(place))
-    assert made.steps is made.of(Phase.DECODE).steps
+    assert method.__self__ is phased.of(Phase(place))
+    assert phased.steps is phased.of(Phase.DECODE).steps
 
 
 def test_every_required_method_has_its_place() -> None:
@@ -120,22 +120,22 @@ def test_every_required_method_has_its_place() -> None:
 
 @pytest.mark.parametrize("kind", list(LayerKind))
 def test_a_mixed_batch_on_a_pair_equals_the_oracle(kind: LayerKind) -> None:
-    made = pair()
-    StepFixture(kind=kind, requests=[(40, 1), (17, 1), (0, 21), (33, 9)]).check(made)
+    phased = pair()
+    StepFixture(kind=kind, requests=[(40, 1), (17, 1), (0, 21), (33, 9)]).check(phased)
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(False, False), (False, True), (True, False), (True, True)])
-def test_largest_logits_are_told_if_both_tell_them(*, decode: bool, prefill: bool) -> None:
+def test_largest_logits_are_available_if_both_backends_have_them(*, decode: bool, prefill: bool) -> None:
     backends = ReferenceBackend(), ReferenceBackend()
-    for backend, told in zip(backends, (decode, prefill), strict=True):
-        backend.capabilities = Capabilities(max_logits=told, empty_lse=told)
+    for backend, is_capable in zip(backends, (decode, prefill), strict=True):
+        backend.capabilities = Capabilities(max_logits=is_capable, empty_lse=is_capable)
 
     capabilities = PhasedBackend(*backends).capabilities
     assert (capabilities.max_logits, capabilities.empty_lse) == (decode and prefill,) * 2
 
 
 class Extending(ReferenceBackend):
-    """A reference with steps and metadata of its own."""
+    """A reference with builder ops and metadata of its own."""
 
     builder_ops = BuilderOps()
 
@@ -145,22 +145,22 @@ class Extending(ReferenceBackend):
         raise NotImplementedError
 
 
-def test_what_a_builder_asks_for_is_the_decode_backends() -> None:
-    own, other = Extending(), Extending()
-    vars(other)["builder_ops"] = None
-    made: Any = PhasedBackend(own, other)
+def test_builder_ops_and_metadata_are_those_of_the_decode_backend() -> None:
+    decode, prefill = Extending(), Extending()
+    vars(prefill)["builder_ops"] = None
+    phased: Any = PhasedBackend(decode, prefill)
 
-    assert made.builder_ops is not None
+    assert phased.builder_ops is not None
     with pytest.raises(NotImplementedError):
-        made.metadata_extension(tiny_geometry(), LIMITS, CPU)
+        phased.metadata_extension(tiny_geometry(), LIMITS, CPU)
 
 
-def test_what_the_decode_backend_does_not_bring_the_pair_does_not_have() -> None:
-    """Nor does it take the prefill backend's, whose metadata the decode backend would not know."""
-    made = PhasedBackend(ReferenceBackend(), Extending())
+def test_without_them_in_the_decode_backend_there_are_none() -> None:
+    """Those of the prefill backend are not taken: the decode backend would not know their metadata."""
+    phased = PhasedBackend(ReferenceBackend(), Extending())
 
-    assert made.builder_ops is None
-    assert made.metadata_extension(tiny_geometry(), LIMITS, CPU) is None
+    assert phased.builder_ops is None
+    assert phased.metadata_extension(tiny_geometry(), LIMITS, CPU) is None
 
 
 LIMITS = Limits(4, 64, 256)
@@ -168,64 +168,64 @@ BOUNDS, CPU = WarmupSpec.of(tiny_geometry(), LIMITS), torch.device("cpu")
 
 
 class Compiled(ReferenceBackend):
-    """A reference that has forms to compile, `each` kernels of every one."""
+    """A reference that has variants to compile, each `count` times."""
 
-    def __init__(self, forms: Sequence[object], each: int = 1) -> None:
+    def __init__(self, variants: Sequence[object], count: int = 1) -> None:
         super().__init__()
-        self.compiles, self.each, self.warmed = forms, each, list[Any]()
+        self.variants, self.count, self.warmed = variants, count, list[Any]()
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Sequence[object]:
         assert bounds is BOUNDS
-        return self.compiles
+        return self.variants
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         self.warmed.append((bounds, device))
-        return len(set(self.compiles)) * self.each
+        return len(set(self.variants)) * self.count
 
 
-@pytest.mark.parametrize("each", [1, 2])
-def test_both_are_warmed_and_what_both_compile_counts_once(each: int) -> None:
-    one, other = Compiled(["a", "b", "b"], each), Compiled(["b", "c", "d"], each)
-    made: Any = PhasedBackend(one, other)
+@pytest.mark.parametrize("count", [1, 2])
+def test_both_are_warmed_and_variants_of_both_count_once(count: int) -> None:
+    decode, prefill = Compiled(["a", "b", "b"], count), Compiled(["b", "c", "d"], count)
+    phased: Any = PhasedBackend(decode, prefill)
 
-    assert list(made.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == ["a", "b", "c", "d"]
-    assert made.warmup(BOUNDS, CPU) == 4 * each
-    assert one.warmed == other.warmed == [(BOUNDS, CPU)]
+    assert list(phased.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == ["a", "b", "c", "d"]
+    assert phased.warmup(BOUNDS, CPU) == 4 * count
+    assert decode.warmed == prefill.warmed == [(BOUNDS, CPU)]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_compiled_backend_beside_one_that_is_not_is_warmed_alone(*, turned: bool) -> None:
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_only_a_backend_that_compiles_is_warmed(*, is_prefill: bool) -> None:
     compiled = Compiled(["a", "b"])
     both = (compiled, ReferenceBackend())
-    made: Any = PhasedBackend(*both[:: -1 if turned else 1])
+    phased: Any = PhasedBackend(*both[:: -1 if is_prefill else 1])
 
-    assert list(made.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == ["a", "b"]
-    assert made.warmup(BOUNDS, CPU) == 2
+    assert list(phased.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == ["a", "b"]
+    assert phased.warmup(BOUNDS, CPU) == 2
     assert len(compiled.warmed) == 1
 
 
 def test_a_backend_that_serves_both_phases_is_warmed_once() -> None:
     compiled = Compiled(["a", "b"])
-    made: Any = PhasedBackend(compiled, compiled)
+    phased: Any = PhasedBackend(compiled, compiled)
 
-    assert made.warmup(BOUNDS, CPU) == 2
+    assert phased.warmup(BOUNDS, CPU) == 2
     assert len(compiled.warmed) == 1
 
 
 def test_a_pair_of_backends_that_compile_nothing_compiles_nothing() -> None:
-    made = PhasedBackend(ReferenceBackend(), ReferenceBackend())
+    phased = PhasedBackend(ReferenceBackend(), ReferenceBackend())
 
-    assert list(made.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == []
-    assert made.warmup(BOUNDS, CPU) == 0
+    assert list(phased.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == []
+    assert phased.warmup(BOUNDS, CPU) == 0
 
 
-def test_one_that_only_warms_up_claims_no_forms() -> None:
-    one = ReferenceBackend()
-    vars(one)["warmup"] = lambda _bounds, _device: 7
-    made = PhasedBackend(one, Compiled(["a"]))
+def test_a_backend_may_warm_up_without_variants() -> None:
+    decode = ReferenceBackend()
+    vars(decode)["warmup"] = lambda _bounds, _device: 7
+    phased = PhasedBackend(decode, Compiled(["a"]))
 
-    assert made.warmup(BOUNDS, CPU) == 8
-    assert list(PhasedBackend(one, ReferenceBackend()).kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == []
+    assert phased.warmup(BOUNDS, CPU) == 8
+    assert list(PhasedBackend(decode, ReferenceBackend()).kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == []
 
 
 def test_every_optional_part_of_the_contract_is_forwarded() -> None:

@@ -17,14 +17,14 @@ from dsv4attn.errors import ArgumentError, UnknownNameError
 FLASH = ModelGeometry.preset("flash")
 
 
-def test_a_problem_is_what_a_model_poses() -> None:
+def test_a_problem_has_the_values_of_the_model() -> None:
     problem = Problem.of(FLASH)
 
     assert (problem.phase, problem.layer, problem.topk) == ("decode", FLASH.layer_of_kind("c4a"), 512)
     assert (problem.swa, problem.compressed) == (CacheFacts(), CacheFacts(page_size=64))
 
 
-def test_the_kinds_differ_as_their_layers_do() -> None:
+def test_the_problems_of_window_only_and_c128a_layers() -> None:
     swa, c128a = Problem.of(FLASH, "swa"), Problem.of(FLASH, LayerKind.HCA, max_model_len=100_000)
 
     assert (swa.compressed, swa.topk) == (None, 0)
@@ -32,7 +32,7 @@ def test_the_kinds_differ_as_their_layers_do() -> None:
     assert (c128a.compressed, c128a.topk) == (CacheFacts(page_size=2), 896)
 
 
-def test_what_differs_from_the_model_is_said_by_name() -> None:
+def test_keywords_override_the_values_of_the_model() -> None:
     problem = Problem.of(
         FLASH,
         "c4a",
@@ -57,13 +57,13 @@ def test_what_differs_from_the_model_is_said_by_name() -> None:
     assert (problem.query_len, problem.capture, problem.deterministic) == (3, True, True)
 
 
-def test_selecting_nothing_is_a_problem_of_its_own() -> None:
+def test_topk_may_be_0() -> None:
     problem = Problem.of(FLASH, topk=0)
 
     assert (problem.topk, problem.layer.topk) == (0, 512)
 
 
-def test_a_layer_poses_the_same_problem_as_its_model() -> None:
+def test_the_problem_of_a_layer_is_that_of_its_model() -> None:
     assert Problem.of(FLASH.layer_of_kind("c4a")) == Problem.of(FLASH, "c4a")
 
 
@@ -72,13 +72,13 @@ def test_problems_can_be_compared_and_kept_in_sets() -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_a_phase_is_a_word_or_the_contracts(phase: str) -> None:
+def test_a_phase_is_a_word_or_a_phase_of_the_contract(phase: str) -> None:
     assert Problem.of(FLASH, phase=Phase(phase)) == Problem.of(FLASH, phase=phase)
     assert Problem.of(FLASH, phase=Phase(phase)).phase == phase
     assert str(Problem.of(FLASH, phase=Phase(phase))).startswith(f"{phase}  ")
 
 
-def test_parts_that_do_not_fit_are_errors() -> None:
+def test_values_that_do_not_fit_each_other_are_errors() -> None:
     swa = FLASH.layer_of_kind("swa")
     with pytest.raises(UnknownNameError, match=r"^unknown phase 'decod'; did you mean 'decode'\?"):
         Problem("decod", swa)
@@ -94,14 +94,14 @@ def test_parts_that_do_not_fit_are_errors() -> None:
         Problem.of(FLASH, "c5a")
 
 
-@pytest.mark.parametrize("wrong", ["swa_page_size", "compressed_page_size", "heads", "query_len", "topk"])
-def test_sizes_are_positive(wrong: str) -> None:
-    sizes: dict[str, Any] = {wrong: -1}
+@pytest.mark.parametrize("size", ["swa_page_size", "compressed_page_size", "heads", "query_len", "topk"])
+def test_sizes_are_positive(size: str) -> None:
+    sizes: dict[str, Any] = {size: -1}
     with pytest.raises(ArgumentError, match="expected an integer of at least"):
         Problem.of(FLASH, **sizes)
 
 
-def test_a_problem_is_told_on_one_line() -> None:
+def test_a_problem_is_shown_on_one_line() -> None:
     full = Problem.of(FLASH, topk=640, dtype="float32", lse=True, capture=True, sink=False, query_len=3)
 
     assert str(Problem.of(FLASH)) == (

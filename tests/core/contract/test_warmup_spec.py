@@ -1,4 +1,4 @@
-"""`WarmupSpec`: what they say of a model, and what they refuse."""
+"""`WarmupSpec`: what it takes from a model, and what it refuses."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ LIMITS = Limits(8, 64, 4096)
 
 @pytest.mark.parametrize("geometry", [FLASH, PRO.tensor_parallel(8)])
 def test_a_model_has_a_layer_of_each_kind_and_one_for_drafts(geometry: ModelGeometry) -> None:
-    bounds = WarmupSpec.of(geometry, LIMITS)
+    spec = WarmupSpec.of(geometry, LIMITS)
 
-    assert [layer.kind for layer in bounds.layers] == list(LayerKind)
-    assert {layer.num_heads for layer in bounds.layers} == {geometry.num_heads}
-    assert (bounds.num_groups, bounds.o_lora_rank) == (geometry.o_groups, 1024)
-    assert bounds.swa == bounds.compressed == KVCacheLayout.fp8_ds_mla()
+    assert [layer.kind for layer in spec.layers] == list(LayerKind)
+    assert {layer.num_heads for layer in spec.layers} == {geometry.num_heads}
+    assert (spec.num_groups, spec.o_lora_rank) == (geometry.o_groups, 1024)
+    assert spec.swa == spec.compressed == KVCacheLayout.fp8_ds_mla()
 
 
 def test_pages_of_a_compressed_cache_hold_the_entries_of_256_tokens() -> None:
-    bounds = WarmupSpec.of(FLASH, LIMITS)
+    spec = WarmupSpec.of(FLASH, LIMITS)
 
-    assert [[size for _, size in bounds.caches(layer)] for layer in bounds.layers] == [[64], [64, 64], [64, 2]]
-    bounds = WarmupSpec.of(FLASH, LIMITS, swa_block_size=16, compressed_block_size=8)
-    assert [[size for _, size in bounds.caches(layer)] for layer in bounds.layers] == [[16], [16, 8], [16, 8]]
+    assert [[size for _, size in spec.caches(layer)] for layer in spec.layers] == [[64], [64, 64], [64, 2]]
+    spec = WarmupSpec.of(FLASH, LIMITS, swa_block_size=16, compressed_block_size=8)
+    assert [[size for _, size in spec.caches(layer)] for layer in spec.layers] == [[16], [16, 8], [16, 8]]
 
 
 def test_the_two_caches_may_have_two_layouts() -> None:
     fnuz, rows = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ), KVCacheLayout.rows()
-    bounds = WarmupSpec.of(FLASH, LIMITS, swa=fnuz, compressed=rows)
+    spec = WarmupSpec.of(FLASH, LIMITS, swa=fnuz, compressed=rows)
 
-    assert [[layout.name for layout, _ in bounds.caches(layer)] for layer in bounds.layers] == [
+    assert [[layout.name for layout, _ in spec.caches(layer)] for layer in spec.layers] == [
         ["fp8_ds_mla"],
         ["fp8_ds_mla", "rows"],
         ["fp8_ds_mla", "rows"],
@@ -46,7 +46,7 @@ def test_the_two_caches_may_have_two_layouts() -> None:
     assert WarmupSpec.of(FLASH, LIMITS, swa=fnuz).compressed == fnuz
 
 
-def test_an_option_that_is_left_open_means_both() -> None:
+def test_an_option_that_is_none_means_with_and_without() -> None:
     assert WarmupSpec.of(FLASH, LIMITS).with_lse == (False, True)
     assert WarmupSpec.of(FLASH, LIMITS).with_sink == (True,)
     assert WarmupSpec.of(FLASH, LIMITS, lse=False, sink=None).with_lse == (False,)
@@ -61,15 +61,15 @@ def test_all_parts_of_the_layer_or_some_run_on_the_backend() -> None:
         WarmupSpec.of(FLASH, LIMITS, parts=("mhc",))
 
 
-def test_nothing_is_promised_of_rows_and_matrices_unless_it_is_said() -> None:
-    bounds = WarmupSpec.of(FLASH, LIMITS)
+def test_by_default_rows_are_not_aligned_and_matrices_may_have_both_dtypes() -> None:
+    spec = WarmupSpec.of(FLASH, LIMITS)
 
-    assert not bounds.aligned_rows
-    assert bounds.wo_a_dtypes == (torch.bfloat16, torch.float32)
+    assert not spec.aligned_rows
+    assert spec.wo_a_dtypes == (torch.bfloat16, torch.float32)
     assert WarmupSpec.of(FLASH, LIMITS, wo_a_dtype=torch.float32).wo_a_dtypes == (torch.float32,)
 
 
-def test_bounds_are_values() -> None:
+def test_specs_are_values() -> None:
     assert WarmupSpec.of(FLASH, LIMITS) == WarmupSpec.of(FLASH, LIMITS)
     assert len({WarmupSpec.of(FLASH, LIMITS), WarmupSpec.of(FLASH, LIMITS, aligned=False)}) == 2
 

@@ -1,4 +1,4 @@
-"""A machine without accelerators, an empty working directory, and a shelf of strangers' wheels."""
+"""A machine without accelerators, an empty working directory, and wheels of other vendors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from dsv4attn.core.contract import device, devices
 from dsv4attn.tools.cli import main
-from tests.vendor_wheel import Shelf, plugin
+from tests.vendor_wheel import VendorWheels, plugin
 
 __all__ = ["Machine", "device_of_no_backend", "machine", "plugin", "without_triton"]
 
@@ -24,7 +24,7 @@ __all__ = ["Machine", "device_of_no_backend", "machine", "plugin", "without_trit
 class Machine:
     """Where commands run."""
 
-    shelf: Shelf
+    wheels: VendorWheels
 
     def run(self, *args: str, width: int = 80, **environ: Any) -> tuple[int, list[str]]:
         """Exit code and lines of standard output, without what is behind them."""
@@ -49,8 +49,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
     for name in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "DSV4ATTN_BACKEND"):
         monkeypatch.delenv(name, raising=False)
-    with Shelf(tmp_path) as shelf:
-        yield Machine(shelf)
+    with VendorWheels(tmp_path) as wheels:
+        yield Machine(wheels)
 
 
 def device_of_no_backend(monkeypatch: pytest.MonkeyPatch) -> str:

@@ -26,11 +26,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def zoo(here: Machine) -> None:
-    here.shelf.install("dsv4attn-acme", plugin(support="return [Reason('HEADS', 64, '128', 'pad q')]"))
-    here.shelf.install("dsv4attn-bolt", plugin("bolt"))
-    here.shelf.install("dsv4attn-raises", plugin("raises", support="raise KeyError('boom')"))
-    here.shelf.install("dsv4attn-lib", "raise ImportError('libacme.so [not] found')")
-    here.shelf.install("dsv4attn-zinc", plugin("zinc"))
+    here.wheels.install("dsv4attn-acme", plugin(support="return [Reason('HEADS', 64, '128', 'pad q')]"))
+    here.wheels.install("dsv4attn-bolt", plugin("bolt"))
+    here.wheels.install("dsv4attn-raises", plugin("raises", support="raise KeyError('boom')"))
+    here.wheels.install("dsv4attn-lib", "raise ImportError('libacme.so [not] found')")
+    here.wheels.install("dsv4attn-zinc", plugin("zinc"))
 
 
 def test_what_is_told_to_programs(here: Machine) -> None:
@@ -98,9 +98,9 @@ def test_a_wide_terminal_folds_nothing(here: Machine) -> None:
 
 
 def test_a_broken_sibling_changes_nothing_but_its_own_line(here: Machine) -> None:
-    here.shelf.install("dsv4attn-bolt", plugin("bolt"))
+    here.wheels.install("dsv4attn-bolt", plugin("bolt"))
     _, before = here.json("backends")
-    here.shelf.install("dsv4attn-lib", "raise ImportError('no')")
+    here.wheels.install("dsv4attn-lib", "raise ImportError('no')")
     _, after = here.json("backends")
 
     assert [row for row in after["backends"] if row["name"] != "lib"] == before["backends"]
@@ -124,7 +124,7 @@ def test_a_configuration_that_cannot_be_meant_is_code_2(here: Machine, environ: 
 
 @pytest.mark.parametrize("command", ["backends", "explain", "doctor"])
 def test_what_a_plugin_prints_is_no_part_of_the_object(here: Machine, command: str) -> None:
-    here.shelf.install("dsv4attn-acme", "print('Acme (c) 2026')\n" + plugin(support="print('asked'); return []"))
+    here.wheels.install("dsv4attn-acme", "print('Acme (c) 2026')\n" + plugin(support="print('asked'); return []"))
     result = CliRunner().invoke(main, [command, "--json"])
 
     assert next(iter(json.loads(result.stdout))) == "ok"
@@ -171,9 +171,9 @@ def test_the_help_says_what_the_states_and_exit_codes_mean(here: Machine) -> Non
 
 
 def test_a_request_for_a_backend_that_is_not_there_says_so(here: Machine) -> None:
-    (here.shelf.folder / "dsv4attn.toml").write_text("backend = 'refernz'", encoding="utf-8")
+    (here.wheels.folder / "dsv4attn.toml").write_text("backend = 'refernz'", encoding="utf-8")
     said = " ".join(here.run("backends", width=400)[1])
 
     assert "): no backend has this name, so every call is refused; did you mean 'reference'?" in said
-    (here.shelf.folder / "dsv4attn.toml").write_text("backend = 'reference'", encoding="utf-8")
+    (here.wheels.folder / "dsv4attn.toml").write_text("backend = 'reference'", encoding="utf-8")
     assert "no backend has this name" not in " ".join(here.run("backends", width=400)[1])

@@ -57,9 +57,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 def room(here: Machine, name: str = "acme", what: str = "Acme", *, runs_on: tuple[str, ...] = ("cuda", "hip")) -> None:
     """Install a backend with kernels of its own."""
     source = plugin(name, factory=f"acme_room:{what}", native=(), runs_on=runs_on)
-    here.shelf.install(f"dsv4attn-{name}", source)
-    (here.shelf.folder / "acme_room.py").write_text(ROOM, encoding="utf-8")
-    here.shelf.modules.append("acme_room")
+    here.wheels.install(f"dsv4attn-{name}", source)
+    (here.wheels.folder / "acme_room.py").write_text(ROOM, encoding="utf-8")
+    here.wheels.modules.append("acme_room")
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
     room(here, "bad", "Broken")
     room(here, "far", runs_on=("sm_9*",))
     # without the rooms that are built in
-    found = {name: one for name, one in here.shelf.registry().backends.items() if one.distribution != "dsv4attn"}
+    found = {name: one for name, one in here.wheels.registry().backends.items() if one.distribution != "dsv4attn"}
     monkeypatch.setattr(selection, "registry_for", lambda _: PluginRegistry(found))
     code, lines = here.run("compile", "--target", "sm_90", "--target", "sm_120")
 

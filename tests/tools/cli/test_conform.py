@@ -41,14 +41,14 @@ def heads(here: Machine) -> None:
     """Install a backend that takes multiples of 8 heads, and no lse."""
     support = "return [Reason('HEADS', problem.layer.num_heads, 'a multiple of 8', 'pad q')]"
     support += " * bool(problem.layer.num_heads % 8) + [Reason('LSE', 'asked for', 'none')] * problem.lse"
-    here.shelf.install("dsv4attn-acme", plugin(support=support))
+    here.wheels.install("dsv4attn-acme", plugin(support=support))
 
 
 def wrong(here: Machine) -> None:
     """Install a backend that is wrong."""
-    here.shelf.install("dsv4attn-bad", plugin("bad", factory="dsv4attn_bad_kernels:Wrong"))
-    (here.shelf.folder / "dsv4attn_bad_kernels.py").write_text(WRONG, encoding="utf-8")
-    here.shelf.modules.append("dsv4attn_bad_kernels")
+    here.wheels.install("dsv4attn-bad", plugin("bad", factory="dsv4attn_bad_kernels:Wrong"))
+    (here.wheels.folder / "dsv4attn_bad_kernels.py").write_text(WRONG, encoding="utf-8")
+    here.wheels.modules.append("dsv4attn_bad_kernels")
 
 
 def test_a_backend_that_passes_on_80_columns(here: Machine) -> None:
@@ -150,9 +150,9 @@ class Stops(ReferenceBackend):
 
 def stops(here: Machine) -> None:
     """Install a backend that behaves as if Ctrl-C were pressed in its fifth attention."""
-    here.shelf.install("dsv4attn-stop", plugin("stop", factory="dsv4attn_stop_kernels:Stops"))
-    (here.shelf.folder / "dsv4attn_stop_kernels.py").write_text(STOPS, encoding="utf-8")
-    here.shelf.modules.append("dsv4attn_stop_kernels")
+    here.wheels.install("dsv4attn-stop", plugin("stop", factory="dsv4attn_stop_kernels:Stops"))
+    (here.wheels.folder / "dsv4attn_stop_kernels.py").write_text(STOPS, encoding="utf-8")
+    here.wheels.modules.append("dsv4attn_stop_kernels")
 
 
 def test_g22_ctrl_c_keeps_what_ran_in_a_certificate_that_is_marked_incomplete(here: Machine) -> None:
@@ -183,7 +183,7 @@ def test_an_incomplete_certificate_replaces_no_complete_one(here: Machine, monke
 
 
 def test_a_backend_that_refuses_everything_ends_with_1(here: Machine) -> None:
-    here.shelf.install("dsv4attn-no", plugin("no", support="return [Reason('DEVICE', device.arch, 'sm_90')]"))
+    here.wheels.install("dsv4attn-no", plugin("no", support="return [Reason('DEVICE', device.arch, 'sm_90')]"))
     code, lines = here.run("conform", "no", "--filter", "S")
 
     assert code == 1
@@ -192,7 +192,7 @@ def test_a_backend_that_refuses_everything_ends_with_1(here: Machine) -> None:
 
 
 def test_a_support_that_raises_fails_every_case(here: Machine) -> None:
-    here.shelf.install("dsv4attn-boom", plugin("boom", support="raise KeyError('boom')"))
+    here.wheels.install("dsv4attn-boom", plugin("boom", support="raise KeyError('boom')"))
     code, told = here.json("conform", "boom", "--filter", "S1")
 
     assert code == 1
@@ -201,7 +201,7 @@ def test_a_support_that_raises_fails_every_case(here: Machine) -> None:
 
 
 def test_a_backend_that_cannot_be_made_ends_with_1(here: Machine) -> None:
-    here.shelf.install("dsv4attn-lib", plugin("lib", factory="dsv4attn_lib_missing:Make"))
+    here.wheels.install("dsv4attn-lib", plugin("lib", factory="dsv4attn_lib_missing:Make"))
     code, told = here.json("conform", "lib")
 
     assert code == 1

@@ -53,7 +53,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 @pytest.mark.parametrize("kind", PROBLEMS)
 def test_a_problem_has_the_same_cure_everywhere(here: Machine, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     source, environ, cure = PROBLEMS[kind]
-    here.shelf.install("dsv4attn-acme", source)
+    here.wheels.install("dsv4attn-acme", source)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Dsv4AttnError) as caught:
@@ -74,7 +74,7 @@ def test_a_problem_has_the_same_cure_everywhere(here: Machine, monkeypatch: pyte
 def test_a_missing_triton_is_cured_as_the_device_wants_it(
     monkeypatch: pytest.MonkeyPatch, here: Machine, name: str
 ) -> None:
-    here.shelf.install("dsv4attn-acme", plugin(packages=("triton",)))
+    here.wheels.install("dsv4attn-acme", plugin(packages=("triton",)))
     facts = DeviceFacts(name, "gfx942", "GPU", "2.11", None)
     lines = str(explain(DECODE, backend="acme", device=facts)).splitlines()
     cures = {line.partition(" -> ")[2] for line in lines if "TRITON " in line or "PACKAGE" in line}
@@ -115,7 +115,7 @@ def test_an_unknown_option_of_a_backend_is_answered_with_those_there_are(here: M
         ArgumentError, match=r"expected one of tuning, deterministic, projection, got .*; did you mean 'tuning'\?$"
     ):
         load_backend("triton", tunings="sm_90")
-    (here.shelf.folder / "dsv4attn.toml").write_text("options.triton.tunings = 'sm_90'", encoding="utf-8")
+    (here.wheels.folder / "dsv4attn.toml").write_text("options.triton.tunings = 'sm_90'", encoding="utf-8")
     with pytest.raises(
         ConfigError, match=r"unknown option 'tunings'; did you mean .* \(known: tuning, deterministic, projection\)"
     ):
@@ -154,6 +154,6 @@ def test_an_error_about_a_name_on_the_command_line_lists_the_names(here: Machine
     ],
 )
 def test_an_unknown_key_is_answered_with_those_there_are(here: Machine, text: str, said: str) -> None:
-    (here.shelf.folder / "dsv4attn.toml").write_text(text, encoding="utf-8")
+    (here.wheels.folder / "dsv4attn.toml").write_text(text, encoding="utf-8")
 
     assert said in " ".join(here.run("backends")[1])

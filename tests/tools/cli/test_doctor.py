@@ -37,7 +37,7 @@ def test_a_healthy_installation_is_told_what_to_do_next(here: Machine) -> None:
 
 
 def test_where_every_value_comes_from_is_told(here: Machine) -> None:
-    path = here.shelf.folder / "dsv4attn.toml"
+    path = here.wheels.folder / "dsv4attn.toml"
     path.write_text("prefill = 'reference'\noptions.reference.prefill_keys = 'paged'", encoding="utf-8")
     _, told = here.json("doctor", DSV4ATTN_BACKEND="decode=reference", TRITON_INTERPRET="0")
     values = {row["key"]: (row["value"], row["source"]) for row in told["configuration"]["values"]}
@@ -54,7 +54,7 @@ def test_where_every_value_comes_from_is_told(here: Machine) -> None:
 
 
 def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_no_problem(here: Machine) -> None:
-    path = here.shelf.folder / "pyproject.toml"
+    path = here.wheels.folder / "pyproject.toml"
     path.write_bytes(b'authors = ["Andr\xe9"]')
     _, told = here.json("doctor")
     _, lines = here.run("doctor", width=400)
@@ -66,7 +66,7 @@ def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_no_problem(here: M
 
 
 def test_a_broken_plugin_is_a_problem_with_a_traceback_and_a_cure(here: Machine) -> None:
-    here.shelf.install("dsv4attn-lib", "def load():\n    raise ImportError('libacme.so [x]')\n\nload()")
+    here.wheels.install("dsv4attn-lib", "def load():\n    raise ImportError('libacme.so [x]')\n\nload()")
     _, told = here.json("doctor")
     [problem] = told["problems"]
 
@@ -85,7 +85,7 @@ def test_a_broken_plugin_is_a_problem_with_a_traceback_and_a_cure(here: Machine)
 
 
 def test_a_backend_whose_support_raises_is_a_problem(here: Machine) -> None:
-    here.shelf.install("dsv4attn-raises", plugin("raises", support="raise KeyError('boom')"))
+    here.wheels.install("dsv4attn-raises", plugin("raises", support="raise KeyError('boom')"))
 
     assert problems(here) == [
         (
@@ -112,13 +112,13 @@ def test_a_backend_whose_support_raises_is_a_problem(here: Machine) -> None:
     ],
 )
 def test_mistakes_in_the_configuration_are_problems(here: Machine, environ: dict[str, str], what: str) -> None:
-    here.shelf.install("dsv4attn-acme", plugin())
+    here.wheels.install("dsv4attn-acme", plugin())
 
     assert problems(here, **environ)[0][0].startswith(what)
 
 
 def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
-    (here.shelf.folder / "dsv4attn.toml").write_text("options.refernz.a = 1", encoding="utf-8")
+    (here.wheels.folder / "dsv4attn.toml").write_text("options.refernz.a = 1", encoding="utf-8")
 
     assert "no backend has this name; did you mean 'reference'?" in problems(here)[0][0]
 
@@ -136,7 +136,7 @@ def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
     ],
 )
 def test_options_with_which_a_backend_refuses_to_load_are_a_problem(here: Machine, line: str, said: str) -> None:
-    path = here.shelf.folder / "dsv4attn.toml"
+    path = here.wheels.folder / "dsv4attn.toml"
     path.write_text(f"options.{line}", encoding="utf-8")
     [(what, cure)] = problems(here)
     name = line.partition(".")[0]
@@ -150,8 +150,8 @@ def test_options_with_which_a_backend_refuses_to_load_are_a_problem(here: Machin
 
 def test_options_that_make_a_backend_break_are_a_problem_with_its_traceback(here: Machine) -> None:
     source = plugin(factory="dsv4attn_acme:make", options={"tile": 4}) + "\n\ndef make(tile):\n    return None\n"
-    here.shelf.install("dsv4attn-acme", source)
-    (here.shelf.folder / "dsv4attn.toml").write_text("options.acme.tile = 8", encoding="utf-8")
+    here.wheels.install("dsv4attn-acme", source)
+    (here.wheels.folder / "dsv4attn.toml").write_text("options.acme.tile = 8", encoding="utf-8")
 
     [(what, cure)] = problems(here)
     assert what.startswith("backend 'acme' is broken: dsv4attn_acme:make: it made NoneType")
@@ -162,7 +162,7 @@ def test_right_options_of_a_backend_that_lacks_triton_are_no_problem(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_triton(monkeypatch)
-    (here.shelf.folder / "dsv4attn.toml").write_text("options.xpu.deterministic = true", encoding="utf-8")
+    (here.wheels.folder / "dsv4attn.toml").write_text("options.xpu.deterministic = true", encoding="utf-8")
 
     assert problems(here) == []
 
@@ -194,7 +194,7 @@ def test_a_torch_that_cannot_be_asked_is_a_problem_and_not_a_crash(
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_everything_is_aligned(here: Machine, width: int) -> None:
-    here.shelf.install("dsv4attn-acme", plugin())
+    here.wheels.install("dsv4attn-acme", plugin())
     code, lines = here.run("doctor", width=width, DSV4ATTN_PLUGINS_DENY="acme")
     names = [line[2:15].rstrip() for line in lines if line.startswith("  ") and line[2] not in " n"]
 

@@ -50,7 +50,7 @@ class Place:
     """A folder on the path with engines and wheels, as an installer leaves them."""
 
     def __init__(self, here: Machine) -> None:
-        self.here, self.folder = here, here.shelf.folder
+        self.here, self.folder = here, here.wheels.folder
 
     def distribution(self, name: str, version: str, entry_points: str = "", metadata: bytes | None = None) -> Path:
         """Metadata of a distribution."""
@@ -71,7 +71,7 @@ class Place:
         """A package of one file."""
         (self.folder / name).mkdir(exist_ok=True)
         (self.folder / name / "__init__.py").write_text(dedent(source), encoding="utf-8")
-        self.here.shelf.modules += [name, f"{name}.guard", f"{name}.internals"]
+        self.here.wheels.modules += [name, f"{name}.guard", f"{name}.internals"]
 
     def wheel(self, engine: Engine, guard: str = GUARD, *, point: str | None = None) -> Path:
         """The wheel of an engine. point: text of its entry points."""

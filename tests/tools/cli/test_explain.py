@@ -91,7 +91,7 @@ def test_determinism_is_shown_and_a_setting_against_it_is_an_error(here: Machine
     [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
     assert (code, reference["ways"]) == (0, ["built with deterministic=true, which the problem asks for"])
 
-    (here.shelf.folder / "dsv4attn.toml").write_text("options.reference.deterministic = false", encoding="utf-8")
+    (here.wheels.folder / "dsv4attn.toml").write_text("options.reference.deterministic = false", encoding="utf-8")
     code, told = here.json("explain", "--deterministic")
     assert (code, told["chosen"]) == (1, None)
     [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
@@ -107,7 +107,7 @@ def test_who_runs_the_parts_around_attention_is_in_the_answer(here: Machine) -> 
 
 
 def test_a_backend_can_be_asked_for(here: Machine) -> None:
-    here.shelf.install("dsv4attn-acme", plugin(native=("sm_999",)))
+    here.wheels.install("dsv4attn-acme", plugin(native=("sm_999",)))
 
     assert here.json("explain", "--backend", "acme")[1]["chosen"] == "acme"
     assert here.json("explain", "--device", "sm_999")[1]["chosen"] == "acme"
@@ -125,8 +125,8 @@ def test_g9_a_misspelt_backend_is_answered_with_the_right_one(here: Machine) -> 
 
 
 def test_the_trace_is_that_of_the_exception(here: Machine) -> None:
-    here.shelf.install("dsv4attn-acme", plugin(support="return [Reason('HEADS', 64, '[128]', 'pad q')]"))
-    here.shelf.install("dsv4attn-lib", "raise ImportError('libacme.so')")
+    here.wheels.install("dsv4attn-acme", plugin(support="return [Reason('HEADS', 64, '[128]', 'pad q')]"))
+    here.wheels.install("dsv4attn-lib", "raise ImportError('libacme.so')")
     _, lines = here.run("explain", "--backend", "acme", width=400)
     problem = Problem.of(ModelGeometry.preset("flash"))
 
@@ -134,9 +134,9 @@ def test_the_trace_is_that_of_the_exception(here: Machine) -> None:
 
 
 def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_changes_nothing(here: Machine) -> None:
-    (here.shelf.folder / "pyproject.toml").write_text("[project]\nname = = 1", encoding="utf-8")
+    (here.wheels.folder / "pyproject.toml").write_text("[project]\nname = = 1", encoding="utf-8")
     code, told = here.json("explain")
-    path = here.shelf.folder / "pyproject.toml"
+    path = here.wheels.folder / "pyproject.toml"
 
     assert (code, told["chosen"]) == (0, "reference")
     assert told["ignored"] == [f"{path}:2: not valid TOML: Invalid value (at line 2, column 8)"]
@@ -147,7 +147,7 @@ def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_changes_nothing(he
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_trace_is_folded_under_itself(here: Machine, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    here.shelf.install("dsv4attn-lib", "raise ImportError('libacme.so: ' + 'cannot open shared object file ' * 9)")
+    here.wheels.install("dsv4attn-lib", "raise ImportError('libacme.so: ' + 'cannot open shared object file ' * 9)")
     code, lines = here.run("explain", "--device", device_of_no_backend(monkeypatch), width=width)
 
     assert code == 1
@@ -286,7 +286,7 @@ def test_v41_layers_that_do_not_exist_are_refused(here: Machine, options: list[s
 def test_records_that_a_backend_does_not_read_are_its_reason(here: Machine) -> None:
     refuses = "problem.compressed.layout != 'fp8_ds_mla'"
     reason = "Reason('LAYOUT', problem.compressed.layout, 'fp8_ds_mla')"
-    here.shelf.install("dsv4attn-acme", plugin(native=("sm_999",), support=f"return [{reason}] if {refuses} else []"))
+    here.wheels.install("dsv4attn-acme", plugin(native=("sm_999",), support=f"return [{reason}] if {refuses} else []"))
     asked = ("explain", "--device", "sm_999", "--backend", "acme")
 
     assert here.json(*asked)[0] == 0

@@ -127,7 +127,7 @@ class Page(HTMLParser):
 def test_the_page_needs_no_other_file_and_tells_states_in_words(here: Machine) -> None:
     heads(here)
     wrong(here)
-    here.shelf.install("dsv4attn-odd", plugin("odd", support="return [Reason('HEADS', '<b>&', 'x')]"))
+    here.wheels.install("dsv4attn-odd", plugin("odd", support="return [Reason('HEADS', '<b>&', 'x')]"))
     code, lines = here.run("parity", "--backends", "reference,acme,bad,odd", "--filter", FEW, "--html", "p.html")
     source = Path("p.html").read_text(encoding="utf-8")
     page = Page()

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from dsv4attn.core.contract import device
 from dsv4attn.tools.cli import main
 from tests.tools.bench.sample_runs import ROOF
-from tests.vendor_wheel import Shelf, plugin
+from tests.vendor_wheel import VendorWheels, plugin
 
 LONG = "a-distribution-of-a-vendor-with-a-rather-long-name-for-its-many-products"
 COMMANDS = {
@@ -29,11 +29,11 @@ COMMANDS = {
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VendorWheels]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
-    with Shelf(tmp_path) as made:
+    with VendorWheels(tmp_path) as made:
         made.install(LONG, plugin(support="raise KeyError('boom')"), point="acme")
         yield made
 
@@ -46,7 +46,7 @@ def piped(args: list[str], columns: str | None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_pipe_gets_whole_lines(shelf: Shelf, name: str) -> None:
+def test_a_pipe_gets_whole_lines(wheels: VendorWheels, name: str) -> None:
     args, whole = COMMANDS[name]
     lines = piped(args, None)
 
@@ -59,7 +59,7 @@ def test_a_pipe_gets_whole_lines(shelf: Shelf, name: str) -> None:
 @pytest.mark.parametrize(("charset", "columns"), [("ascii", None), ("ascii", "80"), ("latin-1", None), ("cp437", None)])
 @pytest.mark.parametrize("name", ["run", "bench"])
 def test_what_an_encoding_lacks_is_written_in_others(
-    shelf: Shelf, name: str, charset: str, columns: str | None
+    wheels: VendorWheels, name: str, charset: str, columns: str | None
 ) -> None:
     args, environ = COMMANDS[name][0], {"COLUMNS": columns, "OMP_NUM_THREADS": "1"}
     # attention alone has the same signs, and no weights to make
@@ -73,8 +73,8 @@ def test_what_an_encoding_lacks_is_written_in_others(
     assert signs[1] in plain.stdout
 
 
-def test_letters_that_an_encoding_lacks_are_escaped(shelf: Shelf) -> None:
-    shelf.install("dsv4attn-é", "raise ImportError('ü')", point="odd")
+def test_letters_that_an_encoding_lacks_are_escaped(wheels: VendorWheels) -> None:
+    wheels.install("dsv4attn-é", "raise ImportError('ü')", point="odd")
     result = CliRunner(charset="ascii").invoke(main, ["backends"], env={"COLUMNS": "200"})
 
     assert result.exit_code == 0, result.output
@@ -82,7 +82,7 @@ def test_letters_that_an_encoding_lacks_are_escaped(shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize("name", ["backends", "explain", "run", "conform", "parity"])
-def test_columns_fold_a_pipe_and_cut_nothing(shelf: Shelf, name: str) -> None:
+def test_columns_fold_a_pipe_and_cut_nothing(wheels: VendorWheels, name: str) -> None:
     args, _ = COMMANDS[name]
     folded = piped(args, "60")
 
