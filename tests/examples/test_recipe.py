@@ -155,24 +155,24 @@ def test_every_clause_it_names_exists() -> None:
         assert re.search(rf"\*\*{clause}\.\*\*" if clause[1:] else rf"^## {clause}\. ", contract, re.MULTILINE), clause
 
 
-def test_every_name_of_the_contract_it_tells_exists() -> None:
+def test_every_name_of_the_contract_in_it_exists() -> None:
     fields = {field.name for kind in (BackendInfo, Capabilities) for field in attrs.fields(kind)}
-    told = {
+    named = {
         name
         for names in re.findall(r"^(?:- |\| )((?:`[a-z_0-9]+`(?:, )?)+)", TEXT, re.MULTILINE)
         for name in names[1:-1].split("`, `")
     }
 
-    assert told <= fields | {*REQUIRED_MEMBERS} | {*OPTIONAL_MEMBERS}
-    assert {*OPTIONAL_MEMBERS} - {"prepare"} <= told
-    assert {field.name for field in attrs.fields(BackendInfo)} <= told | {"support", "summary"}
-    assert {*REQUIRED_MEMBERS} <= told | {"steps", "capabilities", "name"}
+    assert named <= fields | {*REQUIRED_MEMBERS} | {*OPTIONAL_MEMBERS}
+    assert {*OPTIONAL_MEMBERS} - {"prepare"} <= named
+    assert {field.name for field in attrs.fields(BackendInfo)} <= named | {"support", "summary"}
+    assert {*REQUIRED_MEMBERS} <= named | {"steps", "capabilities", "name"}
     assert {member.name for kind in (IndexForm, KeyForm) for member in kind} <= set(SPANS)
     assert "Rank.VENDOR" in SPANS
     assert Rank.VENDOR is attrs.fields(BackendInfo).rank.default
 
 
-def test_every_attribute_and_module_it_tells_exists() -> None:
+def test_every_attribute_and_module_in_it_exists() -> None:
     problem = Problem.of(ModelGeometry.preset("flash"), "c4a")
     for text in SPANS:
         if text.startswith("problem."):
