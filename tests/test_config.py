@@ -1,4 +1,4 @@
-"""Environment variables and configuration files: what wins, and what is said of mistakes."""
+"""Environment variables and configuration files: which value counts, and the errors."""
 
 from __future__ import annotations
 
@@ -34,21 +34,18 @@ def test_without_anything_everything_is_automatic(tmp_path: Path) -> None:
     assert Settings().decode == Settings().prefill == Setting("auto", "default")
 
 
-# what wins
+# which value counts
 
 
-def test_a_file_gives_both_phases_or_each(tmp_path: Path) -> None:
-    both = settings_of(tmp_path, 'backend = "acme"')
-    path = tmp_path / "dsv4attn.toml"
+def test_a_file_names_both_phases_or_each(tmp_path: Path) -> None:
+    settings, path = settings_of(tmp_path, 'backend = "acme"'), tmp_path / "dsv4attn.toml"
+    assert settings.decode == settings.prefill == Setting("acme", f"backend in {path}")
+    assert settings.file == str(path)
 
-    assert both.decode == both.prefill == Setting("acme", f"backend in {path}")
-    assert both.file == str(path)
-
-    each = settings_of(tmp_path, 'backend = "acme"\nprefill = "reference"')
-
-    assert each.decode == Setting("acme", f"backend in {path}")
-    assert each.prefill == Setting("reference", f"prefill in {path}")
-    assert (each.request("decode"), each.request("prefill")) == (each.decode, each.prefill)
+    settings = settings_of(tmp_path, 'backend = "acme"\nprefill = "reference"')
+    assert settings.decode == Setting("acme", f"backend in {path}")
+    assert settings.prefill == Setting("reference", f"prefill in {path}")
+    assert (settings.request("decode"), settings.request("prefill")) == (settings.decode, settings.prefill)
 
 
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
@@ -115,7 +112,7 @@ def test_a_request_names_both_phases_or_each(text: str, requests: dict[str, str]
 @pytest.mark.parametrize(
     "text", ["decode=", "=a", "decoding=a", "decode=a,", "decode=a,decode=b", "a=b=c", "a,prefill=b"]
 )
-def test_a_request_that_says_nothing_clear_is_an_error(text: str) -> None:
+def test_a_request_that_cannot_be_read_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^here: expected NAME or decode=NAME,prefill=NAME, got "):
         parse_request(text, "here")
 
@@ -123,49 +120,35 @@ def test_a_request_that_says_nothing_clear_is_an_error(text: str) -> None:
 # which file
 
 
-def test_the_nearest_file_is_found_from_below(tmp_path: Path) -> None:
+OURS, TABLE = "dsv4attn.toml", "[tool.dsv4attn]\n"
+FILES: dict[str, dict[str, str]] = {
+    "the nearest file": {OURS: 'backend = "far"', f"a/{OURS}": 'backend = "chosen"'},
+    "a pyproject.toml with our table": {"a/b/pyproject.toml": f'{TABLE}backend = "chosen"'},
+    "a nearer pyproject.toml": {OURS: 'backend = "far"', "a/b/pyproject.toml": f'{TABLE}backend = "chosen"'},
+    "our file in the folder of a pyproject.toml": {
+        "a/pyproject.toml": f'{TABLE}backend = "project"',
+        f"a/{OURS}": 'backend = "chosen"',
+    },
+    "a pyproject.toml above one without our table": {
+        "pyproject.toml": f'{TABLE}backend = "chosen"',
+        "a/b/pyproject.toml": "[project]\nname = 'inner'",
+    },
+}
+
+
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_the_file_that_counts(tmp_path: Path, files: dict[str, str]) -> None:
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
-    (tmp_path / "dsv4attn.toml").write_text('backend = "far"', encoding="utf-8")
-    (tmp_path / "a" / "dsv4attn.toml").write_text('backend = "near"', encoding="utf-8")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (path,) = (tmp_path / name for name, text in files.items() if '"chosen"' in text)
 
-    assert load_settings({}, below).decode.value == "near"
-
-
-def test_the_nearest_pyproject_counts_if_it_has_our_table(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, '[tool.dsv4attn]\nbackend = "acme"', name="pyproject.toml")
-
-    assert settings.decode == Setting("acme", f"backend in {tmp_path / 'pyproject.toml'}")
-
-
-def test_a_nearer_pyproject_wins_over_a_farther_file_of_ours(tmp_path: Path) -> None:
-    below = tmp_path / "a"
-    below.mkdir()
-    (tmp_path / "dsv4attn.toml").write_text('backend = "far"', encoding="utf-8")
-    (below / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "near"', encoding="utf-8")
-
-    assert load_settings({}, below).decode.value == "near"
-
-
-def test_side_by_side_our_own_file_wins(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "project"', encoding="utf-8")
-
-    assert settings_of(tmp_path, 'backend = "own"').decode.value == "own"
-
-
-def test_a_pyproject_without_our_table_is_passed_by(tmp_path: Path) -> None:
-    below = tmp_path / "a"
-    below.mkdir()
-    (tmp_path / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "outer"', encoding="utf-8")
-    (below / "pyproject.toml").write_text("[project]\nname = 'inner'", encoding="utf-8")
-
-    assert load_settings({}, below).decode.value == "outer"
+    assert load_settings({}, below).decode == Setting("chosen", f"backend in {path}")
 
 
 @pytest.mark.parametrize("root", [".git", ".hg"])
-def test_a_pyproject_above_the_root_of_the_project_is_not_looked_at_but_a_file_of_ours_is(
-    tmp_path: Path, root: str
-) -> None:
+def test_above_the_root_of_the_project_only_a_file_of_ours_counts(tmp_path: Path, root: str) -> None:
     below = tmp_path / "project" / "a"
     below.mkdir(parents=True)
     (tmp_path / "project" / root).mkdir()
@@ -178,7 +161,7 @@ def test_a_pyproject_above_the_root_of_the_project_is_not_looked_at_but_a_file_o
     assert load_settings({}, below).decode.value == "root"
 
 
-def test_a_pyproject_above_the_home_directory_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pyproject_above_the_home_directory_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home" / "a"
     home.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
@@ -188,7 +171,7 @@ def test_a_pyproject_above_the_home_directory_is_not_looked_at(tmp_path: Path, m
     assert load_settings({}, home.parent).decode.value == "outer"
 
 
-# files of others that are broken
+# broken files of other projects
 
 BROKEN: dict[str, tuple[bytes, str]] = {
     "not TOML": (b'[project]\nname = = "x"\n', r":2: not valid TOML: "),
@@ -201,16 +184,16 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_pyproject_of_somebody_else_is_skipped_and_listed(tmp_path: Path, kind: str) -> None:
+def test_a_broken_pyproject_of_another_project_is_skipped_and_listed(tmp_path: Path, kind: str) -> None:
     below = tmp_path / "a"
     below.mkdir()
-    data, said = BROKEN[kind]
+    data, problem = BROKEN[kind]
     (below / "pyproject.toml").write_bytes(data)
     settings = load_settings({}, below)
 
     assert (settings.decode, settings.file) == (Setting("auto", "default"), None)
     assert len(settings.ignored) == 1
-    assert re.match(rf"{re.escape(str(below / 'pyproject.toml'))}{said}", settings.ignored[0])
+    assert re.match(rf"{re.escape(str(below / 'pyproject.toml'))}{problem}", settings.ignored[0])
     (tmp_path / "dsv4attn.toml").write_text('backend = "acme"', encoding="utf-8")
     assert load_settings({}, below).decode.value == "acme"
     assert load_settings({}, below).ignored == settings.ignored
@@ -299,17 +282,17 @@ def test_a_deleted_working_directory_is_no_error(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("DSV4ATTN_BACKENDS", "DSV4ATTN_BACKEND"),
         ("DSV4ATTN_CONFG", "DSV4ATTN_CONFIG"),
         ("DSV4ATTN_PLUGINS", "DSV4ATTN_PLUGINS_ALLOW' or 'DSV4ATTN_PLUGINS_DENY"),
     ],
 )
-def test_g9_an_unknown_variable_is_an_error_with_a_suggestion(tmp_path: Path, name: str, meant: str) -> None:
+def test_g9_an_unknown_variable_is_an_error_with_a_suggestion(tmp_path: Path, name: str, suggestion: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"^environment variable {name}: unknown variable; did you mean '{meant}'\? \(known: DSV4ATTN_B",
+        match=rf"^environment variable {name}: unknown variable; did you mean '{suggestion}'\? \(known: DSV4ATTN_B",
     ):
         settings_of(tmp_path, **{name: "1"})
 
@@ -325,7 +308,7 @@ def test_malformed_toml_names_file_and_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ('bakend = "acme"', "unknown key 'bakend'; did you mean 'backend'?"),
         ("quantum = 1", "unknown key 'quantum'"),
@@ -341,18 +324,18 @@ def test_malformed_toml_names_file_and_line(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["dsv4attn.toml", "pyproject.toml"])
-def test_g9_a_key_that_cannot_be_meant_is_an_error_that_names_the_file(
-    tmp_path: Path, name: str, text: str, said: str
+def test_g9_a_wrong_key_or_value_is_an_error_that_names_the_file(
+    tmp_path: Path, name: str, text: str, problem: str
 ) -> None:
     text = text if name == "dsv4attn.toml" else f"[tool.dsv4attn]\n{text}"
 
-    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
         settings_of(tmp_path, text, name=name)
     assert str(caught.value).startswith(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("text", ["tool = 3", "[tool]\ndsv4attn = 3", ""])
-def test_a_pyproject_that_says_something_odd_about_tools(tmp_path: Path, text: str) -> None:
+def test_tables_of_a_pyproject_that_are_none(tmp_path: Path, text: str) -> None:
     if "dsv4attn" in text:
         with pytest.raises(ConfigError, match=r"tool.dsv4attn: expected a table, got 3"):
             settings_of(tmp_path, text, name="pyproject.toml")
@@ -360,11 +343,17 @@ def test_a_pyproject_that_says_something_odd_about_tools(tmp_path: Path, text: s
         assert settings_of(tmp_path, text, name="pyproject.toml") == Settings()
 
 
-def test_the_variable_must_name_a_file_that_says_something(tmp_path: Path) -> None:
+def test_the_variable_must_name_a_file_with_our_table(tmp_path: Path) -> None:
     empty = tmp_path / "pyproject.toml"
     empty.write_text("[project]", encoding="utf-8")
-    for path, said in ((tmp_path, "is not a file"), (tmp_path / "no.toml", "is not a file"), (empty, "has no table")):
-        with pytest.raises(ConfigError, match=rf"^environment variable DSV4ATTN_CONFIG: {re.escape(str(path))} {said}"):
+    for path, problem in (
+        (tmp_path, "is not a file"),
+        (tmp_path / "no.toml", "is not a file"),
+        (empty, "has no table"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"^environment variable DSV4ATTN_CONFIG: {re.escape(str(path))} {problem}"
+        ):
             settings_of(tmp_path, DSV4ATTN_CONFIG=str(path))
 
 
@@ -381,14 +370,16 @@ def test_a_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
 def rows_of(heading: str) -> dict[str, tuple[str, ...]]:
     """The rows of the table under a heading of docs/selection.md, by the first cell without its backticks."""
     section = DOCS.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
-    cells = [[c.strip() for c in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+    ]
     return {name.strip("`"): tuple(rest) for name, *rest in cells[2:]}
 
 
 @pytest.mark.parametrize(("heading", "knobs"), [("Variables", known_variables()), ("Keys", KEYS)])
 def test_the_documentation_shows_every_variable_and_key_as_the_code_has_them(heading: str, knobs: object) -> None:
     assert isinstance(knobs, dict)
-    assert rows_of(heading) == {name: (k.default, k.values, k.meaning) for name, k in knobs.items()}
+    assert rows_of(heading) == {name: (knob.default, knob.values, knob.meaning) for name, knob in knobs.items()}
 
 
 @pytest.mark.parametrize(
