@@ -13,12 +13,13 @@ import pytest
 
 import dsv4attn
 from dsv4attn.core import tensorspec
+from dsv4attn.core.contract import BuilderOps, LayerOps
 from dsv4attn.core.contract import backend as contract
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.metadata.metadata import Batch
 
 FOUND = {name: getattr(module, name) for module in (dsv4attn, contract) for name in module.__all__}
-TYPES = {cls for cls in (*FOUND.values(), WarmupSpec) if isinstance(cls, type)}
+TYPES = {cls for cls in (*FOUND.values(), WarmupSpec, LayerOps, BuilderOps) if isinstance(cls, type)}
 CLASSES: list[type[Any]] = sorted((cls for cls in TYPES if attrs.has(cls)), key=lambda cls: cls.__name__)
 NAMED = (
     "AttentionCall AttentionMetadata BackendInfo Batch WarmupSpec DeepseekSparseSWAMetadata DenseIndices DeviceFacts "

@@ -9,12 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_TABLES = {"LayerOps": "layer_ops", "BuilderOps": "builder_ops"}
-"""The tables of ops, and the modules that have them. Every other public name is one of `contract.backend`."""
+_NEED_TORCH = {"LayerOps": "contract.layer_ops", "BuilderOps": "contract.builder_ops"}
+"""Names that need torch, and the modules of core that have them. `contract.backend` has every other public name."""
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a package
     """A public name of the contract."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_TABLES.get(name, 'backend')}"), name)
+    return getattr(import_module(f"dsv4attn.core.{_NEED_TORCH.get(name, 'contract.backend')}"), name)
