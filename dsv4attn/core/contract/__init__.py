@@ -9,7 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_NEED_TORCH = {"LayerOps": "contract.layer_ops", "BuilderOps": "contract.builder_ops"}
+_NEED_TORCH = {
+    "LayerOps": "contract.layer_ops",
+    "BuilderOps": "contract.builder_ops",
+    "MixWeights": "torch_ops.hyper_connections",
+}
 """Names that need torch, and the modules of core that have them. `contract.backend` has every other public name."""
 
 
