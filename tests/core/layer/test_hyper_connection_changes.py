@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsv4attn.core.contract.backend import LayerOps, MixWeights
+from dsv4attn.core.contract import LayerOps, MixWeights
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.model import tensor_state
 from dsv4attn.core.model.weights import HyperConnectionWeights
