@@ -136,7 +136,7 @@ def attend(
             return dense
         ragged = RaggedIndices(views.pop(0), views.pop(0), dense.indices.shape[1])
         target = (ragged.indices, ragged.indptr)
-        backend.steps.build_ragged_indices_from_dense(dense.indices, dense.lens, slots, out=target)
+        backend.index_ops.build_ragged_indices_from_dense(dense.indices, dense.lens, slots, out=target)
         return ragged
 
     keys: Sequence[PagedKeys] | GatheredKeys

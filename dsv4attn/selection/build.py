@@ -176,12 +176,15 @@ def _checked_backend(info: BackendInfo, backend: Any) -> Backend:  # noqa: ANN40
     capabilities: object = backend.capabilities
     if not isinstance(capabilities, Capabilities):
         raise _broken(info, f"{made}, whose capabilities are {type(capabilities).__name__}")
+    from dsv4attn.core.contract.index_ops import IndexOps
     from dsv4attn.core.contract.layer_ops import LayerOps
+    from dsv4attn.core.contract.rank_ops import RankOps
 
-    layer_ops: object = backend.layer_ops
-    if not isinstance(layer_ops, LayerOps):
-        raise _broken(info, f"{made}, whose layer_ops are {type(layer_ops).__name__}, not LayerOps")
-    brought = {part for part, name in layer_ops.sources(backend.name).items() if name == backend.name}
+    for name, table_type in (("layer_ops", LayerOps), ("index_ops", IndexOps), ("rank_ops", RankOps)):
+        table = getattr(backend, name)
+        if not isinstance(table, table_type):
+            raise _broken(info, f"{made}, whose {name} are {type(table).__name__}, not {table_type.__name__}")
+    brought = {part for part, name in backend.layer_ops.sources(backend.name).items() if name == backend.name}
     if backend.name != "reference" and brought != set(info.layer_steps):
         declared, bring = (", ".join(sorted(parts)) or "none" for parts in (info.layer_steps, brought))
         raise _broken(info, f"BackendInfo.layer_steps names {declared}, and its layer_ops bring {bring}")

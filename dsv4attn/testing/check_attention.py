@@ -13,10 +13,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel.attention import merge_parts
-from dsv4attn.core.contract.backend import RankSteps
-from dsv4attn.core.memory.rank_buffers import merge_specs
-from dsv4attn.core.torch_ops import merge
+from dsv4attn.core.contract import RankOps
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, worst_of
 from dsv4attn.testing.oracle_cache import body
 from dsv4attn.testing.random_step import ForwardArgs, StepFixture
@@ -193,25 +190,24 @@ def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Measure
 
 
 def merged_by(
-    steps: RankSteps | None, outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None
+    rank_ops: RankOps, outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The parts of all shards, merged as ranks do it, and the sinks applied once. steps: None: torch's definition."""
-    if steps is None:
-        out, lse = merge.merge_lse(torch.stack(list(outs)), torch.stack(list(lses)))
-        return (out if sinks is None else merge.apply_sink(out, lse, sinks)), lse
+    """The partials of all shards, merged as ranks do it, and the sinks applied once."""
     sent = torch.empty(len(outs), *outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
     sent_lse = torch.empty(len(outs), *lses[0].shape, device=sent.device, dtype=torch.float32)
-    for part in zip(outs, lses, sent, sent_lse, strict=True):
-        steps.pack_part(*part)
+    for partial_out, partial_lse, sent_to, lse_to in zip(outs, lses, sent, sent_lse, strict=True):
+        rank_ops.pack_partial(partial_out, partial_lse, sent_to, lse_to)
+    specs = rank_ops.merge_scratch(outs[0].shape[0], outs[0].shape[1], outs[0].shape[2])
+    scratch = [torch.empty(shape, dtype=dtype, device=sent.device) for shape, dtype in specs]
     out, lse = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], torch.nan)
-    steps.merge_parts(sent, sent_lse, out, lse, sinks)
+    rank_ops.merge_partials(sent, sent_lse, out, lse, sinks, scratch)
     return out, lse
 
 
 def sharded(count: int) -> Callable[[Bench, SingleCall], Measure]:
     """Keys dealt out to shards, attended without sinks, merged, and the sink applied once: equals the whole.
 
-    A backend's own steps over ranks merge, where it has them.
+    The backend's ops over ranks merge.
     """
 
     def check(bench: Bench, call: SingleCall) -> Measure:
@@ -230,7 +226,7 @@ def sharded(count: int) -> Callable[[Bench, SingleCall], Measure]:
             outs.append(out)
             lses.append(lse)
         sinks = None if call.sinks is None else torch.tensor(call.sinks, dtype=torch.float32, device=outs[0].device)
-        out, lse = merged_by(bench.backend.rank_steps, outs, lses, sinks)
+        out, lse = merged_by(bench.backend.rank_ops, outs, lses, sinks)
         error, where = call.judge(out, lse)
         return Measure(error, call.budget).hold(f"{count} shards: {where}")
 
@@ -364,13 +360,6 @@ def _part(bench: Bench, part: StepFixture) -> tuple[Measure, Tensor, Tensor]:
 
 
 def _merged(bench: Bench, outs: Tensor, lses: Tensor, inputs: StepFixture) -> tuple[Tensor, Tensor]:
-    """Out and lse of all ranks, with the sink of the case input, by the backend's own steps or by core's."""
+    """Out and lse of all ranks, with the sink of the case input, by the backend's ops over ranks."""
     sink = None if inputs.sink_values is None else torch.from_numpy(inputs.sink_values).to(outs.device, torch.float32)
-    steps = bench.backend.rank_steps
-    if steps is not None:
-        return merged_by(steps, [*outs], [*lses], sink)
-    size, tokens, heads, dim = outs.shape
-    specs = merge_specs(size, tokens, heads, dim, outs.dtype)[3:]
-    working = [torch.empty(shape, dtype=dtype, device=outs.device)[:tokens] for shape, dtype in specs]
-    lse = torch.empty_like(lses[0])
-    return merge_parts(outs, lses, lse, sink, working).to(outs.dtype), lse
+    return merged_by(bench.backend.rank_ops, [*outs], [*lses], sink)

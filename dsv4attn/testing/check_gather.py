@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.attention.gathered import fill_by_steps
+from dsv4attn.core.attention.gathered import fill_by_ops
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
+from dsv4attn.core.cache.selected_keys import ChunkRows, ChunkTokens, DenseIndices, PageTable, RaggedIndices
 from dsv4attn.core.contract.backend import IndexForm
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.case import Bench, Measure, Wrong
@@ -190,22 +190,26 @@ class _Chunk:
         flat = None
         if self.bench.backend.capabilities.prefill_indices is IndexForm.RAGGED:
             flat = RaggedIndices(self._ints(np.full(tokens * width, 7)), self._ints(np.full(tokens + 1, 7)), width)
-        chunk = ChunkRows(
-            kv=kv.to(self.rows.device),
-            combined=lists,
-            ragged=flat,
+        chunk_tokens = ChunkTokens(
             seq_lens=self._ints(ends + tails),
             gather_lens=self._ints(np.where(counts > 0, counts + tails + np.minimum(before, WINDOW - 1), 0)),
             query_start_loc=self._ints(starts),
-            tail=int(tails[0]) if self.number else None,
             visible_lens=self._ints(seen),
             is_valid=self.rows.tensor(np.arange(tokens) % 4 != 2),
+            window=WINDOW,
+            topk=TOPK,
+            rows=total,
+            offset=offset,
+        )
+        chunk = ChunkRows(
+            tokens=chunk_tokens,
+            kv=kv.to(self.rows.device),
+            combined=lists,
+            ragged=flat,
+            tail=int(tails[0]) if self.number else None,
             swa=pages[0],
             compressed=pages[1],
-            window=WINDOW,
             ratio=RATIO,
-            topk=TOPK,
-            offset=offset,
             lengths=self._ints(np.full((3, len(counts)), 7)),
             starts=self._ints(np.full(len(counts) + 1, 7)),
         )
@@ -214,12 +218,17 @@ class _Chunk:
             self.bench.backend,
         )
         numbers = [self._ints(self._numbers(rng, seen)) for _ in range(2)]
-        prepare = backend.prepare_rows or partial(fill_by_steps, backend)
+        prepare = backend.prepare_rows or partial(fill_by_ops, backend)
         fill = prepare(chunk, numbers[0], caches.swa, caches.compressed)
-        lens = {"ends": ends, "gathers": gathers, "starts": np.concatenate([[0], np.cumsum(counts)])}
+        own_tokens = attrs.evolve(
+            chunk_tokens,
+            seq_lens=self._ints(ends),
+            gather_lens=self._ints(gathers),
+            query_start_loc=self._ints(np.concatenate([[0], np.cumsum(counts)])),
+        )
         for topk in numbers:
             fill(topk, caches.swa, caches.compressed)
-            self._judge_lists(chunk, topk, {name: self._ints(value) for name, value in lens.items()})
+            self._judge_lists(chunk, topk, own_tokens)
         self._judge_rows(chunk, tables, ends, gathers)
 
     @property
@@ -242,14 +251,11 @@ class _Chunk:
         found = np.stack([rng.permutation(int(seen.max()) + TOPK + 3)[: TOPK + 2] for _ in seen])
         return np.where(rng.random(found.shape) < 0.3, rng.choice(NONE, found.shape), found)
 
-    def _judge_lists(self, chunk: ChunkRows, topk: Tensor, lens: dict[str, Tensor]) -> None:
+    def _judge_lists(self, chunk: ChunkRows, topk: Tensor, tokens: ChunkTokens) -> None:
         """Lists are those of `core.torch_ops.index_ops`."""
-        rows, dense = chunk.kv.shape[1], chunk.combined
+        rows, dense = tokens.rows, chunk.combined
         wanted = torch.full_like(dense.indices, 7), torch.full_like(dense.lens, 7)
-        lengths = chunk.visible_lens, chunk.is_valid, lens["starts"], lens["ends"], lens["gathers"]
-        sizes = WINDOW, TOPK, rows, chunk.offset
-        combine = indices.combine_topk_swa_indices
-        combine(topk, *lengths, *sizes, out=wanted, swa=chunk.swa, compressed=chunk.compressed)
+        indices.combine_topk_swa_indices(topk, tokens, out=wanted, swa=chunk.swa, compressed=chunk.compressed)
         pairs = {"lists": (dense.indices, wanted[0]), "lengths of lists": (dense.lens, wanted[1])}
         if chunk.ragged is not None:
             flat = torch.full_like(chunk.ragged.indices, 7), torch.full_like(chunk.ragged.indptr, 7)
@@ -274,7 +280,7 @@ class _Chunk:
         wanted = np.full(tuple(chunk.kv.shape), math.nan)
         for i, (end, count) in enumerate(zip(ends, gathers, strict=True)):
             places = [(1, j, j) for j in range(end // RATIO)]
-            places += [(0, end - count + j, chunk.offset + j) for j in range(count)]
+            places += [(0, end - count + j, chunk.tokens.offset + j) for j in range(count)]
             for cache, record, row in places:
                 column, offset = divmod(record, self.rows.placement.block_size)
                 block = tables[cache][i, column] if column < tables[cache].shape[1] - 1 else -1

@@ -166,7 +166,7 @@ def test_every_name_of_the_contract_in_it_exists() -> None:
     assert named <= fields | {*REQUIRED_MEMBERS} | {*OPTIONAL_MEMBERS}
     assert {*OPTIONAL_MEMBERS} - {"prepare"} <= named
     assert {field.name for field in attrs.fields(BackendInfo)} <= named | {"support", "summary"}
-    assert {*REQUIRED_MEMBERS} <= named | {"steps", "capabilities", "name"}
+    assert {*REQUIRED_MEMBERS} <= named | {"capabilities", "name"}
     assert {member.name for kind in (IndexForm, KeyForm) for member in kind} <= set(SPANS)
     assert "Rank.VENDOR" in SPANS
     assert Rank.VENDOR is attrs.fields(BackendInfo).rank.default

@@ -261,6 +261,23 @@ def test_the_error_without_triton_says_how_to_install_it(name: str, without_trit
     assert "BrokenBackendError" not in without_triton[name]
 
 
+@pytest.mark.parametrize(("name", "table"), [("index_ops", "IndexOps"), ("rank_ops", "RankOps")])
+def test_a_table_of_ops_that_is_none_is_refused(wheels: VendorWheels, name: str, table: str) -> None:
+    backend = f"""
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+
+
+class Acme(ReferenceBackend):
+    name = "acme"
+    {name} = dict()
+"""
+    wheels.install("dsv4attn-acme", plugin(factory="dsv4attn_acme:Acme") + backend)
+
+    with pytest.raises(BrokenBackendError, match=f"whose {name} are dict, not {table}"):
+        load_backend("acme")
+
+
 @pytest.mark.parametrize(
     ("declared", "layer_ops", "problem"),
     [

@@ -14,8 +14,9 @@ from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import fp4
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.cache.selected_keys import ChunkTokens, DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.contract.index_ops import IndexOps
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.core.torch_ops import index_ops as indices
@@ -218,25 +219,21 @@ class NeighbourRow(ReferenceBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: Any = _Steps()
+        self.index_ops = attrs.evolve(IndexOps(), combine_topk_swa_indices=self._combine)
 
-
-class _Steps:
-    def __getattr__(self, name: str) -> Any:
-        return getattr(indices, name)
-
-    def combine_topk_swa_indices(self, topk: Any, visible: Any, valid: Any, starts: Any, *rest: Any, out: Any) -> None:
-        true: Any = indices.combine_topk_swa_indices
-        true(topk, visible, valid, starts, *rest, out=out)
-        if topk is None:
+    @staticmethod
+    def _combine(topk: Any, tokens: ChunkTokens, *, out: Any, **tables: Any) -> None:
+        indices.combine_topk_swa_indices(topk, tokens, out=out, **tables)
+        if topk is None or tokens.visible_lens is None:
             return
         rows, lens = out
+        starts = tokens.query_start_loc
         request = indices.token_to_req_indices(starts - starts[0], rows.shape[0])
-        m = rest[4]
-        holes = ((topk < 0) & (torch.arange(topk.shape[1]) < visible[:, None])).any(1) & (request > 0) & valid
+        is_seen = torch.arange(topk.shape[1]) < tokens.visible_lens[:, None]
+        holes = ((topk < 0) & is_seen).any(1) & (request > 0) & tokens.is_valid
         for row in holes.nonzero()[:, 0].tolist():
             if lens[row] < rows.shape[1]:
-                rows[row, lens[row]] = int(request[row]) * m - 1
+                rows[row, lens[row]] = int(request[row]) * tokens.rows - 1
                 lens[row] += 1
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
@@ -14,7 +15,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
 from dsv4attn.core.contract.backend import AttentionCall, Phase, Run
-from dsv4attn.core.contract.index_ops import IndexStep
+from dsv4attn.core.contract.index_ops import IndexOps, prepared_op
 from dsv4attn.core.torch_ops import index_ops as indices
 from tests.testing.mutants import attend, int32_offsets
 
@@ -38,32 +39,24 @@ class FirstLayers(ReferenceBackend):
         return lambda tensors: prepared(tensors._replace(**{field: first[field] for field in self._fields}))
 
 
-class _Replays:
-    """Index steps of which one, prepared, writes what the first layer had."""
+@prepared_op
+def _first_translation(topk: Tensor, *args: Any, out: tuple[Tensor, Tensor]) -> Callable[[Tensor], None]:
+    """A prepared op that writes what the first layer had."""
+    true: Any = indices.compute_global_topk_indices_and_lens
+    true(topk, *args, out=out)
+    first = [tensor.clone() for tensor in out]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(indices, name)
+    def replay(_: Tensor) -> None:
+        for tensor, values in zip(out, first, strict=True):
+            tensor.copy_(values)
 
-    @IndexStep
-    @staticmethod
-    def compute_global_topk_indices_and_lens(
-        topk: Tensor, *args: Any, out: tuple[Tensor, Tensor]
-    ) -> Callable[[Tensor], None]:
-        true: Any = indices.compute_global_topk_indices_and_lens
-        true(topk, *args, out=out)
-        first = [tensor.clone() for tensor in out]
-
-        def replay(_: Tensor) -> None:
-            for tensor, values in zip(out, first, strict=True):
-                tensor.copy_(values)
-
-        return replay
+    return replay
 
 
 def replaying() -> Any:
     """A backend that translates top-k values once a step."""
-    backend: Any = ReferenceBackend()
-    backend.steps = _Replays()
+    backend = ReferenceBackend()
+    backend.index_ops = evolve(IndexOps(), compute_global_topk_indices_and_lens=_first_translation)
     return backend
 
 

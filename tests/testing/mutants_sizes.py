@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.attention.gathered import fill_by_steps
+from dsv4attn.core.attention.gathered import fill_by_ops
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, GatheredKeys
+from dsv4attn.core.cache.selected_keys import ChunkRows, ChunkTokens, DenseIndices, GatheredKeys, PageTable, StepTokens
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, EntryIndices, FillRows, Phase, Run
 from dsv4attn.core.contract.builder_ops import BuilderOps
+from dsv4attn.core.contract.index_ops import IndexOps
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.core.torch_ops import rank_ops
 from tests.testing.mutants import attend
 
 
@@ -86,31 +86,30 @@ def clipped_windows(call: AttentionCall) -> None:
     attend(attrs.evolve(call, keys=[attrs.evolve(first, rows=rows), *others]))
 
 
-class _Changed:
-    """Index steps of which some get other arguments, by the names of the arguments."""
+def _changed(op: Any, change: Callable[[Any], Any], names: Sequence[str]) -> Callable[..., Any]:
+    """An op with other arguments, by the names of arguments, or of fields of the structs that it takes."""
+    order = [*inspect.signature(op).parameters]
 
-    def __init__(self, change: Callable[[Any], Any], *names: str) -> None:
-        self.change, self.names = change, names
+    def changed_struct(value: Any) -> Any:
+        if not isinstance(value, (PageTable, StepTokens, ChunkTokens)):
+            return value
+        fields = {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
+        return type(value)(**{k: change(v) if k in names and v is not None else v for k, v in fields.items()})
 
-    def __getattr__(self, name: str) -> Any:
-        true = getattr(indices, name, None) or getattr(rank_ops, name)
-        if not callable(true):
-            return true
-        order = [*inspect.signature(true).parameters]
+    def run(*args: Any, **options: Any) -> Any:
+        arguments = {**dict(zip(order, args, strict=False)), **options}
+        return op(**{k: change(v) if k in names and v is not None else changed_struct(v) for k, v in arguments.items()})
 
-        def step(*args: Any, **more: Any) -> Any:
-            given = {**dict(zip(order, args, strict=False)), **more}
-            return true(**{k: self.change(v) if k in self.names and v is not None else v for k, v in given.items()})
-
-        return step
+    return run
 
 
-def steps(change: Callable[[Any], Any], *names: str) -> ReferenceBackend:
-    """A backend whose index steps, those of the builder too, get other arguments."""
+def with_arguments(change: Callable[[Any], Any], *names: str) -> ReferenceBackend:
+    """A backend whose index ops, those of the builder too, get other arguments."""
     backend = ReferenceBackend()
-    changed: Any = _Changed(change, *names)
-    backend.steps = changed
-    backend.builder_ops = BuilderOps(**{field.name: getattr(changed, field.name) for field in attrs.fields(BuilderOps)})
+    ops = "compute_global_topk_indices_and_lens", "combine_topk_swa_indices", "build_ragged_indices_from_dense"
+    backend.index_ops = IndexOps(**{name: _changed(getattr(indices, name), change, names) for name in ops})
+    builder_ops = {field.name: field.default for field in attrs.fields(BuilderOps)}
+    backend.builder_ops = BuilderOps(**{name: _changed(op, change, names) for name, op in builder_ops.items()})
     return backend
 
 
@@ -119,35 +118,19 @@ class Unbounded(ReferenceBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: Any = _Unbounded()
+        self.index_ops = attrs.evolve(IndexOps(), combine_topk_swa_indices=self._combine)
 
-
-class _Unbounded:
-    def __getattr__(self, name: str) -> Any:
-        return getattr(indices, name)
-
-    def combine_topk_swa_indices(
-        self,
-        topk: Any,
-        visible: Any,
-        valid: Any,
-        starts: Any,
-        lens: Any,
-        gathered: Any,
-        *rest: Any,
-        out: Any,
-        **more: Any,
-    ) -> None:
-        whole = torch.empty_like(gathered)
-        indices.build_gather_lens(starts, lens, rest[0], out=whole)
-        true: Any = indices.combine_topk_swa_indices
-        true(topk, visible, valid, starts, lens, whole, *rest, out=out, **more)
+    @staticmethod
+    def _combine(topk: Any, tokens: ChunkTokens, *, out: Any, **tables: Any) -> None:
+        starts, gather_lens = tokens.query_start_loc, torch.empty_like(tokens.gather_lens)
+        indices.build_gather_lens(starts, tokens.seq_lens, tokens.window, out=gather_lens)
+        indices.combine_topk_swa_indices(topk, attrs.evolve(tokens, gather_lens=gather_lens), out=out, **tables)
         request = indices.token_to_req_indices(starts - starts[0], out[0].shape[0])
-        out[0].sub_((whole - gathered)[request][:, None]).masked_fill_(out[0] < 0, -1)
+        out[0].sub_((gather_lens - tokens.gather_lens)[request][:, None]).masked_fill_(out[0] < 0, -1)
 
 
 class Partial(ReferenceBackend):
-    """One slip in the steps around attention; `slip` says which."""
+    """One slip in the ops around attention; `slip` says which."""
 
     def __init__(self, slip: str) -> None:
         super().__init__()
@@ -232,7 +215,7 @@ class Direct(ReferenceBackend):
 
 
 class Hasty(ReferenceBackend):
-    """A step of its own for a chunk, with a slip."""
+    """An op of its own for a chunk, with a slip."""
 
     def __init__(self, slip: str) -> None:
         super().__init__(prefill_indices="ragged")
@@ -250,7 +233,7 @@ class Hasty(ReferenceBackend):
             chunk = attrs.evolve(chunk, compressed=None)
         if self.slip == "no ragged lists":
             chunk = attrs.evolve(chunk, ragged=None)
-        fill = fill_by_steps(self, chunk, topk_indices, window, compressed)
+        fill = fill_by_ops(self, chunk, topk_indices, window, compressed)
         if self.slip == "the first layer's entries":
             return lambda _, window, compressed: fill(topk_indices, window, compressed)
         return fill

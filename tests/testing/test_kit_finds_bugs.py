@@ -95,11 +95,11 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
     "strided weights of projection": (lambda: Partial("weights"), "apart-project"),
     "strided table of angles": (lambda: Partial("angles"), "apart-insert,apart-project"),
     "strided topk_indices": (
-        lambda: mutants_sizes.steps(mutants_sizes.dense, "topk_indices"),
+        lambda: mutants_sizes.with_arguments(mutants_sizes.dense, "topk_indices"),
         "apart-step-decode,apart-step-prefill",
     ),
     "strided block tables": (
-        lambda: mutants_sizes.steps(mutants_sizes.dense, "block_table"),
+        lambda: mutants_sizes.with_arguments(mutants_sizes.dense, "block_table"),
         "apart-step-decode,apart-c128a-decode",
     ),
     "strided block table of a gather": (lambda: Partial("block table"), "apart-step-prefill,apart-c128a-prefill"),
@@ -126,7 +126,7 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a table without gaps": (lambda: Direct("a dense table"), "apart-step-decode"),
     "entries of the first layer": (lambda: Direct("the first layer"), "layers-c4a"),
     "1024 blocks of a table": (
-        lambda: mutants_sizes.steps(lambda table: table[:, :1024], "block_table"),
+        lambda: mutants_sizes.with_arguments(lambda table: table[:, :1024], "block_table"),
         "million-c4a,million-c128a",
     ),
     "eps fixed at 1e-6": (lambda: Partial("eps fixed"), "qnorm-eps-other"),
@@ -173,9 +173,9 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: calls(mutants_sizes.clipped_windows, made=mutants.paged()),
         "call-wide-swa-decode,call-wide-c4a-decode,call-wide-swa-prefill,call-wide-c4a-prefill,block-swa,ahead-c4a",
     ),
-    "a draft block is causal": (lambda: mutants_sizes.steps(lambda _: True, "causal"), "block-swa"),
+    "a draft block is causal": (lambda: mutants_sizes.with_arguments(lambda _: True, "causal"), "block-swa"),
     "windows reach back to position 0": (
-        lambda: mutants_sizes.steps(torch.zeros_like, "replay_start"),
+        lambda: mutants_sizes.with_arguments(torch.zeros_like, "replay_start"),
         "bounded-swa,bounded-c4a",
     ),
     "gathered windows reach before the gathered rows": (mutants_sizes.Unbounded, "bounded-swa"),

@@ -9,7 +9,7 @@ import pytest
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
-from tests.testing.mutants_rank_steps import CHOICES, MERGES, Chooses, Merges
+from tests.testing.mutants_rank_ops import CHOICES, MERGES, Chooses, Merges
 
 
 def failed(backend: Any, names: str) -> set[str]:

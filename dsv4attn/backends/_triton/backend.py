@@ -23,16 +23,15 @@ from dsv4attn.backends._triton.layer import ops, output
 from dsv4attn.backends._triton.layer.variants import variants as layer_variants
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract import IndexOps, RankOps
 from dsv4attn.core.contract.backend import (
     AttentionCall,
     Backend,
     Capabilities,
     IndexForm,
-    IndexSteps,
     KeyForm,
     Phase,
     PrepareRows,
-    RankSteps,
     Run,
 )
 from dsv4attn.core.contract.builder_ops import BuilderOps
@@ -65,9 +64,9 @@ class TritonBackend(Backend):
     name: str
     tunings: Mapping[str, Tuning]
     capabilities = Capabilities(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
-    steps: IndexSteps = dense
+    index_ops: IndexOps = dense.INDEX_OPS
     builder_ops: BuilderOps | None = builder.BUILDER_OPS
-    rank_steps: RankSteps = ranks
+    rank_ops: RankOps = ranks.RANK_OPS
 
     @property
     def _ragged(self) -> bool:
@@ -134,9 +133,9 @@ class TritonBackend(Backend):
 
     @cached_property
     def prepare_rows(self) -> PrepareRows | None:
-        """See `contract.Backend`. None in subclasses with another gather or other index steps."""
+        """See `contract.Backend`. None in subclasses with another gather or other index ops."""
         is_shared = unwrap(self.dequantize_and_gather_k_cache) is unwrap(gather.dequantize_and_gather_k_cache)
-        return fill.prepare_rows if is_shared and self.steps is dense else None
+        return fill.prepare_rows if is_shared and self.index_ops is dense.INDEX_OPS else None
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.Backend`. One kernel serves both phases, and gathered rows too."""

@@ -18,14 +18,12 @@ from dsv4attn.core.contract.backend import (
     Capabilities,
     ChunkCost,
     IndexForm,
-    IndexSteps,
     KeyForm,
     Phase,
 )
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import Weight, dense_weight
 from dsv4attn.core.tensorspec import BufferSpec, check_strides
-from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear, linear
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
@@ -47,7 +45,6 @@ class ReferenceBackend(Backend):
     """Plain torch. Takes every form of keys and indices, so that core can be proven in all of them."""
 
     name = "reference"
-    steps: IndexSteps = indices
 
     def __init__(
         self,

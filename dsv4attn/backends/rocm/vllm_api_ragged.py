@@ -15,6 +15,7 @@ from dsv4attn.backends._triton.arguments import as_rows, check_optional
 from dsv4attn.backends._triton.index_ops import ragged as kernels
 from dsv4attn.backends._triton.index_ops.dense import combine_topk_swa_indices
 from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.cache.selected_keys import ChunkTokens
 from dsv4attn.core.memory.plan import ragged_specs
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_ops.index_ops import positions_of, token_to_req_indices
@@ -136,17 +137,20 @@ def combine_topk_swa_indices_ragged(
         seen = ((positions_of(starts, seq_lens, request) + 1) // compress_ratio).to(INT)
     dense = torch.empty(tokens, topk + window_size, dtype=INT, device=starts.device)
     lens = torch.empty(tokens, dtype=INT, device=starts.device)
+    chunk = ChunkTokens(
+        seq_lens=seq_lens,
+        gather_lens=gather_lens,
+        query_start_loc=starts,
+        visible_lens=seen,
+        is_valid=valid,
+        window=window_size,
+        topk=topk,
+        rows=M,
+        offset=N,
+    )
     combine_topk_swa_indices(
         topk_indices if topk else None,
-        seen,
-        valid,
-        starts,
-        seq_lens,
-        gather_lens,
-        window_size,
-        topk,
-        M,
-        N,
+        chunk,
         (dense, lens),
     )
     flat, indptr = new_rows(dense, *dense.shape)

@@ -1,6 +1,6 @@
 """`GatheredCall`: a prefill chunk's keys are copied to contiguous rows, on which the backend's attention runs.
 
-`fill_by_steps` is the definition of `Backend.prepare_rows`, and what runs for backends without it.
+`fill_by_ops` is the definition of `Backend.prepare_rows`, and what runs for backends without it.
 """
 
 from __future__ import annotations
@@ -8,19 +8,26 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.attention.call import INT, ForwardCall, PhaseCall, PreparedCall
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, GatheredKeys, PageTable, RaggedIndices
+from dsv4attn.core.cache.selected_keys import (
+    ChunkRows,
+    ChunkTokens,
+    DenseIndices,
+    GatheredKeys,
+    PageTable,
+    RaggedIndices,
+)
 from dsv4attn.core.contract.backend import AttentionTensors, Backend, FillRows, IndexForm, Phase
-from dsv4attn.core.contract.index_ops import prepare_index_step
 from dsv4attn.core.memory.chunking import PrefillChunk, round_up
 from dsv4attn.core.memory.plan import ragged_specs
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
 
-__all__ = ["GatheredCall", "fill_by_steps"]
+__all__ = ["GatheredCall", "fill_by_ops"]
 
 
 class GatheredCall(PhaseCall):
@@ -54,28 +61,32 @@ class GatheredCall(PhaseCall):
             compressed_pages = _page_table(compressed, compressed_metadata.block_table[first : first + n])
         dense = DenseIndices(combined, lens)
         ragged = RaggedIndices(views.pop(0), views.pop(0), dense.width) if self._ragged else None
-        gathered = ChunkRows(
-            kv=kv,
-            combined=dense,
-            ragged=ragged,
+        chunk_tokens = ChunkTokens(
             seq_lens=metadata.prefill_seq_lens[requests],
             gather_lens=metadata.prefill_gather_lens[requests],
             query_start_loc=metadata.query_start_loc[first : first + n + 1],
-            tail=chunk.tail if chunk.is_slice else None,
             visible_lens=None if compressed_metadata is None else compressed_metadata.compressed_lens[tokens],
             is_valid=metadata.is_valid_token[tokens],
+            window=layer.window,
+            topk=chunk.topk,
+            rows=rows,
+            offset=chunk.entries,
+        )
+        gathered = ChunkRows(
+            tokens=chunk_tokens,
+            kv=kv,
+            combined=dense,
+            ragged=ragged,
+            tail=chunk.tail if chunk.is_slice else None,
             swa=_page_table(window, metadata.block_table[first : first + n]),
             compressed=compressed_pages,
-            window=layer.window,
             ratio=layer.compress_ratio,
-            topk=chunk.topk,
-            offset=chunk.entries,
             lengths=lengths,
             starts=starts,
         )
         # entries of the indexer are read anew in every run
         has_indexer, chunk_topk_indices = layer.kind is LayerKind.CSA, forward.chunk_topk_indices(chunk)
-        prepare_rows = forward.backend.prepare_rows or partial(fill_by_steps, forward.backend)
+        prepare_rows = forward.backend.prepare_rows or partial(fill_by_ops, forward.backend)
         fill = prepare_rows(gathered, chunk_topk_indices, window, compressed)
         attend = self.prepare_attention(GatheredKeys(kv.view(n * rows, layer.head_dim), ragged or dense), views)
 
@@ -89,7 +100,7 @@ class GatheredCall(PhaseCall):
         return PreparedCall(self.name, tokens, run)
 
 
-def fill_by_steps(
+def fill_by_ops(
     backend: Backend,
     chunk: ChunkRows,
     topk_indices: Tensor | None,
@@ -100,66 +111,48 @@ def fill_by_steps(
 
     Arguments as those of `Backend.prepare_rows`.
     """
-    seq_lens, gather_lens, starts = request_lengths = chunk.seq_lens, chunk.gather_lens, chunk.query_start_loc
+    request_tokens = tokens = chunk.tokens
     slice_seq_lens, slice_gather_lens, entry_lens = chunk.lengths
     if chunk.tail is not None:
-        seq_lens, gather_lens, starts = slice_seq_lens, slice_gather_lens, chunk.starts
-    combined, ragged = chunk.combined, chunk.ragged
-    n, rows, _ = chunk.kv.shape
-    pack = None
+        tokens = evolve(tokens, seq_lens=slice_seq_lens, gather_lens=slice_gather_lens, query_start_loc=chunk.starts)
+    gather, index_ops = backend.dequantize_and_gather_k_cache, backend.index_ops
+    combined, ragged, pack = chunk.combined, chunk.ragged, None
     if ragged is not None:
-        out = ragged.indices, ragged.indptr
-        build = backend.steps.build_ragged_indices_from_dense
-        pack = prepare_index_step(build, combined.indices, combined.lens, n * rows, out=out)
-    gather, combine = backend.dequantize_and_gather_k_cache, backend.steps.combine_topk_swa_indices
+        out, num_rows = (ragged.indices, ragged.indptr), chunk.kv.shape[0] * tokens.rows
+        build = index_ops.build_ragged_indices_from_dense
+        pack = build.prepare(combined.indices, combined.lens, num_rows, out=out)
+    combine = index_ops.combine_topk_swa_indices.prepare(
+        topk_indices,
+        tokens,
+        out=(combined.indices, combined.lens),
+        swa=chunk.swa,
+        compressed=chunk.compressed,
+    )
 
     def fill(topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> None:
         if chunk.tail is not None:
-            max_rows = combined.lens.shape[0] + chunk.window - 1
-            _cut(request_lengths, (seq_lens, gather_lens, starts), chunk.tail, combined.lens.shape[0], max_rows)
+            _cut(request_tokens, tokens, chunk.tail, combined.lens.shape[0])
         if chunk.compressed is not None and compressed is not None:
-            torch.div(seq_lens, chunk.ratio, rounding_mode="floor", out=entry_lens)
+            torch.div(tokens.seq_lens, chunk.ratio, rounding_mode="floor", out=entry_lens)
             gather(chunk.kv, compressed, entry_lens, None, chunk.compressed.block_table, 0)
-        gather(chunk.kv, window, seq_lens, gather_lens, chunk.swa.block_table, chunk.offset)
-        combine(
-            topk_indices,
-            chunk.visible_lens,
-            chunk.is_valid,
-            starts,
-            seq_lens,
-            gather_lens,
-            chunk.window,
-            chunk.topk,
-            rows,
-            chunk.offset,
-            out=(combined.indices, combined.lens),
-            swa=chunk.swa,
-            compressed=chunk.compressed,
-        )
+        gather(chunk.kv, window, tokens.seq_lens, tokens.gather_lens, chunk.swa.block_table, tokens.offset)
+        combine(topk_indices)
         if pack is not None:
             pack(combined.indices)
 
     return fill
 
 
-def _cut(
-    request_lengths: tuple[Tensor, Tensor, Tensor],
-    slice_lengths: tuple[Tensor, Tensor, Tensor],
-    tail: int,
-    tokens: int,
-    max_rows: int,
-) -> None:
+def _cut(request: ChunkTokens, part: ChunkTokens, tail: int, num_tokens: int) -> None:
     """Write lengths, window rows and query starts of a slice of one request, from those of the whole request.
 
     Computed on the device: the host may have upper bounds.
     """
-    seq_lens, gather_lens, starts = request_lengths
-    slice_seq_lens, slice_gather_lens, slice_starts = slice_lengths
-    torch.sub(seq_lens, tail, out=slice_seq_lens)
+    torch.sub(request.seq_lens, tail, out=part.seq_lens)
     # no earlier than the request's own first row
-    torch.sub(gather_lens, tail, out=slice_gather_lens).clamp_(0, max_rows)
-    slice_starts.copy_(starts)
-    slice_starts[1:].copy_(slice_starts[:1]).add_(tokens)
+    torch.sub(request.gather_lens, tail, out=part.gather_lens).clamp_(0, num_tokens + request.window - 1)
+    part.query_start_loc.copy_(request.query_start_loc)
+    part.query_start_loc[1:].copy_(part.query_start_loc[:1]).add_(num_tokens)
 
 
 def _page_table(cache: PagedKVCache, table: Tensor) -> PageTable:

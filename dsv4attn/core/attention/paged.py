@@ -11,7 +11,7 @@ from dsv4attn.core.attention.call import INT, ForwardCall, IndexRows, PhaseCall,
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, PagedKeys, PageTable, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionTensors, IndexForm, Phase, Run
-from dsv4attn.core.contract.index_ops import prepare_index_step
+from dsv4attn.core.contract.index_ops import IndexOp
 from dsv4attn.core.memory.chunking import PrefillChunk
 from dsv4attn.core.memory.plan import ragged_specs
 from dsv4attn.core.model.geometry import LayerKind
@@ -121,14 +121,14 @@ class PagedCall(PhaseCall):
 
     def _needs_slots(self, rows: Tensor | IndexRows, forward: ForwardCall) -> bool:
         """Whether entry numbers are translated to dense slots in the workspace."""
-        return isinstance(rows, Tensor) and not (self._ragged and forward.backend.translate_to_ragged)
+        return isinstance(rows, Tensor) and not (self._ragged and _ragged_translation(forward))
 
     def _needs_list(self, rows: Tensor | IndexRows) -> bool:
         """Whether a ragged list is built in the workspace."""
         return self._ragged and not isinstance(rows, RaggedIndices)
 
     def _formed(self, rows: Tensor | IndexRows, cache: PagedKVCache, views: list[Tensor]) -> IndexRows:
-        """Slots in the form the backend takes, and the steps that write them."""
+        """Slots in the form the backend takes, and the ops that write them."""
         if isinstance(rows, Tensor):
             if not self._needs_slots(rows, self.forward):
                 ragged_rows = RaggedIndices(views.pop(0), views.pop(0), _width(rows))
@@ -141,9 +141,9 @@ class PagedCall(PhaseCall):
             return rows
         assert isinstance(rows, DenseIndices)
         ragged_rows = RaggedIndices(views.pop(0), views.pop(0), rows.width)
-        build = self.forward.backend.steps.build_ragged_indices_from_dense
+        build = self.forward.backend.index_ops.build_ragged_indices_from_dense
         out = ragged_rows.indices, ragged_rows.indptr
-        pack = prepare_index_step(build, rows.indices, rows.lens, cache.capacity, out=out)
+        pack = build.prepare(rows.indices, rows.lens, cache.capacity, out=out)
         self._index_fills.append(partial(pack, rows.indices))
         return ragged_rows
 
@@ -152,13 +152,13 @@ class PagedCall(PhaseCall):
 
         The indexer's entries are an argument of each run, as their tensor may move; those of the metadata are bound.
         """
-        backend, pages, topk_indices = self.forward.backend, entries.pages, entries.indices
-        dense = self._needs_slots(topk_indices, self.forward)
-        translate = backend.steps.compute_global_topk_indices_and_lens if dense else backend.translate_to_ragged
+        pages, topk_indices = entries.pages, entries.indices
+        is_dense = self._needs_slots(topk_indices, self.forward)
+        to_slots = self.forward.backend.index_ops.compute_global_topk_indices_and_lens
+        translate = to_slots if is_dense else _ragged_translation(self.forward)
         assert translate is not None
         prepare = partial(
-            prepare_index_step,
-            translate,
+            translate.prepare,
             topk_indices,
             entries.visible_lens,
             entries.token_to_req,
@@ -171,6 +171,10 @@ class PagedCall(PhaseCall):
             self._prepare_translation = prepare
         else:
             self._index_fills.append(partial(prepare(), topk_indices))
+
+
+def _ragged_translation(forward: ForwardCall) -> IndexOp | None:
+    return forward.backend.index_ops.compute_global_topk_ragged_indices_and_indptr
 
 
 def _width(rows: Tensor | IndexRows) -> int:

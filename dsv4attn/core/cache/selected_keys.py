@@ -1,4 +1,7 @@
-"""Types of selected keys: dense or ragged slots, entries, page tables, keys in pages or in rows, rows to gather."""
+"""Types of selected keys: dense or ragged slots, entries, page tables, keys in pages or in rows, rows to gather.
+
+`StepTokens` and `ChunkTokens` say which keys each token sees, for the index ops that select them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,17 @@ if TYPE_CHECKING:
 
     from dsv4attn.core.cache.layout import PagedKVCache
 
-__all__ = ["ChunkRows", "DenseIndices", "EntryIndices", "GatheredKeys", "PageTable", "PagedKeys", "RaggedIndices"]
+__all__ = [
+    "ChunkRows",
+    "ChunkTokens",
+    "DenseIndices",
+    "EntryIndices",
+    "GatheredKeys",
+    "PageTable",
+    "PagedKeys",
+    "RaggedIndices",
+    "StepTokens",
+]
 
 # no slots in classes with an instance a call: construction of frozen classes with slots takes twice as long
 
@@ -74,12 +87,30 @@ class PageTable:
     block_table: [n, N] int32 - record j of request i is in block_table[i, j // block_size]; blocks outside
        [0, num_blocks) do not exist.
     block_size: records of a block.
-    num_blocks: blocks of the cache.
+    num_blocks: blocks of the cache. By default every block exists that is not negative.
     """
 
     block_table: Tensor
     block_size: int
-    num_blocks: int
+    num_blocks: int = 2**31 - 1
+
+
+@frozen
+class StepTokens:
+    """A run of consecutive tokens of a step of R requests, as index ops of the metadata builder take them.
+
+    query_start_loc: [R + 1] int32 - where the query tokens of each request begin in the step.
+    seq_lens: [R] int32 - tokens of each request after the step.
+    token_to_req: [n] int32 - the request of each token of the run, -1 for tokens that are not real.
+    is_valid: [n] bool - whether each token is real, the same fact.
+    first: number of the run's first token in the step; other than 0 for `build_window_indices` alone.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    token_to_req: Tensor
+    is_valid: Tensor
+    first: int = 0
 
 
 @frozen(slots=False)
@@ -107,47 +138,61 @@ class GatheredKeys:
 
 
 @frozen(slots=False, eq=False)
+class ChunkTokens:
+    """The t query tokens of a prefill chunk of n requests: what they see, and the rows where gathered keys stand.
+
+    seq_lens: [n] int32 - tokens of each request after the step.
+    gather_lens: [n] int32 - trailing tokens of each request that its queries see through the window. A window has no
+       position before the first one that is gathered.
+    query_start_loc: [n + 1] int32 - where the query tokens of each request begin, from any base.
+    visible_lens: [t] int32 - entries that each token sees; None on window-only layers.
+    is_valid: [t] bool - other tokens have empty lists.
+    window: W - most window records of a token.
+    topk: columns of the lists that are set aside for entries.
+    rows: M - rows of each request.
+    offset: N - rows of a request before its window.
+    """
+
+    seq_lens: Tensor
+    gather_lens: Tensor
+    query_start_loc: Tensor
+    visible_lens: Tensor | None
+    is_valid: Tensor
+    window: int
+    topk: int
+    rows: int
+    offset: int
+
+
+@frozen(slots=False, eq=False)
 class ChunkRows:
     """The rows that a prefill chunk of n requests and t query tokens gathers, and the lists that name them.
 
+    tokens: the chunk's tokens, and where their keys stand in kv. Of a slice of a request, see `tail`, the lengths and
+       starts are those of the whole request.
     kv: [n, M, D] in the layout's row dtype - receives the rows of request i in kv[i]: its compressed entries from row 0
        on, then its window records from row `offset` on. A row of an absent record, or of none, is not written.
     combined: indices [t, >= topk + window] and lens [t] - receive the list of each token: rows of kv, counted through
-       all requests, as `indices.combine_topk_swa_indices` makes them.
-    ragged: None, or the same lists once more, as `indices.build_ragged_indices_from_dense` makes them.
-    seq_lens: [n] int32 - tokens of each request after the step.
-    gather_lens: [n] int32 - trailing tokens of each request that its queries see through the window.
-    query_start_loc: [n + 1] int32 - where the query tokens of each request begin, from any base.
-    tail: None; or the chunk is a part of one request's query tokens, and `tail` of them come after it. The request
+       all requests, as `index_ops.combine_topk_swa_indices` makes them.
+    ragged: None, or the same lists once more, as `index_ops.build_ragged_indices_from_dense` makes them.
+    tail: None; or the chunk is a slice of one request's query tokens, and `tail` of them come after it. The request
        then ends that much earlier, has t query tokens, and gathers gather_lens - tail window records, at least 0 and
        at most t + window - 1.
-    visible_lens: [t] int32 - entries that each token sees; None on window-only layers.
-    is_valid: [t] bool - other tokens have empty lists.
     swa: the blocks of the window cache.
     compressed: the blocks of the compressed cache, of which a request gathers seq_len // ratio entries; None on
        window-only layers.
-    window: W - most window records of a token.
     ratio: tokens per entry.
-    topk: columns of the lists that are set aside for entries.
-    offset: N - rows of a request before its window.
     lengths: [3, n] int32 - scratch of any content.
     starts: [n + 1] int32 - scratch of any content.
     """
 
+    tokens: ChunkTokens
     kv: Tensor
     combined: DenseIndices
     ragged: RaggedIndices | None
-    seq_lens: Tensor
-    gather_lens: Tensor
-    query_start_loc: Tensor
     tail: int | None
-    visible_lens: Tensor | None
-    is_valid: Tensor
     swa: PageTable
     compressed: PageTable | None
-    window: int
     ratio: int
-    topk: int
-    offset: int
     lengths: Tensor
     starts: Tensor

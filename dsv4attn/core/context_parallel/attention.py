@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
 
 import torch
 from attrs import evolve
@@ -19,7 +18,8 @@ from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
 from dsv4attn.core.context_parallel.keys import KeyGathering
 from dsv4attn.core.context_parallel.prefill import Shares
-from dsv4attn.core.contract.backend import Backend, Phase, RankSteps, check_is_backend
+from dsv4attn.core.contract.backend import Backend, Phase, check_is_backend
+from dsv4attn.core.contract.rank_ops import RankOps
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.rank_buffers import (
     ALL_HEADS_VIEWS,
@@ -37,7 +37,7 @@ from dsv4attn.core.tensorspec import ALIGNMENT
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["forward_mqa_over_ranks", "merge_over_ranks", "merge_parts"]
+__all__ = ["forward_mqa_over_ranks", "merge_over_ranks"]
 
 
 @without_modes
@@ -102,8 +102,8 @@ def _attend_to_own_entries(context: RankExchange, call: ForwardCall) -> None:
     if context.divides_heads:
         check_forward_call(call)
     check_is_backend(call.backend)
-    kernels = call.backend.rank_steps
-    rank_lse, *scratch = _views(context, call.out, call.workspace, kernels)
+    rank_ops = call.backend.rank_ops
+    rank_lse, *scratch = _views(context, call.out, call.workspace, rank_ops)
     rank_lse = rank_lse if call.lse is None else call.lse
     q, out, lse, layer, sources = call.q, call.out, rank_lse, call.layer, None
     if context.divides_heads:
@@ -113,7 +113,7 @@ def _attend_to_own_entries(context: RankExchange, call: ForwardCall) -> None:
         sent, received, *_ = scratch
         gather_queries(context, call.q[:rows], q, sent, received)
     first = metadata.num_decode_tokens if metadata.num_prefill_tokens and call.phase is None else 0
-    merging = _Merging(context, call.out[:rows], rank_lse[:rows], call.attn_sink, scratch, first, kernels, sources)
+    merging = _Merging(context, call.out[:rows], rank_lse[:rows], call.attn_sink, scratch, first, rank_ops, sources)
     row_bytes = attention_bytes(call.layer.num_heads, call.layer.head_dim, call.out.element_size())
     rank_call = evolve(
         call,
@@ -151,8 +151,8 @@ def merge_over_ranks(
 
     out: [T, H, D] bf16 or fp32, and lse: [T, H] fp32, natural log, both without the sink. attn_sink: [H] fp32 - applied
     once, to the whole; None: none. lse stays without it. workspace: of the views of `merge_specs`. backend: that the
-    workspace was planned with, whose `rank_steps` merge; None: torch does. Every rank sends a token's out and lse in
-    one exchange, and merges all parts in the order of ranks: so all ranks have the same bits, if they merge alike.
+    workspace was planned with, whose `rank_ops` merge; None: torch does. Every rank sends a token's out and lse in
+    one exchange, and merges all partials in the order of ranks: so all ranks have the same bits, if they merge alike.
     Raises ArgumentError where ranks divide heads: what a rank attends to then has more heads than what it gets.
     """
     if context.divides_heads:
@@ -160,15 +160,15 @@ def merge_over_ranks(
         raise ArgumentError("context", expected=expected, actual="divides_heads=True", hint=hint)
     if backend is not None:
         check_is_backend(backend)
-    kernels = None if backend is None else backend.rank_steps
-    _, *scratch = _views(context, out, workspace, kernels)
-    _Merging(context, out, lse, attn_sink, scratch, 0, kernels).finish()
+    rank_ops = RankOps() if backend is None else backend.rank_ops
+    _, *scratch = _views(context, out, workspace, rank_ops)
+    _Merging(context, out, lse, attn_sink, scratch, 0, rank_ops).finish()
 
 
-def _views(context: RankExchange, out: Tensor, workspace: WorkspaceManager, kernels: RankSteps | None) -> list[Tensor]:
+def _views(context: RankExchange, out: Tensor, workspace: WorkspaceManager, rank_ops: RankOps) -> list[Tensor]:
     tokens, heads, dim = out.shape
     make_specs = divided_specs if context.divides_heads else merge_specs
-    specs = make_specs(context.ownership.size, tokens, heads, dim, out.dtype, sums=kernels is None)
+    specs = make_specs(context.ownership.size, tokens, heads, dim, out.dtype, merge_scratch=rank_ops.merge_scratch)
     return workspace.get_simultaneous(*specs, arena=ARENA, caller=f"attention on {context.label}")
 
 
@@ -188,16 +188,16 @@ class _Merging:
         attn_sink: Tensor | None,
         scratch: Sequence[Tensor],
         first: int,
-        kernels: RankSteps | None,
+        rank_ops: RankOps,
         sources: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """first: row at which prefill begins, whose rows come before those of decode. kernels: None: torch merges.
+        """first: row at which prefill begins, whose rows come before those of decode.
 
         sources: out and lse of the heads of each rank, as of `by_rank`; None: out and lse are sent to all ranks.
         """
-        self._context, self._out, self._lse, self._sink, self._kernels = context, out, lse, attn_sink, kernels
+        self._context, self._out, self._lse, self._sink, self._rank_ops = context, out, lse, attn_sink, rank_ops
         self._divided, self._sources = sources is not None, sources or (out[None], lse[None])
-        self._sent, self._received, *self._working = scratch
+        self._sent, self._received, *self._scratch = scratch
         (rows, heads, dim), size = out.shape, out.element_size()
         cut = partial(context.pieces, row_bytes=attention_bytes(heads, dim, size))
         self._first, self._waiting = first, deque([*cut(rows, first=first), *cut(first)])
@@ -207,11 +207,11 @@ class _Merging:
     def sent_views(self) -> tuple[Tensor, Tensor] | None:
         """Out and lse of all rows where they are sent from: the caller writes them there, and nothing is packed.
 
-        None where torch merges, where rows are not one piece, where ranks divide heads, and where lse would not begin
-        at a multiple of ALIGNMENT.
+        None where rows are not one piece, where ranks divide heads, and where lse would not begin at a multiple of
+        ALIGNMENT.
         """
         out_bytes, piece_size = _bytes_of(self._out)
-        if self._kernels is None or self._divided or len(self._waiting) != 1 or out_bytes % ALIGNMENT:
+        if self._divided or len(self._waiting) != 1 or out_bytes % ALIGNMENT:
             return None
         self._is_packed = True
         out, lse = _parts(self._sent[0, :piece_size][None], out_bytes, self._out)
@@ -238,11 +238,11 @@ class _Merging:
         sent, received = self._sent[self._place], self._received[self._place][: ranks * piece_size]
         sent = sent[: piece_size * len(self._sources[0])].view(-1, piece_size)
         parts = _parts(sent, out_bytes, out)
-        if self._kernels is None or self._divided:
+        if self._divided:
             for part, source in zip(parts, self._sources, strict=True):
                 part.copy_(source[:, piece])
         elif not self._is_packed:
-            self._kernels.pack_part(out, self._lse[piece], parts[0][0], parts[1][0])
+            self._rank_ops.pack_partial(out, self._lse[piece], parts[0][0], parts[1][0])
         if self._divided:
             finish = self._context.start_all_to_all(sent, "attention", out=received)
         else:
@@ -255,12 +255,9 @@ class _Merging:
         piece, finish = self._under_way.popleft()
         out = self._out[piece]
         out_bytes, _ = _bytes_of(out)
-        parts = _parts(finish(), out_bytes, out)
-        if self._kernels is not None:
-            self._kernels.merge_parts(*parts, out, self._lse[piece], self._sink)
-            return
-        working = [view[: out.shape[0]] for view in self._working]
-        out.copy_(merge_parts(*parts, self._lse[piece], self._sink, working))
+        outs, lses = _parts(finish(), out_bytes, out)
+        scratch = [view[: out.shape[0]] for view in self._scratch]
+        self._rank_ops.merge_partials(outs, lses, out, self._lse[piece], self._sink, scratch)
 
 
 def _bytes_of(out: Tensor) -> tuple[int, int]:
@@ -276,31 +273,3 @@ def _parts(sent: Tensor, out_bytes: int, out: Tensor) -> tuple[Tensor, Tensor]:
     """
     outs = sent[:, : out.numel() * out.element_size()].view(out.dtype)
     return outs.unflatten(1, out.shape), sent[:, out_bytes:].view(torch.float32).unflatten(1, out.shape[:2])
-
-
-def merge_parts(outs: Tensor, lses: Tensor, lse: Tensor, attn_sink: Tensor | None, working: Sequence[Tensor]) -> Tensor:
-    """`merge_lse` and `apply_sink` without an allocation, part by part: [t, H, D] fp32, and lse without the sink.
-
-    outs: [R, t, H, D] bf16 or fp32. lses: [R, t, H] fp32. lse: [t, H] fp32, written. attn_sink: [H] fp32 or None.
-    working: of the views of `merge_specs` but the first three, whose fifth is returned.
-    """
-    top, weight, total, mask, merged, term = working
-    torch.amax(lses, 0, out=top)
-    # where no rank had a key the difference would be inf - inf
-    top.masked_fill_(torch.eq(top, -inf, out=mask), 0)
-    total.zero_()
-    merged.zero_()
-    for rank_out, rank_lse in zip(outs, lses, strict=True):
-        torch.sub(rank_lse, top, out=weight).exp_()
-        # a part of weight zero may hold NaN
-        torch.eq(weight, 0, out=mask)
-        merged.add_(term.copy_(rank_out).mul_(weight[..., None]).masked_fill_(mask[..., None], 0))
-        total.add_(weight)
-    torch.eq(total, 0, out=mask)
-    merged.div_(total[..., None]).masked_fill_(mask[..., None], 0)
-    lse.copy_(total.log_().add_(top))
-    if attn_sink is not None:
-        torch.eq(lse, -inf, out=mask)
-        torch.sub(lse, attn_sink, out=weight).sigmoid_().masked_fill_(mask, 0)
-        merged.mul_(weight[..., None])
-    return merged

@@ -12,6 +12,8 @@ from typing import Any
 _NEED_TORCH = {
     "LayerOps": "contract.layer_ops",
     "BuilderOps": "contract.builder_ops",
+    "IndexOps": "contract.index_ops",
+    "RankOps": "contract.rank_ops",
     "MixWeights": "torch_ops.hyper_connections",
 }
 """Names that need torch, and the modules of core that have them. `contract.backend` has every other public name."""

@@ -32,14 +32,8 @@ from dsv4attn.core.cache.selected_keys import (
 )
 from dsv4attn.core.contract.attention_call import AttentionCall, AttentionOptions, AttentionTensors, Run
 from dsv4attn.core.contract.capabilities import Capabilities, IndexForm, KeyForm, Phase, Products
-from dsv4attn.core.contract.index_ops import (
-    IndexStep,
-    IndexSteps,
-    MetadataExtension,
-    RaggedSteps,
-    RankSteps,
-)
 from dsv4attn.core.contract.info import API_VERSION, COMPUTING, LAYER_PARTS, BackendInfo, Rank
+from dsv4attn.core.contract.metadata_extension import MetadataExtension
 from dsv4attn.core.contract.raw_query import RawQuery
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.errors import ArgumentError
@@ -52,8 +46,10 @@ if TYPE_CHECKING:
     from dsv4attn.core.cache.layout import PagedKVCache
     from dsv4attn.core.contract.builder_ops import BuilderOps
     from dsv4attn.core.contract.device import DeviceFacts
+    from dsv4attn.core.contract.index_ops import IndexOps
     from dsv4attn.core.contract.layer_ops import LayerOps
     from dsv4attn.core.contract.limits import Limits
+    from dsv4attn.core.contract.rank_ops import RankOps
     from dsv4attn.core.contract.warmup import WarmupSpec
     from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.core.tensorspec import BufferSpec
@@ -76,8 +72,6 @@ __all__ = [
     "FillRows",
     "GatheredKeys",
     "IndexForm",
-    "IndexStep",
-    "IndexSteps",
     "KeyForm",
     "MetadataExtension",
     "PageTable",
@@ -86,9 +80,7 @@ __all__ = [
     "PrepareRows",
     "Products",
     "RaggedIndices",
-    "RaggedSteps",
     "Rank",
-    "RankSteps",
     "RawQuery",
     "Run",
     "check_is_backend",
@@ -110,24 +102,20 @@ PrepareRows: TypeAlias = "Callable[[ChunkRows, Tensor | None, PagedKVCache, Page
 class Backend:
     """The kernels of a device. Core checks all arguments before it calls a method.
 
-    A subclass has the attributes `name`, `capabilities` and `steps`, and overrides the methods that raise
+    A subclass has the attributes `name` and `capabilities`, and overrides the methods that raise
     NotImplementedError here. Everything else has a default. Methods of a subclass that compute run with autocast off
     and record no gradients.
 
     name: what users write.
     capabilities: the indices and keys that core prepares for this backend.
-    steps: the index arithmetic that runs once a layer.
     builder_ops: the index arithmetic of `MetadataBuilder`; None: torch's.
-    rank_steps: the merge over ranks; None: torch's.
     deterministic: whether no row's bits depend on the other rows of a call.
     projects_fp8: whether `inv_rope_o_proj` takes a `BlockScaledWeight` as it is, and then rounds outputs to fp8.
     """
 
     name: str
     capabilities: Capabilities
-    steps: IndexSteps
     builder_ops: BuilderOps | None = None
-    rank_steps: RankSteps | None = None
     deterministic: bool = False
     projects_fp8: bool = False
 
@@ -232,10 +220,19 @@ class Backend:
 
         return default_layer_ops(deterministic=self.deterministic)
 
-    @property
-    def translate_to_ragged(self) -> Callable[..., object] | None:
-        """The step of `RaggedSteps` that `IndexSteps` lacks, or None."""
-        return getattr(self.steps, "compute_global_topk_ragged_indices_and_indptr", None)
+    @cached_property
+    def rank_ops(self) -> RankOps:
+        """The ops over ranks. A backend that brings some has `evolve(RankOps(), ...)` as this attribute."""
+        from dsv4attn.core.contract.rank_ops import RankOps
+
+        return RankOps()
+
+    @cached_property
+    def index_ops(self) -> IndexOps:
+        """Index arithmetic. A backend that brings some of it has `evolve(IndexOps(), ...)` as this attribute."""
+        from dsv4attn.core.contract.index_ops import IndexOps
+
+        return IndexOps()
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """Check and plan a call once, for all layers of a kind in a step. Nothing is launched or written.
@@ -263,7 +260,7 @@ class Backend:
 
         `prepare_rows(chunk, topk_indices, window, compressed)` checks and plans once, for all layers of a kind in a
         step, and returns the `FillRows`. Nothing is launched or written. Where it is None, core calls
-        `dequantize_and_gather_k_cache` and the index steps one by one: `gathered.fill_by_steps` is the definition.
+        `dequantize_and_gather_k_cache` and the index ops one by one: `gathered.fill_by_ops` is the definition.
         topk_indices: [t, K] int32 - entry numbers of the chunk's tokens; None on window-only layers.
         window, compressed: the caches; compressed is None on window-only layers.
         """
@@ -320,17 +317,12 @@ REQUIRED_MEMBERS = (
     "quantize_and_insert_k_cache",
     "scratch",
     "scratch_bound",
-    "steps",
     "transient_bytes",
 )
 """Members that every backend brings."""
 
-OPTIONAL_MEMBERS = tuple(
-    name
-    for name in vars(Backend)
-    if not name.startswith("_") and name not in REQUIRED_MEMBERS and name != "translate_to_ragged"
-)
-"""Members with a default. `translate_to_ragged` is none: it follows from `steps`."""
+OPTIONAL_MEMBERS = tuple(name for name in vars(Backend) if not name.startswith("_") and name not in REQUIRED_MEMBERS)
+"""Members with a default."""
 
 
 def missing_members(backend: object) -> list[str]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from dsv4attn.core.contract.index_ops import MetadataExtension
     from dsv4attn.core.contract.limits import Limits
+    from dsv4attn.core.contract.metadata_extension import MetadataExtension
     from dsv4attn.core.contract.warmup import WarmupSpec
     from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.core.tensorspec import BufferSpec
@@ -48,7 +48,7 @@ _OF_PREFILL = "dequantize_and_gather_k_cache", "prefill", "prepare_rows"
 class PhasedBackend(Backend):
     """A backend made of two: each phase runs on its own backend, with the capabilities of that backend.
 
-    Index steps, inserts, output projection and the ops around attention run on the decode backend in both phases: a
+    Index ops, inserts, output projection and the ops around attention run on the decode backend in both phases: a
     captured decode step contains them, and only the decode backend's `support` covers capture. The prefill backend
     gathers keys and fills the index lists of a gathered chunk (`prepare_rows`), because it reads both. The cache layout
     makes sure that both backends read and write the same bytes.
@@ -67,8 +67,8 @@ class PhasedBackend(Backend):
             empty_lse=of_decode.empty_lse and of_prefill.empty_lse,
             products=of_prefill.products if of_prefill.products is Products.FP8 else of_decode.products,
         )
-        self.steps, self.builder_ops = decode.steps, self._decode.builder_ops
-        self.rank_steps = self._decode.rank_steps
+        self.index_ops, self.builder_ops = decode.index_ops, decode.builder_ops
+        self.rank_ops = decode.rank_ops
         self.deterministic = decode.deterministic and prefill.deterministic
         for backend, names in ((decode, _OF_DECODE), (prefill, _OF_PREFILL)):
             for name in names:

@@ -76,8 +76,8 @@ def plan_workspace(
     check_is_backend(backend)
     exchanged = 0
     if ranks is not None and layer.has_entries:
-        needed, sums = divided_bytes if divides_heads else merge_bytes, backend.rank_steps is None
-        exchanged = needed(ranks, layer, limits, q_dtype, sums=sums)
+        needed = divided_bytes if divides_heads else merge_bytes
+        exchanged = needed(ranks, layer, limits, q_dtype, merge_scratch=backend.rank_ops.merge_scratch)
         # the backend attends with the heads of all ranks
         layer = all_heads(layer, ranks) if divides_heads else layer
     bounds = prefill_bounds(layer, limits, backend, layout)
@@ -88,7 +88,7 @@ def plan_workspace(
     width = round_up(decode_columns(layer, limits) + max(windows), bounds.alignment)
     transient = max(
         backend.transient_bytes(layer, tokens, width, max(bounds.rows, tokens)),
-        backend.steps.transient_bytes(max(bounds.index_elements, limits.max_decode_tokens * width), tokens),
+        backend.index_ops.transient_bytes(max(bounds.index_elements, limits.max_decode_tokens * width), tokens),
     )
     if layer_steps:
         transient = max(transient, backend.layer_ops.transient_bytes(tokens))

@@ -14,9 +14,11 @@ from attrs import evolve
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.rank_ops import MergeScratch
 from dsv4attn.core.memory.workspace import ALIGNMENT, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec
+from dsv4attn.core.torch_ops import merge
 
 __all__ = [
     "ALL_HEADS_VIEWS",
@@ -96,40 +98,50 @@ def part_tokens(ranks: int, row_bytes: int) -> int:
 
 
 def merge_specs(
-    ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype, *, sums: bool = True
+    ranks: int,
+    tokens: int,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    merge_scratch: MergeScratch = merge.merge_scratch,
 ) -> tuple[BufferSpec, ...]:
-    """Views of attention over ranks: of all tokens, lse; of a piece, what is sent and received, and sums in fp32.
+    """Views of attention over ranks: of all tokens, lse; of a piece, what is sent and received, and merge scratch.
 
     dtype: of q. Where tokens are more than a piece, what is sent and received has a second place, for the next piece.
-    sums: whether there are views for the fp32 sums of the merge in torch; kernels keep theirs in registers.
+    merge_scratch: of `RankOps`.
     """
     size = dtype.itemsize
     rows = min(piece_rows(ranks, attention_bytes(heads, dim, size)), tokens)
     _, sent = piece_bytes(rows, heads, dim, size)
     places = 2 if rows < tokens else 1
-    numbers: list[BufferSpec] = [((rows, heads), _FP32)] * 3
-    whole: list[BufferSpec] = [((rows, heads, dim), _FP32)] * 2
-    working = (*numbers, ((rows, heads), torch.bool), *whole) if sums else ()
     return (
         ((tokens, heads), _FP32),
         ((places, sent), torch.uint8),
         ((places, ranks * sent), torch.uint8),
-        *working,
+        *merge_scratch(rows, heads, dim),
     )
 
 
 def merge_bytes(
-    ranks: int, layer: LayerGeometry, limits: Limits, q_dtype: torch.dtype | None = None, *, sums: bool = True
+    ranks: int,
+    layer: LayerGeometry,
+    limits: Limits,
+    q_dtype: torch.dtype | None = None,
+    *,
+    merge_scratch: MergeScratch = merge.merge_scratch,
 ) -> int:
     """Bytes of ARENA for any step within limits. Layers without entries need none.
 
-    q_dtype: of q; None: bf16 or fp32. sums: see `merge_specs`.
+    q_dtype: of q; None: bf16 or fp32. merge_scratch: of `RankOps`.
     """
     if not layer.has_entries:
         return 0
     tokens, sizes = limits.max_num_batched_tokens, (layer.num_heads, layer.head_dim)
     dtypes = (torch.bfloat16, _FP32) if q_dtype is None else (q_dtype,)
-    return max(simultaneous_bytes(merge_specs(ranks, tokens, *sizes, dtype, sums=sums)) for dtype in dtypes)
+    return max(
+        simultaneous_bytes(merge_specs(ranks, tokens, *sizes, dtype, merge_scratch=merge_scratch)) for dtype in dtypes
+    )
 
 
 def selection_transient_bytes(ranks: int, layer: LayerGeometry, max_tokens: int) -> int:
@@ -198,13 +210,19 @@ def all_heads(layer: LayerGeometry, ranks: int) -> LayerGeometry:
 
 
 def divided_specs(
-    ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype, *, sums: bool = True
+    ranks: int,
+    tokens: int,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    merge_scratch: MergeScratch = merge.merge_scratch,
 ) -> tuple[BufferSpec, ...]:
     """Views of attention over ranks with `heads` heads each: those of `merge_specs`, then q, out and lse of all heads.
 
     What is sent has a part for each rank, and queries are gathered where parts are received later. dtype: of q.
     """
-    lse, ((places, sent), kind), *others = merge_specs(ranks, tokens, heads, dim, dtype, sums=sums)
+    lse, ((places, sent), kind), *others = merge_specs(ranks, tokens, heads, dim, dtype, merge_scratch=merge_scratch)
     every = tokens, ranks * heads
     return (
         lse,
@@ -217,9 +235,16 @@ def divided_specs(
 
 
 def divided_bytes(
-    ranks: int, layer: LayerGeometry, limits: Limits, q_dtype: torch.dtype | None = None, *, sums: bool = True
+    ranks: int,
+    layer: LayerGeometry,
+    limits: Limits,
+    q_dtype: torch.dtype | None = None,
+    *,
+    merge_scratch: MergeScratch = merge.merge_scratch,
 ) -> int:
     """`merge_bytes` of ranks that divide heads. layer: with the heads of one rank."""
     tokens, sizes = limits.max_num_batched_tokens, (layer.num_heads, layer.head_dim)
     dtypes = (torch.bfloat16, torch.float32) if q_dtype is None else (q_dtype,)
-    return max(simultaneous_bytes(divided_specs(ranks, tokens, *sizes, dtype, sums=sums)) for dtype in dtypes)
+    return max(
+        simultaneous_bytes(divided_specs(ranks, tokens, *sizes, dtype, merge_scratch=merge_scratch)) for dtype in dtypes
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_count, check_type
 from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.cache.selected_keys import PageTable
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -111,7 +112,7 @@ def check_windows(
         lengths = batch.query_start_loc, batch.seq_lens, request, part.start, window
         start, end = indices.window_spans(*lengths, replay_start=batch.replay_start, causal=causal)
         width = max(int((end - start).max()), 0) if request.numel() else 0
-        slots, lens = indices.window_indices(start, end, valid, request, table, block_size, width)
+        slots, lens = indices.window_indices(start, end, valid, request, PageTable(table, block_size), width)
         wrong = outside(slots, capacity) & (torch.arange(width, device=slots.device) < lens[:, None])
         if bool(wrong.any()):
             token, column = wrong.nonzero()[0].tolist()

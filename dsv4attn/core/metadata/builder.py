@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.contract.backend import Backend, MetadataExtension, check_is_backend
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.limits import Limits
@@ -155,11 +156,9 @@ class MetadataBuilder:
         self.steps.build_token_maps(starts, batch.slot_mapping, out=(self._token_to_req, self._is_valid))
         request, valid = self._token_to_req[:tokens], self._is_valid[:tokens]
         for (part, causal), (rows, counts) in zip(phases, (decode_swa, self._prefill_swa), strict=True):
-            maps, out = (request[part], valid[part], part.start), (rows[: part.stop - part.start, 0], counts)
-            options = {"replay_start": replay, "causal": causal}
-            self.steps.build_window_indices(
-                starts, lens, *maps, batch.block_table, self.swa_block_size, window, out=out, **options
-            )
+            run = StepTokens(starts, lens, request[part], valid[part], part.start)
+            pages, out = PageTable(batch.block_table, self.swa_block_size), (rows[: part.stop - part.start, 0], counts)
+            self.steps.build_window_indices(run, pages, window, out=out, replay_start=replay, causal=causal)
         prefill_seq_lens, gather_lens = lens[num_decodes:], self._gather_lens[:num_prefills]
         first = None if replay is None else replay[num_decodes:]
         self.steps.build_gather_lens(
@@ -227,8 +226,8 @@ class MetadataBuilder:
         records = self.compressed_block_tokens // ratio
 
         slots, lens = self._slots[layer.key], self._entries[layer.key]
-        maps = swa.token_to_req_indices, swa.is_valid_token
-        self._map_entries(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
+        step_tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)
+        self._map_entries(step_tokens, PageTable(table, records), ratio, out=(slots, lens))
         self._hits.hide_entries(batch, swa, slots)
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.HCA else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
@@ -319,9 +318,9 @@ class MetadataBuilder:
         if self.geometry.shared_latent:
             ring = self._hits.requests_of_ring(batch, swa, layer)
             return CompressorMetadata(block_size=size, block_table=table, req_id_per_token=ring)
-        maps = batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token
+        tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)
         # every token completes an entry of ratio 1: its own state
-        self.steps.build_compressed_slot_mapping(*maps, table, size, 1, out=(slots, self._state_lens))
+        self.steps.build_compressed_slot_mapping(tokens, PageTable(table, size), 1, out=(slots, self._state_lens))
         self._hits.hide_states(batch, swa, slots)
         rows = slots[: max(swa.num_actual_tokens, batch.slot_mapping.shape[0])]
         return CompressorMetadata(block_size=size, block_table=table, slot_mapping=rows)

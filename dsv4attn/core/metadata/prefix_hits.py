@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from dsv4attn.core.cache.selected_keys import StepTokens
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata
 from dsv4attn.core.model.layer_geometry import LayerGeometry
@@ -58,9 +59,10 @@ class PrefixHits:
             slots[: swa.num_actual_tokens].masked_fill_(self._mask(batch, swa, num_cached, 1), -1)
 
     def _mask(self, batch: Batch, swa: DeepseekSparseSWAMetadata, num_cached: Tensor, ratio: int) -> Tensor:
-        """[T] bool: see `indices.build_cached_mask`. The next call overwrites it."""
+        """[T] bool: see `index_ops.build_cached_mask`. The next call overwrites it."""
         mask = self._is_cached[: swa.num_actual_tokens]
-        self._build(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, num_cached, ratio, out=mask)
+        tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)
+        self._build(tokens, num_cached, ratio, out=mask)
         return mask
 
 

@@ -1,7 +1,7 @@
-"""Index arithmetic in plain torch, under the field's names: the default steps of every backend, and their definition.
+"""Index arithmetic in plain torch, under the field's names: the default ops of every backend, and their definition.
 
-A backend may replace them by an object with the same functions (`contract.IndexSteps` for those that run once a layer,
-`contract.BuilderOps` for those that run once a step). They write into `out`, so that addresses stay fixed. None of
+A backend may replace ops that run once a layer (`contract.IndexOps`), and ops that run once a step
+(`contract.BuilderOps`). They write into `out`, so that addresses stay fixed. None of
 them reads a tensor value on the host or loops over tokens. An index that names no visible entry becomes -1 in its
 column.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache.selected_keys import PageTable
+from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable, StepTokens
 
 __all__ = [
     "build_cached_mask",
@@ -62,11 +62,12 @@ def positions_of(query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor
     return tokens + (seq_lens - query_start_loc[1:]).long()[_rows(token_to_req)]
 
 
-def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, block_size: int) -> Tensor:
+def _translate(local: Tensor, visible: Tensor, pages: PageTable, request: Tensor) -> Tensor:
     """Slots of record numbers `local` [T, K] of each token's request; -1 where not visible or without a block.
 
     A token that is not real (request -1) has no block, and no column past the table has one.
     """
+    table, block_size = pages.block_table, pages.block_size
     column = torch.div(local, block_size, rounding_mode="floor")
     visible = visible & (column < table.shape[1]) & (request >= 0)[:, None]
     if not table.numel():
@@ -79,14 +80,14 @@ def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, b
 
 def _exists(records: Tensor, visible: Tensor, pages: PageTable, request: Tensor) -> Tensor:
     """Which visible records [T, K] are in a block that exists."""
-    slots = _translate(records, visible, pages.block_table, request, pages.block_size)
+    slots = _translate(records, visible, pages, request)
     return (slots >= 0) & (slots < pages.num_blocks * pages.block_size)
 
 
 def _compact(values: Tensor, selected: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Move the selected values of each row to its front, in order: ([T, width], count [T]). The rest is undefined."""
     column = selected.cumsum(1) - 1
-    # the other values go to one more column behind all others
+    # the other values go to one more column after all others
     packed = values.new_empty(values.shape[0], width + 1)
     packed.scatter_(1, column.masked_fill_(~selected, width).clamp_(max=width), values)
     return packed[:, :width], selected.sum(1).clamp_(max=width)
@@ -102,7 +103,7 @@ def window_spans(
     replay_start: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """([T] int64, [T] int64) the first position of each token's window, and the one behind its last.
+    """([T] int64, [T] int64) the first position of each token's window, and the position after its last.
 
     token_to_req: [T] int64, -1 for tokens that are not real: these have any span. first: as in `positions_of`.
     replay_start: [>= R] int32 - no window of a request has a
@@ -125,19 +126,18 @@ def window_indices(
     end: Tensor,
     is_valid: Tensor,
     token_to_req: Tensor,
-    block_table: Tensor,
-    block_size: int,
+    pages: PageTable,
     width: int,
 ) -> tuple[Tensor, Tensor]:
     """Slots of each token's window: positions start .. end - 1, ascending, at most `width`, then -1.
 
     start, end, token_to_req: [T] int64. is_valid: [T] bool - other rows are empty, as those of a token_to_req of -1.
-    block_table: [R, N] int32. Returns ([T, width] int64, lens [T] int64).
+    Returns ([T, width] int64, lens [T] int64).
     """
     lens = (end - start).clamp_(0, width).masked_fill_(~is_valid | (token_to_req < 0), 0)
     columns = torch.arange(width, device=start.device)
     visible = columns < lens[:, None]
-    return _translate(start[:, None] + columns, visible, block_table, token_to_req, block_size), lens
+    return _translate(start[:, None] + columns, visible, pages, token_to_req), lens
 
 
 def compute_global_topk_indices_and_lens(
@@ -160,7 +160,8 @@ def compute_global_topk_indices_and_lens(
     request = token_to_req.long()
     unknown = (request < 0) | (request >= block_table.shape[0])
     visible = (topk_indices >= 0) & (topk_indices < visible_lens.masked_fill(unknown, 0)[:, None])
-    slots = _translate(topk_indices, visible, block_table, request.masked_fill(unknown, 0), block_size)
+    pages = PageTable(block_table, block_size)
+    slots = _translate(topk_indices, visible, pages, request.masked_fill(unknown, 0))
     indices.copy_(slots)
     ends = torch.arange(1, topk_indices.shape[1] + 1, device=slots.device, dtype=torch.int32)
     lens.copy_(torch.where(visible, ends, 0).amax(1) if slots.shape[1] else torch.zeros_like(lens))
@@ -168,15 +169,7 @@ def compute_global_topk_indices_and_lens(
 
 def combine_topk_swa_indices(
     topk_indices: Tensor | None,
-    visible_lens: Tensor | None,
-    is_valid: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor,
-    window: int,
-    topk: int,
-    rows: int,
-    offset: int,
+    tokens: ChunkTokens,
     out: tuple[Tensor, Tensor],
     *,
     swa: PageTable | None = None,
@@ -184,25 +177,22 @@ def combine_topk_swa_indices(
 ) -> None:
     """One index list per query into the gathered rows of a chunk: selected entries, then its window, then -1.
 
-    topk_indices: [T, >=1] int32 entry numbers, or None on window-only layers. visible_lens, is_valid: [T].
-    query_start_loc: [n+1] int32 of the chunk's requests, any base. seq_lens, gather_lens: [n] int32; a window has no
-    position before the first one that is gathered.
-    topk: columns set aside for entries. rows: M, rows of each request. offset: N, its first window row.
-    out: ([T, >=topk+window] int32, [T] int32). Entry numbers that are negative or not visible are left out, and the
+    topk_indices: [t, >=1] int32 entry numbers, or None on window-only layers.
+    out: ([t, >=topk+window] int32, [t] int32). Entry numbers that are negative or not visible are left out, and the
     visible ones move together, so that the window follows them directly. Entry numbers of a row are distinct, as an
     indexer makes them; of repeated ones at most `topk` are used.
     swa, compressed: the tables that the rows were gathered with. A record without a block was not gathered, so it is
     absent here too; without a table every block is assumed to exist.
     """
-    indices, lens = out
-    start = query_start_loc - query_start_loc[0]
+    (indices, lens), visible_lens, topk = out, tokens.visible_lens, tokens.topk
+    start = tokens.query_start_loc - tokens.query_start_loc[0]
     request = token_to_req_indices(start, indices.shape[0])
-    is_valid, request = is_valid & (request >= 0), _rows(request)
-    position = positions_of(start, seq_lens, request)
-    gathered = (seq_lens - gather_lens)[request]
-    first = torch.maximum(position - (window - 1), gathered).clamp_(min=0)
+    is_valid, request = tokens.is_valid & (request >= 0), _rows(request)
+    position = positions_of(start, tokens.seq_lens, request)
+    gathered = (tokens.seq_lens - tokens.gather_lens)[request]
+    first = torch.maximum(position - (tokens.window - 1), gathered).clamp_(min=0)
     count = (position + 1 - first).clamp_(min=0).masked_fill_(~is_valid, 0)
-    base = request * rows
+    base = request * tokens.rows
     columns = torch.arange(indices.shape[1], device=indices.device)
     entries, taken = None, torch.zeros_like(count)
     if topk_indices is not None and visible_lens is not None and topk:
@@ -212,7 +202,7 @@ def combine_topk_swa_indices(
         entries, taken = _compact(topk_indices, visible, topk)
     in_window = (columns >= taken[:, None]) & (columns < (taken + count)[:, None])
     position = (first - taken)[:, None] + columns
-    row = position + (base + offset - gathered)[:, None]
+    row = position + (base + tokens.offset - gathered)[:, None]
     if swa is not None:
         in_window &= _exists(position, in_window, swa, request)
     indices.copy_(row.masked_fill_(~in_window, -1))
@@ -226,7 +216,7 @@ def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: in
     """Dense rows in CSR form: the first `lens` columns of each, with -1 for values outside [0, num_slots).
 
     indices: [T, K] int32. lens: [T] int32. out: (flat [>= T*K] int32, indptr [T+1] int32). Entries of `flat` at or
-    behind indptr[-1] are undefined. The capacity comes from the shapes, so nothing is read back; where rows begin
+    after indptr[-1] are undefined. The capacity comes from the shapes, so nothing is read back; where rows begin
     comes from lengths alone.
     """
     # not `< num_slots`: torch truncates that to 32 bits
@@ -253,12 +243,12 @@ def compute_global_topk_ragged_indices_and_indptr(
     dense = slots, torch.empty_like(visible_lens)
     compute_global_topk_indices_and_lens(topk_indices, visible_lens, token_to_req, block_table, block_size, out=dense)
     present, count = _compact(slots, slots >= 0, slots.shape[1])
-    behind = torch.arange(slots.shape[1], device=slots.device) >= count[:, None]
-    _pack(present.masked_fill(behind, -1), visible_lens if row_lens is None else row_lens, out)
+    is_past = torch.arange(slots.shape[1], device=slots.device) >= count[:, None]
+    _pack(present.masked_fill(is_past, -1), visible_lens if row_lens is None else row_lens, out)
 
 
 def _pack(rows: Tensor, lens: Tensor, out: tuple[Tensor, Tensor]) -> None:
-    """The first `lens` of each row [T, K], one row behind the other, and the start of each."""
+    """The first `lens` of each row [T, K], one row after the other, and the start of each."""
     flat, indptr = out
     inside = torch.arange(rows.shape[1], device=rows.device) < lens[:, None]
     packed, _ = _compact(rows.reshape(1, -1), inside.reshape(1, -1), rows.numel())
@@ -275,7 +265,8 @@ def get_compressed_slot_mapping(
     A token completes entry pos // ratio when (pos + 1) is a multiple of ratio. block_size: records per block.
     """
     completes = is_valid & (token_to_req >= 0) & (positions >= 0) & ((positions + 1) % ratio == 0)
-    return _translate((positions // ratio)[:, None], completes[:, None], block_table, token_to_req, block_size)[:, 0]
+    pages = PageTable(block_table, block_size)
+    return _translate((positions // ratio)[:, None], completes[:, None], pages, token_to_req)[:, 0]
 
 
 def visible_entries(positions: Tensor, is_valid: Tensor, ratio: int, out: Tensor | None = None) -> Tensor:
@@ -292,7 +283,7 @@ def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[T
     """The request of each real token, -1 for all other tokens: the one place where the validity of a token is decided.
 
     A token is real if a request has it and its window slot is not negative; tokens at or after S have no slot. Every
-    other step takes a token of -1 as absent: nothing of it is read, it sees nothing, and nothing of it is stored.
+    other op takes a token of -1 as absent: nothing of it is read, it sees nothing, and nothing of it is stored.
 
     query_start_loc: [R+1] int32. slot_mapping: [S] int64. out: ([>= T] int32 request, [>= T] bool - whether the token
     is real, the same fact); all rows are written.
@@ -307,13 +298,8 @@ def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[T
 
 
 def build_window_indices(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    token_to_req: Tensor,
-    is_valid: Tensor,
-    first: int,
-    block_table: Tensor,
-    block_size: int,
+    tokens: StepTokens,
+    pages: PageTable,
     window: int,
     out: tuple[Tensor, Tensor],
     *,
@@ -322,15 +308,20 @@ def build_window_indices(
 ) -> None:
     """Windows of a run of tokens; see `window_spans` and `window_indices`.
 
-    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [n] int32, -1 for tokens that are not real.
-    is_valid: [n] bool, the same fact. first: number of the first token. block_table: [R, N] int32. out: ([n, width]
-    int32 slots, [>= n] int32 lens, 0 from n on).
+    pages: of the window cache. out: ([n, width] int32 slots, [>= n] int32 lens, 0 from n on).
     """
     rows, lens = out
-    n, request = rows.shape[0], token_to_req.long()
-    lengths = query_start_loc, seq_lens, request, first, window
-    start, end = window_spans(*lengths, replay_start=replay_start, causal=causal)
-    slots, counts = window_indices(start, end, is_valid, request, block_table, block_size, rows.shape[1])
+    n, request = rows.shape[0], tokens.token_to_req.long()
+    start, end = window_spans(
+        tokens.query_start_loc,
+        tokens.seq_lens,
+        request,
+        tokens.first,
+        window,
+        replay_start=replay_start,
+        causal=causal,
+    )
+    slots, counts = window_indices(start, end, tokens.is_valid, request, pages, rows.shape[1])
     rows.copy_(slots)
     lens[:n].copy_(counts)
     lens[n:].zero_()
@@ -352,49 +343,38 @@ def build_gather_lens(
     out.copy_(seen.masked_fill_(query_lens == 0, 0))
 
 
-def build_cached_mask(
-    query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor, num_cached: Tensor, ratio: int, out: Tensor
-) -> None:
+def build_cached_mask(tokens: StepTokens, num_cached: Tensor, ratio: int, out: Tensor) -> None:
     """Whether each token is below the end of what its request has in a cache: that a step must not write again.
 
-    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [T] int32; tokens of no request are not cached.
-    num_cached: [>= R] int32 - tokens that each request has there. ratio: the end is rounded down to a multiple of it.
-    out: [T] bool.
+    num_cached: [>= R] int32 - tokens that each request has there; tokens that are not real are not cached. ratio: the
+    end is rounded down to a multiple of it. out: [T] bool.
     """
-    known, request = token_to_req >= 0, token_to_req.long().clamp_(min=0)
-    if not seq_lens.shape[0]:
+    known, request = tokens.token_to_req >= 0, tokens.token_to_req.long().clamp_(min=0)
+    if not tokens.seq_lens.shape[0]:
         out.zero_()
         return
     end = num_cached.long().clamp(min=0)[request]
     end -= end % ratio
-    torch.logical_and(positions_of(query_start_loc, seq_lens, request) < end, known, out=out)
+    position = positions_of(tokens.query_start_loc, tokens.seq_lens, request)
+    torch.logical_and(position < end, known, out=out)
 
 
-def build_compressed_slot_mapping(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    token_to_req: Tensor,
-    is_valid: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    ratio: int,
-    out: tuple[Tensor, Tensor],
-) -> None:
+def build_compressed_slot_mapping(tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]) -> None:
     """Slot of the entry each token completes, see `get_compressed_slot_mapping`, and how many entries it can see.
 
-    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [T] int32, -1 for tokens that are not real.
-    is_valid: [T] bool, the same fact. block_table: [R, N] int32. out: ([>= T] int64 slots, -1 from T on; [>= T] int32
-    lens, 0 from T on).
+    pages: of the compressed cache. out: ([>= n] int64 slots, -1 from n on; [>= n] int32 lens, 0 from n on).
     """
     slots, lens = out
-    n, request = token_to_req.shape[0], token_to_req.long()
-    position = positions_of(query_start_loc, seq_lens, request)
-    slots[:n] = get_compressed_slot_mapping(position, is_valid, request, block_table, block_size, ratio)
+    n, request = tokens.token_to_req.shape[0], tokens.token_to_req.long()
+    position = positions_of(tokens.query_start_loc, tokens.seq_lens, request)
+    slots[:n] = get_compressed_slot_mapping(
+        position, tokens.is_valid, request, pages.block_table, pages.block_size, ratio
+    )
     slots[n:].fill_(-1)
-    visible_entries(position, is_valid & (request >= 0), ratio, out=lens[:n])
+    visible_entries(position, tokens.is_valid & (request >= 0), ratio, out=lens[:n])
     lens[n:].zero_()
 
 
 def transient_bytes(max_elements: int, max_tokens: int) -> int:
-    """Upper bound, in bytes, of the temporaries of any step above: int64 columns that exist at the same time."""
+    """Upper bound, in bytes, of the temporaries of any op above: int64 columns that exist at the same time."""
     return 64 * max_elements + 256 * (max_tokens + 1)

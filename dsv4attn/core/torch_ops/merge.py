@@ -1,13 +1,21 @@
-"""`merge_lse` and `apply_sink`: attention over disjoint sets of keys, combined (context parallelism, prefixes)."""
+"""Attention over disjoint sets of keys, combined (context parallelism, prefixes).
+
+`merge_lse` and `apply_sink` allocate. `pack_partial` and `merge_partials` do not: they are the definitions of
+`contract.RankOps`. Letters: R ranks, t tokens of a piece, H heads, D dims.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
 
 import torch
 from torch import Tensor
 
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.core.torch_modes import without_modes
 
-__all__ = ["apply_sink", "merge_lse"]
+__all__ = ["apply_sink", "merge_lse", "merge_partials", "merge_scratch", "pack_partial"]
 
 
 @without_modes
@@ -36,3 +44,48 @@ def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> Tensor:
     """
     weight = torch.sigmoid(lse - attn_sink).masked_fill(lse == -torch.inf, 0)
     return out.float() * weight[..., None]
+
+
+def pack_partial(out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
+    """Copy out [t, H, D] and lse [t, H] fp32, of any strides, to contiguous tensors of the same dtypes."""
+    sent.copy_(out)
+    sent_lse.copy_(lse)
+
+
+def merge_scratch(tokens: int, heads: int, dim: int) -> tuple[BufferSpec, ...]:
+    """Views for the fp32 sums of `merge_partials`."""
+    numbers: list[BufferSpec] = [((tokens, heads), torch.float32)] * 3
+    rows: list[BufferSpec] = [((tokens, heads, dim), torch.float32)] * 2
+    return (*numbers, ((tokens, heads), torch.bool), *rows)
+
+
+def merge_partials(
+    outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None, scratch: Sequence[Tensor]
+) -> None:
+    """Write the attention over the keys of all ranks to out [t, H, D] and lse [t, H] fp32, of any strides.
+
+    outs: [R, t, H, D] like out, and lses: [R, t, H] fp32, natural log: contiguous but for the first dimension. They
+    are summed in fp32 in the order of ranks, so that all ranks have the same bits. A partial of weight zero may hold
+    NaN. attn_sink: [H] fp32 or None - applied once, to the whole; lse stays without it. scratch: views of
+    `merge_scratch`, of t tokens.
+    """
+    top, weight, total, mask, merged, term = scratch
+    torch.amax(lses, 0, out=top)
+    # where no rank had a key the difference would be inf - inf
+    top.masked_fill_(torch.eq(top, -inf, out=mask), 0)
+    total.zero_()
+    merged.zero_()
+    for rank_out, rank_lse in zip(outs, lses, strict=True):
+        torch.sub(rank_lse, top, out=weight).exp_()
+        # a partial of weight zero may hold NaN
+        torch.eq(weight, 0, out=mask)
+        merged.add_(term.copy_(rank_out).mul_(weight[..., None]).masked_fill_(mask[..., None], 0))
+        total.add_(weight)
+    torch.eq(total, 0, out=mask)
+    merged.div_(total[..., None]).masked_fill_(mask[..., None], 0)
+    lse.copy_(total.log_().add_(top))
+    if attn_sink is not None:
+        torch.eq(lse, -inf, out=mask)
+        torch.sub(lse, attn_sink, out=weight).sigmoid_().masked_fill_(mask, 0)
+        merged.mul_(weight[..., None])
+    out.copy_(merged)

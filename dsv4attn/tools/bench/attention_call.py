@@ -12,7 +12,6 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionCall, Backend, IndexForm, KeyForm, Phase
-from dsv4attn.core.contract.index_ops import prepare_index_step
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.plan import ragged_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager
@@ -100,8 +99,8 @@ def gather_rows(backend: Backend, inputs: Inputs, rows: Tensor) -> None:
 
 
 def _packing(backend: Backend, dense: DenseIndices, ragged: RaggedIndices, slots: int) -> Callable[[], None]:
-    step, out = backend.steps.build_ragged_indices_from_dense, (ragged.indices, ragged.indptr)
-    return partial(prepare_index_step(step, dense.indices, dense.lens, slots, out=out), dense.indices)
+    build, out = backend.index_ops.build_ragged_indices_from_dense, (ragged.indices, ragged.indptr)
+    return partial(build.prepare(dense.indices, dense.lens, slots, out=out), dense.indices)
 
 
 def _as_pages(rows: Tensor) -> PagedKVCache:

@@ -1,4 +1,4 @@
-"""Host overhead of `forward_mqa` and of a bound layer over the backend's own steps, at one decode token."""
+"""Host overhead of `forward_mqa` and of a bound layer over the backend's own ops, at one decode token."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
 
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.contract.backend import AttentionCall, Backend, EntryIndices, Phase, Run
-from dsv4attn.core.contract.index_ops import IndexStep, IndexSteps, prepare_index_step
+from dsv4attn.core.contract.index_ops import IndexOp, prepared_op
 from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.tools.bench.forward_step import ForwardStep
@@ -27,10 +26,10 @@ class Overhead:
     """Seconds of single calls, which run in turn.
 
     layer: name of the layer.
-    direct_s: the backend's own steps on prepared arguments.
+    direct_s: the backend's own ops on prepared arguments.
     plain_s: `forward_mqa` with a backend object.
     bound_s: a call of a bound layer, which looks up backend and metadata.
-    idle_s: the same call over steps that do nothing, which leaves core's time on the host.
+    idle_s: the same call over ops that do nothing, which leaves core's time on the host.
 
     Each call follows one that computes, so on a CPU core's code is out of its caches.
     """
@@ -145,14 +144,17 @@ class _Instead(WrappedBackend):
         super().__init__(wrapped)
         self._change = change
 
-        def changed(step: Callable[..., object]) -> IndexStep[...]:
-            return IndexStep(lambda first, *rest, out: change(prepare_index_step(step, first, *rest, out=out)))
+        def changed(op: IndexOp) -> IndexOp:
+            return prepared_op(lambda first, *rest, out: change(op.prepare(first, *rest, out=out)))
 
-        names = "compute_global_topk_indices_and_lens", "build_ragged_indices_from_dense"
-        steps = {name: changed(getattr(wrapped.steps, name)) for name in names}
-        if wrapped.translate_to_ragged is not None:
-            steps["compute_global_topk_ragged_indices_and_indptr"] = changed(wrapped.translate_to_ragged)
-        self.steps = cast("IndexSteps", SimpleNamespace(**steps))
+        ops = wrapped.index_ops
+        to_ragged = ops.compute_global_topk_ragged_indices_and_indptr
+        self.index_ops = evolve(
+            ops,
+            compute_global_topk_indices_and_lens=changed(ops.compute_global_topk_indices_and_lens),
+            build_ragged_indices_from_dense=changed(ops.build_ragged_indices_from_dense),
+            compute_global_topk_ragged_indices_and_indptr=None if to_ragged is None else changed(to_ragged),
+        )
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `Backend`."""

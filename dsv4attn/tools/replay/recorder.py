@@ -16,15 +16,8 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.contract.backend import (
-    AttentionCall,
-    AttentionTensors,
-    Backend,
-    EntryIndices,
-    Phase,
-    RankSteps,
-    Run,
-)
+from dsv4attn.core.contract import RankOps
+from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Backend, EntryIndices, Phase, Run
 from dsv4attn.core.contract.layer_ops import LAYER_OPS, LayerOps
 from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.core.torch_ops.indexer import IndexQuery
@@ -69,11 +62,9 @@ class RecordingBackend(WrappedBackend):
         super().__init__(backend)
         self.watch = Stopwatch()
         self.layer_ops = _recording(backend.layer_ops, self)
-        steps = backend.rank_steps
-        self.rank_steps = None if steps is None else _RecordingRanks(steps, self)
+        self.rank_ops = _recording_merge(backend.rank_ops, self)
         self.rows = torch.empty(0, dtype=torch.int64, device="cpu")
         self.q = self.out = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._merged: list[tuple[int, Tensor]] = []
         self._attended: list[range] = []
         self.lse = torch.empty(max_tokens, heads, dtype=torch.float32, device="cpu")
         self.query: IndexQuery | None = None
@@ -81,7 +72,6 @@ class RecordingBackend(WrappedBackend):
     def start(self, rows: Tensor) -> None:
         """Begin a step."""
         self.rows, self.query = rows, None
-        self._merged.clear()
         self._attended.clear()
         self.watch.start()
 
@@ -99,8 +89,7 @@ class RecordingBackend(WrappedBackend):
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `Backend`; lse is always computed.
 
-        An lse that core asks for is written too: it is of one rank. Where torch merges, core replaces it by that of all
-        ranks; where the backend does, `_RecordingRanks` records that.
+        An lse that core asks for is written too: it is of one rank. `_recording_merge` records that of all ranks.
         """
         tokens = call.q.shape[0]
         return self._recorded(self.wrapped.prepare(phase, evolve(call, lse=self.lse[:tokens])), tokens)
@@ -118,8 +107,6 @@ class RecordingBackend(WrappedBackend):
             first = (q.storage_offset() - self.q.storage_offset()) // q.stride(0)
             self._attended.append(range(first, first + tokens))
             own = self.lse[first : first + tokens] if lse is None else lse
-            if lse is not None and self.rank_steps is None:
-                self._merged.append((first, lse[:tokens]))
             checked = self.rows[(self.rows >= first) & (self.rows < first + tokens)] - first
             out[checked], own[checked] = torch.nan, torch.nan
             run(tensors._replace(lse=own))
@@ -129,23 +116,20 @@ class RecordingBackend(WrappedBackend):
     def inv_rope_o_proj(self, o: Tensor, *rest: Any) -> Tensor:  # noqa: ANN401
         """See `Backend`."""
         self.watch.lap("attend")
-        for first, lse in self._merged:
-            self.lse[first : first + lse.shape[0]] = lse
         self.out = o
         return self.wrapped.inv_rope_o_proj(o, *rest)
 
 
-class _RecordingRanks:
-    """`RankSteps` around others."""
+def _recording_merge(ops: RankOps, recorder: RecordingBackend) -> RankOps:
+    """The ops, with the lse of all ranks kept."""
 
-    def __init__(self, steps: RankSteps, recorder: RecordingBackend) -> None:
-        self.pack_part, self._steps, self._recorder = steps.pack_part, steps, recorder
-
-    def merge_parts(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> None:
-        self._steps.merge_parts(outs, lses, out, lse, attn_sink)
+    def merge_partials(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:  # noqa: ANN401
+        ops.merge_partials(outs, lses, out, lse, *rest)
         # out is a part of the layer's own tensor, which begins with the first row of the step
         first = out.storage_offset() // out.stride(0)
-        self._recorder.lse[first : first + lse.shape[0]] = lse
+        recorder.lse[first : first + lse.shape[0]] = lse
+
+    return evolve(ops, merge_partials=merge_partials)
 
 
 def _recording(ops: LayerOps, recorder: RecordingBackend) -> LayerOps:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.contract.backend import AttentionCall, Backend, Capabilities, IndexForm, IndexSteps, KeyForm, Phase
+from dsv4attn.core.contract.backend import AttentionCall, Backend, Capabilities, IndexForm, KeyForm, Phase
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec
-from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError
 from dsv4attn_acme import kernels
 from dsv4attn_acme.tuning import row_for
@@ -27,7 +26,6 @@ class AcmeBackend(Backend):
 
     name = "acme"
     capabilities = Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED)
-    steps: IndexSteps = indices
 
     def __init__(self, *, tile_tokens: int | str | None = None) -> None:
         """Take options: from a configuration file with their types, from a command line as text."""

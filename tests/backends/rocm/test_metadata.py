@@ -26,6 +26,7 @@ from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.builder_ops import BuilderOps
+from dsv4attn.core.contract.index_ops import IndexOp, IndexOps, index_op
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.metadata.builder import MetadataBuilder
@@ -318,23 +319,20 @@ def test_a_field_that_is_not_what_it_should_be_is_refused(what: str) -> None:
 # who uses them
 
 
-class Told:
-    """The shared steps, which note each call; a few may be missing."""
+def noting(calls: list[str], *missing: str) -> IndexOps:
+    """The shared ops, which note each call; a few may be missing."""
 
-    def __init__(self, *missing: str) -> None:
-        self.calls: list[str] = []
-        self.missing = missing
+    def noted(name: str) -> IndexOp:
+        op: IndexOp = getattr(kernels.INDEX_OPS, name)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self.missing:
-            raise AttributeError(name)
-        step = getattr(kernels, name)
+        def run(*args: Any, **keywords: Any) -> None:
+            calls.append(name)
+            op(*args, **keywords)
 
-        def noted(*args: Any, **keywords: Any) -> None:
-            self.calls.append(name)
-            step(*args, **keywords)
+        return index_op(run)
 
-        return step if name == "transient_bytes" else noted
+    ops: dict[str, Any] = {name: None if name in missing else noted(name) for name in (PACK, TRANSLATE, RAGGED)}
+    return attrs.evolve(kernels.INDEX_OPS, **ops)
 
 
 PACK, TRANSLATE = "build_ragged_indices_from_dense", "compute_global_topk_indices_and_lens"
@@ -349,7 +347,7 @@ CALLS = {
 @all_kinds
 @pytest.mark.parametrize("whose", ["own", "shared", "few"])
 def test_a_layer_makes_only_the_lists_that_its_metadata_lacks(kind: LayerKind, whose: str) -> None:
-    """own: the metadata of rocm. shared: the shared classes. few: also without a step that makes ragged rows."""
+    """own: the metadata of rocm. shared: the shared classes. few: also without an op that makes ragged rows."""
     scenario, backend = decoding(kind), RocmBackend()
     problem = scenario.problem(backend)
     clean = problem.run(backend)
@@ -363,11 +361,11 @@ def test_a_layer_makes_only_the_lists_that_its_metadata_lacks(kind: LayerKind, w
             device=DEVICE,
         )
         problem = attrs.evolve(problem, metadata=plain.build_for(scenario.batch(), [kind])[kind])
-    steps: Any = Told(*[RAGGED] if whose == "few" else [])
-    backend.steps = steps
+    calls = list[str]()
+    backend.index_ops = noting(calls, *[RAGGED] if whose == "few" else [])
 
     assert_same_bits(problem.run(backend), clean)
-    assert sorted(steps.calls) == sorted(CALLS[kind][whose])
+    assert sorted(calls) == sorted(CALLS[kind][whose])
 
 
 def test_a_pair_has_the_metadata_of_the_backend_that_decodes() -> None:

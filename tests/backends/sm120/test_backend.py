@@ -18,10 +18,10 @@ from dsv4attn.backends.sm120.explain_notes import notes
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core.contract.backend import AttentionOptions, KeyForm, Phase, Products
 from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.index_ops import IndexOps
 from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import ModelGeometry
-from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
@@ -243,7 +243,7 @@ def test_the_whole_of_forward_mqa_goes_through_flashinfers_contract(there: type[
     """The recorder checks every argument and multiplies in fp32, so a twelfth of the budget for fp8 is enough."""
     backend: Any = Sm120Backend(in_range=in_range)
     # all but attention in torch, which takes no minutes
-    backend.steps, backend.builder_ops = indices, None
+    backend.index_ops, backend.builder_ops = IndexOps(), None
     for name in ("quantize_and_insert_k_cache", "qnorm_rope_kv_insert"):
         setattr(backend, name, getattr(ReferenceBackend(), name))
     certificate = conform(Subject.of(backend), chosen(CASES, "decode-*,mixed-*" if in_range else THROUGH))

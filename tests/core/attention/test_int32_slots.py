@@ -16,7 +16,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.metadata.batch_checks import outside
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.torch_ops import index_ops as index_steps
+from dsv4attn.core.torch_ops import index_ops
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE
 
@@ -54,7 +54,7 @@ def test_keys_of_the_last_slots_that_an_int32_can_name_are_attended(tmp_path: Pa
         keys: DenseIndices | RaggedIndices = DenseIndices(table, lens)
         if form == "ragged":
             packed = torch.empty(12, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
-            index_steps.build_ragged_indices_from_dense(table, lens, cache.capacity, out=packed)
+            index_ops.build_ragged_indices_from_dense(table, lens, cache.capacity, out=packed)
             keys = RaggedIndices(*packed, 4)
         out = torch.empty(3, 1, DIM, dtype=torch.float32)
         q = torch.ones(3, 1, DIM)
@@ -89,9 +89,9 @@ def test_an_int32_is_compared_with_all_of_a_capacity(capacity: int) -> None:
     assert listed(rows, slice(0, 1), capacity)[1].tolist() == [there]
     assert outside(slots, capacity).tolist() == [not one for one in there]
     wanted = [slot if one else -1 for slot, one in zip(slots.tolist(), there, strict=True)]
-    for steps in (index_steps, load_backend("rocm").steps):
+    for ops in (index_ops, load_backend("rocm").index_ops):
         flat, indptr = torch.empty(7, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
-        steps.build_ragged_indices_from_dense(slots[None], values(7), capacity, out=(flat, indptr))
+        ops.build_ragged_indices_from_dense(slots[None], values(7), capacity, out=(flat, indptr))
         assert flat.tolist() == wanted
 
 

@@ -43,7 +43,7 @@ def rows_of(problem: ForwardArgs) -> list[Tensor]:
         return [*tables, compressed.c128a_global_decode_topk_indices[:, 0]]
     assert problem.topk_indices is not None
     slots, lens = torch.empty_like(problem.topk_indices), torch.empty(len(REQUESTS), dtype=torch.int32)
-    REFERENCE_FORMS["paged-dense"].steps.compute_global_topk_indices_and_lens(
+    REFERENCE_FORMS["paged-dense"].index_ops.compute_global_topk_indices_and_lens(
         problem.topk_indices,
         compressed.compressed_lens,
         compressed.req_id_per_token,

@@ -6,19 +6,21 @@ A plant is the reference with one thing wrong. `flagged` runs it on a problem th
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import attrs
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.layout import Fp8Format
-from dsv4attn.core.contract.backend import AttentionCall, IndexSteps
+from dsv4attn.core.cache.selected_keys import ChunkTokens
+from dsv4attn.core.contract import IndexOps
+from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.random_step import StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, backend_of
@@ -158,23 +160,23 @@ def test_ignoring_the_lengths_is_flagged_by_stale_lanes(monkeypatch: pytest.Monk
 # one thing wrong in the index arithmetic
 
 
-def with_steps(form: str, **changed: Callable[..., None]) -> ReferenceBackend:
-    """A backend with some index steps replaced."""
+def with_ops(form: str, **changed: Any) -> ReferenceBackend:
+    """A backend with some index ops replaced."""
     backend = backend_of(form)
-    names = [name for name in dir(IndexSteps) if not name.startswith("_")]
-    backend.steps = cast("IndexSteps", SimpleNamespace(**{n: getattr(indices, n) for n in names} | changed))
+    backend.index_ops = evolve(IndexOps(), **changed)
     return backend
 
 
 def more_visible(by: int) -> dict[str, Callable[..., None]]:
-    """Steps whose n_c is off by `by`."""
+    """Ops whose n_c is off by `by`."""
 
     def translate(topk: Tensor, visible: Tensor, *rest: Any, out: tuple[Tensor, Tensor]) -> None:
         right.compute_global_topk_indices_and_lens(topk, (visible + by).clamp(min=0), *rest, out=out)
 
-    def combine(topk: Any, visible: Any, *rest: Any, **others: Any) -> None:
+    def combine(topk: Any, tokens: ChunkTokens, **others: Any) -> None:
+        visible = tokens.visible_lens
         shifted = None if visible is None else (visible + by).clamp(min=0)
-        right.combine_topk_swa_indices(topk, shifted, *rest, **others)
+        right.combine_topk_swa_indices(topk, evolve(tokens, visible_lens=shifted), **others)
 
     return {"compute_global_topk_indices_and_lens": translate, "combine_topk_swa_indices": combine}
 
@@ -182,17 +184,17 @@ def more_visible(by: int) -> dict[str, Callable[..., None]]:
 @pytest.mark.parametrize("form", FORM_NAMES)
 @pytest.mark.parametrize("by", [-1, 1])
 def test_one_visible_entry_too_few_or_too_many_is_flagged(by: int, form: str) -> None:
-    assert flagged(scenario_of("c4a", topk="garbage"), with_steps(form, **more_visible(by)))
+    assert flagged(scenario_of("c4a", topk="garbage"), with_ops(form, **more_visible(by)))
 
 
 @pytest.mark.parametrize("form", GATHERED)
 def test_a_neighbours_row_behind_an_interior_minus_one_is_flagged(form: str) -> None:
     """Adding M * b to whatever a column holds turns -1 into row M * b - 1 of the request before."""
 
-    def naive(topk: Any, visible: Any, valid: Tensor, *rest: Any, out: tuple[Tensor, Tensor], **tables: Any) -> None:
-        starts, _, _, _, k, rows, _ = rest
-        right.combine_topk_swa_indices(topk, visible, valid, *rest, out=out, **tables)
-        if topk is None:
+    def naive(topk: Any, tokens: ChunkTokens, *, out: tuple[Tensor, Tensor], **tables: Any) -> None:
+        starts, visible, k, rows = tokens.query_start_loc, tokens.visible_lens, tokens.topk, tokens.rows
+        right.combine_topk_swa_indices(topk, tokens, out=out, **tables)
+        if topk is None or visible is None:
             return
         request = indices.token_to_req_indices(starts - starts[0], len(topk))
         taken = torch.minimum(visible, torch.tensor(k))
@@ -202,16 +204,16 @@ def test_a_neighbours_row_behind_an_interior_minus_one_is_flagged(form: str) -> 
             out[0][t, : len(row)] = row
             out[1][t] = len(row)
 
-    assert flagged(scenario_of("c4a", topk="holes"), with_steps(form, combine_topk_swa_indices=naive))
+    assert flagged(scenario_of("c4a", topk="holes"), with_ops(form, combine_topk_swa_indices=naive))
 
 
 @pytest.mark.parametrize("form", GATHERED)
 def test_a_window_one_short_in_gathered_prefill_is_flagged(form: str) -> None:
-    def combine(*args: Any, **others: Any) -> None:
-        right.combine_topk_swa_indices(*args[:6], args[6] - 1, *args[7:], **others)
+    def combine(topk: Any, tokens: ChunkTokens, **others: Any) -> None:
+        right.combine_topk_swa_indices(topk, evolve(tokens, window=tokens.window - 1), **others)
 
     for kind in ("swa", "c4a", "c128a"):
-        assert flagged(scenario_of(kind), with_steps(form, combine_topk_swa_indices=combine))
+        assert flagged(scenario_of(kind), with_ops(form, combine_topk_swa_indices=combine))
 
 
 @pytest.mark.parametrize("change", ["one short", "one late", "next request"])
@@ -235,7 +237,7 @@ def test_verify_tokens_that_all_see_the_whole_context_are_flagged() -> None:
 
     scenario = scenario_of("c4a", requests=[(101, 4)], num_speculative_tokens=3, topk="garbage")
     assert not flagged(scenario, REFERENCE_FORMS["paged-dense"])
-    assert flagged(scenario, with_steps("paged-dense", compute_global_topk_indices_and_lens=last))
+    assert flagged(scenario, with_ops("paged-dense", compute_global_topk_indices_and_lens=last))
 
 
 # one thing wrong in memory

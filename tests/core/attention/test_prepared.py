@@ -7,7 +7,6 @@ import random
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import AttentionCall, Phase, Run
-from dsv4attn.core.contract.index_ops import IndexStep
+from dsv4attn.core.contract.index_ops import IndexOps, prepared_op
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerKind
@@ -308,11 +307,11 @@ def test_lengths_written_behind_a_prepared_step_are_read() -> None:
     assert_same_bits(after, problem.run(REFERENCE_FORMS["paged-dense"]))
 
 
-def test_an_index_step_is_prepared_once_and_run_for_every_layer() -> None:
+def test_an_index_op_is_prepared_once_and_run_for_every_layer() -> None:
     backend, shared, did = ReferenceBackend(prefill_keys="paged"), WorkspaceManager(), list[str]()
-    right: Any = backend.steps
+    right = backend.index_ops
 
-    @IndexStep
+    @prepared_op
     def translate(topk: torch.Tensor, *rest: Any, out: Any) -> Callable[[torch.Tensor], None]:
         did.append("prepared")
 
@@ -323,9 +322,7 @@ def test_an_index_step_is_prepared_once_and_run_for_every_layer() -> None:
         rows = topk.shape[0]
         return run
 
-    names = "combine_topk_swa_indices", "build_ragged_indices_from_dense", "transient_bytes"
-    same = {name: getattr(right, name) for name in names}
-    backend.steps = SimpleNamespace(compute_global_topk_indices_and_lens=translate, **same)
+    backend.index_ops = evolve(IndexOps(), compute_global_topk_indices_and_lens=translate)
     problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
     alone = problem.run(REFERENCE_FORMS["paged-dense"])
     for _ in range(3):

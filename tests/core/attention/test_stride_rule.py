@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve, fields
 from torch import Tensor
 
-from dsv4attn.backends._triton.index_ops import builder as builder_steps
+from dsv4attn.backends._triton.index_ops import builder
 from dsv4attn.backends._triton.index_ops import dense as triton_indices
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
@@ -16,6 +18,7 @@ from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable, StepTokens
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
@@ -165,8 +168,8 @@ def test_g21_a_batch_is_dense_in_its_rows(name: str) -> None:
         assert batch(**{name: columns_of_more(tensor)}) is not None
 
 
-def steps() -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
-    """Arguments of every step that a backend offers besides attention; and what is said of its strided tensors."""
+def backend_ops() -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
+    """Arguments of every op that a backend offers besides attention; and what is said of its strided tensors."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -197,28 +200,25 @@ def steps() -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
         "dequantize_and_gather_k_cache": gather,
         "inv_rope_o_proj": {**project, "num_groups": 2},
     }
-    return {
-        step: (given[step], {n: said[t.ndim] for n, t in given[step].items() if isinstance(t, Tensor)})
-        for step in given
-    }
+    return {op: (given[op], {n: said[t.ndim] for n, t in given[op].items() if isinstance(t, Tensor)}) for op in given}
 
 
-STEPS = [(step, name, said) for step, (_, names) in steps().items() for name, said in names.items()]
+BACKEND_OPS = [(op, name, said) for op, (_, names) in backend_ops().items() for name, said in names.items()]
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
-@pytest.mark.parametrize(("step", "name", "said"), STEPS, ids=[f"{step}-{name}" for step, name, _ in STEPS])
-def test_g21_a_step_refuses_strided_elements_and_serves_strided_rows(
-    backend: Any, step: str, name: str, said: str
+@pytest.mark.parametrize(("op", "name", "said"), BACKEND_OPS, ids=[f"{op}-{name}" for op, name, _ in BACKEND_OPS])
+def test_g21_an_op_refuses_strided_elements_and_serves_strided_rows(
+    backend: Any, op: str, name: str, said: str
 ) -> None:
     def run(change: Any = lambda tensor: tensor) -> tuple[Any, list[Tensor]]:
-        arguments, _ = steps()[step]
+        arguments, _ = backend_ops()[op]
         arguments[name] = change(arguments[name])
         written = [arguments["cache"].tensor] if "cache" in arguments else []
         written += [arguments[each] for each in ("q", "out") if each in arguments]
         before = bytes_of(written)
         try:
-            return getattr(backend, step)(**arguments), written
+            return getattr(backend, op)(**arguments), written
         except ArgumentError:
             assert all(map(torch.equal, bytes_of(written), before)), "written before the error"
             raise
@@ -248,7 +248,7 @@ def test_g21_a_step_refuses_strided_elements_and_serves_strided_rows(
     ids=["narrow", "wide", "heads", "fp16", "int32", "a column"],
 )
 def test_keys_of_another_shape_or_dtype_are_refused_before_a_write(backend: Any, name: str, value: Tensor) -> None:
-    arguments = {**steps()["quantize_and_insert_k_cache"][0], name: value}
+    arguments = {**backend_ops()["quantize_and_insert_k_cache"][0], name: value}
     before = bytes_of([arguments["cache"].tensor])
 
     with pytest.raises(ArgumentError, match=f"^{name}: expected "):
@@ -298,8 +298,8 @@ def test_the_rule_itself() -> None:
     check_strides(absent=None, scalar=torch.zeros(()))
 
 
-def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
-    """Arguments of every index step, and what it writes to."""
+def index_ops() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    """Arguments of every index op, and what it writes to."""
     starts, lens, valid = (
         torch.tensor([0, 2, 5], dtype=I32),
         torch.tensor([9, 17], dtype=I32),
@@ -313,16 +313,13 @@ def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
 
     rows: dict[str, Any] = {"block_table": table, "block_size": 4}
     chosen: dict[str, Any] = {"topk_indices": topk, "visible_lens": visible, "token_to_req": request, **rows}
-    step: dict[str, Any] = {"query_start_loc": starts, "seq_lens": lens}
-    tokens: dict[str, Any] = {**step, "token_to_req": request, "is_valid": valid, **rows}
-    combine: dict[str, Any] = {
-        "topk_indices": topk,
-        "visible_lens": visible,
-        "is_valid": valid,
-        **step,
-        "gather_lens": lens,
-    }
-    combine |= {"window": 4, "topk": 3, "rows": 40, "offset": 20}
+    lengths: dict[str, Any] = {"query_start_loc": starts, "seq_lens": lens}
+    tokens: dict[str, Any] = {"tokens": StepTokens(**lengths, token_to_req=request, is_valid=valid)}
+    paged = {**tokens, "pages": PageTable(table, 4)}
+    chunk = ChunkTokens(
+        **lengths, gather_lens=lens, visible_lens=visible, is_valid=valid, window=4, topk=3, rows=40, offset=20
+    )
+    combine = {"topk_indices": topk, "tokens": chunk}
     pack: dict[str, Any] = {"indices": topk, "lens": visible, "num_slots": 2}
     return {
         "compute_global_topk_indices_and_lens": (chosen, (new(5, 3), new(5))),
@@ -330,44 +327,63 @@ def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
         "build_ragged_indices_from_dense": (pack, (new(15), new(6))),
         "combine_topk_swa_indices": (combine, (new(5, 7), new(5))),
         "build_token_maps": ({"query_start_loc": starts, "slot_mapping": torch.arange(5)}, (new(5), valid.clone())),
-        "build_window_indices": ({**tokens, "first": 0, "window": 4}, (new(5, 4), new(5))),
-        "build_gather_lens": ({**step, "window": 4}, (new(2),)),
-        "build_compressed_slot_mapping": ({**tokens, "ratio": 2}, (new(5, dtype=torch.int64), new(5))),
+        "build_window_indices": ({**paged, "window": 4}, (new(5, 4), new(5))),
+        "build_gather_lens": ({**lengths, "window": 4}, (new(2),)),
+        "build_compressed_slot_mapping": ({**paged, "ratio": 2}, (new(5, dtype=torch.int64), new(5))),
         "build_cached_mask": (
-            {**step, "token_to_req": request, "num_cached": lens - 2, "ratio": 2},
+            {**tokens, "num_cached": lens - 2, "ratio": 2},
             (valid.clone(),),
         ),
         "build_owned_slot_mapping": (
-            {"ownership": Ownership(1, 2), **tokens, "ratio": 2},
+            {"ownership": Ownership(1, 2), **paged, "ratio": 2},
             (new(5, dtype=torch.int64), new(5)),
         ),
     }
 
 
-@pytest.mark.parametrize("step", index_steps())
-def test_g21_an_index_step_serves_any_input_it_does_not_refuse(step: str) -> None:
+def tensors_of(arguments: dict[str, Any]) -> Iterator[str]:
+    """Names of tensors among arguments, and "argument.field" of those in structs."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            yield name
+        elif isinstance(value, (StepTokens, ChunkTokens, PageTable)):
+            yield from (
+                f"{name}.{one.name}" for one in fields(type(value)) if isinstance(getattr(value, one.name), Tensor)
+            )
+
+
+def spread_one(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """The arguments, with one of `tensors_of` spread."""
+    argument, _, field = name.partition(".")
+    value = arguments[argument]
+    changed = evolve(value, **{field: spread(getattr(value, field))}) if field else spread(value)
+    return {**arguments, argument: changed}
+
+
+@pytest.mark.parametrize("op", index_ops())
+def test_g21_an_index_op_serves_any_input_it_does_not_refuse(op: str) -> None:
     """With each tensor strided in turn, a kernel gives what torch gives, or an error and nothing."""
-    names = [name for name, value in index_steps()[step][0].items() if isinstance(value, Tensor)]
-    outs = range(len(index_steps()[step][1]))
+    names, outs = [*tensors_of(index_ops()[op][0])], range(len(index_ops()[op][1]))
     for name in [*names, *outs]:
         results = []
-        for steps_of in (indices, rank_ops, builder_steps, triton_indices):
-            function = getattr(steps_of, step, None)
+        for module in (indices, rank_ops, builder, triton_indices):
+            function = getattr(module, op, None)
             if function is None:
                 continue
-            arguments, out = index_steps()[step]
+            arguments, out = index_ops()[op]
             if isinstance(name, str):
-                arguments[name] = spread(arguments[name])
+                arguments = spread_one(arguments, name)
             else:
                 out = (*out[:name], spread(out[name]), *out[name + 1 :])
             before = bytes_of([*out])
             try:
-                function(**arguments, out=out if len(out) > 1 else out[0])
+                first, *_ = arguments
+                function(arguments.pop(first), **arguments, out=out if len(out) > 1 else out[0])
             except ArgumentError:
                 assert all(map(torch.equal, bytes_of([*out]), before)), f"{name}: written before the error"
                 continue
             # entries behind the last row of a ragged list are undefined
-            used = [out[0][: int(out[1][-1])], out[1]] if "ragged" in step else out
+            used = [out[0][: int(out[1][-1])], out[1]] if "ragged" in op else out
             results.append([each.clone() for each in used])
         for other in results[1:]:
-            assert all(map(torch.equal, other, results[0])), f"{step}: {name} is misread"
+            assert all(map(torch.equal, other, results[0])), f"{op}: {name} is misread"

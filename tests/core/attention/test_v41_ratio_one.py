@@ -10,6 +10,7 @@ import pytest
 
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend, Capabilities, KeyForm
+from dsv4attn.core.contract.index_ops import IndexOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace, prefill_bounds
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -32,7 +33,7 @@ class Gathers(Backend):
     def transient_bytes(self, *_: object) -> int:
         return 0
 
-    steps: Any = load_backend("reference").steps
+    index_ops = IndexOps()
 
 
 BACKENDS: dict[str, Any] = {**forms(), "reference": partial(load_backend, "reference"), "gathers": Gathers}

@@ -37,7 +37,7 @@ from tests.core.context_parallel.context_attention import attention, beside, ove
 from tests.core.context_parallel.context_heads import HEADS
 from tests.core.context_parallel.context_keys import keys_in_pieces, keys_planted, keys_refused
 from tests.harness import FP8, FP32, REFERENCE_FORMS, SMALL, LayerStack, deterministic, random_weights
-from tests.testing.mutants_rank_steps import Merges
+from tests.testing.mutants_rank_ops import Merges
 from tests.tools.replay.rank_cases import REPLAYS
 
 __all__ = ["CASES", "SIZES", "serve"]

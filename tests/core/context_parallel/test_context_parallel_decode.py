@@ -25,7 +25,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from tests.core.context_parallel.test_context_parallel_buffers import alone
 from tests.harness import SMALL, random_cache, same_bits
-from tests.testing.mutants_rank_steps import Merges
+from tests.testing.mutants_rank_ops import Merges
 
 I32 = torch.int32
 LIMITS = Limits(4, 64, 256, num_speculative_tokens=1)
@@ -39,9 +39,9 @@ class Counted(Merges):
         super().__init__()
         self.packed = 0
 
-    def pack_part(self, out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
+    def pack_partial(self, out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
         self.packed += 1
-        super().pack_part(out, lse, sent, sent_lse)
+        super().pack_partial(out, lse, sent, sent_lse)
 
 
 def given(query: list[int], dtype: torch.dtype, kind: LayerKind, dims: tuple[int, int], heads: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.attention import _Merging
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.rank_ops import RankOps
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.rank_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
@@ -95,7 +96,7 @@ def test_gathering_and_merging_allocate_nothing(dtype: torch.dtype, monkeypatch:
     sink, out = torch.randn(heads, generator=draw), torch.empty(tokens, heads, dim, dtype=dtype)
     with Meter() as meter:
         gather_queries(context, q, queries, *scratch[:2])
-        _Merging(context, out, lse, sink, scratch, 0, None, by_rank(ranks, outs, lses)).finish()
+        _Merging(context, out, lse, sink, scratch, 0, RankOps(), by_rank(ranks, outs, lses)).finish()
 
     assert meter.peak == 0
     assert torch.equal(queries, q.repeat(1, ranks, 1))

@@ -25,15 +25,16 @@ from dsv4attn.core.contract.backend import (
     missing_members,
 )
 from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.index_ops import IndexOps
 from dsv4attn.core.contract.layer_ops import default_layer_ops
 from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.contract.rank_ops import RankOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.model.weights import AttentionWeights
-from dsv4attn.core.torch_ops import index_ops
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.testing.factories import tiny_geometry
@@ -47,7 +48,7 @@ SWA = SMALL.layer_of_kind("swa")
 class Counting(Backend):
     """A backend that brings the required members alone, those of the reference, and counts what it prepares."""
 
-    name, capabilities, steps = "counting", REFERENCE.capabilities, REFERENCE.steps
+    name, capabilities = "counting", REFERENCE.capabilities
 
     def __init__(self) -> None:
         self.prepared = 0
@@ -74,7 +75,7 @@ def test_a_backend_with_the_required_members_alone_has_the_defaults_of_the_other
     ran: list[str] = []
 
     class Plain(Backend):
-        name, steps = "plain", index_ops
+        name = "plain"
 
         def decode(self, call: AttentionCall) -> None:
             ran.append("decode")
@@ -91,18 +92,18 @@ def test_a_backend_with_the_required_members_alone_has_the_defaults_of_the_other
         plain.prepare(phase, call)(call.tensors)
 
     assert ran == ["decode", "prefill"]
-    assert (plain.warmup(bounds, cpu), plain.builder_ops, plain.rank_steps, plain.prepare_rows) == (0, None, None, None)
+    assert (plain.warmup(bounds, cpu), plain.builder_ops, plain.prepare_rows) == (0, None, None)
     assert (plain.deterministic, plain.projects_fp8, plain.prefers_pages(SWA, (), 0)) == (False, False, False)
     assert not plain.takes_raw_q(SWA, call.q, torch.bfloat16, ())
     assert plain.metadata_extension(SMALL, LIMITS, cpu) is None
     assert plain.layer_ops is default_layer_ops()
     assert list(plain.kernel_variants(bounds, DeviceFacts.named("cpu"))) == ["a"]
-    assert plain.translate_to_ragged is index_ops.compute_global_topk_ragged_indices_and_indptr
+    assert (plain.index_ops, plain.rank_ops) == (IndexOps(), RankOps())
 
 
 def test_members_are_required_or_optional() -> None:
     members = {name for name in {*vars(Backend), *Backend.__annotations__} if not name.startswith("_")}
-    assert {*REQUIRED_MEMBERS, *OPTIONAL_MEMBERS} == members - {"translate_to_ragged"}
+    assert {*REQUIRED_MEMBERS, *OPTIONAL_MEMBERS} == members
     assert not {*REQUIRED_MEMBERS} & {*OPTIONAL_MEMBERS}
 
 

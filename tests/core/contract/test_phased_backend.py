@@ -109,7 +109,7 @@ def test_all_that_a_decode_step_runs_is_the_decode_backends(name: str, place: st
 
     assert method.__name__ == name
     assert method.__self__ is phased.of(Phase(place))
-    assert phased.steps is phased.of(Phase.DECODE).steps
+    assert phased.index_ops is phased.of(Phase.DECODE).index_ops
 
 
 def test_every_required_method_has_its_place() -> None:
@@ -230,7 +230,7 @@ def test_a_backend_may_warm_up_without_variants() -> None:
 
 def test_every_optional_part_of_the_contract_is_forwarded() -> None:
     """Whatever a later version of the contract adds to `Backend` needs a rule in `PhasedBackend`."""
-    attributes = {"builder_ops", "deterministic", "layer_ops", "prepare_rows", "projects_fp8", "rank_steps"}
+    attributes = {"builder_ops", "deterministic", "index_ops", "layer_ops", "prepare_rows", "projects_fp8", "rank_ops"}
     assert {*OPTIONAL_MEMBERS} == attributes | {
         "metadata_extension",
         "kernel_variants",

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv4attn.core.cache.selected_keys import ChunkTokens
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, FlashMLASparseMetadata
@@ -286,15 +287,17 @@ def test_combination_equals_the_formula(data: st.DataObject, ratio: int, window:
 
     indices.combine_topk_swa_indices(
         torch.tensor(topk, dtype=INT).view(len(tokens), width) if ratio > 1 else None,
-        int32(*visible) if ratio > 1 else None,
-        torch.tensor(valid, dtype=torch.bool),
-        int32(*starts),
-        int32(*seq_lens),
-        int32(*gather_lens),
-        window,
-        width,
-        rows,
-        offset,
+        ChunkTokens(
+            int32(*seq_lens),
+            int32(*gather_lens),
+            int32(*starts),
+            int32(*visible) if ratio > 1 else None,
+            torch.tensor(valid, dtype=torch.bool),
+            window=window,
+            topk=width,
+            rows=rows,
+            offset=offset,
+        ),
         out=out,
     )
 
@@ -309,19 +312,11 @@ def test_an_interior_minus_one_never_becomes_the_neighbours_row() -> None:
     out = torch.empty(2, 4, dtype=INT), torch.empty(2, dtype=INT)
     topk = torch.tensor([[0, -1, 2], [0, -1, 2]], dtype=INT)
 
-    indices.combine_topk_swa_indices(
-        topk,
-        int32(3, 3),
-        torch.ones(2, dtype=torch.bool),
-        int32(0, 1, 2),
-        int32(12, 12),
-        int32(1, 1),
-        1,
-        3,
-        100,
-        50,
-        out=out,
+    is_valid = torch.ones(2, dtype=torch.bool)
+    tokens = ChunkTokens(
+        int32(12, 12), int32(1, 1), int32(0, 1, 2), int32(3, 3), is_valid, window=1, topk=3, rows=100, offset=50
     )
+    indices.combine_topk_swa_indices(topk, tokens, out=out)
 
     assert out[0].tolist() == [[0, 2, 50, -1], [100, 102, 150, -1]]
     assert out[1].tolist() == [3, 3]

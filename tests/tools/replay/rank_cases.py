@@ -13,7 +13,7 @@ from dsv4attn.tools.replay.engine import Replay, ReplayConfig
 from dsv4attn.tools.replay.over_ranks import MeteredContext
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import Report
-from tests.testing.mutants_rank_steps import Merges
+from tests.testing.mutants_rank_ops import Merges
 from tests.tools.replay.small import GEOMETRY, requests_of
 
 __all__ = ["REPLAYS"]

@@ -1,4 +1,4 @@
-"""Attention over ranks: launchers of `attention.kernels_ranks`. The definition is `core.context_parallel.attention`."""
+"""Attention over ranks: launchers of `attention.kernels_ranks`. The definition is `core.torch_ops.merge`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from dsv4attn.backends._triton.cache.records import row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, launch
 from dsv4attn.backends._triton.tuning import padded
+from dsv4attn.core.contract.rank_ops import RankOps
+from dsv4attn.core.tensorspec import BufferSpec
 
-__all__ = ["merge_parts", "pack_part", "variants"]
+__all__ = ["RANK_OPS", "merge_partials", "pack_partial", "variants"]
 
 TOGETHER = 4
 """Number of ranks whose partial results are loaded together. Results do not depend on this number."""
 
 
-def pack_part(out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
-    """See `core.contract.index_ops.RankSteps`."""
+def pack_partial(out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
+    """See `core.torch_ops.merge`."""
     rows, heads, dim = out.shape
     unit = wide_unit(out, *out.stride()[:2])
     if wide_unit(sent, dim) < unit:
@@ -35,8 +37,10 @@ def pack_part(out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
     )
 
 
-def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> None:
-    """See `core.contract.index_ops.RankSteps`."""
+def merge_partials(
+    outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None, scratch: Sequence[Tensor] = ()
+) -> None:
+    """See `core.torch_ops.merge`."""
     rows, heads, dim = out.shape
     unit = wide_unit(out, *out.stride()[:2])
     if wide_unit(outs, dim, outs.stride(0)) < unit:
@@ -76,3 +80,11 @@ def variants(
         for sink in sinks:
             merge_types = {**types, "sink": "*fp32" if sink else "none"}
             yield Variant.from_types(merge_parts_kernel, merge_types, _merging(heads, dim, unit), fp_fusion=False)
+
+
+def _no_scratch(tokens: int, heads: int, dim: int) -> tuple[BufferSpec, ...]:
+    """Sums stay in registers."""
+    return ()
+
+
+RANK_OPS = RankOps(pack_partial=pack_partial, merge_partials=merge_partials, merge_scratch=_no_scratch)

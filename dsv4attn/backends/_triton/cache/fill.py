@@ -1,7 +1,7 @@
 """`prepare_rows`: all rows and lists of a gathered prefill chunk in two launches.
 
 The first, `combine_kernel`, makes the list of each token. The second, `fill_kernel`, copies the records of both caches,
-and packs the lists where a backend takes ragged ones. `core.attention.gathered.fill_by_steps` is the definition:
+and packs the lists where a backend takes ragged ones. `core.attention.gathered.fill_by_ops` is the definition:
 results are equal, byte by byte. What depends on metadata alone is computed where it is used, in both kernels, so no
 other launch makes a plan.
 """
@@ -51,14 +51,18 @@ def prepare_rows(
     entries = None if chunk.compressed is None else compressed
     pages = None if entries is None else chunk.compressed
     entry_table = None if pages is None else pages.block_table
-    seq_lens, gather_lens = chunk.seq_lens, chunk.gather_lens
+    seq_lens, gather_lens, offset = chunk.tokens.seq_lens, chunk.tokens.gather_lens, chunk.tokens.offset
     check_strides(written=("kv",), kv=kv, seq_lens=seq_lens, gather_lens=gather_lens)
     check_strides(swa_block_table=chunk.swa.block_table, compressed_block_table=entry_table)
     (n, rows, _), (tokens, width) = kv.shape, indices.shape
-    lengths = chunk.visible_lens, chunk.is_valid, chunk.query_start_loc, seq_lens, gather_lens
-    sizes = chunk.window, chunk.topk, rows, chunk.offset
-    to = indices, lens
-    combine = prepare_combine(topk_indices, lengths, sizes, (chunk.compressed, chunk.swa), to, tail=chunk.tail)
+    combine = prepare_combine(
+        topk_indices,
+        chunk.tokens,
+        (indices, lens),
+        swa=chunk.swa,
+        compressed=chunk.compressed,
+        tail=chunk.tail,
+    )
 
     flat = indptr = None
     group, packers = 1, 0
@@ -67,19 +71,19 @@ def prepare_rows(
         check_strides(flat=flat, indptr=indptr)
         group = max(triton.cdiv(tokens, PACKERS), 1)
         packers = max(triton.cdiv(tokens, group), 1)
-    packed = (None, None) if flat is None else to
+    packed = (None, None) if flat is None else (indices, lens)
     layouts = window.layout, None if entries is None else entries.layout
     aligned = alignment_of_records(window), 1 if entries is None else alignment_of_records(entries)
     constants = _constants(*layouts, alignment_of_rows(kv), *aligned, CONSTANTS["BLOCK"])
     cut = (0, -1) if chunk.tail is None else (chunk.tail, tokens)
     numbers = (
-        chunk.offset, rows - chunk.offset, *kv.stride()[:2], *cut, chunk.window, chunk.ratio,
+        offset, rows - offset, *kv.stride()[:2], *cut, chunk.tokens.window, chunk.ratio,
         *_numbers_of(pages, entries), *_numbers_of(chunk.swa, window),
         packers, group, tokens, width, indices.stride(0), n * rows,
     )  # fmt: skip
     launch = Launch(fill_kernel, constants, numbers, WARPS)
     block = constants["BLOCK_R"]
-    programs = packers + n * (triton.cdiv(chunk.offset, block) + triton.cdiv(rows - chunk.offset, block))
+    programs = packers + n * (triton.cdiv(offset, block) + triton.cdiv(rows - offset, block))
     pointers = seq_lens, gather_lens, entry_table, chunk.swa.block_table, flat, indptr, *packed
 
     def fill(topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> None:

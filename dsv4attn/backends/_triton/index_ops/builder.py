@@ -25,6 +25,7 @@ from dsv4attn.backends._triton.index_ops.kernels_builder import (
     window_kernel,
 )
 from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch
+from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.tensorspec import check_strides
 
@@ -64,7 +65,7 @@ def _window_warps(arch: str) -> int:
 
 
 def variants(window: int, arch: str = "") -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for on an architecture, besides those of `indices`.
+    """Every form that the ops of this module can ask for on an architecture, besides those of `dense`.
 
     window: of the model. arch: as `DeviceFacts.arch` has it.
     """
@@ -88,13 +89,8 @@ def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[T
 
 
 def build_window_indices(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    token_to_req: Tensor,
-    is_valid: Tensor,
-    first: int,
-    block_table: Tensor,
-    block_size: int,
+    tokens: StepTokens,
+    pages: PageTable,
     window: int,
     out: tuple[Tensor, Tensor],
     *,
@@ -103,13 +99,12 @@ def build_window_indices(
 ) -> None:
     """See `core.torch_ops.index_ops`."""
     rows, lens = out
-    maps = {"token_to_req": token_to_req, "is_valid": is_valid, "replay_start": replay_start}
+    maps = {"token_to_req": tokens.token_to_req, "is_valid": tokens.is_valid, "replay_start": replay_start}
     check_strides(written=("rows",), rows=rows, lens=lens, **maps)
     tile, warps = _tile_of(window), _window_warps(architecture())
-    pointers = rows, lens, token_to_req, is_valid, query_start_loc, seq_lens, block_table, replay_start
-    sizes = rows.stride(0), *rows.shape, lens.shape[0], first
-    strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
-    numbers = *sizes, *strides, *block_table.shape, block_size, window, int(causal)
+    pointers = rows, lens, *_pointers_of(tokens), pages.block_table, replay_start
+    sizes = rows.stride(0), *rows.shape, lens.shape[0], tokens.first
+    numbers = *sizes, *_numbers_of(tokens, pages), window, int(causal)
     grid = (triton.cdiv(lens.shape[0], tile["TOKENS"]),)
     launch(window_kernel, grid, (*pointers, *numbers), tile, num_warps=warps)
 
@@ -124,69 +119,52 @@ def build_gather_lens(
     launch(gather_lens_kernel, grid, (out, query_start_loc, seq_lens, replay_start, *numbers), _CONSTANTS)
 
 
-def build_cached_mask(
-    query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor, num_cached: Tensor, ratio: int, out: Tensor
-) -> None:
+def build_cached_mask(tokens: StepTokens, num_cached: Tensor, ratio: int, out: Tensor) -> None:
     """See `core.torch_ops.index_ops`."""
-    check_strides(token_to_req=token_to_req, out=out)
+    check_strides(token_to_req=tokens.token_to_req, out=out)
+    query_start_loc, seq_lens = tokens.query_start_loc, tokens.seq_lens
     strides = query_start_loc.stride(0), seq_lens.stride(0), num_cached.stride(0)
     numbers = out.shape[0], *strides, seq_lens.shape[0], ratio
-    pointers = out, token_to_req, query_start_loc, seq_lens, num_cached
+    pointers = out, tokens.token_to_req, query_start_loc, seq_lens, num_cached
     launch(cached_kernel, (triton.cdiv(out.shape[0], BLOCK),), (*pointers, *numbers), _CONSTANTS)
 
 
-def build_compressed_slot_mapping(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    token_to_req: Tensor,
-    is_valid: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    ratio: int,
-    out: tuple[Tensor, Tensor],
-) -> None:
+def build_compressed_slot_mapping(tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]) -> None:
     """See `core.torch_ops.index_ops`."""
-    maps = token_to_req, is_valid
-    grid, arguments = _entries_call(query_start_loc, seq_lens, *maps, block_table, block_size, ratio, out)
+    grid, arguments = _entries_call(tokens, pages, ratio, out)
     launch(compressed_kernel, grid, arguments, _CONSTANTS)
 
 
 def build_owned_slot_mapping(
-    ownership: Ownership,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    token_to_req: Tensor,
-    is_valid: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    ratio: int,
-    out: tuple[Tensor, Tensor],
+    ownership: Ownership, tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]
 ) -> None:
-    """See `core.cache.ownership`."""
-    maps = token_to_req, is_valid
-    grid, arguments = _entries_call(query_start_loc, seq_lens, *maps, block_table, block_size, ratio, out)
+    """See `core.torch_ops.rank_ops`."""
+    grid, arguments = _entries_call(tokens, pages, ratio, out)
     own = ownership.rank, ownership.size, ownership.interleave
     launch(owned_kernel, grid, (*arguments, *own), _CONSTANTS)
 
 
 def _entries_call(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    token_to_req: Tensor,
-    is_valid: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    ratio: int,
-    out: tuple[Tensor, Tensor],
+    tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]
 ) -> tuple[tuple[int], tuple[Any, ...]]:
     """Grid and arguments of the kernels of slots and lengths of entries."""
     slots, lens = out
-    check_strides(slots=slots, lens=lens, token_to_req=token_to_req, is_valid=is_valid)
-    pointers = slots, lens, token_to_req, is_valid, query_start_loc, seq_lens, block_table
-    sizes = token_to_req.shape[0], slots.shape[0], lens.shape[0]
-    strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
-    numbers = *sizes, *strides, *block_table.shape, block_size, ratio
+    check_strides(slots=slots, lens=lens, token_to_req=tokens.token_to_req, is_valid=tokens.is_valid)
+    pointers = slots, lens, *_pointers_of(tokens), pages.block_table
+    sizes = tokens.token_to_req.shape[0], slots.shape[0], lens.shape[0]
+    numbers = *sizes, *_numbers_of(tokens, pages), ratio
     return (triton.cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),), (*pointers, *numbers)
+
+
+def _pointers_of(tokens: StepTokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tokens.token_to_req, tokens.is_valid, tokens.query_start_loc, tokens.seq_lens
+
+
+def _numbers_of(tokens: StepTokens, pages: PageTable) -> tuple[int, ...]:
+    """Strides of lengths per request; strides, shape and block size of a table."""
+    table = pages.block_table
+    strides = tokens.query_start_loc.stride(0), tokens.seq_lens.stride(0), *table.stride()
+    return *strides, *table.shape, pages.block_size
 
 
 BUILDER_OPS = BuilderOps(

@@ -1,4 +1,4 @@
-"""Index arithmetic that runs once a layer: the launcher of `kernels_dense`, which backends give as `steps`.
+"""Index arithmetic that runs once a layer: the launcher of `kernels_dense`, which backends give as `index_ops`.
 
 `torch_ops.index_ops` is the definition of every function here: results are equal, integer by integer. Inputs may have
 any strides; outputs have unit stride along rows.
@@ -21,11 +21,12 @@ from dsv4attn.backends._triton.index_ops.ragged import (
 )
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, architecture
-from dsv4attn.core.cache.selected_keys import PageTable
-from dsv4attn.core.contract.index_ops import IndexStep
+from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable
+from dsv4attn.core.contract.index_ops import IndexOps, prepared_op
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = [
+    "INDEX_OPS",
     "build_ragged_indices_from_dense",
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
@@ -37,7 +38,7 @@ __all__ = [
 
 
 def variants(arch: str = "") -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for on an architecture."""
+    """Every form that the ops of this module can ask for on an architecture."""
     yield Variant.from_types(translate_kernel, {}, _translate_constants(arch))
     yield from ragged.variants()
     for absent in ((), ("entry_table",), ("topk", "visible_lens", "entry_table")):
@@ -51,7 +52,7 @@ def _translate_constants(arch: str) -> Constants:
     return Constants({**CONSTANTS, "PDL": uses_pdl(arch) and not INTERPRETED})
 
 
-@IndexStep
+@prepared_op
 def compute_global_topk_indices_and_lens(
     topk_indices: Tensor,
     visible_lens: Tensor,
@@ -74,63 +75,45 @@ def compute_global_topk_indices_and_lens(
     return run
 
 
-def combine_topk_swa_indices(
+def prepare_combine(
     topk_indices: Tensor | None,
-    visible_lens: Tensor | None,
-    is_valid: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor,
-    window: int,
-    topk: int,
-    rows: int,
-    offset: int,
+    tokens: ChunkTokens,
     out: tuple[Tensor, Tensor],
     *,
     swa: PageTable | None = None,
     compressed: PageTable | None = None,
-) -> None:
-    """See `core.torch_ops.index_ops`."""
-    lengths = visible_lens, is_valid, query_start_loc, seq_lens, gather_lens
-    tables, sizes = (compressed, swa), (window, topk, rows, offset)
-    prepare_combine(topk_indices, lengths, sizes, tables, out)(topk_indices)
-
-
-def prepare_combine(
-    topk_indices: Tensor | None,
-    lengths: tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor],
-    sizes: tuple[int, int, int, int],
-    tables: tuple[PageTable | None, PageTable | None],
-    out: tuple[Tensor, Tensor],
-    *,
     tail: int | None = None,
 ) -> Callable[[Tensor | None], None]:
-    """`combine_topk_swa_indices` prepared, which `run(topk_indices)` launches; also of a part of one request.
+    """See `core.torch_ops.index_ops.combine_topk_swa_indices`; also of a slice of one request.
 
-    lengths: visible_lens, is_valid, query_start_loc, seq_lens, gather_lens. sizes: window, topk, rows, offset. tables:
-    compressed, swa. tail: of `keys.ChunkRows`.
+    tail: of `selected_keys.ChunkRows`.
     """
-    (indices, lens), (visible_lens, *vectors), (compressed, swa) = out, lengths, tables
+    (indices, lens), visible_lens = out, tokens.visible_lens
     check_strides(written=("indices",), indices=indices, lens=lens)
-    (tokens, width), num_reqs = indices.shape, lengths[3].shape[0]
-    chosen: tuple[int, ...] = (0, 0, 0, 0)
-    absent = topk_indices is None or visible_lens is None or not sizes[1]
-    if absent:
+    (num_tokens, width), num_reqs = indices.shape, tokens.seq_lens.shape[0]
+    vectors = tokens.is_valid, tokens.query_start_loc, tokens.seq_lens, tokens.gather_lens
+    selection: tuple[int, ...] = (0, 0, 0, 0)
+    has_entries = topk_indices is not None and visible_lens is not None and tokens.topk > 0
+    if not has_entries:
         visible_lens = compressed = None
     elif topk_indices is not None and visible_lens is not None:
-        chosen = *topk_indices.stride(), topk_indices.shape[1], visible_lens.stride(0)
+        selection = *topk_indices.stride(), topk_indices.shape[1], visible_lens.stride(0)
     blocks = [None if pages is None else pages.block_table for pages in (compressed, swa)]
     strides = [vector.stride(0) for vector in vectors]
-    numbers = indices.stride(0), width, *chosen, *strides, num_reqs, depth_of(num_reqs), *sizes
-    cut = (0, -1) if tail is None else (tail, tokens)
+    sizes = tokens.window, tokens.topk, tokens.rows, tokens.offset
+    numbers = indices.stride(0), width, *selection, *strides, num_reqs, depth_of(num_reqs), *sizes
+    cut = (0, -1) if tail is None else (tail, num_tokens)
     launch = Launch(combine_kernel, CONSTANTS, (*numbers, *_numbers_of(compressed), *_numbers_of(swa), *cut))
-    programs = tokens if num_reqs else 0
+    programs = num_tokens if num_reqs else 0
 
     def run(topk_indices: Tensor | None) -> None:
-        first = None if absent else topk_indices
-        launch(programs, (indices, lens, first, visible_lens, *vectors, *blocks))
+        entries = topk_indices if has_entries else None
+        launch(programs, (indices, lens, entries, visible_lens, *vectors, *blocks))
 
     return run
+
+
+combine_topk_swa_indices = prepared_op(prepare_combine)
 
 
 def _numbers_of(pages: PageTable | None) -> tuple[int, ...]:
@@ -144,3 +127,12 @@ def _numbers_of(pages: PageTable | None) -> tuple[int, ...]:
 def transient_bytes(max_elements: int, max_tokens: int) -> int:
     """Nothing is allocated."""
     return 0
+
+
+INDEX_OPS = IndexOps(
+    compute_global_topk_indices_and_lens=compute_global_topk_indices_and_lens,
+    combine_topk_swa_indices=combine_topk_swa_indices,
+    build_ragged_indices_from_dense=build_ragged_indices_from_dense,
+    compute_global_topk_ragged_indices_and_indptr=compute_global_topk_ragged_indices_and_indptr,
+    transient_bytes=transient_bytes,
+)

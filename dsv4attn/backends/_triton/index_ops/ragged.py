@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_kernel, ragged_translate_kernel, scan_kernel
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
-from dsv4attn.core.contract.index_ops import IndexStep
+from dsv4attn.core.contract.index_ops import prepared_op
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr", "variants"]
@@ -28,7 +28,7 @@ _SCAN = Constants({"BLOCK": 4096})
 """Lengths that `scan_kernel` reads together."""
 
 
-@IndexStep
+@prepared_op
 def build_ragged_indices_from_dense(
     indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]
 ) -> Callable[[Tensor], None]:
@@ -46,7 +46,7 @@ def build_ragged_indices_from_dense(
     return run
 
 
-@IndexStep
+@prepared_op
 def compute_global_topk_ragged_indices_and_indptr(
     topk_indices: Tensor,
     visible_lens: Tensor,
@@ -79,7 +79,7 @@ def _scan(indptr: Tensor, lens: Tensor, rows: int, width: int) -> Callable[[], N
 
 
 def variants() -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for."""
+    """Every form that the ops of this module can ask for."""
     for kernel in (pack_kernel, ragged_translate_kernel):
         yield Variant.from_types(kernel, {}, CONSTANTS)
     yield Variant.from_types(scan_kernel, {}, _SCAN, num_warps=SCAN_WARPS)

@@ -19,6 +19,7 @@ from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel.attention import merge_over_ranks
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.rank_ops import RankOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
@@ -68,7 +69,7 @@ class Parts:
         out = like.new_full((heads, tokens + 1, dim + 16), 7.0)
         lse = self.lses.new_full((heads, tokens), 7.0).T
         view = out.transpose(0, 1)[:tokens, :, :dim]
-        kernels.merge_parts(self.outs, self.lses, view, lse, sink)
+        kernels.merge_partials(self.outs, self.lses, view, lse, sink)
         assert bool((out[:, tokens:] == 7).all())
         assert bool((out[..., dim:] == 7).all())
         return view, lse
@@ -139,7 +140,7 @@ def test_a_part_is_packed_bit_for_bit(heads: int, dim: int, dtype: torch.dtype) 
     out = bits.view(dtype).transpose(0, 1)
     lse = torch.tensor([[-inf, nan, inf, -0.0, 1.5]], device=DEVICE).expand(heads, 5).T
     sent, sent_lse = torch.zeros(5, heads, dim, dtype=dtype, device=DEVICE), torch.zeros(5, heads, device=DEVICE)
-    ranks.pack_part(out, lse, sent, sent_lse)
+    ranks.pack_partial(out, lse, sent, sent_lse)
 
     assert same_bits(sent, out.contiguous())
     assert same_bits(sent_lse, lse.contiguous())
@@ -156,7 +157,10 @@ def test_each_piece_takes_two_launches_and_a_smaller_workspace(
     lse, sink = torch.randn(41, heads, generator=draw).to(DEVICE), torch.randn(heads, generator=draw).to(DEVICE)
     merged, total = merge_lse(out.expand(3, -1, -1, -1), lse.expand(3, -1, -1))
     wanted = apply_sink(merged, total, sink).to(dtype)
-    plans = [rank_buffers.merge_specs(3, 41, heads, layer.head_dim, dtype, sums=sums) for sums in (False, True)]
+    plans = [
+        rank_buffers.merge_specs(3, 41, heads, layer.head_dim, dtype, merge_scratch=ops.merge_scratch)
+        for ops in (backend.rank_ops, RankOps())
+    ]
     workspace, context = WorkspaceManager(DEVICE), alone(3)
     count = len(list(context.pieces(41, rank_buffers.attention_bytes(heads, layer.head_dim, dtype.itemsize))))
     assert count > 2

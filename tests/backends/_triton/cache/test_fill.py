@@ -16,10 +16,10 @@ from dsv4attn.backends._triton.cache import fill, kernels_gather
 from dsv4attn.backends._triton.index_ops import dense
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.attention.gathered import fill_by_steps
+from dsv4attn.core.attention.gathered import fill_by_ops
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
+from dsv4attn.core.cache.selected_keys import ChunkRows, ChunkTokens, DenseIndices, PageTable, RaggedIndices
 from dsv4attn.core.contract.backend import KeyForm
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.model.geometry import LayerKind
@@ -96,22 +96,27 @@ class Chunk:
         columns = rng.choice([1, topk + 2, 9])
         chosen = [numbers(Random(rng.random()), (tokens, columns), lambda: spoiled(rng, 24, NUMBERS)) for _ in "ab"]
         chosen = [one.contiguous() for one in chosen]
-        chunk = ChunkRows(
-            kv=torch.full((n, max(offset + reach, 1), layout.head_dim), FILLED, dtype=layout.row_dtype),
-            combined=lists,
-            ragged=flat if rng.random() < 0.5 else None,
+        rows = max(offset + reach, 1)
+        tokens_of_chunk = ChunkTokens(
             seq_lens=torch.tensor(lens, dtype=INT),
             gather_lens=torch.tensor(gathers, dtype=INT),
             query_start_loc=ascending(rng, starts, rng.choice([0, 7])).contiguous(),
-            tail=tail if cut else None,
             visible_lens=numbers(rng, (tokens,), lambda: rng.randint(0, 24)) if entries else None,
             is_valid=numbers(rng, (tokens,), lambda: rng.random() < 0.8, BOOL),
-            swa=PageTable(table_of(windows, rng, n, more), windows.size, windows.blocks),
-            compressed=blocks,
             window=window,
-            ratio=ratio,
             topk=topk,
             offset=offset,
+            rows=rows,
+        )
+        chunk = ChunkRows(
+            tokens=tokens_of_chunk,
+            kv=torch.full((n, rows, layout.head_dim), FILLED, dtype=layout.row_dtype),
+            combined=lists,
+            ragged=flat if rng.random() < 0.5 else None,
+            tail=tail if cut else None,
+            swa=PageTable(table_of(windows, rng, n, more), windows.size, windows.blocks),
+            compressed=blocks,
+            ratio=ratio,
             lengths=torch.zeros(3, n, dtype=INT),
             starts=torch.zeros(n + 1, dtype=INT),
         )
@@ -125,7 +130,7 @@ class Chunk:
         spare = list[Tensor]()
         wanted, got = self._inside(self.chunk, []), self._inside(self.chunk, spare)
         topks = [there(topk) for topk in self.topk]
-        right = fill_by_steps(ReferenceBackend(), wanted, topks[0], self.caches.swa, self.caches.compressed)
+        right = fill_by_ops(ReferenceBackend(), wanted, topks[0], self.caches.swa, self.caches.compressed)
         found = prepare(got, topks[0], self.caches.swa, self.caches.compressed)
         for topk in (*topks, topks[0]):
             right(topk, self.caches.swa, self.caches.compressed)
@@ -147,8 +152,7 @@ class Chunk:
             spare.append(base)
             return part
 
-        inputs = ("seq_lens", "gather_lens", "query_start_loc", "visible_lens", "is_valid", "swa", "compressed")
-        given = {name: there(getattr(chunk, name)) for name in inputs}
+        given = {name: there(getattr(chunk, name)) for name in ("tokens", "swa", "compressed")}
         lists = DenseIndices(within(chunk.combined.indices), within(chunk.combined.lens))
         flat = chunk.ragged
         if flat is not None:
@@ -208,8 +212,12 @@ def test_a_copy_of_the_launcher_without_a_bug_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"tail": 0}, {"window": 1}, {"offset": 0}, {"topk": 9}, {"compressed": None}])
 def test_each_number_of_a_chunk_matters(wrong: dict[str, Any]) -> None:
     def prepare(chunk: ChunkRows, topk: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> Any:
-        changed = {name: value for name, value in wrong.items() if getattr(chunk, name) is not None}
-        return fill.prepare_rows(evolve(chunk, **changed), topk, window, compressed)
+        ((name, value),) = wrong.items()
+        if hasattr(chunk.tokens, name):
+            changed = evolve(chunk, tokens=evolve(chunk.tokens, **wrong))
+        else:
+            changed = chunk if getattr(chunk, name) is None else evolve(chunk, **{name: value})
+        return fill.prepare_rows(changed, topk, window, compressed)
 
     assert not trials(range(8), prepare, PAIRS[:4])
 
@@ -243,8 +251,8 @@ def test_a_chunk_takes_two_launches_and_nothing_of_torchs(name: str, kind: Layer
     assert {*seen} <= {*backend.kernel_variants(bounds_of(scenario), DeviceFacts.here())}
 
 
-@pytest.mark.parametrize("own", ["dequantize_and_gather_k_cache", "steps"])
-def test_a_backend_with_a_gather_or_steps_of_its_own_has_them_called(own: str) -> None:
+@pytest.mark.parametrize("own", ["dequantize_and_gather_k_cache", "index_ops"])
+def test_a_backend_with_a_gather_or_index_ops_of_its_own_has_them_called(own: str) -> None:
     for name, make in GATHERING.items():
         given: Any = make()
         assert given.prepare_rows is not None, name

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, fields, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.core.cache.selected_keys import PageTable
+from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable, StepTokens
 from dsv4attn.core.torch_ops import index_ops as definition
 
 DEVICE = torch.device("cpu") if INTERPRETED else torch.accelerator.current_accelerator()
@@ -171,9 +171,9 @@ def operations() -> Iterator[list[tuple[str, str]]]:
 
 
 def there(value: Any) -> Any:
-    """Return a tensor, or a table, on the device under test, with the strides that it has here."""
-    if isinstance(value, PageTable):
-        return PageTable(there(value.block_table), value.block_size, value.num_blocks)
+    """Return a tensor, a table or tokens on the device under test, with the strides that it has here."""
+    if isinstance(value, (PageTable, StepTokens, ChunkTokens)):
+        return evolve(value, **{one.name: there(getattr(value, one.name)) for one in fields(type(value))})
     if not isinstance(value, Tensor) or DEVICE is None or DEVICE.type == "cpu":
         return value
     base = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(DEVICE)

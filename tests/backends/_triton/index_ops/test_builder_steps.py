@@ -18,6 +18,7 @@ from dsv4attn.backends._triton.index_ops import builder as kernels
 from dsv4attn.backends._triton.index_ops import dense as index_kernels
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.limits import Limits
@@ -83,7 +84,8 @@ def windows(rng: Random) -> Trial:
     first = rng.randint(0, len(requests))
     last, window = rng.randint(first, len(requests)), rng.choice([1, 3, 8, 11])
     part = slice(first, last)
-    args = starts, lens, requests[part], valid[part], first, *table_of(rng, len(counts)), window
+    tokens = StepTokens(starts, lens, requests[part], valid[part], first)
+    args = tokens, PageTable(*table_of(rng, len(counts))), window
     rows, width, more = last - first, window + rng.choice([0, 0, 5, 30]), replayed(rng, counts)
     given = {**more, "causal": rng.random() < 0.5} if width > window else more
     outs = ((rows, width), INT), ((rows + rng.randint(0, 20),), INT)
@@ -100,7 +102,8 @@ def compressed(rng: Random) -> Trial:
     """Slots and lengths of entries, in buffers longer than the batch."""
     counts, starts, lens = ragged(rng)
     requests, valid = tokens_of(rng, counts)
-    args = starts, lens, requests, valid, *table_of(rng, len(counts)), rng.choice([1, 2, 4, 5])
+    tokens, pages = StepTokens(starts, lens, requests, valid), PageTable(*table_of(rng, len(counts)))
+    args = tokens, pages, rng.choice([1, 2, 4, 5])
     size = len(requests) + rng.randint(0, 20)
     return Trial("build_compressed_slot_mapping", args, (((size,), LONG), ((size,), INT)))
 
@@ -117,7 +120,8 @@ def cached(rng: Random) -> Trial:
     counts, starts, lens = ragged(rng)
     requests, valid = tokens_of(rng, counts)
     ends = [rng.choice([0, -3, 1, rng.randint(0, 60), 2**31 - 1]) for _ in range(len(counts) + rng.randint(0, 2))]
-    args = starts, lens, requests.masked_fill(~valid, -1), loose(torch.tensor(ends, dtype=INT), rng)
+    tokens = StepTokens(starts, lens, requests.masked_fill(~valid, -1), valid)
+    args = tokens, loose(torch.tensor(ends, dtype=INT), rng)
     return Trial("build_cached_mask", (*args, rng.choice([1, 1, 2, 4])), [((len(requests),), BOOL)])
 
 
@@ -317,21 +321,34 @@ def with_changed(name: str, change: Callable[..., tuple[Any, ...]]) -> Callable[
     return wrong
 
 
+other = attrs.evolve
 PLANTED: list[tuple[Callable[[Random], Trial], str, Callable[..., tuple[Any, ...]]]] = [
     (token_maps, "build_token_maps", lambda starts, slots: (starts + 1, slots)),
     (token_maps, "build_token_maps", lambda starts, slots: (starts, slots + 1)),
-    (windows, "build_window_indices", lambda *args: (*args[:4], args[4] + 1, *args[5:])),
-    (windows, "build_window_indices", lambda *args: (*args[:5], args[5].clamp(min=0), *args[6:])),
-    (windows, "build_window_indices", lambda *args: (*args[:7], args[7] + 1)),
+    (windows, "build_window_indices", lambda *args: (other(args[0], first=args[0].first + 1), *args[1:])),
+    (
+        windows,
+        "build_window_indices",
+        lambda run, pages, window: (run, other(pages, block_table=pages.block_table.clamp(min=0)), window),
+    ),
+    (windows, "build_window_indices", lambda *args: (*args[:2], args[2] + 1)),
     (gather_lens, "build_gather_lens", lambda starts, lens, window: (starts, lens, window + 1)),
-    (compressed, "build_compressed_slot_mapping", lambda *args: (*args[:3], torch.ones_like(args[3]), *args[4:])),
-    (compressed, "build_compressed_slot_mapping", lambda *args: (*args[:6], args[6] + 1)),
-    (owned, "build_owned_slot_mapping", lambda own, *args: (attrs.evolve(own, interleave=own.interleave + 1), *args)),
-    (owned, "build_owned_slot_mapping", lambda own, *args: (attrs.evolve(own, size=own.size + 1), *args)),
-    (owned, "build_owned_slot_mapping", lambda own, *args: (attrs.evolve(own, rank=0), *args)),
-    (cached, "build_cached_mask", lambda *args: (*args[:3], args[3] + 1, args[4])),
-    (cached, "build_cached_mask", lambda *args: (*args[:4], 1)),
-    (cached, "build_cached_mask", lambda *args: (*args[:2], args[2].clamp(min=0), *args[3:])),
+    (
+        compressed,
+        "build_compressed_slot_mapping",
+        lambda tokens, *args: (other(tokens, is_valid=torch.ones_like(tokens.is_valid)), *args),
+    ),
+    (compressed, "build_compressed_slot_mapping", lambda *args: (*args[:2], args[2] + 1)),
+    (owned, "build_owned_slot_mapping", lambda own, *args: (other(own, interleave=own.interleave + 1), *args)),
+    (owned, "build_owned_slot_mapping", lambda own, *args: (other(own, size=own.size + 1), *args)),
+    (owned, "build_owned_slot_mapping", lambda own, *args: (other(own, rank=0), *args)),
+    (cached, "build_cached_mask", lambda tokens, ends, ratio: (tokens, ends + 1, ratio)),
+    (cached, "build_cached_mask", lambda tokens, ends, _: (tokens, ends, 1)),
+    (
+        cached,
+        "build_cached_mask",
+        lambda tokens, *args: (other(tokens, token_to_req=tokens.token_to_req.clamp(min=0)), *args),
+    ),
 ]
 
 
@@ -346,14 +363,14 @@ def test_a_planted_bug_is_found(make: Any, name: str, bug: Any, monkeypatch: pyt
 def test_the_inputs_hold_what_they_should() -> None:
     """Padding, requests without tokens, sequences shorter than their query, dead blocks: none is left out by luck."""
     trials = [windows(Random(seed)) for seed in range(100)]
-    blocks = torch.cat([trial.args[5].flatten() for trial in trials])
-    firsts = {trial.args[4] for trial in trials}
+    blocks = torch.cat([trial.args[1].block_table.flatten() for trial in trials])
+    firsts = {trial.args[0].first for trial in trials}
 
     assert bool((blocks < 0).any())
     assert bool((blocks > 2**27).any())
     assert 0 in firsts
     assert max(firsts) > 0
-    assert any(bool((trial.args[0].diff() > trial.args[1]).any()) for trial in trials)
+    assert any(bool((trial.args[0].query_start_loc.diff() > trial.args[0].seq_lens).any()) for trial in trials)
     assert {0, 1} <= {trial.outs[0][0][0] for trial in trials}
     assert {True, False, None} == {trial.keywords.get("causal") for trial in trials}
     assert any("replay_start" in trial.keywords for trial in trials)

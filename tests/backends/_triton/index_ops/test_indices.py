@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +18,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense as kernels
 from dsv4attn.backends._triton.index_ops import kernels_dense, kernels_ragged, ragged
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.core.cache.selected_keys import PageTable
-from dsv4attn.core.contract.backend import RaggedSteps
+from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.engine import launching_nothing
@@ -73,7 +73,8 @@ def combine(rng: Random) -> Trial:
     valid = numbers(rng, (rows,), lambda: rng.random() < 0.8, BOOL)
     tables = {name: pages(rng, len(counts)) for name in ("swa", "compressed") if rng.random() < 0.7}
     vectors = [loose(torch.tensor(values, dtype=INT), rng) for values in (lens, gathered)]
-    args = chosen, seen, valid, ascending(rng, counts, rng.choice([0, 7])), *vectors, window, topk, 100, 40
+    starts = ascending(rng, counts, rng.choice([0, 7]))
+    args = chosen, ChunkTokens(vectors[0], vectors[1], starts, seen, valid, window, topk, rows=100, offset=40)
     outs = ((rows, topk + window + rng.randint(0, 3)), INT), ((rows,), INT)
     return Trial("combine_topk_swa_indices", args, outs, tables)
 
@@ -126,7 +127,8 @@ def test_the_widest_rows_are_combined_translated_and_packed() -> None:
     starts, lens = torch.tensor([0, 2], dtype=INT), torch.tensor([width * 128], dtype=INT)
     swa = PageTable(torch.full((1, width * 2), -1, dtype=INT), 64, 8)
     swa.block_table[0, -3:] = torch.tensor([4, 5, 6])
-    chunk = entry_numbers, seen, valid, starts, lens, lens.clamp(max=129), window, width, width + 129, width
+    tokens = ChunkTokens(lens, lens.clamp(max=129), starts, seen, valid, window, width, width + 129, width)
+    chunk = entry_numbers, tokens
     combined = ((2, width + window), INT), ((2,), INT)
     tables = {"swa": swa, "compressed": pool}
     step = entry_numbers, seen, request, pool.block_table, 2
@@ -159,8 +161,7 @@ def test_steps_neither_allocate_nor_read_a_value() -> None:
             launched += [variant.kernel for variant in seen]
             assert ran == []
 
-    steps: RaggedSteps = kernels
-    assert steps.transient_bytes(10**9, 10**6) == 0
+    assert kernels.INDEX_OPS.transient_bytes(10**9, 10**6) == 0
     assert len(set(launched)) == len(STEPS), "one launch each"
     assert 4 * len(STEPS) < len(launched) <= 5 * len(STEPS), "none where there is nothing to do"
 
@@ -173,7 +174,7 @@ def test_attention_on_indices_of_triton_is_the_same_to_the_bit(kind: str, form: 
     scenario = StepFixture(kind=kind, requests=requests, topk="garbage", num_speculative_tokens=1, extra_rows=2)
 
     other = backend_of(form)
-    other.steps = kernels
+    other.index_ops = kernels.INDEX_OPS
     assert_same_bits(scenario.run(backend_of(form)), scenario.run(other))
 
 
@@ -230,7 +231,12 @@ def with_changed(name: str, change: Callable[..., tuple[Any, ...]]) -> Callable[
 
 
 def one_more_visible(topk: Any, seen: Any, *rest: Any) -> tuple[Any, ...]:
-    return topk, None if seen is None else (seen.long() + 1).clamp(max=2**31 - 1).to(INT), *rest
+    return topk, (seen.long() + 1).clamp(max=2**31 - 1).to(INT), *rest
+
+
+def one_more_visible_in_a_chunk(topk: Any, chunk: ChunkTokens) -> tuple[Any, ...]:
+    seen = chunk.visible_lens
+    return topk, evolve(chunk, visible_lens=None if seen is None else (seen.long() + 1).to(INT))
 
 
 PLANTED: list[tuple[Callable[[Random], Trial], str, Any]] = [
@@ -240,8 +246,12 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Any]] = [
     (translate_ragged, "slots_of", slots_in_32_bits),
     (translate_ragged, "compute_global_topk_ragged_indices_and_indptr", one_more_visible),
     (translate, "compute_global_topk_indices_and_lens", one_more_visible),
-    (combine, "combine_topk_swa_indices", one_more_visible),
-    (combine, "combine_topk_swa_indices", lambda *args: (*args[:6], max(args[6] - 1, 1), *args[7:])),
+    (combine, "combine_topk_swa_indices", one_more_visible_in_a_chunk),
+    (
+        combine,
+        "combine_topk_swa_indices",
+        lambda topk, chunk: (topk, evolve(chunk, window=max(chunk.window - 1, 1))),
+    ),
     (pack, "build_ragged_indices_from_dense", lambda dense, lens, slots: (dense, lens, slots + 1)),
 ]
 

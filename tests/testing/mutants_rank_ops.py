@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
+from dsv4attn.core.contract.rank_ops import RankOps
 from dsv4attn.core.torch_ops import merge
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from tests.layer_ops import TorchOps
@@ -30,19 +32,22 @@ CHOICES = ("the higher number of equal ones", "numbers of a rank", "entries of o
 
 
 class Merges(ReferenceBackend):
-    """Packs and merges parts by itself, with one bug of `MERGES`, or none."""
+    """Packs and merges partials by itself, with one bug of `MERGES`, or none."""
 
     def __init__(self, bug: str = "") -> None:
         super().__init__()
-        self._bug, self.rank_steps = bug, self
+        self._bug = bug
+        self.rank_ops = RankOps(pack_partial=self.pack_partial, merge_partials=self.merge_partials)
 
-    def pack_part(self, out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
+    def pack_partial(self, out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
         """Copy."""
         # what a part without keys holds does not matter
         sent.copy_(out.masked_fill((lse == -inf)[..., None], torch.nan))
         sent_lse.copy_(lse)
 
-    def merge_parts(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> None:
+    def merge_partials(
+        self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None, _: Sequence[Tensor]
+    ) -> None:
         """By the definition."""
         if self._bug != "NaN of empty parts":
             outs = outs.masked_fill((lses == -inf)[..., None], 0)
