@@ -239,17 +239,17 @@ def assert_same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
             pytest.fail(f"{name} differs, first at {where}, at most by {largest:.3g}")
 
 
-BUILDER_STEPS: dict[str, BuilderOps] = {"torch": BuilderOps()}
+BUILDER_OPS: dict[str, BuilderOps] = {"torch": BuilderOps()}
 _reason = "Triton is not installed"
 if find_spec("triton"):
-    from dsv4attn.backends._triton.index_ops import builder as builder_steps
+    from dsv4attn.backends._triton.index_ops import builder as builder_kernels
     from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 
-    BUILDER_STEPS["triton"] = builder_steps.BUILDER_OPS
+    BUILDER_OPS["triton"] = builder_kernels.BUILDER_OPS
     _reason = "" if INTERPRETED else "kernels are compiled here, and cannot run on the CPU"
 _off_cpu = pytest.mark.skipif(bool(_reason), reason=_reason)
 
-all_builder_steps = pytest.mark.parametrize("steps", ["torch", pytest.param("triton", marks=_off_cpu)])
+all_builder_ops = pytest.mark.parametrize("steps", ["torch", pytest.param("triton", marks=_off_cpu)])
 
 
 PROMPT_TOKENS = 21

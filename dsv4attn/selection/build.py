@@ -185,9 +185,9 @@ def _checked_backend(info: BackendInfo, backend: Any) -> Backend:  # noqa: ANN40
         if not isinstance(table, table_type):
             raise _broken(info, f"{made}, whose {name} are {type(table).__name__}, not {table_type.__name__}")
     brought = {part for part, name in backend.layer_ops.sources(backend.name).items() if name == backend.name}
-    if backend.name != "reference" and brought != set(info.layer_steps):
-        declared, bring = (", ".join(sorted(parts)) or "none" for parts in (info.layer_steps, brought))
-        raise _broken(info, f"BackendInfo.layer_steps names {declared}, and its layer_ops bring {bring}")
+    if backend.name != "reference" and brought != set(info.layer_ops):
+        declared, bring = (", ".join(sorted(parts)) or "none" for parts in (info.layer_ops, brought))
+        raise _broken(info, f"BackendInfo.layer_ops names {declared}, and its layer_ops bring {bring}")
     return backend
 
 

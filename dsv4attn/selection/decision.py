@@ -111,7 +111,7 @@ class Selection:
         return {part: self._brings(self.chosen.info, part) for part in (*parts, "hyper_connections")}
 
     def _brings(self, info: BackendInfo, part: str) -> str:
-        return info.name if ("selection" if part == "candidates" else part) in info.layer_steps else "reference"
+        return info.name if ("selection" if part == "candidates" else part) in info.layer_ops else "reference"
 
     @property
     def rows(self) -> list[tuple[str, list[str]]]:

@@ -316,7 +316,7 @@ def hyper_cases() -> Iterator[Case]:
 
 
 def step_memory_cases() -> Iterator[Case]:
-    """Temporaries of the layer steps, with sizes at which a step in torch that is not cut into tiles holds too much."""
+    """Temporaries of the layer ops, with sizes at which a step in torch that is not cut into tiles holds too much."""
     says = "temporaries of the steps stay within transient_bytes"
     one = compressing("c4a", "ocp")
     yield _layer("temporaries-compressor", "W5", says, one, layer_temporaries(27, saves_and_compresses))

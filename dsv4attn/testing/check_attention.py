@@ -298,7 +298,7 @@ def layers_share(bench: Bench, inputs: StepFixture) -> Measure:
     """Layers of a kind run in turn on one metadata object and one workspace, each twice; each equals the oracle.
 
     q, sink, out, lse and caches of a layer are tensors of their own; its top-k values stand in a buffer that all share,
-    and the second time in one of its own. The workspace is not in debug mode, so prepared calls and index steps are
+    and the second time in one of its own. The workspace is not in debug mode, so prepared calls and index ops are
     used again.
     """
     scenes = [attrs.evolve(inputs, seed=inputs.seed + n, pages_of=inputs if n else None) for n in range(LAYERS)]

@@ -370,7 +370,7 @@ def far_rotated(bench: Bench, rows: CacheRows) -> Measure:
 
 
 def rows(cache: str = "ocp", *, heads: int = HEADS, page: int = 64, **more: Any) -> CacheRows:  # noqa: ANN401 - fields of Rows
-    """Rows for a step around attention."""
+    """Rows for an op around attention."""
     return CacheRows(
         **{"geometry": flash("swa", heads), "layout": layout(cache), "placement": PagePlacement(page), **more}
     )

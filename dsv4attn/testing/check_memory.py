@@ -166,13 +166,13 @@ class _Metered:
 
 @attrs.frozen
 class _Layer:
-    """A backend of which only the layer steps are used."""
+    """A backend of which only the layer ops are used."""
 
     layer_ops: Any
 
 
 def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Callable[[Bench, Any], Measure]:
-    """The layer steps of some runs hold no more temporaries than their `transient_bytes` says for so many tokens."""
+    """The layer ops of some runs hold no more temporaries than their `transient_bytes` says for so many tokens."""
 
     def check(bench: Bench, inputs: Any) -> Measure:  # noqa: ANN401 - a CaseInput
         steps = bench.layer_ops
@@ -180,7 +180,7 @@ def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Cal
         backend: Any = _Layer(metered)
         for run in runs:
             run(attrs.evolve(bench, backend=backend), inputs)
-        where = f"{metered.used} bytes of temporaries, transient_bytes of the layer steps says {allowed}"
+        where = f"{metered.used} bytes of temporaries, transient_bytes of the layer ops says {allowed}"
         return _within(metered.used, allowed).hold(where)
 
     return check

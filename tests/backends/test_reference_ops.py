@@ -1,4 +1,4 @@
-"""The reference's steps around attention: q-norm + RoPE + KV insert, and inverse RoPE + output projection."""
+"""The reference's ops around attention: q-norm + RoPE + KV insert, and inverse RoPE + output projection."""
 
 from __future__ import annotations
 

@@ -48,5 +48,5 @@ def test_layers_of_v41_whose_queries_have_a_norm_have_the_same_parts(ratio: int)
 def test_v4_layers_have_no_candidates_and_the_steps_are_the_backends(name: str) -> None:
     problem = Problem.of(ModelGeometry.preset("flash"))
     assert explain(problem, backend=name, device=HERE).layer_steps == dict.fromkeys(
-        registered(name).info.layer_steps, name
+        registered(name).info.layer_ops, name
     )

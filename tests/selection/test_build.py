@@ -284,7 +284,7 @@ class Acme(ReferenceBackend):
         (
             "()",
             "evolve(LayerOps(), select_topk=select)",
-            "BackendInfo.layer_steps names none, and its layer_ops bring selection",
+            "BackendInfo.layer_ops names none, and its layer_ops bring selection",
         ),
         (
             "('selection',)",
@@ -295,7 +295,7 @@ class Acme(ReferenceBackend):
         ("('selection',)", "{'select_topk': select}", "whose layer_ops are dict, not LayerOps"),
     ],
 )
-def test_a_backend_brings_the_layer_steps_that_its_descriptor_names(
+def test_a_backend_brings_the_layer_ops_that_its_descriptor_names(
     wheels: VendorWheels, declared: str, layer_ops: str, problem: str
 ) -> None:
     backend = f"""
@@ -316,7 +316,7 @@ class Acme(ReferenceBackend):
         super().__init__()
         self.layer_ops = {layer_ops}
 """
-    source = plugin(factory="dsv4attn_acme:Acme").replace("api=", f"layer_steps={declared}, api=") + backend
+    source = plugin(factory="dsv4attn_acme:Acme").replace("api=", f"layer_ops={declared}, api=") + backend
     wheels.install("dsv4attn-acme", source)
 
     if problem:

@@ -116,7 +116,7 @@ class Strict(ReferenceBackend):
 
 
 class Positions(ReferenceBackend):
-    """Positions have 16 bits in the steps around attention."""
+    """Positions have 16 bits in the ops around attention."""
 
     def qnorm_rope_kv_insert(
         self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,

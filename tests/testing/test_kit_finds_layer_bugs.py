@@ -1,4 +1,4 @@
-"""Every planted bug of a layer step fails the cases that are about it."""
+"""Every planted bug of a layer op fails the cases that are about it."""
 
 from __future__ import annotations
 

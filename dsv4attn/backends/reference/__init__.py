@@ -29,7 +29,7 @@ INFO = BackendInfo(
         "deterministic": False,
         "raw_q": False,
     },
-    layer_steps=LAYER_PARTS,
+    layer_ops=LAYER_PARTS,
 )
 
 

@@ -52,7 +52,7 @@ class BackendInfo:
     options: options that the factory takes, with their defaults.
     notes: for a backend with several kernels: returns lines that say how it would serve a problem.
     api: version of the contract that the backend was written for, as a literal: "1.0".
-    layer_steps: the names of `LAYER_PARTS` whose ops the backend brings; the other ops are torch's.
+    layer_ops: the names of `LAYER_PARTS` whose ops the backend brings; the other ops are torch's.
     """
 
     name: str
@@ -66,20 +66,20 @@ class BackendInfo:
     options: Mapping[str, Any] = field(factory=dict)
     notes: Callable[[DeviceFacts, Problem], Sequence[str]] | None = None
     api: str
-    layer_steps: tuple[str, ...] = ()
+    layer_ops: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         """Check the types: descriptors come from third parties, and are not checked again."""
         for name in ("name", "factory", "summary", "api"):
             self._check(name, isinstance(getattr(self, name), str), "a string")
-        for name in ("native", "runs_on", "packages", "layer_steps"):
+        for name in ("native", "runs_on", "packages", "layer_ops"):
             value = getattr(self, name)
             strings = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
             self._check(name, strings, "a tuple of strings")
         self._check("factory", re.fullmatch(r"[\w.]+:\w+", self.factory), "'package.module:callable'")
         self._check("support", callable(self.support), "a function")
         self._check("notes", self.notes is None or callable(self.notes), "a function, or None")
-        self._check("layer_steps", set(self.layer_steps) <= set(LAYER_PARTS), f"names of {', '.join(LAYER_PARTS)}")
+        self._check("layer_ops", set(self.layer_ops) <= set(LAYER_PARTS), f"names of {', '.join(LAYER_PARTS)}")
         self._check("rank", isinstance(self.rank, Rank), "a Rank")
         self._check("options", isinstance(self.options, Mapping), "a dict")
 

@@ -44,7 +44,7 @@ PAIRED = ("decode", "prefill", "step")
 PAIRS = ("584/584", "528/528", "528/288")
 """Bytes of the records of a V4.1 layer's window and compressed cache. Times are compared with those of the first."""
 LAYER_OPS = ("index", "select", "compress", "mhc")
-"""Steps around attention. index: logits of index keys. select: scores and selection. compress: states, entries and
+"""Ops around attention. index: logits of index keys. select: scores and selection. compress: states, entries and
 index queries. mhc: hyper-connections."""
 MEASUREMENTS = (*KERNELS, "step", "scaling", "host", "layer", *LAYER_OPS)
 """step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host.

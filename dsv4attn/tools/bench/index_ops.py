@@ -68,7 +68,7 @@ class IndexInputs:
         op_name = "fp8_mqa_logits" if self.cache is None else "fp8_paged_mqa_logits"
         op = getattr(backend.layer_ops, op_name, None)
         if op is None:
-            raise UnsupportedError("layer_steps", expected=op_name, actual="none")
+            raise UnsupportedError("layer_ops", expected=op_name, actual="none")
         if self.cache is not None:
             # a plan is for engines that have one: our backends make none
             return partial(op, self.q, self.cache, self.weights, self.lens, self.table, None, self.case.keys)

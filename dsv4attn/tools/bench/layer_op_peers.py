@@ -1,4 +1,4 @@
-"""Other libraries' functions for the steps around attention, on our inputs."""
+"""Other libraries' functions for the ops around attention, on our inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the steps around attention: index logits, selection, compressor, hyper-connections."""
+"""Cases of the ops around attention: index logits, selection, compressor, hyper-connections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STREAMS = ("pre", "post", "post+pre", "head")
 
 @frozen
 class LayerOpCase:
-    """A step around attention on one shape.
+    """An op around attention on one shape.
 
     kernel: index, select, compress or mhc.
     step: which step of them, or the form of its keys: "paged" or "gathered".

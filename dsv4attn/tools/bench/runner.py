@@ -261,7 +261,7 @@ class Runner:
         return refused, made
 
     def _why_not(self, case: KernelCase | LayerOpCase, name: str, backend: Backend) -> str:
-        # steps around attention are those of a backend that decodes on the layers with all of them
+        # ops around attention are those of a backend that decodes on the layers with all of them
         asked = case if isinstance(case, KernelCase) else _C4A
         problem = problem_of(asked, backend.capabilities.prefill_keys)
         selection = explain(problem, backend=name, device=self.device, registry=registry_of(name))

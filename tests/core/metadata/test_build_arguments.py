@@ -14,38 +14,38 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
 from tests.core.metadata.test_metadata import GOOD, I32, batch, buffers, builder, refused
-from tests.harness import BUILDER_STEPS, all_builder_steps, bound_layer, metadata_of
+from tests.harness import BUILDER_OPS, all_builder_ops, bound_layer, metadata_of
 
 SWA, C4A, C128A = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 
 
-@all_builder_steps
+@all_builder_ops
 @pytest.mark.parametrize("slots", [0, 1, 2])
 def test_a_slot_mapping_that_leaves_tokens_out_is_refused(slots: int, steps: str) -> None:
     said = rf"^slot_mapping: expected at least 3 elements, one for each .*, got {slots} elements -> .*-1 for"
     for validate in (True, False):
-        build = builder(steps=BUILDER_STEPS[steps], validate=validate)
+        build = builder(steps=BUILDER_OPS[steps], validate=validate)
         refused(build, lambda: batch([1, 2], [5, 9], slot_mapping=torch.arange(slots)), said)
 
 
-@all_builder_steps
+@all_builder_ops
 def test_the_step_itself_takes_tokens_past_the_slot_mapping_for_padding(steps: str) -> None:
     request, valid = torch.full((3,), 7, dtype=I32), torch.ones(3, dtype=torch.bool)
-    BUILDER_STEPS[steps].build_token_maps(torch.tensor([0, 1, 3], dtype=I32), torch.tensor([0]), out=(request, valid))
+    BUILDER_OPS[steps].build_token_maps(torch.tensor([0, 1, 3], dtype=I32), torch.tensor([0]), out=(request, valid))
 
     assert request.tolist() == [0, -1, -1]
     assert valid.tolist() == [True, False, False]
 
 
-@all_builder_steps
+@all_builder_ops
 def test_stale_slots_behind_the_tokens_are_refused_where_values_are_checked(steps: str) -> None:
     def build(last: int) -> Batch:
         return batch([1, 2], [5, 9], slot_mapping=torch.tensor([4, 7, 8, -1, last]))
 
     said = r"^slot_mapping\[4\]: expected a negative slot behind the 3 tokens of the batch, got 0 -> fill .* with -1"
-    refused(builder(steps=BUILDER_STEPS[steps], validate=True), lambda: build(0), said)
-    assert builder(steps=BUILDER_STEPS[steps], validate=True).build(build(-1)).num_actual_tokens == 3
-    assert builder(steps=BUILDER_STEPS[steps], validate=False).build(build(0)).num_actual_tokens == 3
+    refused(builder(steps=BUILDER_OPS[steps], validate=True), lambda: build(0), said)
+    assert builder(steps=BUILDER_OPS[steps], validate=True).build(build(-1)).num_actual_tokens == 3
+    assert builder(steps=BUILDER_OPS[steps], validate=False).build(build(0)).num_actual_tokens == 3
 
 
 def test_counts_may_be_integers_of_numpy() -> None:

@@ -15,7 +15,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError
 from tests.core.metadata.test_metadata import GOOD, I32, LIMITS, MODEL, batch, builder, refused
-from tests.harness import BUILDER_STEPS, all_builder_steps
+from tests.harness import BUILDER_OPS, all_builder_ops
 
 WIDE = evolve(LIMITS, num_speculative_tokens=3, decode_window_columns=8 + 5)
 
@@ -26,11 +26,11 @@ def positions(rows: torch.Tensor, lens: torch.Tensor, slot0: list[int]) -> list[
     return [[s - first for s in row[0, :n].tolist()] for row, n, first in zip(rows, lens.tolist(), slot0, strict=True)]
 
 
-@all_builder_steps
+@all_builder_ops
 def test_each_token_of_a_draft_block_sees_the_window_before_it_and_all_of_it(steps: str) -> None:
     """Requests of 3, 4 and 1 tokens behind 20, 2 and 8; a prefill of 6, which is causal, behind 3."""
     made = batch([3, 4, 1, 6], [23, 6, 9, 9], causal=False)
-    swa = builder(WIDE, steps=BUILDER_STEPS[steps]).build(made)
+    swa = builder(WIDE, steps=BUILDER_OPS[steps]).build(made)
     first = [256 * i for i in (0, 0, 0, 1, 1, 1, 1, 2)]
 
     found = positions(swa.decode_swa_indices, swa.decode_swa_lens, first)
@@ -40,24 +40,24 @@ def test_each_token_of_a_draft_block_sees_the_window_before_it_and_all_of_it(ste
     assert found == [[*range(max(p - 7, 0), p + 1)] for p in range(3, 9)]
 
 
-@all_builder_steps
+@all_builder_ops
 def test_no_window_begins_before_its_first_position(steps: str) -> None:
     bounds = torch.tensor([18, 0, 9, 5, 2**31 - 1], dtype=I32)
     made = batch([1, 2, 6, 12], [20, 3, 20, 12], replay_start=bounds)
-    swa = builder(steps=BUILDER_STEPS[steps]).build(made)
+    swa = builder(steps=BUILDER_OPS[steps]).build(made)
 
     assert positions(swa.decode_swa_indices, swa.decode_swa_lens, [0, 256, 256]) == [[18, 19], [0, 1], [0, 1, 2]]
     found = positions(swa.prefill_swa_indices, swa.prefill_swa_lens, [512] * 6 + [768] * 12)
     assert found[:6] == [[*range(max(p - 7, 9), p + 1)] for p in range(14, 20)]
     assert found[6:] == [[*range(max(p - 7, 5), p + 1)] for p in range(12)]
     assert swa.prefill_gather_lens.tolist() == [6 + 5, 12]
-    block = builder(WIDE, steps=BUILDER_STEPS[steps]).build(evolve(batch([2], [20], causal=False), replay_start=bounds))
+    block = builder(WIDE, steps=BUILDER_OPS[steps]).build(evolve(batch([2], [20], causal=False), replay_start=bounds))
     assert positions(block.decode_swa_indices, block.decode_swa_lens, [0, 0]) == [[18, 19]] * 2
 
 
-@all_builder_steps
+@all_builder_ops
 def test_rows_of_blocks_have_one_width_and_address_and_hide_what_was_there(steps: str) -> None:
-    build = builder(WIDE, steps=BUILDER_STEPS[steps])
+    build = builder(WIDE, steps=BUILDER_OPS[steps])
     block = build.build(batch([4, 4], [30, 40], causal=False))
     rows, lens = block.decode_swa_indices, block.decode_swa_lens
     causal = build.build(batch([4, 4], [30, 40]))

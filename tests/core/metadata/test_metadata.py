@@ -16,7 +16,7 @@ from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata, Fl
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnknownNameError
-from tests.harness import BUILDER_STEPS, all_builder_steps
+from tests.harness import BUILDER_OPS, all_builder_ops
 
 I32, I64 = torch.int32, torch.int64
 Metadata = DeepseekSparseSWAMetadata | FlashMLASparseMetadata
@@ -81,9 +81,9 @@ def refused(build: MetadataBuilder, make: Callable[[], Batch], said: str) -> Non
     assert all(bool((tensor == (1 if tensor.dtype is torch.bool else 77)).all()) for tensor in held)
 
 
-@all_builder_steps
+@all_builder_ops
 def test_a_good_batch_is_built_for_all_kinds(steps: str) -> None:
-    made = builder(steps=BUILDER_STEPS[steps]).build_for(batch([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A])
+    made = builder(steps=BUILDER_OPS[steps]).build_for(batch([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A])
     swa = made[SWA].swa
 
     assert (swa.num_decodes, swa.num_prefills, swa.num_decode_tokens, swa.num_prefill_tokens) == (2, 1, 3, 9)
@@ -93,10 +93,10 @@ def test_a_good_batch_is_built_for_all_kinds(steps: str) -> None:
     assert isinstance(made[C4A].compressed, FlashMLASparseMetadata)
 
 
-@all_builder_steps
+@all_builder_ops
 @pytest.mark.parametrize("query", [[], [0, 0], [0, 1, 0]])
 def test_batches_of_nothing_and_of_padding_requests_are_good(query: list[int], steps: str) -> None:
-    made = builder(steps=BUILDER_STEPS[steps]).build_for(batch(query, [5] * len(query)), [SWA, C4A, C128A])
+    made = builder(steps=BUILDER_OPS[steps]).build_for(batch(query, [5] * len(query)), [SWA, C4A, C128A])
 
     assert made[SWA].swa.num_actual_tokens == sum(query)
     assert (made[SWA].swa.num_decodes, made[SWA].swa.num_prefills) == (len(query), 0)
@@ -274,22 +274,22 @@ BAD_BATCHES: list[tuple[Callable[[], Batch], str]] = [
 ]
 
 
-@all_builder_steps
+@all_builder_ops
 @pytest.mark.parametrize(("make", "said"), BAD_BATCHES, ids=[said[:50] for _, said in BAD_BATCHES])
 def test_a_batch_that_cannot_be_is_refused_before_any_buffer_is_written(
     make: Callable[[], Batch], said: str, steps: str
 ) -> None:
-    refused(builder(steps=BUILDER_STEPS[steps]), make, said)
+    refused(builder(steps=BUILDER_OPS[steps]), make, said)
 
 
-@all_builder_steps
+@all_builder_ops
 @pytest.mark.parametrize("at", [(0, 9), (1, 0), (2, 3)], ids=["decode", "short", "first-query-of-a-prefill"])
 @pytest.mark.parametrize("block", [-1, 6 * 64, 2**31 - 1, 2**30, 2**26, -(2**31)])
 def test_a_block_outside_the_cache_under_a_window_is_refused(at: tuple[int, int], block: int, steps: str) -> None:
     table = spoiled(GOOD.block_table, at, block)
     said = rf"block_table\[{at[0]}, {at[1]}\]: expected a block in \[0, 384\) for position \d+, .*, got {block}$"
 
-    refused(builder(steps=BUILDER_STEPS[steps]), lambda: batch([1, 2, 9], [40, 5, 29], block_table=table), said)
+    refused(builder(steps=BUILDER_OPS[steps]), lambda: batch([1, 2, 9], [40, 5, 29], block_table=table), said)
 
 
 @pytest.mark.parametrize("slot", [1536, 2**31, 2**40])
@@ -300,30 +300,30 @@ def test_a_slot_outside_the_cache_is_refused(slot: int) -> None:
     refused(builder(), lambda: batch([1, 2, 9], [40, 5, 29], slot_mapping=slots), said)
 
 
-@all_builder_steps
+@all_builder_ops
 def test_blocks_no_window_reaches_may_be_stale(steps: str) -> None:
     table = GOOD.block_table.clone()
     table[0, :8] = -1
     table[0, 10:] = 2**31 - 1
-    made = builder(steps=BUILDER_STEPS[steps]).build(batch([1, 2, 9], [40, 5, 29], block_table=table))
+    made = builder(steps=BUILDER_OPS[steps]).build(batch([1, 2, 9], [40, 5, 29], block_table=table))
 
     assert made.decode_swa_indices[0, 0].tolist() == list(range(32, 40))
 
 
-@all_builder_steps
+@all_builder_ops
 def test_padding_rows_may_name_no_block_at_all(steps: str) -> None:
     table = torch.full((2, 64), -1, dtype=I32)
     padding = batch([1, 1], [256, 256], slot_mapping=torch.tensor([-1, -7]), block_table=table)
-    made = builder(steps=BUILDER_STEPS[steps]).build(padding)
+    made = builder(steps=BUILDER_OPS[steps]).build(padding)
 
     assert made.decode_swa_lens.tolist() == [0, 0]
     assert bool((made.decode_swa_indices == -1).all())
     assert made.is_valid_token.tolist() == [False, False]
 
 
-@all_builder_steps
+@all_builder_ops
 def test_tokens_with_a_negative_slot_are_padding(steps: str) -> None:
-    made = builder(steps=BUILDER_STEPS[steps]).build(batch([1, 2], [5, 9], slot_mapping=torch.tensor([0, -1, -1])))
+    made = builder(steps=BUILDER_OPS[steps]).build(batch([1, 2], [5, 9], slot_mapping=torch.tensor([0, -1, -1])))
 
     assert made.is_valid_token.tolist() == [True, False, False]
     assert made.decode_swa_lens.tolist() == [5, 0, 0]
@@ -338,19 +338,19 @@ def test_without_cache_sizes_only_impossible_blocks_are_found() -> None:
     refused(build, lambda: batch([1, 2, 9], [40, 5, 29], block_table=gone), r"block_table\[0, 9\]: .*\[0, num_blocks\)")
 
 
-@all_builder_steps
+@all_builder_ops
 def test_without_validation_a_block_that_cannot_be_becomes_an_absent_slot(steps: str) -> None:
     table = GOOD.block_table.clone()
     table[0, 8:10] = torch.tensor([2**30, -5], dtype=I32)  # 2^30 blocks of 4 would wrap around to slot 0
-    made = builder(validate=False, steps=BUILDER_STEPS[steps]).build(batch([1, 2, 9], [40, 5, 29], block_table=table))
+    made = builder(validate=False, steps=BUILDER_OPS[steps]).build(batch([1, 2, 9], [40, 5, 29], block_table=table))
 
     assert made.decode_swa_indices[0, 0].tolist() == [-1] * 8
     assert made.decode_swa_indices[1, 0, :4].tolist() == [256, 257, 258, 259]
 
 
-@all_builder_steps
+@all_builder_ops
 def test_a_short_request_behind_a_prefill_runs_as_a_prefill_when_asked(steps: str) -> None:
-    build = builder(short_prefills=True, steps=BUILDER_STEPS[steps])
+    build = builder(short_prefills=True, steps=BUILDER_OPS[steps])
     made = build.build_for(batch([1, 9, 0, 2], [5, 9, 0, 7]), [SWA, C4A, C128A])[SWA].swa
 
     assert (made.num_decodes, made.num_prefills, made.num_decode_tokens, made.num_prefill_tokens) == (1, 3, 1, 11)

@@ -18,7 +18,7 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.random_step import StepFixture
 from tests.core.attention.strategies import examples, scenarios
-from tests.harness import BUILDER_STEPS, all_builder_steps
+from tests.harness import BUILDER_OPS, all_builder_ops
 
 INT = torch.int32
 
@@ -30,7 +30,7 @@ def built(scenario: StepFixture, steps: str = "torch") -> AttentionMetadata:
         scenario.limits,
         swa_block_size=scenario.swa_block_size,
         compressed_block_tokens=scenario.compressed_block_tokens,
-        steps=BUILDER_STEPS[steps],
+        steps=BUILDER_OPS[steps],
     )
     return builder.build_for(scenario.batch(), [scenario.kind])[scenario.kind]
 
@@ -51,7 +51,7 @@ def int32(*values: int) -> Tensor:
 # the builder
 
 
-@all_builder_steps
+@all_builder_ops
 @given(scenario=scenarios(dead_block=-1))
 @examples(100)
 def test_window_metadata_equals_the_formulas(scenario: StepFixture, steps: str) -> None:
@@ -79,7 +79,7 @@ def test_window_metadata_equals_the_formulas(scenario: StepFixture, steps: str) 
     assert swa.prefill_query_lens_cpu.tolist() == [n for _, n, *_ in prefills]
 
 
-@all_builder_steps
+@all_builder_ops
 @given(scenario=scenarios(kind=LayerKind.CSA), kind=st.sampled_from(["c4a", "c128a"]))
 @examples(75)
 def test_compressed_metadata_equals_the_formulas(scenario: StepFixture, kind: str, steps: str) -> None:
@@ -125,7 +125,7 @@ def test_compressed_metadata_equals_the_formulas(scenario: StepFixture, kind: st
     assert all(row == list(range(table.shape[2])) for row in local.tolist())
 
 
-@all_builder_steps
+@all_builder_ops
 @pytest.mark.parametrize(
     ("before", "count", "gather_len", "windows", "entries"),
     [
@@ -145,7 +145,7 @@ def test_the_worked_example_of_flash(
 ) -> None:
     """Flash, blocks of 64 and 256: windows as (first position, length), entries of c4a and c128a."""
     flash, last = ModelGeometry.preset("flash"), before + count
-    builder = MetadataBuilder(flash, Limits(1, 512, 2048), steps=BUILDER_STEPS[steps])
+    builder = MetadataBuilder(flash, Limits(1, 512, 2048), steps=BUILDER_OPS[steps])
     table = torch.arange(24, dtype=INT)[None]  # block i stands in page i, so a slot is a position
     seq_len, starts = int32(last), int32(0, count)
     batch = Batch(
@@ -183,9 +183,9 @@ def test_token_maps_skip_requests_without_tokens_and_give_padding_no_request() -
     assert indices.token_to_req_indices(int32(0), 0).tolist() == []
 
 
-@all_builder_steps
+@all_builder_ops
 def test_buffers_keep_their_addresses_and_their_tails_are_cleared(steps: str) -> None:
-    geometry, limits, made_by = StepFixture(requests=[]).geometry, Limits(6, 64, 256), BUILDER_STEPS[steps]
+    geometry, limits, made_by = StepFixture(requests=[]).geometry, Limits(6, 64, 256), BUILDER_OPS[steps]
     builder = MetadataBuilder(geometry, limits, swa_block_size=4, compressed_block_tokens=32, steps=made_by)
     big = StepFixture(kind="c128a", requests=[(90, 1), (60, 1), (33, 1), (10, 12), (0, 9)])
     small = StepFixture(kind="c128a", requests=[(40, 1), (0, 5)])

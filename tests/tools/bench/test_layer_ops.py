@@ -1,4 +1,4 @@
-"""Steps around attention: right ones get times, wrong ones do not, and sizes are those of the work."""
+"""Ops around attention: right ones get times, wrong ones do not, and sizes are those of the work."""
 
 from __future__ import annotations
 

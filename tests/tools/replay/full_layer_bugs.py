@@ -1,4 +1,4 @@
-"""Backends whose steps around attention compute something else; the sound parts are the definitions."""
+"""Backends whose ops around attention compute something else; the sound parts are the definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of an index step, run by its definition in plain torch and by Triton, on inputs made to be misread.
+"""One call of an index op, run by its definition in plain torch and by Triton, on inputs made to be misread.
 
 Inputs have odd strides and believable numbers between their elements; outputs stand inside larger memory that nobody
 may touch. Interpreted, kernels look at few columns together, so that small rows take several rounds.
@@ -45,7 +45,16 @@ def small_rounds(*modules: ModuleType) -> Iterator[None]:
             for name, value in {"BLOCK": 8, "WINDOW_TILE": 16, "CONSTANTS": EIGHT, "_SCAN": EIGHT, "FEW": 12}.items():
                 if hasattr(module, name):
                     patch.setattr(module, name, value)
+        _forget_constants(modules)
         yield
+    _forget_constants(modules)
+
+
+def _forget_constants(modules: Sequence[ModuleType]) -> None:
+    """Clear what the modules cache: constants of a launch follow from the block sizes."""
+    for value in [value for module in modules for value in vars(module).values()]:
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 def loose(values: Tensor, rng: Random) -> Tensor:
@@ -88,9 +97,9 @@ def table_of(rng: Random, requests: int) -> tuple[Tensor, int]:
 
 @frozen
 class Trial:
-    """A step, its arguments, the shape and dtype of each output, and the module of its definition."""
+    """An op, its arguments, the shape and dtype of each output, and the module of its definition."""
 
-    step: str
+    op: str
     args: Sequence[Any]
     outs: Sequence[tuple[Sequence[int], torch.dtype]]
     keywords: Mapping[str, Any] = field(factory=dict)
@@ -111,14 +120,14 @@ class Trial:
         return same and all(bool((base == torch.tensor(_UNTOUCHED).to(base.dtype)).all()) for base in bases)
 
     def _run(self, module: Any, args: Sequence[Any], keywords: Mapping[str, Any], outs: list[Tensor]) -> None:
-        getattr(module, self.step)(*args, out=outs[0] if len(outs) == 1 else tuple(outs), **keywords)
+        getattr(module, self.op)(*args, out=outs[0] if len(outs) == 1 else tuple(outs), **keywords)
 
     def _defined(self, outs: list[Tensor]) -> list[Tensor]:
         """Outputs without what is undefined: a ragged list behind its last row."""
-        return [outs[0][: _end(outs)], outs[1]] if self.step in _RAGGED else outs
+        return [outs[0][: _end(outs)], outs[1]] if self.op in _RAGGED else outs
 
     def _undefined(self, outs: list[Tensor]) -> list[Tensor]:
-        return [outs[0][_end(outs) :]] if self.step in _RAGGED else []
+        return [outs[0][_end(outs) :]] if self.op in _RAGGED else []
 
 
 def _end(outs: list[Tensor]) -> int:

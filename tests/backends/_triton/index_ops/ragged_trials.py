@@ -1,4 +1,4 @@
-"""Calls of the steps that make ragged lists, on lengths and rows made to be misread."""
+"""Calls of the ops that make ragged lists, on lengths and rows made to be misread."""
 
 from __future__ import annotations
 

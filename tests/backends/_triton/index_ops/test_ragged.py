@@ -17,12 +17,12 @@ from tests.backends._triton.index_ops.index_trials import DEVICE, INT, Trial, pl
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
 
 RAGGED = [pack, translate_ragged]
-ragged_steps = pytest.mark.parametrize("make", RAGGED)
+ragged_ops = pytest.mark.parametrize("make", RAGGED)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
 
 
 @pytest.mark.parametrize("few", [2100, 2099])
-@ragged_steps
+@ragged_ops
 def test_rows_begin_where_all_rows_before_them_end(
     make: Callable[[Random], Trial], few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,7 +37,7 @@ def test_rows_begin_where_all_rows_before_them_end(
     request = torch.randint(0, 2, (rows,), generator=g, dtype=INT)
     args = (chosen, lens, 5) if make is pack else (chosen, lens, request, table, 2)
 
-    assert Trial(make(Random(0)).step, args, outs).agrees(ragged)
+    assert Trial(make(Random(0)).op, args, outs).agrees(ragged)
 
 
 @pytest.mark.parametrize("rows", [1, 4096, 4097, 65536])
@@ -50,7 +50,7 @@ def test_a_scan_over_many_rows_says_where_each_begins(rows: int, monkeypatch: py
     assert indptr.tolist() == [0, *lens.clamp(0, 8192).cumsum(0).tolist(), 77]
 
 
-@ragged_steps
+@ragged_ops
 def test_every_row_keeps_to_its_own_places(make: Callable[[Random], Trial]) -> None:
     """Rows are cut off one by one: what the last one wrote too far is seen, as nobody comes after it."""
     with small_rounds(ragged):
@@ -60,25 +60,25 @@ def test_every_row_keeps_to_its_own_places(make: Callable[[Random], Trial]) -> N
             per_row = 2 if make is pack else 3
             for n in range(rows):
                 args = *(arg[:n] for arg in whole.args[:per_row]), *whole.args[per_row:]
-                assert Trial(whole.step, args, (((n * width + 2,), INT), ((n + 1,), INT))).agrees(ragged)
+                assert Trial(whole.op, args, (((n * width + 2,), INT), ((n + 1,), INT))).agrees(ragged)
 
 
 @pytest.mark.device
 @pytest.mark.skipif(INTERPRETED, reason="needs a device that Triton drives")
-@ragged_steps
-def test_a_captured_step_follows_lengths_edited_in_place(make: Callable[[Random], Trial]) -> None:
+@ragged_ops
+def test_a_captured_op_follows_lengths_edited_in_place(make: Callable[[Random], Trial]) -> None:
     rows, width, g = 200, 21, torch.Generator().manual_seed(0)
     chosen = torch.randint(-1, 40, (rows, width), generator=g, dtype=INT)
     table, request = torch.randperm(40, generator=g).to(INT).view(2, 20), torch.arange(rows, dtype=INT) % 2
     lens = there(torch.zeros(rows, dtype=INT))
     args = [there(chosen), lens, *((37,) if make is pack else (there(request), there(table), 2))]
-    name = make(Random(0)).step
-    step: Callable[..., None] = getattr(ragged, name)
+    name = make(Random(0)).op
+    op: Callable[..., None] = getattr(ragged, name)
     flat, indptr = torch.zeros(rows * width, dtype=INT, device=DEVICE), torch.zeros(rows + 1, dtype=INT, device=DEVICE)
-    step(*args, out=(flat, indptr))
+    op(*args, out=(flat, indptr))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(*args, out=(flat, indptr))
+        op(*args, out=(flat, indptr))
     for most in (0, 1, width, width + 5, 2**31 - 1):
         lens.copy_(torch.randint(-1, most + 1, (rows,), generator=g))
         lens[most % rows :] = 0  # fewer rows than were captured
@@ -117,7 +117,7 @@ IN_RAGGED: dict[str, tuple[Callable[[Random], Trial], str, str]] = {
 
 @interpreted
 @pytest.mark.parametrize("name", IN_RAGGED)
-def test_a_bug_in_the_text_of_the_ragged_steps_is_found(name: str, tmp_path: Path) -> None:
+def test_a_bug_in_the_text_of_the_ragged_ops_is_found(name: str, tmp_path: Path) -> None:
     make, right, wrong = IN_RAGGED[name]
     changed = planted(ragged, kernels_ragged, tmp_path, right, wrong)
     with small_rounds(changed):
@@ -125,14 +125,14 @@ def test_a_bug_in_the_text_of_the_ragged_steps_is_found(name: str, tmp_path: Pat
 
 
 @interpreted
-@ragged_steps
+@ragged_ops
 def test_a_copy_without_a_bug_is_right(make: Callable[[Random], Trial], tmp_path: Path) -> None:
     copy = planted(ragged, kernels_ragged, tmp_path, "", "")
     with small_rounds(copy):
         assert all(make(Random(seed)).agrees(copy) for seed in range(60))
 
 
-def test_the_inputs_of_ragged_steps_hold_what_they_should() -> None:
+def test_the_inputs_of_ragged_ops_hold_what_they_should() -> None:
     """Lengths of every kind, rows of several rounds, too many visible ones for their places, and ones far behind."""
     packs, others = ([make(Random(seed)) for seed in range(200)] for make in RAGGED)
     lens = torch.cat([trial.args[1] for trial in packs]).tolist()

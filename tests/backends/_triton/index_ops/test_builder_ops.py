@@ -1,4 +1,4 @@
-"""The builder's steps in Triton against their definition in plain torch, alone and as a whole build."""
+"""The builder's ops in Triton against their definition in plain torch, alone and as a whole build."""
 
 from __future__ import annotations
 
@@ -125,20 +125,20 @@ def cached(rng: Random) -> Trial:
     return Trial("build_cached_mask", (*args, rng.choice([1, 1, 2, 4])), [((len(requests),), BOOL)])
 
 
-STEPS = [token_maps, windows, gather_lens, compressed, owned, cached]
-all_steps = pytest.mark.parametrize("make", STEPS)
+OPS = [token_maps, windows, gather_lens, compressed, owned, cached]
+all_ops = pytest.mark.parametrize("make", OPS)
 
 
-@all_steps
+@all_ops
 @given(rng=RANDOMS)
 @examples(60)
-def test_a_step_equals_its_definition(make: Callable[[Random], Trial], rng: Random) -> None:
+def test_an_op_equals_its_definition(make: Callable[[Random], Trial], rng: Random) -> None:
     with small_rounds(kernels):
         assert make(rng).agrees(kernels)
 
 
-@all_steps
-def test_a_step_compiles_only_foreseen_forms(make: Callable[[Random], Trial]) -> None:
+@all_ops
+def test_an_op_compiles_only_foreseen_forms(make: Callable[[Random], Trial]) -> None:
     with observed() as seen:
         for seed in range(20):
             make(Random(seed)).agrees(kernels)
@@ -151,7 +151,7 @@ def test_a_step_compiles_only_foreseen_forms(make: Callable[[Random], Trial]) ->
 # whole builds
 
 
-def built(scenario: StepFixture, steps: BuilderOps, **options: Any) -> AttentionMetadata:
+def built(scenario: StepFixture, ops: BuilderOps, **options: Any) -> AttentionMetadata:
     """Metadata of a scenario's batch on the device under test."""
     builder = MetadataBuilder(
         scenario.geometry,
@@ -159,7 +159,7 @@ def built(scenario: StepFixture, steps: BuilderOps, **options: Any) -> Attention
         swa_block_size=scenario.swa_block_size,
         compressed_block_tokens=scenario.compressed_block_tokens,
         device=DEVICE or "cpu",
-        steps=steps,
+        steps=ops,
         **options,
     )
     return builder.build_for(moved(scenario.batch(), there), [scenario.kind])[scenario.kind]
@@ -224,12 +224,12 @@ def test_a_build_of_all_kinds_is_a_handful_of_launches_of_foreseen_forms() -> No
 def test_a_build_of_one_rank_is_as_many_launches_and_equals_one_with_torch(rank: int) -> None:
     _, batch = flash()
     own, made = Ownership(rank, 2), []
-    for steps in (kernels.BUILDER_OPS, BuilderOps()):
+    for ops in (kernels.BUILDER_OPS, BuilderOps()):
         limits = Limits(8, 512, 8192, num_speculative_tokens=2)
-        builder = OwnedMetadataBuilder(own, ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=steps)
+        builder = OwnedMetadataBuilder(own, ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=ops)
         with observed() as seen:
             made.append(builder.build_for(batch, list(LayerKind)))
-        if steps is kernels.BUILDER_OPS:
+        if ops is kernels.BUILDER_OPS:
             assert len(seen) == 7
             assert set(seen) <= {*kernels.variants(builder.geometry.window), *index_kernels.variants(architecture())}
 
@@ -258,13 +258,13 @@ class Silent:
         return lambda *_, **__: self.calls.append(name)
 
 
-def test_given_steps_the_builder_reads_nothing_from_a_device_and_allocates_nothing_there() -> None:
+def test_given_ops_the_builder_reads_nothing_from_a_device_and_allocates_nothing_there() -> None:
     """On the meta device, whose tensors have no values to read."""
     _, batch = flash()
     silent = Silent()
-    steps = BuilderOps(**{field.name: getattr(silent, field.name) for field in fields(BuilderOps)})
+    ops = BuilderOps(**{field.name: getattr(silent, field.name) for field in fields(BuilderOps)})
     limits = Limits(8, 512, 8192, num_speculative_tokens=2)
-    builder = MetadataBuilder(ModelGeometry.preset("flash"), limits, device="meta", steps=steps)
+    builder = MetadataBuilder(ModelGeometry.preset("flash"), limits, device="meta", steps=ops)
     elsewhere = moved(batch, lambda value: value.to("meta") if isinstance(value, Tensor) else value)
     with operations() as ran:
         builder.build_for(elsewhere, list(LayerKind))
@@ -312,7 +312,7 @@ def test_a_batch_of_nothing_clears_what_the_last_one_left() -> None:
 
 
 def with_changed(name: str, change: Callable[..., tuple[Any, ...]]) -> Callable[..., None]:
-    """Return a step that changes its positional arguments before it runs."""
+    """Return an op that changes its positional arguments before it runs."""
     right = getattr(kernels, name)
 
     def wrong(*args: Any, **keywords: Any) -> None:

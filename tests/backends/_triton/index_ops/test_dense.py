@@ -1,4 +1,4 @@
-"""Index steps in Triton against their definition in plain torch, integer by integer."""
+"""Index ops in Triton against their definition in plain torch, integer by integer."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def combine(rng: Random) -> Trial:
     return Trial("combine_topk_swa_indices", args, outs, tables)
 
 
-STEPS = [translate, combine, pack, translate_ragged]
-all_steps = pytest.mark.parametrize("make", STEPS)
+OPS = [translate, combine, pack, translate_ragged]
+all_ops = pytest.mark.parametrize("make", OPS)
 
 
-@all_steps
+@all_ops
 @given(rng=RANDOMS)
 @examples(60)
-def test_a_step_equals_its_definition(make: Callable[[Random], Trial], rng: Random) -> None:
+def test_an_op_equals_its_definition(make: Callable[[Random], Trial], rng: Random) -> None:
     with small_rounds(kernels, ragged):
         assert make(rng).agrees(kernels)
 
@@ -106,8 +106,8 @@ def test_a_translation_can_be_done_again_on_the_same_memory() -> None:
         assert_same_bits(outs, expected)
 
 
-@all_steps
-def test_a_step_compiles_only_foreseen_forms_and_all_of_them(make: Callable[[Random], Trial]) -> None:
+@all_ops
+def test_an_op_compiles_only_foreseen_forms_and_all_of_them(make: Callable[[Random], Trial]) -> None:
     with observed() as seen:
         for seed in range(60):
             make(Random(seed)).agrees(kernels)
@@ -131,7 +131,7 @@ def test_the_widest_rows_are_combined_translated_and_packed() -> None:
     chunk = entry_numbers, tokens
     combined = ((2, width + window), INT), ((2,), INT)
     tables = {"swa": swa, "compressed": pool}
-    step = entry_numbers, seen, request, pool.block_table, 2
+    entries = entry_numbers, seen, request, pool.block_table, 2
     translated = ((2, width), INT), ((2,), INT)
     dense = numbers(rng, (3, width), lambda: spoiled(rng, 50, NUMBERS))
     rows = dense, torch.tensor([width, 4097, 8000], dtype=INT), 40
@@ -139,31 +139,31 @@ def test_the_widest_rows_are_combined_translated_and_packed() -> None:
     ragged_rows = ((2 * width,), INT), ((3,), INT)
     last = torch.full((2, width), -1, dtype=INT)
     last[:, -2:] = torch.tensor([4999, 3])
-    behind = last, *step[1:]
+    last_entries = last, *entries[1:]
 
     assert Trial("combine_topk_swa_indices", chunk, combined, tables).agrees(kernels)
-    assert Trial("compute_global_topk_indices_and_lens", step, translated).agrees(kernels)
+    assert Trial("compute_global_topk_indices_and_lens", entries, translated).agrees(kernels)
     assert Trial("build_ragged_indices_from_dense", rows, packed).agrees(kernels)
-    for chosen in (step, behind):
+    for chosen in (entries, last_entries):
         assert Trial("compute_global_topk_ragged_indices_and_indptr", chosen, ragged_rows).agrees(kernels)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tensors are on the CPU")
-def test_steps_neither_allocate_nor_read_a_value() -> None:
+def test_ops_neither_allocate_nor_read_a_value() -> None:
     launched: list[Any] = []
-    for make in STEPS:
+    for make in OPS:
         for seed in range(5):
             trial = make(Random(seed))
             outs = [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in trial.outs]
-            step: Callable[..., None] = getattr(kernels, trial.step)
+            op: Callable[..., None] = getattr(kernels, trial.op)
             with launching_nothing(), observed() as seen, operations() as ran:
-                step(*trial.args, out=tuple(outs), **trial.keywords)
+                op(*trial.args, out=tuple(outs), **trial.keywords)
             launched += [variant.kernel for variant in seen]
             assert ran == []
 
     assert kernels.INDEX_OPS.transient_bytes(10**9, 10**6) == 0
-    assert len(set(launched)) == len(STEPS), "one launch each"
-    assert 4 * len(STEPS) < len(launched) <= 5 * len(STEPS), "none where there is nothing to do"
+    assert len(set(launched)) == len(OPS), "one launch each"
+    assert 4 * len(OPS) < len(launched) <= 5 * len(OPS), "none where there is nothing to do"
 
 
 @pytest.mark.parametrize("form", FORM_NAMES)
@@ -180,22 +180,22 @@ def test_attention_on_indices_of_triton_is_the_same_to_the_bit(kind: str, form: 
 
 @pytest.mark.device
 @pytest.mark.skipif(INTERPRETED, reason="needs a device that Triton drives")
-@all_steps
-def test_a_captured_step_replays_on_new_contents(make: Callable[[Random], Trial]) -> None:
+@all_ops
+def test_a_captured_op_replays_on_new_contents(make: Callable[[Random], Trial]) -> None:
     first, second = make(Random(3)), make(Random(3))
     outs = [torch.zeros(tuple(shape), dtype=dtype, device=DEVICE) for shape, dtype in first.outs]
     args, keywords = [there(arg) for arg in first.args], {k: there(v) for k, v in first.keywords.items()}
-    step: Callable[..., None] = getattr(kernels, first.step)
-    step(*args, out=tuple(outs), **keywords)
+    op: Callable[..., None] = getattr(kernels, first.op)
+    op(*args, out=tuple(outs), **keywords)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(*args, out=tuple(outs), **keywords)
+        op(*args, out=tuple(outs), **keywords)
     for mine, theirs in zip(args, second.args, strict=True):
         if isinstance(mine, torch.Tensor) and mine.dtype is INT and mine.dim() == 2 and mine.stride(0):
             mine.copy_(theirs.roll(1, 0))
     graph.replay()
     replayed = [out.clone() for out in outs]
-    step(*args, out=tuple(outs), **keywords)
+    op(*args, out=tuple(outs), **keywords)
 
     assert all(torch.equal(a, b) for a, b in zip(replayed, outs, strict=True))
 
@@ -221,7 +221,7 @@ def request_in_a_hurry(token: Any, starts: Any, stride: Any, base: Any, num_reqs
 
 
 def with_changed(name: str, change: Callable[..., tuple[Any, ...]]) -> Callable[..., None]:
-    """Return a step that changes its positional arguments before it runs."""
+    """Return an op that changes its positional arguments before it runs."""
     right = getattr(kernels, name)
 
     def wrong(*args: Any, **keywords: Any) -> None:
@@ -259,10 +259,10 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Any]] = [
 @interpreted
 @pytest.mark.parametrize(("make", "name", "bug"), PLANTED, ids=[f"{make.__name__}-{n}" for make, n, _ in PLANTED])
 def test_a_planted_bug_is_found(make: Any, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_step = name in {trial.step for trial in (step(Random(0)) for step in STEPS)}
+    is_op = name in {trial.op for trial in (make(Random(0)) for make in OPS)}
     for module in (kernels, ragged, kernels_dense, kernels_ragged):
         if hasattr(module, name):
-            monkeypatch.setattr(module, name, with_changed(name, bug) if is_step else triton.jit(bug))
+            monkeypatch.setattr(module, name, with_changed(name, bug) if is_op else triton.jit(bug))
     with small_rounds(kernels, ragged):
         assert not all(make(Random(seed)).agrees(kernels) for seed in range(150))
 
