@@ -14,7 +14,6 @@ from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedK
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.core.torch_ops.rank_ops import build_owned_slot_mapping
 from tests.testing.mutants import attend
 
 
@@ -64,17 +63,12 @@ class WindowsKept(ReferenceBackend):
 
 
 class OneRanksSlots(ReferenceBackend):
-    """Its own step for the slots of a rank's entries takes every rank for the first."""
+    """Its own op for the slots of a rank's entries takes every rank for the first."""
 
     def __init__(self) -> None:
         super().__init__()
-        slots = _Steps().build_owned_slot_mapping
-        self.builder_ops = BuilderOps(build_owned_slot_mapping=slots)
+        self.builder_ops = BuilderOps(build_owned_slot_mapping=_slots_of_the_first_rank)
 
 
-class _Steps:
-    def __getattr__(self, name: str) -> Any:
-        return getattr(indices, name)
-
-    def build_owned_slot_mapping(self, ownership: Ownership, *given: Any) -> None:
-        build_owned_slot_mapping(attrs.evolve(ownership, rank=0), *given)
+def _slots_of_the_first_rank(ownership: Ownership, *arguments: Any, **options: Any) -> None:
+    indices.build_owned_slot_mapping(attrs.evolve(ownership, rank=0), *arguments, **options)

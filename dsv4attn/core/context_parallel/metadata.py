@@ -92,7 +92,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
 
     @property
     def _map_entries(self) -> Callable[..., None]:
-        return partial(self.steps.build_owned_slot_mapping, self.ownership)
+        return partial(self.builder_ops.build_owned_slot_mapping, self.ownership)
 
     def _build(
         self,
@@ -145,7 +145,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
         lens, slots = self._whole_lens[layer.key], self._whole_slots
         step_tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)
         whole = whole.view(batch.num_reqs, width)
-        build = self.steps.build_compressed_slot_mapping
+        build = self.builder_ops.build_compressed_slot_mapping
         build(step_tokens, PageTable(whole, records), layer.compress_ratio, out=(slots, lens))
         kept = {each.name: getattr(compressed, each.name) for each in fields(FlashMLASparseMetadata)}
         # without fields of a backend's own, which are of this rank's entries

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
-from dsv4attn.core.torch_ops import index_ops, rank_ops
+from dsv4attn.core.torch_ops import index_ops
 
 __all__ = ["BuilderOps"]
 
@@ -20,7 +20,7 @@ class BuilderOps:
 
     Outputs are views of persistent buffers. No op reads a tensor value on the host. `build_token_maps` alone decides
     whether a token is real: all other ops take a token of request -1 as absent. Arguments are those of the definitions,
-    `torch_ops.index_ops`; of `build_owned_slot_mapping` they are those of `torch_ops.rank_ops`.
+    `torch_ops.index_ops`.
     """
 
     build_token_maps: Op = index_ops.build_token_maps
@@ -28,5 +28,5 @@ class BuilderOps:
     build_gather_lens: Op = index_ops.build_gather_lens
     build_cached_mask: Op = index_ops.build_cached_mask
     build_compressed_slot_mapping: Op = index_ops.build_compressed_slot_mapping
-    build_owned_slot_mapping: Op = rank_ops.build_owned_slot_mapping
+    build_owned_slot_mapping: Op = index_ops.build_owned_slot_mapping
     compute_global_topk_indices_and_lens: Op = index_ops.compute_global_topk_indices_and_lens

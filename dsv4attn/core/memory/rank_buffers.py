@@ -137,10 +137,13 @@ def merge_bytes(
     """
     if not layer.has_entries:
         return 0
-    tokens, sizes = limits.max_num_batched_tokens, (layer.num_heads, layer.head_dim)
+    tokens = limits.max_num_batched_tokens
     dtypes = (torch.bfloat16, _FP32) if q_dtype is None else (q_dtype,)
     return max(
-        simultaneous_bytes(merge_specs(ranks, tokens, *sizes, dtype, merge_scratch=merge_scratch)) for dtype in dtypes
+        simultaneous_bytes(
+            merge_specs(ranks, tokens, layer.num_heads, layer.head_dim, dtype, merge_scratch=merge_scratch)
+        )
+        for dtype in dtypes
     )
 
 
@@ -243,8 +246,11 @@ def divided_bytes(
     merge_scratch: MergeScratch = merge.merge_scratch,
 ) -> int:
     """`merge_bytes` of ranks that divide heads. layer: with the heads of one rank."""
-    tokens, sizes = limits.max_num_batched_tokens, (layer.num_heads, layer.head_dim)
+    tokens = limits.max_num_batched_tokens
     dtypes = (torch.bfloat16, torch.float32) if q_dtype is None else (q_dtype,)
     return max(
-        simultaneous_bytes(divided_specs(ranks, tokens, *sizes, dtype, merge_scratch=merge_scratch)) for dtype in dtypes
+        simultaneous_bytes(
+            divided_specs(ranks, tokens, layer.num_heads, layer.head_dim, dtype, merge_scratch=merge_scratch)
+        )
+        for dtype in dtypes
     )

@@ -103,10 +103,10 @@ class MetadataBuilder:
         self.state_block_sizes, self.num_state_blocks = state_block_sizes, num_state_blocks or {}
         if backend is not None:
             check_is_backend(backend)
-        self.steps = steps or (backend and backend.builder_ops) or BuilderOps()
-        if not isinstance(cast("object", self.steps), BuilderOps):
+        self.builder_ops = steps or (backend and backend.builder_ops) or BuilderOps()
+        if not isinstance(cast("object", self.builder_ops), BuilderOps):
             hint = "pass evolve(BuilderOps(), ...), or None"
-            raise ArgumentError("steps", expected="BuilderOps", actual=type(self.steps).__name__, hint=hint)
+            raise ArgumentError("steps", expected="BuilderOps", actual=type(self.builder_ops).__name__, hint=hint)
         with torch.inference_mode(False):  # as `_buffer`
             extension = backend.metadata_extension(geometry, limits, self.device) if backend else None
         self._extension: MetadataExtension[DeepseekSparseSWAMetadata, FlashMLASparseMetadata] | None = extension
@@ -125,7 +125,11 @@ class MetadataBuilder:
         self._entries = {key: self._buffer(tokens) for key in compressed}
         self._state_slots = {key: self._buffer(tokens, dtype=torch.int64) for key in compressed}
         self._state_lens = self._buffer(tokens)
-        self._hits = PrefixHits(self.steps, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype))
+        self._hits = PrefixHits(
+            self.builder_ops, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype)
+        )
+            self.builder_ops, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype)
+        )
         self._c128a: tuple[Tensor, Tensor] | None = None
         if LayerKind.HCA in geometry.kinds:
             self._c128a_max = c128a_columns(geometry, limits)
@@ -153,15 +157,15 @@ class MetadataBuilder:
 
         starts, lens, replay = batch.query_start_loc, batch.seq_lens, batch.replay_start
         # all rows: a captured graph may read rows that are not those of a token of this batch
-        self.steps.build_token_maps(starts, batch.slot_mapping, out=(self._token_to_req, self._is_valid))
+        self.builder_ops.build_token_maps(starts, batch.slot_mapping, out=(self._token_to_req, self._is_valid))
         request, valid = self._token_to_req[:tokens], self._is_valid[:tokens]
         for (part, causal), (rows, counts) in zip(phases, (decode_swa, self._prefill_swa), strict=True):
             run = StepTokens(starts, lens, request[part], valid[part], part.start)
             pages, out = PageTable(batch.block_table, self.swa_block_size), (rows[: part.stop - part.start, 0], counts)
-            self.steps.build_window_indices(run, pages, window, out=out, replay_start=replay, causal=causal)
+            self.builder_ops.build_window_indices(run, pages, window, out=out, replay_start=replay, causal=causal)
         prefill_seq_lens, gather_lens = lens[num_decodes:], self._gather_lens[:num_prefills]
         first = None if replay is None else replay[num_decodes:]
-        self.steps.build_gather_lens(
+        self.builder_ops.build_gather_lens(
             starts[num_decodes:], prefill_seq_lens, window, out=gather_lens, replay_start=first
         )
         metadata = DeepseekSparseSWAMetadata(
@@ -253,7 +257,7 @@ class MetadataBuilder:
 
     @property
     def _map_entries(self) -> Callable[..., None]:
-        return self.steps.build_compressed_slot_mapping
+        return self.builder_ops.build_compressed_slot_mapping
 
     def build_for(
         self, batch: Batch, kinds: Iterable[LayerKind | str], *, full_width: bool = False
@@ -320,7 +324,7 @@ class MetadataBuilder:
             return CompressorMetadata(block_size=size, block_table=table, req_id_per_token=ring)
         tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)
         # every token completes an entry of ratio 1: its own state
-        self.steps.build_compressed_slot_mapping(tokens, PageTable(table, size), 1, out=(slots, self._state_lens))
+        self.builder_ops.build_compressed_slot_mapping(tokens, PageTable(table, size), 1, out=(slots, self._state_lens))
         self._hits.hide_states(batch, swa, slots)
         rows = slots[: max(swa.num_actual_tokens, batch.slot_mapping.shape[0])]
         return CompressorMetadata(block_size=size, block_table=table, slot_mapping=rows)
@@ -372,7 +376,7 @@ class MetadataBuilder:
         n = visible.shape[0]
         rows, lens = self._c128a[0][:n, :, :width], self._c128a[1]
         numbers, out = self._entry_numbers[:width].expand(n, width), (rows[:, 0], lens[:n])
-        self.steps.compute_global_topk_indices_and_lens(numbers, visible, request[:n], table, records, out=out)
+        self.builder_ops.compute_global_topk_indices_and_lens(numbers, visible, request[:n], table, records, out=out)
         lens[n:].zero_()
         return rows, lens[:n]
 

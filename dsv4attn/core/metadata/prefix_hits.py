@@ -24,9 +24,9 @@ class PrefixHits:
     """
 
     def __init__(
-        self, steps: BuilderOps, layers: Iterable[LayerGeometry], buffer: Callable[[torch.dtype], Tensor]
+        self, builder_ops: BuilderOps, layers: Iterable[LayerGeometry], buffer: Callable[[torch.dtype], Tensor]
     ) -> None:
-        self._build = steps.build_cached_mask
+        self._build = builder_ops.build_cached_mask
         self._is_cached = buffer(torch.bool)
         self._requests = {
             layer.key: buffer(torch.int32) for layer in layers if layer.shared_latent and layer.has_states

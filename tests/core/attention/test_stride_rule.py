@@ -25,7 +25,6 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_strides, has_dense_rows
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.core.torch_ops import rank_ops
 from dsv4attn.errors import ArgumentError
 from tests.harness import (
     BF16,
@@ -366,7 +365,7 @@ def test_g21_an_index_op_serves_any_input_it_does_not_refuse(op: str) -> None:
     names, outs = [*tensors_of(index_ops()[op][0])], range(len(index_ops()[op][1]))
     for name in [*names, *outs]:
         results = []
-        for module in (indices, rank_ops, builder, triton_indices):
+        for module in (indices, builder, triton_indices):
             function = getattr(module, op, None)
             if function is None:
                 continue

@@ -138,7 +138,7 @@ def build_compressed_slot_mapping(tokens: StepTokens, pages: PageTable, ratio: i
 def build_owned_slot_mapping(
     ownership: Ownership, tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]
 ) -> None:
-    """See `core.torch_ops.rank_ops`."""
+    """See `core.torch_ops.index_ops`."""
     grid, arguments = _entries_call(tokens, pages, ratio, out)
     own = ownership.rank, ownership.size, ownership.interleave
     launch(owned_kernel, grid, (*arguments, *own), _CONSTANTS)

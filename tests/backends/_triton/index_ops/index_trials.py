@@ -97,18 +97,17 @@ def table_of(rng: Random, requests: int) -> tuple[Tensor, int]:
 
 @frozen
 class Trial:
-    """An op, its arguments, the shape and dtype of each output, and the module of its definition."""
+    """An op, its arguments, and the shape and dtype of each output."""
 
     op: str
     args: Sequence[Any]
     outs: Sequence[tuple[Sequence[int], torch.dtype]]
     keywords: Mapping[str, Any] = field(factory=dict)
-    source: ModuleType = definition
 
     def agrees(self, module: ModuleType) -> bool:
         """Whether a module computes the same as the definition, and touches nothing else."""
         wanted = [torch.full(tuple(shape), _UNTOUCHED, dtype=LONG).to(dtype) for shape, dtype in self.outs]
-        self._run(self.source, self.args, self.keywords, wanted)
+        self._run(definition, self.args, self.keywords, wanted)
         bases = [torch.full([n + 3 for n in shape], _UNTOUCHED, device=DEVICE).to(dtype) for shape, dtype in self.outs]
         got = [base[tuple(slice(1, 1 + n) for n in shape)] for base, (shape, _) in zip(bases, self.outs, strict=True)]
         self._run(module, [there(arg) for arg in self.args], {k: there(v) for k, v in self.keywords.items()}, got)

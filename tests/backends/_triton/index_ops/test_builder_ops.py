@@ -25,7 +25,6 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.torch_ops import rank_ops
 from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.index_ops.index_trials import (
     BOOL,
@@ -112,7 +111,7 @@ def owned(rng: Random) -> Trial:
     """The same of one rank of several."""
     one, size = compressed(rng), rng.choice([1, 2, 3, 8])
     own = Ownership(rng.randrange(size), size, rng.choice([1, 1, 2, 5, 64]))
-    return Trial("build_owned_slot_mapping", (own, *one.args), one.outs, source=rank_ops)
+    return Trial("build_owned_slot_mapping", (own, *one.args), one.outs)
 
 
 def cached(rng: Random) -> Trial:
