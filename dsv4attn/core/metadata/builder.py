@@ -128,8 +128,6 @@ class MetadataBuilder:
         self._hits = PrefixHits(
             self.builder_ops, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype)
         )
-            self.builder_ops, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype)
-        )
         self._c128a: tuple[Tensor, Tensor] | None = None
         if LayerKind.HCA in geometry.kinds:
             self._c128a_max = c128a_columns(geometry, limits)
