@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.model.quantized_weight import BlockScaledWeight
     from dsv4attn.core.model.rope import cos_sin_cache
     from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights
+    from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
     from dsv4attn.core.torch_ops.indexer import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
     from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
     from dsv4attn.errors import Dsv4AttnError
@@ -71,6 +72,7 @@ __all__ = [
     "DeepseekV41DecoderLayer",
     "DeviceFacts",
     "Dsv4AttnError",
+    "EntryNorm",
     "FlashMLASparseMetadata",
     "Fp8Format",
     "HyperConnectionWeights",
@@ -88,6 +90,8 @@ __all__ = [
     "PagedKVCache",
     "Problem",
     "Reason",
+    "StatePages",
+    "TokenMap",
     "WorkspaceManager",
     "WorkspacePlan",
     "__version__",
@@ -130,6 +134,7 @@ _MODULE_OF = {
         "core.context_parallel.reshard": ("reshard_cache",),
         "core.contract.backend": ("AttentionCall", "Backend", "BackendInfo"),
         "core.cache.convert": ("check_compatible", "convert_cache"),
+        "core.torch_ops.arguments": ("EntryNorm", "StatePages", "TokenMap"),
         "core.torch_ops.indexer": ("IndexQuery", "fp8_mqa_logits", "fp8_paged_mqa_logits"),
         "core.contract.device": ("DeviceFacts",),
         "core.attention.forward_mqa": ("forward_mqa",),

@@ -159,15 +159,13 @@ def check_strides(*, written: Container[str] = (), **tensors: Tensor | None) -> 
         raise ArgumentError(name, expected=dense, actual=actual, hint=hint)
 
 
-def check_norm_weight(value: Tensor, dim: int) -> None:
-    """Raise ArgumentError unless the norm_weight of a compressor is [dim], bf16 or fp32."""
-    if value.dtype not in (torch.float32, torch.bfloat16) or value.shape != (dim,):
-        expected, actual = (
-            f"[{dim}] float32 or bfloat16",
-            f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}",
-        )
+def check_norm_weight(weight: Tensor | None, dim: int) -> Tensor:
+    """The weight of a compressor's norm. Raises ArgumentError unless it is [dim], bf16 or fp32."""
+    if weight is None or weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape != (dim,):
+        actual = None if weight is None else f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
         hint = "pass the weight of the norm of these entries, .float() if it has another dtype"
-        raise ArgumentError("norm_weight", expected=expected, actual=actual, hint=hint)
+        raise ArgumentError("norm.weight", expected=f"[{dim}] float32 or bfloat16", actual=actual, hint=hint)
+    return weight
 
 
 def has_dense_rows(value: Tensor, *, written: bool = False) -> bool:

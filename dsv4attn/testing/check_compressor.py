@@ -16,6 +16,7 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
 from dsv4attn.testing.factories import CaseInput, cos_sin_table, normal
@@ -295,14 +296,16 @@ def run_step(
         ape = inputs.tensor(inputs.ape, torch.float32)
         steps.save_partial_states(*values, ape, positions, states.cache, inputs.tensor(state_slots))
     steps.compress_norm_rope_store(
-        states.cache,
-        inputs.tensor(inputs.state_pages.table)[:, :-1],  # rows lie apart, as in a table cut to fewer columns
+        # rows of the table lie apart, as in a table cut to fewer columns
+        StatePages(states.cache, inputs.tensor(inputs.state_pages.table)[:, :-1]),
         inputs.tensor(np.array([request for request, _ in tokens], dtype=np.int32)),
         positions,
         inputs.tensor(entry_slots),
-        inputs.tensor(inputs.norm_weight, inputs.norm_dtype),
-        inputs.eps,
-        inputs.tensor(inputs.table, torch.float32),
+        EntryNorm(
+            inputs.tensor(inputs.norm_weight, inputs.norm_dtype),
+            inputs.eps,
+            inputs.tensor(inputs.table, torch.float32),
+        ),
         inputs.ratio,
         entries.cache,
         overlap=inputs.overlap,
@@ -626,12 +629,12 @@ def _run(
         rows = live.tolist()
     before = kv.clone(), score.clone()
     weight = inputs.tensor(inputs.weight(), torch.float32)
-    rest = positions, requests, weight, inputs.eps, inputs.ratio
-    run = bench.layer_ops.compress_latents
+    run, eps, ratio = bench.layer_ops.compress_latents, inputs.eps, inputs.ratio
     if states is None:
-        found = run(kv, None, *rest)
+        found = run(kv, None, positions, requests, weight, eps, ratio)
     else:
-        found = run(kv, score, *rest, states.cache, inputs.tensor(inputs.state_pages().table[:, : inputs.ring_blocks]))
+        rings = StatePages(states.cache, inputs.tensor(inputs.state_pages().table[:, : inputs.ring_blocks]))
+        found = run(kv, score, positions, requests, weight, eps, ratio, rings)
     pairs = (kv, before[0]), (score, before[1])
     if not all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs):
         raise Wrong("kv or scores were changed")
@@ -768,9 +771,9 @@ def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, LatentStep
         table = cos_sin_table(inputs.drawn_angles(LATENT_ANGLES, max(inputs.lengths), 32))
         weight = inputs.tensor(inputs.weight(), torch.float32) if normed else None
         original, before = x.clone(), oracle_cache.bytes()
-        norm = weight, inputs.eps, inputs.tensor(table, torch.float32)
-        steps = bench.layer_ops
-        steps.norm_rope_store(x, positions, inputs.tensor(slots), *norm, inputs.ratio, oracle_cache.cache)
+        norm = EntryNorm(weight, inputs.eps, inputs.tensor(table, torch.float32))
+        store = bench.layer_ops.norm_rope_store
+        store(x, positions, inputs.tensor(slots), norm, inputs.ratio, oracle_cache.cache)
         if not torch.equal(x.view(torch.int16), original.view(torch.int16)):
             raise Wrong("the rows that were given were changed")
         now, untouched, worst = oracle_cache.bytes(), before.copy(), Measure()

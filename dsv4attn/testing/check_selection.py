@@ -17,6 +17,7 @@ from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
 from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
@@ -242,6 +243,22 @@ class IndexSelection(CaseInput):
         ]
         return found + [(-1, 0)] * self.padding
 
+    @property
+    def max_entries(self) -> int:
+        """A bound of the visible entries of a token."""
+        return max((seen for _, seen in self.tokens), default=0) + self.more_entries
+
+    def token_map(self) -> TokenMap:
+        """Block table, requests and visible entries of the tokens, as tensors."""
+        requests, seen = (self.tensor(np.array([token[i] for token in self.tokens], dtype=np.int32)) for i in range(2))
+        return TokenMap(self.tensor(self.table), requests, seen)
+
+    def token_map_of_rank(self, owner: Ownership) -> TokenMap:
+        """The same on a rank that has some of the entries."""
+        whole = self.token_map()
+        table = self.tensor(self.table[:, owner.rank :: owner.size])
+        return TokenMap(table, whole.token_to_req, owner.counts(whole.visible_lens).int())
+
     def entries(self, request: int) -> int:
         """Entries that the last token of a request sees."""
         return sum(self.requests[request]) // self.layer.compress_ratio
@@ -429,17 +446,16 @@ def run_selection(bench: Bench, inputs: IndexSelection, query: IndexQuery) -> ND
     """Select; returns the rows [T, K]. Raises Wrong if something beside them was written."""
     count, beside = len(inputs.tokens), BESIDE if inputs.strided else 0
     whole = torch.full((count, inputs.topk + beside), GARBAGE, dtype=torch.int32, device=inputs.device)
-    table = inputs.tensor(inputs.table)
-    visible = np.array([seen for _, seen in inputs.tokens], dtype=np.int32)
+    token_map = inputs.token_map()
+    if inputs.strided:
+        token_map = attrs.evolve(token_map, block_table=token_map.block_table[:, :-1])
     before = inputs.oracle_cache.bytes()
     bench.layer_ops.select_topk(
         query,
         inputs.oracle_cache.cache,
-        table[:, :-1] if inputs.strided else table,
-        inputs.tensor(np.array([owner for owner, _ in inputs.tokens], dtype=np.int32)),
-        inputs.tensor(visible),
+        token_map,
         whole[:, : inputs.topk],
-        int(visible.max(initial=0)) + inputs.more_entries,
+        inputs.max_entries,
     )
     if not np.array_equal(before, inputs.oracle_cache.bytes()):
         raise Wrong("the cache was written")
@@ -510,20 +526,18 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
 
     def check(bench: Bench, inputs: IndexSelection) -> Measure:
         steps, query, cache = bench.layer_ops, inputs.query(), inputs.oracle_cache.cache
-        request = inputs.tensor(np.array([owner for owner, _ in inputs.tokens], dtype=np.int32))
-        visible = inputs.tensor(np.array([seen for _, seen in inputs.tokens], dtype=np.int32))
         if inputs.topk <= steps.most_over_ranks:
-            rows = _ascending(_by_kernels(steps, inputs, ranks, request, visible))
+            rows = _ascending(_by_kernels(steps, inputs, ranks))
             if (rows[:, inputs.topk :] >= 0).any():
                 raise Wrong(f"ranks hold more than the {inputs.topk} entries of a token together")
             return judge_selection(inputs, rows[:, : inputs.topk], bits=sum_bits(bench))
         found = []
         for rank in range(ranks):
-            own, table = Ownership(rank, ranks, PAGE), inputs.tensor(inputs.table[:, rank::ranks])
+            own = Ownership(rank, ranks, PAGE)
+            token_map = inputs.token_map_of_rank(own)
             local = torch.full((len(inputs.tokens), inputs.topk), GARBAGE, dtype=torch.int32, device=inputs.device)
-            most = own.count(int(visible.max()))
-            steps.select_topk(query, cache, table, request, own.counts(visible).int(), local, most)
-            score = score_selected(query, slice(0, len(local)), cache, table, request, local)
+            steps.select_topk(query, cache, token_map, local, own.count(inputs.max_entries))
+            score = score_selected(query, cache, token_map, local)
             found.append((own.entry(local).masked_fill_(local < 0, -1), score))
         numbers, scores = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         rows = select_among(numbers, scores, inputs.topk).cpu().numpy().astype(np.int64)
@@ -532,23 +546,18 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
     return check
 
 
-def _by_kernels(steps: LayerOps, inputs: IndexSelection, ranks: int, request: Tensor, visible: Tensor) -> I64:
+def _by_kernels(steps: LayerOps, inputs: IndexSelection, ranks: int) -> I64:
     """[T, ranks * K] entry numbers that ranks hold of the best candidates, by the backend's ops."""
     propose, choose = steps.propose_candidates, steps.choose_candidates
     assert propose is not None
     assert choose is not None
-    query, shape, most = inputs.query(), (len(inputs.tokens), inputs.topk), int(visible.max())
+    query, shape, most = inputs.query(), (len(inputs.tokens), inputs.topk), inputs.max_entries
     numbers = torch.full((ranks, *shape), GARBAGE, dtype=torch.int32, device=inputs.device)
     scores = torch.full((ranks, *shape), torch.nan, device=inputs.device, dtype=torch.float32)
     owners = [Ownership(rank, ranks, PAGE) for rank in range(ranks)]
     for rank, own in enumerate(owners):
-        given = (
-            inputs.oracle_cache.cache,
-            inputs.tensor(inputs.table[:, rank::ranks]),
-            request,
-            own.counts(visible).int(),
-        )
-        propose(own, query, *given, numbers[rank], scores[rank], own.count(most))
+        token_map, cache = inputs.token_map_of_rank(own), inputs.oracle_cache.cache
+        propose(own, query, cache, token_map, numbers[rank], scores[rank], own.count(most))
     found = []
     for own in owners:
         local = torch.full(shape, GARBAGE, dtype=torch.int32, device=inputs.device)
@@ -594,20 +603,10 @@ class CandidateSelection(IndexSelection):
         return rows
 
 
-def _maps(inputs: CandidateSelection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Block table, requests and visible entries of the tokens."""
-    owners, seen = (np.array([token[i] for token in inputs.tokens], dtype=np.int32) for i in range(2))
-    return inputs.tensor(inputs.table), inputs.tensor(owners), inputs.tensor(seen)
-
-
-def _most(inputs: CandidateSelection) -> int:
-    return max((seen for _, seen in inputs.tokens), default=0) + inputs.more_entries
-
-
 def _published(bench: Bench, inputs: CandidateSelection) -> torch.Tensor:
     out = torch.full((len(inputs.tokens), inputs.blocks), GARBAGE, dtype=torch.int32, device=inputs.device)
-    steps, given = bench.layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
-    steps.select_candidates(*given, out, inputs.block_size, _most(inputs))
+    query, cache, token_map = inputs.query(), inputs.oracle_cache.cache, inputs.token_map()
+    bench.layer_ops.select_candidates(query, cache, token_map, out, inputs.block_size, inputs.max_entries)
     return out
 
 
@@ -655,9 +654,16 @@ def _judge_blocks(inputs: CandidateSelection, token: int, row: NDArray[np.int64]
 def _selected(bench: Bench, inputs: CandidateSelection, candidates: torch.Tensor) -> Measure:
     """Select among candidates [T, N], and compare with the scores of their entries."""
     out = torch.full((len(inputs.tokens), inputs.topk), GARBAGE, dtype=torch.int32, device=inputs.device)
-    steps, given = bench.layer_ops, (inputs.query(), inputs.oracle_cache.cache, *_maps(inputs))
     before = candidates.clone()
-    steps.select_topk_of_candidates(*given, candidates, inputs.block_size, out, _most(inputs))
+    bench.layer_ops.select_topk_of_candidates(
+        inputs.query(),
+        inputs.oracle_cache.cache,
+        inputs.token_map(),
+        candidates,
+        inputs.block_size,
+        out,
+        inputs.max_entries,
+    )
     if not torch.equal(before, candidates):
         raise Wrong("the candidates were changed")
     worst = Measure(0.0, 1.0)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.layer_ops import TokenMap
 from dsv4attn.core.layer.decoder_layer import DeepseekV4DecoderLayer
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.model.weights import HyperConnectionWeights
@@ -72,7 +74,7 @@ def test_g15_several_sequences_and_tokens_of_a_step_equal_it() -> None:
 
 class NoOverlap(TorchOps):
     def compress_norm_rope_store(self, *args: Any, **options: Any) -> None:
-        row = args[0].region("row")
+        row = args[0].cache.region("row")
         before, width = row.clone(), row.shape[-1] // 2
         if options["overlap"]:  # the first channels of the scores are those of the window before
             row[..., width : width + width // 2] = -torch.inf
@@ -82,16 +84,15 @@ class NoOverlap(TorchOps):
 
 class LateRope(TorchOps):
     def compress_norm_rope_store(self, *args: Any, **options: Any) -> None:
-        given: list[Any] = [*args[:7], args[7].roll(-1, 0), *args[8:]]
-        super().compress_norm_rope_store(*given, **options)
+        norm = attrs.evolve(args[4], cos_sin_cache=args[4].cos_sin_cache.roll(-1, 0))
+        super().compress_norm_rope_store(*args[:4], norm, *args[5:], **options)
 
 
 class FirstEntries(TorchOps):
     @staticmethod
-    def select_topk(*args: Any) -> None:
-        *_, lens, out, _ = args
+    def select_topk(_: Any, keys: Any, token_map: TokenMap, out: torch.Tensor, max_entries: int) -> None:  # noqa: ARG004
         numbers = torch.arange(out.shape[1], dtype=torch.int32)
-        out.copy_(torch.where(numbers < lens[:, None], numbers, -1))
+        out.copy_(torch.where(numbers < token_map.visible_lens[:, None], numbers, -1))
 
 
 @pytest.mark.parametrize(("steps", "layers"), [(NoOverlap, (1,)), (LateRope, (1, 2)), (FirstEntries, (1,))])

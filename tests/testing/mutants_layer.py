@@ -16,6 +16,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import Arrangement, PagedKVCache
 from dsv4attn.core.torch_ops import compressor
+from dsv4attn.core.torch_ops.arguments import StatePages
 from dsv4attn.core.torch_ops.hyper_connections import MixWeights
 from tests.layer_ops import TorchOps
 
@@ -24,28 +25,18 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 STEPS: dict[str, tuple[str, ...]] = {
     "save_partial_states": ("kv", "score", "ape", "positions", "cache", "slot_mapping"),
     "compress_norm_rope_store": (
-        "states", "state_block_table", "token_to_req", "positions", "slot_mapping", "norm_weight", "eps",
-        "cos_sin_cache", "ratio", "cache",
+        "states", "token_to_req", "positions", "slot_mapping", "norm", "ratio", "cache",
     ),
     "indexer_q_rope_quant": ("q", "weights", "positions", "cos_sin_cache", "layout"),
-    "select_topk": ("query", "cache", "block_table", "token_to_req", "visible_lens", "out", "max_entries"),
+    "select_topk": ("query", "cache", "token_map", "out", "max_entries"),
     "mhc_pre": ("residual", "weights"),
     "mhc_post": ("x", "residual", "post", "comb"),
     "mhc_pre_delayed": ("residual", "previous_pre", "weights"),
     "mhc_collapse": ("streams", "pre"),
-    "compress_latents": (
-        "kv", "score", "positions", "token_to_req", "norm_weight", "eps", "ratio", "states", "state_block_table",
-    ),
-    "select_candidates": (
-        "query", "cache", "block_table", "token_to_req", "visible_lens", "out", "block_size", "max_entries",
-    ),
-    "select_topk_of_candidates": (
-        "query", "cache", "block_table", "token_to_req", "visible_lens", "candidates", "block_size", "out",
-        "max_entries",
-    ),
-    "norm_rope_store": (
-        "x", "positions", "slot_mapping", "norm_weight", "eps", "cos_sin_cache", "ratio", "cache",
-    ),
+    "compress_latents": ("kv", "score", "positions", "token_to_req", "norm_weight", "eps", "ratio", "states"),
+    "select_candidates": ("query", "cache", "token_map", "out", "block_size", "max_entries"),
+    "select_topk_of_candidates": ("query", "cache", "token_map", "candidates", "block_size", "out", "max_entries"),
+    "norm_rope_store": ("x", "positions", "slot_mapping", "norm", "ratio", "cache"),
     "hc_head": ("streams", "hc_fn", "hc_scale", "hc_base", "rms_eps", "hc_eps"),
 }  # fmt: skip
 """Names of the arguments of each step."""
@@ -122,6 +113,14 @@ def with_weights(**values: Callable[[MixWeights], Any]) -> Change:
     return with_(weights=changed)
 
 
+def with_field(struct: str, **values: Callable[[dict[str, Any]], Any]) -> Change:
+    """Fields of one argument are replaced by what functions make of all arguments."""
+    return lambda given: {
+        **given,
+        struct: attrs.evolve(given[struct], **{name: value(given) for name, value in values.items()}),
+    }
+
+
 # the compressor
 
 
@@ -134,15 +133,14 @@ def slots_of_padding(given: dict[str, Any]) -> Tensor:
 def compressing(**slips: Any) -> Callable[..., Tensor]:
     """`compressor.compress`, and what may go wrong in it."""
 
-    def compress(
-        states: PagedKVCache, table: Tensor, request: Tensor, positions: Tensor, ratio: int, *, overlap: bool
-    ) -> Tensor:
+    def compress(pages: StatePages, token_to_req: Tensor, positions: Tensor, ratio: int, *, overlap: bool) -> Tensor:
+        states = pages.cache
         width = states.layout.head_dim // 2
         dim, window = (width // 2, 2 * ratio) if overlap else (width, ratio)
         wanted = positions[:, None] + torch.arange(1 - window, 1)
         if slips.get("clamped"):
             wanted = wanted.clamp(min=0)
-        slots = records.slots_of(wanted, table, request, states)
+        slots = records.slots_of(wanted, pages.block_table, token_to_req, states)
         if slips.get("alone") and overlap:
             slots[:, :ratio] = -1
         row = records.read_rows(states.region("row"), slots)
@@ -205,7 +203,13 @@ def of_16_bits(given: dict[str, Any]) -> Tensor:
 
 def last_position(given: dict[str, Any]) -> Tensor:
     """The table of angles, so that the last position of a window is found at its first."""
-    return torch.as_tensor(given["cos_sin_cache"].roll(1 - given["ratio"], 0))
+    return torch.as_tensor(given["norm"].cos_sin_cache.roll(1 - given["ratio"], 0))
+
+
+def wrapped_at_16_bits(given: dict[str, Any]) -> Tensor:
+    """The table of angles, so that a position is found at its lower 16 bits."""
+    angles: Tensor = given["norm"].cos_sin_cache
+    return angles[:65536].repeat(2, 1)[: len(angles)]
 
 
 def interleaved(given: dict[str, Any]) -> PagedKVCache:
@@ -271,10 +275,29 @@ def relu_drops_nan(q: Tensor, weights: Tensor, k: Tensor, *_: object) -> Tensor:
     return torch.bmm(weights[:, None], torch.bmm(q, k.mT).nan_to_num(0).relu()).squeeze(1)
 
 
+def nine_more_entries(given: dict[str, Any]) -> dict[str, Any]:
+    """Every token sees nine entries more than it should."""
+    more = attrs.evolve(given["token_map"], visible_lens=given["token_map"].visible_lens + 9)
+    return {**given, "token_map": more, "max_entries": given["max_entries"] + 9}
+
+
+def all_entries(given: dict[str, Any]) -> Tensor:
+    """Visible lengths of tokens that see every entry which is looked at."""
+    lens: Tensor = given["token_map"].visible_lens
+    return torch.full_like(lens, given["max_entries"])
+
+
+def blocks_of_the_cache(given: dict[str, Any]) -> Tensor:
+    """The block table, with existing blocks in place of those that do not exist."""
+    table: Tensor = given["token_map"].block_table
+    return table.clamp(0, given["cache"].num_blocks - 1)
+
+
 def of_the_request(given: dict[str, Any]) -> Tensor:
     """The largest count of visible entries of each request, for all of its tokens."""
-    requests, lens = given["token_to_req"].long(), given["visible_lens"]
-    largest = torch.zeros(given["block_table"].shape[0], dtype=lens.dtype)
+    token_map = given["token_map"]
+    requests, lens = token_map.token_to_req.long(), token_map.visible_lens
+    largest = torch.zeros(token_map.block_table.shape[0], dtype=lens.dtype)
     return largest.scatter_reduce(0, requests, lens, "amax")[requests]
 
 

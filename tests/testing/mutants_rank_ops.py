@@ -15,6 +15,7 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
 from dsv4attn.core.contract.rank_ops import RankOps
 from dsv4attn.core.torch_ops import merge
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from tests.layer_ops import TorchOps
 
@@ -96,15 +97,13 @@ class _Steps(TorchOps):
         ownership: Ownership,
         query: IndexQuery,
         cache: Any,
-        block_table: Tensor,
-        token_to_req: Tensor,
-        visible_lens: Tensor,
+        token_map: TokenMap,
         numbers: Tensor,
         scores: Tensor,
         max_entries: int,
     ) -> None:
-        self.select_topk(query, cache, block_table, token_to_req, visible_lens, numbers, max_entries)
-        scores.copy_(score_selected(query, slice(0, len(numbers)), cache, block_table, token_to_req, numbers))
+        self.select_topk(query, cache, token_map, numbers, max_entries)
+        scores.copy_(score_selected(query, cache, token_map, numbers))
         if self._bug != "numbers of a rank":
             numbers.copy_(ownership.entry(numbers).masked_fill_(numbers < 0, -1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -39,10 +40,9 @@ def given_pre(made: tuple[Tensor, ...], given: dict[str, Any]) -> tuple[Tensor, 
 
 def not_forced(_: None, given: dict[str, Any]) -> None:
     """The blocks with the largest scores, the newest one only if it is one of them."""
-    query, lens, size, out = given["query"], given["visible_lens"][:, None], given["block_size"], given["out"]
-    maps = given["block_table"], given["token_to_req"], lens
+    query, size, out = given["query"], given["block_size"], given["out"]
     found = [
-        score_entries(query, slice(None), given["cache"], *maps, start, PLAIN)[0]
+        score_entries(query, given["cache"], given["token_map"], start, PLAIN)[0]
         for start in range(0, given["max_entries"], ENTRIES)
     ]
     largest = torch.cat(found, 1).unflatten(-1, (-1, size)).amax(-1)
@@ -53,6 +53,20 @@ def not_forced(_: None, given: dict[str, Any]) -> None:
 def cut_to_one(_: None, given: dict[str, Any]) -> None:
     """Only the last block is written twice."""
     given["out"][:, :2] = given["out"][:, :1]
+
+
+def without_states(given: dict[str, Any]) -> dict[str, Any]:
+    """No block of a ring exists."""
+    states = given["states"]
+    if states is None:
+        return given
+    return {**given, "states": attrs.evolve(states, block_table=states.block_table * 0 - 1)}
+
+
+def number_of_the_entry(given: dict[str, Any]) -> Tensor:
+    """The table of angles, so that the number of an entry is found at its first position."""
+    angles: Tensor = given["norm"].cos_sin_cache
+    return angles.repeat_interleave(given["ratio"], 0)
 
 
 def shifted(given: dict[str, Any]) -> Tensor:

@@ -21,7 +21,7 @@ from dsv4attn.testing.conform import Subject, conform
 from tests.layer_ops import TorchOps
 from tests.testing import mutants_layer as wrong
 from tests.testing.mutants import packed_pages
-from tests.testing.mutants_layer import compress_with, slip, with_, with_weights
+from tests.testing.mutants_layer import compress_with, slip, with_, with_field, with_weights
 from tests.testing.mutants_sizes import dense
 
 SAVE, COMPRESS, QUERY, SELECT = (
@@ -65,11 +65,9 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         "states-skips",
     ),
     "entries before all states": (wrong.late_saving, "cuts-c4a,cuts-c128a,replay-index,compress-1031"),
-    "RoPE at the last position": (slip(COMPRESS, with_(cos_sin_cache=wrong.last_position)), ALL_ENTRIES),
+    "RoPE at the last position": (slip(COMPRESS, with_field("norm", cos_sin_cache=wrong.last_position)), ALL_ENTRIES),
     "RoPE at positions of 16 bits": (
-        slip(
-            COMPRESS, with_(cos_sin_cache=lambda a: a["cos_sin_cache"][:65536].repeat(2, 1)[: len(a["cos_sin_cache"])])
-        ),
+        slip(COMPRESS, with_field("norm", cos_sin_cache=wrong.wrapped_at_16_bits)),
         "compress-positions-c4a,compress-positions-index",
     ),
     "states at positions of 16 bits": (
@@ -87,22 +85,24 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "norm before the softmax": (compress_with(normed=True), ALL_ENTRIES),
     "no running maximum": (compress_with(raw=True), ALL_ENTRIES),
-    "no norm weight": (slip(COMPRESS, with_(norm_weight=lambda a: a["norm_weight"] * 0 + 1)), ALL_ENTRIES),
+    "no norm weight": (slip(COMPRESS, with_field("norm", weight=lambda a: a["norm"].weight * 0 + 1)), ALL_ENTRIES),
     "a norm weight in bf16 ignored": (
         slip(
             COMPRESS,
-            with_(
-                norm_weight=lambda a: (
-                    a["norm_weight"] if a["norm_weight"].element_size() == 4 else a["norm_weight"] * 0 + 1
-                )
+            with_field(
+                "norm",
+                weight=lambda a: a["norm"].weight if a["norm"].weight.element_size() == 4 else a["norm"].weight * 0 + 1,
             ),
         ),
         "compress-norm-bf16",
     ),
-    "no eps": (slip(COMPRESS, with_(eps=lambda _: 0.0)), "compress-eps,compress-c4a-fp32,compress-index-fp8"),
-    "eps fixed": (slip(COMPRESS, with_(eps=lambda _: 1e-6)), "compress-eps"),
+    "no eps": (
+        slip(COMPRESS, with_field("norm", eps=lambda _: 0.0)),
+        "compress-eps,compress-c4a-fp32,compress-index-fp8",
+    ),
+    "eps fixed": (slip(COMPRESS, with_field("norm", eps=lambda _: 1e-6)), "compress-eps"),
     "pages of states taken to be packed": (
-        slip(COMPRESS, with_(states=lambda a: packed_pages(a["states"]))),
+        slip(COMPRESS, with_field("states", cache=lambda a: packed_pages(a["states"].cache))),
         "compress-gaps-c4a,compress-gaps-index",
     ),
     "slots of entries of 32 bits": (
@@ -145,7 +145,7 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         "select-fp8,scores-fp8,select-zeros",
     ),
     "one visible count a request": (
-        slip(SELECT, with_(visible_lens=wrong.of_the_request)),
+        slip(SELECT, with_field("token_map", visible_lens=wrong.of_the_request)),
         "select-verify,select-1031",
     ),
     "ties to the higher entry": (
@@ -158,11 +158,11 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         "select-nan-fp8,select-nan-mxfp4,select-nan-bf16",
     ),
     "entries behind the visible ones": (
-        slip(SELECT, with_(visible_lens=lambda a: a["visible_lens"] + 9, max_entries=lambda a: a["max_entries"] + 9)),
+        slip(SELECT, wrong.nine_more_entries),
         "select-fp8,select-verify,select-few,select-unused-zero,select-unused-large",
     ),
     "visible counts ignored": (
-        slip(SELECT, with_(visible_lens=lambda a: a["visible_lens"] * 0 + a["max_entries"])),
+        slip(SELECT, with_field("token_map", visible_lens=wrong.all_entries)),
         "select-fp8,select-verify,select-few,select-bound",
     ),
     "512 entries looked at": (
@@ -170,7 +170,7 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         "select-fp8,select-512,select-1024,scores-fp8",
     ),
     "selected by numbers of whole sequences": (
-        slip(SELECT, with_(visible_lens=lambda a: a["visible_lens"] * 2)),
+        slip(SELECT, with_field("token_map", visible_lens=lambda a: a["token_map"].visible_lens * 2)),
         "select-ranks-fp8,select-ranks-few",
     ),
     "1,024 entries looked at": (
@@ -183,15 +183,18 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
     "keys by token * 132": (slip(SELECT, with_(cache=wrong.interleaved)), "select-fp8,select-mxfp4"),
     "pages of keys taken to be packed": (slip(SELECT, with_(cache=lambda a: packed_pages(a["cache"]))), "select-gaps"),
     "blocks not checked": (
-        slip(SELECT, with_(block_table=lambda a: a["block_table"].clamp(0, a["cache"].num_blocks - 1))),
+        slip(SELECT, with_field("token_map", block_table=wrong.blocks_of_the_cache)),
         "select-blocks",
     ),
     "the first request's blocks": (
-        slip(SELECT, with_(token_to_req=lambda a: a["token_to_req"] * 0)),
+        slip(SELECT, with_field("token_map", token_to_req=lambda a: a["token_map"].token_to_req * 0)),
         "select-fp8,select-requests",
     ),
     "strided out": (slip(SELECT, with_(out=lambda a: dense(a["out"]))), "apart-select"),
-    "strided block table": (slip(SELECT, with_(block_table=lambda a: dense(a["block_table"]))), "apart-select"),
+    "strided block table": (
+        slip(SELECT, with_field("token_map", block_table=lambda a: dense(a["token_map"].block_table))),
+        "apart-select",
+    ),
     # hyper-connections
     "strided streams": (slip("mhc_post", with_(residual=lambda a: dense(a["residual"]))), "apart-mhc"),
     "fp32 streams rounded": (

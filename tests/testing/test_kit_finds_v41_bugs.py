@@ -12,12 +12,13 @@ import torch
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract import layer_ops
+from dsv4attn.core.torch_ops.arguments import StatePages
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.testing import mutants_v41 as wrong
-from tests.testing.mutants_layer import slip, with_, with_weights
+from tests.testing.mutants_layer import last_position, slip, with_, with_field, with_weights
 from tests.testing.mutants_sizes import dense
 
 DELAYED = "mhc_pre_delayed"
@@ -75,7 +76,7 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
     "candidates by one": (slip(WITHIN, with_(candidates=wrong.shifted)), "within-fp8,within-published"),
     # latents
     "no states": (
-        slip(LATENTS, with_(state_block_table=lambda a: a["state_block_table"] * 0 - 1)),
+        slip(LATENTS, wrong.without_states),
         "latents-2,latents-ring,latents-drafts",
     ),
     "eps of 1e-6": (slip(LATENTS, with_(eps=lambda _: 1e-6)), "latents-eps"),
@@ -100,15 +101,15 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         "no-token-keys-1,no-token-keys-2,no-token-index-1,no-token-index-2",
     ),
     "RoPE at the last position": (
-        slip(STORE, with_(cos_sin_cache=lambda a: a["cos_sin_cache"].roll(1 - a["ratio"], 0))),
+        slip(STORE, with_field("norm", cos_sin_cache=last_position)),
         "latent-keys-ocp-2,latent-index-fp8-2",
     ),
     "RoPE at the entry's number": (
-        slip(STORE, with_(cos_sin_cache=lambda a: a["cos_sin_cache"].repeat_interleave(a["ratio"], 0))),
+        slip(STORE, with_field("norm", cos_sin_cache=wrong.number_of_the_entry)),
         "latent-keys-ocp-2,latent-index-mxfp4-2",
     ),
     "index keys without a norm": (
-        slip(STORE, with_(norm_weight=lambda _: None)),
+        slip(STORE, with_field("norm", weight=lambda _: None)),
         "latent-index-fp8-1,latent-index-mxfp4-2",
     ),
 }
@@ -136,9 +137,9 @@ def test_a_block_size_that_is_no_power_of_two_is_refused_before_anything_is_writ
     steps: Any = ReferenceBackend().layer_ops
     out = torch.full((1, 4), 7, dtype=torch.int32)
     with pytest.raises(ArgumentError, match="block_size"):
-        steps.select_candidates(None, None, None, None, None, out, size, 100)
+        steps.select_candidates(None, None, None, out, size, 100)
     with pytest.raises(ArgumentError, match="block_size"):
-        steps.select_topk_of_candidates(None, None, None, None, None, None, size, out, 100)
+        steps.select_topk_of_candidates(None, None, None, None, size, out, 100)
     assert (out == 7).all()
 
 
@@ -152,7 +153,7 @@ def test_a_ratio_of_two_needs_scores_and_a_ring_and_a_ratio_of_one_takes_none() 
     with pytest.raises(ArgumentError, match="states"):
         steps.compress_latents(kv, kv, *given, 2)
     with pytest.raises(ArgumentError, match="at least 2 tokens"):
-        steps.compress_latents(kv, kv, *given, 2, cache, torch.zeros(1, 1, dtype=torch.int32))
+        steps.compress_latents(kv, kv, *given, 2, StatePages(cache, torch.zeros(1, 1, dtype=torch.int32)))
     with pytest.raises(ArgumentError, match="score"):
         steps.compress_latents(kv, kv, *given, 1)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 import triton
+from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
@@ -19,6 +20,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launc
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
 __all__ = ["fp8_mqa_logits", "may_serve", "score", "variants"]
@@ -37,23 +39,17 @@ tokens 274, with three programs of 168 registers 278, with two programs of two a
 
 
 def score(
-    query: IndexQuery,
-    cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
-    scores: Tensor,
-    maxima: Tensor | None,
-    run: int,
+    query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, scores: Tensor, maxima: Tensor | None, run: int
 ) -> bool:
     """See `index_logits.score`. False if this kernel does not serve the call; nothing is written then."""
     tokens, entries = scores.shape
     paging, run = _paging(cache), PAGE if maxima is None else run
-    if paging is None or not _serves(query) or tokens < TOKENS * block_table.shape[0] or run & (run - 1):
+    table = token_map.block_table
+    if paging is None or not _serves(query) or tokens < TOKENS * table.shape[0] or run & (run - 1):
         return False
     if tokens and entries:
-        keys = cache.tensor, None, block_table, token_to_req
-        _launch(query, keys, visible_lens, None, scores, maxima, paging, run=run)
+        keys = _Keys(cache.tensor, paging, block_table=table, token_to_req=token_map.token_to_req)
+        _launch(query, keys, token_map.visible_lens, scores, maxima=maxima, run=run)
     return True
 
 
@@ -74,8 +70,8 @@ def fp8_paged_mqa_logits(
         return None
     logits = torch.empty(requests * each, max_model_len, dtype=torch.float32, device=q.device)
     if logits.numel():
-        keys = cache.tensor, None, block_tables, None
-        _launch(query, keys, lens.reshape(-1).contiguous(), None, logits, None, paging, each=each)
+        keys = _Keys(cache.tensor, paging, block_table=block_tables, tokens_per_req=each)
+        _launch(query, keys, lens.reshape(-1).contiguous(), logits)
     return logits
 
 
@@ -103,8 +99,8 @@ def fp8_mqa_logits(
         return None
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     if logits.numel():
-        keys = _raw(rows), scales, None, None
-        _launch(query, keys, cu_seqlen_ke, cu_seqlen_ks, logits, None, (0, PAGE, *divider(PAGE), 0, 0))
+        keys = _Keys(_raw(rows), (0, PAGE, *divider(PAGE), 0, 0), scales=scales)
+        _launch(query, keys, cu_seqlen_ke, logits, first=cu_seqlen_ks)
     return logits
 
 
@@ -121,27 +117,43 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
+@frozen(eq=False)
+class _Keys:
+    """Index keys as arguments of the kernel.
+
+    tensor: pages, or gathered keys.
+    paging: arguments that describe the pages, see `_paging`.
+    scales: of gathered keys; None on pages.
+    block_table: blocks of each request; None for gathered keys.
+    token_to_req: [T] int32 - None: every request has `tokens_per_req` tokens, or keys are gathered.
+    """
+
+    tensor: Tensor
+    paging: tuple[int, ...]
+    scales: Tensor | None = None
+    block_table: Tensor | None = None
+    token_to_req: Tensor | None = None
+    tokens_per_req: int = 0
+
+
 def _launch(
     query: IndexQuery,
-    keys: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    keys: _Keys,
     lens: Tensor,
-    first: Tensor | None,
     out: Tensor,
-    maxima: Tensor | None,
-    paging: tuple[int, ...],
     *,
+    first: Tensor | None = None,
+    maxima: Tensor | None = None,
     run: int = PAGE,
-    each: int = 0,
 ) -> None:
     """Launch the kernel.
 
-    keys: (keys, scales, block table, request of each token). All but the keys may be None.
+    lens, first: [T] int32 - end and start of the keys that a token sees; first None: 0.
     run: entries of one maximum, a power of two.
-    each: tokens of each request, where every request has the same number.
     """
     from dsv4attn.backends.sm90.kernels_index_logits import score_index  # not where kernels are interpreted
 
-    table, values = keys[2], _raw(query.values)
+    table, values = keys.block_table, _raw(query.values)
     (tokens, entries), programs = out.shape, PROGRAMS * multiprocessors()
     blocks, tiles = triton.cdiv(tokens, TOKENS), triton.cdiv(entries, PAGE)
     span = triton.cdiv(tiles, max(programs // blocks, 1)) * PAGE
@@ -149,17 +161,18 @@ def _launch(
         grid, requests, last_column, held = blocks * triton.cdiv(entries, span), 0, 0, entries
     else:
         grid, (requests, columns) = min(programs, blocks * triton.cdiv(entries, run)), table.shape
-        last_column, held = columns - 1, min(columns * paging[1], entries)
+        last_column, held = columns - 1, min(columns * keys.paging[1], entries)
     launch(
         score_index,
         (grid,),
         (
-            values, query.weights, *keys, lens, first, out, maxima, tokens, requests, each, entries, span,
-            run.bit_length() - 1, held, values.stride(0), values.stride(1), query.weights.stride(0),
-            0 if table is None else table.stride(0), last_column, *paging, out.stride(0),
+            values, query.weights, keys.tensor, keys.scales, table, keys.token_to_req, lens, first, out, maxima,
+            tokens, requests, keys.tokens_per_req, entries, span, run.bit_length() - 1, held,
+            values.stride(0), values.stride(1), query.weights.stride(0),
+            0 if table is None else table.stride(0), last_column, *keys.paging, out.stride(0),
             0 if maxima is None else maxima.stride(0),
         ),
-        {"FILL": keys[3] is None},
+        {"FILL": keys.token_to_req is None},
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from attrs import evolve
 from torch import Tensor
@@ -11,7 +10,10 @@ from torch import Tensor
 from dsv4attn.backends._triton.layer import index_logits as shared_index_logits
 from dsv4attn.backends._triton.layer import ops
 from dsv4attn.backends.sm90 import hyper_connections, index_logits
+from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.torch_ops.arguments import TokenMap
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 
 __all__ = ["layer_ops", "score"]
 
@@ -33,15 +35,17 @@ def layer_ops(*, deterministic: bool = False) -> LayerOps:
     return evolve(with_streams, fp8_paged_mqa_logits=fp8_paged_mqa_logits, fp8_mqa_logits=fp8_mqa_logits)
 
 
-def score(*given: Any) -> None:  # noqa: ANN401 - those of `index_logits.score`
+def score(
+    query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, scores: Tensor, maxima: Tensor | None, run: int
+) -> None:
     """See `_triton.layer.index_logits.score`."""
-    if not index_logits.score(*given):
-        shared_index_logits.score(*given)
+    if not index_logits.score(query, cache, token_map, scores, maxima, run):
+        shared_index_logits.score(query, cache, token_map, scores, maxima, run)
 
 
 def fp8_paged_mqa_logits(
     q: Tensor,
-    kv_cache: Any,  # noqa: ANN401 - a cache, or its tensor
+    kv_cache: PagedKVCache | Tensor,
     weights: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
@@ -49,10 +53,11 @@ def fp8_paged_mqa_logits(
     max_model_len: int = 0,
 ) -> Tensor:
     """See `torch_ops.indexer`."""
-    given = q, kv_cache, weights, context_lens, block_tables
-    logits = index_logits.fp8_paged_mqa_logits(*given, max_model_len)
+    logits = index_logits.fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_tables, max_model_len)
     if logits is None:
-        return shared_index_logits.fp8_paged_mqa_logits(*given, schedule_metadata, max_model_len)
+        return shared_index_logits.fp8_paged_mqa_logits(
+            q, kv_cache, weights, context_lens, block_tables, schedule_metadata, max_model_len
+        )
     return logits
 
 
@@ -60,6 +65,7 @@ def fp8_mqa_logits(
     q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
 ) -> Tensor:
     """See `torch_ops.indexer`."""
-    given = q, kv, weights, cu_seqlen_ks, cu_seqlen_ke
-    logits = index_logits.fp8_mqa_logits(*given)
-    return shared_index_logits.fp8_mqa_logits(*given) if logits is None else logits
+    logits = index_logits.fp8_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke)
+    if logits is None:
+        return shared_index_logits.fp8_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke)
+    return logits

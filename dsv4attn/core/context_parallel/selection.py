@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -16,6 +15,7 @@ from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.memory.rank_buffers import candidate_bytes
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, scores
 from dsv4attn.core.torch_ops.selection import ENTRIES, selection_bytes
 from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, tiles
@@ -35,9 +35,7 @@ class SelectTopk(Protocol):
         self,
         query: IndexQuery,
         cache: PagedKVCache,
-        block_table: Tensor,
-        token_to_req: Tensor,
-        visible_lens: Tensor,
+        token_map: TokenMap,
         out: Tensor,
         max_entries: int,
         *,
@@ -53,9 +51,7 @@ def select_topk_over_ranks(
     arithmetic: Arithmetic,
     query: IndexQuery,
     cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
+    token_map: TokenMap,
     out: Tensor,
     max_entries: int,
     *,
@@ -66,31 +62,26 @@ def select_topk_over_ranks(
     out: [T, K] int32, ascending, then -1. The K best are those of `LayerOps.select_topk` over all entries: of equal
     scores the lower entry number wins, NaN is never chosen. steps: select this rank's candidates, with their scores if
     they have `propose_candidates`; else scores are computed again, in torch with this arithmetic. cache,
-    block_table, visible_lens: of this rank. max_entries: of whole sequences. whole_from: first token for which all K
+    token_map: of this rank. max_entries: of whole sequences. whole_from: first token for which all K
     best are written, with their numbers in whole sequences, as prefill with `WholePrefill` takes them; None: none.
     """
-    own, tokens = context.ownership, out.shape[0]
-    first, cut = (
-        tokens if whole_from is None else whole_from,
-        partial(context.pieces, row_bytes=candidate_bytes(out.shape[1])),
-    )
-    pieces = [*((piece, own) for piece in cut(first)), *((piece, _ALL) for piece in cut(tokens, first=first))]
+    own, (tokens, topk) = context.ownership, out.shape
+    first, row_bytes = tokens if whole_from is None else whole_from, candidate_bytes(topk)
+    pieces = [(piece, own) for piece in context.pieces(first, row_bytes=row_bytes)]
+    pieces += [(piece, _ALL) for piece in context.pieces(tokens, first=first, row_bytes=row_bytes)]
     propose, choose = steps.propose_candidates, steps.choose_candidates
-    if propose is not None and choose is not None and out.shape[1] <= steps.most_over_ranks:
+    if propose is not None and choose is not None and topk <= steps.most_over_ranks:
         for piece, numbering in pieces:
-            mine = out.new_empty(2, piece.stop - piece.start, out.shape[1])
-            tables = block_table, token_to_req[piece], visible_lens[piece]
-            given = _rows(query, piece), cache, *tables, mine[0], mine[1].view(torch.float32), own.count(max_entries)
-            propose(own, *given)
+            mine = out.new_empty(2, piece.stop - piece.start, topk)
+            numbers, score, entries = mine[0], mine[1].view(torch.float32), own.count(max_entries)
+            propose(own, query.tokens(piece), cache, token_map.tokens(piece), numbers, score, entries)
             both = context.gather(mine, "candidates")
             choose(numbering, both[:, 0], both[:, 1].view(torch.float32), out[piece], max_entries)
         return
-    maps = block_table, token_to_req
-    steps.select_topk(query, cache, *maps, visible_lens, out, own.count(max_entries))
-    topk = out.shape[1]
+    steps.select_topk(query, cache, token_map, out, own.count(max_entries))
     for piece, numbering in pieces:
         local = out[piece]
-        score = score_selected(query, piece, cache, block_table, token_to_req[piece], local, arithmetic)
+        score = score_selected(query.tokens(piece), cache, token_map.tokens(piece), local, arithmetic)
         number = own.entry(local).masked_fill_(local < 0, -1)
         both = context.gather(torch.stack([number, score.view(torch.int32)]), "candidates")
         numbers, found = (both[:, i].transpose(0, 1).flatten(1).contiguous() for i in range(2))
@@ -99,27 +90,20 @@ def select_topk_over_ranks(
 
 
 def score_selected(
-    query: IndexQuery,
-    part: slice,
-    cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    numbers: Tensor,
-    arithmetic: Arithmetic = PLAIN,
+    query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, numbers: Tensor, arithmetic: Arithmetic = PLAIN
 ) -> Tensor:
-    """[t, K] fp32 scores of entry numbers [t, K] of some tokens; -inf for -1, for entries without a page, and for NaN.
+    """[T, K] fp32 scores of entry numbers [T, K]; -inf for -1, for entries without a page, and for NaN.
 
     The scores are those of `torch_ops.selection`, in products of the same shape.
     """
     result = torch.full(numbers.shape, -inf, device=numbers.device, dtype=torch.float32)
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for tile in tiles(numbers.shape[0], selection_bytes(heads, dim, ENTRIES)):
-        tokens = slice(part.start + tile.start, part.start + tile.stop)
-        q, weights, request = query.rows(tokens), query.weights[tokens], token_to_req[tile]
+        q, weights, token_to_req = query.rows(tile), query.weights[tile], token_map.token_to_req[tile]
         for first in range(0, numbers.shape[1], ENTRIES):
             some = numbers[tile, first : first + ENTRIES]
             padded = torch.nn.functional.pad(some, (0, ENTRIES - some.shape[1]), value=-1)
-            slots = slots_of(padded, block_table, request, cache)
+            slots = slots_of(padded, token_map.block_table, token_to_req, cache)
             # the sum turns -0 into 0: they are equal
             score = scores(q, weights, read_index_keys(cache, slots), arithmetic).clamp_(min=_LOWEST) + 0.0
             score = score.masked_fill_((slots < 0) | score.isnan(), -inf)
@@ -138,10 +122,6 @@ def select_among(numbers: Tensor, score: Tensor, topk: int) -> Tensor:
     score, numbers = score.gather(-1, order), numbers.gather(-1, order)
     order = score.argsort(dim=-1, descending=True, stable=True)[:, :topk]
     return numbers.gather(-1, order).masked_fill_(score.gather(-1, order) == -inf, -1)
-
-
-def _rows(query: IndexQuery, part: slice) -> IndexQuery:
-    return IndexQuery(query.values[part], query.weights[part], None if query.scales is None else query.scales[part])
 
 
 def _ascending(numbers: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """`LayerOps`: the ops around attention, one field an op: compressor, indexer, selection, hyper-connections.
 
 Part of the contract. `dsv4attn.core.torch_ops` has the definition of every op, which is the default of its field and
-says what the op computes. Core checks arguments before it calls an op. A token of no request, -1 in `token_to_req`, is
+says what the op computes. Arguments that travel together are structs: `TokenMap`, `StatePages`, `EntryNorm`. Core
+checks arguments before it calls an op. A token of no request, -1 in `token_to_req`, is
 not real: it has no slot and sees no entry. It may have any position and any values, and no op looks its position up
 outside of a table or stores anything of it. Letters: Hi heads of the indexer, Di dims of an index key, n residual
 streams, d hidden size, w channels of a compressor's kv, r its ratio.
@@ -17,9 +18,13 @@ from attrs import fields_dict, frozen
 from torch import Tensor
 
 from dsv4attn.core.torch_ops import candidates, compressor, hyper_connections, indexer, latents, selection
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
 from dsv4attn.core.torch_ops.tiles import TILE_BYTES
 
-__all__ = ["CANDIDATES", "DELAYED", "LATENTS", "LAYER_OPS", "LayerOps", "default_layer_ops"]
+__all__ = [
+    "CANDIDATES", "DELAYED", "LATENTS", "LAYER_OPS", "EntryNorm", "LayerOps", "StatePages", "TokenMap",
+    "default_layer_ops",
+]  # fmt: skip
 
 Op: TypeAlias = Callable[..., Any]
 
@@ -59,8 +64,8 @@ class LayerOps:
     transient_bytes: `transient_bytes(max_tokens)`, an upper bound on temporaries of the framework's allocator in any
        one op; 0 for kernels.
     sum_bits: bits that sums of products of index codes keep, 24 in fp32. Some matrix units keep fewer of fp8 products.
-    propose_candidates: `propose_candidates(ownership, query, cache, block_table, token_to_req, visible_lens, numbers,
-       scores, max_entries)` selects among the entries of one rank as `select_topk`, with the scores that it compared.
+    propose_candidates: `propose_candidates(ownership, query, cache, token_map, numbers, scores, max_entries)` selects
+       among the entries of one rank as `select_topk`, with the scores that it compared.
        numbers: [T, K] int32 - entry numbers of whole sequences, ascending, then -1. scores: [T, K] fp32 of them, -inf
        for none. max_entries: of this rank. None: core scores the selected entries again.
     choose_candidates: `choose_candidates(ownership, numbers, scores, out, max_entries)` writes this rank's numbers of

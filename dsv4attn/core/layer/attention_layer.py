@@ -147,12 +147,17 @@ class DeepseekV4Attention:
             made = LatentCompressor if geometry.shared_latent else Compressor
             self.compressor = made(layer, weights.compressor, table, steps, product)
         if weights.indexer is not None:
-            given = geometry, layer, limits, weights.indexer, table, steps, product
             select = None
             if context_parallel is not None:
                 select = partial(select_topk_over_ranks, context_parallel, steps, self._arithmetic)
             self.indexer = Indexer(
-                *given,
+                geometry,
+                layer,
+                limits,
+                weights.indexer,
+                table,
+                steps,
+                product,
                 shortcut=not backend.deterministic,
                 select_topk=select,
                 latents=self.compressor if isinstance(self.compressor, LatentCompressor) else None,
@@ -334,7 +339,19 @@ class DeepseekV4Attention:
         blocks = None if self.candidates is None else self.candidates.blocks
         if not torch.compiler.is_compiling():
             return self._run(hidden_states, positions, self.caches, self.topk_indices, blocks)
-        out: Tensor = _op(hidden_states, positions, *self._op_tensors, self.topk_indices, blocks, self._handle)
+        swa, compressed, state, index, index_state = self._op_tensors
+        out: Tensor = _op(
+            hidden_states,
+            positions,
+            swa,
+            compressed,
+            state,
+            index,
+            index_state,
+            self.topk_indices,
+            blocks,
+            self._handle,
+        )
         return out
 
     def _run(
@@ -366,13 +383,15 @@ class DeepseekV4Attention:
                 )
             caches = bound = self._bind_again(bound)
         context, rows = get_forward_context(), None
-        metadata = context.for_layer(attention.prefix, attention.swa_prefix, *self.layer.key)
+        kind, ratio = self.layer.key
+        metadata = context.for_layer(attention.prefix, attention.swa_prefix, kind, ratio)
         if metadata is not None:
             self._check_step(metadata, bound, hidden_states.shape[0])
             rows = self._sources.rows(metadata, context, self.prefix)
-        linear, norm, dtype = self._arithmetic.linear, (self.geometry.eps, self._arithmetic), hidden_states.dtype
-        qr = rms_norm(linear(hidden_states, self._wq_a), self._q_norm, *norm).to(dtype)
-        kv = rms_norm(linear(hidden_states, self._wkv), self._kv_norm, *norm).to(dtype)
+        arithmetic, eps, dtype = self._arithmetic, self.geometry.eps, hidden_states.dtype
+        linear = arithmetic.linear
+        qr = rms_norm(linear(hidden_states, self._wq_a), self._q_norm, eps, arithmetic).to(dtype)
+        kv = rms_norm(linear(hidden_states, self._wkv), self._kv_norm, eps, arithmetic).to(dtype)
         q = linear(qr, self._wq_b).to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
         # what attention is bound to, unless a compiled graph has copies of it
         keys = attention.caches if caches is bound else caches.attention
@@ -384,10 +403,20 @@ class DeepseekV4Attention:
         if metadata is not None and self.indexer is not None:
             assert caches.index is not None
             assert topk_indices is not None
-            stores = caches.index_state, caches.index, topk_indices
             if self.selected_in is not None:
                 self.selected_in = None  # also if this raises
-            self.indexer(hidden_states, qr, positions, metadata, *stores, latents, rows, candidates)
+            self.indexer(
+                hidden_states,
+                qr,
+                positions,
+                metadata,
+                caches.index_state,
+                caches.index,
+                topk_indices,
+                latents=latents,
+                candidate_rows=rows,
+                candidates=candidates,
+            )
             if self.geometry.sharing is not None:
                 self.selected_in = ref(metadata.swa), ref(context)
         elif rows is not None:

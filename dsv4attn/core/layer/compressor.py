@@ -12,6 +12,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import CompressorWeights
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.core.torch_ops.tiles import Linear
 
 __all__ = ["Compressor", "LatentCompressor"]
@@ -41,7 +42,7 @@ class Compressor:
         assert weights.ape is not None
         self._projection = _projection(self.copies, weights)
         self._ape = self.copies.plain("ape", weights.ape, torch.float32)
-        self._norm = self.copies.plain("norm", weights.norm, None)
+        self._norm = EntryNorm(self.copies.plain("norm", weights.norm, None), self._layer.eps, self._table)
 
     @property
     def width(self) -> int:
@@ -72,14 +73,11 @@ class Compressor:
         kv, score = self._linear(hidden_states[:tokens].float(), self._projection).split(self.width, -1)
         self._steps.save_partial_states(kv, score, self._ape, positions, states, state.slot_mapping[:tokens])
         self._steps.compress_norm_rope_store(
-            states,
-            state.block_table,
+            StatePages(states, state.block_table),
             swa.token_to_req_indices,
             positions,
             compressed.slot_mapping[:tokens],
             self._norm,
-            layer.eps,
-            self._table,
             layer.compress_ratio,
             cache,
             overlap=layer.overlap,
@@ -100,19 +98,20 @@ class LatentCompressor:
         steps: LayerOps,
         linear: Linear,
     ) -> None:
-        self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
+        self._layer, self._steps, self._linear = layer, steps, linear
+        self._key_norm = EntryNorm(None, layer.eps, cos_sin_cache)
         self.copies = WeightCopies()
         self.load(weights)
 
     def load(self, weights: CompressorWeights) -> None:
         """See `Compressor.load`."""
         self._projection = _projection(self.copies, weights)
-        self._norm = self.copies.plain("norm", weights.norm, torch.float32)
+        self._norm_weight = self.copies.plain("norm", weights.norm, torch.float32)
 
     @property
     def width(self) -> int:
         """D - channels of the kv of a token."""
-        return self._norm.shape[0]
+        return self._norm_weight.shape[0]
 
     @without_modes
     def __call__(
@@ -130,20 +129,20 @@ class LatentCompressor:
         """
         swa, compressed, state, layer = metadata.swa, metadata.compressed, metadata.state, self._layer
         assert compressed is not None
-        tokens, norm = swa.num_actual_tokens, (self._norm, layer.eps)
-        positions, request = positions[:tokens], swa.token_to_req_indices
-        made = self._linear(hidden_states[:tokens].float(), self._projection)
+        tokens = swa.num_actual_tokens
+        positions, token_to_req = positions[:tokens], swa.token_to_req_indices
+        kv, score, pages = self._linear(hidden_states[:tokens].float(), self._projection), None, None
         if layer.has_states:
             assert states is not None
             assert state is not None
-            kv, score = made.split(self.width, -1)
-            ring = states, state.block_table
+            kv, score = kv.split(self.width, -1)
+            pages = StatePages(states, state.block_table)
             if state.req_id_per_token is not None:
-                request = state.req_id_per_token
-            latents = self._steps.compress_latents(kv, score, positions, request, *norm, layer.compress_ratio, *ring)
-        else:
-            latents = self._steps.compress_latents(made, None, positions, request, *norm, layer.compress_ratio)
-        self.store(latents, positions, metadata, None, cache)
+                token_to_req = state.req_id_per_token
+        latents = self._steps.compress_latents(
+            kv, score, positions, token_to_req, self._norm_weight, layer.eps, layer.compress_ratio, pages
+        )
+        self.store(latents, positions, metadata, self._key_norm, cache)
         return latents
 
     def store(
@@ -151,16 +150,15 @@ class LatentCompressor:
         x: Tensor,
         positions: Tensor,
         metadata: AttentionMetadata,
-        norm_weight: Tensor | None,
+        norm: EntryNorm,
         cache: PagedKVCache,
     ) -> None:
         """Store rows [T, d] of the tokens that complete an entry: latents as keys, or what becomes index keys."""
         compressed, layer = metadata.compressed, self._layer
         assert compressed is not None
         tokens = metadata.swa.num_actual_tokens
-        norm = norm_weight, layer.eps, self._table
         slots = compressed.slot_mapping[:tokens]
-        self._steps.norm_rope_store(x, positions[:tokens], slots, *norm, layer.compress_ratio, cache)
+        self._steps.norm_rope_store(x, positions[:tokens], slots, norm, layer.compress_ratio, cache)
 
 
 def _projection(copies: WeightCopies, weights: CompressorWeights) -> Tensor:

@@ -17,6 +17,7 @@ from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import IndexerWeights
 from dsv4attn.core.torch_modes import is_capturing, without_modes
+from dsv4attn.core.torch_ops.arguments import EntryNorm
 from dsv4attn.core.torch_ops.tiles import Linear
 
 __all__ = ["Candidates", "Indexer"]
@@ -66,6 +67,7 @@ class Indexer:
     ) -> None:
         check_table(cos_sin_cache, layer, limits)
         self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
+        self._eps = layer.eps
         self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
         self._shortcut, self._select_topk = shortcut, select_topk
         self._latents, self._publishes, self._restricts = latents, publishes, restricts
@@ -88,7 +90,8 @@ class Indexer:
         self._wq_b = copies.dense("indexer.wq_b", weights.wq_b)
         self._weights_proj = copies.dense("indexer.weights_proj", weights.weights_proj)
         self._wk = None if weights.wk is None else copies.dense("indexer.wk", weights.wk)
-        self._k_norm = None if weights.k_norm is None else copies.plain("k_norm", weights.k_norm, torch.float32)
+        k_norm = None if weights.k_norm is None else copies.plain("k_norm", weights.k_norm, torch.float32)
+        self._key_norm = EntryNorm(k_norm, self._eps, self._table)
 
     @without_modes
     def __call__(
@@ -118,16 +121,14 @@ class Indexer:
         elif self._latents is not None:
             assert latents is not None
             assert self._wk is not None
-            self._latents.store(self._linear(latents, self._wk), positions, metadata, self._k_norm, keys)
+            self._latents.store(self._linear(latents, self._wk), positions, metadata, self._key_norm, keys)
         compressed = metadata.compressed
         assert compressed is not None
         tokens, out = metadata.swa.num_actual_tokens, topk_indices[: metadata.swa.num_actual_tokens]
         capturing = is_capturing(hidden_states.device)
         # a graph is replayed with longer contexts
         longest = (self._limits.max_model_len if capturing else compressed.max_seq_len) // self._ratio
-        publishes, restricts = (
-            None if given is None or given.is_void(longest) else given for given in (self._publishes, self._restricts)
-        )
+        publishes, restricts = _restricting(self._publishes, longest), _restricting(self._restricts, longest)
         if self._shortcut and not capturing and longest <= self._topk and publishes is restricts is None:
             numbers = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
             out.copy_(torch.where(numbers < _lens(metadata)[:, None], numbers, -1))
@@ -135,21 +136,24 @@ class Indexer:
         q = self._linear(qr[:tokens], self._wq_b).unflatten(-1, (self._heads, -1))
         weights = self._linear(hidden_states[:tokens], self._weights_proj)
         query = self._steps.indexer_q_rope_quant(q, weights, positions[:tokens], self._table, keys.layout)
-        maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens
+        token_map = compressed.token_map
         if publishes is not None:
             blocks = publishes.blocks if candidates is None else candidates
-            found = blocks[:tokens], publishes.block_size
-            self._steps.select_candidates(query, keys, *maps, *found, longest)
+            self._steps.select_candidates(query, keys, token_map, blocks[:tokens], publishes.block_size, longest)
         if restricts is not None:
             blocks = restricts.blocks if candidates is None else candidates
             blocks = blocks[:tokens] if candidate_rows is None else blocks[candidate_rows[:tokens]]
-            found = blocks, restricts.block_size
-            self._steps.select_topk_of_candidates(query, keys, *maps, *found, out, longest)
+            self._steps.select_topk_of_candidates(query, keys, token_map, blocks, restricts.block_size, out, longest)
         elif self._select_topk is not None:
             whole_from = None if metadata.whole is None else metadata.swa.num_decode_tokens
-            self._select_topk(query, keys, *maps, out, longest, whole_from=whole_from)
+            self._select_topk(query, keys, token_map, out, longest, whole_from=whole_from)
         else:
-            self._steps.select_topk(query, keys, *maps, out, longest)
+            self._steps.select_topk(query, keys, token_map, out, longest)
+
+
+def _restricting(candidates: Candidates | None, entries: int) -> Candidates | None:
+    """Candidates, or None if they restrict nothing in a context of so many entries."""
+    return None if candidates is None or candidates.is_void(entries) else candidates
 
 
 def _lens(metadata: AttentionMetadata) -> Tensor:

@@ -23,6 +23,7 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.tensorspec import check_declared, check_tensor, size, tensor
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
@@ -242,6 +243,11 @@ class FlashMLASparseMetadata:
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)
+
+    @cached_property
+    def token_map(self) -> TokenMap:
+        """The same for all layers of a step, and made once."""
+        return TokenMap(self.block_table, self.req_id_per_token, self.compressed_lens)
 
     @property
     def records_per_block(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.selection import ENTRIES, better, score_entries, select_topk, selection_bytes
 from dsv4attn.core.torch_ops.tiles import arithmetic_of, tiles
@@ -34,9 +35,7 @@ def check_block_size(block_size: int) -> None:
 def select_candidates(
     query: IndexQuery,
     cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
+    token_map: TokenMap,
     out: Tensor,
     block_size: int,
     max_entries: int,
@@ -45,30 +44,32 @@ def select_candidates(
 ) -> None:
     """V4.1: write the numbers of the N blocks with the largest scores of each token to out [T, N] int32, then -1.
 
-    A block is block_size consecutive entries of a request, block 0 its first ones; its score is the largest among
-    the entries of it that the token sees. The block of the newest of these, (visible_lens - 1) // block_size, is
-    always written; of equal ones any, in any order. Other arguments are those of `select_topk`. Raises
-    ArgumentError unless block_size is a power of two up to 512.
+    A block is block_size consecutive entries of a request; block 0 has its first entries. The score of a block is the
+    largest score among its entries that the token sees. The block of the newest visible entry,
+    (visible_lens - 1) // block_size, is always written. Of equal blocks any may be written, in any order; torch writes
+    the lower numbers first, in ascending order.
 
-    Torch writes equal blocks by number, the lower ones first, in ascending order.
+    out: [T, N] int32.
+    block_size: entries of a block.
+    Other arguments are those of `select_topk`. Raises ArgumentError unless block_size is a power of two up to 512.
     """
     check_block_size(block_size)
     arithmetic, (count, most) = arithmetic_of(deterministic), out.shape
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for part in tiles(count, selection_bytes(heads, dim, most)):
-        lens, tokens = visible_lens[part, None], out[part].shape[0]
+        queries, tokens = query.tokens(part), token_map.tokens(part)
+        lens, rows = tokens.visible_lens[:, None], out[part].shape[0]
         best = (
-            torch.full((tokens, most), -inf, device=out.device, dtype=torch.float32),
-            out.new_full((tokens, most), -1),
+            torch.full((rows, most), -inf, device=out.device, dtype=torch.float32),
+            out.new_full((rows, most), -1),
         )
         newest = (lens - 1).div(block_size, rounding_mode="floor")
-        maps = block_table, token_to_req[part], lens
         for start in range(0, max_entries, ENTRIES):
-            score, _ = score_entries(query, part, cache, *maps, start, arithmetic)
+            score, _ = score_entries(queries, cache, tokens, start, arithmetic)
             largest = score.clamp_(max=_HIGHEST).unflatten(-1, (-1, block_size)).amax(-1)
             first = start // block_size
             block = torch.arange(first, first + largest.shape[1], device=out.device, dtype=out.dtype)
-            block = block.expand(tokens, -1)
+            block = block.expand(rows, -1)
             largest = largest.masked_fill((block == newest) & (lens > 0), inf)
             best = better(best, largest, block.masked_fill(largest == -inf, -1))
         last = torch.iinfo(out.dtype).max
@@ -88,9 +89,7 @@ def candidate_mask(candidates: Tensor, start: int, block_size: int) -> Tensor:
 def select_topk_of_candidates(
     query: IndexQuery,
     cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
+    token_map: TokenMap,
     candidates: Tensor,
     block_size: int,
     out: Tensor,
@@ -100,13 +99,14 @@ def select_topk_of_candidates(
 ) -> None:
     """V4.1: `select_topk` among the entries that are in one of the token's candidates [T, N] int32, and visible.
 
-    candidates: of `select_candidates`, for the same tokens; a number that is negative, or of a block that does not
-    exist, is none. Raises ArgumentError unless block_size is a power of two up to 512.
+    candidates: [T, N] int32 - what `select_candidates` wrote for the same tokens. A number that is negative, or of a
+       block that does not exist, is no block.
+    block_size: entries of a block.
+    Other arguments are those of `select_topk`. Raises ArgumentError unless block_size is a power of two up to 512.
     """
     check_block_size(block_size)
 
     def inside(part: slice, start: int) -> Tensor:
         return candidate_mask(candidates[part], start, block_size)
 
-    maps = block_table, token_to_req, visible_lens
-    select_topk(query, cache, *maps, out, max_entries, deterministic=deterministic, inside=inside)
+    select_topk(query, cache, token_map, out, max_entries, deterministic=deterministic, inside=inside)

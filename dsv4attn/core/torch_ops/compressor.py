@@ -18,6 +18,7 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.model.rope import angles_at, apply_rope
 from dsv4attn.core.tensorspec import check_norm_weight
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, arithmetic_of, tiles
 
 __all__ = ["compress", "compress_norm_rope_store", "compressor_bytes", "rms_norm", "save_partial_states"]
@@ -38,18 +39,17 @@ def save_partial_states(
         store_rows(cache.region("row"), slot_mapping[part], row)
 
 
-def compress(
-    states: PagedKVCache, block_table: Tensor, request: Tensor, positions: Tensor, ratio: int, *, overlap: bool
-) -> Tensor:
+def compress(states: StatePages, token_to_req: Tensor, positions: Tensor, ratio: int, *, overlap: bool) -> Tensor:
     """Entries [n, d] fp32, before their norm, that the tokens at `positions` [n] complete.
 
-    block_table: [R, N] int32 of the state cache. request: [n]. States without a block do not count.
+    token_to_req: [n] int32 - the request of each of these tokens. States without a block do not count.
     """
-    width = states.layout.head_dim // 2
+    cache = states.cache
+    width = cache.layout.head_dim // 2
     dim, window = (width // 2, 2 * ratio) if overlap else (width, ratio)
     offsets = torch.arange(1 - window, 1, device=positions.device)
-    slots = slots_of(positions[:, None] + offsets, block_table, request, states)
-    row = states.region("row")
+    slots = slots_of(positions[:, None] + offsets, states.block_table, token_to_req, cache)
+    row = cache.region("row")
     if overlap:  # the previous window by its first channels, the current one by its second
         parts = ((slots[:, :ratio], 0), (slots[:, ratio:], dim))
         kv = torch.cat([read_rows(row[..., first : first + dim], s) for s, first in parts], 1)
@@ -72,14 +72,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, arithmetic: Arithmeti
 
 @without_modes
 def compress_norm_rope_store(
-    states: PagedKVCache,
-    state_block_table: Tensor,
+    states: StatePages,
     token_to_req: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    cos_sin_cache: Tensor,
+    norm: EntryNorm,
     ratio: int,
     cache: PagedKVCache,
     *,
@@ -88,28 +85,34 @@ def compress_norm_rope_store(
 ) -> None:
     """Make the entries that the tokens of a step complete, from states that are all saved, and store them.
 
-    Softmax of the scores over the window, RMSNorm, RoPE at the window's first position, quantise. states,
-    state_block_table [R, N] int32: the state cache. token_to_req: [T] int32. positions: [T] int64, consecutive
-    within a request. slot_mapping: [S] int64 slots of `cache`, negative for tokens that complete no entry.
-    norm_weight: [d] fp32, or bf16 with `bf16_norm`. cos_sin_cache: [positions, rope] fp32. cache: of keys, or of
-    index keys. overlap: whether an entry covers the window before its own too.
+    The steps are softmax of the scores over the window, RMSNorm, RoPE at the window's first position, quantisation.
+
+    states: states of the tokens of the step and of those before it.
+    token_to_req: [T] int32 - the request of each token.
+    positions: [T] int64 - consecutive within a request.
+    slot_mapping: [S] int64 - slots of `cache`, negative for tokens that complete no entry.
+    norm: what an entry goes through; its weight is not None.
+    ratio: r.
+    cache: where entries are stored: a cache of keys, or of index keys.
+    overlap: whether an entry covers the window before its own too.
+    Raises ArgumentError unless the weight of the norm is [d], fp32 or bf16.
     """
-    check_norm_weight(norm_weight, cache.layout.head_dim)
+    weight = check_norm_weight(norm.weight, cache.layout.head_dim)
     n, arithmetic = min(positions.shape[0], slot_mapping.shape[0]), arithmetic_of(deterministic)
     completes = (slot_mapping[:n] >= 0) & ((positions[:n] + 1) % ratio == 0)
     # no more tokens complete an entry: consecutive positions of a request have n // r multiples of r, or one more
-    most = min(n, n // ratio + state_block_table.shape[0])
+    most = min(n, n // ratio + states.block_table.shape[0])
     place = (completes.cumsum(0) - 1).masked_fill_(~completes, most).clamp_(max=most)
     tokens = torch.zeros(most + 1, dtype=torch.int64, device=positions.device)
     tokens.scatter_(0, place, torch.arange(n, device=positions.device))
     missing = torch.arange(most, device=positions.device) >= completes.sum()
-    for part in tiles(most, compressor_bytes(states.layout.head_dim // 2, ratio)):
+    for part in tiles(most, compressor_bytes(states.cache.layout.head_dim // 2, ratio)):
         token, absent = tokens[:most][part], missing[part]
         position = positions[token]
-        made = compress(states, state_block_table, token_to_req[token], position, ratio, overlap=overlap)
-        entry = rms_norm(made, norm_weight, eps, arithmetic)
-        rope = cos_sin_cache.shape[-1]
-        turned = apply_rope(entry[:, -rope:], angles_at(cos_sin_cache, position - ratio + 1))
+        pooled = compress(states, token_to_req[token], position, ratio, overlap=overlap)
+        entry = rms_norm(pooled, weight, norm.eps, arithmetic)
+        rope = norm.cos_sin_cache.shape[-1]
+        turned = apply_rope(entry[:, -rope:], angles_at(norm.cos_sin_cache, position - ratio + 1))
         entry = torch.cat([entry[:, :-rope], turned], -1)
         store_entries(entry, cache, slot_mapping[token].masked_fill(absent, -1))
 

@@ -48,6 +48,11 @@ class IndexQuery:
     weights: Tensor
     scales: Tensor | None = None
 
+    def tokens(self, part: slice) -> IndexQuery:
+        """The queries of some of the tokens."""
+        scales = None if self.scales is None else self.scales[part]
+        return IndexQuery(self.values[part], self.weights[part], scales)
+
     def rows(self, part: slice) -> Tensor:
         """[t, Hi, Di] fp32 values of some tokens."""
         if self.scales is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4attn.core.cache.index_records import read_index_keys, slots_of
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, scores, scores_bytes
 from dsv4attn.core.torch_ops.tiles import Arithmetic, arithmetic_of, tiles
 
@@ -25,9 +26,7 @@ _LOWEST = torch.finfo(torch.float32).min
 def select_topk(
     query: IndexQuery,
     cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
+    token_map: TokenMap,
     out: Tensor,
     max_entries: int,
     *,
@@ -38,21 +37,25 @@ def select_topk(
 
     Of equal scores the lower entry number wins. An entry with a NaN score, and one without a block, is never chosen.
 
-    query: of T tokens. cache: pages of index keys. block_table: [R, N] int32 of it. token_to_req: [T] int32.
-    visible_lens: [T] int32 - entries that each token sees, 0 for padding. out: [T, K] int32. max_entries: the largest
-    of `visible_lens`, or more; entries behind it, in steps of ENTRIES, are not looked at. inside: by a part of the
-    tokens and the first of ENTRIES entries, which of these may be selected [t, ENTRIES]; None: all.
+    query: queries of T tokens.
+    cache: pages of index keys.
+    token_map: blocks of `cache`, and the request and the visible entries of each token.
+    out: [T, K] int32.
+    max_entries: the largest of the visible lengths, or more. Entries from there on, in steps of ENTRIES, are not read.
+    inside: `inside(part, start)` says for a part of the tokens, and for the ENTRIES entries from `start` on, which of
+       these may be selected: [t, ENTRIES] bool. None: all.
     """
     arithmetic, (count, topk) = arithmetic_of(deterministic), out.shape
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for part in tiles(count, selection_bytes(heads, dim, topk)):
-        tokens, maps = out[part].shape[0], (block_table, token_to_req[part], visible_lens[part, None])
+        queries, tokens = query.tokens(part), token_map.tokens(part)
+        rows = out[part].shape[0]
         best = (
-            torch.full((tokens, topk), -inf, device=out.device, dtype=torch.float32),
-            out.new_full((tokens, topk), -1),
+            torch.full((rows, topk), -inf, device=out.device, dtype=torch.float32),
+            out.new_full((rows, topk), -1),
         )
         for start in range(0, max_entries, ENTRIES):
-            score, entry = score_entries(query, part, cache, *maps, start, arithmetic)
+            score, entry = score_entries(queries, cache, tokens, start, arithmetic)
             if inside is not None:
                 score = score.masked_fill_(~inside(part, start), -inf)
             best = better(best, score, entry.masked_fill(score == -inf, -1))
@@ -62,24 +65,17 @@ def select_topk(
 
 
 def score_entries(
-    query: IndexQuery,
-    part: slice,
-    cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    lens: Tensor,
-    start: int,
-    arithmetic: Arithmetic,
+    query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, start: int, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
     """Scores and numbers [t, ENTRIES] of the entries from `start` on; -inf where one is absent, not seen, or NaN.
 
-    part: tokens of the query. token_to_req: [t] and lens [t, 1]: of these. Scores of others are finite or +inf.
+    query, token_map: of t tokens. Scores of other entries are finite or +inf.
     """
-    q, weights = query.rows(part), query.weights[part]
+    q, lens = query.rows(slice(None)), token_map.visible_lens[:, None]
     entry = torch.arange(start, start + ENTRIES, device=lens.device, dtype=torch.int32).expand(q.shape[0], -1)
-    slots = slots_of(entry, block_table, token_to_req, cache).masked_fill_(entry >= lens, -1)
+    slots = slots_of(entry, token_map.block_table, token_map.token_to_req, cache).masked_fill_(entry >= lens, -1)
     # the sum turns -0 into 0: they are equal
-    score = scores(q, weights, read_index_keys(cache, slots), arithmetic).clamp_(min=_LOWEST) + 0.0
+    score = scores(q, query.weights, read_index_keys(cache, slots), arithmetic).clamp_(min=_LOWEST) + 0.0
     return score.masked_fill_((slots < 0) | score.isnan(), -inf), entry
 
 

@@ -18,6 +18,7 @@ from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import LAYOUT, read_records
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
@@ -128,8 +129,8 @@ def _save(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Ge
 
 
 def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
-    device, ratio, eps = states.kv.device, parts.ratio, parts.layer.eps
-    norm = 1 + 0.1 * torch.randn(parts.dim, generator=generator, device=device, dtype=torch.float32)
+    device, ratio = states.kv.device, parts.ratio
+    weight = 1 + 0.1 * torch.randn(parts.dim, generator=generator, device=device, dtype=torch.float32)
     table = cos_sin_cache(parts.layer.rope, int(states.positions.max()) + 1, device)
     row = states.cache.region("row")
     page = states.slots // states.cache.block_size, states.slots % states.cache.block_size
@@ -143,13 +144,14 @@ def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.G
     mapping = torch.full_like(states.positions, -1)
     mapping[tokens] = slots
     fetch = read_records if parts.layout.name == LAYOUT.name else read_index_keys
-    window = states.cache, states.table, states.request, states.positions, mapping
+    pages, norm = StatePages(states.cache, states.table), EntryNorm(weight, parts.layer.eps, table)
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
         store = backend.layer_ops.compress_norm_rope_store
 
         def run() -> None:
-            store(*window, norm, eps, table, ratio, cache, overlap=parts.layer.overlap)
+            overlap = parts.layer.overlap
+            store(pages, states.request, states.positions, mapping, norm, ratio, cache, overlap=overlap)
 
         # 0xFF is NaN as a code, as a bf16, as a scale byte and as an fp32 scale
         return Contender(name, run, lambda: cache.tensor.fill_(0xFF), lambda: [fetch(cache, slots)])

@@ -73,12 +73,12 @@ class ContextStep:
         assert self.query is not None
         assert self.keys is not None
         assert out is not None
-        maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens, out, self.entries
+        ops, token_map = backend.layer_ops, compressed.token_map
         if self.context is None:
-            backend.layer_ops.select_topk(self.query, self.keys, *maps)
+            ops.select_topk(self.query, self.keys, token_map, out, self.entries)
             return
         arithmetic = INVARIANT if backend.deterministic else PLAIN
-        select_topk_over_ranks(self.context, backend.layer_ops, arithmetic, self.query, self.keys, *maps)
+        select_topk_over_ranks(self.context, ops, arithmetic, self.query, self.keys, token_map, out, self.entries)
 
     def attend(self) -> None:
         """Attention, and over ranks the merge of all parts."""

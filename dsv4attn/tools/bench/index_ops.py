@@ -17,6 +17,7 @@ from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.accuracy import reference
@@ -109,10 +110,11 @@ def select_task(case: LayerOpCase, device: torch.device) -> Task:
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
         out = torch.empty(case.count, TOPK, dtype=torch.int32, device=device)
-        select, visible_lens = backend.layer_ops.select_topk, inputs.lens.flatten()
+        select = backend.layer_ops.select_topk
+        token_map = TokenMap(inputs.table, request, inputs.lens.flatten())
 
         def run() -> None:
-            select(query, cache, inputs.table, request, visible_lens, out, case.keys)
+            select(query, cache, token_map, out, case.keys)
 
         return Contender(name, run, lambda: out.fill_(-1), lambda: selection_bounds(inputs, out))
 

@@ -10,7 +10,7 @@ from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.models.deepseek_v41 import compressor as v41
 
-from dsv4attn import KVCacheLayout, PagedKVCache
+from dsv4attn import EntryNorm, KVCacheLayout, PagedKVCache, StatePages
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.metadata import V41StateBackend
@@ -96,14 +96,11 @@ class Compressor(OnDsv4attn, DeepseekCompressor):
         if self.compress_ratio == _LONG and state.c128_boundary is False and not is_capturing(positions.device):
             return
         steps.compress_norm_rope_store(
-            states,
-            state.block_table,
+            StatePages(states, state.block_table),
             state.token_to_req_indices,
             positions,
             metadata[self.k_cache_prefix].slot_mapping,
-            self._norm_weight(),
-            self.rms_norm_eps,
-            rotary_emb.cos_sin_cache,
+            EntryNorm(self._norm_weight(), self.rms_norm_eps, rotary_emb.cos_sin_cache),
             self.compress_ratio,
             self._bound_entries(),
             overlap=self.overlap,
@@ -134,16 +131,16 @@ class V41Compressor(OnDsv4attn, v41.DeepseekCompressor):
             return None
         steps = self._serving.layer_ops
         self._norm_fp32 = in_fp32(self.norm.weight, self._norm_fp32)
-        norm = self._norm_fp32, self.rms_norm_eps
+        weight, eps = self._norm_fp32, self.rms_norm_eps
         if self.state_cache is None:
             requests = by_prefix[self.k_cache_prefix].dsv4attn.req_id_per_token
             tokens = len(requests)
-            return steps.compress_latents(kv_score[:tokens], None, positions[:tokens], requests, *norm, ratio)
+            return steps.compress_latents(kv_score[:tokens], None, positions[:tokens], requests, weight, eps, ratio)
         state = by_prefix[self.state_cache.prefix]
         tokens = len(state.requests)
         kv, score = kv_score[:tokens].split(self.head_dim, -1)
-        ring = self._bound_states(self.state_cache.kv_cache, self.head_dim), state.ring_table
-        return steps.compress_latents(kv, score, positions[:tokens], state.requests, *norm, ratio, *ring)
+        rings = StatePages(self._bound_states(self.state_cache.kv_cache, self.head_dim), state.ring_table)
+        return steps.compress_latents(kv, score, positions[:tokens], state.requests, weight, eps, ratio, rings)
 
     def insert_cache(self, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:  # noqa: ANN401 - vLLM's
         """Store the entries that the tokens of a step complete."""
@@ -151,9 +148,9 @@ class V41Compressor(OnDsv4attn, v41.DeepseekCompressor):
             return
         tokens = len(latent)
         slots = get_forward_context().attn_metadata[self.k_cache_prefix].slot_mapping[:tokens]
-        norm = None, self.rms_norm_eps, rotary_emb.cos_sin_cache
+        norm = EntryNorm(None, self.rms_norm_eps, rotary_emb.cos_sin_cache)
         store = self._serving.layer_ops.norm_rope_store
-        store(latent, positions[:tokens], slots, *norm, self.compress_ratio, self._bound_entries())
+        store(latent, positions[:tokens], slots, norm, self.compress_ratio, self._bound_entries())
 
 
 def in_fp32(weight: Tensor, copy: Tensor | None) -> Tensor:

@@ -13,10 +13,9 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4Index
 from vllm.models.deepseek_v41 import attention as v41
 from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
 
-from dsv4attn import PagedKVCache
+from dsv4attn import EntryNorm, IndexQuery, PagedKVCache, TokenMap
 from dsv4attn.core.layer.indexer import Candidates
 from dsv4attn.core.torch_modes import is_capturing
-from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn_vllm.compressor import bound_cache, in_fp32
 from dsv4attn_vllm.guard import GUARD, RefusedError
 from dsv4attn_vllm.index_metadata import IndexBackend, V41IndexBackend
@@ -95,7 +94,7 @@ class Selector(torch.nn.Module):
             torch.empty(steps.transient_bytes(weights.shape[0]), dtype=torch.uint8, device=hidden_states.device)
             return self.topk_indices_buffer
         metadata = by_prefix[self.k_cache.prefix]
-        tokens, visible = metadata.visible_lens.shape[0], metadata.visible_lens
+        tokens = metadata.visible_lens.shape[0]
         # a graph is replayed with longer contexts
         longest = self.max_entries
         if not is_capturing(weights.device):
@@ -104,13 +103,13 @@ class Selector(torch.nn.Module):
         if scales is not None:
             scales = scales[:tokens].unsqueeze(-1).view(torch.uint8)
         query = IndexQuery(values[:tokens], weights[:tokens], scales)
-        maps = metadata.block_table, metadata.token_to_req, visible
-        self._select(query, maps, self.topk_indices_buffer[:tokens, : self.topk_tokens], longest)
+        token_map = TokenMap(metadata.block_table, metadata.token_to_req, metadata.visible_lens)
+        self._select(query, token_map, self.topk_indices_buffer[:tokens, : self.topk_tokens], longest)
         return self.topk_indices_buffer
 
-    def _select(self, query: IndexQuery, maps: tuple[Tensor, Tensor, Tensor], out: Tensor, longest: int) -> None:
+    def _select(self, query: IndexQuery, token_map: TokenMap, out: Tensor, longest: int) -> None:
         """Write the best entries of each token to out [T, K]. longest: most entries that a token sees."""
-        self.serving.layer_ops.select_topk(query, self._keys(), *maps, out, longest)
+        self.serving.layer_ops.select_topk(query, self._keys(), token_map, out, longest)
 
 
 class IndexerSteps(_Indexer):
@@ -251,17 +250,17 @@ class V41Selector(Selector):
         self._candidates = None if candidate_blocks is None else Candidates(candidate_blocks, candidate_block_size)
         self._publishes = candidate_write
 
-    def _select(self, query: IndexQuery, maps: tuple[Tensor, Tensor, Tensor], out: Tensor, longest: int) -> None:
+    def _select(self, query: IndexQuery, token_map: TokenMap, out: Tensor, longest: int) -> None:
         steps, keys, candidates = self.serving.layer_ops, self._keys(), self._candidates
         if candidates is None or candidates.is_void(longest):
-            steps.select_topk(query, keys, *maps, out, longest)
+            steps.select_topk(query, keys, token_map, out, longest)
             return
-        found = candidates.blocks[: len(out)], candidates.block_size
+        blocks, size = candidates.blocks[: len(out)], candidates.block_size
         if self._publishes:
-            steps.select_candidates(query, keys, *maps, *found, longest)
-            steps.select_topk(query, keys, *maps, out, longest)
+            steps.select_candidates(query, keys, token_map, blocks, size, longest)
+            steps.select_topk(query, keys, token_map, out, longest)
         else:
-            steps.select_topk_of_candidates(query, keys, *maps, *found, out, longest)
+            steps.select_topk_of_candidates(query, keys, token_map, blocks, size, out, longest)
 
 
 class V41Indexer(v41.DeepseekV4Indexer):
@@ -279,9 +278,9 @@ class V41Indexer(v41.DeepseekV4Indexer):
         cache, tokens = self.k_cache.kv_cache, len(latent)
         self._bound = bound_cache(self._bound, cache, serving.index_layout)
         self._k_norm_fp32 = in_fp32(self.k_norm.weight, self._k_norm_fp32)
-        norm = self._k_norm_fp32, self.k_norm.variance_epsilon, rotary_emb.cos_sin_cache
+        norm = EntryNorm(self._k_norm_fp32, self.k_norm.variance_epsilon, rotary_emb.cos_sin_cache)
         slots, steps = by_prefix[self.k_cache.prefix].slot_mapping[:tokens], serving.layer_ops
-        steps.norm_rope_store(self.wk(latent)[0], positions[:tokens], slots, *norm, self.compress_ratio, self._bound)
+        steps.norm_rope_store(self.wk(latent)[0], positions[:tokens], slots, norm, self.compress_ratio, self._bound)
 
     def forward_q(
         self,

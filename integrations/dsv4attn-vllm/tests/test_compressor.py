@@ -17,6 +17,8 @@ from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from whole import WholeEngine, whole_engine
 
+from dsv4attn import EntryNorm, StatePages
+
 
 def with_op(monkeypatch: pytest.MonkeyPatch, engine: WholeEngine, **changed: Any) -> None:
     """Change layer ops of the engine's backend."""
@@ -91,14 +93,14 @@ def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyP
     store, save = steps.compress_norm_rope_store, steps.save_partial_states
 
     def wrong_store(
-        states: Any, table: Tensor, requests: Tensor, positions: Tensor, slots: Tensor, *rest: Any, **options: Any
-    ) -> None:
-        norm, eps, rope, ratio, cache = rest
+        states: StatePages, requests: Tensor, positions: Tensor, slots: Tensor, norm: EntryNorm, ratio: int, cache: Any,
+        **options: Any,
+    ) -> None:  # fmt: skip
         if bug == "window":
-            table = table.roll(1, 1)
+            states = evolve(states, block_table=states.block_table.roll(1, 1))
         if bug == "position":
-            rope = rope.roll(1 - ratio, 0)
-        store(states, table, requests, positions, slots, norm, eps, rope, ratio, cache, **options)
+            norm = evolve(norm, cos_sin_cache=norm.cos_sin_cache.roll(1 - ratio, 0))
+        store(states, requests, positions, slots, norm, ratio, cache, **options)
 
     def wrong_save(kv: Tensor, score: Tensor, ape: Tensor, *rest: Any) -> None:
         save(kv, score, torch.zeros_like(ape) if bug == "state" else ape, *rest)
@@ -114,7 +116,7 @@ def test_a_step_that_completes_no_entry_of_128_stores_none(
     engine: WholeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored: list[int] = []
-    with_op(monkeypatch, engine, compress_norm_rope_store=lambda *given, **_: stored.append(given[8]))
+    with_op(monkeypatch, engine, compress_norm_rope_store=lambda *given, **_: stored.append(given[5]))
 
     engine.step([(engine.request(), 20)])
     assert stored == [4, 4]
@@ -158,7 +160,7 @@ def test_the_weight_of_the_norm_is_vllms_own(
     store, work = steps.compress_norm_rope_store, [(engine.request(127), 1)]
 
     def noted(*arguments: Any, **options: Any) -> None:
-        given.append(arguments[5])
+        given.append(arguments[4].weight)
         store(*arguments, **options)
 
     with_op(monkeypatch, engine, compress_norm_rope_store=noted)

@@ -21,6 +21,8 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBui
 from vllm.v1.attention.ops.rocm_aiter_mla_sparse import fp8_paged_mqa_logits_torch
 from whole import WholeEngine, whole_engine
 
+from dsv4attn import TokenMap
+
 PREFIX = "model.layers.0.attn"
 KEYS = f"{PREFIX}.indexer.k_cache"
 
@@ -193,8 +195,8 @@ def test_planted_bugs_of_scores_are_found(engine: WholeEngine, seen: Seen, monke
     def dataclass_like(query: Any, values: Tensor) -> Any:
         return type(query)(values.contiguous(), query.weights, query.scales)
 
-    def one_less(query: Any, cache: Any, table: Tensor, requests: Tensor, visible: Tensor, *rest: Any) -> None:
-        select(query, cache, table, requests, visible - 10, *rest)
+    def one_less(query: Any, cache: Any, token_map: TokenMap, *rest: Any) -> None:
+        select(query, cache, evolve(token_map, visible_lens=token_map.visible_lens - 10), *rest)
 
     for bug in (mixed_up, one_less):
         with_op(monkeypatch, engine, select_topk=bug)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
@@ -19,6 +20,7 @@ from dsv4attn.backends.sm90 import index_logits
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
 hopper = [
@@ -43,12 +45,12 @@ def world(tokens: int = 41, page: int = 64, heads: int = 64) -> dict[str, Any]:
     lens[::7] = 0
     q = torch.randn(tokens, heads, 128, device=DEVICE).to(torch.float8_e4m3fn)
     query = IndexQuery(q, torch.randn(tokens, heads, device=DEVICE))
-    return {"query": query, "cache": cache, "block_table": table, "token_to_req": request, "visible_lens": lens}
+    return {"query": query, "cache": cache, "token_map": TokenMap(table, request, lens)}
 
 
 def scored(run: int, given: dict[str, Any], score: Any) -> tuple[Tensor, Tensor | None]:
-    entries = int(given["block_table"].shape[1]) * given["cache"].block_size
-    tokens = given["visible_lens"].shape[0]
+    entries = int(given["token_map"].block_table.shape[1]) * given["cache"].block_size
+    tokens = given["token_map"].visible_lens.shape[0]
     scores = torch.full((tokens, entries), 7.0, device=DEVICE)
     groups = -(-entries // run) * shared_index_logits.LANES if run else 0
     maxima = torch.full((tokens, groups), -torch.inf, device=DEVICE) if run else None
@@ -74,13 +76,13 @@ class TestOnDevice:
 
         alike(found, wanted)
         if own_maxima is not None and maxima is not None:
-            runs = -(-given["visible_lens"] // run) * shared_index_logits.LANES
+            runs = -(-given["token_map"].visible_lens // run) * shared_index_logits.LANES
             seen = torch.arange(maxima.shape[1], device=DEVICE) < runs[:, None]
             alike(own_maxima[seen], maxima[seen])
 
     def test_tokens_that_see_the_same_are_shared_out_otherwise(self, tokens: int, page: int, run: int) -> None:
         given = world(tokens, page)
-        given["visible_lens"].fill_(15 * page - 7)
+        given["token_map"].visible_lens.fill_(15 * page - 7)
         found, own_maxima = scored(run, given, index_logits.score)
         wanted, maxima = scored(run, given, shared_index_logits.score)
 
@@ -189,7 +191,7 @@ class TestGathered:
 def test_what_it_does_not_serve_is_left_to_the_shared_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_logits, "INTERPRETED", case == "interpreted")
     given = world(2 if case == "few tokens" else 12, 48 if case == "page" else 64, 32 if case == "heads" else 64)
-    tokens = given["visible_lens"].shape[0]
+    tokens = given["token_map"].visible_lens.shape[0]
     scores = torch.zeros(tokens, 720, device=DEVICE)
     maxima, run = (torch.zeros(tokens, 4 * 64, device=DEVICE), 192) if case == "run" else (None, 0)
     with observed() as seen:
@@ -206,10 +208,11 @@ def test_logits_that_it_does_not_serve_are_left_to_the_shared_kernel(
     monkeypatch.setattr(index_logits, "INTERPRETED", case == "interpreted")
     given = world(6, 48 if case == "page" else 64, 32 if case == "heads" else 64)
     query, each = given["query"], 1 if case == "one token" else 2
-    q, lens = query.values.view(6 // each, each, *query.values.shape[1:]), given["visible_lens"].view(6 // each, each)
+    q = query.values.view(6 // each, each, *query.values.shape[1:])
+    lens = given["token_map"].visible_lens.view(6 // each, each)
     with observed() as seen:
         found = index_logits.fp8_paged_mqa_logits(
-            q, given["cache"], query.weights, lens, given["block_table"].repeat(2, 1)[: 6 // each], 300
+            q, given["cache"], query.weights, lens, given["token_map"].block_table.repeat(2, 1)[: 6 // each], 300
         )
 
     assert found is None
@@ -224,14 +227,13 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
         monkeypatch.setattr(index_logits, name, refuse)
     steps, given = Sm90Backend(deterministic=True).layer_ops, world(6, heads=8)
     out = torch.empty(6, 4, dtype=torch.int32, device=DEVICE)
-    maps = given["block_table"], given["token_to_req"], given["visible_lens"].clamp(max=100)
-    steps.select_topk(given["query"], given["cache"], *maps, out, 100)
+    query, cache, token_map = given["query"], given["cache"], given["token_map"]
+    lens, table = token_map.visible_lens, token_map.block_table
+    steps.select_topk(query, cache, evolve(token_map, visible_lens=lens.clamp(max=100)), out, 100)
 
-    assert (out[given["visible_lens"] == 0] == -1).all()
-    query, lens = given["query"], given["visible_lens"].view(3, 2)
-    logits = steps.fp8_paged_mqa_logits(
-        query.values.unflatten(0, (3, 2)), given["cache"], query.weights, lens, given["block_table"], max_model_len=50
-    )
+    assert (out[lens == 0] == -1).all()
+    q = query.values.unflatten(0, (3, 2))
+    logits = steps.fp8_paged_mqa_logits(q, cache, query.weights, lens.view(3, 2), table, max_model_len=50)
     assert logits.shape == (6, 50)
     k, row = (
         torch.zeros(9, 128, device=DEVICE).to(torch.float8_e4m3fn),

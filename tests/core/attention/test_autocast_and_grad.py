@@ -23,6 +23,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.model.weights import HyperConnectionWeights
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.core.torch_ops.merge import merge_lse
 from dsv4attn.selection import load_backend
 from tests.harness import FP32, KINDS_AND_RATIOS, LIMITS, SMALL, LayerStack, bound_layer
@@ -206,12 +207,13 @@ def test_methods_and_steps_of_a_backend_leave_no_graph(name: str) -> None:
     steps.save_partial_states(grads(6, 64), grads(6, 64), ape, slots, states, slots)
     bare(states.tensor, states.region("row"))
     table, request = torch.arange(4, dtype=torch.int32)[None], torch.zeros(6, dtype=torch.int32)
-    norm, entries = torch.ones(32, requires_grad=True), torch.full((6,), -1)
+    weight, entries = torch.ones(32, requires_grad=True), torch.full((6,), -1)
     entries[3] = 2
-    steps.compress_norm_rope_store(states, table, request, slots, entries, norm, 1e-6, ROPE, 4, cache, overlap=True)
-    steps.norm_rope_store(grads(6, 32), slots, entries, norm, 1e-6, ROPE, 1, cache)
+    pages, norm = StatePages(states, table), EntryNorm(weight, 1e-6, ROPE)
+    steps.compress_norm_rope_store(pages, request, slots, entries, norm, 4, cache, overlap=True)
+    steps.norm_rope_store(grads(6, 32), slots, entries, norm, 1, cache)
     bare(cache.tensor, states.tensor)
-    latents = steps.compress_latents(grads(6, 32), None, slots, request, norm, 1e-6, 1)
+    latents = steps.compress_latents(grads(6, 32), None, slots, request, weight, 1e-6, 1)
     bare(latents)
 
 

@@ -29,6 +29,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.weights import AttentionWeights
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.tiles import PLAIN
 from dsv4attn.errors import ArgumentError, ContextParallelError
@@ -159,8 +160,8 @@ def selection(group: Any, interleave: int) -> None:
             cache.tensor[table[i, n // size], n % size] = keys[i][e]
     out = torch.full((8, topk + 2), -7, dtype=torch.int32)[:, 1:-1]
     steps = load_backend("reference").layer_ops
-    lens = own.counts(visible).int()
-    select_topk_over_ranks(context, steps, PLAIN, query, cache, table, token_to_req, lens, out, max(entries))
+    token_map = TokenMap(table, token_to_req, own.counts(visible).int())
+    select_topk_over_ranks(context, steps, PLAIN, query, cache, token_map, out, max(entries))
 
     for t, (i, n) in enumerate(zip(token_to_req.tolist(), visible.tolist(), strict=True)):
         score = torch.relu(q[t].double() @ keys[i][:n].double().T).sum(0).tolist()

@@ -24,6 +24,7 @@ from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
 from dsv4attn.core.torch_ops.tiles import PLAIN, TILE_BYTES
@@ -137,12 +138,12 @@ def test_a_selection_holds_no_more_than_the_plan_says(tokens: int, topk: int, mo
     cache = PagedKVCache(torch.randn(1, entries, 32), layout)
     query = IndexQuery(torch.randn(tokens, heads, 32), torch.randn(tokens, heads))
     out = torch.full((tokens, topk), -1, dtype=torch.int32)
-    maps = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
-    visible = torch.full((tokens,), entries, dtype=torch.int32)
+    table, token_to_req = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+    token_map = TokenMap(table, token_to_req, torch.full((tokens,), entries, dtype=torch.int32))
     layer, steps = attrs.evolve(C4A, topk=topk), ReferenceBackend()
     ops = attrs.evolve(LayerOps(), select_topk=_first_entries)
     with Meter() as meter:
-        select_topk_over_ranks(context, ops, PLAIN, query, cache, *maps, visible, out, 2 * entries)
+        select_topk_over_ranks(context, ops, PLAIN, query, cache, token_map, out, 2 * entries)
     plan = plan_workspace(layer, Limits(4, tokens, 16384), steps, FP32, layer_steps=True, ranks=2)
     beside = rank_buffers.selection_transient_bytes(2, layer, tokens)
 
@@ -152,7 +153,7 @@ def test_a_selection_holds_no_more_than_the_plan_says(tokens: int, topk: int, mo
 
 def _first_entries(*given: Any) -> None:
     """Select the first entries, without an allocation."""
-    out = given[5]
+    out = given[3]
     torch.arange(out.shape[1], out=out[0])
     out[1:].copy_(out[:1].expand_as(out[1:]))
 

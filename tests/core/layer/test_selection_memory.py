@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.selection import load_backend
 
@@ -40,7 +41,7 @@ def test_g22_a_million_tokens_are_selected_from_in_tiles() -> None:
     steps = load_backend("reference").layer_ops
 
     with Largest() as seen:
-        steps.select_topk(query, cache, table, request, lens, out, ENTRIES)
+        steps.select_topk(query, cache, TokenMap(table, request, lens), out, ENTRIES)
 
     wanted = torch.arange(ENTRIES - 64, ENTRIES - 64 + TOPK, dtype=torch.int32)
     assert torch.equal(out, wanted.expand(TOKENS, -1))

@@ -181,7 +181,7 @@ def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, mo
         select(*given)
         calls[0] += 1
         if calls[0] > 3:
-            given[8][0, 0] += 1
+            given[6][0, 0] += 1
 
     monkeypatch.setattr(context_step, "select_topk_over_ranks", worse)
     found = measured(alone)

@@ -10,6 +10,7 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.contract.layer_ops import StatePages, TokenMap
 from dsv4attn.tools.bench.cases import LAYER_OPS
 from dsv4attn.tools.bench.index_ops import index_task, select_task, selection_bounds
 from dsv4attn.tools.bench.layer_ops import LayerOpCase, layer_op_cases
@@ -109,8 +110,9 @@ def truncated(right: Callable[..., Any], q: Any, cache: Any, weights: Any, lens:
     return right(q, cache, weights, lens - 1, *rest)
 
 
-def last_page_twice(right: Callable[..., Any], query: Any, cache: Any, table: Any, *rest: Any) -> Any:
-    return right(query, cache, torch.cat([table[:, 1:2], table[:, 1:]], 1), *rest)
+def last_page_twice(right: Callable[..., Any], query: Any, cache: Any, token_map: TokenMap, *rest: Any) -> Any:
+    table = torch.cat([token_map.block_table[:, 1:2], token_map.block_table[:, 1:]], 1)
+    return right(query, cache, evolve(token_map, block_table=table), *rest)
 
 
 def unequal(right: Callable[..., Any], *arguments: Any) -> None:
@@ -129,15 +131,15 @@ def no_bias(right: Callable[..., Any], kv: Any, score: Any, ape: Any, *rest: Any
 
 def next_position(right: Callable[..., Any], *given: Any, overlap: bool) -> None:
     """Entries are rotated by one position too many."""
-    table = given[7].roll(-1, 0)
-    right(*given[:7], table, *given[8:], overlap=overlap)
+    norm = evolve(given[4], cos_sin_cache=given[4].cos_sin_cache.roll(-1, 0))
+    right(*given[:4], norm, *given[5:], overlap=overlap)
 
 
-def half_a_window(right: Callable[..., Any], states: Any, table: Any, *given: Any, overlap: bool) -> None:
+def half_a_window(right: Callable[..., Any], states: StatePages, *given: Any, overlap: bool) -> None:
     """Tokens of every second page do not count."""
-    gone = table.clone()
-    gone[:, ::2] = -1
-    right(states, gone, *given, overlap=overlap)
+    table = states.block_table.clone()
+    table[:, ::2] = -1
+    right(evolve(states, block_table=table), *given, overlap=overlap)
 
 
 def unturned(right: Callable[..., Any], q: Any, weights: Any, positions: Any, *rest: Any) -> Any:

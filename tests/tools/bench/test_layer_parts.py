@@ -162,7 +162,7 @@ def test_the_step_that_is_timed_stores_the_entries_that_its_legend_names(monkeyp
     right = LayerOps().compress_norm_rope_store
 
     def counted(*given: Any, **options: Any) -> None:
-        stored.append(int((given[4] >= 0).sum()))
+        stored.append(int((given[3] >= 0).sum()))
         right(*given, **options)
 
     backend = ReferenceBackend()

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.selection import select_topk
 from tests.layer_ops import TorchOps
@@ -22,14 +23,11 @@ class Steps(TorchOps):
 
     def compress_norm_rope_store(
         self,
-        states: PagedKVCache,
-        state_block_table: Tensor,
+        states: StatePages,
         token_to_req: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        cos_sin_cache: Tensor,
+        norm: EntryNorm,
         ratio: int,
         cache: PagedKVCache,
         *,
@@ -61,18 +59,20 @@ class TurnedToTheLastToken(Steps):
     """Entries are rotated to the position that completes them."""
 
     def store(self, **given: Any) -> None:
-        table = given["cos_sin_cache"].roll(1 - given["ratio"], 0)
-        super().store(**{**given, "cos_sin_cache": table})
+        table = given["norm"].cos_sin_cache.roll(1 - given["ratio"], 0)
+        super().store(**{**given, "norm": evolve(given["norm"], cos_sin_cache=table)})
 
 
 class NormWithoutWeight(Steps):
     def store(self, **given: Any) -> None:
-        super().store(**{**given, "norm_weight": torch.ones_like(given["norm_weight"])})
+        norm = given["norm"]
+        super().store(**{**given, "norm": evolve(norm, weight=torch.ones_like(norm.weight))})
 
 
 class NeighboursStates(Steps):
     def store(self, **given: Any) -> None:
-        super().store(**{**given, "state_block_table": given["state_block_table"].roll(1, 0)})
+        states = given["states"]
+        super().store(**{**given, "states": evolve(states, block_table=states.block_table.roll(1, 0))})
 
 
 class PreviousWindowForgotten(Steps):
@@ -83,10 +83,10 @@ class PreviousWindowForgotten(Steps):
             super().store(**given)
             return
         for i, position in enumerate(given["positions"].tolist()):
-            own, table = slice(i, i + 1), given["state_block_table"].clone()
+            own, table = slice(i, i + 1), given["states"].block_table.clone()
             table[:, : position // given["ratio"]] = -1
             parts = {name: given[name][own] for name in ("token_to_req", "positions", "slot_mapping")}
-            super().store(**{**given, **parts, "state_block_table": table})
+            super().store(**{**given, **parts, "states": evolve(given["states"], block_table=table)})
 
 
 class NotStored(Steps):
@@ -123,17 +123,10 @@ class Selecting(Steps):
     """Changes what is selected from, or what was selected."""
 
     def select_topk(
-        self,
-        query: IndexQuery,
-        cache: PagedKVCache,
-        table: Tensor,
-        request: Tensor,
-        lens: Tensor,
-        out: Tensor,
-        most: int,
+        self, query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Tensor, max_entries: int
     ) -> None:
-        query, lens = self.before(query, lens)
-        select_topk(query, cache, table, request, lens, out, most)
+        query, lens = self.before(query, token_map.visible_lens)
+        select_topk(query, cache, evolve(token_map, visible_lens=lens), out, max_entries)
         self.after(out, lens)
 
     def before(self, query: IndexQuery, lens: Tensor) -> tuple[IndexQuery, Tensor]:

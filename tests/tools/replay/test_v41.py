@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.layer_ops import default_layer_ops
+from dsv4attn.core.contract.layer_ops import EntryNorm, default_layer_ops
 from dsv4attn.core.layer import indexer
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
@@ -69,9 +69,9 @@ def own_first_token(*args: Any, **options: Any) -> torch.Tensor:
     return _LATENTS(kv, None if score is None else torch.zeros_like(score), *rest, **options)
 
 
-def without_norm(x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, _: Any, *rest: Any) -> None:
+def without_norm(x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, norm: EntryNorm, *rest: Any) -> None:
     """Leave out the norm of index keys."""
-    _STORE(x, positions, slots, None, *rest)
+    _STORE(x, positions, slots, attrs.evolve(norm, weight=None), *rest)
 
 
 _OPS = default_layer_ops()
@@ -95,8 +95,8 @@ def test_a_planted_bug_is_named_by_its_stage(monkeypatch: pytest.MonkeyPatch, st
 def test_a_selection_of_others_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     select = indexer.Indexer.__call__
 
-    def last(self: Any, *args: Any) -> None:
-        select(self, *args)
+    def last(self: Any, *args: Any, **options: Any) -> None:
+        select(self, *args, **options)
         args[6].copy_(args[6].roll(1, 0))
 
     monkeypatch.setattr(indexer.Indexer, "__call__", last)

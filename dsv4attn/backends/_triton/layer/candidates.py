@@ -53,9 +53,14 @@ def keep_candidates(scores: Tensor, candidates: Tensor, kept: Tensor, block_size
     kept.fill_(nan)
     constants, (tokens, most) = _constants(block_size), candidates.shape
     parts = -(-most // constants["BLOCKS"])
-    strides = scores.stride(0), candidates.stride(0), kept.stride(0)
-    sizes = most, max_entries, parts
-    launch(keep_kernel, (tokens * parts,), (scores, candidates, kept, *strides, *sizes), constants)
+    launch(
+        keep_kernel,
+        (tokens * parts,),
+        (
+            scores, candidates, kept, scores.stride(0), candidates.stride(0), kept.stride(0), most, max_entries, parts,
+        ),
+        constants,
+    )  # fmt: skip
 
 
 @cache

@@ -29,6 +29,7 @@ from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, po
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["compress_norm_rope_store", "entry_constants", "save_partial_states", "variants"]
@@ -93,7 +94,7 @@ def pool_for(window: int, block: int, aligned: int, arch: str) -> Pool:
 def save_partial_states(
     kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, cache: PagedKVCache, slot_mapping: Tensor
 ) -> None:
-    """Write kv and score [T, w], plus the bias of its place in the window, to state slots. See `definitions`."""
+    """Write kv, and score plus the bias of its place in the window, to state slots; see `torch_ops.compressor`."""
     check_strides(kv=kv, score=score, ape=ape, positions=positions, slot_mapping=slot_mapping)
     tokens = min(kv.shape[0], slot_mapping.shape[0])
     constants = _save_constants(kv.shape[1], alignment_of_rows(kv, score, ape), alignment_of_records(cache))
@@ -113,77 +114,74 @@ def save_partial_states(
 
 @without_modes
 def compress_norm_rope_store(
-    states: PagedKVCache,
-    state_block_table: Tensor,
+    states: StatePages,
     token_to_req: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    cos_sin_cache: Tensor,
+    norm: EntryNorm,
     ratio: int,
     cache: PagedKVCache,
     *,
     overlap: bool,
 ) -> None:
     """Make the entries that the tokens of a step complete, and store them; see `torch_ops.compressor`."""
+    weight, angles, layout = check_norm_weight(norm.weight, cache.layout.head_dim), norm.cos_sin_cache, cache.layout
     check_strides(
-        state_block_table=state_block_table, token_to_req=token_to_req, positions=positions, slot_mapping=slot_mapping,
-        norm_weight=norm_weight, cos_sin_cache=cos_sin_cache,
+        block_table=states.block_table, token_to_req=token_to_req, positions=positions, slot_mapping=slot_mapping,
+        norm_weight=weight, cos_sin_cache=angles,
     )  # fmt: skip
-    check_norm_weight(norm_weight, cache.layout.head_dim)
     n = min(positions.shape[0], slot_mapping.shape[0])
     splits = _splits(ratio, overlap=overlap)
     if splits and n > MOST_POOLED:
         for first in range(0, n, MOST_POOLED):
             part = slice(first, first + MOST_POOLED)
-            tokens_of_part = token_to_req[part], positions[part], slot_mapping[part]
-            norm = norm_weight, eps, cos_sin_cache
-            compress_norm_rope_store(states, state_block_table, *tokens_of_part, *norm, ratio, cache, overlap=overlap)
+            requests, places, slots = token_to_req[part], positions[part], slot_mapping[part]
+            compress_norm_rope_store(states, requests, places, slots, norm, ratio, cache, overlap=overlap)
         return
-    aligned = alignment_of_records(states), alignment_of_records(cache)
-    constants, warps = _compress_constants(
-        cache.layout, ratio, cos_sin_cache.shape[1], *aligned, architecture(), overlap=overlap
-    )
+    records = alignment_of_records(cache)
+    aligned, rope = alignment_of_records(states.cache), angles.shape[1]
+    constants, warps = _compress_constants(layout, ratio, rope, aligned, records, architecture(), overlap=overlap)
     tokens = min(max(triton.cdiv(n, PROGRAMS), 1), constants["TOKENS"])
-    maps = token_to_req, positions, slot_mapping
-    state_page, state_stride, _, _ = record_strides(states)
-    window = (
-        *state_block_table.shape, state_block_table.stride(0), states.num_blocks, states.block_size,
-        -(-(2**48) // states.block_size), state_page, state_stride,
-    )  # fmt: skip
     pooled = None
     if splits:
-        pooled = states.tensor.new_empty(n, cache.layout.head_dim)
-        _pool(states.tensor, state_block_table, maps, pooled, window, cache, ratio, overlap=overlap)
+        pooled = states.cache.tensor.new_empty(n, layout.head_dim)
+        _pool(states, token_to_req, positions, slot_mapping, pooled, cache, ratio, overlap=overlap)
     launch(
         compress_kernel,
         (triton.cdiv(n, tokens),),
         (
-            states.tensor, state_block_table, *maps, pooled, norm_weight, cos_sin_cache, cache.tensor, n, tokens,
-            float(eps), *window, cos_sin_cache.shape[0], cos_sin_cache.stride(0), cache.num_blocks, cache.block_size,
-            *record_strides(cache),
+            states.cache.tensor, states.block_table, token_to_req, positions, slot_mapping, pooled, weight, angles,
+            cache.tensor, n, tokens, float(norm.eps), *_sizes(states), angles.shape[0], angles.stride(0),
+            cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
         constants,
         num_warps=warps,
     )  # fmt: skip
 
 
+def _sizes(states: StatePages) -> tuple[int, ...]:
+    """Arguments of both kernels that say where states are: sizes and strides of the block table and of the cache."""
+    table, cache = states.block_table, states.cache
+    page_stride, stride, _, _ = record_strides(cache)
+    block_size = cache.block_size
+    return (
+        table.shape[0], table.shape[1], table.stride(0), cache.num_blocks, block_size, -(-(2**48) // block_size),
+        page_stride, stride,
+    )  # fmt: skip
+
+
 def _pool(
-    states: Tensor,
-    table: Tensor,
-    maps: tuple[Tensor, Tensor, Tensor],
+    states: StatePages,
+    token_to_req: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
     pooled: Tensor,
-    window: tuple[int, ...],
     cache: PagedKVCache,
     ratio: int,
     *,
     overlap: bool,
 ) -> None:
-    """Write to pooled [n, D] fp32 the rows of tokens that complete an entry.
-
-    maps: requests, positions and slots of tokens. window: arguments of the kernels that say where states are.
-    """
+    """Write to pooled [n, D] fp32 the rows of tokens that complete an entry."""
     n, dim = pooled.shape
     constants, warps = _pool_constants(dim, ratio, architecture(), overlap=overlap)
     slices = triton.cdiv(dim, constants["BLOCK"])
@@ -191,10 +189,13 @@ def _pool(
     launch(
         pool_kernel,
         (triton.cdiv(n, tokens) * slices,),
-        (states, table, *maps, pooled, n, tokens, *window, cache.num_blocks, cache.block_size),
+        (
+            states.cache.tensor, states.block_table, token_to_req, positions, slot_mapping, pooled, n, tokens,
+            *_sizes(states), cache.num_blocks, cache.block_size,
+        ),
         constants,
         num_warps=warps,
-    )
+    )  # fmt: skip
 
 
 @cached

@@ -27,6 +27,7 @@ from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
 __all__ = ["LANES", "fp8_mqa_logits", "fp8_paged_mqa_logits", "multiplies_codes", "score", "variants"]
@@ -96,9 +97,7 @@ def tiles_for(layout: KVCacheLayout, arch: str) -> Tiles:
 def score(
     query: IndexQuery,
     cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
+    token_map: TokenMap,
     scores: Tensor,
     maxima: Tensor | None,
     run: int,
@@ -107,17 +106,29 @@ def score(
 ) -> None:
     """Write the score of each entry that a token sees to scores [T, E] fp32; NaN for entries without a block.
 
-    block_table: [R, N] int32, not empty. token_to_req, visible_lens: [T] int32. maxima: [T, LANES * E / run] fp32 - the
-    largest score of the entries e with the same e // run and e % LANES - or None. run: a multiple of 128, or 0.
+    query: queries of T tokens.
+    cache: index keys.
+    token_map: blocks of `cache`, whose table is not empty, and the request and the visible entries of each token.
+    maxima: [T, LANES * E / run] fp32 - receives the largest score of the entries e with the same e // run and
+       e % LANES. None: not wanted.
+    run: a multiple of 128, or 0 without maxima.
     exact_rows: whether bits must not depend on how many tokens a request has.
     """
     tokens, entries = scores.shape
     tiles = tiles_for(cache.layout, architecture())
-    tile = tiles.of(1 if exact_rows else tokens / block_table.shape[0])
+    tile = tiles.of(1 if exact_rows else tokens / token_map.block_table.shape[0])
     runs = max(run // tile.entries, 1)
-    span = _span(tile, tokens, entries, runs)
-    keys = _pages(cache, tile)
-    _launch(query, keys, (block_table, token_to_req, visible_lens, None), scores, maxima, tile, span, runs, fill=False)
+    _launch(
+        query,
+        _pages(cache, tile),
+        _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req),
+        scores,
+        tile,
+        _span(tile, tokens, entries, runs),
+        maxima=maxima,
+        run=runs,
+        fill=False,
+    )
 
 
 @without_modes
@@ -138,9 +149,8 @@ def fp8_paged_mqa_logits(
         return logits.fill_(-inf)
     tile = tiles_for(cache.layout, architecture()).of(each)
     span = _span(tile, requests * each, max_model_len)
-    given = block_tables, None, lens.reshape(-1).contiguous(), None
-    keys = _pages(cache, tile)
-    _launch(IndexQuery(q.flatten(0, 1), weights), keys, given, logits, None, tile, span, 1, fill=True, each=each)
+    rows = _Rows(lens.reshape(-1).contiguous(), block_tables, tokens_per_req=each)
+    _launch(IndexQuery(q.flatten(0, 1), weights), _pages(cache, tile), rows, logits, tile, span, fill=True)
     return logits
 
 
@@ -154,10 +164,9 @@ def fp8_mqa_logits(
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     tile = tiles_for(layout, architecture()).many
     if logits.numel():
-        given = None, None, cu_seqlen_ke, cu_seqlen_ks
         keys = _Keys(_raw(rows), scales, layout, 0, 1, (0, rows.stride(0), 0, 1), _dense(layout, rows.stride(0)))
         span = _span(tile, q.shape[0], rows.shape[0])
-        _launch(IndexQuery(q, weights), keys, given, logits, None, tile, span, 1, fill=True)
+        _launch(IndexQuery(q, weights), keys, _Rows(cu_seqlen_ke, first=cu_seqlen_ks), logits, tile, span, fill=True)
     return logits
 
 
@@ -192,6 +201,23 @@ class _Keys:
         return WIDE if step % WIDE == 0 else item
 
 
+@frozen(eq=False)
+class _Rows:
+    """Which keys each row of the scores is of, as arguments of the kernel.
+
+    lens: [T] int32 - end of the keys that a token sees.
+    block_table: blocks of the keys; None for gathered keys.
+    token_to_req: [T] int32 - None: `tokens_per_req` tokens of each request follow each other.
+    first: [T] int32 - start of the keys that a token sees; None: 0.
+    """
+
+    lens: Tensor
+    block_table: Tensor | None = None
+    token_to_req: Tensor | None = None
+    first: Tensor | None = None
+    tokens_per_req: int = 1
+
+
 def _dense(layout: KVCacheLayout, stride: int) -> int:
     """The stride of contiguous records, in elements; 0 if the records are not contiguous."""
     contiguous = layout.data_bytes // layout.dtype.itemsize
@@ -213,25 +239,24 @@ def _raw(tensor: Tensor) -> Tensor:
 def _launch(
     query: IndexQuery,
     keys: _Keys,
-    given: tuple[Tensor | None, Tensor | None, Tensor, Tensor | None],
+    rows: _Rows,
     out: Tensor,
-    maxima: Tensor | None,
     tile: Tile,
     span: int,
-    run: int,
     *,
     fill: bool,
-    each: int = 1,
+    maxima: Tensor | None = None,
+    run: int = 1,
 ) -> None:
-    table, requests, lens, first = given
     (tokens, entries), values, scales = out.shape, _raw(query.values), query.scales
-    rows, columns = (0, 0) if table is None else table.shape
+    table = rows.block_table
+    requests, columns = (0, 0) if table is None else table.shape
     launch(
         score_kernel,
         (triton.cdiv(tokens, tile.tokens) * triton.cdiv(entries, span),),
         (
-            values, scales, query.weights, keys.tensor, keys.scales, table, requests, lens, first, out, maxima, tokens,
-            rows, each, entries, span, run, values.stride(0), values.stride(1),
+            values, scales, query.weights, keys.tensor, keys.scales, table, rows.token_to_req, rows.lens, rows.first,
+            out, maxima, tokens, requests, rows.tokens_per_req, entries, span, run, values.stride(0), values.stride(1),
             0 if scales is None else scales.stride(0), query.weights.stride(0), 0 if table is None else table.stride(0),
             columns, keys.num_blocks, keys.page_size, *divider(keys.page_size), *keys.strides, out.stride(0),
             0 if maxima is None else maxima.stride(0),

@@ -26,6 +26,7 @@ from dsv4attn.backends._triton.layer.kernels_latents import latent_kernel, ring_
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.core.torch_ops.latents import check_ring
 
 __all__ = ["MOST", "compress_latents", "norm_rope_store", "variants"]
@@ -44,33 +45,52 @@ def compress_latents(
     norm_weight: Tensor,
     eps: float,
     ratio: int,
-    states: PagedKVCache | None = None,
-    state_block_table: Tensor | None = None,
+    states: StatePages | None = None,
 ) -> Tensor:
-    """See `definitions`, compress_latents; ratio is at most MOST."""
-    check_ring(ratio, score, states, state_block_table, tokens=kv.shape[0])
-    given = {"kv": kv, "positions": positions, "token_to_req": token_to_req, "norm_weight": norm_weight}
-    optional = {"score": score, "state_block_table": state_block_table}
-    check_strides(**given, **{name: tensor for name, tensor in optional.items() if tensor is not None})
+    """See `torch_ops.latents`; ratio is at most MOST."""
+    check_ring(ratio, score, states, tokens=kv.shape[0])
+    check_strides(kv=kv, positions=positions, token_to_req=token_to_req, norm_weight=norm_weight)
     count, dim = kv.shape
     out = kv.new_empty(count, dim, dtype=torch.bfloat16)
-    ring = (0,) * 7
-    if states is not None and state_block_table is not None:
-        page, row, _, _ = record_strides(states)
-        table = *state_block_table.shape, state_block_table.stride(0)
-        ring = *table, states.num_blocks, states.block_size, page, row
-    strides = kv.stride(0), 0 if score is None else score.stride(0)
-    rows = alignment_of_rows(kv) if score is None else alignment_of_rows(kv, score)
-    aligned = rows, WIDE if states is None else alignment_of_records(states)
-    pages = None if states is None else states.tensor
-    warps, tensors = _warps(dim), (kv, score, positions, token_to_req)
-    latent = (*tensors, norm_weight, pages, state_block_table, out, *strides, float(eps), *ring)
-    launch(latent_kernel, (count,), latent, _latent_constants(dim, ratio, *aligned), num_warps=warps, fp_fusion=False)
+    rows, records, score_stride, pages, table = alignment_of_rows(kv), WIDE, 0, None, None
+    if score is not None and states is not None:
+        pages, table, score_stride = states.cache.tensor, states.block_table, score.stride(0)
+        check_strides(score=score, block_table=table)
+        rows, records = alignment_of_rows(kv, score), alignment_of_records(states.cache)
+    launch(
+        latent_kernel,
+        (count,),
+        (
+            kv, score, positions, token_to_req, norm_weight, pages, table, out, kv.stride(0), score_stride, float(eps),
+            *_ring_sizes(states),
+        ),
+        _latent_constants(dim, ratio, rows, records),
+        num_warps=_warps(dim),
+        fp_fusion=False,
+    )  # fmt: skip
     if states is not None:
         # a launch of its own, as a token may take the row of one that another token of this step reads
-        saved = *tensors, pages, state_block_table, count, *strides, *ring
-        launch(ring_kernel, (count,), saved, _ring_constants(dim, *aligned), num_warps=warps, fp_fusion=False)
+        launch(
+            ring_kernel,
+            (count,),
+            (
+                kv, score, positions, token_to_req, pages, table, count, kv.stride(0), score_stride,
+                *_ring_sizes(states),
+            ),
+            _ring_constants(dim, rows, records),
+            num_warps=_warps(dim),
+            fp_fusion=False,
+        )  # fmt: skip
     return out
+
+
+def _ring_sizes(states: StatePages | None) -> tuple[int, ...]:
+    """Arguments of both kernels that say where rings are: sizes and strides of the block table and of the cache."""
+    if states is None:
+        return 0, 0, 0, 0, 0, 0, 0
+    table, cache = states.block_table, states.cache
+    page_stride, stride, _, _ = record_strides(cache)
+    return table.shape[0], table.shape[1], table.stride(0), cache.num_blocks, cache.block_size, page_stride, stride
 
 
 @without_modes
@@ -78,26 +98,23 @@ def norm_rope_store(
     x: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    cos_sin_cache: Tensor,
+    norm: EntryNorm,
     ratio: int,
     cache: PagedKVCache,
 ) -> None:
-    """See `definitions`, norm_rope_store."""
-    check_strides(x=x, positions=positions, slot_mapping=slot_mapping, cos_sin_cache=cos_sin_cache)
-    if norm_weight is not None:
-        check_strides(norm_weight=norm_weight)
+    """See `torch_ops.latents`."""
+    weight, angles = norm.weight, norm.cos_sin_cache
+    check_strides(x=x, positions=positions, slot_mapping=slot_mapping, cos_sin_cache=angles)
+    if weight is not None:
+        check_strides(norm_weight=weight)
     launch(
         store_kernel,
         (min(x.shape[0], slot_mapping.shape[0]),),
         (
-            x, positions, slot_mapping, norm_weight, cos_sin_cache, cache.tensor, x.stride(0), float(eps),
-            cos_sin_cache.shape[0], cos_sin_cache.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache),
+            x, positions, slot_mapping, weight, angles, cache.tensor, x.stride(0), float(norm.eps),
+            angles.shape[0], angles.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
-        _store_constants(
-            cache.layout, cos_sin_cache.shape[1], ratio, alignment_of_rows(x), alignment_of_records(cache)
-        ),
+        _store_constants(cache.layout, angles.shape[1], ratio, alignment_of_rows(x), alignment_of_records(cache)),
         num_warps=_warps(x.shape[1]),
         fp_fusion=False,
     )  # fmt: skip

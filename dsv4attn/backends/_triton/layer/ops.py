@@ -30,6 +30,7 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops import candidates as torch_candidates
 from dsv4attn.core.torch_ops import latents as torch_latents
 from dsv4attn.core.torch_ops import selection as torch_selection
+from dsv4attn.core.torch_ops.arguments import StatePages, TokenMap
 from dsv4attn.core.torch_ops.candidates import check_block_size
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
@@ -79,9 +80,7 @@ def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None =
 def select_topk(
     query: IndexQuery,
     cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
+    token_map: TokenMap,
     out: Tensor,
     max_entries: int,
     *,
@@ -89,11 +88,10 @@ def select_topk(
     deterministic: bool,
 ) -> None:
     """See `torch_ops.selection`, which selects more than `select.MOST` entries."""
-    maps = block_table, token_to_req, visible_lens
     if out.shape[1] > select.MOST:
-        torch_selection.select_topk(query, cache, *maps, out, max_entries, deterministic=deterministic)
+        torch_selection.select_topk(query, cache, token_map, out, max_entries, deterministic=deterministic)
     else:
-        _select(query, cache, maps, out, max_entries, score)
+        _select(query, cache, token_map, out, max_entries, score)
 
 
 @without_modes
@@ -101,9 +99,7 @@ def propose_candidates(
     ownership: Ownership,
     query: IndexQuery,
     cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
+    token_map: TokenMap,
     numbers: Tensor,
     scores: Tensor,
     max_entries: int,
@@ -111,22 +107,21 @@ def propose_candidates(
     score: Callable[..., Any],
 ) -> None:
     """See `LayerOps`."""
-    tables = block_table, token_to_req, visible_lens
-    _select(query, cache, tables, numbers, max_entries, score, (ownership, scores))
+    _select(query, cache, token_map, numbers, max_entries, score, (ownership, scores))
 
 
 def _select(
     query: IndexQuery,
     cache: PagedKVCache,
-    tables: tuple[Tensor, Tensor, Tensor],
+    token_map: TokenMap,
     out: Tensor,
     max_entries: int,
     score: Callable[..., Any],
     proposed: tuple[Ownership, Tensor] | None = None,
 ) -> None:
     """Select at most `select.MOST` entries. proposed: an owner, and where it writes scores of what it selects."""
-    (block_table, token_to_req, visible_lens), (tokens, topk) = tables, out.shape
-    if not (max_entries > 0 and block_table.numel() and cache.num_blocks):
+    tokens, topk = out.shape
+    if not _has_entries(cache, token_map, max_entries):
         out.fill_(-1)
         if proposed is not None:
             proposed[1].fill_(-inf)
@@ -136,19 +131,17 @@ def _select(
     width, columns = round_up(max_entries, 64), select.maxima_columns(max_entries, run) if run else 0
     for part, memory in _memory(out, width + columns):
         scores, maxima = memory[:, :width], memory[:, width:] if run else None
-        maps = block_table, token_to_req[part], visible_lens[part]
-        score(_rows(query, part), cache, *maps, scores, maxima, run)
-        some = None if proposed is None else (proposed[0], proposed[1][part])
-        select.select(scores, maxima, visible_lens[part], out[part], max_entries, run=run, proposed=some)
+        of_part = token_map.tokens(part)
+        score(query.tokens(part), cache, of_part, scores, maxima, run)
+        proposed_part = None if proposed is None else (proposed[0], proposed[1][part])
+        select.select(scores, maxima, of_part.visible_lens, out[part], max_entries, run=run, proposed=proposed_part)
 
 
 @without_modes
 def select_candidates(
     query: IndexQuery,
     cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
+    token_map: TokenMap,
     out: Tensor,
     block_size: int,
     max_entries: int,
@@ -158,24 +151,23 @@ def select_candidates(
 ) -> None:
     """See `torch_ops.candidates`, which writes more than `select.MOST` blocks."""
     check_block_size(block_size)
-    if out.shape[1] > select.MOST or not (max_entries > 0 and block_table.numel() and cache.num_blocks):
-        given = query, cache, block_table, token_to_req, visible_lens, out, block_size, max_entries
-        torch_candidates.select_candidates(*given, deterministic=deterministic)
+    if out.shape[1] > select.MOST or not _has_entries(cache, token_map, max_entries):
+        torch_candidates.select_candidates(
+            query, cache, token_map, out, block_size, max_entries, deterministic=deterministic
+        )
         return
     width, columns = round_up(max_entries, 64), candidates.block_columns(max_entries, block_size)
     for part, memory in _memory(out, width + columns):
-        scores, blocks, lens = memory[:, :width], memory[:, width:], visible_lens[part]
-        score(_rows(query, part), cache, block_table, token_to_req[part], lens, scores, None, 0)
-        candidates.select_blocks(scores, blocks, lens, out[part], block_size, max_entries)
+        scores, blocks, of_part = memory[:, :width], memory[:, width:], token_map.tokens(part)
+        score(query.tokens(part), cache, of_part, scores, None, 0)
+        candidates.select_blocks(scores, blocks, of_part.visible_lens, out[part], block_size, max_entries)
 
 
 @without_modes
 def select_topk_of_candidates(
     query: IndexQuery,
     cache: PagedKVCache,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    visible_lens: Tensor,
+    token_map: TokenMap,
     candidates: Tensor,
     block_size: int,
     out: Tensor,
@@ -187,27 +179,40 @@ def select_topk_of_candidates(
     """See `torch_ops.candidates`, which selects more than `select.MOST` entries."""
     check_block_size(block_size)
     if out.shape[1] > select.MOST:
-        given = query, cache, block_table, token_to_req, visible_lens, candidates, block_size, out, max_entries
-        torch_candidates.select_topk_of_candidates(*given, deterministic=deterministic)
+        torch_candidates.select_topk_of_candidates(
+            query, cache, token_map, candidates, block_size, out, max_entries, deterministic=deterministic
+        )
         return
-    if not (max_entries > 0 and block_table.numel() and cache.num_blocks):
+    if not _has_entries(cache, token_map, max_entries):
         out.fill_(-1)
         return
     width = round_up(max_entries, 64)
     for part, memory in _memory(out, 2 * width):
-        scores, kept, lens = memory[:, :width], memory[:, width:], visible_lens[part]
-        score(_rows(query, part), cache, block_table, token_to_req[part], lens, scores, None, 0)
+        scores, kept, of_part = memory[:, :width], memory[:, width:], token_map.tokens(part)
+        score(query.tokens(part), cache, of_part, scores, None, 0)
         keep_candidates(scores, candidates[part], kept, block_size, max_entries)
-        select.select(kept, None, lens, out[part], max_entries, run=0)
+        select.select(kept, None, of_part.visible_lens, out[part], max_entries, run=0)
 
 
 @without_modes
-def compress_latents(*given: Any, deterministic: bool, **options: Any) -> Tensor:  # noqa: ANN401 - those of the op
+def compress_latents(
+    kv: Tensor,
+    score: Tensor | None,
+    positions: Tensor,
+    token_to_req: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    ratio: int,
+    states: StatePages | None = None,
+    *,
+    deterministic: bool,
+) -> Tensor:
     """See `torch_ops.latents`, which pools windows of more than `latents.MOST` tokens."""
-    ratio = given[6] if len(given) > 6 else options["ratio"]
-    if ratio > latents.MOST:
-        return torch_latents.compress_latents(*given, deterministic=deterministic, **options)
-    return latents.compress_latents(*given, **options)
+    if ratio <= latents.MOST:
+        return latents.compress_latents(kv, score, positions, token_to_req, norm_weight, eps, ratio, states)
+    return torch_latents.compress_latents(
+        kv, score, positions, token_to_req, norm_weight, eps, ratio, states, deterministic=deterministic
+    )
 
 
 def transient_bytes(max_tokens: int) -> int:
@@ -224,5 +229,6 @@ def _memory(out: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
         yield part, out.new_empty(part.stop - first, width, dtype=torch.float32)
 
 
-def _rows(query: IndexQuery, part: slice) -> IndexQuery:
-    return IndexQuery(query.values[part], query.weights[part], None if query.scales is None else query.scales[part])
+def _has_entries(cache: PagedKVCache, token_map: TokenMap, max_entries: int) -> bool:
+    """Whether there is anything to select: the kernels that score need a block table with a block."""
+    return max_entries > 0 and token_map.block_table.numel() > 0 and cache.num_blocks > 0

@@ -42,21 +42,37 @@ def choose(ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, m
     ranks, rows, topk = numbers.shape
     if not (rows and topk):
         return
-    owner = ownership.rank, ownership.size, ownership.interleave
-    if ownership.size == ranks and (form := _keep_form(ranks, topk)):
-        strides = *numbers.stride()[:2], out.stride(0)
-        launch(keep_kernel, (rows,), (numbers, scores, out, *strides, topk, *owner), form[0], num_warps=form[1])
+    rank, size, interleave = ownership.rank, ownership.size, ownership.interleave
+    rank_stride, row_stride, _ = numbers.stride()
+    if size == ranks and (form := _keep_form(ranks, topk)):
+        launch(
+            keep_kernel,
+            (rows,),
+            (numbers, scores, out, rank_stride, row_stride, out.stride(0), topk, rank, size, interleave),
+            form[0],
+            num_warps=form[1],
+        )
         return
     width, constants = round_up(ranks * topk, 64), _constants(topk)
     placed, counts, chosen = out.new_empty(rows, width), out.new_empty(rows), out.new_empty(rows, topk)
     placed_scores = scores.new_empty(rows, width)
-    strides = *numbers.stride()[:2], width
-    given = numbers, scores, placed, placed_scores, counts, *strides, topk, ranks, topk.bit_length()
-    launch(place_kernel, (rows * ranks,), given, constants)
+    launch(
+        place_kernel,
+        (rows * ranks,),
+        (
+            numbers, scores, placed, placed_scores, counts, rank_stride, row_stride, width, topk, ranks,
+            topk.bit_length(),
+        ),
+        constants,
+    )  # fmt: skip
     # there are at most as many candidates as entries, and -1 comes after the candidates
     select(placed_scores, None, counts, chosen, min(ranks * topk, max_entries), run=0)
-    strides = chosen.stride(0), width, out.stride(0)
-    launch(own_kernel, (rows,), (chosen, placed, out, *strides, topk, *owner), constants)
+    launch(
+        own_kernel,
+        (rows,),
+        (chosen, placed, out, chosen.stride(0), width, out.stride(0), topk, rank, size, interleave),
+        constants,
+    )
 
 
 @cache

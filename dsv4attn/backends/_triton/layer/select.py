@@ -23,6 +23,8 @@ __all__ = ["LANES", "MOST", "maxima_columns", "maxima_run", "scratch_bytes", "se
 
 MOST = 2048
 """Entries that can be selected in a row."""
+_ALL = Ownership(0, 1)
+"""Of a rank that has all entries."""
 LANES = 64
 """Groups of each run of entries."""
 SPLITS = 64
@@ -206,16 +208,14 @@ def select(
     constants, warps = _choose_constants(
         block, max_entries > block, bool(plan.chunk), plan.many, aligned, architecture()
     )
-    sent, owner = None, (0, 1, 1)
-    if proposed is not None:
-        own, sent = proposed
-        owner = own.rank, own.size, own.interleave
+    owner, sent = (_ALL, None) if proposed is None else proposed
     launch(
         choose_kernel,
         (rows,),
         (
             scores, maxima, visible_lens, lists, out, sent, scores.stride(0), maxima.stride(0), columns, out.stride(0),
-            0 if sent is None else sent.stride(0), max_entries, topk, slack, run, plan.chunk, *owner,
+            0 if sent is None else sent.stride(0), max_entries, topk, slack, run, plan.chunk,
+            owner.rank, owner.size, owner.interleave,
         ),
         constants,
         num_warps=warps,

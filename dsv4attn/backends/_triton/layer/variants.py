@@ -66,11 +66,11 @@ def _entries(layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Va
 
 def _latents(layer: LayerGeometry, bounds: WarmupSpec) -> Iterator[Variant]:
     """DeepSeek-V4.1's compressor, and the kernels that store its latents."""
-    sizes, aligned = (layer.compress_ratio, layer.rope_dim), bounds.aligned
-    yield from latents.latent_variants(layer.head_dim, layer.compress_ratio, aligned=aligned, norms=NORMS)
-    yield from latents.variants(bounds.compressed, *sizes, torch.bfloat16, (None,), aligned=aligned)
+    ratio, rope, aligned = layer.compress_ratio, layer.rope_dim, bounds.aligned
+    yield from latents.latent_variants(layer.head_dim, ratio, aligned=aligned, norms=NORMS)
+    yield from latents.variants(bounds.compressed, ratio, rope, torch.bfloat16, (None,), aligned=aligned)
     for dtype in NORMS:
-        yield from latents.variants(bounds.index_layout, *sizes, dtype, NORMS, aligned=aligned)
+        yield from latents.variants(bounds.index_layout, ratio, rope, dtype, NORMS, aligned=aligned)
 
 
 def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Variant]:

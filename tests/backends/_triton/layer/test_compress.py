@@ -16,6 +16,7 @@ from dsv4attn.backends._triton.layer import compress
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
 from tests.layer_ops import TorchOps
@@ -98,10 +99,8 @@ class Entries:
     def run(self, step: Callable[..., None] = compress.compress_norm_rope_store) -> PagedKVCache:
         """The cache, written by a step."""
         cache, before = self.cache(), memory(self.states)
-        step(
-            self.states, self.table, self.request, self.positions, self.slots, self.weight, self.eps, self.angles,
-            self.ratio, cache, overlap=self.overlap,
-        )  # fmt: skip
+        states, norm = StatePages(self.states, self.table), EntryNorm(self.weight, self.eps, self.angles)
+        step(states, self.request, self.positions, self.slots, norm, self.ratio, cache, overlap=self.overlap)
         assert torch.equal(memory(self.states), before)
         return cache
 
@@ -306,7 +305,7 @@ def test_another_norm_weight_is_refused_before_a_launch(weight: Tensor) -> None:
     step.weight = weight.to(DEVICE)
     steps = TorchOps().compress_norm_rope_store
     for each in (compress.compress_norm_rope_store, steps):
-        with pytest.raises(ArgumentError, match=r"norm_weight: expected \[32\] float32 or bfloat16") as raised:
+        with pytest.raises(ArgumentError, match=r"norm\.weight: expected \[32\] float32 or bfloat16") as raised:
             step.run(each)
         assert str(weight.dtype).removeprefix("torch.") in str(raised.value)
 

@@ -14,7 +14,7 @@ from dsv4attn.backends._triton.layer import index_logits
 from dsv4attn.core.cache.index_records import read_index_keys, slots_of, store_index_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops import indexer
-from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -68,8 +68,8 @@ class World:
         scores = torch.full((7, 300), 7.0, device=DEVICE)
         groups = -(-300 // run) * index_logits.LANES if run else 0
         maxima = torch.full((7, groups), 7.0, device=DEVICE) if run else None
-        given = self.cache, self.table, self.requests, self.lens
-        index_logits.score(self.query, *given, scores, maxima, run, exact_rows=exact_rows)
+        token_map = TokenMap(self.table, self.requests, self.lens)
+        index_logits.score(self.query, self.cache, token_map, scores, maxima, run, exact_rows=exact_rows)
         return scores, maxima
 
 
@@ -146,9 +146,8 @@ def test_bits_do_not_depend_on_other_tokens_if_asked() -> None:
     for token in (1, 2, 6):
         one = slice(token, token + 1)
         alone = torch.full((1, 300), 7.0, device=DEVICE)
-        query = IndexQuery(world.query.values[one], world.query.weights[one])
-        maps = world.table, world.requests[one], world.lens[one]
-        index_logits.score(query, world.cache, *maps, alone, None, 0, exact_rows=True)
+        token_map = TokenMap(world.table, world.requests[one], world.lens[one])
+        index_logits.score(world.query.tokens(one), world.cache, token_map, alone, None, 0, exact_rows=True)
 
         assert torch.equal(alone.nan_to_num(1e30), whole[one].nan_to_num(1e30))
 

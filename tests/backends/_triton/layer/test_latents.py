@@ -14,6 +14,7 @@ from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import latents
 from dsv4attn.backends._triton.layer.ops import layer_ops
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
 from tests.backends._triton.layer.test_compress import INDEX_LAYOUTS, ODD_V41, same_entries
@@ -64,17 +65,15 @@ class Step:
 
     def run(self, steps: object = None) -> tuple[Tensor, Tensor]:
         """Latents, and all bytes of the rings behind them, by the kernels if no steps are given."""
-        states = None
+        rings, score = None, None
         if self.ratio > 1:
             like = self.states.tensor
             copy = torch.empty(0, dtype=like.dtype, device=DEVICE).set_(like.untyped_storage().clone())
             copy = copy.as_strided(like.shape, like.stride(), like.storage_offset())
-            states = PagedKVCache(copy, self.states.layout)
-        ring = (None, None) if states is None else (states, self.table)
-        score = None if self.ratio == 1 else self.score
+            rings, score = StatePages(PagedKVCache(copy, self.states.layout), self.table), self.score
         compress = getattr(steps, "compress_latents", latents.compress_latents)
-        out = compress(self.kv, score, self.positions, self.request, self.weight, 1e-20, self.ratio, *ring)
-        return out.cpu(), torch.zeros(0) if states is None else memory(states)
+        out = compress(self.kv, score, self.positions, self.request, self.weight, 1e-20, self.ratio, rings)
+        return out.cpu(), torch.zeros(0) if rings is None else memory(rings.cache)
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
@@ -105,10 +104,11 @@ def test_many_steps_are_one_pass() -> None:
             tokens = torch.arange(part.start, part.stop, device=DEVICE)
             request = torch.zeros(count, dtype=torch.int32, device=DEVICE)
             given = whole[0, part], whole[1, part], tokens, request, step.weight, 1e-20, 2
-            made.append(latents.compress_latents(*given, step.states, table))
+            made.append(latents.compress_latents(*given, StatePages(step.states, table)))
         tokens, request = torch.arange(12, device=DEVICE), torch.zeros(12, dtype=torch.int32, device=DEVICE)
         given = whole[0], whole[1], tokens, request, step.weight, 1e-20, 2
-        near(torch.cat(made).cpu(), TORCH.compress_latents(*given, Step(2, 16, 1).states, table).cpu())
+        rings = StatePages(Step(2, 16, 1).states, table)
+        near(torch.cat(made).cpu(), TORCH.compress_latents(*given, rings).cpu())
 
 
 def test_blocks_that_do_not_exist_are_neither_read_nor_written() -> None:
@@ -144,14 +144,14 @@ def test_longer_windows_are_torch_s() -> None:
 def test_arguments_that_do_not_fit_the_ratio_are_refused_before_a_launch() -> None:
     step = Step(2)
     given = step.positions, step.request, step.weight, 1e-20
-    narrow = step.states, step.table[:, :0]
+    narrow = StatePages(step.states, step.table[:, :0])
     with observed() as seen:
         with pytest.raises(ArgumentError, match="score: expected None with ratio 1"):
             latents.compress_latents(step.kv, step.score, *given, 1)
         with pytest.raises(ArgumentError, match="states: expected given with ratio 2"):
             latents.compress_latents(step.kv, step.score, *given, 2)
-        with pytest.raises(ArgumentError, match="state_block_table: expected blocks for at least 2 tokens"):
-            latents.compress_latents(step.kv, step.score, *given, 2, *narrow)
+        with pytest.raises(ArgumentError, match=r"states\.block_table: expected blocks for at least 2 tokens"):
+            latents.compress_latents(step.kv, step.score, *given, 2, narrow)
 
     assert seen == []
 
@@ -188,7 +188,7 @@ class Store:
         cache = poisoned(self.layout, 3, 7, gap=self.gap, start=self.start)
         if self.own:
             cache = PagedKVCache.allocate(self.layout, 3, 7, DEVICE)
-        store(self.x, self.positions, self.slots, self.weight, 1e-20, self.angles, self.ratio, cache)
+        store(self.x, self.positions, self.slots, EntryNorm(self.weight, 1e-20, self.angles), self.ratio, cache)
         return cache
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dsv4attn.backends._triton.layer import latents
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.arguments import EntryNorm
 from dsv4attn.testing.oracle_cache import place_of
 from tests.backends._triton.cache.caches import DEVICE, seeded
 from tests.core.cache.v41_packer import FP8_GROUP, bf16, pack_fp4, pack_fp8, page_of, unpack_fp8
@@ -54,8 +55,8 @@ class Written:
         self.layout = layout
         memory = torch.full((BLOCKS, layout.page_stride(PAGE)), 0xFF, dtype=torch.uint8, device=DEVICE)
         cache = PagedKVCache(memory, layout, block_size=PAGE)
-        given = x.to(DEVICE), positions.to(DEVICE), slots.to(DEVICE), None, 1e-20, angles.to(DEVICE), ratio, cache
-        STORES[store](*given)
+        norm = EntryNorm(None, 1e-20, angles.to(DEVICE))
+        STORES[store](x.to(DEVICE), positions.to(DEVICE), slots.to(DEVICE), norm, ratio, cache)
         self.bytes: U8 = memory.cpu().numpy()
         self.rows = {
             slot: bf16(rotated(row, angles[position // ratio * ratio].numpy()).astype(np.float64))

@@ -18,6 +18,7 @@ from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import select_among, select_topk_over_ranks
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.tiles import PLAIN
 from tests.backends._triton.cache.caches import DEVICE
@@ -216,8 +217,8 @@ def test_ranks_together_select_what_one_selects(entries: int, interleave: int) -
     def run(own: Ownership) -> Tensor:
         out = torch.full((3, topk), -7, dtype=torch.int32, device=DEVICE)
         lens = own.counts(torch.tensor(visible)).int().to(DEVICE)
-        given = query, caches[own.rank], table, request, lens, out, entries
-        select_topk_over_ranks(Recorded(own), steps, PLAIN, *given)  # type: ignore[arg-type]
+        cache, token_map = caches[own.rank], TokenMap(table, request, lens)
+        select_topk_over_ranks(Recorded(own), steps, PLAIN, query, cache, token_map, out, entries)  # type: ignore[arg-type]
         return out
 
     for own in owners:

@@ -8,12 +8,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture, observed
 from dsv4attn.backends._triton.layer import candidates, ops, select
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
@@ -103,12 +105,12 @@ def test_the_kit_passes_in_parts_of_a_few_tokens(name: str) -> None:
     assert [(o.state, o.message) for o in certificate.outcomes] == [("passed", "")]
 
 
-def one_token() -> tuple[IndexQuery, PagedKVCache, Tensor, Tensor, Tensor]:
+def one_token() -> tuple[IndexQuery, PagedKVCache, TokenMap]:
     """A token that sees two entries."""
     cache = PagedKVCache.allocate(KVCacheLayout.rows(96, 32), 1, 64, DEVICE)
     query = IndexQuery(torch.ones(1, 2, 128, dtype=torch.bfloat16, device=DEVICE), torch.ones(1, 2, device=DEVICE))
     table, zero = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    return query, cache, table, zero, zero + 2
+    return query, cache, TokenMap(table, zero, zero + 2)
 
 
 @pytest.mark.parametrize("size", [0, 3, 1024])
@@ -125,12 +127,13 @@ def test_blocks_of_another_size_are_refused_before_a_launch(size: int) -> None:
 
 
 def test_without_entries_the_newest_block_is_none_and_nothing_is_selected() -> None:
-    query, cache, table, request, lens = one_token()
+    query, cache, seeing = one_token()
+    token_map = evolve(seeing, visible_lens=seeing.visible_lens * 0)
     out = torch.full((1, 4), 77, dtype=torch.int32, device=DEVICE)
     made = ops.layer_ops()
-    made.select_candidates(query, cache, table, request, lens * 0, out, 8, 0)
+    made.select_candidates(query, cache, token_map, out, 8, 0)
     assert out.tolist() == [[-1] * 4]
-    made.select_topk_of_candidates(query, cache, table, request, lens * 0, out, 8, out.fill_(77), 0)
+    made.select_topk_of_candidates(query, cache, token_map, out, 8, out.fill_(77), 0)
     assert out.tolist() == [[-1] * 4]
 
 
