@@ -38,8 +38,44 @@ SIZES = (1.0, 0.01, 30.0, 0.0, 1e-3, 1.0, 0.3, 3.0)
 """Scales of kv for every 32 dims, so that groups have different scales, and one has only zeros."""
 SMALL = 2e-10
 """Scale of kv of every fourth request: eps matters, and entries are below the floor of a scale."""
+PADDING = [(-1, position) for position in STALE_POSITIONS]
+"""(request, position) of rows that are not real."""
 Span = tuple[int, range]
 """A request and positions of it."""
+
+
+def tokens_of(spans: Iterable[Span]) -> list[tuple[int, int]]:
+    """(request, position) of every token of some spans."""
+    return [(request, position) for request, positions in spans for position in positions]
+
+
+def cut_into_steps(requests: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Iterator[list[Span]]:
+    """Steps of all requests, of these sizes again and again; request i begins with the i-th size.
+
+    requests: (first position, number of tokens) of each.
+    """
+    ends = [first + count for first, count in requests]
+    position, turn = [first for first, _ in requests], 0
+    while position != ends:
+        stops = [min(at + sizes[(turn + i) % len(sizes)], ends[i]) for i, at in enumerate(position)]
+        yield [(i, range(at, stop)) for i, (at, stop) in enumerate(zip(position, stops, strict=True))]
+        position, turn = stops, turn + 1
+
+
+def first_difference(now: U8, expected: U8) -> tuple[int, int, int]:
+    """(number of bytes that differ, page and byte of the first of them); (0, -1, -1) for equal bytes."""
+    differs = now != expected
+    if not differs.any():
+        return 0, -1, -1
+    page, byte = (int(axis[0]) for axis in np.nonzero(differs))
+    return int(differs.sum()), page, byte
+
+
+def hold_bytes(now: U8, expected: U8, name: str, where: str = "") -> None:
+    """Raise Wrong unless bytes of pages are equal. where: of what, followed by a colon."""
+    count, page, byte = first_difference(now, expected)
+    if count:
+        raise Wrong(f"{where}{count} bytes of {name} differ, first byte {byte} of page {page}")
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -218,24 +254,19 @@ class CompressorStep(CaseInput):
 
     def completed(self, spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
         """(request, number) of the entries that some tokens complete."""
-        for request, positions in spans:
-            yield from ((request, p // self.ratio) for p in positions if (p + 1) % self.ratio == 0)
-
-    def tokens(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
-        """(request, position) of every token of some spans."""
-        return [(request, position) for request, positions in spans for position in positions]
+        yield from ((request, p // self.ratio) for request, p in tokens_of(spans) if (p + 1) % self.ratio == 0)
 
     def state_slots(self, spans: Sequence[Span]) -> NDArray[np.int64]:
         """Slots of the states of tokens."""
-        found = [self.state_pages.slots(request, positions) for request, positions in spans]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+        slots = [self.state_pages.slots(request, positions) for request, positions in spans]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *slots])
 
     def entry_slots(self, spans: Sequence[Span]) -> NDArray[np.int64]:
         """Slots of the entries that tokens complete; -1 for other tokens."""
-        slots = [-1] * len(self.tokens(spans))
-        for i, (request, position) in enumerate(self.tokens(spans)):
-            if (position + 1) % self.ratio == 0:
-                slots[i] = int(self.entry_pages.slots(request, [position // self.ratio])[0])
+        slots = [
+            -1 if (position + 1) % self.ratio else self.entry_slot(request, position // self.ratio)
+            for request, position in tokens_of(spans)
+        ]
         return np.asarray(slots, dtype=np.int64)
 
     def projected(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
@@ -250,18 +281,25 @@ class CompressorStep(CaseInput):
 
     # judgement
 
-    def judge_entries(self, oracle_cache: OracleCache, before: U8, entries: Iterable[tuple[int, int]]) -> Measure:
-        """Entries are those of the oracle, and no other byte of their pages has changed since `before`."""
-        now, size, untouched, worst = oracle_cache.bytes(), self.entry_page, before.copy(), Measure()
+    def entry_slot(self, request: int, number: int) -> int:
+        """Slot of an entry."""
+        return int(self.entry_pages.slots(request, [number])[0])
+
+    def place(self, slot: int) -> tuple[int, NDArray[np.int64]]:
+        """Page and bytes of the entry in a slot."""
+        return slot // self.entry_page, place_of(self.layout, slot % self.entry_page, self.entry_page)
+
+    def judge_entries(self, oracle_cache: OracleCache, untouched: U8, entries: Iterable[tuple[int, int]]) -> Measure:
+        """Entries are those of the oracle, and all other bytes of their pages are those of `untouched`."""
+        now, expected, worst = oracle_cache.bytes(), untouched.copy(), Measure()
         for request, number in entries:
-            slot = int(self.entry_pages.slots(request, [number])[0])
-            place = slot // size, place_of(self.layout, slot % size, size)
-            where = f"entry {number} of request {request}, slot {slot}"
+            slot = self.entry_slot(request, number)
+            place, where = self.place(slot), f"entry {number} of request {request}, slot {slot}"
             measure = hold_record(now[place], self.entry(request, number), self.layout, where)
             worst = worst_of(worst, measure)
-            untouched[place] = now[place]
-        if not np.array_equal(now, untouched):
-            page, byte = (int(axis[0]) for axis in np.nonzero(now != untouched))
+            expected[place] = now[place]
+        count, page, byte = first_difference(now, expected)
+        if count:
             raise Wrong(f"byte {byte} of page {page} of the entries was written, and belongs to no entry of the step")
         return worst
 
@@ -282,58 +320,88 @@ def run_step(
     values: kv and scores of the tokens; None: their states are saved already. slots: slot mapping of the entries, other
     than that of the tokens. padded: whether rows of padding, with NaN and stale positions, stand before and after them.
     """
-    steps, tokens = bench.layer_ops, inputs.tokens(spans)
+    ops, tokens = bench.layer_ops, tokens_of(spans)
     entry_slots, state_slots = inputs.entry_slots(spans) if slots is None else slots, inputs.state_slots(spans)
     if padded:
-        missing = [(-1, position) for position in STALE_POSITIONS]
-        tokens = [*missing, *tokens, *missing]
-        entry_slots, state_slots = (np.pad(s, len(missing), constant_values=-1) for s in (entry_slots, state_slots))
+        tokens = [*PADDING, *tokens, *PADDING]
+        entry_slots, state_slots = (np.pad(s, len(PADDING), constant_values=-1) for s in (entry_slots, state_slots))
         if values is not None:
-            nothing = values[0].new_full((len(missing), inputs.width), math.nan)
-            values = torch.cat([nothing, values[0], nothing]), torch.cat([nothing, values[1], nothing])
+            values = between_nan(values[0]), between_nan(values[1])
     positions = inputs.tensor(np.array([p for _, p in tokens], dtype=np.int64))
     if values is not None:
+        kv, score = values
         ape = inputs.tensor(inputs.ape, torch.float32)
-        steps.save_partial_states(*values, ape, positions, states.cache, inputs.tensor(state_slots))
-    steps.compress_norm_rope_store(
+        ops.save_partial_states(kv, score, ape, positions, states.cache, inputs.tensor(state_slots))
+    weight, angles = inputs.tensor(inputs.norm_weight, inputs.norm_dtype), inputs.tensor(inputs.table, torch.float32)
+    ops.compress_norm_rope_store(
         # rows of the table lie apart, as in a table cut to fewer columns
         StatePages(states.cache, inputs.tensor(inputs.state_pages.table)[:, :-1]),
         inputs.tensor(np.array([request for request, _ in tokens], dtype=np.int32)),
         positions,
         inputs.tensor(entry_slots),
-        EntryNorm(
-            inputs.tensor(inputs.norm_weight, inputs.norm_dtype),
-            inputs.eps,
-            inputs.tensor(inputs.table, torch.float32),
-        ),
+        EntryNorm(weight, inputs.eps, angles),
         inputs.ratio,
         entries.cache,
         overlap=inputs.overlap,
     )
 
 
+def between_nan(rows: Tensor) -> Tensor:
+    """Rows with as many rows of NaN before and after them as there are tokens in PADDING."""
+    padding = rows.new_full((len(PADDING), rows.shape[1]), math.nan)
+    return torch.cat([padding, rows, padding])
+
+
+def compressed(
+    bench: Bench, inputs: CompressorStep, *, slots: NDArray[np.int64] | None = None, stored: Sequence[int] | None = None
+) -> tuple[OracleCache, Measure]:
+    """Entries that the tokens of the step complete, from states that the oracle has saved. Raises Wrong.
+
+    slots: see `run_step`. stored: tokens whose entries must be stored, instead of all that complete one.
+    """
+    states, entries = _prepared(inputs), inputs.blank_entries()
+    states_before, untouched = states.bytes(), entries.bytes()
+    run_step(bench, inputs, states, entries, inputs.spans, slots=slots)
+    _hold_states(inputs, states.bytes(), states_before)
+    expected = inputs.completed(inputs.spans)
+    if stored is not None:
+        tokens = tokens_of(inputs.spans)
+        expected = ((tokens[i][0], tokens[i][1] // inputs.ratio) for i in stored)
+    return entries, inputs.judge_entries(entries, untouched, expected)
+
+
+def saved_and_compressed(
+    bench: Bench, inputs: CompressorStep, values: tuple[Tensor, Tensor] | None = None
+) -> tuple[OracleCache, OracleCache]:
+    """States and entries after one step of all tokens. values: other kv and scores than those of the case input."""
+    states, entries = inputs.blank_states(), inputs.blank_entries()
+    values = inputs.projected(inputs.spans) if values is None else values
+    run_step(bench, inputs, states, entries, inputs.spans, values=values)
+    return states, entries
+
+
 def saves_states(bench: Bench, inputs: CompressorStep) -> Measure:
     """The state of each token is in its slot, bit for bit, and no other byte is written."""
-    wanted, oracle_cache = inputs.save(inputs.blank_states(), inputs.spans), inputs.blank_states()
+    expected, oracle_cache = inputs.save(inputs.blank_states(), inputs.spans), inputs.blank_states()
     _save(bench, inputs, oracle_cache.cache, inputs.state_slots(inputs.spans))
-    return _same_states(inputs, oracle_cache.bytes(), wanted.bytes())
+    return _hold_states(inputs, oracle_cache.bytes(), expected.bytes())
 
 
 def saves_only_its_slots(bench: Bench, inputs: CompressorStep) -> Measure:
     """Slots that are negative or do not exist, and tokens behind the slot mapping, write nothing."""
-    tokens, capacity = inputs.tokens(inputs.spans), inputs.blank_states().cache.capacity - inputs.state_page
+    tokens, capacity = tokens_of(inputs.spans), inputs.blank_states().cache.capacity - inputs.state_page
     slots = _wild(inputs.state_slots(inputs.spans)[:-3], capacity)
-    wanted, oracle_cache = inputs.blank_states(), inputs.blank_states()
+    expected, oracle_cache = inputs.blank_states(), inputs.blank_states()
     live = [i for i, slot in enumerate(slots) if 0 <= slot < capacity]
-    wanted.write(slots[live], np.stack([inputs.state(*tokens[i]) for i in live]))
+    expected.write(slots[live], np.stack([inputs.state(*tokens[i]) for i in live]))
     # a cache within a larger one, whose last page is not its own
     _save(bench, inputs, PagedKVCache(oracle_cache.cache.tensor[:-1], inputs.state_layout), slots)
-    return _same_states(inputs, oracle_cache.bytes(), wanted.bytes())
+    return _hold_states(inputs, oracle_cache.bytes(), expected.bytes())
 
 
 def _save(bench: Bench, inputs: CompressorStep, cache: PagedKVCache, slots: np.ndarray) -> None:
     kv, score = inputs.projected(inputs.spans)
-    positions = inputs.tensor(np.array([p for _, p in inputs.tokens(inputs.spans)], dtype=np.int64))
+    positions = inputs.tensor(np.array([p for _, p in tokens_of(inputs.spans)], dtype=np.int64))
     ape = inputs.tensor(inputs.ape, torch.float32)
     before = kv.clone(), score.clone()
     bench.layer_ops.save_partial_states(kv, score, ape, positions, cache, inputs.tensor(slots))
@@ -349,14 +417,15 @@ def _wild(slots: np.ndarray, capacity: int) -> np.ndarray:
     return slots
 
 
-def _same_states(inputs: CompressorStep, now: U8, wanted: U8) -> Measure:
-    if np.array_equal(now, wanted):
+def _hold_states(inputs: CompressorStep, now: U8, expected: U8) -> Measure:
+    """Raise Wrong unless all bytes of state pages are the expected ones."""
+    count, page, byte = first_difference(now, expected)
+    if not count:
         return Measure()
-    page, byte = (int(axis[0]) for axis in np.nonzero(now != wanted))
     size = inputs.state_layout.record_bytes
     where = f"float {byte % size // 4}" if byte < size * inputs.state_page else "no float at all"
     slot = f"slot {page * inputs.state_page + byte // size}"
-    raise Wrong(f"{int((now != wanted).sum())} bytes of states differ, first in {slot}, {where} of {size // 4}")
+    raise Wrong(f"{count} bytes of states differ, first in {slot}, {where} of {size // 4}")
 
 
 def _prepared(inputs: CompressorStep) -> OracleCache:
@@ -366,28 +435,21 @@ def _prepared(inputs: CompressorStep) -> OracleCache:
 
 def compresses(bench: Bench, inputs: CompressorStep) -> Measure:
     """Entries that the step completes are those of the oracle; states stay as they are."""
-    states, entries = _prepared(inputs), inputs.blank_entries()
-    before = states.bytes(), entries.bytes()
-    run_step(bench, inputs, states, entries, inputs.spans)
-    _same_states(inputs, states.bytes(), before[0])
-    return inputs.judge_entries(entries, before[1], inputs.completed(inputs.spans))
+    return compressed(bench, inputs)[1]
 
 
 def compresses_only_its_slots(bench: Bench, inputs: CompressorStep) -> Measure:
     """Tokens whose slot is negative or does not exist, and tokens behind the slot mapping, store no entry."""
-    states, entries = _prepared(inputs), inputs.blank_entries()
-    slots, before = inputs.entry_slots(inputs.spans), entries.bytes()
-    ends, capacity = np.flatnonzero(slots >= 0), entries.cache.capacity
+    slots, capacity = inputs.entry_slots(inputs.spans), inputs.blank_entries().cache.capacity
+    ends = np.flatnonzero(slots >= 0)
     free = np.setdiff1d(np.arange(capacity), slots)
     dropped = [-1, -7, capacity, 2**40, 2**32 + int(free[0]), capacity + 3]
     slots[ends[: len(dropped)]] = dropped
-    short = slots[: ends[-1]]
-    reached = [end for end in ends[len(dropped) :] if end < len(short)]
-    if not reached:
+    slots = slots[: ends[-1]]
+    stored = [end for end in ends[len(dropped) :] if end < len(slots)]
+    if not stored:
         raise ValueError("the case input leaves no entry to store")
-    run_step(bench, inputs, states, entries, inputs.spans, slots=short)
-    tokens = inputs.tokens(inputs.spans)
-    return inputs.judge_entries(entries, before, [(tokens[i][0], tokens[i][1] // inputs.ratio) for i in reached])
+    return compressed(bench, inputs, slots=slots, stored=stored)[1]
 
 
 def saves_and_compresses(bench: Bench, inputs: CompressorStep, *, padded: bool = False) -> Measure:
@@ -396,24 +458,23 @@ def saves_and_compresses(bench: Bench, inputs: CompressorStep, *, padded: bool =
     padded: whether rows of padding stand before and after its tokens.
     """
     states, entries = inputs.save(inputs.blank_states(), inputs.earlier), inputs.blank_entries()
-    before = entries.bytes()
+    untouched = entries.bytes()
     run_step(bench, inputs, states, entries, inputs.spans, values=inputs.projected(inputs.spans), padded=padded)
-    _same_states(inputs, states.bytes(), _prepared(inputs).bytes())
-    return inputs.judge_entries(entries, before, inputs.completed(inputs.spans))
+    _hold_states(inputs, states.bytes(), _prepared(inputs).bytes())
+    return inputs.judge_entries(entries, untouched, inputs.completed(inputs.spans))
 
 
 def stores_nothing(bench: Bench, inputs: CompressorStep) -> Measure:
     """A step without tokens, and one whose tokens complete no entry, store none."""
     states, entries = _prepared(inputs), inputs.blank_entries()
-    before = states.bytes(), entries.bytes()
+    states_before, untouched = states.bytes(), entries.bytes()
     none = [(0, range(0))]
     run_step(bench, inputs, states, entries, none, values=inputs.projected(none))
-    incomplete = [
-        (i, range(before, before + 1)) for i, (before, _) in enumerate(inputs.requests) if (before + 1) % inputs.ratio
-    ]
+    first_tokens = [(i, range(first, first + 1)) for i, (first, _) in enumerate(inputs.requests)]
+    incomplete = [(i, span) for i, span in first_tokens if span.stop % inputs.ratio]
     run_step(bench, inputs, states, entries, incomplete)
-    _same_states(inputs, states.bytes(), before[0])
-    return inputs.judge_entries(entries, before[1], [])
+    _hold_states(inputs, states.bytes(), states_before)
+    return inputs.judge_entries(entries, untouched, [])
 
 
 def any_cut(*cuts: Sequence[int]) -> Callable[[Bench, CompressorStep], Measure]:
@@ -426,107 +487,74 @@ def any_cut(*cuts: Sequence[int]) -> Callable[[Bench, CompressorStep], Measure]:
         results = []
         for sizes in ((2**20,), *cuts):
             states, entries = inputs.blank_states(), inputs.blank_entries()
-            before = entries.bytes()
-            for spans in _steps(inputs, sizes):
+            untouched = entries.bytes()
+            for spans in cut_into_steps(inputs.requests, sizes):
                 run_step(bench, inputs, states, entries, spans, values=inputs.projected(spans))
             results.append((states.bytes(), entries.bytes()))
-            measure = inputs.judge_entries(entries, before, inputs.completed(inputs.spans))
-        _same_states(inputs, results[0][0], inputs.save(inputs.blank_states(), inputs.spans).bytes())
+            measure = inputs.judge_entries(entries, untouched, inputs.completed(inputs.spans))
+        states_in_one, entries_in_one = results[0]
+        _hold_states(inputs, states_in_one, inputs.save(inputs.blank_states(), inputs.spans).bytes())
         for sizes, (states_now, entries_now) in zip(cuts, results[1:], strict=True):
-            _require_same(f"in steps of {', '.join(map(str, sizes))} tokens", states_now, results[0][0], "states")
-            _require_same(f"in steps of {', '.join(map(str, sizes))} tokens", entries_now, results[0][1], "entries")
+            where = f"in steps of {', '.join(map(str, sizes))} tokens: "
+            hold_bytes(states_now, states_in_one, "states", where)
+            hold_bytes(entries_now, entries_in_one, "entries", where)
         return measure
 
     return check
 
 
-def _steps(inputs: CompressorStep, sizes: Sequence[int]) -> Iterator[list[Span]]:
-    """Steps of all requests; request i begins with the i-th size."""
-    done = [before for before, _ in inputs.requests]
-    turn = 0
-    while any(done[i] < before + count for i, (before, count) in enumerate(inputs.requests)):
-        spans = []
-        for i, (before, count) in enumerate(inputs.requests):
-            end = min(done[i] + sizes[(turn + i) % len(sizes)], before + count)
-            spans.append((i, range(done[i], end)))
-            done[i] = end
-        yield spans
-        turn += 1
-
-
-def _require_same(what: str, now: U8, wanted: U8, name: str) -> None:
-    if not np.array_equal(now, wanted):
-        page, byte = (int(axis[0]) for axis in np.nonzero(now != wanted))
-        raise Wrong(f"{what}: {int((now != wanted).sum())} bytes of {name} differ, first byte {byte} of page {page}")
-
-
 def replays(bench: Bench, inputs: CompressorStep) -> Measure:
     """Drafts that are replaced, and tokens that are computed again, leave the bytes of one pass."""
-    plain = inputs.blank_states(), inputs.blank_entries()
-    run_step(bench, inputs, *plain, inputs.spans, values=inputs.projected(inputs.spans))
+    states_in_one, entries_in_one = saved_and_compressed(bench, inputs)
     states, entries = inputs.blank_states(), inputs.blank_entries()
     drafts = attrs.evolve(inputs, seed=inputs.seed + 1)
     for begin, end, values in ((0, 6, inputs), (6, 11, drafts), (6, 9, inputs), (9, 13, drafts), (5, 2**20, inputs)):
         spans = [(i, span[begin:end]) for i, span in inputs.spans]
         run_step(bench, inputs, states, entries, spans, values=values.projected(spans))
-    _require_same("after drafts and a replay", states.bytes(), plain[0].bytes(), "states")
-    _require_same("after drafts and a replay", entries.bytes(), plain[1].bytes(), "entries")
+    hold_bytes(states.bytes(), states_in_one.bytes(), "states", "after drafts and a replay: ")
+    hold_bytes(entries.bytes(), entries_in_one.bytes(), "entries", "after drafts and a replay: ")
     return Measure()
 
 
 def unused_bytes(bench: Bench, inputs: CompressorStep) -> Measure:
     """Whatever bytes belong to no state, entries have the same bytes."""
-    results = []
-    for byte in (0xFF, 0x00, 0x7F):
-        other = attrs.evolve(inputs, unused=byte)
-        states, entries = _prepared(other), other.blank_entries()
-        before = entries.bytes()
-        run_step(bench, other, states, entries, other.spans)
-        other.judge_entries(entries, before, other.completed(other.spans))
-        results.append(entries.bytes())
-        _require_same(f"over unused bytes of 0x{byte:02X}", results[-1], results[0], "entries")
+    values = 0xFF, 0x00, 0x7F
+    results = [compressed(bench, attrs.evolve(inputs, unused=byte))[0].bytes() for byte in values]
+    for byte, entries in zip(values, results, strict=True):
+        hold_bytes(entries, results[0], "entries", f"over unused bytes of 0x{byte:02X}: ")
     return Measure()
 
 
 def moved(bench: Bench, inputs: CompressorStep) -> Measure:
     """Which pages hold a request, and how far apart they are, changes no byte of an entry."""
-    results = []
-    for other in (inputs, attrs.evolve(inputs, gap=4608)):
-        states, entries = _prepared(other), other.blank_entries()
-        before = entries.bytes()
-        run_step(bench, other, states, entries, other.spans)
-        other.judge_entries(entries, before, other.completed(other.spans))
-        page = inputs.layout.page_bytes(inputs.entry_page)
-        results.append(entries.bytes()[:, :page])
-    _require_same("with pages further apart", results[1], results[0], "entries")
+    page = inputs.layout.page_bytes(inputs.entry_page)
+    near, apart = (compressed(bench, case)[0].bytes()[:, :page] for case in (inputs, attrs.evolve(inputs, gap=4608)))
+    hold_bytes(apart, near, "entries", "with pages further apart: ")
     return Measure()
 
 
 def spoils_own_entries(bench: Bench, inputs: CompressorStep) -> Measure:
     """A NaN in kv or in a score of a token makes the entries NaN that it counts in, and harms no other."""
-    clean = inputs.blank_states(), inputs.blank_entries()
-    run_step(bench, inputs, *clean, inputs.spans, values=inputs.projected(inputs.spans))
-    tokens, read = inputs.tokens(inputs.spans), {}
-    for number, (token, half, part) in enumerate(((6, 0, 0), (6, 1, 1), (9, 1, 0), (11, 0, 1))):
+    clean = saved_and_compressed(bench, inputs)[1].bytes()
+    tokens, seen = tokens_of(inputs.spans), set[tuple[int, bool]]()
+    for number, (token, overlap_half, part) in enumerate(((6, 0, 0), (6, 1, 1), (9, 1, 0), (11, 0, 1))):
         request, position = tokens[token]
-        channel = (half if inputs.overlap else 0) * inputs.dim + 5 + number
+        half = overlap_half if inputs.overlap else 0
+        channel = half * inputs.dim + 5 + number
         values = inputs.projected(inputs.spans)
         values[part][token, channel] = torch.nan
-        states, entries = inputs.blank_states(), inputs.blank_entries()
-        run_step(bench, inputs, states, entries, inputs.spans, values=values)
+        spoiled = saved_and_compressed(bench, inputs, values)[1].bytes()
         name = f"a NaN {'score' if part else 'kv'} of token {position} in channel {channel}"
         for owner, entry in inputs.completed(inputs.spans):
             window = oracle_layer.entry_window(entry, inputs.ratio, overlap=inputs.overlap)
-            hit = owner == request and (position, half if inputs.overlap else 0) in window
-            slot = int(inputs.entry_pages.slots(owner, [entry])[0])
-            place = slot // inputs.entry_page, place_of(inputs.layout, slot % inputs.entry_page, inputs.entry_page)
-            record = entries.bytes()[place]
-            if hit and not np.isnan(found(record, inputs.layout)).any():
+            counts = owner == request and (position, half) in window
+            place = inputs.place(inputs.entry_slot(owner, entry))
+            if counts and not np.isnan(found(spoiled[place], inputs.layout)).any():
                 raise Wrong(f"{name}: entry {entry}, which it counts in, does not read as NaN")
-            if not hit and not np.array_equal(record, clean[1].bytes()[place]):
+            if not counts and not np.array_equal(spoiled[place], clean[place]):
                 raise Wrong(f"{name}: entry {entry} of request {owner} changed, and the token does not count in it")
-            read[number, hit] = True
-    if not all((number, True) in read for number in range(4)):
+            seen.add((number, counts))
+    if not all((number, True) in seen for number in range(4)):
         raise ValueError("the case input leaves no entry for a NaN")
     return Measure()
 
@@ -592,28 +620,23 @@ class LatentSteps(CaseInput):
         live = [(0, self.ring)] * len(self.lengths)
         return Pages(live, self.state_page, spare=2, dead=-1, key=(RINGS,))
 
-    def tokens(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-        """Positions [T] int64 and requests [T] int32."""
-        pairs = [(request, position) for request, positions in spans for position in positions]
-        requests, positions = (np.array([pair[i] for pair in pairs], dtype=np.int64) for i in range(2))
-        return self.tensor(positions), self.tensor(requests, torch.int32)
+    @property
+    def spans(self) -> list[Span]:
+        """All tokens."""
+        return [(request, range(length)) for request, length in enumerate(self.lengths)]
+
+    @property
+    def rings(self) -> NDArray[np.int32]:
+        """[R, N] blocks of the rings."""
+        return self.state_pages().table[:, : self.ring_blocks]
 
     def values(self, stream: int, spans: Sequence[Span]) -> Tensor:
         """[T, d] kv or scores."""
         rows = [self.rows(stream, request, positions) for request, positions in spans if len(positions)]
         return self.tensor(np.concatenate([np.zeros((0, self.dim)), *rows]), torch.float32)
 
-    def steps(self, sizes: Sequence[int]) -> list[list[Span]]:
-        """Steps of all requests, of these sizes again and again; request i begins with the i-th."""
-        done, found = [0] * len(self.lengths), list[list[Span]]()
-        while any(at < length for at, length in zip(done, self.lengths, strict=True)):
-            ends = [min(at + sizes[(len(found) + i) % len(sizes)], self.lengths[i]) for i, at in enumerate(done)]
-            found.append([(i, range(at, end)) for i, (at, end) in enumerate(zip(done, ends, strict=True))])
-            done = ends
-        return found
 
-
-def _run(
+def run_latents(
     bench: Bench, inputs: LatentSteps, states: OracleCache | None, spans: Sequence[Span], *, padded: bool = False
 ) -> Tensor:
     """The latents [T, d] of a step. Raises Wrong if what was given is changed.
@@ -621,67 +644,63 @@ def _run(
     padded: whether rows of padding, with NaN and stale positions, stand between the requests. Their latents, which are
     not returned, must be zeros.
     """
-    positions, requests = inputs.tokens(spans)
-    kv, score = (inputs.values(stream, spans) for stream in (LATENT_KV, LATENT_SCORE))
-    rows, live = list(range(len(positions))), torch.arange(len(positions), device="cpu")
-    if padded:
-        positions, requests, kv, score, live = _with_padding(inputs, spans, positions, requests, kv, score)
-        rows = live.tolist()
+    tokens = _with_padding(spans) if padded else tokens_of(spans)
+    requests, positions = np.array(tokens, dtype=np.int64).reshape(-1, 2).T
+    live = inputs.tensor(np.flatnonzero(requests >= 0))
+    kv, score = (
+        torch.full((len(tokens), inputs.dim), math.nan, device=inputs.device).index_copy_(
+            0, live, inputs.values(stream, spans)
+        )
+        for stream in (LATENT_KV, LATENT_SCORE)
+    )
     before = kv.clone(), score.clone()
-    weight = inputs.tensor(inputs.weight(), torch.float32)
-    run, eps, ratio = bench.layer_ops.compress_latents, inputs.eps, inputs.ratio
-    if states is None:
-        found = run(kv, None, positions, requests, weight, eps, ratio)
-    else:
-        rings = StatePages(states.cache, inputs.tensor(inputs.state_pages().table[:, : inputs.ring_blocks]))
-        found = run(kv, score, positions, requests, weight, eps, ratio, rings)
-    pairs = (kv, before[0]), (score, before[1])
-    if not all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs):
+    latents = bench.layer_ops.compress_latents(
+        kv,
+        None if states is None else score,
+        inputs.tensor(positions),
+        inputs.tensor(requests, torch.int32),
+        inputs.tensor(inputs.weight(), torch.float32),
+        inputs.eps,
+        inputs.ratio,
+        None if states is None else StatePages(states.cache, inputs.tensor(inputs.rings)),
+    )
+    after = (kv, before[0]), (score, before[1])
+    if not all(torch.equal(now.view(torch.int32), was.view(torch.int32)) for now, was in after):
         raise Wrong("kv or scores were changed")
-    if found.dtype != torch.bfloat16 or found.shape != kv.shape:
-        raise Wrong(f"latents: {list(found.shape)} {found.dtype}, expected {list(kv.shape)} torch.bfloat16")
-    for row in sorted({*range(len(found))} - {*rows}):
-        if not torch.equal(found[row], torch.zeros_like(found[row])):
+    if latents.dtype != torch.bfloat16 or latents.shape != kv.shape:
+        raise Wrong(f"latents: {list(latents.shape)} {latents.dtype}, expected {list(kv.shape)} torch.bfloat16")
+    for row in np.flatnonzero(requests < 0):
+        if latents[row].any():
             raise Wrong(f"latent of row {row}, which is padding: not zero")
-    return found[live.to(found.device)]
+    return latents[live]
 
 
-def _with_padding(
-    inputs: LatentSteps, spans: Sequence[Span], positions: Tensor, requests: Tensor, kv: Tensor, score: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(positions, requests, kv, scores, rows of the tokens), with rows of padding before and after each request.
+def _with_padding(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """(request, position) of tokens, with rows of padding, of request -1, before and after each request.
 
     Padding has the position after the request's last one, the position of its first one, and stale ones.
     """
-    order, extra, token = list[int](), list[int](), 0
+    tokens = list[tuple[int, int]]()
     for request, span in [(-1, range(0)), *spans]:
-        order += range(token, token + len(span))
-        token += len(span)
-        last = [span[-1] + 1, span[0]] if len(span) else []
-        for position in (*last, STALE_POSITIONS[request], STALE_POSITIONS[request - 1]):
-            order.append(len(positions) + len(extra))
-            extra.append(position)
-    places = torch.tensor(order, dtype=torch.int64, device=inputs.device)
-    nothing = kv.new_full((len(extra), inputs.dim), math.nan)
-    positions = torch.cat([positions, inputs.tensor(np.array(extra, dtype=np.int64))])[places]
-    requests = torch.cat([requests, requests.new_full((len(extra),), -1)])[places]
-    kv, score = (torch.cat([values, nothing])[places] for values in (kv, score))
-    return positions, requests, kv, score, (places < token).nonzero()[:, 0]
+        tokens += [(request, position) for position in span]
+        ends = [span[-1] + 1, span[0]] if len(span) else []
+        padding = *ends, STALE_POSITIONS[request], STALE_POSITIONS[request - 1]
+        tokens += [(-1, position) for position in padding]
+    return tokens
 
 
-def _place(what: str, at: tuple[int, ...]) -> str:
-    return f"{what}, {list(at)}"
+def _element(row: str, index: tuple[int, ...]) -> str:
+    return f"{row}, {list(index)}"
 
 
-def _judge(inputs: LatentSteps, found: Tensor, spans: Sequence[Span]) -> Measure:
-    worst, pairs = Measure(0.0, 1.0), [(request, p) for request, positions in spans for p in positions]
-    for row, (request, position) in zip(found, pairs, strict=True):
-        if (position + 1) % inputs.ratio:
-            continue
-        where = f"latent {position // inputs.ratio} of request {request}"
-        wanted = inputs.latent(request, position // inputs.ratio)
-        measure = hold_values(row, wanted, torch.bfloat16, partial(_place, where))
-        worst = worst_of(worst, measure)
+def _judge_latents(inputs: LatentSteps, latents: Tensor, spans: Sequence[Span]) -> Measure:
+    worst = Measure(0.0, 1.0)
+    for row, (request, position) in zip(latents, tokens_of(spans), strict=True):
+        if (position + 1) % inputs.ratio == 0:
+            number = position // inputs.ratio
+            where = partial(_element, f"latent {number} of request {request}")
+            measure = hold_values(row, inputs.latent(request, number), torch.bfloat16, where)
+            worst = worst_of(worst, measure)
     return worst
 
 
@@ -696,7 +715,7 @@ def _blank(inputs: LatentSteps) -> OracleCache:
 
 def _judge_rings(inputs: LatentSteps, states: OracleCache, steps: Sequence[Sequence[Span]]) -> None:
     """The rings hold kv and scores of the last tokens, and no other byte was written. Raises Wrong."""
-    wanted, pages = _blank(inputs), inputs.state_pages()
+    expected, pages = _blank(inputs), inputs.state_pages()
     for request in range(len(inputs.lengths)):
         held = oracle_layer.ring_rows(
             [positions for step in steps for i, positions in step if i == request], inputs.ring
@@ -704,11 +723,8 @@ def _judge_rings(inputs: LatentSteps, states: OracleCache, steps: Sequence[Seque
         rows = np.concatenate(
             [inputs.rows(stream, request, list(held.values())) for stream in (LATENT_KV, LATENT_SCORE)], 1
         )
-        wanted.write(pages.slots(request, held), rows)
-    now, right = states.bytes(), wanted.bytes()
-    if not np.array_equal(now, right):
-        page, byte = (int(axis[0]) for axis in np.nonzero(now != right))
-        raise Wrong(f"{int((now != right).sum())} bytes of rings differ, first byte {byte} of page {page}")
+        expected.write(pages.slots(request, held), rows)
+    hold_bytes(states.bytes(), expected.bytes(), "rings")
 
 
 def makes_latents(*cuts: Sequence[int], padded: bool = False) -> Callable[[Bench, LatentSteps], Measure]:
@@ -720,9 +736,11 @@ def makes_latents(*cuts: Sequence[int], padded: bool = False) -> Callable[[Bench
     def check(bench: Bench, inputs: LatentSteps) -> Measure:
         worst = Measure(0.0, 1.0)
         for sizes in ((2**20,), *cuts):
-            steps, states = inputs.steps(sizes), _blank(inputs) if inputs.ratio > 1 else None
+            steps = list(cut_into_steps([(0, length) for length in inputs.lengths], sizes))
+            states = _blank(inputs) if inputs.ratio > 1 else None
             for spans in steps:
-                measure = _judge(inputs, _run(bench, inputs, states, spans, padded=padded), spans)
+                latents = run_latents(bench, inputs, states, spans, padded=padded)
+                measure = _judge_latents(inputs, latents, spans)
                 worst = worst_of(worst, measure)
             if states is not None:
                 _judge_rings(inputs, states, steps)
@@ -736,11 +754,11 @@ def replaces_drafts(bench: Bench, inputs: LatentSteps) -> Measure:
     drafts, states = attrs.evolve(inputs, seed=inputs.seed + 1), _blank(inputs)
     worst, last = Measure(0.0, 1.0), max(inputs.lengths)
     for begin, end, values in ((0, 5, inputs), (5, 8, drafts), (5, 6, inputs), (6, 8, drafts), (6, last, inputs)):
-        spans = [(i, range(length)[begin:end]) for i, length in enumerate(inputs.lengths)]
-        found = _run(bench, values, states, spans)
+        spans = [(i, span[begin:end]) for i, span in inputs.spans]
+        latents = run_latents(bench, values, states, spans)
         if values is inputs:
-            worst = worst_of(worst, _judge(inputs, found, spans))
-    _judge_rings(inputs, states, [[(i, range(length)) for i, length in enumerate(inputs.lengths)]])
+            worst = worst_of(worst, _judge_latents(inputs, latents, spans))
+    _judge_rings(inputs, states, [inputs.spans])
     return worst
 
 
@@ -751,43 +769,38 @@ def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, LatentStep
     """
 
     def check(bench: Bench, inputs: LatentSteps) -> Measure:
-        spans = [(i, range(length)) for i, length in enumerate(inputs.lengths)]
+        spans = inputs.spans
         live = [(0, -(-length // inputs.ratio)) for length in inputs.lengths]
         pages = Pages(live, 16, spare=2, dead=-1, key=(inputs.seed, LATENT_ENTRIES))
         oracle_cache = OracleCache.blank(inputs.layout, pages.count, PagePlacement(16, 0), inputs.device)
-        (positions, requests), x = inputs.tokens(spans), inputs.values(LATENT_KV, spans).bfloat16()
-        pairs = list(zip(requests.tolist(), positions.tolist(), strict=True))
+        tokens, x = tokens_of(spans), inputs.values(LATENT_KV, spans).bfloat16()
         # every token has a slot: only those that complete an entry may use it
-        slots = np.array([pages.slots(request, [p // inputs.ratio])[0] for request, p in pairs])
+        slots = np.array([pages.slots(request, [p // inputs.ratio])[0] for request, p in tokens])
         slots[-inputs.ratio :] = [oracle_cache.cache.capacity, -7, -1][: inputs.ratio]
         if padded:
-            around, nothing = (
-                inputs.tensor(np.array(STALE_POSITIONS)),
-                x.new_full((len(STALE_POSITIONS), inputs.dim), math.nan),
-            )
-            positions, x = torch.cat([around, positions, around]), torch.cat([nothing, x, nothing])
-            missing = [(-1, position) for position in STALE_POSITIONS]
-            pairs, slots = [*missing, *pairs, *missing], np.pad(slots, len(missing), constant_values=-1)
+            tokens, x = [*PADDING, *tokens, *PADDING], between_nan(x)
+            slots = np.pad(slots, len(PADDING), constant_values=-1)
+        positions = inputs.tensor(np.array([p for _, p in tokens], dtype=np.int64))
         table = cos_sin_table(inputs.drawn_angles(LATENT_ANGLES, max(inputs.lengths), 32))
         weight = inputs.tensor(inputs.weight(), torch.float32) if normed else None
-        original, before = x.clone(), oracle_cache.bytes()
+        original, expected = x.clone(), oracle_cache.bytes().copy()
         norm = EntryNorm(weight, inputs.eps, inputs.tensor(table, torch.float32))
         store = bench.layer_ops.norm_rope_store
         store(x, positions, inputs.tensor(slots), norm, inputs.ratio, oracle_cache.cache)
         if not torch.equal(x.view(torch.int16), original.view(torch.int16)):
             raise Wrong("the rows that were given were changed")
-        now, untouched, worst = oracle_cache.bytes(), before.copy(), Measure()
-        for row, slot, (request, p) in zip(original.double().cpu().numpy(), slots, pairs, strict=True):
+        now, worst = oracle_cache.bytes(), Measure()
+        for row, slot, (request, p) in zip(original.double().cpu().numpy(), slots, tokens, strict=True):
             if (p + 1) % inputs.ratio or not 0 <= slot < oracle_cache.cache.capacity:
                 continue
             place, where = (slot // 16, place_of(inputs.layout, slot % 16, 16)), f"token {p} of request {request}"
-            wanted = Formula.exact(row)
+            formula = Formula.exact(row)
             if normed:
-                wanted = _in_bf16(wanted.normed(inputs.weight(), inputs.eps))
-            wanted = wanted.turned(*np.split(table[p // inputs.ratio * inputs.ratio], 2))
-            measure = hold_record(now[place], wanted, inputs.layout, where)
-            worst, untouched[place] = worst_of(worst, measure), now[place]
-        if not np.array_equal(now, untouched):
+                formula = _in_bf16(formula.normed(inputs.weight(), inputs.eps))
+            cos, sin = np.split(table[p // inputs.ratio * inputs.ratio], 2)
+            measure = hold_record(now[place], formula.turned(cos, sin), inputs.layout, where)
+            worst, expected[place] = worst_of(worst, measure), now[place]
+        if not np.array_equal(now, expected):
             raise Wrong("bytes that belong to no entry of the step were written")
         return worst
 

@@ -33,6 +33,7 @@ __all__ = [
     "select_entries", "selects_over_ranks", "selects_within", "selects_within_published", "shape_error", "sum_bits",
 ]  # fmt: skip
 
+I64 = NDArray[np.int64]
 QUERIES, QUERY_WEIGHTS, ANGLES, POSITIONS = range(70, 74)
 """Streams of random numbers."""
 SIZES = (1.0, 1e-3, 30.0, 0.0)
@@ -99,18 +100,16 @@ def run_queries(bench: Bench, inputs: IndexQueries, positions: NDArray[np.int64]
     positions: [T], instead of the positions of the case input.
     """
     strided = StridedTensors(inputs.strided)
-    q, weights = (
-        strided("q", inputs.tensor(inputs.q, inputs.dtype)),
-        strided("weights", inputs.tensor(inputs.weights, inputs.weight_dtype)),
-    )
-    table, before = strided("cos_sin_cache", inputs.tensor(inputs.table, torch.float32)), (q.clone(), weights.clone())
-    steps = bench.layer_ops
-    at = inputs.tensor(inputs.positions if positions is None else positions)
-    made = steps.indexer_q_rope_quant(q, weights, at, table, inputs.layout)
+    q = strided("q", inputs.tensor(inputs.q, inputs.dtype))
+    weights = strided("weights", inputs.tensor(inputs.weights, inputs.weight_dtype))
+    table = strided("cos_sin_cache", inputs.tensor(inputs.table, torch.float32))
+    q_before, weights_before = q.clone(), weights.clone()
+    places = inputs.tensor(inputs.positions if positions is None else positions)
+    query = bench.layer_ops.indexer_q_rope_quant(q, weights, places, table, inputs.layout)
     strided.check()
-    if not (torch.equal(q, before[0]) and torch.equal(weights, before[1])):
+    if not (torch.equal(q, q_before) and torch.equal(weights, weights_before)):
         raise Wrong("q or the weights were changed")
-    return made
+    return query
 
 
 def shape_error(query: IndexQuery, layout: KVCacheLayout, tokens: int, heads: int) -> str:
@@ -122,12 +121,11 @@ def shape_error(query: IndexQuery, layout: KVCacheLayout, tokens: int, heads: in
         values = (tokens, heads, dim), layout.fp8_format.dtype
     elif layout.is_quantised:
         values, scales = ((tokens, heads, dim // 2), torch.uint8), ((tokens, heads, layout.num_groups), torch.uint8)
-    wanted = {"values": values, "weights": ((tokens, heads), torch.float32), "scales": scales}
-    for name, expected in wanted.items():
+    for name, expected in (("values", values), ("weights", ((tokens, heads), torch.float32)), ("scales", scales)):
         tensor: Tensor | None = getattr(query, name)
-        found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        if found != expected:
-            return f"{name} of the query: {found}, expected {expected}"
+        actual = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        if actual != expected:
+            return f"{name} of the query: {actual}, expected {expected}"
     return ""
 
 
@@ -144,8 +142,8 @@ def quantises_queries(bench: Bench, inputs: IndexQueries) -> Measure:
         else:
             values = query.values[token]
             worst = worst_of(worst, _hold(values, inputs.turned(token), layout.dtype, f"q of {where}"))
-        wanted = oracle_layer.fold_weights(inputs.weights[token], layout.head_dim, shifts)
-        formula = Formula(wanted, FOLDED * np.abs(wanted))
+        folded = oracle_layer.fold_weights(inputs.weights[token], layout.head_dim, shifts)
+        formula = Formula(folded, FOLDED * np.abs(folded))
         worst = worst_of(worst, _hold(weights[token], formula, torch.float32, f"weights of {where}"))
     return worst
 
@@ -153,17 +151,17 @@ def quantises_queries(bench: Bench, inputs: IndexQueries) -> Measure:
 def quantises_without_positions_of_padding(bench: Bench, inputs: IndexQueries) -> Measure:
     """Positions of padding change no other query."""
     padding, positions = stale_rows(inputs.count, inputs.positions)
-    found, wanted = run_queries(bench, inputs, positions), run_queries(bench, inputs)
+    changed, usual = run_queries(bench, inputs, positions), run_queries(bench, inputs)
     live = inputs.tensor(np.flatnonzero(~padding))
     for name in ("values", "weights", "scales"):
-        one, other = getattr(found, name), getattr(wanted, name)
-        if one is not None and not torch.equal(one[live].view(torch.uint8), other[live].view(torch.uint8)):
+        pair = getattr(changed, name), getattr(usual, name)
+        if pair[0] is not None and not torch.equal(*(tensor[live].view(torch.uint8) for tensor in pair)):
             raise Wrong(f"a position of padding changed {name} of another query")
     return Measure()
 
 
-def _hold(found: Tensor | F64, formula: Formula, dtype: torch.dtype, what: str) -> Measure:
-    return hold_values(found, formula, dtype, lambda at: f"{what}, {list(at)}")
+def _hold(values: Tensor | F64, formula: Formula, dtype: torch.dtype, what: str) -> Measure:
+    return hold_values(values, formula, dtype, lambda index: f"{what}, {list(index)}")
 
 
 def _judge_codes(inputs: IndexQueries, query: IndexQuery, token: int, weights: F64) -> F64:
@@ -199,10 +197,10 @@ def makes_no_queries(bench: Bench, inputs: IndexQueries) -> Measure:
 
 Q, WEIGHTS, KEYS, PAGES, NAN = range(80, 85)
 """Streams of random numbers."""
-BEHIND = 9
-"""Entries of each request behind those that its last token sees: of drafts that were taken back."""
-GARBAGE, BESIDE = 0x5A5A5A5A, 12
-"""What `out` holds before, and columns beside its rows if they lie apart."""
+UNSEEN = 9
+"""Entries of each request after those that its last token sees: of drafts that were taken back."""
+GARBAGE, GAP = 0x5A5A5A5A, 12
+"""What `out` holds before, and columns between its rows if they lie apart."""
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -238,10 +236,10 @@ class IndexSelection(CaseInput):
     def tokens(self) -> list[tuple[int, int]]:
         """(request, visible entries) of each token."""
         ratio = self.layer.compress_ratio
-        found = [
+        tokens = [
             (i, (before + j + 1) // ratio) for i, (before, count) in enumerate(self.requests) for j in range(count)
         ]
-        return found + [(-1, 0)] * self.padding
+        return tokens + [(-1, 0)] * self.padding
 
     @property
     def max_entries(self) -> int:
@@ -258,6 +256,10 @@ class IndexSelection(CaseInput):
         whole = self.token_map()
         table = self.tensor(self.table[:, owner.rank :: owner.size])
         return TokenMap(table, whole.token_to_req, owner.counts(whole.visible_lens).int())
+
+    def unwritten(self, columns: int) -> Tensor:
+        """[T, columns] int32 for the result of an op."""
+        return torch.full((len(self.tokens), columns), GARBAGE, dtype=torch.int32, device=self.device)
 
     def entries(self, request: int) -> int:
         """Entries that the last token of a request sees."""
@@ -324,12 +326,12 @@ class IndexSelection(CaseInput):
     @cached_property
     def pages(self) -> Pages:
         """Pages of the keys."""
-        live = [(0, self.entries(i) + BEHIND) for i in range(len(self.requests))]
+        live = [(0, self.entries(i) + UNSEEN) for i in range(len(self.requests))]
         return Pages(live, 64, spare=2, dead=-1, key=(self.seed, PAGES))
 
     def key_rows(self, request: int) -> F64:
-        """[E, Di] keys of a request, before they are stored. Those behind the visible ones have large scores."""
-        count, dim = self.entries(request) + BEHIND, self.layout.head_dim
+        """[E, Di] keys of a request, before they are stored. Those after the visible ones have large scores."""
+        count, dim = self.entries(request) + UNSEEN, self.layout.head_dim
         rng = np.random.default_rng((self.seed, KEYS, request))
         if self.whole:
             rows = rng.choice([-1.0, 0.0, 0.0, 1.0, 2.0], (count, dim))
@@ -339,8 +341,8 @@ class IndexSelection(CaseInput):
             rows = normal((self.seed, KEYS, request), np.arange(count), dim) * rng.choice(
                 [0.1, 1.0, 1.0, 30.0], (count, 1)
             )
-        own = [t for t, (owner, seen) in enumerate(self.tokens) if owner == request and seen]
-        rows[-BEHIND:] = 2 * np.sign(self.q[own[-1], 0]) if own else 1.0
+        tokens = [t for t, (owner, seen) in enumerate(self.tokens) if owner == request and seen]
+        rows[-UNSEEN:] = 2 * np.sign(self.q[tokens[-1], 0]) if tokens else 1.0
         return rows
 
     @cached_property
@@ -442,69 +444,68 @@ def sum_bits(bench: Bench) -> int:
     return bench.layer_ops.sum_bits
 
 
-def run_selection(bench: Bench, inputs: IndexSelection, query: IndexQuery) -> NDArray[np.int64]:
-    """Select; returns the rows [T, K]. Raises Wrong if something beside them was written."""
-    count, beside = len(inputs.tokens), BESIDE if inputs.strided else 0
-    whole = torch.full((count, inputs.topk + beside), GARBAGE, dtype=torch.int32, device=inputs.device)
+def run_selection(bench: Bench, inputs: IndexSelection, query: IndexQuery) -> I64:
+    """Select; returns the rows [T, K]. Raises Wrong if anything else was written."""
+    out = inputs.unwritten(inputs.topk + (GAP if inputs.strided else 0))
     token_map = inputs.token_map()
     if inputs.strided:
         token_map = attrs.evolve(token_map, block_table=token_map.block_table[:, :-1])
-    before = inputs.oracle_cache.bytes()
-    bench.layer_ops.select_topk(
-        query,
-        inputs.oracle_cache.cache,
-        token_map,
-        whole[:, : inputs.topk],
-        inputs.max_entries,
-    )
+    before, cache = inputs.oracle_cache.bytes(), inputs.oracle_cache.cache
+    bench.layer_ops.select_topk(query, cache, token_map, out[:, : inputs.topk], inputs.max_entries)
     if not np.array_equal(before, inputs.oracle_cache.bytes()):
         raise Wrong("the cache was written")
-    if (whole[:, inputs.topk :] != GARBAGE).any():
+    if (out[:, inputs.topk :] != GARBAGE).any():
         raise Wrong("columns beside the rows of out were written")
-    return whole[:, : inputs.topk].cpu().numpy().astype(np.int64)
+    return numbers_of(out[:, : inputs.topk])
 
 
-def judge_selection(
-    inputs: IndexSelection, found: NDArray[np.int64], query: IndexQuery | None = None, bits: int = 24
-) -> Measure:
-    """Compare what was selected, by its scores.
+def numbers_of(out: Tensor) -> I64:
+    """The result of an op on the host."""
+    return out.cpu().numpy().astype(np.int64)
+
+
+def judge_selection(inputs: IndexSelection, rows: I64, query: IndexQuery | None = None, bits: int = 24) -> Measure:
+    """Compare rows [T, K] that were selected, by the scores of their entries.
 
     query: the backend's own query; None means that of the case input.
     bits: bits that the backend's sums of products keep.
     """
     worst = Measure() if inputs.whole and query is None else Measure(0.0, 1.0)
-    for token, row in enumerate(found):
+    for token, row in enumerate(rows):
         scores, errors = inputs.scores(token, query, bits)
         measure = judge_row(row, scores, errors, f"token {token}, which sees {len(scores)} entries")
         worst = worst_of(worst, measure)
     return worst
 
 
-def judge_row(row: NDArray[np.int64], scores: F64, errors: F64, where: str) -> Measure:
+def numbers_in(row: I64, count: int, where: str, *, blocks: bool = False) -> list[int]:
+    """Numbers of entries, or of blocks, that a row names before -1. Raises Wrong unless they are below `count`."""
+    article, noun, verb = ("a", "block", "written") if blocks else ("an", "entry", "selected")
+    numbers = [int(number) for number in row[: int((row != -1).sum())]]
+    if -1 in numbers:
+        raise Wrong(f"{where}: -1 stands before {article} {noun}")
+    if outside := [number for number in numbers if not 0 <= number < count]:
+        raise Wrong(f"{where}: {noun} {outside[0]} was {verb}")
+    return numbers
+
+
+def judge_row(row: I64, scores: F64, errors: F64, where: str) -> Measure:
     """Compare the entries of a row with the scores [E]; NaN is absent. Raises Wrong."""
-    wanted = oracle_layer.select(scores, len(row))
-    number = int((row != -1).sum())
-    chosen = [int(entry) for entry in row[:number]]
-    if -1 in chosen:
-        raise Wrong(f"{where}: -1 stands before an entry")
-    if strange := [e for e in chosen if not 0 <= e < len(scores)]:
-        raise Wrong(f"{where}: entry {strange[0]} was selected")
+    expected, chosen = oracle_layer.select(scores, len(row)), numbers_in(row, len(scores), where)
     if spoiled := [e for e in chosen if math.isnan(scores[e])]:
         raise Wrong(f"{where}: entry {spoiled[0]} was selected, whose score is NaN, or which is absent")
-    if len(chosen) != len(wanted):
-        raise Wrong(f"{where}: {len(chosen)} entries were selected, expected {len(wanted)}")
+    if len(chosen) != len(expected):
+        raise Wrong(f"{where}: {len(chosen)} entries were selected, expected {len(expected)}")
     if any(left >= right for left, right in pairwise(chosen)):
         raise Wrong(f"{where}: entries are not in ascending order, or one stands twice")
-    added, missed = sorted({*chosen} - {*wanted}), sorted({*wanted} - {*chosen})
+    added, missed = sorted({*chosen} - {*expected}), sorted({*expected} - {*chosen})
     if not added:
         return Measure()
-    last = min(scores[wanted])
+    last = min(scores[expected])
     budgets = [(e, float(errors[e] + errors[missed].max())) for e in added]
     budgets += [(e, float(errors[e] + errors[added].max())) for e in missed]
-    entry, off, budget = max(
-        ((e, abs(float(scores[e]) - last), budget) for e, budget in budgets),
-        key=lambda one: one[1] / (one[2] or 1e-300),
-    )
+    errors_of = [(e, abs(float(scores[e]) - last), budget) for e, budget in budgets]
+    entry, off, budget = max(errors_of, key=lambda error: error[1] / (error[2] or 1e-300))
     fraction = off / budget if budget else math.inf
     what = "was selected" if entry in added else "was not selected"
     said = f"{where}: entry {entry} with score {scores[entry]:.7g} {what}, the last score selected is {last:.7g}"
@@ -516,7 +517,6 @@ def select_entries(bench: Bench, inputs: IndexSelection) -> Measure:
     return judge_selection(inputs, run_selection(bench, inputs, inputs.query()), bits=sum_bits(bench))
 
 
-I64 = NDArray[np.int64]
 PAGE = 64
 """Entries of a page, and of a run: so page j of a rank is page j * ranks + rank of the case input."""
 
@@ -531,16 +531,14 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
             if (rows[:, inputs.topk :] >= 0).any():
                 raise Wrong(f"ranks hold more than the {inputs.topk} entries of a token together")
             return judge_selection(inputs, rows[:, : inputs.topk], bits=sum_bits(bench))
-        found = []
+        numbers, scores = list[Tensor](), list[Tensor]()
         for rank in range(ranks):
-            own = Ownership(rank, ranks, PAGE)
-            token_map = inputs.token_map_of_rank(own)
-            local = torch.full((len(inputs.tokens), inputs.topk), GARBAGE, dtype=torch.int32, device=inputs.device)
-            steps.select_topk(query, cache, token_map, local, own.count(inputs.max_entries))
-            score = score_selected(query, cache, token_map, local)
-            found.append((own.entry(local).masked_fill_(local < 0, -1), score))
-        numbers, scores = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        rows = select_among(numbers, scores, inputs.topk).cpu().numpy().astype(np.int64)
+            owner, local = Ownership(rank, ranks, PAGE), inputs.unwritten(inputs.topk)
+            token_map = inputs.token_map_of_rank(owner)
+            steps.select_topk(query, cache, token_map, local, owner.count(inputs.max_entries))
+            scores.append(score_selected(query, cache, token_map, local))
+            numbers.append(owner.entry(local).masked_fill_(local < 0, -1))
+        rows = numbers_of(select_among(torch.cat(numbers, 1), torch.cat(scores, 1), inputs.topk))
         return judge_selection(inputs, _ascending(rows), bits=sum_bits(bench))
 
     return check
@@ -551,19 +549,19 @@ def _by_kernels(steps: LayerOps, inputs: IndexSelection, ranks: int) -> I64:
     propose, choose = steps.propose_candidates, steps.choose_candidates
     assert propose is not None
     assert choose is not None
-    query, shape, most = inputs.query(), (len(inputs.tokens), inputs.topk), inputs.max_entries
-    numbers = torch.full((ranks, *shape), GARBAGE, dtype=torch.int32, device=inputs.device)
-    scores = torch.full((ranks, *shape), torch.nan, device=inputs.device, dtype=torch.float32)
+    query, cache = inputs.query(), inputs.oracle_cache.cache
+    numbers = torch.stack([inputs.unwritten(inputs.topk)] * ranks)
+    scores = torch.full(numbers.shape, torch.nan, device=inputs.device, dtype=torch.float32)
     owners = [Ownership(rank, ranks, PAGE) for rank in range(ranks)]
-    for rank, own in enumerate(owners):
-        token_map, cache = inputs.token_map_of_rank(own), inputs.oracle_cache.cache
-        propose(own, query, cache, token_map, numbers[rank], scores[rank], own.count(most))
-    found = []
-    for own in owners:
-        local = torch.full(shape, GARBAGE, dtype=torch.int32, device=inputs.device)
-        choose(own, numbers, scores, local, most)
-        found.append(own.entry(local).masked_fill_(local < 0, -1))
-    return torch.cat(found, 1).cpu().numpy().astype(np.int64)
+    for rank, owner in enumerate(owners):
+        token_map, entries = inputs.token_map_of_rank(owner), owner.count(inputs.max_entries)
+        propose(owner, query, cache, token_map, numbers[rank], scores[rank], entries)
+    chosen = []
+    for owner in owners:
+        local = inputs.unwritten(inputs.topk)
+        choose(owner, numbers, scores, local, inputs.max_entries)
+        chosen.append(owner.entry(local).masked_fill_(local < 0, -1))
+    return numbers_of(torch.cat(chosen, 1))
 
 
 def _ascending(rows: I64) -> I64:
@@ -596,7 +594,7 @@ class CandidateSelection(IndexSelection):
         rng = np.random.default_rng((self.seed, BLOCKS))
         rows = np.full((len(self.tokens), self.blocks), -1, dtype=np.int32)
         for row, (_, seen) in zip(rows, self.tokens, strict=True):
-            there = rng.permutation(-(-seen // self.block_size) + 2)[: self.blocks]  # some behind the visible ones
+            there = rng.permutation(-(-seen // self.block_size) + 2)[: self.blocks]  # some after the visible ones
             row[: len(there)] = there
             row[rng.random(self.blocks) < 0.2] = rng.choice(STRANGE)
             rng.shuffle(row)
@@ -604,7 +602,7 @@ class CandidateSelection(IndexSelection):
 
 
 def _published(bench: Bench, inputs: CandidateSelection) -> torch.Tensor:
-    out = torch.full((len(inputs.tokens), inputs.blocks), GARBAGE, dtype=torch.int32, device=inputs.device)
+    out = inputs.unwritten(inputs.blocks)
     query, cache, token_map = inputs.query(), inputs.oracle_cache.cache, inputs.token_map()
     bench.layer_ops.select_candidates(query, cache, token_map, out, inputs.block_size, inputs.max_entries)
     return out
@@ -613,22 +611,17 @@ def _published(bench: Bench, inputs: CandidateSelection) -> torch.Tensor:
 def publishes(bench: Bench, inputs: CandidateSelection) -> Measure:
     """The blocks with the largest scores are written, the newest one among them."""
     worst = Measure(0.0, 1.0)
-    for token, row in enumerate(_published(bench, inputs).cpu().numpy().astype(np.int64)):
+    for token, row in enumerate(numbers_of(_published(bench, inputs))):
         measure = _judge_blocks(inputs, token, row, sum_bits(bench))
         worst = worst_of(worst, measure)
     return worst
 
 
-def _judge_blocks(inputs: CandidateSelection, token: int, row: NDArray[np.int64], bits: int) -> Measure:
+def _judge_blocks(inputs: CandidateSelection, token: int, row: I64, bits: int) -> Measure:
     scores, errors = inputs.scores(token, bits=bits)
     where = f"token {token}, which sees {len(scores)} entries"
     largest = oracle_layer.block_scores(scores, inputs.block_size)
-    number = int((row != -1).sum())
-    chosen = [int(block) for block in row[:number]]
-    if -1 in chosen:
-        raise Wrong(f"{where}: -1 stands before a block")
-    if strange := [b for b in chosen if not 0 <= b < len(largest)]:
-        raise Wrong(f"{where}: block {strange[0]} was written")
+    chosen = numbers_in(row, len(largest), where, blocks=True)
     if len({*chosen}) != len(chosen):
         raise Wrong(f"{where}: a block stands twice")
     if not len(largest):
@@ -638,9 +631,9 @@ def _judge_blocks(inputs: CandidateSelection, token: int, row: NDArray[np.int64]
         raise Wrong(f"{where}: the newest block, {newest}, was not written")
     if spoiled := {*chosen} - possible - {newest}:
         raise Wrong(f"{where}: block {min(spoiled)} was written, and all of its entries are absent")
-    wanted = min(len(possible | {newest}), inputs.blocks)
-    if len(chosen) != wanted:
-        raise Wrong(f"{where}: {len(chosen)} blocks were written, expected {wanted}")
+    expected = min(len(possible | {newest}), inputs.blocks)
+    if len(chosen) != expected:
+        raise Wrong(f"{where}: {len(chosen)} blocks were written, expected {expected}")
     missed, others = possible - {*chosen}, {*chosen} - {newest}
     if not missed or not others:
         return Measure(0.0, 1.0)
@@ -653,21 +646,14 @@ def _judge_blocks(inputs: CandidateSelection, token: int, row: NDArray[np.int64]
 
 def _selected(bench: Bench, inputs: CandidateSelection, candidates: torch.Tensor) -> Measure:
     """Select among candidates [T, N], and compare with the scores of their entries."""
-    out = torch.full((len(inputs.tokens), inputs.topk), GARBAGE, dtype=torch.int32, device=inputs.device)
-    before = candidates.clone()
-    bench.layer_ops.select_topk_of_candidates(
-        inputs.query(),
-        inputs.oracle_cache.cache,
-        inputs.token_map(),
-        candidates,
-        inputs.block_size,
-        out,
-        inputs.max_entries,
-    )
+    out, before = inputs.unwritten(inputs.topk), candidates.clone()
+    query, cache, token_map = inputs.query(), inputs.oracle_cache.cache, inputs.token_map()
+    select = bench.layer_ops.select_topk_of_candidates
+    select(query, cache, token_map, candidates, inputs.block_size, out, inputs.max_entries)
     if not torch.equal(before, candidates):
         raise Wrong("the candidates were changed")
     worst = Measure(0.0, 1.0)
-    for token, row in enumerate(out.cpu().numpy().astype(np.int64)):
+    for token, row in enumerate(numbers_of(out)):
         scores, errors = inputs.scores(token, bits=sum_bits(bench))
         inside = oracle_layer.inside_blocks(before[token].tolist(), inputs.block_size, len(scores))
         where = f"token {token}, which sees {len(scores)} entries, {int(inside.sum())} of them in its blocks"
