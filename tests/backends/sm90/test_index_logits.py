@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
 
 
-def world(tokens: int = 41, page: int = 64, heads: int = 64) -> dict[str, Any]:
+def drawn_call(tokens: int = 41, page: int = 64, heads: int = 64) -> dict[str, Any]:
     """Tokens of three requests and of one that does not exist, over ragged entries; some blocks are lost."""
     torch.manual_seed(tokens)
     layout = KVCacheLayout.index_fp8(128)
@@ -70,7 +70,7 @@ class TestOnDevice:
     pytestmark = hopper
 
     def test_scores_and_maxima_are_those_of_the_shared_kernel(self, tokens: int, page: int, run: int) -> None:
-        given = world(tokens, page)
+        given = drawn_call(tokens, page)
         found, own_maxima = scored(run, given, index_logits.score)
         wanted, maxima = scored(run, given, shared_index_logits.score)
 
@@ -81,7 +81,7 @@ class TestOnDevice:
             alike(own_maxima[seen], maxima[seen])
 
     def test_tokens_that_see_the_same_are_shared_out_otherwise(self, tokens: int, page: int, run: int) -> None:
-        given = world(tokens, page)
+        given = drawn_call(tokens, page)
         given["token_map"].visible_lens.fill_(15 * page - 7)
         found, own_maxima = scored(run, given, index_logits.score)
         wanted, maxima = scored(run, given, shared_index_logits.score)
@@ -134,20 +134,20 @@ class TestLogits:
 
     @pytest.mark.parametrize("more", [-70, 0, 77, 3000])
     def test_they_are_those_of_the_shared_kernel(self, batch: int, each: int, page: int, lens: str, more: int) -> None:
-        world = Logits(batch, each, page, lens)
-        columns = world.per * page + more
+        logits = Logits(batch, each, page, lens)
+        columns = logits.per * page + more
         for _ in range(2):
-            found = world.found(index_logits.fp8_paged_mqa_logits, columns)
-            wanted = world.found(shared_index_logits.fp8_paged_mqa_logits, columns)
+            found = logits.found(index_logits.fp8_paged_mqa_logits, columns)
+            wanted = logits.found(shared_index_logits.fp8_paged_mqa_logits, columns)
 
             assert torch.equal(found == -torch.inf, wanted == -torch.inf)
             alike(found.clamp(min=-1e30), wanted.clamp(min=-1e30))
 
     def test_lengths_may_be_apart(self, batch: int, each: int, page: int, lens: str) -> None:
-        world = Logits(batch, each, page, lens)
-        found = world.found(index_logits.fp8_paged_mqa_logits, 500)
-        world.lens = torch.stack([world.lens, world.lens * 0 - 1], 2)[..., 0]
-        again = world.found(index_logits.fp8_paged_mqa_logits, 500)
+        logits = Logits(batch, each, page, lens)
+        found = logits.found(index_logits.fp8_paged_mqa_logits, 500)
+        logits.lens = torch.stack([logits.lens, logits.lens * 0 - 1], 2)[..., 0]
+        again = logits.found(index_logits.fp8_paged_mqa_logits, 500)
 
         assert torch.equal(found.nan_to_num(nan=1e9), again.nan_to_num(nan=1e9))
 
@@ -156,14 +156,14 @@ class TestForms:
     pytestmark = hopper
 
     def test_what_is_launched_is_foreseen(self) -> None:
-        world_of_pages, given = Logits(3, 2, 64, "ragged"), world(41)
+        logits, given = Logits(3, 2, 64, "ragged"), drawn_call(41)
         k = torch.randn(70, 128, device=DEVICE).to(torch.float8_e4m3fn)
         ends = torch.full((3,), 70, dtype=torch.int32, device=DEVICE)
-        q, weights = world_of_pages.q[:, 0], world_of_pages.weights[:3]
+        q, weights = logits.q[:, 0], logits.weights[:3]
         with observed() as seen:
             scored(0, given, index_logits.score)
             scored(128, given, index_logits.score)
-            world_of_pages.found(index_logits.fp8_paged_mqa_logits, 500)
+            logits.found(index_logits.fp8_paged_mqa_logits, 500)
             index_logits.fp8_mqa_logits(q, (k, torch.rand(70, device=DEVICE)), weights, ends * 0, ends)
 
         assert set(seen) == set(index_logits.variants(logits=True))
@@ -190,7 +190,7 @@ class TestGathered:
 @pytest.mark.parametrize("case", ["heads", "page", "few tokens", "run", "interpreted"])
 def test_what_it_does_not_serve_is_left_to_the_shared_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_logits, "INTERPRETED", case == "interpreted")
-    given = world(2 if case == "few tokens" else 12, 48 if case == "page" else 64, 32 if case == "heads" else 64)
+    given = drawn_call(2 if case == "few tokens" else 12, 48 if case == "page" else 64, 32 if case == "heads" else 64)
     tokens = given["token_map"].visible_lens.shape[0]
     scores = torch.zeros(tokens, 720, device=DEVICE)
     maxima, run = (torch.zeros(tokens, 4 * 64, device=DEVICE), 192) if case == "run" else (None, 0)
@@ -206,7 +206,7 @@ def test_logits_that_it_does_not_serve_are_left_to_the_shared_kernel(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_logits, "INTERPRETED", case == "interpreted")
-    given = world(6, 48 if case == "page" else 64, 32 if case == "heads" else 64)
+    given = drawn_call(6, 48 if case == "page" else 64, 32 if case == "heads" else 64)
     query, each = given["query"], 1 if case == "one token" else 2
     q = query.values.view(6 // each, each, *query.values.shape[1:])
     lens = given["token_map"].visible_lens.view(6 // each, each)
@@ -225,7 +225,7 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
 
     for name in ("score", "fp8_paged_mqa_logits", "fp8_mqa_logits"):
         monkeypatch.setattr(index_logits, name, refuse)
-    steps, given = Sm90Backend(deterministic=True).layer_ops, world(6, heads=8)
+    steps, given = Sm90Backend(deterministic=True).layer_ops, drawn_call(6, heads=8)
     out = torch.empty(6, 4, dtype=torch.int32, device=DEVICE)
     query, cache, token_map = given["query"], given["cache"], given["token_map"]
     lens, table = token_map.visible_lens, token_map.block_table

@@ -336,48 +336,57 @@ def test_a_table_of_other_dims_is_refused_before_a_launch() -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[9], INDEX_LAYOUTS[3]], ids=lambda x: x.fingerprint)
-@each_overlap
-def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout, overlap: bool) -> None:
+@pytest.mark.parametrize(("ratio", "overlap"), [(4, False), (4, True), (50, False)])
+def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout, ratio: int, overlap: bool) -> None:
     for seed in range(2):
-        step = Entries(layout, 4, overlap, seed, requests=1, own=not seed)
+        step = Entries(layout, ratio, overlap, seed, requests=1, own=not seed)
         kv = strided(torch.zeros(1, step.width), step.seed % 2)
         slots, positions = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
         with observed() as seen:
             compress.save_partial_states(kv, kv, kv.clone(), positions, step.states, slots)
             step.run()
         rope = step.angles.shape[1]
-        known = set(compress.variants(layout, 4, rope, overlap=overlap, aligned=False, aligned_rows=False))
-        usual = set(compress.variants(layout, 4, rope, overlap=overlap))
+        known = set(compress.variants(layout, ratio, rope, overlap=overlap, aligned=False, aligned_rows=False))
+        usual = set(compress.variants(layout, ratio, rope, overlap=overlap))
+        names = ["save_kernel", "compress_kernel"] if ratio == 4 else ["save_kernel", "pool_kernel", "compress_kernel"]
 
-        assert {variant.name for variant in seen} == {"save_kernel", "compress_kernel"}
+        assert [variant.name for variant in seen] == names
         assert set(seen) <= known
         assert usual <= known
         assert seed or set(seen) <= usual
 
 
-def change_constants(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    right = compress._compress_constants
+def change_constants(monkeypatch: pytest.MonkeyPatch, function: str = "_compress_constants", **changes: Any) -> None:
+    """Launch kernels with other constants than those that a function of `compress` makes."""
+    right = getattr(compress, function)
 
     def changed(*facts: Any, overlap: bool) -> tuple[dict[str, Any], int]:
         constants, warps = right(*facts, overlap=overlap)
         return {**constants, **changes}, warps
 
-    monkeypatch.setattr(compress, "_compress_constants", changed)
+    monkeypatch.setattr(compress, function, changed)
 
 
-PLANTS: dict[str, dict[str, Any]] = {
-    "half a window": {"RATIO": 2},
-    "no overlap": {"OVERLAP": False},
-    "RoPE one pair early": {"ROPE": 10},
-    "the other dialect": {"FNUZ": True},
+ONE_PROGRAM, FINISHES, POOLS = (4, "_compress_constants"), (40, "_compress_constants"), (40, "_pool_constants")
+"""Ratio, and whose constants change: of a program that makes an entry alone, and of both kernels of long windows."""
+BUGS: dict[str, tuple[tuple[int, str], dict[str, Any]]] = {
+    "half a window": (ONE_PROGRAM, {"RATIO": 2}),
+    "no overlap": (ONE_PROGRAM, {"OVERLAP": False}),
+    "RoPE one pair early": (ONE_PROGRAM, {"ROPE": 10}),
+    "the other dialect": (ONE_PROGRAM, {"FNUZ": True}),
+    "RoPE of a long window one pair early": (FINISHES, {"ROPE": 10}),
+    "half a long window": (POOLS, {"RATIO": 20}),
+    "a dim is left out": (POOLS, {"D": LAYOUTS[3].head_dim - 1}),
+    "lanes that are no rows": (POOLS, {"LANES": 2, "TILES": 1, "RATIO": 39}),
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_bug_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Entries(LAYOUTS[3], 4, True, 2)
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (ratio, function), changes = BUGS[bug]
+    step = Entries(LAYOUTS[3], ratio, ratio == 4, 2)
     step.check()
-    change_constants(monkeypatch, **PLANTS[plant])
+    change_constants(monkeypatch, function, **changes)
     with pytest.raises(AssertionError):
         step.check()
 

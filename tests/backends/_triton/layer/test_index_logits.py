@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import inf, nan
 
 import pytest
@@ -32,7 +33,7 @@ NATIVE = 2.0**-14
 """The same where a matrix unit adds fp8 products; see `index_logits.multiplies_codes`."""
 
 
-class World:
+class ScoredKeys:
     """Keys of three requests on shuffled pages, one block of which is lost, and queries of seven tokens."""
 
     def __init__(self, layout: KVCacheLayout, page: int = 64, heads: int = 8, gap: int = 0) -> None:
@@ -48,7 +49,7 @@ class World:
             slots = self.table[request][entry // page].long() * page + entry % page
             store_index_keys(torch.randn(count, layout.head_dim, device=DEVICE), self.cache, slots)
         self.table[2, 1] = -1
-        self.requests = torch.tensor([0, 1, 1, 2, 2, 9, 2], dtype=torch.int32, device=DEVICE)
+        self.token_to_req = torch.tensor([0, 1, 1, 2, 2, 9, 2], dtype=torch.int32, device=DEVICE)
         self.lens = torch.tensor([200, 70, 77, 0, 200, 5, 300], dtype=torch.int32, device=DEVICE)
         q = torch.randn(7, heads, layout.head_dim, device=DEVICE)
         weights, angles = torch.randn(7, heads, device=DEVICE), torch.randn(9, 16, device=DEVICE)
@@ -57,7 +58,7 @@ class World:
     def wanted(self) -> tuple[Tensor, Tensor, Tensor]:
         """[7, 300] scores in float64, NaN without a block; their sizes; and which of them tokens see."""
         entry = torch.arange(300, device=DEVICE, dtype=torch.int32).expand(7, -1)
-        slots = slots_of(entry, self.table, self.requests, self.cache)
+        slots = slots_of(entry, self.table, self.token_to_req, self.cache)
         k = read_index_keys(self.cache, slots).double().masked_fill(slots[..., None] < 0, nan)
         q, weights = self.query.rows(slice(None)).double(), self.query.weights.double()
         sizes = (weights.abs() * q.norm(dim=-1)).sum(1)[:, None] * k.norm(dim=-1)
@@ -68,7 +69,7 @@ class World:
         scores = torch.full((7, 300), 7.0, device=DEVICE)
         groups = -(-300 // run) * index_logits.LANES if run else 0
         maxima = torch.full((7, groups), 7.0, device=DEVICE) if run else None
-        token_map = TokenMap(self.table, self.requests, self.lens)
+        token_map = TokenMap(self.table, self.token_to_req, self.lens)
         index_logits.score(self.query, self.cache, token_map, scores, maxima, run, exact_rows=exact_rows)
         return scores, maxima
 
@@ -82,34 +83,29 @@ def hold(found: Tensor, wanted: Tensor, sizes: Tensor, layout: KVCacheLayout) ->
 
 
 @pytest.mark.parametrize("exact_rows", [False, True])
-@pytest.mark.parametrize("page", [64, 48, 128])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_scores_of_what_a_token_sees_are_written_and_nothing_else(name: str, page: int, *, exact_rows: bool) -> None:
-    world = World(LAYOUTS[name], page, gap=4608 if page == 48 else 0)
-    found, _ = world.score(exact_rows=exact_rows)
-    wanted, sizes, seen = world.wanted()
+@pytest.mark.parametrize(
+    ("name", "page", "heads"),
+    [*product(LAYOUTS, (64, 48, 128), (8,)), *product(("fp8",), (64,), (1, 3, 16, 64))],
+)
+def test_scores_of_what_a_token_sees_are_written_and_nothing_else(
+    name: str, page: int, heads: int, *, exact_rows: bool
+) -> None:
+    keys = ScoredKeys(LAYOUTS[name], page, heads, gap=4608 if page == 48 else 0)
+    found, _ = keys.score(exact_rows=exact_rows)
+    wanted, sizes, seen = keys.wanted()
 
-    hold(found[seen], wanted[seen], sizes[seen], world.layout)
+    hold(found[seen], wanted[seen], sizes[seen], keys.layout)
     assert (found[~seen] == 7).all()
-
-
-@pytest.mark.parametrize("heads", [1, 3, 16, 64])
-def test_any_number_of_heads(heads: int) -> None:
-    world = World(LAYOUTS["fp8"], heads=heads)
-    found, _ = world.score()
-    wanted, sizes, seen = world.wanted()
-
-    hold(found[seen], wanted[seen], sizes[seen], world.layout)
 
 
 @pytest.mark.parametrize("run", [128, 256])
 def test_maxima_are_those_of_the_scores(run: int) -> None:
-    world = World(LAYOUTS["fp8"])
-    found, maxima = world.score(run)
+    keys = ScoredKeys(LAYOUTS["fp8"])
+    found, maxima = keys.score(run)
     assert maxima is not None
     entry = torch.arange(300, device=DEVICE)
     group = entry // run * index_logits.LANES + entry % index_logits.LANES
-    for token, count in enumerate(world.lens.tolist()):
+    for token, count in enumerate(keys.lens.tolist()):
         visible = found[token, :count].masked_fill(found[token, :count].isnan(), -inf)
         wanted = torch.full_like(maxima[token], -inf).scatter_reduce(0, group[:count], visible, "amax")
         runs = -(-count // run) * index_logits.LANES
@@ -119,17 +115,17 @@ def test_maxima_are_those_of_the_scores(run: int) -> None:
 
 @pytest.mark.parametrize("what", ["code", "scale", "query"])
 def test_a_nan_reaches_its_own_scores(what: str) -> None:
-    world = World(LAYOUTS["fp8"])
-    clean, _ = world.score()
+    keys = ScoredKeys(LAYOUTS["fp8"])
+    clean, _ = keys.score()
     entry, token = 67, 4
-    block = int(world.table[0, entry // 64])
+    block = int(keys.table[0, entry // 64])
     if what == "code":
-        world.cache.region("nope")[block, entry % 64, 5] = 0xFF
+        keys.cache.region("nope")[block, entry % 64, 5] = 0xFF
     elif what == "scale":
-        world.cache.region("scale")[block, entry % 64] = nan
+        keys.cache.region("scale")[block, entry % 64] = nan
     else:
-        world.query.values.view(torch.uint8)[token, 3, 7] = 0x7F
-    found, _ = world.score()
+        keys.query.values.view(torch.uint8)[token, 3, 7] = 0x7F
+    found, _ = keys.score()
     hit = torch.zeros_like(clean, dtype=torch.bool)
     if what == "query":
         hit[token, :200] = True
@@ -141,13 +137,13 @@ def test_a_nan_reaches_its_own_scores(what: str) -> None:
 
 
 def test_bits_do_not_depend_on_other_tokens_if_asked() -> None:
-    world = World(LAYOUTS["fp8"])
-    whole, _ = world.score(exact_rows=True)
+    keys = ScoredKeys(LAYOUTS["fp8"])
+    whole, _ = keys.score(exact_rows=True)
     for token in (1, 2, 6):
         one = slice(token, token + 1)
         alone = torch.full((1, 300), 7.0, device=DEVICE)
-        token_map = TokenMap(world.table, world.requests[one], world.lens[one])
-        index_logits.score(world.query.tokens(one), world.cache, token_map, alone, None, 0, exact_rows=True)
+        token_map = TokenMap(keys.table, keys.token_to_req[one], keys.lens[one])
+        index_logits.score(keys.query.tokens(one), keys.cache, token_map, alone, None, 0, exact_rows=True)
 
         assert torch.equal(alone.nan_to_num(1e30), whole[one].nan_to_num(1e30))
 
@@ -220,9 +216,9 @@ def forms(layout: KVCacheLayout, pages: Sequence[int]) -> set[object]:
     with observed() as seen:
         for page in pages:
             for run in (0, 128):
-                world = World(layout, page, heads=8)
+                keys = ScoredKeys(layout, page, heads=8)
                 for exact in (False, True):
-                    world.score(run, exact_rows=exact)
+                    keys.score(run, exact_rows=exact)
     return {*seen}
 
 

@@ -13,7 +13,7 @@ from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import compress
 from dsv4attn.core.cache.layout import KVCacheLayout
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, memory
-from tests.backends._triton.layer.test_compress import INDEX_LAYOUTS, Entries, change_constants, values_of
+from tests.backends._triton.layer.test_compress import INDEX_LAYOUTS, Entries, values_of
 
 ROWS, RECORDS = LAYOUTS[11], LAYOUTS[3]
 ALONE = 10**6
@@ -156,48 +156,3 @@ def test_no_tokens_write_nothing() -> None:
     step.slots = step.slots[:0]
 
     assert (memory(step.run()) == 0xFF).all()
-
-
-@pytest.mark.parametrize("layout", [LAYOUTS[0], RECORDS, INDEX_LAYOUTS[3]], ids=str)
-def test_warm_up_foresees_both_kernels(layout: KVCacheLayout) -> None:
-    for seed in range(2):
-        step = Entries(layout, 50, False, seed, requests=1, own=not seed)
-        with observed() as seen:
-            step.run()
-        rope = step.angles.shape[1]
-        known = set(compress.variants(layout, 50, rope, overlap=False, aligned=False, aligned_rows=False))
-
-        assert [variant.name for variant in seen] == ["pool_kernel", "compress_kernel"]
-        assert set(seen) <= known
-        assert seed or set(seen) <= set(compress.variants(layout, 50, rope, overlap=False))
-
-
-PLANTS = {
-    "half a window": {"RATIO": 20},
-    "a dim is left out": {"D": 511},
-    "lanes that are no rows": {"LANES": 2, "TILES": 1, "RATIO": 39},
-}
-
-
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_bug_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Entries(RECORDS, 40, False, 2)
-    step.check()
-    right = compress._pool_constants
-    dims = RECORDS.head_dim
-
-    def wrong(dim: int, *facts: object, overlap: bool) -> tuple[dict[str, object], int]:
-        constants, warps = right(dim, *facts, overlap=overlap)
-        changes = {name: dims - 1 if name == "D" else value for name, value in PLANTS[plant].items()}
-        return {**constants, **changes}, warps
-
-    monkeypatch.setattr(compress, "_pool_constants", wrong)
-    with pytest.raises(AssertionError):
-        step.check()
-
-
-def test_a_finishing_launch_that_rotates_other_dims_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Entries(RECORDS, 40, False, 2)
-    change_constants(monkeypatch, ROPE=10)
-    with pytest.raises(AssertionError):
-        step.check()
