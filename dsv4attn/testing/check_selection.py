@@ -525,9 +525,9 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
     """Check that candidates of so many ranks, merged by score and then by number, are the selection of one rank."""
 
     def check(bench: Bench, inputs: IndexSelection) -> Measure:
-        steps, query, cache = bench.layer_ops, inputs.query(), inputs.oracle_cache.cache
-        if inputs.topk <= steps.most_over_ranks:
-            rows = _ascending(_by_kernels(steps, inputs, ranks))
+        ops, query, cache = bench.layer_ops, inputs.query(), inputs.oracle_cache.cache
+        if inputs.topk <= ops.most_over_ranks:
+            rows = _ascending(_by_kernels(ops, inputs, ranks))
             if (rows[:, inputs.topk :] >= 0).any():
                 raise Wrong(f"ranks hold more than the {inputs.topk} entries of a token together")
             return judge_selection(inputs, rows[:, : inputs.topk], bits=sum_bits(bench))
@@ -535,7 +535,7 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
         for rank in range(ranks):
             owner, local = Ownership(rank, ranks, PAGE), inputs.unwritten(inputs.topk)
             token_map = inputs.token_map_of_rank(owner)
-            steps.select_topk(query, cache, token_map, local, owner.count(inputs.max_entries))
+            ops.select_topk(query, cache, token_map, local, owner.count(inputs.max_entries))
             scores.append(score_selected(query, cache, token_map, local))
             numbers.append(owner.entry(local).masked_fill_(local < 0, -1))
         rows = numbers_of(select_among(torch.cat(numbers, 1), torch.cat(scores, 1), inputs.topk))
@@ -544,9 +544,9 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
     return check
 
 
-def _by_kernels(steps: LayerOps, inputs: IndexSelection, ranks: int) -> I64:
+def _by_kernels(ops: LayerOps, inputs: IndexSelection, ranks: int) -> I64:
     """[T, ranks * K] entry numbers that ranks hold of the best candidates, by the backend's ops."""
-    propose, choose = steps.propose_candidates, steps.choose_candidates
+    propose, choose = ops.propose_candidates, ops.choose_candidates
     assert propose is not None
     assert choose is not None
     query, cache = inputs.query(), inputs.oracle_cache.cache

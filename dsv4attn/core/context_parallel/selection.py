@@ -47,7 +47,7 @@ class SelectTopk(Protocol):
 @without_modes
 def select_topk_over_ranks(
     context: RankExchange,
-    steps: LayerOps,
+    ops: LayerOps,
     arithmetic: Arithmetic,
     query: IndexQuery,
     cache: PagedKVCache,
@@ -60,7 +60,7 @@ def select_topk_over_ranks(
     """Write the numbers that this rank gives those of its entries which are among the K best of all ranks.
 
     out: [T, K] int32, ascending, then -1. The K best are those of `LayerOps.select_topk` over all entries: of equal
-    scores the lower entry number wins, NaN is never chosen. steps: select this rank's candidates, with their scores if
+    scores the lower entry number wins, NaN is never chosen. ops: select this rank's candidates, with their scores if
     they have `propose_candidates`; else scores are computed again, in torch with this arithmetic. cache,
     token_map: of this rank. max_entries: of whole sequences. whole_from: first token for which all K
     best are written, with their numbers in whole sequences, as prefill with `WholePrefill` takes them; None: none.
@@ -69,8 +69,8 @@ def select_topk_over_ranks(
     first, row_bytes = tokens if whole_from is None else whole_from, candidate_bytes(topk)
     pieces = [(piece, own) for piece in context.pieces(first, row_bytes=row_bytes)]
     pieces += [(piece, _ALL) for piece in context.pieces(tokens, first=first, row_bytes=row_bytes)]
-    propose, choose = steps.propose_candidates, steps.choose_candidates
-    if propose is not None and choose is not None and topk <= steps.most_over_ranks:
+    propose, choose = ops.propose_candidates, ops.choose_candidates
+    if propose is not None and choose is not None and topk <= ops.most_over_ranks:
         for piece, numbering in pieces:
             mine = out.new_empty(2, piece.stop - piece.start, topk)
             numbers, score, entries = mine[0], mine[1].view(torch.float32), own.count(max_entries)
@@ -78,7 +78,7 @@ def select_topk_over_ranks(
             both = context.gather(mine, "candidates")
             choose(numbering, both[:, 0], both[:, 1].view(torch.float32), out[piece], max_entries)
         return
-    steps.select_topk(query, cache, token_map, out, own.count(max_entries))
+    ops.select_topk(query, cache, token_map, out, own.count(max_entries))
     for piece, numbering in pieces:
         local = out[piece]
         score = score_selected(query.tokens(piece), cache, token_map.tokens(piece), local, arithmetic)

@@ -140,23 +140,23 @@ class DeepseekV4Attention:
             context_parallel=context_parallel,
             raw_q=True,
         )
-        steps = backend.layer_ops
+        ops = backend.layer_ops
         self.compressor: Compressor | LatentCompressor | None = None
         self.indexer: Indexer | None = None
         if weights.compressor is not None:
             made = LatentCompressor if geometry.shared_latent else Compressor
-            self.compressor = made(layer, weights.compressor, table, steps, product)
+            self.compressor = made(layer, weights.compressor, table, ops, product)
         if weights.indexer is not None:
             select = None
             if context_parallel is not None:
-                select = partial(select_topk_over_ranks, context_parallel, steps, self._arithmetic)
+                select = partial(select_topk_over_ranks, context_parallel, ops, self._arithmetic)
             self.indexer = Indexer(
                 geometry,
                 layer,
                 limits,
                 weights.indexer,
                 table,
-                steps,
+                ops,
                 product,
                 shortcut=not backend.deterministic,
                 select_topk=select,

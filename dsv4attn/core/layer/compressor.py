@@ -18,11 +18,15 @@ from dsv4attn.core.torch_ops.tiles import Linear
 __all__ = ["Compressor", "LatentCompressor"]
 
 
-class Compressor:
-    """A compressor of one layer. Projections, sums and the norm are fp32, whatever the dtype of the model.
+class _Projecting:
+    """What compressors of both versions share. Projections, sums and the norm are fp32, whatever the model's dtype is.
 
-    layer: ratio and kind. weights: of this compressor. cos_sin_cache: [positions, rope] fp32 of the layer. steps,
-    linear: see `layer_ops`. `copies` sees whether the weights change; `load` takes them, or others, again.
+    layer: ratio and kind.
+    weights: of this compressor.
+    cos_sin_cache: [positions, rope] fp32 of the layer.
+    ops: of the backend.
+    linear: product with a weight, see `torch_ops.tiles`.
+    `copies` sees whether the weights change.
     """
 
     def __init__(
@@ -30,17 +34,29 @@ class Compressor:
         layer: LayerGeometry,
         weights: CompressorWeights,
         cos_sin_cache: Tensor,
-        steps: LayerOps,
+        ops: LayerOps,
         linear: Linear,
     ) -> None:
-        self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
+        self._layer, self._table, self._ops, self._linear = layer, cos_sin_cache, ops, linear
         self.copies = WeightCopies()
         self.load(weights)
 
     def load(self, weights: CompressorWeights) -> None:
         """Take weights with the shapes of those before; copies of them are made in the same memory."""
+        projections = {"wkv": weights.wkv, "wgate": weights.wgate}
+        # the weights of kv, followed by those of the scores
+        self._projection = self.copies.merged(
+            "projection", {name: value for name, value in projections.items() if value is not None}
+        )
+
+
+class Compressor(_Projecting):
+    """A compressor of one layer of DeepSeek-V4, of its keys or of its index keys."""
+
+    def load(self, weights: CompressorWeights) -> None:
+        """Take weights with the shapes of those before; copies of them are made in the same memory."""
+        super().load(weights)
         assert weights.ape is not None
-        self._projection = _projection(self.copies, weights)
         self._ape = self.copies.plain("ape", weights.ape, torch.float32)
         self._norm = EntryNorm(self.copies.plain("norm", weights.norm, None), self._layer.eps, self._table)
 
@@ -71,8 +87,8 @@ class Compressor:
         tokens, layer = swa.num_actual_tokens, self._layer
         positions = positions[:tokens]
         kv, score = self._linear(hidden_states[:tokens].float(), self._projection).split(self.width, -1)
-        self._steps.save_partial_states(kv, score, self._ape, positions, states, state.slot_mapping[:tokens])
-        self._steps.compress_norm_rope_store(
+        self._ops.save_partial_states(kv, score, self._ape, positions, states, state.slot_mapping[:tokens])
+        self._ops.compress_norm_rope_store(
             StatePages(states, state.block_table),
             swa.token_to_req_indices,
             positions,
@@ -84,29 +100,14 @@ class Compressor:
         )
 
 
-class LatentCompressor:
-    """The compressor of a layer of DeepSeek-V4.1: latents, from which keys and index keys are stored.
-
-    Arguments are those of `Compressor`. Projections and the norm are fp32, whatever the dtype of the model.
-    """
-
-    def __init__(
-        self,
-        layer: LayerGeometry,
-        weights: CompressorWeights,
-        cos_sin_cache: Tensor,
-        steps: LayerOps,
-        linear: Linear,
-    ) -> None:
-        self._layer, self._steps, self._linear = layer, steps, linear
-        self._key_norm = EntryNorm(None, layer.eps, cos_sin_cache)
-        self.copies = WeightCopies()
-        self.load(weights)
+class LatentCompressor(_Projecting):
+    """The compressor of a layer of DeepSeek-V4.1: latents, from which keys and index keys are stored."""
 
     def load(self, weights: CompressorWeights) -> None:
-        """See `Compressor.load`."""
-        self._projection = _projection(self.copies, weights)
+        """Take weights with the shapes of those before; copies of them are made in the same memory."""
+        super().load(weights)
         self._norm_weight = self.copies.plain("norm", weights.norm, torch.float32)
+        self._key_norm = EntryNorm(None, self._layer.eps, self._table)
 
     @property
     def width(self) -> int:
@@ -139,7 +140,7 @@ class LatentCompressor:
             pages = StatePages(states, state.block_table)
             if state.req_id_per_token is not None:
                 token_to_req = state.req_id_per_token
-        latents = self._steps.compress_latents(
+        latents = self._ops.compress_latents(
             kv, score, positions, token_to_req, self._norm_weight, layer.eps, layer.compress_ratio, pages
         )
         self.store(latents, positions, metadata, self._key_norm, cache)
@@ -158,10 +159,4 @@ class LatentCompressor:
         assert compressed is not None
         tokens = metadata.swa.num_actual_tokens
         slots = compressed.slot_mapping[:tokens]
-        self._steps.norm_rope_store(x, positions[:tokens], slots, norm, layer.compress_ratio, cache)
-
-
-def _projection(copies: WeightCopies, weights: CompressorWeights) -> Tensor:
-    """A copy of the weights of kv, followed by those of the scores: fp32."""
-    parts = {"wkv": weights.wkv, "wgate": weights.wgate}
-    return copies.merged("projection", {name: value for name, value in parts.items() if value is not None})
+        self._ops.norm_rope_store(x, positions[:tokens], slots, norm, layer.compress_ratio, cache)

@@ -45,7 +45,7 @@ class Indexer:
     shortcut: whether selection is skipped where every token sees at most K entries: all of them are selected then. Not
     for deterministic layers, as it also selects entries whose score is NaN. latents: compressor of the layer, where
     index keys are made of its latents (V4.1). publishes: candidates that this indexer writes. restricts: candidates
-    of another indexer that this one selects from. select_topk: instead of that of the steps. `copies` sees whether the
+    of another indexer that this one selects from. select_topk: instead of that of `ops`. `copies` sees whether the
     weights change, but for those of the compressor; `load` takes all of them, or others, again.
     """
 
@@ -56,7 +56,7 @@ class Indexer:
         limits: Limits,
         weights: IndexerWeights,
         cos_sin_cache: Tensor,
-        steps: LayerOps,
+        ops: LayerOps,
         linear: Linear,
         *,
         shortcut: bool = True,
@@ -68,12 +68,12 @@ class Indexer:
         check_table(cos_sin_cache, layer, limits)
         self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
         self._eps = layer.eps
-        self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
+        self._limits, self._table, self._ops, self._linear = limits, cos_sin_cache, ops, linear
         self._shortcut, self._select_topk = shortcut, select_topk
         self._latents, self._publishes, self._restricts = latents, publishes, restricts
         self.compressor = None
         if weights.compressor is not None:
-            self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, steps, linear)
+            self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, ops, linear)
         self.copies = WeightCopies()
         self._load_own(weights)
 
@@ -135,20 +135,20 @@ class Indexer:
             return
         q = self._linear(qr[:tokens], self._wq_b).unflatten(-1, (self._heads, -1))
         weights = self._linear(hidden_states[:tokens], self._weights_proj)
-        query = self._steps.indexer_q_rope_quant(q, weights, positions[:tokens], self._table, keys.layout)
+        query = self._ops.indexer_q_rope_quant(q, weights, positions[:tokens], self._table, keys.layout)
         token_map = compressed.token_map
         if publishes is not None:
             blocks = publishes.blocks if candidates is None else candidates
-            self._steps.select_candidates(query, keys, token_map, blocks[:tokens], publishes.block_size, longest)
+            self._ops.select_candidates(query, keys, token_map, blocks[:tokens], publishes.block_size, longest)
         if restricts is not None:
             blocks = restricts.blocks if candidates is None else candidates
             blocks = blocks[:tokens] if candidate_rows is None else blocks[candidate_rows[:tokens]]
-            self._steps.select_topk_of_candidates(query, keys, token_map, blocks, restricts.block_size, out, longest)
+            self._ops.select_topk_of_candidates(query, keys, token_map, blocks, restricts.block_size, out, longest)
         elif self._select_topk is not None:
             whole_from = None if metadata.whole is None else metadata.swa.num_decode_tokens
             self._select_topk(query, keys, token_map, out, longest, whole_from=whole_from)
         else:
-            self._steps.select_topk(query, keys, token_map, out, longest)
+            self._ops.select_topk(query, keys, token_map, out, longest)
 
 
 def _restricting(candidates: Candidates | None, entries: int) -> Candidates | None:

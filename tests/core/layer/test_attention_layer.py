@@ -364,7 +364,7 @@ def test_short_contexts_select_everything_without_scores_but_never_while_a_graph
 
     for layer in whole.layers:
         if layer.indexer is not None:
-            layer.indexer._steps = attrs.evolve(steps, select_topk=counted)
+            layer.indexer._ops = attrs.evolve(steps, select_topk=counted)
     expected = whole.cut(hidden, [10, 5])[1]
     assert not asked
     monkeypatch.setattr("dsv4attn.core.layer.indexer.is_capturing", lambda _: True)
