@@ -63,14 +63,14 @@ def fp8_paged_mqa_logits(
 ) -> Tensor | None:
     """See `torch_ops.indexer.fp8_paged_mqa_logits`. None if this kernel does not serve the call."""
     cache, lens = check_paged_logits(q, kv_cache, weights, context_lens)
-    requests, each, _, _ = q.shape
+    requests, tokens_per_req, _, _ = q.shape
     query = IndexQuery(q.flatten(0, 1), weights)
     paging = _paging(cache)
-    if each < TOKENS or paging is None or not (_serves(query) and block_tables.numel()):
+    if tokens_per_req < TOKENS or paging is None or not (_serves(query) and block_tables.numel()):
         return None
-    logits = torch.empty(requests * each, max_model_len, dtype=torch.float32, device=q.device)
+    logits = torch.empty(requests * tokens_per_req, max_model_len, dtype=torch.float32, device=q.device)
     if logits.numel():
-        keys = _Keys(cache.tensor, paging, block_table=block_tables, tokens_per_req=each)
+        keys = _Keys(cache.tensor, paging, block_table=block_tables, tokens_per_req=tokens_per_req)
         _launch(query, keys, lens.reshape(-1).contiguous(), logits)
     return logits
 

@@ -1,4 +1,4 @@
-"""Selection among the index keys of all ranks: each proposes entries, and every rank takes the best of them."""
+"""Selection among the index keys of all ranks: every rank proposes entries, and every rank takes the best of them."""
 
 from __future__ import annotations
 
@@ -57,35 +57,41 @@ def select_topk_over_ranks(
     *,
     whole_from: int | None = None,
 ) -> None:
-    """Write the numbers that this rank gives those of its entries which are among the K best of all ranks.
+    """Write the entries of this rank that are among the K best of all ranks, by the numbers that this rank gives them.
 
-    out: [T, K] int32, ascending, then -1. The K best are those of `LayerOps.select_topk` over all entries: of equal
-    scores the lower entry number wins, NaN is never chosen. ops: select this rank's candidates, with their scores if
-    they have `propose_candidates`; else scores are computed again, in torch with this arithmetic. cache,
-    token_map: of this rank. max_entries: of whole sequences. whole_from: first token for which all K
-    best are written, with their numbers in whole sequences, as prefill with `WholePrefill` takes them; None: none.
+    The K best are those of `LayerOps.select_topk` over all entries: of equal scores the lower entry number wins, and
+    NaN is never chosen.
+
+    ops: select this rank's candidates. With `propose_candidates` they give the scores too; else torch computes the
+       scores of the candidates again.
+    arithmetic: of torch's scores.
+    cache, token_map: of this rank.
+    out: [T, K] int32, ascending, then -1.
+    max_entries: bound of the entries of whole sequences.
+    whole_from: first token for which all K best are written, with their numbers in whole sequences, as prefill with
+       `WholePrefill` takes them. None: no token.
     """
-    own, (tokens, topk) = context.ownership, out.shape
+    owner, (tokens, topk) = context.ownership, out.shape
     first, row_bytes = tokens if whole_from is None else whole_from, candidate_bytes(topk)
-    pieces = [(piece, own) for piece in context.pieces(first, row_bytes=row_bytes)]
+    pieces = [(piece, owner) for piece in context.pieces(first, row_bytes=row_bytes)]
     pieces += [(piece, _ALL) for piece in context.pieces(tokens, first=first, row_bytes=row_bytes)]
     propose, choose = ops.propose_candidates, ops.choose_candidates
     if propose is not None and choose is not None and topk <= ops.most_over_ranks:
         for piece, numbering in pieces:
-            mine = out.new_empty(2, piece.stop - piece.start, topk)
-            numbers, score, entries = mine[0], mine[1].view(torch.float32), own.count(max_entries)
-            propose(own, query.tokens(piece), cache, token_map.tokens(piece), numbers, score, entries)
-            both = context.gather(mine, "candidates")
+            proposal = out.new_empty(2, piece.stop - piece.start, topk)
+            numbers, score, entries = proposal[0], proposal[1].view(torch.float32), owner.count(max_entries)
+            propose(owner, query.tokens(piece), cache, token_map.tokens(piece), numbers, score, entries)
+            both = context.gather(proposal, "candidates")
             choose(numbering, both[:, 0], both[:, 1].view(torch.float32), out[piece], max_entries)
         return
-    ops.select_topk(query, cache, token_map, out, own.count(max_entries))
+    ops.select_topk(query, cache, token_map, out, owner.count(max_entries))
     for piece, numbering in pieces:
         local = out[piece]
         score = score_selected(query.tokens(piece), cache, token_map.tokens(piece), local, arithmetic)
-        number = own.entry(local).masked_fill_(local < 0, -1)
+        number = owner.entry(local).masked_fill_(local < 0, -1)
         both = context.gather(torch.stack([number, score.view(torch.int32)]), "candidates")
-        numbers, found = (both[:, i].transpose(0, 1).flatten(1).contiguous() for i in range(2))
-        best = numbering.local_numbers(select_among(numbers, found.view(torch.float32), topk))
+        numbers, score = (both[:, i].transpose(0, 1).flatten(1).contiguous() for i in range(2))
+        best = numbering.local_numbers(select_among(numbers, score.view(torch.float32), topk))
         out[piece] = _ascending(best)
 
 
@@ -125,6 +131,6 @@ def select_among(numbers: Tensor, score: Tensor, topk: int) -> Tensor:
 
 
 def _ascending(numbers: Tensor) -> Tensor:
-    """Each row in ascending order, -1 behind."""
+    """Each row in ascending order, then -1."""
     ordered = numbers.masked_fill(numbers < 0, _LAST).sort(-1).values
     return ordered.masked_fill_(ordered == _LAST, -1)

@@ -76,7 +76,7 @@ class Compressor(_Projecting):
     ) -> None:
         """Save the states of all tokens of a step, then store the entries that they complete.
 
-        hidden_states: [T', hidden], rows behind the tokens of the step are not read. positions: [T'] int64. states: the
+        hidden_states: [T', hidden], rows after the tokens of the step are not read. positions: [T'] int64. states: the
         state cache. cache: of keys, or of index keys. `metadata.state` has the slots of states, `metadata.compressed`
         those of entries.
         """

@@ -35,7 +35,7 @@ class Candidates:
     block_size: int
 
     def is_void(self, entries: int) -> bool:
-        """Whether all blocks of so many entries are candidates, so that nothing is restricted."""
+        """Whether all blocks of a context of `entries` entries are candidates, so that nothing is restricted."""
         return -(-entries // self.block_size) <= self.blocks.shape[1]
 
 
@@ -152,15 +152,15 @@ class Indexer:
 
 
 def _restricting(candidates: Candidates | None, entries: int) -> Candidates | None:
-    """Candidates, or None if they restrict nothing in a context of so many entries."""
+    """Candidates, or None if they restrict nothing in a context of `entries` entries."""
     return None if candidates is None or candidates.is_void(entries) else candidates
 
 
 def _lens(metadata: AttentionMetadata) -> Tensor:
     """[T] int32: entries visible to each token, among those that its selected numbers count."""
     assert metadata.compressed is not None
-    own = metadata.compressed.compressed_lens
+    lens = metadata.compressed.compressed_lens
     if metadata.whole is None or metadata.whole.metadata.compressed is None:
-        return own
+        return lens
     decodes = metadata.swa.num_decode_tokens
-    return torch.cat([own[:decodes], metadata.whole.metadata.compressed.compressed_lens[decodes:]])
+    return torch.cat([lens[:decodes], metadata.whole.metadata.compressed.compressed_lens[decodes:]])

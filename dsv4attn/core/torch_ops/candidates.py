@@ -82,8 +82,8 @@ def candidate_mask(candidates: Tensor, start: int, block_size: int) -> Tensor:
     first, blocks = start // block_size, ENTRIES // block_size
     inside = (candidates >= first) & (candidates < first + blocks)
     place = (candidates - first).where(inside, blocks).long()
-    found = torch.zeros(candidates.shape[0], blocks + 1, dtype=torch.bool, device=candidates.device)
-    return found.scatter_(1, place, value=True)[:, :blocks].repeat_interleave(block_size, 1)
+    inside_blocks = torch.zeros(candidates.shape[0], blocks + 1, dtype=torch.bool, device=candidates.device)
+    return inside_blocks.scatter_(1, place, value=True)[:, :blocks].repeat_interleave(block_size, 1)
 
 
 def select_topk_of_candidates(

@@ -30,8 +30,11 @@ def save_partial_states(
 ) -> None:
     """Write each token's kv, and its score plus the bias of its place in the window, to its state slot.
 
-    kv, score: [T, w] fp32. ape: [r, w] fp32. positions: [T] int64. cache: `KVCacheLayout.compressor_state(w)`.
-    slot_mapping: [S] int64; tokens at or behind S, and slots that do not exist, are skipped.
+    kv, score: [T, w] fp32.
+    ape: [r, w] fp32 - the bias of each place in a window.
+    positions: [T] int64.
+    cache: the state cache, of layout `KVCacheLayout.compressor_state(w)`.
+    slot_mapping: [S] int64 - slots of states. Tokens from S on, and slots that do not exist, are skipped.
     """
     n = min(kv.shape[0], slot_mapping.shape[0])
     for part in tiles(n, 32 * kv.shape[1]):
@@ -100,7 +103,7 @@ def compress_norm_rope_store(
     weight = check_norm_weight(norm.weight, cache.layout.head_dim)
     n, arithmetic = min(positions.shape[0], slot_mapping.shape[0]), arithmetic_of(deterministic)
     completes = (slot_mapping[:n] >= 0) & ((positions[:n] + 1) % ratio == 0)
-    # no more tokens complete an entry: consecutive positions of a request have n // r multiples of r, or one more
+    # a bound of the tokens that complete an entry: n consecutive positions have n // r multiples of r, or one more
     most = min(n, n // ratio + states.block_table.shape[0])
     place = (completes.cumsum(0) - 1).masked_fill_(~completes, most).clamp_(max=most)
     tokens = torch.zeros(most + 1, dtype=torch.int64, device=positions.device)

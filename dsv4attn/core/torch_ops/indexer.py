@@ -98,7 +98,7 @@ def scores(q: Tensor, weights: Tensor, k: Tensor, arithmetic: Arithmetic = PLAIN
 
 
 def scores_bytes(heads: int, dim: int, entries: int) -> int:
-    """Temporaries of a token that is scored against so many entries: its keys and their products."""
+    """Temporaries of a token that is scored against `entries` entries: its keys and their products."""
     return entries * (16 * dim + 8 * heads + 64)
 
 
@@ -132,12 +132,12 @@ def fp8_paged_mqa_logits(
     schedule_metadata: object = None,
     max_model_len: int = 0,
 ) -> Tensor:
-    """Logits [B * n, max_model_len] fp32 of index keys on pages; -inf at and behind a token's length.
+    """Logits [B * n, max_model_len] fp32 of index keys on pages; -inf from a token's length on.
 
     q: [B, n, Hi, Di] fp8, n tokens of each request. kv_cache: pages of `index_fp8` records, or uint8 [blocks, P, (1,)
     132].
     weights: [B * n, Hi] fp32, scales folded. context_lens: [B], [B, 1] or [B, n] int32, in entries; with several tokens
-    a request each has a length of its own, as an entry covers several tokens. Negative ones count as 0.
+    a request every token has its own length, as an entry covers several tokens. Negative lengths count as 0.
     block_tables: [B, N] int32. schedule_metadata: not read. max_model_len: columns, in entries.
     """
     cache, context_lens = check_paged_logits(q, kv_cache, weights, context_lens)
@@ -149,8 +149,8 @@ def fp8_paged_mqa_logits(
     for part in tiles(logits.shape[0], scores_bytes(heads, dim, max_model_len)):
         seen = columns < lens[part, None]
         slots = slots_of(columns.expand(seen.shape), block_tables, request[part], cache).masked_fill(~seen, -1)
-        found = scores(query.rows(part), weights[part], read_index_keys(cache, slots))
-        logits[part] = found.masked_fill(slots < 0, -inf)
+        part_scores = scores(query.rows(part), weights[part], read_index_keys(cache, slots))
+        logits[part] = part_scores.masked_fill(slots < 0, -inf)
     return logits
 
 
@@ -169,15 +169,15 @@ def fp8_mqa_logits(
     logits = q.new_full((q.shape[0], k.shape[0]), -inf, dtype=torch.float32)
     for part in tiles(q.shape[0], 8 * q.shape[1] * k.shape[0] + 64):
         products = (q[part].float() @ keys.T).relu_()
-        found = torch.bmm(weights[part][:, None], products).squeeze(1)
+        part_scores = torch.bmm(weights[part][:, None], products).squeeze(1)
         seen = (columns >= cu_seqlen_ks[part, None]) & (columns < cu_seqlen_ke[part, None])
-        logits[part] = found.masked_fill(~seen, -inf)
+        logits[part] = part_scores.masked_fill(~seen, -inf)
     return logits
 
 
 def dialect_of(q: Tensor) -> Fp8Format:
     """The dialect of fp8 queries, and so of their keys."""
-    dialects = {one.dtype: one for one in Fp8Format}
+    dialects = {dialect.dtype: dialect for dialect in Fp8Format}
     if q.dtype not in dialects:
         expected = "torch.float8_e4m3fn or torch.float8_e4m3fnuz"
         raise ArgumentError("q", expected=expected, actual=q.dtype, hint="quantise it with indexer_q_rope_quant")

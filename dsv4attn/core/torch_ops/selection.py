@@ -1,4 +1,4 @@
-"""Exact selection: scores and the largest of them in one step, in memory that does not grow with the context."""
+"""Exact selection: scores and the largest of them in one op, in memory that does not grow with the context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsv4attn.core.torch_ops.tiles import Arithmetic, arithmetic_of, tiles
 __all__ = ["ENTRIES", "better", "score_entries", "select_topk", "selection_bytes"]
 
 ENTRIES = 512
-"""Entries scored at a time. Always so many, so that no score depends on the length of a context."""
+"""Entries scored at a time. The number is fixed, so that no score depends on the length of a context."""
 _LOWEST = torch.finfo(torch.float32).min
 
 

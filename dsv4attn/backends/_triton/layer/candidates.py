@@ -69,7 +69,7 @@ def _constants(block_size: int) -> dict[str, Any]:
 
 
 def variants(block_size: int) -> Iterator[Variant]:
-    """Every variant that this module can need, beside those of `select`."""
+    """Every variant that this module can need, but for those of `select`."""
     types = dict.fromkeys(("SCORES", "OUT"), "*fp32") | dict.fromkeys(("LENS", "COUNTS", "CANDIDATES"), "*i32")
     for kernel in (block_scores_kernel, keep_kernel):
         yield Variant.from_types(kernel, types, _constants(block_size))

@@ -238,7 +238,7 @@ def entry_constants(layout: KVCacheLayout, rope: int) -> dict[str, Any]:
     check_writer(layout)
     if layout.coded_dims > layout.nope_dim and layout.nope_dim % 2:
         expected = "an even number of dims before those that rotate"
-        hint = "pairs of them stand in one group then; write with the steps of the reference backend"
+        hint = "pairs of them stand in one group then; write with the ops of the reference backend"
         raise ArgumentError("cache layout", expected=expected, actual=layout.fingerprint, hint=hint)
     dim, quantised = layout.head_dim, layout.is_quantised
     nope, group = (layout.coded_dims, layout.group_size) if quantised else (dim, dim)
@@ -295,7 +295,7 @@ def variants(
     norms: tuple[torch.dtype, ...] = (torch.float32,),
     arch: str = "",
 ) -> Iterator[Variant]:
-    """Every variant that the steps of this module can need, for entries of a layout.
+    """Every variant that the ops of this module can need, for entries of a layout.
 
     aligned, aligned_rows: whether caches are, and rows of kv, scores and their bias, to 16 bytes. norms: dtypes of
     the weight of the norm.

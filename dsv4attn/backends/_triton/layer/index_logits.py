@@ -62,7 +62,7 @@ class Tiles:
     measured: str
 
     def of(self, tokens: float) -> Tile:
-        """The tile for so many tokens of a request."""
+        """The tile for requests of this many tokens."""
         return self.one if tokens <= 1 else self.two if tokens <= 2 else self.many
 
 
@@ -143,13 +143,13 @@ def fp8_paged_mqa_logits(
 ) -> Tensor:
     """See `torch_ops.indexer.fp8_paged_mqa_logits`."""
     cache, lens = check_paged_logits(q, kv_cache, weights, context_lens)
-    requests, each, _, _ = q.shape
-    logits = torch.empty(requests * each, max_model_len, dtype=torch.float32, device=q.device)
+    requests, tokens_per_req, _, _ = q.shape
+    logits = torch.empty(requests * tokens_per_req, max_model_len, dtype=torch.float32, device=q.device)
     if not (logits.numel() and block_tables.numel() and cache.num_blocks):
         return logits.fill_(-inf)
-    tile = tiles_for(cache.layout, architecture()).of(each)
-    span = _span(tile, requests * each, max_model_len)
-    rows = _Rows(lens.reshape(-1).contiguous(), block_tables, tokens_per_req=each)
+    tile = tiles_for(cache.layout, architecture()).of(tokens_per_req)
+    span = _span(tile, requests * tokens_per_req, max_model_len)
+    rows = _Rows(lens.reshape(-1).contiguous(), block_tables, tokens_per_req=tokens_per_req)
     _launch(IndexQuery(q.flatten(0, 1), weights), _pages(cache, tile), rows, logits, tile, span, fill=True)
     return logits
 

@@ -1,4 +1,4 @@
-"""The step that makes the indexer's queries: rotated, quantised as their keys are, with all factors in the weights.
+"""The op that makes the indexer's queries: rotated, quantised as their keys are, with all factors in the weights.
 
 This file launches `kernels_index_query`. Bits of a head depend on nothing but that head.
 """
@@ -96,7 +96,7 @@ def variants(
     aligned_rows: bool = True,
     arch: str = "",
 ) -> Iterator[Variant]:
-    """Every variant that the step can need, with q of a dtype, and weights of one of some dtypes.
+    """Every variant that the op can need, with q of a dtype, and weights of one of some dtypes.
 
     aligned_rows: whether heads of q begin at multiples of 16 bytes.
     """

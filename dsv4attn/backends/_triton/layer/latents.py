@@ -1,4 +1,4 @@
-"""Steps of DeepSeek-V4.1's compressor: latents of the tokens of a step, and keys or index keys that are stored of them.
+"""Ops of DeepSeek-V4.1's compressor: latents of the tokens of a step, and keys or index keys that are stored of them.
 
 This file launches `kernels_latents`. Bits of a latent and of a record depend on their own tokens alone.
 """
