@@ -7,7 +7,14 @@ when one of its names is asked for: descriptors load where torch is not installe
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsv4attn.core.contract.builder_ops import BuilderOps as BuilderOps
+    from dsv4attn.core.contract.index_ops import IndexOps as IndexOps
+    from dsv4attn.core.contract.layer_ops import LayerOps as LayerOps
+    from dsv4attn.core.contract.rank_ops import RankOps as RankOps
+    from dsv4attn.core.torch_ops.hyper_connections import MixWeights as MixWeights
 
 _NEED_TORCH = {
     "LayerOps": "contract.layer_ops",
