@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.model.quantized_weight import BlockScaledWeight
     from dsv4attn.core.model.rope import cos_sin_cache
     from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights
-    from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
+    from dsv4attn.core.torch_ops.arguments import EntryNorm, MixWeights, StatePages, TokenMap
     from dsv4attn.core.torch_ops.indexer import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
     from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
     from dsv4attn.errors import Dsv4AttnError
@@ -84,6 +84,7 @@ __all__ = [
     "LayerKind",
     "Limits",
     "MetadataBuilder",
+    "MixWeights",
     "ModelGeometry",
     "OwnedMetadataBuilder",
     "Ownership",
@@ -134,7 +135,7 @@ _MODULE_OF = {
         "core.context_parallel.reshard": ("reshard_cache",),
         "core.contract.backend": ("AttentionCall", "Backend", "BackendInfo"),
         "core.cache.convert": ("check_compatible", "convert_cache"),
-        "core.torch_ops.arguments": ("EntryNorm", "StatePages", "TokenMap"),
+        "core.torch_ops.arguments": ("EntryNorm", "MixWeights", "StatePages", "TokenMap"),
         "core.torch_ops.indexer": ("IndexQuery", "fp8_mqa_logits", "fp8_paged_mqa_logits"),
         "core.contract.device": ("DeviceFacts",),
         "core.attention.forward_mqa": ("forward_mqa",),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.core.torch_ops.hyper_connections import MixWeights
+from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.testing import oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name, worst_of
 from dsv4attn.testing.factories import CaseInput

@@ -16,7 +16,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Yarn
-from dsv4attn.core.torch_ops.hyper_connections import MixWeights
+from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import triton_backends
 from tests.harness import LayerStack, deterministic, random_weights

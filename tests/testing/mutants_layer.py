@@ -16,8 +16,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import Arrangement, PagedKVCache
 from dsv4attn.core.torch_ops import compressor
-from dsv4attn.core.torch_ops.arguments import StatePages
-from dsv4attn.core.torch_ops.hyper_connections import MixWeights
+from dsv4attn.core.torch_ops.arguments import MixWeights, StatePages
 from tests.layer_ops import TorchOps
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]

@@ -19,7 +19,7 @@ from dsv4attn.backends._triton.layer import hyper_connections
 from dsv4attn.backends._triton.layer.hyper_connections import Delayed, MixResults
 from dsv4attn.backends._triton.layer.hyper_connections_variants import StreamForms, mix_variants
 from dsv4attn.core.contract.warmup import WarmupSpec
-from dsv4attn.core.torch_ops.hyper_connections import MixWeights
+from dsv4attn.core.torch_ops.arguments import MixWeights
 
 __all__ = ["fused_post_pre", "variants"]
 

@@ -14,14 +14,20 @@ if TYPE_CHECKING:
     from dsv4attn.core.contract.index_ops import IndexOps as IndexOps
     from dsv4attn.core.contract.layer_ops import LayerOps as LayerOps
     from dsv4attn.core.contract.rank_ops import RankOps as RankOps
-    from dsv4attn.core.torch_ops.hyper_connections import MixWeights as MixWeights
+    from dsv4attn.core.torch_ops.arguments import EntryNorm as EntryNorm
+    from dsv4attn.core.torch_ops.arguments import MixWeights as MixWeights
+    from dsv4attn.core.torch_ops.arguments import StatePages as StatePages
+    from dsv4attn.core.torch_ops.arguments import TokenMap as TokenMap
 
 _NEED_TORCH = {
     "LayerOps": "contract.layer_ops",
     "BuilderOps": "contract.builder_ops",
     "IndexOps": "contract.index_ops",
     "RankOps": "contract.rank_ops",
-    "MixWeights": "torch_ops.hyper_connections",
+    "EntryNorm": "torch_ops.arguments",
+    "MixWeights": "torch_ops.arguments",
+    "StatePages": "torch_ops.arguments",
+    "TokenMap": "torch_ops.arguments",
 }
 """Names that need torch, and the modules of core that have them. `contract.backend` has every other public name."""
 

@@ -10,7 +10,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.core.torch_modes import without_modes
-from dsv4attn.core.torch_ops.hyper_connections import MixWeights
+from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["HyperConnections"]

@@ -1,4 +1,4 @@
-"""Arguments of the layer ops that always travel together: `TokenMap`, `StatePages` and `EntryNorm`."""
+"""Arguments of the layer ops that always travel together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import PagedKVCache
 
-__all__ = ["EntryNorm", "StatePages", "TokenMap"]
+__all__ = ["EntryNorm", "MixWeights", "StatePages", "TokenMap"]
 
 # no slots in classes with an instance a call: construction of frozen classes with slots takes twice as long
 
@@ -57,3 +57,34 @@ class EntryNorm:
     weight: Tensor | None
     eps: float
     cos_sin_cache: Tensor
+
+
+@frozen(eq=False)
+class MixWeights:
+    """Weights and constants of the mixes of one sublayer: the last argument of every op that makes mixes.
+
+    Build it once for a layer. A new argument of these ops is one more field with a default. Letters: n streams,
+    d hidden size, m = 2 n + n * n. The m mixes are pre (n), post (n) and comb (n * n), in this order.
+
+    fn: [m, n * d] fp32 - makes the mixes from the flattened streams.
+    hc_scale: [3] fp32 - factors of the products of pre, post and comb.
+    hc_base: [m] fp32 - added to the scaled products.
+    rms_eps: added to the mean square of the flattened streams, under the root.
+    hc_pre_eps: added to each weight of a stream in pre.
+    hc_sinkhorn_eps: added to comb after the softmax, and to each sum that Sinkhorn's iterations divide by.
+    hc_post_mult_value: factor of post.
+    sinkhorn_repeat: number of Sinkhorn's iterations. The first iteration normalises columns only.
+    norm_weight: [d] bf16 or fp32 - weight of an RMSNorm of the input of the sublayer; None for no norm.
+    norm_eps: epsilon of this norm.
+    """
+
+    fn: Tensor
+    hc_scale: Tensor
+    hc_base: Tensor
+    rms_eps: float
+    hc_pre_eps: float
+    hc_sinkhorn_eps: float
+    hc_post_mult_value: float = 2.0
+    sinkhorn_repeat: int = 20
+    norm_weight: Tensor | None = None
+    norm_eps: float = 1e-6

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import ModelGeometry
-from dsv4attn.core.torch_ops.hyper_connections import MixWeights
+from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 

@@ -38,7 +38,7 @@ from dsv4attn.backends._triton.layer.kernels_hyper_connections import (
     products_kernel,
 )
 from dsv4attn.core.torch_modes import without_modes
-from dsv4attn.core.torch_ops.hyper_connections import MixWeights
+from dsv4attn.core.torch_ops.arguments import MixWeights
 
 __all__ = [
     "Delayed", "MixResults", "empty_results", "fused_post_pre", "hc_head", "mhc_collapse", "mhc_fused_post_pre",

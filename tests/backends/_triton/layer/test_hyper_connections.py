@@ -22,7 +22,7 @@ from dsv4attn.backends._triton.layer import hyper_connections_variants as hc_var
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import Block, Tile, Tuning
 from dsv4attn.backends._triton.layer.hyper_connections_variants import StreamForms
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.torch_ops.hyper_connections import MixWeights
+from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
