@@ -206,17 +206,18 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
 
 
 def test_every_room_has_the_same_furniture() -> None:
-    """`vllm_api`, `flashinfer_api`: what engines call today. `compat`: a compiler's names in its releases.
+    """`compat`: a compiler's names in its releases. `leading_values`: attention that only a front door calls.
 
-    `small_decode`: decodes of few tokens. `ptx`: text of inline assembly, which is no kernel.
+    `small_decode`: decodes of few tokens. `ptx`: text of inline assembly, which is no kernel. `flashinfer`: calls of
+    that library. Functions under the names of other libraries stand in `dsv4attn/compat`.
     """
     furniture = (
         {"__init__", "launch"},
         {"kernels", "tuning", "metadata", "explain_notes", "probe", "support"}
-        | {"compat", "hyper_connections", "index_logits", "ops", "ptx", "small_decode"},
+        | {"compat", "hyper_connections", "index_logits", "leading_values", "ops", "ptx", "small_decode"},
     )
     needed, allowed = furniture
-    families = ("kernels_", "vllm_api", "flashinfer")
+    families = ("kernels_", "flashinfer")
     rooms = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}
     for room in {room for room in rooms if room.parent == PACKAGE / "backends"} - {PACKAGE / "backends" / "_triton"}:
         found = {path.stem for path in room.iterdir() if path.suffix == ".py"}
@@ -325,6 +326,7 @@ PLANTED = [
     ("dsv4attn.tools.replay.engine", "import dsv4attn.tools.cli.run", "replay may not import cli"),
     ("dsv4attn.testing.cases", "from dsv4attn.compat import flash_mla", "testing may not import compat"),
     ("dsv4attn.compat.flash_mla", "from dsv4attn.plugins import PluginRegistry", "compat may not import plugins"),
+    ("dsv4attn.compat.vllm_xpu", "from dsv4attn.backends.xpu import launch", "compat may not import backends/xpu"),
     ("dsv4attn.tools.replay.engine", "from dsv4attn import plugins", "replay may not import plugins"),
     (
         "dsv4attn.integrations.transformers.x",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import inf, nan
+from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -20,89 +21,106 @@ from dsv4attn.core.memory.workspace import WorkspaceManager, current_workspace_m
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import Dsv4AttnError
-from dsv4attn.selection import load_backend, resolve
+from dsv4attn.selection import build, load_backend, registered, resolve
 
-__all__ = ["HEAD_DIM", "ROPE_DIM", "attend", "described", "forget_choices", "largest_logits", "plan"]
+__all__ = [
+    "HEAD_DIM",
+    "PAGE_SIZE",
+    "ROPE_DIM",
+    "CallKind",
+    "attend",
+    "device_backend",
+    "forget_choices",
+    "largest_logits",
+    "plan",
+]
 
 HEAD_DIM, ROPE_DIM = 512, 64
+PAGE_SIZE = 64
+"""Records of a page as which rows of a prefill are described."""
 TILE_BYTES = 64 * 2**20
 """Most bytes of temporaries of a tile of `largest_logits`."""
 
 _backend = lru_cache(maxsize=None)(load_backend)
 
 
+@frozen
+class CallKind:
+    """Calls of one kind run on one backend: the question that `plan` answers, and the key of its cache.
+
+    phase: decode over pages, or prefill over rows.
+    heads: heads of q.
+    q_dtype: dtype of q.
+    scale: factor of the logits.
+    sink: whether heads have sinks.
+    query_len: queries of a sequence.
+    sizes: of each cache, columns of the indices into it and records of a page. The second cache is optional.
+    layouts: of both caches, by default `fp8_ds_mla`.
+    deterministic: whether the bits of a row must not depend on the other rows.
+    """
+
+    phase: Phase
+    heads: int
+    q_dtype: torch.dtype
+    scale: float
+    sink: bool
+    query_len: int
+    sizes: tuple[tuple[int, int], ...]
+    layouts: tuple[KVCacheLayout, ...] = ()
+    deterministic: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        """What backends are asked about.
+
+        Columns of the first cache are described as the window, those of a second cache as its selected entries. In
+        prefill there is no cache, only bf16 rows, as gathering writes them. A backend that reads pages takes them as
+        pages of one row.
+        """
+        (width, page_size), (extra_width, extra_page_size) = (*self.sizes, (0, 0))[:2]
+        kind, ratio = (LayerKind.CSA, 4) if extra_width else (LayerKind.SWA, 1)
+        rope = Rope(ROPE_DIM, 10000.0)  # keys are rotated already: the angles are not used
+        layer = LayerGeometry(kind, ratio, self.heads, HEAD_DIM, rope, width, extra_width, softmax_scale=self.scale)
+        layouts = self.layouts or (KVCacheLayout.fp8_ds_mla(),)
+        return Problem(
+            self.phase.value,
+            layer,
+            CacheFacts.of(layouts[0], page_size),
+            CacheFacts.of(layouts[-1], extra_page_size) if extra_width else None,
+            extra_width,
+            q_dtype=str(self.q_dtype).removeprefix("torch."),
+            sink=self.sink,
+            lse=True,
+            query_len=self.query_len,
+            deterministic=self.deterministic,
+        )
+
+
 @lru_cache(maxsize=4096)
-def plan(
-    phase: Phase,
-    device: torch.device,
-    name: str | None,
-    heads: int,
-    q_dtype: torch.dtype,
-    scale: float,
-    sink: bool,  # noqa: FBT001 - a key of the cache like all others
-    query_len: int,
-    width: int,
-    page_size: int = 64,
-    extra_width: int = 0,
-    extra_page_size: int = 0,
-    *,
-    layouts: tuple[KVCacheLayout, ...] = (),
-    deterministic: bool = False,
-) -> tuple[Backend, LayerGeometry]:
-    """Choose the backend for one kind of call, and describe its layer. Computed once for each kind of call."""
-    sizes = (query_len, width, page_size, extra_width, extra_page_size)
-    problem = described(phase, heads, q_dtype, scale, sink, *sizes, layouts=layouts, deterministic=deterministic)
-    facts = DeviceFacts.here(device)
+def plan(kind: CallKind, device: torch.device, name: str | None) -> tuple[Backend, LayerGeometry]:
+    """Choose the backend of one kind of call on a device, and describe its layer. Computed once for each kind.
+
+    name: of the backend to use; None: the backend that selection chooses.
+    """
+    problem, facts = kind.problem, DeviceFacts.here(device)
     chosen = resolve(problem, backend=name, device=facts).require().info.name
-    backend = _backend(chosen, deterministic=True) if deterministic else _backend(chosen)
-    if phase is Phase.PREFILL and backend.capabilities.prefill_keys is KeyForm.PAGED:
+    backend = _backend(chosen, deterministic=True) if kind.deterministic else _backend(chosen)
+    if kind.phase is Phase.PREFILL and backend.capabilities.prefill_keys is KeyForm.PAGED:
         resolve(evolve(problem, swa=CacheFacts("rows", "bfloat16", 1)), backend=chosen, device=facts)
     return backend, problem.layer
 
 
-def described(
-    phase: Phase,
-    heads: int,
-    q_dtype: torch.dtype,
-    scale: float,
-    sink: bool,  # noqa: FBT001 - in the order of `plan`
-    query_len: int,
-    width: int,
-    page_size: int = 64,
-    extra_width: int = 0,
-    extra_page_size: int = 0,
-    *,
-    layouts: tuple[KVCacheLayout, ...] = (),
-    deterministic: bool = False,
-) -> Problem:
-    """One kind of call as the problem that backends are asked about. Arguments are those of `plan`.
-
-    `width` columns of indices are described as the window, `extra_width` as the selected entries of a second cache.
-    layouts: of both caches, by default `fp8_ds_mla`. In prefill there is no cache, only bf16 rows, as gathering writes
-    them. A backend that reads pages takes them as pages of one row.
-    """
-    kind, ratio = (LayerKind.CSA, 4) if extra_width else (LayerKind.SWA, 1)
-    rope = Rope(ROPE_DIM, 10000.0)  # keys are rotated already: the angles are not used
-    layer = LayerGeometry(kind, ratio, heads, HEAD_DIM, rope, width, extra_width, softmax_scale=scale)
-    both = layouts or (KVCacheLayout.fp8_ds_mla(),)
-    return Problem(
-        phase.value,
-        layer,
-        CacheFacts.of(both[0], page_size),
-        CacheFacts.of(both[-1], extra_page_size) if extra_width else None,
-        extra_width,
-        q_dtype=str(q_dtype).removeprefix("torch."),
-        sink=sink,
-        lse=True,
-        query_len=query_len,
-        deterministic=deterministic,
-    )
+@cache
+def device_backend(name: str, **options: Any) -> Any:  # noqa: ANN401 - a device's backend, with methods of its own
+    """The backend of a front door for one device, with these options and no others: no configuration is read."""
+    return build(registered(name).info, options)
 
 
 def forget_choices() -> None:
     """Clear the cached choices, so that the next call reads environment, configuration and plugins again."""
     plan.cache_clear()
     _backend.cache_clear()
+    device_backend.cache_clear()
 
 
 def attend(

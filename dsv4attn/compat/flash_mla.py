@@ -24,7 +24,8 @@ import torch
 from attrs import asdict, define, frozen
 from torch import Tensor
 
-from dsv4attn.compat.arguments import (
+from dsv4attn.compat.direct import HEAD_DIM, PAGE_SIZE, CallKind, attend, largest_logits, plan
+from dsv4attn.compat.flash_mla_arguments import (
     check_flags,
     check_format,
     check_kv,
@@ -37,7 +38,6 @@ from dsv4attn.compat.arguments import (
     record_layouts,
     refuse,
 )
-from dsv4attn.compat.direct import HEAD_DIM, attend, largest_logits, plan
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.contract.backend import KeyForm, Phase
@@ -206,15 +206,21 @@ def flash_mla_with_kvcache(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if not lse.numel():
         return out, lse.transpose(1, 2)
-    # two numbers for each segment that has columns
-    widths = [n for pair in sizes if pair[0] for n in pair]
-    caches, rows = zip(*segments[: len(widths) // 2], strict=True)
+    used = [(columns, page) for columns, page in sizes if columns]
+    caches, rows = zip(*segments[: len(used)], strict=True)
     scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
-    facts = q.shape[2], q.dtype, scale, sink is not None, q.shape[1]
-    kinds = tuple(cache.layout for cache in caches)
-    chosen, layer = plan(
-        Phase.DECODE, q.device, backend, *facts, *widths, layouts=kinds, deterministic=enable_batch_invariant
+    kind = CallKind(
+        Phase.DECODE,
+        q.shape[2],
+        q.dtype,
+        scale,
+        sink is not None,
+        q.shape[1],
+        tuple(used),
+        layouts=tuple(cache.layout for cache in caches),
+        deterministic=enable_batch_invariant,
     )
+    chosen, layer = plan(kind, q.device, backend)
     flat = out.flatten(0, 1)
     attend(Phase.DECODE, chosen, layer, q.flatten(0, 1), caches, rows, sink, flat, lse.flatten(0, 1))
     if flat.data_ptr() != out.data_ptr():
@@ -266,7 +272,8 @@ def flash_mla_sparse_fwd(
     if not lse.numel():
         return (out, None, None) if return_log2_lse is False else (out, torch.empty_like(lse), lse)
     width, scale = rows.indices.shape[1], float(sm_scale)
-    chosen, layer = plan(Phase.PREFILL, q.device, backend, q.shape[1], q.dtype, scale, sink is not None, 1, width)
+    kind = CallKind(Phase.PREFILL, q.shape[1], q.dtype, scale, sink is not None, 1, ((width, PAGE_SIZE),))
+    chosen, layer = plan(kind, q.device, backend)
     capabilities = chosen.capabilities
     top = torch.empty_like(lse) if wanted and capabilities.max_logits else None
     if capabilities.prefill_keys is KeyForm.PAGED:

@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4attn.compat.arguments import check_switch
 from dsv4attn.compat.direct import HEAD_DIM, ROPE_DIM
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from dsv4attn.compat.flash_mla_arguments import check_switch
 from dsv4attn.core.attention.checks import check_same_device
 from dsv4attn.core.model.rope import apply_rope
 from dsv4attn.core.tensorspec import check_tensor

@@ -23,7 +23,7 @@ from dsv4attn.backends._triton.cache.records import (
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import WIDE, launch
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
-from dsv4attn.backends.xpu import kernels
+from dsv4attn.backends.xpu import kernels, leading_values
 from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, RUN_BYTES, TUNING
 from dsv4attn.core.attention.checks import check_attention_strides
 from dsv4attn.core.cache.layout import KVCacheLayout
@@ -75,6 +75,8 @@ class XpuBackend(TritonBackend):
     capabilities = Capabilities(
         prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True, empty_lse=True, prefill_pages=True
     )
+
+    attend_leading_values = staticmethod(leading_values.attend_leading_values)
 
     def __init__(
         self, *, decode: str = "auto", tuning: str = "auto", deterministic: bool = False, projection: str = "bf16"

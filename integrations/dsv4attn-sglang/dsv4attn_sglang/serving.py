@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dsv4attn.compat.direct import described, plan
+from dsv4attn.compat.direct import PAGE_SIZE, CallKind, plan
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.selection import explain
 from dsv4attn_sglang import hooks
@@ -48,8 +48,9 @@ def check(runner: Any) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
     lines: dict[str, list[str]] = {}
     for phase, layers, sizes in _calls(runner):
         # what the calls themselves ask: it raises, and loads the backend
-        plan(phase, device, None, *facts, *sizes)
-        chosen = explain(described(phase, *facts, *sizes), device=device)
+        kind = CallKind(phase, *facts, sizes)
+        plan(kind, device, None)
+        chosen = explain(kind.problem, device=device)
         lines.setdefault(f"{phase.value}, {heads} heads: {chosen.verdict} ({chosen.request.source})", []).append(layers)
     return [f"{line}; {', '.join(layers)}" for line, layers in lines.items()]
 
@@ -112,21 +113,21 @@ def _heads(runner: Any) -> int:  # noqa: ANN401
     return 64 if local <= 64 else heads
 
 
-def _calls(runner: Any) -> list[tuple[Phase, str, tuple[int, ...]]]:  # noqa: ANN401
+def _calls(runner: Any) -> list[tuple[Phase, str, tuple[tuple[int, int], ...]]]:  # noqa: ANN401
     """The kinds of calls: decode of each kind of layer, and prefill over gathered rows; with the name of the layers.
 
-    Sizes are columns of the window and its page, then those of the compressed cache.
+    Sizes are columns and page size of the window, then those of the compressed cache.
     """
     pool, config = runner.token_to_kv_pool, runner.model_config
     window = (WINDOW, pool.get_swa_key_page_size())
     widths = {ratio: getattr(config.hf_text_config, "index_topk", 512) for ratio in pool.present_ratios}
     if 128 in widths:
         widths[128] = config.context_len // 128
-    calls: list[tuple[Phase, str, tuple[int, ...]]] = [(Phase.DECODE, "swa", window)]
+    calls: list[tuple[Phase, str, tuple[tuple[int, int], ...]]] = [(Phase.DECODE, "swa", (window,))]
     for ratio, width in widths.items():
-        calls.append((Phase.DECODE, f"c{ratio}a", (*window, _filled(width), max(runner.page_size // ratio, 1))))
+        calls.append((Phase.DECODE, f"c{ratio}a", (window, (_filled(width), max(runner.page_size // ratio, 1)))))
     gathered = _filled(WINDOW + max(widths.values(), default=0))
-    return [*calls, (Phase.PREFILL, f"up to {gathered} of the gathered rows", (gathered,))]
+    return [*calls, (Phase.PREFILL, f"up to {gathered} of the gathered rows", ((gathered, PAGE_SIZE),))]
 
 
 def _filled(width: int) -> int:

@@ -9,11 +9,9 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.backends.rocm import vllm_api_ragged as names_ragged
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention, remember
 from dsv4attn.backends.sm120.launch import Sm120Backend
-from dsv4attn.core import tensorspec
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.testing.tolerances import tolerance
@@ -71,13 +69,3 @@ def test_the_oldest_entry_goes() -> None:
     assert remember(table, -1, 5) == 5
     assert len(table) == flashinfer.MOST_SHAPES
     assert (0 in table, 1 in table, table[-1]) == (False, True, 5)
-
-
-def test_checks_of_the_rocm_names_have_one_form_whatever_the_tokens() -> None:
-    """The table of `check_tensor` holds the shapes that are written in the code."""
-    tensorspec._dims.cache_clear()
-    for rows in range(1, 50):
-        indptr, buffer = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(600, dtype=torch.int32)
-        names_ragged.copy_ragged_to_graph_buffers(buffer[:1], indptr, buffer, buffer.clone(), rows, 2)
-
-    assert tensorspec._dims.cache_info().currsize < 5

@@ -13,14 +13,14 @@ import torch
 from dsv4attn.backends._triton.cache import fill
 from dsv4attn.backends._triton.compiling.aot import compile_all
 from dsv4attn.backends._triton.compiling.targets import TARGETS
-from dsv4attn.backends.xpu import launch, vllm_api
+from dsv4attn.backends.xpu import launch, leading_values
 from dsv4attn.core.cache.layout import KVCacheLayout
 
 
 def outcomes(target: str) -> list[list[str]]:
     """For each kernel, the limits that it breaks."""
     (gathering,) = launch.variants(KVCacheLayout.fp8_ds_mla(), second=True)
-    *_, attending = vllm_api.variants(128, 512, 576, torch.bfloat16)
+    *_, attending = leading_values.variants(128, 512, 576, torch.bfloat16)
     (filling,) = fill.variants(KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4(), ragged=False)
     made = compile_all([gathering, attending, filling], TARGETS[target])
     return [[outcome.variant.name, *map(str, outcome.reasons)] for outcome in made]

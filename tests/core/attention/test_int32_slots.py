@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.kernels import listed
-from dsv4attn.backends.rocm import vllm_api_ragged
+from dsv4attn.compat import vllm_rocm_ragged
 from dsv4attn.compat.direct import largest_logits
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
@@ -96,7 +96,7 @@ def test_an_int32_is_compared_with_all_of_a_capacity(capacity: int) -> None:
 
 
 def test_a_list_of_any_slots_keeps_the_last_one() -> None:
-    flat, indptr = vllm_api_ragged.build_ragged_indices_from_dense(values(LAST, -1, 5)[None], values(3))
+    flat, indptr = vllm_rocm_ragged.build_ragged_indices_from_dense(values(LAST, -1, 5)[None], values(3))
 
     assert flat.tolist() == [LAST, -1, 5]
     assert indptr.tolist() == [0, 3]

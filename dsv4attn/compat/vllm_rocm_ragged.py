@@ -1,19 +1,19 @@
 """vLLM's functions of ragged index lists on AMD GPUs: flat indices, and indptr, the start of each row.
 
-No function reads a length on the host: memory is allocated from shapes, and entries behind indptr[-1] are undefined.
+No function reads a length on the host: memory is allocated from shapes, and entries after indptr[-1] are undefined.
 An absent entry never becomes a neighbour's row, and no present entry is lost because others are absent.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.arguments import as_rows, check_optional
-from dsv4attn.backends._triton.index_ops import ragged as kernels
-from dsv4attn.backends._triton.index_ops.dense import combine_topk_swa_indices
+from dsv4attn.compat.arguments import as_rows, check_at_least, check_numbers, check_optional
+from dsv4attn.compat.direct import device_backend
 from dsv4attn.core.attention.checks import check_same_device
 from dsv4attn.core.cache.selected_keys import ChunkTokens
 from dsv4attn.core.memory.plan import ragged_specs
@@ -23,7 +23,6 @@ from dsv4attn.errors import ArgumentError
 
 __all__ = [
     "build_ragged_indices_from_dense",
-    "check_at_least",
     "check_indptr",
     "combine_topk_swa_indices_ragged",
     "compute_global_topk_ragged_indices_and_indptr",
@@ -33,20 +32,22 @@ __all__ = [
 
 INT = torch.int32
 INT32_MAX, ANY_SLOT = 2**31 - 1, 2**31
+_backend = partial(device_backend, "rocm")
 
 
 def build_ragged_indices_from_dense(indices: Tensor, lengths: Tensor, num_rows: int = -1) -> tuple[Tensor, Tensor]:
     """Dense rows as (flat [T * K], indptr [T + 1]): the first `lengths` columns of each, absent ones as -1.
 
     indices: [T, K] int32. lengths: [T] int32. num_rows: number of rows of keys, to which entries may point; -1 if not
-    given. Entries of `flat` at or behind indptr[-1] are undefined. Raises ArgumentError before any launch.
+    given. Entries of `flat` at or after indptr[-1] are undefined. Raises ArgumentError before any launch.
     """
     letters: dict[str, int] = {}
     check_tensor("indices", indices, "T K", INT, letters)
     check_tensor("lengths", lengths, "T", INT, letters)
     check_same_device(indices, lengths=lengths)
     flat, indptr = new_rows(indices, *indices.shape)
-    kernels.build_ragged_indices_from_dense(indices, lengths, ANY_SLOT if num_rows < 0 else num_rows, (flat, indptr))
+    num_slots = ANY_SLOT if num_rows < 0 else num_rows
+    _backend().index_ops.build_ragged_indices_from_dense(indices, lengths, num_slots, out=(flat, indptr))
     return flat, indptr
 
 
@@ -72,23 +73,24 @@ def compute_global_topk_ragged_indices_and_indptr(
     check_tensor("block_table", block_table, "_ _", INT, {})
     assert rows is not None
     tokens, width = rows.shape
-    for name, each, dtype in (("token_to_req", token_to_req, INT), ("is_valid", is_valid, torch.bool)):
-        check_tensor(name, each, "_", dtype, {})
-        if each.shape[0] < tokens:
-            raise ArgumentError(name, expected=f"at least {tokens} elements, one for each token", actual=each.shape[0])
+    for name, tensor, dtype in (("token_to_req", token_to_req, INT), ("is_valid", is_valid, torch.bool)):
+        check_tensor(name, tensor, "_", dtype, {})
+        check_at_least(name, tensor, tokens, "elements, one for each token")
     check_optional("visible_lens", visible_lens, "T", INT, letters)
-    if block_size < 1:
-        raise ArgumentError("block_size", expected="at least 1", actual=block_size)
+    check_numbers(1, block_size=block_size)
     optional = {"visible_lens": visible_lens}
     check_same_device(rows, token_to_req=token_to_req, block_table=block_table, is_valid=is_valid, **optional)
-    most = min(block_table.shape[1] * block_size, INT32_MAX)
-    seen = is_valid[:tokens].to(INT) * (most if visible_lens is None else visible_lens.clamp(0, most))
-    counted = (rows >= 0) & (rows < seen[:, None]) if visible_lens is None else None
-    lens = seen.clamp(max=width) if counted is None else counted.sum(1, dtype=INT)
+    capacity = min(block_table.shape[1] * block_size, INT32_MAX)
+    if visible_lens is None:
+        seen = is_valid[:tokens].to(INT) * capacity
+        lens = ((rows >= 0) & (rows < seen[:, None])).sum(1, dtype=INT)
+    else:
+        seen = is_valid[:tokens].to(INT) * visible_lens.clamp(0, capacity)
+        lens = seen.clamp(max=width)
     flat, indptr = new_rows(rows, tokens, width)
-    kernels.compute_global_topk_ragged_indices_and_indptr(
-        rows, seen, token_to_req[:tokens], block_table, block_size, (flat, indptr), lens
-    )
+    translate = _backend().index_ops.compute_global_topk_ragged_indices_and_indptr
+    assert translate is not None
+    translate(rows, seen, token_to_req[:tokens], block_table, block_size, out=(flat, indptr), row_lens=lens)
     return flat, indptr, lens
 
 
@@ -115,13 +117,8 @@ def combine_topk_swa_indices_ragged(
     check_tensor("gather_lens", gather_lens, "n", INT, letters)
     check_tensor("query_start_loc", query_start_loc, "n+1", INT, letters)
     check_same_device(topk_indices, query_start_loc=query_start_loc, seq_lens=seq_lens, gather_lens=gather_lens)
-    for name, number, least in (
-        ("window_size", window_size, 1),
-        ("compress_ratio", compress_ratio, 1),
-        ("topk", topk, 0),
-    ):
-        if number < least:
-            raise ArgumentError(name, expected=f"at least {least}", actual=number)
+    check_numbers(1, window_size=window_size, compress_ratio=compress_ratio)
+    check_numbers(0, topk=topk)
     if topk > topk_indices.shape[1]:
         raise ArgumentError(
             "topk", expected=f"at most the {topk_indices.shape[1]} columns of topk_indices", actual=topk
@@ -148,13 +145,13 @@ def combine_topk_swa_indices_ragged(
         rows=M,
         offset=N,
     )
-    combine_topk_swa_indices(
+    _backend().index_ops.combine_topk_swa_indices(
         topk_indices if topk else None,
         chunk,
-        (dense, lens),
+        out=(dense, lens),
     )
     flat, indptr = new_rows(dense, *dense.shape)
-    kernels.build_ragged_indices_from_dense(dense, lens, ANY_SLOT, (flat, indptr))
+    _backend().index_ops.build_ragged_indices_from_dense(dense, lens, ANY_SLOT, out=(flat, indptr))
     return flat, indptr, lens
 
 
@@ -173,17 +170,12 @@ def copy_ragged_to_graph_buffers(
     Returns (indices [max(num_rows * max_entries_per_row, 1)], indptr [num_rows + 1]), whose addresses and sizes depend
     on num_rows alone. Raises ArgumentError before anything is copied.
     """
-    for name, number in (("num_rows", num_rows), ("max_entries_per_row", max_entries_per_row)):
-        if number < 0:
-            raise ArgumentError(name, expected="at least 0", actual=number)
+    check_numbers(0, num_rows=num_rows, max_entries_per_row=max_entries_per_row)
     check_tensor("ragged_indptr", ragged_indptr, "T+1", INT, {"T": num_rows})
     places = max(num_rows * max_entries_per_row, 1)
-    for name, each in (
-        ("ragged_indices", ragged_indices),
-        ("indices_buffer", indices_buffer),
-        ("indptr_buffer", indptr_buffer),
-    ):
-        check_tensor(name, each, "_", INT, {})
+    lists = {"ragged_indices": ragged_indices, "indices_buffer": indices_buffer, "indptr_buffer": indptr_buffer}
+    for name, tensor in lists.items():
+        check_tensor(name, tensor, "_", INT, {})
     check_at_least("indices_buffer", indices_buffer, max(places, ragged_indices.shape[0]))
     check_at_least("indptr_buffer", indptr_buffer, num_rows + 1)
     check_same_device(ragged_indices, ragged_indptr=ragged_indptr)
@@ -218,9 +210,3 @@ def new_rows(like: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
         raise ArgumentError("indices", expected="fewer than 2^31 in all", actual=f"{rows} rows of {width}")
     flat, indptr = (like.new_empty(shape, dtype=dtype) for shape, dtype in ragged_specs(rows, width))
     return flat, indptr
-
-
-def check_at_least(name: str, tensor: Tensor, count: int) -> None:
-    """Raise ArgumentError if a vector is too short."""
-    if tensor.shape[0] < count:
-        raise ArgumentError(name, expected=f"at least {count} elements", actual=tensor.shape[0])

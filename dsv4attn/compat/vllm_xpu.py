@@ -6,25 +6,13 @@ call loops over tokens or reads lengths on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache, lru_cache
-from itertools import product
-from typing import Any
+from functools import cache, partial
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from dsv4attn.backends._triton.arguments import FLOATS, as_rows, check_optional, layer_of
-from dsv4attn.backends._triton.cache import insert
-from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
-from dsv4attn.backends._triton.tuning import padded
-from dsv4attn.backends.xpu import kernels
-from dsv4attn.backends.xpu.launch import XpuBackend
-from dsv4attn.backends.xpu.tuning import TUNING
+from dsv4attn.compat.arguments import FLOATS, as_rows, check_head_dims, check_optional, check_rows, layer_of, scratch_of
+from dsv4attn.compat.direct import device_backend
 from dsv4attn.core.attention.checks import check_insert, check_same_device
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
@@ -36,18 +24,15 @@ from dsv4attn.errors import ArgumentError
 __all__ = [
     "get_padded_num_q_heads",
     "triton_bf16_mla_sparse_interface",
-    "variants",
     "xpu_qnorm_rope_kv_fp8_insert",
     "xpu_sparse_decode_fp8",
 ]
 
 _ROPE_DIM = 64
 _WIDEST, _TAIL = 512, 128
-"""Most dims of values, and of the tail of a key behind them, in one program."""
-_SMALL = TUNING["xpu"]
-"""Tuning whose tiles fit every device, also for keys with a tail behind the values."""
-_fused = cache(lambda: XpuBackend(decode="fused"))
+"""Most dims of values, and of the tail of a key after them, in one program."""
 _layout = cache(KVCacheLayout.fp8_ds_mla)
+_backend = partial(device_backend, "xpu", decode="fused")
 
 
 def get_padded_num_q_heads(num_heads: int) -> int:
@@ -71,7 +56,7 @@ def triton_bf16_mla_sparse_interface(
     """Attention of each row of q over the rows of kv that it names; returns (out, max_logits, lse).
 
     q: [T, H, Dqk] bf16 or fp32. kv: [S, 1, Dqk]; its first d_v dims are the values. indices: [T, 1, K] or [T, K] int32;
-    an index outside 0 .. S - 1 is absent. block_dpe: dims of a key behind its values (V3.2: 64 of 576), or 0 if not
+    an index outside 0 .. S - 1 is absent. block_dpe: dims of a key after its values (V3.2: 64 of 576), or 0 if not
     given; V4's values are whole keys, which takes 0.
     Beyond the original: any H, K and d_v up to 512; attn_sink: [H] fp32; topk_length: [T] int32, leading columns that
     count; memory for the results, out: [T, H, d_v] like q, max_logits and lse: [T, H] fp32, contiguous.
@@ -85,13 +70,13 @@ def triton_bf16_mla_sparse_interface(
     max_logits = q.new_empty(q.shape[:2], dtype=torch.float32) if max_logits is None else max_logits
     lse = torch.empty_like(max_logits) if lse is None else lse
     if d_v < q.shape[2]:
-        _attend_leading_values(q, kv, rows, topk_length, sm_scale, attn_sink, out, max_logits, lse)
+        _backend().attend_leading_values(q, kv, rows, topk_length, sm_scale, attn_sink, out, max_logits, lse)
         return out, max_logits, lse
     if topk_length is None:
         topk_length = rows.new_full(rows.shape[:1], rows.shape[1])
     keys = GatheredKeys(kv.squeeze(1), DenseIndices(rows, topk_length))
     layer = layer_of(q.shape[1], d_v, min(_ROPE_DIM, d_v), float(sm_scale))
-    _fused().prefill(AttentionCall(layer, q, keys, attn_sink, out, lse, options=AttentionOptions(max_logits)))
+    _backend().prefill(AttentionCall(layer, q, keys, attn_sink, out, lse, options=AttentionOptions(max_logits)))
     return out, max_logits, lse
 
 
@@ -99,7 +84,7 @@ def xpu_sparse_decode_fp8(
     q: Tensor,
     kv_cache: Tensor | None,
     swa_kv_cache: Tensor,
-    swa_only: bool,  # noqa: FBT001 - vLLM's signature
+    swa_only: bool,
     topk_indices: Tensor | None,
     topk_lens: Tensor | None,
     swa_indices: Tensor,
@@ -121,24 +106,19 @@ def xpu_sparse_decode_fp8(
     Beyond the original: workspace, with which several programs can share a row; without it no scratch is used.
     Raises ArgumentError before any launch.
     """
-    if (nope_head_dim + rope_head_dim, nope_head_dim > 0, rope_head_dim > 0) != (head_dim, True, True):
-        parts = f"{nope_head_dim} + {rope_head_dim}"
-        raise ArgumentError("head_dim", expected=f"nope_head_dim + rope_head_dim = {parts}", actual=head_dim)
+    check_head_dims(head_dim, nope_head_dim, rope_head_dim)
     letters = {"D": head_dim}
     check_tensor("q", q, "T H D", FLOATS, letters)
     check_tensor("out", out, "T H D", q.dtype, letters, written=True)
     check_optional("attn_sink", attn_sink, "H", torch.float32, letters)
     check_same_device(q, out=out, attn_sink=attn_sink)
     layout = _layout(nope_head_dim, rope_head_dim)
-    segments = [_segment(q, layout, dict(letters), "swa", swa_kv_cache, swa_indices, swa_lens)]
+    segments = [_segment(q, layout, ("swa_kv_cache", "swa_"), swa_kv_cache, swa_indices, swa_lens)]
     if not swa_only:
-        segments.append(_segment(q, layout, dict(letters), "topk", kv_cache, topk_indices, topk_lens))
-    width = swa_indices.shape[-1] + (0 if swa_only or topk_indices is None else topk_indices.shape[-1])
-    layer, backend = layer_of(q.shape[1], head_dim, rope_head_dim, float(softmax_scale)), _fused()
-    scratch: Any = ()
-    if workspace is not None:
-        specs = backend.scratch(Phase.DECODE, layer, q.shape[0], width)
-        scratch = workspace.get_simultaneous(*specs, arena=Phase.DECODE.value, caller="xpu_sparse_decode_fp8")
+        segments.append(_segment(q, layout, ("kv_cache", "topk_"), kv_cache, topk_indices, topk_lens))
+    layer, backend = layer_of(q.shape[1], head_dim, rope_head_dim, float(softmax_scale)), _backend()
+    rows = q.shape[0], sum(segment.rows.width for segment in segments)
+    scratch = scratch_of(workspace, backend, Phase.DECODE, layer, rows, "xpu_sparse_decode_fp8")
     backend.decode(AttentionCall(layer, q, segments, attn_sink, out, None, scratch))
 
 
@@ -155,7 +135,7 @@ def xpu_qnorm_rope_kv_fp8_insert(
     """Normalise and rotate q in place; rotate a copy of kv and write it to its slots of the window cache.
 
     q: [T, H, D], kv: [T, D], both bf16 or fp32, any row stride. swa_kv_cache: uint8 [B, P, bytes of a record] or
-    [B, bytes of a page]. slot_mapping: [<= T] int64, negative for none; rows behind it have their q processed only.
+    [B, bytes of a page]. slot_mapping: [<= T] int64, negative for none; rows after it have their q processed only.
     positions: [T] int64. cos_sin_cache: [positions, rope dims] fp32. No copy of kv is made in memory.
     Raises ArgumentError before any launch.
     """
@@ -168,7 +148,7 @@ def xpu_qnorm_rope_kv_fp8_insert(
     cache = PagedKVCache(swa_kv_cache, _layout(head_dim - rope_dim, rope_dim), block_size=block_size)
     layer = layer_of(heads, head_dim, rope_dim, 1.0)
     check_insert(q, kv, positions, slot_mapping, cos_sin_cache, cache, layer)
-    insert.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
+    _backend().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
 
 
 # shared by these functions
@@ -177,26 +157,18 @@ def xpu_qnorm_rope_kv_fp8_insert(
 def _segment(
     q: Tensor,
     layout: KVCacheLayout,
-    letters: dict[str, int],
-    name: str,
+    names: tuple[str, str],
     cache: Tensor | None,
-    selected: Tensor | None,
+    indices: Tensor | None,
     lens: Tensor | None,
 ) -> PagedKeys:
-    """One cache and the index rows into it, checked."""
-    indices = as_rows(selected)
-    check_tensor(f"{name}_indices", indices, "T K", torch.int32, letters)
-    check_tensor(f"{name}_lens", lens, "T", torch.int32, letters)
-    owner = "swa_kv_cache" if name == "swa" else "kv_cache"
-    check_tensor(owner, cache, f"_ _ {layout.record_bytes}", torch.uint8, {})
-    check_same_device(q, **{owner: cache, f"{name}_indices": indices, f"{name}_lens": lens})
+    """One cache and the index rows into it, checked. names: of the cache, and the prefix of the others."""
+    rows = check_rows(q, (f"{names[1]}indices", f"{names[1]}lens"), indices, lens)
+    check_tensor(names[0], cache, f"_ _ {layout.record_bytes}", torch.uint8, {})
+    check_same_device(q, **{names[0]: cache})
     assert cache is not None
-    assert indices is not None
     assert lens is not None
-    return PagedKeys(PagedKVCache(cache, layout), DenseIndices(indices, lens))
-
-
-# attention whose values are the leading dims of the keys
+    return PagedKeys(PagedKVCache(cache, layout), DenseIndices(rows, lens))
 
 
 def _check_interface(
@@ -225,7 +197,7 @@ def _check_interface(
         raise ArgumentError("q", expected=f"at most {d_v} + {_TAIL} dims for d_v={d_v}", actual=dims)
     if block_dpe not in (0, dims - d_v):
         expected = " or ".join(map(str, sorted({0, dims - d_v})))
-        raise ArgumentError("block_dpe", expected=f"{expected}, the dims of q behind d_v={d_v}", actual=block_dpe)
+        raise ArgumentError("block_dpe", expected=f"{expected}, the dims of q after d_v={d_v}", actual=block_dpe)
     if out is not None:
         check_tensor("out", out, f"T H {d_v}", q.dtype, letters, written=True)
     for name, result in (("max_logits", max_logits), ("lse", lse)):
@@ -234,59 +206,3 @@ def _check_interface(
             raise ArgumentError(name, expected="contiguous memory", actual=list(result.stride()))
     optional = {"attn_sink": attn_sink, "topk_length": topk_length, "out": out}
     check_same_device(q, kv=kv, indices=indices, max_logits=max_logits, lse=lse, **optional)
-
-
-def _attend_leading_values(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    lens: Tensor | None,
-    scale: float,
-    sink: Tensor | None,
-    out: Tensor,
-    max_logits: Tensor,
-    lse: Tensor,
-) -> None:
-    """Launch the kernel for keys that are longer than their values."""
-    constants = _constants(q.shape[1], out.shape[2], q.shape[2], (q.dtype, kv.dtype), alignment_of_rows(kv))
-    launch(
-        kernels.attend_leading_values,
-        (q.shape[0] * triton.cdiv(q.shape[1], constants["BH"]),),
-        (
-            q, kv, indices, lens, sink, out, max_logits, lse,
-            q.stride(0), q.stride(1), kv.stride(0), indices.stride(0), out.stride(0), out.stride(1),
-            indices.shape[1], min(kv.shape[0], 2**31) - 1, float(scale),
-        ),
-        constants,
-        num_warps=_SMALL.warps,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch.dtype], rows: int) -> dict[str, Any]:
-    values, exact = padded(d_v), torch.float32 in dtypes
-    pieces = 1 if values <= 256 else 2
-    return {
-        "H": heads,
-        "DV": d_v,
-        "DQK": d_qk,
-        "ROW_ALIGNED": rows,
-        "BH": _SMALL.heads,
-        "N": _SMALL.keys,
-        "C": values // pieces,
-        "PIECES": pieces,
-        "TAIL": padded(d_qk - d_v),
-        "DT": tl.float32 if INTERPRETED or exact else tl.bfloat16,
-        "EXACT_CASTS": not INTERPRETED,
-    }
-
-
-def variants(heads: int, d_v: int, d_qk: int, dtype: torch.dtype) -> Iterator[Variant]:
-    """Every variant of the kernel for q and contiguous kv of this dtype, with values in the leading dims of keys."""
-    rows = 1 if d_qk * dtype.itemsize % WIDE else WIDE
-    constants = _constants(heads, d_v, d_qk, (dtype, dtype), rows)
-    types = dict.fromkeys(("q", "kv", "out"), pointer_type(dtype)) | {"indices": "*i32", "scale": "fp32"}
-    types |= dict.fromkeys(("max_logits", "lse"), "*fp32")
-    for lens, sink in product(("none", "*i32"), ("none", "*fp32")):
-        signature = types | {"lens": lens, "sink": sink}
-        yield Variant.from_types(kernels.attend_leading_values, signature, constants, num_warps=_SMALL.warps)

@@ -13,7 +13,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.backends.sm120.flashinfer_api import SparseMLASm120Wrapper, get_padded_num_q_heads
+from dsv4attn.compat.flashinfer_sm120 import SparseMLASm120Wrapper, get_padded_num_q_heads
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 from tests.backends._triton.attention.attention_trials import OCP, Answer, Trial
 from tests.backends._triton.cache.caches import DEVICE
@@ -98,7 +98,7 @@ def test_without_lengths_all_columns_count() -> None:
 
 
 def test_few_tokens_share_rows_and_many_do_not_and_both_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dsv4attn.backends.sm120.flashinfer_api as module
+    import dsv4attn.compat.flashinfer_sm120 as module
 
     monkeypatch.setattr(module, "_MOST_SPLIT_TOKENS", 1)
     few, many = evolve(BASE, told=False, tokens=1), evolve(BASE, told=False)
@@ -133,7 +133,7 @@ def test_what_engines_cannot_run_today_runs() -> None:
 
 
 def test_nothing_is_launched_for_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_launch, "attend", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr(attention_launch, "prepare", lambda *_, **__: pytest.fail("launched"))
     out, lse = ran(evolve(BASE, tokens=0, told=False), return_lse=True)
 
     assert (out.shape, lse.shape) == ((0, 8, 512), (0, 8))
@@ -217,7 +217,7 @@ def test_bad_input_is_an_error_before_any_launch(
     case: tuple[Mapping[str, Any], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed, argument = case
-    monkeypatch.setattr(attention_launch, "attend", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr(attention_launch, "prepare", lambda *_, **__: pytest.fail("launched"))
     moved = {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) and value.is_cpu and value.is_contiguous() else value
         for name, value in changed.items()

@@ -2,22 +2,20 @@
 
 Engines that use `forward_mqa` do not need them. Different from the originals, an absent entry never reads a neighbour's
 row, no present entry is lost because others are absent, and every cache is read in its own dialect.
-Functions of index lists are in `vllm_api_ragged`, that of the output projection is in `vllm_api_output`.
+Functions of index lists are in `vllm_rocm_ragged`, the function of the output projection is in `vllm_rocm_output`.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.arguments import FLOATS, as_rows, layer_of
-from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.index_ops.ragged import build_ragged_indices_from_dense
-from dsv4attn.backends.rocm.launch import RocmBackend
-from dsv4attn.backends.rocm.vllm_api_ragged import INT, INT32_MAX, check_at_least, check_indptr, new_rows
+from dsv4attn.compat.arguments import FLOATS, as_rows, check_at_least, check_head_dims, check_rows, layer_of, scratch_of
+from dsv4attn.compat.direct import device_backend
+from dsv4attn.compat.vllm_rocm_ragged import INT, INT32_MAX, check_indptr, new_rows
 from dsv4attn.core.attention.checks import check_same_device
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
@@ -36,7 +34,7 @@ __all__ = [
 _MOST_HEADS, _WIDEST = 128, 512
 
 _TYPES = {torch.float8_e4m3fn: Fp8Format.OCP, torch.float8_e4m3fnuz: Fp8Format.FNUZ}
-_backend = cache(RocmBackend)
+_backend = partial(device_backend, "rocm")
 _layout = cache(KVCacheLayout.fp8_ds_mla)
 
 
@@ -44,7 +42,7 @@ def rocm_sparse_attn_decode(
     q: Tensor,
     kv_cache: Tensor | PagedKVCache | None,
     swa_k_cache: Tensor | PagedKVCache,
-    swa_only: bool,  # noqa: FBT001 - vLLM's signature
+    swa_only: bool,
     topk_indices: Tensor | None,
     topk_lens: Tensor | None,
     swa_indices: Tensor | None,
@@ -90,8 +88,8 @@ def rocm_sparse_attn_decode(
         rows = _rows_of(q, "topk_", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr)
         segments.append(PagedKeys(_cache_of("kv_cache", kv_cache, q, *dims, fp8_format), rows))
     angles = _angles(q, positions, cos_sin_cache, rope_head_dim)
-    if len({type(each.rows) for each in segments}) > 1:
-        segments = [PagedKeys(each.cache, _all_ragged(each.rows, each.cache.capacity)) for each in segments]
+    if len({type(segment.rows) for segment in segments}) > 1:
+        segments = [evolve(segment, rows=_as_ragged(segment.rows, segment.cache.capacity)) for segment in segments]
     layer = layer_of(q.shape[1], head_dim, rope_head_dim, float(scale))
     return _attend(Phase.DECODE, layer, q, segments, sink, output, workspace, angles)
 
@@ -127,9 +125,9 @@ def rocm_sparse_attn_prefill(
     rows = as_rows(indices)
     if topk_length is None and rows is not None and (ragged_indices is None or ragged_indptr is None):
         topk_length = rows.new_full(rows.shape[:1], rows.shape[-1])
-    chosen = _rows_of(q, "", rows, topk_length, ragged_indices, ragged_indptr, lens_name="topk_length")
+    selected = _rows_of(q, "", rows, topk_length, ragged_indices, ragged_indptr, lens_name="topk_length")
     layer = layer_of(q.shape[1], head_dim, rope_head_dim, float(scale))
-    _attend(Phase.PREFILL, layer, q, GatheredKeys(kv.squeeze(1), chosen), sink, output, workspace, None)
+    _attend(Phase.PREFILL, layer, q, GatheredKeys(kv.squeeze(1), selected), sink, output, workspace, None)
 
 
 # shared by both phases
@@ -146,26 +144,16 @@ def _attend(
     angles: tuple[Tensor, Tensor] | None,
 ) -> int:
     """Launch, and return the number of leading rows whose rotation was undone."""
-    backend = _backend()
-    scratch: Any = ()
-    tuning = backend.tuning.of(phase)
-    if workspace is not None:
-        width = sum(_width_of(each.rows) for each in ([keys] if isinstance(keys, GatheredKeys) else keys))
-        tuning = backend.tuning_of(phase, layer, q.shape[0], width)
-        specs = backend.scratch(phase, layer, q.shape[0], width)
-        scratch = workspace.get_simultaneous(*specs, arena=phase.value, caller=f"rocm_sparse_attn_{phase.value}")
-    call = AttentionCall(layer, q, keys, sink, out, None, scratch)
-    return attention_launch.attend(call, tuning, angles=angles)
-
-
-def _width_of(rows: DenseIndices | RaggedIndices) -> int:
-    return rows.width if isinstance(rows, RaggedIndices) else rows.indices.shape[1]
+    segments = [keys] if isinstance(keys, GatheredKeys) else keys
+    rows, backend = (q.shape[0], sum(segment.rows.width for segment in segments)), _backend()
+    scratch = scratch_of(workspace, backend, phase, layer, rows, f"rocm_sparse_attn_{phase.value}")
+    rotated_back: int = backend.attend(phase, AttentionCall(layer, q, keys, sink, out, None, scratch), angles)
+    return rotated_back
 
 
 def _check_dims(q: Tensor, head_dim: int, nope: int, rope: int) -> dict[str, int]:
     """Check the dims of q, and return its sizes by letter."""
-    if (nope + rope, nope > 0, rope > 0) != (head_dim, True, True):
-        raise ArgumentError("head_dim", expected=f"nope_head_dim + rope_head_dim = {nope} + {rope}", actual=head_dim)
+    check_head_dims(head_dim, nope, rope)
     if head_dim > _WIDEST:
         raise ArgumentError("head_dim", expected=f"at most {_WIDEST}", actual=head_dim)
     letters = {"D": head_dim}
@@ -185,32 +173,32 @@ def _sink_of(sink: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _cache_of(
-    name: str, given: Tensor | PagedKVCache | None, q: Tensor, nope: int, rope: int, dialect: Fp8Format | str
+    name: str, cache: Tensor | PagedKVCache | None, q: Tensor, nope: int, rope: int, dialect: Fp8Format | str
 ) -> PagedKVCache:
     """A cache in its dialect, on the device of q."""
-    allowed = [each.value for each in Fp8Format]
+    allowed = [known.value for known in Fp8Format]
     if dialect not in (*Fp8Format, *allowed):
         raise ArgumentError("fp8_format", expected=" or ".join(allowed), actual=repr(dialect))
     dialect = Fp8Format(dialect)
-    if isinstance(given, PagedKVCache):
-        layout = given.layout
+    if isinstance(cache, PagedKVCache):
+        layout = cache.layout
         if (layout.nope_dim, layout.rope_dim, layout.is_quantised) != (nope, rope, True):
             raise ArgumentError(
                 name, expected=f"records of {nope} fp8 and {rope} bf16 values", actual=layout.fingerprint
             )
         if layout.fp8_format is not dialect:
             _refuse_dialect(name, dialect, layout.fingerprint)
-        check_same_device(q, **{name: given.tensor})
-        return given
+        check_same_device(q, **{name: cache.tensor})
+        return cache
     layout = _layout(nope, rope, fp8_format=dialect)
-    check_tensor(name, given, f"_ _ {layout.record_bytes}", (torch.uint8, *_TYPES), {})
-    assert given is not None
-    if given.dtype is not torch.uint8:
-        if _TYPES[given.dtype] is not dialect:
-            _refuse_dialect(name, dialect, given.dtype)
-        given = given.view(torch.uint8)
-    check_same_device(q, **{name: given})
-    return PagedKVCache(given, layout)
+    check_tensor(name, cache, f"_ _ {layout.record_bytes}", (torch.uint8, *_TYPES), {})
+    assert cache is not None
+    if cache.dtype is not torch.uint8:
+        if _TYPES[cache.dtype] is not dialect:
+            _refuse_dialect(name, dialect, cache.dtype)
+        cache = cache.view(torch.uint8)
+    check_same_device(q, **{name: cache})
+    return PagedKVCache(cache, layout)
 
 
 def _refuse_dialect(name: str, dialect: Fp8Format, actual: object) -> None:
@@ -235,21 +223,16 @@ def _rows_of(
         check_same_device(q, **dict(zip(names, (flat, indptr), strict=True)))
         check_indptr(names[1], indptr, flat.shape[0])
         return RaggedIndices(flat, indptr, min(flat.shape[0], INT32_MAX))
-    rows, letters = as_rows(indices), {"T": q.shape[0]}
-    names = f"{name}indices", f"{name}{lens_name}"
-    check_tensor(names[0], rows, "T K", INT, letters)
-    check_tensor(names[1], lens, "T", INT, letters)
-    check_same_device(q, **dict(zip(names, (rows, lens), strict=True)))
-    assert rows is not None
+    rows = check_rows(q, (f"{name}indices", f"{name}{lens_name}"), indices, lens)
     assert lens is not None
     return DenseIndices(rows, lens)
 
 
-def _all_ragged(rows: DenseIndices | RaggedIndices, num_slots: int) -> RaggedIndices:
+def _as_ragged(rows: DenseIndices | RaggedIndices, num_slots: int) -> RaggedIndices:
     if isinstance(rows, RaggedIndices):
         return rows
     out = new_rows(rows.indices, *rows.indices.shape)
-    build_ragged_indices_from_dense(rows.indices, rows.lens, num_slots, out)
+    _backend().index_ops.build_ragged_indices_from_dense(rows.indices, rows.lens, num_slots, out)
     return RaggedIndices(*out, rows.indices.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""FlashInfer's per-layer wrapper for SM120, with the same name and arguments, on this backend's own kernel.
+"""FlashInfer's per-layer wrapper for SM120, with the same name and arguments, on the sm120 backend's own kernel.
 
 Its constructor and `run` are those of `flashinfer.mla.SparseMLASm120Wrapper`, so that it can replace that class for
 calls that FlashInfer does not serve: any head count up to 128 without padding, any top-k, any page size, exact products
@@ -7,23 +7,22 @@ of bf16.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.arguments import check_optional, layer_of
-from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.launching.runtime import multiprocessors
-from dsv4attn.backends.sm120.flashinfer_memory import WrapperMemory, device_of
-from dsv4attn.backends.sm120.launch import Sm120Backend
+from dsv4attn.compat.arguments import check_optional, check_rows, layer_of
+from dsv4attn.compat.direct import device_backend
+from dsv4attn.compat.flashinfer_sm120_memory import WrapperMemory, device_of
 from dsv4attn.core.attention.checks import check_same_device
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
-from dsv4attn.core.contract.backend import AttentionCall
-from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.tensorspec import BufferSpec, check_tensor
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["SparseMLASm120Wrapper", "get_padded_num_q_heads"]
@@ -31,7 +30,7 @@ __all__ = ["SparseMLASm120Wrapper", "get_padded_num_q_heads"]
 _D, _ROPE, _RECORD = 512, 64, 584
 _MOST_HEADS, _MOST_TOKENS, _MOST_SPLIT_TOKENS = 128, 2**31 - 1, 64
 _LOG2E = 1 / log(2)
-_backend = cache(lambda: Sm120Backend(kernel="own"))
+_backend = partial(device_backend, "sm120", kernel="own")
 _layout = cache(KVCacheLayout.fp8_ds_mla)
 
 
@@ -157,14 +156,12 @@ class SparseMLASm120Wrapper:
         if not segments[0].indices.shape[1]:
             raise ArgumentError("indices", expected="at least one column", actual=0)
         layer = layer_of(heads, _D, _ROPE, float(sm_scale))
-        tuning = _backend().tuning
-        width = sum(rows.indices.shape[1] for rows in segments)
-        splits = attention_launch.splits_of(tokens, heads, width, tuning, multiprocessors())
-        splits = splits if tokens <= _MOST_SPLIT_TOKENS else 1
+        width, backend = sum(rows.indices.shape[1] for rows in segments), _backend()
+        specs = backend.scratch(Phase.DECODE, layer, tokens, width) if tokens <= _MOST_SPLIT_TOKENS else ()
         lens = None if all(rows.lens is not None for rows in segments) else self._own(q).lens(tokens)
-        parts = self._parts(q, splits, mid_out, mid_lse)
+        parts = self._parts(q, specs, mid_out, mid_lse)
         keys = [PagedKeys(rows.cache, DenseIndices(rows.indices, _lens_of(rows, lens))) for rows in segments]
-        attention_launch.attend(AttentionCall(layer, q, keys, attn_sink, out, lse, parts), tuning)
+        backend.decode(AttentionCall(layer, q, keys, attn_sink, out, lse, parts))
         if lse is not None:
             _to_base_two(lse, attn_sink, lse_scale)
         return lse if return_lse else None
@@ -187,7 +184,7 @@ class SparseMLASm120Wrapper:
 
     def _allocated(self, device: torch.device) -> WrapperMemory:
         tokens, heads = self._most
-        return WrapperMemory(device, _backend().tuning, tokens=tokens or 0, heads=heads or _MOST_HEADS)
+        return WrapperMemory(device, _backend(), tokens=tokens or 0, heads=heads or _MOST_HEADS)
 
     def _own(self, q: Tensor) -> WrapperMemory:
         """The wrapper's memory, on the device of q. A wrapper with neither maxima nor device allocates it now."""
@@ -198,30 +195,34 @@ class SparseMLASm120Wrapper:
             raise ArgumentError("q", expected=expected, actual=f"one on {q.device}", hint=f"device={str(q.device)!r}")
         return self._memory
 
-    def _parts(self, q: Tensor, splits: int, mid_out: Tensor | None, mid_lse: Tensor | None) -> list[Tensor]:
-        """Memory of the splits of each row: the caller's, as far as it suffices, or the wrapper's own."""
-        tokens, heads, dim = q.shape
+    def _parts(
+        self, q: Tensor, specs: Sequence[BufferSpec], mid_out: Tensor | None, mid_lse: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Memory of the splits of each row: the caller's, as far as it suffices, or the wrapper's own.
+
+        specs: of the scratch that the backend asks for; none if rows are not split.
+        """
         if mid_out is not None and mid_lse is not None:
-            flat = [_bytes_of(name, each, q) for name, each in (("mid_out", mid_out), ("mid_lse", mid_lse))]
+            values, lse = (_bytes_of(name, memory, q) for name, memory in (("mid_out", mid_out), ("mid_lse", mid_lse)))
+            tokens, heads, dim = q.shape
             rows = tokens * heads
-            splits = min(splits, flat[0].numel() // (rows * dim), flat[1].numel() // rows)
+            asked = specs[1][0][1] if specs else 1
+            splits = min(asked, values.numel() // (rows * dim), lse.numel() // rows)
             if splits < 2:
-                return []
+                return ()
             shape = tokens, splits, heads
-            values = flat[0][: rows * splits * dim].view(*shape, dim)
-            return [values, flat[1][: rows * splits].view(shape)]
+            return values[: rows * splits * dim].view(*shape, dim), lse[: rows * splits].view(shape)
         if (mid_out is None) != (mid_lse is None):
             missing = "mid_out" if mid_out is None else "mid_lse"
             raise ArgumentError(missing, expected="both mid_out and mid_lse, or neither", actual=None)
-        if splits < 2:
-            return []
-        return self._own(q).parts(attention_launch.scratch(tokens, layer_of(heads, dim, _ROPE, 1.0), splits))
+        return self._own(q).parts(specs) if specs else ()
 
 
 def _lens_of(rows: _Rows, lens: Tensor | None) -> Tensor:
-    found = lens if rows.lens is None else rows.lens
-    assert found is not None
-    return found
+    """The lengths of a segment's rows, which are `lens` if the caller gave none."""
+    of_rows = lens if rows.lens is None else rows.lens
+    assert of_rows is not None
+    return of_rows
 
 
 def _flat(name: str, tensor: Tensor, last: int) -> Tensor:
@@ -235,17 +236,13 @@ def _flat(name: str, tensor: Tensor, last: int) -> Tensor:
 
 def _segment(q: Tensor, name: str, cache: Tensor | None, indices: Tensor | None, lens: Tensor | None) -> _Rows:
     """One cache and the index rows into it, checked."""
-    rows = indices.squeeze(1) if isinstance(indices, Tensor) and indices.ndim == 3 else indices
-    letters = {"T": q.shape[0]}
-    check_tensor(f"{name}indices", rows, "T K", torch.int32, letters)
-    check_optional(f"{name}topk_length", lens, "T", torch.int32, letters)
+    rows = check_rows(q, (f"{name}indices", f"{name}topk_length"), indices, lens, optional=True)
     owner = f"{name}kv_cache"
     if isinstance(cache, Tensor) and cache.ndim == 4 and cache.shape[2] == 1:
         cache = cache.squeeze(2)
     check_tensor(owner, cache, f"_ _ {_RECORD}", torch.uint8, {})
-    check_same_device(q, **{owner: cache, f"{name}indices": rows, f"{name}topk_length": lens})
+    check_same_device(q, **{owner: cache})
     assert cache is not None
-    assert rows is not None
     return _Rows(PagedKVCache(cache, _layout()), rows, lens)
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, multiprocessors
-from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.compat.arguments import layer_of
+from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.device import DeviceFacts
-from dsv4attn.core.memory.workspace import ALIGNMENT, WorkspaceManager, WorkspacePlan
+from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["WrapperMemory", "device_of"]
 
-_ARENA, _DIM = "decode", 512
+_ARENA, _DIM, _ROPE = "decode", 512, 64
 _ALL_COLUMNS = 2**31 - 1
-"""Length of a row of which every column counts: kernels look at no column behind the last."""
+"""Length of a row of which every column counts: kernels look at no column after the last."""
 _FEW = 64
 """Rows of the first lengths if the largest number of tokens is not given."""
 
@@ -32,15 +33,18 @@ class WrapperMemory:
     Raises ArgumentError instead of allocating during a capture, because that memory would belong to the graph.
     """
 
-    def __init__(self, device: torch.device, tuning: Tuning, *, tokens: int, heads: int) -> None:
-        """Allocate on a device. tokens: largest number of tokens, 0 if not given. tuning: that of the calls."""
+    def __init__(self, device: torch.device, backend: Any, *, tokens: int, heads: int) -> None:  # noqa: ANN401
+        """Allocate on a device.
+
+        backend: of the calls, with a `tuning`. tokens: largest number of tokens, 0 if not given. heads: largest number.
+        """
         self.device = device
         self._require_no_capture("the first call of a wrapper without maxima")
         self._workspace, self._lens = WorkspaceManager(device), list[Tensor]()
-        # rows are split only while programs are free: splits x blocks of heads are at most all programs.
-        # A block has at most so many heads; each split has a value of every dim, and two numbers, for each of them
-        lines = multiprocessors() * min(heads, tuning.heads)
-        self._workspace.reserve(WorkspacePlan({_ARENA: 4 * lines * (_DIM + 2) + 3 * ALIGNMENT}))
+        # rows are split only while programs are free: splits x blocks of heads are at most all programs,
+        # so that the bound for the heads of one block is the bound for any number of blocks
+        layer = layer_of(min(heads, backend.tuning.heads), _DIM, _ROPE, 1.0)
+        self._workspace.reserve(WorkspacePlan({_ARENA: backend.scratch_bound(Phase.DECODE, layer, max(tokens, 1), 1)}))
         self._workspace.lock()
         if tokens:
             self._lengthen(tokens)
@@ -51,7 +55,7 @@ class WrapperMemory:
         return self._workspace.total_bytes + sum(lens.nbytes for lens in self._lens)
 
     def parts(self, specs: Sequence[BufferSpec]) -> list[Tensor]:
-        """Views for the splits of rows, with the specs of `attention.launch.scratch`; the same memory in every call."""
+        """Views for the splits of rows, with the specs of the backend's `scratch`; the same memory in every call."""
         return self._workspace.get_simultaneous(*specs, arena=_ARENA, caller="SparseMLASm120Wrapper.run")
 
     def lens(self, tokens: int) -> Tensor:
@@ -77,7 +81,7 @@ class WrapperMemory:
 def device_of(device: torch.device | str | None) -> torch.device:
     """A device with its index; None means the current accelerator. Raises ArgumentError if there is no such device."""
     if device is None:
-        found = None if INTERPRETED else torch.accelerator.current_accelerator()
-        device = found or torch.device("cpu")
+        accelerator = None if DeviceFacts.here().interpreted else torch.accelerator.current_accelerator()
+        device = accelerator or torch.device("cpu")
     DeviceFacts.here(device)
     return torch.empty(0, device=device, dtype=torch.float32).device

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsv4attn.backends._triton import kernels_projection, projection
 from dsv4attn.backends._triton.compiling import variant
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends.rocm.vllm_api_output import rocm_inv_rope_einsum
+from dsv4attn.compat.vllm_rocm_output import rocm_inv_rope_einsum
 from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends.rocm.vllm_api_ragged import (
+from dsv4attn.compat.vllm_rocm_ragged import (
     build_ragged_indices_from_dense,
     combine_topk_swa_indices_ragged,
     compute_global_topk_ragged_indices_and_indptr,
     copy_ragged_to_graph_buffers,
 )
+from dsv4attn.core import tensorspec
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE
 
@@ -206,3 +207,13 @@ def test_a_bad_argument_is_named(case: tuple[Any, tuple[Any, ...], str]) -> None
         step(*arguments)
 
     assert raised.value.argument == name
+
+
+def test_checks_of_shapes_have_one_form_whatever_the_tokens() -> None:
+    """The table of `check_tensor` holds the shapes that are written in the code."""
+    tensorspec._dims.cache_clear()
+    for rows in range(1, 50):
+        indptr, buffer = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(600, dtype=torch.int32)
+        copy_ragged_to_graph_buffers(buffer[:1], indptr, buffer, buffer.clone(), rows, 2)
+
+    assert tensorspec._dims.cache_info().currsize < 5

@@ -1,14 +1,14 @@
-"""vLLM's function of the output projection on AMD GPUs, on the shared projection kernel."""
+"""vLLM's function of the output projection on AMD GPUs, on the projection kernel of the ROCm backend."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton import projection
-from dsv4attn.backends._triton.arguments import FLOATS
+from dsv4attn.compat.arguments import FLOATS, check_numbers
+from dsv4attn.compat.direct import device_backend
 from dsv4attn.core.attention.checks import check_same_device
-from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_weight
+from dsv4attn.core.model.quantized_weight import Weight, check_weight
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError
 
@@ -45,8 +45,7 @@ def rocm_inv_rope_einsum(
         raise ArgumentError("rope_head_dim", expected=expected, actual=rope_head_dim)
     if n_local_groups < 1 or not heads or heads % n_local_groups:
         raise ArgumentError("n_local_groups", expected=f"a divisor of {heads} heads", actual=n_local_groups)
-    if o_lora_rank < 1:
-        raise ArgumentError("o_lora_rank", expected="at least 1", actual=o_lora_rank)
+    check_numbers(1, o_lora_rank=o_lora_rank)
     if not 0 <= turned_rows <= tokens:
         raise ArgumentError("turned_rows", expected=f"0 .. {tokens}, the rows of o", actual=turned_rows)
     name, weight = check_weight("wo_a", wo_a)
@@ -56,7 +55,10 @@ def rocm_inv_rope_einsum(
     check_tensor(name, weight, shape, weight.dtype, {}, any_strides=is_fp8)
     tensors = {"positions": positions, "rotary_emb.cos_sin_cache": table, name: weight}
     check_same_device(o, **tensors)
-    return projection.inv_rope_o_proj(o, positions, table, dense_weight(wo_a), n_local_groups, turned=turned_rows)
+    projected: Tensor = device_backend("rocm").inv_rope_o_proj(
+        o, positions, table, wo_a, n_local_groups, turned_rows=turned_rows
+    )
+    return projected
 
 
 def _table_of(rotary_emb: object, rope_head_dim: int) -> Tensor:

@@ -19,8 +19,8 @@ from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.backends.xpu import vllm_api
-from dsv4attn.backends.xpu.vllm_api import (
+from dsv4attn.backends.xpu import leading_values
+from dsv4attn.compat.vllm_xpu import (
     get_padded_num_q_heads,
     triton_bf16_mla_sparse_interface,
     xpu_qnorm_rope_kv_fp8_insert,
@@ -161,13 +161,13 @@ def test_a_planted_bug_of_the_interface_is_found(
     bug: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = [Asked.draw(seed, 3, 3, 300, 260, 40, dtype=torch.float32, more=True) for seed in (0, 1)]
-    monkeypatch.setattr(vllm_api, "kernels", planted(tmp_path, bug))
+    monkeypatch.setattr(leading_values, "kernels", planted(tmp_path, bug))
 
     assert any(asked.error(asked.run()) > 1 for asked in calls) == (bug != ("", ""))
 
 
 def test_forms_of_the_interface_are_known_ahead() -> None:
-    wanted = set(vllm_api.variants(3, 32, 40, torch.bfloat16))
+    wanted = set(leading_values.variants(3, 32, 40, torch.bfloat16))
     with observed() as seen:
         for more in (False, True):
             Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, more=more).run()

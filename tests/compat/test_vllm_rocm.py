@@ -12,10 +12,10 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton.index_ops import ragged
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.backends.rocm import vllm_api
-from dsv4attn.backends.rocm.vllm_api import rocm_sparse_attn_decode, rocm_sparse_attn_prefill
+from dsv4attn.compat.vllm_rocm import rocm_sparse_attn_decode, rocm_sparse_attn_prefill
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.memory.workspace import WorkspaceManager
@@ -97,7 +97,7 @@ def test_lists_may_be_ragged_for_one_cache_and_dense_for_the_other() -> None:
 
 def test_nothing_is_packed_for_a_call_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of two forms are made one, but not before everything was looked at."""
-    monkeypatch.setattr(vllm_api, "build_ragged_indices_from_dense", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(ragged, "Launch", lambda *_: pytest.fail("launched"))
     given = {**arguments(), "swa_ragged_indices": None, "swa_indices": ints(0, 0).view(2, 1), "swa_lens": ints(1, 1)}
     with pytest.raises(ArgumentError, match="positions"):
         rocm_sparse_attn_decode(**given, cos_sin_cache=torch.zeros(4, 64, device=DEVICE))

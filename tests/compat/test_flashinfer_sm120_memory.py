@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dsv4attn.backends._triton.arguments import layer_of
-from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton import backend as shared_backend
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm120 import flashinfer_memory as memory
-from dsv4attn.backends.sm120.flashinfer_api import SparseMLASm120Wrapper
-from dsv4attn.backends.sm120.flashinfer_memory import WrapperMemory
-from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.backends.sm120.launch import Sm120Backend
+from dsv4attn.compat import flashinfer_sm120_memory as memory
+from dsv4attn.compat.arguments import layer_of
+from dsv4attn.compat.flashinfer_sm120 import SparseMLASm120Wrapper
+from dsv4attn.compat.flashinfer_sm120_memory import WrapperMemory
+from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE
@@ -28,7 +29,7 @@ CACHE = torch.zeros(3, 64, 584, dtype=torch.uint8, device=DEVICE)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
     """Calls that would have been launched, in place of launches; at least two programs share every row."""
     calls: list[AttentionCall] = []
-    monkeypatch.setattr(attention_launch, "attend", lambda call, *_, **__: calls.append(call))
+    monkeypatch.setattr(Sm120Backend, "decode", lambda _, call: calls.append(call))
     return calls
 
 
@@ -112,14 +113,14 @@ def test_memory_without_maxima_grows_to_twice_the_longest_at_most(launched: list
 @pytest.mark.parametrize("programs", [1, 4, 132, 170])
 @pytest.mark.parametrize("block", [16, 64])
 def test_reserved_parts_are_enough_for_every_call(block: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning = Tuning(heads=block)
-    monkeypatch.setattr(memory, "multiprocessors", lambda: programs)
+    backend = Sm120Backend(kernel="own")
+    backend.tuning = Tuning(heads=block)
+    monkeypatch.setattr(shared_backend, "multiprocessors", lambda: programs)
     for most in (1, 3, 16, 17, 64, 100, 128):
-        own = WrapperMemory(torch.device("cpu"), tuning, tokens=9, heads=most)
+        own = WrapperMemory(torch.device("cpu"), backend, tokens=9, heads=most)
         room = own._workspace.total_bytes
         for tokens, heads, width in product((1, 2, 5, 16, 33, 64), range(1, most + 1), (1, 65, 4096, 2**20)):
-            splits = attention_launch.splits_of(tokens, heads, width, tuning, programs)
-            specs = attention_launch.scratch(tokens, layer_of(heads, 512, 64, 1.0), splits)
+            specs = backend.scratch(Phase.DECODE, layer_of(heads, 512, 64, 1.0), tokens, width)
             assert simultaneous_bytes(list(specs)) <= room
 
 

@@ -1,0 +1,86 @@
+"""Attention whose values are the leading dims of the keys, as in DeepSeek-V3.2: the launcher of its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4attn.backends._triton.cache.records import alignment_of_rows
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
+from dsv4attn.backends._triton.tuning import padded
+from dsv4attn.backends.xpu import kernels
+from dsv4attn.backends.xpu.tuning import TUNING
+
+__all__ = ["attend_leading_values", "variants"]
+
+_SMALL = TUNING["xpu"]
+"""Tuning whose tiles fit every device, also for keys with a tail after the values."""
+
+
+def attend_leading_values(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lens: Tensor | None,
+    scale: float,
+    sink: Tensor | None,
+    out: Tensor,
+    max_logits: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend over rows whose leading dims are the values: keys are longer than values.
+
+    q: [T, H, Dqk] bf16 or fp32. kv: [S, 1, Dqk], of at most 128 dims more than out. indices: [T, K] int32 rows of kv.
+    lens: [T] int32, leading columns that count; None: all columns. sink: [H] fp32 or None. out: [T, H, Dv], Dv at most
+    512, like q. max_logits, lse: [T, H] fp32, contiguous.
+    """
+    constants = _constants(q.shape[1], out.shape[2], q.shape[2], (q.dtype, kv.dtype), alignment_of_rows(kv))
+    launch(
+        kernels.attend_leading_values,
+        (q.shape[0] * triton.cdiv(q.shape[1], constants["BH"]),),
+        (
+            q, kv, indices, lens, sink, out, max_logits, lse,
+            q.stride(0), q.stride(1), kv.stride(0), indices.stride(0), out.stride(0), out.stride(1),
+            indices.shape[1], min(kv.shape[0], 2**31) - 1, float(scale),
+        ),
+        constants,
+        num_warps=_SMALL.warps,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch.dtype], rows: int) -> dict[str, Any]:
+    values, exact = padded(d_v), torch.float32 in dtypes
+    pieces = 1 if values <= 256 else 2
+    return {
+        "H": heads,
+        "DV": d_v,
+        "DQK": d_qk,
+        "ROW_ALIGNED": rows,
+        "BH": _SMALL.heads,
+        "N": _SMALL.keys,
+        "C": values // pieces,
+        "PIECES": pieces,
+        "TAIL": padded(d_qk - d_v),
+        "DT": tl.float32 if INTERPRETED or exact else tl.bfloat16,
+        "EXACT_CASTS": not INTERPRETED,
+    }
+
+
+def variants(heads: int, d_v: int, d_qk: int, dtype: torch.dtype) -> Iterator[Variant]:
+    """Every variant of the kernel for q and contiguous kv of this dtype, with values in the leading dims of keys."""
+    rows = 1 if d_qk * dtype.itemsize % WIDE else WIDE
+    constants = _constants(heads, d_v, d_qk, (dtype, dtype), rows)
+    types = dict.fromkeys(("q", "kv", "out"), pointer_type(dtype)) | {"indices": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("max_logits", "lse"), "*fp32")
+    for lens, sink in product(("none", "*i32"), ("none", "*fp32")):
+        signature = types | {"lens": lens, "sink": sink}
+        yield Variant.from_types(kernels.attend_leading_values, signature, constants, num_warps=_SMALL.warps)
