@@ -6,19 +6,14 @@ targets, in `tests/backends/_triton/compiling/test_gates.py`.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.backends._triton.compiling.gates import broken_limits
+from tests.programs import told_by
 
-ROOT = Path(__file__).resolve().parents[3]
 TARGETS = ("gfx942", "gfx950")
 SHARED = {"gfx942": 65_536, "gfx950": 163_840}
 """Bytes of local memory of a block."""
@@ -45,14 +40,8 @@ REGISTERS = {"decode": 480, "prefill": 480}
 @cache
 def needs(target: str, *words: str) -> dict[str, Any]:
     """What kernels need, by form; words: see `compiles`."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.backends.rocm.compiles", target, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
-
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    by_form: dict[str, Any] = told_by("-m", "tests.backends.rocm.compiles", target, *words)
+    return by_form
 
 
 def faults(target: str, form: str, need: dict[str, Any]) -> list[str]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.backends.sm120.tuning import TUNING
-from tests.backends._triton.compiling.gates import ROOT, broken_limits
+from tests.backends._triton.compiling.gates import broken_limits
+from tests.programs import told_by
 
 
 @pytest.mark.slow
@@ -22,13 +19,8 @@ def test_attention_keeps_every_limit(target: str) -> None:
 
 
 def test_what_stands_around_flashinfer_keeps_every_limit() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(Path(__file__).with_name("compiles.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    told = told_by(str(Path(__file__).with_name("compiles.py")))
 
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
     assert [name for name in told if told[name]["reasons"]] == []
     wide = {name for name in told if told[name]["wide"]}
     # a row of q or of out is moved 16 bytes at a time where it may be

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +17,7 @@ from dsv4attn.backends.sm90 import (
     small_decode,
 )
 from tests.backends.sm90 import kernels_schedule_walk
+from tests.programs import import_text
 
 __all__ = ["plant", "planted"]
 
@@ -28,7 +27,7 @@ _SCHEDULE = kernels_schedule.__name__
 def planted(folder: Path, old: str, new: str) -> ModuleType:
     """The walk of tests, over a schedule of whose source one piece of text is another."""
     name = _changed(folder, kernels_schedule, old, new).__name__
-    return _imported(
+    return import_text(
         folder / f"walk_{folder.name}.py", inspect.getsource(kernels_schedule_walk).replace(_SCHEDULE, name)
     )
 
@@ -46,9 +45,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, 
     else:
         name = _changed(folder, kernels_schedule, old, new).__name__
         source = inspect.getsource(kernels_interpreted).replace(_SCHEDULE, name)
-        kernels = _imported(folder / f"interpreted_{folder.name}.py", source)
+        kernels = import_text(folder / f"interpreted_{folder.name}.py", source)
         source = inspect.getsource(kernels_small_decode_interpreted).replace(_SCHEDULE, name)
-        _launch_tiles(monkeypatch, _imported(folder / f"tiles_{folder.name}.py", source))
+        _launch_tiles(monkeypatch, import_text(folder / f"tiles_{folder.name}.py", source))
     monkeypatch.setattr(launch, "attention", kernels.attention)
 
 
@@ -61,15 +60,4 @@ def _changed(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType
     source = inspect.getsource(module)
     assert old in source, f"{module.__name__} has no {old!r} any more: plant the bug anew"
     # a name of its own each time, as compilers remember files by their names
-    return _imported(folder / f"planted_{folder.name}.py", source.replace(old, new))
-
-
-def _imported(path: Path, source: str) -> ModuleType:
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_text(folder / f"planted_{folder.name}.py", source.replace(old, new))

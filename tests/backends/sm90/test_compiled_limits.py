@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +12,12 @@ import pytest
 from dsv4attn.backends._triton.compiling.aot import Resources
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends.sm90.tuning import BF16_ROWS_ROLES, RAW_Q_ROLES, V4_PAGES_ROLES, V41_PAGES_ROLES
-from tests.backends._triton.compiling.gates import ROOT, broken_limits
+from tests.backends._triton.compiling.gates import broken_limits
+from tests.programs import run_compiling, told_by
 
+COMPILES = str(Path(__file__).with_name("compiles.py"))
 FILE = 65536
 """Registers of a multiprocessor."""
-
-
-def outside(*command: str) -> Any:
-    """Run a program that compiles kernels."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=environ)
 
 
 @pytest.mark.slow
@@ -46,9 +38,7 @@ def test_every_kernel_keeps_every_limit(model: str, dtype: str) -> None:
 )
 def test_every_form_keeps_every_limit(words: str) -> None:
     """Slow but for eight forms of one block of heads that tell every result, and four that tell none, without sinks."""
-    done = outside(str(Path(__file__).with_name("compiles.py")), *words.split())
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = told_by(COMPILES, *words.split())
     own = {name: form for name, form in told.items() if name.startswith("attention")}
 
     assert {name: form["reasons"] for name, form in told.items() if form["reasons"] and not is_coded(name)} == {}
@@ -86,9 +76,7 @@ def test_every_form_keeps_every_limit(words: str) -> None:
 
 @pytest.mark.parametrize("heads", ["64", pytest.param("16 100 128", marks=pytest.mark.slow)])
 def test_every_form_of_one_tile_keeps_every_limit(heads: str) -> None:
-    done = outside(str(Path(__file__).with_name("compiles.py")), "tiles", *heads.split())
-    assert done.returncode == 0, done.stderr
-    forms = json.loads(done.stdout)
+    forms = told_by(COMPILES, "tiles", *heads.split())
 
     assert [form for form in forms if form["reasons"]] == []
     attending = [form for form in forms if form["name"] == "attend_tile"]
@@ -113,7 +101,7 @@ def is_coded(name: str) -> bool:
 @pytest.mark.parametrize("keys", ["*bf16", pytest.param("*u8", marks=pytest.mark.slow)])
 def test_fewer_registers_for_a_role_are_found(keys: str) -> None:
     """Slow for keys on pages, as the same check finds it."""
-    done = outside(str(Path(__file__).with_name("compiles.py")), "planted", keys)
+    done = run_compiling(COMPILES, "planted", keys)
     assert done.returncode == 0, done.stderr
     # where kernels were not in Triton's cache, this needs `gluon_exit`
     assert "leaked" not in done.stderr
@@ -147,7 +135,7 @@ def test_roles_that_take_more_than_there_is_are_found() -> None:
 
 
 def test_the_command_says_why_it_compiles_for_nobody_else() -> None:
-    done = outside("-m", "dsv4attn", "compile", "--target", "sm_120", "--backend", "sm90")
+    done = run_compiling("-m", "dsv4attn", "compile", "--target", "sm_120", "--backend", "sm90")
 
     assert done.returncode == 2
     assert "--target: expected a device of sm90: cpu, sm_90, got sm_120" in " ".join(done.stderr.split())

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +17,12 @@ from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
+from tests.programs import told_by
 
 hopper = [
     pytest.mark.device,
     pytest.mark.skipif(INTERPRETED or architecture() != "sm_90", reason="needs a Hopper GPU"),
 ]
-ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
 
 
@@ -244,13 +239,7 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
 
 
 def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.backends.sm90.compiles_index"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
-
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    assert told_by("-m", "tests.backends.sm90.compiles_index") == {
         "foreseen": True,
         "forms": [{"reasons": [], "programs": index_logits.PROGRAMS}] * 4,
     }

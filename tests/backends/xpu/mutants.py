@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 from dsv4attn.backends.xpu import kernels
+from tests.programs import import_text
 
 __all__ = ["ATTENDING", "GATHERING", "planted"]
 
@@ -45,11 +45,4 @@ def planted(folder: Path, bug: tuple[str, str]) -> ModuleType:
     right, wrong = bug
     text = Path(kernels.__file__).read_text(encoding="utf-8")
     assert not right or text.count(right) == 1, f"the kernels no longer say {right!r} once"
-    path = folder / "kernels_planted.py"
-    path.write_text(text.replace(right or wrong, wrong), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("kernels_planted", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_text(folder / "kernels_planted.py", text.replace(right or wrong, wrong))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +32,12 @@ from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.index_ops.index_trials import operations
 from tests.backends._triton.triton_backends import bounds_of, problems
+from tests.programs import told_by
 
 FORMS = ["fused", "gathered"]
 each_form = pytest.mark.parametrize("form", FORMS)
 KINDS = list(LayerKind)
-PACKAGE, ROOT = Path(dsv4attn.__file__).parent, Path(__file__).resolve().parents[3]
+PACKAGE = Path(dsv4attn.__file__).parent
 
 
 # selection
@@ -158,13 +155,8 @@ def test_warm_up_counts_every_kernel(form: str) -> None:
 
 
 def test_its_own_kernels_fit_devices_that_are_not_here() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.backends.xpu.compiles", "sm_80", "gfx942"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
+    told = told_by("-m", "tests.backends.xpu.compiles", "sm_80", "gfx942")
 
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
     assert set(told) == {"sm_80", "gfx942"}
     for outcomes in told.values():
         assert {tuple(one) for one in outcomes} == {("gather_selected",), ("attend_leading_values",), ("fill_kernel",)}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import mmap
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionOptions
 from tests.backends._triton.attention.attention_trials import Answer, Trial
+from tests.programs import import_text
 
 __all__ = ["far_away", "plant"]
 
@@ -42,21 +41,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, 
     # a name of its own each time, as compilers remember files by their names
     name = f"planted_keys_{folder.name}"
     sources["attention"] = sources["attention"].replace(begin, f"import {name} as keys\n")
-    monkeypatch.setitem(sys.modules, name, _imported(folder / f"{name}.py", sources["keys"]))
+    monkeypatch.setitem(sys.modules, name, import_text(folder / f"{name}.py", sources["keys"]))
     for each in ("attention", "reduce"):
-        made = _imported(folder / f"planted_{each}_{folder.name}.py", sources[each])
+        made = import_text(folder / f"planted_{each}_{folder.name}.py", sources[each])
         monkeypatch.setattr(attention_launch, each, getattr(made, each))
-
-
-def _imported(path: Path, source: str) -> ModuleType:
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class _Land:

@@ -6,15 +6,13 @@ About a second for each kernel and target; name few targets in a test.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.programs import run_compiling
+
 __all__ = ["broken_limits"]
 
-ROOT = Path(__file__).resolve().parents[4]
 MULTIPLYING = ("attention", "project_kernel")
 """Kernels whose products belong on the matrix unit, unless caches or matrices are fp32."""
 
@@ -24,13 +22,9 @@ def broken_limits(backend: str, targets: Sequence[str], *options: str, cache: Pa
 
     options: more of `dsv4attn compile`. cache: folder for compiled kernels instead of Triton's own.
     """
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    if cache is not None:
-        environ["TRITON_CACHE_DIR"] = str(cache)
     named = [word for target in targets for word in ("--target", target)]
-    command = [sys.executable, "-m", "dsv4attn", "compile", "--backend", backend, *named, *options, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    command = ["-m", "dsv4attn", "compile", "--backend", backend, *named, *options, "--json"]
+    done = run_compiling(*command, cache=cache)
 
     assert done.returncode in (0, 1), done.stdout + done.stderr
     jobs = json.loads(done.stdout)["jobs"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,21 +19,15 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from tests.backends._triton.launching.fake_drivers import attend_of, cpu_args, rows_of
 from tests.backends._triton.launching.kernels_small import rows
+from tests.programs import told_by
 
-ROOT = Path(__file__).resolve().parents[4]
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="kernels are not interpreted here")
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("compiles.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    program = str(Path(__file__).with_name("compiles.py"))
+    return told_by("-W", "error", program, cache=tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("name", TARGETS)

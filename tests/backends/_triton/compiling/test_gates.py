@@ -7,10 +7,6 @@ and backend takes minutes a target: `-m slow`.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
@@ -18,9 +14,10 @@ import pytest
 
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.core.contract.device import DeviceFacts
-from tests.backends._triton.compiling.gates import ROOT, broken_limits
+from tests.backends._triton.compiling.gates import broken_limits
 from tests.backends._triton.compiling.largest_kernels import CASES, TWINS
 from tests.backends.built_in import triton_backends
+from tests.programs import told_by
 
 PAIRS = [(backend, target) for target in TARGETS for backend in triton_backends(DeviceFacts.named(target))]
 """Each target of the table with each Triton backend that runs on it."""
@@ -29,14 +26,10 @@ PAIRS = [(backend, target) for target in TARGETS for backend in triton_backends(
 @cache
 def compiled(*targets: str) -> dict[str, list[dict[str, Any]]]:
     """Outcomes by target, from one process that interprets nothing."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.backends._triton.compiling.largest_kernels", *targets]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
-
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
-    return found
+    outcomes: dict[str, list[dict[str, Any]]] = told_by(
+        "-m", "tests.backends._triton.compiling.largest_kernels", *targets
+    )
+    return outcomes
 
 
 @pytest.mark.parametrize("target", [pytest.param(t, marks=pytest.mark.slow if t in TWINS else ()) for t in TARGETS])

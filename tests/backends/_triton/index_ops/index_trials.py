@@ -6,7 +6,6 @@ may touch. Interpreted, kernels look at few columns together, so that small rows
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable, StepTokens
 from dsv4attn.core.torch_ops import index_ops as definition
+from tests.programs import import_text
 
 DEVICE = torch.device("cpu") if INTERPRETED else torch.accelerator.current_accelerator()
 INT, LONG, BOOL = torch.int32, torch.int64, torch.bool
@@ -139,23 +139,13 @@ def planted(launcher: ModuleType, kernels: ModuleType, folder: Path, right: str,
     text = inspect.getsource(kernels)
     assert not right or text.count(right) == 1, f"the kernels no longer say {right!r} once"
     # names of their own each time, as compilers remember files by their names
-    made = _imported(folder / f"planted_kernels_{folder.name}.py", text.replace(right, wrong) if right else text)
-    copy = _imported(folder / f"planted_{folder.name}.py", inspect.getsource(launcher))
+    made = import_text(folder / f"planted_kernels_{folder.name}.py", text.replace(right, wrong) if right else text)
+    copy = import_text(folder / f"planted_{folder.name}.py", inspect.getsource(launcher))
     launched = [name for name in vars(launcher) if name.endswith("_kernel") and hasattr(kernels, name)]
     assert launched, "the launcher takes no kernel from that file"
     for name in launched:
         setattr(copy, name, getattr(made, name))
     return copy
-
-
-def _imported(path: Path, source: str) -> ModuleType:
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class _Recorder(TorchDispatchMode):

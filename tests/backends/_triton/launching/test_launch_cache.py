@@ -5,10 +5,6 @@ What is launched is told by a process of its own, since kernels are interpreted 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +15,16 @@ from dsv4attn.backends._triton.launching import launch_cache
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants
 from tests.backends._triton.launching.fake_drivers import cpu_args, rows_of
 from tests.backends._triton.launching.kernels_small import rows
+from tests.programs import told_by
 
-ROOT = Path(__file__).resolve().parents[4]
 CONSTANTS = dict(rows_of().constants)
 NEW, KNOWN, ALWAYS = ["triton", "ready", "same"], ["ready", "ready", "same"], ["triton", "triton", "same"]
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("launches.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    program = str(Path(__file__).with_name("launches.py"))
+    return told_by("-W", "error", program, cache=tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize(

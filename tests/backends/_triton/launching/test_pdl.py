@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +10,13 @@ import torch
 
 from dsv4attn.backends._triton.launching import pdl
 from dsv4attn.backends._triton.launching.pdl import launch_options, uses_pdl
-from tests.backends._triton.compiling.gates import ROOT
+from tests.programs import told_by
 
 
 @pytest.fixture(scope="module")
 def told() -> Any:
     """What `compiled_waits.py` says."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(Path(__file__).with_name("compiled_waits.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return told_by(str(Path(__file__).with_name("compiled_waits.py")))
 
 
 def test_every_kernel_of_a_step_waits_before_it_touches_memory_on_sm_90(told: Any) -> None:

@@ -6,22 +6,11 @@ targets.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
-from tests.backends._triton.compiling.gates import ROOT
+from tests.programs import told_by
 
 
 def test_the_fullest_kernels_keep_every_limit() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.backends._triton.layer.compiles"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
-
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = told_by("-m", "tests.backends._triton.layer.compiles")
     assert {name: one["reasons"] for name, one in told.items() if one["reasons"]} == {}
     # as many as are meant: no form has got lost because a constant has another name
     assert {name: one["forms"] for name, one in told.items()} == FORMS
