@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.attention.forward_mqa import forward_mqa
@@ -30,6 +30,7 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing.factories import tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
+from tests.backends._triton.index_ops.index_trials import operations
 
 __all__ = ["LONGEST", "SWA_BLOCK", "TOKENS_OF_BLOCK", "Engine", "Interpreted", "Request", "launching_nothing", "served"]
 
@@ -38,6 +39,14 @@ PREFIX = "model.layers.0.attn"
 INT = torch.int32
 Request = tuple[int, int]
 """Tokens before this step, and of this step."""
+
+
+class RecordedStep(NamedTuple):
+    """What torch runs, see `operations`, for metadata and for a layer that inserts and attends; and kernels of both."""
+
+    of_metadata: list[tuple[str, str]]
+    of_layer: list[tuple[str, str]]
+    launched: list[str]
 
 
 class Engine:
@@ -224,6 +233,18 @@ class Engine:
         caches = LayerCaches(self.swa, self.compressed)
         forward_mqa(q, caches, parts, self.backend, self.workspace, out, topk_indices=topk, **given)
         return out
+
+    def recorded_step(self, requests: Sequence[Request]) -> RecordedStep:
+        """What a step of these requests, and of three rows of padding, asks for; nothing is launched."""
+        rows = sum(count for _, count in requests) + 3
+        batch = self.load(requests, Random(0), extra=3)
+        with launching_nothing(), observed() as launched:
+            with operations() as of_metadata:
+                metadata = self.metadata(batch)
+            with operations() as of_layer:
+                self.insert(rows, metadata)
+                self.attend(rows, metadata)
+        return RecordedStep(of_metadata, of_layer, [variant.name for variant in launched])
 
     def requests(self, rng: Random) -> list[Request]:
         """Any step within the limits: decodes first, up to the last token of everything."""

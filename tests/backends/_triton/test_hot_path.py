@@ -28,7 +28,7 @@ from dsv4attn.testing.factories import tiny_geometry
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, launching_nothing
-from tests.backends._triton.index_ops.index_trials import operations
+from tests.backends._triton.index_ops.index_trials import FILLS, VIEWS, operations
 from tests.harness import all_kinds, same_bits
 
 META = torch.device("meta")
@@ -41,9 +41,6 @@ STEPS = {
     "nothing": [(0, 0)],
 }
 every_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-VIEWS = {"as_strided", "slice", "select", "view", "expand", "unsqueeze", "squeeze", "alias", "detach", "split", "t"}
-FILLS = {"zero_", "fill_"}
-"""Of rows that are padding."""
 
 
 def engine(kind: LayerKind, device: torch.device, tuning: str = "auto", **options: Any) -> Engine:

@@ -1,4 +1,7 @@
-"""The rocm backend: when it is chosen, what it compiles, what it reads, and what it never does on the host."""
+"""The rocm backend: its forms, what it compiles, what it reads, and which lists it makes.
+
+`tests/backends/test_descriptors.py` and `test_forms.py` show what all backends have in common.
+"""
 
 from __future__ import annotations
 
@@ -12,77 +15,36 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
-from dsv4attn.backends.rocm import INFO
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.tuning import TUNING
 from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.contract.backend import AttentionCall, IndexForm, KeyForm, Phase, Rank, Run
+from dsv4attn.core.contract.backend import AttentionCall, IndexForm, KeyForm
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.contract.warmup import WarmupSpec
-from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.errors import ArgumentError
-from dsv4attn.plugins import PluginRegistry
-from dsv4attn.selection import explain, load_backend
+from dsv4attn.selection import load_backend
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, run_case
 from dsv4attn.testing.factories import tiny_geometry
 from dsv4attn.testing.random_step import StepFixture
-from tests.backends._triton.attention.attention_trials import FNUZ, OCP, TINY, Trial
+from tests.backends._triton.attention.attention_trials import TINY, Trial
 from tests.backends._triton.attention.mutants import plant
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends._triton.engine import Engine, launching_nothing
-from tests.backends._triton.index_ops.index_trials import operations
-from tests.backends._triton.triton_backends import bounds_of, problems
+from tests.backends._triton.engine import Engine
+from tests.backends._triton.triton_backends import problems
 from tests.harness import all_kinds, assert_same_bits
 
 FLASH = ModelGeometry.preset("flash")
 LIMITS = Limits(max_num_reqs=6, max_num_batched_tokens=96, max_model_len=1024, num_speculative_tokens=1)
 META = torch.device("meta")
-VIEWS = {
-    "as_strided",
-    "unbind",
-    "slice",
-    "select",
-    "view",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "alias",
-    "detach",
-    "split",
-    "t",
-}
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel is neither skipped nor changed")
 
 
-# selection
-
-
-@all_kinds
-@pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "gfx90a", "gfx1201"])
-def test_on_an_amd_gpu_it_is_chosen_before_the_generic_room(kind: LayerKind, phase: Phase, arch: str) -> None:
-    registry = PluginRegistry.load(entry_points=[])
-    problem = Problem.of(FLASH, kind, phase.value)
-    selection = explain(problem, device=DeviceFacts.named(arch), backend="auto", registry=registry)
-
-    assert selection.chosen is not None
-    assert selection.chosen.info.name == "rocm"
-
-
-@pytest.mark.parametrize("arch", ["sm_90", "xpu", "cpu"])
-def test_elsewhere_it_must_be_asked_for(arch: str) -> None:
-    facts = DeviceFacts.named(arch)
-
-    assert facts.matches(INFO.runs_on)
-    assert not facts.matches(INFO.native)
-    assert INFO.rank is Rank.VENDOR
+# options
 
 
 def test_its_forms_are_ragged_on_pages_in_decode_and_on_gathered_rows_in_prefill() -> None:
@@ -93,14 +55,6 @@ def test_its_forms_are_ragged_on_pages_in_decode_and_on_gathered_rows_in_prefill
     assert made.capabilities.prefill_keys is KeyForm.GATHERED
     assert made.capabilities.max_logits
     assert made.capabilities.empty_lse
-
-
-@pytest.mark.parametrize(
-    ("options", "argument"), [({"tuning": "sm_70"}, "tuning"), ({"deterministic": 1}, "deterministic")]
-)
-def test_an_option_with_a_wrong_value_says_what_it_may_be(options: dict[str, Any], argument: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^{argument}: expected"):
-        RocmBackend(**options)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -239,19 +193,6 @@ def test_a_reader_beside_the_list_is_found(name: str, monkeypatch: pytest.Monkey
 # what is compiled
 
 
-def test_nothing_is_launched_that_was_not_announced() -> None:
-    backend, here, names = RocmBackend(), DeviceFacts.here(DEVICE), set[str]()
-    for scenario in problems():
-        announced = set(backend.kernel_variants(bounds_of(scenario), here))
-        with observed() as seen:
-            scenario.run(backend)
-
-        assert [variant for variant in seen if variant not in announced] == []
-        names |= {variant.name for variant in seen}
-
-    assert names >= {"attention", "fill_kernel", "combine_kernel", "ragged_translate_kernel"}
-
-
 def test_attention_is_announced_on_ragged_rows_alone() -> None:
     bounds = WarmupSpec.of(FLASH, problems()[0].limits)
     forms = [v for v in RocmBackend().kernel_variants(bounds, DeviceFacts.named("gfx942")) if v.name == "attention"]
@@ -260,75 +201,23 @@ def test_attention_is_announced_on_ragged_rows_alone() -> None:
     assert {dict(variant.types)["cache0"] for variant in forms} == {"*u8", "*bf16"}, "pages, and gathered rows"
 
 
-def test_warm_up_counts_every_kernel() -> None:
-    bounds, backend = bounds_of(problems()[0]), RocmBackend()
-
-    assert backend.warmup(bounds, DEVICE) >= len(set(backend.kernel_variants(bounds, DeviceFacts.here(DEVICE))))
-
-
-# what the host does
-
-
-def step(backend: RocmBackend, kind: LayerKind, requests: list[tuple[int, int]]) -> tuple[list[Any], list[Any]]:
-    """What torch runs, and what is launched, while a step is built, inserted and attended."""
-    on = Engine(backend, FLASH, LIMITS, kind, META)
-    rows = sum(count for _, count in requests) + 3
-    batch = on.load(requests, Random(0), extra=3)
-    with launching_nothing(), operations() as ran, observed() as seen:
-        metadata = on.metadata(batch)
-        on.insert(rows, metadata)
-        on.attend(rows, metadata)
-    return ran, [variant.name for variant in seen]
+# which lists are made
 
 
 @interpreted
 @all_kinds
-def test_g11_a_decode_step_reads_no_value_and_allocates_nothing(kind: LayerKind) -> None:
-    """From its metadata to its attention; a value of the meta device cannot be read."""
-    ran, launched = step(RocmBackend(), kind, [(300, 1), (999, 2), (0, 1)])
+def test_a_decode_makes_only_the_lists_that_its_kind_of_layer_needs(kind: LayerKind) -> None:
+    recorded = Engine(RocmBackend(), FLASH, LIMITS, kind, META).recorded_step([(300, 1), (999, 2), (0, 1)])
 
-    for name, where in ran:
-        assert where == "cpu" or name in VIEWS | {"zero_", "fill_"}, name
     lists = {LayerKind.SWA: ["pack_kernel"], LayerKind.CSA: ["pack_kernel", "ragged_translate_kernel"]}
-    made = [name for name in launched if name in {"pack_kernel", "ragged_translate_kernel"}]
+    made = [name for name in recorded.launched if name in {"pack_kernel", "ragged_translate_kernel"}]
     assert made == lists.get(kind, ["pack_kernel"] * 2)
-    assert launched.count("attention") == 1
+    assert recorded.launched.count("attention") == 1
 
 
 @interpreted
 @all_kinds
-def test_g11_a_prefill_writes_into_what_is_there(kind: LayerKind) -> None:
-    """On the host it only tells kernels where chunks begin; memory statistics of a device show the rest."""
-    ran, launched = step(RocmBackend(), kind, [(0, 30), (500, 40)])
+def test_a_prefill_is_gathered_and_combined(kind: LayerKind) -> None:
+    recorded = Engine(RocmBackend(), FLASH, LIMITS, kind, META).recorded_step([(0, 30), (500, 40)])
 
-    assert {name for name, where in ran if where == "device"} <= VIEWS | {"zero_", "fill_"}
-    assert {"fill_kernel", "combine_kernel", "attention"} <= {*launched}
-
-
-class Careless(RocmBackend):
-    """Reads how long rows are, as who sizes a list by its contents would."""
-
-    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        keys: Any = call.keys
-        for segment in keys:
-            segment.rows.indptr[-1].item()
-        return super().prepare(phase, call)
-
-
-@interpreted
-def test_g11_a_planted_read_is_seen() -> None:
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        step(Careless(), LayerKind.SWA, [(300, 1)])
-
-
-def test_decode_makes_views_and_nothing_else() -> None:
-    trial = Trial(layouts=(OCP, FNUZ), pages=(64, 2), widths=(40, 30), tokens=5, form="ragged")
-    backend, workspace = RocmBackend(), WorkspaceManager(DEVICE)
-    call, _ = trial.call()
-    specs = backend.scratch(Phase.DECODE, trial.layer, trial.tokens, sum(trial.widths))
-    call = evolve(call, scratch=workspace.get_simultaneous(*specs))
-    with launching_nothing(), observed() as launched, operations() as ran:
-        backend.decode(call)
-
-    assert launched
-    assert {name for name, _ in ran} <= VIEWS
+    assert {"fill_kernel", "combine_kernel", "attention"} <= {*recorded.launched}

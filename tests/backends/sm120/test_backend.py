@@ -74,7 +74,6 @@ def right(trial: Trial, call: Any) -> bool:
         ({"kernel": "cutlass"}, "kernel"),
         ({"precision": "fp8"}, "precision"),
         ({"in_range": 1}, "in_range"),
-        ({"tuning": "sm_70"}, "tuning"),
         ({"kernel": "flashinfer", "precision": "bf16"}, "kernel"),
         ({"kernel": "flashinfer", "deterministic": True}, "kernel"),
     ],

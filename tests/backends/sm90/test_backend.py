@@ -14,7 +14,6 @@ from dsv4attn.backends.sm90 import INFO, launch
 from dsv4attn.backends.sm90.explain_notes import notes
 from dsv4attn.backends.sm90.launch import PAGES, ROWS, Sm90Backend, _key_format
 from dsv4attn.compat import flash_mla
-from dsv4attn.config import Settings
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import Capabilities, KeyForm
 from dsv4attn.core.contract.device import DeviceFacts
@@ -23,37 +22,18 @@ from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.plugins import PluginRegistry
-from dsv4attn.selection import explain, load_backend
+from dsv4attn.selection import load_backend
 from tests.backends._triton.cache.caches import DEVICE
 
 FLASH = ModelGeometry.preset("flash")
 SM90 = DeviceFacts.named("sm90")
 REGISTRY = PluginRegistry.load(entry_points=[])
 OWN = "the Gluon kernel for Hopper"
-NOWHERE = ("sm80", "sm100", "sm120", "gfx942", "xpu", "npu")
-
-
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_it_is_chosen_on_hopper(phase: str) -> None:
-    selection = explain(Problem.of(FLASH, phase=phase), device=SM90, settings=Settings(), registry=REGISTRY)
-
-    assert selection.chosen is not None
-    assert selection.chosen.info is INFO
-
-
-@pytest.mark.parametrize("name", NOWHERE)
-def test_it_runs_on_no_other_accelerator_even_by_name(name: str) -> None:
-    device = DeviceFacts.named(name)
-    selection = explain(Problem.of(FLASH), device=device, backend="sm90", settings=Settings(), registry=REGISTRY)
-
-    assert selection.chosen is None
-    assert "sm90" in str(selection)
-    assert not device.matches(INFO.runs_on)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"prefill": "rows"}, {"prefill": True}, {"tuning": "sm_70"}, {"deterministic": 1}, {"small": "own"}],
+    [{"prefill": "rows"}, {"prefill": True}, {"small": "own"}],
     ids=str,
 )
 def test_options_are_checked(options: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ def test_alignment_and_two_gigabytes_reach_the_compiler(facts: dict[str, Any]) -
     assert facts["attributes"] == {"aligned": [2, 0], "unaligned": [1, 0], "near": [2, 3], "far": [2, 0]}
 
 
-@pytest.mark.parametrize(("name", "capabilities"), [("sm_90", 1), ("gfx942", 2)])
+@pytest.mark.parametrize(("name", "forms"), [("sm_90", 1), ("gfx942", 2)])
 def test_g18_after_warm_up_nothing_compiles(facts: dict[str, Any], name: str, forms: int) -> None:
     told = facts["warmed"][name]
 

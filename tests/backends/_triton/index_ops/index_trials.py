@@ -160,6 +160,12 @@ class _Recorder(TorchDispatchMode):
         return made
 
 
+VIEWS = {"as_strided", "slice", "select", "view", "expand", "unsqueeze", "squeeze", "alias", "detach", "split", "t"}
+"""Operations of torch that neither allocate nor launch."""
+FILLS = {"zero_", "fill_"}
+"""Operations that a step may launch, for rows that are padding."""
+
+
 @contextmanager
 def operations() -> Iterator[list[tuple[str, str]]]:
     """Collect what torch runs meanwhile, views too: (name, "cpu" or "device")."""

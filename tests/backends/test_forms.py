@@ -1,0 +1,129 @@
+"""What every form of every Triton backend keeps: launches are announced, memory is bounded, no step asks the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.core.cache.selected_keys import RaggedIndices
+from dsv4attn.core.contract.backend import IndexForm, KeyForm, Phase
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from tests.backends._triton.attention.attention_trials import OCP, Trial
+from tests.backends._triton.cache.caches import DEVICE
+from tests.backends._triton.engine import Engine, launching_nothing
+from tests.backends._triton.index_ops.index_trials import FILLS, VIEWS, operations
+from tests.backends._triton.triton_backends import bounds_of, problems
+from tests.backends.built_in import forms
+from tests.harness import all_kinds
+
+FORMS = forms()
+FLASH = ModelGeometry.preset("flash")
+LIMITS = Limits(max_num_reqs=6, max_num_batched_tokens=96, max_model_len=1024, num_speculative_tokens=1)
+META = torch.device("meta")
+each_form = pytest.mark.parametrize("form", FORMS)
+each_mode = pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
+
+
+@each_form
+def test_nothing_is_launched_that_was_not_announced(form: str) -> None:
+    backend, here, names = FORMS[form](), DeviceFacts.here(DEVICE), set[str]()
+    for scenario in problems():
+        announced = set(backend.kernel_variants(bounds_of(scenario), here))
+        with observed() as seen:
+            scenario.run(backend)
+
+        assert [variant for variant in seen if variant not in announced] == []
+        names |= {variant.name for variant in seen}
+
+    assert {"attention", "qnorm_rope_kv_insert_kernel"} <= names
+
+
+@each_form
+def test_warm_up_counts_every_kernel(form: str) -> None:
+    bounds, backend = bounds_of(problems()[0]), FORMS[form]()
+
+    assert backend.warmup(bounds, DEVICE) >= len(set(backend.kernel_variants(bounds, DeviceFacts.here(DEVICE))))
+
+
+@all_kinds
+@each_mode
+@each_form
+def test_scratch_keeps_within_its_bound(form: str, deterministic: bool, kind: LayerKind) -> None:
+    backend = FORMS[form](deterministic=deterministic)
+    for heads in (1, 7, 64, 65, 128, 129):
+        layer = evolve(FLASH.layer_of_kind(kind), num_heads=heads)
+        for phase in Phase:
+            bound = backend.scratch_bound(phase, layer, 200, 640)
+            for tokens in (0, 1, 7, 63, 64, 65, 200):
+                for width in (0, 1, 128, 129, 640):
+                    assert simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width))) <= bound
+
+
+def planned_trial(backend: Any) -> Any:
+    """A decode over two caches, in the form of indices that the backend takes, with the scratch that it asks for."""
+    ragged = backend.capabilities.decode_indices is IndexForm.RAGGED
+    trial = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(40, 30), tokens=5, form="ragged" if ragged else "dense")
+    call, _ = trial.call()
+    specs = backend.scratch(Phase.DECODE, trial.layer, trial.tokens, sum(trial.widths))
+    return evolve(call, scratch=WorkspaceManager(DEVICE).get_simultaneous(*specs))
+
+
+@each_mode
+@each_form
+def test_decode_reads_no_value_and_allocates_nothing(form: str, deterministic: bool) -> None:
+    backend = FORMS[form](deterministic=deterministic)
+    call = planned_trial(backend)
+    with launching_nothing(), observed() as launched, operations() as ran:
+        backend.decode(call)
+
+    assert launched
+    assert {name for name, _ in ran} <= VIEWS
+
+
+def test_a_decode_that_reads_or_allocates_is_found() -> None:
+    backend = next(iter(FORMS.values()))()
+    call = planned_trial(backend)
+    rows = call.keys[0].rows
+    ends: Tensor = rows.indptr if isinstance(rows, RaggedIndices) else rows.lens
+    with launching_nothing(), operations() as ran:
+        ends.new_empty(int(ends.max().item()), 512)
+        backend.decode(call)
+
+    assert {name for name, _ in ran} - VIEWS >= {"max", "_local_scalar_dense", "new_empty"}
+
+
+STEPS = {
+    "decode": [(300, 1), (999, 2), (0, 1)],
+    "prefill": [(0, 30), (500, 40)],
+    "mixed": [(300, 1), (9, 2), (0, 30), (900, 5)],
+    "nothing": [(0, 0)],
+}
+LENGTHS = {"unbind", "copy_", "sub", "div", "clamp", "add_"}
+"""What core works out of a chunk's requests before keys are gathered; on a device we see that it allocates nothing."""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a device steps are real: see test_device and test_hot_path")
+@each_form
+@pytest.mark.parametrize("step", STEPS)
+@all_kinds
+def test_g11_a_step_reads_no_value_and_allocates_nothing(kind: LayerKind, step: str, form: str) -> None:
+    """From its metadata to its attention: a value of the meta device cannot be read."""
+    backend = FORMS[form]()
+    recorded = Engine(backend, FLASH, LIMITS, kind, META).recorded_step(STEPS[step])
+
+    for name, where in (*recorded.of_metadata, *recorded.of_layer):
+        assert where == "cpu" or name in VIEWS | FILLS, name
+    gathers = backend.capabilities.prefill_keys is KeyForm.GATHERED and step in ("prefill", "mixed")
+    on_host = {name for name, where in recorded.of_layer if where == "cpu"}
+    assert on_host <= VIEWS | (LENGTHS if gathers else set())
+    if step != "nothing":
+        assert "qnorm_rope_kv_insert_kernel" in recorded.launched
+        assert {"attention", "attend_tile"} & {*recorded.launched}
