@@ -268,14 +268,14 @@ def flash_mla_sparse_fwd(
     rows = index_rows(("indices", "topk_length"), q, indices, topk_length, "s_q 1 topk", letters)
     sink, out = check_sink(attn_sink, q, letters), check_out(out, q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    wanted = need_max_logits and return_log2_lse is not False
+    needs_top = need_max_logits and return_log2_lse is not False
     if not lse.numel():
         return (out, None, None) if return_log2_lse is False else (out, torch.empty_like(lse), lse)
     width, scale = rows.indices.shape[1], float(sm_scale)
     kind = CallKind(Phase.PREFILL, q.shape[1], q.dtype, scale, sink is not None, 1, ((width, PAGE_SIZE),))
     chosen, layer = plan(kind, q.device, backend)
     capabilities = chosen.capabilities
-    top = torch.empty_like(lse) if wanted and capabilities.max_logits else None
+    top = torch.empty_like(lse) if needs_top and capabilities.max_logits else None
     if capabilities.prefill_keys is KeyForm.PAGED:
         attend(Phase.PREFILL, chosen, layer, q, [PagedKVCache(kv, _ROWS)], [rows], sink, out, lse, top)
     else:
@@ -285,7 +285,7 @@ def flash_mla_sparse_fwd(
     if return_log2_lse is False:
         return out, None, None
     if top is None:
-        top = largest_logits(q, keys, rows, scale) if wanted else lse.new_empty((0, q.shape[1]))
+        top = largest_logits(q, keys, rows, scale) if needs_top else lse.new_empty((0, q.shape[1]))
     return (out, top.mul_(_LOG2E), lse.mul_(_LOG2E)) if return_log2_lse else (out, top, lse)
 
 
@@ -305,15 +305,15 @@ def _check_shapes(meta: Any, q: Tensor, sizes: Sequence[tuple[int, int]], *, inv
         meta.have_initialized, meta.config = True, config
     if meta.config == config:
         return
-    given = asdict(config)
+    fields = asdict(config)
     # older releases of FlashMLA have fewer fields
-    known = {key: getattr(meta.config, key, value) for key, value in given.items()}
-    differing = [key for key in given if known[key] != given[key]]
+    known = {key: getattr(meta.config, key, value) for key, value in fields.items()}
+    differing = [key for key in fields if known[key] != fields[key]]
     if differing:
         raise ArgumentError(
             name,
             expected="the shapes of its first call, " + ", ".join(f"{key}={known[key]}" for key in differing),
-            actual=", ".join(f"{key}={given[key]}" for key in differing),
+            actual=", ".join(f"{key}={fields[key]}" for key in differing),
             hint="take a new one from get_mla_metadata() for every set of shapes",
         )
 

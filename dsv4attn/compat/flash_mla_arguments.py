@@ -30,9 +30,9 @@ __all__ = [
 
 _SPLIT = Arrangement.SPLIT
 _LAYOUTS = {584: KVCacheLayout.fp8_ds_mla(), 528: KVCacheLayout.v41_fp8(), 288: KVCacheLayout.v41_fp4()}
-"""By bytes of a record. Records of V4.1 have their scales behind their codes."""
+"""By bytes of a record. Records of V4.1 have their scales after their codes."""
 _LEGACY = {528: KVCacheLayout.v41_fp8(arrangement=_SPLIT), 288: KVCacheLayout.v41_fp4(arrangement=_SPLIT)}
-"""The same in FlashMLA's legacy kernels, where scales are behind all codes of a page."""
+"""The same in FlashMLA's legacy kernels, where scales are after all codes of a page."""
 _PAIRS = ((584, 584), (528, 528), (528, 288))
 """Bytes of records of the cache and of the extra one."""
 _Q_DTYPES = (torch.bfloat16, torch.float32)
@@ -141,8 +141,8 @@ def record_layouts(
         raise ArgumentError("kv_format", expected=expected, actual=None, hint=hint)
     extra = window if extra_k_cache is None else _record(extra_k_cache, "extra_k_cache")
     if extra in _LAYOUTS and window in _LAYOUTS and (window, extra) not in _PAIRS:
-        beside = " or ".join(str(other) for one, other in _PAIRS if one == window)
-        expected = f"records of {beside} bytes beside those of {window}"
+        allowed = " or ".join(str(of_extra) for of_cache, of_extra in _PAIRS if of_cache == window)
+        expected = f"records of {allowed} bytes next to those of {window}"
         raise ArgumentError("extra_k_cache", expected=expected, actual=extra)
     known = {**_LAYOUTS, **_LEGACY} if legacy else _LAYOUTS
     return known.get(window, _LAYOUTS[584]), known.get(extra, _LAYOUTS[584])

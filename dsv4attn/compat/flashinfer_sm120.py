@@ -85,7 +85,7 @@ class SparseMLASm120Wrapper:
         ):
             if most is not None and not 1 <= most <= limit:
                 raise ArgumentError(name, expected=f"1 to {limit}", actual=most)
-        for name, value, taken in (
+        for name, value, allowed in (
             ("d_v", d_v, (_D,)),
             ("kv_scale_format", kv_scale_format, ("auto",)),
             ("kv_cache_format", kv_cache_format, ("fp8",)),
@@ -93,8 +93,8 @@ class SparseMLASm120Wrapper:
             ("compute_precision", compute_precision, ("default", "bf16")),
             ("backend", backend, ("auto", "sparse")),
         ):
-            if value not in taken:
-                raise UnsupportedError(name, expected=" or ".join(map(repr, taken)), actual=repr(value))
+            if value not in allowed:
+                raise UnsupportedError(name, expected=" or ".join(map(repr, allowed)), actual=repr(value))
         self._most = max_num_tokens, max_num_heads
         self._memory: WrapperMemory | None = None
         if device is not None or max_num_tokens is not None:

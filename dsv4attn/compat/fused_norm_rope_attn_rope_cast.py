@@ -7,10 +7,10 @@ SM103 alone.
 
 q comes from weights that `permute_q_b_proj` has rearranged, and the codes are for weights of `permute_wv_proj`:
 
-- q: chunks of 16 dims, of each all heads, [32, H, 16] for each token, instead of [H, 512].
-- codes: in each group chunks of 32 dims, of each all heads of the group, [16, 8, 32], instead of [8, 512].
+- q: chunks of 16 dims, each chunk of all heads, [32, H, 16] for each token, instead of [H, 512].
+- codes: in each group chunks of 32 dims, each of all heads of the group, [16, 8, 32], instead of [8, 512].
 
-Compared with the formula in float64 by the tests; FlashMLA's kernels have not been run beside it.
+Compared with the formula in float64 by the tests; FlashMLA's kernels have not been run for comparison.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def prefill(
     )
     angles = _angles(q, token_positions, cos_sin_cache, n_wv_group)
     rotated = _rotated(q, angles, rms_norm_eps if enable_q_norm else None)
-    given = rotated, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy
-    out, top, lse = flash_mla_sparse_fwd(*given, backend=backend)
+    out, top, lse = flash_mla_sparse_fwd(
+        rotated, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy, backend=backend
+    )
     return *_cast(out, angles, n_wv_group), top, lse
 
 
@@ -114,7 +115,7 @@ def decode(
     """Attention of queries over selected records of one or two paged caches; other arguments are those of `prefill`.
 
     k_cache, extra_k_cache: of V4.1's records, as `flash_mla_with_kvcache` takes them; with use_legacy the scales are
-       behind all codes of a page. indices_in_kvcache, extra_indices_in_kvcache: [s_q, topk] int32. topk_length,
+       after all codes of a page. indices_in_kvcache, extra_indices_in_kvcache: [s_q, topk] int32. topk_length,
        extra_topk_length: [s_q] int32.
 
     Returns (out_fp8, out_sf, lse), as `prefill`. Raises as `prefill`.
@@ -164,7 +165,7 @@ def permute_q_b_proj(weight_and_sf: tuple[Tensor, Tensor], h_q: int, d_q: int) -
         check_tensor(name, rows, f"{h_q * d_q} _", rows.dtype, {}, any_strides=True)
     order = torch.arange(h_q * d_q, device=weight_and_sf[0].device)
     order = order.view(h_q, d_q // Q_CHUNK, Q_CHUNK).transpose(0, 1).flatten()
-    return _taken(weight_and_sf[0], order, 0), _taken(weight_and_sf[1], order, 0)
+    return _reordered(weight_and_sf[0], order, 0), _reordered(weight_and_sf[1], order, 0)
 
 
 def permute_wv_proj(weight_and_sf: tuple[Tensor, Tensor], wv_group_size: int, d_o: int) -> tuple[Tensor, Tensor]:
@@ -186,20 +187,20 @@ def permute_wv_proj(weight_and_sf: tuple[Tensor, Tensor], wv_group_size: int, d_
     order = torch.arange(chunks, device=weight.device).view(wv_group_size, -1).T.flatten()
     across = (order[:, None] * O_CHUNK + torch.arange(O_CHUNK, device=weight.device)).flatten()
     exponents = _unpacked(scales)[..., order]
-    made = torch.empty_strided(scales.shape, scales.stride(), dtype=torch.int32, device=scales.device)
-    return _taken(weight, across, 2), made.copy_(_packed(exponents))
+    rearranged = torch.empty_strided(scales.shape, scales.stride(), dtype=torch.int32, device=scales.device)
+    return _reordered(weight, across, 2), rearranged.copy_(_packed(exponents))
 
 
 def _check_switches(neox: bool, rope_dim: int, channels: int, *others: bool) -> None:
     """Raise ArgumentError for a switch that has not its one value."""
-    given = {
+    switches: dict[str, tuple[object, object]] = {
         "is_rope_neox_style": (neox, False),
         "rope_dim": (rope_dim, ROPE_DIM),
         "num_per_channels": (channels, O_CHUNK),
     }
     names = ("use_tma_aligned_col_major_sf", "round_sf", "use_packed_ue8m0")
-    given |= {name: (value, True) for name, value in zip(names, others, strict=True)}
-    for name, (value, only) in given.items():
+    switches |= {name: (value, True) for name, value in zip(names, others, strict=True)}
+    for name, (value, only) in switches.items():
         if value != only:
             raise ArgumentError(name, expected=f"{only}, as FlashMLA", actual=value)
 
@@ -241,12 +242,12 @@ def _cast(out: Tensor, angles: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(2), scales.copy_(packed)
 
 
-def _taken(x: Tensor, order: Tensor, dim: int) -> Tensor:
+def _reordered(x: Tensor, order: Tensor, dim: int) -> Tensor:
     """Rows or columns in another order; the memory is ordered as that of x. Codes of one byte are moved as bytes."""
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    raw, to = (x.view(torch.uint8), made.view(torch.uint8)) if x.dtype.itemsize == 1 else (x, made)
+    reordered = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    raw, to = (x.view(torch.uint8), reordered.view(torch.uint8)) if x.dtype.itemsize == 1 else (x, reordered)
     to.copy_(raw.index_select(dim, order))
-    return made
+    return reordered
 
 
 def _packed(exponents: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def test_g3_the_reference_is_launched_in_all_its_forms() -> None:
     assert told >= {f"reference-prefill-{form.value}-{keys.value}" for form in IndexForm for keys in KeyForm}
 
 
-def test_g3_the_generic_room_is_launched_in_both_phases() -> None:
+def test_g3_the_generic_backend_is_launched_in_both_phases() -> None:
     if not DeviceFacts.here().has_triton:
         pytest.skip("no Triton on this machine")
     assert {str(config) for config in CONFIGS} >= {"triton-decode", "triton-prefill"}
@@ -309,7 +309,7 @@ def rows_of(rng: np.random.Generator, width: int, records: int, *, in_order: boo
 
 
 def formed(rows: DenseIndices, form: IndexForm) -> DenseIndices | RaggedIndices:
-    """The rows as they are, or end to end with what names nothing behind them."""
+    """The rows as they are, or end to end with what names nothing after them."""
     if form is IndexForm.DENSE:
         return rows
     lens = rows.lens.tolist()

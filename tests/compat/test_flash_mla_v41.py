@@ -31,7 +31,7 @@ TARGETS = [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)]
 def packed(record: int, page: int, blocks: int, *, split: bool, more: int = 0) -> tuple[Tensor, Any]:
     """A cache [blocks, page, 1, record], of whose slots every second one is NaN, and the keys [slots, 512] in float64.
 
-    more: records of NaN behind each page.
+    more: records of NaN after each page.
     """
     pack: Callable[[list[float]], U8] = v41_packer.pack_fp4 if record == 288 else v41_packer.pack_fp8
     unpack = v41_packer.unpack_fp4 if record == 288 else v41_packer.unpack_fp8
@@ -133,8 +133,8 @@ def test_one_arrangement_read_as_the_other_is_found() -> None:
 SPLIT = {"use_legacy": True}
 BAD: list[tuple[str, str, dict[str, Any]]] = [
     ("k_cache", "records of 584 or 528 bytes", {"k_cache": packed(288, 4, 5, split=False)[0]}),
-    ("extra_k_cache", "records of 584 bytes beside those of 584", {"k_cache": cache_of(4, 5)}),
-    ("extra_k_cache", "records of 528 or 288 bytes beside those of 528", {"extra_k_cache": cache_of(8, 3)}),
+    ("extra_k_cache", "records of 584 bytes next to those of 584", {"k_cache": cache_of(4, 5)}),
+    ("extra_k_cache", "records of 528 or 288 bytes next to those of 528", {"extra_k_cache": cache_of(8, 3)}),
     ("kv_format", "'V41' with use_legacy=True", {"use_legacy": True}),
     ("k_cache", "records of 584 bytes with kv_format='V4'", {"kv_format": "V4"}),
     ("k_cache", "records of 528 bytes with kv_format='V41'", {"kv_format": "V41", "k_cache": cache_of(4, 5)}),

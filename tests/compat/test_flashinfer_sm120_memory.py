@@ -118,10 +118,10 @@ def test_reserved_parts_are_enough_for_every_call(block: int, programs: int, mon
     monkeypatch.setattr(shared_backend, "multiprocessors", lambda: programs)
     for most in (1, 3, 16, 17, 64, 100, 128):
         own = WrapperMemory(torch.device("cpu"), backend, tokens=9, heads=most)
-        room = own._workspace.total_bytes
+        reserved = own._workspace.total_bytes
         for tokens, heads, width in product((1, 2, 5, 16, 33, 64), range(1, most + 1), (1, 65, 4096, 2**20)):
             specs = backend.scratch(Phase.DECODE, layer_of(heads, 512, 64, 1.0), tokens, width)
-            assert simultaneous_bytes(list(specs)) <= room
+            assert simultaneous_bytes(list(specs)) <= reserved
 
 
 def test_with_maxima_the_first_run_may_be_captured_and_without_them_it_is_an_error(

@@ -98,7 +98,7 @@ def test_without_visible_lens_a_row_has_the_entries_that_stand_in_it() -> None:
 
     assert lens.tolist() == [3, 0, 2, 0, 4]
     assert indptr.tolist() == [0, 3, 3, 5, 5, 9]
-    # entries 4 and 5 are of a block that is gone: their places are there, behind the others
+    # entries 4 and 5 are of a block that is gone: their places are there, after the others
     assert flat[:9].tolist() == [23, 21, 22, 21, 22, 22, 21, -1, -1]
 
 

@@ -76,7 +76,7 @@ def gather(
 ) -> None:
     """out[i, offset + j] = the record at position seq_lens[i] - gather_lens[i] + j; rows without a record stay.
 
-    Records in front of the first position, behind the block table, or for rows behind the last one of out, are absent.
+    Records before the first position, past the block table, or for rows past the last row of out, are absent.
     """
     seq_lens = seq_lens.long().clamp(min=0)
     lens = seq_lens if gather_lens is None else gather_lens.long()
@@ -184,7 +184,7 @@ def read_paged(segments: Sequence[PagedKeys], part: slice) -> tuple[Tensor, Tens
 def listed(rows: DenseIndices | RaggedIndices, part: slice, capacity: int) -> tuple[Tensor, Tensor]:
     """Indices [t, K] int64 of a tile of rows, 0 where absent, and which are present: in length and in range.
 
-    K is the tile's longest row: columns behind it cannot count, and a short context should cost little.
+    K is the tile's longest row: later columns cannot count, and a short context should cost little.
     """
     if isinstance(rows, DenseIndices):
         lens, width = rows.lens[part], rows.indices.shape[1]
@@ -227,7 +227,7 @@ def inv_rope_o_proj(
 
 
 def tiles(n: int, row_bytes: int, rows: int | None = None) -> Iterator[slice]:
-    """Cut n rows so that a tile's temporaries stay within TILE_BYTES, or into tiles of so many rows."""
+    """Cut n rows into tiles whose temporaries stay within TILE_BYTES, or into tiles of a given number of rows."""
     step = rows or max(TILE_BYTES // max(row_bytes, 1), 1)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _ANY_SLOT = 2**31
-"""The builder need not know how large a cache is; the attention does, and skips what lies behind it."""
+"""The builder need not know how large a cache is: attention knows it, and skips slots past its end."""
 
 
 @define(kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class DeepseekV4ROCMAiterSparseSWAMetadata(DeepseekSparseSWAMetadata):
     """Window part of a batch, with the decode windows in ragged form."""
 
     decode_swa_ragged_indices: Tensor = tensor("_", torch.int32)
-    """Slots of all windows, one behind the other; undefined from `decode_swa_ragged_indptr[-1]` on."""
+    """Slots of all windows, one after another; undefined from `decode_swa_ragged_indptr[-1]` on."""
     decode_swa_ragged_indptr: Tensor = tensor("Td+1", torch.int32)
 
     @property
@@ -71,7 +71,7 @@ class RaggedBuffers:
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         """Allocate."""
         self._width = width
-        with torch.inference_mode(False):  # written outside of the mode that they may be made in
+        with torch.inference_mode(False):  # later steps may write them outside inference mode
             self._flat = torch.full((max(rows * width, 1),), -1, dtype=torch.int32, device=device)
             self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from dsv4attn.backends._triton.support import index_notes
-from dsv4attn.backends.sm120.probe import HEADS, OLDEST, Found, reasons
+from dsv4attn.backends.sm120.probe import HEADS, OLDEST, InstalledFlashInfer, reasons
 from dsv4attn.core.contract.device import DeviceFacts, version_of
 from dsv4attn.core.contract.problem import Problem
 
@@ -23,7 +23,7 @@ def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
 
 
 def _attends(device: DeviceFacts, problem: Problem) -> str:
-    """One line: the kernel, and if it is our kernel, every reason against FlashInfer.
+    """The kernel that attends, in one line. For our kernel: every reason against FlashInfer.
 
     FlashInfer is not imported here, so only its version is known; its kernels are taken to be those of release _NEWEST.
     Its real limits are read when this backend was chosen.
@@ -42,9 +42,9 @@ def _attends(device: DeviceFacts, problem: Problem) -> str:
     return f"{where}, which multiplies in fp8; option precision=bf16 leaves the call to our kernel"
 
 
-def _assumed(version: str) -> Found:
+def _assumed(version: str) -> InstalledFlashInfer:
     config = SimpleNamespace(supports_decode=lambda *_, **__: True)
-    return Found(version, None, config, frozenset(HEADS))
+    return InstalledFlashInfer(version, None, config, frozenset(HEADS))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from attrs import define, frozen
 from torch import Tensor
 
 from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
-from dsv4attn.backends.sm120.probe import TILE, Found, find, forget, reasons
+from dsv4attn.backends.sm120.probe import TILE, InstalledFlashInfer, find, forget, reasons
 from dsv4attn.core.cache.layout import KVCacheLayout, check_layout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, Run
@@ -25,7 +25,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec, signature
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 
-__all__ = ["FlashInferAttention", "Found", "find", "forget", "reasons", "remember"]
+__all__ = ["FlashInferAttention", "InstalledFlashInfer", "find", "forget", "reasons", "remember"]
 
 _LAYOUT = KVCacheLayout.fp8_ds_mla()
 _DIM, _RECORD = _LAYOUT.head_dim, _LAYOUT.record_bytes
@@ -34,7 +34,7 @@ _COPY = "pass contiguous memory"
 _Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides of a view."""
 _View: TypeAlias = tuple["weakref.ref[Tensor]", int, _Sizes, Tensor]
-"""Memory of a cache, its address, and a view of it."""
+"""The tensor of a cache, the address of its memory, and a view in FlashInfer's shape."""
 MOST_SHAPES = 1024
 """Most entries of a cache by shapes: more than an engine uses, for its graph sizes and recent eager shapes."""
 _K = TypeVar("_K")
@@ -63,8 +63,9 @@ class _Plan:
 
 @define(eq=False)
 class _Form:
-    """What shapes and strides determine. pages: of each cache with keys, its number, and its view's sizes.
+    """What follows from the shapes and strides of a call.
 
+    pages: for each cache with keys, its number and the sizes of its view.
     direct: whether FlashInfer writes lse to the call's tensor, and not to scratch memory. copies, results: launches
     before and after FlashInfer. ran: whether all of them have run.
     """
@@ -88,9 +89,11 @@ class FlashInferAttention:
     which serve every layer and stream. Plans and forms of the last `MOST_SHAPES` shapes are cached.
     """
 
-    def __init__(self, found: Found, *, in_range: bool = False, capturing: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, installed: InstalledFlashInfer, *, in_range: bool = False, capturing: Callable[[], bool] | None = None
+    ) -> None:
         """Touch no device."""
-        self.found, self.in_range = found, in_range
+        self.installed, self.in_range = installed, in_range
         self._capturing = capturing
         self._wrappers: dict[torch.device, Any] = {}
         self._plans: dict[tuple[int, ...], _Plan] = {}
@@ -98,19 +101,20 @@ class FlashInferAttention:
         self._views: dict[int, _View] = {}
 
     def scratch(self, layer: LayerGeometry, tokens: int, width: int, extra_width: int) -> Sequence[BufferSpec]:
-        """Views that `run` needs for so many rows of `width` and `extra_width` columns, of the second cache if any.
+        """Views that `run` needs for `tokens` rows.
 
-        Parts of rows and their lse, where decode kernels run; the lse of whole rows, without the sink and with it; q,
-        out and sink where heads are padded; indices where they are copied.
+        width, extra_width: columns of a row in the window cache and in the second cache, 0 without one.
+        The views hold parts of rows and their lse, where decode kernels run; the lse of whole rows, without the sink
+        and with it; q, out and sink where heads are padded; indices where they are copied.
         """
         return self._plan(layer.num_heads, tokens, width, extra_width).specs
 
     def _plan(self, heads: int, tokens: int, width: int, extra: int) -> _Plan:
         plan = self._plans.get((heads, tokens, width, extra))  # every layer of every step asks for the same
         if plan is None:
-            padded = self.found.padded(heads)
+            padded = self.installed.padded(heads)
             if padded is None:
-                most = max(self.found.heads, default=0)
+                most = max(self.installed.heads, default=0)
                 raise UnsupportedError("num_heads", expected=f"at most {most}", actual=heads)
             specs = tuple(self._specs(heads, padded, tokens, width, extra))
             plan = _Plan(padded, padded != heads, not self.in_range, specs, tuple(dtype for _, dtype in specs))
@@ -118,7 +122,7 @@ class FlashInferAttention:
         return plan
 
     def _specs(self, heads: int, padded: int, tokens: int, width: int, extra: int) -> Iterator[BufferSpec]:
-        if tokens <= self.found.max_decode_tokens:
+        if tokens <= self.installed.max_decode_tokens:
             # caches are tiled apart, whichever of them turn out to have keys
             parts = tokens, padded, -(-width // TILE) - (-extra // TILE)
             yield from (((*parts, _DIM), torch.bfloat16), (parts, torch.float32))
@@ -130,18 +134,18 @@ class FlashInferAttention:
             yield from [((tokens, padded, _DIM), torch.bfloat16)] * 2
             yield (padded,), torch.float32
         if not self.in_range:
-            unit = 1 if tokens <= self.found.max_decode_tokens else TILE
+            unit = 1 if tokens <= self.installed.max_decode_tokens else TILE
             yield (tokens, round_up(width, unit)), torch.int32
             yield (tokens, round_up(extra, unit)), torch.int32
 
     def fit(self, call: AttentionCall) -> _Form | None:
-        """What `run` wants to know of a call; None if it would refuse it, for its memory or for what it asks."""
+        """The form of a call, for `run`; None if `run` would refuse the call for its memory or for its options."""
         try:
             form = self._form(call)
         except Dsv4AttnError:
             return None
-        asked, given = [tuple(shape) for shape, _ in form.plan.specs], [tuple(view.shape) for view in call.scratch]
-        return form if asked == given else None
+        needed, offered = [tuple(shape) for shape, _ in form.plan.specs], [tuple(view.shape) for view in call.scratch]
+        return form if needed == offered else None
 
     def prepare(self, call: AttentionCall, form: _Form | None = None) -> Run:
         """See `contract.Backend`. form: of this call, from `fit`. Raises as `run` does."""
@@ -176,25 +180,25 @@ class FlashInferAttention:
         if form.copies is not None:
             usual = _dtypes(scratch) == plan.dtypes
             form.copies.launch(call, q if plan.padded else None, sink if plan.padded else None, rows, usual=usual)
-        given = {"q": q, "output": output, "sm_scale": call.layer.scale, "lse_scale": _LN2}
-        given["mid_out"], given["mid_lse"] = mid_out, mid_lse
-        self._name(given, form, keys, rows)
+        arguments = {"q": q, "output": output, "sm_scale": call.layer.scale, "lse_scale": _LN2}
+        arguments["mid_out"], arguments["mid_lse"] = mid_out, mid_lse
+        self._name(arguments, form, keys, rows)
         if lse is not None:
             # without the sink: the keys' part cannot be had from a sum that a sink of 1e4 or +inf dominates
-            wrapper.run(**given, attn_sink=None, out_lse=lse if form.direct else scratch_lse)
+            wrapper.run(**arguments, attn_sink=None, out_lse=lse if form.direct else scratch_lse)
         if lse is None or sink is not None:
-            wrapper.run(**given, attn_sink=sink, out_lse=rest)
+            wrapper.run(**arguments, attn_sink=sink, out_lse=rest)
         if form.results is not None:
             usual = _dtypes(scratch) == plan.dtypes
             its_lse = lse if lse is not None and form.direct else scratch_lse
             form.results.launch(its_lse, output if plan.padded else None, call, usual=usual)
         form.ran = True
 
-    def _name(self, given: dict[str, Any], form: _Form, keys: Sequence[PagedKeys], rows: Sequence[Tensor]) -> None:
+    def _name(self, arguments: dict[str, Any], form: _Form, keys: Sequence[PagedKeys], rows: Sequence[Tensor]) -> None:
         """Add pages, rows of indices and lens of each cache that has keys, by FlashInfer's names."""
         for (cache, indices, lens), (i, sizes) in zip(_NAMES, form.pages, strict=False):
-            given[cache] = self._pages_of(keys[i].cache.tensor, sizes)
-            given[indices], given[lens] = rows[i], cast("DenseIndices", keys[i].rows).lens
+            arguments[cache] = self._pages_of(keys[i].cache.tensor, sizes)
+            arguments[indices], arguments[lens] = rows[i], cast("DenseIndices", keys[i].rows).lens
 
     def _pages_of(self, memory: Tensor, sizes: _Sizes) -> Tensor:
         """A view of a cache in FlashInfer's shape.
@@ -223,16 +227,16 @@ class FlashInferAttention:
             )
 
     def _is_capturing(self, device: torch.device) -> bool:
-        """Whether the current stream is; no device but a GPU can be."""
-        asked = self._capturing or getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-        return asked is not None and asked()
+        """Whether the current stream of a device is captured. Only a GPU can capture."""
+        is_capturing = self._capturing or getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+        return is_capturing is not None and is_capturing()
 
     def _wrapper(self, device: torch.device) -> Any:  # noqa: ANN401 - of a package without types
         """FlashInfer's wrapper for a device."""
         wrapper = self._wrappers.get(device)
         if wrapper is None:
             try:
-                wrapper = self._wrappers[device] = self.found.wrapper(device=device)
+                wrapper = self._wrappers[device] = self.installed.wrapper(device=device)
             except Exception as error:
                 actual = f"{type(error).__name__}: {error}"
                 raise UnsupportedError("flashinfer", expected=f"a wrapper for {device}", actual=actual) from error
@@ -250,7 +254,7 @@ class FlashInferAttention:
         return form or remember(self._forms, key, self._formed(call))
 
     def _formed(self, call: AttentionCall) -> _Form:
-        """Raise ArgumentError for what FlashInfer would refuse whatever its memory; else say what follows from it."""
+        """The form of a call. Raises ArgumentError for what FlashInfer refuses, wherever the tensors stand."""
         q, lse, keys = call.q, call.lse, _paged(call)
         for segment in keys:
             check_layout(segment.cache.layout, _LAYOUT, "cache")
@@ -258,7 +262,7 @@ class FlashInferAttention:
         if any(tensor.data_ptr() % 16 for tensor in begins):
             actual = [tensor.data_ptr() % 16 for tensor in begins]
             expected = "q, out and caches to begin at multiples of 16 bytes"
-            raise ArgumentError("tensors", expected=expected, actual=f"{actual} bytes behind one", hint=_COPY)
+            raise ArgumentError("tensors", expected=expected, actual=f"{actual} bytes after one", hint=_COPY)
         if call.max_logits is not None:
             raise ArgumentError("max_logits", expected="None: FlashInfer does not return them", actual="a tensor")
         if q.dtype is not torch.bfloat16:
@@ -282,9 +286,9 @@ class FlashInferAttention:
             assert isinstance(rows, DenseIndices)
             if not rows.lens.is_contiguous():
                 raise ArgumentError("lens", expected="contiguous", actual=rows.lens.stride(), hint=_COPY)
-            blocks, size, sizes = cache.num_blocks, cache.block_size, self.found.page_sizes
+            blocks, size, sizes = cache.num_blocks, cache.block_size, self.installed.page_sizes
             if sizes is not None and size not in sizes:
-                expected = f"pages of {', '.join(map(str, sorted(sizes)))} with flashinfer {self.found.version}"
+                expected = f"pages of {', '.join(map(str, sorted(sizes)))} with flashinfer {self.installed.version}"
                 raise ArgumentError("cache", expected=expected, actual=size)
             if blocks > 1 and cache.page_stride % 16:
                 raise ArgumentError("cache", expected="pages at multiples of 16 bytes", actual=cache.page_stride)
@@ -299,7 +303,7 @@ class FlashInferAttention:
     def _check_indices(self, indices: Tensor, *, main: bool) -> None:
         """What is passed as it is must be what it takes: decode any rows, prefill dense ones, and whole tiles first."""
         (tokens, width), (row, column) = indices.shape, indices.stride()
-        many = tokens > self.found.max_decode_tokens
+        many = tokens > self.installed.max_decode_tokens
         if column != 1 or row < width or (many and (row != width or (main and width % TILE))):
             whole = f" of whole tiles of {TILE}" if main else ""
             expected = f"dense rows{whole}" if many else "rows that do not overlap"

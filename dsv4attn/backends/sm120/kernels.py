@@ -12,7 +12,7 @@ from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 @triton.jit
 def copy_row(to, rows, token, first, width, to_width, stride, column_stride, last_slot, COLUMNS: tl.constexpr):
-    """Copy COLUMNS columns of a token's row to a row of `to_width`: -1 for missing slots, and behind `width`."""
+    """Copy COLUMNS columns of a token's row to a row of `to_width`: -1 for missing slots, and after `width`."""
     # [N]
     column = first + tl.arange(0, COLUMNS)
     inside = column < width

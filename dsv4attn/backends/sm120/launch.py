@@ -71,27 +71,27 @@ class Sm120Backend(TritonBackend):
 
     @cached_property
     def vendor(self) -> FlashInferAttention | Reason:
-        """FlashInfer, or why it serves no call. The first access imports it."""
+        """FlashInfer, or the reason why FlashInfer serves no call. The first access imports it."""
         device = DeviceFacts.here()
         if self._kernel == OWN:
             return Reason("KERNEL", "our kernel is asked for", "kernel=auto")
         if self._kernel == AUTO and not device.matches(ARCHS):
             return Reason("DEVICE", device.arch, "sm_120 or sm_121")
-        found = flashinfer.find()
-        if isinstance(found, Reason):
+        installed = flashinfer.find()
+        if isinstance(installed, Reason):
             if self._kernel == FLASHINFER:
                 raise UnsupportedError(
-                    "kernel=flashinfer", expected=found.allowed, actual=found.actual, hint=found.cure
+                    "kernel=flashinfer", expected=installed.allowed, actual=installed.actual, hint=installed.cure
                 )
-            return found
-        return FlashInferAttention(found, in_range=self._in_range)
+            return installed
+        return FlashInferAttention(installed, in_range=self._in_range)
 
     @cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         """Dense slots on pages; products may be in fp8 where FlashInfer serves."""
         products = Products.BF16 if isinstance(self.vendor, Reason) else Products.FP8
-        ours = products is Products.BF16
-        return Capabilities(prefill_keys=KeyForm.PAGED, max_logits=ours, empty_lse=True, products=products)
+        own_kernel_only = products is Products.BF16
+        return Capabilities(prefill_keys=KeyForm.PAGED, max_logits=own_kernel_only, empty_lse=True, products=products)
 
     def reasons(self, phase: Phase, layer: LayerGeometry, tokens: int, window: int = 0) -> Sequence[Reason]:
         """Why our kernel serves calls of this many tokens; empty if FlashInfer serves them.
@@ -101,20 +101,20 @@ class Sm120Backend(TritonBackend):
         key = phase, layer, tokens, max(window, layer.window)
         answer = self._answers.get(key)
         if answer is None:
-            answer = flashinfer.remember(self._answers, key, self._asked(*key))
+            answer = flashinfer.remember(self._answers, key, self._reasons(*key))
         return answer
 
     @cached_property
     def _answers(self) -> dict[tuple[Phase, LayerGeometry, int, int], Sequence[Reason]]:
         return {}
 
-    def _asked(self, phase: Phase, layer: LayerGeometry, tokens: int, window: int) -> Sequence[Reason]:
+    def _reasons(self, phase: Phase, layer: LayerGeometry, tokens: int, window: int) -> Sequence[Reason]:
         vendor = self.vendor
         if isinstance(vendor, Reason):
             return [vendor]
         compressed = None if layer.kind is LayerKind.SWA else CacheFacts()
         problem = Problem(phase.value, layer, CacheFacts(), compressed, layer.topk, window_columns=window)
-        against = flashinfer.reasons(vendor.found, problem, tokens=tokens, in_range=self._in_range)
+        against = flashinfer.reasons(vendor.installed, problem, tokens=tokens, in_range=self._in_range)
         if against and self._kernel == FLASHINFER:
             first = against[0]
             raise UnsupportedError(first.code, expected=first.allowed, actual=first.actual, hint=first.cure)
@@ -128,13 +128,13 @@ class Sm120Backend(TritonBackend):
         return vendor.scratch(layer, tokens, window, width - window)
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
-        """Enough for either kernel. FlashInfer makes parts of few rows only, and copies of all."""
+        """Enough for either kernel. FlashInfer splits rows of small calls only, and copies indices of all calls."""
         bound, vendor = super().scratch_bound(phase, layer, max_tokens, max_width), self.vendor
         if isinstance(vendor, Reason):
             return bound
         window = _window_of(layer, max_width)
-        for tokens in {max_tokens, min(max_tokens, vendor.found.max_decode_tokens)}:
-            # rows may be narrower than the widest ones, and FlashInfer may serve only these, or only those
+        for tokens in {max_tokens, min(max_tokens, vendor.installed.max_decode_tokens)}:
+            # FlashInfer may serve only the widest rows, or only rows of the layer's window
             if not all(self.reasons(phase, layer, tokens, columns) for columns in (window, layer.window)):
                 specs = vendor.scratch(layer, tokens, window, max_width - window)
                 bound += round_up(simultaneous_bytes(list(specs)), ALIGNMENT)
@@ -149,12 +149,12 @@ class Sm120Backend(TritonBackend):
         served = not self.reasons(phase, layer, tokens, columns[0])
         form = vendor.fit(call) if served and self._kernel == AUTO else None
         if form is None and self._kernel == AUTO:
-            # planned by shapes for FlashInfer, and not its kind of memory or rows: our kernel needs no scratch
+            # scratch was planned by shapes for FlashInfer, which cannot read these tensors; our kernel needs none
             return super().prepare(phase, evolve(call, scratch=()))
         return vendor.prepare(call, form)
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.Backend`. What stands around FlashInfer's kernels too, whether or not it is there."""
+        """See `contract.Backend`. Also the launches before and after FlashInfer, installed or not."""
         yield from super().kernel_variants(bounds, device)
         if self._kernel == FLASHINFER or (self._kernel == AUTO and device.matches(ARCHS)):
             sinks, lses, copies = bounds.with_sink, bounds.with_lse, not self._in_range

@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 
-__all__ = ["HEADS", "TILE", "Found", "find", "forget", "reasons"]
+__all__ = ["HEADS", "TILE", "InstalledFlashInfer", "find", "forget", "reasons"]
 
 HEADS = (8, 16, 32, 64, 128)
 """Head counts with kernels in both of its phases; others are padded to the next one."""
@@ -36,7 +36,7 @@ _PASSED = (
 
 
 @frozen(eq=False)
-class Found:
+class InstalledFlashInfer:
     """FlashInfer's attention and its own description of its limits.
 
     version: version of FlashInfer.
@@ -57,7 +57,7 @@ class Found:
     max_decode_tokens: int = 64
 
     @classmethod
-    def of(cls, version: str, wrapper: Any, config: Any) -> Found:  # noqa: ANN401 - of a package without types
+    def of(cls, version: str, wrapper: Any, config: Any) -> InstalledFlashInfer:  # noqa: ANN401 - of a package without types
         """Read the limits from its own description. Limits that an old release does not describe are a fixed set."""
         any_topk = getattr(config, "topk_is_runtime", False) and config.min_topk <= 1
         any_page = getattr(config, "page_block_size_is_runtime", False)
@@ -78,13 +78,13 @@ class Found:
 
 
 @lru_cache(maxsize=1)
-def find() -> Found | Reason:
+def find() -> InstalledFlashInfer | Reason:
     """Import FlashInfer and return its limits, or the reason why it cannot be used. Never raises; cached per process.
 
     The import takes seconds, and writes a log to its cache directory.
     """
     try:
-        return _found()
+        return _read_installed()
     except Exception as error:  # noqa: BLE001 - a broken package may raise anything, which becomes the reason
         return _reason(f"{type(error).__name__}: {error}", f"an importable {_MODULE}")
 
@@ -94,7 +94,7 @@ def forget() -> None:
     find.cache_clear()
 
 
-def _found() -> Found | Reason:
+def _read_installed() -> InstalledFlashInfer | Reason:
     module = importlib.import_module(_MODULE)
     version = str(getattr(importlib.import_module("flashinfer"), "__version__", "unknown"))
     number = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
@@ -117,11 +117,11 @@ def _found() -> Found | Reason:
     configs = module.supported_sparse_mla_sm120_configs()
     if "dsv4" not in configs:
         return _reason(f"flashinfer {version} for {', '.join(configs)}", "a release with kernels for dsv4")
-    found = Found.of(version, wrapper, configs["dsv4"])
-    width = getattr(found.config, "bytes_per_token", 0)
+    installed = InstalledFlashInfer.of(version, wrapper, configs["dsv4"])
+    width = getattr(installed.config, "bytes_per_token", 0)
     if width not in (0, 584):
         return _reason(f"flashinfer {version} with records of {width} bytes", "584-byte records")
-    return found
+    return installed
 
 
 def _reason(actual: str, allowed: str) -> Reason:
@@ -129,7 +129,7 @@ def _reason(actual: str, allowed: str) -> Reason:
 
 
 def reasons(
-    found: Found,
+    installed: InstalledFlashInfer,
     problem: Problem,
     *,
     tokens: int | None = None,
@@ -141,16 +141,18 @@ def reasons(
     tokens: most query tokens of a call; None means any number. page_strides: bytes from page to page of each cache, or
     empty if not known. in_range: see `FlashInferAttention`; without a copy, index rows must have the required width.
     """
-    return list(_reasons(found, problem, tokens, page_strides, in_range=in_range))
+    return list(_reasons(installed, problem, tokens, page_strides, in_range=in_range))
 
 
 def _reasons(
-    found: Found, problem: Problem, tokens: int | None, page_strides: Sequence[int], *, in_range: bool
+    installed: InstalledFlashInfer, problem: Problem, tokens: int | None, page_strides: Sequence[int], *, in_range: bool
 ) -> Iterator[Reason]:
     layer = problem.layer
-    heads = found.padded(layer.num_heads)
+    heads = installed.padded(layer.num_heads)
     if heads is None:
-        yield Reason("HEADS", layer.num_heads, f"at most {max(found.heads, default=0)}", "shard heads over more ranks")
+        yield Reason(
+            "HEADS", layer.num_heads, f"at most {max(installed.heads, default=0)}", "shard heads over more ranks"
+        )
     if (layer.nope_dim, layer.rope_dim) != (448, 64):
         yield Reason("HEAD_DIM", f"{layer.nope_dim} + {layer.rope_dim}", "448 + 64")
     if problem.q_dtype != "bfloat16":
@@ -161,46 +163,46 @@ def _reasons(
     names = ("window cache", "compressed cache")
     for name, cache in zip(names, (problem.swa, problem.compressed), strict=True):
         if cache is not None:
-            yield from _of_cache(found, name, cache)
+            yield from _of_cache(installed, name, cache)
     for stride in page_strides:
         if stride % 16:
             yield Reason("PAGE_STRIDE", f"{stride} bytes", "a multiple of 16", "pad pages")
-    yield from _of_width(found, problem, heads, tokens, in_range=in_range)
+    yield from _of_width(installed, problem, heads, tokens, in_range=in_range)
 
 
-def _of_cache(found: Found, name: str, cache: CacheFacts) -> Iterator[Reason]:
+def _of_cache(installed: InstalledFlashInfer, name: str, cache: CacheFacts) -> Iterator[Reason]:
     layout = (cache.layout, cache.dtype, cache.arrangement, cache.group_size)
     if layout != ("fp8_ds_mla", "e4m3fn", "split", 64):
         actual = f"{name} {cache.layout} of {cache.dtype}, {cache.arrangement}, groups of {cache.group_size}"
         yield Reason("LAYOUT", actual, "fp8_ds_mla of e4m3fn, split, groups of 64")
-    if found.page_sizes is not None and cache.page_size not in found.page_sizes:
-        allowed = f"{_listed(found.page_sizes)} with flashinfer {found.version}"
+    if installed.page_sizes is not None and cache.page_size not in installed.page_sizes:
+        allowed = f"{_listed(installed.page_sizes)} with flashinfer {installed.version}"
         yield Reason("PAGE_SIZE", f"{name} with pages of {cache.page_size}", allowed, _CURE)
 
 
 def _of_width(
-    found: Found, problem: Problem, heads: int | None, tokens: int | None, *, in_range: bool
+    installed: InstalledFlashInfer, problem: Problem, heads: int | None, tokens: int | None, *, in_range: bool
 ) -> Iterator[Reason]:
-    """Reasons about the columns of the window, its `topk`; the columns of the compressed cache may have any number."""
-    window, many = problem.layer.window, tokens is None or tokens > found.max_decode_tokens
+    """Reasons about the columns of the window, which FlashInfer calls `topk`. The second cache may have any number."""
+    window, is_prefill = problem.layer.window, tokens is None or tokens > installed.max_decode_tokens
     width = problem.window_columns or window
     if width > window and problem.compressed is not None:
         # scratch is planned for all columns of a row together, and would have to know which are the window's
-        yield Reason("WINDOW", width, f"{window} columns beside a compressed cache")
-    if in_range and many and width % TILE:
-        expected = f"a multiple of {TILE}, for more than {found.max_decode_tokens} tokens"
+        yield Reason("WINDOW", width, f"{window} columns next to a compressed cache")
+    if in_range and is_prefill and width % TILE:
+        expected = f"a multiple of {TILE}, for more than {installed.max_decode_tokens} tokens"
         yield Reason("WINDOW", width, expected, "let the backend copy indices")
-    if found.topks is not None and width not in found.topks:
-        allowed = f"{_listed(found.topks)} with flashinfer {found.version}"
+    if installed.topks is not None and width not in installed.topks:
+        allowed = f"{_listed(installed.topks)} with flashinfer {installed.version}"
         yield Reason("WINDOW", width, allowed, _CURE)
         return
     page = problem.swa.page_size
-    some = min(tokens or 1, found.max_decode_tokens)
-    if heads is None or (found.page_sizes is not None and page not in found.page_sizes):
+    decode_tokens = min(tokens or 1, installed.max_decode_tokens)
+    if heads is None or (installed.page_sizes is not None and page not in installed.page_sizes):
         return
-    if not found.config.supports_decode(heads, width, num_tokens=some, page_block_size=page):
+    if not installed.config.supports_decode(heads, width, num_tokens=decode_tokens, page_block_size=page):
         actual = f"{heads} heads with {width} columns on pages of {page}"
-        yield Reason("FLASHINFER", actual, f"what flashinfer {found.version} has kernels for", _CURE)
+        yield Reason("FLASHINFER", actual, f"what flashinfer {installed.version} has kernels for", _CURE)
 
 
 def _listed(numbers: frozenset[int]) -> str:

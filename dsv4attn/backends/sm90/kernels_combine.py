@@ -33,7 +33,7 @@ def combine_parts(
 
     Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
     others are side 0 of theirs. by_program: whether programs of attention have a line of table each, or rows; see
-    `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight, and those that lie beside
+    `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight, and those that lie next to
     them in a part. N: parts that are loaded together.
     """
     tl.static_assert((R > 1) & (16 % R == 0))
@@ -63,7 +63,7 @@ def combine_parts(
         # not known to lie in a row: each thread is to load those of its own numbers
         spread = tl.max_contiguous(own, [1])
         for i in range(0, count, N):
-            # sums are added up behind all loads, so that many are in flight
+            # sums are added up after all loads, so that many are in flight
             values, powers0, powers1, lses0, lses1, grown0, grown1 = (), (), (), (), (), largest0, largest1
             for u in tl.static_range(N):
                 program = (first + i + u) * BLOCKS + sixteen // 4

@@ -49,7 +49,7 @@ PACK = gl.constexpr(_PACK)
 """Numbers of a thread that one block of instructions multiplies."""
 SHRINK = gl.constexpr(_unless_all_are_one(_PACK))
 SHRINK_REGISTERS = gl.constexpr(",".join(["=f"] * _PACK + [str(i) for i in range(_PACK)] + ["f"] * _PACK))
-"""Each result is in the register of its operand: a copy would be held beside sums that a matrix product is to take."""
+"""Each result is in the register of its operand: a copy would be held next to sums that a matrix product is to take."""
 
 
 @gluon.jit

@@ -176,7 +176,7 @@ def store_products(PRODUCTS, acc, rest, squares, tile, group, groups, count):
     row = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     at = (row.to(gl.int64) * groups + group) * 32
     place = gl.expand_dims(at, 1) + gl.expand_dims(gl.where(mix < 4, mix, mix + 1), 0)
-    # whole rows, with zeros behind the products: memory is slow to take parts of its words
+    # whole rows, with zeros after the products: memory is slow to take parts of its words
     gl.store(PRODUCTS + place, acc, mask=gl.expand_dims(row < count, 1) & gl.expand_dims(mix < 31, 0))
     row = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, TILE))
     at = (row.to(gl.int64) * groups + group) * 32 + 4
@@ -225,7 +225,7 @@ def mix_tiles(given, out, work, smem, SLICES: gl.constexpr, STAGES: gl.constexpr
                 rest = warpgroup_mma(smem.new[j], factors, rest, use_acc=use, is_async=True)
                 factors = smem.high.index(s * 4 + j).permute((1, 0))
                 acc = warpgroup_mma(smem.new[j], factors, acc, use_acc=use, is_async=True)
-            # behind the fence, which waits for what is written before it
+            # after the fence, which waits for what is written before it
             token = given.first + now * 64 + row
             place = gl.expand_dims(token.to(gl.int64) * 4 * hidden, 1) + gl.expand_dims(column, 0)
             live = gl.expand_dims(now * 64 + row, 1) + gl.expand_dims(column, 0) * 0 < given.count

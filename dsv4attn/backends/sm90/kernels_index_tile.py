@@ -107,7 +107,7 @@ def rows_at(keys):
 def copy_tile(args, keys, start, end, copied, k_s, s_s):
     """Start to copy 64 keys and their scales, if start < end. Keys without a page are those of page 0.
 
-    Without branches: the assembler lets products run behind none.
+    Without branches: the assembler starts no product past a branch.
     """
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE)), 0)

@@ -232,7 +232,7 @@ def decode(count, smem):
         x2, x3 = halves(smem.raw[1].load(HELD_L))
         x4 = smem.raw[2].load(HELD_L)
         store_words(smem.k0, b, decoded(x0, low, None, 0), decoded(x1, low, None, 1))
-        # behind the first stores, as at an arrival all threads wait until each has its codes
+        # after the first stores, as at an arrival all threads wait until each has its codes
         mbarrier.arrive(smem.raw_empty.index(0), count=1)
         store_words(smem.k1, b, decoded(x2, low, None, 2), decoded(x3, low, None, 3))
         mbarrier.wait(smem.rest_full.index(b), (i // 2) & 1)

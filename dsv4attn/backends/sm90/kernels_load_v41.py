@@ -173,7 +173,7 @@ def second_half(smem, b, x0, x1, x2, x3, scales):
 def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
     """Fill stages of keys with the count tiles of a chunk, one after the other, and store which keys are there.
 
-    While a tile is decoded, the next one's first pieces are being copied, and the slots of the one behind that are
+    While a tile is decoded, the next one's first pieces are being copied, and the slots of the one after that are
     loaded: a loop's first branch waits for all loads that were in flight from the turn before. KIND: CODE_PAGES or
     NIBBLE_PAGES.
     """

@@ -111,7 +111,7 @@ def load_q(query, q_s, t, tokens, H: gl.constexpr):
 
 @gluon.jit
 def sums_of(p):
-    """Sums of each row of [64, 64] over the columns that one thread has: [64, 4], added up behind a row's last tile."""
+    """Sums of each row of [64, 64] over the columns that one thread has: [64, 4], added up after a row's last tile."""
     return gl.sum(gl.sum(gl.reshape(p, [64, 8, 4, 2]), 3), 1)
 
 

@@ -6,7 +6,7 @@ and both accumulate both tiles' weighted keys in their half. While one computes 
 `produce`, four warps, copies q of each row, and keys to two stages, of an even tile and of an odd one. Each half of a
 tile's columns has barriers of its own, since the role that reads only that half releases it early.
 
-Tiles come in pairs: the last of an odd number has a tile without keys beside it, and a row without keys is a pair of
+Tiles come in pairs: the last of an odd number has a tile without keys next to it, and a row without keys is a pair of
 such. Which rows a block attends, and how barriers count, is as in `kernels_pages`.
 
 Weights are relative to a reference that moves only where a maximum exceeds it by more than TOLERANCE, so that sums
@@ -80,7 +80,7 @@ Shared = namedtuple(
 q: [2, 64, 256] bf16, halves. k_left, k_right: [2, 64, 256] bf16, halves of both tiles; bias: [2, 64] fp32, 0 or -inf
 for each key; every: [2, 1] int32, whether a tile has all keys. p, reference: [2, 64, 64] bf16 and [2, 64] fp32, weights
 of both tiles, and their references. total, largest: [2, 64] fp32, of both roles at a row's end. pairs, row, side:
-[2, 1] int32, of two rows in turn: pairs of tiles, or -1 behind the last row; the row; its part, or -1 if whole. sink:
+[2, 1] int32, of two rows in turn: pairs of tiles, or -1 after the last row; the row; its part, or -1 if whole. sink:
 [64] fp32. q, l, r, p, s, n: barriers of q, of halves of keys, of weights, of sums, and of pairs, row and side. go:
 holds the product of `right` back until that of `left` has begun.
 """
@@ -137,7 +137,7 @@ def load_factors(smem, j):
 def arrive_behind(bar, LATER: gl.constexpr, pred=True):
     """Arrive once all groups of copies but the LATER last ones are done, with a fence: the matrix unit reads them next.
 
-    Copies write as ordinary stores do. By PTX's memory model the matrix unit sees such a write only behind a fence
+    Copies write as ordinary stores do. By PTX's memory model the matrix unit sees such a write only after a fence
     between both kinds of accesses. In this role, which waits anyway, it costs 0 to 2.4 % on an H200, in the roles that
     multiply up to 3 %. Without one, as in CUTLASS's pipelines of such copies, no result was ever seen to be wrong.
     """

@@ -4,7 +4,7 @@ All rows of a call form one line of tiles, and the line is cut into as many chun
 keys of one segment; a row has the tiles of its window, then those of its compressed segment. A row without keys takes
 the place of one tile, so that one program writes it. A row in more than one chunk is split: each of its programs
 writes a part, and `kernels_combine` combines the parts. A program has at most two parts: of a row that began before its
-chunk, and of a row that continues behind it. A kernel that attends tiles in pairs has whole pairs on the line.
+chunk, and of a row that continues after it. A kernel that attends tiles in pairs has whole pairs on the line.
 
 Where rows differ, each takes some tiles more on the line, for the work that a program does once for a row. Where they
 do not, chunks are whole rows, or equal parts of a row, whenever that is not much longer: then few rows or none split.
@@ -77,7 +77,7 @@ Keys = namedtuple("Keys", "first second paired")
 Chunk = namedtuple("Chunk", "tokens parts lo hi length extra")
 """A program's chunk of the line, [lo, hi).
 
-tokens: rows of the call. parts: chunks of the line. length: tiles of every chunk. extra: tiles that a row takes beside
+tokens: rows of the call. parts: chunks of the line. length: tiles of every chunk. extra: tiles that a row takes besides
 its own; _MOST_TILES where each row has a chunk of its own, so that no row follows.
 """
 Results = namedtuple(
@@ -123,7 +123,7 @@ def tiles_of(keys, n0, n1):
 
 @triton.jit
 def room_of(keys, n):
-    """What a row of n tiles takes of the line, beside `Chunk.extra`."""
+    """What a row of n tiles takes of the line, besides `Chunk.extra`."""
     least: tl.constexpr = 2 if keys.paired else 1
     return tl.maximum(n, least)
 
@@ -188,7 +188,7 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr, ONCE: tl.const
 
 @triton.jit
 def enter(keys, chunk, t, pos):
-    """Row t, which begins at pos of the line: its lengths, its first tile in the chunk and the one behind its last.
+    """Row t, which begins at pos of the line: its lengths, its first tile in the chunk and the one after its last.
 
     Of a row that is not there all are 0.
     """
@@ -200,7 +200,7 @@ def enter(keys, chunk, t, pos):
 def begin(keys, chunk, t, pos):
     """The first tile of a chunk, whose first row is t, as a walk: (t, pos, n0, n1, k, last).
 
-    k: a tile of row t, which begins at pos of the line and has lengths n0 and n1. last: one behind its last tile here.
+    k: a tile of row t, which begins at pos of the line and has lengths n0 and n1. last: one after its last tile here.
     """
     n0, n1, k, last = enter(keys, chunk, t, pos)
     return _settle(keys, chunk, t, pos, n0, n1, k, last)
@@ -231,7 +231,7 @@ def _settle(keys, chunk, t, pos, n0, n1, k, last):
 def columns(keys, chunk, walk):
     """Columns of a walk's tile as (at, column, end, inside): 64 from `column` on, of an index row at `at`.
 
-    end: behind the last column of the row that counts, 0 if the row is not there. inside: whether (1 or 0) the tile
+    end: after the last column of the row that counts, 0 if the row is not there. inside: whether (1 or 0) the tile
     belongs to the window.
     """
     t, _pos, n0, n1, k, _last = walk
@@ -261,14 +261,14 @@ def slots(keys, chunk, walk, row):
 def pairs_of(first, last):
     """Pairs in which the tiles of a row are attended; a row without keys has an empty one.
 
-    first: the row's first tile here, last: the one behind its last; both are even.
+    first: the row's first tile here, last: the one after its last; both are even.
     """
     return tl.maximum((last - first) // 2, 1)
 
 
 @triton.jit
 def row_slots(segment, t, n, k, row):
-    """Indices of tile k of row t of one segment, -1 behind its n columns. row: 0 .. TILE."""
+    """Indices of tile k of row t of one segment, -1 after its n columns. row: 0 .. TILE."""
     column = k * TILE + row
     at = segment.rows + t.to(tl.int64) * segment.stride
     return tl.load(at + column, mask=column < n, other=-1)
@@ -333,7 +333,7 @@ def page_of(keys, slot, inside):
 def coded_page_of(keys, slot, inside, KIND: tl.constexpr, INTERLEAVED: tl.constexpr):
     """As `page_of`, of V4.1's records: addresses of data and scales, both int32 words.
 
-    KIND: CODE_PAGES or NIBBLE_PAGES. INTERLEAVED: scales are behind each record's data, and not behind the page's.
+    KIND: CODE_PAGES or NIBBLE_PAGES. INTERLEAVED: scales are after each record's data, and not after the page's.
     """
     first, second = keys.first, keys.second
     size, factor, log, pitch = first.size, first.factor, first.log, first.pitch
@@ -405,7 +405,7 @@ def place_in_part(head, column):
     """Where a part, [64, 512], has a column of one of its 64 heads.
 
     As the matrix unit leaves them: of 16 heads and 16 columns, 256 numbers in a row, and of those the eight in a row
-    that a thread has, four columns of a head and of the eighth one behind it.
+    that a thread has, four columns of a head and of the eighth one after it.
     """
     within = column % 16 // 8 * 4 + head % 16 // 8 * 2 + column % 2
     return head // 16 * 8192 + column // 16 * 256 + head % 8 * 32 + column % 8 // 2 * 8 + within

@@ -5,7 +5,7 @@ store. So nothing is pipelined: all loads of a tile are in flight at once. Both 
 by heads and columns by heads. The matrix unit multiplies 64 rows at least, and a program may have 16 heads: less of q
 to load, and less to store.
 
-Sums are stored as the matrix unit leaves them in registers, eight bytes of a thread beside those of the next one, and
+Sums are stored as the matrix unit leaves them in registers, eight bytes of a thread next to those of the next one, and
 not divided by totals yet. `combine_tiles` loads them in that order, and sorts what it has combined. They are fp16,
 under a power of two for each 64 columns of a tile, which follows from the scale bytes of its keys; see `bounds_of`.
 """
@@ -184,7 +184,7 @@ def attend_tile(
         second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, last_slot1)
     keys = Keys(first, second, False)
     inside, begin, n, width, at = own_tile(keys, t, tile, least1, N)
-    # indices behind the length are read too, and not used: they would have to wait for it
+    # indices after the length are read too, and not used: they would have to wait for it
     column = begin + gl.arange(0, N, layout=gl.SliceLayout(1, WORDS_L))
     slot = gl.load(at + column, mask=column < width, other=-1)
     if SEGMENTS == 2:  # noqa: SIM102 - a constant, and a value
@@ -239,7 +239,7 @@ def attend_tile(
         store_sums(to + 128 * BH, b, inverses_s.slice(8, 8), BH)
         store_sums(to + 256 * BH, c, inverses_s.slice(16, 8), BH)
         store_sums(to + 384 * BH, d, inverses_s.slice(24, 8), BH)
-        # behind the parts, which need not wait for it
+        # after the parts, which need not wait for it
         store_heads(sums, largest, BH)
         store_heads(sums + BH, gl.sum(p, 0), BH)
     else:

@@ -284,7 +284,7 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int]) -> Ru
     roles, raw = _warp_roles(kind, raw=call.raw_q is not None), call.raw_q
     segments = len(attention_launch.index_rows(keys))
     short = _has_short(segments, kind) and tokens <= SHORT.value
-    constants, combining, each = _constants(segments, kind, heads, raw=raw is not None, short=short)
+    constants, combining, programs_per_row = _constants(segments, kind, heads, raw=raw is not None, short=short)
     programs = _programs(heads)
     lines = min(tokens, programs // -(-heads // HEADS))
     results = attention_launch.result_strides(call)
@@ -299,7 +299,7 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int]) -> Ru
     )
     combine_numbers = *results, empty_lse, int(tokens > lines)
     combine = Launch(combine_parts, combining, combine_numbers, roles.warps)
-    programs, combiners = programs if tokens else 0, lines * each
+    programs, combiners = programs if tokens else 0, lines * programs_per_row
     part, part_lse, part_max, splits = call.scratch
     # other kernels fill this memory with fp32: parts in fp16 need half of it, and powers less than the rest
     part, part_powers = part.view(torch.float16), part.view(-1)[part.numel() // 2 :].view(torch.uint8)
@@ -438,8 +438,8 @@ def variants(
     short = [_constants(segments, kind, heads, short=True)[0]] if _has_short(segments, kind) else []
     angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
-    for given in attention_launch.call_types(torch.bfloat16, caches, sinks, lses):
-        types = given | {"part": "*fp16", "part_powers": "*u8", "part_lse": "*fp32"} | angles
+    for call_types in attention_launch.call_types(torch.bfloat16, caches, sinks, lses):
+        types = call_types | {"part": "*fp16", "part_powers": "*u8", "part_lse": "*fp32"} | angles
         for call_constants in (constants, *short):
             yield Variant.from_types(attention, types, call_constants)
         yield Variant.from_types(combine_parts, types, combining, num_warps=_warp_roles(kind).warps)

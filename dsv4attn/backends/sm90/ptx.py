@@ -31,7 +31,7 @@ def nibbles(piece: int) -> str:
     """PTX of four words of e2m1 codes, eight in each.
 
     $0..$3: of each word its first two values; $4..$7, $8..$11, $12..$15: the next ones. $16..$19: words.
-    $20 + piece: four scales, of which $24 picks that of the first two words; the one behind it is of the others.
+    $20 + piece: four scales, of which $24 picks that of the first two words; the one after it is of the others.
     The bytes of a code's bf16 value are looked up by its three low bits; a fourth bit would pick a sign.
     """
     lines = [

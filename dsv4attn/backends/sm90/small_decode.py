@@ -36,9 +36,9 @@ def prepare(call: AttentionCall, numbers: Sequence[int], tiles: TileSizes, entri
     """
     q, top, (tokens, heads, _) = call.q, call.max_logits, call.q.shape
     widths = [rows.width for rows in attention_launch.index_rows(call.keys)]
-    each, blocks = tiles.of_rows(widths), -(-heads // tiles.heads)
-    own, rounds = _constants(len(widths), heads, tiles), combine_rounds_of(tokens, heads, each)
-    shape = heads, tiles.heads, tiles.keys, each, widths[0], widths[1] if len(widths) == 2 else 0
+    row_tiles, blocks = tiles.of_rows(widths), -(-heads // tiles.heads)
+    constants, rounds = _constants(len(widths), heads, tiles), combine_rounds_of(tokens, heads, row_tiles)
+    shape = heads, tiles.heads, tiles.keys, row_tiles, widths[0], widths[1] if len(widths) == 2 else 0
     window_indices, window_lens, compressed_indices, compressed_lens = attention_launch.index_tensors(call.keys)
     # slots need no block table: the kernel does not read these two tensors then
     token_to_req = block_table = compressed_lens
@@ -46,11 +46,11 @@ def prepare(call: AttentionCall, numbers: Sequence[int], tiles: TileSizes, entri
     if entries is not None:
         token_to_req, block_table = entries.token_to_req, entries.pages.block_table
         table_numbers = block_table.stride(0), *block_table.shape, shape[-1]
-    numbers = *q.stride()[:2], *numbers, *table_numbers, each
-    launch = Launch(attend_tile, own, (*numbers, call.layer.scale), WARPS)
+    numbers = *q.stride()[:2], *numbers, *table_numbers, row_tiles
+    launch = Launch(attend_tile, constants, (*numbers, call.layer.scale), WARPS)
     results = *attention_launch.result_strides(call), *shape, table_numbers[-1], call.empty_lse
     combine = Launch(combine_tiles, _combining(*rounds), results, COMBINING_WARPS)
-    programs, combiners = tokens * each * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
+    programs, combiners = tokens * row_tiles * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
     # other kernels fill this memory with fp32: parts in fp16 need half of it, and their sums less than the rest
     memory = call.scratch[0]
     part, sums = memory.view(torch.float16), memory.view(-1)[memory.numel() // 2 :]

@@ -127,7 +127,7 @@ class TileSizes:
     most: int = 1
 
     def of_rows(self, widths: Sequence[int]) -> int:
-        """TileSizes of a row whose segments have index rows of these widths."""
+        """Tiles of a row whose segments have index rows of these widths."""
         return sum(-(-width // self.keys) for width in widths)
 
     def programs(self, tokens: int, heads: int, widths: Sequence[int]) -> int:
@@ -174,13 +174,13 @@ def tile_sizes_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) 
 
 
 COMBINE_ROUNDS = ((10, 1), (5, 2), (10, 2), (2, 8))
-"""Of programs of `combine_tiles`: tiles of a round, and pieces of 64 columns. Measured beside eight others, 75 decodes,
+"""Of programs of `combine_tiles`: tiles of a round, and pieces of 64 columns. Measured with eight others, 75 decodes,
 H200, torch 2.11, Triton 3.6, 2026-11-26: what `combine_rounds_of` says takes 1 % more than the fastest of twelve, at
 most 5 %."""
 
 
 def combine_rounds_of(tokens: int, heads: int, tiles: int) -> tuple[int, int]:
-    """TileSizes whose parts a program of `combine_tiles` loads together, and pieces of columns that it has.
+    """Tiles whose parts a program of `combine_tiles` loads together, and pieces of columns that it has.
 
     A multiprocessor runs four to eight programs at once. Where there would be more, few large programs are faster.
     """

@@ -46,20 +46,20 @@ COLUMNS = 16
 
 @frozen
 class GatherTile:
-    """Tokens that are gathered at the same time, and columns of each."""
+    """Number of tokens whose keys are gathered together, and columns of each token."""
 
     tokens: int
     columns: int
 
     @classmethod
     def of(cls, tokens: int, width: int, head_dim: int) -> GatherTile:
-        """As many as fit, of so many tokens with `width` selected keys; at least one."""
+        """The most tokens that fit into RUN_BYTES, at least one. width: selected keys of a token."""
         columns = round_up(max(width, 1), COLUMNS)
         return cls(max(min(tokens, RUN_BYTES // (2 * columns * head_dim)), 1), columns)
 
     @property
     def rows(self) -> int:
-        """Rows of bf16 for the keys. At least two tokens' worth, so that one token of fp32 keys fits too."""
+        """Rows of bf16 for the keys: at least those of two tokens, so that the fp32 keys of one token fit too."""
         return max(self.tokens, 2) * self.columns
 
 
@@ -97,7 +97,7 @@ class XpuBackend(TritonBackend):
         return form == GATHERED
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """Parts of the rows; before them, where decode gathers: keys, packed indices and lengths of one run."""
+        """Splits of rows. Where decode gathers, the keys, packed indices and lengths of one run come before."""
         if phase is Phase.PREFILL or not self.gathers:
             return super().scratch(phase, layer, tokens, width)
         run = GatherTile.of(tokens, width, layer.head_dim)
@@ -176,12 +176,12 @@ def _aligned_rows(layout: KVCacheLayout) -> int:
 
 
 def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKeys], part: slice) -> None:
-    """Copy the keys that tokens `part` of all select to rows of kv, and name these rows in `packed`.
+    """Copy the keys that the tokens in `part` select to rows of kv, and write the numbers of these rows to `packed`.
 
-    kv: [>= n * columns, D]. packed: indices [n, columns] contiguous, lens [n]; segments lie side by side, each within
-    its own lengths, and slots that do not exist are -1.
+    kv: [>= n * columns, D]. packed: indices [n, columns] contiguous, lens [n]; the columns of the segments follow each
+    other, each segment has its own lengths, and slots that do not exist are -1.
     """
-    n, before, width_before = packed.lens.shape[0], None, 0
+    n, window_lens, window_width = packed.lens.shape[0], None, 0
     for segment in segments:
         rows, cache = segment.rows, segment.cache
         assert isinstance(rows, DenseIndices)
@@ -192,14 +192,14 @@ def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKe
             kernels.gather_selected,
             (n * max(triton.cdiv(width, constants["BLOCK_R"]), 1),),
             (
-                kv, packed.indices, packed.lens, cache.tensor, indices, lens, before,
-                packed.indices.shape[1], width, width_before, indices.stride(0), kv.stride(0),
+                kv, packed.indices, packed.lens, cache.tensor, indices, lens, window_lens,
+                packed.indices.shape[1], width, window_width, indices.stride(0), kv.stride(0),
                 cache.num_blocks, cache.block_size, *record_strides(cache),
             ),
             constants,
             num_warps=WARPS,
         )  # fmt: skip
-        before, width_before = lens, width
+        window_lens, window_width = lens, width
 
 
 @cache
@@ -209,7 +209,10 @@ def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]
 
 
 def variants(layout: KVCacheLayout, *, second: bool, aligned: bool = True) -> Iterator[Variant]:
-    """Every form of `gather_selected` for a cache, of the window or the second one, aligned to 16 bytes or not."""
+    """Every variant of `gather_selected` for a cache.
+
+    second: whether it is the compressed cache. aligned: whether it begins at a multiple of 16 bytes.
+    """
     types = {"KV": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
     types |= dict.fromkeys(("PACKED", "LENS_OUT", "INDICES", "LENS"), "*i32")
     types["BEFORE"] = "*i32" if second else "none"

@@ -36,7 +36,7 @@ GATHERED = Segment.of(KVCacheLayout.rows(NOPE, ROPE, dtype=torch.bfloat16), alig
 SEGMENTS = {
     "decode window": (Phase.DECODE, (OCP,)),
     "decode both": (Phase.DECODE, (OCP, OCP)),
-    # a window that another library wrote in the device's own dialect, beside what Triton wrote
+    # a window that another library wrote in the device's own dialect, next to what Triton wrote
     "decode mixed": (Phase.DECODE, (FNUZ, OCP)),
     "prefill gathered": (Phase.PREFILL, (GATHERED,)),
 }
@@ -70,7 +70,7 @@ def needed(variant: Variant, target: str, *, far: bool) -> dict[str, Any]:
 
 
 def main(target: str, *words: str) -> dict[str, Any]:
-    """By form; those for tensors beyond 2 GB are asked for by ", far" behind the name."""
+    """By form; those for tensors beyond 2 GB are asked for by ", far" after the name."""
     pairs = [word.partition("=") for word in words]
     numbers: dict[str, Any] = {name: int(number) for name, _, number in pairs if number}
     wanted = [word for word in words if "=" not in word]

@@ -111,5 +111,5 @@ def test_every_form_keeps_every_limit(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", ["e4m3fn", "e4m3fnuz", "bfloat16", "float32"])
-def test_every_kernel_that_the_room_foresees_keeps_every_limit(target: str, dtype: str) -> None:
+def test_every_kernel_that_the_backend_foresees_keeps_every_limit(target: str, dtype: str) -> None:
     assert broken_limits("rocm", [target], "--dtype", dtype) == []

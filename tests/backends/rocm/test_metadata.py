@@ -48,7 +48,7 @@ C128A = LayerKind.HCA
 GONE = [-1, -(2**31), 2**31 - 1]
 """Blocks whose slots do not exist."""
 GARBAGE = [0, 3, -1, -7, -(2**31), 2**31 - 1, 0x7FC00000]
-"""What may stand behind the last row: slots of somebody, and numbers that are none."""
+"""What may stand after the last row: slots of somebody, and numbers that are none."""
 
 
 def builder(backend: Backend | None = None, **options: Any) -> MetadataBuilder:
@@ -243,7 +243,7 @@ def test_a_full_batch_of_full_rows_fits() -> None:
     assert entries.indptr.diff().tolist() == counts
 
 
-# what stands behind the last row does not matter
+# what stands after the last row does not matter
 
 DECODES = [(90, 1), (0, 1), (33, 2, 1), (20, 2), (7, 1, 1)]
 
@@ -255,7 +255,7 @@ def decoding(kind: LayerKind) -> StepFixture:
 
 
 def poisoned(kind: LayerKind) -> Iterator[bool]:
-    """Run a step, and again with other garbage behind the last rows: whether the bits are the same."""
+    """Run a step, and again with other garbage after the last rows: whether the bits are the same."""
     problem = decoding(kind).problem(RocmBackend())
     clean = problem.run(RocmBackend())
     parts = [problem.metadata.swa.decode_swa_ragged]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
-from dsv4attn.backends.sm120.probe import Found
+from dsv4attn.backends.sm120.probe import InstalledFlashInfer
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
@@ -37,14 +37,14 @@ def layer_of(heads: int, *, window: int = 128, topk: int = 0) -> LayerGeometry:
     return LayerGeometry(kind, ratio, heads, 512, Rope(64, 10000.0), window, topk)
 
 
-def found(wrapper: type = RecordingWrapper, *, old: bool = False) -> Found:
-    """FlashInfer as it would be found."""
-    return Found.of("0.7.2", wrapper, Config(old=old))
+def installed_flashinfer(wrapper: type = RecordingWrapper, *, old: bool = False) -> InstalledFlashInfer:
+    """FlashInfer as `find` returns it."""
+    return InstalledFlashInfer.of("0.7.2", wrapper, Config(old=old))
 
 
 @attrs.frozen(eq=False, slots=False)
 class Trial:
-    """Rows of queries. Arenas hold slots, -1, with `outside` slots that do not exist, and behind the lengths garbage.
+    """Rows of queries. Arenas hold slots, -1, with `outside` slots that do not exist, and after the lengths garbage.
 
     Of three rows one has no key at all, and one is longer than it has columns. pages: records of a page in each cache.
     """
@@ -147,7 +147,7 @@ class Trial:
         )
 
     def run(self, attention: FlashInferAttention, call: AttentionCall) -> AttentionCall:
-        """Run it over scratch full of NaN, and of slots that hold NaN, and look behind every view of it."""
+        """Run it over scratch full of NaN, and of slots that hold NaN, and look after every view of it."""
         memory = WorkspaceManager(DEVICE, debug=True)
         views = memory.get_simultaneous(*attention.scratch(self.layer, self.tokens, *self.widths))
         for view in views:

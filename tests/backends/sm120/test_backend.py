@@ -27,7 +27,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, Answer, Trial
-from tests.backends.sm120.decode_calls import found
+from tests.backends.sm120.decode_calls import installed_flashinfer
 from tests.backends.sm120.fake_flashinfer import RecordingWrapper
 
 FLASH = ModelGeometry.preset("flash")
@@ -48,7 +48,7 @@ class Counting(RecordingWrapper):
 def there(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
     """A machine with such a card, as far as the backend can see, and FlashInfer on it."""
     Counting.ran = 0
-    monkeypatch.setattr(flashinfer, "find", lambda: found(Counting))
+    monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(Counting))
     monkeypatch.setattr(DeviceFacts, "here", lambda *_: SM120)
     return Counting
 
@@ -140,7 +140,7 @@ def test_an_order_is_not_changed_into_something_else(there: type[Counting], monk
     call = planned(backend, BASE)
     with pytest.raises(ArgumentError, match="max_logits"):
         backend.decode(evolve(call, options=AttentionOptions(torch.zeros(2, 8, device=call.q.device))))
-    monkeypatch.setattr(flashinfer, "find", lambda: found(Counting, old=True))
+    monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(Counting, old=True))
     old = Sm120Backend(kernel="flashinfer")
     call = planned(old, BASE)  # whose second cache has pages of 2
     with pytest.raises(ArgumentError, match="pages of 64 with flashinfer"):
@@ -211,7 +211,7 @@ def test_wide_windows_that_flashinfer_does_not_serve_go_to_our_kernel(
     there: type[Counting], monkeypatch: pytest.MonkeyPatch, trial: Trial, columns: int
 ) -> None:
     """Beside another cache, or of a width that an old release has no kernel for."""
-    monkeypatch.setattr(flashinfer, "find", lambda: found(Counting, old=True))
+    monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(Counting, old=True))
     trial = evolve(trial, pages=(64,) * len(trial.layouts))
     backend = Sm120Backend()
     call = wide(backend, trial)
@@ -268,7 +268,7 @@ def test_explain_says_which_kernel_and_why() -> None:
     line, *_ = lines("sm_120", deterministic=True)
     assert "DETERMINISTIC" in line
     line, *_ = lines("sm_120", window_columns=192)
-    assert "our kernel, in bf16: WINDOW 192, needs 128 columns beside a compressed cache" in line
+    assert "our kernel, in bf16: WINDOW 192, needs 128 columns next to a compressed cache" in line
     line, *_ = lines("sm_120", kind="swa", window_columns=192)
     assert "multiplies in fp8" in line
     line, scores = lines("sm_90")

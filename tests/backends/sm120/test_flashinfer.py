@@ -19,7 +19,7 @@ from dsv4attn.errors import ArgumentError, LayoutMismatchError, UnsupportedError
 from dsv4attn.testing.tolerances import tolerance
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import launching_nothing
-from tests.backends.sm120.decode_calls import LAYOUT, Trial, found
+from tests.backends.sm120.decode_calls import LAYOUT, Trial, installed_flashinfer
 from tests.backends.sm120.fake_flashinfer import HEADS, RecordingWrapper
 
 BUDGET = tolerance(LAYOUT, torch.bfloat16)
@@ -34,7 +34,7 @@ SINKS = {
 
 
 def attention(*, in_range: bool = False, **options: Any) -> FlashInferAttention:
-    return FlashInferAttention(found(), in_range=in_range, **options)
+    return FlashInferAttention(installed_flashinfer(), in_range=in_range, **options)
 
 
 def calls_of(subject: FlashInferAttention) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ class Nothing(RecordingWrapper):
 @pytest.mark.parametrize("tokens", [5, 65])
 def test_a_run_allocates_nothing_and_reads_nothing(tokens: int, heads: int, lse: bool) -> None:
     trial = Trial(heads=heads, tokens=tokens, sinks=(0.5,))
-    subject = FlashInferAttention(found(Nothing))
+    subject = FlashInferAttention(installed_flashinfer(Nothing))
     call = trial.call(lse=lse, empty_lse=0.0)
     specs = subject.scratch(trial.layer, tokens, *trial.widths)
     views = [torch.zeros(shape, dtype=dtype, device=DEVICE) for shape, dtype in specs]
@@ -332,7 +332,7 @@ def test_too_many_heads_and_a_wrapper_that_cannot_be_made_are_said_by_name() -> 
         refuses = RuntimeError("no nvcc here")
 
     with pytest.raises(UnsupportedError, match="RuntimeError: no nvcc here"):
-        Trial().run(FlashInferAttention(found(Broken)), Trial().call())
+        Trial().run(FlashInferAttention(installed_flashinfer(Broken)), Trial().call())
 
 
 def test_the_recording_refuses_what_no_kernel_takes() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
-from dsv4attn.backends.sm120.probe import Found, find, reasons
+from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, reasons
 from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import UnsupportedError
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its stand-in takes the 
 
 
 @pytest.fixture(scope="module")
-def package() -> Found:
+def package() -> InstalledFlashInfer:
     answer = find()
     if isinstance(answer, Reason):
         pytest.skip(answer.text)
@@ -122,7 +122,7 @@ class Compiled:
 
 
 @pytest.fixture
-def compiled(package: Found, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> Iterator[Compiled]:
+def compiled(package: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> Iterator[Compiled]:
     """Put a stand-in where the package would compile, and a card's numbers where it would ask the driver."""
     names = ("_execution", "_policy", "_prepared", "_calibration")
     parts = [importlib.import_module(f"flashinfer.mla._sparse_mla_sm120.{name}") for name in names]
@@ -156,14 +156,14 @@ class Generated:
         return self._module
 
 
-def test_the_recording_has_the_signature_of_the_real_wrapper(package: Found) -> None:
+def test_the_recording_has_the_signature_of_the_real_wrapper(package: Any) -> None:
     real, ours = (inspect.signature(each.run) for each in (package.wrapper, RecordingWrapper))
 
     assert [str(each) for each in ours.parameters.values()] == [str(each) for each in real.parameters.values()]
     assert "device" in inspect.signature(package.wrapper).parameters
 
 
-def test_the_real_package_takes_any_page_and_any_width(package: Found) -> None:
+def test_the_real_package_takes_any_page_and_any_width(package: Any) -> None:
     assert package.heads == set(HEADS)
     assert package.topks is package.page_sizes is None
     assert package.max_decode_tokens == 64
@@ -172,7 +172,7 @@ def test_the_real_package_takes_any_page_and_any_width(package: Found) -> None:
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("kind", list(LayerKind))
 @pytest.mark.parametrize("preset", ["flash", "pro"])
-def test_the_real_package_serves_the_model(preset: str, kind: LayerKind, phase: str, package: Found) -> None:
+def test_the_real_package_serves_the_model(preset: str, kind: LayerKind, phase: str, package: Any) -> None:
     assert reasons(package, Problem.of(ModelGeometry.preset(preset), kind, phase)) == []
 
 
@@ -180,7 +180,7 @@ def test_the_real_package_serves_the_model(preset: str, kind: LayerKind, phase: 
 @pytest.mark.parametrize("widths", [(6, 0), (6, 9), (64, 0), (128, 64)])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (5, 3), (5, 8), (5, 100), (5, 128), (64, 8), (65, 3), (65, 8)])
 def test_its_own_checks_accept_every_call(
-    heads: int, tokens: int, widths: tuple[int, int], lse: bool, package: Found, compiled: Compiled
+    heads: int, tokens: int, widths: tuple[int, int], lse: bool, package: Any, compiled: Compiled
 ) -> None:
     trial = Trial(heads=heads, tokens=tokens, widths=widths, sinks=(0.5, -1.0))
     subject = FlashInferAttention(package)
@@ -195,7 +195,7 @@ def test_its_own_checks_accept_every_call(
 
 
 @pytest.mark.parametrize("tokens", [5, 65])
-def test_its_own_checks_accept_indices_as_they_are(tokens: int, package: Found, compiled: Compiled) -> None:
+def test_its_own_checks_accept_indices_as_they_are(tokens: int, package: Any, compiled: Compiled) -> None:
     trial = Trial(tokens=tokens, widths=(64, 9), sinks=(0.5,), outside=False)
     call = trial.run(FlashInferAttention(package, in_range=True), trial.call())
 
@@ -203,7 +203,7 @@ def test_its_own_checks_accept_indices_as_they_are(tokens: int, package: Found, 
 
 
 def test_whatever_ran_once_runs_in_a_capture_and_its_refusal_never_comes_to_light(
-    package: Found, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+    package: Any, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = FlashInferAttention(package)
     known = Trial(heads=12, sinks=(0.5,))

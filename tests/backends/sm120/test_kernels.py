@@ -24,7 +24,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm120.decode_calls import LAYOUT, Trial, found, layer_of
+from tests.backends.sm120.decode_calls import LAYOUT, Trial, installed_flashinfer, layer_of
 from tests.backends.sm120.fake_flashinfer import RecordingWrapper
 
 QS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -137,7 +137,7 @@ def test_a_warm_up_knows_every_launch_around_flashinfer(*, in_range: bool) -> No
         bounds = WarmupSpec.of(one, limits, sink=None)
         backend = Sm120Backend(in_range=in_range)
         known = set(backend.kernel_variants(bounds, DeviceFacts.named("sm_120")))
-        subject = FlashInferAttention(found(RecordingWrapper), in_range=in_range)
+        subject = FlashInferAttention(installed_flashinfer(RecordingWrapper), in_range=in_range)
         for sinks in (None, (0.5,)):
             for widths in ((64, 0), (64, 9)):
                 for lse, empty in ((False, -inf), (True, -inf), (True, 0.0)):

@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 import pytest
 
-from dsv4attn.backends.sm120.probe import Found, find, forget, reasons
+from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget, reasons
 from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from tests.backends.sm120.decode_calls import found
+from tests.backends.sm120.decode_calls import installed_flashinfer
 from tests.backends.sm120.fake_flashinfer import Config, RecordingWrapper
 
 FLASH = ModelGeometry.preset("flash")
@@ -74,7 +74,7 @@ def test_a_whole_package_is_found_once_and_says_what_it_takes(monkeypatch: pytes
 
     assert find() is answer
     assert asked == [1]
-    assert isinstance(answer, Found)
+    assert isinstance(answer, InstalledFlashInfer)
     assert answer.version == "0.7.2.post1"
     assert answer.wrapper is RecordingWrapper
     assert answer.heads == {8, 16, 32, 64, 128}
@@ -161,7 +161,7 @@ def test_records_of_another_length_and_an_old_version_are_reasons(monkeypatch: p
     assert "flashinfer 0.6.9, needs 0.6.18 or newer" in refusal(monkeypatch, working(), "0.6.9")
     forget()
     install(monkeypatch, working(), "a build from source")
-    assert isinstance(find(), Found)
+    assert isinstance(find(), InstalledFlashInfer)
 
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
@@ -179,7 +179,7 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
 
 
 def codes(problem: Problem, *, old: bool = False, **options: Any) -> list[str]:
-    return [each.code for each in reasons(found(old=old), problem, **options)]
+    return [each.code for each in reasons(installed_flashinfer(old=old), problem, **options)]
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -245,7 +245,7 @@ def test_what_its_own_question_denies_is_not_served() -> None:
         def supports_decode(self, num_heads: int, topk: int, **_: Any) -> bool:
             return num_heads != 64
 
-    denying = Found.of("0.7.9", RecordingWrapper, Denying())
+    denying = InstalledFlashInfer.of("0.7.9", RecordingWrapper, Denying())
     told = [reasons(denying, Problem.of(FLASH, LayerKind.CSA, heads=heads)) for heads in (32, 33)]
 
     assert told[0] == []

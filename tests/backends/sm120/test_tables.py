@@ -15,7 +15,7 @@ from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.testing.tolerances import tolerance
-from tests.backends.sm120.decode_calls import LAYOUT, Trial, found
+from tests.backends.sm120.decode_calls import LAYOUT, Trial, installed_flashinfer
 from tests.backends.sm120.fake_flashinfer import RecordingWrapper
 
 
@@ -28,8 +28,8 @@ def entries(*owners: object) -> dict[str, int]:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Sm120Backend:
-    """The backend on a card with FlashInfer, with room for few entries."""
-    monkeypatch.setattr(flashinfer, "find", lambda: found(RecordingWrapper))
+    """The backend on a card with FlashInfer, whose tables have few entries."""
+    monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(RecordingWrapper))
     monkeypatch.setattr(DeviceFacts, "here", lambda *_: DeviceFacts.named("sm_120"))
     monkeypatch.setattr(flashinfer, "MOST_SHAPES", 16)
     return Sm120Backend()
@@ -54,7 +54,7 @@ def test_what_is_known_of_shapes_has_an_end(backend: Sm120Backend) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="the recording wrapper runs on the CPU")
 def test_shapes_that_were_forgotten_are_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "MOST_SHAPES", 2)
-    subject = FlashInferAttention(found())
+    subject = FlashInferAttention(installed_flashinfer())
     for tokens in (1, 2, 3, 1, 3):
         trial = Trial(heads=3, tokens=tokens, sinks=(0.5,))
         call = trial.run(subject, trial.call())

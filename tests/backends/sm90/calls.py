@@ -1,26 +1,31 @@
-"""Calls of the Hopper room, through its Backend, with scratch memory full of what may mislead; and who served them."""
+"""Calls of the sm90 backend with scratch memory full of misleading values; and which kernel served them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.attention.launch import prepare as shared
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, Phase
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from tests.backends._triton.attention.attention_trials import Answer, Trial
 
-__all__ = ["Result", "planned", "run"]
+__all__ = ["Result", "check_rows_without_keys", "measured_lines", "planned", "run"]
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 @frozen
 class Result:
-    """own: whether the room's own kernel served the call. error: in budgets; at most 1 is right."""
+    """own: whether the Gluon kernel served the call. error: in budgets; at most 1 is right."""
 
     own: bool
     error: float
@@ -58,3 +63,21 @@ def run(
         patch.setattr(attention_launch, "prepare", asking)
         (one.decode if phase is Phase.DECODE else one.prefill)(call)
     return Result(not asked, trial.error(Answer(call.out, call.lse, call.max_logits)), call)
+
+
+def check_rows_without_keys(trial: Trial, backend: Sm90Backend, empty_lse: float) -> Result:
+    """Run a trial some of whose rows have no keys: their lse is `empty_lse`, and their output is zero."""
+    options = AttentionOptions(empty_lse=empty_lse)
+    result = run(trial, backend=backend, change=lambda call: evolve(call, options=options))
+    lse, without_keys = result.call.lse, torch.from_numpy(trial.expected[0].lse == -math.inf)
+    assert lse is not None
+    assert without_keys.any()
+    assert (lse.cpu()[without_keys] == empty_lse).all()
+    assert not result.call.out.cpu()[without_keys].any()
+    return result
+
+
+def measured_lines(name: str) -> list[list[str]]:
+    """Words of each line of a file of measured times, without comments."""
+    lines = (FIXTURES / name).read_text(encoding="utf-8").splitlines()
+    return [line.split() for line in lines if not line.startswith("#")]

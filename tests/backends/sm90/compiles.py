@@ -85,7 +85,7 @@ def unfenced(text: str) -> int:
 
 
 def announced(text: str) -> int:
-    """Fences behind which a role arrives at once, with no store to shared memory, copy or wait between."""
+    """Fences after which a role arrives at once, with no store to shared memory, copy or wait between."""
     steps = re.findall(r"cp\.async\.|st\.shared|mbarrier\.try_wait|fence\.proxy\.async|mbarrier\.arrive\.shared", text)
     return sum(pair == ("fence.proxy.async", "mbarrier.arrive.shared") for pair in pairwise(steps))
 

@@ -1,4 +1,4 @@
-"""Kernels around the Hopper room's schedule: what it says, written down for tests."""
+"""Kernels that store what the schedule of the sm90 backend says, for tests."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -56,7 +56,7 @@ def walk(
     """Grid: (programs,). chunks: [P, 3], count, tiles walked, rows walked. tiles: [P, most, 3], row, tile, segment.
 
     indices: [P, most, 64] of each tile; paired: [P, 2 * most, 64] of each in pairs, where PAIRED. rows:
-    [P, most, 4], row, first tile, one behind the last, part or -1 if whole.
+    [P, most, 4], row, first tile, one after the last, part or -1 if whole.
     """
     program, row = tl.program_id(0), tl.arange(0, 64)
     at = tl.arange(0, BT)

@@ -1,4 +1,4 @@
-"""The Hopper room's kernels with one thing wrong."""
+"""Kernels of the sm90 backend with one thing wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Hopper room computes, through its Backend, against the float64 oracle.
+"""What the sm90 backend computes, against the float64 oracle.
 
 In the interpreter `kernels_interpreted` runs, on four programs; on an H200 the Gluon kernel runs.
 """
@@ -20,7 +20,7 @@ from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import V4_PAGES_ROLES
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
-from dsv4attn.core.contract.backend import AttentionOptions, Phase
+from dsv4attn.core.contract.backend import Phase
 from tests.backends._triton.attention.attention_trials import (
     BF16_ROWS,
     FNUZ,
@@ -32,7 +32,7 @@ from tests.backends._triton.attention.attention_trials import (
     rising,
 )
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm90.calls import run
+from tests.backends.sm90.calls import check_rows_without_keys, run
 from tests.backends.sm90.mutants import plant
 
 BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 200), tokens=3, heads=8)
@@ -90,7 +90,7 @@ SHARED: dict[str, Trial] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_the_room_s_own_kernel_is_right(name: str) -> None:
+def test_the_gluon_kernel_is_right(name: str) -> None:
     result = run(OWN[name], Phase.PREFILL if "gathered" in name else Phase.DECODE)
 
     assert result.own
@@ -155,16 +155,7 @@ def test_a_call_without_scratch_goes_to_the_shared_kernel() -> None:
 @pytest.mark.parametrize("empty", [math.inf, 0.0])
 @pytest.mark.parametrize("trial", [evolve(BASE, tokens=7, seed=2), evolve(BASE, widths=(0, 0), tokens=2)])
 def test_rows_without_keys_are_told_as_the_call_wants_it(trial: Trial, empty: float) -> None:
-    result = run(trial, change=lambda call: evolve(call, options=AttentionOptions(empty_lse=empty)))
-    expected, _ = trial.expected
-    lse = result.call.lse
-    assert lse is not None
-    nobody = torch.from_numpy(expected.lse == -math.inf)
-
-    assert result.own
-    assert nobody.any()
-    assert (lse.cpu()[nobody] == empty).all()
-    assert not result.call.out.cpu()[nobody].any()
+    assert check_rows_without_keys(trial, Sm90Backend(small="gluon"), empty).own
 
 
 def test_nothing_happens_without_rows() -> None:
@@ -172,7 +163,7 @@ def test_nothing_happens_without_rows() -> None:
 
 
 def any_trial(seed: int) -> Trial:
-    """Any call that the room's own kernel serves."""
+    """Any call that the Gluon kernel serves."""
     rng = Random(seed)
     form: Any = rng.choice(["dense", "dense", "dense", "gathered"])
     rows = form == "gathered" or rng.random() < 0.2

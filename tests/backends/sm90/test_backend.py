@@ -1,4 +1,4 @@
-"""The Hopper room's door: where it is chosen, which kernel serves what, and that it says so."""
+"""The sm90 backend: its options, which kernel serves what, and what `dsv4attn explain` says of it."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def served(kv: torch.Tensor, heads: int = 4, **more: Any) -> set[str]:
     return {variant.name for variant in seen}
 
 
-def test_flash_mla_s_prefill_takes_the_room_s_kernel_with_largest_logits() -> None:
+def test_flash_mla_s_prefill_takes_the_gluon_kernel_with_largest_logits() -> None:
     kv = torch.randn(100, 1, 512, generator=torch.Generator().manual_seed(2)).bfloat16().to(DEVICE)
 
     assert served(kv) == {"attention", "combine_parts"}

@@ -1,4 +1,4 @@
-"""The Hopper room's kernels, compiled without a card: nothing spills, no product waits for another, a block fits."""
+"""Kernels of the sm90 backend, compiled without a card: nothing spills, no product waits for another, a block fits."""
 
 from __future__ import annotations
 

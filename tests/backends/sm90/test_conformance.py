@@ -1,9 +1,9 @@
 """The conformance kit on the Hopper backend: all of it on an H200, a few cases on its interpreted kernels.
 
-Interpreted, keys that were there before a step are written by the reference, and cases that show of the shared steps
-what the generic room's test has shown are slow ones: see `tests/backends/triton/test_conformance.py`. So are page sizes
-and head counts of which `test_kernels` and `test_schedule` try more. Prefill on gathered rows has a few cases, as its
-kernel, its schedule and core's gathering are proven elsewhere too; all of them are among the slow ones.
+Interpreted, the reference writes the keys that were there before a step. Cases that show what the test of the generic
+backend has shown of the shared steps are slow ones, see `tests/backends/triton/test_conformance.py`. So are page
+sizes and head counts of which `test_attention` and `test_schedule` try more. Prefill on gathered rows has few cases, as
+its kernel, its schedule and core's gathering are proven elsewhere too; the slow ones have all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOW = (
     "block-swa",
     "codes-*-copies-*decode",
 )
-"""Names of cases that are not slow where kernels are interpreted: what the room does otherwise than all others."""
+"""Names of cases that are not slow where kernels are interpreted: what this backend does otherwise than all others."""
 NOW_GATHERED = (
     "mixed-c4a",
     "raw-c4a",
@@ -82,8 +82,8 @@ NOW_TILES = (
 class Quick(QuickHistory, Sm90Backend): ...
 
 
-class Room(suite.Fixtures):
-    # also where the shared kernel, whose room shows all of it, is faster
+class Sm90Fixtures(suite.Fixtures):
+    # also where the shared kernel, whose own backend shows all of it, is faster
     options: ClassVar[dict[str, Any]] = {"small": "gluon"}
     now: ClassVar[tuple[str, ...]] = NOW
 
@@ -100,17 +100,20 @@ class Room(suite.Fixtures):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:
-            room: Any = metafunc.cls
-            params = [pytest.param(c, id=c.id, marks=pytest.mark.slow if room.waits(c) else ()) for c in room.cases()]
+            fixtures: Any = metafunc.cls
+            params = [
+                pytest.param(case, id=case.id, marks=pytest.mark.slow if fixtures.waits(case) else ())
+                for case in fixtures.cases()
+            ]
             metafunc.parametrize("case", params)
 
 
-class Gathered(Room):
+class Gathered(Sm90Fixtures):
     options: ClassVar[dict[str, Any]] = {"prefill": "gathered", "small": "gluon"}
     now: ClassVar[tuple[str, ...]] = NOW_GATHERED
 
 
-class TileSizes(Room):
+class TileSizes(Sm90Fixtures):
     options: ClassVar[dict[str, Any]] = {}
     now: ClassVar[tuple[str, ...]] = NOW_TILES
 
@@ -121,19 +124,19 @@ class TileSizes(Room):
             monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
 
 
-class TestDecode(Room, suite.TestDecode): ...
+class TestDecode(Sm90Fixtures, suite.TestDecode): ...
 
 
 class TestTiles(TileSizes, suite.TestDecode): ...
 
 
-class TestPrefill(Room, suite.TestPrefill): ...
+class TestPrefill(Sm90Fixtures, suite.TestPrefill): ...
 
 
-class TestMemory(Room, suite.TestMemory): ...
+class TestMemory(Sm90Fixtures, suite.TestMemory): ...
 
 
-class TestCache(Room, suite.TestCache): ...
+class TestCache(Sm90Fixtures, suite.TestCache): ...
 
 
 class TestGatheredPrefill(Gathered, suite.TestPrefill): ...

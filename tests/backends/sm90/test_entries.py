@@ -66,7 +66,7 @@ def random_entries(trial: Trial, call: AttentionCall) -> Given:
     slots = real.cpu().long()
     place = order.argsort(1)[owner.long()].gather(1, (slots.clamp(0, cache.capacity - 1) // size))
     entry = torch.where((slots >= 0) & (slots < cache.capacity), place * size + slots % size, slots).to(INT)
-    # behind the lengths too, as no length says where entries end; a block that is gone, and one that is garbage
+    # after the lengths too, as no length says where entries end; a block that is gone, and one that is garbage
     visible = torch.full((tokens,), columns * size, dtype=INT)
     visible[0], visible[1:3] = 0, columns * size // 2
     table[owner[-1].long(), ::3], table[owner[-2].long(), ::2] = -1, 2**30

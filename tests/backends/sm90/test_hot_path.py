@@ -1,4 +1,4 @@
-"""What a step of the Hopper room never does: read a value on the host, allocate, or launch what was not foreseen.
+"""What a step of the sm90 backend never does: read a value on the host, allocate, or launch what was not foreseen.
 
 On torch's "meta" device tensors have no values; on an H200 steps are real, and captured.
 """
@@ -89,7 +89,7 @@ def test_g18_every_launch_within_the_bounds_is_foreseen(kind: LayerKind, layout:
 
 
 @each_form
-def test_where_everything_is_the_room_s_own_no_shared_form_is_compiled(form: str) -> None:
+def test_where_the_gluon_kernel_serves_all_no_shared_form_is_compiled(form: str) -> None:
     backend = Sm90Backend(prefill=form, small="gluon")
     bounds = evolve(engine(LayerKind.CSA).bounds(), aligned=True, aligned_rows=True)
     variants = [*backend.kernel_variants(bounds, DeviceFacts.named("sm_90"))]
@@ -102,7 +102,7 @@ def test_where_everything_is_the_room_s_own_no_shared_form_is_compiled(form: str
 
 
 def kernels_by_keys(bounds: WarmupSpec) -> dict[str, set[bool]]:
-    """Of prefill on gathered rows: for each kind of keys, whether the room's own kernel reads them, or the shared."""
+    """Of prefill on gathered rows: for each kind of keys, whether the Gluon kernel reads them, or the shared kernel."""
     found: dict[str, set[bool]] = {}
     for one in Sm90Backend(prefill="gathered").kernel_variants(bounds, DeviceFacts.named("sm_90")):
         if one.name == "attention":
@@ -111,7 +111,7 @@ def kernels_by_keys(bounds: WarmupSpec) -> dict[str, set[bool]]:
     return found
 
 
-def test_rows_are_the_room_s_own_even_where_pages_are_not() -> None:
+def test_the_gluon_kernel_reads_rows_even_where_it_reads_no_pages() -> None:
     bounds = evolve(engine(LayerKind.SWA, layout=FNUZ).bounds(), aligned=True, aligned_rows=True)
 
     assert kernels_by_keys(bounds) == {"*u8": {False}, "*bf16": {True}}

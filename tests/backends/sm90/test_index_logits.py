@@ -1,4 +1,4 @@
-"""Scores of index keys on Hopper, beside the shared kernel on the same inputs; and when it serves."""
+"""Scores of index keys on Hopper, next to the shared kernel on the same inputs; and when it serves."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TestOnDevice:
 
 
 class Logits:
-    """Tokens of several requests, NaN behind what they see and twice in it, and blocks that are lost."""
+    """Tokens of several requests, NaN after what they see and twice in it, and blocks that are lost."""
 
     def __init__(self, batch: int, each: int, page: int, lens: str) -> None:
         torch.manual_seed(batch)

@@ -1,8 +1,7 @@
-"""Option `prefill=auto` of the Hopper room: pages or rows for each chunk, in the memory of rows, with their results."""
+"""Option `prefill=auto` of the sm90 backend: pages or rows for each chunk, in the memory for rows."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -23,24 +22,26 @@ from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, launching_nothing
+from tests.backends.sm90.calls import measured_lines
 
-MEASURED = Path(__file__).parents[2] / "fixtures" / "roads_h200.txt"
 FLASH = ModelGeometry.preset("deepseek-v4-flash")
 
 
 def rows() -> list[tuple[int, str, int, int, float, float]]:
     """Heads, kind of layer, tokens before and of a chunk, microseconds on pages and on rows."""
-    split = [line.split() for line in MEASURED.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    return [(int(h), kind, int(before), int(n), float(page), float(row)) for h, kind, before, n, page, row in split]
+    return [
+        (int(h), kind, int(before), int(n), float(page), float(row))
+        for h, kind, before, n, page, row in measured_lines("prefill_h200.txt")
+    ]
 
 
-def regret(row: tuple[int, str, int, int, float, float], roads: Any = PREFILL_COST_MODEL) -> float:
-    """Time of the road that is chosen, relative to the better one."""
+def regret(row: tuple[int, str, int, int, float, float], costs: Any = PREFILL_COST_MODEL) -> float:
+    """Time of the choice between pages and rows, relative to the better one."""
     heads, kind, before, tokens, page, gathered = row
     model = FLASH if heads == 64 else ModelGeometry.preset("deepseek-v4-pro")
     layer = model.layer_of_kind(kind)
     count = layer.entries(before + tokens) + min(before + tokens, tokens + layer.window - 1)
-    chosen = page if roads.prefers_pages(layer, [(before, tokens)], count) else gathered
+    chosen = page if costs.prefers_pages(layer, [(before, tokens)], count) else gathered
     return chosen / min(page, gathered)
 
 
@@ -54,12 +55,12 @@ def test_the_choice_is_that_of_the_measured_times() -> None:
 
 @pytest.mark.parametrize("change", [{"row": 0.1}, {"page": 0.1}, {"gathered": 0.01}, {"least": 4096}])
 def test_another_number_chooses_worse(change: dict[str, Any]) -> None:
-    roads = evolve(PREFILL_COST_MODEL, **change)
+    costs = evolve(PREFILL_COST_MODEL, **change)
 
-    assert sum(regret(row, roads) > 1.03 for row in rows()) > 1
+    assert sum(regret(row, costs) > 1.03 for row in rows()) > 1
 
 
-def test_requests_of_one_length_take_the_road_of_one_request() -> None:
+def test_requests_of_one_length_are_attended_as_one_request_is() -> None:
     layer = FLASH.layer_of_kind("c4a")
 
     assert PREFILL_COST_MODEL.prefers_pages(layer, [(9000, 64)], 2400)
@@ -91,7 +92,7 @@ def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, page
 
 
 @pytest.mark.parametrize("kind", [LayerKind.CSA, LayerKind.SWA] if INTERPRETED else list(LayerKind))
-def test_each_chunk_has_the_result_of_its_road(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_chunk_has_the_result_of_pages_or_of_rows(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a workspace that is locked at the plan of rows."""
     paged, gathered = (outputs(form, kind, monkeypatch, [True]) for form in ("paged", "gathered"))
     on_pages, on_rows, mixed = (outputs("auto", kind, monkeypatch, told) for told in ([True], [False], [True, False]))
@@ -144,6 +145,6 @@ def test_core_asks_with_the_lengths_of_the_chunk(*, answer: bool, pair: bool, mo
     assert all(rows > 0 for _, rows in asked)
 
 
-def test_an_unknown_road_is_refused() -> None:
+def test_an_unknown_form_of_prefill_is_refused() -> None:
     with pytest.raises(ValueError, match="'auto' or "):
         Sm90Backend(prefill="rows")

@@ -20,10 +20,9 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from tests.backends._triton.attention.attention_trials import BF16_ROWS, FP32_ROWS, Trial
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm90.calls import Result, run
+from tests.backends.sm90.calls import Result, measured_lines, run
 from tests.backends.sm90.mutants import plant
 
-MEASURED = Path(__file__).parents[2] / "fixtures" / "raw_h200.txt"
 FLASH, PRO = (ModelGeometry.preset(name) for name in ("deepseek-v4-flash", "deepseek-v4-pro"))
 LAYER, BF16 = FLASH.layer_of_kind("c4a"), torch.bfloat16
 GATHERED = Trial(layouts=(BF16_ROWS,), form="gathered", widths=(200,), tokens=3, heads=8)
@@ -112,12 +111,15 @@ def test_other_calls_refuse_raw_q() -> None:
         raw_run(rows)
 
 
-def measured() -> list[tuple[int, str, int, int, float, float, float]]:
-    split = [line.split() for line in MEASURED.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    return [(int(h), kind, int(before), int(n), *map(float, times)) for h, kind, before, n, *times in split]  # type: ignore[misc]
+def measured_steps() -> list[tuple[Any, ...]]:
+    """Heads, kind of layer, tokens before a chunk and in it, microseconds on pages, on rows, and with raw q."""
+    return [
+        (int(heads), kind, int(before), int(tokens), *map(float, times))
+        for heads, kind, before, tokens, *times in measured_lines("raw_h200.txt")
+    ]
 
 
-def regret(row: tuple[int, str, int, int, float, float, float], costs: Any = PREFILL_COST_MODEL) -> float:
+def regret(row: tuple[Any, ...], costs: Any = PREFILL_COST_MODEL) -> float:
     """Time of what is chosen, relative to the best of pages, rows, and rows with raw q."""
     heads, kind, before, tokens, *times = row
     layer = (FLASH if heads == 64 else PRO).layer_of_kind(kind)
@@ -130,7 +132,7 @@ def regret(row: tuple[int, str, int, int, float, float, float], costs: Any = PRE
 
 
 def test_raw_q_is_chosen_where_it_was_measured_to_be_faster() -> None:
-    lost = {row[:4]: regret(row) for row in measured()}
+    lost = {row[:4]: regret(row) for row in measured_steps()}
 
     assert len(lost) == 24
     assert max(lost.values()) < 1.03
@@ -140,7 +142,7 @@ def test_raw_q_is_chosen_where_it_was_measured_to_be_faster() -> None:
 def test_another_number_chooses_worse(change: dict[str, Any]) -> None:
     costs = evolve(PREFILL_COST_MODEL, **change)
 
-    assert sum(regret(row, costs) > 1.03 for row in measured()) > 1
+    assert sum(regret(row, costs) > 1.03 for row in measured_steps()) > 1
 
 
 def test_few_tokens_in_all_have_their_q_prepared() -> None:

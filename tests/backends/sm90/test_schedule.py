@@ -1,4 +1,4 @@
-"""The Hopper room's schedule: every tile attended once, every row written once, whatever the lengths."""
+"""The schedule of the sm90 backend: every tile attended once, every row written once, whatever the lengths."""
 
 from __future__ import annotations
 

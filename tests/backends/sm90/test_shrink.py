@@ -1,4 +1,4 @@
-"""Instructions of the Hopper room's Gluon kernels: sums shrink, and are left alone where no row of a warp does."""
+"""Instructions of the Gluon kernels: sums shrink, and are left alone where no row of a warp does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LANES = 32
 
 
 def emulated(text: str, sums: F32, factors: F32) -> tuple[F32, bool]:
-    """[n, LANES] sums of a warp behind the instructions, and whether it has multiplied."""
+    """[n, LANES] sums of a warp after the instructions, and whether it has multiplied."""
     n = len(sums)
     registers = {f"${i}": row for i, row in enumerate(sums)} | {f"${2 * n + i}": row for i, row in enumerate(factors)}
     flags: dict[str, NDArray[np.bool_]] = {}

@@ -12,20 +12,18 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm90 import launch, small_decode, tuning
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, TileSizes, combine_rounds_of, tile_sizes_of
-from dsv4attn.core.contract.backend import AttentionOptions, Phase
+from dsv4attn.core.contract.backend import Phase
 from tests.backends._triton.attention.attention_trials import OCP, Trial
-from tests.backends.sm90.calls import Result, planned, run
+from tests.backends.sm90.calls import Result, check_rows_without_keys, measured_lines, planned, run
 from tests.backends.sm90.mutants import plant
 from tests.backends.sm90.test_attention import BASE, CODED, PARTS, WITHIN
 
-MEASURED = Path(__file__).parents[2] / "fixtures" / "tiles_h200.txt"
 UNITS = 132
 LONG = evolve(BASE, widths=(100, 640), tokens=1, seed=31)
 
@@ -96,17 +94,7 @@ def test_any_decode_of_few_tokens_is_right(seed: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("empty", [math.inf, 0.0])
 @pytest.mark.parametrize("trial", [evolve(BASE, tokens=7, seed=2), evolve(BASE, widths=(0, 0), tokens=2)])
 def test_rows_without_keys_are_told_as_the_call_wants_it(trial: Trial, empty: float) -> None:
-    result = run(
-        trial, backend=Sm90Backend(), change=lambda call: evolve(call, options=AttentionOptions(empty_lse=empty))
-    )
-    expected, _ = trial.expected
-    lse = result.call.lse
-    assert lse is not None
-    nobody = torch.from_numpy(expected.lse == -math.inf)
-
-    assert nobody.any()
-    assert (lse.cpu()[nobody] == empty).all()
-    assert not result.call.out.cpu()[nobody].any()
+    check_rows_without_keys(trial, Sm90Backend(), empty)
 
 
 def served(backend: Sm90Backend, trial: Trial, phase: Phase = Phase.DECODE) -> set[str]:
@@ -180,12 +168,10 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def decodes() -> Iterator[tuple[str, int, int, tuple[int, ...], dict[TileSizes | None, float]]]:
     """Measured decodes: name, tokens, heads, widths, and microseconds by sizes, or by the Gluon kernel (None)."""
-    for line in MEASURED.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            name, *rest = line.split()
-            tokens, heads, *widths = map(int, rest[:4])
-            cells = zip((*TILE_SIZES, None), rest[4:], strict=True)
-            yield name, tokens, heads, tuple(widths), {one: float(cell) for one, cell in cells if cell != "-"}
+    for name, *rest in measured_lines("tiles_h200.txt"):
+        tokens, heads, *widths = map(int, rest[:4])
+        cells = zip((*TILE_SIZES, None), rest[4:], strict=True)
+        yield name, tokens, heads, tuple(widths), {sizes: float(cell) for sizes, cell in cells if cell != "-"}
 
 
 def regrets(units: int = UNITS) -> list[float]:

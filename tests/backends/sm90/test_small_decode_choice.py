@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from dsv4attn.backends.sm90.tuning import is_small
+from tests.backends.sm90.calls import measured_lines
 
-MEASURED = Path(__file__).parents[2] / "fixtures" / "small_h200.txt"
 UNITS = 132
 
 
 def regrets(units: int = UNITS) -> dict[str, float]:
     """Time of the chosen kernel of each decode, relative to the faster one. units: that the rule is told of."""
     found = {}
-    for line in MEASURED.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            continue
-        name, *sizes, shared, gluon = line.split()
+    for name, *sizes, shared, gluon in measured_lines("small_h200.txt"):
         tokens, heads, width = map(int, sizes)
         chosen = shared if is_small(tokens, heads, width, units) else gluon
         found[f"{name} {tokens}"] = float(chosen) / min(float(shared), float(gluon))

@@ -145,7 +145,7 @@ def test_the_options_keep_the_contract_too(options: dict[str, object]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("area", [Area.DECODE, Area.PREFILL, Area.MEMORY], ids=lambda area: area.value)
-def test_the_kit_passes_with_every_key_written_by_the_room_itself(area: Area) -> None:
+def test_the_kit_passes_with_every_key_written_by_the_backend_itself(area: Area) -> None:
     certificate = conform(Subject.of("triton"), [case for case in CASES if case.area is area])
 
     assert certificate.ok, "\n".join(f"{one.case.id}: {one.message}" for one in certificate.of("failed"))
