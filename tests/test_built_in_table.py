@@ -29,6 +29,8 @@ LISTING = (
     "tests/backends/_triton/launching/test_warmup_variants.py",
     "tests/backends/_triton/compiling/test_gates.py",
     "tests/backends/_triton/test_step_of_all_layers.py",
+    "tests/backends/test_descriptors.py",
+    "tests/backends/test_forms.py",
     "tests/backends/test_support_grid.py",
     "tests/compat/test_flash_mla.py",
     "tests/selection/test_build.py",

@@ -14,13 +14,13 @@ from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.contract.backend import IndexForm, KeyForm, Phase
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, launching_nothing
 from tests.backends._triton.index_ops.index_trials import FILLS, VIEWS, operations
-from tests.backends._triton.triton_backends import bounds_of, problems
+from tests.backends._triton.triton_backends import bounds_of, planned, problems
 from tests.backends.built_in import forms
 from tests.harness import all_kinds
 
@@ -67,20 +67,18 @@ def test_scratch_keeps_within_its_bound(form: str, deterministic: bool, kind: La
                     assert simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width))) <= bound
 
 
-def planned_trial(backend: Any) -> Any:
-    """A decode over two caches, in the form of indices that the backend takes, with the scratch that it asks for."""
+def planned_decode(backend: Any) -> Any:
+    """A decode over two caches, in the form of indices that the backend takes."""
     ragged = backend.capabilities.decode_indices is IndexForm.RAGGED
-    trial = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(40, 30), tokens=5, form="ragged" if ragged else "dense")
-    call, _ = trial.call()
-    specs = backend.scratch(Phase.DECODE, trial.layer, trial.tokens, sum(trial.widths))
-    return evolve(call, scratch=WorkspaceManager(DEVICE).get_simultaneous(*specs))
+    form: Any = "ragged" if ragged else "dense"
+    return planned(backend, Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(40, 30), tokens=5, form=form))
 
 
 @each_mode
 @each_form
 def test_decode_reads_no_value_and_allocates_nothing(form: str, deterministic: bool) -> None:
     backend = FORMS[form](deterministic=deterministic)
-    call = planned_trial(backend)
+    call = planned_decode(backend)
     with launching_nothing(), observed() as launched, operations() as ran:
         backend.decode(call)
 
@@ -90,7 +88,7 @@ def test_decode_reads_no_value_and_allocates_nothing(form: str, deterministic: b
 
 def test_a_decode_that_reads_or_allocates_is_found() -> None:
     backend = next(iter(FORMS.values()))()
-    call = planned_trial(backend)
+    call = planned_decode(backend)
     rows = call.keys[0].rows
     ends: Tensor = rows.indptr if isinstance(rows, RaggedIndices) else rows.lens
     with launching_nothing(), operations() as ran:

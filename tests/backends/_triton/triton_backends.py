@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.factories import layouts, tiny_geometry
 from dsv4attn.testing.random_step import StepFixture
+from tests.backends._triton.attention.attention_trials import Trial
 from tests.backends._triton.cache.caches import DEVICE
 
-__all__ = ["QuickHistory", "bounds_of", "problems"]
+__all__ = ["QuickHistory", "bounds_of", "planned", "problems"]
 
 MANY = 16
 """Keys; more at once are history, since no step of the kit writes so many."""
@@ -67,3 +71,16 @@ def bounds_of(scenario: StepFixture) -> WarmupSpec:
     return WarmupSpec.of(
         scenario.geometry, scenario.limits, swa=scenario.layout, q_dtype=scenario.q_dtype, sink=None, aligned=False
     )
+
+
+def planned(backend: TritonBackend, trial: Trial, phase: Phase = Phase.DECODE) -> AttentionCall:
+    """A trial's call with the scratch that the backend asks for, which holds what may mislead."""
+    call, _ = trial.call()
+    width = sum(trial.widths[: len(trial.layouts)])
+    specs = list(backend.scratch(phase, trial.layer, trial.tokens, width))
+    assert simultaneous_bytes(specs) <= backend.scratch_bound(phase, trial.layer, trial.tokens, width)
+    scratch = WorkspaceManager(call.q.device).get_simultaneous(*specs)
+    for view in scratch:
+        # NaN; but the sm90 backend's table of rows that are split may have lines of an earlier call
+        view.fill_(float("nan") if view.dtype.is_floating_point else 2)
+    return evolve(call, scratch=scratch)

@@ -27,6 +27,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, Answer, Trial
+from tests.backends._triton.triton_backends import planned as planned_call
 from tests.backends.sm120.decode_calls import installed_flashinfer
 from tests.backends.sm120.fake_flashinfer import RecordingWrapper
 
@@ -54,11 +55,9 @@ def there(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
 
 
 def planned(backend: Sm120Backend, trial: Trial, phase: Phase = Phase.DECODE) -> Any:
-    """A trial's call with the scratch that the backend asks for, full of NaN."""
-    call, _ = trial.call()
-    specs = backend.scratch(phase, trial.layer, trial.tokens, sum(trial.widths[: len(trial.layouts)]))
-    scratch = WorkspaceManager(call.q.device).get_simultaneous(*specs)
-    return evolve(call, q=call.q.contiguous(), out=call.out.contiguous(), scratch=scratch, options=AttentionOptions())
+    """A trial's call on contiguous queries and outputs, with the scratch that the backend asks for."""
+    call = planned_call(backend, trial, phase)
+    return evolve(call, q=call.q.contiguous(), out=call.out.contiguous(), options=AttentionOptions())
 
 
 BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 40), tokens=2, heads=8)

@@ -15,10 +15,10 @@ from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.attention.launch import prepare as shared
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, Phase
-from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from tests.backends._triton.attention.attention_trials import Answer, Trial
+from tests.backends._triton.triton_backends import planned
 
-__all__ = ["Result", "check_rows_without_keys", "measured_lines", "planned", "run"]
+__all__ = ["Result", "check_rows_without_keys", "measured_lines", "run"]
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -30,19 +30,6 @@ class Result:
     own: bool
     error: float
     call: AttentionCall
-
-
-def planned(backend: Sm90Backend, trial: Trial, phase: Phase = Phase.DECODE) -> AttentionCall:
-    """A trial's call, with the scratch that the backend asks for."""
-    call, _ = trial.call()
-    width = sum(trial.widths[: len(trial.layouts)])
-    specs = list(backend.scratch(phase, trial.layer, trial.tokens, width))
-    assert simultaneous_bytes(specs) <= backend.scratch_bound(phase, trial.layer, trial.tokens, width)
-    scratch = WorkspaceManager(call.q.device).get_simultaneous(*specs)
-    for view in scratch:
-        # NaN; but the table of rows that are split may have lines of an earlier call
-        view.fill_(float("nan") if view.dtype.is_floating_point else 2)
-    return evolve(call, scratch=scratch)
 
 
 def run(

@@ -23,7 +23,7 @@ from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_lens
 from tests.backends._triton.attention.attention_trials import Trial
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm90.calls import planned
+from tests.backends._triton.triton_backends import planned
 from tests.backends.sm90.mutants import plant
 from tests.backends.sm90.test_attention import BASE, CODED, WITHIN
 

@@ -26,7 +26,7 @@ from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from tests.backends._triton.attention.attention_trials import BF16_ROWS, FNUZ, OCP, Trial
 from tests.backends._triton.engine import Engine, launching_nothing
-from tests.backends.sm90.calls import planned
+from tests.backends._triton.triton_backends import planned
 
 META = torch.device("meta")
 FLASH = ModelGeometry.preset("flash")

@@ -128,7 +128,7 @@ def regret(row: tuple[Any, ...], costs: Any = PREFILL_COST_MODEL) -> float:
     chosen = (
         2 if costs.prefers_raw_q(layer, [(requests, count)]) else int(not costs.prefers_pages(layer, requests, count))
     )
-    return times[chosen] / min(times)
+    return float(times[chosen] / min(times))
 
 
 def test_raw_q_is_chosen_where_it_was_measured_to_be_faster() -> None:

@@ -20,7 +20,8 @@ from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, TileSizes, combine_rounds_of, tile_sizes_of
 from dsv4attn.core.contract.backend import Phase
 from tests.backends._triton.attention.attention_trials import OCP, Trial
-from tests.backends.sm90.calls import Result, check_rows_without_keys, measured_lines, planned, run
+from tests.backends._triton.triton_backends import planned
+from tests.backends.sm90.calls import Result, check_rows_without_keys, measured_lines, run
 from tests.backends.sm90.mutants import plant
 from tests.backends.sm90.test_attention import BASE, CODED, PARTS, WITHIN
 

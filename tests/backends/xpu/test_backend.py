@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import evolve
 
 import dsv4attn
 from dsv4attn.backends._triton.compiling.variant import Variant
@@ -18,10 +17,9 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.xpu import launch
 from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.backends.xpu.tuning import TUNING
-from dsv4attn.core.contract.backend import AttentionCall, KeyForm, Phase
+from dsv4attn.core.contract.backend import KeyForm
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.warmup import WarmupSpec
-from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
@@ -32,7 +30,7 @@ from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.index_ops.index_trials import VIEWS, operations
-from tests.backends._triton.triton_backends import problems
+from tests.backends._triton.triton_backends import planned, problems
 from tests.programs import told_by
 
 FORMS = ["fused", "gathered"]
@@ -116,13 +114,6 @@ def test_its_own_kernels_fit_devices_that_are_not_here() -> None:
 
 
 # what the host does
-
-
-def planned(backend: XpuBackend, trial: Trial) -> AttentionCall:
-    """A trial's call with the scratch that the backend asks for."""
-    call, _ = trial.call()
-    specs = backend.scratch(Phase.DECODE, trial.layer, trial.tokens, sum(trial.widths))
-    return evolve(call, scratch=WorkspaceManager(DEVICE).get_simultaneous(*specs))
 
 
 def test_decode_in_many_runs_reads_no_value_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
