@@ -55,7 +55,10 @@ class ReferenceBackend(Backend):
         deterministic: bool = False,
         raw_q: bool = False,
     ) -> None:
-        """Choose the forms core prepares. deterministic: rows are computed one by one. raw_q: see `takes_raw_q`."""
+        """Choose the forms that core prepares.
+
+        deterministic: rows are computed one by one. raw_q: see `takes_raw_q`.
+        """
         for option, value in (("deterministic", deterministic), ("raw_q", raw_q)):
             if not isinstance(value, bool):
                 raise ArgumentError(option, expected="true or false", actual=repr(value))
@@ -71,15 +74,15 @@ class ReferenceBackend(Backend):
         )
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """None: temporaries come from torch, bounded by `transient_bytes`."""
+        """No scratch: temporaries come from torch, and `transient_bytes` bounds them."""
         return ()
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
-        """Nothing to bound."""
+        """Zero, because there is no scratch."""
         return 0
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
-        """One tile, or one row if a row is larger; and the index vectors of a gather."""
+        """Bytes of one tile, or of one row if a row is larger, and of the index vectors of a gather."""
         row = kernels.attend_bytes(layer.num_heads, layer.head_dim, max_width)
         return max(kernels.TILE_BYTES, row) + 64 * (max_rows + max_tokens)
 
