@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.cache.ownership import Ownership
@@ -18,10 +18,11 @@ from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, worst_of
 from dsv4attn.testing.oracle_cache import body
 from dsv4attn.testing.random_step import ForwardArgs, StepFixture
 from dsv4attn.testing.single_call import IndexLists, SingleCall
-from dsv4attn.testing.tolerances import tolerance
+from dsv4attn.testing.strided import bits
+from dsv4attn.testing.tolerances import tolerance, worst_error
 
 __all__ = [
-    "any_cut_same_bits", "bits", "equals_oracle", "judged", "largest_logits", "layers_share", "over_ranks",
+    "any_cut_same_bits", "equals_oracle", "judged", "largest_logits", "layers_share", "over_ranks",
     "reads_raw_q", "require_same_bits", "same_bits", "sharded", "sink_matters", "slices_of_heads", "step_by_step",
     "without_columns", "without_lse",
 ]  # fmt: skip
@@ -43,11 +44,6 @@ def judged(inputs: StepFixture | SingleCall, result: Result) -> Measure:
         return Measure(error, inputs.budget).hold(where)
     budget = tolerance(inputs.layout, inputs.q_dtype)
     return Measure(error * budget, budget).hold(where)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, so that 0 and -0 differ and NaN equals itself."""
-    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def require_same_bits(what: str, left: Result, right: Result) -> None:
@@ -133,10 +129,9 @@ def largest_logits(bench: Bench, call: SingleCall) -> Measure:
         found, wanted = top.double().cpu().numpy(), one.largest
         with np.errstate(invalid="ignore"):
             errors = np.where(np.isneginf(found) & np.isneginf(wanted), 0.0, np.abs(found - wanted))
-        errors = np.where(np.isnan(errors), np.inf, errors)
-        row, head = np.unravel_index(errors.argmax(), errors.shape)
+        error, (row, head) = worst_error(errors)
         where = f"max_logits of row {row}, head {head}: {found[row, head]:.6g}, expected {wanted[row, head]:.6g}"
-        measures.append(Measure(float(errors.max()), one.budget).hold(where))
+        measures.append(Measure(error, one.budget).hold(where))
     return worst_of(*measures)
 
 
@@ -172,14 +167,8 @@ def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Measure
         for cut in cuts:
             # an earlier step's verdict must not depend on a later one's keys, so every cut begins anew
             caches = inputs.history(bench.backend, inputs.allocate())
-            done = [0] * len(inputs.requests)
-            for size in cut:
-                now = [(before + d, min(size, n - d)) for d, (before, n) in zip(done, inputs.requests, strict=True)]
-                done = [d + n for d, (_, n) in zip(done, now, strict=True)]
-                step = inputs.at(*now)
-                problem = step.problem(bench.backend, caches)
-                measures.append(judged(step, problem.answer(bench)))
-            assert done == [n for _, n in inputs.requests], "a cut covers all tokens"
+            steps = inputs.in_steps(cut)
+            measures += [judged(step, step.problem(bench.backend, caches).answer(bench)) for step in steps]
             ends.append([body(cache).clone() for cache in caches.segments(inputs.layer)])
         for cut, end in zip(cuts[1:], ends[1:], strict=True):
             if not all(torch.equal(a, b) for a, b in zip(ends[0], end, strict=True)):
@@ -246,12 +235,11 @@ def any_cut_same_bits(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Me
     def check(bench: Bench, inputs: StepFixture) -> Measure:
         if not bench.backend.deterministic:
             raise SkipCase("does not apply: the backend was not built with deterministic=true")
-        steps = _Steps(bench, inputs)
-        wanted, measure = steps.run([max(n for _, n in inputs.requests)], None)
+        expected, measure = _rows_of(bench, inputs, [max(n for _, n in inputs.requests)], None)
         for cut in cuts:
             for only in (None, *range(len(inputs.requests))):
-                found, _ = steps.run(cut, only, judge=False)
-                wrong = [key for key, row in found.items() if not torch.equal(row, wanted[key])]
+                rows, _ = _rows_of(bench, inputs, cut, only, judge=False)
+                wrong = [key for key, row in rows.items() if not torch.equal(row, expected[key])]
                 if wrong:
                     how = "together" if only is None else "alone"
                     place = "first request {}, position {}".format(*wrong[0])
@@ -262,33 +250,21 @@ def any_cut_same_bits(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Me
     return check
 
 
-@frozen
-class _Steps:
-    """The tokens of a case input, in steps with limits of one phase."""
-
-    bench: Bench
-    inputs: StepFixture
-
-    def run(self, cut: Sequence[int], only: int | None, *, judge: bool = True) -> tuple[RowBits, Measure]:
-        """Rows of all requests, or of one, in steps of so many tokens; and the verdict, if asked for."""
-        bench, inputs, found, measure = self.bench, self.inputs, RowBits(), Measure()
-        caches = inputs.history(bench.backend, inputs.allocate())
-        limits = evolve(inputs.limits, single_phase=True)
-        done = [0] * len(inputs.requests)
-        for size in cut:
-            takes = [only in (None, i) for i in range(len(done))]
-            counts = [min(size, n - d) if t else 0 for d, (_, n), t in zip(done, inputs.requests, takes, strict=True)]
-            step = inputs.at(*((b + d, n) for d, (b, _), n in zip(done, inputs.requests, counts, strict=True)))
-            done = [d + n for d, n in zip(done, counts, strict=True)]
-            if not any(counts):
-                continue
-            out, lse = step.problem(bench.backend, caches, limits).answer(bench)
-            if judge:
-                measure = judged(step, (out, lse))
-            for row, token in enumerate(step.tokens):
-                parts = [bits(out[row]).flatten(), *([] if lse is None else [bits(lse[row])])]
-                found[token.request, token.position] = torch.cat(parts)
-        return found, measure
+def _rows_of(
+    bench: Bench, inputs: StepFixture, cut: Sequence[int], only: int | None, *, judge: bool = True
+) -> tuple[RowBits, Measure]:
+    """Rows of all requests, or of one, in steps of so many tokens with limits of one phase; and the last verdict."""
+    rows, measure = RowBits(), Measure()
+    caches = inputs.history(bench.backend, inputs.allocate())
+    limits = evolve(inputs.limits, single_phase=True)
+    for step in inputs.in_steps(cut, only):
+        out, lse = step.problem(bench.backend, caches, limits).answer(bench)
+        if judge:
+            measure = judged(step, (out, lse))
+        for row, token in enumerate(step.tokens):
+            parts = [bits(out[row]).flatten(), *([] if lse is None else [bits(lse[row])])]
+            rows[token.request, token.position] = torch.cat(parts)
+    return rows, measure
 
 
 LAYERS = 3

@@ -225,7 +225,7 @@ class CompressorStep(CaseInput):
         oracle_cache = OracleCache.blank(
             self.state_layout, self.state_pages.count, PagePlacement(self.state_page, self.gap), self.device
         )
-        oracle_cache.placement.pages(oracle_cache.cache, 4096).fill_(self.unused)
+        oracle_cache.pages(4096).fill_(self.unused)
         return oracle_cache
 
     def blank_entries(self) -> OracleCache:
@@ -709,7 +709,7 @@ def _blank(inputs: LatentSteps) -> OracleCache:
     oracle_cache = OracleCache.blank(
         layout, inputs.state_pages().count, PagePlacement(inputs.state_page, 0), inputs.device
     )
-    oracle_cache.placement.pages(oracle_cache.cache, 4096).fill_(0xFF)
+    oracle_cache.pages(4096).fill_(0xFF)
     return oracle_cache
 
 

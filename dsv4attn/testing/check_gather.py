@@ -21,7 +21,7 @@ from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.check_insert import CacheRows
 from dsv4attn.testing.factories import normal
 from dsv4attn.testing.oracle_cache import OracleCache
-from dsv4attn.testing.tolerances import F64
+from dsv4attn.testing.tolerances import F64, hold_equal
 
 __all__ = ["fills", "gathers", "gathers_long", "gathers_within"]
 
@@ -79,12 +79,11 @@ def _gather(
         for j in range(count):
             position = length - count + j
             wanted[i, offset + j] = oracle_cache.values[tables[i, position // size] * size + position % size]
-    found = out.double().cpu().numpy()
-    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
-    if not same.all():
-        request, row, column = (int(axis[0]) for axis in (~same).nonzero())
-        got, want = found[request, row, column], wanted[request, row, column]
-        raise Wrong(f"request {request}, row {row}, column {column}: {got:.6g}, expected {want:.6g}")
+    hold_equal(out, wanted, _place)
+
+
+def _place(place: tuple[int, ...]) -> str:
+    return "request {}, row {}, column {}".format(*place)
 
 
 def _book_rows(rows: CacheRows) -> F64:
@@ -286,13 +285,7 @@ class _Chunk:
                 block = tables[cache][i, column] if column < tables[cache].shape[1] - 1 else -1
                 if 0 <= block < self.rows.blocks:
                     wanted[i, row] = self.oracle_caches[cache].values[block * self.rows.placement.block_size + offset]
-        found = chunk.kv.double().cpu().numpy()
-        same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
-        if not same.all():
-            request, row, column = (int(axis[0]) for axis in (~same).nonzero())
-            got, want = found[request, row, column], wanted[request, row, column]
-            where = f"chunk {self.number}, request {request}, row {row}, column {column}"
-            raise Wrong(f"{where}: {got:.6g}, expected {want:.6g}")
+        hold_equal(chunk.kv, wanted, lambda place: f"chunk {self.number}, {_place(place)}")
 
 
 def _book(rows: CacheRows, layout: KVCacheLayout) -> OracleCache:

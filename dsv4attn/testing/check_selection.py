@@ -174,7 +174,7 @@ def _judge_codes(inputs: IndexQueries, query: IndexQuery, token: int, weights: F
             shifts[head] = _shift(weights[head], inputs.weights[token], head, inputs.layout.head_dim)
             exponents, row = np.array([int(shifts[head])]), codes[head]
         else:
-            exponents, row = scales[head], oracle_layer.unpack_e2m1(codes[head])
+            exponents, row = scales[head], oracle.unpack_e2m1(codes[head])
         formula = Formula(turned.value[head], turned.error[head])
         if error := CodeRule.of(inputs.layout).error(formula, row, exponents):
             raise Wrong(f"token {token}, head {head}: {error}")
@@ -283,8 +283,8 @@ class IndexSelection(CaseInput):
         if not self.layout.is_quantised:
             return rounded(values, self.layout.dtype), np.zeros(0, dtype=np.uint8)
         if self.layout.fp8_format is None:
-            codes = oracle_layer.encode_e2m1(values)
-            return oracle_layer.decode_e2m1(codes), oracle_layer.pack_e2m1(codes)
+            codes = oracle.encode_e2m1(values)
+            return oracle.decode_e2m1(codes), oracle.pack_e2m1(codes)
         fnuz = self.layout.fp8_format is Fp8Format.FNUZ
         codes = oracle.encode_e4m3(values, fnuz)
         return oracle.decode_e4m3(codes, fnuz), codes
@@ -349,7 +349,7 @@ class IndexSelection(CaseInput):
     def oracle_cache(self) -> OracleCache:
         """The cache."""
         oracle_cache = OracleCache.blank(self.layout, self.pages.count, PagePlacement(64, self.gap), self.device)
-        oracle_cache.placement.pages(oracle_cache.cache, 4096).fill_(self.unused)
+        oracle_cache.pages(4096).fill_(self.unused)
         for request in range(len(self.requests)):
             rows = self.key_rows(request)
             oracle_cache.write(self.pages.slots(request, range(len(rows))), rows)
@@ -418,7 +418,7 @@ def query_values(query: IndexQuery, token: int, layout: KVCacheLayout) -> F64:
         return query.values[token].double().cpu().numpy().astype(np.float64)
     raw = query.values[token].view(torch.uint8).cpu().numpy()
     if query.scales is not None:
-        return oracle_layer.scaled_e2m1(oracle_layer.unpack_e2m1(raw), query.scales[token].cpu().numpy())
+        return oracle_layer.scaled_e2m1(oracle.unpack_e2m1(raw), query.scales[token].cpu().numpy())
     return oracle.decode_e4m3(raw, layout.fp8_format is Fp8Format.FNUZ)
 
 

@@ -6,7 +6,7 @@ A row that selects a NaN key is NaN throughout, and no other row changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import attrs
@@ -17,11 +17,12 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import KeyForm, Phase
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
-from dsv4attn.testing.check_attention import bits, judged
+from dsv4attn.testing.check_attention import judged
 from dsv4attn.testing.factories import flash, layout, normal
 from dsv4attn.testing.oracle_cache import OracleCache
 from dsv4attn.testing.single_call import IndexLists, SingleCall
-from dsv4attn.testing.tolerances import F64, U8, written
+from dsv4attn.testing.strided import bits
+from dsv4attn.testing.tolerances import F64, U8, hold_equal, worst_error, written
 
 __all__ = ["Fp8Codes", "NanKeys", "gathers_every_code", "gathers_nan", "inserts_nan", "reads_every_code", "shows_nan"]
 
@@ -101,30 +102,31 @@ def reads_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
     if codes.phase is Phase.PREFILL and bench.backend.capabilities.prefill_keys is KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads gathered rows in prefill")
     out, _ = codes.run(attrs.evolve(bench, lse=False))
-    found = out.double().cpu().numpy()
-    wanted = codes.oracle_caches[0].values[: codes.rows, None]
+    read = out.double().cpu().numpy()
+    written_values = codes.oracle_caches[0].values[: codes.rows, None]
     with np.errstate(invalid="ignore"):
-        errors = np.abs(found - wanted) / np.maximum(np.abs(wanted), 2.0**-126)
-    errors = np.where(np.isnan(errors), math.inf, errors)
-    row, head, dim = np.unravel_index(errors.argmax(), errors.shape)
-    where = f"scale byte {SCALES[row]}, dim {dim}: read {found[row, head, dim]:.6g}, wrote {wanted[row, 0, dim]:.6g}"
-    return Measure(float(errors.max()), 2.0**-9).hold(where)
+        error, (row, head, dim) = worst_error(
+            np.abs(read - written_values) / np.maximum(np.abs(written_values), 2.0**-126)
+        )
+    where = f"scale byte {SCALES[row]}, dim {dim}: read {read[row, head, dim]:.6g}"
+    return Measure(error, 2.0**-9).hold(f"{where}, wrote {written_values[row, 0, dim]:.6g}")
 
 
 def gathers_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
     """A gathered row has the bits of the key."""
+    return _gathers(bench, codes.oracle_caches[0], codes.rows, lambda row: f"scale byte {SCALES[row]}")
+
+
+def _gathers(bench: Bench, oracle_cache: OracleCache, count: int, where: Callable[[int], str]) -> Measure:
+    """Gather the first records of a cache, and compare them with what the oracle reads. where: names a row."""
     bench.require_gathering()
-    oracle_cache = codes.oracle_caches[0]
-    device = oracle_cache.cache.device
-    out = torch.full((1, codes.rows, codes.layer.head_dim), math.nan, dtype=torch.bfloat16, device=device)
-    table = torch.arange(oracle_cache.cache.num_blocks, dtype=torch.int32, device=device)[None]
-    lens = torch.tensor([codes.rows], dtype=torch.int32, device=device)
-    bench.backend.dequantize_and_gather_k_cache(out, oracle_cache.cache, lens, None, table, 0)
-    found, wanted = out[0].double().cpu().numpy(), oracle_cache.values[: codes.rows]
-    if not np.array_equal(found, wanted):
-        row, dim = (int(axis[0]) for axis in (found != wanted).nonzero())
-        raise Wrong(f"scale byte {SCALES[row]}, dim {dim}: read {found[row, dim]:.6g}, wrote {wanted[row, dim]:.6g}")
-    return Measure()
+    cache = oracle_cache.cache
+    # other numbers than any record has, NaN included
+    out = torch.full((1, count, cache.layout.head_dim), -math.inf, dtype=cache.layout.row_dtype, device=cache.device)
+    table = torch.arange(cache.num_blocks, dtype=torch.int32, device=cache.device)[None]
+    lens = torch.tensor([count], dtype=torch.int32, device=cache.device)
+    bench.backend.dequantize_and_gather_k_cache(out, cache, lens, None, table, 0)
+    return hold_equal(out[0], oracle_cache.values[:count], lambda place: f"{where(place[0])}, dim {place[1]}")
 
 
 CLEAN = 16
@@ -260,18 +262,7 @@ def _compare(call: NanKeys, clean: dict[str, Tensor], found: dict[str, Tensor], 
 
 def gathers_nan(bench: Bench, call: NanKeys) -> Measure:
     """Gathered rows are NaN where their records are, and nowhere else."""
-    bench.require_gathering()
-    oracle_cache, count = attrs.evolve(call, spoil=True).oracle_caches[0], len(call.keys[0])
-    out = torch.zeros(1, count, call.layer.head_dim, dtype=call.layout.row_dtype, device=call.device)
-    table = torch.arange(oracle_cache.cache.num_blocks, dtype=torch.int32, device=call.device)[None]
-    lens = torch.tensor([count], dtype=torch.int32, device=call.device)
-    bench.backend.dequantize_and_gather_k_cache(out, oracle_cache.cache, lens, None, table, 0)
-    found, wanted = out[0].double().cpu().numpy(), oracle_cache.values[:count]
-    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
-    if not same.all():
-        slot, dim = (int(axis[0]) for axis in (~same).nonzero())
-        raise Wrong(f"slot {slot}, dim {dim}: read {found[slot, dim]:.6g}, wrote {wanted[slot, dim]:.6g}")
-    return Measure()
+    return _gathers(bench, attrs.evolve(call, spoil=True).oracle_caches[0], len(call.keys[0]), "slot {}".format)
 
 
 def inserts_nan(fused: bool, bench: Bench, call: NanKeys) -> Measure:  # noqa: FBT001

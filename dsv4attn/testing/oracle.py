@@ -1,8 +1,8 @@
 """The oracle: DeepSeek-V4 attention in float64 numpy, one row at a time.
 
 The rest of the package is judged against this file, so the two share no code. Nothing here is fast; each loop follows
-the written rule. Letters: H heads, D head dim, K keys, G output groups,
-R output rank. A row is always ordered NoPE first, RoPE last; every size is a parameter.
+the written rule. Letters: H heads, D head dim, K keys, G output groups, R output rank.
+A row is always ordered NoPE first, RoPE last; every size is a parameter.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ E8M0_NAN = 255  # OCP MX: this byte is no scale at all
 BF16_BITS = 8  # significand bits, the hidden one included
 BF16_MIN_EXPONENT = -133  # the smallest subnormal is 2 ** -133
 BF16_OVERFLOW = 2.0**128
+E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of the e2m1 codes 0 to 7; bit 3 is the sign
 
 
 @functools.cache
@@ -53,13 +54,39 @@ def encode_e4m3(x: F64, fnuz: bool) -> U8:  # noqa: FBT001
     """
     magnitudes = _e4m3_table(fnuz)[: 0x80 if fnuz else 0x7F]  # codes of one sign are in order of size
     values = np.asarray(x, dtype=np.float64)
-    sizes = np.where(np.isnan(values), 0.0, np.minimum(np.abs(values), magnitudes[-1]))
+    codes = _nearest(np.where(np.isnan(values), 0.0, np.minimum(np.abs(values), magnitudes[-1])), magnitudes)
+    signs = np.where(np.signbit(values) & ~(fnuz & (codes == 0)), 0x80, 0)
+    return np.where(np.isnan(values), 0x80 if fnuz else 0x7F, codes | signs).astype(np.uint8)
+
+
+def encode_e2m1(x: F64) -> U8:
+    """Return the nearest e2m1 code, ties to the even one, beyond 6 that of 6; a zero keeps its sign."""
+    values = np.asarray(x, dtype=np.float64)
+    codes = _nearest(np.minimum(np.abs(values), E2M1_VALUES[-1]), E2M1_VALUES)
+    return np.asarray(codes | np.where(np.signbit(values), 8, 0), dtype=np.uint8)
+
+
+def decode_e2m1(codes: U8) -> F64:
+    """Return the value of every code, one to a byte."""
+    return np.asarray(np.where(codes & 8, -1.0, 1.0) * E2M1_VALUES[codes & 7])
+
+
+def pack_e2m1(codes: U8) -> U8:
+    """Put two codes into a byte, the even element in the low half."""
+    return np.asarray(codes[..., 0::2] | codes[..., 1::2] << 4, dtype=np.uint8)
+
+
+def unpack_e2m1(packed: U8) -> U8:
+    """Undo `pack_e2m1`."""
+    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1).astype(np.uint8)
+
+
+def _nearest(sizes: F64, magnitudes: F64) -> NDArray[np.int64]:
+    """Return the number of the magnitude nearest to each size, ties to the even one; magnitudes are in order."""
     above = np.searchsorted(magnitudes, sizes)
     below = np.maximum(above - 1, 0)
     middle = (magnitudes[below] + magnitudes[above]) / 2
-    codes = np.where((sizes > middle) | ((sizes == middle) & (above % 2 == 0)), above, below)
-    signs = np.where(np.signbit(values) & ~(fnuz & (codes == 0)), 0x80, 0)
-    return np.where(np.isnan(values), 0x80 if fnuz else 0x7F, codes | signs).astype(np.uint8)
+    return np.where((sizes > middle) | ((sizes == middle) & (above % 2 == 0)), above, below)
 
 
 def round_bf16(x: ArrayLike) -> F64:
@@ -74,15 +101,16 @@ def round_bf16(x: ArrayLike) -> F64:
     return np.where(np.abs(rounded) >= BF16_OVERFLOW, np.copysign(np.inf, values), rounded)
 
 
-def scale_exponent(amax: float, fp8_max: float) -> int:
-    """Return the smallest e with max(amax, 1e-4) <= fp8_max * 2**e, clamped to [-127, 127] (vLLM rule).
+def scale_exponent(amax: float, largest: float, floor: float = MIN_AMAX) -> int:
+    """Return the smallest e with max(amax, floor) <= largest * 2**e, clamped to [-127, 127] (vLLM rule).
 
-    That is ceil(log2(amax / fp8_max)), found by comparing mantissas instead of by a rounded division and log.
+    That is ceil(log2(amax / largest)), found by comparing mantissas instead of by a rounded division and log.
+    largest: magnitude of the largest code.
     """
     if math.isinf(amax):
         return E8M0_NAN - 1 - E8M0_BIAS
-    amax_mantissa, amax_exponent = math.frexp(max(amax, MIN_AMAX))
-    max_mantissa, max_exponent = math.frexp(fp8_max)
+    amax_mantissa, amax_exponent = math.frexp(max(amax, floor))
+    max_mantissa, max_exponent = math.frexp(largest)
     exponent = amax_exponent - max_exponent + (amax_mantissa > max_mantissa)
     return min(max(exponent, -E8M0_BIAS), E8M0_NAN - 1 - E8M0_BIAS)
 
@@ -336,7 +364,6 @@ def inverse_rope_project(o: F64, cos: F64, sin: F64, rope_dim: int, wo_a: F64, w
 
 FP8_GROUP, FP4_GROUP = 32, 16
 FP4_LEAST_SCALE = 2.0**-9  # the smallest e4m3fn number above zero
-E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of the e2m1 codes 0 to 7; bit 3 is the sign
 FP4_NAN_SCALE = 0x7F
 
 
@@ -359,14 +386,11 @@ def read_fp8(record: U8, dim: int) -> F64:
 
 
 def record_fp4(row: F64) -> U8:
-    """Return packed codes of a row [D], the even dim low, then a scale for each group."""
-    values, codes, scales = round_bf16(row), list[U8](), []
-    for start in range(0, len(row), FP4_GROUP):
-        code, scale = group_fp4(values[start : start + FP4_GROUP])
-        codes.append(code)
-        scales.append(scale)
-    flat = np.concatenate(codes)
-    return np.concatenate([flat[::2] | flat[1::2] << 4, np.array(scales, dtype=np.uint8)])
+    """Return packed codes of a row [D], then a scale byte for each group."""
+    values = round_bf16(row)
+    groups = [group_fp4(values[start : start + FP4_GROUP]) for start in range(0, len(row), FP4_GROUP)]
+    codes = np.concatenate([codes for codes, _ in groups])
+    return np.concatenate([pack_e2m1(codes), np.array([scale for _, scale in groups], dtype=np.uint8)])
 
 
 def group_fp4(values: F64) -> tuple[U8, int]:
@@ -374,16 +398,10 @@ def group_fp4(values: F64) -> tuple[U8, int]:
     if np.isnan(values).any():
         return np.zeros(len(values), dtype=np.uint8), FP4_NAN_SCALE
     byte = int(encode_e4m3(np.array(max(float(np.abs(values).max()) / 6, FP4_LEAST_SCALE)), False))
-    sizes = np.minimum(np.abs(values) / decode_e4m3(np.array(byte, dtype=np.uint8), False), E2M1_VALUES[-1])
-    # of two equally near ones the even code: its distance counts as a little less
-    distance = np.abs(sizes[:, None] - E2M1_VALUES) + 1e-9 * (np.arange(8) % 2)
-    codes = distance.argmin(1) + 8 * np.signbit(values)
-    return codes.astype(np.uint8), byte
+    return encode_e2m1(values / decode_e4m3(np.array(byte, dtype=np.uint8), False)), byte
 
 
 def read_fp4(record: U8, dim: int) -> F64:
     """Return [dim] values of a record."""
-    packed, scales = record[: dim // 2], record[dim // 2 :]
-    codes = np.stack([packed & 15, packed >> 4], axis=1).ravel()
-    values = np.where(codes > 7, -E2M1_VALUES[codes & 7], E2M1_VALUES[codes & 7])
-    return np.asarray(values * np.repeat(decode_e4m3(scales, False), FP4_GROUP)[:dim])
+    scales = np.repeat(decode_e4m3(record[dim // 2 :], False), FP4_GROUP)[:dim]
+    return np.asarray(decode_e2m1(unpack_e2m1(record[: dim // 2])) * scales)

@@ -17,7 +17,7 @@ from dsv4attn.testing.case import SkipCase
 from dsv4attn.testing.tolerances import F64, U8, found, stored, written
 
 __all__ = [
-    "BEHIND_PAGE", "UNWRITTEN", "OracleCache", "PagePlacement", "Pages", "allocate", "body", "place_of", "poison",
+    "BEHIND_PAGE", "UNWRITTEN", "OracleCache", "PagePlacement", "Pages", "body", "place_of", "poison",
 ]  # fmt: skip
 
 BEHIND_PAGE = 4096
@@ -54,28 +54,13 @@ class Pages:
         return np.asarray(page * self.block_size + numbers % self.block_size)
 
 
-def page_step(layout: KVCacheLayout, block_size: int, gap: int) -> int:
-    """Bytes from one page to the next, with a gap. V4.1's interleaved pages are whole records, so the gap rounds up."""
-    step = layout.page_stride(block_size) + gap
-    whole = layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED
-    return round_up(step, layout.record_bytes) if whole else step
-
-
-def allocate(layout: KVCacheLayout, count: int, block_size: int, padding: int, device: str) -> PagedKVCache:
-    """A cache whose pages are zero, `page_step` bytes apart with a gap of `padding`; gaps are untouched."""
-    element = layout.dtype.itemsize
-    stride, last = page_step(layout, block_size, padding) // element, layout.record_bytes // element
-    flat = torch.empty(count * stride, dtype=layout.dtype, device=device)
-    cache = PagedKVCache(flat.as_strided((count, block_size, last), (stride, last, 1)), layout)
-    body(cache).zero_()
-    return cache
-
-
 def body(cache: PagedKVCache, behind: int = 0) -> Tensor:
     """Bytes of the pages [B, bytes], each with at most `behind` bytes of the gap that follows it."""
-    stride, page = cache.tensor.stride(0) * cache.tensor.itemsize, cache.layout.page_bytes(cache.block_size)
+    element, layout = cache.tensor.itemsize, cache.layout
+    stride, page = cache.tensor.stride(0) * element, layout.page_bytes(cache.block_size)
     raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.tensor.untyped_storage())
-    return raw.as_strided((cache.num_blocks, min(stride, page + behind)), (stride, 1))
+    size, start = (cache.num_blocks, min(stride, page + behind)), cache.tensor.storage_offset() * element
+    return raw.as_strided(size, (stride, 1), storage_offset=start)
 
 
 def poison(cache: PagedKVCache, named: NDArray[np.int64], byte: int) -> None:
@@ -100,7 +85,8 @@ class PagePlacement:
     """Placement of pages in memory.
 
     block_size: records of a page.
-    gap: bytes between pages, in addition to the page stride of the layout; rounded up as in `page_step`.
+    gap: bytes between pages, in addition to the page stride of the layout. V4.1's interleaved pages are whole records,
+       so the sum is rounded up to whole records.
     before: bytes in front of the first page.
     """
 
@@ -108,27 +94,21 @@ class PagePlacement:
     gap: int = 0
     before: int = 0
 
-    def memory(self, layout: KVCacheLayout, blocks: int, device: str) -> PagedKVCache:
-        """Pages of unwritten bytes. Raises SkipCase if the device has not that much memory."""
+    def memory(self, layout: KVCacheLayout, blocks: int, device: str, fill: int = UNWRITTEN) -> PagedKVCache:
+        """Pages and the starts of their gaps, filled with a byte. Raises SkipCase if there is too little memory."""
+        stride = layout.page_stride(self.block_size) + self.gap
+        if layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED:
+            stride = round_up(stride, layout.record_bytes)
         element, last = layout.dtype.itemsize, layout.record_bytes // layout.dtype.itemsize
-        stride = page_step(layout, self.block_size, self.gap)
         total = self.before + max(blocks - 1, 0) * stride + layout.page_bytes(self.block_size) + BEHIND_PAGE
         try:
             flat = torch.empty(-(-total // element), dtype=layout.dtype, device=device)
         except (RuntimeError, MemoryError) as error:
             raise SkipCase(f"{total / 2**30:.1f} GiB of memory cannot be had on {device}") from error
-        view = flat.as_strided(
-            (blocks, self.block_size, last), (stride // element, last, 1), storage_offset=self.before // element
-        )
-        cache = PagedKVCache(view, layout)
-        self.pages(cache, BEHIND_PAGE).fill_(UNWRITTEN)
+        size, strides = (blocks, self.block_size, last), (stride // element, last, 1)
+        cache = PagedKVCache(flat.as_strided(size, strides, storage_offset=self.before // element), layout)
+        body(cache, BEHIND_PAGE).fill_(fill)
         return cache
-
-    def pages(self, cache: PagedKVCache, behind: int = 0) -> torch.Tensor:
-        """Bytes of the pages [B, bytes], each with at most `behind` bytes of what follows it."""
-        stride, page = cache.tensor.stride(0) * cache.tensor.itemsize, cache.layout.page_bytes(self.block_size)
-        raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.tensor.untyped_storage())
-        return raw.as_strided((cache.num_blocks, min(stride, page + behind)), (stride, 1), storage_offset=self.before)
 
 
 def place_of(layout: KVCacheLayout, offset: int, block_size: int) -> NDArray[np.int64]:
@@ -177,7 +157,7 @@ class OracleCache:
     def _write(
         self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8], values: Sequence[F64]
     ) -> OracleCache:
-        pages = self.placement.pages(self.cache)
+        pages = self.pages()
         size = self.placement.block_size
         blocks = sorted({int(slot) // size for slot in slots})
         bytes_of = dict(zip(blocks, pages[blocks].cpu().numpy(), strict=True))
@@ -188,7 +168,11 @@ class OracleCache:
             pages[block] = torch.from_numpy(page).to(pages.device)
         return self
 
+    def pages(self, behind: int = 0) -> Tensor:
+        """`body` of the cache."""
+        return body(self.cache, behind)
+
     def bytes(self) -> U8:
         """All pages as they are now [B, bytes], with the bytes of the gap behind each."""
-        found: U8 = self.placement.pages(self.cache, BEHIND_PAGE).cpu().numpy().copy()
-        return found
+        pages: U8 = self.pages(BEHIND_PAGE).cpu().numpy().copy()
+        return pages

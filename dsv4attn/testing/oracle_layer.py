@@ -13,13 +13,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4attn.testing.oracle import E8M0_BIAS, E8M0_NAN, F64, U8, decode_e4m3, encode_e4m3, round_bf16
-
-__all__ = ["block_scores", "collapse", "inside_blocks", "ring_rows"]
+from dsv4attn.testing.oracle import (
+    E8M0_BIAS,
+    E8M0_NAN,
+    F64,
+    U8,
+    decode_e2m1,
+    decode_e4m3,
+    encode_e2m1,
+    encode_e4m3,
+    pack_e2m1,
+    round_bf16,
+    scale_exponent,
+    unpack_e2m1,
+)
 
 E2M1_GROUP = 32  # OCP MX: values under one scale
-E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of the codes 0 to 7; bit 3 is the sign
-E2M1_FLOOR = 6.0 * 2.0**-126  # the floor vLLM puts under a group's largest magnitude in MXFP4
+E2M1_LARGEST = 6.0
+E2M1_FLOOR = E2M1_LARGEST * 2.0**-126  # the floor vLLM puts under a group's largest magnitude in MXFP4
 
 
 def state_row(kv: F64, score: F64, ape: F64, position: int) -> F64:
@@ -68,49 +79,13 @@ def rms_norm(x: F64, weight: F64 | None, eps: float) -> F64:
     return normed if weight is None else normed * weight
 
 
-def scale_exponent(amax: float, floor: float, largest: float) -> int:
-    """Return the smallest e with max(amax, floor) <= largest * 2**e, clamped to [-127, 127]."""
-    if math.isinf(amax):
-        return E8M0_NAN - 1 - E8M0_BIAS
-    mantissa, exponent = math.frexp(max(amax, floor))
-    top_mantissa, top_exponent = math.frexp(largest)
-    found = exponent - top_exponent + (mantissa > top_mantissa)
-    return min(max(found, -E8M0_BIAS), E8M0_NAN - 1 - E8M0_BIAS)
-
-
-def encode_e2m1(x: F64) -> U8:
-    """Return the nearest e2m1 code, ties to the even one, beyond 6 that of 6; a zero keeps its sign."""
-    values = np.asarray(x, dtype=np.float64)
-    sizes = np.minimum(np.abs(values), E2M1_VALUES[-1])
-    above = np.searchsorted(E2M1_VALUES, sizes)
-    below = np.maximum(above - 1, 0)
-    middle = (E2M1_VALUES[below] + E2M1_VALUES[above]) / 2
-    codes = np.where((sizes > middle) | ((sizes == middle) & (above % 2 == 0)), above, below)
-    return np.asarray(codes | np.where(np.signbit(values), 8, 0), dtype=np.uint8)
-
-
-def decode_e2m1(codes: U8) -> F64:
-    """Return the value of every code, one to a byte."""
-    return np.asarray(np.where(codes & 8, -1.0, 1.0) * E2M1_VALUES[codes & 7])
-
-
-def pack_e2m1(codes: U8) -> U8:
-    """Put two codes into a byte, the even element in the low half."""
-    return np.asarray(codes[..., 0::2] | codes[..., 1::2] << 4, dtype=np.uint8)
-
-
-def unpack_e2m1(packed: U8) -> U8:
-    """Undo `pack_e2m1`."""
-    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1).astype(np.uint8)
-
-
 def index_record_fp8(row: F64, *, fnuz: bool, floor: float, largest: float) -> U8:
     """Return the record of an index key [Di]: an e4m3 code for each dim, then one float32 scale, a power of two.
 
     The row is rounded to bf16 first. A NaN has the code NaN.
     """
     values = round_bf16(row)
-    exponent = scale_exponent(float(np.nanmax(np.abs(np.append(values, 0.0)))), floor, largest)
+    exponent = scale_exponent(float(np.nanmax(np.abs(np.append(values, 0.0)))), largest, floor)
     scale = np.array([math.ldexp(1.0, exponent)], dtype="<f4").view(np.uint8)
     return np.concatenate([encode_e4m3(np.ldexp(values, -exponent), fnuz), scale])
 
@@ -126,7 +101,7 @@ def index_record_fp4(row: F64) -> U8:
         if np.isnan(group).any():
             scales.append(E8M0_NAN)
             continue
-        exponent = scale_exponent(float(np.abs(group).max()), E2M1_FLOOR, float(E2M1_VALUES[-1]))
+        exponent = scale_exponent(float(np.abs(group).max()), E2M1_LARGEST, E2M1_FLOOR)
         codes[g] = encode_e2m1(np.ldexp(group, -exponent))
         scales.append(exponent + E8M0_BIAS)
     return np.concatenate([pack_e2m1(codes.reshape(-1)), np.array(scales, dtype=np.uint8)])

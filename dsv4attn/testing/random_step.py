@@ -9,7 +9,7 @@ A prompt in chunks, or a verify step token by token, is one step in several step
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
@@ -39,7 +39,7 @@ from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing import oracle
 from dsv4attn.testing.case import Bench, dtype_name
 from dsv4attn.testing.factories import HEADS, CaseInput, flash, frequencies, layout, layouts, normal, tiny_geometry
-from dsv4attn.testing.oracle_cache import Pages, allocate, poison
+from dsv4attn.testing.oracle_cache import PagePlacement, Pages, poison
 from dsv4attn.testing.strided import StridedTensors
 from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, tolerance
 
@@ -338,7 +338,7 @@ class StepFixture(RandomStep):
 
     swa_block_size: records of a page of the window cache.
     compressed_block_tokens: tokens of a page of the compressed cache.
-    page_padding: bytes between pages, in addition to the page stride of the layout; rounded up as in `page_step`.
+    page_padding: bytes between pages, as `PagePlacement.gap`.
     spare_pages: pages of each cache that belong to no request.
     pages_seed: seed of the order of the pages; it changes nothing else.
     dead_block: entry of block tables where no block is alive.
@@ -432,6 +432,19 @@ class StepFixture(RandomStep):
         """Another step of the same requests, on the same pages. A request without tokens takes no part in the step."""
         return attrs.evolve(self, requests=requests, pages_of=self.pages_of or self)
 
+    def in_steps(self, cut: Sequence[int], only: int | None = None) -> Iterator[StepFixture]:
+        """The step in several ones, which have so many tokens of each request. only: those of one request."""
+        chosen = [only in (None, i) for i in range(len(self.requests))]
+        done = [0] * len(self.requests)
+        for size in cut:
+            takes = zip(done, self.requests, chosen, strict=True)
+            counts = [min(size, n - d) if is_chosen else 0 for d, (_, n), is_chosen in takes]
+            if any(counts):
+                starts = (before + d for d, (before, _) in zip(done, self.requests, strict=True))
+                yield self.at(*zip(starts, counts, strict=True))
+            done = [d + n for d, n in zip(done, counts, strict=True)]
+        assert done == [n if is_chosen else 0 for (_, n), is_chosen in zip(self.requests, chosen, strict=True)]
+
     def run(self, backend: Backend) -> tuple[Tensor, Tensor]:
         """Insert the history, run the step, and return (out, lse)."""
         return self.problem(backend).run(backend)
@@ -472,11 +485,9 @@ class StepFixture(RandomStep):
     def allocate(self) -> LayerCaches:
         """Caches of zeros."""
         layouts = self.layout, self.compressed_layout or self.layout
-        made = [
-            allocate(layout, p.count, p.block_size, self.page_padding, self.device)
-            for layout, p in zip(layouts[: 1 + (self.kind is not LayerKind.SWA)], self.pages, strict=False)
-        ]
-        return LayerCaches(*made)
+        pairs = zip(layouts[: 1 + (self.kind is not LayerKind.SWA)], self.pages, strict=False)
+        placed = [(layout, pages.count, PagePlacement(pages.block_size, self.page_padding)) for layout, pages in pairs]
+        return LayerCaches(*(place.memory(layout, count, self.device, fill=0) for layout, count, place in placed))
 
     def history(self, backend: Backend, caches: LayerCaches) -> LayerCaches:
         """Insert the records from before this step that are still alive."""

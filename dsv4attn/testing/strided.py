@@ -1,4 +1,4 @@
-"""Strided tensors for the conformance kit: rows lie apart, as in slices such as `fused[:, :512]` or `big[:, :H]`."""
+"""Tensors whose rows lie apart, as in slices such as `fused[:, :512]` or `big[:, :H]`, and tensors that calls keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
 
-__all__ = ["NAMES", "StridedTensors", "each_strided"]
+__all__ = ["NAMES", "StridedTensors", "bits", "each_strided", "unchanged"]
 
 FILL = 0xFF
 """Every byte beside the rows: NaN in floats, -1 in integers."""
@@ -62,6 +62,21 @@ class StridedTensors:
             now[inside] = FILL
             if changed := int((now != FILL).sum()):
                 raise Wrong(f"{changed} bytes beside the rows of {name} were written")
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, so that 0 and -0 differ and NaN equals itself."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+@contextmanager
+def unchanged(**tensors: Tensor) -> Iterator[None]:
+    """Raise Wrong if the `with` block changes a byte of one of these tensors. The message has the keyword."""
+    copies = {name: bits(tensor) for name, tensor in tensors.items()}
+    yield
+    for name, tensor in tensors.items():
+        if not torch.equal(bits(tensor), copies[name]):
+            raise Wrong(f"{name} was changed")
 
 
 def each_strided(names: str, *checks: Callable[[Bench, Any], Measure]) -> Callable[[Bench, Any], Measure]:

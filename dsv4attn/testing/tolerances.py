@@ -29,8 +29,8 @@ from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Measure, Wrong
 
 __all__ = [
-    "F64", "TINY", "U8", "UNIT", "CodeRule", "Expected", "Formula", "found", "hold_record", "hold_values",
-    "multiplying_in", "rounded", "stored", "summed", "tolerance", "written",
+    "F64", "TINY", "U8", "UNIT", "CodeRule", "Expected", "Formula", "floats", "found", "hold_equal", "hold_record",
+    "hold_values", "multiplying_in", "rounded", "stored", "summed", "tolerance", "worst_error", "written",
 ]  # fmt: skip
 
 F64 = NDArray[np.float64]
@@ -243,6 +243,23 @@ class Formula:
         return self.value - error, self.value + error
 
 
+def worst_error(errors: F64) -> tuple[float, tuple[int, ...]]:
+    """The largest of some errors, and its place. NaN counts as infinity."""
+    sizes = np.where(np.isnan(errors), math.inf, errors)
+    place = tuple(int(i) for i in np.unravel_index(sizes.argmax(), sizes.shape))
+    return float(sizes[place]), place
+
+
+def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]], str]) -> Measure:
+    """Compare values with expected ones, bit for bit but for NaN and the sign of 0. Raises Wrong, naming the first."""
+    actual = values.double().cpu().numpy()
+    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+    if not same.all():
+        place = tuple(int(axis[0]) for axis in (~same).nonzero())
+        raise Wrong(f"{where(place)}: {actual[place]:.6g}, expected {expected[place]:.6g}")
+    return Measure()
+
+
 def hold_values(
     found: Tensor | F64, formula: Formula, dtype: torch.dtype, where: Callable[[tuple[int, ...]], str]
 ) -> Measure:
@@ -262,13 +279,11 @@ def hold_values(
         # towards zero, the neighbour of a power of two is half as far
         inward = (np.abs(wanted) < np.abs(values)) & (np.abs(np.frexp(values)[0]) == 0.5)
         distance = np.maximum(distance - np.where(inward, gap / 2, gap) / 2, 0.0)
-    errors = distance / budget
-    errors = np.where(np.isnan(errors), math.inf, errors)
-    if not errors.size:
+    if not distance.size:
         return Measure(0.0, 1.0)
-    place = tuple(int(i) for i in np.unravel_index(errors.argmax(), errors.shape))
-    said = f"{where(place)}: {values[place]:.8g}, expected {wanted[place]:.8g}, "
-    return Measure(float(errors.max()), 1.0).hold(f"{said}{errors.max():.3g} budgets off")
+    error, place = worst_error(distance / budget)
+    said = f"{where(place)}: {values[place]:.8g}, expected {wanted[place]:.8g}, {error:.3g} budgets off"
+    return Measure(error, 1.0).hold(said)
 
 
 @attrs.frozen
@@ -295,13 +310,13 @@ class CodeRule:
     def decode(self, codes: U8) -> F64:
         """Values of codes, one to a byte."""
         if self.fp8 is None:
-            return oracle_layer.decode_e2m1(codes)
+            return oracle.decode_e2m1(codes)
         return oracle.decode_e4m3(codes, self.fp8 is Fp8Format.FNUZ)
 
     def rounded(self, values: F64) -> F64:
         """Scaled values as codes hold them."""
         if self.fp8 is None:
-            return oracle_layer.decode_e2m1(oracle_layer.encode_e2m1(values))
+            return oracle.decode_e2m1(oracle.encode_e2m1(values))
         limited = np.clip(values, -self.largest, self.largest)
         return self.decode(oracle.encode_e4m3(limited, self.fp8 is Fp8Format.FNUZ))
 
@@ -314,7 +329,7 @@ class CodeRule:
         for start in range(0, len(sizes), self.group):
             part = slice(start, start + self.group)
             first, last = (
-                oracle_layer.scale_exponent(float(s[part].max()), self.floor, self.largest) for s in (least, sizes)
+                oracle.scale_exponent(float(s[part].max()), self.largest, self.floor) for s in (least, sizes)
             )
             found.append(range(first, last + 1))
         return found
@@ -343,7 +358,7 @@ def hold_record(record: U8, formula: Formula, layout: KVCacheLayout, where: str)
     if not layout.is_quantised:
         return _hold_rounded(floats(record, layout.dtype), formula, layout.dtype, where)
     nope, packed, scales = layout.nope_dim, layout.nope_dim * layout.code_bits // 8, record[layout.data_bytes :]
-    codes = record[:packed] if layout.fp8_format else oracle_layer.unpack_e2m1(record[:packed])
+    codes = record[:packed] if layout.fp8_format else oracle.unpack_e2m1(record[:packed])
     if layout.scale_dtype == torch.float32:
         mantissas, exponents = np.frexp(np.ascontiguousarray(scales).view("<f4").astype(np.float64))
         if (mantissas != 0.5).any():
