@@ -18,6 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.tolerances import multiplying_in
 
 __all__ = [
-    "SCHEMA", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "conform", "environment",
-    "parse_request", "run_case", "versions",
+    "SCHEMA", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "conform", "conform_all",
+    "environment", "parse_request", "run_case", "versions",
 ]  # fmt: skip
 
 
@@ -420,13 +421,26 @@ def conform(
     progress: Callable[[Outcome], None] = lambda _: None,
 ) -> Certificate:
     """Run cases one after another, and call `progress` after each. Ctrl-C ends the run; outcomes up to then stay."""
-    start, outcomes, interrupted = time.perf_counter(), list[Outcome](), False
-    cases, date = list(cases), dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
+    return conform_all([subject], tuple(cases), chosen=chosen, progress=progress)[0]
+
+
+def conform_all(
+    trials: Sequence[Subject],
+    cases: Sequence[Case],
+    *,
+    chosen: str | None = None,
+    progress: Callable[[Outcome], None] = lambda _: None,
+) -> tuple[Certificate, ...]:
+    """As `conform` on several backends, case by case, so that they share the oracle's answer."""
+    outcomes: list[list[Outcome]] = [[] for _ in trials]
+    interrupted, date = False, dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
     try:
-        for case in cases:
-            outcomes.append(run_case(subject, case))
-            progress(outcomes[-1])
+        for case, (subject, of_subject) in product(cases, zip(trials, outcomes, strict=True)):
+            of_subject.append(run_case(subject, case))
+            progress(of_subject[-1])
     except KeyboardInterrupt:
         interrupted = True
-    seconds = time.perf_counter() - start
-    return Certificate(subject, tuple(outcomes), date, seconds, chosen, len(cases), interrupted)
+    return tuple(
+        Certificate(subject, tuple(done), date, sum(o.seconds for o in done), chosen, len(cases), interrupted)
+        for subject, done in zip(trials, outcomes, strict=True)
+    )

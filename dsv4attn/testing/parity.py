@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import html
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +19,9 @@ from dsv4attn.testing.conform import (
     Failures,
     Outcome,
     Subject,
+    conform_all,
     environment,
     parse_request,
-    run_case,
     versions,
 )
 
@@ -140,21 +139,9 @@ def compare(
 
     Ctrl-C ends the run; outcomes up to then are returned.
     """
-    cases, interrupted = tuple(cases), False
-    outcomes: list[list[Outcome]] = [[] for _ in trials]
-    date = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
-    try:
-        for case in cases:
-            for subject, mine in zip(trials, outcomes, strict=True):
-                mine.append(run_case(subject, case))
-                progress(mine[-1])
-    except KeyboardInterrupt:
-        interrupted = True
-    certificates = tuple(
-        Certificate(subject, tuple(mine), date, sum(o.seconds for o in mine), chosen, len(cases), interrupted)
-        for subject, mine in zip(trials, outcomes, strict=True)
-    )
-    return Parity(certificates, cases, date, chosen)
+    cases = tuple(cases)
+    certificates = conform_all(trials, cases, chosen=chosen, progress=progress)
+    return Parity(certificates, cases, certificates[0].date, chosen)
 
 
 OPEN = 3

@@ -20,7 +20,7 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
-from dsv4attn.tools.bench.inputs import LAYOUT, read_records
+from dsv4attn.tools.bench.inputs import LAYOUT, RandomNumbers, read_records
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
 __all__ = ["compressor_task"]
@@ -96,16 +96,16 @@ class _States:
 def compressor_task(case: LayerOpCase, device: torch.device) -> Task:
     """States of the tokens (save), entries from states (store), or queries of the indexer (query)."""
     step, name = case.step.split()
-    parts, generator = _Parts.of(name), torch.Generator(device).manual_seed(case.seed)
+    parts, random = _Parts.of(name), RandomNumbers(device, case.seed)
     if step == "query":
-        return _query(case, device, generator)
-    states = _states(case, parts, device, generator)
-    return _save(case, parts, states, generator) if step == "save" else _store(case, parts, states, generator)
+        return _query(case, random)
+    states = _states(case, parts, random)
+    return _save(case, parts, states, random) if step == "save" else _store(case, parts, states, random)
 
 
-def _save(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
+def _save(case: LayerOpCase, parts: _Parts, states: _States, random: RandomNumbers) -> Task:
     cache, new = states.cache, slice(-case.tokens, None)
-    ape = torch.randn(parts.ratio, parts.width, generator=generator, device=states.kv.device, dtype=torch.float32)
+    ape = random.normal(parts.ratio, parts.width)
     product = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
     slots = states.slots[:, new].flatten().contiguous()
     # halves of one product, as a layer makes them
@@ -128,9 +128,9 @@ def _save(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Ge
     return Task(case, 0, moved, contender, limit=1e-6)
 
 
-def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
+def _store(case: LayerOpCase, parts: _Parts, states: _States, random: RandomNumbers) -> Task:
     device, ratio = states.kv.device, parts.ratio
-    weight = 1 + 0.1 * torch.randn(parts.dim, generator=generator, device=device, dtype=torch.float32)
+    weight = 1 + 0.1 * random.normal(parts.dim)
     table = cos_sin_cache(parts.layer.rope, int(states.positions.max()) + 1, device)
     row = states.cache.region("row")
     page = states.slots // states.cache.block_size, states.slots % states.cache.block_size
@@ -140,7 +140,7 @@ def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.G
     block = 256 // ratio
     blocks = -(-len(tokens) // block) + 1
     cache = PagedKVCache.allocate(parts.layout, blocks, block, device)
-    slots = torch.randperm(cache.capacity, generator=generator, device=device)[: len(tokens)]
+    slots = random.permutation(cache.capacity)[: len(tokens)]
     mapping = torch.full_like(states.positions, -1)
     mapping[tokens] = slots
     fetch = read_records if parts.layout.name == LAYOUT.name else read_index_keys
@@ -161,12 +161,13 @@ def _store(case: LayerOpCase, parts: _Parts, states: _States, generator: torch.G
     return Task(case, 0, moved, contender)
 
 
-def _query(case: LayerOpCase, device: torch.device, generator: torch.Generator) -> Task:
+def _query(case: LayerOpCase, random: RandomNumbers) -> Task:
     heads, dim, layer = _FLASH.index_n_heads, _FLASH.index_head_dim, _FLASH.layer_of_kind(LayerKind.CSA)
+    device = random.device
     positions = _positions(case, device)
     table = cos_sin_cache(layer.rope, int(positions.max()) + 1, device)
-    q = torch.randn(case.count, heads, dim, generator=generator, device=device, dtype=torch.float32).bfloat16()
-    weights = torch.randn(case.count, heads, generator=generator, device=device, dtype=torch.float32).bfloat16()
+    q = random.normal(case.count, heads, dim).bfloat16()
+    weights = random.normal(case.count, heads).bfloat16()
     layout = KVCacheLayout.index_fp8(dim)
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
@@ -189,21 +190,19 @@ def _positions(case: LayerOpCase, device: torch.device) -> Tensor:
     return torch.arange(first, first + case.count, device=device)
 
 
-def _states(case: LayerOpCase, parts: _Parts, device: torch.device, generator: torch.Generator) -> _States:
+def _states(case: LayerOpCase, parts: _Parts, random: RandomNumbers) -> _States:
     """Random states of all tokens that count in the step, on pages in random order; all other pages are gone."""
-    positions, requests, page = _positions(case, device), case.requests, STATE_BLOCK_SIZES[parts.layer.kind]
+    device, requests = random.device, case.requests
+    positions, page = _positions(case, device), STATE_BLOCK_SIZES[parts.layer.kind]
     count = parts.span - 1 + case.tokens
     last = positions.view(requests, -1)[:, -1:]
     place = last + torch.arange(1 - count, 1, device=device)
-    kv, score = (
-        torch.randn(requests, count, parts.width, generator=generator, device=device, dtype=torch.float32)
-        for _ in range(2)
-    )
+    kv, score = (random.normal(requests, count, parts.width) for _ in range(2))
     column = torch.arange(int(last.max()) // page + 1, device=device)
     alive = (column >= place[:, :1] // page) & (column <= last // page)
     blocks = int(alive.sum())
     table = torch.full(alive.shape, -1, dtype=torch.int32, device=device)
-    table[alive] = torch.randperm(blocks, generator=generator, device=device).int()
+    table[alive] = random.permutation(blocks).int()
     cache = PagedKVCache.allocate(KVCacheLayout.compressor_state(parts.width), blocks, page, device)
     cache.tensor.fill_(torch.nan)
     slots = table.gather(1, place // page).long() * page + place % page

@@ -15,7 +15,7 @@ from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.attention_call import prepare_attention
 from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, KernelCase
 from dsv4attn.tools.bench.forward_step import make_forward_step
-from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, fill, make_inputs, query, read_records
+from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, RandomNumbers, fill, make_inputs, query, read_records
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
 __all__ = ["Contender", "Task", "expected_attention", "make_task", "returning", "writing"]
@@ -126,14 +126,14 @@ def _attention(case: KernelCase, device: torch.device) -> Task:
 
 def _insert(case: KernelCase, device: torch.device) -> Task:
     """Rows of one request into random slots; `insert` normalises and rotates on the way."""
-    generator = torch.Generator(device).manual_seed(case.seed)
+    random = RandomNumbers(device, case.seed)
     tokens, layer, with_q = case.tokens, case.preset.layer, case.kernel == "insert"
-    kv = torch.randn(tokens, HEAD_DIM, generator=generator, device=device, dtype=torch.float32).bfloat16()
+    kv = random.normal(tokens, HEAD_DIM).bfloat16()
     cache = PagedKVCache.allocate(LAYOUT, -(-tokens // 64) + 1, 64, device)
-    slots = torch.randperm(cache.capacity, generator=generator, device=device)[:tokens]
+    slots = random.permutation(cache.capacity)[:tokens]
     positions = torch.arange(tokens, device=device)
     table = cos_sin_cache(layer.rope, tokens, device)
-    raw_q = 3 * query(case, device, generator) if with_q else kv
+    raw_q = 3 * query(case, random) if with_q else kv
 
     def contender(name: str, backend: Backend, dtype: torch.dtype) -> Contender:
         q = raw_q.to(dtype, copy=True)
@@ -156,13 +156,13 @@ def _insert(case: KernelCase, device: torch.device) -> Task:
 
 
 def _gather(case: KernelCase, device: torch.device) -> Task:
-    generator = torch.Generator(device).manual_seed(case.seed)
+    random = RandomNumbers(device, case.seed)
     page, requests = case.preset.page, len(case.requests)
     lens = torch.tensor([n for n, _ in case.requests], dtype=torch.int32, device=device)
     longest = int(lens.max())
-    table = torch.randperm(requests * -(-longest // page), generator=generator, device=device).int().view(requests, -1)
+    table = random.pages(requests, -(-longest // page))
     cache = PagedKVCache.allocate(LAYOUT, table.numel(), page, device)
-    fill(cache, generator)
+    fill(cache, random)
 
     def contender(name: str, backend: Backend, dtype: torch.dtype) -> Contender:
         out = torch.empty(requests, longest, HEAD_DIM, dtype=dtype, device=device)

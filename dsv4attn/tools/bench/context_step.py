@@ -29,7 +29,7 @@ from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.tiles import INVARIANT, PLAIN
 from dsv4attn.tools.bench.context_cases import INDEX, ContextCase
 from dsv4attn.tools.bench.forward_step import ForwardStep, make_forward_step, scheduled
-from dsv4attn.tools.bench.inputs import Inputs, make_inputs
+from dsv4attn.tools.bench.inputs import Inputs, RandomNumbers, make_inputs
 
 __all__ = ["ContextStep", "one_rank", "over_ranks"]
 
@@ -126,11 +126,7 @@ def one_rank(case: ContextCase, backend: Backend, device: torch.device) -> tuple
     step = make_forward_step(inputs, backend)
     keys = query = None
     if case.selects:
-        generator = torch.Generator(device).manual_seed(case.context)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-
+        normal = RandomNumbers(device, case.context).normal
         keys = PagedKVCache.allocate(INDEX, inputs.segments[1].cache.num_blocks, case.preset.page, device)
         for slots in torch.arange(keys.capacity, device=device).split(_CHUNK):
             # keys of different sizes, so that scales differ
@@ -146,8 +142,7 @@ def over_ranks(inputs: Inputs, one: ContextStep, context: ContextParallel) -> Co
     own, device, (window, whole) = context.ownership, inputs.q.device, inputs.segments
     requests, page = len(inputs.case.requests), whole.cache.block_size
     columns = -(-Ownership(0, own.size, own.interleave).count(one.entries) // page)
-    generator = torch.Generator(device).manual_seed(own.rank)
-    table = torch.randperm(requests * columns, generator=generator, device=device).int().view(requests, columns)
+    table = RandomNumbers(device, own.rank).pages(requests, columns)
 
     def part_of(source: PagedKVCache) -> PagedKVCache:
         target = PagedKVCache.allocate(source.layout, requests * columns, page, device)

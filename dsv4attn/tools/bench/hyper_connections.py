@@ -10,6 +10,7 @@ from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
+from dsv4attn.tools.bench.inputs import RandomNumbers
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
 __all__ = ["StreamInputs", "mhc_task"]
@@ -67,11 +68,7 @@ def mhc_task(case: LayerOpCase, device: torch.device) -> Task:
 
 
 def _streams(case: LayerOpCase, device: torch.device) -> StreamInputs:
-    generator = torch.Generator(device).manual_seed(case.seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-
+    normal = RandomNumbers(device, case.seed).normal
     tokens, hidden, head = case.count, case.hidden, case.step == "head"
     mixes = _N if head else 2 * _N + _N * _N
     streams = torch.empty(tokens, _N, hidden, dtype=torch.bfloat16, device=device)

@@ -22,6 +22,7 @@ from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
+from dsv4attn.tools.bench.inputs import RandomNumbers
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
 __all__ = ["PAGE", "IndexInputs", "index_task", "select_task", "selection_bounds"]
@@ -139,22 +140,17 @@ def selection_bounds(inputs: IndexInputs, chosen: Tensor) -> list[Tensor]:
 
 
 def _index_inputs(case: LayerOpCase, device: torch.device) -> IndexInputs:
-    generator = torch.Generator(device).manual_seed(case.seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-
+    random = RandomNumbers(device, case.seed)
     requests, tokens, keys = case.requests, case.tokens, case.keys
-    q = normal(requests, tokens, HEADS, DIM).to(torch.float8_e4m3fn)
-    weights = normal(case.count, HEADS)
-    pages = requests * -(-keys // PAGE)
-    table = torch.randperm(pages, generator=generator, device=device).int().view(requests, -1)
-    cache = PagedKVCache.allocate(_LAYOUT, pages, PAGE, device)
+    q = random.normal(requests, tokens, HEADS, DIM).to(torch.float8_e4m3fn)
+    weights = random.normal(case.count, HEADS)
+    table = random.pages(requests, -(-keys // PAGE))
+    cache = PagedKVCache.allocate(_LAYOUT, table.numel(), PAGE, device)
     entry = torch.arange(keys, device=device)
     page, place = table[:, entry // PAGE].long(), entry % PAGE
     for r in range(requests):
         # keys of different sizes, so that scales differ
-        store_index_keys(normal(keys, DIM) * torch.exp2(normal(keys, 1)), cache, page[r] * PAGE + place)
+        store_index_keys(random.normal(keys, DIM) * torch.exp2(random.normal(keys, 1)), cache, page[r] * PAGE + place)
     codes = cache.region("nope")[page, place].view(torch.float8_e4m3fn)
     scales = cache.region("scale")[page, place, 0]
     lens = torch.full((requests, tokens), keys, dtype=torch.int32, device=device)

@@ -12,7 +12,9 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, KernelCase
 
-__all__ = ["LAYOUT", "CacheSegment", "Inputs", "fill", "layouts", "make_inputs", "query", "read_records"]
+__all__ = [
+    "LAYOUT", "CacheSegment", "Inputs", "RandomNumbers", "fill", "layouts", "make_inputs", "query", "read_records",
+]  # fmt: skip
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()
 _LAYOUTS = {"584": LAYOUT, "528": KVCacheLayout.v41_fp8(), "288": KVCacheLayout.v41_fp4()}
@@ -20,6 +22,26 @@ _CHUNK = 65536
 """Records that are written at a time."""
 _ELEMENTS = 2**24
 """Random numbers drawn at a time to choose keys from."""
+
+
+class RandomNumbers:
+    """Random numbers on a device, the same in every run for a seed."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        """Draw nothing yet."""
+        self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal numbers [*shape], fp32."""
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float32)
+
+    def permutation(self, count: int) -> Tensor:
+        """[count] int64: the numbers below `count` in random order."""
+        return torch.randperm(count, generator=self.generator, device=self.device)
+
+    def pages(self, requests: int, columns: int) -> Tensor:
+        """[R, N] int32 pages, none of which belongs to two requests."""
+        return self.permutation(requests * columns).int().view(requests, columns)
 
 
 @frozen(eq=False)
@@ -83,18 +105,16 @@ class Inputs:
         return read + 2 * self.q.numel() * self.q.element_size() + 4 * self.keys
 
 
-def query(case: KernelCase, device: torch.device, generator: torch.Generator) -> Tensor:
+def query(case: KernelCase, random: RandomNumbers) -> Tensor:
     """[T, H, D] bf16, each element N(0, 1), as q-norm leaves it; with keys of that size logits are N(0, 1) too."""
-    shape = (case.tokens, case.preset.heads, HEAD_DIM)
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).bfloat16()
+    return random.normal(case.tokens, case.preset.heads, HEAD_DIM).bfloat16()
 
 
-def fill(cache: PagedKVCache, generator: torch.Generator) -> None:
+def fill(cache: PagedKVCache, random: RandomNumbers) -> None:
     """Fill all slots with normal random keys."""
     for slots in torch.arange(cache.capacity, device=cache.device).split(_CHUNK):
-        shape = len(slots), cache.layout.head_dim
-        keys = torch.randn(shape, generator=generator, device=cache.device, dtype=torch.float32)
-        reference().quantize_and_insert_k_cache(keys.bfloat16(), cache, slots)
+        keys = random.normal(len(slots), cache.layout.head_dim).bfloat16()
+        reference().quantize_and_insert_k_cache(keys, cache, slots)
 
 
 def read_records(cache: PagedKVCache, slots: Tensor) -> Tensor:
@@ -114,7 +134,7 @@ def layouts(case: KernelCase) -> tuple[KVCacheLayout, KVCacheLayout]:
 
 def make_inputs(case: KernelCase, device: torch.device) -> Inputs:
     """Caches full of random keys, pages in random order, indices as an engine would make them."""
-    preset, generator = case.preset, torch.Generator(device).manual_seed(case.seed)
+    preset, random = case.preset, RandomNumbers(device, case.seed)
     prefix, count = torch.tensor(case.requests, device=device, dtype=torch.int64).unbind(1)
     seqs = prefix + count
     request = torch.repeat_interleave(torch.arange(len(case.requests), device=device), count)
@@ -125,24 +145,23 @@ def make_inputs(case: KernelCase, device: torch.device) -> Inputs:
     wanted = start[:, None] + torch.arange(WINDOW, device=device)
     lens = (position + 1).clamp_max(WINDOW)
     swa, compressed = layouts(case)
-    segments = [_segment(swa, WINDOW_PAGE, first, seqs, seqs - first, wanted, lens, request, generator)]
+    segments = [_segment(swa, WINDOW_PAGE, first, seqs, seqs - first, wanted, lens, request, random)]
     if preset.kind is not LayerKind.SWA:
         entries, visible = seqs // preset.ratio, (position + 1) // preset.ratio
         if preset.kind is LayerKind.CSA:
-            wanted = _chosen(visible, int(entries.max()), preset.topk, generator)
+            wanted = _chosen(visible, int(entries.max()), preset.topk, random)
         else:
             wanted = torch.arange(preset.columns, device=device).expand(case.tokens, -1)
         lens = visible.clamp_max(preset.topk)
         nothing = torch.zeros_like(entries)
-        segments.append(_segment(compressed, preset.page, nothing, entries, entries, wanted, lens, request, generator))
+        segments.append(_segment(compressed, preset.page, nothing, entries, entries, wanted, lens, request, random))
     rows, offset, combined = None, 0, None
     if case.kernel in ("prefill", "prefill-rows"):
         rows, offset, combined = _gathered(segments, request)
     keys = [int(segment.slots.lens.sum()) for segment in segments]
     records = [min(n, int(segment.gather_lens.sum())) for n, segment in zip(keys, segments, strict=True)]
     stored = sum(n * segment.cache.layout.record_bytes for n, segment in zip(records, segments, strict=True))
-    q = query(case, device, generator)
-    sink = torch.randn(preset.heads, generator=generator, device=device, dtype=torch.float32)
+    q, sink = query(case, random), random.normal(preset.heads)
     sizes = sum(keys), sum(records), stored
     return Inputs(case, preset.layer, q, sink, tuple(segments), rows, offset, combined, *sizes)
 
@@ -156,7 +175,7 @@ def _segment(
     wanted: Tensor,
     lens: Tensor,
     request: Tensor,
-    generator: torch.Generator,
+    random: RandomNumbers,
 ) -> CacheSegment:
     """A cache in which request r has its records first[r] .. ends[r]; before those its pages are gone."""
     device = first.device
@@ -164,9 +183,9 @@ def _segment(
     there = (column >= (first // page)[:, None]) & (column * page < ends[:, None])
     blocks = max(int(there.sum()), 1)
     table = torch.full(there.shape, -1, dtype=torch.int32, device=device)
-    table[there] = torch.randperm(blocks, generator=generator, device=device)[: int(there.sum())].int()
+    table[there] = random.permutation(blocks)[: int(there.sum())].int()
     cache = PagedKVCache.allocate(layout, blocks, page, device)
-    fill(cache, generator)
+    fill(cache, random)
     absent = torch.arange(wanted.shape[1], device=device) >= lens[:, None]
     pages = table[request[:, None], (wanted // page).clamp(0, table.shape[1] - 1)]
     slots = (pages * page + wanted % page).masked_fill_(absent, -1).int()
@@ -174,12 +193,12 @@ def _segment(
     return CacheSegment(cache, DenseIndices(slots, lens.int()), local, table, ends.int(), gathered.int())
 
 
-def _chosen(visible: Tensor, most: int, topk: int, generator: torch.Generator) -> Tensor:
+def _chosen(visible: Tensor, most: int, topk: int, random: RandomNumbers) -> Tensor:
     """[T, K] distinct numbers below visible [T], in no order. Columns behind them hold arbitrary numbers."""
     out = torch.zeros(visible.shape[0], topk, dtype=torch.int64, device=visible.device)
     numbers, taken = torch.arange(most, device=visible.device), min(topk, most)
     for part in torch.arange(visible.shape[0], device=visible.device).split(max(_ELEMENTS // max(most, 1), 1)):
-        draw = torch.rand(part.shape[0], most, generator=generator, device=visible.device, dtype=torch.float32)
+        draw = torch.rand(part.shape[0], most, generator=random.generator, device=visible.device, dtype=torch.float32)
         draw.masked_fill_(numbers >= visible[part, None], 2.0)
         out[part, :taken] = draw.topk(taken, largest=False).indices
     return out

@@ -28,13 +28,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from attrs import asdict
 from torch import Tensor
 
-from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.testing import oracle
+from dsv4attn.testing.factories import frequencies
 from dsv4attn.testing.oracle import F64
+from dsv4attn.testing.tolerances import rounded, stored
 from dsv4attn.tools.replay.random_weights import LOUDEST
 from dsv4attn.tools.replay.results import CheckResult, Errors
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
@@ -80,9 +81,7 @@ class AttentionChecker:
     def __init__(self, layer: LayerGeometry, layout: KVCacheLayout, workload: Workload, wo_a: Tensor) -> None:
         """Take the sources of the rows. wo_a: [G * rank, H / G * D]."""
         self._layer, self._layout, self._workload = layer, layout, workload
-        yarn = layer.rope.yarn
-        stretch = None if yarn is None else oracle.Yarn(**asdict(yarn))
-        self._inv_freq = oracle.rope_inv_freq(layer.rope_dim, layer.rope.theta, stretch)
+        self._inv_freq = frequencies(layer.rope)
         self._sink = workload.sink(layer.kind).double().numpy()
         self._wo_a = wo_a.unflatten(0, (workload.geometry.o_groups, -1)).numpy()
         self._window_keys: dict[tuple[int, int], F64] = {}
@@ -113,7 +112,7 @@ class AttentionChecker:
         layer, workload = self._layer, self._workload
         here = _tokens(workload, row, [position])
         raw = workload.q_rows(workload.q_numbers(layer.kind, here))[0].double().numpy()
-        q = self._rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.q_eps))
+        q = rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.q_eps), workload.dtype)
         selected = None
         if layer.kind is LayerKind.CSA:
             selected = [e for e in workload.topk(layer.kind, here)[0].tolist() if e != -1]
@@ -132,8 +131,8 @@ class AttentionChecker:
             if (number, position) not in self._window_keys:
                 cos, sin = oracle.rope_cos_sin(position, self._inv_freq)
                 raw = self._workload.key_rows(np.array([number]))[0].double().numpy()
-                rotated = self._rounded(oracle.apply_rope(raw, cos, sin, self._layer.rope_dim))
-                self._window_keys[number, position] = self._stored(rotated)
+                rotated = rounded(oracle.apply_rope(raw, cos, sin, self._layer.rope_dim), self._workload.dtype)
+                self._window_keys[number, position] = stored(rotated, self._layout)
         return [self._window_keys[key] for key in wanted]
 
     def _entries_at(self, row: int, entries: Sequence[int]) -> list[F64]:
@@ -145,26 +144,9 @@ class AttentionChecker:
             self._entries.clear()
         for number in wanted:
             if number not in self._entries:
-                self._entries[number] = self._stored(self._workload.key_rows(np.array([number]))[0].double().numpy())
+                row = self._workload.key_rows(np.array([number]))[0].double().numpy()
+                self._entries[number] = stored(row, self._layout)
         return [self._entries[number] for number in wanted]
-
-    def _rounded(self, values: F64) -> F64:
-        """Values rounded to the type of q and of raw keys."""
-        if self._workload.dtype == torch.float32:
-            return values.astype(np.float32).astype(np.float64)
-        return oracle.round_bf16(values)
-
-    def _stored(self, key: F64) -> F64:
-        """A key as the cache returns it."""
-        layout = self._layout
-        if not layout.is_quantised:
-            return (
-                key.astype(np.float32).astype(np.float64) if layout.dtype == torch.float32 else oracle.round_bf16(key)
-            )
-        dims = {"nope_dim": layout.nope_dim, "rope_dim": layout.rope_dim, "group_size": layout.group_size}
-        fnuz, scale_bytes = layout.fp8_format is Fp8Format.FNUZ, layout.scale_bytes
-        record = oracle.quantize_record(key, **dims, fnuz=fnuz, scale_bytes=scale_bytes)
-        return oracle.dequantize_record(record, **dims, fnuz=fnuz, scale_bytes=scale_bytes)
 
 
 def _tokens(workload: Workload, row: int, positions: Sequence[int]) -> Tokens:

@@ -7,13 +7,13 @@ Nothing is rounded here: `check_full_layer` says how far a layer that rounds may
 from __future__ import annotations
 
 import numpy as np
-from attrs import asdict
 from torch import Tensor
 
 from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.model.quantized_weight import Weight
 from dsv4attn.core.model.weights import AttentionWeights, CompressorWeights
 from dsv4attn.testing import oracle
+from dsv4attn.testing.factories import frequencies
 from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.random_weights import RandomWeights
 
@@ -28,9 +28,7 @@ class OracleLayer:
     ) -> None:
         """Take the weights. source: makes their float64 copies, and shares them between layers."""
         self._geometry, self._layer, self._weights, self._source = geometry, layer, weights, source
-        yarn = layer.rope.yarn
-        stretch = None if yarn is None else oracle.Yarn(**asdict(yarn))
-        self._inv_freq = oracle.rope_inv_freq(layer.rope_dim, layer.rope.theta, stretch)
+        self._inv_freq = frequencies(layer.rope)
         sink = weights.attn_sink
         self.sink = None if sink is None else self._copy(sink)
 

@@ -27,7 +27,7 @@ from dsv4attn.tools.bench.cases import (
     together,
 )
 from dsv4attn.tools.bench.contenders import expected_attention
-from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, fill, make_inputs, read_records
+from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, RandomNumbers, fill, make_inputs, read_records
 
 CPU = torch.device("cpu")
 RAGGED = ((0, 17), (500, 1), (300, 2))
@@ -75,7 +75,7 @@ def test_each_token_names_the_records_of_its_own_request(name: str) -> None:
 
 def test_filling_leaves_no_slot_out() -> None:
     cache = PagedKVCache.allocate(LAYOUT, 5, 3)
-    fill(cache, torch.Generator().manual_seed(0))
+    fill(cache, RandomNumbers(CPU, 0))
 
     keys = read_records(cache, torch.arange(15))
     assert bool((keys.abs().amax(1) > 1).all())
