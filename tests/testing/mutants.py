@@ -1,8 +1,14 @@
-"""Backends with one thing wrong each. All of these have been shipped by somebody; the kit must find every one."""
+"""Backends with one thing wrong each: mutants, which the kit must find. All of these have been shipped by somebody.
+
+A mutant is a function that makes a backend. `with_op` makes one whose op has other arguments or another result, and
+`calls` one whose attention is wrong. Tables of mutants with the cases that must fail are in `test_kit_finds_*.py`.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,7 +19,7 @@ from torch import Tensor
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import fp4
-from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, PagedKVCache
 from dsv4attn.core.cache.selected_keys import ChunkTokens, DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.contract.index_ops import IndexOps
@@ -265,15 +271,14 @@ class LeadingRope(ReferenceBackend):
     """Rotates the leading dims instead of the trailing ones."""
 
     def qnorm_rope_kv_insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float | None,
-    ) -> None:  # fmt: skip
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, positions: Tensor, table: Tensor, eps: Any
+    ) -> None:
         rope = table.shape[-1]
         rolled = q.roll(-rope, -1)
         kernels.qnorm_rope(rolled, positions, table, eps)
         q.copy_(rolled.roll(rope, -1))
         keys = kernels.rotated(kv.roll(-rope, -1), positions, table).roll(rope, -1)
-        self.quantize_and_insert_k_cache(keys, cache, slot_mapping)
+        self.quantize_and_insert_k_cache(keys, cache, slots)
 
 
 class Overflow(ReferenceBackend):
@@ -286,51 +291,179 @@ class Overflow(ReferenceBackend):
         with_caches(int32_offsets)(call)
 
 
-class Careless(ReferenceBackend):
-    """One slip in each of the other steps; `slip` says which."""
+# ops with other arguments
 
-    def __init__(self, slip: str) -> None:
-        super().__init__()
-        self.slip = slip
 
-    def qnorm_rope_kv_insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float | None,
-    ) -> None:  # fmt: skip
-        if self.slip == "all rows inserted":
-            room = torch.arange(kv.shape[0] - slot_mapping.shape[0])
-            slot_mapping = torch.cat([slot_mapping, room])
-        eps = 1e-6 if self.slip == "norm without eps" else eps
-        angles = table.roll(1, 0) if self.slip == "next position" else table
-        super().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, angles, eps)
-        if self.slip == "kv rotated in place":
-            kv.copy_(kernels.rotated(kv, positions, table))
+Arguments = dict[str, Any]
+INSERT, QUANTISE = "qnorm_rope_kv_insert", "quantize_and_insert_k_cache"
+GATHER, PROJECT = "dequantize_and_gather_k_cache", "inv_rope_o_proj"
 
-    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        if self.slip == "floor of a group at 1":
-            with mock.patch.object(KVCacheLayout, "amax_floor", 1.0):
-                super().quantize_and_insert_k_cache(k, cache, slot_mapping)
-        elif self.slip == "-7 wraps around":
-            super().quantize_and_insert_k_cache(k, cache, slot_mapping.where(slot_mapping >= -1, slot_mapping % 50))
-        else:
-            super().quantize_and_insert_k_cache(k, cache, slot_mapping)
 
-    def dequantize_and_gather_k_cache(
-        self, out: Tensor, cache: PagedKVCache, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor,
-        offset: int,
-    ) -> None:  # fmt: skip
-        if self.slip == "table packed":
-            block_table = block_table.as_strided(block_table.shape, (block_table.shape[1], 1))
-        super().dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, offset)
-        if self.slip == "gather clears the rest" and gather_lens is not None:
-            out[:, :offset] = 0
+def with_op(
+    name: str,
+    *,
+    after: Callable[[Any, Arguments], Any] | None = None,
+    patched: tuple[Any, str, Any] | None = None,
+    of: Callable[[], Any] = ReferenceBackend,
+    **changes: Callable[[Arguments], Any],
+) -> Callable[[], Any]:
+    """Make a backend with one op that is wrong.
 
-    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
-        angles = table.clone()
-        if self.slip == "rotated forward":
-            angles[:, table.shape[1] // 2 :] *= -1
-        return super().inv_rope_o_proj(o, positions, angles, wo_a, num_groups)
+    changes: makes an argument from all arguments. after: makes the result from the right one and the arguments.
+    patched: (module, name, replacement) while the op runs. of: makes the backend whose op is changed.
+    """
 
-    def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
-        true = super().transient_bytes(layer, max_tokens, max_width, max_rows)
-        return {"temporaries denied": 1000, "no temporaries at all": 0}.get(self.slip, true)
+    def make() -> Any:
+        backend = of()
+        right = getattr(backend, name)
+        order = [*inspect.signature(right).parameters]
+
+        def wrong(*args: Any, **options: Any) -> Any:
+            arguments = {**dict(zip(order, args, strict=False)), **options}
+            arguments |= {key: change(arguments) for key, change in changes.items()}
+            with mock.patch.object(*patched) if patched else nullcontext():
+                result = right(**arguments)
+            return after(result, arguments) if after else result
+
+        setattr(backend, name, wrong)
+        return backend
+
+    return make
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """What stands where a tensor begins, if its rows are taken to follow each other."""
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.storage_offset())
+
+
+def dense_argument(name: str) -> dict[str, Callable[[Arguments], Any]]:
+    """An argument whose rows are taken to follow each other."""
+    return {name: lambda arguments: dense(arguments[name])}
+
+
+def first_slots(arguments: Arguments) -> Tensor:
+    """The first 512 slots."""
+    return torch.as_tensor(arguments["slot_mapping"][:512])
+
+
+def slots_of_all_rows(arguments: Arguments) -> Tensor:
+    """Slots of all rows, those of rows without one from 0 on."""
+    slots, rows = arguments["slot_mapping"], arguments["kv"].shape[0]
+    return torch.cat([slots, torch.arange(rows - slots.shape[0])])
+
+
+def slot_0_for_want_of_slots(arguments: Arguments) -> Tensor:
+    slots = arguments["slot_mapping"]
+    return slots if slots.shape[0] else torch.zeros_like(arguments["positions"][:1])
+
+
+def slots_from_the_end(arguments: Arguments) -> Tensor:
+    """-1 is skipped, and other negative slots count from the end."""
+    slots = arguments["slot_mapping"]
+    return torch.as_tensor(slots.where(slots >= -1, slots % arguments["cache"].capacity))
+
+
+def last_slot(arguments: Arguments) -> Tensor:
+    """Slots behind the last one are taken to be the last one."""
+    return torch.as_tensor(arguments["slot_mapping"].clamp(max=arguments["cache"].capacity - 1))
+
+
+def unbounded_pages(arguments: Arguments) -> PagedKVCache:
+    """Pages to the end of the memory, so that slots behind the last one are written there."""
+    t = arguments["cache"].tensor
+    left = t.untyped_storage().nbytes() // t.itemsize - t.storage_offset() - t[0].numel()
+    pages = t.as_strided((1 + left // t.stride(0), *t.shape[1:]), t.stride())
+    return PagedKVCache(pages, arguments["cache"].layout)
+
+
+def positions_of_16_bits(arguments: Arguments) -> Tensor:
+    return torch.as_tensor(arguments["positions"] % 2**16)
+
+
+def keys_rotated_in_place(_: None, arguments: Arguments) -> None:
+    kv, positions, table = (arguments[name] for name in ("kv", "positions", "cos_sin_cache"))
+    kv.copy_(kernels.rotated(kv, positions, table))
+
+
+def types_asserted(_: None, arguments: Arguments) -> None:
+    """What core has checked: types of the fused insert's arguments."""
+    assert arguments["kv"].dtype == arguments["q"].dtype
+    types = [arguments[name].dtype for name in ("slot_mapping", "positions", "cos_sin_cache")]
+    assert types == [torch.int64, torch.int64, torch.float32]
+
+
+def rows_required(name: str) -> Callable[[Arguments], Tensor]:
+    """The argument of this name, which must have a row."""
+
+    def rows(arguments: Arguments) -> Tensor:
+        if not arguments[name].shape[0]:
+            raise RuntimeError("a grid of no programs")
+        return torch.as_tensor(arguments[name])
+
+    return rows
+
+
+def first_requests(arguments: Arguments) -> Tensor:
+    """Records of the first 32 requests."""
+    lens = arguments["seq_lens"] if arguments["gather_lens"] is None else arguments["gather_lens"]
+    return torch.as_tensor(lens.where(torch.arange(len(lens)) < 32, 0))
+
+
+def first_records(arguments: Arguments) -> Tensor | None:
+    """At most 1,024 records of a request."""
+    lens = arguments["gather_lens"]
+    return None if lens is None else torch.as_tensor(lens.clamp(max=1024))
+
+
+def ends_of_first_records(arguments: Arguments) -> Tensor:
+    lens, gathered = arguments["seq_lens"], arguments["gather_lens"]
+    return torch.as_tensor(lens if gathered is None else lens - (gathered - 1024).clamp(min=0))
+
+
+def first_blocks(arguments: Arguments) -> Tensor:
+    return torch.as_tensor(arguments["block_table"][:, :1024])
+
+
+def records_of_first_blocks(arguments: Arguments) -> Tensor:
+    records = first_blocks(arguments).shape[1] * arguments["cache"].block_size
+    return torch.as_tensor(arguments["seq_lens"].clamp(max=records))
+
+
+def columns_behind_the_table(arguments: Arguments) -> Tensor:
+    table, stride = arguments["block_table"], arguments["block_table"].stride(0)
+    return torch.as_tensor(table.as_strided((table.shape[0], stride), (stride, 1)))
+
+
+def rows_behind_the_output(arguments: Arguments) -> Tensor:
+    out: Tensor = arguments["out"]
+    if out.stride(0) <= out.stride(1) * out.shape[1]:
+        return out
+    return out.as_strided((out.shape[0], out.shape[1] + 1, out.shape[2]), out.stride(), out.storage_offset())
+
+
+def rest_cleared(_: None, arguments: Arguments) -> None:
+    """Rows in front of those that a gather writes are cleared."""
+    if arguments["gather_lens"] is not None:
+        arguments["out"][:, : arguments["offset"]] = 0
+
+
+def absent_records_are_zeros(_: None, arguments: Arguments) -> None:
+    arguments["out"][:, arguments["offset"] :][(arguments["seq_lens"] <= 0)] = 0
+
+
+def angles_forward(arguments: Arguments) -> Tensor:
+    """The table of angles, so that a rotation back becomes one forward."""
+    cosines, sines = arguments["cos_sin_cache"].chunk(2, -1)
+    return torch.cat([cosines, -sines], -1)
+
+
+def first_outputs(arguments: Arguments) -> Tensor:
+    """The first 512 rows of o; the others are zeros."""
+    o: Tensor = arguments["o"]
+    return o.where(torch.arange(len(o))[:, None, None] < 512, 0)
+
+
+def weights_of_the_outputs_type(arguments: Arguments) -> Tensor:
+    """The bytes of projection matrices are read as o's type."""
+    wo_a = arguments["wo_a"]
+    return torch.as_tensor(wo_a.view(arguments["o"].dtype)[:, : wo_a.shape[1]])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
 from dsv4attn.core.contract.backend import AttentionCall, Phase, Run
 from dsv4attn.core.contract.index_ops import IndexOps, prepared_op
@@ -58,81 +57,6 @@ def replaying() -> Any:
     backend = ReferenceBackend()
     backend.index_ops = evolve(IndexOps(), compute_global_topk_indices_and_lens=_first_translation)
     return backend
-
-
-class Slots(ReferenceBackend):
-    """The fused insert takes other slots, or another cache, than it is given."""
-
-    def __init__(self, change: Callable[[Tensor, PagedKVCache], tuple[Tensor, PagedKVCache]]) -> None:
-        super().__init__()
-        self.change = change
-
-    def qnorm_rope_kv_insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float | None,
-    ) -> None:  # fmt: skip
-        slots, pages = self.change(slot_mapping, cache)
-        super().qnorm_rope_kv_insert(q, kv, pages, slots, positions, table, eps)
-
-
-def wrapped(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
-    """-1 is skipped, and other negative slots count from the end."""
-    return slots.where(slots >= -1, slots % cache.capacity), cache
-
-
-def last(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
-    """Slots behind the last one are taken to be the last one."""
-    return slots.clamp(max=cache.capacity - 1), cache
-
-
-def unbounded(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
-    """Slots just behind the last one are written to the memory there."""
-    t = cache.tensor
-    left = t.untyped_storage().nbytes() // t.itemsize - t.storage_offset() - t[0].numel()
-    more = t.as_strided((1 + left // t.stride(0), *t.shape[1:]), t.stride())
-    return slots, PagedKVCache(more, cache.layout)
-
-
-def of_32_bits(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
-    """Slots are cast to int32."""
-    return slots.int().long(), cache
-
-
-def near_pages(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
-    """Addresses of pages have 32 bits."""
-    return slots, int32_offsets(cache)
-
-
-class Strict(ReferenceBackend):
-    """Asserts what core has checked: types of the fused insert's arguments."""
-
-    def qnorm_rope_kv_insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float | None,
-    ) -> None:  # fmt: skip
-        assert kv.dtype == q.dtype
-        assert (slot_mapping.dtype, positions.dtype, table.dtype) == (torch.int64, torch.int64, torch.float32)
-        super().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, table, eps)
-
-
-class Positions(ReferenceBackend):
-    """Positions have 16 bits in the ops around attention."""
-
-    def qnorm_rope_kv_insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float | None,
-    ) -> None:  # fmt: skip
-        super().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions % 2**16, table, eps)
-
-    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
-        return super().inv_rope_o_proj(o, positions % 2**16, table, wo_a, num_groups)
-
-
-class OneType(ReferenceBackend):
-    """The bytes of projection matrices are read as o's type."""
-
-    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
-        return super().inv_rope_o_proj(o, positions, table, wo_a.view(o.dtype)[:, : wo_a.shape[1]], num_groups)
 
 
 def without_maximum(call: AttentionCall) -> None:

@@ -18,12 +18,7 @@ from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Entr
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.index_ops import IndexOps
 from dsv4attn.core.torch_ops import index_ops as indices
-from tests.testing.mutants import attend
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """What stands where a tensor begins, if its rows are taken to follow each other."""
-    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.storage_offset())
+from tests.testing.mutants import attend, dense
 
 
 def assumed_dense(*names: str) -> Callable[[AttentionCall], None]:
@@ -127,59 +122,6 @@ class Unbounded(ReferenceBackend):
         indices.combine_topk_swa_indices(topk, attrs.evolve(tokens, gather_lens=gather_lens), out=out, **tables)
         request = indices.token_to_req_indices(starts - starts[0], out[0].shape[0])
         out[0].sub_((gather_lens - tokens.gather_lens)[request][:, None]).masked_fill_(out[0] < 0, -1)
-
-
-class Partial(ReferenceBackend):
-    """One slip in the ops around attention; `slip` says which."""
-
-    def __init__(self, slip: str) -> None:
-        super().__init__()
-        self.slip = slip
-
-    def _dense(self, slip: str, tensor: Tensor) -> Tensor:
-        return dense(tensor) if self.slip == slip else tensor
-
-    def _inserted(self, rows: Tensor, slot_mapping: Tensor) -> Tensor:
-        if self.slip == "no rows" and not rows.shape[0]:
-            raise RuntimeError("a grid of no programs")
-        return slot_mapping[:512] if self.slip == "512 rows of an insert" else slot_mapping
-
-    def qnorm_rope_kv_insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float | None,
-    ) -> None:  # fmt: skip
-        slots = self._inserted(kv, slot_mapping)
-        if self.slip == "slot 0 for want of slots" and not slots.shape[0]:
-            slots = torch.zeros_like(positions[:1])
-        if eps is not None:
-            eps = 1e-6 if self.slip == "eps fixed" else eps * (self.slip != "no eps")
-        q, kv, table = self._dense("q", q), self._dense("kv", kv), self._dense("angles", table)
-        super().qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, eps)
-
-    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        super().quantize_and_insert_k_cache(self._dense("k", k), cache, self._inserted(k, slot_mapping))
-
-    def dequantize_and_gather_k_cache(
-        self, out: Tensor, cache: PagedKVCache, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor,
-        offset: int,
-    ) -> None:  # fmt: skip
-        block_table = self._dense("block table", block_table)
-        if self.slip == "32 requests of a gather":
-            gather_lens = (seq_lens if gather_lens is None else gather_lens).clone()
-            gather_lens[32:] = 0
-        if self.slip == "1024 records of a gather" and gather_lens is not None:
-            seq_lens, gather_lens = seq_lens - (gather_lens - 1024).clamp(min=0), gather_lens.clamp(max=1024)
-        if self.slip == "1024 blocks of a gather":
-            block_table = block_table[:, :1024]
-            seq_lens = seq_lens.clamp(max=block_table.shape[1] * cache.block_size)
-        super().dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, offset)
-
-    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
-        o, table, wo_a = self._dense("o", o), self._dense("angles", table), self._dense("weights", wo_a)
-        if self.slip == "512 rows of a projection":
-            o = o.clone()
-            o[512:] = 0
-        return super().inv_rope_o_proj(o, positions, table, wo_a, num_groups)
 
 
 class Direct(ReferenceBackend):

@@ -280,38 +280,38 @@ def certificate() -> Certificate:
 
 
 def test_the_certificate_is_plain_json(certificate: Certificate) -> None:
-    told = json.loads(json.dumps(certificate.as_json(), allow_nan=False))
+    values = json.loads(json.dumps(certificate.as_json(), allow_nan=False))
 
-    assert told["ok"] is False
-    assert told["schema"] == SCHEMA
-    assert told["backend"] == "reference"
-    assert told["contract"] == API_VERSION
-    assert told["device"]["arch"] == told["device"]["torch_device"] == "cpu"
-    assert told["versions"]["torch"] == torch.__version__
-    assert set(told["versions"]) == {"python", "dsv4attn", "torch", "triton", "numpy"}
-    assert "fp8_ds_mla/1:e4m3fn:nope448:rope64:bf16:ue8m0x64:scales8:split" in told["layouts"]
-    assert told["filter"] == "some"
-    assert told["counts"] == {"executed": len(FEW) + 1, "passed": len(FEW), "failed": 1, "refused": 1, "skipped": 0}
-    assert told["clauses"]["F1"] == {"passed": 0, "failed": 1, "refused": 1, "skipped": 0}
-    assert [clause[0] for clause in told["clauses"]] == sorted(
-        (clause[0] for clause in told["clauses"]), key=[*GROUPS].index
+    assert values["ok"] is False
+    assert values["schema"] == SCHEMA
+    assert values["backend"] == "reference"
+    assert values["contract"] == API_VERSION
+    assert values["device"]["arch"] == values["device"]["torch_device"] == "cpu"
+    assert values["versions"]["torch"] == torch.__version__
+    assert set(values["versions"]) == {"python", "dsv4attn", "torch", "triton", "numpy"}
+    assert "fp8_ds_mla/1:e4m3fn:nope448:rope64:bf16:ue8m0x64:scales8:split" in values["layouts"]
+    assert values["filter"] == "some"
+    assert values["counts"] == {"executed": len(FEW) + 1, "passed": len(FEW), "failed": 1, "refused": 1, "skipped": 0}
+    assert values["clauses"]["F1"] == {"passed": 0, "failed": 1, "refused": 1, "skipped": 0}
+    assert [clause[0] for clause in values["clauses"]] == sorted(
+        (clause[0] for clause in values["clauses"]), key=[*GROUPS].index
     )
-    assert told["date"].endswith("+00:00")
-    assert told["seconds"] >= 0
-    assert {"options", "distribution", "version", "environment", "verdict", "worst"} <= set(told)
+    assert values["date"].endswith("+00:00")
+    assert values["seconds"] >= 0
+    assert {"options", "distribution", "version", "environment", "verdict", "worst"} <= set(values)
 
 
 def test_the_certificate_tells_each_case(certificate: Certificate) -> None:
-    told = {case["name"]: case for case in certificate.as_json()["cases"]}
+    values = {case["name"]: case for case in certificate.as_json()["cases"]}
 
-    assert list(told) == [*(case.name for case in FEW), "broken", "refused"]
-    passed, broken, refused = told["lse-decode"], told["broken"], told["refused"]
+    assert list(values) == [*(case.name for case in FEW), "broken", "refused"]
+    passed, broken, refused = values["lse-decode"], values["broken"], values["refused"]
     assert (passed["state"], passed["clauses"]) == ("passed", ["L1", "L2", "B1"])
     assert passed["fraction"] == pytest.approx(passed["error"] / passed["budget"])
     assert (broken["state"], broken["error"], broken["budget"], broken["fraction"]) == ("failed", None, 1.0, None)
     assert broken["message"] == "not a number"
     assert refused["reasons"] == ["HEADS: 3, needs a multiple of 8"]
-    assert told["quantise-ocp-64"]["budget"] == 0
+    assert values["quantise-ocp-64"]["budget"] == 0
 
 
 def test_the_certificate_holds_no_path_of_the_machine(
@@ -321,10 +321,10 @@ def test_the_certificate_holds_no_path_of_the_machine(
     monkeypatch.setenv("DSV4ATTN_CONFIG", "/home/somebody/dsv4attn.toml")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
-    told = certificate.as_json()
+    values = certificate.as_json()
 
-    assert told["environment"]["TRITON_INTERPRET"] == "1"
-    assert "somebody" not in json.dumps(told)
+    assert values["environment"]["TRITON_INTERPRET"] == "1"
+    assert "somebody" not in json.dumps(values)
 
 
 def test_verdicts_say_what_was_proven(certificate: Certificate) -> None:
@@ -370,6 +370,6 @@ def test_g22_a_run_that_is_interrupted_keeps_what_it_has_and_never_passes(*, fai
     assert seen == [outcome.case.name for outcome in certificate.outcomes] == ["one"]
     assert not certificate.ok
     assert certificate.interrupted
-    told = "1 failed" if failing else "none of them failed"
-    assert certificate.verdict == f"reference: interrupted, which proves nothing: 1 of 3 cases ran, {told}"
+    values = "1 failed" if failing else "none of them failed"
+    assert certificate.verdict == f"reference: interrupted, which proves nothing: 1 of 3 cases ran, {values}"
     assert json.loads(json.dumps(certificate.as_json()))["complete"] is False

@@ -1,4 +1,4 @@
-"""Every planted bug of a layer op fails the cases that are about it."""
+"""Every mutant of a layer step fails the cases that are about it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.layer_ops import LAYER_OPS
 from dsv4attn.core.torch_ops import indexer, latents, selection
-from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import Subject, conform
 from tests.layer_ops import TorchOps
 from tests.testing import mutants_layer as wrong
-from tests.testing.mutants import packed_pages
+from tests.testing.mutants import dense, packed_pages
 from tests.testing.mutants_layer import compress_with, slip, with_, with_field, with_weights
-from tests.testing.mutants_sizes import dense
+from tests.testing.verdicts import all_fail, certificate_of, none_fail
 
 SAVE, COMPRESS, QUERY, SELECT = (
     "save_partial_states",
@@ -34,8 +31,8 @@ ALL_ENTRIES = "compress-c4a-fp32,compress-c128a-ocp,compress-index-fp8"
 ONE_EPS = with_weights(hc_pre_eps=lambda w: w.rms_eps, hc_sinkhorn_eps=lambda w: w.rms_eps)
 """Every eps is that under the root."""
 
-# a plant, and the cases of which each must fail.
-PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
+# a mutant, and the cases of which each must fail.
+MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
     # compressor
     "no overlap": (compress_with(alone=True), "compress-c4a-ocp,compress-index-fp8,cuts-c4a"),
     "halves of the channels swapped": (compress_with(swapped=1), "compress-c4a-ocp,compress-index-mxfp4"),
@@ -234,14 +231,10 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_g23_a_wrong_layer_step_fails_the_cases_that_are_about_it(plant: str) -> None:
-    make, names = PLANTS[plant]
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_g23_a_wrong_layer_step_fails_the_cases_that_are_about_it(mutant: str) -> None:
+    certificate = all_fail(*MUTANTS[mutant])
 
-    certificate = conform(Subject.of(make()), chosen(CASES, names))
-
-    assert [o.case.name for o in certificate.outcomes if o.state != "failed"] == []
-    assert {o.case.name for o in certificate.outcomes} == {*names.split(",")}
     assert [o.trace for o in certificate.outcomes if o.trace] == [], "a wrong answer, not an exception"
 
 
@@ -260,16 +253,14 @@ def unchecked(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 )
 def test_g23_a_step_that_looks_up_positions_of_padding_fails(module: Any, names: str) -> None:
     with mock.patch.object(module, "angles_at", unchecked):
-        certificate = conform(Subject.of(ReferenceBackend()), chosen(CASES, names))
+        certificate = certificate_of(ReferenceBackend, names)
 
     assert {o.case.name for o in certificate.of("failed")} == {*names.split(",")}
 
 
-def test_what_the_plants_are_grafted_on_passes() -> None:
+def test_what_mutants_are_made_of_passes() -> None:
     for make in (slip(SAVE), slip(COMPRESS), compress_with(), slip(QUERY), slip(SELECT), slip("mhc_pre")):
-        certificate = conform(Subject.of(make()), chosen(CASES, f"{ALL_ENTRIES},query-fp8,select-fp8,mhc-pre-bf16"))
-
-        assert [(o.case.name, o.message) for o in certificate.of("failed")] == []
+        none_fail(make, f"{ALL_ENTRIES},query-fp8,select-fp8,mhc-pre-bf16")
 
 
 # whose steps they are
@@ -284,7 +275,7 @@ def test_a_certificate_says_whose_layer_steps_were_judged() -> None:
     backend: Any = ReferenceBackend()
     backend.name, backend.layer_ops = "own", Own().table()
 
-    certificate = conform(Subject.of(backend), chosen(CASES, "select-fp8"))
+    certificate = certificate_of(lambda: backend, "select-fp8")
 
     wanted = {**dict.fromkeys(LAYER_OPS, "reference"), "selection": "own"}
     assert certificate.as_json()["layer_steps"] == backend.layer_ops.sources("own") == wanted
@@ -297,7 +288,7 @@ def test_steps_that_cannot_be_made_fail_their_cases_and_leave_a_certificate() ->
         def layer_ops(self) -> Any:
             raise RuntimeError("no library")
 
-    certificate = conform(Subject.of(Broken()), chosen(CASES, "select-fp8,lse-decode"))
+    certificate = certificate_of(Broken, "select-fp8,lse-decode")
 
     assert [o.state for o in certificate.outcomes] == ["passed", "failed"]
     assert certificate.as_json()["layer_steps"] == dict.fromkeys(LAYER_OPS, "raised RuntimeError")

@@ -1,4 +1,4 @@
-"""Every planted bug of a step of DeepSeek-V4.1 fails the cases that are about it."""
+"""Every mutant of a step of DeepSeek-V4.1 fails the cases that are about it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract import layer_ops
 from dsv4attn.core.torch_ops.arguments import StatePages
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import Subject, conform
 from tests.testing import mutants_v41 as wrong
+from tests.testing.mutants import dense
 from tests.testing.mutants_layer import last_position, slip, with_, with_field, with_weights
-from tests.testing.mutants_sizes import dense
+from tests.testing.verdicts import all_fail, certificate_of, none_fail
 
 DELAYED = "mhc_pre_delayed"
 WITHIN = "select_topk_of_candidates"
 LATENTS, STORE = "compress_latents", "norm_rope_store"
 
-PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
+MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
     # delayed hyper-connections
     "own pre at once": (
         slip(DELAYED, with_(previous_pre=wrong.own_pre)),
@@ -115,21 +113,15 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_g23_a_wrong_step_of_v41_fails_the_cases_that_are_about_it(plant: str) -> None:
-    make, names = PLANTS[plant]
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_g23_a_wrong_step_of_v41_fails_the_cases_that_are_about_it(mutant: str) -> None:
+    certificate = all_fail(*MUTANTS[mutant])
 
-    certificate = conform(Subject.of(make()), chosen(CASES, names))
-
-    assert [o.case.name for o in certificate.outcomes if o.state != "failed"] == []
-    assert {o.case.name for o in certificate.outcomes} == {*names.split(",")}
     assert [o.trace for o in certificate.outcomes if o.trace] == [], "a wrong answer, not an exception"
 
 
 def test_the_reference_passes_all_cases_of_v41() -> None:
-    certificate = conform(Subject.of(ReferenceBackend()), chosen(CASES, "V"))
-
-    assert [(o.case.name, o.message) for o in certificate.outcomes if o.state != "passed"] == []
+    none_fail(ReferenceBackend, "V")
 
 
 @pytest.mark.parametrize("size", [0, -8, 12, 1024])
@@ -167,7 +159,7 @@ def test_a_certificate_says_who_runs_each_step_of_v41() -> None:
         return torchs(*args, **options)
 
     backend.layer_ops = attrs.evolve(backend.layer_ops, compress_latents=own)
-    certificate = conform(Subject.of(backend), chosen(CASES, "latents-1"))
+    certificate = certificate_of(lambda: backend, "latents-1")
     names = (*layer_ops.LATENTS, *layer_ops.CANDIDATES, *layer_ops.DELAYED)
 
     assert certificate.as_json()["v41_steps"] == {**dict.fromkeys(names, "reference"), "compress_latents": "own"}

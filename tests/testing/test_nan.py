@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall
-from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.conform import Subject, conform
-from tests.testing.mutants import attend, calls, paged
+from tests.testing import mutants
+from tests.testing.mutants import GATHER, QUANTISE, attend, calls, paged, with_op
+from tests.testing.verdicts import all_fail, none_fail
 
 
 def with_codes(cache: PagedKVCache) -> PagedKVCache:
@@ -70,73 +67,31 @@ def spread(call: AttentionCall) -> None:
         call.out.fill_(torch.nan)
 
 
-class HidingInsert(ReferenceBackend):
-    """Writes zeros for NaN."""
-
-    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        super().quantize_and_insert_k_cache(k.nan_to_num(), cache, slot_mapping)
-
-
-class TrustingGather(ReferenceBackend):
-    """Writes a row for each record that lengths ask for, or counts positions from the end of the table."""
-
-    def __init__(self, slip: str) -> None:
-        super().__init__()
-        self.slip = slip
-
-    def dequantize_and_gather_k_cache(
-        self, out: Tensor, cache: PagedKVCache, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor,
-        offset: int,
-    ) -> None:  # fmt: skip
-        true = super().dequantize_and_gather_k_cache
-        if self.slip == "columns behind the table are read":
-            stride = block_table.stride(0)
-            block_table = block_table.as_strided((block_table.shape[0], stride), (stride, 1))
-            true(out, cache, seq_lens, gather_lens, block_table, offset)
-        elif self.slip == "rows behind the output are written" and out.stride(0) > out.stride(1) * out.shape[1]:
-            longer = out.as_strided((out.shape[0], out.shape[1] + 1, out.shape[2]), out.stride(), out.storage_offset())
-            true(longer, cache, seq_lens, gather_lens, block_table, offset)
-        else:
-            true(out, cache, seq_lens, gather_lens, block_table, offset)
-            if self.slip == "absent records are zeros":
-                out[:, offset:][(seq_lens <= 0)] = 0
-
-
-PLANTS: dict[str, tuple[Callable[[], Any], str, str]] = {
+MUTANTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "NaN codes read as numbers": (lambda: calls(codes_are_numbers, made=paged()), "nan-ocp-decode", "C8"),
     "NaN scales read as 1": (lambda: calls(scales_are_numbers, made=paged()), "nan-ocp-prefill", "C8"),
     "NaN scrubbed": (lambda: calls(scrubbed), "nan-fnuz-decode", "C8"),
     "NaN in out alone": (lambda: calls(only_in_out), "nan-bf16-decode", "C8"),
     "NaN in one dim alone": (lambda: calls(one_dim), "nan-bf16-decode", "C8"),
     "NaN in every row": (lambda: calls(spread), "nan-interleaved-prefill", "C8"),
-    "NaN written as 0": (HidingInsert, "nan-*-quantise", "C8"),
-    **{
-        slip: (partial(TrustingGather, slip), "beyond-gather", "R4")
-        for slip in (
-            "columns behind the table are read",
-            "rows behind the output are written",
-            "absent records are zeros",
-        )
-    },
+    "NaN written as 0": (with_op(QUANTISE, k=lambda a: a["k"].nan_to_num()), "nan-*-quantise", "C8"),
+    "columns behind the table are read": (
+        with_op(GATHER, block_table=mutants.columns_behind_the_table),
+        "beyond-gather",
+        "R4",
+    ),
+    "rows behind the output are written": (with_op(GATHER, out=mutants.rows_behind_the_output), "beyond-gather", "R4"),
+    "absent records are zeros": (with_op(GATHER, after=mutants.absent_records_are_zeros), "beyond-gather", "R4"),
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_bug_fails_its_case(plant: str) -> None:
-    make, patterns, clause = PLANTS[plant]
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_fails_its_case(mutant: str) -> None:
+    make, patterns, clause = MUTANTS[mutant]
 
-    certificate = conform(Subject.of(make()), chosen(CASES, patterns))
-
-    assert certificate.by_clause()[clause]["failed"]
-    assert {outcome.state for outcome in certificate.outcomes} == {"failed"}
-    assert all(outcome.message for outcome in certificate.of("failed"))
+    assert clause in all_fail(make, patterns).by_clause()
 
 
-@pytest.mark.parametrize(
-    "made", [ReferenceBackend, paged, lambda: TrustingGather("none"), lambda: calls(attend, made=paged())]
-)
-def test_what_the_plants_are_grafted_on_passes(made: Callable[[], Any]) -> None:
-    certificate = conform(Subject.of(made()), chosen(CASES, "nan-*,beyond-gather"))
-
-    assert [(outcome.case.name, outcome.message) for outcome in certificate.of("failed")] == []
-    assert certificate.ok
+@pytest.mark.parametrize("made", [ReferenceBackend, paged, with_op(GATHER), lambda: calls(attend, made=paged())])
+def test_what_mutants_are_made_of_passes(made: Callable[[], Any]) -> None:
+    none_fail(made, "nan-*,beyond-gather")

@@ -44,24 +44,24 @@ def test_what_spreads_more_may_differ_more() -> None:
 
 
 def test_a_time_that_was_lost_is_no_better_than_a_slow_one() -> None:
-    told = compare(run([row()]), run([row(us=None, state=WRONG, reason="limit 1e-02")]))
+    values = compare(run([row()]), run([row(us=None, state=WRONG, reason="limit 1e-02")]))
 
-    assert [change.state for change in told.changes] == ["lost"]
-    assert "no time now: wrong: limit 1e-02" in str(told.changes[0])
-    assert not told.ok
+    assert [change.state for change in values.changes] == ["lost"]
+    assert "no time now: wrong: limit 1e-02" in str(values.changes[0])
+    assert not values.ok
 
 
 def test_rows_that_only_one_run_has_are_named() -> None:
-    told = compare(run([row("decode a b=1"), row("decode a b=2")]), run([row("decode a b=2"), row("decode a b=4")]))
+    values = compare(run([row("decode a b=1"), row("decode a b=2")]), run([row("decode a b=2"), row("decode a b=4")]))
 
-    assert told.only_old == ["decode a b=1, ours"]
-    assert told.only_new == ["decode a b=4, ours"]
-    assert told.ok
+    assert values.only_old == ["decode a b=1, ours"]
+    assert values.only_new == ["decode a b=4, ours"]
+    assert values.ok
 
 
 def test_a_row_that_never_had_a_time_is_new_once_it_has_one() -> None:
-    told = compare(run([row(us=None, state=FAILED)]), run([row()]))
-    assert (told.changes, told.only_new, told.ok) == ([], ["decode flash_c4 b=8, ours"], True)
+    values = compare(run([row(us=None, state=FAILED)]), run([row()]))
+    assert (values.changes, values.only_new, values.ok) == ([], ["decode flash_c4 b=8, ours"], True)
 
 
 def test_one_row_of_ours_that_is_wrong_makes_a_run_that_failed() -> None:
@@ -76,24 +76,24 @@ def test_a_peer_may_get_slower() -> None:
 
 
 def test_across_machines_nothing_is_a_regression() -> None:
-    told = compare(run([row()]), run([row(us=900)], evolve(HERE, name="Other")))
+    values = compare(run([row()]), run([row(us=900)], evolve(HERE, name="Other")))
 
-    assert not told.comparable
-    assert told.of("slower")
-    assert told.ok
+    assert not values.comparable
+    assert values.of("slower")
+    assert values.ok
 
 
 def test_speed_is_a_geometric_mean() -> None:
-    told = compare(run([row(), row("decode b b=1")]), run([row(us=50), row("decode b b=1", us=200)]))
-    assert told.speed == pytest.approx(1.0)
+    values = compare(run([row(), row("decode b b=1")]), run([row(us=50), row("decode b b=1", us=200)]))
+    assert values.speed == pytest.approx(1.0)
     assert compare(run([]), run([])).speed is None
-    assert told.as_json()["ok"] is False
+    assert values.as_json()["ok"] is False
 
 
 def saved(tmp_path: Path, **changes: Any) -> Path:
     path = tmp_path / "run.json"
-    told = run([row(), row(us=None, state=WRONG, error=float("inf"))], command="dsv4attn bench").as_json()
-    path.write_text(json.dumps({**told, **changes}, allow_nan=False), encoding="utf-8")
+    values = run([row(), row(us=None, state=WRONG, error=float("inf"))], command="dsv4attn bench").as_json()
+    path.write_text(json.dumps({**values, **changes}, allow_nan=False), encoding="utf-8")
     return path
 
 
@@ -153,10 +153,10 @@ def line(*points: tuple[int, float, float], by: str = "ours") -> list[BenchRow]:
 
 def test_a_cliff_is_where_time_outgrows_work() -> None:
     smooth = line((1, 10, 1), (2, 11, 2), (4, 20, 4), (8, 45, 8), by="theirs")
-    told = cliffs([*line((4, 20, 4), (1, 10, 1), (2, 27, 2), (8, 41, 8)), *smooth, row()])
+    values = cliffs([*line((4, 20, 4), (1, 10, 1), (2, 27, 2), (8, 41, 8)), *smooth, row()])
 
-    assert [(cliff.by, cliff.start, cliff.stop) for cliff in told] == [("ours", 1, 2)]
-    assert str(told[0]) == "batch, ours: from 1 to 2 time grows x2.70, work x2.00"
+    assert [(cliff.by, cliff.start, cliff.stop) for cliff in values] == [("ours", 1, 2)]
+    assert str(values[0]) == "batch, ours: from 1 to 2 time grows x2.70, work x2.00"
 
 
 def test_a_point_without_a_time_breaks_no_line() -> None:

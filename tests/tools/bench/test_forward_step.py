@@ -95,9 +95,9 @@ def test_each_road_of_the_overhead_but_the_idle_one_leads_to_the_same_output(nam
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dsv4attn.tools.bench.overhead.seconds", note)
-        told = overhead(step, rounds=4)
+        values = overhead(step, rounds=4)
 
-    assert [len(times) for times in (told.direct_s, told.plain_s, told.bound_s, told.idle_s)] == [4, 4, 4, 4]
+    assert [len(times) for times in (values.direct_s, values.plain_s, values.bound_s, values.idle_s)] == [4, 4, 4, 4]
     assert backend.attended == 4 * 5, "three roads and one call between rounds, in four rounds and one for warming up"
     for i, out in enumerate(outs):
         assert torch.equal(out, expected) if i % 4 < 3 else bool(out.isnan().all())
@@ -106,11 +106,11 @@ def test_each_road_of_the_overhead_but_the_idle_one_leads_to_the_same_output(nam
 def test_shares_of_the_host_follow_from_the_fastest_tenth() -> None:
     slow = [100.0] * 60
     direct, plain, bound = ([2.0 * n] * 40 + slow for n in (1.0, 1.03, 1.2))
-    told = Overhead("swa", direct, plain, bound, [1e-5] * 100)
+    values = Overhead("swa", direct, plain, bound, [1e-5] * 100)
 
-    np.testing.assert_allclose([told.percent("plain"), told.percent("bound"), told.us("idle")], [3.0, 20.0, 10.0])
-    assert told.as_json()["bound_us"] == told.us("bound")
-    assert "10 us through one whose steps do nothing" in str(told)
+    np.testing.assert_allclose([values.percent("plain"), values.percent("bound"), values.us("idle")], [3.0, 20.0, 10.0])
+    assert values.as_json()["bound_us"] == values.us("bound")
+    assert "10 us through one whose steps do nothing" in str(values)
 
 
 def test_the_host_is_measured_on_every_kind_of_layer() -> None:

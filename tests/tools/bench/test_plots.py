@@ -74,8 +74,8 @@ def test_every_kernel_has_its_picture(tmp_path: Path, figures: list[Any]) -> Non
 
 
 def test_bars_are_as_high_as_the_rates_and_labelled_with_times(tmp_path: Path, figures: list[Any]) -> None:
-    told = [row(us=100.0, flops=2 * 10**10), row(by="two", us=25.0, flops=2 * 10**10)]
-    draw(run(told), tmp_path)
+    values = [row(us=100.0, flops=2 * 10**10), row(by="two", us=25.0, flops=2 * 10**10)]
+    draw(run(values), tmp_path)
 
     (figure,) = figures
     axis = figure.axes[0]
@@ -86,10 +86,10 @@ def test_bars_are_as_high_as_the_rates_and_labelled_with_times(tmp_path: Path, f
 
 
 def test_each_bar_says_its_speed_by_that_of_a_peer_as_the_table_does(tmp_path: Path, figures: list[Any]) -> None:
-    told = run([row(us=100.0, vs={"flash_mla": 1.253}), row(by="flash_mla", us=125.3, is_peer=True)])
-    draw(told, tmp_path)
+    values = run([row(us=100.0, vs={"flash_mla": 1.253}), row(by="flash_mla", us=125.3, is_peer=True)])
+    draw(values, tmp_path)
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(run_text(told))
+    console.print(run_text(values))
 
     assert "100 us, 1.25x FlashMLA" in words(figures[0]).split("\n")
     assert "1.25" in console.export_text()

@@ -49,13 +49,13 @@ def test_every_kernel_is_measured_in_every_form(form: str, keys: str) -> None:
     backend = ReferenceBackend(decode_indices=form, prefill_indices=form, prefill_keys=keys)
     one = runner(backend)
     for case in cases_of([*KERNELS, "step"], ["flash_c4", "flash_swa"], SIZE):
-        told = one.run(case)[0]
-        assert (told.state, told.reason) == (MEASURED, ""), case.name
-        assert told.median is not None
-        assert told.error is not None
-        assert told.error < 3e-3
-        assert told.least == ROOF.seconds(told.flops, told.bytes) > 0
-        assert told.roofline == told.least / told.median
+        values = one.run(case)[0]
+        assert (values.state, values.reason) == (MEASURED, ""), case.name
+        assert values.median is not None
+        assert values.error is not None
+        assert values.error < 3e-3
+        assert values.least == ROOF.seconds(values.flops, values.bytes) > 0
+        assert values.roofline == values.least / values.median
 
 
 @pytest.mark.parametrize("pages", [True, False])
@@ -72,9 +72,9 @@ def test_a_prefill_takes_pages_or_rows_as_the_backend_prefers(*, pages: bool) ->
             super().prefill(call)
 
     (case,) = cases_of(["prefill"], ["flash_c4"], SIZE)
-    told = runner(Prefers()).run(case)[0]
+    values = runner(Prefers()).run(case)[0]
 
-    assert told.state == MEASURED, told.reason
+    assert values.state == MEASURED, values.reason
     assert taken == {not pages}
     assert [requests for requests, _ in asked] == [[*case.requests]] * len(asked)
     assert all(rows > 0 for _, rows in asked)
@@ -100,8 +100,8 @@ def test_a_backend_gets_the_scratch_it_asks_for(kernel: str, form: str) -> None:
             self.check(call)
             super().prefill(call)
 
-    (told,) = rows(Scratchy(decode_indices=form, prefill_indices=form), kernel)
-    assert (told.state, told.reason) == (MEASURED, "")
+    (values,) = rows(Scratchy(decode_indices=form, prefill_indices=form), kernel)
+    assert (values.state, values.reason) == (MEASURED, "")
 
 
 def test_a_c128a_layer_is_measured_too() -> None:
@@ -139,20 +139,20 @@ def one_nan(call: AttentionCall) -> None:
 @pytest.mark.parametrize("spoil", [forget_sinks, one_row, one_nan])
 def test_what_is_wrong_gets_no_time_and_is_not_timed(spoil: Callable[[AttentionCall], None]) -> None:
     backend = Planted(spoil)
-    (told,) = rows(backend, "decode")
+    (values,) = rows(backend, "decode")
 
-    assert told.state == WRONG
-    assert told.median is told.p10 is told.p90 is told.tflops is told.roofline is None
-    assert told.error is not None
+    assert values.state == WRONG
+    assert values.median is values.p10 is values.p90 is values.tflops is values.roofline is None
+    assert values.error is not None
     assert backend.calls == 1, "it ran once, to be judged"
 
 
 def test_what_becomes_wrong_while_it_is_timed_gets_no_time() -> None:
-    (told,) = rows(Planted(one_nan, after=4), "decode")
+    (values,) = rows(Planted(one_nan, after=4), "decode")
 
-    assert told.state == WRONG
-    assert told.median is None
-    assert told.reason.startswith("after 2 calls")
+    assert values.state == WRONG
+    assert values.median is None
+    assert values.reason.startswith("after 2 calls")
 
 
 def test_what_writes_nothing_is_wrong() -> None:
@@ -192,8 +192,8 @@ def test_what_raises_is_a_row_with_its_reason() -> None:
         def decode(self, call: AttentionCall) -> None:
             raise RuntimeError("no kernel image\nsecond line")
 
-    (told,) = rows(Broken(), "decode")
-    assert (told.state, told.reason, told.median) == (FAILED, "RuntimeError: no kernel image", None)
+    (values,) = rows(Broken(), "decode")
+    assert (values.state, values.reason, values.median) == (FAILED, "RuntimeError: no kernel image", None)
 
 
 def test_what_raises_while_it_is_timed_is_a_row_and_the_others_are_timed() -> None:
@@ -211,14 +211,14 @@ def test_whoever_breaks_while_being_prepared_is_a_row() -> None:
         def scratch(self, *_: Any) -> Any:
             raise ValueError("no such width")
 
-    (told,) = rows(Broken(), "prefill-rows")
-    assert (told.state, told.reason) == (FAILED, "ValueError: no such width")
+    (values,) = rows(Broken(), "prefill-rows")
+    assert (values.state, values.reason) == (FAILED, "ValueError: no such width")
 
 
 def test_a_backend_that_says_no_is_asked_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [SimpleNamespace(name="reference", lines=["HEADS  64, needs 8"])]
+    values = [SimpleNamespace(name="reference", lines=["HEADS  64, needs 8"])]
     monkeypatch.setattr(
-        "dsv4attn.tools.bench.runner.explain", lambda *_, **__: SimpleNamespace(chosen=None, trace=told)
+        "dsv4attn.tools.bench.runner.explain", lambda *_, **__: SimpleNamespace(chosen=None, trace=values)
     )
     backend = Planted(one_nan)
     (row_,) = rows(backend, "decode")
@@ -231,9 +231,9 @@ def test_inputs_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
     monkeypatch.setattr("dsv4attn.tools.bench.runner.make_task", full)
-    (told,) = rows(ReferenceBackend(), "decode")
-    assert told.state == REFUSED
-    assert "do not fit this machine" in told.reason
+    (values,) = rows(ReferenceBackend(), "decode")
+    assert values.state == REFUSED
+    assert "do not fit this machine" in values.reason
 
 
 class Peer:
@@ -294,8 +294,8 @@ def test_a_peer_that_refuses_a_case_is_a_row() -> None:
         def decode(self, inputs: Any) -> Any:
             raise UnsupportedError("heads", expected="128", actual=64)
 
-    _, told = rows(ReferenceBackend(), "decode", peers=[Choosy(right)])
-    assert (told.state, told.reason) == (REFUSED, "heads: expected 128, got 64")
+    _, values = rows(ReferenceBackend(), "decode", peers=[Choosy(right)])
+    assert (values.state, values.reason) == (REFUSED, "heads: expected 128, got 64")
 
 
 def test_a_peer_that_is_not_here_says_why_once() -> None:
@@ -316,8 +316,8 @@ def test_a_step_is_compared_with_its_bare_products() -> None:
 
 
 def test_geometric_means_are_by_kernel_and_peer() -> None:
-    told = geomeans([row(vs={"p": 2.0}), row("decode x b=1", vs={"p": 8.0}), row("prefill x t=1", vs={"p": 3.0})])
-    assert told == {("decode", "ours", "p"): pytest.approx(4.0), ("prefill", "ours", "p"): pytest.approx(3.0)}
+    values = geomeans([row(vs={"p": 2.0}), row("decode x b=1", vs={"p": 8.0}), row("prefill x t=1", vs={"p": 3.0})])
+    assert values == {("decode", "ours", "p"): pytest.approx(4.0), ("prefill", "ours", "p"): pytest.approx(3.0)}
 
 
 def test_decodes_of_one_token_are_decodes() -> None:
@@ -333,10 +333,10 @@ def test_the_roofline_is_measured_again_at_the_end(monkeypatch: pytest.MonkeyPat
     one = runner(ReferenceBackend())
     faster = type(ROOF)(ROOF.bytes_s, 2 * ROOF.flops_s, ROOF.dtype)
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: faster)
-    roof, (told,) = one.settled([row(flops=10**12, bytes=1)])
+    roof, (values,) = one.settled([row(flops=10**12, bytes=1)])
 
     assert roof == faster
-    assert told.least == 1e12 / faster.flops_s
+    assert values.least == 1e12 / faster.flops_s
 
 
 def test_an_fp8_row_is_judged_by_the_fp8_product_and_older_files_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,15 +361,15 @@ def test_pairs_of_records_run_in_turn_and_have_their_speed_by_584(kernel: str) -
             super().decode(call)
 
     cases = cases_of([kernel], ["v41_r2"], SIZE)
-    told = runner(Told(prefill_keys="paged"), [Peer(right)]).run(*cases)
-    ours = [row for row in told if not row.is_peer]
+    values = runner(Told(prefill_keys="paged"), [Peer(right)]).run(*cases)
+    ours = [row for row in values if not row.is_peer]
 
     assert order[:3] == [584, 528, 288], "each is judged once"
     assert [*dict.fromkeys(order[3:])] == [584, 528, 288]
     assert [(row.state, row.records) for row in ours] == [(MEASURED, pair) for pair in PAIRS]
     medians = [row.median or 0.0 for row in ours]
     assert [row.vs_584 for row in ours] == [None, medians[0] / medians[1], medians[0] / medians[2]]
-    peers = [(row.state, row.records, row.vs_584) for row in told if row.is_peer]
+    peers = [(row.state, row.records, row.vs_584) for row in values if row.is_peer]
     assert peers == [(MEASURED, PAIRS[0], None), *((REFUSED, pair, None) for pair in PAIRS[1:])]
     assert [bool(row.vs) for row in ours] == [True, False, False]
     assert ours[1].bytes < ours[0].bytes > ours[2].bytes
@@ -380,10 +380,10 @@ def test_a_wrong_result_on_one_pair_leaves_the_others_their_times() -> None:
         if _last_layout(call).name == "v41_fp4":
             call.out[0, 0] = 7.0
 
-    told = runner(Planted(on_288)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
-    assert [row.state for row in told] == [MEASURED, MEASURED, WRONG]
-    assert told[1].vs_584
-    assert told[2].vs_584 is None
+    values = runner(Planted(on_288)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
+    assert [row.state for row in values] == [MEASURED, MEASURED, WRONG]
+    assert values[1].vs_584
+    assert values[2].vs_584 is None
 
 
 def test_without_a_time_on_584_nothing_is_compared_with_it() -> None:
@@ -391,19 +391,19 @@ def test_without_a_time_on_584_nothing_is_compared_with_it() -> None:
         if _last_layout(call).name == "fp8_ds_mla":
             call.out[0, 0] = 7.0
 
-    told = runner(Planted(on_584)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
-    assert [(row.state, row.vs_584) for row in told] == [(WRONG, None), (MEASURED, None), (MEASURED, None)]
+    values = runner(Planted(on_584)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
+    assert [(row.state, row.vs_584) for row in values] == [(WRONG, None), (MEASURED, None), (MEASURED, None)]
 
 
 def test_queries_of_v41_are_rotated_without_a_norm() -> None:
-    (told,) = runner(ReferenceBackend()).run(*cases_of(["insert"], ["v41_r1"], SIZE))
-    assert (told.state, told.reason) == (MEASURED, "")
+    (values,) = runner(ReferenceBackend()).run(*cases_of(["insert"], ["v41_r1"], SIZE))
+    assert (values.state, values.reason) == (MEASURED, "")
 
 
 def test_means_beside_584_are_by_kernel_and_records() -> None:
     pairs = [("a", "528/528", 1.0), ("b", "528/528", 4.0), ("a", "528/288", 3.0)]
-    told = pair_means([row(), *(row(f"decode {name}", records=pair, vs_584=x) for name, pair, x in pairs)])
-    assert told == {
+    values = pair_means([row(), *(row(f"decode {name}", records=pair, vs_584=x) for name, pair, x in pairs)])
+    assert values == {
         ("decode", "ours", "528/528"): pytest.approx(2.0),
         ("decode", "ours", "528/288"): pytest.approx(3.0),
     }
@@ -415,5 +415,5 @@ def test_files_from_before_v41_are_still_read(tmp_path: Path) -> None:
         del each["records"], each["vs_584"]
     (tmp_path / "old.json").write_text(json.dumps(saved), encoding="utf-8")
 
-    (told,) = load(tmp_path / "old.json", "--from").rows
-    assert (told.records, told.vs_584) == ("", None)
+    (values,) = load(tmp_path / "old.json", "--from").rows
+    assert (values.records, values.vs_584) == ("", None)

@@ -1,12 +1,9 @@
-"""A machine without accelerators, an empty working directory, and wheels of other vendors."""
+"""`Machine`: runs commands and installs backends of other authors."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,7 @@ from dsv4attn.core.contract import device, devices
 from dsv4attn.tools.cli import main
 from tests.vendor_wheel import VendorWheels, plugin
 
-__all__ = ["Machine", "device_of_no_backend", "machine", "plugin", "without_triton"]
+__all__ = ["Machine", "device_of_no_backend", "plugin", "without_triton"]
 
 
 @define
@@ -25,6 +22,13 @@ class Machine:
     """Where commands run."""
 
     wheels: VendorWheels
+
+    def install(self, name: str, kernels: str = "", **facts: Any) -> None:
+        """Install the distribution dsv4attn-NAME with one backend. kernels: source of a module NAME_kernels."""
+        self.wheels.install(f"dsv4attn-{name}", plugin(name, **facts))
+        if kernels:
+            (self.wheels.folder / f"{name}_kernels.py").write_text(kernels, encoding="utf-8")
+            self.wheels.modules.append(f"{name}_kernels")
 
     def run(self, *args: str, width: int = 80, **environ: Any) -> tuple[int, list[str]]:
         """Exit code and lines of standard output, without what is behind them."""
@@ -37,20 +41,9 @@ class Machine:
         """Exit code and the one object."""
         code, lines = self.run(*args, "--json", **environ)
         assert len(lines) == 1
-        told: dict[str, Any] = json.loads(lines[0])
-        assert told["ok"] is (code == 0)
-        return code, told
-
-
-@contextmanager
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """A machine to run commands on."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
-    for name in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "DSV4ATTN_BACKEND"):
-        monkeypatch.delenv(name, raising=False)
-    with VendorWheels(tmp_path) as wheels:
-        yield Machine(wheels)
+        values: dict[str, Any] = json.loads(lines[0])
+        assert values["ok"] is (code == 0)
+        return code, values
 
 
 def device_of_no_backend(monkeypatch: pytest.MonkeyPatch) -> str:

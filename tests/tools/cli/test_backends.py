@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,25 @@ from click.testing import CliRunner
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.tools.cli import main
 from tests.backends.built_in import triton_backends
-from tests.tools.cli.machine import Machine, machine, plugin
+from tests.tools.cli.machine import Machine, plugin
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with machine(tmp_path, monkeypatch) as made:
-        yield made
+def zoo(machine: Machine) -> None:
+    machine.install("acme", support="return [Reason('HEADS', 64, '128', 'pad q')]")
+    machine.install("bolt")
+    machine.install("raises", support="raise KeyError('boom')")
+    machine.wheels.install("dsv4attn-lib", "raise ImportError('libacme.so [not] found')")
+    machine.install("zinc")
 
 
-def zoo(here: Machine) -> None:
-    here.wheels.install("dsv4attn-acme", plugin(support="return [Reason('HEADS', 64, '128', 'pad q')]"))
-    here.wheels.install("dsv4attn-bolt", plugin("bolt"))
-    here.wheels.install("dsv4attn-raises", plugin("raises", support="raise KeyError('boom')"))
-    here.wheels.install("dsv4attn-lib", "raise ImportError('libacme.so [not] found')")
-    here.wheels.install("dsv4attn-zinc", plugin("zinc"))
-
-
-def test_what_is_told_to_programs(here: Machine) -> None:
-    zoo(here)
-    code, told = here.json("backends", DSV4ATTN_PLUGINS_DENY="zinc")
-    rows = {row["name"]: row for row in told["backends"]}
+def test_what_is_told_to_programs(machine: Machine) -> None:
+    zoo(machine)
+    code, values = machine.json("backends", DSV4ATTN_PLUGINS_DENY="zinc")
+    rows = {row["name"]: row for row in values["backends"]}
 
     assert code == 0
-    assert (told["device"]["arch"], told["request"]["decode"]) == ("cpu", "auto")
-    assert told["automatic"] == {"decode": "reference", "prefill": "reference"}
+    assert (values["device"]["arch"], values["request"]["decode"]) == ("cpu", "auto")
+    assert values["automatic"] == {"decode": "reference", "prefill": "reference"}
     assert {name: row["state"] for name, row in rows.items()} == {
         "acme": "unavailable",
         "bolt": "available",
@@ -62,9 +55,9 @@ def test_what_is_told_to_programs(here: Machine) -> None:
     assert (rows["lib"]["distribution"], rows["lib"]["version"]) == ("dsv4attn-lib", "0.2")
 
 
-def test_what_is_shown_to_people_on_80_columns(here: Machine) -> None:
-    zoo(here)
-    code, lines = here.run("backends", DSV4ATTN_PLUGINS_DENY="zinc", DSV4ATTN_BACKEND="prefill=bolt")
+def test_what_is_shown_to_people_on_80_columns(machine: Machine) -> None:
+    zoo(machine)
+    code, lines = machine.run("backends", DSV4ATTN_PLUGINS_DENY="zinc", DSV4ATTN_BACKEND="prefill=bolt")
 
     assert code == 0
     assert max(map(len, lines)) <= 80
@@ -89,19 +82,19 @@ def test_what_is_shown_to_people_on_80_columns(here: Machine) -> None:
     assert len(starts) == 1, "states are not aligned"
 
 
-def test_a_wide_terminal_folds_nothing(here: Machine) -> None:
-    zoo(here)
-    _, lines = here.run("backends", width=180)
+def test_a_wide_terminal_folds_nothing(machine: Machine) -> None:
+    zoo(machine)
+    _, lines = machine.run("backends", width=180)
     cure = "report it to its authors, or leave it out: DSV4ATTN_PLUGINS_DENY=dsv4attn-raises"
 
     assert f"  raises     is broken: its support raised KeyError: 'boom' (dsv4attn-raises 0.2) -> {cure}" in lines
 
 
-def test_a_broken_sibling_changes_nothing_but_its_own_line(here: Machine) -> None:
-    here.wheels.install("dsv4attn-bolt", plugin("bolt"))
-    _, before = here.json("backends")
-    here.wheels.install("dsv4attn-lib", "raise ImportError('no')")
-    _, after = here.json("backends")
+def test_a_broken_sibling_changes_nothing_but_its_own_line(machine: Machine) -> None:
+    machine.install("bolt")
+    _, before = machine.json("backends")
+    machine.wheels.install("dsv4attn-lib", "raise ImportError('no')")
+    _, after = machine.json("backends")
 
     assert [row for row in after["backends"] if row["name"] != "lib"] == before["backends"]
 
@@ -113,18 +106,18 @@ def test_a_broken_sibling_changes_nothing_but_its_own_line(here: Machine) -> Non
         ({"DSV4ATTN_CONFIG": "/no/such/file"}, "/no/such/file is not a file"),
     ],
 )
-def test_a_configuration_that_cannot_be_meant_is_code_2(here: Machine, environ: dict[str, Any], said: str) -> None:
-    code, lines = here.run("backends", **environ)
-    told = here.json("backends", **environ)
+def test_a_configuration_that_cannot_be_meant_is_code_2(machine: Machine, environ: dict[str, Any], said: str) -> None:
+    code, lines = machine.run("backends", **environ)
+    values = machine.json("backends", **environ)
 
-    assert code == told[0] == 2
+    assert code == values[0] == 2
     assert said in lines[0]
-    assert said in told[1]["error"]["message"]
+    assert said in values[1]["error"]["message"]
 
 
 @pytest.mark.parametrize("command", ["backends", "explain", "doctor"])
-def test_what_a_plugin_prints_is_no_part_of_the_object(here: Machine, command: str) -> None:
-    here.wheels.install("dsv4attn-acme", "print('Acme (c) 2026')\n" + plugin(support="print('asked'); return []"))
+def test_what_a_plugin_prints_is_no_part_of_the_object(machine: Machine, command: str) -> None:
+    machine.wheels.install("dsv4attn-acme", "print('Acme (c) 2026')\n" + plugin(support="print('asked'); return []"))
     result = CliRunner().invoke(main, [command, "--json"])
 
     assert next(iter(json.loads(result.stdout))) == "ok"
@@ -162,18 +155,18 @@ def test_it_answers_in_under_a_second() -> None:
     assert min(seconds) < 1, f"best of {seconds}"
 
 
-def test_the_help_says_what_the_states_and_exit_codes_mean(here: Machine) -> None:
-    _, lines = here.run("backends", "--help")
+def test_the_help_says_what_the_states_and_exit_codes_mean(machine: Machine) -> None:
+    _, lines = machine.run("backends", "--help")
 
     for state in ("automatic", "available", "unavailable", "broken", "failed", "denied", "absent"):
         assert any(line.startswith(f"  {state}  ") for line in lines)
     assert any("Exit code 0" in line for line in lines)
 
 
-def test_a_request_for_a_backend_that_is_not_there_says_so(here: Machine) -> None:
-    (here.wheels.folder / "dsv4attn.toml").write_text("backend = 'refernz'", encoding="utf-8")
-    said = " ".join(here.run("backends", width=400)[1])
+def test_a_request_for_a_backend_that_is_not_there_says_so(machine: Machine) -> None:
+    (machine.wheels.folder / "dsv4attn.toml").write_text("backend = 'refernz'", encoding="utf-8")
+    said = " ".join(machine.run("backends", width=400)[1])
 
     assert "): no backend has this name, so every call is refused; did you mean 'reference'?" in said
-    (here.wheels.folder / "dsv4attn.toml").write_text("backend = 'reference'", encoding="utf-8")
-    assert "no backend has this name" not in " ".join(here.run("backends", width=400)[1])
+    (machine.wheels.folder / "dsv4attn.toml").write_text("backend = 'reference'", encoding="utf-8")
+    assert "no backend has this name" not in " ".join(machine.run("backends", width=400)[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,14 @@ from dsv4attn.tools.bench.scaling import Cliff
 from dsv4attn.tools.bench.whole_layer import LayerCase
 from dsv4attn.tools.cli import main
 from tests.tools.bench.sample_runs import HERE, ROOF, row, run
-from tests.tools.cli.machine import Machine, machine
+from tests.tools.cli.machine import Machine
 
 QUICK = ("decode", "--cases", "flash_swa", "--batches", "2", "--rounds", "2")
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+@pytest.fixture(autouse=True)
+def _known_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
-    with machine(tmp_path, monkeypatch) as one:
-        yield one
 
 
 def save(path: Path, *rows: Any, **facts: Any) -> str:
@@ -45,36 +42,36 @@ def save(path: Path, *rows: Any, **facts: Any) -> str:
     return str(path)
 
 
-def test_every_time_has_its_error_beside_it(here: Machine) -> None:
-    code, lines = here.run("bench", *QUICK)
+def test_every_time_has_its_error_beside_it(machine: Machine) -> None:
+    code, lines = machine.run("bench", *QUICK)
 
     assert code == 0
-    (told,) = [line.split() for line in lines if "reference" in line]
-    assert told[:3] == ["flash_swa", "b=2", "reference"]
-    assert 0 < float(told[-1]) < 3e-3
+    (values,) = [line.split() for line in lines if "reference" in line]
+    assert values[:3] == ["flash_swa", "b=2", "reference"]
+    assert 0 < float(values[-1]) < 3e-3
     assert any(
         line.startswith("roofline of this run: 100 TFLOP/s (bfloat16 matrix product), 1000 GB/s") for line in lines
     )
 
 
-def test_threads_of_the_cpu_are_chosen_shown_and_saved(here: Machine) -> None:
-    code, lines = here.run("bench", *QUICK, "--threads", "1", width=200)
+def test_threads_of_the_cpu_are_chosen_shown_and_saved(machine: Machine) -> None:
+    code, lines = machine.run("bench", *QUICK, "--threads", "1", width=200)
 
     assert code == 0
     assert "1 thread of " in lines[0]
     assert any(line.startswith("1 thread of ") and line.endswith("(--threads)") for line in lines)
-    _, told = here.json("bench", *QUICK, OMP_NUM_THREADS="1")
-    assert told["machine"]["threads_from"] == "OMP_NUM_THREADS"
-    assert told["machine"]["threads"] <= told["machine"]["cores"]
-    _, told = here.json("bench", *QUICK, OMP_NUM_THREADS="")
-    assert "cores of this process" in told["machine"]["threads_from"]
+    _, values = machine.json("bench", *QUICK, OMP_NUM_THREADS="1")
+    assert values["machine"]["threads_from"] == "OMP_NUM_THREADS"
+    assert values["machine"]["threads"] <= values["machine"]["cores"]
+    _, values = machine.json("bench", *QUICK, OMP_NUM_THREADS="")
+    assert "cores of this process" in values["machine"]["threads_from"]
 
 
-def test_all_kernels_are_measured_by_default(here: Machine) -> None:
-    code, told = here.json("bench", "--cases", "flash_swa", "--batches", "1", "--tokens", "2", "--rounds", "1")
+def test_all_kernels_are_measured_by_default(machine: Machine) -> None:
+    code, values = machine.json("bench", "--cases", "flash_swa", "--batches", "1", "--tokens", "2", "--rounds", "1")
 
     assert code == 0
-    assert [row["kernel"] for row in told["rows"]] == [
+    assert [row["kernel"] for row in values["rows"]] == [
         "decode",
         "prefill",
         "prefill-rows",
@@ -82,54 +79,54 @@ def test_all_kernels_are_measured_by_default(here: Machine) -> None:
         "quantize",
         "gather",
     ]
-    assert {row["by"] for row in told["rows"]} == {"reference"}
-    assert told["schema"] == "dsv4attn-bench/1"
-    assert {"torch", "triton", "name", "dsv4attn"} <= {*told["machine"]}
-    assert told["command"] == "dsv4attn bench --cases flash_swa --batches 1 --tokens 2 --rounds 1"
-    assert told["date"]
-    for one in told["rows"]:
+    assert {row["by"] for row in values["rows"]} == {"reference"}
+    assert values["schema"] == "dsv4attn-bench/1"
+    assert {"torch", "triton", "name", "dsv4attn"} <= {*values["machine"]}
+    assert values["command"] == "dsv4attn bench --cases flash_swa --batches 1 --tokens 2 --rounds 1"
+    assert values["date"]
+    for one in values["rows"]:
         assert 0 < one["p10"] <= one["median"] <= one["p90"]
         assert one["error"] < 1e-2
         assert one["roofline"] > 0
 
 
-def test_steps_scaling_and_the_host_are_asked_for_by_name(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_scaling_and_the_host_are_asked_for_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4attn.tools.bench.overhead.seconds", lambda call, _: call() or 1.0)
     monkeypatch.setattr("dsv4attn.tools.bench.runner.overhead", partial(overhead, rounds=4))
-    code, told = here.json(
+    code, values = machine.json(
         "bench", "step", "scaling", "host", "--cases", "flash_swa", "--batches", "1", "--tokens", "2", "--rounds", "1"
     )
 
     assert code == 0
-    assert {row["series"] for row in told["rows"]} == {"", "batch", "context-c128", "context-c4", "topk", "requests"}
-    assert {row["by"] for row in told["rows"] if row["kernel"] == "step"} == {"reference", "products"}
-    assert [share["layer"] for share in told["host"]] == ["swa", "c4a", "c128a"]
+    assert {row["series"] for row in values["rows"]} == {"", "batch", "context-c128", "context-c4", "topk", "requests"}
+    assert {row["by"] for row in values["rows"] if row["kernel"] == "step"} == {"reference", "products"}
+    assert [share["layer"] for share in values["host"]] == ["swa", "c4a", "c128a"]
 
 
-def test_steps_around_attention_are_asked_for_by_name(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_around_attention_are_asked_for_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {case.kernel: case for case in layer_op_cases(LAYER_OPS, small=True)}
     monkeypatch.setattr("dsv4attn.tools.bench.layer_ops.layer_op_cases", lambda kernels, **_: [few[k] for k in kernels])
     for name in ("deep_gemm", "flashinfer"):
         monkeypatch.setitem(sys.modules, name, None)
-    code, told = here.json("bench", *LAYER_OPS, "--rounds", "1", "--peers")
+    code, values = machine.json("bench", *LAYER_OPS, "--rounds", "1", "--peers")
 
     assert code == 0
-    assert [row["kernel"] for row in told["rows"]] == [*LAYER_OPS]
-    assert [row["fp8"] for row in told["rows"]] == [True, True, False, False]
-    assert told["roofline"]["fp8_flops_s"] is None
-    assert set(told["unavailable"]) == {"deep_gemm", "flashinfer_topk"}, "peers that have one of these steps"
+    assert [row["kernel"] for row in values["rows"]] == [*LAYER_OPS]
+    assert [row["fp8"] for row in values["rows"]] == [True, True, False, False]
+    assert values["roofline"]["fp8_flops_s"] is None
+    assert set(values["unavailable"]) == {"deep_gemm", "flashinfer_topk"}, "peers that have one of these steps"
 
 
 def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = LayerCase(LayerKind.HCA, 1, 2, 256)
     monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda *, small: [one] if small else [])
 
-    code, told = here.json("bench", "layer", "--rounds", "1")
+    code, values = machine.json("bench", "layer", "--rounds", "1")
 
     assert code == 0
-    [time] = told["layers"]
+    [time] = values["layers"]
     assert (time["by"], time["layer"]) == ("reference", "c128a")
     assert 0 < time["plain_s"] < 60
     assert 0 < time["deterministic_s"] < 60
@@ -138,7 +135,7 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     assert time["phase"] == "prompt"
     assert {"mHC pre", "projections", "compress + store", "attention"} < {part["name"] for part in time["parts"]}
     assert all(part["seconds"] > 0 and part["launches"] is None for part in time["parts"])
-    shown = " ".join(" ".join(here.run("bench", "layer", "--rounds", "1")[1]).split())
+    shown = " ".join(" ".join(machine.run("bench", "layer", "--rounds", "1")[1]).split())
     assert "parts of layer c128a, reference part prompt us share " in shown
     assert " prompt: 1 sequence, 2 new tokens, 256 in the cache " in shown
     assert " (copy, read + written); 1 round " in shown
@@ -164,32 +161,32 @@ class FirstRowZero(ReferenceBackend):
         call.out[0] = torch.zeros(())
 
 
-def test_what_is_wrong_gets_no_time_and_code_1(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_gets_no_time_and_code_1(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4attn.tools.cli.bench._backends", lambda *_: {"reference": FirstRowZero()})
-    code, lines = here.run("bench", *QUICK, width=200)
+    code, lines = machine.run("bench", *QUICK, width=200)
 
     assert code == 1
-    (told,) = [line.split() for line in lines if line.split()[:2] == ["flash_swa", "b=2"]]
-    assert told[2:4] == ["reference", "wrong"]
-    assert len(told) == 5, "a name, a verdict and an error"
+    (values,) = [line.split() for line in lines if line.split()[:2] == ["flash_swa", "b=2"]]
+    assert values[2:4] == ["reference", "wrong"]
+    assert len(values) == 5, "a name, a verdict and an error"
     assert any(line.startswith("wrong: decode flash_swa b=2, reference: error") for line in lines)
-    assert here.json("bench", *QUICK)[0] == 1
+    assert machine.json("bench", *QUICK)[0] == 1
 
 
-def test_nothing_measured_is_a_failure(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_measured_is_a_failure(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> str:
         return "HEADS 64, needs 8"
 
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Runner._why_not", refuse)
-    code, lines = here.run("bench", *QUICK)
+    code, lines = machine.run("bench", *QUICK)
     assert code == 1
     assert "refused: decode flash_swa b=2, reference: HEADS 64, needs 8" in lines
 
 
-def test_a_saved_run_is_shown_compared_and_drawn_without_measuring(here: Machine, tmp_path: Path) -> None:
-    code, first = here.run("bench", *QUICK, "--json", "run.json")
+def test_a_saved_run_is_shown_compared_and_drawn_without_measuring(machine: Machine, tmp_path: Path) -> None:
+    code, first = machine.run("bench", *QUICK, "--json", "run.json")
     assert code == 0
-    code, again = here.run("bench", "--from", "run.json", "--compare", "run.json", "--plot", "pictures")
+    code, again = machine.run("bench", "--from", "run.json", "--compare", "run.json", "--plot", "pictures")
 
     assert code == 0
     assert [line for line in first if "reference" in line] == [line for line in again if "reference" in line]
@@ -197,24 +194,24 @@ def test_a_saved_run_is_shown_compared_and_drawn_without_measuring(here: Machine
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["decode.png"]
 
 
-def test_what_got_slower_is_named_with_code_1(here: Machine, tmp_path: Path) -> None:
+def test_what_got_slower_is_named_with_code_1(machine: Machine, tmp_path: Path) -> None:
     old = save(tmp_path / "old.json", row(us=50), row("prefill a t=1", us=70))
     new = save(tmp_path / "new.json", row(us=100), row("gather a 8x1"))
-    code, lines = here.run("bench", "--from", new, "--compare", old, width=200)
+    code, lines = machine.run("bench", "--from", new, "--compare", old, width=200)
 
     assert code == 1
     assert "slower: decode flash_c4 b=8, ours: 50.0 us -> 100.0 us (+100.0 %, noise 6.7 %)" in lines
     assert "only before: prefill a t=1, ours" in lines
     assert "only now: gather a 8x1, ours" in lines
-    code, told = here.json("bench", "--from", new, "--compare", old)
+    code, values = machine.json("bench", "--from", new, "--compare", old)
     assert code == 1
-    assert told["compared"]["changes"][0]["state"] == "slower"
+    assert values["compared"]["changes"][0]["state"] == "slower"
 
 
-def test_files_of_another_machine_are_warned_about(here: Machine, tmp_path: Path) -> None:
+def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: Path) -> None:
     old = save(tmp_path / "old.json", row(us=50))
     new = save(tmp_path / "new.json", row(us=100), machine=evolve(HERE, name="Other"))
-    code, lines = here.run("bench", "--from", new, "--compare", old, width=200)
+    code, lines = machine.run("bench", "--from", new, "--compare", old, width=200)
 
     assert code == 0
     assert any(line.startswith("warning: measured on 'Toy' then and 'Other' now") for line in lines)
@@ -240,30 +237,30 @@ def test_files_of_another_machine_are_warned_about(here: Machine, tmp_path: Path
     ],
 )
 def test_a_mistake_is_found_before_anything_runs(
-    here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("it ran")
 
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Runner.run", never)
     (tmp_path / "file").write_text("", encoding="utf-8")
-    code, lines = here.run("bench", *arguments, width=400)
+    code, lines = machine.run("bench", *arguments, width=400)
 
     assert code == 2
     assert said in " ".join(lines)
 
 
 def test_without_matplotlib_pictures_are_refused_before_anything_runs(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, told = here.json("bench", *QUICK, "--plot", "pictures")
+    code, values = machine.json("bench", *QUICK, "--plot", "pictures")
 
     assert code == 2
-    assert 'pip install "dsv4attn[plot]"' in told["error"]["message"]
+    assert 'pip install "dsv4attn[plot]"' in values["error"]["message"]
 
 
-def test_json_with_a_file_leaves_stdout_to_people(here: Machine, tmp_path: Path) -> None:
+def test_json_with_a_file_leaves_stdout_to_people(machine: Machine, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["bench", *QUICK, "--json", "run.json"])
 
     assert result.exit_code == 0
@@ -272,19 +269,19 @@ def test_json_with_a_file_leaves_stdout_to_people(here: Machine, tmp_path: Path)
     assert load(tmp_path / "run.json", "--from").rows[0].case == "decode flash_swa b=2"
 
 
-def test_a_peer_that_is_not_here_is_no_failure(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_here_is_no_failure(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_mla", "vllm", "flashinfer"):
         monkeypatch.setitem(sys.modules, name, None)
-    code, told = here.json("bench", *QUICK, "--peers")
+    code, values = machine.json("bench", *QUICK, "--peers")
 
     assert code == 0
-    assert told["unavailable"] == {name: f"{name} is not installed" for name in ("flash_mla", "vllm", "flashinfer")}
+    assert values["unavailable"] == {name: f"{name} is not installed" for name in ("flash_mla", "vllm", "flashinfer")}
 
 
-def printed(told: Any) -> list[str]:
+def printed(values: Any) -> list[str]:
     out = Console(width=60, file=sys.stdout, no_color=True)
     with out.capture() as captured:
-        out.print(told, crop=False)
+        out.print(values, crop=False)
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -331,9 +328,9 @@ def test_many_rows_with_one_reason_are_one_line() -> None:
 
 
 def test_the_fp8_product_is_part_of_the_roofline_where_there_is_one() -> None:
-    told = run([row()], roofline=evolve(ROOF, fp8_flops_s=2e14))
+    values = run([row()], roofline=evolve(ROOF, fp8_flops_s=2e14))
 
-    assert " 200 TFLOP/s (fp8 matrix product);" in " ".join(printed(run_text(told)))
+    assert " 200 TFLOP/s (fp8 matrix product);" in " ".join(printed(run_text(values)))
 
 
 def test_long_lists_of_changes_are_cut_short() -> None:
@@ -345,7 +342,7 @@ def test_long_lists_of_changes_are_cut_short() -> None:
     assert any(line.startswith("slower: and 18 more") for line in shown)
 
 
-def test_g22_ctrl_c_keeps_the_cases_that_were_measured(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_g22_ctrl_c_keeps_the_cases_that_were_measured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pressed in the second of three cases: one is kept, in a file that can be shown again."""
     from dsv4attn.tools.bench.runner import Runner
 
@@ -358,34 +355,34 @@ def test_g22_ctrl_c_keeps_the_cases_that_were_measured(here: Machine, monkeypatc
         return right(runner, case)
 
     monkeypatch.setattr(Runner, "run", stopped)
-    code, lines = here.run(
+    code, lines = machine.run(
         "bench", "decode", "--cases", "flash_swa", "--batches", "1,2,3", "--rounds", "1", "--json", "b.json"
     )
-    told = json.loads(Path("b.json").read_text(encoding="utf-8"))
+    values = json.loads(Path("b.json").read_text(encoding="utf-8"))
 
     assert code == 130
     assert "interrupted: 1 of 3 cases were measured" in lines
-    assert (told["ok"], told["complete"], told["asked"], told["ran"]) == (False, False, 3, 1)
-    assert len(told["rows"]) == 1
+    assert (values["ok"], values["complete"], values["asked"], values["ran"]) == (False, False, 3, 1)
+    assert len(values["rows"]) == 1
     assert load(Path("b.json"), "--from").ran == 1
-    code, lines = here.run("bench", "--from", "b.json")
+    code, lines = machine.run("bench", "--from", "b.json")
     assert code == 1
     assert "interrupted: 1 of 3 cases were measured" in lines
 
 
-def test_v41_layers_are_shown_with_their_speed_by_that_on_584_byte_records(here: Machine) -> None:
+def test_v41_layers_are_shown_with_their_speed_by_that_on_584_byte_records(machine: Machine) -> None:
     asked = "decode", "--cases", "v41_r1", "--batches", "1", "--rounds", "2", "--json", "run.json"
-    code, lines = here.run("bench", *asked, width=160)
-    shown = here.run("bench", "--from", "run.json", width=160)
-    told = json.loads(Path("run.json").read_text(encoding="utf-8"))
+    code, lines = machine.run("bench", *asked, width=160)
+    shown = machine.run("bench", "--from", "run.json", width=160)
+    values = json.loads(Path("run.json").read_text(encoding="utf-8"))
 
     assert code == 0
     assert shown == (0, lines)
     (heading,) = [line for line in lines if "time us" in line]
     assert heading.endswith("x 584/584")
-    found = [(r["case"], r["records"]) for r in told["rows"]]
+    found = [(r["case"], r["records"]) for r in values["rows"]]
     assert found == [(f"decode v41_r1 b=1 {pair}", pair) for pair in ("584/584", "528/528", "528/288")]
-    first, *others = told["rows"]
+    first, *others = values["rows"]
     assert first["vs_584"] is None
     for r in others:
         assert r["vs_584"] == pytest.approx(first["median"] / r["median"])
@@ -393,5 +390,5 @@ def test_v41_layers_are_shown_with_their_speed_by_that_on_584_byte_records(here:
         assert any(r["case"].removeprefix("decode ") in line and line.endswith(f" {ratio}") for line in lines)
         said = f"decode: on {r['records']} reference runs at {ratio} of its own speed on 584/584"
         assert f"{said} (geometric mean of 1 cases)" in lines
-    means = [(m["kernel"], m["by"], m["records"], m["speed"]) for m in told["beside_584"]]
+    means = [(m["kernel"], m["by"], m["records"], m["speed"]) for m in values["beside_584"]]
     assert means == [("decode", "reference", r["records"], pytest.approx(r["vs_584"])) for r in others]

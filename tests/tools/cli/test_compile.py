@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,10 @@ from dsv4attn.backends._triton.compiling.targets import Target
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.core.contract.problem import Reason
 from dsv4attn.plugins import PluginRegistry
-from tests.tools.cli.machine import Machine, machine, plugin
+from tests.tools.cli.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOM = """
+KERNELS = """
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from tests.backends._triton.launching.fake_drivers import attend_of, rows_of
@@ -48,18 +48,11 @@ class Broken(ReferenceBackend):
 """
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with machine(tmp_path, monkeypatch) as made:
-        yield made
-
-
-def room(here: Machine, name: str = "acme", what: str = "Acme", *, runs_on: tuple[str, ...] = ("cuda", "hip")) -> None:
+def vendor(
+    machine: Machine, name: str = "acme", what: str = "Acme", *, runs_on: tuple[str, ...] = ("cuda", "hip")
+) -> None:
     """Install a backend with kernels of its own."""
-    source = plugin(name, factory=f"acme_room:{what}", native=(), runs_on=runs_on)
-    here.wheels.install(f"dsv4attn-{name}", source)
-    (here.wheels.folder / "acme_room.py").write_text(ROOM, encoding="utf-8")
-    here.wheels.modules.append("acme_room")
+    machine.install(name, KERNELS, factory=f"{name}_kernels:{what}", native=(), runs_on=runs_on)
 
 
 @pytest.fixture
@@ -87,9 +80,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_the_table_on_80_columns(here: Machine) -> None:
-    room(here)
-    code, lines = here.run("compile", "--target", "sm_90", "--backend", "acme")
+def test_the_table_on_80_columns(machine: Machine) -> None:
+    vendor(machine)
+    code, lines = machine.run("compile", "--target", "sm_90", "--backend", "acme")
 
     assert code == 1
     assert max(map(len, lines)) <= 80
@@ -103,60 +96,62 @@ def test_the_table_on_80_columns(here: Machine) -> None:
     assert text[-1] == "3 kernels of acme for sm_90: 1 spill"
 
 
-def test_what_is_told_to_programs(here: Machine, compiler: list[tuple[str, int]]) -> None:
-    room(here)
-    code, told = here.json("compile", "--target", "sm90", "--target", "gfx942", "--backend", "acme", "--preset", "pro")
+def test_what_is_told_to_programs(machine: Machine, compiler: list[tuple[str, int]]) -> None:
+    vendor(machine)
+    code, values = machine.json(
+        "compile", "--target", "sm90", "--target", "gfx942", "--backend", "acme", "--preset", "pro"
+    )
 
     assert code == 1
     assert compiler == [("sm_90", 3), ("gfx942", 3)]
-    assert told["model"] == "deepseek-v4-pro"
-    assert [(job["target"], job["backend"], len(job["kernels"])) for job in told["jobs"]] == [
+    assert values["model"] == "deepseek-v4-pro"
+    assert [(job["target"], job["backend"], len(job["kernels"])) for job in values["jobs"]] == [
         ("sm_90", "acme", 3),
         ("gfx942", "acme", 6),
     ]
-    first, last = told["jobs"][0]["kernels"][0], told["jobs"][1]["kernels"][-1]
+    first, last = values["jobs"][0]["kernels"][0], values["jobs"][1]["kernels"][-1]
     assert (first["kernel"], first["variant"], first["registers"], first["reasons"]) == ("rows", "x:*bf16", 96, [])
     assert [(k["wave"], k["matrix"]) for k in (first, last)] == [(32, 0), (64, 1024)]
-    assert [k["verdict"] for k in told["jobs"][0]["kernels"]] == ["ok", "ok", "spills"]
+    assert [k["verdict"] for k in values["jobs"][0]["kernels"]] == ["ok", "ok", "spills"]
     assert last["verdict"] == "limit"
-    assert told["jobs"][1]["summary"] == "6 kernels of acme for gfx942: 6 break a limit"
+    assert values["jobs"][1]["summary"] == "6 kernels of acme for gfx942: 6 break a limit"
     assert (last["variant"], [reason["code"] for reason in last["reasons"]]) == (
         "beyond 2 GB",
         ["SHARED_MEMORY", "SPILLS"],
     )
 
 
-def test_targets_have_the_names_that_explain_takes(here: Machine, compiler: list[tuple[str, int]]) -> None:
-    room(here)
-    here.run("compile", "--target", "h200", "--device", "rtx 5090", "--target", "mi355x", "--backend", "acme")
+def test_targets_have_the_names_that_explain_takes(machine: Machine, compiler: list[tuple[str, int]]) -> None:
+    vendor(machine)
+    machine.run("compile", "--target", "h200", "--device", "rtx 5090", "--target", "mi355x", "--backend", "acme")
 
     assert [name for name, _ in compiler] == ["sm_90", "sm_120", "gfx950"]
 
 
 @pytest.mark.parametrize("command", ["compile", "explain"])
-def test_help_lists_the_devices(here: Machine, command: str) -> None:
-    code, lines = here.run(command, "--help")
+def test_help_lists_the_devices(machine: Machine, command: str) -> None:
+    code, lines = machine.run(command, "--help")
 
     assert code == 0
     assert [" ".join(line.split()) for line in lines if "h200" in line][-1].startswith("sm_90 h100, h200")
 
 
-def test_caches_of_several_types_are_compiled_for_once_each(here: Machine, compiler: list[tuple[str, int]]) -> None:
-    room(here)
+def test_caches_of_several_types_are_compiled_for_once_each(machine: Machine, compiler: list[tuple[str, int]]) -> None:
+    vendor(machine)
     options = ["--dtype", "e4m3fn", "--dtype", "e4m3fnuz", "--dtype", "float32", "--dtype", "float32"]
-    here.run("compile", "--target", "sm_120", "--target", "sm_120", "--backend", "acme", *options)
+    machine.run("compile", "--target", "sm_120", "--target", "sm_120", "--backend", "acme", *options)
 
     # the two dialects and the two equal kernels of each are one.
     assert compiler == [("sm_120", 5)]
 
 
-def test_a_kernel_that_does_not_compile_has_no_numbers(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_compile_has_no_numbers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = Reason("COMPILER", "Error: [no] power of 2", "a kernel that compiles")
     monkeypatch.setattr(
         aot, "compile_all", lambda variants, *_, **__: [Outcome(v, False, None, (reason,)) for v in variants]
     )
-    room(here)
-    code, lines = here.run("compile", "--target", "sm_90", "--backend", "acme")
+    vendor(machine)
+    code, lines = machine.run("compile", "--target", "sm_90", "--backend", "acme")
     text = " ".join(" ".join(lines).split())
 
     assert code == 1
@@ -166,20 +161,20 @@ def test_a_kernel_that_does_not_compile_has_no_numbers(here: Machine, monkeypatc
 
 
 def test_without_a_name_every_backend_that_runs_there_is_asked(
-    here: Machine, compiler: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    machine: Machine, compiler: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room(here)
-    room(here, "bad", "Broken")
-    room(here, "far", runs_on=("sm_9*",))
-    # without the rooms that are built in
-    found = {name: one for name, one in here.wheels.registry().backends.items() if one.distribution != "dsv4attn"}
+    vendor(machine)
+    vendor(machine, "bad", "Broken")
+    vendor(machine, "far", runs_on=("sm_9*",))
+    # without the built-in backends
+    found = {name: one for name, one in machine.wheels.registry().backends.items() if one.distribution != "dsv4attn"}
     monkeypatch.setattr(selection, "registry_for", lambda _: PluginRegistry(found))
-    code, lines = here.run("compile", "--target", "sm_90", "--target", "sm_120")
+    code, lines = machine.run("compile", "--target", "sm_90", "--target", "sm_120")
 
     assert code == 1
     assert compiler == [("sm_90", 3), ("sm_90", 3), ("sm_120", 3)]
     text = " ".join(" ".join(lines).split())
-    assert "not asked: backend 'bad' is broken: acme_room:Broken: RuntimeError: no libacme.so" in text
+    assert "not asked: backend 'bad' is broken: bad_kernels:Broken: RuntimeError: no libacme.so" in text
     assert [line.replace(":", "").split()[3:6] for line in lines[-3:]] == [
         ["acme", "for", "sm_90"],
         ["far", "for", "sm_90"],
@@ -187,7 +182,7 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
     ]
 
     monkeypatch.setattr(selection, "registry_for", lambda _: PluginRegistry())
-    code, lines = here.run("compile", "--target", "sm_90")
+    code, lines = machine.run("compile", "--target", "sm_90")
 
     assert code == 2
     assert "no backend has kernels to compile" in " ".join(lines)
@@ -208,29 +203,29 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
         (["--target", "sm_90", "--model", "flas"], "did you mean 'flash'?"),
     ],
 )
-def test_bad_input_is_code_2(here: Machine, options: list[str], said: str) -> None:
-    room(here)
-    room(here, "odd", "Odd")
-    room(here, "bad", "Broken")
-    room(here, "far", runs_on=("sm_9*",))
-    code, told = here.json("compile", *options)
+def test_bad_input_is_code_2(machine: Machine, options: list[str], said: str) -> None:
+    vendor(machine)
+    vendor(machine, "odd", "Odd")
+    vendor(machine, "bad", "Broken")
+    vendor(machine, "far", runs_on=("sm_9*",))
+    code, values = machine.json("compile", *options)
 
     assert code == 2
-    assert said in told["error"]["message"]
+    assert said in values["error"]["message"]
 
 
-def test_for_real_and_whatever_interprets_kernels_here(here: Machine, tmp_path: Path) -> None:
-    room(here)
-    room(here, "bad", "Broken")
+def test_for_real_and_whatever_interprets_kernels_here(machine: Machine, tmp_path: Path) -> None:
+    vendor(machine)
+    vendor(machine, "bad", "Broken")
     path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environ.pop("DSV4ATTN_BACKEND", None)
     command = [sys.executable, "-m", "dsv4attn", "compile", "--target", "sm_90", "--backend", "acme", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    told = json.loads(done.stdout)
+    values = json.loads(done.stdout)
 
-    assert done.returncode == (0 if told["ok"] else 1), done.stderr
-    kernels = told["jobs"][0]["kernels"]
+    assert done.returncode == (0 if values["ok"] else 1), done.stderr
+    kernels = values["jobs"][0]["kernels"]
     assert [kernel["kernel"] for kernel in kernels] == ["rows", "rows", "attend"]
     assert kernels[0]["reasons"] == []
     assert kernels[2]["shared"] == 131_072

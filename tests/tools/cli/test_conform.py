@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from click.testing import CliRunner
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.tools.cli import main
-from tests.tools.cli.machine import Machine, machine, plugin
+from tests.tools.cli.machine import Machine
 
 FEW = "sink-none-*,quantise-ocp-64,lse-decode,heads-3-decode"
 WRONG = """
@@ -31,29 +30,21 @@ class Wrong(ReferenceBackend):
 """
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with machine(tmp_path, monkeypatch) as made:
-        yield made
-
-
-def heads(here: Machine) -> None:
+def heads(machine: Machine) -> None:
     """Install a backend that takes multiples of 8 heads, and no lse."""
     support = "return [Reason('HEADS', problem.layer.num_heads, 'a multiple of 8', 'pad q')]"
     support += " * bool(problem.layer.num_heads % 8) + [Reason('LSE', 'asked for', 'none')] * problem.lse"
-    here.wheels.install("dsv4attn-acme", plugin(support=support))
+    machine.install("acme", support=support)
 
 
-def wrong(here: Machine) -> None:
+def wrong(machine: Machine) -> None:
     """Install a backend that is wrong."""
-    here.wheels.install("dsv4attn-bad", plugin("bad", factory="dsv4attn_bad_kernels:Wrong"))
-    (here.wheels.folder / "dsv4attn_bad_kernels.py").write_text(WRONG, encoding="utf-8")
-    here.wheels.modules.append("dsv4attn_bad_kernels")
+    machine.install("bad", WRONG, factory="bad_kernels:Wrong")
 
 
-def test_a_backend_that_passes_on_80_columns(here: Machine) -> None:
-    heads(here)
-    code, lines = here.run("conform", "acme", "--filter", FEW)
+def test_a_backend_that_passes_on_80_columns(machine: Machine) -> None:
+    heads(machine)
+    code, lines = machine.run("conform", "acme", "--filter", FEW)
 
     assert code == 0
     assert max(map(len, lines)) <= 80
@@ -69,67 +60,67 @@ def test_a_backend_that_passes_on_80_columns(here: Machine) -> None:
     assert lines[-1] == "  no certificate with --filter; --output FILE writes one"
 
 
-def test_what_is_told_to_programs(here: Machine) -> None:
-    heads(here)
-    code, told = here.json("conform", "acme", "--filter", FEW)
+def test_what_is_told_to_programs(machine: Machine) -> None:
+    heads(machine)
+    code, values = machine.json("conform", "acme", "--filter", FEW)
 
     assert code == 0
-    assert (told["backend"], told["distribution"], told["version"]) == ("acme", "dsv4attn-acme", "0.2")
-    assert told["counts"] == {"executed": 3, "passed": 3, "failed": 0, "refused": 2, "skipped": 0}
-    states = {case["name"]: (case["state"], case["without_lse"]) for case in told["cases"]}
+    assert (values["backend"], values["distribution"], values["version"]) == ("acme", "dsv4attn-acme", "0.2")
+    assert values["counts"] == {"executed": 3, "passed": 3, "failed": 0, "refused": 2, "skipped": 0}
+    states = {case["name"]: (case["state"], case["without_lse"]) for case in values["cases"]}
     assert states["sink-none-decode"] == ("passed", True)
     assert states["lse-decode"] == ("refused", False)
 
 
-def test_the_certificate_is_written_where_it_is_asked_for(here: Machine) -> None:
-    code, told = here.json("conform", "reference", "--filter", "sink-none-*", "--output", "c.json")
+def test_the_certificate_is_written_where_it_is_asked_for(machine: Machine) -> None:
+    code, values = machine.json("conform", "reference", "--filter", "sink-none-*", "--output", "c.json")
 
     assert code == 0
-    assert json.loads(Path("c.json").read_text(encoding="utf-8")) == told
-    _, lines = here.run("conform", "reference", "--filter", "sink-none-*", "--output", "c.json")
+    assert json.loads(Path("c.json").read_text(encoding="utf-8")) == values
+    _, lines = machine.run("conform", "reference", "--filter", "sink-none-*", "--output", "c.json")
     assert lines[-1] == "  certificate: c.json"
 
 
-def test_a_whole_run_writes_its_certificate_unasked(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_run_writes_its_certificate_unasked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4attn.testing import cases
 
     monkeypatch.setattr(cases, "CASES", [case for case in cases.CASES if case.name == "million"])
-    code, lines = here.run("conform", "reference")
+    code, lines = machine.run("conform", "reference")
 
     assert code == 0
     assert lines[-1] == "  certificate: dsv4attn-reference.json"
     assert json.loads(Path("dsv4attn-reference.json").read_text(encoding="utf-8"))["ok"] is True
 
 
-def test_a_backend_that_is_wrong_ends_with_1_and_its_failures(here: Machine) -> None:
-    wrong(here)
-    code, lines = here.run("conform", "bad", "--filter", FEW)
+def test_a_backend_that_is_wrong_ends_with_1_and_its_failures(machine: Machine) -> None:
+    wrong(machine)
+    code, lines = machine.run("conform", "bad", "--filter", FEW)
 
     assert code == 1
     assert max(map(len, lines)) <= 80
     assert "  failed  F5-heads-3-decode" in lines
     text = " ".join(" ".join(lines).split())
-    assert "raised RuntimeError: no kernel [image] (in quantize_and_insert_k_cache, dsv4attn_bad_kernels.py:10)" in text
+    assert "raised RuntimeError: no kernel [image] (in quantize_and_insert_k_cache, bad_kernels.py:10)" in text
     assert text.count("no kernel [image]") == 1, "equal failures are one group"
     assert "4 cases fail alike: also sink-none-decode, " in text
     assert lines[-2].startswith("  bad breaks the contract: ")
-    assert here.json("conform", "bad", "--filter", FEW)[0] == 1
+    assert machine.json("conform", "bad", "--filter", FEW)[0] == 1
 
 
 def test_many_failures_are_grouped_and_no_more_than_eight_groups_are_shown_in_full(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong(here)
-    _, lines = here.run("conform", "bad", "--filter", "A1,S3")
+    wrong(machine)
+    _, lines = machine.run("conform", "bad", "--filter", "A1,S3")
     failed = [line for line in lines if line.startswith("  failed  ")]
-    _, told = here.json("conform", "bad", "--filter", "A1,S3")
+    _, values = machine.json("conform", "bad", "--filter", "A1,S3")
 
-    assert 1 < len(failed) == len(told["failures"]) <= 8
-    assert told["counts"]["failed"] == sum(group["count"] for group in told["failures"])
-    assert failed[0].endswith(f"-{told['failures'][0]['first']}")
-    assert told["failures"][0]["cases"][0] == told["failures"][0]["first"]
+    assert 1 < len(failed) == len(values["failures"]) <= 8
+    assert values["counts"]["failed"] == sum(group["count"] for group in values["failures"])
+    assert failed[0].endswith(f"-{values['failures'][0]['first']}")
+    assert values["failures"][0]["cases"][0] == values["failures"][0]["first"]
     monkeypatch.setattr("dsv4attn.tools.cli.conform.SHOWN", 1)
-    _, lines = here.run("conform", "bad", "--filter", "A1,S3")
+    _, lines = machine.run("conform", "bad", "--filter", "A1,S3")
     assert [line for line in lines if line.startswith("  failed  ")] == failed[:1]
     assert any(line.startswith("  and ") and " other kinds: " in line for line in lines)
 
@@ -148,64 +139,62 @@ class Stops(ReferenceBackend):
 """
 
 
-def stops(here: Machine) -> None:
+def stops(machine: Machine) -> None:
     """Install a backend that behaves as if Ctrl-C were pressed in its fifth attention."""
-    here.wheels.install("dsv4attn-stop", plugin("stop", factory="dsv4attn_stop_kernels:Stops"))
-    (here.wheels.folder / "dsv4attn_stop_kernels.py").write_text(STOPS, encoding="utf-8")
-    here.wheels.modules.append("dsv4attn_stop_kernels")
+    machine.install("stop", STOPS, factory="stop_kernels:Stops")
 
 
-def test_g22_ctrl_c_keeps_what_ran_in_a_certificate_that_is_marked_incomplete(here: Machine) -> None:
-    stops(here)
-    code, lines = here.run("conform", "stop", "--filter", "call-*-decode", "--output", "c.json")
-    told = json.loads(Path("c.json").read_text(encoding="utf-8"))
+def test_g22_ctrl_c_keeps_what_ran_in_a_certificate_that_is_marked_incomplete(machine: Machine) -> None:
+    stops(machine)
+    code, lines = machine.run("conform", "stop", "--filter", "call-*-decode", "--output", "c.json")
+    values = json.loads(Path("c.json").read_text(encoding="utf-8"))
 
     assert code == 130
     asked = len(chosen(CASES, "call-*-decode"))
     assert f"4 of {asked} cases ran" in " ".join(" ".join(lines).split())
-    assert (told["ok"], told["complete"], told["asked"]) == (False, False, asked)
-    assert len(told["cases"]) == told["counts"]["passed"] == 4
-    assert told["verdict"] == f"stop: interrupted, which proves nothing: 4 of {asked} cases ran, none of them failed"
+    assert (values["ok"], values["complete"], values["asked"]) == (False, False, asked)
+    assert len(values["cases"]) == values["counts"]["passed"] == 4
+    assert values["verdict"] == f"stop: interrupted, which proves nothing: 4 of {asked} cases ran, none of them failed"
 
 
-def test_an_incomplete_certificate_replaces_no_complete_one(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_certificate_replaces_no_complete_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4attn.testing import cases
 
-    stops(here)
+    stops(machine)
     few = [case for case in cases.CASES if case.name.startswith("call-plain-") or case.name == "sink-none-decode"]
     monkeypatch.setattr(cases, "CASES", few)
     Path("dsv4attn-stop.json").write_text("of yesterday", encoding="utf-8")
-    code, lines = here.run("conform", "stop")
+    code, lines = machine.run("conform", "stop")
 
     assert code == 130
     assert lines[-1] == "  certificate: dsv4attn-stop.incomplete.json"
     assert Path("dsv4attn-stop.json").read_text(encoding="utf-8") == "of yesterday"
 
 
-def test_a_backend_that_refuses_everything_ends_with_1(here: Machine) -> None:
-    here.wheels.install("dsv4attn-no", plugin("no", support="return [Reason('DEVICE', device.arch, 'sm_90')]"))
-    code, lines = here.run("conform", "no", "--filter", "S")
+def test_a_backend_that_refuses_everything_ends_with_1(machine: Machine) -> None:
+    machine.install("no", support="return [Reason('DEVICE', device.arch, 'sm_90')]")
+    code, lines = machine.run("conform", "no", "--filter", "S")
 
     assert code == 1
     assert "refused 19 x DEVICE: cpu, needs sm_90" in [" ".join(line.split()) for line in lines]
     assert lines[-2].startswith("  no proves nothing: none of 19 cases was executed")
 
 
-def test_a_support_that_raises_fails_every_case(here: Machine) -> None:
-    here.wheels.install("dsv4attn-boom", plugin("boom", support="raise KeyError('boom')"))
-    code, told = here.json("conform", "boom", "--filter", "S1")
+def test_a_support_that_raises_fails_every_case(machine: Machine) -> None:
+    machine.install("boom", support="raise KeyError('boom')")
+    code, values = machine.json("conform", "boom", "--filter", "S1")
 
     assert code == 1
-    assert {case["state"] for case in told["cases"]} == {"failed"}
-    assert "its support raised KeyError: 'boom'" in told["cases"][0]["message"]
+    assert {case["state"] for case in values["cases"]} == {"failed"}
+    assert "its support raised KeyError: 'boom'" in values["cases"][0]["message"]
 
 
-def test_a_backend_that_cannot_be_made_ends_with_1(here: Machine) -> None:
-    here.wheels.install("dsv4attn-lib", plugin("lib", factory="dsv4attn_lib_missing:Make"))
-    code, told = here.json("conform", "lib")
+def test_a_backend_that_cannot_be_made_ends_with_1(machine: Machine) -> None:
+    machine.install("lib", factory="dsv4attn_lib_missing:Make")
+    code, values = machine.json("conform", "lib")
 
     assert code == 1
-    assert told["error"]["message"].startswith("backend 'lib' is broken: dsv4attn_lib_missing:Make: ModuleNotFound")
+    assert values["error"]["message"].startswith("backend 'lib' is broken: dsv4attn_lib_missing:Make: ModuleNotFound")
 
 
 @pytest.mark.parametrize(
@@ -221,13 +210,13 @@ def test_a_backend_that_cannot_be_made_ends_with_1(here: Machine) -> None:
         ([], "Missing argument 'BACKEND'"),
     ],
 )
-def test_bad_input_ends_with_2_before_anything_runs(here: Machine, args: list[str], said: str) -> None:
-    code, lines = here.run("conform", *args)
-    told_code, told = here.json("conform", *args)
+def test_bad_input_ends_with_2_before_anything_runs(machine: Machine, args: list[str], said: str) -> None:
+    code, lines = machine.run("conform", *args)
+    told_code, values = machine.json("conform", *args)
 
     assert code == told_code == 2
     assert said in " ".join(" ".join(lines).split())
-    assert said in told["error"]["message"]
+    assert said in values["error"]["message"]
 
 
 def test_the_kit_runs_without_pytest() -> None:
@@ -240,8 +229,8 @@ def test_the_kit_runs_without_pytest() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_help_says_what_the_exit_codes_are(here: Machine) -> None:
-    code, lines = here.run("conform", "--help")
+def test_help_says_what_the_exit_codes_are(machine: Machine) -> None:
+    code, lines = machine.run("conform", "--help")
     text: Any = " ".join(" ".join(lines).split())
 
     assert code == 0
@@ -251,7 +240,9 @@ def test_help_says_what_the_exit_codes_are(here: Machine) -> None:
     )
 
 
-def test_without_a_terminal_progress_is_plain_lines_on_stderr(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_progress_is_plain_lines_on_stderr(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dsv4attn.tools.cli.progress.LINE_SECONDS", 0.0, raising=False)
     result = CliRunner().invoke(main, ["conform", "reference", "--filter", "lse-decode"])
 
@@ -259,7 +250,7 @@ def test_without_a_terminal_progress_is_plain_lines_on_stderr(here: Machine, mon
     assert CliRunner().invoke(main, ["conform", "reference", "--filter", "lse-decode", "--json"]).stderr == ""
 
 
-def test_the_table_says_what_its_columns_count(here: Machine) -> None:
-    said = " ".join(" ".join(here.run("conform", "reference", "--filter", "lse-decode")[1]).split())
+def test_the_table_says_what_its_columns_count(machine: Machine) -> None:
+    said = " ".join(" ".join(machine.run("conform", "reference", "--filter", "lse-decode")[1]).split())
 
     assert "A case counts under each of its clauses. Nearest: largest error as a fraction of its budget" in said

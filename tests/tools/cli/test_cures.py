@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from dsv4attn.core.contract import device
@@ -14,7 +11,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError, ConfigError, Dsv4AttnError, NoBackendError
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import explain, load_backend, resolve
-from tests.tools.cli.machine import Machine, machine, plugin, without_triton
+from tests.tools.cli.machine import Machine, plugin, without_triton
 
 DECODE = Problem.of(ModelGeometry.preset("flash"))
 LEAVE_OUT = "leave it out: DSV4ATTN_PLUGINS_DENY="
@@ -44,16 +41,10 @@ PROBLEMS = {
 }
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with machine(tmp_path, monkeypatch) as made:
-        yield made
-
-
 @pytest.mark.parametrize("kind", PROBLEMS)
-def test_a_problem_has_the_same_cure_everywhere(here: Machine, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_problem_has_the_same_cure_everywhere(machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     source, environ, cure = PROBLEMS[kind]
-    here.wheels.install("dsv4attn-acme", source)
+    machine.wheels.install("dsv4attn-acme", source)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Dsv4AttnError) as caught:
@@ -64,7 +55,7 @@ def test_a_problem_has_the_same_cure_everywhere(here: Machine, monkeypatch: pyte
             load_backend("acme")
         said["load_backend"] = str(caught.value)
     for command in ("backends", "explain", "doctor"):
-        said[command] = "\n".join(here.run(command, width=400)[1])
+        said[command] = "\n".join(machine.run(command, width=400)[1])
 
     for where, text in said.items():
         assert cure in text, where
@@ -72,9 +63,9 @@ def test_a_problem_has_the_same_cure_everywhere(here: Machine, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["hip", "xpu", "cuda"])
 def test_a_missing_triton_is_cured_as_the_device_wants_it(
-    monkeypatch: pytest.MonkeyPatch, here: Machine, name: str
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, name: str
 ) -> None:
-    here.wheels.install("dsv4attn-acme", plugin(packages=("triton",)))
+    machine.install("acme", packages=("triton",))
     facts = DeviceFacts(name, "gfx942", "GPU", "2.11", None)
     lines = str(explain(DECODE, backend="acme", device=facts)).splitlines()
     cures = {line.partition(" -> ")[2] for line in lines if "TRITON " in line or "PACKAGE" in line}
@@ -94,10 +85,10 @@ def test_a_missing_triton_is_cured_as_the_device_wants_it(
     ],
 )
 def test_a_missing_triton_is_one_verdict_in_every_command(
-    here: Machine, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
 ) -> None:
     without_triton(monkeypatch)
-    code, lines = here.run(*args, width=400)
+    code, lines = machine.run(*args, width=400)
     refusal = "TRITON  no Triton, needs Triton 3.6 or newer -> pip install triton"
 
     assert code == 2
@@ -110,12 +101,12 @@ def test_a_missing_triton_is_one_verdict_in_every_command(
 # names that exist
 
 
-def test_an_unknown_option_of_a_backend_is_answered_with_those_there_are(here: Machine) -> None:
+def test_an_unknown_option_of_a_backend_is_answered_with_those_there_are(machine: Machine) -> None:
     with pytest.raises(
         ArgumentError, match=r"expected one of tuning, deterministic, projection, got .*; did you mean 'tuning'\?$"
     ):
         load_backend("triton", tunings="sm_90")
-    (here.wheels.folder / "dsv4attn.toml").write_text("options.triton.tunings = 'sm_90'", encoding="utf-8")
+    (machine.wheels.folder / "dsv4attn.toml").write_text("options.triton.tunings = 'sm_90'", encoding="utf-8")
     with pytest.raises(
         ConfigError, match=r"unknown option 'tunings'; did you mean .* \(known: tuning, deterministic, projection\)"
     ):
@@ -139,8 +130,10 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("args", "said"), NAMES, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
-def test_an_error_about_a_name_on_the_command_line_lists_the_names(here: Machine, args: list[str], said: str) -> None:
-    code, lines = here.run(*args)
+def test_an_error_about_a_name_on_the_command_line_lists_the_names(
+    machine: Machine, args: list[str], said: str
+) -> None:
+    code, lines = machine.run(*args)
 
     assert code == 2
     assert said in " ".join(lines)
@@ -153,7 +146,7 @@ def test_an_error_about_a_name_on_the_command_line_lists_the_names(here: Machine
         ("plugins.allows = []", "'plugins.allows'; did you mean 'allow'? (known: allow, deny)"),
     ],
 )
-def test_an_unknown_key_is_answered_with_those_there_are(here: Machine, text: str, said: str) -> None:
-    (here.wheels.folder / "dsv4attn.toml").write_text(text, encoding="utf-8")
+def test_an_unknown_key_is_answered_with_those_there_are(machine: Machine, text: str, said: str) -> None:
+    (machine.wheels.folder / "dsv4attn.toml").write_text(text, encoding="utf-8")
 
-    assert said in " ".join(here.run("backends")[1])
+    assert said in " ".join(machine.run("backends")[1])

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 import dsv4attn
 from dsv4attn.core.contract.device import DeviceFacts
-from tests.tools.cli.machine import Machine, device_of_no_backend, machine, plugin, without_triton
+from tests.tools.cli.machine import Machine, device_of_no_backend, plugin, without_triton
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with machine(tmp_path, monkeypatch) as made:
-        yield made
+def problems(machine: Machine, **environ: str) -> list[tuple[str, str]]:
+    code, values = machine.json("doctor", **environ)
+    assert code == (1 if values["problems"] else 0)
+    return [(problem["what"], problem["cure"]) for problem in values["problems"]]
 
 
-def problems(here: Machine, **environ: str) -> list[tuple[str, str]]:
-    code, told = here.json("doctor", **environ)
-    assert code == (1 if told["problems"] else 0)
-    return [(problem["what"], problem["cure"]) for problem in told["problems"]]
+def test_a_healthy_installation_is_told_what_to_do_next(machine: Machine) -> None:
+    code, values = machine.json("doctor")
+
+    assert (code, values["problems"], values["plugins"]) == (0, [], [])
+    assert values["versions"]["dsv4attn"] == dsv4attn.__version__
+    assert {"python", "torch", "triton", "attrs", "pluggy"} <= {*values["versions"]}
+    assert [device["arch"] for device in values["devices"]] == ["cpu"]
+    assert values["automatic"] == {"decode": "reference", "prefill": "reference"}
+    assert any("dsv4attn run" in step for step in values["next"])
+    assert machine.run("doctor")[1][-4] == "  nothing is wrong"
 
 
-def test_a_healthy_installation_is_told_what_to_do_next(here: Machine) -> None:
-    code, told = here.json("doctor")
-
-    assert (code, told["problems"], told["plugins"]) == (0, [], [])
-    assert told["versions"]["dsv4attn"] == dsv4attn.__version__
-    assert {"python", "torch", "triton", "attrs", "pluggy"} <= {*told["versions"]}
-    assert [device["arch"] for device in told["devices"]] == ["cpu"]
-    assert told["automatic"] == {"decode": "reference", "prefill": "reference"}
-    assert any("dsv4attn run" in step for step in told["next"])
-    assert here.run("doctor")[1][-4] == "  nothing is wrong"
-
-
-def test_where_every_value_comes_from_is_told(here: Machine) -> None:
-    path = here.wheels.folder / "dsv4attn.toml"
+def test_where_every_value_comes_from_is_told(machine: Machine) -> None:
+    path = machine.wheels.folder / "dsv4attn.toml"
     path.write_text("prefill = 'reference'\noptions.reference.prefill_keys = 'paged'", encoding="utf-8")
-    _, told = here.json("doctor", DSV4ATTN_BACKEND="decode=reference", TRITON_INTERPRET="0")
+    _, told = machine.json("doctor", DSV4ATTN_BACKEND="decode=reference", TRITON_INTERPRET="0")
     values = {row["key"]: (row["value"], row["source"]) for row in told["configuration"]["values"]}
 
     assert told["configuration"]["file"] == str(path)
@@ -53,47 +44,47 @@ def test_where_every_value_comes_from_is_told(here: Machine) -> None:
     assert told["environment"] == {"DSV4ATTN_BACKEND": "decode=reference", "TRITON_INTERPRET": "0"}
 
 
-def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_no_problem(here: Machine) -> None:
-    path = here.wheels.folder / "pyproject.toml"
+def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_no_problem(machine: Machine) -> None:
+    path = machine.wheels.folder / "pyproject.toml"
     path.write_bytes(b'authors = ["Andr\xe9"]')
-    _, told = here.json("doctor")
-    _, lines = here.run("doctor", width=400)
+    _, values = machine.json("doctor")
+    _, lines = machine.run("doctor", width=400)
 
-    assert told["problems"] == []
-    [ignored] = told["configuration"]["ignored"]
+    assert values["problems"] == []
+    [ignored] = values["configuration"]["ignored"]
     assert ignored.startswith(f"{path}: cannot be read: 'utf-8' codec can't decode byte 0xe9")
     assert f"ignored: {ignored}" in [line.strip() for line in lines]
 
 
-def test_a_broken_plugin_is_a_problem_with_a_traceback_and_a_cure(here: Machine) -> None:
-    here.wheels.install("dsv4attn-lib", "def load():\n    raise ImportError('libacme.so [x]')\n\nload()")
-    _, told = here.json("doctor")
-    [problem] = told["problems"]
+def test_a_broken_plugin_is_a_problem_with_a_traceback_and_a_cure(machine: Machine) -> None:
+    machine.wheels.install("dsv4attn-lib", "def load():\n    raise ImportError('libacme.so [x]')\n\nload()")
+    _, values = machine.json("doctor")
+    [problem] = values["problems"]
 
     assert problem["what"] == "lib failed to load: ImportError: libacme.so [x] (dsv4attn-lib 0.2)"
     assert problem["cure"] == "repair or remove it, or leave it out: DSV4ATTN_PLUGINS_DENY=lib"
     assert "dsv4attn_lib.py" in problem["trace"]
-    assert told["plugins"][0]["traceback"] == problem["trace"]
-    assert told["next"] == [problem["cure"]]
-    assert problems(here, DSV4ATTN_PLUGINS_DENY="lib") == []
+    assert values["plugins"][0]["traceback"] == problem["trace"]
+    assert values["next"] == [problem["cure"]]
+    assert problems(machine, DSV4ATTN_PLUGINS_DENY="lib") == []
 
-    code, lines = here.run("doctor")
+    code, lines = machine.run("doctor")
     assert code == 1
     assert "  1  lib failed to load: ImportError: libacme.so [x] (dsv4attn-lib 0.2)" in lines
     assert "     ImportError: libacme.so [x]" in lines
     assert max(map(len, lines)) <= 80
 
 
-def test_a_backend_whose_support_raises_is_a_problem(here: Machine) -> None:
-    here.wheels.install("dsv4attn-raises", plugin("raises", support="raise KeyError('boom')"))
+def test_a_backend_whose_support_raises_is_a_problem(machine: Machine) -> None:
+    machine.install("raises", support="raise KeyError('boom')")
 
-    assert problems(here) == [
+    assert problems(machine) == [
         (
             "raises is broken: its support raised KeyError: 'boom' (dsv4attn-raises 0.2)",
             "report it to its authors, or leave it out: DSV4ATTN_PLUGINS_DENY=dsv4attn-raises",
         )
     ]
-    assert "dsv4attn_raises.py" in here.json("doctor")[1]["problems"][0]["trace"]
+    assert "dsv4attn_raises.py" in machine.json("doctor")[1]["problems"][0]["trace"]
 
 
 @pytest.mark.parametrize(
@@ -111,16 +102,16 @@ def test_a_backend_whose_support_raises_is_a_problem(here: Machine) -> None:
         ),
     ],
 )
-def test_mistakes_in_the_configuration_are_problems(here: Machine, environ: dict[str, str], what: str) -> None:
-    here.wheels.install("dsv4attn-acme", plugin())
+def test_mistakes_in_the_configuration_are_problems(machine: Machine, environ: dict[str, str], what: str) -> None:
+    machine.install("acme")
 
-    assert problems(here, **environ)[0][0].startswith(what)
+    assert problems(machine, **environ)[0][0].startswith(what)
 
 
-def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
-    (here.wheels.folder / "dsv4attn.toml").write_text("options.refernz.a = 1", encoding="utf-8")
+def test_options_that_reach_nobody_are_a_problem(machine: Machine) -> None:
+    (machine.wheels.folder / "dsv4attn.toml").write_text("options.refernz.a = 1", encoding="utf-8")
 
-    assert "no backend has this name; did you mean 'reference'?" in problems(here)[0][0]
+    assert "no backend has this name; did you mean 'reference'?" in problems(machine)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -135,67 +126,67 @@ def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
         ("triton.tuning = 'sm_1'", "tuning: expected 'auto' or a row of the triton backend"),
     ],
 )
-def test_options_with_which_a_backend_refuses_to_load_are_a_problem(here: Machine, line: str, said: str) -> None:
-    path = here.wheels.folder / "dsv4attn.toml"
+def test_options_with_which_a_backend_refuses_to_load_are_a_problem(machine: Machine, line: str, said: str) -> None:
+    path = machine.wheels.folder / "dsv4attn.toml"
     path.write_text(f"options.{line}", encoding="utf-8")
-    [(what, cure)] = problems(here)
+    [(what, cure)] = problems(machine)
     name = line.partition(".")[0]
 
     assert what.startswith(f"options.{name} in {path}: {said}")
     assert cure == f"correct it: {name} refuses to load with these options"
-    code, told = here.json("explain", "--backend", "reference")
+    code, values = machine.json("explain", "--backend", "reference")
     assert code == (2 if name == "reference" else 0)
-    assert name != "reference" or said in told["error"]["message"]
+    assert name != "reference" or said in values["error"]["message"]
 
 
-def test_options_that_make_a_backend_break_are_a_problem_with_its_traceback(here: Machine) -> None:
+def test_options_that_make_a_backend_break_are_a_problem_with_its_traceback(machine: Machine) -> None:
     source = plugin(factory="dsv4attn_acme:make", options={"tile": 4}) + "\n\ndef make(tile):\n    return None\n"
-    here.wheels.install("dsv4attn-acme", source)
-    (here.wheels.folder / "dsv4attn.toml").write_text("options.acme.tile = 8", encoding="utf-8")
+    machine.wheels.install("dsv4attn-acme", source)
+    (machine.wheels.folder / "dsv4attn.toml").write_text("options.acme.tile = 8", encoding="utf-8")
 
-    [(what, cure)] = problems(here)
+    [(what, cure)] = problems(machine)
     assert what.startswith("backend 'acme' is broken: dsv4attn_acme:make: it made NoneType")
     assert cure == "report it to the authors of dsv4attn-acme 0.2"
 
 
 def test_right_options_of_a_backend_that_lacks_triton_are_no_problem(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_triton(monkeypatch)
-    (here.wheels.folder / "dsv4attn.toml").write_text("options.xpu.deterministic = true", encoding="utf-8")
+    (machine.wheels.folder / "dsv4attn.toml").write_text("options.xpu.deterministic = true", encoding="utf-8")
 
-    assert problems(here) == []
+    assert problems(machine) == []
 
 
-def test_a_device_without_an_automatic_backend_is_a_problem(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_an_automatic_backend_is_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     unserved = DeviceFacts.named(device_of_no_backend(monkeypatch))
     monkeypatch.setattr(DeviceFacts, "all_here", lambda: [unserved])
 
-    assert problems(here) == [
+    assert problems(machine) == [
         (
             f"{phase}: no backend native to abacus can run this call",
             f"ask for reference by name; `dsv4attn explain --phase {phase}` says why",
         )
         for phase in ("decode", "prefill")
     ]
-    assert problems(here, DSV4ATTN_BACKEND="reference") == []
+    assert problems(machine, DSV4ATTN_BACKEND="reference") == []
 
 
 def test_a_torch_that_cannot_be_asked_is_a_problem_and_not_a_crash(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> list[DeviceFacts]:
         raise OSError("libtorch.so: cannot open")
 
     monkeypatch.setattr(DeviceFacts, "all_here", broken)
 
-    assert problems(here)[0][0] == "devices: OSError: libtorch.so: cannot open"
+    assert problems(machine)[0][0] == "devices: OSError: libtorch.so: cannot open"
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_everything_is_aligned(here: Machine, width: int) -> None:
-    here.wheels.install("dsv4attn-acme", plugin())
-    code, lines = here.run("doctor", width=width, DSV4ATTN_PLUGINS_DENY="acme")
+def test_everything_is_aligned(machine: Machine, width: int) -> None:
+    machine.install("acme")
+    code, lines = machine.run("doctor", width=width, DSV4ATTN_PLUGINS_DENY="acme")
     names = [line[2:15].rstrip() for line in lines if line.startswith("  ") and line[2] not in " n"]
 
     assert code == 0

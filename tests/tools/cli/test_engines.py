@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -16,7 +15,7 @@ from dsv4attn.config import known_variables
 from dsv4attn.integrations.engines import ENGINES, SGLANG, VLLM, Engine
 from dsv4attn.tools.cli import engines
 from dsv4attn.tools.cli.engines import STATES, EngineState
-from tests.tools.cli.machine import Machine, machine
+from tests.tools.cli.machine import Machine
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,8 +48,8 @@ INTERNALS = """
 class Place:
     """A folder on the path with engines and wheels, as an installer leaves them."""
 
-    def __init__(self, here: Machine) -> None:
-        self.here, self.folder = here, here.wheels.folder
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.folder = machine, machine.wheels.folder
 
     def distribution(self, name: str, version: str, entry_points: str = "", metadata: bytes | None = None) -> Path:
         """Metadata of a distribution."""
@@ -71,7 +70,7 @@ class Place:
         """A package of one file."""
         (self.folder / name).mkdir(exist_ok=True)
         (self.folder / name / "__init__.py").write_text(dedent(source), encoding="utf-8")
-        self.here.wheels.modules += [name, f"{name}.guard", f"{name}.internals"]
+        self.machine.wheels.modules += [name, f"{name}.guard", f"{name}.internals"]
 
     def wheel(self, engine: Engine, guard: str = GUARD, *, point: str | None = None) -> Path:
         """The wheel of an engine. point: text of its entry points."""
@@ -86,13 +85,13 @@ class Place:
 
     def said(self, engine: Engine, **environ: str) -> dict[str, Any]:
         """What `doctor --json` says of an engine; it is a problem, or it is none."""
-        code, told = self.here.json("doctor", **environ)
+        code, values = self.machine.json("doctor", **environ)
         found: dict[str, Any]
-        [found] = [one for one in told["engines"] if one["engine"] == engine.name]
+        [found] = [one for one in values["engines"] if one["engine"] == engine.name]
         wrong = found["state"] in ("broken", "refused")
-        assert (code, len(told["problems"])) == ((1, 1) if wrong else (0, 0))
+        assert (code, len(values["problems"])) == ((1, 1) if wrong else (0, 0))
         if wrong:
-            [problem] = told["problems"]
+            [problem] = values["problems"]
             assert f"{problem['what']} -> {problem['cure']}" == found["text"]
             assert problem["trace"] == found["traceback"]
         assert found["served"] is (found["state"] in ("active", "untested"))
@@ -101,11 +100,10 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Place:
     for name in [*known_variables(), *engines.related()]:
         monkeypatch.delenv(name, raising=False)
-    with machine(tmp_path, monkeypatch) as here:
-        yield Place(here)
+    return Place(machine)
 
 
 both = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.package)
@@ -206,7 +204,7 @@ def test_the_engines_own_list_of_plugins_counts(place: Place, engine: Engine, va
         assert said["cure"] == f"{engine.allowed}={cure}"
         # the cure helps
         assert place.said(engine, **{engine.allowed: cure})["state"] == "active"
-    assert place.here.json("doctor", **{engine.allowed: value})[1]["environment"] == {engine.allowed: value}
+    assert place.machine.json("doctor", **{engine.allowed: value})[1]["environment"] == {engine.allowed: value}
 
 
 @both
@@ -340,7 +338,7 @@ def test_the_lines_are_folded_and_a_problem_has_its_cure_once(place: Place, widt
     for engine, version in ((VLLM, "1.4.0"), (SGLANG, "1.3.0")):
         place.engine(engine, version)
         place.wheel(engine)
-    code, lines = place.here.run("doctor", width=width)
+    code, lines = place.machine.run("doctor", width=width)
     text = re.sub(r"\s+", " ", " ".join(lines))
 
     assert code == 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from dsv4attn.core.contract.device import DeviceFacts
@@ -14,44 +11,38 @@ from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import explain
 from dsv4attn.tools.cli import explain as command
 from tests.backends.built_in import triton_backends
-from tests.tools.cli.machine import Machine, device_of_no_backend, machine, plugin
+from tests.tools.cli.machine import Machine, device_of_no_backend
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with machine(tmp_path, monkeypatch) as made:
-        yield made
-
-
-def test_g9_any_device_can_be_asked_about(here: Machine) -> None:
-    code, told = here.json("explain", "--device", "sm120", "--heads", "64", "--topk", "1152")
+def test_g9_any_device_can_be_asked_about(machine: Machine) -> None:
+    code, values = machine.json("explain", "--device", "sm120", "--heads", "64", "--topk", "1152")
 
     assert code == 0
-    assert (told["chosen"], told["device"]["arch"], told["device"]["present"]) == ("sm120", "sm_120", False)
-    assert told["verdict"] == "sm120: the vendor backend of 2 native to sm_120"
-    assert "topk=1152" in told["problem"]
-    [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
+    assert (values["chosen"], values["device"]["arch"], values["device"]["present"]) == ("sm120", "sm_120", False)
+    assert values["verdict"] == "sm120: the vendor backend of 2 native to sm_120"
+    assert "topk=1152" in values["problem"]
+    [reference] = [c for c in values["candidates"] if c["name"] == "reference"]
     assert (reference["state"], reference["reasons"]) == ("not native", [])
     assert "ask for it by name" in reference["note"]
 
 
-def test_wide_windows_may_change_the_kernel_and_narrow_ones_are_refused(here: Machine) -> None:
+def test_wide_windows_may_change_the_kernel_and_narrow_ones_are_refused(machine: Machine) -> None:
     for layer, expected in (("swa", "multiplies in fp8"), ("c4a", "our kernel, in bf16: WINDOW 192")):
-        _, told = here.json("explain", "--device", "sm120", "--layer", layer, "--window-columns", "192")
-        [sm120] = [c for c in told["candidates"] if c["name"] == "sm120"]
+        _, values = machine.json("explain", "--device", "sm120", "--layer", layer, "--window-columns", "192")
+        [sm120] = [c for c in values["candidates"] if c["name"] == "sm120"]
         assert expected in sm120["ways"][0]
-    code, told = here.json("explain", "--window-columns", "5")
+    code, values = machine.json("explain", "--window-columns", "5")
 
     assert code == 2
-    assert "window_columns: expected at least the 128 of the window, or 0, got 5" in told["error"]["message"]
+    assert "window_columns: expected at least the 128 of the window, or 0, got 5" in values["error"]["message"]
 
 
-def test_on_this_machine_something_is_chosen(here: Machine) -> None:
-    code, told = here.json("explain")
+def test_on_this_machine_something_is_chosen(machine: Machine) -> None:
+    code, values = machine.json("explain")
 
-    assert (code, told["chosen"], told["phase"]) == (0, "reference", "decode")
-    assert told["request"] == {"value": "auto", "source": "default"}
-    assert told["device"]["present"]
+    assert (code, values["chosen"], values["phase"]) == (0, "reference", "decode")
+    assert values["request"] == {"value": "auto", "source": "default"}
+    assert values["device"]["present"]
 
 
 @pytest.mark.parametrize(
@@ -71,84 +62,84 @@ def test_on_this_machine_something_is_chosen(here: Machine) -> None:
         (["--window-columns", "192", "--query-len", "5"], "query_len=5  window_columns=192"),
     ],
 )
-def test_every_part_of_a_problem_can_be_said(here: Machine, options: list[str], expected: str) -> None:
-    code, told = here.json("explain", *options)
+def test_every_part_of_a_problem_can_be_said(machine: Machine, options: list[str], expected: str) -> None:
+    code, values = machine.json("explain", *options)
 
     assert code == 0
-    assert expected in told["problem"]
+    assert expected in values["problem"]
 
 
-def test_capture_reaches_the_support_answer(here: Machine) -> None:
-    code, told = here.json("explain", "--capture")
+def test_capture_reaches_the_support_answer(machine: Machine) -> None:
+    code, values = machine.json("explain", "--capture")
 
-    assert (code, told["chosen"]) == (1, None)
-    [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
+    assert (code, values["chosen"]) == (1, None)
+    [reference] = [c for c in values["candidates"] if c["name"] == "reference"]
     assert [reason["code"] for reason in reference["reasons"]] == ["CAPTURE"]
 
 
-def test_determinism_is_shown_and_a_setting_against_it_is_an_error(here: Machine) -> None:
-    code, told = here.json("explain", "--deterministic")
-    [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
+def test_determinism_is_shown_and_a_setting_against_it_is_an_error(machine: Machine) -> None:
+    code, values = machine.json("explain", "--deterministic")
+    [reference] = [c for c in values["candidates"] if c["name"] == "reference"]
     assert (code, reference["ways"]) == (0, ["built with deterministic=true, which the problem asks for"])
 
-    (here.wheels.folder / "dsv4attn.toml").write_text("options.reference.deterministic = false", encoding="utf-8")
-    code, told = here.json("explain", "--deterministic")
-    assert (code, told["chosen"]) == (1, None)
-    [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
+    (machine.wheels.folder / "dsv4attn.toml").write_text("options.reference.deterministic = false", encoding="utf-8")
+    code, values = machine.json("explain", "--deterministic")
+    assert (code, values["chosen"]) == (1, None)
+    [reference] = [c for c in values["candidates"] if c["name"] == "reference"]
     assert [reason["code"] for reason in reference["reasons"]] == ["DETERMINISTIC"]
-    assert here.json("explain")[0] == 0
+    assert machine.json("explain")[0] == 0
 
 
-def test_who_runs_the_parts_around_attention_is_in_the_answer(here: Machine) -> None:
+def test_who_runs_the_parts_around_attention_is_in_the_answer(machine: Machine) -> None:
     for layer, parts in (("swa", []), ("c128a", ["compressor"]), ("c4a", ["compressor", "indexer", "selection"])):
-        _, told = here.json("explain", "--layer", layer, "--deterministic")
+        _, values = machine.json("explain", "--layer", layer, "--deterministic")
 
-        assert told["layer_steps"] == dict.fromkeys([*parts, "hyper_connections"], "reference")
+        assert values["layer_steps"] == dict.fromkeys([*parts, "hyper_connections"], "reference")
 
 
-def test_a_backend_can_be_asked_for(here: Machine) -> None:
-    here.wheels.install("dsv4attn-acme", plugin(native=("sm_999",)))
+def test_a_backend_can_be_asked_for(machine: Machine) -> None:
+    machine.install("acme", native=("sm_999",))
 
-    assert here.json("explain", "--backend", "acme")[1]["chosen"] == "acme"
-    assert here.json("explain", "--device", "sm_999")[1]["chosen"] == "acme"
-    assert here.json("explain", "--backend", "prefill=acme")[1]["chosen"] == "reference"
-    assert here.json("explain", DSV4ATTN_BACKEND="acme")[1]["request"]["source"] == (
+    assert machine.json("explain", "--backend", "acme")[1]["chosen"] == "acme"
+    assert machine.json("explain", "--device", "sm_999")[1]["chosen"] == "acme"
+    assert machine.json("explain", "--backend", "prefill=acme")[1]["chosen"] == "reference"
+    assert machine.json("explain", DSV4ATTN_BACKEND="acme")[1]["request"]["source"] == (
         "environment variable DSV4ATTN_BACKEND"
     )
 
 
-def test_g9_a_misspelt_backend_is_answered_with_the_right_one(here: Machine) -> None:
-    code, told = here.json("explain", "--backend", "refernz")
+def test_g9_a_misspelt_backend_is_answered_with_the_right_one(machine: Machine) -> None:
+    code, values = machine.json("explain", "--backend", "refernz")
 
-    assert (code, told["chosen"]) == (1, None)
-    assert told["verdict"].endswith("no backend has this name; did you mean 'reference'?")
+    assert (code, values["chosen"]) == (1, None)
+    assert values["verdict"].endswith("no backend has this name; did you mean 'reference'?")
 
 
-def test_the_trace_is_that_of_the_exception(here: Machine) -> None:
-    here.wheels.install("dsv4attn-acme", plugin(support="return [Reason('HEADS', 64, '[128]', 'pad q')]"))
-    here.wheels.install("dsv4attn-lib", "raise ImportError('libacme.so')")
-    _, lines = here.run("explain", "--backend", "acme", width=400)
+def test_the_trace_is_that_of_the_exception(machine: Machine) -> None:
+    machine.install("acme", support="return [Reason('HEADS', 64, '[128]', 'pad q')]")
+    machine.wheels.install("dsv4attn-lib", "raise ImportError('libacme.so')")
+    _, lines = machine.run("explain", "--backend", "acme", width=400)
     problem = Problem.of(ModelGeometry.preset("flash"))
 
     assert lines == str(explain(problem, backend="acme", device=DeviceFacts.here("cpu"))).splitlines()
 
 
-def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_changes_nothing(here: Machine) -> None:
-    (here.wheels.folder / "pyproject.toml").write_text("[project]\nname = = 1", encoding="utf-8")
-    code, told = here.json("explain")
-    path = here.wheels.folder / "pyproject.toml"
+def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_changes_nothing(machine: Machine) -> None:
+    (machine.wheels.folder / "pyproject.toml").write_text("[project]\nname = = 1", encoding="utf-8")
+    code, values = machine.json("explain")
+    path = machine.wheels.folder / "pyproject.toml"
 
-    assert (code, told["chosen"]) == (0, "reference")
-    assert told["ignored"] == [f"{path}:2: not valid TOML: Invalid value (at line 2, column 8)"]
-    code, lines = here.run("explain", width=400)
+    assert (code, values["chosen"]) == (0, "reference")
+    assert values["ignored"] == [f"{path}:2: not valid TOML: Invalid value (at line 2, column 8)"]
+    code, lines = machine.run("explain", width=400)
     assert code == 0
-    assert lines[-1].split(maxsplit=1) == ["ignored", *told["ignored"]]
+    assert lines[-1].split(maxsplit=1) == ["ignored", *values["ignored"]]
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_trace_is_folded_under_itself(here: Machine, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    here.wheels.install("dsv4attn-lib", "raise ImportError('libacme.so: ' + 'cannot open shared object file ' * 9)")
-    code, lines = here.run("explain", "--device", device_of_no_backend(monkeypatch), width=width)
+def test_a_trace_is_folded_under_itself(machine: Machine, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.wheels.install("dsv4attn-lib", "raise ImportError('libacme.so: ' + 'cannot open shared object file ' * 9)")
+    code, lines = machine.run("explain", "--device", device_of_no_backend(monkeypatch), width=width)
 
     assert code == 1
     assert max(map(len, lines)) <= width
@@ -173,11 +164,11 @@ def test_a_trace_is_folded_under_itself(here: Machine, width: int, monkeypatch: 
         (["--backend", "decode="], "argument backend: expected NAME or"),
     ],
 )
-def test_bad_input_is_code_2(here: Machine, options: list[str], said: str) -> None:
-    code, told = here.json("explain", *options)
+def test_bad_input_is_code_2(machine: Machine, options: list[str], said: str) -> None:
+    code, values = machine.json("explain", *options)
 
     assert code == 2
-    assert said in told["error"]["message"]
+    assert said in values["error"]["message"]
 
 
 def test_a_device_that_is_here_is_not_only_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,22 +180,22 @@ def test_a_device_that_is_here_is_not_only_described(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("name", "unknown"), [("sm_999", True), ("gfx1234", True), ("sm_90", False), ("h200", False)])
-def test_an_architecture_that_nothing_knows_is_said_to_be_unknown(here: Machine, name: str, unknown: bool) -> None:
-    _, told = here.json("explain", "--device", name)
-    lines = " ".join(here.run("explain", "--device", name, width=200)[1])
+def test_an_architecture_that_nothing_knows_is_said_to_be_unknown(machine: Machine, name: str, unknown: bool) -> None:
+    _, values = machine.json("explain", "--device", name)
+    lines = " ".join(machine.run("explain", "--device", name, width=200)[1])
     said = "unknown architecture, served by the generic row of each backend"
 
-    assert told["assumed"] == (said if unknown else "")
+    assert values["assumed"] == (said if unknown else "")
     assert (said in lines) is unknown
 
 
 @pytest.mark.parametrize(("name", "arch"), [("sm90a", "sm_90"), ("sm_120a", "sm_120"), ("SM_100f", "sm_100")])
 def test_what_compilers_call_an_architecture_with_its_features_is_the_architecture(
-    here: Machine, name: str, arch: str
+    machine: Machine, name: str, arch: str
 ) -> None:
-    _, told = here.json("explain", "--device", name)
+    _, values = machine.json("explain", "--device", name)
 
-    assert (told["device"]["arch"], told["assumed"]) == (arch, "")
+    assert (values["device"]["arch"], values["assumed"]) == (arch, "")
 
 
 @pytest.mark.parametrize(
@@ -223,27 +214,27 @@ def test_what_compilers_call_an_architecture_with_its_features_is_the_architectu
         ("intel", "of Intel, name xpu"),
     ],
 )
-def test_a_suggestion_is_a_close_name_of_the_same_family(here: Machine, name: str, said: str) -> None:
-    code, told = here.json("explain", "--device", name)
+def test_a_suggestion_is_a_close_name_of_the_same_family(machine: Machine, name: str, said: str) -> None:
+    code, values = machine.json("explain", "--device", name)
 
     assert code == 2
-    assert said in told["error"]["message"]
+    assert said in values["error"]["message"]
 
 
 def test_a_device_that_a_backend_does_not_run_on_is_one_reason_without_patterns(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, told = here.json("explain", "--device", device_of_no_backend(monkeypatch))
-    reasons = {c["name"]: [reason["text"] for reason in c["reasons"]] for c in told["candidates"]}
+    _, values = machine.json("explain", "--device", device_of_no_backend(monkeypatch))
+    reasons = {c["name"]: [reason["text"] for reason in c["reasons"]] for c in values["candidates"]}
 
     assert reasons["sm120"] == ["abacus, needs cuda or hip or xpu or cpu or sm_12x"]
     assert {len(reasons[name]) for name in triton_backends()} == {1}
 
 
-def test_a_request_for_one_phase_is_shown_as_it_was_typed(here: Machine) -> None:
-    _, told = here.json("explain", "--backend", "decode=reference")
+def test_a_request_for_one_phase_is_shown_as_it_was_typed(machine: Machine) -> None:
+    _, values = machine.json("explain", "--backend", "decode=reference")
 
-    assert told["request"] == {"value": "reference", "source": "argument decode=reference"}
+    assert values["request"] == {"value": "reference", "source": "argument decode=reference"}
 
 
 V41 = ("explain", "--model", "v4.1-flash")
@@ -252,18 +243,20 @@ V41 = ("explain", "--model", "v4.1-flash")
 @pytest.mark.parametrize("device", ["h200", "a100", "mi300x", "b580", "rtx5090"])
 @pytest.mark.parametrize("records", ["584/584", "528/528", "528/288"])
 @pytest.mark.parametrize("ratio", [0, 1, 2])
-def test_v41_layers_are_asked_about_by_ratio_and_records(here: Machine, device: str, records: str, ratio: int) -> None:
-    code, told = here.json(*V41, "--device", device, "--ratio", str(ratio), "--records", records)
+def test_v41_layers_are_asked_about_by_ratio_and_records(
+    machine: Machine, device: str, records: str, ratio: int
+) -> None:
+    code, values = machine.json(*V41, "--device", device, "--ratio", str(ratio), "--records", records)
     entries = "+v41_fp4 e2m1" if ratio and records == "528/288" else ""
     window = "e4m3fn" if records == "584/584" else "v41_fp8 e4m3fn"
 
     assert code == 0
-    assert f"decode  {'c4a' if ratio else 'swa'}  " in told["problem"]
-    assert f"compress_ratio={ratio or 1}  " in told["problem"]
-    assert f"kv={window}{entries}  q=bfloat16  no q norm" in told["problem"]
-    assert [c["name"] for c in told["candidates"] if c["state"] == "chosen"] == [told["chosen"]]
+    assert f"decode  {'c4a' if ratio else 'swa'}  " in values["problem"]
+    assert f"compress_ratio={ratio or 1}  " in values["problem"]
+    assert f"kv={window}{entries}  q=bfloat16  no q norm" in values["problem"]
+    assert [c["name"] for c in values["candidates"] if c["state"] == "chosen"] == [values["chosen"]]
     parts = ["compressor", "indexer", "selection", "candidates"] if ratio else []
-    assert told["layer_steps"] == dict.fromkeys([*parts, "hyper_connections"], told["chosen"])
+    assert values["layer_steps"] == dict.fromkeys([*parts, "hyper_connections"], values["chosen"])
 
 
 @pytest.mark.parametrize(
@@ -276,26 +269,26 @@ def test_v41_layers_are_asked_about_by_ratio_and_records(here: Machine, device: 
         (["--ratio", "1", "--records", "288/288"], "'288/288' is not one of"),
     ],
 )
-def test_v41_layers_that_do_not_exist_are_refused(here: Machine, options: list[str], said: str) -> None:
-    code, told = here.json(*V41, *options)
+def test_v41_layers_that_do_not_exist_are_refused(machine: Machine, options: list[str], said: str) -> None:
+    code, values = machine.json(*V41, *options)
 
     assert code == 2
-    assert said in told["error"]["message"]
+    assert said in values["error"]["message"]
 
 
-def test_records_that_a_backend_does_not_read_are_its_reason(here: Machine) -> None:
+def test_records_that_a_backend_does_not_read_are_its_reason(machine: Machine) -> None:
     refuses = "problem.compressed.layout != 'fp8_ds_mla'"
     reason = "Reason('LAYOUT', problem.compressed.layout, 'fp8_ds_mla')"
-    here.wheels.install("dsv4attn-acme", plugin(native=("sm_999",), support=f"return [{reason}] if {refuses} else []"))
+    machine.install("acme", native=("sm_999",), support=f"return [{reason}] if {refuses} else []")
     asked = ("explain", "--device", "sm_999", "--backend", "acme")
 
-    assert here.json(*asked)[0] == 0
-    code, told = here.json(*asked, "--records", "528/288")
-    [acme] = [c for c in told["candidates"] if c["name"] == "acme"]
+    assert machine.json(*asked)[0] == 0
+    code, values = machine.json(*asked, "--records", "528/288")
+    [acme] = [c for c in values["candidates"] if c["name"] == "acme"]
     actual = [reason["actual"].split(",")[0] for reason in acme["reasons"]]
     assert (code, actual) == (1, ["v41_fp4"])
 
 
-def test_a_ratio_alone_names_the_kind(here: Machine) -> None:
-    assert "decode  c128a  " in here.json("explain", "--ratio", "128")[1]["problem"]
-    assert "decode  c4a  " in here.json("explain")[1]["problem"]
+def test_a_ratio_alone_names_the_kind(machine: Machine) -> None:
+    assert "decode  c128a  " in machine.json("explain", "--ratio", "128")[1]["problem"]
+    assert "decode  c4a  " in machine.json("explain")[1]["problem"]

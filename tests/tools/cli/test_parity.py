@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,21 +9,15 @@ import pytest
 
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from tests.tools.cli.machine import Machine, machine, plugin
+from tests.tools.cli.machine import Machine
 from tests.tools.cli.test_conform import heads, stops, wrong
 
 FEW = "sink-none-*,quantise-ocp-64,codes-ocp-prefill,heads-3-decode"
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with machine(tmp_path, monkeypatch) as made:
-        yield made
-
-
-def test_the_matrix_on_80_columns(here: Machine) -> None:
-    heads(here)
-    code, lines = here.run("parity", "--backends", "reference:prefill_keys=paged,acme", "--filter", FEW)
+def test_the_matrix_on_80_columns(machine: Machine) -> None:
+    heads(machine)
+    code, lines = machine.run("parity", "--backends", "reference:prefill_keys=paged,acme", "--filter", FEW)
 
     assert code == 0
     assert max(map(len, lines)) <= 80
@@ -37,25 +30,25 @@ def test_the_matrix_on_80_columns(here: Machine) -> None:
     assert "B skipped 1 x does not apply: this backend reads gathered rows in prefill" in text
 
 
-def test_what_is_told_to_programs(here: Machine) -> None:
-    wrong(here)
-    code, told = here.json("parity", "--backends", "reference,bad", "--filter", FEW)
+def test_what_is_told_to_programs(machine: Machine) -> None:
+    wrong(machine)
+    code, values = machine.json("parity", "--backends", "reference,bad", "--filter", FEW)
 
     assert code == 1
-    assert [(b["name"], b["ok"]) for b in told["backends"]] == [("reference", True), ("bad", False)]
-    cases = {case["name"]: case["results"] for case in told["cases"]}
+    assert [(b["name"], b["ok"]) for b in values["backends"]] == [("reference", True), ("bad", False)]
+    cases = {case["name"]: case["results"] for case in values["cases"]}
     assert cases["sink-none-decode"]["reference"]["state"] == "passed"
     assert 0 < cases["sink-none-decode"]["reference"]["fraction"] < 1
     assert cases["sink-none-decode"]["bad"]["state"] == "failed"
     assert cases["sink-none-decode"]["bad"]["fraction"] is None or cases["sink-none-decode"]["bad"]["fraction"] > 1
-    assert {"contract", "versions", "environment", "date", "filter"} <= set(told)
+    assert {"contract", "versions", "environment", "date", "filter"} <= set(values)
 
 
-def test_without_arguments_it_compares_the_forms_of_the_reference(here: Machine) -> None:
-    code, told = here.json("parity", "--filter", "sink-none-*")
+def test_without_arguments_it_compares_the_forms_of_the_reference(machine: Machine) -> None:
+    code, values = machine.json("parity", "--filter", "sink-none-*")
 
     assert code == 0
-    assert [b["name"] for b in told["backends"]] == [
+    assert [b["name"] for b in values["backends"]] == [
         "reference",
         "reference:prefill_keys=paged",
         "reference:decode_indices=ragged:prefill_indices=ragged",
@@ -73,30 +66,30 @@ def test_without_arguments_it_compares_the_forms_of_the_reference(here: Machine)
         (["--html", "nowhere/x.html"], "expected a file in a folder that exists"),
     ],
 )
-def test_bad_input_ends_with_2(here: Machine, args: list[str], said: str) -> None:
-    code, lines = here.run("parity", *args)
+def test_bad_input_ends_with_2(machine: Machine, args: list[str], said: str) -> None:
+    code, lines = machine.run("parity", *args)
 
     assert code == 2
     assert said in " ".join(" ".join(lines).split())
 
 
-def test_g22_ctrl_c_keeps_what_ran_in_the_matrix_and_in_the_page(here: Machine) -> None:
-    stops(here)
+def test_g22_ctrl_c_keeps_what_ran_in_the_matrix_and_in_the_page(machine: Machine) -> None:
+    stops(machine)
     args = ("parity", "--backends", "reference,stop", "--filter", "call-*-decode", "--html", "p.html")
-    code, told = here.json(*args)
+    code, values = machine.json(*args)
 
     assert code == 130
-    assert (told["ok"], told["complete"]) == (False, False)
-    assert [[*case["results"]] for case in told["cases"]] == [["reference", "stop"]] * 4 + [["reference"]]
-    assert [backend["complete"] for backend in told["backends"]] == [False, False]
-    assert all("passed" not in backend["verdict"] for backend in told["backends"])
+    assert (values["ok"], values["complete"]) == (False, False)
+    assert [[*case["results"]] for case in values["cases"]] == [["reference", "stop"]] * 4 + [["reference"]]
+    assert [backend["complete"] for backend in values["backends"]] == [False, False]
+    assert all("passed" not in backend["verdict"] for backend in values["backends"])
     text = Path("p.html").read_text(encoding="utf-8")
     asked = len(chosen(CASES, "call-*-decode"))
     assert f"interrupted: 5 of {asked} cases" in text
     assert f"INTERRUPTED: 4 of {asked} cases ran" in text
     assert "B not run" in text
     assert "keeps the contract" not in text
-    code, lines = here.run(*args)
+    code, lines = machine.run(*args)
     assert code == 130
     assert any(line.endswith("not run") for line in lines)
 
@@ -124,11 +117,11 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_needs_no_other_file_and_tells_states_in_words(here: Machine) -> None:
-    heads(here)
-    wrong(here)
-    here.wheels.install("dsv4attn-odd", plugin("odd", support="return [Reason('HEADS', '<b>&', 'x')]"))
-    code, lines = here.run("parity", "--backends", "reference,acme,bad,odd", "--filter", FEW, "--html", "p.html")
+def test_the_page_needs_no_other_file_and_tells_states_in_words(machine: Machine) -> None:
+    heads(machine)
+    wrong(machine)
+    machine.install("odd", support="return [Reason('HEADS', '<b>&', 'x')]")
+    code, lines = machine.run("parity", "--backends", "reference,acme,bad,odd", "--filter", FEW, "--html", "p.html")
     source = Path("p.html").read_text(encoding="utf-8")
     page = Page()
     page.feed(source)

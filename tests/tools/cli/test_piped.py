@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 
-from dsv4attn.core.contract import device
 from dsv4attn.tools.cli import main
 from tests.tools.bench.sample_runs import ROOF
-from tests.vendor_wheel import VendorWheels, plugin
+from tests.tools.cli.machine import Machine, plugin
 
 LONG = "a-distribution-of-a-vendor-with-a-rather-long-name-for-its-many-products"
 COMMANDS = {
@@ -29,13 +25,11 @@ COMMANDS = {
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VendorWheels]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
+def vendor(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with a backend whose distribution has a long name."""
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
-    with VendorWheels(tmp_path) as made:
-        made.install(LONG, plugin(support="raise KeyError('boom')"), point="acme")
-        yield made
+    machine.wheels.install(LONG, plugin(support="raise KeyError('boom')"), point="acme")
+    return machine
 
 
 def piped(args: list[str], columns: str | None) -> list[str]:
@@ -46,7 +40,7 @@ def piped(args: list[str], columns: str | None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_pipe_gets_whole_lines(wheels: VendorWheels, name: str) -> None:
+def test_a_pipe_gets_whole_lines(vendor: Machine, name: str) -> None:
     args, whole = COMMANDS[name]
     lines = piped(args, None)
 
@@ -59,7 +53,7 @@ def test_a_pipe_gets_whole_lines(wheels: VendorWheels, name: str) -> None:
 @pytest.mark.parametrize(("charset", "columns"), [("ascii", None), ("ascii", "80"), ("latin-1", None), ("cp437", None)])
 @pytest.mark.parametrize("name", ["run", "bench"])
 def test_what_an_encoding_lacks_is_written_in_others(
-    wheels: VendorWheels, name: str, charset: str, columns: str | None
+    vendor: Machine, name: str, charset: str, columns: str | None
 ) -> None:
     args, environ = COMMANDS[name][0], {"COLUMNS": columns, "OMP_NUM_THREADS": "1"}
     # attention alone has the same signs, and no weights to make
@@ -73,8 +67,8 @@ def test_what_an_encoding_lacks_is_written_in_others(
     assert signs[1] in plain.stdout
 
 
-def test_letters_that_an_encoding_lacks_are_escaped(wheels: VendorWheels) -> None:
-    wheels.install("dsv4attn-é", "raise ImportError('ü')", point="odd")
+def test_letters_that_an_encoding_lacks_are_escaped(vendor: Machine) -> None:
+    vendor.wheels.install("dsv4attn-é", "raise ImportError('ü')", point="odd")
     result = CliRunner(charset="ascii").invoke(main, ["backends"], env={"COLUMNS": "200"})
 
     assert result.exit_code == 0, result.output
@@ -82,7 +76,7 @@ def test_letters_that_an_encoding_lacks_are_escaped(wheels: VendorWheels) -> Non
 
 
 @pytest.mark.parametrize("name", ["backends", "explain", "run", "conform", "parity"])
-def test_columns_fold_a_pipe_and_cut_nothing(wheels: VendorWheels, name: str) -> None:
+def test_columns_fold_a_pipe_and_cut_nothing(vendor: Machine, name: str) -> None:
     args, _ = COMMANDS[name]
     folded = piped(args, "60")
 

@@ -152,14 +152,14 @@ def test_the_number_of_threads_is_chosen_shown_and_put_back(model: str, monkeypa
     small = ["--model", model, "--max-requests", "1", "--max-tokens", "8"]
     monkeypatch.setenv("OMP_NUM_THREADS", str(before))
 
-    told = as_json(*small, "--threads", 1)["threads"]
-    assert (told["count"], told["source"]) == (1, "--threads")
+    values = as_json(*small, "--threads", 1)["threads"]
+    assert (values["count"], values["source"]) == (1, "--threads")
     assert re.search(r"(?m)^threads 1 of \d+ cores? \(--threads\)$", invoke(*small, "--threads", 1).stdout)
     assert as_json(*small)["threads"]["source"] == "OMP_NUM_THREADS"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    told = as_json(*small)["threads"]
-    assert 1 <= told["count"] <= told["cores"] <= cores
-    assert "cores of this process" in told["source"]
+    values = as_json(*small)["threads"]
+    assert 1 <= values["count"] <= values["cores"] <= cores
+    assert "cores of this process" in values["source"]
     assert torch.get_num_threads() == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
@@ -32,6 +33,12 @@ CONFIG: dict[str, Any] = {
 }
 GEOMETRY = ModelGeometry.from_config(CONFIG, name="small")
 LENGTHS = ((1, 5), (40, 4), (7, 9), (8, 3), (90, 12), (33, 6))
+TOKENS = sum(prompt + output - 1 for prompt, output in LENGTHS)
+FORMS = [
+    {"decode_indices": decode, "prefill_indices": prefill, "prefill_keys": keys}
+    for decode, prefill, keys in product(("dense", "ragged"), ("dense", "ragged"), ("gathered", "paged"))
+]
+"""Options of every form of the reference."""
 
 
 def requests_of(*lengths: tuple[int, int], hash_ids: Sequence[Sequence[int]] = ()) -> list[Request]:

@@ -12,13 +12,14 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
-from dsv4attn.tools.replay.engine import Progress
+from dsv4attn.tools.replay.engine import INDEXERS, Progress
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.trace import generated_trace, shrink
-from tests.tools.replay.bugs import Interrupted
-from tests.tools.replay.small import CONFIG, GEOMETRY, LENGTHS, replay, requests_of, run
+from tests.tools.replay.bugs import Interrupted, WithoutSink
+from tests.tools.replay.small import CONFIG, FORMS, GEOMETRY, TOKENS, replay, requests_of, run
 
-TOKENS = sum(prompt + output - 1 for prompt, output in LENGTHS)
+# attention alone, and whole layers
+both = pytest.mark.parametrize("indexer", INDEXERS)
 
 
 class Recorder(ReferenceBackend):
@@ -57,26 +58,36 @@ def test_the_built_in_trace_runs() -> None:
     assert run(requests=shrink(generated_trace(0), 150), check_rows=1, max_num_batched_tokens=128).ok
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 8, 64, 1000])
-def test_any_page_size_serves(block_size: int) -> None:
-    assert run(block_size=block_size).ok
+@pytest.mark.parametrize(
+    ("indexer", "block_size"),
+    [*(("random", size) for size in (1, 3, 8, 64, 1000)), *(("real", size) for size in (1, 3, 64))],
+)
+def test_any_page_size_serves(indexer: str, block_size: int) -> None:
+    assert run(block_size=block_size, indexer=indexer).ok
 
 
+@both
 @pytest.mark.parametrize("kind", list(LayerKind))
-def test_one_layer_type_alone(kind: LayerKind) -> None:
-    report = run(kinds=[kind])
+def test_one_layer_type_alone_computes_what_it_does_beside_others(kind: LayerKind, indexer: str) -> None:
+    report = run(kinds=[kind], indexer=indexer)
+    (alone,), beside = report.layers, run(indexer=indexer).layers
 
     assert report.ok
-    assert [x.kind for x in report.layers] == [kind.value]
     assert report.shares() == [1.0]
+    assert alone.kind == kind.value
+    assert alone.check is not None
+    (same,) = (layer.check for layer in beside if layer.kind == alone.kind)
+    assert same is not None
+    assert (alone.check.rows, alone.check.worst) == (same.rows, same.worst)
 
 
-def test_a_model_without_window_layers_still_has_its_mtp_ones() -> None:
+@both
+def test_a_model_without_window_layers_still_has_its_mtp_ones(indexer: str) -> None:
     types = CONFIG["layer_types"][1:] * 2
     geometry = ModelGeometry.from_config({**CONFIG, "layer_types": types, "num_hidden_layers": 4})
 
-    assert [x.kind for x in run(geometry=geometry).layers] == ["c4a", "c128a"]
-    report = run(geometry=geometry, kinds=list(LayerKind))
+    assert [x.kind for x in run(geometry=geometry, indexer=indexer).layers] == ["c4a", "c128a"]
+    report = run(geometry=geometry, kinds=list(LayerKind), indexer=indexer)
     assert report.ok
     assert [(x.kind, x.layers_in_model) for x in report.layers] == [("swa", 0), ("c4a", 2), ("c128a", 2)]
     assert report.model_shares()[0] == 0
@@ -109,25 +120,43 @@ def test_requests_with_a_common_prefix_compute_the_same_there() -> None:
     assert run(requests=requests, max_num_batched_tokens=200, check_rows=8).ok
 
 
-def test_with_scarce_memory_requests_are_preempted_and_come_out_right() -> None:
+@both
+def test_with_scarce_memory_requests_are_preempted_and_come_out_right(indexer: str) -> None:
     requests = requests_of((250, 30), (250, 20), (240, 30))
     with pytest.raises(ArgumentError, match="max_kv_bytes") as refused:
-        run(requests=requests, max_kv_bytes=1, max_num_batched_tokens=64)
+        run(requests=requests, max_kv_bytes=1, max_num_batched_tokens=64, indexer=indexer)
     needed = int(refused.value.expected.split()[2].strip(","))
-    report = run(requests=requests, max_kv_bytes=needed, max_num_batched_tokens=64, check_rows=2)
+    report = run(requests=requests, max_kv_bytes=needed, max_num_batched_tokens=64, check_rows=2, indexer=indexer)
 
     assert report.ok
     assert report.finished == 3
     assert report.preemptions > 0
     assert report.prefill_tokens + report.decode_tokens == 279 + 269 + 269 + report.recomputed_tokens
-    assert all(x.kv_bytes_peak <= needed for x in report.layers)
+    assert sum(x.kv_bytes_peak for x in report.layers) <= needed
 
 
-def test_everything_is_repeatable() -> None:
-    worst = [[x.check.worst for x in run(seed=3).layers if x.check] for _ in range(2)]
+@both
+def test_everything_is_repeatable(indexer: str) -> None:
+    reports = [run(seed=seed, indexer=indexer) for seed in (3, 3, 4)]
+    first, second, other = ([x.check.worst for x in report.layers if x.check] for report in reports)
 
-    assert worst[0] == worst[1]
-    assert worst[0] != [x.check.worst for x in run(seed=4).layers if x.check]
+    assert first == second != other
+
+
+@both
+def test_all_rows_of_all_steps_can_be_checked(indexer: str) -> None:
+    report = run(check_rows=32, indexer=indexer)
+
+    assert report.ok
+    assert [layer.check.rows for layer in report.layers if layer.check] == [TOKENS] * 3
+
+
+@both
+def test_without_checks_nothing_fails_and_nothing_was_checked(indexer: str) -> None:
+    report = run(WithoutSink(), check_rows=0, indexer=indexer)
+
+    assert report.ok
+    assert [layer.check for layer in report.layers] == [None, None, None]
 
 
 def test_attention_alone_reports_what_it_did_before_there_were_whole_layers() -> None:
@@ -155,17 +184,18 @@ def test_attention_alone_reports_what_it_did_before_there_were_whole_layers() ->
 
 
 def test_progress_is_told_after_each_layer_type_and_ends_at_the_total() -> None:
-    told: list[Progress] = []
+    values: list[Progress] = []
     served = replay()
-    report = served.run(told.append)
+    report = served.run(values.append)
 
-    assert [state.step for state in told] == [step for step in range(1, report.steps + 1) for _ in range(3)]
-    assert told[-1] == Progress(served.total_tokens, report.steps, 1, 0)
-    assert [state.tokens for state in told] == sorted(state.tokens for state in told)
+    assert [state.step for state in values] == [step for step in range(1, report.steps + 1) for _ in range(3)]
+    assert values[-1] == Progress(served.total_tokens, report.steps, 1, 0)
+    assert [state.tokens for state in values] == sorted(state.tokens for state in values)
 
 
-def test_ctrl_c_leaves_a_report_of_what_has_run() -> None:
-    report = run(Interrupted(45))
+@both
+def test_ctrl_c_leaves_a_report_of_what_has_run(indexer: str) -> None:
+    report = run(Interrupted(45), indexer=indexer)
 
     assert report.interrupted
     assert not report.ok
@@ -196,15 +226,12 @@ def test_bytes_are_those_of_pages() -> None:
     assert 0 < swa.kv_bytes_peak < c128a.kv_bytes_peak < c4a.kv_bytes_peak
 
 
-def test_no_layer_takes_more_workspace_than_its_plan() -> None:
-    every: list[dict[str, Any]] = [
-        {},
-        {"prefill_keys": "paged", "decode_indices": "ragged", "prefill_indices": "ragged"},
-    ]
-    for forms in every:
-        for layer in run(ReferenceBackend(**forms)).layers:
-            assert 0 <= layer.workspace_bytes_peak <= layer.workspace_bytes_planned
-            assert layer.workspace_bytes_peak > 0 or layer.kind == "swa"
+@both
+@pytest.mark.parametrize("forms", [FORMS[0], FORMS[-1]])
+def test_no_layer_takes_more_workspace_than_its_plan(forms: dict[str, Any], indexer: str) -> None:
+    for layer in run(ReferenceBackend(**forms), indexer=indexer).layers:
+        assert 0 <= layer.workspace_bytes_peak <= layer.workspace_bytes_planned
+        assert layer.workspace_bytes_peak > 0 or layer.kind == "swa"
 
 
 # bad input
@@ -213,6 +240,8 @@ def test_no_layer_takes_more_workspace_than_its_plan() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "problem"),
     [
+        ({"indexer": "nope"}, UnknownNameError, "unknown indexer 'nope'"),
+        ({"indexer": "reel"}, UnknownNameError, "unknown indexer 'reel'; did you mean 'real'?"),
         ({"cache": "fp8"}, UnknownNameError, "unknown cache 'fp8'; did you mean 'fp8_ds_mla'"),
         ({"requests": []}, ArgumentError, "requests: expected at least one, got none"),
         (
@@ -228,6 +257,9 @@ def test_no_layer_takes_more_workspace_than_its_plan() -> None:
         ({"check_rows": -1}, ArgumentError, "check_rows"),
     ],
 )
-def test_bad_input_is_found_before_anything_runs(change: dict[str, Any], error: type[Exception], problem: str) -> None:
+@both
+def test_bad_input_is_found_before_anything_runs(
+    change: dict[str, Any], error: type[Exception], problem: str, indexer: str
+) -> None:
     with pytest.raises(error, match=problem):
-        replay(**change)
+        replay(**{"indexer": indexer, **change})

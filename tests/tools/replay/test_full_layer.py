@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,23 +17,17 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer import attention_layer as attention
 from dsv4attn.core.layer.indexer import Indexer
-from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.compressor import rms_norm
-from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import LAYER_OPERATIONS, LayerReport, Report
 from dsv4attn.tools.replay.trace import selecting_trace
 from tests.tools.replay import bugs, full_layer_bugs
-from tests.tools.replay.small import CONFIG, GEOMETRY, LENGTHS, replay, requests_of, run, verdicts
+from tests.tools.replay.small import FORMS, GEOMETRY, TOKENS, requests_of, run, verdicts
 
-TOKENS = sum(prompt + output - 1 for prompt, output in LENGTHS)
 ATTENDING = {"out", "lse", "projection"}
 STAGES = {"key", "query", "entry", "index_key", "index_query", "selection", "out", "lse", "projection"}
-SOUND = [
-    {"decode_indices": decode, "prefill_indices": prefill, "prefill_keys": keys}
-    for decode, prefill, keys in itertools.product(("dense", "ragged"), ("dense", "ragged"), ("gathered", "paged"))
-]
 
 
 def whole(backend: ReferenceBackend | None = None, *arguments: Any, **config: Any) -> Report:
@@ -51,7 +43,7 @@ def stages_beyond(layer: LayerReport) -> set[str]:
 # what passes
 
 
-@pytest.mark.parametrize("forms", SOUND, ids=lambda forms: "-".join(forms.values()))
+@pytest.mark.parametrize("forms", FORMS, ids=lambda forms: "-".join(forms.values()))
 def test_every_form_of_the_reference_passes(forms: dict[str, Any]) -> None:
     assert whole(ReferenceBackend(**forms)).ok
 
@@ -76,60 +68,8 @@ def test_fp32_rows_leave_nothing_but_the_order_of_sums() -> None:
         assert max(error for error in worst if error is not None) < 0.25
 
 
-def test_all_rows_of_all_steps_can_be_checked() -> None:
-    report = whole(check_rows=32)
-
-    assert report.ok
-    assert [layer.check.rows for layer in report.layers if layer.check] == [TOKENS] * 3
-
-
 def test_a_deterministic_backend_runs_every_request_as_a_decode() -> None:
     assert whole(ReferenceBackend(deterministic=True), requests_of((40, 3), (9, 2)), check_rows=2).ok
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 64])
-def test_any_page_size_serves(block_size: int) -> None:
-    assert whole(block_size=block_size).ok
-
-
-@pytest.mark.parametrize("kind", list(LayerKind))
-def test_one_layer_type_alone_computes_what_it_does_beside_others(kind: LayerKind) -> None:
-    (alone,), beside = whole(kinds=[kind]).layers, whole().layers
-
-    assert alone.kind == kind.value
-    assert alone.check is not None
-    (same,) = (layer.check for layer in beside if layer.kind == alone.kind)
-    assert same is not None
-    assert (alone.check.rows, alone.check.worst) == (same.rows, same.worst)
-
-
-def test_a_model_without_window_layers_still_has_its_mtp_ones() -> None:
-    types = CONFIG["layer_types"][1:] * 2
-    geometry = ModelGeometry.from_config({**CONFIG, "layer_types": types, "num_hidden_layers": 4})
-    report = whole(geometry=geometry, kinds=list(LayerKind))
-
-    assert report.ok
-    assert [(x.kind, x.layers_in_model) for x in report.layers] == [("swa", 0), ("c4a", 2), ("c128a", 2)]
-
-
-def test_with_scarce_memory_requests_are_preempted_and_come_out_right() -> None:
-    requests = requests_of((250, 30), (250, 20), (240, 30))
-    with pytest.raises(ArgumentError, match="max_kv_bytes") as refused:
-        whole(None, requests, max_kv_bytes=1, max_num_batched_tokens=64)
-    needed = int(refused.value.expected.split()[2].strip(","))
-    report = whole(None, requests, max_kv_bytes=needed, max_num_batched_tokens=64, check_rows=2)
-
-    assert report.ok
-    assert report.finished == 3
-    assert report.preemptions > 0
-    assert sum(x.kv_bytes_peak for x in report.layers) <= needed
-
-
-def test_everything_is_repeatable() -> None:
-    worst = [[x.check.worst for x in whole(seed=3).layers if x.check] for _ in range(2)]
-
-    assert worst[0] == worst[1]
-    assert worst[0] != [x.check.worst for x in whole(seed=4).layers if x.check]
 
 
 def test_the_built_in_trace_makes_the_indexer_leave_entries_out() -> None:
@@ -297,42 +237,6 @@ def test_bytes_are_those_of_the_caches_that_a_manager_allocates() -> None:
     # the states of 8 tokens lie on up to three pages of 4, those of 16 on up to three pages of 8
     assert c4a.state_bytes_per_sequence == 3 * (strides[1]["state"] + strides[1]["index_state"])
     assert c128a.state_bytes_per_sequence == 3 * strides[2]["state"]
-
-
-def test_no_layer_takes_more_workspace_than_its_plan() -> None:
-    for layer in whole().layers:
-        assert 0 <= layer.workspace_bytes_peak <= layer.workspace_bytes_planned
-
-
-def test_ctrl_c_leaves_a_report_of_what_has_run() -> None:
-    report = whole(bugs.Interrupted(45))
-
-    assert report.interrupted
-    assert not report.ok
-    assert 0 < report.steps < 45
-    assert all(x.check is not None and x.check.ok for x in report.layers)
-
-
-def test_without_checks_nothing_fails_and_nothing_was_checked() -> None:
-    report = whole(bugs.WithoutSink(), check_rows=0)
-
-    assert report.ok
-    assert [layer.check for layer in report.layers] == [None, None, None]
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "problem"),
-    [
-        ({"indexer": "nope"}, UnknownNameError, "unknown indexer 'nope'"),
-        ({"indexer": "reel"}, UnknownNameError, "unknown indexer 'reel'; did you mean 'real'?"),
-        ({"cache": "fp8"}, UnknownNameError, "unknown cache 'fp8'"),
-        ({"max_kv_bytes": 100}, ArgumentError, "max_kv_bytes: expected at least [0-9]+, so that request 4 .101 tokens"),
-        ({"geometry": evolve(GEOMETRY, layers=((LayerKind.CSA, 3),))}, ArgumentError, "a multiple of ratio 3"),
-    ],
-)
-def test_bad_input_is_found_before_anything_runs(change: dict[str, Any], error: type[Exception], problem: str) -> None:
-    with pytest.raises(error, match=problem):
-        replay(**{"indexer": "real", **change})
 
 
 def test_weights_do_not_depend_on_which_layer_types_run() -> None:

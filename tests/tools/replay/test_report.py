@@ -115,10 +115,10 @@ def test_an_interrupted_report_is_not_ok_and_says_so() -> None:
 
 def test_options_and_preemptions_are_told_when_there_are_any() -> None:
     plain = report_of(Errors())
-    told = text_of(evolve(plain, options={"prefill_keys": "paged"}, preemptions=3, recomputed_tokens=77), 120)
+    values = text_of(evolve(plain, options={"prefill_keys": "paged"}, preemptions=3, recomputed_tokens=77), 120)
 
-    assert "on backend reference (prefill_keys=paged), cache" in told
-    assert "345,678 decode; 3 preemptions, 77 tokens served again" in told
+    assert "on backend reference (prefill_keys=paged), cache" in values
+    assert "345,678 decode; 3 preemptions, 77 tokens served again" in values
     assert "preemptions" not in text_of(plain)
 
 
