@@ -37,7 +37,7 @@ from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.tolerances import multiplying_in
 
 __all__ = [
-    "SCHEMA", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "conform", "conform_all",
+    "SCHEMA", "STATES", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "conform", "conform_all",
     "environment", "parse_request", "run_case", "versions",
 ]  # fmt: skip
 

@@ -15,6 +15,7 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import Case
 from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.conform import (
+    STATES,
     Certificate,
     Failures,
     Outcome,
@@ -256,7 +257,7 @@ def _card(i: int, certificate: Certificate) -> str:
         verdict = "PROVES nothing"
     elif certificate.interrupted:
         verdict = f"INTERRUPTED: {len(certificate.outcomes)} of {certificate.asked} cases ran"
-    counts = ", ".join(f"{n} {s}" for s in ("passed", "failed", "refused", "skipped") if (n := len(certificate.of(s))))
+    counts = ", ".join(f"{n} {s}" for s in STATES if (n := len(certificate.of(s))))
     near = ""
     if worst is not None and worst.measure is not None:
         near = f"<p>nearest to its budget: {_text(worst.measure.shown)} in {_text(worst.case.name)}</p>"

@@ -11,7 +11,6 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
@@ -21,7 +20,7 @@ from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.metadata import metadata_builder
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
-from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -68,37 +67,24 @@ class ContextStep:
 
     def select(self) -> None:
         """Scores of all entries, and the numbers of the best."""
-        backend, compressed, out = self.step.backend, self.step.metadata.compressed, self.step.topk_indices
+        backend, compressed, out = complete(self.step.backend), self.step.metadata.compressed, self.step.topk_indices
         assert compressed is not None
         assert self.query is not None
         assert self.keys is not None
         assert out is not None
-        ops, token_map = backend.layer_ops, compressed.token_map
+        maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens, out, self.entries
         if self.context is None:
-            ops.select_topk(self.query, self.keys, token_map, out, self.entries)
+            backend.layer_ops.select_topk(self.query, self.keys, *maps)
             return
         arithmetic = INVARIANT if backend.deterministic else PLAIN
-        select_topk_over_ranks(self.context, ops, arithmetic, self.query, self.keys, token_map, out, self.entries)
+        select_topk_over_ranks(self.context, backend.layer_ops, arithmetic, self.query, self.keys, *maps)
 
     def attend(self) -> None:
         """Attention, and over ranks the merge of all parts."""
-        step = self.step
         if self.context is None:
-            step.run()
-            return
-        call = ForwardCall(
-            q=step.q,
-            caches=step.caches,
-            metadata=step.metadata,
-            backend=step.backend,
-            workspace=step.workspace,
-            out=step.out,
-            layer=step.layer,
-            limits=step.limits,
-            attn_sink=step.attn_sink,
-            topk_indices=step.topk_indices,
-        )
-        forward_mqa_over_ranks(self.context, call)
+            self.step.run()
+        else:
+            forward_mqa_over_ranks(self.context, self.step)
 
     def spoil(self) -> None:
         """Overwrite what the step writes."""

@@ -8,14 +8,15 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.builder import MetadataBuilder
-from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
+from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.tools.bench.cases import WINDOW_PAGE
 from dsv4attn.tools.bench.inputs import Inputs
@@ -25,32 +26,9 @@ __all__ = ["ForwardStep", "make_forward_step", "products", "scheduled"]
 _TILE = 16
 
 
-@frozen(eq=False)
-class ForwardStep:
-    """The arguments of one `forward_mqa`.
-
-    layer: geometry of the layer.
-    limits: limits of the workspace plan.
-    backend: the backend.
-    caches: window cache and compressed cache.
-    metadata: metadata of the step.
-    workspace: planned and locked workspace.
-    q: [T, H, D] bf16.
-    out: [T, H, D], written by each run.
-    attn_sink: [H] fp32.
-    topk_indices: [T, K] int32 for c4a layers, or None.
-    """
-
-    layer: LayerGeometry
-    limits: Limits
-    backend: Backend
-    caches: LayerCaches
-    metadata: AttentionMetadata
-    workspace: WorkspaceManager
-    q: Tensor
-    out: Tensor
-    attn_sink: Tensor
-    topk_indices: Tensor | None
+@frozen(eq=False, slots=False)
+class ForwardStep(ForwardCall):
+    """The arguments of one `forward_mqa`, which may run any number of times."""
 
     def run(self) -> None:
         """Run the step once."""
@@ -76,14 +54,14 @@ def make_forward_step(inputs: Inputs, backend: Backend) -> ForwardStep:
     workspace.reserve(plan_workspace(layer, limits, backend, window.cache.layout))
     workspace.lock()
     return ForwardStep(
-        layer,
-        limits,
-        backend,
+        inputs.q,
         LayerCaches(window.cache, rest[0].cache if rest else None),
         builder.build_for(batch, [layer.kind])[layer.kind],
+        complete(backend),
         workspace,
-        inputs.q,
         torch.empty_like(inputs.q),
+        layer,
+        limits,
         inputs.sink,
         rest[0].local.int() if layer.kind is LayerKind.CSA else None,
     )

@@ -92,9 +92,9 @@ def bench(
 ) -> None:
     """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (by default), or those below.
 
-    Every result is checked against an independent reference before and after it is timed. A wrong result gets no time,
-    and the exit code is 1. Times are medians of rounds in which all calls run in turn; the roofline is measured in the
-    same run.
+    Every result is compared before and after it is timed with that of the reference backend, which computes in fp32 and
+    which `dsv4attn conform reference` proves. A wrong result gets no time, and the exit code is 1. Times are medians of
+    rounds in which all calls run in turn; the roofline is measured in the same run.
 
     step: whole steps of forward_mqa, and their bare matrix products. scaling: batch, context, top-k and requests grow,
     and cliffs are listed, where time grows faster than work. host: time of a bound layer on the host.

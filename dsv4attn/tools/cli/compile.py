@@ -15,7 +15,7 @@ from attrs import asdict, field, frozen
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.tools.cli import FAILED, OK, print_json
 from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json, simple_table
-from dsv4attn.tools.cli.options import JSON, command_line, options, text
+from dsv4attn.tools.cli.options import JSON, choice, command_line, options, text
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -78,13 +78,12 @@ class _Job:
     ),
     text("--backend", help="Whose kernels.  [default: every backend that runs there]"),
     text("--model", "--preset", default="flash", help="flash, pro, or a file."),
-    click.option(
+    choice(
         "--dtype",
         "dtypes",
-        type=click.Choice(_DTYPES),
+        words=_DTYPES,
         multiple=True,
         default=_DTYPES[:1],
-        show_default=True,
         help="Of both caches, or V4.1's record of the compressed cache, beside v41_fp8: repeatable.",
     ),
     text("--kernel", "kernels", multiple=True, help="This one only: repeatable.  [default: all]"),

@@ -177,20 +177,21 @@ def _table(certificate: Certificate) -> Table:
     from rich.text import Text
 
     from dsv4attn.testing.cases import GROUPS
+    from dsv4attn.testing.conform import STATES
 
     caption = (
         "A case counts under each of its clauses. Nearest: largest error as a fraction of its budget, and its case."
     )
     table = simple_table(caption, padding=(0, 0, 0, 0))
     table.add_column("clauses", no_wrap=True, min_width=21)
-    for column in ("passed", "failed", "refused", "skipped"):
+    for column in STATES:
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     table.add_column("nearest to its budget", overflow="fold")
     for letter, title in GROUPS.items():
         mine = [o for o in certificate.outcomes if any(clause[0] == letter for clause in o.case.clauses)]
         if not mine:
             continue
-        counts = [sum(o.state == state for o in mine) for state in ("passed", "failed", "refused", "skipped")]
+        counts = [sum(o.state == state for o in mine) for state in STATES]
         measured = [o for o in mine if o.measure and o.measure.budget]
         worst = max(measured, key=lambda o: o.measure.fraction if o.measure else 0.0, default=None)
         near = " same bits" if counts[0] else ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve
 
+from dsv4attn.config import PHASES
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, print_json
@@ -20,7 +21,7 @@ from dsv4attn.tools.cli.common import (
     grid,
     reason_json,
 )
-from dsv4attn.tools.cli.options import JSON, MODEL, flag, integer, options, text
+from dsv4attn.tools.cli.options import JSON, MODEL, choice, flag, integer, options, text
 
 if TYPE_CHECKING:
     from dsv4attn.core.contract.device import DeviceFacts
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
+_DTYPES, _RECORDS = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32"), ("584/584", "528/528", "528/288")
 _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
 
 
@@ -39,25 +41,13 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
     MODEL,
     text("--layer", metavar="KIND", help="swa, c4a or c128a.  [default: c4a, or the kind with that ratio]"),
     integer("--ratio", least=0, help="Of V4.1's layers: 0, 1 or 2; 0 is swa.  [default: the kind's]"),
-    text("--phase", metavar=None, type=click.Choice(["decode", "prefill"]), default="decode", help="Which call."),
+    choice("--phase", words=PHASES, default="decode", help="Which call."),
     integer("--heads", help="Query heads on this device.  [default: the model's]"),
     integer("--topk", least=0, help="Selected entries.  [default: the model's]"),
     integer("--page-size", "swa_page_size", default=64, help="Of the window cache."),
     integer("--compressed-page-size", help="Of the other.  [default: 256 tokens' entries]"),
-    text(
-        "--dtype",
-        metavar=None,
-        type=click.Choice(["e4m3fn", "e4m3fnuz", "bfloat16", "float32"]),
-        default="e4m3fn",
-        help="Of both caches.",
-    ),
-    text(
-        "--records",
-        metavar=None,
-        type=click.Choice(["584/584", "528/528", "528/288"]),
-        default="584/584",
-        help="Bytes of the records of both caches.",
-    ),
+    choice("--dtype", words=_DTYPES, default="e4m3fn", help="Of both caches."),
+    choice("--records", words=_RECORDS, default=_RECORDS[0], help="Bytes of the records of both caches."),
     text("--q-dtype", default="bfloat16", help="Of the queries."),
     integer("--max-model-len", default=1_048_576, show_default=False, help="Longest sequence.  [default: 1,048,576]"),
     flag("--no-sink", help="The layer has no sinks."),
@@ -99,7 +89,7 @@ def explain(
 
     geometry = geometry_of(model)
     kind, ratio = _kind(geometry, layer, ratio)
-    if records != "584/584" and facts["dtype"] != "e4m3fn":
+    if records != _RECORDS[0] and facts["dtype"] != "e4m3fn":
         raise click.UsageError(f"--records {records} are of e4m3fn: leave out --dtype {facts['dtype']}")
     problem = Problem.of(geometry, kind, phase, compress_ratio=ratio, sink=not no_sink, **facts)
     problem = _with_records(problem, records)
@@ -136,7 +126,7 @@ def _kind(geometry: ModelGeometry, layer: str | None, ratio: int | None) -> tupl
 
 def _with_records(problem: Problem, records: str) -> Problem:
     """The problem with caches of these records, of interleaved scales if they are V4.1's."""
-    if records == "584/584":
+    if records == _RECORDS[0]:
         return problem
     from dsv4attn.core.cache.layout import KVCacheLayout
     from dsv4attn.core.contract.problem import CacheFacts

@@ -17,6 +17,7 @@ __all__ = [
     "OPTION",
     "STDOUT",
     "WholeNumber",
+    "choice",
     "command_line",
     "flag",
     "integer",
@@ -51,8 +52,13 @@ def options(*table: Option) -> Callable[[_Command], _Command]:
 
 
 def text(*names: str, help: str, metavar: str | None = "NAME", **more: Any) -> Option:  # noqa: A002, ANN401 - click's names
-    """An option that takes a word. With a default that is a word, its help shows the default."""
-    return click.option(*names, metavar=metavar, help=help, show_default="default" in more, **more)
+    """An option that takes a word. With a default, its help shows the default."""
+    return click.option(*names, metavar=metavar, help=help, **{"show_default": "default" in more, **more})
+
+
+def choice(*names: str, words: Sequence[str], help: str, **more: Any) -> Option:  # noqa: A002, ANN401 - click's names
+    """An option that takes one of some words."""
+    return text(*names, metavar=None, type=click.Choice(words), help=help, **more)
 
 
 def integer(
@@ -123,7 +129,7 @@ BENCH_JSON = text(
 DECIDED_BACKEND = text("--backend", help="Backend.  [default: as `dsv4attn explain` says]")
 FILTER = text("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
 MODEL = text("--model", default="flash", help="flash, pro, v4.1-flash, or a config.json.")
-OPTION = click.option(
+OPTION = text(
     "--option", "backend_options", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Option of the backend."
 )
 

@@ -27,10 +27,11 @@ _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged
 
 @click.command(short_help="Compare backends with the oracle, case by case.")
 @options(
-    click.option(
+    text(
         "--backends",
         metavar="NAME[:OPTION=VALUE],...",
         default=_FORMS,
+        show_default=False,
         help="Backends to compare.  [default: the reference in three of its forms]",
     ),
     text("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator each runs on, or cpu]"),
