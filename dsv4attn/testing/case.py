@@ -182,7 +182,7 @@ def chosen(cases: Iterable[Case], patterns: str | None) -> list[Case]:
     cases = list(cases)
     if not patterns:
         return cases
-    wanted = []
+    matching = []
     for pattern in filter(None, (text.strip() for text in patterns.split(","))):
         hits = [case for case in cases if _matches(case, pattern)]
         if not hits:
@@ -191,8 +191,8 @@ def chosen(cases: Iterable[Case], patterns: str | None) -> list[Case]:
             expected = f"clauses ({clauses}), their letters, areas ({areas}), or names of cases such as {cases[0].name}"
             hint = did_you_mean(pattern, {case.name for case in cases} | {area.value for area in Area})
             raise ArgumentError("filter", expected=expected, actual=f"{pattern!r}, which none has{hint}")
-        wanted += hits
-    return [case for case in cases if case in wanted]
+        matching += hits
+    return [case for case in cases if case in matching]
 
 
 def _matches(case: Case, pattern: str) -> bool:

@@ -185,7 +185,7 @@ def odd_cases() -> Iterator[Case]:
 
 def memory_cases() -> Iterator[Case]:
     """Workspace and addresses. They run last, because a backend that fails one may leave the device unusable."""
-    batches = (tuple((before, 1) for before in range(0, 600, 40)), ((0, 60),), ((590, 1), (0, 3), (300, 5)))
+    batches = (tuple((prefix, 1) for prefix in range(0, 600, 40)), ((0, 60),), ((590, 1), (0, 3), (300, 5)))
     for kind in KINDS:
         says = f"{kind}: batches within the limits run in a workspace planned once, which never grows"
         yield _memory(f"plan-{kind}", "W1", says, step(kind, *MIXED), check_memory.fits_the_plan(*batches))

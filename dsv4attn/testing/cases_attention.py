@@ -85,8 +85,8 @@ def _steps() -> Iterator[Case]:
         yield _case(Area.PREFILL, f"mixed-{kind}", "F2 M1", says, step(kind, *MIXED, (20, 4, 2), extra_rows=3))
     for kind in KINDS:
         says = f"{kind}: where q of prefill is given before norm and rotation, the answer and the caches are the same"
-        more: dict[str, Any] = {"raw_q": True, "poison": 0xFF, "extra_rows": 3, "sinks": SINKS, "topk": "holes"}
-        inputs = step(kind, *MIXED, (20, 4, 2), select=65, **more)
+        fields: dict[str, Any] = {"raw_q": True, "poison": 0xFF, "extra_rows": 3, "sinks": SINKS, "topk": "holes"}
+        inputs = step(kind, *MIXED, (20, 4, 2), select=65, **fields)
         yield _case(Area.PREFILL, f"raw-{kind}", "I7 F2 M1", says, inputs, reads_raw_q)
     for kind in KINDS:
         says = f"{kind}: one to four tokens of a request, verified in one step, equal the oracle and single steps"
@@ -139,14 +139,14 @@ def _windows() -> Iterator[Case]:
     for kind in ("swa", "c4a"):
         says = f"{kind}: no window has a key before its request's first position, be it decode or prefill"
         # rows behind the batch make the limits so large that gathered keys of all requests are in one chunk
-        more: dict[str, Any] = {"replay": (290, 0, 0, 100, 250), "extra_rows": 400, "poison": 0xFF}
-        inputs = step(kind, (300, 1), (9, 1), (0, 7), (130, 6), (250, 4), **more)
+        fields: dict[str, Any] = {"replay": (290, 0, 0, 100, 250), "extra_rows": 400, "poison": 0xFF}
+        inputs = step(kind, (300, 1), (9, 1), (0, 7), (130, 6), (250, 4), **fields)
         yield _case(Area.PREFILL, f"bounded-{kind}", "F10", says, inputs)
 
 
 def _ranks() -> Iterator[Case]:
     """Compressed entries divided between ranks. Some ranks have no key for a row, and some none at all."""
-    more: dict[str, Any] = {"sinks": SINKS, "topk": "holes", "select": 65, "extra_rows": 2, "poison": 0xFF}
+    fields: dict[str, Any] = {"sinks": SINKS, "topk": "holes", "select": 65, "extra_rows": 2, "poison": 0xFF}
     # short contexts, since each rank's history is inserted; the first request's token completes an entry
     for area, requests, size, run in (
         (Area.DECODE, ((35, 1), (9, 1), (1, 1)), 2, 1),
@@ -156,7 +156,7 @@ def _ranks() -> Iterator[Case]:
             f"{area.value}: parts of {size} ranks are attention over their own entries; merged by lse, and then with "
             "the sink, they are the whole"
         )
-        inputs = step("c4a", *requests, **more)
+        inputs = step("c4a", *requests, **fields)
         yield _case(area, f"ranks-{area.value}", "L7", says, inputs, over_ranks((size, run)), needs_lse=True)
 
 
@@ -185,8 +185,8 @@ def _apart(area: Area) -> Iterator[Case]:
     """Rows of tensors that are slices of wider ones."""
     of = area.value
     says = f"{of}: rows of q, out and lse lie apart, one at a time, and memory beside them stays"
-    one = call(PHASE[area], "holes", rows=5, sinks=SINKS)
-    yield _case(area, f"apart-call-{of}", "A7 F6", says, one, each_strided("q out lse", equals_oracle))
+    single = call(PHASE[area], "holes", rows=5, sinks=SINKS)
+    yield _case(area, f"apart-call-{of}", "A7 F6", says, single, each_strided("q out lse", equals_oracle))
     says = f"{of}: rows of tables and of indices lie apart, one at a time, and of all tensors together"
     check = each_strided("topk_indices block_table all", equals_oracle)
     # short prompts, so that all are in one chunk and a table of several rows is read
@@ -239,12 +239,12 @@ def _shapes(area: Area) -> Iterator[Case]:
 def _contents(area: Area) -> Iterator[Case]:
     """Contents of caches and indices."""
     batch, of = BOTH[area], area.value
-    more: dict[str, Any]
+    fields: dict[str, Any]
     for index_lists, clause in (("holes", "A1"), ("garbage", "A2")):
         says = f"{of}: entries stand anywhere among {'-1' if index_lists == 'holes' else 'numbers that name nothing'}"
         inputs = step("c4a", *batch, select=65, topk=index_lists, dead_block=2**30)
-        own = " A9" if area is Area.DECODE else ""
-        yield _case(area, f"indexer-{index_lists}-{of}", clause + own, says, inputs)
+        entry_clause = " A9" if area is Area.DECODE else ""
+        yield _case(area, f"indexer-{index_lists}-{of}", clause + entry_clause, says, inputs)
     for cache in ("fnuz", "interleaved"):
         says = f"{of} on {cache} records equals the oracle"
         yield _case(area, f"layout-{cache}-{of}", "C2 C5", says, step("c4a", *batch, cache=cache))
@@ -260,14 +260,16 @@ def _contents(area: Area) -> Iterator[Case]:
         says = f"{of}: entries of {ratio} tokens each, on V4.1's records, equal the oracle"
         for name in ("v41-v41", "v41-fp4-split"):
             first, second = V41_PAIRS[name]
-            more = {"cache": first, "compressed": second, "select": 65, "topk": "holes", "poison": 0xFF}
-            yield _case(area, f"ratio-{ratio}-{name}-{of}", "F5 C3 C6", says, step("c4a", *batch, ratio=ratio, **more))
+            fields = {"cache": first, "compressed": second, "select": 65, "topk": "holes", "poison": 0xFF}
+            yield _case(
+                area, f"ratio-{ratio}-{name}-{of}", "F5 C3 C6", says, step("c4a", *batch, ratio=ratio, **fields)
+            )
     for cache, byte in (("ocp", 0xFF), ("fnuz", 0x80), ("bf16", 0xFF), ("v41", 0xFF), ("v41-fp4", 0xFF)):
         window, entries = V41_PAIRS.get(cache, (cache, cache))
         says = f"{of}: bytes 0x{byte:02X} over everything that no query names change no bit of the answer"
         last = (40, 3, 2) if area is Area.PREFILL else (40, 1, 1)
-        more = {"cache": window, "compressed": entries, "topk": "holes", "select": 65, "extra_rows": 2}
-        inputs = step("c4a", *batch, last, **more)
+        fields = {"cache": window, "compressed": entries, "topk": "holes", "select": 65, "extra_rows": 2}
+        inputs = step("c4a", *batch, last, **fields)
         check = same_bits(f"with 0x{byte:02X} everywhere else", {"poison": byte})
         yield _case(area, f"poison-{cache}-{of}", "C6 B2", says, inputs, check)
     says = f"{of}: pages in another order, further apart, with others between them, give the same bits"
@@ -279,12 +281,12 @@ def _contents(area: Area) -> Iterator[Case]:
     for kind in KINDS:
         inputs = step(kind, *batch, outliers=True, sinks=SINKS)
         yield _case(area, f"magnitudes-{kind}-{of}", "M2 S5", says, inputs)
-    padding = tuple((before, n, n) for before, n, *_ in batch)
+    padding = tuple((prefix, n, n) for prefix, n, *_ in batch)
     says = f"{of}: a batch of nothing but padding, as a graph is captured with, gives zeros"
     inputs = step("c4a", *padding, poison=0xFF, topk="garbage", extra_rows=3)
     yield _case(area, f"padding-{of}", "B2 B3", says, inputs)
     says = f"{of}: rows of padding between others are exactly 0, and the others unharmed"
-    some = tuple((before, n, n if i % 2 else 0) for i, (before, n, *_) in enumerate(batch))
+    some = tuple((prefix, n, n if i % 2 else 0) for i, (prefix, n, *_) in enumerate(batch))
     yield _case(area, f"padded-rows-{of}", "B2", says, step("c128a", *some, extra_rows=5))
 
 

@@ -73,15 +73,15 @@ LONG = ((69_974, 10), (65_535, 1), (65_528, 17))
 def compressing(kind: str, cache: str, **fields: object) -> CompressorStep:
     """A compressor of keys (`cache` of `case inputs.layout`), or with kind "index" of index keys (`index_layout`)."""
     indexer = kind == "index"
-    made: dict[str, object] = {
+    defaults: dict[str, object] = {
         "geometry": flash("c4a" if indexer else kind),
         "layout": index_layout(cache) if indexer else layout(cache),
         "kind": "c4a" if indexer else kind,
         "indexer": indexer,
     }
     if kind == "c128a":
-        made |= {"requests": ((0, 130), (127, 1), (250, 8), (300, 90)), "state_page": 8, "entry_page": 2}
-    return CompressorStep(**{**made, **fields})  # type: ignore[arg-type]
+        defaults |= {"requests": ((0, 130), (127, 1), (250, 8), (300, 90)), "state_page": 8, "entry_page": 2}
+    return CompressorStep(**{**defaults, **fields})  # type: ignore[arg-type]
 
 
 # states
@@ -318,8 +318,8 @@ def hyper_cases() -> Iterator[Case]:
 def step_memory_cases() -> Iterator[Case]:
     """Temporaries of the layer ops, with sizes at which a step in torch that is not cut into tiles holds too much."""
     says = "temporaries of the steps stay within transient_bytes"
-    one = compressing("c4a", "ocp")
-    yield _layer("temporaries-compressor", "W5", says, one, layer_temporaries(27, saves_and_compresses))
+    step = compressing("c4a", "ocp")
+    yield _layer("temporaries-compressor", "W5", says, step, layer_temporaries(27, saves_and_compresses))
     many = queries("mxfp4", count=1031, heads=64)
     yield _layer("temporaries-indexer", "W5", says, many, layer_temporaries(1031, run_queries))
     entries = selecting(requests=((3000, 70),), heads=64, topk=512)

@@ -68,7 +68,7 @@ def reads_raw_q(bench: Bench, inputs: StepFixture) -> Measure:
         raise SkipCase("does not apply: the backend takes no q before its norm for this step")
     plain = attrs.evolve(inputs, raw_q=False).problem(bench.backend)
     pairs = zip(problem.caches.segments(inputs.layer), plain.caches.segments(inputs.layer), strict=True)
-    if not all(torch.equal(bits(body(one)), bits(body(other))) for one, other in pairs):
+    if not all(torch.equal(bits(body(raw)), bits(body(prepared))) for raw, prepared in pairs):
         raise Wrong("an insert of keys alone writes other bytes than one with queries")
     return judged(inputs, problem.answer(bench))
 
@@ -90,14 +90,14 @@ def sink_matters(bench: Bench, inputs: StepFixture) -> Measure:
     sinks = [0.0] * inputs.layer.num_heads
     for head in range(inputs.layer.num_heads):
         sinks[head] = 3.0 - head % 7
-    other = attrs.evolve(inputs, sinks=sinks)
-    (out, lse), (changed, same) = run(bench, inputs), run(bench, other)
+    with_other_sinks = attrs.evolve(inputs, sinks=sinks)
+    (out, lse), (changed, same) = run(bench, inputs), run(bench, with_other_sinks)
     rows = [row for row, token in enumerate(inputs.tokens) if token.valid]
     if not (out[rows] != changed[rows]).flatten(1).any(1).all():
         raise Wrong("changing the sink does not change the output")
     if lse is not None and same is not None and not torch.equal(bits(lse), bits(same)):
         raise Wrong("changing the sink changes the lse")
-    return worst_of(judged(inputs, (out, lse)), judged(other, (changed, same)))
+    return worst_of(judged(inputs, (out, lse)), judged(with_other_sinks, (changed, same)))
 
 
 def slices_of_heads(bench: Bench, inputs: StepFixture) -> Measure:
@@ -121,17 +121,17 @@ def largest_logits(bench: Bench, call: SingleCall) -> Measure:
     if not bench.backend.capabilities.max_logits:
         raise SkipCase("does not apply: this backend gives no largest logits")
     measures = []
-    for one in (call, attrs.evolve(call, pattern="lone")):
-        top = torch.full((one.rows, one.layer.num_heads), torch.nan, dtype=torch.float32, device=one.device)
-        result = one.run(bench, max_logits=top)
-        require_same_bits("without max_logits", one.run(bench), result)
-        measures.append(judged(one, result))
-        found, wanted = top.double().cpu().numpy(), one.largest
+    for variant in (call, attrs.evolve(call, pattern="lone")):
+        top = torch.full((variant.rows, variant.layer.num_heads), torch.nan, dtype=torch.float32, device=variant.device)
+        result = variant.run(bench, max_logits=top)
+        require_same_bits("without max_logits", variant.run(bench), result)
+        measures.append(judged(variant, result))
+        actual, expected = top.double().cpu().numpy(), variant.largest
         with np.errstate(invalid="ignore"):
-            errors = np.where(np.isneginf(found) & np.isneginf(wanted), 0.0, np.abs(found - wanted))
+            errors = np.where(np.isneginf(actual) & np.isneginf(expected), 0.0, np.abs(actual - expected))
         error, (row, head) = worst_error(errors)
-        where = f"max_logits of row {row}, head {head}: {found[row, head]:.6g}, expected {wanted[row, head]:.6g}"
-        measures.append(Measure(error, one.budget).hold(where))
+        where = f"max_logits of row {row}, head {head}: {actual[row, head]:.6g}, expected {expected[row, head]:.6g}"
+        measures.append(Measure(error, variant.budget).hold(where))
     return worst_of(*measures)
 
 
@@ -140,11 +140,11 @@ def lse_of_empty_rows(bench: Bench, call: SingleCall) -> Measure:
     if not bench.backend.capabilities.empty_lse:
         raise SkipCase("does not apply: this backend's rows without keys have lse -inf")
     out, lse = call.run(bench)
-    other, other_lse = call.run(bench, empty_lse=np.inf)
+    out_again, lse_again = call.run(bench, empty_lse=np.inf)
     assert lse is not None
-    assert other_lse is not None
+    assert lse_again is not None
     measure = judged(call, (out, lse))
-    require_same_bits("with an empty_lse", (other, other_lse), (out, lse.masked_fill(lse == -np.inf, np.inf)))
+    require_same_bits("with an empty_lse", (out_again, lse_again), (out, lse.masked_fill(lse == -np.inf, np.inf)))
     return measure
 
 
@@ -207,8 +207,8 @@ def sharded(count: int) -> Callable[[Bench, SingleCall], Measure]:
         outs, lses = [], []
         for shard in range(count):
             index_lists = [
-                IndexLists(np.where(own == shard, one.slots, -1), one.lens)
-                for own, one in zip(owner, call.index_lists, strict=True)
+                IndexLists(np.where(owners == shard, lists.slots, -1), lists.lens)
+                for owners, lists in zip(owner, call.index_lists, strict=True)
             ]
             out, lse = plain.run(bench, index_lists)
             assert lse is not None
@@ -277,14 +277,14 @@ def layers_share(bench: Bench, inputs: StepFixture) -> Measure:
     and the second time in one of its own. The workspace is not in debug mode, so prepared calls and index ops are
     used again.
     """
-    scenes = [attrs.evolve(inputs, seed=inputs.seed + n, pages_of=inputs if n else None) for n in range(LAYERS)]
-    problems = [each.problem(bench.backend) for each in scenes]
+    steps = [attrs.evolve(inputs, seed=inputs.seed + n, pages_of=inputs if n else None) for n in range(LAYERS)]
+    problems = [step.problem(bench.backend) for step in steps]
     first = problems[0]
     # the caller's buffer: each layer's indexer writes into it
     buffer = None if first.topk_indices is None else first.topk_indices.clone()
     workspace = first.workspace(bench.backend, debug=False)
     measures, results = [], list[tuple[ForwardArgs, object]]()
-    for n, (one, problem) in enumerate(chain.from_iterable(repeat([*zip(scenes, problems, strict=True)], 2))):
+    for n, (step, problem) in enumerate(chain.from_iterable(repeat([*zip(steps, problems, strict=True)], 2))):
         if buffer is not None and problem.topk_indices is not None:
             buffer = buffer.copy_(problem.topk_indices) if n < LAYERS else problem.topk_indices.clone()
         layer = attrs.evolve(
@@ -293,7 +293,7 @@ def layers_share(bench: Bench, inputs: StepFixture) -> Measure:
         out, lse = layer.answer(bench, workspace)
         results.append((layer, (out, lse)))  # alive, so that no two layers have one address
         try:
-            measures.append(judged(one, (out, lse)))
+            measures.append(judged(step, (out, lse)))
         except Wrong as wrong:
             raise Wrong(f"layer {n % LAYERS}, time {n // LAYERS + 1}: {wrong}", wrong.measure) from wrong
     return worst_of(*measures)

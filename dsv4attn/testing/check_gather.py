@@ -33,7 +33,7 @@ def gathers(bench: Bench, rows: CacheRows) -> Measure:
     """`dequantize_and_gather_k_cache` makes rows of records bit for bit, and touches no other row."""
     bench.require_gathering()
     size = rows.placement.block_size
-    oracle_cache = rows.blank().write(np.arange(rows.blocks * size), _book_rows(rows))
+    oracle_cache = rows.blank().write(np.arange(rows.blocks * size), _random_rows(rows))
     rng = np.random.default_rng((rows.seed, 26))
     seq_lens, takes = 1 + np.arange(rows.requests) % 3, np.ones(rows.requests, dtype=np.int64)
     seq_lens[:5], takes[:5] = [2 * size, 1, 0, size + 1, 3 * size // 2], [size + 1, 1, 0, 2, 0]
@@ -49,7 +49,7 @@ def gathers_long(bench: Bench, rows: CacheRows) -> Measure:
     """More than 1,024 records of a request, and the last ones of sequences whose block table is long."""
     bench.require_gathering()
     size = rows.placement.block_size
-    oracle_cache = rows.blank().write(np.arange(rows.blocks * size), _book_rows(rows))
+    oracle_cache = rows.blank().write(np.arange(rows.blocks * size), _random_rows(rows))
     seq_lens, takes = np.array([LONG * size, 1031 * size - 3, 70]), np.array([3, 1031, 70])
     tables = np.random.default_rng((rows.seed, 29)).integers(0, rows.blocks, (3, LONG))
     _gather(bench, rows, oracle_cache, tables, rows.tensor(tables).int(), seq_lens, takes, 2)
@@ -67,26 +67,26 @@ def _gather(
     offset: int,
 ) -> None:
     """Gather, and compare every row with the oracle cache."""
-    size, taken = rows.placement.block_size, seq_lens if lens is None else lens
-    shape = len(seq_lens), offset + int(taken.max()) + 4, rows.layer.head_dim
+    size, counts = rows.placement.block_size, seq_lens if lens is None else lens
+    shape = len(seq_lens), offset + int(counts.max()) + 4, rows.layer.head_dim
     out = torch.full(shape, math.nan, dtype=rows.layout.row_dtype, device=rows.device)
-    wanted = out.double().cpu().numpy()
+    expected = out.double().cpu().numpy()
     gather = None if lens is None else rows.tensor(lens).int()
     bench.backend.dequantize_and_gather_k_cache(
         out, oracle_cache.cache, rows.tensor(seq_lens).int(), gather, table, offset
     )
-    for i, (length, count) in enumerate(zip(seq_lens, taken, strict=True)):
+    for i, (length, count) in enumerate(zip(seq_lens, counts, strict=True)):
         for j in range(count):
             position = length - count + j
-            wanted[i, offset + j] = oracle_cache.values[tables[i, position // size] * size + position % size]
-    hold_equal(out, wanted, _place)
+            expected[i, offset + j] = oracle_cache.values[tables[i, position // size] * size + position % size]
+    hold_equal(out, expected, _place)
 
 
 def _place(place: tuple[int, ...]) -> str:
     return "request {}, row {}, column {}".format(*place)
 
 
-def _book_rows(rows: CacheRows) -> F64:
+def _random_rows(rows: CacheRows) -> F64:
     return normal((rows.seed, 27), np.arange(rows.blocks * rows.placement.block_size), rows.layer.head_dim)
 
 
@@ -114,7 +114,7 @@ def gathers_within(bench: Bench, rows: CacheRows) -> Measure:
     shape = len(SEQ_LENS) + 2, ROWS + 2, dim
     for lens, offset in ((None, 0), (gather_lens, 0), (gather_lens, 4), (None, ROWS), (gather_lens, ROWS + 1)):
         memory = torch.full(shape, UNTOUCHED, dtype=rows.layout.row_dtype, device=rows.device)
-        wanted = memory.double().cpu().numpy()
+        expected = memory.double().cpu().numpy()
         bench.backend.dequantize_and_gather_k_cache(
             memory[1:-1, 1:-1], oracle_cache.cache, seq_lens, lens, table, offset
         )
@@ -123,12 +123,12 @@ def gathers_within(bench: Bench, rows: CacheRows) -> Measure:
             for j in range(ROWS - offset):
                 position = max(seq_len, 0) - count + j
                 if j < count and 0 <= position < table.shape[1] * size:
-                    wanted[1 + i, 1 + offset + j] = oracle_cache.values[
+                    expected[1 + i, 1 + offset + j] = oracle_cache.values[
                         blocks[i, position // size] * size + position % size
                     ]
-        found = memory.double().cpu().numpy()
-        if not np.array_equal(found, wanted):
-            i, row = (int(axis[0]) for axis in (found != wanted).any(-1).nonzero())
+        actual = memory.double().cpu().numpy()
+        if not np.array_equal(actual, expected):
+            i, row = (int(axis[0]) for axis in (actual != expected).any(-1).nonzero())
             lengths = f"seq_len {SEQ_LENS[i - 1]}, gather_len {GATHER_LENS[i - 1] if lens is not None else None}"
             where = (
                 f"request {i - 1} of {len(SEQ_LENS)}, row {row - 1} of {ROWS}"
@@ -150,7 +150,8 @@ def fills(bench: Bench, rows: CacheRows) -> Measure:
     window = KVCacheLayout.v41_fp8() if rows.layout.name == "v41_fp4" else rows.layout
     size = rows.placement.block_size
     oracle_caches = [
-        _book(attrs.evolve(rows, seed=rows.seed + i), each) for i, each in enumerate((window, rows.layout))
+        _full_cache(attrs.evolve(rows, seed=rows.seed + i), cache_layout)
+        for i, cache_layout in enumerate((window, rows.layout))
     ]
     # tokens before the step, those of the step that are computed, and those behind the chunk
     whole = [(0, 3, 0), (17, 6, 0), (2 * size, 1, 0), (9, 0, 0), (1, 2, 0)]
@@ -171,9 +172,9 @@ class _Chunk:
 
     def check(self) -> None:
         """Fill, and compare rows and lists. Raises Wrong."""
-        before, counts, tails = self.requests.T
-        rng, ends = np.random.default_rng((self.rows.seed, 41, self.number)), before + counts
-        gathers = np.where(counts > 0, counts + np.minimum(before, WINDOW - 1), 0)
+        prefixes, counts, tails = self.requests.T
+        rng, ends = np.random.default_rng((self.rows.seed, 41, self.number)), prefixes + counts
+        gathers = np.where(counts > 0, counts + np.minimum(prefixes, WINDOW - 1), 0)
         tokens, entries = int(counts.sum()), ends // RATIO
         # a row more than the host knows of
         offset, total = int(entries.max()) + 1, int(entries.max()) + 2 + int(gathers.max())
@@ -181,7 +182,7 @@ class _Chunk:
         pages = [
             PageTable(self._ints(table)[:, :-1], self.rows.placement.block_size, self.rows.blocks) for table in tables
         ]
-        seen = np.concatenate([(b + 1 + np.arange(n)) // RATIO for b, n in zip(before, counts, strict=True)])
+        seen = np.concatenate([(b + 1 + np.arange(n)) // RATIO for b, n in zip(prefixes, counts, strict=True)])
         starts = 3 + np.concatenate([[0], np.cumsum(counts + tails)])
         kv = torch.full((len(counts), total, self.rows.layer.head_dim), math.nan, dtype=self.row_dtype, device="cpu")
         width = TOPK + WINDOW + 2
@@ -191,7 +192,7 @@ class _Chunk:
             flat = RaggedIndices(self._ints(np.full(tokens * width, 7)), self._ints(np.full(tokens + 1, 7)), width)
         chunk_tokens = ChunkTokens(
             seq_lens=self._ints(ends + tails),
-            gather_lens=self._ints(np.where(counts > 0, counts + tails + np.minimum(before, WINDOW - 1), 0)),
+            gather_lens=self._ints(np.where(counts > 0, counts + tails + np.minimum(prefixes, WINDOW - 1), 0)),
             query_start_loc=self._ints(starts),
             visible_lens=self._ints(seen),
             is_valid=self.rows.tensor(np.arange(tokens) % 4 != 2),
@@ -253,19 +254,19 @@ class _Chunk:
     def _judge_lists(self, chunk: ChunkRows, topk: Tensor, tokens: ChunkTokens) -> None:
         """Lists are those of `core.torch_ops.index_ops`."""
         rows, dense = tokens.rows, chunk.combined
-        wanted = torch.full_like(dense.indices, 7), torch.full_like(dense.lens, 7)
-        indices.combine_topk_swa_indices(topk, tokens, out=wanted, swa=chunk.swa, compressed=chunk.compressed)
-        pairs = {"lists": (dense.indices, wanted[0]), "lengths of lists": (dense.lens, wanted[1])}
+        expected = torch.full_like(dense.indices, 7), torch.full_like(dense.lens, 7)
+        indices.combine_topk_swa_indices(topk, tokens, out=expected, swa=chunk.swa, compressed=chunk.compressed)
+        pairs = {"lists": (dense.indices, expected[0]), "lengths of lists": (dense.lens, expected[1])}
         if chunk.ragged is not None:
             flat = torch.full_like(chunk.ragged.indices, 7), torch.full_like(chunk.ragged.indptr, 7)
-            indices.build_ragged_indices_from_dense(*wanted, chunk.kv.shape[0] * rows, out=flat)
+            indices.build_ragged_indices_from_dense(*expected, chunk.kv.shape[0] * rows, out=flat)
             end = int(flat[1][-1])
             pairs |= {"ragged lists": (chunk.ragged.indices[:end], flat[0][:end])}
             pairs |= {"starts of ragged lists": (chunk.ragged.indptr, flat[1])}
-        for what, (found, right) in pairs.items():
-            if not torch.equal(found, right):
-                place = tuple(int(axis[0]) for axis in (found != right).nonzero(as_tuple=True))
-                got, want = int(found[place]), int(right[place])
+        for what, (actual, right) in pairs.items():
+            if not torch.equal(actual, right):
+                place = tuple(int(axis[0]) for axis in (actual != right).nonzero(as_tuple=True))
+                got, want = int(actual[place]), int(right[place])
                 raise Wrong(f"chunk {self.number}, {what}, place {place}: {got}, expected {want}")
 
     def _judge_rows(
@@ -276,7 +277,7 @@ class _Chunk:
         gathers: NDArray[np.int64],
     ) -> None:
         """Rows are the records of both caches, and NaN, which was there before, where no record is."""
-        wanted = np.full(tuple(chunk.kv.shape), math.nan)
+        expected = np.full(tuple(chunk.kv.shape), math.nan)
         for i, (end, count) in enumerate(zip(ends, gathers, strict=True)):
             places = [(1, j, j) for j in range(end // RATIO)]
             places += [(0, end - count + j, chunk.tokens.offset + j) for j in range(count)]
@@ -284,11 +285,11 @@ class _Chunk:
                 column, offset = divmod(record, self.rows.placement.block_size)
                 block = tables[cache][i, column] if column < tables[cache].shape[1] - 1 else -1
                 if 0 <= block < self.rows.blocks:
-                    wanted[i, row] = self.oracle_caches[cache].values[block * self.rows.placement.block_size + offset]
-        hold_equal(chunk.kv, wanted, lambda place: f"chunk {self.number}, {_place(place)}")
+                    expected[i, row] = self.oracle_caches[cache].values[block * self.rows.placement.block_size + offset]
+        hold_equal(chunk.kv, expected, lambda place: f"chunk {self.number}, {_place(place)}")
 
 
-def _book(rows: CacheRows, layout: KVCacheLayout) -> OracleCache:
+def _full_cache(rows: CacheRows, layout: KVCacheLayout) -> OracleCache:
     slots = np.arange(rows.blocks * rows.placement.block_size)
     keys: F64 = normal((rows.seed, 42), slots, rows.layer.head_dim)
     return attrs.evolve(rows, layout=layout).blank().write(slots, keys)

@@ -143,25 +143,25 @@ class CacheRows(CaseInput):
 
 def quantises(bench: Bench, rows: CacheRows) -> Measure:
     """`quantize_and_insert_k_cache` writes the bytes of the format, and nothing else."""
-    wanted = rows.blank().write(rows.slots, rows.keys)
+    expected = rows.blank().write(rows.slots, rows.keys)
     cache, strided = rows.blank(), StridedTensors(rows.strided)
     keys = strided("k", rows.tensor(rows.keys, rows.dtype))
     with unchanged(k=keys):
         bench.backend.quantize_and_insert_k_cache(keys, cache.cache, rows.tensor(rows.slots))
     strided.check()
-    return same_pages(rows, cache.bytes(), wanted.bytes())
+    return same_pages(rows, cache.bytes(), expected.bytes())
 
 
-def same_pages(rows: CacheRows, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> Measure:
+def same_pages(rows: CacheRows, actual: NDArray[np.uint8], expected: NDArray[np.uint8]) -> Measure:
     """Pages, and the gaps behind them, hold the wanted bytes."""
-    if np.array_equal(found, wanted):
+    if np.array_equal(actual, expected):
         return Measure()
-    page, byte = (int(i[0]) for i in np.nonzero(found != wanted))
-    count, size = int((found != wanted).sum()), rows.placement.block_size
+    page, byte = (int(i[0]) for i in np.nonzero(actual != expected))
+    count, size = int((actual != expected).sum()), rows.placement.block_size
     owner = [o for o in range(size) if byte in place_of(rows.layout, o, size)]
     what = f"slot {page * size + owner[0]}" if owner else "no slot at all"
     message = f"{count} bytes differ, first byte {byte} of page {page} ({what}): "
-    raise Wrong(f"{message}{int(found[page, byte])}, expected {int(wanted[page, byte])}")
+    raise Wrong(f"{message}{int(actual[page, byte])}, expected {int(expected[page, byte])}")
 
 
 def insert(
@@ -172,11 +172,11 @@ def insert(
     positions: NDArray[np.int64] | None = None,
 ) -> Tensor:
     """Run the fused step; returns q. Raises Wrong if kv was changed. positions: other than those of the rows."""
-    strided, given = StridedTensors(rows.strided), rows.tensor(rows.positions if positions is None else positions)
+    strided, places = StridedTensors(rows.strided), rows.tensor(rows.positions if positions is None else positions)
     q, kv = strided("q", rows.tensor(rows.queries, rows.dtype)), strided("kv", rows.tensor(rows.keys, rows.dtype))
     table = strided("cos_sin_cache", rows.tensor(rows.table, torch.float32))
     with unchanged(kv=kv):
-        bench.backend.qnorm_rope_kv_insert(q, kv, cache, rows.tensor(slots), given, table, rows.layer.q_eps)
+        bench.backend.qnorm_rope_kv_insert(q, kv, cache, rows.tensor(slots), places, table, rows.layer.q_eps)
     strided.check()
     return q
 
@@ -184,12 +184,12 @@ def insert(
 def judge_queries(rows: CacheRows, q: Tensor) -> Measure:
     """Norm and rotation in fp32, rounded to q's dtype: at most twice, once for each."""
     unit = 2 * BF16 if rows.dtype == torch.bfloat16 else FP32_STEPS
-    worst, found = Measure(0.0, unit), q.double().cpu().numpy()
+    worst, actual = Measure(0.0, unit), q.double().cpu().numpy()
     for i in range(rows.count):
-        wanted = oracle.q_norm_rope(rows.queries[i], *rows.turn(i), rows.layer.rope_dim, rows.layer.q_eps)
-        errors = np.abs(found[i] - wanted) / (_magnitudes(wanted, rows.layer.rope_dim) + 2.0**-126)
+        expected = oracle.q_norm_rope(rows.queries[i], *rows.turn(i), rows.layer.rope_dim, rows.layer.q_eps)
+        errors = np.abs(actual[i] - expected) / (_magnitudes(expected, rows.layer.rope_dim) + 2.0**-126)
         error, (head, dim) = worst_error(errors)
-        got, want = found[i, head, dim], wanted[head, dim]
+        got, want = actual[i, head, dim], expected[head, dim]
         where = f"q of row {i}, head {head}, dim {dim}: {got:.6g}, expected {want:.6g}"
         worst = worst_of(worst, Measure(error, unit).hold(where))
     return worst
@@ -225,34 +225,34 @@ def inserts_both(bench: Bench, rows: CacheRows) -> Measure:
 def inserts_nothing(bench: Bench, rows: CacheRows) -> Measure:
     """An insert of no rows, and one of queries without slots, leave the cache as it is."""
     oracle_cache = rows.blank().write(rows.slots, rows.keys)
-    before, none = oracle_cache.bytes(), attrs.evolve(rows, count=0)
+    old_pages, none = oracle_cache.bytes(), attrs.evolve(rows, count=0)
     insert(bench, none, oracle_cache.cache, none.slots)
     q = insert(bench, rows, oracle_cache.cache, none.slots)
-    same_pages(rows, oracle_cache.bytes(), before)
+    same_pages(rows, oracle_cache.bytes(), old_pages)
     return judge_queries(rows, q)
 
 
 def quantises_nothing(bench: Bench, rows: CacheRows) -> Measure:
     """No keys, and keys without slots, leave the cache as it is."""
     oracle_cache = rows.blank().write(rows.slots, rows.keys)
-    before = oracle_cache.bytes()
+    old_pages = oracle_cache.bytes()
     none = rows.tensor(rows.slots[:0])
     for count in (0, rows.count):
         bench.backend.quantize_and_insert_k_cache(rows.tensor(rows.keys[:count], rows.dtype), oracle_cache.cache, none)
-    return same_pages(rows, oracle_cache.bytes(), before)
+    return same_pages(rows, oracle_cache.bytes(), old_pages)
 
 
 def judge_records(rows: CacheRows, oracle_cache: OracleCache, slots: NDArray[np.int64]) -> Measure:
     """Records are the rotated keys of their rows. slots: the slot mapping of the call; slots of rows are judged."""
     nope, rope = rows.layer.nope_dim, rows.layer.rope_dim
     turned = np.stack([oracle.apply_rope(row, *rows.turn(i), rope) for i, row in enumerate(rows.keys)])
-    wanted = rows.blank().write(rows.slots, turned)
+    expected = rows.blank().write(rows.slots, turned)
     size, unit = rows.placement.block_size, FP32_STEPS if rows.layout.dtype == torch.float32 else 2 * BF16
     width = rows.layout.dtype.itemsize if not rows.layout.is_quantised else 1
     tail = slice(nope * width, rows.layout.data_bytes)
     rope_dtype = torch.bfloat16 if rows.layout.is_quantised else rows.layout.dtype
     worst = Measure(0.0, unit)
-    got_pages, want_pages = oracle_cache.bytes(), wanted.bytes()
+    got_pages, want_pages = oracle_cache.bytes(), expected.bytes()
     for i, slot in enumerate(slots):
         if slot != rows.slots[i]:
             continue  # no slot at all
@@ -290,25 +290,25 @@ def writes_only_its_slots(bench: Bench, rows: CacheRows) -> Measure:
     """Slots that are negative or do not exist, and rows behind the slots, write nothing."""
     slots = _wild(rows)
     live = _live(rows, slots)
-    (wanted, _), (oracle_cache, cache) = _with_a_page_behind(rows), _with_a_page_behind(rows)
-    wanted.write(slots[live], rows.keys[live])
+    (expected, _), (oracle_cache, cache) = _with_a_page_behind(rows), _with_a_page_behind(rows)
+    expected.write(slots[live], rows.keys[live])
     bench.backend.quantize_and_insert_k_cache(
         rows.tensor(rows.keys, rows.dtype)[: len(slots)], cache, rows.tensor(slots)
     )
-    return same_pages(rows, oracle_cache.bytes(), wanted.bytes())
+    return same_pages(rows, oracle_cache.bytes(), expected.bytes())
 
 
 def inserts_only_its_slots(bench: Bench, rows: CacheRows) -> Measure:
     """In the fused step all queries are processed, keys with real slots are written, and nothing else is."""
     slots = _wild(rows)
     oracle_cache, cache = _with_a_page_behind(rows)
-    before = oracle_cache.bytes()
+    old_pages = oracle_cache.bytes()
     measure = judge_queries(rows, insert(bench, rows, cache, slots))
     size = rows.placement.block_size
-    allowed = np.zeros(before.shape, dtype=bool)
+    allowed = np.zeros(old_pages.shape, dtype=bool)
     for slot in slots[_live(rows, slots)]:
         allowed[int(slot) // size, place_of(rows.layout, int(slot) % size, size)] = True
-    wrong = np.argwhere((oracle_cache.bytes() != before) & ~allowed)
+    wrong = np.argwhere((oracle_cache.bytes() != old_pages) & ~allowed)
     if len(wrong):
         page, byte = wrong[0].tolist()
         raise Wrong(f"{len(wrong)} bytes were written that belong to no slot of the step, first {byte} of page {page}")
@@ -327,9 +327,9 @@ def inserts_without_positions_of_padding(bench: Bench, rows: CacheRows) -> Measu
     padding, positions = stale_rows(rows.count, rows.positions)
     slots = np.where(padding, -1, rows.slots)
     oracle_cache, other = rows.blank(), rows.blank()
-    q, wanted = insert(bench, rows, oracle_cache.cache, slots, positions), insert(bench, rows, other.cache, slots)
+    q, expected = insert(bench, rows, oracle_cache.cache, slots, positions), insert(bench, rows, other.cache, slots)
     live = rows.tensor(np.flatnonzero(~padding))
-    if not torch.equal(q[live], wanted[live]):
+    if not torch.equal(q[live], expected[live]):
         raise Wrong("a position of padding changed q of another row")
     return same_pages(rows, oracle_cache.bytes(), other.bytes())
 
@@ -340,12 +340,12 @@ def _live(rows: CacheRows, slots: I64) -> I64:
 
 def far_inserts(bench: Bench, rows: CacheRows) -> Measure:
     """Records are written to pages behind 2^31 and 2^32 bytes."""
-    wanted = rows.blank().write(rows.slots, rows.keys).bytes()
+    expected = rows.blank().write(rows.slots, rows.keys).bytes()
     oracle_cache = rows.blank()
     bench.backend.quantize_and_insert_k_cache(
         rows.tensor(rows.keys, rows.dtype), oracle_cache.cache, rows.tensor(rows.slots)
     )
-    return same_pages(rows, oracle_cache.bytes(), wanted)
+    return same_pages(rows, oracle_cache.bytes(), expected)
 
 
 def far_rotated(bench: Bench, rows: CacheRows) -> Measure:
@@ -355,8 +355,8 @@ def far_rotated(bench: Bench, rows: CacheRows) -> Measure:
     return judge_records(rows, oracle_cache, rows.slots)
 
 
-def rows(cache: str = "ocp", *, heads: int = HEADS, page: int = 64, **more: Any) -> CacheRows:  # noqa: ANN401 - fields of Rows
+def rows(cache: str = "ocp", *, heads: int = HEADS, page: int = 64, **fields: Any) -> CacheRows:  # noqa: ANN401 - fields of Rows
     """Rows for an op around attention."""
     return CacheRows(
-        **{"geometry": flash("swa", heads), "layout": layout(cache), "placement": PagePlacement(page), **more}
+        **{"geometry": flash("swa", heads), "layout": layout(cache), "placement": PagePlacement(page), **fields}
     )

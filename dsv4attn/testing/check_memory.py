@@ -110,10 +110,10 @@ class _Meter(TorchDispatchMode):
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        given = {storage._cdata for leaf in tree_leaves((args, kwargs)) for storage in _storage(leaf)}  # noqa: SLF001
+        argument_storages = {storage._cdata for leaf in tree_leaves((args, kwargs)) for storage in _storage(leaf)}  # noqa: SLF001
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in given:  # noqa: SLF001
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in argument_storages:  # noqa: SLF001
                 storage = tensor.untyped_storage()
                 self._storages[key] = StorageWeakRef(storage), storage.nbytes()
         self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
@@ -130,8 +130,8 @@ def temporaries(bench: Bench, inputs: StepFixture) -> Measure:
     with meter:
         out, lse = problem.run(bench.backend, workspace, with_lse=bench.lse)
     # not counted: the results, which are the caller's, and the small tensors that core makes once a step
-    mine = out.nbytes + lse.nbytes + 2**16
-    used = max(meter.peak - mine, 0)
+    result_bytes = out.nbytes + lse.nbytes + 2**16
+    used = max(meter.peak - result_bytes, 0)
     where = f"{used} bytes of temporaries, transient_bytes says {allowed}"
     return _within(used, allowed).hold(where)
 
@@ -156,9 +156,9 @@ class _Metered:
         def run(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of any step
             with meter:
                 result = step(*args, **options)
-            made = attrs.astuple(result, recurse=False) if attrs.has(type(result)) else result
-            mine = sum(tensor.nbytes for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor))
-            self.used = max(self.used, meter.peak - mine)
+            results = attrs.astuple(result, recurse=False) if attrs.has(type(result)) else result
+            result_bytes = sum(tensor.nbytes for tensor in tree_leaves(results) if isinstance(tensor, torch.Tensor))
+            self.used = max(self.used, meter.peak - result_bytes)
             return result
 
         return run

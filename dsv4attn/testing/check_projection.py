@@ -64,15 +64,15 @@ def _scaled(rows: CacheRows, stream: int, shape: tuple[int, int], strided: Strid
     factors = (draw.uniform(1, 2, grid) * 2.0 ** draw.integers(-10, -6, grid)).astype(np.float32)
     scale: NDArray[Any] = factors if rows.scale == "fp32" else exponents
     fp8 = torch.float8_e4m3fnuz if rows.fnuz else torch.float8_e4m3fn
-    given: list[Any] = []
+    forms: list[Any] = []
     for name in ("", "weight_scale_inv", "weight_scale", "scale"):
         # each form in memory of its own, so that each is converted
         weight, ours = rows.tensor(codes.copy()).view(fp8), rows.tensor(scale.copy())
         ours = ours.view(e8m0) if e8m0 is not None and rows.scale == "e8m0" else ours
         weight = strided("wo_a", weight) if stream == WO_A else weight
-        given.append(SimpleNamespace(**{"weight": weight, name: ours}) if name else BlockScaledWeight(weight, ours))
+        forms.append(SimpleNamespace(**{"weight": weight, name: ours}) if name else BlockScaledWeight(weight, ours))
     known = factors.astype(np.float64) if rows.scale == "fp32" else exponents
-    return _Matrix(tuple(given), oracle.dequantize_blocks(codes, known, rows.fnuz, rows.block))
+    return _Matrix(tuple(forms), oracle.dequantize_blocks(codes, known, rows.fnuz, rows.block))
 
 
 def projects(bench: Bench, rows: CacheRows) -> Measure:
@@ -84,18 +84,18 @@ def projects(bench: Bench, rows: CacheRows) -> Measure:
     strided, shape = StridedTensors(rows.strided), (rows.count, rows.groups, rows.rank)
     wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided)
     o, table = _inputs(rows, strided)
-    found = list[Tensor]()
-    for given in wo_a.given:
-        rest = o, rows.tensor(rows.positions), table, given, rows.groups
+    projected = list[Tensor]()
+    for form in wo_a.given:
+        rest = o, rows.tensor(rows.positions), table, form, rows.groups
         with unchanged(o=o):
             z = o_proj(bench.backend, *rest, layer=rows.layer) if rows.scale else bench.backend.inv_rope_o_proj(*rest)
         strided.check()
         _check_result(z, shape, o)
-        if found and not torch.equal(z, found[0]):
+        if projected and not torch.equal(z, projected[0]):
             raise Wrong("a module with the weight and its scales gives another result than a BlockScaledWeight")
-        found.append(z)
-    wanted, budget = _expected(rows, wo_a.values)
-    return _judge(found[0], wanted, budget)
+        projected.append(z)
+    expected, budget = _expected(rows, wo_a.values)
+    return _judge(projected[0], expected, budget)
 
 
 def projects_without_positions_of_padding(bench: Bench, rows: CacheRows) -> Measure:
@@ -107,10 +107,10 @@ def projects_without_positions_of_padding(bench: Bench, rows: CacheRows) -> Meas
     live, missing = (rows.tensor(np.flatnonzero(which)) for which in (~padding, padding))
     o[missing] = 0
     project = bench.backend.inv_rope_o_proj
-    wanted, found = (project(o, rows.tensor(p), table, wo_a, rows.groups) for p in (rows.positions, positions))
-    if not torch.equal(found[live], wanted[live]):
+    expected, with_padding = (project(o, rows.tensor(p), table, wo_a, rows.groups) for p in (rows.positions, positions))
+    if not torch.equal(with_padding[live], expected[live]):
         raise Wrong("a position of padding changed another row")
-    if found[missing].any():
+    if with_padding[missing].any():
         raise Wrong("rows of padding: not zero")
     return Measure()
 
@@ -127,25 +127,32 @@ def outputs(bench: Bench, rows: CacheRows) -> Measure:
     o, table = _inputs(rows, strided)
     positions, unit = rows.tensor(rows.positions), _unit(rows)
     wanted_z, budget_z = _expected(rows, first.values)
-    found, wanted, budget = np.zeros((3, rows.count, rows.hidden))
+    results, expected, budget = np.zeros((3, rows.count, rows.hidden))
     heads, width = o.shape[1] // rows.ranks, rows.groups * rows.rank // rows.ranks
     for rank in range(rows.ranks):
-        mine, columns = slice(rank * heads, (rank + 1) * heads), slice(rank * width, (rank + 1) * width)
+        of_rank, columns = slice(rank * heads, (rank + 1) * heads), slice(rank * width, (rank + 1) * width)
         wo_a, wo_b = first.given[0], second.given[-1]
         if rows.ranks > 1:
             wo_a, wo_b = wo_a[columns], wo_b[:, columns]
         y = output_projection(
-            bench.backend, o[:, mine], positions, table, wo_a, wo_b, rows.groups // rows.ranks, layer=rows.layer_of_rank
+            bench.backend,
+            o[:, of_rank],
+            positions,
+            table,
+            wo_a,
+            wo_b,
+            rows.groups // rows.ranks,
+            layer=rows.layer_of_rank,
         )
         strided.check()
         _check_result(y, (rows.count, rows.hidden), o)
         matrix = second.values[:, columns]
         z, moved = (part.reshape(rows.count, -1)[:, columns] for part in (wanted_z, budget_z))
-        found += y.double().cpu().numpy()
-        wanted += z @ matrix.T
+        results += y.double().cpu().numpy()
+        expected += z @ matrix.T
         moved = (moved + FP32_STEPS * np.abs(z)) @ np.abs(matrix).T
         budget += (1 + unit) * moved + unit * np.abs(z @ matrix.T)
-    return _judge(torch.from_numpy(found), wanted, budget)
+    return _judge(torch.from_numpy(results), expected, budget)
 
 
 def _width(rows: CacheRows) -> int:
@@ -164,9 +171,9 @@ def _inputs(rows: CacheRows, strided: StridedTensors) -> tuple[Tensor, Tensor]:
     return o, strided("cos_sin_cache", rows.tensor(rows.table, torch.float32))
 
 
-def _check_result(found: Tensor, shape: tuple[int, ...], o: Tensor) -> None:
-    if tuple(found.shape) != shape or found.dtype != o.dtype:
-        raise Wrong(f"returned {list(found.shape)} {found.dtype}, expected {list(shape)} {o.dtype}")
+def _check_result(result: Tensor, shape: tuple[int, ...], o: Tensor) -> None:
+    if tuple(result.shape) != shape or result.dtype != o.dtype:
+        raise Wrong(f"returned {list(result.shape)} {result.dtype}, expected {list(shape)} {o.dtype}")
 
 
 def _expected(rows: CacheRows, weight: F64) -> tuple[F64, F64]:
@@ -177,17 +184,17 @@ def _expected(rows: CacheRows, weight: F64) -> tuple[F64, F64]:
     turned_part[:, -rope:] = True
     parts = turned_part.reshape(-1), np.ones(inner, dtype=bool)
     weights = [np.linalg.norm(grouped[..., p], axis=2) for p in parts]
-    wanted, budget = np.zeros((2, rows.count, rows.groups, rows.rank))
+    values, budget = np.zeros((2, rows.count, rows.groups, rows.rank))
     for i in range(rows.count):
-        wanted[i] = oracle.inverse_rope_project(rows.queries[i], *rows.turn(i), rope, grouped, None)
+        values[i] = oracle.inverse_rope_project(rows.queries[i], *rows.turn(i), rope, grouped, None)
         x = rows.queries[i].reshape(rows.groups, inner)
         norms = [np.linalg.norm(x[:, p], axis=1)[:, None] * w for p, w in zip(parts, weights, strict=True)]
-        budget[i] = unit * (norms[0] + np.abs(wanted[i])) + FP32_STEPS * norms[1]
-    return wanted, budget
+        budget[i] = unit * (norms[0] + np.abs(values[i])) + FP32_STEPS * norms[1]
+    return values, budget
 
 
-def _judge(found: Tensor, wanted: F64, budget: F64) -> Measure:
+def _judge(result: Tensor, expected: F64, budget: F64) -> Measure:
     """The largest error in budgets of its element. Raises Wrong if it is above 1, or NaN."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        error, (row, *_) = worst_error(np.abs(found.double().cpu().numpy() - wanted) / budget)
+        error, (row, *_) = worst_error(np.abs(result.double().cpu().numpy() - expected) / budget)
     return Measure(error, 1.0).hold(f"row {row}: a projected value is {error:.3g} budgets off")

@@ -85,12 +85,16 @@ class Subject:
         device: a torch device; by default the first accelerator, if the backend runs there, or the CPU.
         """
         options = dict(options or {})
-        one, backend = registered(name), load_backend(name, **options)
+        registration, backend = registered(name), load_backend(name, **options)
         here = DeviceFacts.here()
-        place = device or _place(here, one.info.runs_on + one.info.native)
+        place = device or _place(here, registration.info.runs_on + registration.info.native)
         facts = _facts(place)
-        version = one.version or version_of(one.distribution) or (dsv4attn.__version__ if _is_ours(one) else "")
-        return cls(name, backend, place, facts, one.distribution, version, options, _refusals(name, facts))
+        version = (
+            registration.version
+            or version_of(registration.distribution)
+            or (dsv4attn.__version__ if _is_ours(registration) else "")
+        )
+        return cls(name, backend, place, facts, registration.distribution, version, options, _refusals(name, facts))
 
     @classmethod
     def of(cls, backend: Backend | str, *, device: str | None = None) -> Subject:
@@ -100,11 +104,11 @@ class Subject:
             return cls.named(name, device=device, options=options)
         facts = _facts(device or "cpu")
         try:
-            one = registered(backend.name)
+            registration = registered(backend.name)
         except UnknownNameError:
             return cls(backend.name, backend, device or "cpu", facts)
         return cls(
-            backend.name, backend, device or "cpu", facts, one.distribution, one.version,
+            backend.name, backend, device or "cpu", facts, registration.distribution, registration.version,
             refusals=_refusals(backend.name, facts),
         )  # fmt: skip
 
@@ -282,9 +286,9 @@ class Certificate:
         """One sentence."""
         failed = len(self.of("failed"))
         if self.interrupted:
-            found = f"{failed} failed" if failed else "none of them failed"
+            failures = f"{failed} failed" if failed else "none of them failed"
             ran = f"{len(self.outcomes)} of {self.asked} cases ran"
-            return f"{self.subject.label}: interrupted, which proves nothing: {ran}, {found}"
+            return f"{self.subject.label}: interrupted, which proves nothing: {ran}, {failures}"
         if not self.executed:
             return f"{self.subject.label} proves nothing: none of {len(self.outcomes)} cases was executed"
         if failed:
@@ -364,13 +368,13 @@ def _layouts(case: Case) -> Sequence[Any]:
 
 def versions() -> dict[str, str]:
     """Versions of the packages of the run."""
-    found = {"python": platform.python_version(), "dsv4attn": dsv4attn.__version__}
+    packages = {"python": platform.python_version(), "dsv4attn": dsv4attn.__version__}
     for name in ("torch", "triton", "numpy"):
         try:
-            found[name] = importlib.metadata.version(name)
+            packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
+            packages[name] = "missing"
+    return packages
 
 
 def environment() -> dict[str, str]:

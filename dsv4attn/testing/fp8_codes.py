@@ -66,15 +66,15 @@ class Fp8Codes(SingleCall):
         else:
             # one octave of bf16 values, times powers of two: the exponent of bf16 begins at bit 7
             rope = random.integers(0x3F00, 0x3F80, shape) - (random.choice([0, 8, 16, 23], shape) << 7)
-        made = []
+        lines = []
         same = 4 if self.copies == 1 else 1
         for row in range(self.rows):
             scales = np.zeros(layout.scale_bytes, dtype=np.uint8)
             for group in range(layout.num_groups):
                 scales[group] = SCALES[(row + 29 * (group // same)) % len(SCALES)]
             data = [codes.astype(np.uint8), rope[row].astype("<u2").view(np.uint8), scales]
-            made.append(np.concatenate(data))
-        return made
+            lines.append(np.concatenate(data))
+        return lines
 
     @cached_property
     def oracle_caches(self) -> list[OracleCache]:
@@ -144,10 +144,10 @@ def spoils(layout: KVCacheLayout) -> list[Spoil]:
     codes = (0x80, 0x80) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
     groups, last = layout.num_groups, layout.nope_dim - 1
     dims = [min(g * layout.group_size + 5 * g % 4, last) for g in range(groups)] + [last]
-    found = [(f"code 0x{codes[i % 2]:02X} of dim {dim}", dim, bytes([codes[i % 2]])) for i, dim in enumerate(dims)]
-    found += [(f"scale of group {g}", layout.data_bytes + g, b"\xff") for g in (0, groups // 2, groups - 1)]
+    parts = [(f"code 0x{codes[i % 2]:02X} of dim {dim}", dim, bytes([codes[i % 2]])) for i, dim in enumerate(dims)]
+    parts += [(f"scale of group {g}", layout.data_bytes + g, b"\xff") for g in (0, groups // 2, groups - 1)]
     tail = [(0, b"\xc1\xff"), (layout.rope_dim - 1, b"\x81\x7f")]
-    return found + [(f"RoPE value {i}", layout.nope_dim + 2 * i, nan) for i, nan in tail]
+    return parts + [(f"RoPE value {i}", layout.nope_dim + 2 * i, nan) for i, nan in tail]
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -162,9 +162,11 @@ class NanKeys(SingleCall):
     @classmethod
     def of(cls, phase: Phase, cache: str, kind: str) -> NanKeys:
         """A call on caches of one layout."""
-        made = layout(cache)
-        rows = len(spoils(made)) * 4 // 3 + 1
-        return cls(phase=phase, geometry=flash(kind), layout=made, kind=kind, columns=8, rows=rows, sinks=[0.5] * 8)
+        records_layout = layout(cache)
+        rows = len(spoils(records_layout)) * 4 // 3 + 1
+        return cls(
+            phase=phase, geometry=flash(kind), layout=records_layout, kind=kind, columns=8, rows=rows, sinks=[0.5] * 8
+        )
 
     def owner(self, row: int) -> int:
         """Segment that has the row's own key."""
@@ -176,8 +178,8 @@ class NanKeys(SingleCall):
 
     def what(self, row: int) -> Spoil:
         """The NaN of the row's own key."""
-        found = spoils(self.layout)
-        return found[(row - row // 4) % len(found)]
+        parts = spoils(self.layout)
+        return parts[(row - row // 4) % len(parts)]
 
     @cached_property
     def keys(self) -> list[F64]:
@@ -188,15 +190,15 @@ class NanKeys(SingleCall):
     @cached_property
     def oracle_caches(self) -> list[OracleCache]:
         """The caches."""
-        made = []
+        caches = []
         for i, (placement, keys) in enumerate(zip(self.placements, self.keys, strict=False)):
             oracle_cache = OracleCache.blank(self.layout, -(-len(keys) // placement.block_size), placement, self.device)
             oracle_cache.write(range(len(keys)), keys)
             for row in range(self.rows if self.spoil else 0):
                 if self.owner(row) == i:
                     self._spoil(oracle_cache, row, keys[CLEAN + row])
-            made.append(oracle_cache)
-        return made
+            caches.append(oracle_cache)
+        return caches
 
     def _spoil(self, oracle_cache: OracleCache, row: int, key: F64) -> None:
         _, at, nan = self.what(row)
@@ -215,25 +217,25 @@ class NanKeys(SingleCall):
     def index_lists(self) -> list[IndexLists]:
         """Row t has one to five clean keys in each segment, and its own in one: somewhere among them, or behind."""
         rng = np.random.default_rng((self.seed, 41))
-        made = []
+        lists = []
         for i, width in enumerate(self.widths):
             slots, lens = np.full((self.rows, width), -1), np.zeros(self.rows, dtype=np.int64)
             for row in range(self.rows):
                 n = 1 + row % 5
                 listed = list(rng.choice(CLEAN, n, replace=False))
-                own = self.owner(row) == i
+                is_owner = self.owner(row) == i
                 at = rng.integers(0, n + 1) if self.named_own(row) else n
-                slots[row, : n + own] = listed[:at] + [CLEAN + row] * own + listed[at:]
-                lens[row] = n + (own and self.named_own(row))
-            made.append(IndexLists(slots, lens))
-        return made
+                slots[row, : n + is_owner] = listed[:at] + [CLEAN + row] * is_owner + listed[at:]
+                lens[row] = n + (is_owner and self.named_own(row))
+            lists.append(IndexLists(slots, lens))
+        return lists
 
 
 def shows_nan(bench: Bench, call: NanKeys) -> Measure:
     """Rows that name a spoiled key are NaN throughout; all others have the bits that they have without it."""
     clean = _run(bench, call)
-    found = _run(bench, attrs.evolve(call, spoil=True))
-    _compare(call, clean, found, [call.what(row)[0] for row in range(call.rows)])
+    spoilt = _run(bench, attrs.evolve(call, spoil=True))
+    _compare(call, clean, spoilt, [call.what(row)[0] for row in range(call.rows)])
     return judged(call, (clean["out"], clean.get("lse")))
 
 
@@ -247,9 +249,9 @@ def _run(bench: Bench, call: NanKeys) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _compare(call: NanKeys, clean: dict[str, Tensor], found: dict[str, Tensor], what: Sequence[str]) -> None:
+def _compare(call: NanKeys, clean: dict[str, Tensor], spoilt: dict[str, Tensor], what: Sequence[str]) -> None:
     """what: the NaN part of each row's own key."""
-    for name, tensor in found.items():
+    for name, tensor in spoilt.items():
         for row in range(call.rows):
             numbers = tensor[row][~tensor[row].isnan()]
             if not call.named_own(row):

@@ -168,10 +168,10 @@ def dequantize_blocks(codes: U8, scale: F64 | U8, fnuz: bool, block: int = 128) 
         raise ValueError(msg)
     values = np.zeros((rows, columns))
     for i, row_of_scales in enumerate(scale):
-        for j, one in enumerate(row_of_scales):
-            factor = float(one)
+        for j, block_scale in enumerate(row_of_scales):
+            factor = float(block_scale)
             if scale.dtype == np.uint8:
-                factor = math.nan if one == E8M0_NAN else math.ldexp(1.0, int(one) - E8M0_BIAS)
+                factor = math.nan if block_scale == E8M0_NAN else math.ldexp(1.0, int(block_scale) - E8M0_BIAS)
             part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
             values[part] = round_bf16((decode_e4m3(codes[part], fnuz) * factor).astype(np.float32))
     return values

@@ -142,13 +142,13 @@ class OracleCache:
 
     def write(self, slots: Sequence[int] | NDArray[np.int64], rows: F64) -> OracleCache:
         """Write rows [n, D] to slots."""
-        layout, made = self.cache.layout, dict[bytes, tuple[U8, F64]]()
+        layout, records_of = self.cache.layout, dict[bytes, tuple[U8, F64]]()
         keys = [row.tobytes() for row in rows]
         for key, row in zip(keys, rows, strict=True):
-            if key not in made:  # rows may repeat, and the oracle takes its time
+            if key not in records_of:  # rows may repeat, and the oracle takes its time
                 record = written(row, layout)
-                made[key] = record, found(record, layout) if layout.is_quantised else stored(row, layout)
-        return self._write(slots, [made[key][0] for key in keys], [made[key][1] for key in keys])
+                records_of[key] = record, found(record, layout) if layout.is_quantised else stored(row, layout)
+        return self._write(slots, [records_of[key][0] for key in keys], [records_of[key][1] for key in keys])
 
     def write_records(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8]) -> OracleCache:
         """Write bytes of quantised records to slots."""

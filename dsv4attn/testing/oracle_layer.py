@@ -48,11 +48,11 @@ def entry_window(entry: int, ratio: int, *, overlap: bool) -> list[tuple[int, in
     An entry covers its own `ratio` positions. With overlap these count by their second half of channels, and the
     positions of the entry before by their first half; entry 0 has none before it.
     """
-    own = range(entry * ratio, (entry + 1) * ratio)
+    covered = range(entry * ratio, (entry + 1) * ratio)
     if not overlap:
-        return [(position, 0) for position in own]
-    before = range(max(entry - 1, 0) * ratio, entry * ratio)
-    return [(position, 0) for position in before] + [(position, 1) for position in own]
+        return [(position, 0) for position in covered]
+    previous = range(max(entry - 1, 0) * ratio, entry * ratio)
+    return [(position, 0) for position in previous] + [(position, 1) for position in covered]
 
 
 def window_states(states: Mapping[int, F64], entry: int, ratio: int, *, overlap: bool) -> tuple[F64, F64]:
@@ -174,11 +174,11 @@ def sinkhorn(logits: F64, eps: float, repeat: int) -> F64:
 
 def hc_logits(mixes: F64, scale: F64, base: F64, parts: Sequence[int]) -> list[F64]:
     """Return consecutive parts of the mixes, each times its own scale, plus its part of the base."""
-    found, start = [], 0
+    logits, start = [], 0
     for size, factor in zip(parts, scale, strict=True):
-        found.append(mixes[start : start + size] * factor + base[start : start + size])
+        logits.append(mixes[start : start + size] * factor + base[start : start + size])
         start += size
-    return found
+    return logits
 
 
 def hc_post(x: F64, residual: F64, post: F64, comb: F64) -> F64:
@@ -211,5 +211,5 @@ def block_scores(scores: F64, size: int) -> F64:
 
 def inside_blocks(blocks: Sequence[int], size: int, count: int) -> NDArray[np.bool_]:
     """Return for each of `count` entries whether its block is one of those."""
-    wanted = {*blocks}
-    return np.array([entry // size in wanted for entry in range(count)], dtype=np.bool_)
+    chosen = {*blocks}
+    return np.array([entry // size in chosen for entry in range(count)], dtype=np.bool_)

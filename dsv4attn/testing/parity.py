@@ -117,16 +117,16 @@ def cell(outcome: Outcome | None) -> str:
 
 def subjects(requests: str, *, device: str | None = None) -> list[Subject]:
     """Backends of a comma-separated list, `NAME` or `NAME:option=value:...` each; no two alike."""
-    made: dict[str, Subject] = {}
+    trials: dict[str, Subject] = {}
     for text in filter(None, (part.strip() for part in requests.split(","))):
         name, options = parse_request(text, ":")
         subject = Subject.named(name, device=device, options=options)
-        if subject.label in made:
+        if subject.label in trials:
             raise ArgumentError("backends", expected="each backend once", actual=f"{subject.label} twice")
-        made[subject.label] = subject
-    if not made:
+        trials[subject.label] = subject
+    if not trials:
         raise ArgumentError("backends", expected="names separated by commas", actual=repr(requests))
-    return list(made.values())
+    return list(trials.values())
 
 
 def compare(
@@ -204,8 +204,8 @@ $groups
 
 def as_html(parity: Parity) -> str:
     """The whole page."""
-    made = {"contract": API_VERSION, **versions(), **environment()}
-    facts = [f"<span><b>{_text(name)}</b> {_text(value)}</span>" for name, value in made.items()]
+    environment_of_run = {"contract": API_VERSION, **versions(), **environment()}
+    facts = [f"<span><b>{_text(name)}</b> {_text(value)}</span>" for name, value in environment_of_run.items()]
     facts.append(f"<span><b>date</b> <time>{_text(parity.date)}</time></span>")
     if parity.chosen:
         facts.append(f"<span><b>filter</b> {_text(parity.chosen)}</span>")
@@ -285,12 +285,12 @@ def _groups(parity: Parity) -> Iterable[str]:
         if names:
             title = f"{_counted(len(names), 'case')}, first {group.first.case.name}"
             said = f'<p class="soft">{_text(group.first.message)}</p>'
-            mine = [of_case[name] for name in names]
-            yield _section("Failed", title, mine, parity, said, opened=1 if number < OPEN else 0)
+            group_rows = [of_case[name] for name in names]
+            yield _section("Failed", title, group_rows, parity, said, opened=1 if number < OPEN else 0)
     for letter, title in GROUPS.items():
-        mine = [row for row in rows if row[0].clauses[0][0] == letter and row[0].name not in shown]
-        if mine:
-            yield _section(letter, title, mine, parity)
+        group_rows = [row for row in rows if row[0].clauses[0][0] == letter and row[0].name not in shown]
+        if group_rows:
+            yield _section(letter, title, group_rows, parity)
 
 
 def _section(head: str, title: str, rows: Sequence[Row], parity: Parity, said: str = "", *, opened: int = 0) -> str:

@@ -51,12 +51,12 @@ class ExpectedFailure:
 
 def read_xfails(path: Path) -> list[ExpectedFailure]:
     """Lines of a file of expected failures: a test, and behind ` #` a reason."""
-    found = []
+    expected = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         test, _, reason = line.partition("#") if line.lstrip().startswith("#") else line.partition(" #")
         if test.strip():
-            found.append(ExpectedFailure(number, test.strip(), reason.strip() or f"expected, see {path.name}"))
-    return found
+            expected.append(ExpectedFailure(number, test.strip(), reason.strip() or f"expected, see {path.name}"))
+    return expected
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,9 +98,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     from dsv4attn.testing.conform import environment, versions
 
     subject = config.stash[_SUBJECT]
-    made = "  ".join(f"{name} {version}" for name, version in versions().items())
+    packages = "  ".join(f"{name} {version}" for name, version in versions().items())
     around = "  ".join(f"{name}={value}" for name, value in environment().items())
-    lines = [f"dsv4attn: contract {API_VERSION}  {made}"]
+    lines = [f"dsv4attn: contract {API_VERSION}  {packages}"]
     if subject is not None:
         owner = f"{subject.distribution} {subject.version}".strip()
         lines = [f"dsv4attn: backend {subject.label} ({owner}) on {subject.facts.arch} {subject.facts.name}", *lines]

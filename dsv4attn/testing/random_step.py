@@ -98,14 +98,14 @@ class RandomStep(CaseInput):
     @property
     def spans(self) -> list[range]:
         """Positions of this step, for each request."""
-        return [range(before, before + count) for before, count, *_ in self.requests]
+        return [range(prefix, prefix + count) for prefix, count, *_ in self.requests]
 
     @cached_property
     def tokens(self) -> list[Token]:
         """The rows of the batch, without the extra ones."""
         rows = []
-        for i, (before, count, *padding) in enumerate(self.requests):
-            rows += [Token(i, before + j, j < count - sum(padding)) for j in range(count)]
+        for i, (prefix, count, *padding) in enumerate(self.requests):
+            rows += [Token(i, prefix + j, j < count - sum(padding)) for j in range(count)]
         return rows
 
     @property
@@ -140,8 +140,8 @@ class RandomStep(CaseInput):
     @cached_property
     def sink_values(self) -> F64 | None:
         """[H] sinks, or None."""
-        given = 2 * normal((self.seed, SINK), self._heads, 1)[:, 0] if isinstance(self.sinks, str) else self.sinks
-        return None if given is None else rounded(np.asarray(given, dtype=np.float64), torch.float32)
+        values = 2 * normal((self.seed, SINK), self._heads, 1)[:, 0] if isinstance(self.sinks, str) else self.sinks
+        return None if values is None else rounded(np.asarray(values, dtype=np.float64), torch.float32)
 
     @cached_property
     def topk_rows(self) -> NDArray[np.int32]:
@@ -198,10 +198,10 @@ class RandomStep(CaseInput):
             return 0.0, "no rows"
         row, head = np.unravel_index(errors.argmax(), errors.shape)
         token = self.tokens[row] if row < len(self.tokens) else "behind the batch"
-        found = "not asked for" if lse is None else f"{lse[row, head].item():.7g}"
+        lse_text = "not asked for" if lse is None else f"{lse[row, head].item():.7g}"
         return float(errors.max()), (
             f"{self.kind.value} row {row} ({token}), head {head}: error of {errors.max():.3g} tolerances, "
-            f"lse {found}, expected {self._expected.lse[row, head]:.7g}; "
+            f"lse {lse_text}, expected {self._expected.lse[row, head]:.7g}; "
             f"{(errors > 1).any(1).sum()} of {len(errors)} rows are wrong"
         )
 
@@ -227,15 +227,15 @@ class _Library:
         if len(numbers) > _MOST_ROWS:
             return self._drawn(stream, request, numbers)
         # of its own, as another thread may clear the common ones
-        found = {n: row for n in numbers if (row := _ROWS.get((self, stream, request, n))) is not None}
-        missing = [number for number in dict.fromkeys(numbers) if number not in found]
+        known = {n: row for n in numbers if (row := _ROWS.get((self, stream, request, n))) is not None}
+        missing = [number for number in dict.fromkeys(numbers) if number not in known]
         if missing:
-            found.update(zip(missing, self._drawn(stream, request, missing), strict=True))
+            known.update(zip(missing, self._drawn(stream, request, missing), strict=True))
             if len(_ROWS) + len(missing) > _MOST_ROWS:
                 _ROWS.clear()
-            _ROWS.update(((self, stream, request, number), found[number]) for number in missing)
+            _ROWS.update(((self, stream, request, number), known[number]) for number in missing)
         width = self.nope_dim + self.rope.dim
-        return np.array([found[number] for number in numbers]).reshape(len(numbers), width)
+        return np.array([known[number] for number in numbers]).reshape(len(numbers), width)
 
     def _drawn(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
         """As `rows`, all at once."""
@@ -385,12 +385,12 @@ class StepFixture(RandomStep):
             return [], entries
         (request, position, valid), window = self.tokens[row], self.layer.window
         span, decode = self.spans[request], request < self.num_decodes
-        other: dict[str, Any] = {"earliest": self.replay[request] if self.replay else 0}
+        window_options: dict[str, Any] = {"earliest": self.replay[request] if self.replay else 0}
         if decode and not self.causal:
-            other["block"] = span
+            window_options["block"] = span
         if self.ahead and not decode:
-            other["last"] = min(position + self.ahead, span[-1])
-        return oracle.visible_keys(position, window, None, None, **other)[0] if valid else [], entries
+            window_options["last"] = min(position + self.ahead, span[-1])
+        return oracle.visible_keys(position, window, None, None, **window_options)[0] if valid else [], entries
 
     def _owned(self, entries: Sequence[int]) -> list[int]:
         return [entry for entry in entries if self.ownership.owner(entry) == self.ownership.rank]
@@ -405,7 +405,7 @@ class StepFixture(RandomStep):
         if self.kind is not LayerKind.SWA:
             page = self.compressed_block_tokens // layer.compress_ratio
             compressed = problem.CacheFacts.of(self.compressed_layout or self.layout, page)
-            entries = max((before + count for before, count, *_ in self.requests), default=0) // layer.compress_ratio
+            entries = max((prefix + count for prefix, count, *_ in self.requests), default=0) // layer.compress_ratio
             columns = layer.topk or -(-max(entries, 1) // 128) * 128
         return [
             problem.Problem(
@@ -440,7 +440,7 @@ class StepFixture(RandomStep):
             takes = zip(done, self.requests, chosen, strict=True)
             counts = [min(size, n - d) if is_chosen else 0 for d, (_, n), is_chosen in takes]
             if any(counts):
-                starts = (before + d for d, (before, _) in zip(done, self.requests, strict=True))
+                starts = (prefix + d for d, (prefix, _) in zip(done, self.requests, strict=True))
                 yield self.at(*zip(starts, counts, strict=True))
             done = [d + n for d, n in zip(done, counts, strict=True)]
         assert done == [n if is_chosen else 0 for (_, n), is_chosen in zip(self.requests, chosen, strict=True)]
@@ -459,7 +459,7 @@ class StepFixture(RandomStep):
     def limits(self) -> Limits:
         """The tightest limits the step fits in."""
         rows = max(len(self.tokens) + self.extra_rows, 1 + self.num_speculative_tokens)
-        longest = max((before + count for before, count, *_ in self.requests), default=0)
+        longest = max((prefix + count for prefix, count, *_ in self.requests), default=0)
         limits = Limits(max(len(self.requests), 1), rows, max(longest, 1), self.num_speculative_tokens)
         block = max((count for _, count, *_ in self.requests[: self.num_decodes]), default=0)
         return attrs.evolve(
@@ -474,12 +474,12 @@ class StepFixture(RandomStep):
         if self.pages_of is not None:
             return self.pages_of.pages
         reach, ratio = self.layer.window - self.causal, self.layer.compress_ratio
-        windows = [(max(before - reach, 0), before + count) for before, count, *_ in self.requests]
-        entries = [(0, self.ownership.count((before + count) // ratio)) for before, count, *_ in self.requests]
-        more = {"spare": self.spare_pages, "dead": self.dead_block}
+        windows = [(max(prefix - reach, 0), prefix + count) for prefix, count, *_ in self.requests]
+        entries = [(0, self.ownership.count((prefix + count) // ratio)) for prefix, count, *_ in self.requests]
+        options = {"spare": self.spare_pages, "dead": self.dead_block}
         return (
-            Pages(windows, self.swa_block_size, key=(self.seed, self.pages_seed, 0), **more),
-            Pages(entries, self.compressed_block_tokens // ratio, key=(self.seed, self.pages_seed, 1), **more),
+            Pages(windows, self.swa_block_size, key=(self.seed, self.pages_seed, 0), **options),
+            Pages(entries, self.compressed_block_tokens // ratio, key=(self.seed, self.pages_seed, 1), **options),
         )
 
     def allocate(self) -> LayerCaches:
@@ -492,15 +492,15 @@ class StepFixture(RandomStep):
     def history(self, backend: Backend, caches: LayerCaches) -> LayerCaches:
         """Insert the records from before this step that are still alive."""
         swa, compressed = self.pages
-        for i, (before, *_) in enumerate(self.requests):
-            if not before:
+        for i, (prefix, *_) in enumerate(self.requests):
+            if not prefix:
                 continue
-            positions = range(swa.live[i][0] // swa.block_size * swa.block_size, before)
+            positions = range(swa.live[i][0] // swa.block_size * swa.block_size, prefix)
             q = np.zeros((len(positions), self.layer.num_heads, self.layer.head_dim))
             slots = self.tensor(swa.slots(i, positions))
             self._insert(backend, caches, [q], [self.key_rows(i, positions)], slots, [*positions])
             if caches.compressed is not None:
-                entries = self._owned(self._past_entries(i, before // self.layer.compress_ratio))
+                entries = self._owned(self._past_entries(i, prefix // self.layer.compress_ratio))
                 rows = self.tensor(self.entry_rows(i, entries), self.layout.row_dtype)
                 slots = self.tensor(compressed.slots(i, map(self.ownership.local, entries)))
                 backend.quantize_and_insert_k_cache(rows, caches.compressed, slots)
@@ -510,8 +510,8 @@ class StepFixture(RandomStep):
         """Entries of a request to insert: all complete ones, or with `distinct` only those that a query names."""
         if self.kind is not LayerKind.CSA or self.distinct is None:
             return range(complete)
-        mine = (self.visible(row)[1] for row, token in enumerate(self.tokens) if token.request == request)
-        return sorted({entry for entries in mine for entry in entries if entry < complete})
+        of_rows = (self.visible(row)[1] for row, token in enumerate(self.tokens) if token.request == request)
+        return sorted({entry for entries in of_rows for entry in entries if entry < complete})
 
     def problem(self, backend: Backend, caches: LayerCaches | None = None, limits: Limits | None = None) -> ForwardArgs:
         """Insert the keys of this step; its history too, unless `caches` come from an earlier step."""
@@ -602,15 +602,15 @@ class StepFixture(RandomStep):
         queries = strided("q", self.tensor(np.concatenate(q), self.q_dtype))
         keys = strided("kv", self.tensor(np.concatenate(kv), self.q_dtype))  # kv has q's dtype
         table = strided("cos_sin_cache", self._cos_sin)
-        given, eps, raw = (queries, keys, caches.swa, slots), self.layer.q_eps, None
+        arguments, eps, raw = (queries, keys, caches.swa, slots), self.layer.q_eps, None
         if self.raw_q and step is not None and eps is not None:
             (metadata, limits), space = step, WorkspaceManager(queries.device)
             call = ForwardCall(queries, caches, metadata, backend, space, queries, self.layer, limits, None)
             if prefill_takes_raw_q(call):
                 raw = RawQuery(places, table, eps)
-                insert_with_raw_q(backend, *given, raw, metadata.swa.num_decode_tokens)
+                insert_with_raw_q(backend, *arguments, raw, metadata.swa.num_decode_tokens)
         if raw is None:
-            backend.qnorm_rope_kv_insert(*given, places, table, eps)
+            backend.qnorm_rope_kv_insert(*arguments, places, table, eps)
         strided.check()
         return queries, raw
 
@@ -636,10 +636,10 @@ def step(
     compressed: str | None = None,
     pages: tuple[int, int] = (64, 256),
     ratio: int = 0,
-    **more: Any,  # noqa: ANN401 - fields of a StepFixture
+    **changes: Any,  # noqa: ANN401 - fields of a StepFixture
 ) -> StepFixture:
     """One step of a batch. pages: records of a window page, tokens of a compressed one."""
-    geometry = more.pop("geometry", None) or flash(kind, heads, select, ratio)
+    geometry = changes.pop("geometry", None) or flash(kind, heads, select, ratio)
     fields: dict[str, Any] = {
         "kind": kind,
         "requests": requests,
@@ -649,4 +649,4 @@ def step(
         "swa_block_size": pages[0],
         "compressed_block_tokens": pages[1],
     }
-    return StepFixture(**{**fields, **more})
+    return StepFixture(**{**fields, **changes})

@@ -124,7 +124,7 @@ class SingleCall(CaseInput):
     @cached_property
     def oracle_caches(self) -> list[OracleCache]:
         """The caches: twice as many slots as a row names, half of them written."""
-        made = []
+        caches = []
         for i, (cache_layout, placement, width) in enumerate(
             zip(self.named_layouts(), self.placements, self.widths, strict=False)
         ):
@@ -136,8 +136,8 @@ class SingleCall(CaseInput):
                 rows[:LOUD] *= TIMES
             if self.pattern == "huge":
                 rows = SPREAD * rows + LEVEL * self._signs
-            made.append(oracle_cache.write(slots, rows))
-        return made
+            caches.append(oracle_cache.write(slots, rows))
+        return caches
 
     def _live(self, segment: int, width: int, capacity: int) -> I64:
         count = min(max(capacity // 2, width), capacity - 1)
@@ -240,7 +240,7 @@ class SingleCall(CaseInput):
             keys: Sequence[PagedKeys] | GatheredKeys = gathered
         else:
             pairs = zip(self.oracle_caches, index_lists, strict=True)
-            keys = tuple(PagedKeys(oracle_cache.cache, self._indices(one, form)) for oracle_cache, one in pairs)
+            keys = tuple(PagedKeys(oracle_cache.cache, self._indices(lists, form)) for oracle_cache, lists in pairs)
             width = sum(self.widths)
         strided, sink = StridedTensors(self.strided), None
         q = strided("q", self.tensor(self.q).to(self.q_dtype))
@@ -279,14 +279,14 @@ class SingleCall(CaseInput):
         width = -(-sum(self.widths) // alignment) * alignment
         slots, lens = np.full((self.rows, width), -1), np.zeros(self.rows, dtype=np.int64)
         base, behind = 0, []
-        for oracle_cache, one in zip(self.oracle_caches, index_lists, strict=True):
+        for oracle_cache, lists in zip(self.oracle_caches, index_lists, strict=True):
             capacity = oracle_cache.cache.capacity
-            moved = np.where(one.slots >= capacity, one.slots - capacity + total, one.slots + base)
-            moved = np.where(one.slots < 0, one.slots, moved).clip(-(2**31), 2**31 - 1)
+            moved = np.where(lists.slots >= capacity, lists.slots - capacity + total, lists.slots + base)
+            moved = np.where(lists.slots < 0, lists.slots, moved).clip(-(2**31), 2**31 - 1)
             for row in range(self.rows):
-                slots[row, lens[row] : lens[row] + one.lens[row]] = moved[row, : one.lens[row]]
-            lens = lens + one.lens
-            behind.append([moved[row, one.lens[row] :] for row in range(self.rows)])
+                slots[row, lens[row] : lens[row] + lists.lens[row]] = moved[row, : lists.lens[row]]
+            lens = lens + lists.lens
+            behind.append([moved[row, lists.lens[row] :] for row in range(self.rows)])
             base += capacity
         for row in range(self.rows):
             junk = np.concatenate([part[row] for part in behind])
@@ -304,9 +304,9 @@ def call(
     *,
     heads: int = HEADS,
     cache: str = "ocp",
-    **more: Any,  # noqa: ANN401 - fields of a Call
+    **changes: Any,  # noqa: ANN401 - fields of a Call
 ) -> SingleCall:
     """One call of a backend, made by hand."""
     geometry = flash(kind, heads)
     fields = {"phase": phase, "pattern": pattern, "kind": kind, "geometry": geometry, "layout": layout(cache)}
-    return SingleCall(**{**fields, **more})
+    return SingleCall(**{**fields, **changes})

@@ -42,13 +42,13 @@ class StridedTensors:
         """The values, with rows apart if this argument is one of the names."""
         if not self.names & {name, "all"} or values.ndim < 2:
             return values
-        more = 8 * NAMES.index(name)
+        extra = 8 * NAMES.index(name)
         sizes, inside = [values.shape[0]], [slice(None)]
         for n in values.shape[1:-1]:
             sizes.append(n + HEADS_BEFORE + HEADS_BEHIND)
             inside.append(slice(HEADS_BEFORE, HEADS_BEFORE + n))
         n, item = values.shape[-1], values.itemsize
-        raw = torch.full((*sizes, (BEFORE + n + BEHIND + more) * item), FILL, dtype=torch.uint8, device=values.device)
+        raw = torch.full((*sizes, (BEFORE + n + BEHIND + extra) * item), FILL, dtype=torch.uint8, device=values.device)
         place = (*inside, slice(BEFORE, BEFORE + n))
         rows = raw.view(values.dtype)[place]
         rows.copy_(values)
@@ -88,7 +88,7 @@ def each_strided(names: str, *checks: Callable[[Bench, Any], Measure]) -> Callab
             if name == "lse" and not bench.lse:
                 continue
             with _naming(name):
-                measures += [each(bench, attrs.evolve(inputs, strided=name)) for each in checks]
+                measures += [inner(bench, attrs.evolve(inputs, strided=name)) for inner in checks]
         return worst_of(*measures)
 
     return check

@@ -261,28 +261,28 @@ def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]],
 
 
 def hold_values(
-    found: Tensor | F64, formula: Formula, dtype: torch.dtype, where: Callable[[tuple[int, ...]], str]
+    result: Tensor | F64, formula: Formula, dtype: torch.dtype, where: Callable[[tuple[int, ...]], str]
 ) -> Measure:
     """Compare values with those of a formula, rounded to a dtype. Raises Wrong, naming the worst value.
 
     Returns the smallest error before the rounding that explains the value found, relative to the budget.
     """
-    values = found.double().cpu().numpy() if isinstance(found, Tensor) else np.asarray(found)
+    values = result.double().cpu().numpy() if isinstance(result, Tensor) else np.asarray(result)
     if values.shape != formula.value.shape:
         raise Wrong(f"{where(())}: shape {list(values.shape)}, expected {list(formula.value.shape)}")
-    wanted, budget = formula.value, formula.error + UNIT * np.abs(formula.value) + TINY
-    distance = np.abs(values - wanted)
+    expected, budget = formula.value, formula.error + UNIT * np.abs(formula.value) + TINY
+    distance = np.abs(values - expected)
     if dtype == torch.bfloat16:
         _, exponents = np.frexp(values)
         exponents = np.where(values == 0, oracle.BF16_MIN_EXPONENT, exponents - oracle.BF16_BITS)
         gap = np.ldexp(1.0, np.maximum(exponents, oracle.BF16_MIN_EXPONENT))
         # towards zero, the neighbour of a power of two is half as far
-        inward = (np.abs(wanted) < np.abs(values)) & (np.abs(np.frexp(values)[0]) == 0.5)
+        inward = (np.abs(expected) < np.abs(values)) & (np.abs(np.frexp(values)[0]) == 0.5)
         distance = np.maximum(distance - np.where(inward, gap / 2, gap) / 2, 0.0)
     if not distance.size:
         return Measure(0.0, 1.0)
     error, place = worst_error(distance / budget)
-    said = f"{where(place)}: {values[place]:.8g}, expected {wanted[place]:.8g}, {error:.3g} budgets off"
+    said = f"{where(place)}: {values[place]:.8g}, expected {expected[place]:.8g}, {error:.3g} budgets off"
     return Measure(error, 1.0).hold(said)
 
 
@@ -325,14 +325,14 @@ class CodeRule:
         low, high = (oracle.round_bf16(end) for end in formula.ends)
         sizes = np.maximum(np.abs(low), np.abs(high))
         least = np.where(low * high <= 0, 0.0, np.minimum(np.abs(low), np.abs(high)))
-        found = []
+        ranges = []
         for start in range(0, len(sizes), self.group):
             part = slice(start, start + self.group)
             first, last = (
                 oracle.scale_exponent(float(s[part].max()), self.largest, self.floor) for s in (least, sizes)
             )
-            found.append(range(first, last + 1))
-        return found
+            ranges.append(range(first, last + 1))
+        return ranges
 
     def error(self, formula: Formula, codes: U8, exponents: NDArray[np.int64]) -> str:
         """What is wrong with the codes of a row and the exponents of its groups; "" if nothing is.
@@ -376,5 +376,5 @@ def hold_record(record: U8, formula: Formula, layout: KVCacheLayout, where: str)
     return _hold_rounded(floats(record[packed : layout.data_bytes], torch.bfloat16), tail, torch.bfloat16, where)
 
 
-def _hold_rounded(found: F64, formula: Formula, dtype: torch.dtype, where: str) -> Measure:
-    return hold_values(found, formula, dtype, lambda place: f"{where}, value {place[0] if place else 0}")
+def _hold_rounded(values: F64, formula: Formula, dtype: torch.dtype, where: str) -> Measure:
+    return hold_values(values, formula, dtype, lambda place: f"{where}, value {place[0] if place else 0}")

@@ -91,12 +91,12 @@ def once(call: AttentionCall) -> None:
     """A slot that a row lists again is dropped."""
 
     def distinct(rows: Any) -> DenseIndices:
-        found = rows.indices.clone()
-        for i, row in enumerate(found.tolist()):
+        result = rows.indices.clone()
+        for i, row in enumerate(result.tolist()):
             for j, index in enumerate(row):
                 if index in row[:j]:
-                    found[i, j] = -1
-        return DenseIndices(found, rows.lens)
+                    result[i, j] = -1
+        return DenseIndices(result, rows.lens)
 
     keys: Any = call.keys
     gathered = isinstance(keys, GatheredKeys)

@@ -1,4 +1,4 @@
-"""What goes wrong in planted bugs of DeepSeek-V4.1's steps."""
+"""What goes wrong in mutants of DeepSeek-V4.1's steps."""
 
 from __future__ import annotations
 

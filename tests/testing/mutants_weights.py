@@ -44,11 +44,11 @@ def exponent_off_by_one(scale: Tensor) -> Tensor:
 
 def whole_blocks_only(weight: Tensor, factors: Tensor, block: tuple[int, int], out: Tensor | None) -> Tensor:
     """Short blocks at the end stay zero."""
-    found = true_product(weight, factors, block, out)
+    result = true_product(weight, factors, block, out)
     rows, columns = (n // size * size for n, size in zip(weight.shape, block, strict=True))
-    found[rows:] = 0
-    found[:, columns:] = 0
-    return found
+    result[rows:] = 0
+    result[:, columns:] = 0
+    return result
 
 
 def last_scale_for_all_after(weight: Tensor, factors: Tensor, block: tuple[int, int], out: Tensor | None) -> Tensor:

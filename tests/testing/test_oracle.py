@@ -80,9 +80,9 @@ COMPRESS_BITS = """
     ("theta", "yarn", "expected"), [(10000.0, None, MAIN_BITS), (160000.0, FLASH_YARN, COMPRESS_BITS)]
 )
 def test_frequencies_have_the_bits_of_hf(theta: float, yarn: oracle.Yarn | None, expected: str) -> None:
-    found = oracle.rope_inv_freq(64, theta, yarn)
+    result = oracle.rope_inv_freq(64, theta, yarn)
 
-    assert [f"{bits:08x}" for bits in found.view(np.uint32)] == expected.split()
+    assert [f"{bits:08x}" for bits in result.view(np.uint32)] == expected.split()
 
 
 def test_angles_are_rounded_to_float32_before_the_cosine() -> None:
@@ -276,9 +276,9 @@ def test_projection_equals_a_block_diagonal_matrix() -> None:
         blocks[g, :, g] = torch.from_numpy(wo_a[g])
     z = blocks.reshape(groups * rank, -1) @ turned
 
-    found = oracle.inverse_rope_project(o, cos, sin, rope_dim, wo_a, None)
-    assert found.shape == (groups, rank)
-    np.testing.assert_allclose(found.reshape(-1), z.numpy(), rtol=1e-10)
+    result = oracle.inverse_rope_project(o, cos, sin, rope_dim, wo_a, None)
+    assert result.shape == (groups, rank)
+    np.testing.assert_allclose(result.reshape(-1), z.numpy(), rtol=1e-10)
     y = oracle.inverse_rope_project(o, cos, sin, rope_dim, wo_a, wo_b)
     np.testing.assert_allclose(y, (torch.from_numpy(wo_b) @ z).numpy(), rtol=1e-10)
 

@@ -64,10 +64,10 @@ def test_a_block_scaled_matrix_is_codes_times_their_own_scale(fnuz: bool, shape:
         (factors.astype(np.float64), factors),
         (exponents, np.exp2(exponents.astype(np.float32) - 127)),
     ):
-        found = oracle.dequantize_blocks(codes, scale, fnuz, block=8)
+        result = oracle.dequantize_blocks(codes, scale, fnuz, block=8)
         for i, j in np.ndindex(shape):
             code = torch.from_numpy(codes[i : i + 1, j]).view(FP8_DTYPE[fnuz]).float()
-            assert found[i, j] == float((code * float(factor[i // 8, j // 8])).bfloat16())
+            assert result[i, j] == float((code * float(factor[i // 8, j // 8])).bfloat16())
     exponents[-1, -1] = 255
     assert np.isnan(oracle.dequantize_blocks(codes, exponents, fnuz, block=8)[-1, -1])
     with pytest.raises(ValueError, match="do not belong"):
@@ -311,5 +311,5 @@ def test_a_poisoned_page_is_read_at_the_right_bytes(split: bool, places: list[tu
         page[data : data + 576], page[scales : scales + 8] = record[:576], record[576:]
 
     for token, record in enumerate(records):
-        found = oracle.read_record(page, token, block_size=3, fnuz=False, split=split, **FLASH)
-        assert same_bits(found, oracle.dequantize_record(record, fnuz=False, **FLASH))
+        result = oracle.read_record(page, token, block_size=3, fnuz=False, split=split, **FLASH)
+        assert same_bits(result, oracle.dequantize_record(record, fnuz=False, **FLASH))

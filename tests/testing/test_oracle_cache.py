@@ -1,4 +1,4 @@
-"""The kit's own tools: caches that no backend wrote, calls made by hand, cuts of a world."""
+"""The kit's own tools: caches that no backend wrote, calls made by hand, and steps."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ LAYOUTS = {**{f"tiny-{k}": v for k, v in layouts(tiny_geometry()).items()}, "rea
 
 @pytest.mark.parametrize("size", [1, 2, 16])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_book_places_bytes_where_the_layout_says(name: str, size: int) -> None:
+def test_an_oracle_cache_places_bytes_where_the_layout_says(name: str, size: int) -> None:
     """Two descriptions of one format, written apart from each other."""
-    made: KVCacheLayout = LAYOUTS[name]
+    cache_layout: KVCacheLayout = LAYOUTS[name]
     for offset in range(size):
         places = [
             region.offset + offset * region.stride + np.arange(region.count * region.dtype.itemsize)
-            for region in made.regions(size)
+            for region in cache_layout.regions(size)
         ]
-        np.testing.assert_array_equal(place_of(made, offset, size), np.concatenate(places))
+        np.testing.assert_array_equal(place_of(cache_layout, offset, size), np.concatenate(places))
 
 
-@pytest.mark.parametrize("shelf", [PagePlacement(4), PagePlacement(4, 64), PagePlacement(4, 64, 256)])
+@pytest.mark.parametrize("placement", [PagePlacement(4), PagePlacement(4, 64), PagePlacement(4, 64, 256)])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_book_holds_its_rows_and_nan_everywhere_else(name: str, shelf: PagePlacement) -> None:
-    made = LAYOUTS[name]
-    rows = normal((1,), np.arange(3), made.head_dim)
-    book = OracleCache.blank(made, 3, shelf, "cpu").write([9, 0, 5], rows)
+def test_an_oracle_cache_holds_its_rows_and_nan_everywhere_else(name: str, placement: PagePlacement) -> None:
+    cache_layout = LAYOUTS[name]
+    rows = normal((1,), np.arange(3), cache_layout.head_dim)
+    cache = OracleCache.blank(cache_layout, 3, placement, "cpu").write([9, 0, 5], rows)
 
     for slot, row in zip([9, 0, 5], rows, strict=True):
-        np.testing.assert_array_equal(book.values[slot], stored(row, made))
-    last = "row" if not made.is_quantised else "rope"
-    region = book.cache.region(last).flatten(0, 1).float()
+        np.testing.assert_array_equal(cache.values[slot], stored(row, cache_layout))
+    last = "row" if not cache_layout.is_quantised else "rope"
+    region = cache.cache.region(last).flatten(0, 1).float()
     assert region[[0, 5, 9]].isfinite().all()
     assert region[[1, 2, 3, 4, 6, 7, 8, 10, 11]].isnan().all()
-    assert np.isnan(book.values[[1, 2, 3, 4, 6, 7, 8, 10, 11]]).all()
-    behind = book.bytes()[:, made.page_bytes(4) :]
+    assert np.isnan(cache.values[[1, 2, 3, 4, 6, 7, 8, 10, 11]]).all()
+    behind = cache.bytes()[:, cache_layout.page_bytes(4) :]
     assert (behind == UNWRITTEN).all()
-    assert behind.shape[1] == min(made.page_stride(4) + shelf.gap - made.page_bytes(4), BEHIND_PAGE)
-    assert book.cache.tensor.storage_offset() * made.dtype.itemsize == shelf.before
+    assert behind.shape[1] == min(cache_layout.page_stride(4) + placement.gap - cache_layout.page_bytes(4), BEHIND_PAGE)
+    assert cache.cache.tensor.storage_offset() * cache_layout.dtype.itemsize == placement.before
 
 
 def test_memory_that_cannot_be_had_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +70,13 @@ def test_a_call_is_the_same_in_every_form(kind: str, pattern: str) -> None:
         for indices in ("dense", "ragged"):
             for keys in ("gathered", "paged"):
                 backend = ReferenceBackend(decode_indices=indices, prefill_indices=indices, prefill_keys=keys)
-                made = call(phase, pattern, kind, sinks=[0.5] * 8, seed=3)  # type: ignore[arg-type]
-                out, lse = made.run(Bench(backend))
-                assert made.judge(out, lse)[0] <= made.budget
+                attention = call(phase, pattern, kind, sinks=[0.5] * 8, seed=3)  # type: ignore[arg-type]
+                out, lse = attention.run(Bench(backend))
+                assert attention.judge(out, lse)[0] <= attention.budget
                 results.append(out.float())
 
     assert torch.stack(results).std(0).max() < 2**-8
-    empty = [row for row in range(9) if not made.named(row)]
+    empty = [row for row in range(9) if not attention.named(row)]
     assert bool(empty) is (pattern == "empty")
     assert not results[0][empty].any()
 
@@ -86,39 +86,39 @@ def test_a_call_that_writes_what_is_not_its_own_is_wrong(what: str) -> None:
     backend = ReferenceBackend()
     right = backend.decode
 
-    def decode(made: object) -> None:
-        right(made)  # type: ignore[arg-type]
+    def decode(attention: object) -> None:
+        right(attention)  # type: ignore[arg-type]
         if what == "q":
-            made.q[0, 0, 0] += 1  # type: ignore[attr-defined]
+            attention.q[0, 0, 0] += 1  # type: ignore[attr-defined]
         else:
-            made.keys[0].cache.tensor[0, 0, 0] ^= 1  # type: ignore[attr-defined]
+            attention.keys[0].cache.tensor[0, 0, 0] ^= 1  # type: ignore[attr-defined]
 
     backend.decode = decode  # type: ignore[assignment, method-assign]
     with pytest.raises(Wrong, match=f"{what} was changed"):
         call(Phase.DECODE, "plain").run(Bench(backend))
 
 
-def test_caches_of_a_world_may_have_two_layouts() -> None:
-    world = step("c4a", (70, 1), (9, 3), cache="fnuz", compressed="ocp")
+def test_caches_of_a_step_may_have_two_layouts() -> None:
+    whole_step = step("c4a", (70, 1), (9, 3), cache="fnuz", compressed="ocp")
     backend = ReferenceBackend()
-    caches = world.problem(backend).caches
+    caches = whole_step.problem(backend).caches
 
     assert caches.compressed is not None
-    assert [c.layout for c in (caches.swa, caches.compressed)] == world.named_layouts()
-    assert world.compare(*world.run(backend)) <= 1
-    wrong = attrs.evolve(world, compressed_layout=None).run(backend)
+    assert [c.layout for c in (caches.swa, caches.compressed)] == whole_step.named_layouts()
+    assert whole_step.compare(*whole_step.run(backend)) <= 1
+    wrong = attrs.evolve(whole_step, compressed_layout=None).run(backend)
     with pytest.raises(AssertionError, match="tolerances"):
-        attrs.evolve(world, layout=layout("ocp"), outliers=True).compare(*wrong)
+        attrs.evolve(whole_step, layout=layout("ocp"), outliers=True).compare(*wrong)
 
 
-def test_a_world_may_select_nothing() -> None:
-    world = step("c4a", (70, 1), topk="none")
+def test_a_step_may_select_nothing() -> None:
+    whole_step = step("c4a", (70, 1), topk="none")
 
-    assert (world.topk_rows == -1).all()
-    assert world.visible(0)[1] == []
+    assert (whole_step.topk_rows == -1).all()
+    assert whole_step.visible(0)[1] == []
 
 
-def test_a_scene_asks_for_each_phase_it_has() -> None:
+def test_a_step_asks_for_each_phase_that_it_has() -> None:
     both = step("c4a", (70, 2), (9, 0), (3, 8), num_speculative_tokens=1).problems(lse=True)
 
     assert [(p.phase, p.query_len, p.lse, p.topk) for p in both] == [

@@ -68,12 +68,12 @@ def test_softmax_and_norm_are_those_of_torch() -> None:
     x = rng().normal(size=(8, 5)) * 50
     weight = rng(1).normal(size=5)
 
-    found = oracle_layer.softmax(x)
+    result = oracle_layer.softmax(x)
     normed = oracle_layer.rms_norm(x[0], weight, 0.1)
 
-    np.testing.assert_allclose(found, torch.from_numpy(x).softmax(0).numpy(), rtol=1e-13)
-    wanted = torch.nn.functional.rms_norm(torch.from_numpy(x[0]), (5,), torch.from_numpy(weight), 0.1)
-    np.testing.assert_allclose(normed, wanted.numpy(), rtol=1e-13)
+    np.testing.assert_allclose(result, torch.from_numpy(x).softmax(0).numpy(), rtol=1e-13)
+    expected = torch.nn.functional.rms_norm(torch.from_numpy(x[0]), (5,), torch.from_numpy(weight), 0.1)
+    np.testing.assert_allclose(normed, expected.numpy(), rtol=1e-13)
 
 
 # index keys
@@ -109,10 +109,10 @@ def test_e2m1_rounds_ties_to_even_codes_and_saturates(value: float, code: int) -
 def test_e2m1_is_the_nearest_value() -> None:
     values = rng().uniform(-7, 7, 2000)
 
-    found = oracle.decode_e2m1(oracle.encode_e2m1(values))
+    result = oracle.decode_e2m1(oracle.encode_e2m1(values))
 
     distances = np.abs(np.clip(values, -6, 6)[:, None] - oracle.decode_e2m1(np.arange(16, dtype=np.uint8)))
-    np.testing.assert_allclose(np.abs(found - np.clip(values, -6, 6)), distances.min(1), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(np.abs(result - np.clip(values, -6, 6)), distances.min(1), rtol=1e-12, atol=1e-15)
 
 
 def test_the_even_element_is_in_the_low_half_of_a_byte() -> None:
@@ -150,9 +150,9 @@ def test_an_mxfp4_index_record_has_a_scale_for_32_dims() -> None:
 
     assert len(record) == 68
     assert record[64:].tolist() == [126, 123, 1, 255]
-    found = oracle_layer.read_index_fp4(record)
-    assert found[:96].tolist() == row[:96].tolist()
-    assert np.isnan(found[96:]).all()
+    result = oracle_layer.read_index_fp4(record)
+    assert result[:96].tolist() == row[:96].tolist()
+    assert np.isnan(result[96:]).all()
 
 
 # scores and selection
@@ -202,17 +202,17 @@ def test_sinkhorn_ends_with_columns_that_sum_to_one() -> None:
 def test_post_sums_over_the_first_index() -> None:
     comb = np.array([[1.0, 10.0], [100.0, 1000.0]])
 
-    found = oracle_layer.hc_post(np.array([1.0]), np.array([[2.0], [3.0]]), np.array([0.5, 0.25]), comb)
+    result = oracle_layer.hc_post(np.array([1.0]), np.array([[2.0], [3.0]]), np.array([0.5, 0.25]), comb)
 
-    assert found.tolist() == [[0.5 + 2 + 300], [0.25 + 20 + 3000]]
+    assert result.tolist() == [[0.5 + 2 + 300], [0.25 + 20 + 3000]]
 
 
 def test_mixes_are_divided_by_the_size_of_all_streams() -> None:
     streams = np.array([[3.0, 0.0], [0.0, 4.0]])
 
-    found = oracle_layer.hc_mixes(streams, np.eye(4), 0.0)
+    result = oracle_layer.hc_mixes(streams, np.eye(4), 0.0)
 
-    np.testing.assert_allclose(found, np.array([3, 0, 0, 4]) / 2.5)
+    np.testing.assert_allclose(result, np.array([3, 0, 0, 4]) / 2.5)
     assert [
         part.tolist() for part in oracle_layer.hc_logits(np.ones(4), np.array([2.0, 3.0]), np.arange(4.0), [1, 3])
     ] == [
@@ -226,7 +226,7 @@ def test_mixes_are_divided_by_the_size_of_all_streams() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found", "right"),
+    ("value", "result", "right"),
     [
         (1.0 + 2.0**-9, 1.0, True),
         (1.0 + 2.0**-9, 1.0 + 2.0**-7, False),
@@ -239,22 +239,24 @@ def test_mixes_are_divided_by_the_size_of_all_streams() -> None:
         (1e-4, 0.0, False),
     ],
 )
-def test_a_bf16_value_is_the_nearest_or_explained_by_the_error_of_fp32(value: float, found: float, right: bool) -> None:
+def test_a_bf16_value_is_the_nearest_or_explained_by_the_error_of_fp32(
+    value: float, result: float, right: bool
+) -> None:
     formula = Formula(np.array([value]), np.array([UNIT * abs(value)]))
 
     if right:
-        hold_values(np.array([found]), formula, torch.bfloat16, str)
+        hold_values(np.array([result]), formula, torch.bfloat16, str)
         return
     with pytest.raises(Wrong):
-        hold_values(np.array([found]), formula, torch.bfloat16, str)
+        hold_values(np.array([result]), formula, torch.bfloat16, str)
 
 
 def test_nan_and_other_shapes_are_wrong() -> None:
     formula = Formula.exact(np.ones(2))
 
-    for found in (np.array([1.0, NAN]), np.ones(3)):
+    for result in (np.array([1.0, NAN]), np.ones(3)):
         with pytest.raises(Wrong):
-            hold_values(found, formula, torch.float32, lambda at: f"value {at}")
+            hold_values(result, formula, torch.float32, lambda at: f"value {at}")
 
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.index_fp8(), KVCacheLayout.index_mxfp4()], ids=lambda made: made.name)

@@ -62,8 +62,8 @@ def test_g21_a_failure_names_the_argument_whose_rows_lie_apart() -> None:
     bench = Bench(ReferenceBackend(), lse=False)
     assert each_strided("q lse k", check)(bench, rows(count=1)).error == 0.5
     assert seen == ["q", "k"], "an lse is not asked of a backend that gives none"
-    with pytest.raises(Wrong, match=r"^rows of kv apart: so$") as found:
+    with pytest.raises(Wrong, match=r"^rows of kv apart: so$") as result:
         each_strided("q kv all", check)(bench, rows(count=1))
-    assert found.value.measure == Measure(2.0, 1.0)
+    assert result.value.measure == Measure(2.0, 1.0)
     with pytest.raises(Wrong, match=r"^rows of all tensors apart: so$"):
         each_strided("all", check)(bench, rows(count=1))

@@ -48,9 +48,9 @@ def error(pairs: Sequence[tuple[Tensor, Tensor]]) -> Error:
     for got, expected in pairs:
         tiles = (tensor.flatten(0, -2).split(65536) for tensor in (got, expected))
         away, size = [], []
-        for part, wanted in zip(*tiles, strict=True):
-            away.append((part.float() - wanted.float()).square().sum(-1))
-            size.append(wanted.float().square().sum(-1))
+        for part, expected_part in zip(*tiles, strict=True):
+            away.append((part.float() - expected_part.float()).square().sum(-1))
+            size.append(expected_part.float().square().sum(-1))
         off, all_ = torch.cat(away).double(), torch.cat(size).double()
         # a row that should be zero is judged by the size of the others
         mean = all_.mean().clamp_min(1e-30)

@@ -171,9 +171,9 @@ def sizes(device: str) -> CaseSizes:
     return _SIZES.get(device, _ACCELERATOR)
 
 
-def named(kind: str, given: str | None, allowed: Sequence[str], default: Sequence[str]) -> list[str]:
+def named(kind: str, text: str | None, allowed: Sequence[str], default: Sequence[str]) -> list[str]:
     """The parts of a comma-separated list, each of which must be in `allowed`. Raises UnknownNameError."""
-    names = [name.strip() for name in given.split(",") if name.strip()] if given else list(default)
+    names = [name.strip() for name in text.split(",") if name.strip()] if text else list(default)
     for name in names:
         if name not in allowed:
             raise UnknownNameError(kind, name, allowed)

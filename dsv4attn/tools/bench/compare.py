@@ -101,11 +101,11 @@ class Comparison:
 
 def compare(old: Run, new: Run) -> Comparison:
     """Compare the rows of backends. Rows of peers, and rows without a time in the old run, are left out."""
-    before, after = _keyed(old), _keyed(new)
-    timed = {key: row for key, row in before.items() if row.median}
-    changes = [_change(row, after[key]) for key, row in timed.items() if key in after]
-    only_old = [", ".join(key) for key in timed if key not in after]
-    only_new = [", ".join(key) for key, row in after.items() if row.median and key not in timed]
+    old_rows, new_rows = _keyed(old), _keyed(new)
+    timed = {key: row for key, row in old_rows.items() if row.median}
+    changes = [_change(row, new_rows[key]) for key, row in timed.items() if key in new_rows]
+    only_old = [", ".join(key) for key in timed if key not in new_rows]
+    only_new = [", ".join(key) for key, row in new_rows.items() if row.median and key not in timed]
     return Comparison(_place(old), _place(new), changes, only_old, only_new)
 
 

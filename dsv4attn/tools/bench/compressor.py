@@ -174,11 +174,11 @@ def _query(case: LayerOpCase, random: RandomNumbers) -> Task:
         quantise = backend.layer_ops.indexer_q_rope_quant
 
         def call() -> Sequence[Tensor]:
-            made = quantise(q, weights, positions, table, layout)
-            return made.values, made.weights
+            query = quantise(q, weights, positions, table, layout)
+            return query.values, query.weights
 
         # a score has their product
-        return returning(name, call, lambda made: [made[0].float() * made[1][..., None]])
+        return returning(name, call, lambda query: [query[0].float() * query[1][..., None]])
 
     moved = 3 * q.numel() + 6 * weights.numel() + 8 * case.count
     return Task(case, 0, moved, contender)

@@ -157,17 +157,17 @@ def measure(
     first = context.ownership.rank == 0
     with torch.inference_mode():
         with context.together(f"inputs of {case.name}"):
-            inputs, one = one_rank(case, backend, clock.device)
-        context.check_same(f"inputs of {case.name}", {"digest": _digest(inputs.q, *one.tensors())})
+            inputs, single = one_rank(case, backend, clock.device)
+        context.check_same(f"inputs of {case.name}", {"digest": _digest(inputs.q, *single.tensors())})
         with context.together(f"one rank of {case.name}"):
-            one.spoil()
-            one.run()
-            expected = _Results.of(one)
-            many = over_ranks(inputs, one, context)
-        sizes, parts = (one.bytes, many.bytes), [*one.calls]
+            single.spoil()
+            single.run()
+            expected = _Results.of(single)
+            many = over_ranks(inputs, single, context)
+        sizes, parts = (single.bytes, many.bytes), [*single.calls]
         # whole caches stay on rank 0 alone
-        alone, whole = ([*one.calls.values()], one) if first else ([], None)
-        del inputs, one
+        alone, whole = ([*single.calls.values()], single) if first else ([], None)
+        del inputs, single
         calls, sent_by_step = [*many.calls.values()], dict[str, float]()
 
         def check(_: ContextStep) -> _Comparison:
@@ -188,7 +188,9 @@ def measure(
             spreads = clock.times_over_ranks(alone, calls, rounds)
             return [tuple(PartTime(*part) for part in zip(parts, *spreads, strict=True))]
 
-        ((first_check, times, second_check),) = time_what_is_right([many], check, lambda found: not found.wrong, time)
+        ((first_check, times, second_check),) = time_what_is_right(
+            [many], check, lambda verdict: not verdict.wrong, time
+        )
     checks = [first_check] if second_check is None else [first_check, second_check]
     heads, dim = many.step.q.shape[1:]
     formula = {"attention": attention_bytes(heads, dim, many.step.q.element_size())}
@@ -243,32 +245,34 @@ def _compared(
 
     whole: one rank's step, which has run again; None on ranks without it.
     """
-    own, limit = context.ownership, BUDGET[many.step.backend.capabilities.products]
-    away, lines = _differences(many, expected, own, limit)
+    ownership, limit = context.ownership, BUDGET[many.step.backend.capabilities.products]
+    away, lines = _differences(many, expected, ownership, limit)
     if whole is not None:
         _, others = _differences(whole, expected, Ownership(0, 1), limit)
         lines += [f"{line}, on one rank itself after it was timed" for line in others]
-    mine = (away.total, away.worst, lines, _digest(many.step.out))
-    totals, worsts, said, digests = zip(*context.gather_objects(mine, "results"), strict=True)
-    wrong = [f"rank {rank} of {own.size}: {line}" for rank, its in enumerate(said) for line in its]
+    of_rank = (away.total, away.worst, lines, _digest(many.step.out))
+    totals, worsts, said, digests = zip(*context.gather_objects(of_rank, "results"), strict=True)
+    wrong = [f"rank {rank} of {ownership.size}: {line}" for rank, its in enumerate(said) for line in its]
     if len({*digests}) > 1:
         wrong.append("attention does not have the same bits on all ranks")
     return _Comparison(_largest(totals), _largest(worsts), tuple(wrong))
 
 
-def _differences(side: ContextStep, expected: _Results, own: Ownership, limit: float) -> tuple[Error, list[str]]:
+def _differences(side: ContextStep, expected: _Results, ownership: Ownership, limit: float) -> tuple[Error, list[str]]:
     """Distance of the attention from what is expected, and a line for each result that is wrong.
 
-    own: whose numbers `topk_indices` has.
+    ownership: whose numbers `topk_indices` has.
     """
     lines, away, chosen = [], error([(side.step.out, expected.out)]), side.step.topk_indices
     if not away.within(limit):
         lines.append(f"attention is {away.total:.1e} of the norm from one rank's, worst row {away.worst:.1e}")
     if chosen is not None and expected.topk_indices is not None:
-        wanted = _ascending(own.local_numbers(expected.topk_indices))
-        rows = int((chosen != wanted).any(-1).sum())
+        expected_numbers = _ascending(ownership.local_numbers(expected.topk_indices))
+        rows = int((chosen != expected_numbers).any(-1).sum())
         if rows:
-            lines.append(f"topk_indices of {rows} of {len(wanted)} tokens are not those that one rank selects")
+            lines.append(
+                f"topk_indices of {rows} of {len(expected_numbers)} tokens are not those that one rank selects"
+            )
     return away, lines
 
 
@@ -281,12 +285,12 @@ def _ascending(numbers: Tensor) -> Tensor:
 
 def _digest(*tensors: Tensor) -> str:
     """Of the bits of tensors: sums of their elements as integers, and of the elements times their number."""
-    found, integers = [], {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    sums, integers = [], {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     for tensor in tensors:
         bits = tensor.view(integers[tensor.element_size()])
         rows = bits.sum(tuple(range(1, bits.dim())), dtype=torch.int64)
-        found.append((int(rows.sum()), int((rows * torch.arange(len(rows), device=rows.device)).sum())))
-    return repr(found)
+        sums.append((int(rows.sum()), int((rows * torch.arange(len(rows), device=rows.device)).sum())))
+    return repr(sums)
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from dsv4attn.tools.bench.inputs import LAYOUT
 
 __all__ = ["CONTEXT_CASES", "INDEX", "ContextCase", "ContextSize", "check_memory", "context_cases", "context_size"]
 
-CONTEXT_CASES = tuple(name for name, one in PRESETS.items() if one.kind is not LayerKind.SWA and not one.v41)
+CONTEXT_CASES = tuple(name for name, preset in PRESETS.items() if preset.kind is not LayerKind.SWA and not preset.v41)
 """Layers whose entries ranks can divide."""
 INDEX = KVCacheLayout.index_fp8(ModelGeometry.preset("deepseek-v4-flash").index_head_dim)
 _CHUNK = 65536

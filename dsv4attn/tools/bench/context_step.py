@@ -67,7 +67,7 @@ class ContextStep:
 
     def select(self) -> None:
         """Scores of all entries, and the numbers of the best."""
-        backend, compressed, out = complete(self.step.backend), self.step.metadata.compressed, self.step.topk_indices
+        backend, compressed, out = complete(self.step.backend), self.step.compressed_metadata, self.step.topk_indices
         assert compressed is not None
         assert self.query is not None
         assert self.keys is not None
@@ -123,25 +123,25 @@ def one_rank(case: ContextCase, backend: Backend, device: torch.device) -> tuple
     return inputs, ContextStep(step, None, keys, query, case.entries)
 
 
-def over_ranks(inputs: Inputs, one: ContextStep, context: ContextParallel) -> ContextStep:
+def over_ranks(inputs: Inputs, single: ContextStep, context: ContextParallel) -> ContextStep:
     """The same step over ranks, with copies of this rank's entries on pages in another order."""
-    own, device, (window, whole) = context.ownership, inputs.q.device, inputs.segments
+    ownership, device, (window, whole) = context.ownership, inputs.q.device, inputs.segments
     requests, page = len(inputs.case.requests), whole.cache.block_size
-    columns = -(-Ownership(0, own.size, own.interleave).count(one.entries) // page)
-    table = RandomNumbers(device, own.rank).pages(requests, columns)
+    columns = -(-Ownership(0, ownership.size, ownership.interleave).count(single.entries) // page)
+    table = RandomNumbers(device, ownership.rank).pages(requests, columns)
 
     def part_of(source: PagedKVCache) -> PagedKVCache:
         target = PagedKVCache.allocate(source.layout, requests * columns, page, device)
         for pages, to in zip(whole.table, table, strict=True):
-            reshard_cache([(source, pages)], (target, to), one.entries, own)
+            reshard_cache([(source, pages)], (target, to), single.entries, ownership)
         return target
 
-    step = one.step
+    step = single.step
     layer, limits, batch, builder = scheduled(inputs, metadata_builder(context), step.backend)
     batch = evolve(batch, compressed_block_table=table)
     workspace = WorkspaceManager(device)
     layout, dtype = window.cache.layout, inputs.q.dtype
-    plan = plan_workspace(layer, limits, step.backend, layout, ranks=own.size, prefill_keys=False, q_dtype=dtype)
+    plan = plan_workspace(layer, limits, step.backend, layout, ranks=ownership.size, prefill_keys=False, q_dtype=dtype)
     workspace.reserve(plan)
     workspace.lock()
     step = evolve(
@@ -152,4 +152,6 @@ def over_ranks(inputs: Inputs, one: ContextStep, context: ContextParallel) -> Co
         out=torch.empty_like(inputs.q),
         topk_indices=None if step.topk_indices is None else torch.empty_like(step.topk_indices),
     )
-    return ContextStep(step, context, None if one.keys is None else part_of(one.keys), one.query, one.entries)
+    return ContextStep(
+        step, context, None if single.keys is None else part_of(single.keys), single.query, single.entries
+    )

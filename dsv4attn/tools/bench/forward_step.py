@@ -75,7 +75,7 @@ def scheduled(
     window, *rest = inputs.segments
     model = ModelGeometry.preset(case.preset.model)
     layer = model.layer_of_kind(case.preset.kind, case.preset.ratio)
-    seqs = torch.tensor([before + count for before, count in case.requests], dtype=torch.int32, device="cpu")
+    seqs = torch.tensor([prefix + count for prefix, count in case.requests], dtype=torch.int32, device="cpu")
     counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32, device="cpu")
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     limits = Limits(len(case.requests), case.tokens, max(int(seqs.max()), WINDOW_PAGE))
@@ -91,7 +91,7 @@ def scheduled(
         block_table=window.table,
         compressed_block_table=rest[0].table if rest else None,
     )
-    made = builder(
+    step_builder = builder(
         model.with_own_layers([layer.key]),
         limits,
         swa_block_size=WINDOW_PAGE,
@@ -99,7 +99,7 @@ def scheduled(
         device=device,
         backend=backend,
     )
-    return layer, limits, batch, made
+    return layer, limits, batch, step_builder
 
 
 def products(inputs: Inputs) -> Callable[[], None]:

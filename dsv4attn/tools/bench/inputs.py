@@ -142,19 +142,19 @@ def make_inputs(case: KernelCase, device: torch.device) -> Inputs:
 
     first = (prefix - WINDOW + 1).clamp_min(0)
     start = (position - WINDOW + 1).clamp_min(0)
-    wanted = start[:, None] + torch.arange(WINDOW, device=device)
+    numbers = start[:, None] + torch.arange(WINDOW, device=device)
     lens = (position + 1).clamp_max(WINDOW)
     swa, compressed = layouts(case)
-    segments = [_segment(swa, WINDOW_PAGE, first, seqs, seqs - first, wanted, lens, request, random)]
+    segments = [_segment(swa, WINDOW_PAGE, first, seqs, seqs - first, numbers, lens, request, random)]
     if preset.kind is not LayerKind.SWA:
         entries, visible = seqs // preset.ratio, (position + 1) // preset.ratio
         if preset.kind is LayerKind.CSA:
-            wanted = _chosen(visible, int(entries.max()), preset.topk, random)
+            numbers = _chosen(visible, int(entries.max()), preset.topk, random)
         else:
-            wanted = torch.arange(preset.columns, device=device).expand(case.tokens, -1)
+            numbers = torch.arange(preset.columns, device=device).expand(case.tokens, -1)
         lens = visible.clamp_max(preset.topk)
         nothing = torch.zeros_like(entries)
-        segments.append(_segment(compressed, preset.page, nothing, entries, entries, wanted, lens, request, random))
+        segments.append(_segment(compressed, preset.page, nothing, entries, entries, numbers, lens, request, random))
     rows, offset, combined = None, 0, None
     if case.kernel in ("prefill", "prefill-rows"):
         rows, offset, combined = _gathered(segments, request)
@@ -172,7 +172,7 @@ def _segment(
     first: Tensor,
     ends: Tensor,
     gathered: Tensor,
-    wanted: Tensor,
+    numbers: Tensor,
     lens: Tensor,
     request: Tensor,
     random: RandomNumbers,
@@ -186,21 +186,21 @@ def _segment(
     table[there] = random.permutation(blocks)[: int(there.sum())].int()
     cache = PagedKVCache.allocate(layout, blocks, page, device)
     fill(cache, random)
-    absent = torch.arange(wanted.shape[1], device=device) >= lens[:, None]
-    pages = table[request[:, None], (wanted // page).clamp(0, table.shape[1] - 1)]
-    slots = (pages * page + wanted % page).masked_fill_(absent, -1).int()
-    local = (wanted - first[request][:, None]).masked_fill(absent, -1)
+    absent = torch.arange(numbers.shape[1], device=device) >= lens[:, None]
+    pages = table[request[:, None], (numbers // page).clamp(0, table.shape[1] - 1)]
+    slots = (pages * page + numbers % page).masked_fill_(absent, -1).int()
+    local = (numbers - first[request][:, None]).masked_fill(absent, -1)
     return CacheSegment(cache, DenseIndices(slots, lens.int()), local, table, ends.int(), gathered.int())
 
 
 def _chosen(visible: Tensor, most: int, topk: int, random: RandomNumbers) -> Tensor:
     """[T, K] distinct numbers below visible [T], in no order. Columns behind them hold arbitrary numbers."""
     out = torch.zeros(visible.shape[0], topk, dtype=torch.int64, device=visible.device)
-    numbers, taken = torch.arange(most, device=visible.device), min(topk, most)
+    numbers, count = torch.arange(most, device=visible.device), min(topk, most)
     for part in torch.arange(visible.shape[0], device=visible.device).split(max(_ELEMENTS // max(most, 1), 1)):
         draw = torch.rand(part.shape[0], most, generator=random.generator, device=visible.device, dtype=torch.float32)
         draw.masked_fill_(numbers >= visible[part, None], 2.0)
-        out[part, :taken] = draw.topk(taken, largest=False).indices
+        out[part, :count] = draw.topk(count, largest=False).indices
     return out
 
 

@@ -41,40 +41,49 @@ class DeepGEMM:
 
     def contender(self, task: Task) -> Contender | None:
         """Its counterpart of a case, or None."""
-        given = task.inputs
-        if isinstance(given, StreamInputs):
-            return self._product(given) if given.case.step == "pre" else None
-        if not isinstance(given, IndexInputs):
+        of_task = task.inputs
+        if isinstance(of_task, StreamInputs):
+            return self._product(of_task) if of_task.case.step == "pre" else None
+        if not isinstance(of_task, IndexInputs):
             return None
-        logits = self._logits(given)
-        if given.case.kernel == "index":
+        logits = self._logits(of_task)
+        if of_task.case.kernel == "index":
             return returning(self.name, lambda: [logits()])
         note = f"select: logits (of a prompt: of keys gathered before), then {self._chooser}"
-        return returning(self.name, lambda: [self._topk(logits())], lambda made: selection_bounds(given, made[0]), note)
+        return returning(
+            self.name, lambda: [self._topk(logits())], lambda results: selection_bounds(of_task, results[0]), note
+        )
 
     _chooser = "torch.topk"
 
     def _topk(self, logits: Tensor) -> Tensor:
         return torch.topk(logits, TOPK, dim=-1, sorted=False).indices
 
-    def _logits(self, given: IndexInputs) -> Callable[[], Tensor]:
+    def _logits(self, of_task: IndexInputs) -> Callable[[], Tensor]:
         """Its logits [T, E]. Its plan of a paged call is made before: an engine makes one for all layers of a step."""
         module: Any = importlib.import_module("deep_gemm")
-        keys, q = given.case.keys, given.q
-        if given.cache is None or given.case.tokens > _MOST:
-            first = torch.zeros_like(given.lens[0])
-            gathered = (q[0], None), (given.codes[0], given.scales[0]), given.weights, first, given.lens[0], keys
+        keys, q = of_task.case.keys, of_task.q
+        if of_task.cache is None or of_task.case.tokens > _MOST:
+            first = torch.zeros_like(of_task.lens[0])
+            gathered = (
+                (q[0], None),
+                (of_task.codes[0], of_task.scales[0]),
+                of_task.weights,
+                first,
+                of_task.lens[0],
+                keys,
+            )
             return lambda: module.fp8_fp4_mqa_logits(*gathered)[:, :keys]
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        plan = module.get_paged_mqa_logits_metadata(given.lens, PAGE, processors)
-        pages = given.cache.tensor.unsqueeze(2)
-        paged = (q, None), pages, given.weights, given.lens, given.table, plan, keys
+        plan = module.get_paged_mqa_logits_metadata(of_task.lens, PAGE, processors)
+        pages = of_task.cache.tensor.unsqueeze(2)
+        paged = (q, None), pages, of_task.weights, of_task.lens, of_task.table, plan, keys
         return lambda: module.fp8_fp4_paged_mqa_logits(*paged)[:, :keys]
 
-    def _product(self, inputs: StreamInputs) -> Contender:
+    def _product(self, of_task: StreamInputs) -> Contender:
         """The product and the sums of squares at the beginning of mhc_pre."""
         module: Any = importlib.import_module("deep_gemm")
-        x, fn = inputs.streams.flatten(1), inputs.weights.fn
+        x, fn = of_task.streams.flatten(1), of_task.weights.fn
         splits = _SPLITS if x.shape[0] <= _FEW else None
         lead = () if splits is None else (splits,)
         out = fn.new_empty(*lead, x.shape[0], fn.shape[0])
@@ -90,8 +99,8 @@ class DeepGEMM:
             squares.fill_(torch.nan)
 
         def results() -> list[Tensor]:
-            found = [out, squares[..., None]]
-            return found if splits is None else [part.sum(0) for part in found]
+            sums = [out, squares[..., None]]
+            return sums if splits is None else [part.sum(0) for part in sums]
 
         note = "mhc: the product with fn and the sums of squares at the beginning of mhc_pre, and nothing else"
         return Contender(f"{self.name} product", run, reset, results, note, expected)

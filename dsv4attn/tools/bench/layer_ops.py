@@ -67,8 +67,8 @@ class LayerOpCase:
 
 def layer_op_cases(kernels: Sequence[str], *, small: bool) -> list[LayerOpCase]:
     """Cases of some kernels. small: for a CPU."""
-    made = {"index": _index, "select": _select, "compress": _compress, "mhc": _mhc}
-    return [case for kernel in kernels for case in made[kernel](small=small)]
+    makers = {"index": _index, "select": _select, "compress": _compress, "mhc": _mhc}
+    return [case for kernel in kernels for case in makers[kernel](small=small)]
 
 
 def _index(*, small: bool) -> Iterator[LayerOpCase]:

@@ -88,12 +88,12 @@ class Marks:
         """The call as a part of its own; `then` or the part before goes on behind it."""
 
         def run(*arguments: Any, **options: Any) -> _T:  # noqa: ANN401 - those of the call
-            before = self._name
+            outer = self._name
             self.to(name)
             try:
                 return call(*arguments, **options)
             finally:
-                self.to(then or before)
+                self.to(then or outer)
 
         return run
 
@@ -154,7 +154,7 @@ def of_trace(events: Iterable[Mapping[str, Any]], rounds: int) -> list[LayerPart
     around = {
         _id(event, "External id"): event["ts"] for event in timed if event["cat"] in ("cpu_op", "user_annotation")
     }
-    found: dict[str, tuple[float, int]] = {}
+    totals: dict[str, tuple[float, int]] = {}
     for event in timed:
         if event["cat"] not in _DEVICE:
             continue
@@ -162,10 +162,10 @@ def of_trace(events: Iterable[Mapping[str, Any]], rounds: int) -> list[LayerPart
         place = bisect_right(starts, at) - 1
         if place >= 0 and at <= ranges[place][1]:
             name = ranges[place][2]
-            seconds, launches = found.get(name, (0.0, 0))
-            found[name] = seconds + 1e-6 * event["dur"], launches + 1
-    names = dict.fromkeys(name for _, _, name in ranges) if found else {}
-    parts = {name: found.get(name, (0.0, 0)) for name in names}
+            seconds, launches = totals.get(name, (0.0, 0))
+            totals[name] = seconds + 1e-6 * event["dur"], launches + 1
+    names = dict.fromkeys(name for _, _, name in ranges) if totals else {}
+    parts = {name: totals.get(name, (0.0, 0)) for name in names}
     return [LayerPart(name, seconds / rounds, launches / rounds) for name, (seconds, launches) in parts.items()]
 
 

@@ -71,7 +71,7 @@ def overhead(step: ForwardStep, *, rounds: int = 200) -> Overhead:
     def through(layer: DeepseekV4MLAAttention) -> Callable[[], None]:
         return lambda: layer.forward_mqa(step.q, kv, positions, step.out)
 
-    metadata = {bound.prefix: step.metadata.compressed, bound.swa_prefix: step.metadata.swa}
+    metadata = {bound.prefix: step.compressed_metadata, bound.swa_prefix: step.window_metadata}
     times: tuple[list[float], ...] = ([], [], [], [])
     with torch.inference_mode(), set_forward_context(metadata):
         direct = _own_steps(step)

@@ -53,12 +53,12 @@ def missing(module: str, *names: str) -> str | None:
     package = module.partition(".")[0]
     try:
         importlib.import_module(package)
-        found = importlib.import_module(module)
+        functions = importlib.import_module(module)
     except ModuleNotFoundError as error:
         return f"{package} is not installed" if error.name == package else f"{package} lacks a module: {error.name}"
     except Exception as error:  # noqa: BLE001 - importing another package may raise anything
         return f"cannot be imported: {type(error).__name__}: {error}"
-    lacks = [name for name in names if not hasattr(found, name)]
+    lacks = [name for name in names if not hasattr(functions, name)]
     return f"{module} has no {', '.join(lacks)}" if lacks else None
 
 
@@ -199,7 +199,7 @@ def peer_contender(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Cont
         raise UnsupportedError("kernel", expected="attention", actual=task.case.kernel)
     if any(segment.cache.layout.name != "fp8_ds_mla" for segment in inputs.segments):
         raise UnsupportedError("records", expected="584 bytes: others are not compared", actual=inputs.case.records)
-    name, before, note = peer.name, None, ""
+    name, gather, note = peer.name, None, ""
     if inputs.case.kernel == "decode":
         call = peer.decode(inputs)
     else:
@@ -209,13 +209,13 @@ def peer_contender(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Cont
             if not gatherers:
                 raise UnsupportedError("prefill", expected="a backend that gathers for it", actual="none that runs")
             rows, name = torch.full_like(rows, torch.nan), f"{name} + gather"
-            before, note = partial(gather_rows, gatherers[0], inputs, rows), f"rows gathered by {gatherers[0].name}"
+            gather, note = partial(gather_rows, gatherers[0], inputs, rows), f"rows gathered by {gatherers[0].name}"
         call = peer.prefill(inputs, rows.flatten(0, 1))
     last = [torch.full_like(inputs.q, torch.nan)]
 
     def run() -> None:
-        if before is not None:
-            before()
+        if gather is not None:
+            gather()
         last[0] = call()
 
     def reset() -> None:

@@ -66,12 +66,12 @@ def draw(run: Run, folder: Path) -> list[Path]:
             "ytick.color": _INK,
         }
         with rc_context(settings):
-            made = []
+            paths = []
             for name, figure in _figures(run):
                 path = folder / f"{name}.png"
                 figure.savefig(path, dpi=_DPI, facecolor="white")
-                made.append(path)
-            return made
+                paths.append(path)
+            return paths
 
 
 def _figures(run: Run) -> Iterator[tuple[str, Figure]]:
@@ -123,8 +123,8 @@ def _colours(rows: Sequence[BenchRow]) -> dict[str, str]:
     """Blue and orange and so on for ours, greys for peers, whichever kernel they run."""
     ours = dict.fromkeys(row.by for row in rows if not row.is_peer)
     peers = dict.fromkeys(_peer(row.by) for row in rows if row.is_peer)
-    found = {name: _OURS[i % len(_OURS)] for i, name in enumerate(ours)}
-    return found | {name: _PEERS[i % len(_PEERS)] for i, name in enumerate(peers)}
+    colours = {name: _OURS[i % len(_OURS)] for i, name in enumerate(ours)}
+    return colours | {name: _PEERS[i % len(_PEERS)] for i, name in enumerate(peers)}
 
 
 def _peer(by: str) -> str:

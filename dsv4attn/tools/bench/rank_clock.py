@@ -39,8 +39,8 @@ class RankClock(Clock):
         """
         count = max(self._context.gather_objects(len(alone), "the number of calls"))
         # a rank that is not the first waits while the first runs its calls
-        mine = [*alone] if self._context.ownership.rank == 0 else [None] * count
-        calls = [*((call, False) for call in mine), *((call, True) for call in together)]
+        calls_alone = [*alone] if self._context.ownership.rank == 0 else [None] * count
+        calls = [*((call, False) for call in calls_alone), *((call, True) for call in together)]
         flushes = [self._agreed(0 if call is None else self._warmed(call)) for call, _ in calls]
         spreads = self._in_turn([partial(self._round, call, meets=meets) for call, meets in calls], flushes, rounds)
         of_ranks = zip(*self._context.gather_objects(spreads, "times"), strict=True)

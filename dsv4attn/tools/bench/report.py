@@ -183,12 +183,12 @@ def layer_tables(layers: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType
         what = "the host's time" if host else "time of kernels, without gaps between them, on cold caches"
         yield Text(f"parts: {what}; mHC is around the layer, and in no other time here")
         for phase, step in dict.fromkeys((time["phase"], time["step"]) for time in shown):
-            made = dict.fromkeys(
+            counts = dict.fromkeys(
                 f"{time['completing']:,} on {time['layer']}"
                 for time in shown
                 if (time["phase"], time["step"]) == ("decode", step) and time.get("completing")
             )
-            entries = f"; sequences that complete an entry: {', '.join(made)}" if made else ""
+            entries = f"; sequences that complete an entry: {', '.join(counts)}" if counts else ""
             yield Text(f"{phase}: {step}{entries}")
     for time in layers:
         if not time.get("parts", True):
@@ -305,8 +305,8 @@ def comparison_text(both: Comparison) -> Group:
             lines += [Text(f"{state}: and {rest} more", style=style)] if rest > 0 else []
     for title, names in (("only before", both.only_old), ("only now", both.only_new)):
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            lines.append(Text(f"{title}: {'; '.join(names[:SHOWN])}{more}", style="yellow"))
+            suffix = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            lines.append(Text(f"{title}: {'; '.join(names[:SHOWN])}{suffix}", style="yellow"))
     if both.speed is None:
         lines.append(Text("nothing was measured in both runs", style="yellow"))
     else:

@@ -119,8 +119,8 @@ class BenchRow:
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> BenchRow:
         """The inverse of `as_json`. Raises KeyError or TypeError for a missing field."""
-        given = {"fp8": False, "records": "", "vs_584": None, **values}  # which older files do not have
-        return cls(**{name: given[name] for name in cls.__annotations__})  # type: ignore[arg-type]
+        complete = {"fp8": False, "records": "", "vs_584": None, **values}  # which older files do not have
+        return cls(**{name: complete[name] for name in cls.__annotations__})  # type: ignore[arg-type]
 
 
 _Judged: TypeAlias = "tuple[Contender, float, bool]"
@@ -204,7 +204,7 @@ class Runner:
         try:
             return [*self.clock.times(running, self.rounds)]
         except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
-            return [broken] if len(running) == 1 else [s for one in running for s in self._spreads([one])]
+            return [broken] if len(running) == 1 else [s for call in running for s in self._spreads([call])]
 
     def settled(self, rows: Sequence[BenchRow]) -> tuple[Roofline, list[BenchRow]]:
         """Measure the roofline again at the end. The higher rates apply to all rows."""
@@ -247,18 +247,18 @@ class Runner:
         case = task.case
         reasons = {name: self._why_not(case, name, backend) for name, backend in self.backends.items()}
         refused = [self._row(case, name, REFUSED, reason=why) for name, why in reasons.items() if why]
-        made: list[_Judged] = []
+        contenders: list[_Judged] = []
         able = {name: backend for name, backend in self.backends.items() if not reasons[name]}
         for name, is_peer, coarsest, make in _makers(task, able, self.peers):
             try:
-                one = make()
+                contender = make()
             except UnsupportedError as refusal:
                 refused.append(self._row(case, name, REFUSED, is_peer=is_peer, reason=_line(refusal)))
             except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
                 refused.append(self._row(case, name, FAILED, is_peer=is_peer, reason=_line(broken)))
             else:
-                made += [] if one is None else [(one, task.limit or limit(coarsest), is_peer)]
-        return refused, made
+                contenders += [] if contender is None else [(contender, task.limit or limit(coarsest), is_peer)]
+        return refused, contenders
 
     def _why_not(self, case: KernelCase | LayerOpCase, name: str, backend: Backend) -> str:
         # ops around attention are those of a backend that decodes on the layers with all of them
@@ -269,16 +269,16 @@ class Runner:
             return ""
         return " ".join(" ".join(line.split()) for c in selection.trace if c.name == name for line in c.lines)
 
-    def _checked(self, task: Task, one: Contender, most: float, is_peer: bool) -> BenchRow:  # noqa: FBT001
+    def _checked(self, task: Task, contender: Contender, most: float, is_peer: bool) -> BenchRow:  # noqa: FBT001
         """Run once over spoilt results, and judge them."""
-        row = self._row(task.case, one.name, MEASURED, is_peer=is_peer, reason=one.note)
+        row = self._row(task.case, contender.name, MEASURED, is_peer=is_peer, reason=contender.note)
         try:
-            one.reset()
-            one.run()
-            results = one.results()
+            contender.reset()
+            contender.run()
+            results = contender.results()
             if not results:  # matrix products alone compute nothing that could be right
                 return row
-            expected = task.expected if one.expected is None else one.expected
+            expected = task.expected if contender.expected is None else contender.expected
             return _judged(row, error(list(zip(results, expected, strict=True))), most)
         except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
             return evolve(row, state=FAILED, reason=_line(broken))
@@ -323,11 +323,13 @@ def _of_peer(peer: Peer | DeepGEMM, task: Task, gatherers: Sequence[Backend]) ->
     return peer.contender(task) if isinstance(peer, DeepGEMM) else peer_contender(peer, task, gatherers)
 
 
-def _judged(row: BenchRow, found: Error, most: float) -> BenchRow:
-    judged = evolve(row, error=found.total, worst_row=found.worst)
-    if found.within(most):
+def _judged(row: BenchRow, distance: Error, most: float) -> BenchRow:
+    judged = evolve(row, error=distance.total, worst_row=distance.worst)
+    if distance.within(most):
         return judged
-    why = f"worst row {found.worst:.1e}" if found.total <= most else f"error {found.total:.1e}, limit {most:.0e}"
+    why = (
+        f"worst row {distance.worst:.1e}" if distance.total <= most else f"error {distance.total:.1e}, limit {most:.0e}"
+    )
     return evolve(judged, state=WRONG, reason=why)
 
 
@@ -344,8 +346,8 @@ def _relative_to_584(rows: list[BenchRow]) -> list[BenchRow]:
     ours = {row.by: row.median for row in rows if row.records == PAIRS[0] and not row.is_peer}
 
     def compared(row: BenchRow) -> BenchRow:
-        before = None if row.is_peer or row.records in ("", PAIRS[0]) else ours.get(row.by)
-        return evolve(row, vs_584=before / row.median) if before and row.median else row
+        on_584 = None if row.is_peer or row.records in ("", PAIRS[0]) else ours.get(row.by)
+        return evolve(row, vs_584=on_584 / row.median) if on_584 and row.median else row
 
     return [compared(row) for row in rows]
 

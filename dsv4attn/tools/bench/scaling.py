@@ -90,13 +90,13 @@ def _line(series: str, *, small: bool) -> Iterator[KernelCase]:
 
 def cliffs(rows: Sequence[BenchRow]) -> list[Cliff]:
     """Cliffs of some rows. Work is the time that the roofline allows: the larger of products and bytes."""
-    found = []
+    steep = []
     for series, by in dict.fromkeys((row.series, row.by) for row in rows if row.series):
         line = sorted((row for row in rows if (row.series, row.by) == (series, by) and row.median), key=lambda r: r.x)
-        for one, two in pairwise(line):
-            assert one.median
-            assert two.median
-            time_ratio, work_ratio = two.median / one.median, two.least / one.least
+        for first, second in pairwise(line):
+            assert first.median
+            assert second.median
+            time_ratio, work_ratio = second.median / first.median, second.least / first.least
             if time_ratio > CLIFF * work_ratio:
-                found.append(Cliff(series, by, one.x, two.x, time_ratio, work_ratio))
-    return found
+                steep.append(Cliff(series, by, first.x, second.x, time_ratio, work_ratio))
+    return steep

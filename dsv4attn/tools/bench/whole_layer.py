@@ -69,7 +69,7 @@ class LayerCase:
         ratio = _FLASH.layer_of_kind(self.kind).compress_ratio
         if ratio == 1:
             return 0
-        return sum((before + self.tokens) // ratio > before // ratio for before in self.contexts)
+        return sum((prefix + self.tokens) // ratio > prefix // ratio for prefix in self.contexts)
 
     @property
     def step(self) -> str:
@@ -174,18 +174,18 @@ def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> 
     limits = Limits(case.requests, case.requests * case.tokens, longest, single_phase=exact)
     layout = KVCacheLayout.fp8_ds_mla()
     manager = CacheManager(geometry, limits, layout, device=device, backend=backend, keep_windows=True)
-    given = _weights(geometry, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
-    weights = AttentionWeights.from_dict(given, geometry, geometry.layer(0))
+    tensors = _weights(geometry, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
+    weights = AttentionWeights.from_dict(tensors, geometry, geometry.layer(0))
     layer = DeepseekV4Attention("layer", geometry, 0, limits, backend, weights, workspace=WorkspaceManager(device))
     layer.bind_kv_cache(manager.caches[0])
     sequences = [manager.new() for _ in range(case.requests)]
-    before = list(zip(sequences, case.contexts, strict=True))
-    manager.reserve(before)
-    manager.advance(before)
-    requests = [(one, case.tokens) for one in sequences]
+    prefixes = list(zip(sequences, case.contexts, strict=True))
+    manager.reserve(prefixes)
+    manager.advance(prefixes)
+    requests = [(sequence, case.tokens) for sequence in sequences]
     metadata, positions = manager.metadata(manager.batch(requests)), manager.positions(requests)
     hidden = torch.randn(positions.shape[0], geometry.hidden_size, device=device, dtype=torch.float32).to(
-        given["wq_a"].dtype
+        tensors["wq_a"].dtype
     )
     return _PreparedLayer(geometry, layer, metadata, positions, hidden)
 
@@ -193,23 +193,23 @@ def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> 
 def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list[LayerPart]:
     """Parts of the layer between the hyper-connections of attention, and those of the sublayer behind it."""
     device, marks = clock.device, Marks(clock.device)
-    made = _prepared_layer(case, MarkedBackend(backend, marks), device)
-    attention = made.layer.attention
+    prepared = _prepared_layer(case, MarkedBackend(backend, marks), device)
+    attention = prepared.layer.attention
     for name, part, then in (
         ("insert_into", "norm + rope + insert", ""),
         ("attend_from", "attention", "output projection"),
     ):
         setattr(attention, name, marks.around(part, getattr(attention, name), then))
     steps = backend.layer_ops
-    first, second = (HyperConnections(made.geometry, _mixes(made.geometry, device), steps) for _ in range(2))
-    streams = made.hidden[:, None].expand(-1, made.geometry.hc_mult, -1).contiguous()
+    first, second = (HyperConnections(prepared.geometry, _mixes(prepared.geometry, device), steps) for _ in range(2))
+    streams = prepared.hidden[:, None].expand(-1, prepared.geometry.hc_mult, -1).contiguous()
 
     def run() -> None:
-        with set_forward_context(made.metadata):
+        with set_forward_context(prepared.metadata):
             marks.start("mHC pre")
             post, comb, hidden = first.pre(streams)
             marks.to("projections")
-            attended = made.layer(hidden, made.positions)
+            attended = prepared.layer(hidden, prepared.positions)
             marks.to("mHC post + pre")
             second.after(attended, streams, post, comb)
             marks.to()

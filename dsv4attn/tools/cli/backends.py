@@ -50,24 +50,24 @@ def backends(*, as_json: bool) -> None:
     settings, device = load_settings(), DeviceFacts.here()
     registry = registry_for(settings)
     phases = automatic(registry, device)
-    found = listed(registry, device, phases)
+    rows = listed(registry, device, phases)
     if as_json:
         asked = {phase: settings.request(phase).value for phase in phases}
         chosen = {phase: s.chosen.info.name if s.chosen else None for phase, s in phases.items()}
         facts = {"device": device_json(device), "request": asked, "automatic": chosen}
-        print_json({"ok": True, **facts, "backends": found})
+        print_json({"ok": True, **facts, "backends": rows})
         return
     requests = {phase: settings.request(phase) for phase in phases}
-    wanted = merged({p: f"{a.value}  ({a.source}){_absent(a.value, registry)}" for p, a in requests.items()})
+    request_lines = merged({p: f"{a.value}  ({a.source}){_absent(a.value, registry)}" for p, a in requests.items()})
     verdicts = merged({phase: selection.verdict for phase, selection in phases.items()})
     from rich.padding import Padding
 
-    wide = max(len(name) for name in ("automatic", *(row["name"] for row in found)))
+    wide = max(len(name) for name in ("automatic", *(row["name"] for row in rows)))
     out = console()
-    out.print(grid([("device", [str(device)]), ("request", wanted), ("automatic", verdicts)], wide=wide))
-    out.print(Padding(_table(found, wide), (0, 0, 0, 1)))
-    styles = [_STYLES.get(row["state"], "red") for row in found]
-    out.print(grid([(row["name"], _why(row)) for row in found], styles, wide=wide))
+    out.print(grid([("device", [str(device)]), ("request", request_lines), ("automatic", verdicts)], wide=wide))
+    out.print(Padding(_table(rows, wide), (0, 0, 0, 1)))
+    styles = [_STYLES.get(row["state"], "red") for row in rows]
+    out.print(grid([(row["name"], _why(row)) for row in rows], styles, wide=wide))
 
 
 def automatic(registry: PluginRegistry, device: DeviceFacts) -> dict[str, Selection]:
@@ -88,7 +88,7 @@ def automatic(registry: PluginRegistry, device: DeviceFacts) -> dict[str, Select
 def listed(registry: PluginRegistry, device: DeviceFacts, phases: Mapping[str, Selection]) -> list[dict[str, Any]]:
     """Every backend, and every plugin that cannot be used, as JSON values."""
     rows = []
-    for i, (name, one) in enumerate(registry.backends.items()):
+    for i, (name, registration) in enumerate(registry.backends.items()):
         candidates = [selection.trace[i] for selection in phases.values()]
         states = {candidate.state for candidate in candidates}
         reasons = list(dict.fromkeys(reason for candidate in candidates for reason in candidate.reasons))
@@ -101,13 +101,13 @@ def listed(registry: PluginRegistry, device: DeviceFacts, phases: Mapping[str, S
         rows.append(
             {
                 "name": name,
-                "distribution": one.distribution,
-                "version": one.version,
+                "distribution": registration.distribution,
+                "version": registration.version,
                 "state": state,
-                "native": device.matches(one.info.native),
+                "native": device.matches(registration.info.native),
                 "runnable": state in ("automatic", "available"),
                 "reasons": [reason_json(reason) for reason in reasons],
-                "note": notes[0] if notes else one.info.summary,
+                "note": notes[0] if notes else registration.info.summary,
             }
         )
     for failure in registry.failures:
@@ -146,7 +146,7 @@ def _absent(asked: str, registry: PluginRegistry) -> str:
     return f": no backend has this name, so every call is refused{did_you_mean(asked, registry.backends)}"
 
 
-def _table(found: list[dict[str, Any]], wide: int) -> Table:
+def _table(rows: list[dict[str, Any]], wide: int) -> Table:
     from rich.text import Text
 
     table = simple_table()
@@ -154,7 +154,7 @@ def _table(found: list[dict[str, Any]], wide: int) -> Table:
     for column in ("state", "native", "runs", "from"):
         table.add_column(column, overflow="fold")
     marks = {True: "yes", False: "no", None: ""}
-    for row in found:
+    for row in rows:
         style, owner = _STYLES.get(row["state"], "red"), f"{row['distribution']} {row['version']}".strip()
         name, state = Text(row["name"], style="bold"), Text(row["state"], style=style)
         table.add_row(name, state, marks[row["native"]], marks[row["runnable"]], Text(owner))

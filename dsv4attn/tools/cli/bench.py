@@ -203,8 +203,8 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     total = len(cases) + len(hosts) + len(layers)
     rows, host, times, ran, stopped = [], [], [], 0, False
     # the CPU's threads do not matter for times on an accelerator
-    taken = Threads.chosen(asked.threads) if place.type == "cpu" else None
-    with taken.used() if taken else nullcontext(), _progress(1 + total, shown=shown) as begin:
+    cpu_threads = Threads.chosen(asked.threads) if place.type == "cpu" else None
+    with cpu_threads.used() if cpu_threads else nullcontext(), _progress(1 + total, shown=shown) as begin:
         begin("roofline")
         runner = Runner(place, backends, peers, size.rounds)
         try:
@@ -220,15 +220,15 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
                 ran += 1
             for layer in layers:
                 begin(layer.name)
-                found, failed = runner.layer(layer)
-                times += found
+                layer_times, failed = runner.layer(layer)
+                times += layer_times
                 rows += failed
                 ran += 1
         except KeyboardInterrupt:
             # rows up to now stay; the first measurement of the roofline applies to them
             stopped = True
         roofline, rows = (runner.roofline, rows) if stopped else runner.settled(rows)
-        machine = this_machine(place, taken.cores, taken.source) if taken else this_machine(place)
+        machine = this_machine(place, cpu_threads.cores, cpu_threads.source) if cpu_threads else this_machine(place)
     here = [peer.name for peer in runner.peers]
     return Run(
         machine=machine,
@@ -291,14 +291,14 @@ def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
 
     if names:
         return {name: load_backend(name) for name in dict.fromkeys(n.strip() for n in names.split(","))}
-    facts, made = DeviceFacts.here(place), {}
+    facts, backends = DeviceFacts.here(place), {}
     for name in backend_names():
         if facts.matches(registered(name).info.native):
             try:
-                made[name] = load_backend(name)
+                backends[name] = load_backend(name)
             except NoBackendError as broken:
                 click.echo(f"left out: {name}: {str(broken).splitlines()[0]}", err=True)
-    return made
+    return backends
 
 
 @contextmanager

@@ -91,12 +91,12 @@ def context(
 
     size, default = context_size(place.type), [name for name in CONTEXT_CASES if name.startswith("flash")]
     names = named("case", cases, list(CONTEXT_CASES), default)
-    made = context_cases(names, requests or size.requests, contexts or size.contexts, ranks, interleave)
-    name, chosen = _backend(backend, made, place, capture=graph)
+    decodes = context_cases(names, requests or size.requests, contexts or size.contexts, ranks, interleave)
+    name, chosen = _backend(backend, decodes, place, capture=graph)
     asked = _Asked(
         name,
         chosen,
-        made,
+        decodes,
         place,
         rounds or size.rounds,
         graph,
@@ -128,19 +128,19 @@ def _measured(group: MeteredContext, asked: _Asked, group_backend: str) -> Conte
     from dsv4attn.tools.bench.rank_clock import RankClock
     from dsv4attn.tools.bench.result import now, this_machine
 
-    own = group.ownership
+    ownership = group.ownership
     group.check_same("bench context", {"backend": asked.name, "command": asked.command})
     with group.together("bench context"):
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        check_memory(asked.cases, own.size, own.interleave, asked.device, sharing=sharing)
+        check_memory(asked.cases, ownership.size, ownership.interleave, asked.device, sharing=sharing)
         clock = RankClock(asked.device, group)
     results = []
     for case in asked.cases:
-        if own.rank == 0:
+        if ownership.rank == 0:
             _progress(case.name)
         results.append(measure(case, asked.backend, group, group.sent, clock, asked.rounds, graph=asked.graph))
     machine = this_machine(asked.device)
-    sizes = own.size, own.interleave
+    sizes = ownership.size, ownership.interleave
     return ContextRun(
         machine, now(), asked.command, asked.name, group_backend, *sizes, asked.rounds, asked.graph, tuple(results)
     )

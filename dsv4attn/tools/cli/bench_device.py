@@ -44,10 +44,10 @@ def device_of_rank(name: str | None) -> tuple[torch.device, str]:
         raise ArgumentError("--device", expected=" or ".join(_BACKENDS), actual=kind)
     if kind == "cpu":
         return torch.device("cpu"), _BACKENDS[kind]
-    ranks, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    if ranks > found:
+    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if ranks > devices:
         expected = f"{ranks} devices on this host, one for each of its ranks"
-        raise ArgumentError("--device", expected=expected, actual=found, hint=f"type: --nproc-per-node {found}")
+        raise ArgumentError("--device", expected=expected, actual=devices, hint=f"type: --nproc-per-node {devices}")
     place = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
     torch.get_device_module(place).set_device(place)
     return place, _BACKENDS[kind]

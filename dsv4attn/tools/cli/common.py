@@ -88,7 +88,7 @@ def _family(name: str, names: Iterable[str]) -> list[str]:
     ]
     if name == letters and not near:
         near = get_close_matches(name, names, n=1, cutoff=0.8)
-    kinds = {device.kind for device in DEVICES for one in near if one in device.spellings}
+    kinds = {device.kind for device in DEVICES for near_name in near if near_name in device.spellings}
     return near if len(kinds) == 1 else []
 
 
@@ -134,8 +134,8 @@ def console() -> Console:
     class Whole(Console):
         def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - rich's own
             if piped:
-                for one in objects:
-                    _uncut(one, fold=columns)
+                for shown in objects:
+                    _uncut(shown, fold=columns)
             super().print(*objects, **{"crop": False, **options})
 
     plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
@@ -155,8 +155,8 @@ def _uncut(shown: object, *, fold: bool) -> None:
     if isinstance(shown, Padding):
         _uncut(shown.renderable, fold=fold)
     elif isinstance(shown, Group):
-        for one in shown.renderables:
-            _uncut(one, fold=fold)
+        for part in shown.renderables:
+            _uncut(part, fold=fold)
     elif isinstance(shown, Table):
         for column in shown.columns:
             if not fold:

@@ -58,8 +58,8 @@ class _Job:
         needed = [outcome.resources for outcome in self.outcomes if outcome.resources]
         if self.faulty or not needed:
             verdicts = [outcome.verdict for outcome in self.faulty]
-            found = [f"{verdicts.count(verdict)} {said}" for verdict, said in _SAID.items() if verdict in verdicts]
-            return f"{kernels}: {', '.join(found) or 'nothing to compile'}"
+            faults = [f"{verdicts.count(verdict)} {said}" for verdict, said in _SAID.items() if verdict in verdicts]
+            return f"{kernels}: {', '.join(faults) or 'nothing to compile'}"
         shared = f"{max(r.shared for r in needed):,} of {self.target.shared_per_block:,} bytes"
         fewest = min(r.occupancy for r in needed)
         blocks = f"{fewest} block{'s' if fewest > 1 else ''} per {unit}"
@@ -171,16 +171,20 @@ def _jobs(
     jobs, names = [], set[str]()
     for target in dict.fromkeys(chosen):
         facts = DeviceFacts.named(target.name)
-        mine = {name: made for name, (one, made) in loaded.items() if facts.matches(one.info.runs_on)}
-        if not mine:
-            patterns = sorted({pattern for one, _ in loaded.values() for pattern in one.info.runs_on})
+        backends_here = {
+            name: compiled
+            for name, (registration, compiled) in loaded.items()
+            if facts.matches(registration.info.runs_on)
+        }
+        if not backends_here:
+            patterns = sorted({pattern for registration, _ in loaded.values() for pattern in registration.info.runs_on})
             expected = f"a device of {' or '.join(loaded)}: {', '.join(patterns)}"
             raise ArgumentError("--target", expected=expected, actual=target.name)
-        for name, made in mine.items():
-            variants = [_checked(name, v) for b in bounds for v in made.kernel_variants(b, facts)]
+        for name, compiled in backends_here.items():
+            variants = [_checked(name, v) for b in bounds for v in compiled.kernel_variants(b, facts)]
             names |= {variant.name for variant in variants}
-            wanted = [v for v in dict.fromkeys(variants) if not kernels or v.name in kernels]
-            jobs.append(_Job(target, name, wanted))
+            chosen_variants = [v for v in dict.fromkeys(variants) if not kernels or v.name in kernels]
+            jobs.append(_Job(target, name, chosen_variants))
     for name in kernels:
         if name not in names:
             raise UnknownNameError("kernel", name, names)
@@ -196,16 +200,16 @@ def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, Backend]],
 
     candidates = registry_for(load_settings()).backends if backend is None else {backend: registered(backend)}
     loaded, failed = {}, {}
-    for name, one in candidates.items():
+    for name, registration in candidates.items():
         try:
-            made = load_backend(name)
+            instance = load_backend(name)
         except Dsv4AttnError as error:
             if backend is not None:
                 raise
             failed[name] = str(error).splitlines()[0]
             continue
-        if getattr(made.kernel_variants, "__func__", None) is not Backend.kernel_variants:
-            loaded[name] = (one, made)
+        if getattr(instance.kernel_variants, "__func__", None) is not Backend.kernel_variants:
+            loaded[name] = (registration, instance)
         elif backend is not None:
             raise ArgumentError("--backend", expected="one with kernels to compile", actual=repr(backend))
     return loaded, failed
@@ -228,9 +232,11 @@ def bounds_of(geometry: ModelGeometry, dtype: str) -> WarmupSpec:
     if dtype in _V41:
         # the kernels of the compressor do not write these records
         parts = tuple(part for part in LAYER_PARTS if part != "compressor")
-        own = {"compressed": KVCacheLayout.v41_fp4(*dims)} if dtype == "v41_fp4" else {}
+        compressed = {"compressed": KVCacheLayout.v41_fp4(*dims)} if dtype == "v41_fp4" else {}
         window = KVCacheLayout.v41_fp8(*dims)
-        return WarmupSpec.of(geometry, limits, swa=window, aligned_rows=True, layer_steps=True, parts=parts, **own)
+        return WarmupSpec.of(
+            geometry, limits, swa=window, aligned_rows=True, layer_steps=True, parts=parts, **compressed
+        )
     if dtype in tuple(Fp8Format):
         layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
     else:
@@ -292,7 +298,7 @@ def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
     for column in ("regs", "spill", "shared", "warps", "mma", "fit"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    before = ""
+    name_above = ""
     for outcome, difference in described:
         need, name = outcome.resources, outcome.variant.name.removesuffix("_kernel")
         numbers = ["-"] * 6
@@ -302,8 +308,8 @@ def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
             numbers = [f"{count:,}" for count in counts]
             numbers.insert(3, f"{need.threads // need.wave}x{need.wave}")
         verdict = Text(outcome.verdict, style=_STYLES[outcome.verdict])
-        table.add_row(Text("" if name == before else name, style="bold"), Text(difference), *numbers, verdict)
-        before = name
+        table.add_row(Text("" if name == name_above else name, style="bold"), Text(difference), *numbers, verdict)
+        name_above = name
     return table
 
 

@@ -188,11 +188,11 @@ def _table(certificate: Certificate) -> Table:
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     table.add_column("nearest to its budget", overflow="fold")
     for letter, title in GROUPS.items():
-        mine = [o for o in certificate.outcomes if any(clause[0] == letter for clause in o.case.clauses)]
-        if not mine:
+        of_letter = [o for o in certificate.outcomes if any(clause[0] == letter for clause in o.case.clauses)]
+        if not of_letter:
             continue
-        counts = [sum(o.state == state for o in mine) for state in STATES]
-        measured = [o for o in mine if o.measure and o.measure.budget]
+        counts = [sum(o.state == state for o in of_letter) for state in STATES]
+        measured = [o for o in of_letter if o.measure and o.measure.budget]
         worst = max(measured, key=lambda o: o.measure.fraction if o.measure else 0.0, default=None)
         near = " same bits" if counts[0] else ""
         if worst and worst.measure:

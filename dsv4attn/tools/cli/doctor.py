@@ -97,10 +97,10 @@ def _examine() -> _Report:
         cure, trace = "see whether `python -c 'import torch'` works", traceback.format_exc()
         problems.append(_Problem(f"devices: {type(error).__name__}: {error}", cure, trace))
     registry = registry_for(settings)
-    found = {**versions, **{package: version_of(package) for package in _PACKAGES}}
-    found["triton"] = devices[0].triton_version
+    packages = {**versions, **{package: version_of(package) for package in _PACKAGES}}
+    packages["triton"] = devices[0].triton_version
     phases = automatic(registry, devices[0])
-    report = _Report(found, devices, settings, registry, phases, engines.examine(), problems)
+    report = _Report(packages, devices, settings, registry, phases, engines.examine(), problems)
     _judge(report)
     wrong = [state for state in report.engines if state.is_problem]
     report.problems += [_Problem(state.verdict, state.cure, state.traceback) for state in wrong]

@@ -108,16 +108,16 @@ def explain(
 
 def _kind(geometry: ModelGeometry, layer: str | None, ratio: int | None) -> tuple[str, int | None]:
     """Kind and ratio of the layers that --layer and --ratio mean; 0 is the ratio of window-only layers."""
-    found = {each.compress_ratio: each.kind.value for each in geometry.distinct_layers if each.has_entries}
-    if ratio is not None and ratio not in (0, *found):
-        expected = f"one of {[0, *sorted(found)]}, the ratios of {geometry.name}"
+    kinds = {each.compress_ratio: each.kind.value for each in geometry.distinct_layers if each.has_entries}
+    if ratio is not None and ratio not in (0, *kinds):
+        expected = f"one of {[0, *sorted(kinds)]}, the ratios of {geometry.name}"
         raise ArgumentError("--ratio", expected=expected, actual=ratio)
-    if ratio is not None and layer not in (None, "swa" if ratio == 0 else found[ratio]):
+    if ratio is not None and layer not in (None, "swa" if ratio == 0 else kinds[ratio]):
         raise click.UsageError(f"--ratio {ratio} is not of {layer} layers of {geometry.name}: leave out --layer")
     if ratio is not None:
-        return ("swa", None) if ratio == 0 else (found[ratio], ratio)
+        return ("swa", None) if ratio == 0 else (kinds[ratio], ratio)
     kind = layer or "c4a"
-    ratios = sorted(ratio for ratio, each in found.items() if each == kind)
+    ratios = sorted(ratio for ratio, each in kinds.items() if each == kind)
     if len(ratios) > 1:
         expected = f"one of {ratios}, the ratios of the {kind} layers of {geometry.name}"
         raise ArgumentError("--ratio", expected=expected, actual="none", hint=f"add --ratio {ratios[0]}")

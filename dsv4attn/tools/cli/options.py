@@ -152,7 +152,7 @@ def command_line(ctx: click.Context, *left_out: str) -> list[str]:
         if parameter.is_flag or value == parameter.flag_value:
             words.append(name)
         elif parameter.multiple:
-            words += [word for one in value for word in (name, str(one))]
+            words += [word for item in value for word in (name, str(item))]
         else:
             words += [name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return words

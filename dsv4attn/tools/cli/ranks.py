@@ -40,8 +40,8 @@ def launched(argument: str, ranks: int | None = None) -> int:
     Raises ArgumentError, with the command to type, without torchrun, or if they are not as many as `ranks`. argument:
     what the error is about. ranks: None: any number.
     """
-    given = shlex.join(sys.argv[1:])
-    command = f"type: torchrun --standalone --nproc-per-node {ranks or 2} -m dsv4attn {given}"
+    arguments = shlex.join(sys.argv[1:])
+    command = f"type: torchrun --standalone --nproc-per-node {ranks or 2} -m dsv4attn {arguments}"
     expected = (
         "processes that torchrun has started" if ranks is None else f"{ranks} processes that torchrun has started"
     )

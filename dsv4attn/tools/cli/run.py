@@ -118,13 +118,13 @@ def run(
             if error.argument != "max_kv_bytes":
                 raise
             # named and in the unit of the command line's option
-            expected = re.sub(r"\d+", lambda found: str(-(-int(found[0]) // 2**20)), error.expected, count=1)
+            expected = re.sub(r"\d+", lambda number: str(-(-int(number[0]) // 2**20)), error.expected, count=1)
             raise ArgumentError("--max-kv-mib", expected=expected, actual=max_kv_mib, hint=error.hint) from error
         prints = context is None or context.ownership.rank == 0
-        taken = Threads.chosen(threads)
-        with taken.used(), _progress(replay.total_tokens, shown=prints and not as_json) as progress:
+        cpu_threads = Threads.chosen(threads)
+        with cpu_threads.used(), _progress(replay.total_tokens, shown=prints and not as_json) as progress:
             report = replay.run(progress)
-    setting = {**taken.as_json(), "text": str(taken)}
+    setting = {**cpu_threads.as_json(), "text": str(cpu_threads)}
     report = evolve(report, trace=trace or "generated", options=backend_options, threads=setting)
     if prints and as_json:
         print_json(report_json(report))

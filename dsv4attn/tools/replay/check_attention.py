@@ -124,29 +124,29 @@ class AttentionChecker:
     def _keys_at(self, row: int, positions: Sequence[int]) -> list[F64]:
         """Window keys as a reader of the cache sees them."""
         tokens = _tokens(self._workload, row, positions)
-        wanted = list(zip(self._workload.kv_numbers(self._layer.kind, tokens).tolist(), positions, strict=True))
+        numbers = list(zip(self._workload.kv_numbers(self._layer.kind, tokens).tolist(), positions, strict=True))
         if len(self._window_keys) > _CACHED_KEYS:
             self._window_keys.clear()
-        for number, position in wanted:
+        for number, position in numbers:
             if (number, position) not in self._window_keys:
                 cos, sin = oracle.rope_cos_sin(position, self._inv_freq)
                 raw = self._workload.key_rows(np.array([number]))[0].double().numpy()
                 rotated = rounded(oracle.apply_rope(raw, cos, sin, self._layer.rope_dim), self._workload.dtype)
                 self._window_keys[number, position] = stored(rotated, self._layout)
-        return [self._window_keys[key] for key in wanted]
+        return [self._window_keys[key] for key in numbers]
 
     def _entries_at(self, row: int, entries: Sequence[int]) -> list[F64]:
         """Compressed entries as a reader of the cache sees them. Their raw rows are rotated already."""
         ratio = self._layer.compress_ratio
         tokens = _tokens(self._workload, row, [e * ratio + ratio - 1 for e in entries])
-        wanted = self._workload.entry_numbers(self._layer.kind, tokens).tolist()
+        numbers = self._workload.entry_numbers(self._layer.kind, tokens).tolist()
         if len(self._entries) > _CACHED_KEYS:
             self._entries.clear()
-        for number in wanted:
+        for number in numbers:
             if number not in self._entries:
-                row = self._workload.key_rows(np.array([number]))[0].double().numpy()
-                self._entries[number] = stored(row, self._layout)
-        return [self._entries[number] for number in wanted]
+                entry = self._workload.key_rows(np.array([number]))[0].double().numpy()
+                self._entries[number] = stored(entry, self._layout)
+        return [self._entries[number] for number in numbers]
 
 
 def _tokens(workload: Workload, row: int, positions: Sequence[int]) -> Tokens:

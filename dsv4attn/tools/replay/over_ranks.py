@@ -123,8 +123,12 @@ class RanksReport:
     @classmethod
     def gather(cls, context: ContextParallel, layers: Sequence[LayerOnRank]) -> RanksReport:
         """The same report on every rank."""
-        own = context.ownership
-        return cls(own.size, own.interleave, context.gather_objects(RankReport(own.rank, layers), "the report"))
+        ownership = context.ownership
+        return cls(
+            ownership.size,
+            ownership.interleave,
+            context.gather_objects(RankReport(ownership.rank, layers), "the report"),
+        )
 
     @property
     def differing(self) -> list[str]:
@@ -159,8 +163,8 @@ class OutputDigest:
 
 def selected_over_ranks(context: ContextParallel, local: Tensor) -> list[int]:
     """Entries of all ranks. local: [K] the numbers that this rank gives those of its own, -1 for none."""
-    mine = context.ownership.entry(local[local != -1]).tolist()
-    return sorted(entry for part in context.gather_objects(mine, "checks") for entry in part)
+    own_entries = context.ownership.entry(local[local != -1]).tolist()
+    return sorted(entry for part in context.gather_objects(own_entries, "checks") for entry in part)
 
 
 class KeyReaderOverRanks(KeyReader):
@@ -172,10 +176,12 @@ class KeyReaderOverRanks(KeyReader):
 
     def read(self, blocks: list[int], numbers: list[int]) -> F64:
         """[n, D] entries. blocks: of this rank."""
-        own = self._context.ownership
-        mine = {e: self._own.read(blocks, [own.local(e)])[0] for e in numbers if own.owner(e) == own.rank}
-        found = {e: row for part in self._context.gather_objects(mine, "checks") for e, row in part.items()}
-        return np.stack([found[e] for e in numbers])
+        ownership = self._context.ownership
+        own_entries = {
+            e: self._own.read(blocks, [ownership.local(e)])[0] for e in numbers if ownership.owner(e) == ownership.rank
+        }
+        rows = {e: row for part in self._context.gather_objects(own_entries, "checks") for e, row in part.items()}
+        return np.stack([rows[e] for e in numbers])
 
 
 class IndexKeyReaderOverRanks(IndexKeyReader):
@@ -187,7 +193,7 @@ class IndexKeyReaderOverRanks(IndexKeyReader):
 
     def read(self, blocks: list[int], count: int) -> F64:
         """[count, Di] the first keys. blocks: of this rank."""
-        own = self._context.ownership
-        parts = self._context.gather_objects(self._own.read(blocks, own.count(count)), "checks")
-        places = [(own.owner(e), own.local(e)) for e in range(count)]
-        return np.stack([parts[rank][n] for rank, n in places]) if count else parts[own.rank]
+        ownership = self._context.ownership
+        parts = self._context.gather_objects(self._own.read(blocks, ownership.count(count)), "checks")
+        places = [(ownership.owner(e), ownership.local(e)) for e in range(count)]
+        return np.stack([parts[rank][n] for rank, n in places]) if count else parts[ownership.rank]

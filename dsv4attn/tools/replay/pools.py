@@ -86,12 +86,12 @@ def plan_pools(
     Pools of windows and of states never run out. The compressed pool may run out if `max_bytes` binds, and then
     requests are preempted. It always holds the longest request, or this raises ArgumentError.
     """
-    pages, needed, wanted = {}, 0, 0
+    pages, needed, all_longest = {}, 0, 0
     for name, group in groups.items():
         whole = sorted((-(-request.attention_tokens // group.tokens) for request in requests), reverse=True)
         most = sum(whole[:max_num_seqs])
         if group.span is None:
-            pages[name], wanted = whole[0], most
+            pages[name], all_longest = whole[0], most
         else:
             # live pages of a request overlap the span of its next token and the chunk that is being computed
             idle = group.pages_per_sequence + 1
@@ -107,7 +107,7 @@ def plan_pools(
         )
     if COMPRESSED in pages:
         spare = (max_bytes - needed) // groups[COMPRESSED].page_bytes
-        pages[COMPRESSED] = min(wanted, pages[COMPRESSED] + spare)
+        pages[COMPRESSED] = min(all_longest, pages[COMPRESSED] + spare)
     return pages
 
 

@@ -106,10 +106,10 @@ class RecordingBackend(WrappedBackend):
             # q is a part of the step's; out may be where it is sent to other ranks
             first = (q.storage_offset() - self.q.storage_offset()) // q.stride(0)
             self._attended.append(range(first, first + tokens))
-            own = self.lse[first : first + tokens] if lse is None else lse
+            row_lse = self.lse[first : first + tokens] if lse is None else lse
             checked = self.rows[(self.rows >= first) & (self.rows < first + tokens)] - first
-            out[checked], own[checked] = torch.nan, torch.nan
-            run(tensors._replace(lse=own))
+            out[checked], row_lse[checked] = torch.nan, torch.nan
+            run(tensors._replace(lse=row_lse))
 
         return recorded
 
@@ -139,11 +139,11 @@ def _recording(ops: LayerOps, recorder: RecordingBackend) -> LayerOps:
         op = getattr(ops, name)
 
         def run(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the op
-            made = op(*arguments, **options)
-            if isinstance(made, IndexQuery):
-                recorder.query = made
+            result = op(*arguments, **options)
+            if isinstance(result, IndexQuery):
+                recorder.query = result
             recorder.watch.lap(operation)
-            return made
+            return result
 
         return run
 

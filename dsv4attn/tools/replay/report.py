@@ -138,14 +138,14 @@ def _head(report: Report) -> list[str]:
 
 def _cache_lines(report: Report) -> list[str]:
     """What a token of context costs in the whole network, and which layers were not run."""
-    found = []
+    lines = []
     if report.records_per_token:
         keys = " and as many index keys" if report.readers else ""
         records = f"{report.records_per_token:g} compressed records{keys}"
-        found.append(f"{report.kv_bytes_per_token:,.0f} bytes of KV per token of context, in all layers: {records}")
+        lines.append(f"{report.kv_bytes_per_token:,.0f} bytes of KV per token of context, in all layers: {records}")
     if report.readers:
-        found.append(f"{report.readers} layers read the compressed caches of others; such layers are not run")
-    return found
+        lines.append(f"{report.readers} layers read the compressed caches of others; such layers are not run")
+    return lines
 
 
 Line = tuple[str, list[str]]

@@ -84,9 +84,9 @@ def detect(text: str) -> TraceFormat:
         raise BadLineError("expected one JSON object a line, got a JSON array -> write one request a line")
     columns = _csv_fields(text)
     lower = [column.lower() for column in columns]
-    for name, wanted in _CSV_COLUMNS.items():
-        if all(column.lower() in lower for column in wanted):
-            when, prompt, output = (_Column(column, lower.index(column.lower())) for column in wanted)
+    for name, columns_of_format in _CSV_COLUMNS.items():
+        if all(column.lower() in lower for column in columns_of_format):
+            when, prompt, output = (_Column(column, lower.index(column.lower())) for column in columns_of_format)
             azure = name == "azure"
             table = _Csv(len(columns), when, prompt, output, _iso_nanoseconds if azure else _seconds)
             return TraceFormat(name, unit=10**9 if azure else 1, relative=azure, has_header=True, parse=table.parse)
@@ -96,11 +96,11 @@ def detect(text: str) -> TraceFormat:
 def _header_problem(text: str, columns: Sequence[str]) -> str:
     if text.startswith("version https://git-lfs"):
         return "this is a Git LFS pointer, not the trace -> run `git lfs pull` where it came from"
-    expected_columns = [column for wanted in _CSV_COLUMNS.values() for column in wanted]
+    expected_columns = [column for columns_of_format in _CSV_COLUMNS.values() for column in columns_of_format]
     unknown = [column for column in columns if column.lower() not in {name.lower() for name in expected_columns}]
     named = ((column, did_you_mean(column, expected_columns)) for column in unknown)
     guesses = [f"; column {short(column)}{guess}" for column, guess in named if guess]
-    forms = " or ".join(f"'{','.join(wanted)}' ({name})" for name, wanted in _CSV_COLUMNS.items())
+    forms = " or ".join(f"'{','.join(columns_of_format)}' ({name})" for name, columns_of_format in _CSV_COLUMNS.items())
     expected = f"expected a header with {forms}, or a JSON object a line (mooncake)"
     return f"unrecognised header {short(text)}: {expected}{''.join(guesses[:3])}"
 

@@ -141,21 +141,21 @@ def test_graphs_are_replayed_and_checked(alone: MeteredContext, monkeypatch: pyt
         return call
 
     monkeypatch.setattr(bench, "captured", capture)
-    found = bench.measure(CASE, ReferenceBackend(), alone, alone.sent, RankClock(CPU, alone), 1, graph=True)
+    result = bench.measure(CASE, ReferenceBackend(), alone, alone.sent, RankClock(CPU, alone), 1, graph=True)
 
     assert len(made) == 6
-    assert found.wrong == ()
+    assert result.wrong == ()
 
 
 def test_a_group_of_one_rank_agrees_with_one_rank(alone: MeteredContext) -> None:
-    found = measured(alone)
+    result = measured(alone)
 
-    assert found.wrong == ()
-    assert 0 < found.error < 5e-3
-    assert found.share == 1
-    assert found.selected == 2 * 512
-    assert [time.part for time in found.times] == ["scores, selection", "attention, merge", "both"]
-    assert found.sent == found.formula
+    assert result.wrong == ()
+    assert 0 < result.error < 5e-3
+    assert result.share == 1
+    assert result.selected == 2 * 512
+    assert [time.part for time in result.times] == ["scores, selection", "attention, merge", "both"]
+    assert result.sent == result.formula
 
 
 def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +166,12 @@ def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.Mo
         call.out[1].mul_(1.1)
 
     monkeypatch.setattr(context_step, "forward_mqa_over_ranks", wrong)
-    found = measured(alone)
+    result = measured(alone)
 
-    assert found.times == ()
-    assert len(found.wrong) == 1
-    assert found.wrong[0].startswith("rank 0 of 1: attention is ")
-    assert found.as_json()["times"] == []
+    assert result.times == ()
+    assert len(result.wrong) == 1
+    assert result.wrong[0].startswith("rank 0 of 1: attention is ")
+    assert result.as_json()["times"] == []
 
 
 def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,10 +184,10 @@ def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, mo
             given[6][0, 0] += 1
 
     monkeypatch.setattr(context_step, "select_topk_over_ranks", worse)
-    found = measured(alone)
+    result = measured(alone)
 
-    assert found.times == ()
-    assert any("topk_indices of 1 of 2 tokens are not those that one rank selects" in line for line in found.wrong)
+    assert result.times == ()
+    assert any("topk_indices of 1 of 2 tokens are not those that one rank selects" in line for line in result.wrong)
 
 
 def test_one_rank_itself_is_checked_again(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,18 +200,18 @@ def test_one_rank_itself_is_checked_again(alone: MeteredContext, monkeypatch: py
             step.out.zero_()
 
     monkeypatch.setattr(ForwardStep, "run", worse)
-    found = measured(alone)
+    result = measured(alone)
 
-    assert found.times == ()
-    assert found.wrong[0].endswith(", on one rank itself after it was timed")
+    assert result.times == ()
+    assert result.wrong[0].endswith(", on one rank itself after it was timed")
 
 
 def test_a_nan_is_wrong_and_null(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_step, "forward_mqa_over_ranks", lambda _, call: call.out.fill_(torch.nan))
-    found = measured(alone)
+    result = measured(alone)
 
-    assert "attention is nan of the norm" in found.wrong[0]
-    assert found.as_json()["error"] is None
+    assert "attention is nan of the norm" in result.wrong[0]
+    assert result.as_json()["error"] is None
 
 
 @pytest.mark.parametrize("width", [80, 120])

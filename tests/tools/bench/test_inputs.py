@@ -56,15 +56,15 @@ def test_each_token_names_the_records_of_its_own_request(name: str) -> None:
 
     taken = 0
     for token, (window, entries) in enumerate(visible(case)):
-        for segment, wanted in zip(inputs.segments, (window, entries), strict=False):
+        for segment, expected in zip(inputs.segments, (window, entries), strict=False):
             page, n = segment.cache.block_size, int(segment.slots.lens[token])
             slots, local = segment.slots.indices[token], segment.local[token]
-            assert n == min(len(wanted), 128 if segment is inputs.segments[0] else case.preset.topk)
+            assert n == min(len(expected), 128 if segment is inputs.segments[0] else case.preset.topk)
             assert bool((slots[n:] == -1).all())
             first = int(segment.seq_lens[request[token]] - segment.gather_lens[request[token]])
             numbers = (local[:n] + first).tolist()
             assert len({*numbers}) == n
-            assert {*numbers} <= {*wanted}
+            assert {*numbers} <= {*expected}
             there = segment.table[request[token]][torch.tensor(numbers, dtype=torch.int64) // page]
             assert bool((there >= 0).all())
             assert slots[:n].tolist() == (there * page + torch.tensor(numbers).long() % page).tolist()
@@ -160,15 +160,15 @@ class TestErrors:
         big = torch.randn(4096, 4, 64, generator=torch.Generator().manual_seed(2))
         broken = big.clone()
         broken[2000, 1] = 0.0
-        found = error([(broken, big)])
-        assert found.total < 1e-2
-        assert not found.within(1e-2)
+        result = error([(broken, big)])
+        assert result.total < 1e-2
+        assert not result.within(1e-2)
 
     def test_a_row_that_should_be_zero_is_judged_by_the_others(self) -> None:
-        wanted = self.x.clone()
-        wanted[0, 0] = 0.0
-        assert error([(wanted, wanted)]).within(1e-9)
-        assert not error([(self.x, wanted)]).within(1e-2)
+        expected = self.x.clone()
+        expected[0, 0] = 0.0
+        assert error([(expected, expected)]).within(1e-9)
+        assert not error([(self.x, expected)]).within(1e-2)
 
     def test_the_worst_of_several_counts(self) -> None:
         assert error([(self.x, self.x), (2 * self.x, self.x)]).total == pytest.approx(1.0)
@@ -209,8 +209,8 @@ def test_the_pair_says_the_records_of_both_caches(pair: str, record: tuple[int, 
     assert inputs.keys == inputs.records == 2 * 128 + 512 + 301
     assert inputs.stored == 256 * record[0] + 813 * record[1]
     asked = problem_of(inputs.case)
-    found = [CacheFacts.of(segment.cache.layout, segment.cache.block_size) for segment in inputs.segments]
-    assert [asked.swa, asked.compressed] == found
+    result = [CacheFacts.of(segment.cache.layout, segment.cache.block_size) for segment in inputs.segments]
+    assert [asked.swa, asked.compressed] == result
 
 
 @pytest.mark.parametrize("pair", PAIRS)

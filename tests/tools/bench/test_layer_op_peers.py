@@ -66,7 +66,7 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", infer)
 
 
-def found(one: Contender, task: Task) -> float:
+def error_of(one: Contender, task: Task) -> float:
     """Error of a contender's result over results that were spoilt."""
     one.run()
     one.reset()
@@ -87,7 +87,7 @@ def test_selections_of_peers_are_right(name: str, tokens: int) -> None:
     assert one is not None
     assert one.name == name
     assert ("flashinfer.top_k" in one.note) is (name == "flashinfer_topk")
-    assert found(one, task) < 1e-5
+    assert error_of(one, task) < 1e-5
     one.reset()
     assert one.results()[0].isnan().all()
 
@@ -100,7 +100,7 @@ def test_logits_are_asked_for_on_pages_and_gathered(step: str) -> None:
     one = LAYER_OP_PEERS["deep_gemm"].contender(task)
 
     assert one is not None
-    assert found(one, task) < 1e-5
+    assert error_of(one, task) < 1e-5
 
 
 @pytest.mark.usefixtures("_libraries")
@@ -113,7 +113,7 @@ def test_of_hyper_connections_only_the_product_is_there_and_says_so(tokens: int)
     assert one is not None
     assert (one.name, len(one.expected or ())) == ("deep_gemm product", 2)
     assert "nothing else" in one.note
-    assert found(one, task) < 1e-5
+    assert error_of(one, task) < 1e-5
     for step in ("post", "post+pre", "head"):
         assert peer.contender(mhc_task(LayerOpCase("mhc", step, "a", 1, 3, hidden=64), CPU)) is None
     assert peer.contender(compressor_task(LayerOpCase("compress", "query index", "a"), CPU)) is None

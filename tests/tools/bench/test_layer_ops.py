@@ -29,7 +29,7 @@ SMALL = [
     LayerOpCase("compress", "query index", "t", 1, 7),
     *(LayerOpCase("mhc", step, "t", 1, 5, hidden=96) for step in ("pre", "post", "post+pre", "head")),
 ]
-Planted = tuple[str, str, Callable[..., Any]]
+OpBug = tuple[str, str, Callable[..., Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,9 @@ def judge(case: LayerOpCase, **instead: Callable[..., Any]) -> BenchRow:
     """The row of torch's steps, with others instead of some of them; they get torch's step first."""
     backend = ReferenceBackend()
     steps = TorchOps()
-    for name, planted in instead.items():
+    for name, bug in instead.items():
         right = getattr(steps, name)
-        setattr(steps, name, lambda *a, planted=planted, right=right, **k: planted(right, *a, **k))
+        setattr(steps, name, lambda *a, bug=bug, right=right, **k: bug(right, *a, **k))
     vars(backend)["layer_ops"] = steps.table()
     (row,) = Runner(CPU, {"reference": backend}, [], 1).run(case)
     return row
@@ -154,7 +154,7 @@ def fewer_iterations(right: Callable[..., Any], residual: Any, weights: Any) -> 
     return right(residual, evolve(weights, sinkhorn_repeat=2))
 
 
-PLANTED: list[Planted] = [
+BUGS: list[OpBug] = [
     ("index paged", "fp8_paged_mqa_logits", swapped),
     ("index paged", "fp8_paged_mqa_logits", truncated),
     ("select paged", "select_topk", last_page_twice),
@@ -169,11 +169,11 @@ PLANTED: list[Planted] = [
 ]
 
 
-@pytest.mark.parametrize(("where", "step", "planted"), PLANTED, ids=lambda part: getattr(part, "__name__", part))
-def test_a_planted_bug_gets_no_time(where: str, step: str, planted: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("where", "step", "bug"), BUGS, ids=lambda part: getattr(part, "__name__", part))
+def test_a_bug_gets_no_time(where: str, step: str, bug: Callable[..., Any]) -> None:
     for case in SMALL:
         if case.name.startswith(where) and not case.name.startswith("mhc post+pre"):
-            row = judge(case, **{step: planted})
+            row = judge(case, **{step: bug})
             assert row.state == WRONG, case.name
             assert row.median is None
 
@@ -211,8 +211,8 @@ def test_any_512_of_equal_scores_are_a_right_selection_and_others_are_not() -> N
     early[0, 0] = 515
 
     for chosen in (right, ties, ties.flip(1)):
-        (found,) = selection_bounds(given, chosen)
-        assert found.tolist() == [[scores[0, 511].item()] * 2]
+        (result,) = selection_bounds(given, chosen)
+        assert result.tolist() == [[scores[0, 511].item()] * 2]
     assert selection_bounds(given, late)[0][0, 0] < scores[0, 511]
     assert selection_bounds(given, early)[0][0, 1] == scores[0, 0]
     twice = right.clone()

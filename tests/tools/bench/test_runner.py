@@ -109,7 +109,7 @@ def test_a_c128a_layer_is_measured_too() -> None:
     assert runner(ReferenceBackend()).run(case)[0].state == MEASURED
 
 
-class Planted(ReferenceBackend):
+class BecomesWrong(ReferenceBackend):
     """Right for some calls, and then as somebody says."""
 
     def __init__(self, spoil: Callable[[AttentionCall], None], after: int = 0) -> None:
@@ -138,7 +138,7 @@ def one_nan(call: AttentionCall) -> None:
 
 @pytest.mark.parametrize("spoil", [forget_sinks, one_row, one_nan])
 def test_what_is_wrong_gets_no_time_and_is_not_timed(spoil: Callable[[AttentionCall], None]) -> None:
-    backend = Planted(spoil)
+    backend = BecomesWrong(spoil)
     (values,) = rows(backend, "decode")
 
     assert values.state == WRONG
@@ -148,7 +148,7 @@ def test_what_is_wrong_gets_no_time_and_is_not_timed(spoil: Callable[[AttentionC
 
 
 def test_what_becomes_wrong_while_it_is_timed_gets_no_time() -> None:
-    (values,) = rows(Planted(one_nan, after=4), "decode")
+    (values,) = rows(BecomesWrong(one_nan, after=4), "decode")
 
     assert values.state == WRONG
     assert values.median is None
@@ -200,7 +200,7 @@ def test_what_raises_while_it_is_timed_is_a_row_and_the_others_are_timed() -> No
     def give_up(_: AttentionCall) -> None:
         raise RuntimeError("out of barriers")
 
-    ours, theirs = rows(Planted(give_up, after=3), "decode", peers=[Peer(right)])
+    ours, theirs = rows(BecomesWrong(give_up, after=3), "decode", peers=[Peer(right)])
     assert (ours.state, ours.reason, ours.median) == (FAILED, "while it was timed: RuntimeError: out of barriers", None)
     assert theirs.state == MEASURED
     assert theirs.median is not None
@@ -220,7 +220,7 @@ def test_a_backend_that_says_no_is_asked_nothing_else(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         "dsv4attn.tools.bench.runner.explain", lambda *_, **__: SimpleNamespace(chosen=None, trace=values)
     )
-    backend = Planted(one_nan)
+    backend = BecomesWrong(one_nan)
     (row_,) = rows(backend, "decode")
 
     assert (row_.state, row_.reason, backend.calls) == (REFUSED, "HEADS 64, needs 8", 0)
@@ -380,7 +380,7 @@ def test_a_wrong_result_on_one_pair_leaves_the_others_their_times() -> None:
         if _last_layout(call).name == "v41_fp4":
             call.out[0, 0] = 7.0
 
-    values = runner(Planted(on_288)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
+    values = runner(BecomesWrong(on_288)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
     assert [row.state for row in values] == [MEASURED, MEASURED, WRONG]
     assert values[1].vs_584
     assert values[2].vs_584 is None
@@ -391,7 +391,7 @@ def test_without_a_time_on_584_nothing_is_compared_with_it() -> None:
         if _last_layout(call).name == "fp8_ds_mla":
             call.out[0, 0] = 7.0
 
-    values = runner(Planted(on_584)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
+    values = runner(BecomesWrong(on_584)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
     assert [(row.state, row.vs_584) for row in values] == [(WRONG, None), (MEASURED, None), (MEASURED, None)]
 
 

@@ -380,8 +380,8 @@ def test_v41_layers_are_shown_with_their_speed_by_that_on_584_byte_records(machi
     assert shown == (0, lines)
     (heading,) = [line for line in lines if "time us" in line]
     assert heading.endswith("x 584/584")
-    found = [(r["case"], r["records"]) for r in values["rows"]]
-    assert found == [(f"decode v41_r1 b=1 {pair}", pair) for pair in ("584/584", "528/528", "528/288")]
+    result = [(r["case"], r["records"]) for r in values["rows"]]
+    assert result == [(f"decode v41_r1 b=1 {pair}", pair) for pair in ("584/584", "528/528", "528/288")]
     first, *others = values["rows"]
     assert first["vs_584"] is None
     for r in others:

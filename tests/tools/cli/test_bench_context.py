@@ -19,7 +19,7 @@ from tests.examples.built_wheels import ROOT
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 SMALL = ("--device", "cpu", "--requests", "2", "--context", "2100", "--rounds", "2")
 
-PLANTED = """
+WRONG_RANK = """
 import os, pathlib
 from dsv4attn.tools.bench import context
 from dsv4attn.tools.cli import main
@@ -145,8 +145,8 @@ def test_two_ranks_print_and_save_once_and_agree_with_one(tmp_path: Path) -> Non
 
 
 def test_a_disagreement_on_one_rank_fails_on_all(tmp_path: Path) -> None:
-    (tmp_path / "planted.py").write_text(PLANTED, encoding="utf-8")
-    done = torchrun(tmp_path, ["planted.py"])
+    (tmp_path / "wrong_rank.py").write_text(WRONG_RANK, encoding="utf-8")
+    done = torchrun(tmp_path, ["wrong_rank.py"])
 
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["1", "1"], done.stderr
     said = " ".join(done.stdout.split())

@@ -167,8 +167,8 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
     vendor(machine, "bad", "Broken")
     vendor(machine, "far", runs_on=("sm_9*",))
     # without the built-in backends
-    found = {name: one for name, one in machine.wheels.registry().backends.items() if one.distribution != "dsv4attn"}
-    monkeypatch.setattr(selection, "registry_for", lambda _: PluginRegistry(found))
+    result = {name: one for name, one in machine.wheels.registry().backends.items() if one.distribution != "dsv4attn"}
+    monkeypatch.setattr(selection, "registry_for", lambda _: PluginRegistry(result))
     code, lines = machine.run("compile", "--target", "sm_90", "--target", "sm_120")
 
     assert code == 1

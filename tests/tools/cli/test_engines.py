@@ -86,17 +86,17 @@ class Place:
     def said(self, engine: Engine, **environ: str) -> dict[str, Any]:
         """What `doctor --json` says of an engine; it is a problem, or it is none."""
         code, values = self.machine.json("doctor", **environ)
-        found: dict[str, Any]
-        [found] = [one for one in values["engines"] if one["engine"] == engine.name]
-        wrong = found["state"] in ("broken", "refused")
+        result: dict[str, Any]
+        [result] = [one for one in values["engines"] if one["engine"] == engine.name]
+        wrong = result["state"] in ("broken", "refused")
         assert (code, len(values["problems"])) == ((1, 1) if wrong else (0, 0))
         if wrong:
             [problem] = values["problems"]
-            assert f"{problem['what']} -> {problem['cure']}" == found["text"]
-            assert problem["trace"] == found["traceback"]
-        assert found["served"] is (found["state"] in ("active", "untested"))
+            assert f"{problem['what']} -> {problem['cure']}" == result["text"]
+            assert problem["trace"] == result["traceback"]
+        assert result["served"] is (result["state"] in ("active", "untested"))
         assert {VLLM.package, SGLANG.package}.isdisjoint(sys.modules)
-        return found
+        return result
 
 
 @pytest.fixture
@@ -284,11 +284,11 @@ def test_names_are_compared_as_packaging_tools_do(place: Place, name: str) -> No
 def test_a_wheel_whose_entry_point_leads_nowhere_is_broken(place: Place, point: str, said: str) -> None:
     place.engine(VLLM)
     place.wheel(VLLM, point=point)
-    found = place.said(VLLM)
+    result = place.said(VLLM)
 
-    assert (found["state"], found["cure"]) == ("broken", "reinstall dsv4attn-vllm, or uninstall it")
-    assert found["why"].startswith(f"dsv4attn-vllm 0.1.0 is broken: {said}")
-    assert found["traceback"]
+    assert (result["state"], result["cure"]) == ("broken", "reinstall dsv4attn-vllm, or uninstall it")
+    assert result["why"].startswith(f"dsv4attn-vllm 0.1.0 is broken: {said}")
+    assert result["traceback"]
 
 
 @pytest.mark.parametrize(
@@ -305,21 +305,21 @@ def test_a_wheel_whose_entry_point_leads_nowhere_is_broken(place: Place, point: 
 def test_a_guard_that_cannot_be_asked_is_a_broken_wheel(place: Place, guard: str, said: str) -> None:
     place.engine(VLLM)
     place.wheel(VLLM, guard)
-    found = place.said(VLLM)
+    result = place.said(VLLM)
 
-    assert (found["state"], found["cure"]) == ("broken", "reinstall dsv4attn-vllm, or uninstall it")
-    assert found["why"].startswith(f"dsv4attn-vllm 0.1.0 is broken: {said}")
-    assert said.partition(":")[0] in found["traceback"]
+    assert (result["state"], result["cure"]) == ("broken", "reinstall dsv4attn-vllm, or uninstall it")
+    assert result["why"].startswith(f"dsv4attn-vllm 0.1.0 is broken: {said}")
+    assert said.partition(":")[0] in result["traceback"]
 
 
 def test_entry_points_that_cannot_be_read_are_a_broken_wheel(place: Place) -> None:
     place.engine(SGLANG)
     info = place.wheel(SGLANG)
     (info / "entry_points.txt").write_bytes(b"[sglang.srt.plugins]\n\xff = x\n")
-    found = place.said(SGLANG)
+    result = place.said(SGLANG)
 
-    assert found["state"] == "broken"
-    assert "UnicodeDecodeError" in found["why"]
+    assert result["state"] == "broken"
+    assert "UnicodeDecodeError" in result["why"]
 
 
 def test_an_interrupt_is_not_a_broken_wheel(place: Place) -> None:

@@ -48,8 +48,8 @@ class OtherOrder(MeteredContext):
         last = self.ownership.rank == self.ownership.size - 1
 
         def others() -> Tensor:
-            found = finish()
-            return found.copy_(found[:1].clone().expand_as(found))
+            result = finish()
+            return result.copy_(result[:1].clone().expand_as(result))
 
         return others if last and what == "attention" else finish
 
@@ -91,7 +91,7 @@ def sound(group: Any, interleave: int, **config: Any) -> None:
     assert as_json(report)["ranks"]["ranks"][-1]["layers"][1]["kind"] == "c4a"
 
 
-def found(
+def bug_is_named(
     group: Any,
     bug: type[MeteredContext],
     stages: set[str],
@@ -110,15 +110,17 @@ def found(
 REPLAYS: dict[int, dict[str, Callable[[Any], None]]] = {
     2: {
         "replay-fp8": partial(sound, interleave=1),
-        "replay-wrong-part": partial(found, bug=WrongPart, stages={"out", "lse"}, differing=[]),
-        "replay-wrong-candidates": partial(found, bug=WrongCandidates, stages={"selection"}, differing=[]),
-        "replay-other-order": partial(found, bug=OtherOrder, stages={"out"}, differing=["c4a", "c128a"]),
+        "replay-wrong-part": partial(bug_is_named, bug=WrongPart, stages={"out", "lse"}, differing=[]),
+        "replay-wrong-candidates": partial(bug_is_named, bug=WrongCandidates, stages={"selection"}, differing=[]),
+        "replay-other-order": partial(bug_is_named, bug=OtherOrder, stages={"out"}, differing=["c4a", "c128a"]),
     },
     3: {
         "replay-fp32": partial(sound, interleave=4, cache="fp32"),
         # the backend merges by itself
         "replay-merged": partial(sound, interleave=1, cache="fp32", backend=Merges()),
-        "replay-merged-wrong": partial(found, bug=WrongPart, stages={"out", "lse"}, differing=[], backend=Merges()),
+        "replay-merged-wrong": partial(
+            bug_is_named, bug=WrongPart, stages={"out", "lse"}, differing=[], backend=Merges()
+        ),
     },
 }
 """By the size of the group that runs them: one size each, as a replay takes a second on each rank."""

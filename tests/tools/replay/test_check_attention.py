@@ -61,7 +61,7 @@ def test_the_tolerances_of_the_released_models_are_what_the_formats_explain() ->
 
 # what fails
 
-PLANTED = [
+BUGS = [
     (bugs.WithoutSink, {}, ALL),
     (bugs.WithoutSinkInPrefill, {}, ALL),
     (bugs.LogOfBaseTwo, {}, ALL),
@@ -81,10 +81,8 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("bug", "options", "found_in"), PLANTED, ids=lambda x: getattr(x, "__name__", ""))
-def test_a_planted_bug_fails_the_checks(
-    bug: type[ReferenceBackend], options: dict[str, Any], found_in: set[LayerKind]
-) -> None:
+@pytest.mark.parametrize(("bug", "options", "found_in"), BUGS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_bug_fails_the_checks(bug: type[ReferenceBackend], options: dict[str, Any], found_in: set[LayerKind]) -> None:
     report = run(bug(**options))
 
     assert {kind for kind, ok in verdicts(report).items() if not ok} == found_in

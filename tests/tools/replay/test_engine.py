@@ -95,17 +95,17 @@ def test_a_model_without_window_layers_still_has_its_mtp_ones(indexer: str) -> N
 
 @pytest.mark.parametrize("cache", ["fp8_ds_mla", "bf16", "fp32"])
 def test_chunks_do_not_change_what_is_computed(cache: str) -> None:
-    request, found = requests_of((90, 20)), []
+    request, result = requests_of((90, 20)), []
     for budget in (1, 7, 64, 1000):
         backend = Recorder()
         assert run(backend, request, kinds=[LayerKind.CSA], max_num_batched_tokens=budget, cache=cache).ok
         assert sorted(backend.outputs) == list(range(109))
-        found.append(torch.stack([backend.outputs[position] for position in range(109)]).double())
+        result.append(torch.stack([backend.outputs[position] for position in range(109)]).double())
 
     # one bf16 step, or the order of fp32 sums
     tolerance = 1e-5 if cache == "fp32" else 2.0**-7
-    for other in found[1:]:
-        assert torch.allclose(found[0], other, rtol=tolerance, atol=tolerance / 10)
+    for other in result[1:]:
+        assert torch.allclose(result[0], other, rtol=tolerance, atol=tolerance / 10)
 
 
 def test_requests_with_a_common_prefix_compute_the_same_there() -> None:

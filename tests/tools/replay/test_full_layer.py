@@ -113,7 +113,7 @@ def test_a_selecting_trace_has_one_long_prompt_that_others_decode_beside(seed: i
 
 ENTRIES = {"c4a": {"entry", "index_key"}, "c128a": {"entry"}}
 C4A = {"c4a": {"entry", "index_key"}}
-PLANTED = [
+BUGS = [
     (full_layer_bugs.BiasOfTheNextToken, ENTRIES),
     (full_layer_bugs.LastStateNotSaved, ENTRIES),
     (full_layer_bugs.TurnedToTheLastToken, ENTRIES),
@@ -135,19 +135,19 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("steps", "found"), PLANTED, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(("steps", "expected"), BUGS, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_bug_around_attention_is_found_where_it_arises(
-    steps: type[full_layer_bugs.Steps], found: dict[str, set[str]]
+    steps: type[full_layer_bugs.Steps], expected: dict[str, set[str]]
 ) -> None:
     report = whole(full_layer_bugs.backend_with(steps), check_rows=8)
 
     beyond = {layer.kind: stages_beyond(layer) for layer in report.layers}
-    assert {kind: stages for kind, stages in beyond.items() if stages} == found
+    assert {kind: stages for kind, stages in beyond.items() if stages} == expected
     assert not report.ok
     json.dumps(as_json(report), allow_nan=False)
 
 
-PLANTED_IN_ATTENTION = [
+ATTENTION_BUGS = [
     (bugs.WithoutSink, {}, {"out", "projection"}),
     (bugs.WithoutSinkInPrefill, {}, {"out", "projection"}),
     (bugs.LogOfBaseTwo, {}, {"lse"}),
@@ -163,16 +163,16 @@ PLANTED_IN_ATTENTION = [
 ]
 
 
-@pytest.mark.parametrize(("bug", "options", "found"), PLANTED_IN_ATTENTION, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(("bug", "options", "expected"), ATTENTION_BUGS, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_bug_of_attention_is_found_where_it_arises(
-    bug: type[ReferenceBackend], options: dict[str, Any], found: set[str]
+    bug: type[ReferenceBackend], options: dict[str, Any], expected: set[str]
 ) -> None:
     report = whole(bug(**options), check_rows=8)
 
     assert not any(verdicts(report).values())
     for layer in report.layers:
-        assert found <= stages_beyond(layer)
-        assert stages_beyond(layer) <= found | (ATTENDING if found & ATTENDING else set())
+        assert expected <= stages_beyond(layer)
+        assert stages_beyond(layer) <= expected | (ATTENDING if expected & ATTENDING else set())
 
 
 def test_a_bug_of_the_last_projection_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ _LATENTS, _STORE = _OPS.compress_latents, _OPS.norm_rope_store
     ("step", "bug", "stage"),
     [("compress_latents", own_first_token, "entry"), ("norm_rope_store", without_norm, "index_key")],
 )
-def test_a_planted_bug_is_named_by_its_stage(monkeypatch: pytest.MonkeyPatch, step: str, bug: Any, stage: str) -> None:
+def test_a_bug_is_named_by_its_stage(monkeypatch: pytest.MonkeyPatch, step: str, bug: Any, stage: str) -> None:
     monkeypatch.setattr("dsv4attn.core.contract.layer_ops._TORCH", (attrs.evolve(_OPS, **{step: bug}),) * 2)
     report = run(geometry=SMALL_V41, indexer="real")
 
