@@ -44,7 +44,7 @@ V41_PAIRS = {
     "v41-fp4-split": ("v41-split", "v41-fp4-split"),
     "ocp-fp4": ("ocp", "v41-fp4"),
 }
-"""Records of window and compressed caches: pairs of V4.1, and V4's window beside V4.1's smallest record."""
+"""Records of window and compressed caches: pairs of V4.1, and V4's window with V4.1's smallest record."""
 PHASE = {Area.DECODE: Phase.DECODE, Area.PREFILL: Phase.PREFILL}
 
 
@@ -138,7 +138,7 @@ def _windows() -> Iterator[Case]:
         yield _case(Area.PREFILL, f"ahead-{kind}", "F9", says, inputs)
     for kind in ("swa", "c4a"):
         says = f"{kind}: no window has a key before its request's first position, be it decode or prefill"
-        # rows behind the batch make the limits so large that gathered keys of all requests are in one chunk
+        # extra rows make the limits so large that gathered keys of all requests are in one chunk
         fields: dict[str, Any] = {"replay": (290, 0, 0, 100, 250), "extra_rows": 400, "poison": 0xFF}
         inputs = step(kind, (300, 1), (9, 1), (0, 7), (130, 6), (250, 4), **fields)
         yield _case(Area.PREFILL, f"bounded-{kind}", "F10", says, inputs)

@@ -221,7 +221,7 @@ def indexer_cases() -> Iterator[Case]:
 
 
 def selection_cases() -> Iterator[Case]:
-    """Selection, most of it among scores that fp32 holds exactly, so that nothing but the rule decides."""
+    """Selection. Most scores are exact in fp32, so that the rule alone decides."""
     for name in FORMATS:
         says = f"the entries of {name} keys with the largest scores are selected, of equal scores the lower ones"
         yield _layer(f"select-{name}", "T1 T2", says, selecting(name), select_entries)

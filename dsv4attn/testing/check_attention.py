@@ -62,7 +62,7 @@ def equals_oracle(bench: Bench, inputs: StepFixture | SingleCall) -> Measure:
 
 
 def reads_raw_q(bench: Bench, inputs: StepFixture) -> Measure:
-    """Prefill of q as it was projected equals the oracle, beside an insert that writes the same bytes of the caches."""
+    """Prefill of raw q equals the oracle, and the insert without q writes the same bytes of the caches."""
     problem = inputs.problem(bench.backend)
     if problem.raw_q is None:
         raise SkipCase("does not apply: the backend takes no q before its norm for this step")
@@ -157,7 +157,7 @@ def without_columns(bench: Bench, inputs: StepFixture) -> Measure:
 
 
 def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Measure]:
-    """The case input's requests, cut into steps of so many tokens.
+    """The case input's requests, cut into steps. Each cut is a list of tokens per step and request.
 
     Every step equals the oracle, and whatever the cut, the caches end up with the same bytes.
     """
@@ -227,7 +227,7 @@ RowBits = dict[tuple[int, int], Tensor]
 
 
 def any_cut_same_bits(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Measure]:
-    """All tokens in one step, and in steps of so many tokens, of all requests together and of each one alone.
+    """All tokens in one step, and cut into steps, of all requests together and of each request alone.
 
     Limits have one phase. The one step equals the oracle too.
     """
@@ -253,7 +253,7 @@ def any_cut_same_bits(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Me
 def _rows_of(
     bench: Bench, inputs: StepFixture, cut: Sequence[int], only: int | None, *, judge: bool = True
 ) -> tuple[RowBits, Measure]:
-    """Rows of all requests, or of one, in steps of so many tokens with limits of one phase; and the last verdict."""
+    """Rows of all requests, or of the request `only`, cut into steps with limits of one phase; and the last verdict."""
     rows, measure = RowBits(), Measure()
     caches = inputs.history(bench.backend, inputs.allocate())
     limits = evolve(inputs.limits, single_phase=True)

@@ -106,7 +106,7 @@ def gathers_within(bench: Bench, rows: CacheRows) -> Measure:
     size, dim = rows.placement.block_size, rows.layer.head_dim
     slots = np.arange(rows.blocks * size)
     oracle_cache = rows.blank().write(slots, normal((rows.seed, 45), slots, dim))
-    # columns behind the table hold blocks that exist; a gather must not read them
+    # columns past the table hold blocks that exist; a gather must not read them
     blocks = np.random.default_rng((rows.seed, 46)).integers(0, rows.blocks, (len(SEQ_LENS), 5))
     table = rows.tensor(blocks).int()[:, :3]
     seq_lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=rows.device)
@@ -153,7 +153,7 @@ def fills(bench: Bench, rows: CacheRows) -> Measure:
         _full_cache(attrs.evolve(rows, seed=rows.seed + i), cache_layout)
         for i, cache_layout in enumerate((window, rows.layout))
     ]
-    # tokens before the step, those of the step that are computed, and those behind the chunk
+    # tokens before the step, tokens of the chunk, and later tokens of the step
     whole = [(0, 3, 0), (17, 6, 0), (2 * size, 1, 0), (9, 0, 0), (1, 2, 0)]
     for number, requests in enumerate((whole, [(0, 4, 5)], [(size + 3, 4, 3)], [(2, 2, 0)])):
         _Chunk(bench, rows, oracle_caches, np.array(requests), number).check()
@@ -162,7 +162,7 @@ def fills(bench: Bench, rows: CacheRows) -> Measure:
 
 @attrs.frozen(eq=False)
 class _Chunk:
-    """A chunk. requests: [n, 3] tokens before the step, query tokens in the chunk, and those behind it."""
+    """A chunk. requests: [n, 3] tokens before the step, query tokens in the chunk, and later tokens of the step."""
 
     bench: Bench
     rows: CacheRows
@@ -240,14 +240,14 @@ class _Chunk:
         return self.rows.tensor(values, torch.int32)
 
     def _table(self, rng: np.random.Generator, cache: int, records: int) -> NDArray[np.int64]:
-        """Blocks of every request: alive, dead, or of no cache; behind them a column that is not theirs."""
+        """Blocks of every request: alive, dead, or of no cache. The last column is not part of the table."""
         columns = records // self.rows.placement.block_size + 2
         table = rng.integers(0, self.rows.blocks, (len(self.requests), columns))
         dead = rng.random(table.shape) < 0.2
         return np.where(dead, rng.choice([-1, self.rows.blocks, 2**30], table.shape), table)
 
     def _numbers(self, rng: np.random.Generator, seen: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Distinct entry numbers of each token, some past what it sees, with none between them."""
+        """Distinct entry numbers of each token. Some lie past what the token sees, and some name no entry."""
         found = np.stack([rng.permutation(int(seen.max()) + TOPK + 3)[: TOPK + 2] for _ in seen])
         return np.where(rng.random(found.shape) < 0.3, rng.choice(NONE, found.shape), found)
 

@@ -153,7 +153,7 @@ def quantises(bench: Bench, rows: CacheRows) -> Measure:
 
 
 def same_pages(rows: CacheRows, actual: NDArray[np.uint8], expected: NDArray[np.uint8]) -> Measure:
-    """Pages, and the gaps behind them, hold the wanted bytes."""
+    """Pages, and the gaps after them, hold the expected bytes."""
     if np.array_equal(actual, expected):
         return Measure()
     page, byte = (int(i[0]) for i in np.nonzero(actual != expected))
@@ -287,7 +287,7 @@ def _with_a_page_behind(rows: CacheRows) -> tuple[OracleCache, PagedKVCache]:
 
 
 def writes_only_its_slots(bench: Bench, rows: CacheRows) -> Measure:
-    """Slots that are negative or do not exist, and rows behind the slots, write nothing."""
+    """Slots that are negative or do not exist, and rows without a slot, write nothing."""
     slots = _wild(rows)
     live = _live(rows, slots)
     (expected, _), (oracle_cache, cache) = _with_a_page_behind(rows), _with_a_page_behind(rows)
@@ -339,7 +339,7 @@ def _live(rows: CacheRows, slots: I64) -> I64:
 
 
 def far_inserts(bench: Bench, rows: CacheRows) -> Measure:
-    """Records are written to pages behind 2^31 and 2^32 bytes."""
+    """Records are written to pages past 2^31 and 2^32 bytes."""
     expected = rows.blank().write(rows.slots, rows.keys).bytes()
     oracle_cache = rows.blank()
     bench.backend.quantize_and_insert_k_cache(
@@ -349,7 +349,7 @@ def far_inserts(bench: Bench, rows: CacheRows) -> Measure:
 
 
 def far_rotated(bench: Bench, rows: CacheRows) -> Measure:
-    """The fused step writes records to pages behind 2^31 and 2^32 bytes."""
+    """The fused step writes records to pages past 2^31 and 2^32 bytes."""
     oracle_cache = rows.blank()
     insert(bench, rows, oracle_cache.cache, rows.slots)
     return judge_records(rows, oracle_cache, rows.slots)

@@ -25,7 +25,7 @@ from dsv4attn.testing.single_call import SingleCall
 __all__ = ["FAR", "capped", "far", "fits_the_plan", "layer_temporaries", "scratch_is_bounded", "stale", "temporaries"]
 
 FAR = 2**31 + 4608 * 1000
-"""Gap that puts a second page behind 2^31 bytes and a third one behind 2^32."""
+"""Gap that puts the second page past 2^31 bytes and the third page past 2^32."""
 
 
 def fits_the_plan(*batches: Sequence[tuple[int, int]]) -> Callable[[Bench, StepFixture], Measure]:
@@ -143,7 +143,7 @@ def _within(used: int, allowed: int) -> Measure:
 
 
 class _Metered:
-    """Layer steps whose temporaries are measured."""
+    """Layer ops whose temporaries are measured."""
 
     def __init__(self, steps: LayerOps) -> None:
         self._steps, self.used = steps, 0
@@ -172,7 +172,7 @@ class _Layer:
 
 
 def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Callable[[Bench, Any], Measure]:
-    """The layer ops of some runs hold no more temporaries than their `transient_bytes` says for so many tokens."""
+    """The layer ops of some runs hold no more temporaries than `transient_bytes(tokens)` of the ops says."""
 
     def check(bench: Bench, inputs: Any) -> Measure:  # noqa: ANN401 - a CaseInput
         steps = bench.layer_ops
@@ -187,6 +187,6 @@ def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Cal
 
 
 def far(bench: Bench, call: SingleCall) -> Measure:
-    """Pages behind 2^31 and 2^32 bytes are read at their own addresses."""
+    """Pages past 2^31 and 2^32 bytes are read at their own addresses."""
     # a copy, so that its gigabytes are freed afterwards
     return equals_oracle(bench, attrs.evolve(call))

@@ -25,8 +25,8 @@ __all__ = ["outputs", "projects", "projects_without_positions_of_padding"]
 WO_A, WO_B = 28, 29
 """Streams of random numbers."""
 EXPONENTS = 117, 121
-"""Bytes of E8M0 scales that are drawn. They are close together, so that rotated dims, whose rounding makes most of the
-budget, are not lost beside others."""
+"""Bytes of E8M0 scales that are drawn. They are close together, so that rotated dims, whose rounding makes most of
+the budget, are not lost among larger values."""
 
 
 @attrs.frozen(eq=False)

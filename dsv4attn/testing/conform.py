@@ -307,7 +307,7 @@ class Certificate:
         """For each part of the layer around attention, whose steps ran: the backend's own, or the reference's."""
         try:
             return self.subject.backend.layer_ops.sources(self.subject.backend.name)
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's backend raises; its cases have failed
+        except Exception as error:  # noqa: BLE001 - any backend may raise anything; its cases have failed
             return dict.fromkeys(LAYER_OPS, f"raised {type(error).__name__}")
 
     @property
@@ -409,7 +409,7 @@ def _tried(subject: Subject, case: Case) -> Outcome:
         return Outcome(case, "failed", wrong.measure, message=str(wrong), without_lse=not lse)
     except BrokenSupportError as error:
         return Outcome(case, "failed", message=str(error), trace=traceback.format_exc())
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a stranger's backend raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any backend may raise anything
         message = f"raised {type(error).__name__}: {error}".splitlines()[0]
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{message} (in {last.name}, {Path(last.filename).name}:{last.lineno})"

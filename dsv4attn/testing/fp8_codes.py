@@ -55,7 +55,7 @@ class Fp8Codes(SingleCall):
 
     @cached_property
     def records(self) -> list[U8]:
-        """Bytes of each record, without NaN codes; `cases_nan` tests those."""
+        """Bytes of each record, without NaN codes, which `NanKeys` tests."""
         layout = self.layout
         nans = (0x80,) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
         codes = np.arange(layout.coded_dims, dtype=np.int64) % 256
@@ -215,7 +215,7 @@ class NanKeys(SingleCall):
 
     @cached_property
     def index_lists(self) -> list[IndexLists]:
-        """Row t has one to five clean keys in each segment, and its own in one: somewhere among them, or behind."""
+        """Row t has one to five clean keys in each segment. Its own key is in one segment, among them or past the length."""
         rng = np.random.default_rng((self.seed, 41))
         lists = []
         for i, width in enumerate(self.widths):
@@ -268,7 +268,7 @@ def gathers_nan(bench: Bench, call: NanKeys) -> Measure:
 
 
 def inserts_nan(fused: bool, bench: Bench, call: NanKeys) -> Measure:  # noqa: FBT001
-    """Keys that hold a NaN are written so that they read as NaN; keys written beside them are not harmed."""
+    """Keys that hold a NaN are written so that they read as NaN, and other keys are not harmed."""
     clean, spoiled = _run(bench, call), attrs.evolve(call)
     rope, dim = call.layer.rope_dim, call.layer.head_dim
     dims = [row * 37 % dim for row in range(call.rows)]

@@ -28,7 +28,7 @@ class Pages:
     """Block tables of the requests.
 
     live: records [first, end) of each request that have a page.
-    dead: entry of all other blocks of the table, two columns behind the longest request included.
+    dead: entry of all other blocks of the table. The table has two such columns after the longest request.
     spare: number of pages that belong to no request.
     key: seed of the order of the pages.
     """
@@ -173,6 +173,6 @@ class OracleCache:
         return body(self.cache, behind)
 
     def bytes(self) -> U8:
-        """All pages as they are now [B, bytes], with the bytes of the gap behind each."""
+        """All pages as they are now [B, bytes], each with the first bytes of the gap after the page."""
         pages: U8 = self.pages(BEHIND_PAGE).cpu().numpy().copy()
         return pages

@@ -50,7 +50,7 @@ class ExpectedFailure:
 
 
 def read_xfails(path: Path) -> list[ExpectedFailure]:
-    """Lines of a file of expected failures: a test, and behind ` #` a reason."""
+    """The lines of a file of expected failures. The reason of a line follows ` #`."""
     expected = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         test, _, reason = line.partition("#") if line.lstrip().startswith("#") else line.partition(" #")

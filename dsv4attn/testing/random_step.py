@@ -67,7 +67,8 @@ class RandomStep(CaseInput):
     """One step of one layer.
 
     kind: kind of the layer.
-    requests: (tokens before, tokens of this step[, padding at its end]) of each, decodes first.
+    requests: for each request (tokens before the step, tokens of the step[, rows of padding at the end of these]),
+    decodes first.
     layout: layout of the window cache.
     compressed_layout: layout of the compressed cache, or None for that of the window cache; both must read as the same
     type.
@@ -75,7 +76,7 @@ class RandomStep(CaseInput):
     sinks: one for each head, "random", or None for no sinks.
     topk: rows of the indexer. "clean": valid numbers, then -1. "holes": valid numbers anywhere among -1. "garbage":
     valid numbers anywhere among numbers that name no entry. "none": no valid number.
-    extra_rows: rows of q behind the batch.
+    extra_rows: rows of q after those of the batch.
     outliers: whether every ninth NoPE channel of a key is 20 times as large as the others.
     first_head: number of this rank's first head; a rank has the rows and sinks of its own heads.
     distinct: entries whose numbers differ by a multiple of this have equal rows; None means that all rows differ. It
@@ -145,7 +146,7 @@ class RandomStep(CaseInput):
 
     @cached_property
     def topk_rows(self) -> NDArray[np.int32]:
-        """[T', K] output of the indexer; rows behind the batch hold garbage."""
+        """[T', K] output of the indexer; rows after those of the batch hold garbage."""
         width = max(self.layer.topk, 1)
         rows = np.full((len(self.tokens) + self.extra_rows, width), 0x7FC00000, dtype=np.int32)
         for row, token in zip(rows, self.tokens, strict=False):
@@ -226,7 +227,7 @@ class _Library:
         numbers = [int(number) for number in numbers]
         if len(numbers) > _MOST_ROWS:
             return self._drawn(stream, request, numbers)
-        # of its own, as another thread may clear the common ones
+        # a dictionary of this call, because another thread may clear the common one
         known = {n: row for n in numbers if (row := _ROWS.get((self, stream, request, n))) is not None}
         missing = [number for number in dict.fromkeys(numbers) if number not in known]
         if missing:
@@ -263,10 +264,10 @@ def _record(library: _Library, stream: int, request: int, number: int) -> F64:
 
 
 MORE = 19
-"""Columns of rows wider than the window that hold -1, beside those that hold slots."""
+"""Columns that hold -1, in rows that are wider than the window."""
 
 WHOLE = Ownership(0, 1)
-"""Of a rank that has all entries."""
+"""The ownership of a rank that has all entries."""
 
 
 @attrs.frozen(eq=False)
@@ -348,8 +349,8 @@ class StepFixture(RandomStep):
     pages_of: scenario whose pages this step shares, or None.
     causal: as in `Batch`.
     replay: first position of each request that a window may have; () is 0 for all.
-    ahead: positions behind its own, up to the last of its request, that a prefill token sees; their metadata are then
-       made as an engine makes them, with slots in any order and -1 among them.
+    ahead: number of later positions of its request that a prefill token sees. The metadata are then made as an engine
+       makes them, with slots in any order and -1 among them.
     ownership: entries of this rank, if ranks share them; windows are seen on rank 0 alone.
     raw_q: whether q of prefill tokens stays as it was projected, where the backend takes that.
 
@@ -433,7 +434,7 @@ class StepFixture(RandomStep):
         return attrs.evolve(self, requests=requests, pages_of=self.pages_of or self)
 
     def in_steps(self, cut: Sequence[int], only: int | None = None) -> Iterator[StepFixture]:
-        """The step in several ones, which have so many tokens of each request. only: those of one request."""
+        """The step cut into steps. Each takes the next `cut[i]` tokens of every request, or of the request `only`."""
         chosen = [only in (None, i) for i in range(len(self.requests))]
         done = [0] * len(self.requests)
         for size in cut:
@@ -550,7 +551,7 @@ class StepFixture(RandomStep):
         return ForwardArgs(self.layer, limits, q, caches, metadata, sink, topk, self.strided, raw)
 
     def _widened(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """The metadata, with windows of prefill tokens that go on behind the tokens."""
+        """The metadata, with windows of prefill tokens that go on past the tokens."""
         swa = metadata.swa
         if not (self.ahead and swa.num_prefill_tokens):
             return metadata

@@ -44,26 +44,26 @@ LEVEL, SPREAD = 2.5, 0.5
 
 @attrs.frozen(eq=False)
 class IndexLists:
-    """Index lists of one segment. slots: [T, K], also behind the lengths. lens: [T]."""
+    """Index lists of one segment. slots: [T, K], with columns past the lengths. lens: [T]."""
 
     slots: I64
     lens: I64
 
     def inside(self, row: int) -> I64:
-        """The lanes of a row that count."""
+        """The columns of a row that count."""
         return self.slots[row, : self.lens[row]]
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class SingleCall(CaseInput):
-    """Rows of queries over a oracle cache of window keys and, but for window-only layers, one of compressed entries.
+    """Rows of queries over an oracle cache of window keys and, but for window-only layers, one of compressed entries.
 
-    pattern: what lanes hold beside slots of keys. "plain": nothing, shorter rows are filled up with -1. "behind":
-    behind the lengths stand slots of keys and garbage. "holes", "outside": in between stands -1, or what is outside
-    the cache. "empty": some rows, and some segments of others, have no key. "one": one key a row.
-    "lone": in each segment one key among lanes of -1, and every third row has none.
+    pattern: what columns hold that are no slots of keys. "plain": nothing, and shorter rows are filled up with -1.
+    "behind": columns past the lengths hold slots of keys and garbage. "holes", "outside": some columns hold -1, or
+    indices outside the cache. "empty": some rows, and some segments of others, have no key. "one": one key a row.
+    "lone": in each segment one key among columns of -1, and every third row has none.
     "loud": rows have all their keys, and the last keys of a row outweigh all others.
-    "twice": every other lane repeats the one before it.
+    "twice": every second column repeats the column before it.
     "huge": all logits of a row and head are above 88, or all below -88, where fp32 has no exponential.
     "mixed": holes, slots listed twice, rows and segments without keys, and rows with all their keys.
 

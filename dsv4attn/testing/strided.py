@@ -15,20 +15,20 @@ from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
 __all__ = ["NAMES", "StridedTensors", "bits", "each_strided", "unchanged"]
 
 FILL = 0xFF
-"""Every byte beside the rows: NaN in floats, -1 in integers."""
+"""Every byte between the rows: NaN in floats, -1 in integers."""
 BEFORE, BEHIND = 8, 24
-"""Elements beside a row, in front and behind. Addresses stay multiples of 16 bytes, as those of engines are."""
+"""Elements before and after a row. Addresses stay multiples of 16 bytes, as those of engines are."""
 NAMES = (
     "q", "kv", "k", "o", "out", "lse", "topk_indices", "block_table", "cos_sin_cache", "wo_a", "weights", "x",
     "residual",
 )  # fmt: skip
 """Arguments whose rows may lie apart. No two get the same strides, so that none is read by those of another."""
 HEADS_BEFORE, HEADS_BEHIND = 1, 2
-"""Heads beside those of a token, for tensors [T, H, D]."""
+"""Heads before and after those of a token, for tensors [T, H, D]."""
 
 
 class StridedTensors:
-    """Makes tensors with rows apart, and checks afterwards that nothing beside the rows was written.
+    """Makes tensors with rows apart, and checks afterwards that nothing between the rows was written.
 
     names: of the arguments whose rows lie apart, separated by spaces; "all" means each of them.
     """
@@ -56,7 +56,7 @@ class StridedTensors:
         return rows
 
     def check(self) -> None:
-        """Raise Wrong if a byte beside the rows has changed."""
+        """Raise Wrong if a byte between the rows has changed."""
         for name, raw, inside in self._made:
             now = raw.clone()
             now[inside] = FILL

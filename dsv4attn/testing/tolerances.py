@@ -61,7 +61,7 @@ def tolerance(layout: KVCacheLayout, q_dtype: torch.dtype) -> float:
     bf16. A value of q or of a key's RoPE part may round to another neighbour in fp32 than in float64: 2^-8 of it,
     times its share of a logit, which is of order 1. With q in fp32 only keys are rounded. With fp32 keys too, only
     fp32 sums are left: 2^-24 a step, over about 2^7 steps of keys and dims.
-    Products in fp8, which has 3 bits behind the point where bf16 has 7, cost 16 times as much: 2^-5 of the mass for the
+    Products in fp8, which has 3 mantissa bits where bf16 has 7, cost 16 times as much: 2^-5 of the mass for the
     weights, 2^-4 for q; out is rounded as before.
     """
     if _products.get() is Products.FP8:
@@ -88,7 +88,7 @@ def written(row: F64, layout: KVCacheLayout) -> U8:
 
 @lru_cache(maxsize=2**13)
 def _written(row: bytes, layout: KVCacheLayout) -> U8:
-    """The same of the bytes of a row. Cached, because rows repeat from case to case, and the oracle takes its time."""
+    """As `written`, from the bytes of a row. Cached, because rows repeat from case to case and the oracle is slow."""
     record = _record(np.frombuffer(row), layout)
     record.flags.writeable = False
     return record

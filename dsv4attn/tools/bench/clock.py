@@ -48,7 +48,7 @@ class Spread:
 class Clock:
     """Times calls on one device.
 
-    On an accelerator each call runs between two device events, behind writes that flush the caches. Those writes are
+    On an accelerator each call runs between two device events, after writes that flush the caches. Those writes are
     repeated until they take twice as long as the host needs to enqueue the call. So the device is still busy with them
     when the call's kernels arrive, and the host's time is not measured. Every round checks this, and is repeated with
     more writes if it failed. The host's time of a call that itself waits for the device cannot be hidden. On a CPU the
@@ -72,7 +72,7 @@ class Clock:
     def _in_turn(
         self, spans: Sequence[Callable[[int], tuple[float, bool]]], flushes: list[int], rounds: int
     ) -> list[Spread]:
-        """Times of spans, each once a round. A span behind too few flushes is repeated with twice as many.
+        """Times of spans, each once a round. A span with too few flushes before it is repeated with twice as many.
 
         spans: each takes a number of flushes, and returns seconds and whether the host's time is hidden.
         """
@@ -89,7 +89,7 @@ class Clock:
         return [Spread.of(rounds_of, exposed=bare) for rounds_of, bare in zip(seconds, exposed, strict=True)]
 
     def flush(self) -> None:
-        """Write over all caches of an accelerator, behind what is enqueued."""
+        """Write over all caches of an accelerator, after what is enqueued."""
         if self._module is not None:
             self._junk.zero_()
 

@@ -15,7 +15,7 @@ __all__ = ["Change", "Comparison", "compare"]
 LEAST = 0.05
 """A difference below this share of the old time is not reported."""
 SPREADS = 3
-"""A difference below so many spreads of both runs together is noise."""
+"""Noise threshold, in combined standard spreads of the two runs."""
 
 
 @frozen

@@ -29,8 +29,8 @@ _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 _BEFORE = 8192
 """Tokens of a request before the step; a multiple of every ratio."""
 _RAGGED = 128
-"""Decodes are at positions that follow each other, the last of which is the last of so many: as in a batch of requests
-of any length, every r-th completes an entry."""
+"""Decodes are at consecutive positions, which end at a multiple of this number. As in a batch of requests of any
+length, every r-th token completes an entry."""
 
 
 @frozen(eq=False)
@@ -80,7 +80,7 @@ class _States:
     positions: [T] int64 - of the tokens of the step.
     request: [T] int32 - of each token.
     cache: the state cache, full of NaN.
-    table: [R, _] int32 pages of it.
+    table: [R, _] int32 pages of the state cache.
     slots: [R, S] int64 - of all states.
     """
 

@@ -1,4 +1,4 @@
-"""Decode under context parallelism beside one rank with all entries: the same requests, checked, timed in turn.
+"""Decode under context parallelism, compared with one rank that has all entries: equal results, times in turn.
 
 Every rank makes the same inputs on its device, runs them once on its own, and keeps of the compressed cache and of the
 index keys the entries that it holds. Rank 0 keeps the whole caches too, and is the one rank of the times. Letters: R
@@ -231,7 +231,7 @@ class _Results:
 
 @frozen
 class _Comparison:
-    """Results over ranks beside one rank's, of all ranks. error, worst_row, wrong: as in `ContextResult`."""
+    """Results over ranks, compared with one rank's, of all ranks. error, worst_row, wrong: as in `ContextResult`."""
 
     error: float
     worst_row: float
@@ -277,7 +277,7 @@ def _differences(side: ContextStep, expected: _Results, ownership: Ownership, li
 
 
 def _ascending(numbers: Tensor) -> Tensor:
-    """Each row in ascending order, -1 behind."""
+    """Each row in ascending order, then -1."""
     last = torch.iinfo(numbers.dtype).max
     ordered = numbers.masked_fill(numbers < 0, last).sort(-1).values
     return ordered.masked_fill_(ordered == last, -1)

@@ -194,7 +194,7 @@ def _segment(
 
 
 def _chosen(visible: Tensor, most: int, topk: int, random: RandomNumbers) -> Tensor:
-    """[T, K] distinct numbers below visible [T], in no order. Columns behind them hold arbitrary numbers."""
+    """[T, K] distinct numbers below visible [T], in no order. Columns after these hold arbitrary numbers."""
     out = torch.zeros(visible.shape[0], topk, dtype=torch.int64, device=visible.device)
     numbers, count = torch.arange(most, device=visible.device), min(topk, most)
     for part in torch.arange(visible.shape[0], device=visible.device).split(max(_ELEMENTS // max(most, 1), 1)):

@@ -85,7 +85,7 @@ class Marks:
         self._since = time.perf_counter()
 
     def around(self, name: str, call: Callable[..., _T], then: str = "") -> Callable[..., _T]:
-        """The call as a part of its own; `then` or the part before goes on behind it."""
+        """The call as a part of its own. After it `then` goes on, or else the part before."""
 
         def run(*arguments: Any, **options: Any) -> _T:  # noqa: ANN401 - those of the call
             outer = self._name

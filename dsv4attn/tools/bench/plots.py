@@ -1,4 +1,4 @@
-"""Pictures of a run: bars beside the roofline for each kernel, and lines of how time grows."""
+"""Pictures of a run: bars and the roofline for each kernel, and lines of how time grows."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class RankClock(Clock):
     """A clock that makes as many rounds, and as many flushes in a round, on every rank.
 
     The ranks meet in an exchange directly in front of a call that they run together, on accelerators in the stream and
-    behind the flushes, so that no rank's time has the wait for a rank that began later. While one rank runs a call
+    after the flushes, so that no rank's time has the wait for a rank that began later. While one rank runs a call
     alone, the others wait. Every round with a flush too few on any rank is repeated with more on all.
     """
 
@@ -63,7 +63,7 @@ class RankClock(Clock):
 
 
 def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture a call in a graph, behind calls that compile and allocate. Returns what replays it."""
+    """Capture a call in a graph, after calls that compile and allocate. Returns what replays it."""
     module: Any = torch.get_device_module(device)
     side = module.Stream()
     side.wait_stream(module.current_stream())

@@ -39,8 +39,8 @@ class LayerCase:
 
     kind: kind of the layer.
     requests: sequences of the step.
-    tokens: tokens of each.
-    context: tokens of each before the step; of decodes the most, see `contexts`.
+    tokens: tokens of each sequence in the step.
+    context: tokens of each sequence before the step; for decodes the largest number, see `contexts`.
     """
 
     kind: LayerKind
@@ -191,7 +191,7 @@ def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> 
 
 
 def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list[LayerPart]:
-    """Parts of the layer between the hyper-connections of attention, and those of the sublayer behind it."""
+    """Parts of the layer, with the hyper-connections of attention and those of the next sublayer."""
     device, marks = clock.device, Marks(clock.device)
     prepared = _prepared_layer(case, MarkedBackend(backend, marks), device)
     attention = prepared.layer.attention

@@ -27,7 +27,7 @@ _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_ranks(ranks: int, geometry: ModelGeometry) -> None:
-    """Raise ArgumentError unless torchrun has started so many processes, and the model can be served over them."""
+    """Raise ArgumentError unless torchrun has started `ranks` processes and the model can be served over them."""
     if geometry.shared_latent:
         hint = f"leave out {OPTION}: layers of V4.1 share caches and selections, which ranks cannot divide yet"
         raise ArgumentError(OPTION, expected="a model of DeepSeek-V4", actual=geometry.name, hint=hint)

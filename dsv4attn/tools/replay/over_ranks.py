@@ -51,7 +51,7 @@ class MeteredContext(ContextParallel):
 
 @frozen
 class Traffic:
-    """Bytes that a rank sends for a token of one layer. It receives as many of each other rank.
+    """Bytes that a rank sends for a token of one layer. From each other rank it receives the same number.
 
     attention: out and lse, by the formula for tokens whose keys stay where they are.
     selection: candidates, by the formula; 0 on layers that select nothing.
@@ -68,7 +68,7 @@ class Traffic:
 
     @classmethod
     def of(cls, layer: LayerGeometry, dtype: torch.dtype, sent: Counter[str], tokens: int) -> Traffic:
-        """Of a layer that has sent so many bytes for so many tokens. dtype: of q."""
+        """The traffic of a layer. sent: bytes by what they are. tokens: tokens of the run. dtype: of q."""
         if not layer.has_entries:
             return cls(0, 0)
         attention = attention_bytes(layer.num_heads, layer.head_dim, dtype.itemsize)

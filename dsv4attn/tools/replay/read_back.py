@@ -67,7 +67,7 @@ class KeyReader:
 class IndexKeyReader:
     """Index keys of one cache, in float64.
 
-    A page holds rows, or the codes of all its keys, and behind them an fp32 scale of each key.
+    A page holds rows, or the codes of all its keys and then an fp32 scale of each key.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:

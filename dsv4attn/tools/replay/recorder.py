@@ -58,7 +58,7 @@ class RecordingBackend(WrappedBackend):
     """
 
     def __init__(self, backend: Backend, max_tokens: int, heads: int) -> None:
-        """Wrap a backend for steps of at most so many tokens."""
+        """Wrap a backend for steps of at most `max_tokens` tokens."""
         super().__init__(backend)
         self.watch = Stopwatch()
         self.layer_ops = _recording(backend.layer_ops, self)
@@ -76,7 +76,7 @@ class RecordingBackend(WrappedBackend):
         self.watch.start()
 
     def has_attended(self, row: int) -> bool:
-        """Whether this rank attended to a row in the step: others may have sent what it has of it, without an lse."""
+        """Whether this rank attended to a row in the step. If not, others sent the row's output, without an lse."""
         return any(row in rows for rows in self._attended)
 
     def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, cache: PagedKVCache, *rest: Any) -> None:  # noqa: ANN401

@@ -68,7 +68,7 @@ class Workload:
         """Draw the banks."""
         self.geometry, self.dtype, self.requests = geometry, dtype, tuple(requests)
         self.row_of = {request.index: row for row, request in enumerate(requests)}
-        """TraceRow number of each request in the tables below, by `Request.index`."""
+        """Row number of each request in the tables below, by `Request.index`."""
         width = max((len(request.hash_ids) for request in requests), default=0) or 1
         self._blocks = np.zeros((len(requests), width), np.int64)
         for row, request in enumerate(requests):
