@@ -6,38 +6,29 @@ import ast
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.testing import oracle
+from dsv4attn.testing import oracle, oracle_layer
+from tests.testing.arrays import quick, rng, same_bits
 
 INF = math.inf
 FLASH_YARN = oracle.Yarn(factor=16, original_max_position=65536, beta_fast=32, beta_slow=1)
 
-quick = settings(max_examples=150, deadline=None, derandomize=True)
 
-
-def rng(seed: int = 0) -> np.random.Generator:
-    """Return a generator that gives the same numbers in every run."""
-    return np.random.default_rng(seed)
-
-
-def same_bits(left: Any, right: Any) -> bool:
-    """Compare float64 arrays by their bytes, so that 0 and -0 differ."""
-    return np.asarray(left, dtype=np.float64).tobytes() == np.asarray(right, dtype=np.float64).tobytes()
-
-
-def test_the_oracle_imports_only_numpy_attrs_and_the_standard_library() -> None:
-    tree = ast.parse(Path(oracle.__file__).read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("module", "ours"), [(oracle, set[str]()), (oracle_layer, {"dsv4attn.testing.oracle"})])
+def test_the_oracle_imports_only_numpy_attrs_and_the_standard_library(module: ModuleType, ours: set[str]) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
 
-    assert {name.split(".")[0] for name in names} <= {"attrs", "numpy"} | set(sys.stdlib_module_names)
+    assert {name for name in names if name.startswith("dsv4attn")} == ours
+    assert {name.split(".")[0] for name in names - ours} <= {"attrs", "numpy"} | set(sys.stdlib_module_names)
 
 
 def test_flash_yarn_blends_between_pairs_15_and_25() -> None:

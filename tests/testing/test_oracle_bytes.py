@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4attn.testing import oracle
+from tests.testing.arrays import quick, rng, same_bits
 
 INF = math.inf
 FORMATS = [pytest.param(False, id="ocp"), pytest.param(True, id="fnuz")]
@@ -22,19 +23,8 @@ FP8_MAX = {False: 448.0, True: 240.0}
 FLASH = {"nope_dim": 448, "rope_dim": 64, "group_size": 64, "scale_bytes": 8}
 SHORT_GROUP = {"nope_dim": 22, "rope_dim": 6, "group_size": 8, "scale_bytes": 4}
 
-quick = settings(max_examples=150, deadline=None, derandomize=True)
 any_float = st.floats(allow_nan=False, allow_infinity=False, width=64)
 bf16_sized = st.floats(min_value=-3e38, max_value=3e38, width=64)
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    """Return a generator that gives the same numbers in every run."""
-    return np.random.default_rng(seed)
-
-
-def same_bits(left: Any, right: Any) -> bool:
-    """Compare float64 arrays by their bytes, so that 0 and -0 differ."""
-    return np.asarray(left, dtype=np.float64).tobytes() == np.asarray(right, dtype=np.float64).tobytes()
 
 
 def torch_e4m3(values: oracle.F32, fnuz: bool) -> oracle.U8:

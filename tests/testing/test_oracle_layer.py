@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,22 +13,9 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Wrong
 from dsv4attn.testing.tolerances import UNIT, CodeRule, Formula, hold_record, hold_values
+from tests.testing.arrays import rng
 
 NAN = math.nan
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-def test_it_imports_only_numpy_the_standard_library_and_the_oracle() -> None:
-    tree = ast.parse(Path(oracle_layer.__file__).read_text(encoding="utf-8"))
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    ours = {name for name in names if name.startswith("dsv4attn")}
-
-    assert ours == {"dsv4attn.testing.oracle"}
-    assert {name.split(".")[0] for name in names - ours} <= {"numpy"} | set(sys.stdlib_module_names)
 
 
 # compressor

@@ -75,11 +75,11 @@ def overhead(step: ForwardStep, *, rounds: int = 200) -> Overhead:
     times: tuple[list[float], ...] = ([], [], [], [])
     with torch.inference_mode(), set_forward_context(metadata):
         direct = _own_steps(step)
-        roads = direct, step.run, through(bound), through(idle)
+        calls = direct, step.run, through(bound), through(idle)
         # an idle call enqueues nothing on an accelerator, so there is nothing to wait for
         devices = *[step.q.device] * 3, torch.device("cpu")
         for counted in range(-rounds // 4, rounds):
-            for measured, timed, device in zip(times, roads, devices, strict=True):
+            for measured, timed, device in zip(times, calls, devices, strict=True):
                 took = seconds(timed, device)
                 if counted >= 0:
                     measured.append(took)

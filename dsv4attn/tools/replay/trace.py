@@ -177,8 +177,8 @@ def generated_trace(seed: int, n: int = 6) -> list[Request]:
 def selecting_trace(seed: int, tokens: int, n: int = 4) -> list[Request]:
     """Return a small synthetic trace with prompts that are a little longer than `tokens`.
 
-    tokens: the shortest prompt of which an indexer leaves entries out. Every four requests hold a 1-token prompt, one that
-    is a token short of the window, a short one, and a long one, which never comes first: others decode while it is
+    tokens: the shortest prompt of which an indexer leaves entries out. Every four requests hold a 1-token prompt, one
+    that is a token short of the window, a short one, and a long one, which never comes first: others decode while it is
     prefilled. They arrive as those of `generated_trace`, and end sooner.
     """
     check_count("tokens", tokens, 1)

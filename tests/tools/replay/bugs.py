@@ -1,4 +1,4 @@
-"""Backends that compute something else, each as somebody's once did; the sound parts are the reference's."""
+"""Backends that compute something wrong, each as a real backend once did. All other parts are the reference's."""
 
 from __future__ import annotations
 
@@ -89,80 +89,44 @@ class NeighboursTable(ReferenceBackend):
     """A gather takes the block table of the request before."""
 
     def dequantize_and_gather_k_cache(
-        self,
-        out: Tensor,
-        cache: PagedKVCache,
-        seq_lens: Tensor,
-        gather_lens: Tensor | None,
-        block_table: Tensor,
-        offset: int,
+        self, out: Tensor, cache: PagedKVCache, seq_lens: Tensor, lens: Tensor | None, table: Tensor, offset: int
     ) -> None:
-        super().dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table.roll(1, 0), offset)
+        super().dequantize_and_gather_k_cache(out, cache, seq_lens, lens, table.roll(1, 0), offset)
 
 
 class EntriesNotStored(ReferenceBackend):
-    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+    def quantize_and_insert_k_cache(self, *_: Any) -> None:
         pass
 
 
-class Inserting(ReferenceBackend):
-    """Does something wrong around the insertion of window keys."""
-
-    def qnorm_rope_kv_insert(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        cache: PagedKVCache,
-        slot_mapping: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        eps: float | None,
-    ) -> None:
-        self.insert(q, kv, cache, slot_mapping, (positions, cos_sin_cache, eps))
-
-    def insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float | None]
-    ) -> None:
-        """Insert as the reference does."""
-        super().qnorm_rope_kv_insert(q, kv, cache, slots, *rest)
-
-
-class ScalesOfTheNextRecord(Inserting):
+class ScalesOfTheNextRecord(ReferenceBackend):
     """Scales are addressed with an offset of one record."""
 
-    def insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float | None]
-    ) -> None:
+    def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, cache: PagedKVCache, *rest: Any) -> None:
         scales = cache.region("scale")
         scales.copy_(scales.roll(-1, 1))
-        super().insert(q, kv, cache, slots, rest)
+        super().qnorm_rope_kv_insert(q, kv, cache, *rest)
         scales.copy_(scales.roll(1, 1))
 
 
-class KeysNotRotated(Inserting):
-    def insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float | None]
-    ) -> None:
-        super().insert(q, kv, cache, slots[:0], rest)
+class KeysNotRotated(ReferenceBackend):
+    def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, *rest: Any) -> None:
+        super().qnorm_rope_kv_insert(q, kv, cache, slots[:0], *rest)
         self.quantize_and_insert_k_cache(kv, cache, slots)
 
 
-class NormOfAllHeads(Inserting):
-    def insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float | None]
-    ) -> None:
+class NormOfAllHeads(ReferenceBackend):
+    def qnorm_rope_kv_insert(self, q: Tensor, *rest: Any) -> None:
         louder = q.float().norm(dim=-1, keepdim=True) / q.float().norm(dim=(-2, -1), keepdim=True)
-        super().insert(q, kv, cache, slots, rest)
+        super().qnorm_rope_kv_insert(q, *rest)
         q.mul_(louder * q.shape[1] ** 0.5)
 
 
 class ProjectsRotated(ReferenceBackend):
     """The output keeps the rotation of its keys."""
 
-    def inv_rope_o_proj(
-        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Any, num_groups: int
-    ) -> Tensor:
-        return super().inv_rope_o_proj(o, torch.zeros_like(positions), cos_sin_cache, wo_a, num_groups)
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        return super().inv_rope_o_proj(o, torch.zeros_like(positions), *rest)
 
 
 class Interrupted(ReferenceBackend):

@@ -29,11 +29,9 @@ class Recorder(ReferenceBackend):
         super().__init__(**options)
         self.outputs: dict[int, Tensor] = {}
 
-    def inv_rope_o_proj(
-        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Any, num_groups: int
-    ) -> Tensor:
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, *rest: Any) -> Tensor:
         self.outputs |= {position: o[i].clone() for i, position in enumerate(positions.tolist())}
-        return super().inv_rope_o_proj(o, positions, cos_sin_cache, wo_a, num_groups)
+        return super().inv_rope_o_proj(o, positions, *rest)
 
 
 # what is served
