@@ -215,7 +215,7 @@ class NanKeys(SingleCall):
 
     @cached_property
     def index_lists(self) -> list[IndexLists]:
-        """Row t has one to five clean keys in each segment. One segment has its own key, among them or past the length."""
+        """Row t has one to five clean keys a segment. One segment has its own key, among them or past the length."""
         rng = np.random.default_rng((self.seed, 41))
         lists = []
         for i, width in enumerate(self.widths):
