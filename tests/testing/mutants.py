@@ -1,7 +1,8 @@
 """Backends with one thing wrong each: mutants, which the kit must find. All of these have been shipped by somebody.
 
-A mutant is a function that makes a backend. `with_op` makes one whose op has other arguments or another result, and
-`calls` one whose attention is wrong. Tables of mutants with the cases that must fail are in `test_kit_finds_*.py`.
+A mutant is a function that makes a backend. `with_attention` returns one whose backend attends wrongly, and `with_op`
+one whose backend gives an op other arguments or another result. `test_kit_finds_*.py` have tables of mutants, with the
+cases that must fail.
 """
 
 from __future__ import annotations
@@ -52,12 +53,19 @@ class NeighbourScales(ReferenceBackend):
             super().decode(call)
 
 
-def calls(wrong: Callable[[AttentionCall], None], *phases: str, made: ReferenceBackend | None = None) -> Any:
-    """A backend whose call is wrong in some phases."""
-    backend: Any = made or ReferenceBackend()
-    for phase in ("decode", "prefill"):
-        setattr(backend, phase, wrong if phase in (phases or ("decode", "prefill")) else lambda c: right(backend, c))
-    return backend
+def with_attention(
+    wrong: Callable[[AttentionCall], None], *phases: str, of: Callable[[], ReferenceBackend] = ReferenceBackend
+) -> Callable[[], Any]:
+    """Make a backend whose attention is wrong in some phases, by default in both."""
+
+    def make() -> Any:
+        backend: Any = of()
+        for phase in ("decode", "prefill"):
+            is_wrong = phase in (phases or ("decode", "prefill"))
+            setattr(backend, phase, wrong if is_wrong else lambda call: right(backend, call))
+        return backend
+
+    return make
 
 
 def attend(call: AttentionCall) -> None:
@@ -336,9 +344,10 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.storage_offset())
 
 
-def dense_argument(name: str) -> dict[str, Callable[[Arguments], Any]]:
-    """An argument whose rows are taken to follow each other."""
-    return {name: lambda arguments: dense(arguments[name])}
+def with_dense(op: str, name: str, *, of: Callable[[], Any] = ReferenceBackend) -> Callable[[], Any]:
+    """As `with_op`, where the rows of an argument are taken to follow each other."""
+    changes: dict[str, Any] = {name: lambda arguments: dense(arguments[name])}
+    return with_op(op, of=of, **changes)
 
 
 def first_slots(arguments: Arguments) -> Tensor:

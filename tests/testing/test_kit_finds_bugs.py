@@ -18,12 +18,13 @@ from tests.testing.mutants import (
     PROJECT,
     QUANTISE,
     Scratch,
-    calls,
     dense,
-    dense_argument,
     paged,
+    positions_of_16_bits,
     rows_required,
+    with_attention,
     with_caches,
+    with_dense,
     with_op,
     with_rows,
     with_top,
@@ -31,27 +32,25 @@ from tests.testing.mutants import (
 from tests.testing.mutants_sizes import Direct, Hasty
 from tests.testing.verdicts import all_fail, breaks, certificate_of, none_fail
 
-ANGLES, POSITIONS = dense_argument("cos_sin_cache"), {"positions": mutants.positions_of_16_bits}
-
 # a mutant, the cases it is tried on, the clauses that must fail, and those that must still pass.
 MUTANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
-    "sink ignored in decode": (lambda: calls(mutants.without_sink, "decode"), "S", "S1", "S2"),
-    "sink ignored in prefill": (lambda: calls(mutants.without_sink, "prefill"), "S", "S2", "S1"),
-    "sink applied twice": (lambda: calls(mutants.sink_twice), "S", "S1 S2", ""),
-    "sink scaled": (lambda: calls(mutants.sink_scaled), "S", "S1 S2", ""),
-    "lengths ignored": (lambda: calls(with_rows(mutants.every_column)), "A3,A5", "A3", "A5"),
-    "lengths ignored on pages": (lambda: calls(with_rows(mutants.every_column), made=paged()), "A3", "A3", ""),
-    "index rows taken to be packed": (lambda: calls(with_rows(mutants.stride_is_width)), "A6", "A6", ""),
+    "sink ignored in decode": (with_attention(mutants.without_sink, "decode"), "S", "S1", "S2"),
+    "sink ignored in prefill": (with_attention(mutants.without_sink, "prefill"), "S", "S2", "S1"),
+    "sink applied twice": (with_attention(mutants.sink_twice), "S", "S1 S2", ""),
+    "sink scaled": (with_attention(mutants.sink_scaled), "S", "S1 S2", ""),
+    "lengths ignored": (with_attention(with_rows(mutants.every_column)), "A3,A5", "A3", "A5"),
+    "lengths ignored on pages": (with_attention(with_rows(mutants.every_column), of=paged), "A3", "A3", ""),
+    "index rows taken to be packed": (with_attention(with_rows(mutants.stride_is_width)), "A6", "A6", ""),
     "-1 attended as a key of zeros": (
-        lambda: calls(mutants.zero_keys),
+        with_attention(mutants.zero_keys),
         "A1,A2,A3,A6,call-empty-*",
         "A1 A2 B1",
         "A3 A6",
     ),
-    "tail unwritten": (lambda: calls(mutants.tail_unwritten), "decode-swa,call-plain-*", "F1 F6 M1", ""),
-    "fp8 dialect always OCP": (lambda: calls(with_caches(mutants.always_ocp), made=paged()), "C2,C3", "C2 C3", ""),
+    "tail unwritten": (with_attention(mutants.tail_unwritten), "decode-swa,call-plain-*", "F1 F6 M1", ""),
+    "fp8 dialect always OCP": (with_attention(with_caches(mutants.always_ocp), of=paged), "C2,C3", "C2 C3", ""),
     "page stride assumed": (
-        lambda: calls(with_caches(mutants.packed_pages), "decode"),
+        with_attention(with_caches(mutants.packed_pages), "decode"),
         "moved-*,pages-*",
         "C4 C7",
         "A4",
@@ -61,25 +60,25 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "stale workspace": (lambda: Scratch(clears=False), "W2", "W2 D1", ""),
     "scratch beyond its bound": (lambda: Scratch(room=0.9), "W1", "W1", ""),
     "writes behind its scratch": (lambda: Scratch(over=3), "W3", "W3", ""),
-    "lse in base 2": (lambda: calls(mutants.base_two), "L1,gather-*", "L1 L4", "R1"),
-    "sink in the lse": (lambda: calls(mutants.lse_with_sink), "L", "L2", ""),
-    "absent columns in the largest logit": (lambda: calls(with_top(mutants.top_with_absent)), "L", "L5", "L1"),
-    "largest logit in base 2": (lambda: calls(with_top(lambda _, top: top / mutants.LN2)), "L", "L5", "L1"),
-    "largest logit unscaled": (lambda: calls(with_top(lambda c, top: top / c.layer.scale)), "L", "L5", "L1"),
-    "sink in the largest logit": (lambda: calls(with_top(mutants.top_with_sink)), "L", "L5", "L1"),
-    "no largest logit is 0": (lambda: calls(with_top(lambda _, top: top.nan_to_num(neginf=0))), "L", "L5", "L1"),
-    "asking for the largest logit moves out": (lambda: calls(with_top(mutants.top_moves_out)), "L", "L5", "L1"),
-    "lse of empty rows not as told": (lambda: calls(mutants.empty_lse_ignored), "L", "L6", "L1 L5"),
-    "parts with lse in base 2": (lambda: calls(mutants.base_two), "L7", "L7", ""),
-    "parts without a sink have one of 0": (lambda: calls(mutants_ranks.no_sink_is_zero), "L1,L7", "L7", ""),
-    "parts have a sink of 0 in the lse": (lambda: calls(mutants_ranks.zero_sink_in_lse), "L2,L3,L7", "L7", "L3"),
-    "parts without keys have lse 0": (lambda: calls(mutants_ranks.empty_lse(0.0)), "L3,L7", "L7", "L3"),
-    "parts without keys have a finite lse": (lambda: calls(mutants_ranks.empty_lse(-1e30)), "L3,L7", "L7", "L3"),
+    "lse in base 2": (with_attention(mutants.base_two), "L1,gather-*", "L1 L4", "R1"),
+    "sink in the lse": (with_attention(mutants.lse_with_sink), "L", "L2", ""),
+    "absent columns in the largest logit": (with_attention(with_top(mutants.top_with_absent)), "L", "L5", "L1"),
+    "largest logit in base 2": (with_attention(with_top(lambda _, top: top / mutants.LN2)), "L", "L5", "L1"),
+    "largest logit unscaled": (with_attention(with_top(lambda c, top: top / c.layer.scale)), "L", "L5", "L1"),
+    "sink in the largest logit": (with_attention(with_top(mutants.top_with_sink)), "L", "L5", "L1"),
+    "no largest logit is 0": (with_attention(with_top(lambda _, top: top.nan_to_num(neginf=0))), "L", "L5", "L1"),
+    "asking for the largest logit moves out": (with_attention(with_top(mutants.top_moves_out)), "L", "L5", "L1"),
+    "lse of empty rows not as told": (with_attention(mutants.empty_lse_ignored), "L", "L6", "L1 L5"),
+    "parts with lse in base 2": (with_attention(mutants.base_two), "L7", "L7", ""),
+    "parts without a sink have one of 0": (with_attention(mutants_ranks.no_sink_is_zero), "L1,L7", "L7", ""),
+    "parts have a sink of 0 in the lse": (with_attention(mutants_ranks.zero_sink_in_lse), "L2,L3,L7", "L7", "L3"),
+    "parts without keys have lse 0": (with_attention(mutants_ranks.empty_lse(0.0)), "L3,L7", "L7", "L3"),
+    "parts without keys have a finite lse": (with_attention(mutants_ranks.empty_lse(-1e30)), "L3,L7", "L7", "L3"),
     "windows seen on every rank": (mutants_ranks.WindowsKept, "L1,L7,decode-c4a", "L7", "L1 F1"),
     "entries of one rank on all": (mutants_ranks.OneRanksSlots, "L1,L7,decode-c4a", "L7", "L1 F1"),
     "RoPE on the leading dims": (mutants.LeadingRope, "I,decode-swa", "I1 I2 F1", "I4"),
-    "empty rows not zero": (lambda: calls(mutants.mean_of_nothing), "B2,lse-*", "B1 B2 B3", ""),
-    "absent columns read slot 0": (lambda: calls(mutants.reads_slot_zero, "decode"), "C6", "C6", ""),
+    "empty rows not zero": (with_attention(mutants.mean_of_nothing), "B2,lse-*", "B1 B2 B3", ""),
+    "absent columns read slot 0": (with_attention(mutants.reads_slot_zero, "decode"), "C6", "C6", ""),
     "angles of another position": (
         with_op(INSERT, cos_sin_cache=lambda a: a["cos_sin_cache"].roll(1, 0)),
         "I",
@@ -92,28 +91,34 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "scales of a neighbouring group": (mutants.NeighbourScales, "pair-v41-*,decode-swa", "C3", "M1"),
     "floor of the scale": (with_op(QUANTISE, patched=(KVCacheLayout, "amax_floor", 1.0)), "C1,R", "C1", "R1"),
     "negative slot wraps": (with_op(QUANTISE, slot_mapping=mutants.slots_from_the_end), "I", "I3", "I4"),
-    "block table taken to be packed": (with_op(GATHER, **dense_argument("block_table")), "R", "R2", ""),
+    "block table taken to be packed": (with_dense(GATHER, "block_table"), "R", "R2", ""),
     "gather clears what is not its own": (with_op(GATHER, after=mutants.rest_cleared), "R", "R3", ""),
     "projection rotates forward": (with_op(PROJECT, cos_sin_cache=mutants.angles_forward), "P,R1", "P1", "R1"),
     "temporaries denied": (with_op("transient_bytes", after=lambda *_: 1000), "temporaries-swa,W2", "W5", "W2"),
     "no temporaries at all": (with_op("transient_bytes", after=lambda *_: 0), "temporaries-swa,W2", "W5", "W2"),
 }
 
-# what a backend serves in part, or reads by strides that it assumes: a mutant, and the cases of which each must fail.
+# mutants that serve some sizes in part or assume strides, and the cases of which each must fail.
 UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
-    "strided q of attention": (lambda: calls(mutants_sizes.assumed_dense("q")), "apart-call-decode,apart-call-prefill"),
+    "strided q of attention": (
+        with_attention(mutants_sizes.assumed_dense("q")),
+        "apart-call-decode,apart-call-prefill",
+    ),
     "strided q of attention, heads": (
-        lambda: calls(mutants_sizes.heads_follow),
+        with_attention(mutants_sizes.heads_follow),
         "apart-call-decode,apart-step-prefill",
     ),
-    "strided out": (lambda: calls(mutants_sizes.assumed_dense("out")), "apart-call-decode,apart-call-prefill"),
-    "strided lse": (lambda: calls(mutants_sizes.assumed_dense("lse")), "apart-call-decode,apart-call-prefill"),
-    "strided q of insert": (with_op(INSERT, **dense_argument("q")), "apart-insert,apart-step-decode"),
-    "strided kv of insert": (with_op(INSERT, **dense_argument("kv")), "apart-insert,apart-step-prefill"),
-    "strided k of insert": (with_op(QUANTISE, **dense_argument("k")), "apart-quantise"),
-    "strided o of projection": (with_op(PROJECT, **dense_argument("o")), "apart-project"),
-    "strided weights of projection": (with_op(PROJECT, **dense_argument("wo_a")), "apart-project"),
-    "strided table of angles": (with_op(PROJECT, of=with_op(INSERT, **ANGLES), **ANGLES), "apart-insert,apart-project"),
+    "strided out": (with_attention(mutants_sizes.assumed_dense("out")), "apart-call-decode,apart-call-prefill"),
+    "strided lse": (with_attention(mutants_sizes.assumed_dense("lse")), "apart-call-decode,apart-call-prefill"),
+    "strided q of insert": (with_dense(INSERT, "q"), "apart-insert,apart-step-decode"),
+    "strided kv of insert": (with_dense(INSERT, "kv"), "apart-insert,apart-step-prefill"),
+    "strided k of insert": (with_dense(QUANTISE, "k"), "apart-quantise"),
+    "strided o of projection": (with_dense(PROJECT, "o"), "apart-project"),
+    "strided weights of projection": (with_dense(PROJECT, "wo_a"), "apart-project"),
+    "strided table of angles": (
+        with_dense(PROJECT, "cos_sin_cache", of=with_dense(INSERT, "cos_sin_cache")),
+        "apart-insert,apart-project",
+    ),
     "strided topk_indices": (
         lambda: mutants_sizes.with_arguments(dense, "topk_indices"),
         "apart-step-decode,apart-step-prefill",
@@ -123,16 +128,16 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
         "apart-step-decode,apart-c128a-decode",
     ),
     "strided block table of a gather": (
-        with_op(GATHER, **dense_argument("block_table")),
+        with_dense(GATHER, "block_table"),
         "apart-step-prefill,apart-c128a-prefill",
     ),
-    "512 rows of a call": (lambda: calls(mutants_sizes.only_rows(512)), "requests-decode,requests-prefill"),
-    "1024 rows of a call": (lambda: calls(mutants_sizes.only_rows(1024)), "requests-decode,requests-prefill"),
+    "512 rows of a call": (with_attention(mutants_sizes.only_rows(512)), "requests-decode,requests-prefill"),
+    "1024 rows of a call": (with_attention(mutants_sizes.only_rows(1024)), "requests-decode,requests-prefill"),
     "2048 keys of a row": (
-        lambda: calls(mutants_sizes.only_keys(2048)),
+        with_attention(mutants_sizes.only_keys(2048)),
         "keys-8320-decode,keys-8320-prefill,million-c128a",
     ),
-    "8192 keys of a row": (lambda: calls(mutants_sizes.only_keys(8192)), "keys-8320-decode,keys-8320-prefill"),
+    "8192 keys of a row": (with_attention(mutants_sizes.only_keys(8192)), "keys-8320-decode,keys-8320-prefill"),
     "512 rows of an insert": (
         with_op(INSERT, of=with_op(QUANTISE, slot_mapping=mutants.first_slots), slot_mapping=mutants.first_slots),
         "quantise-1031,insert-1031",
@@ -196,28 +201,28 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
         "far-insert-fused",
     ),
     "int32 addresses of the compressed cache": (
-        lambda: calls(mutants_shared.near_compressed, made=mutants.paged()),
+        with_attention(mutants_shared.near_compressed, of=paged),
         "far-compressed-decode,far-compressed-prefill",
     ),
     "positions of 16 bits": (
-        with_op(PROJECT, of=with_op(INSERT, **POSITIONS), **POSITIONS),
+        with_op(PROJECT, of=with_op(INSERT, positions=positions_of_16_bits), positions=positions_of_16_bits),
         "insert-positions,project-positions",
     ),
     "fp32 weights read as bf16": (with_op(PROJECT, wo_a=mutants.weights_of_the_outputs_type), "project-mixed"),
     "no running maximum": (
-        lambda: calls(mutants_shared.without_maximum),
+        with_attention(mutants_shared.without_maximum),
         "logits-swa-decode,logits-c4a-decode,logits-swa-prefill,logits-c4a-prefill",
     ),
     "the softmax scale of the dims": (
-        lambda: calls(mutants_shared.own_scale),
+        with_attention(mutants_shared.own_scale),
         "softmax-scale-decode,softmax-scale-prefill",
     ),
     "bf16 pages taken to be packed": (
-        lambda: calls(mutants.with_caches(mutants.packed_pages), made=mutants.paged()),
+        with_attention(mutants.with_caches(mutants.packed_pages), of=paged),
         "gaps-bf16-decode,gaps-bf16-prefill",
     ),
     "a window has W columns": (
-        lambda: calls(mutants_sizes.clipped_windows, made=mutants.paged()),
+        with_attention(mutants_sizes.clipped_windows, of=paged),
         "call-wide-swa-decode,call-wide-c4a-decode,call-wide-swa-prefill,call-wide-c4a-prefill,block-swa,ahead-c4a",
     ),
     "a draft block is causal": (lambda: mutants_sizes.with_arguments(lambda _: True, "causal"), "block-swa"),
@@ -227,7 +232,7 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "gathered windows reach before the gathered rows": (mutants_sizes.Unbounded, "bounded-swa"),
     "a slot listed twice counts once": (
-        lambda: calls(mutants_shared.once),
+        with_attention(mutants_shared.once),
         "call-twice-swa-decode,call-twice-c4a-decode,call-twice-swa-prefill,call-twice-c4a-prefill",
     ),
 }
@@ -257,7 +262,7 @@ def test_a_mutant_fails_the_kit_where_its_clause_is(mutant: str) -> None:
     breaks(*MUTANTS[mutant])
 
 
-@pytest.mark.parametrize("made", [Scratch, paged, with_op(GATHER, of=with_op(INSERT)), lambda: calls(mutants.attend)])
+@pytest.mark.parametrize("made", [Scratch, paged, with_op(GATHER, of=with_op(INSERT)), with_attention(mutants.attend)])
 def test_what_mutants_are_made_of_passes(made: Callable[[], Any]) -> None:
     none_fail(made, "I,W3,A3,A7,L1,L5,R3,P1")
 

@@ -14,7 +14,7 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall
 from tests.testing import mutants
-from tests.testing.mutants import GATHER, QUANTISE, attend, calls, paged, with_op
+from tests.testing.mutants import GATHER, QUANTISE, attend, paged, with_attention, with_op
 from tests.testing.verdicts import all_fail, none_fail
 
 
@@ -68,12 +68,12 @@ def spread(call: AttentionCall) -> None:
 
 
 MUTANTS: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "NaN codes read as numbers": (lambda: calls(codes_are_numbers, made=paged()), "nan-ocp-decode", "C8"),
-    "NaN scales read as 1": (lambda: calls(scales_are_numbers, made=paged()), "nan-ocp-prefill", "C8"),
-    "NaN scrubbed": (lambda: calls(scrubbed), "nan-fnuz-decode", "C8"),
-    "NaN in out alone": (lambda: calls(only_in_out), "nan-bf16-decode", "C8"),
-    "NaN in one dim alone": (lambda: calls(one_dim), "nan-bf16-decode", "C8"),
-    "NaN in every row": (lambda: calls(spread), "nan-interleaved-prefill", "C8"),
+    "NaN codes read as numbers": (with_attention(codes_are_numbers, of=paged), "nan-ocp-decode", "C8"),
+    "NaN scales read as 1": (with_attention(scales_are_numbers, of=paged), "nan-ocp-prefill", "C8"),
+    "NaN scrubbed": (with_attention(scrubbed), "nan-fnuz-decode", "C8"),
+    "NaN in out alone": (with_attention(only_in_out), "nan-bf16-decode", "C8"),
+    "NaN in one dim alone": (with_attention(one_dim), "nan-bf16-decode", "C8"),
+    "NaN in every row": (with_attention(spread), "nan-interleaved-prefill", "C8"),
     "NaN written as 0": (with_op(QUANTISE, k=lambda a: a["k"].nan_to_num()), "nan-*-quantise", "C8"),
     "columns behind the table are read": (
         with_op(GATHER, block_table=mutants.columns_behind_the_table),
@@ -92,6 +92,6 @@ def test_a_mutant_fails_its_case(mutant: str) -> None:
     assert clause in all_fail(make, patterns).by_clause()
 
 
-@pytest.mark.parametrize("made", [ReferenceBackend, paged, with_op(GATHER), lambda: calls(attend, made=paged())])
+@pytest.mark.parametrize("made", [ReferenceBackend, paged, with_op(GATHER), with_attention(attend, of=paged)])
 def test_what_mutants_are_made_of_passes(made: Callable[[], Any]) -> None:
     none_fail(made, "nan-*,beyond-gather")
