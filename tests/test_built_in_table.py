@@ -39,7 +39,7 @@ LISTING = (
 JUDGES = (
     "tests/test_layers.py",
     "tests/test_plugins.py",
-    "tests/tools/cli/test_backends.py::test_what_is_told_to_programs",
+    "tests/tools/cli/test_backends.py::test_the_json_object",
     "tests/tools/cli/test_explain.py::test_a_trace_is_folded_under_itself",
     "tests/selection/test_selection.py::test_g1_every_problem_has_a_backend_on_every_device",
 )

@@ -1,4 +1,4 @@
-"""Backends with one thing wrong each: mutants, which the kit must find. All of these have been shipped by somebody.
+"""Backends with one thing wrong each: mutants, which the kit must find. A real backend once had each of them.
 
 A mutant is a function that makes a backend. `with_attention` returns one whose backend attends wrongly, and `with_op`
 one whose backend gives an op other arguments or another result. `test_kit_finds_*.py` have tables of mutants, with the
@@ -229,7 +229,7 @@ def reads_slot_zero(call: AttentionCall) -> None:
 
 
 class NeighbourRow(ReferenceBackend):
-    """A hole among the selected entries becomes the row before the request's own: somebody else's key."""
+    """A hole among the selected entries becomes the row before the request's own, which is a key of another request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -235,7 +235,7 @@ def test_a_subject_knows_who_brings_it_and_where_it_runs() -> None:
     assert subject.refusals(captured)[0].startswith("CAPTURE: ")
 
 
-def test_a_backend_that_nobody_registered_is_never_refused() -> None:
+def test_a_backend_that_is_not_registered_is_never_refused() -> None:
     backend = ReferenceBackend()
     backend.name = "own"
 

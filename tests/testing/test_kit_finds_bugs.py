@@ -68,7 +68,7 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "sink in the largest logit": (with_attention(with_top(mutants.top_with_sink)), "L", "L5", "L1"),
     "no largest logit is 0": (with_attention(with_top(lambda _, top: top.nan_to_num(neginf=0))), "L", "L5", "L1"),
     "asking for the largest logit moves out": (with_attention(with_top(mutants.top_moves_out)), "L", "L5", "L1"),
-    "lse of empty rows not as told": (with_attention(mutants.empty_lse_ignored), "L", "L6", "L1 L5"),
+    "lse of empty rows not as asked": (with_attention(mutants.empty_lse_ignored), "L", "L6", "L1 L5"),
     "parts with lse in base 2": (with_attention(mutants.base_two), "L7", "L7", ""),
     "parts without a sink have one of 0": (with_attention(mutants_ranks.no_sink_is_zero), "L1,L7", "L7", ""),
     "parts have a sink of 0 in the lse": (with_attention(mutants_ranks.zero_sink_in_lse), "L2,L3,L7", "L7", "L3"),

@@ -40,7 +40,7 @@ def test_g21_no_two_arguments_have_the_same_strides() -> None:
 
 
 @pytest.mark.parametrize("offset", [-1, 8])
-def test_g21_a_byte_beside_the_rows_is_missed_by_nothing(offset: int) -> None:
+def test_g21_a_write_between_the_rows_is_found(offset: int) -> None:
     strided = StridedTensors("out lse")
     strided("out", torch.zeros(3, 8))
     lse = strided("lse", torch.zeros(3, 8))

@@ -93,7 +93,7 @@ def test_the_header_shows_variables_that_matter(run: Run, monkeypatch: pytest.Mo
         (("--dsv4-xfails", "nowhere.txt"), "*nowhere.txt*"),
     ],
 )
-def test_bad_options_are_told_before_anything_runs(run: Run, args: tuple[str, ...], said: str) -> None:
+def test_bad_options_are_refused_before_anything_runs(run: Run, args: tuple[str, ...], said: str) -> None:
     result = run(*args)
 
     assert result.ret is pytest.ExitCode.USAGE_ERROR
@@ -151,7 +151,7 @@ def test_refusing_everything_fails(run: Run) -> None:
     result.stdout.fnmatch_lines(["*no case of decode is executed: DEVICE: cpu, needs acme"])
 
 
-def test_a_class_that_names_no_backend_is_told_what_to_do(run: Run) -> None:
+def test_a_class_that_names_no_backend_fails_with_a_hint(run: Run) -> None:
     text = "from dsv4attn.testing import suite\nclass TestDecode(suite.TestDecode): ...\n"
     result = run("-k", "ragged", text=text)
 

@@ -107,7 +107,7 @@ def test_flushes_take_longer_than_the_host_needs(device: Device) -> None:
     assert 2 * 0.004 <= flushes <= 0.064
 
 
-def test_what_the_flushes_did_not_hide_is_tried_again_behind_more(device: Device) -> None:
+def test_what_the_flushes_did_not_hide_is_tried_again_after_more(device: Device) -> None:
     clock = Clock(torch.device("meta"))
     device.hides = 5
     device.log.clear()
@@ -118,7 +118,7 @@ def test_what_the_flushes_did_not_hide_is_tried_again_behind_more(device: Device
     assert [len(flushes) for flushes in rounds[:-1]] == [2, 4, 8, 8]
 
 
-def test_what_cannot_be_hidden_is_told(device: Device) -> None:
+def test_what_cannot_be_hidden_is_marked(device: Device) -> None:
     clock = Clock(torch.device("meta"))
     device.hides = 1000
 

@@ -118,7 +118,7 @@ def test_a_round_with_too_few_flushes_is_repeated(alone: MeteredContext) -> None
     assert one == ranks == [Spread(4e-3, 4e-3, 4e-3)]
 
 
-def test_a_call_is_captured_behind_calls_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_captured_after_calls_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     module, calls = MagicMock(), list[str]()
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
 

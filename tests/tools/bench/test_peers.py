@@ -103,7 +103,7 @@ def test_flashinfer_takes_no_gathered_rows() -> None:
         peer_contender(PEERS["flashinfer"], task, [])
 
 
-def test_nobody_gathers_for_a_peer_if_none_of_ours_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_backend_gathers_for_a_peer_if_none_of_ours_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flash_mla", **flash_functions())
     with pytest.raises(UnsupportedError, match="a backend that gathers"):
         peer_contender(PEERS["flash_mla"], make_task(case("prefill", "flash_swa"), CPU), [])

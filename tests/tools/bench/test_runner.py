@@ -1,4 +1,4 @@
-"""Nobody who is wrong gets a time, at first or later; whoever breaks is a row, not the end."""
+"""A wrong result gets no time, whether it is wrong at first or later. What raises is a row, and the run goes on."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_c128a_layer_is_measured_too() -> None:
 
 
 class BecomesWrong(ReferenceBackend):
-    """Right for some calls, and then as somebody says."""
+    """Right for `after` calls, and then spoilt."""
 
     def __init__(self, spoil: Callable[[AttentionCall], None], after: int = 0) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_what_raises_while_it_is_timed_is_a_row_and_the_others_are_timed() -> No
     assert theirs.median is not None
 
 
-def test_whoever_breaks_while_being_prepared_is_a_row() -> None:
+def test_what_raises_while_it_is_prepared_is_a_row() -> None:
     class Broken(ReferenceBackend):
         def scratch(self, *_: Any) -> Any:
             raise ValueError("no such width")
@@ -237,7 +237,7 @@ def test_inputs_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Peer:
-    """Another library, which answers with whatever it is told to."""
+    """Another library, which answers with `answer`."""
 
     name, kernels, reads_pages = "other", ATTENTION, False
 
@@ -274,7 +274,7 @@ def test_a_prefill_of_a_peer_without_pages_gathers_first() -> None:
     ours, theirs = rows(ReferenceBackend(), "prefill", peers=[Peer(right)])
 
     assert theirs.by == "other + gather"
-    assert theirs.state == MEASURED, "NaN if nobody had gathered"
+    assert theirs.state == MEASURED, "NaN without a gather"
     assert theirs.reason == "rows gathered by reference"
     assert set(ours.vs) == {"other"}
 
@@ -355,13 +355,13 @@ def test_an_fp8_row_is_judged_by_the_fp8_product_and_older_files_have_none(monke
 def test_pairs_of_records_run_in_turn_and_have_their_speed_by_584(kernel: str) -> None:
     order: list[int] = []
 
-    class Told(ReferenceBackend):
+    class NotesRecords(ReferenceBackend):
         def decode(self, call: AttentionCall) -> None:  # prefills on pages call it too
             order.append(_last_layout(call).record_bytes)
             super().decode(call)
 
     cases = cases_of([kernel], ["v41_r2"], SIZE)
-    values = runner(Told(prefill_keys="paged"), [Peer(right)]).run(*cases)
+    values = runner(NotesRecords(prefill_keys="paged"), [Peer(right)]).run(*cases)
     ours = [row for row in values if not row.is_peer]
 
     assert order[:3] == [584, 528, 288], "each is judged once"
@@ -400,7 +400,7 @@ def test_queries_of_v41_are_rotated_without_a_norm() -> None:
     assert (values.state, values.reason) == (MEASURED, "")
 
 
-def test_means_beside_584_are_by_kernel_and_records() -> None:
+def test_means_relative_to_584_are_by_kernel_and_records() -> None:
     pairs = [("a", "528/528", 1.0), ("b", "528/528", 4.0), ("a", "528/288", 3.0)]
     values = pair_means([row(), *(row(f"decode {name}", records=pair, vs_584=x) for name, pair, x in pairs)])
     assert values == {

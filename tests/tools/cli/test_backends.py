@@ -26,7 +26,7 @@ def zoo(machine: Machine) -> None:
     machine.install("zinc")
 
 
-def test_what_is_told_to_programs(machine: Machine) -> None:
+def test_the_json_object(machine: Machine) -> None:
     zoo(machine)
     code, values = machine.json("backends", DSV4ATTN_PLUGINS_DENY="zinc")
     rows = {row["name"]: row for row in values["backends"]}

@@ -42,7 +42,7 @@ def save(path: Path, *rows: Any, **facts: Any) -> str:
     return str(path)
 
 
-def test_every_time_has_its_error_beside_it(machine: Machine) -> None:
+def test_every_time_has_its_error_in_the_same_line(machine: Machine) -> None:
     code, lines = machine.run("bench", *QUICK)
 
     assert code == 0

@@ -96,7 +96,7 @@ def test_the_table_on_80_columns(machine: Machine) -> None:
     assert text[-1] == "3 kernels of acme for sm_90: 1 spill"
 
 
-def test_what_is_told_to_programs(machine: Machine, compiler: list[tuple[str, int]]) -> None:
+def test_the_json_object(machine: Machine, compiler: list[tuple[str, int]]) -> None:
     vendor(machine)
     code, values = machine.json(
         "compile", "--target", "sm90", "--target", "gfx942", "--backend", "acme", "--preset", "pro"

@@ -60,7 +60,7 @@ def test_a_backend_that_passes_on_80_columns(machine: Machine) -> None:
     assert lines[-1] == "  no certificate with --filter; --output FILE writes one"
 
 
-def test_what_is_told_to_programs(machine: Machine) -> None:
+def test_the_json_object(machine: Machine) -> None:
     heads(machine)
     code, values = machine.json("conform", "acme", "--filter", FEW)
 

@@ -15,7 +15,7 @@ def problems(machine: Machine, **environ: str) -> list[tuple[str, str]]:
     return [(problem["what"], problem["cure"]) for problem in values["problems"]]
 
 
-def test_a_healthy_installation_is_told_what_to_do_next(machine: Machine) -> None:
+def test_a_healthy_installation_has_next_steps(machine: Machine) -> None:
     code, values = machine.json("doctor")
 
     assert (code, values["problems"], values["plugins"]) == (0, [], [])
@@ -27,13 +27,13 @@ def test_a_healthy_installation_is_told_what_to_do_next(machine: Machine) -> Non
     assert machine.run("doctor")[1][-4] == "  nothing is wrong"
 
 
-def test_where_every_value_comes_from_is_told(machine: Machine) -> None:
+def test_every_value_has_its_source(machine: Machine) -> None:
     path = machine.wheels.folder / "dsv4attn.toml"
     path.write_text("prefill = 'reference'\noptions.reference.prefill_keys = 'paged'", encoding="utf-8")
-    _, told = machine.json("doctor", DSV4ATTN_BACKEND="decode=reference", TRITON_INTERPRET="0")
-    values = {row["key"]: (row["value"], row["source"]) for row in told["configuration"]["values"]}
+    _, report = machine.json("doctor", DSV4ATTN_BACKEND="decode=reference", TRITON_INTERPRET="0")
+    values = {row["key"]: (row["value"], row["source"]) for row in report["configuration"]["values"]}
 
-    assert told["configuration"]["file"] == str(path)
+    assert report["configuration"]["file"] == str(path)
     assert values == {
         "decode": ("reference", "environment variable DSV4ATTN_BACKEND"),
         "prefill": ("reference", f"prefill in {path}"),
@@ -41,10 +41,10 @@ def test_where_every_value_comes_from_is_told(machine: Machine) -> None:
         "plugins.deny": ("none", "default"),
         "options.reference": ("prefill_keys='paged'", str(path)),
     }
-    assert told["environment"] == {"DSV4ATTN_BACKEND": "decode=reference", "TRITON_INTERPRET": "0"}
+    assert report["environment"] == {"DSV4ATTN_BACKEND": "decode=reference", "TRITON_INTERPRET": "0"}
 
 
-def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_no_problem(machine: Machine) -> None:
+def test_a_broken_pyproject_of_another_project_is_mentioned_and_no_problem(machine: Machine) -> None:
     path = machine.wheels.folder / "pyproject.toml"
     path.write_bytes(b'authors = ["Andr\xe9"]')
     _, values = machine.json("doctor")
@@ -108,7 +108,7 @@ def test_mistakes_in_the_configuration_are_problems(machine: Machine, environ: d
     assert problems(machine, **environ)[0][0].startswith(what)
 
 
-def test_options_that_reach_nobody_are_a_problem(machine: Machine) -> None:
+def test_options_of_no_backend_are_a_problem(machine: Machine) -> None:
     (machine.wheels.folder / "dsv4attn.toml").write_text("options.refernz.a = 1", encoding="utf-8")
 
     assert "no backend has this name; did you mean 'reference'?" in problems(machine)[0][0]

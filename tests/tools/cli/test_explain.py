@@ -124,7 +124,7 @@ def test_the_trace_is_that_of_the_exception(machine: Machine) -> None:
     assert lines == str(explain(problem, backend="acme", device=DeviceFacts.here("cpu"))).splitlines()
 
 
-def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_changes_nothing(machine: Machine) -> None:
+def test_a_broken_pyproject_of_another_project_is_mentioned_and_changes_nothing(machine: Machine) -> None:
     (machine.wheels.folder / "pyproject.toml").write_text("[project]\nname = = 1", encoding="utf-8")
     code, values = machine.json("explain")
     path = machine.wheels.folder / "pyproject.toml"

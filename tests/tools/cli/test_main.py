@@ -21,7 +21,7 @@ def invoke(*args: str) -> Any:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A command `run` that raises whatever it is told to."""
+    """A command `run` that raises the error of `install`."""
     import click
 
     def install(error: BaseException) -> None:

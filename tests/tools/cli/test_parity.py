@@ -30,7 +30,7 @@ def test_the_matrix_on_80_columns(machine: Machine) -> None:
     assert "B skipped 1 x does not apply: this backend reads gathered rows in prefill" in text
 
 
-def test_what_is_told_to_programs(machine: Machine) -> None:
+def test_the_json_object(machine: Machine) -> None:
     wrong(machine)
     code, values = machine.json("parity", "--backends", "reference,bad", "--filter", FEW)
 

@@ -66,7 +66,7 @@ def test_any_page_size_serves(indexer: str, block_size: int) -> None:
 
 @both
 @pytest.mark.parametrize("kind", list(LayerKind))
-def test_one_layer_type_alone_computes_what_it_does_beside_others(kind: LayerKind, indexer: str) -> None:
+def test_one_layer_type_alone_computes_what_it_does_with_others(kind: LayerKind, indexer: str) -> None:
     report = run(kinds=[kind], indexer=indexer)
     (alone,), beside = report.layers, run(indexer=indexer).layers
 
@@ -181,7 +181,7 @@ def test_attention_alone_reports_what_it_did_before_there_were_whole_layers() ->
 # progress and interruption
 
 
-def test_progress_is_told_after_each_layer_type_and_ends_at_the_total() -> None:
+def test_progress_is_reported_after_each_layer_type_and_ends_at_the_total() -> None:
     values: list[Progress] = []
     served = replay()
     report = served.run(values.append)

@@ -97,7 +97,7 @@ def test_selection_counts_as_exercised_from_the_first_prompt_that_leaves_an_entr
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5000))
-def test_a_selecting_trace_has_one_long_prompt_that_others_decode_beside(seed: int, tokens: int) -> None:
+def test_a_selecting_trace_has_one_long_prompt_while_others_decode(seed: int, tokens: int) -> None:
     requests = selecting_trace(seed, tokens)
     lengths = [request.input_length for request in requests]
 

@@ -113,7 +113,7 @@ def test_an_interrupted_report_is_not_ok_and_says_so() -> None:
     assert as_json(report)["ok"] is False
 
 
-def test_options_and_preemptions_are_told_when_there_are_any() -> None:
+def test_options_and_preemptions_are_shown_when_there_are_any() -> None:
     plain = report_of(Errors())
     values = text_of(evolve(plain, options={"prefill_keys": "paged"}, preemptions=3, recomputed_tokens=77), 120)
 
