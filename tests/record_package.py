@@ -183,10 +183,11 @@ def help_(_: argparse.Namespace) -> dict[str, Any]:
     def add(command: click.Command, name: str, parent: click.Context | None) -> None:
         context = click.Context(command, parent, name, terminal_width=100, **command.context_settings)
         record[context.command_path] = command.get_help(context).splitlines()
-        for child in command.list_commands(context) if isinstance(command, click.Group) else ():
-            inner = command.get_command(context, child)
-            assert inner is not None
-            add(inner, child, context)
+        if isinstance(command, click.Group):
+            for child in command.list_commands(context):
+                inner = command.get_command(context, child)
+                assert inner is not None
+                add(inner, child, context)
 
     add(main, "dsv4attn", None)
     return record

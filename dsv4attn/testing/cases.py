@@ -210,7 +210,7 @@ def memory_cases() -> Iterator[Case]:
     says = "records are written to pages behind 2^31 and 2^32 bytes"
     yield _memory("far-insert", "A5 C4", says, rows(placement=far, count=90), check_insert.far_inserts)
     says = "rotated keys are written to pages behind 2^31 and 2^32 bytes"
-    yield _memory("far-insert-fused", "A5 C4", says, rows(placement=far, count=90), check_insert.far_rotated)
+    yield _memory("far-insert-fused", "A5 C4", says, rows(placement=far, count=90), check_insert.inserts_rotated)
     says = "records are gathered from pages behind 2^31 and 2^32 bytes"
     yield _memory("far-gather", "A5 R1", says, rows(placement=far, blocks=3), gathers)
 

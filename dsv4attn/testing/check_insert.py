@@ -348,13 +348,6 @@ def far_inserts(bench: Bench, rows: CacheRows) -> Measure:
     return same_pages(rows, oracle_cache.bytes(), expected)
 
 
-def far_rotated(bench: Bench, rows: CacheRows) -> Measure:
-    """The fused step writes records to pages past 2^31 and 2^32 bytes."""
-    oracle_cache = rows.blank()
-    insert(bench, rows, oracle_cache.cache, rows.slots)
-    return judge_records(rows, oracle_cache, rows.slots)
-
-
 def rows(cache: str = "ocp", *, heads: int = HEADS, page: int = 64, **fields: Any) -> CacheRows:  # noqa: ANN401 - fields of Rows
     """Rows for an op around attention."""
     return CacheRows(
