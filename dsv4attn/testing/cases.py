@@ -43,6 +43,8 @@ from dsv4attn.testing.strided import each_strided
 
 __all__ = ["CASES", "GROUPS"]
 
+TYPES = (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32"))
+"""Types of q and keys, each with a short name and a layout of the cache."""
 _cache = partial(Case.of, Area.CACHE)
 _memory = partial(Case.of, Area.MEMORY)
 
@@ -105,7 +107,7 @@ def cache_cases() -> Iterator[Case]:
     yield _cache("insert-padding", "I3 I1 I2 C6", says, gap, check_insert.inserts_only_its_slots)
     says = "no position of padding is looked up, and none changes another row or a byte of the cache"
     yield _cache("no-token-insert", "B5", says, gap, check_insert.inserts_without_positions_of_padding)
-    for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
+    for name, dtype, cache in TYPES:
         inputs = rows(cache, dtype=dtype)
         says = f"{name} queries are normalised and rotated with the table's own angles, in place"
         yield _cache(f"qnorm-{name}", "I1 I5", says, inputs, check_insert.normalises_queries)
@@ -177,7 +179,7 @@ def odd_cases() -> Iterator[Case]:
         says = f"an eps of {eps:g}, beside queries so small that it shows, is the one that is added"
         name = f"qnorm-eps-{'default' if eps == 1e-6 else 'other'}"
         yield _cache(name, "I1 I5", says, rows(count=9, geometry=layer, size=size), check_insert.normalises_queries)
-    for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
+    for name, dtype, cache in TYPES:
         inputs = rows(cache, dtype=dtype, geometry=attrs.evolve(flash("swa"), q_norm=False, eps=1e-20))
         says = f"without eps, {name} queries are rotated and not normalised, and keys are written as ever"
         yield _cache(f"insert-rope-only-{name}", "I6 I2", says, inputs, check_insert.inserts_both)
@@ -221,7 +223,7 @@ FP8 = {"fp32": (2, 80), "e8m0": (1, 129), "bytes": (8, 24)}
 
 def projection_cases() -> Iterator[Case]:
     """All cases of the output projection."""
-    for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
+    for name, dtype, cache in TYPES:
         says = f"{name} outputs are turned back at the query's position and projected group by group"
         for groups in (1, 2, 8):
             yield _projection(
@@ -268,7 +270,7 @@ def _fp8_projection_cases() -> Iterator[Case]:
 
 def _output_cases() -> Iterator[Case]:
     """The whole projection, through wo_b."""
-    for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
+    for name, dtype, cache in TYPES:
         says = f"{name} outputs are turned back, projected group by group, and then by wo_b"
         yield _projection(f"output-{name}", "P4", says, rows(cache, dtype=dtype, count=9, rank=40, hidden=96), outputs)
     says = "bf16 outputs are projected by fp32 matrices, and by an fp32 wo_b"
@@ -284,15 +286,9 @@ def nan_cases() -> Iterator[Case]:
     for phase in Phase:
         for cache in ("ocp", "fnuz", "interleaved", "bf16"):
             says = f"{phase.value} of {cache} keys: a NaN in a selected key makes its rows NaN, and harms no other row"
-            yield Case(
-                name=f"nan-{cache}-{phase.value}",
-                area=Area(phase.value),
-                clauses="C8 C6",
-                says=says,
-                # one kind with two segments is enough, since all kinds are read in the same way
-                inputs=NanKeys.of(phase, cache, "c4a" if cache == "ocp" else "swa"),
-                check=shows_nan,
-            )
+            # one kind with two segments is enough, since all kinds are read in the same way
+            inputs = NanKeys.of(phase, cache, "c4a" if cache == "ocp" else "swa")
+            yield Case.of(Area(phase.value), f"nan-{cache}-{phase.value}", "C8 C6", says, inputs, shows_nan)
     for cache in ("ocp", "fnuz", "interleaved"):
         says = f"NaN codes, scales and RoPE values of {cache} records are gathered as NaN"
         inputs = NanKeys.of(Phase.PREFILL, cache, "swa")

@@ -49,16 +49,9 @@ PHASE = {Area.DECODE: Phase.DECODE, Area.PREFILL: Phase.PREFILL}
 
 
 def _case(
-    area: Area,
-    name: str,
-    clauses: str,
-    says: str,
-    inputs: CaseInput,
-    check: Check = equals_oracle,
-    *,
-    needs_lse: bool = False,
+    area: Area, name: str, clauses: str, says: str, inputs: CaseInput, check: Check = equals_oracle, **more: bool
 ) -> Case:
-    return Case(name=name, area=area, clauses=clauses, says=says, inputs=inputs, check=check, needs_lse=needs_lse)
+    return Case.of(area, name, clauses, says, inputs, check, **more)
 
 
 def attention_cases() -> Iterator[Case]:
