@@ -252,17 +252,21 @@ class NeighbourRow(ReferenceBackend):
 
 
 class Scratch(ReferenceBackend):
-    """Asks for an accumulator. `room`: of what it asks for, how much its bound admits."""
+    """Asks for an accumulator.
 
-    def __init__(self, *, room: float = 1.0, over: int = 0, clears: bool = True) -> None:
+    bound: what `scratch_bound` returns, as a share of what is asked for. past: elements after the scratch that are
+    written. clears: whether the accumulator is cleared first.
+    """
+
+    def __init__(self, *, bound: float = 1.0, past: int = 0, clears: bool = True) -> None:
         super().__init__()
-        self.room, self.over, self.clears = room, over, clears
+        self.bound, self.past, self.clears = bound, past, clears
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         return [((tokens, layer.num_heads, layer.head_dim), torch.float32)]
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
-        return int(self.room * max_tokens * layer.num_heads * layer.head_dim * 4) // 256 * 256
+        return int(self.bound * max_tokens * layer.num_heads * layer.head_dim * 4) // 256 * 256
 
     def decode(self, call: AttentionCall) -> None:
         attend(call)
@@ -271,8 +275,8 @@ class Scratch(ReferenceBackend):
             sums.zero_()
         sums.add_(call.out)
         call.out.copy_(sums)
-        if self.over:
-            sums.as_strided((self.over,), (1,), sums.storage_offset() + sums.numel()).zero_()
+        if self.past:
+            sums.as_strided((self.past,), (1,), sums.storage_offset() + sums.numel()).zero_()
 
 
 class LeadingRope(ReferenceBackend):
