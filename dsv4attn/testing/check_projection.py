@@ -33,11 +33,11 @@ the budget, are not lost among larger values."""
 class _Matrix:
     """A weight.
 
-    given: as callers pass it, on the device; several forms of one matrix if it is fp8.
+    forms: as callers pass it, on the device; several forms of one matrix if it is fp8.
     values: [rows, columns] float64 - what it stands for.
     """
 
-    given: tuple[Any, ...]
+    forms: tuple[Any, ...]
     values: F64
 
 
@@ -85,7 +85,7 @@ def projects(bench: Bench, rows: CacheRows) -> Measure:
     wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided)
     o, table = _inputs(rows, strided)
     projected = list[Tensor]()
-    for form in wo_a.given:
+    for form in wo_a.forms:
         rest = o, rows.tensor(rows.positions), table, form, rows.groups
         with unchanged(o=o):
             z = o_proj(bench.backend, *rest, layer=rows.layer) if rows.scale else bench.backend.inv_rope_o_proj(*rest)
@@ -101,7 +101,7 @@ def projects(bench: Bench, rows: CacheRows) -> Measure:
 def projects_without_positions_of_padding(bench: Bench, rows: CacheRows) -> Measure:
     """Rows of padding, which attention leaves zero, stay zero at any position, and change no other row."""
     strided = StridedTensors(rows.strided)
-    wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided).given[0]
+    wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided).forms[0]
     o, table = _inputs(rows, strided)
     padding, positions = stale_rows(rows.count, rows.positions)
     live, missing = (rows.tensor(np.flatnonzero(which)) for which in (~padding, padding))
@@ -131,7 +131,7 @@ def outputs(bench: Bench, rows: CacheRows) -> Measure:
     heads, width = o.shape[1] // rows.ranks, rows.groups * rows.rank // rows.ranks
     for rank in range(rows.ranks):
         of_rank, columns = slice(rank * heads, (rank + 1) * heads), slice(rank * width, (rank + 1) * width)
-        wo_a, wo_b = first.given[0], second.given[-1]
+        wo_a, wo_b = first.forms[0], second.forms[-1]
         if rows.ranks > 1:
             wo_a, wo_b = wo_a[columns], wo_b[:, columns]
         y = output_projection(
