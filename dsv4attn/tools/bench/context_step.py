@@ -20,7 +20,7 @@ from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.metadata import metadata_builder
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -67,17 +67,17 @@ class ContextStep:
 
     def select(self) -> None:
         """Scores of all entries, and the numbers of the best."""
-        backend, compressed, out = complete(self.step.backend), self.step.compressed_metadata, self.step.topk_indices
+        backend, compressed, out = self.step.backend, self.step.compressed_metadata, self.step.topk_indices
         assert compressed is not None
         assert self.query is not None
         assert self.keys is not None
         assert out is not None
-        maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens, out, self.entries
+        token_map = compressed.token_map
         if self.context is None:
-            backend.layer_ops.select_topk(self.query, self.keys, *maps)
+            backend.layer_ops.select_topk(self.query, self.keys, token_map, out, self.entries)
             return
-        arithmetic = INVARIANT if backend.deterministic else PLAIN
-        select_topk_over_ranks(self.context, backend.layer_ops, arithmetic, self.query, self.keys, *maps)
+        arithmetic, ops = INVARIANT if backend.deterministic else PLAIN, backend.layer_ops
+        select_topk_over_ranks(self.context, ops, arithmetic, self.query, self.keys, token_map, out, self.entries)
 
     def attend(self) -> None:
         """Attention, and over ranks the merge of all parts."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
@@ -57,7 +57,7 @@ def make_forward_step(inputs: Inputs, backend: Backend) -> ForwardStep:
         inputs.q,
         LayerCaches(window.cache, rest[0].cache if rest else None),
         builder.build_for(batch, [layer.kind])[layer.kind],
-        complete(backend),
+        backend,
         workspace,
         torch.empty_like(inputs.q),
         layer,
