@@ -6,7 +6,7 @@ a model.
 
     guard         which versions of vLLM are served, refusals, the log
     internals     the names of vLLM that this package relies on, and their check
-    model         the classes in the registry: vLLM's own, after the replacements of this platform; model_v41 too
+    model         the classes in the registry: vLLM's own, after the replacements of this platform
     replacements  which names in vLLM's modules are replaced, on each platform
     attention     what a layer runs on dsv4attn; cuda, rocm, xpu and cpu put it into vLLM's class of the platform
     metadata      vLLM's builders, with dsv4attn's metadata next to their own
@@ -28,17 +28,17 @@ ARCHITECTURES = {
     "DeepseekV4ForConditionalGeneration": "model:DeepseekV4ForConditionalGeneration",
     "DeepSeekV4MTPModel": "model:DeepSeekV4MTP",
     "DSparkDraftModel": "model:DSparkDeepseekV4ForCausalLM",
-    "DeepseekV41ForCausalLM": "model_v41:DeepseekV41ForCausalLM",
-    "DSparkV41DraftModel": "model_v41:DSparkDeepseekV4ForCausalLM",
+    "DeepseekV41ForCausalLM": "model:DeepseekV41ForCausalLM",
+    "DSparkV41DraftModel": "model:DSparkDeepseekV41ForCausalLM",
 }
-"""Architectures that are registered again, and the class of each: a module of this package, and a name in it."""
+"""Architectures that are registered again, and the class of each one: a module of this package, and a name in it."""
 
 
 def register() -> None:
     """Register the architectures with vLLM, unless `DSV4ATTN_VLLM=0`. May be called any number of times.
 
-    Raises nothing about versions: other models must still be served. An untested vLLM is refused when it imports
-    `dsv4attn_vllm.model`, or `model_v41`, for a DeepSeek-V4 model.
+    Raises nothing about versions: other models must still be served. An untested vLLM is refused when it loads the
+    class of a DeepSeek-V4 model from `dsv4attn_vllm.model`.
     """
     if GUARD.is_off():
         return

@@ -1,6 +1,6 @@
 """The names of vLLM that this package replaces, calls, writes or reads: one table, checked before a model is served.
 
-`check` is called when vLLM imports `model` or `model_v41`. Nothing is replaced by then.
+`model.activate` calls `check` before it replaces anything.
 """
 
 from __future__ import annotations

@@ -1,43 +1,67 @@
-"""The DeepSeek-V4 models in vLLM's registry: vLLM's own classes, whose layers are built with dsv4attn's attention.
+"""The DeepSeek-V4 and V4.1 models in vLLM's registry: vLLM's own classes, whose layers are built with dsv4attn.
 
-vLLM imports this module when it serves such a model, and not before. The import raises RefusedError for a vLLM that is
-not served, and replaces the names of this platform.
+vLLM imports this module, and looks up a class in it, when it serves such a model, and not before. The first look-up of
+a class raises RefusedError for a vLLM that is not served, and replaces the names of this platform.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+
 from dsv4attn_vllm import internals
 from dsv4attn_vllm.guard import GUARD, LOG
-from dsv4attn_vllm.replacements import PLATFORMS, platform_name, replace
+from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace
 from dsv4attn_vllm.steps import MHC, asked
 
-_version = GUARD.check()
-_mhc = MHC in (asked() or ())
-internals.check(_version, internals.groups_of("v4", platform_name(), mhc=_mhc))
+__all__ = ["V4_CLASSES", "V41_CLASSES", "activate"]
 
-from vllm.models.deepseek_v4 import (  # noqa: E402 - a vLLM that is not served may lack these names
-    DeepseekV4ForCausalLM,
-    DeepseekV4ForConditionalGeneration,
-    DeepSeekV4MTP,
-    DSparkDeepseekV4ForCausalLM,
-)
+V4_CLASSES = {
+    "DeepseekV4ForCausalLM": "DeepseekV4ForCausalLM",
+    "DeepseekV4ForConditionalGeneration": "DeepseekV4ForConditionalGeneration",
+    "DeepSeekV4MTP": "DeepSeekV4MTP",
+    "DSparkDeepseekV4ForCausalLM": "DSparkDeepseekV4ForCausalLM",
+}
+"""Classes of this module, and their names in `vllm.models.deepseek_v4`."""
 
-__all__ = [
-    "DSparkDeepseekV4ForCausalLM",
-    "DeepSeekV4MTP",
-    "DeepseekV4ForCausalLM",
-    "DeepseekV4ForConditionalGeneration",
-]
+V41_CLASSES = {
+    "DeepseekV41ForCausalLM": "DeepseekV41ForCausalLM",
+    "DSparkDeepseekV41ForCausalLM": "DSparkDeepseekV4ForCausalLM",
+}
+"""Classes of this module, and their names in `vllm.models.deepseek_v41`."""
 
-_wanted = PLATFORMS[platform_name()]
-_names = [*map(str, _wanted)]
-if _mhc:
-    from dsv4attn_vllm.hyper_connections import install
 
-    # all or nothing: what may be refused comes before the first name that is replaced
-    for _one in _wanted:
-        _one.resolve()
-    _names += install(platform_name())
-replace(_wanted)
-_replaced = ", ".join(_names)
-LOG.info("DeepSeek-V4 attention of vLLM %s runs on dsv4attn; replaced %s", _version, _replaced)
+def __getattr__(name: str) -> object:
+    """Return vLLM's class, after the replacements for its model."""
+    for model, package, classes in (("v4", "deepseek_v4", V4_CLASSES), ("v41", "deepseek_v41", V41_CLASSES)):
+        if name in classes:
+            activate(model)
+            # a vLLM that is not served may lack the class
+            return getattr(import_module(f"vllm.models.{package}"), classes[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def activate(model: str) -> None:
+    """Check the installed vLLM and replace its names for the layers of a model, "v4" or "v41"; once for each model.
+
+    Raises RefusedError, with nothing replaced, for a vLLM that is not served and for a variable with a wrong value.
+    """
+    version, platform, is_v41 = GUARD.check(), platform_name(), model == "v41"
+    title = "DeepSeek-V4.1" if is_v41 else "DeepSeek-V4"
+    replacements = (V41_PLATFORMS if is_v41 else PLATFORMS).get(platform, ())
+    if not replacements:
+        LOG.info("not used: vLLM has no %s layers for this platform (%s)", title, platform)
+        return
+    runs_mhc = not is_v41 and MHC in (asked() or ())
+    internals.check(version, internals.groups_of(model, platform, mhc=runs_mhc))
+    names = [*map(str, replacements)]
+    if runs_mhc:
+        from dsv4attn_vllm.hyper_connections import install
+
+        # everything that may be refused comes before the first name that is replaced
+        for replacement in replacements:
+            replacement.resolve()
+        names += install(platform)
+    replace(replacements)
+    LOG.info("%s attention of vLLM %s runs on dsv4attn; replaced %s", title, version, ", ".join(names))

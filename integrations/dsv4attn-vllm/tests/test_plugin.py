@@ -53,7 +53,7 @@ print(json.dumps([heavy, [m.module_name for m in models], classes, model.Deepsee
     (heavy, modules, classes, attention), log = run(tmp_path / "main.py", code)
 
     assert heavy == []
-    assert modules == ["dsv4attn_vllm.model"] * 4 + ["dsv4attn_vllm.model_v41"] * 2
+    assert modules == ["dsv4attn_vllm.model"] * 6
     assert [module.split(".")[2] for module in classes] == ["deepseek_v4"] * 4 + ["deepseek_v41"] * 2
     assert attention == "dsv4attn_vllm.cpu"
     # the process that vLLM starts to look at the class has the plugin too
