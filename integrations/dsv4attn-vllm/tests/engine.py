@@ -116,6 +116,11 @@ def planned_caches(config: VllmConfig, pages: int = PAGES) -> KVCacheConfig:
     return caches
 
 
+def bytes_of(cache: Tensor) -> Tensor:
+    """A copy of the bytes of a cache."""
+    return cache.contiguous().view(torch.uint8).clone()
+
+
 def generator(seed: int) -> torch.Generator:
     """A generator of torch's with this seed."""
     return torch.Generator().manual_seed(seed)
@@ -246,20 +251,32 @@ class Engine:
             **options,
         )
 
+    def random_rows(self, work: Sequence[tuple[Request, int]], rows: int, columns: int, seed: int = 0) -> Tensor:
+        """[rows, columns] fp32, which depend on request, position and seed only; rows of padding are 3."""
+        parts = [
+            torch.randn(columns, generator=generator(position * 1009 + request.name * 31 + seed), dtype=torch.float32)
+            for request, count in work
+            for position in range(request.tokens, request.tokens + count)
+        ]
+        parts += [torch.full((columns,), 3.0, dtype=torch.float32)] * (rows - len(parts))
+        return torch.stack(parts) if parts else torch.zeros(0, columns, dtype=torch.float32)
+
     def inputs(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Q [rows, h, 512] and kv [rows, 512] bf16 before the insert, and what the compressor gets, [rows, c] fp32."""
-        compressor = layer.compressor
-        width = 2 * compressor.coff * compressor.head_dim if compressor else 0
-        sizes = layer.n_heads * layer.head_dim, layer.head_dim, width
-        parts = []
-        for request, count in work:
-            seeds = [p * 1009 + request.name * 31 for p in range(request.tokens, request.tokens + count)]
-            parts += [torch.randn(sum(sizes), generator=generator(seed), dtype=torch.float32) for seed in seeds]
-        parts += [torch.full((sum(sizes),), 3.0, dtype=torch.float32)] * (rows - len(parts))
-        q, kv, scores = torch.stack(parts).split(sizes, dim=1)
+        sizes = layer.n_heads * layer.head_dim, layer.head_dim, self.score_columns(layer)
+        q, kv, scores = self.random_rows(work, rows, sum(sizes), self.seed_of(layer)).split(sizes, dim=1)
         heads = slice(layer.first_head, layer.first_head + layer.n_local_heads)
         q = q.view(rows, layer.n_heads, layer.head_dim)[:, heads].bfloat16().contiguous()
         return q, kv.bfloat16().contiguous(), scores.contiguous()
+
+    def score_columns(self, layer: Any) -> int:
+        """Columns of what a layer's compressor gets."""
+        compressor = layer.compressor
+        return 2 * compressor.coff * compressor.head_dim if compressor else 0
+
+    def seed_of(self, layer: Any) -> int:
+        """What random inputs of a layer depend on, next to request and position."""
+        return 0
 
     def select(self, work: Sequence[tuple[Request, int]]) -> None:
         """What the indexer would write: some of the visible entries of each token, in no order, then -1.
@@ -320,6 +337,11 @@ class Engine:
         return out
 
     # ---------------------------------------------------------------- what a step should have computed
+
+    def bound(self) -> dict[str, Tensor]:
+        """All caches that vLLM bound, by prefix."""
+        context = self.config.compilation_config.static_forward_context
+        return {name: layer.kv_cache for name, layer in context.items() if layer.kv_cache.numel()}
 
     def group_of(self, prefix: str) -> int:
         """The number of the group of caches that a layer's cache is in."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from dsv4attn_vllm.attention import insert_context_kv
+from dsv4attn_vllm.compressor import V41Compressor
 from dsv4attn_vllm.cpu import CPUAttention
-from dsv4attn_vllm.guard import LOG
-from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name
+from dsv4attn_vllm.guard import LOG, RefusedError
+from dsv4attn_vllm.indexer import V41Indexer
+from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace
 from dsv4attn_vllm.xpu import XPUAttention
 from engine import Engine, config_of, world
+from models import V41, Model
 from processes import run_on_rocm
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.xpu.xpu_sparse import DeepseekV4XPUAttention
@@ -98,34 +103,54 @@ def test_the_platform_of_this_machine_is_a_cpu_and_every_platform_has_its_class(
     }
 
 
-ROCM = """
-from engine import Engine, config_of, world
-from dsv4attn_vllm.replacements import PLATFORMS, replace
-from vllm.models.deepseek_v4.amd import model, dspark
-replace(PLATFORMS["rocm"])
-from dsv4attn_vllm import attention
-from dsv4attn_vllm.guard import RefusedError
-assert model.DeepseekV4ROCMAiterMLAAttention.__module__ == "dsv4attn_vllm.rocm"
-assert dspark._insert_context_kv is attention.insert_context_kv
-config = config_of()
-with world(config):
-    engine = Engine(config, model.DeepseekV4ROCMAiterMLAAttention)
-    before = [(150, 1), (40, 1), (0, 20)]
-    outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
-    for layer, out in zip(engine.layers, outs):
-        assert torch.equal(engine.of_own_builder(layer, before, 22), out), layer.prefix
-    y = engine.layers[1]._o_proj(outs[1], torch.arange(22))
-    assert y.shape == (22, 256), y.shape
-    config.kernel_config.monokernel = True
-    try:
-        model.DeepseekV4ROCMAiterMLAAttention(config, prefix="model.layers.9.attn")
-    except RefusedError as error:
-        print(error)
-"""
+def check_rocm(model: Model, before: list[tuple[int, int]]) -> None:
+    """Run a step on a model's layers for ROCm, in a process that takes itself for one with an MI355."""
+    torch.manual_seed(0)
+    module, dspark = (import_module(f"vllm.models.{model.name}.amd.{name}") for name in ("model", "dspark"))
+    replace(model.platforms["rocm"])
+    config = model.config()
+    chosen = module._select_dsv4_attn_cls(config) if model is V41 else module.DeepseekV4ROCMAiterMLAAttention
+    assert chosen.__module__ == "dsv4attn_vllm.rocm"
+    assert dspark._insert_context_kv is insert_context_kv
+    with world(config):
+        engine, rows = model.engine(config, chosen, layers=model.layers), sum(count for _, count in before)
+        outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
+        for layer, out in zip(engine.layers, outs, strict=True):
+            assert torch.equal(engine.of_own_builder(layer, before, rows), out), layer.prefix
+            assert engine.error(layer, out, 0, before[0][0], 0) < 0.012
+        assert engine.layers[1]._o_proj(outs[1], torch.arange(rows)).shape == (rows, 256)
+        if model is V41:
+            check_v41_on_rocm(engine, outs)
+        config.kernel_config.monokernel = True
+        expected = "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out"
+        with pytest.raises(RefusedError, match=expected):
+            chosen(config, prefix="model.layers.9.attn")
+    if model is V41:
+        config.attention_config.backend = AttentionBackendEnum.ROCM_FLASHMLA_SPARSE_DSV41
+        rocm = import_module("vllm.models.deepseek_v41.amd.rocm")
+        assert module._select_dsv4_attn_cls(config) is rocm.DeepseekV41ROCMAiterMLAAttention
 
 
-def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355(tmp_path: Path) -> None:
+def check_v41_on_rocm(engine: Engine, outs: list[torch.Tensor]) -> None:
+    """Outputs are bf16 tensors, and compressor and indexer are dsv4attn's, which the variable asks for."""
+    for layer, out in zip(engine.layers, outs, strict=True):
+        assert type(layer._alloc_attn_out(3, out.flatten(1))) is torch.Tensor
+    assert type(engine.layers[3].indexer) is V41Indexer
+    assert type(engine.layers[3].compressor) is V41Compressor
+
+
+@pytest.mark.parametrize(
+    ("model", "steps", "before"),
+    [("V4", "auto", [(150, 1), (40, 1), (0, 20)]), ("V41", "all", [(40, 1), (20, 9)])],
+)
+def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355(
+    tmp_path: Path, model: str, steps: str, before: list[tuple[int, int]]
+) -> None:
     """Faked: what `run_on_rocm` says."""
-    printed = run_on_rocm(tmp_path, ROCM)
-
-    assert "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out" in printed
+    code = f"""
+import os
+os.environ["DSV4ATTN_VLLM_STEPS"] = {steps!r}
+import models, test_platforms
+test_platforms.check_rocm(models.{model}, {before})
+"""
+    run_on_rocm(tmp_path, code)

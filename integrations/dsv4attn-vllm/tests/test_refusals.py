@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from dsv4attn_vllm import replacements, serving
 from dsv4attn_vllm.attention import insert_context_kv
-from dsv4attn_vllm.cuda import CUDAAttention, V41CUDAAttention, select_attention, select_v41_attention
+from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
 from engine import config_of, world
-from v41 import v41_config
+from models import V4, V41, Model
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dsv4attn.errors import NoBackendError, UnknownNameError
 
 
-@frozen
-class Model:
-    """What differs between tests of V4 and of V4.1: vLLM's folder of the model, its configuration, and our names."""
-
-    name: str
-    config: Callable[[], VllmConfig]
-    layer: type
-    select: Callable[[VllmConfig], type]
-    platforms: Mapping[str, Any]
-    flash_mla: str
-    dtypes: tuple[str, ...]
-
-
-V4, V41 = replacements.PLATFORMS, replacements.V41_PLATFORMS
-MODELS = (
-    Model("deepseek_v4", config_of, CUDAAttention, select_attention, V4, "FLASHMLA_SPARSE_DSV4", serving.CACHE_DTYPES),
-    Model(
-        "deepseek_v41",
-        v41_config,
-        V41CUDAAttention,
-        select_v41_attention,
-        V41,
-        "FLASHMLA_SPARSE_DSV41",
-        serving.V41_CACHE_DTYPES,
-    ),
-)
-
-
-@pytest.fixture(params=MODELS, ids=lambda model: model.name)
+@pytest.fixture(params=[V4, V41], ids=str)
 def model(request: pytest.FixtureRequest) -> Model:
     return request.param
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from dsv4attn_vllm import serving
 from dsv4attn_vllm.attention import insert_context_kv
 from dsv4attn_vllm.cuda import CUDAAttention
 from engine import Engine, config_of, world
+from models import V4, V41, draft_engine
 from vllm.forward_context import set_forward_context
 
 import dsv4attn as ds
@@ -23,13 +25,13 @@ def mtp(backend: str) -> Iterator[Engine]:
         yield Engine(config, CUDAAttention)
 
 
-@pytest.fixture
-def dspark(backend: str) -> Iterator[Engine]:
-    config = config_of(speculative_config={"method": "dspark", "num_speculative_tokens": 5})
-    with world(config):
-        # a draft of window-only layers, built with the draft's configuration as vLLM's loader does
-        draft = replace(config, model_config=config.speculative_config.draft_model_config)
-        yield Engine(config, lambda _, **options: CUDAAttention(draft, **options), layers=1)
+DRAFTS = [(V4, "reference"), (V4, "triton"), (V41, "reference")]
+
+
+@pytest.fixture(params=DRAFTS, ids=lambda pair: " ".join(map(str, pair)))
+def dspark(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with draft_engine(*request.param) as layers:
+        yield layers
 
 
 def test_verification_of_drafts_is_what_own_builder_and_oracle_say(mtp: Engine) -> None:
@@ -103,30 +105,26 @@ def check_rows_of(engine: Engine, layer: Any, out: torch.Tensor, rows: list[tupl
 
 
 def test_tokens_of_a_draft_block_see_each_other_and_the_window_before(dspark: Engine) -> None:
-    before = [(150, 5), (40, 5)]
+    before, [layer] = [(150, 5), (40, 5)], dspark.layers
     work = [(dspark.request(tokens), count) for tokens, count in before]
 
     [out] = dspark.step(work, causal=False)
 
-    [layer] = dspark.layers
+    assert layer._geometry.kind is ds.LayerKind.SWA
     for i, (tokens, count) in enumerate(before):
+        block, window_keys = range(tokens, tokens + count), range(max(tokens - 128, 0), tokens + count)
         for j in range(count):
-            seen = range(max(tokens - 128, 0), tokens + count)
-            wanted = torch.from_numpy(dspark.of_oracle(layer, i, tokens + j, i * 5 + j, window_keys=seen))
-            found = out[i * 5 + j].double()
-            assert torch.allclose(found, wanted, rtol=0, atol=0.012 * wanted.abs().max().item()), (i, j)
+            error = dspark.error(layer, out, i, tokens + j, i * 5 + j, block=block, window_keys=window_keys)
+            assert error < 0.012, (i, j)
 
 
 def test_limits_hold_the_columns_of_a_draft_block(dspark: Engine) -> None:
-    limits = dspark.layers[0]._serving.limits
+    [layer] = dspark.layers
+    limits, described = layer._serving.limits, dspark.describe([(dspark.request(9), 5)], causal=False)
 
-    assert (
-        limits.decode_window_columns
-        == dspark.describe([(dspark.request(9), 5)], causal=False)[
-            "model.layers.0.attn.swa_cache"
-        ].decode_swa_indices.shape[-1]
-    )
-    assert limits.decode_window_columns > 128
+    rows = described[layer.swa_cache_layer.prefix].decode_swa_indices
+    assert limits.decode_window_columns == rows.shape[-1] > 128
+    assert layer._serving is serving.serving_of(dspark.config, v41=layer.is_v41)
 
 
 def test_context_keys_of_a_draft_are_those_that_a_step_inserts(dspark: Engine) -> None:
@@ -134,18 +132,18 @@ def test_context_keys_of_a_draft_are_those_that_a_step_inserts(dspark: Engine) -
     dspark.describe([(request, 20)])
     request.tokens = 0
     dspark.step([(request, 20)], attend=False)
-    cache, swa = layer.swa_cache_layer.kv_cache, layer.swa_cache_layer.prefix
-    slots = dspark.slots[dspark.group_of(swa)]
-    wanted = cache.clone()
+    cache, page_size = layer.swa_cache_layer.kv_cache, dspark.WINDOW_PAGE
+    slots, expected = dspark.slots[dspark.group_of(layer.swa_cache_layer.prefix), :20].clone(), cache.clone()
     request.tokens = 0
     _, kv, _ = dspark.inputs(layer, [(request, 20)], 20)
     cache.fill_(0xFF)
 
-    insert_context_kv(layer, kv, torch.arange(20), slots[:20])
+    insert_context_kv(layer, kv, torch.arange(20), slots)
 
-    for slot in slots[:20].tolist():
-        page, at = divmod(slot, 64)
-        flat, expected = (t[page].as_strided((64 * 584,), (1,)) for t in (cache, wanted))
-        data, scales = slice(at * 576, at * 576 + 576), slice(64 * 576 + at * 8, 64 * 576 + at * 8 + 7)
-        assert torch.equal(flat[data], expected[data])
-        assert torch.equal(flat[scales], expected[scales])
+    for slot in slots.tolist():
+        page, row = divmod(slot, page_size)
+        written, wanted = (pages[page].as_strided((page_size * 584,), (1,)) for pages in (cache, expected))
+        data, first_scale = slice(row * 576, row * 576 + 576), page_size * 576 + row * 8
+        scales = slice(first_scale, first_scale + 7)
+        assert torch.equal(written[data], wanted[data])
+        assert torch.equal(written[scales], wanted[scales])

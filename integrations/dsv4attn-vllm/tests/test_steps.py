@@ -1,4 +1,7 @@
-"""Steps of vLLM's own layers, builders and compressor with dsv4attn in them, against its own builder and the oracle."""
+"""Steps of vLLM's own layers, builders and compressor with dsv4attn in them, of DeepSeek-V4 and of V4.1.
+
+They are compared with steps that dsv4attn's own builder describes, and with the oracle.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import pytest
 import torch
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.serving import MOST_CHECKED
-from engine import PAGES, Engine, config_of, world
+from engine import PAGES, Engine, bytes_of, config_of, world
+from models import V4, V41, V41_WITH_STEPS, Model, engine_of
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 
@@ -18,22 +22,43 @@ import dsv4attn as ds
 from dsv4attn.errors import ArgumentError
 
 
-@pytest.fixture
-def engine(backend: str) -> Iterator[Engine]:
-    config = config_of()
-    with world(config):
-        yield Engine(config, CUDAAttention)
+def name_of(pair: tuple[Model, str]) -> str:
+    return " ".join(map(str, pair))
+
+
+@pytest.fixture(params=[(V4, "reference"), (V4, "triton"), (V41, "reference")], ids=name_of)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with engine_of(*request.param) as layers:
+        yield layers
+
+
+on_v4 = pytest.mark.parametrize("engine", [(V4, "reference"), (V4, "triton")], ids=name_of, indirect=True)
+with_steps_too = pytest.mark.parametrize(
+    "engine",
+    [(V4, "reference"), (V4, "triton"), (V41, "reference"), (V41_WITH_STEPS, "reference")],
+    ids=name_of,
+    indirect=True,
+)
+
+STEPS: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "decode": ([(150, 1), (40, 1)], 2),  # decodes, and rows that a captured piece has after them
+    "prefill": ([(0, 70)], 0),  # a fresh prompt
+    "mixed": ([(150, 1), (40, 1), (129, 30)], 3),  # two decodes and the next chunk of a prompt
+    "edges": ([(0, 1), (255, 1), (511, 1)], 0),  # a prompt of one token; steps that complete entries of both ratios
+    "short": ([(131, 1), (40, 1), (13, 7)], 1),
+}
+STEPS_OF = [
+    ((V4, "reference"), ("decode", "prefill", "mixed", "edges")),
+    ((V4, "triton"), ("decode", "prefill", "mixed", "edges")),
+    ((V41, "reference"), ("decode", "prefill", "mixed")),
+    ((V41, "triton"), ("short",)),
+]
 
 
 @pytest.mark.parametrize(
-    ("before", "behind"),
-    [
-        ([(150, 1), (40, 1)], 2),  # decodes, and rows that a captured piece has after them
-        ([(0, 70)], 0),  # a fresh prompt
-        ([(150, 1), (40, 1), (129, 30)], 3),  # two decodes and the next chunk of a prompt
-        ([(0, 1), (255, 1), (511, 1)], 0),  # a prompt of one token; steps that complete entries of both ratios
-    ],
-    ids=["decode", "prefill", "mixed", "edges"],
+    ("engine", "before", "behind"),
+    [pytest.param(pair, *STEPS[step], id=f"{name_of(pair)} {step}") for pair, several in STEPS_OF for step in several],
+    indirect=["engine"],
 )
 def test_a_step_is_what_own_builder_and_oracle_say(engine: Engine, before: list[tuple[int, int]], behind: int) -> None:
     work = [(engine.request(tokens), count) for tokens, count in before]
@@ -42,12 +67,12 @@ def test_a_step_is_what_own_builder_and_oracle_say(engine: Engine, before: list[
     outs = engine.step(work, behind=behind)
 
     for layer, out in zip(engine.layers, outs, strict=True):
-        wanted = engine.of_own_builder(layer, before, rows + behind)
-        assert torch.equal(wanted, out), layer.prefix
+        assert torch.equal(engine.of_own_builder(layer, before, rows + behind), out), layer.prefix
         assert not out[rows:].any()
     engine.check_rows(outs, before, [0, rows // 2, rows - 1])
 
 
+@on_v4
 def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:
     work = [(engine.request(9), 1)]
 
@@ -132,6 +157,7 @@ def test_prompts_on_a_backend_that_takes_raw_q(monkeypatch: pytest.MonkeyPatch) 
         assert not (a[1:34] == b[1:34]).flatten(1).all(1).any()
 
 
+@on_v4
 def test_an_insert_is_refused_before_anything_is_written(engine: Engine) -> None:
     layer, request = engine.layers[0], engine.request(9)
     metadata = engine.describe([(request, 2)])
@@ -188,6 +214,7 @@ def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> 
     engine.step([(engine.request(150), 1), (engine.request(), 40)])  # all of it fits
 
 
+@on_v4
 def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +245,7 @@ def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
     assert all(torch.equal(one, other) for each in outs[1:] for one, other in zip(outs[0], each, strict=True))
 
 
+@on_v4
 def test_a_worker_without_a_workspace_has_its_own(engine: Engine) -> None:
     """VLLM's worker for CPUs makes none."""
     from vllm.v1.worker.workspace import reset_workspace_manager
@@ -241,40 +269,70 @@ PADDING = {"tokens": {"pad": 2}, "requests too": {"pad": 2, "pad_requests": 2}, 
 
 
 def check_padding(engine: Engine, padding: dict[str, int]) -> None:
-    """Two decodes have the same outputs and caches with padding as without; padding sees nothing."""
+    """Two decodes have the same outputs and caches, states too, with padding as without; padding sees nothing."""
     work = [(engine.request(150), 1), (engine.request(33), 1)]
+    blank = {name: bytes_of(cache) for name, cache in engine.bound().items()}
     alone = engine.step(work)
+    caches = {name: bytes_of(cache) for name, cache in engine.bound().items()}
+    for name, cache in engine.bound().items():
+        cache.copy_(blank[name].view(cache.dtype))
     for request, _ in work:
         request.tokens -= 1
-    caches = {name: tensor.clone() for name, tensor in engine.tensors.items() if tensor.dtype == torch.uint8}
 
     padded = engine.step(work, **padding)
 
-    for one, other in zip(alone, padded, strict=True):
-        assert torch.equal(one, other[:2])
-        assert not other[2:].any()
-    assert all(torch.equal(engine.tensors[name], caches[name]) for name in caches)
+    for out, out_with_padding in zip(alone, padded, strict=True):
+        assert torch.equal(out, out_with_padding[:2])
+        assert not out_with_padding[2:].any()
+    assert [name for name, cache in engine.bound().items() if not torch.equal(bytes_of(cache), caches[name])] == []
     for request, _ in work:
         request.tokens -= 1
     described = engine.describe(work, **{name: count for name, count in padding.items() if name != "behind"})
     nothing = [0] * padding.get("pad", 0)
-    assert described["model.layers.1.attn"].dsv4attn.compressed_lens.tolist() == [151 // 4, 34 // 4, *nothing]
-    assert described["model.layers.2.attn"].dsv4attn.compressed_lens.tolist() == [151 // 128, 0, *nothing]
+    for layer in owners(engine):
+        ratio, lens = layer.compress_ratio, described[layer.prefix].dsv4attn.compressed_lens
+        assert lens.tolist() == [151 // ratio, 34 // ratio, *nothing]
+
+
+def owners(engine: Engine) -> list[Any]:
+    """Layers that own a compressed cache."""
+    return [layer for layer in engine.layers if engine.entries_of(layer) is layer]
 
 
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@with_steps_too
 def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: Engine, padding: dict[str, int]) -> None:
     check_padding(engine, padding)
 
 
-@pytest.mark.parametrize("backend", ["reference"], indirect=True)
-def test_a_removed_mask_of_padding_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4attn_vllm import metadata
+@pytest.mark.parametrize(
+    ("engine", "mask"),
+    [
+        ((V4, "reference"), "visible_entries"),
+        ((V41_WITH_STEPS, "reference"), "visible_entries_of_replayed"),
+        ((V41_WITH_STEPS, "reference"), "requests of tokens"),
+    ],
+    ids=["V4", "V4.1", "requests"],
+    indirect=["engine"],
+)
+def test_a_removed_mask_of_padding_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    from dsv4attn_vllm import index_metadata, metadata
 
-    def without_mask(common: Any, ratio: int, buffer: Tensor) -> Tensor:
+    build = metadata.V41StateMetadataBuilder.build
+
+    def all_visible(common: Any, ratio: int, buffer: Tensor, *_: Tensor) -> Tensor:
         return buffer[: common.num_actual_tokens].copy_((metadata.positions_of(common) + 1) // ratio)
 
-    monkeypatch.setattr(metadata, "visible_entries", without_mask)
+    def without_mask(*arguments: Any, **options: Any) -> Any:
+        described = build(*arguments, **options)
+        described.requests = described.token_to_req_indices[: len(described.requests)]
+        return described
+
+    if mask == "requests of tokens":
+        monkeypatch.setattr(metadata.V41StateMetadataBuilder, "build", without_mask)
+    else:
+        for module in (metadata, index_metadata):
+            monkeypatch.setattr(module, mask, all_visible)
 
     for padding in (PADDING["tokens"], PADDING["requests too"]):
         with pytest.raises(AssertionError):
@@ -282,9 +340,13 @@ def test_a_removed_mask_of_padding_is_found(engine: Engine, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("same_step", [True, False], ids=["same metadata", "next step"])
+@with_steps_too
 def test_compressed_caches_alone_that_are_bound_again_are_read_and_written(engine: Engine, same_step: bool) -> None:
-    """Window caches and states stay where they are. The bytes that were bound before are NaN in every format."""
-    request = engine.request(147)  # the next token completes an entry of four
+    """By the layers that own them and by those that share them. The bytes that were bound before are NaN.
+
+    Window caches and states stay where they are.
+    """
+    request = engine.request(147)  # the next token completes an entry of two and of four
     work = [(request, 1)]
     metadata = engine.describe(work)
 
@@ -293,26 +355,25 @@ def test_compressed_caches_alone_that_are_bound_again_are_read_and_written(engin
             engine.select(work)
             return [engine.run(layer, metadata, work, 1) for layer in engine.layers]
 
-    others = {}
-    for layer in engine.layers[1:]:
+    copies = {}
+    for layer in owners(engine):
         shape, stride = layer.kv_cache.shape, layer.kv_cache.stride()
-        others[layer] = torch.empty_strided(shape, stride, dtype=torch.uint8).copy_(layer.kv_cache)
-    wanted = outputs()
-    for layer, new in others.items():
-        old = layer.kv_cache
-        # caches of several groups lie in one memory: no others but the request's own pages
-        group = next(i for i, one in enumerate(engine.caches.kv_cache_groups) if layer.prefix in one.layer_names)
-        old[request.blocks[group]] = 0xFF
-        layer.kv_cache = new
+        copies[layer] = torch.empty_strided(shape, stride, dtype=torch.uint8).copy_(layer.kv_cache)
+    expected = outputs()
+    for layer, copy in copies.items():
+        # caches of several groups lie in one memory: only the request's own pages are overwritten
+        layer.kv_cache[request.blocks[engine.group_of(layer.prefix)]] = 0xFF
+        layer.kv_cache = copy
     if not same_step:
         metadata = engine.describe(work)
 
     outs = outputs()
 
-    assert all(map(torch.equal, wanted, outs))
+    assert all(map(torch.equal, expected, outs))
     assert not any(out.isnan().any() for out in outs)
 
 
+@on_v4
 def test_o_proj_equals_vllms_torch_path(engine: Engine) -> None:
     layer, rows = engine.layers[1], 6
     o, positions = torch.randn(rows, 4, 512).bfloat16(), torch.arange(rows) * 37

@@ -1,30 +1,23 @@
-"""What is served of DeepSeek-V4.1 and what is refused: records, drafts, platforms; see v41.py."""
+"""What is served of DeepSeek-V4.1 and what is refused: records, images, geometry; see v41.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace as replaced
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from attrs import evolve
 from dsv4attn_vllm import serving, steps
-from dsv4attn_vllm.attention import insert_context_kv
 from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
 from engine import config_of, world
-from processes import run_on_rocm
-from v41 import RATIOS, V41Engine, v41_config
+from v41 import V41Engine, v41_config
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 import dsv4attn as ds
-
-DRAFT = len(RATIOS)
 
 
 @pytest.fixture
@@ -168,58 +161,6 @@ def test_one_problem_for_each_ratio_and_no_wider_rows_for_images(config: VllmCon
     )
 
 
-# ---------------------------------------------------------------- drafts
-
-
-@pytest.fixture
-def drafting(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    serving._serving.cache_clear()
-    config = v41_config(speculative_config={"method": "dspark", "num_speculative_tokens": 5})
-    draft = replaced(config, model_config=config.speculative_config.draft_model_config)
-
-    def made(_: VllmConfig, prefix: str, **options: Any) -> V41CUDAAttention:
-        """A layer after those of the model, built with the draft's configuration as vLLM's loader does."""
-        return V41CUDAAttention(draft, prefix=prefix.replace(".0.", f".{DRAFT}."), **options)
-
-    with world(config):
-        yield V41Engine(config, made, layers=1)
-
-
-def test_tokens_of_a_draft_block_see_each_other_and_the_window_before(drafting: V41Engine) -> None:
-    before, [layer] = [(150, 5), (40, 5)], drafting.layers
-    work = [(drafting.request(tokens), count) for tokens, count in before]
-
-    [out] = drafting.step(work, causal=False)
-
-    assert layer._geometry.kind is ds.LayerKind.SWA
-    assert layer._serving is serving.serving_of(drafting.config, v41=True)
-    assert layer._serving.limits.decode_window_columns > 128
-    for i, (tokens, count) in enumerate(before):
-        for j in range(count):
-            block = range(tokens, tokens + count)
-            assert drafting.error(layer, out, i, tokens + j, i * 5 + j, block=block) < 0.012, (i, j)
-
-
-def test_context_keys_of_a_draft_are_those_that_a_step_inserts(drafting: V41Engine) -> None:
-    [layer], request = drafting.layers, drafting.request(20)
-    swa, numbers = layer.swa_cache_layer, range(20)
-    wanted = drafting.records(swa.kv_cache, swa.prefix, 0, numbers)
-    request.tokens = 0
-    _, kv, _ = drafting.inputs(layer, [(request, 20)], 20)
-    slots = drafting.slots[drafting.group_of(swa.prefix), :20].clone()
-    swa.kv_cache.fill_(0xFF)
-
-    insert_context_kv(layer, kv, torch.arange(20), slots)
-
-    found = drafting.records(swa.kv_cache, swa.prefix, 0, numbers)
-    assert not np.isnan(wanted).any()
-    assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-# ---------------------------------------------------------------- platforms
-
-
 def test_a_model_of_v4_keeps_its_geometry() -> None:
     made = config_of()
     with world(made):
@@ -228,47 +169,3 @@ def test_a_model_of_v4_keeps_its_geometry() -> None:
         assert [one.layer.compress_ratio for one in facts.problems[:3]] == [1, 4, 128]
         assert [one.compressed and one.compressed.page_size for one in facts.problems[:3]] == [None, 64, 2]
         assert facts.layer(1).kind is ds.LayerKind.SWA
-
-
-ROCM = """
-import os
-os.environ["DSV4ATTN_VLLM_STEPS"] = "all"
-from engine import world
-from v41 import RATIOS, V41Engine, v41_config
-from dsv4attn_vllm.replacements import V41_PLATFORMS, replace
-from vllm.models.deepseek_v41.amd import model, dspark, rocm
-replace(V41_PLATFORMS["rocm"])
-from dsv4attn_vllm import attention
-from dsv4attn_vllm.guard import RefusedError
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-config = v41_config()
-assert dspark._insert_context_kv is attention.insert_context_kv
-chosen = model._select_dsv4_attn_cls(config)
-assert chosen.__module__ == "dsv4attn_vllm.rocm"
-with world(config):
-    engine = V41Engine(config, chosen, layers=len(RATIOS))
-    before = [(40, 1), (20, 9)]
-    outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
-    for layer, out in zip(engine.layers, outs):
-        assert torch.equal(engine.of_own_builder(layer, before, 10), out), layer.prefix
-        assert engine.error(layer, out, 0, 40, 0) < 0.012
-        assert type(layer._alloc_attn_out(3, out.flatten(1))) is torch.Tensor
-    assert type(engine.layers[3].indexer).__name__ == "V41Indexer"
-    assert type(engine.layers[3].compressor).__name__ == "V41Compressor"
-    y = engine.layers[1]._o_proj(outs[1], torch.arange(10))
-    assert y.shape == (10, 256), y.shape
-    config.kernel_config.monokernel = True
-    try:
-        chosen(config, prefix="model.layers.9.attn")
-    except RefusedError as error:
-        print(error)
-config.attention_config.backend = AttentionBackendEnum.ROCM_FLASHMLA_SPARSE_DSV41
-assert model._select_dsv4_attn_cls(config) is rocm.DeepseekV41ROCMAiterMLAAttention
-"""
-
-
-def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355(tmp_path: Path) -> None:
-    """Faked: what `run_on_rocm` says."""
-    printed = run_on_rocm(tmp_path, ROCM)
-
-    assert "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out" in printed

@@ -13,8 +13,7 @@ from dsv4attn_vllm.compressor import V41Compressor
 from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.indexer import V41Indexer
-from engine import Request, world
-from test_v41_layers import bytes_of
+from engine import Request, bytes_of, world
 from torch import Tensor
 from v41 import WholeV41Engine, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context

@@ -87,19 +87,13 @@ class V41Engine(Engine):
         self.topk.copy_(self.stale_selection())
         self.chosen: dict[str, Tensor] = {}
 
-    def inputs(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Q [rows, h, 512], kv [rows, 512] bf16 before the insert, and what the compressor gets, [rows, c] fp32."""
-        parts = []
-        for request, count in work:
-            for position in range(request.tokens, request.tokens + count):
-                seed = generator(position * 1009 + request.name * 31 + layer.layer_id)
-                parts.append(torch.randn(512 * (layer.n_heads + 3), generator=seed, dtype=torch.float32))
-        parts += [torch.full((512 * (layer.n_heads + 3),), 3.0, dtype=torch.float32)] * (rows - len(parts))
-        q, kv, scores = torch.stack(parts).split([512 * layer.n_heads, 512, 1024], dim=1)
-        heads = slice(layer.first_head, layer.first_head + layer.n_local_heads)
-        q = q.view(rows, layer.n_heads, 512)[:, heads].bfloat16().contiguous()
-        width = 512 * layer.compress_ratio
-        return q, kv.bfloat16().contiguous(), scores[:, :width].contiguous()
+    def score_columns(self, layer: Any) -> int:
+        """See `Engine`."""
+        return int(layer.head_dim * layer.compress_ratio)
+
+    def seed_of(self, layer: Any) -> int:
+        """See `Engine`."""
+        return int(layer.layer_id)
 
     def index(self, layer: Any, work: Sequence[tuple[Request, int]]) -> None:
         """What an index source would write: some visible entries of each token, with -1 among them."""
@@ -130,11 +124,6 @@ class V41Engine(Engine):
             layer.forward_mqa(q, kv, positions, out)
         return out
 
-    def bound(self) -> dict[str, Tensor]:
-        """All caches that vLLM bound, by prefix."""
-        context = self.config.compilation_config.static_forward_context
-        return {name: layer.kv_cache for name, layer in context.items() if layer.kv_cache.numel()}
-
     def entries_of(self, layer: Any) -> Any:
         """See `Engine`. Layers share the cache of the last source before them."""
         if not layer.compress_ratio:
@@ -155,10 +144,6 @@ class WholeV41Engine(HiddenStates, V41Engine):
     def stale_selection(self) -> Tensor:
         """Entries far outside: the indexer writes the rows of all tokens, and a row that it leaves out is seen."""
         return torch.full((self.topk.shape[1],), 10**6, dtype=torch.int32)
-
-    def hidden_seed(self, layer: Any) -> int:
-        """See `HiddenStates`."""
-        return int(layer.layer_id)
 
     def run(self, layer: Any, metadata: Any, work: Any, rows: int, *, attend: bool = True) -> Tensor:
         """The output [rows, hidden] of a layer. attend: else its keys are written and nothing more, by `forward_kv`."""

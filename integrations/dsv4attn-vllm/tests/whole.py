@@ -29,25 +29,15 @@ SMALL = {"index_topk": 8, "index_n_heads": 16}
 """Few entries to select, so that short contexts have more; few heads, for Triton's interpreter."""
 
 
-class HiddenStates:
-    """What engines of V4 and V4.1 whose layers run as a whole share; goes before `Engine` among the bases."""
-
-    def hidden_seed(self, layer: Any) -> int:
-        """What the hidden states of a layer depend on, next to request and position."""
-        return len(layer.prefix)
+class HiddenStates(Engine):
+    """What engines of V4 and V4.1 whose layers run as a whole share."""
 
     def hidden_states(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> Tensor:
         """[rows, hidden] bf16, which depend on request, position and layer only; rows of padding are 3."""
-        parts = []
-        for request, count in work:
-            for position in range(request.tokens, request.tokens + count):
-                seed = torch.Generator().manual_seed(position * 1009 + request.name * 31 + self.hidden_seed(layer))
-                parts.append(torch.randn(layer.hidden_size, generator=seed, dtype=torch.float32))
-        parts += [torch.full((layer.hidden_size,), 3.0, dtype=torch.float32)] * (rows - len(parts))
-        return torch.stack(parts).bfloat16() if parts else torch.zeros(0, layer.hidden_size, dtype=torch.bfloat16)
+        return self.random_rows(work, rows, layer.hidden_size, self.seed_of(layer)).bfloat16()
 
 
-class WholeEngine(HiddenStates, Engine):
+class WholeEngine(HiddenStates):
     """An engine whose layers run as a whole, and each get hidden states of their own.
 
     hidden: [rows, hidden] bf16 of each layer in the last step, by prefix.
