@@ -12,58 +12,74 @@ from torch import Tensor
 
 from tests.parity import hf
 
-__all__ = ["causal_model", "chunked", "deviation", "generated", "ids_of", "large_config", "left_padded", "patched"]
+__all__ = [
+    "call",
+    "causal_model",
+    "chunked",
+    "filled",
+    "generated",
+    "ids_of",
+    "large_config",
+    "left_padded",
+    "logits_of",
+    "new_model",
+    "patched",
+]
 
 
 def large_config() -> Any:
     """Heads, window, ratios, RoPE and index heads of the released models; four layers with few channels between."""
-    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
-
-    swa, c4a, c128a = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-    return DeepseekV4Config(
+    swa, c4a, c128a = hf.LAYER_TYPES
+    return hf.config(
         vocab_size=256,
         hidden_size=128,
         moe_intermediate_size=64,
         num_hidden_layers=4,
         num_attention_heads=8,
-        num_key_value_heads=1,
         head_dim=512,
         qk_rope_head_dim=64,
         q_lora_rank=64,
-        num_experts_per_tok=2,
-        n_routed_experts=4,
-        n_shared_experts=1,
         layer_types=[swa, c4a, c128a, c4a],
         compress_rates={c4a: 4, c128a: 128},
         mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
         sliding_window=128,
-        o_groups=2,
         o_lora_rank=64,
-        index_n_heads=16,
         index_head_dim=128,
         index_topk=32,
-        hc_mult=4,
         max_position_embeddings=1_048_576,
-        rope_parameters={
-            "rope_type": "yarn",
-            "type": "yarn",
-            "factor": 16,
-            "original_max_position_embeddings": 65536,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-        pad_token_id=0,
-        attn_implementation="eager",
+        rope_parameters=hf.yarn(original=65536),
     )
+
+
+def new_model(config: Any = None, seed: int = 0, **options: Any) -> Any:
+    """A seeded model in fp32 that a test may change. config: by default that of `hf`. options: of `from_config`."""
+    from transformers import AutoModelForCausalLM
+
+    config = hf.config() if config is None else config
+    return hf.seeded(lambda: AutoModelForCausalLM.from_config(config, **options), seed)
 
 
 @functools.cache
 def causal_model(*, large: bool = False, seed: int = 0) -> Any:
     """A model in fp32, seeded; tests leave it as it is."""
-    from transformers import AutoModelForCausalLM
+    return new_model(large_config() if large else hf.config(), seed)
 
-    config = large_config() if large else hf.config()
-    return hf.seeded(lambda: AutoModelForCausalLM.from_config(config), seed)
+
+def call(model: Any, ids: Tensor, **arguments: Any) -> Any:
+    """The output of a model for token ids, without gradients."""
+    with torch.no_grad():
+        return model(input_ids=ids, **arguments)
+
+
+def logits_of(model: Any, ids: Tensor) -> Tensor:
+    """[N, T, vocabulary] logits of a call without a cache."""
+    logits: Tensor = call(model, ids, use_cache=False).logits
+    return logits
+
+
+def filled(model: Any, *sequences: Tensor) -> Any:
+    """A cache of these sequences [1, n] of one length."""
+    return hf.cache_of(call(model, torch.cat(sequences), use_cache=True))
 
 
 @contextmanager
@@ -110,9 +126,3 @@ def generated(model: Any, tokens: int, **inputs: Any) -> Tensor:
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **inputs}
     made: Tensor = model.generate(max_new_tokens=tokens, **options)
     return made[:, inputs["input_ids"].shape[1] :]
-
-
-def deviation(got: Tensor, want: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
-    assert not got.isnan().any()
-    return float((got - want).abs().max() / want.abs().max())

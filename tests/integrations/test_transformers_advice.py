@@ -6,25 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.errors import ArgumentError
-from tests.integrations.paged import causal_model, generated, ids_of, left_padded, patched
+from tests.integrations.paged import call, causal_model, filled, generated, ids_of, left_padded, patched
 from tests.parity import hf
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
-
-
-def call(model: Any, ids: Tensor, **given: Any) -> Any:
-    with torch.no_grad():
-        return model(input_ids=ids, **given)
-
-
-def filled(model: Any, *sequences: Tensor) -> Any:
-    """A cache of these sequences [1, n] of one length."""
-    return hf.cache_of(call(model, torch.cat(sequences), use_cache=True))
 
 
 @pytest.mark.parametrize("number", [-3, -1, 0, 1, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,9 @@ from dsv4attn.core.contract.backend import Backend, Phase, Rank
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import class_of, infos
+from tests.integrations.paged import generated, logits_of, new_model
 from tests.parity import hf
+from tests.parity.hf import deviation
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
@@ -27,10 +28,6 @@ TOLERANCE = 1e-5
 PLANTED = 1e-3
 NAME = "dsv4attn"
 CHUNKS = {"whole": (71,), "chunks": (5, 18, 1, 17, 2, 27, 1), "tokens": (1,) * 40}
-FORMS = [
-    {"decode_indices": decode, "prefill_indices": prefill, "prefill_keys": keys}
-    for decode, prefill, keys in itertools.product(("dense", "ragged"), ("dense", "ragged"), ("gathered", "paged"))
-]
 
 
 def register(backend: Any = None) -> None:
@@ -48,9 +45,8 @@ def _the_default_is_registered() -> Iterator[None]:
 
 @functools.cache
 def causal_model(seed: int = 0) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return hf.seeded(lambda: AutoModelForCausalLM.from_config(hf.config()), seed)
+    """A model whose implementation of attention these tests change."""
+    return new_model(seed=seed)
 
 
 def prompts(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
@@ -77,22 +73,10 @@ def logits(model: Any, implementation: str, chunks: Sequence[int], *, cached: bo
     return torch.cat(parts, 1)
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
-    assert not got.isnan().any()
-    return float((got - want).abs().max() / want.abs().max())
-
-
 def parity(chunks: Sequence[int], *, cached: bool, model: Any = None, **inputs: Tensor) -> float:
     model = causal_model() if model is None else model
     eager = logits(model, "eager", chunks, cached=cached, **inputs)
-    return error(logits(model, NAME, chunks, cached=cached, **inputs), eager)
-
-
-def generated(model: Any, implementation: str, tokens: int, **inputs: Tensor) -> Tensor:
-    model.set_attn_implementation(implementation)
-    made: Tensor = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
-    return made
+    return deviation(logits(model, NAME, chunks, cached=cached, **inputs), eager)
 
 
 # equal to eager
@@ -107,7 +91,7 @@ def test_logits_equal_eager(mode: str, cached: bool, seed: int) -> None:
     assert measured <= TOLERANCE
 
 
-@pytest.mark.parametrize("forms", FORMS, ids=["-".join(forms.values()) for forms in FORMS])
+@hf.each_form
 def test_every_form_of_keys_and_indices_is_served(forms: dict[str, str]) -> None:
     register(load_backend("reference", **forms))
 
@@ -116,23 +100,22 @@ def test_every_form_of_keys_and_indices_is_served(forms: dict[str, str]) -> None
 
 def test_generate_gives_the_tokens_of_eager_with_batch_and_left_padding() -> None:
     inputs = prompts(23, 9, 17, 1)
-    want = generated(causal_model(), "eager", 40, **inputs)
+    tokens = []
+    for implementation in ("eager", NAME):
+        causal_model().set_attn_implementation(implementation)
+        tokens.append(generated(causal_model(), 40, **inputs))
 
-    assert want.shape == (4, 63)
-    assert len(want[:, 23:].unique()) > 10
-    assert torch.equal(generated(causal_model(), NAME, 40, **inputs), want)
+    assert tokens[0].shape == (4, 40)
+    assert len(tokens[0].unique()) > 10
+    assert torch.equal(*tokens)
 
 
 def test_a_model_is_made_with_the_name() -> None:
-    from transformers import AutoModelForCausalLM
-
-    config = hf.config()
-    made = hf.seeded(lambda: AutoModelForCausalLM.from_config(config, attn_implementation=NAME), 0)
+    made = new_model(attn_implementation=NAME)
 
     assert made.config._attn_implementation == NAME
-    with torch.no_grad():
-        got = made(input_ids=prompts(30)["input_ids"]).logits
-    assert error(got, logits(causal_model(), "eager", (30,), cached=False, **prompts(30))) <= TOLERANCE
+    got = logits_of(made, prompts(30)["input_ids"])
+    assert deviation(got, logits(causal_model(), "eager", (30,), cached=False, **prompts(30))) <= TOLERANCE
 
 
 def test_a_compiled_layer_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +136,16 @@ def test_inference_mode_and_no_grad_may_alternate(name: str) -> None:
 
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
-            assert error(model(**inputs, use_cache=True).logits, want) <= TOLERANCE
+            assert deviation(model(**inputs, use_cache=True).logits, want) <= TOLERANCE
 
 
 def test_bf16_is_as_near_to_fp32_as_eager_in_bf16() -> None:
     inputs = prompts(40, 31)
     true = logits(causal_model(), "eager", (40,), cached=False, **inputs)
-    made = hf.seeded(lambda: type(causal_model())(hf.config()), 0).to(torch.bfloat16)
-    eager, ours = (error(logits(made, name, (40,), cached=False, **inputs).float(), true) for name in ("eager", NAME))
+    made = new_model().to(torch.bfloat16)
+    eager, ours = (
+        deviation(logits(made, name, (40,), cached=False, **inputs).float(), true) for name in ("eager", NAME)
+    )
 
     print(f"eager {eager:.1e} ours {ours:.1e}")
     assert ours <= 1.5 * eager

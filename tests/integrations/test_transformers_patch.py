@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dsv4attn.core.contract.backend import Phase, Rank
 from tests.backends.built_in import class_of, infos
-from tests.integrations.paged import causal_model, chunked, deviation, generated, ids_of, left_padded, patched
+from tests.integrations.paged import causal_model, chunked, generated, ids_of, left_padded, logits_of, patched
 from tests.parity import hf
+from tests.parity.hf import deviation
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
@@ -20,13 +21,6 @@ pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models
 TOLERANCE = 1e-5
 """Relative to the largest logit; 1e-6 was measured."""
 PROMPTS = 23, 9, 17
-
-
-def plain(model: Any, ids: Tensor) -> Tensor:
-    """[1, T, vocabulary] logits of transformers."""
-    with torch.no_grad():
-        logits: Tensor = model(ids).logits
-    return logits
 
 
 def prompts(model: Any, *lengths: int) -> list[Tensor]:
@@ -41,7 +35,7 @@ def prompts(model: Any, *lengths: int) -> list[Tensor]:
 def test_logits_equal_transformers(chunks: tuple[int, ...], seed: int) -> None:
     model = causal_model(seed=seed)
     ids = ids_of(model, 71)
-    want = plain(model, ids)
+    want = logits_of(model, ids)
 
     with patched(model):
         measured = deviation(chunked(model, ids, chunks), want)
@@ -57,7 +51,7 @@ LONG = {"whole": (640,), "chunks": (200, 100, 1, 1, 39, 299), "last 40 alone": (
 def test_logits_of_large_heads_equal_transformers(mode: str) -> None:
     model = causal_model(large=True)
     ids = ids_of(model, 640)
-    want = plain(model, ids)
+    want = logits_of(model, ids)
 
     with patched(model, max_len=640):
         measured = deviation(chunked(model, ids, LONG[mode]), want)
@@ -71,7 +65,7 @@ def test_logits_of_large_heads_equal_transformers_in_every_mode_of_three_seeds()
     for seed in range(3):
         model = causal_model(large=True, seed=seed)
         ids = ids_of(model, 1000, seed)
-        want = plain(model, ids)
+        want = logits_of(model, ids)
         for chunks in ((1000,), (333, 1, 333, 333), *([(1,) * 1000] if not seed else [])):
             with patched(model, max_len=1000):
                 measured = deviation(chunked(model, ids, chunks), want)
@@ -85,7 +79,7 @@ def test_a_prefix_hit_and_a_fork_equal_transformers(large: bool) -> None:
     total, shared = (640, 301) if large else (71, 37)
     ids, other = ids_of(model, total), ids_of(model, total, 1)
     other[:, :shared] = ids[:, :shared]
-    want, changed = plain(model, ids), plain(model, other)
+    want, changed = logits_of(model, ids), logits_of(model, other)
 
     with patched(model, max_len=640, keep_windows=True):
         from dsv4attn.integrations.transformers import DeepseekV4PagedCache
@@ -107,7 +101,7 @@ def test_a_prefix_hit_and_a_fork_equal_transformers(large: bool) -> None:
 def test_a_batch_with_padding_equals_each_sequence_alone() -> None:
     model = causal_model()
     given = prompts(model, 40, 31, 1)
-    want = [plain(model, ids) for ids in given]
+    want = [logits_of(model, ids) for ids in given]
     batch = left_padded(*given)
 
     with patched(model):
@@ -134,11 +128,11 @@ def test_the_base_model_alone_is_served() -> None:
 def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16() -> None:
     model = causal_model()
     ids = ids_of(model, 60)
-    true = plain(model, ids)
+    true = logits_of(model, ids)
     half = copy.deepcopy(model).to(torch.bfloat16)
-    eager = deviation(plain(half, ids).float(), true)
+    eager = deviation(logits_of(half, ids).float(), true)
     with patched(half, kv_layout="bf16"):
-        ours = deviation(plain(half, ids).float(), true)
+        ours = deviation(logits_of(half, ids).float(), true)
 
     print(f"transformers {eager:.1e} ours {ours:.1e}")
     assert ours <= 1.5 * eager

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, OutOfPagesError, UnsupportedError
-from tests.integrations.paged import causal_model, chunked, deviation, generated, ids_of, left_padded, patched
+from tests.integrations.paged import call, causal_model, chunked, filled, generated, ids_of, left_padded, patched
 from tests.parity import hf
+from tests.parity.hf import deviation
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
@@ -29,14 +30,9 @@ def new_cache(model: Any) -> Any:
     return DeepseekV4PagedCache(model)
 
 
-def call(model: Any, ids: Tensor, **given: Any) -> Any:
-    with torch.no_grad():
-        return model(input_ids=ids, **given)
-
-
 def fill(model: Any, tokens: int = 20, number: int = 0) -> Any:
     """A cache with one sequence."""
-    return hf.cache_of(call(model, ids_of(model, tokens, number), use_cache=True))
+    return filled(model, ids_of(model, tokens, number))
 
 
 @contextmanager
@@ -137,7 +133,7 @@ def test_a_batch_is_selected_repeated_and_cropped() -> None:
     want = [call(model, torch.cat([ids, following], 1)).logits[:, -1] for ids in given]
 
     with patched(model, keep_windows=True) as handle:
-        cache = hf.cache_of(call(model, **batch_of(batch), use_cache=True))
+        cache = hf.cache_of(call(model, batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=True))
         cache.batch_repeat_interleave(2)
         assert cache.lengths == [20, 20, 13, 13]
         cache.batch_select_indices(torch.tensor([3, 1]))
@@ -166,10 +162,6 @@ def test_a_batch_is_selected_repeated_and_cropped() -> None:
         assert cache.lengths == [21]
         cache.batch_select_indices(torch.tensor([0, 0]))
         assert cache.lengths == [21, 21]
-
-
-def batch_of(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"ids": given["input_ids"], "attention_mask": given["attention_mask"]}
 
 
 def test_a_crop_to_pages_that_are_gone_changes_nothing() -> None:

@@ -10,7 +10,8 @@ import torch
 from dsv4attn.core.contract.backend import Rank
 from dsv4attn.core.contract.device import DeviceFacts
 from tests.backends.built_in import infos, runs
-from tests.integrations.paged import causal_model, chunked, deviation, generated, ids_of, left_padded, patched
+from tests.integrations.paged import causal_model, chunked, generated, ids_of, left_padded, logits_of, patched
+from tests.parity.hf import deviation
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 
@@ -29,8 +30,7 @@ def test_a_patched_model_on_this_device(name: str | None, layout: str, dtype: to
         pytest.importorskip("triton", reason="needs Triton")
     model = causal_model(large=True)
     ids, short = ids_of(model, 400), ids_of(model, 150, 1)
-    with torch.no_grad():
-        want = model(ids).logits
+    want = logits_of(model, ids)
     here = copy.deepcopy(model).to(DEVICE, dtype)
 
     with patched(here, name, kv_layout=layout, max_len=512) as handle:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tests.backends.built_in import EVERYWHERE
 from tests.integrations.invariant import token_by_token
-from tests.integrations.paged import causal_model, chunked, deviation, ids_of, left_padded, patched
+from tests.integrations.paged import causal_model, chunked, ids_of, left_padded, logits_of, new_model, patched
 from tests.parity import hf
+from tests.parity.hf import deviation
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
@@ -58,42 +59,37 @@ class Agreement:
         )
 
 
-def agreement(
-    kv_layout: str, tokens: int, numbers: int, backend: str = "reference", *, large: bool = True
-) -> Agreement:
+def agreement(kv_layout: str, tokens: int, numbers: int) -> Agreement:
     """Over some sequences."""
-    model, got, want = causal_model(large=large), [], []
+    model, got, want = causal_model(large=True), [], []
     for number in range(numbers):
         ids = ids_of(model, tokens, number)
-        with torch.no_grad():
-            want.append(model(ids).logits)
-            with patched(model, kv_layout=kv_layout, max_len=tokens):
-                got.append(model(ids).logits)
+        want.append(logits_of(model, ids))
+        with patched(model, kv_layout=kv_layout, max_len=tokens):
+            got.append(logits_of(model, ids))
     return Agreement.of(torch.cat(got, 1), torch.cat(want, 1))
 
 
-def test_fp8_pages_agree_with_fp32_on_the_likeliest_token() -> None:
-    found = agreement("fp8_ds_mla", 640, 1)
+@pytest.mark.parametrize(
+    ("kv_layout", "tokens", "numbers", "top1", "clear_top1", "largest", "rms"),
+    [
+        ("fp8_ds_mla", 640, 1, 0.9, 0.99, 0.08, 0.012),
+        pytest.param("fp8_ds_mla", 2000, 2, 0.92, 0.99, 0.13, 0.013, marks=pytest.mark.slow),
+        ("bf16", 640, 1, 0.98, 1, 0.08, 0.003),
+    ],
+)
+def test_rounded_pages_agree_with_fp32_on_the_likeliest_token(
+    kv_layout: str, tokens: int, numbers: int, top1: float, clear_top1: float, largest: float, rms: float
+) -> None:
+    agreed = agreement(kv_layout, tokens, numbers)
 
-    print(found)
-    assert found.clear > 0.5
-    assert found.clear_top1 >= 0.99
-    assert found.top1 >= 0.9
-    assert found.largest <= 0.08
-    assert found.rms <= 0.012
-
-
-@pytest.mark.slow
-def test_fp8_pages_agree_with_fp32_on_the_likeliest_token_of_4000_positions() -> None:
-    found = agreement("fp8_ds_mla", 2000, 2)
-
-    print(found)
-    assert found.positions == 4000
-    assert found.clear > 0.5
-    assert found.clear_top1 >= 0.99
-    assert found.top1 >= 0.92
-    assert found.largest <= 0.13
-    assert found.rms <= 0.013
+    print(agreed)
+    assert agreed.positions == tokens * numbers
+    assert agreed.clear > 0.5
+    assert agreed.clear_top1 >= clear_top1
+    assert agreed.top1 >= top1
+    assert agreed.largest <= largest
+    assert agreed.rms <= rms
 
 
 def repeating(count: int, length: int, seed: int) -> Tensor:
@@ -109,9 +105,7 @@ def repeating(count: int, length: int, seed: int) -> Tensor:
 @pytest.mark.slow
 def test_a_trained_model_says_the_same_token_at_99_of_100_of_4000_positions() -> None:
     """Random weights give near ties that no format could keep; half a minute of training gives margins."""
-    from transformers import AutoModelForCausalLM
-
-    model = hf.seeded(lambda: AutoModelForCausalLM.from_config(hf.config()), 0).train().requires_grad_()
+    model = new_model().train().requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(150):
         ids = repeating(16, 48, step)
@@ -124,10 +118,9 @@ def test_a_trained_model_says_the_same_token_at_99_of_100_of_4000_positions() ->
     got, want = [], []
     for number in range(2):
         ids = repeating(1, 2000, 10_000 + number)
-        with torch.no_grad():
-            want.append(model(ids).logits)
-            with patched(model, kv_layout="fp8_ds_mla", max_len=2000):
-                got.append(model(ids).logits)
+        want.append(logits_of(model, ids))
+        with patched(model, kv_layout="fp8_ds_mla", max_len=2000):
+            got.append(logits_of(model, ids))
     found = Agreement.of(torch.cat(got, 1), torch.cat(want, 1))
 
     print(found)
@@ -136,23 +129,14 @@ def test_a_trained_model_says_the_same_token_at_99_of_100_of_4000_positions() ->
     assert found.rms <= 0.01
 
 
-def test_bf16_pages_agree_with_fp32_on_the_likeliest_token() -> None:
-    found = agreement("bf16", 640, 1)
-
-    print(found)
-    assert found.clear_top1 == 1
-    assert found.top1 >= 0.98
-    assert found.rms <= 0.003
-
-
 def test_a_kernel_on_fp8_pages_agrees_with_the_reference() -> None:
     pytest.importorskip("triton", reason="needs Triton")
     model = causal_model()
     ids = ids_of(model, 30)
 
-    def logits(backend: str) -> Any:
-        with torch.no_grad(), patched(model, backend, kv_layout="fp8_ds_mla"):
-            return model(ids).logits
+    def logits(backend: str) -> Tensor:
+        with patched(model, backend, kv_layout="fp8_ds_mla"):
+            return logits_of(model, ids)
 
     found = Agreement.of(logits("triton"), logits("reference"))
 
@@ -225,17 +209,12 @@ def test_without_deterministic_the_same_comparison_finds_a_difference() -> None:
 
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_index_keys_whose_dims_all_have_rope_equal_transformers(backend: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    config = hf.config()
-    config.index_head_dim = config.qk_rope_head_dim
-    model = hf.seeded(lambda: AutoModelForCausalLM.from_config(config), 3)
+    model = new_model(hf.config(index_head_dim=hf.ROPE_DIM), 3)
     ids = ids_of(model, 60)
-    with torch.no_grad():
-        want = model(ids).logits
-        with patched(model, backend) as handle:
-            (index,) = [caches.index for caches in handle.pages.manager.caches if caches.index is not None]
-            got = chunked(model, ids, [33, 20, 1, 6])
+    want = logits_of(model, ids)
+    with patched(model, backend) as handle:
+        (index,) = [caches.index for caches in handle.pages.manager.caches if caches.index is not None]
+        got = chunked(model, ids, [33, 20, 1, 6])
 
-    assert (index.layout.nope_dim, index.layout.rope_dim) == (0, config.qk_rope_head_dim)
+    assert (index.layout.nope_dim, index.layout.rope_dim) == (0, hf.ROPE_DIM)
     assert deviation(got, want) <= 1e-5

@@ -18,8 +18,9 @@ pytest.importorskip("transformers", reason="needs transformers")
 from dsv4attn.core.model import tensor_state
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.integrations.transformers import weights as watching
-from tests.integrations.paged import causal_model, deviation, ids_of, patched
+from tests.integrations.paged import causal_model, ids_of, logits_of, patched
 from tests.parity import hf
+from tests.parity.hf import deviation
 
 LENGTH = 40
 """Tokens of a prompt: more entries than the indexer selects."""
@@ -27,12 +28,6 @@ LENGTH = 40
 
 def fresh() -> Any:
     return copy.deepcopy(causal_model()).eval()
-
-
-def logits(model: Any, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(ids, use_cache=False).logits
-    return found
 
 
 def new_values(model: Any, seed: int = 1) -> dict[str, Tensor]:
@@ -88,12 +83,12 @@ def test_all_weights_at_once(change: Change) -> None:
     ids = ids_of(model, LENGTH)
     new = new_values(model)
     load(plain, new)
-    wanted = logits(plain, ids)
+    wanted = logits_of(plain, ids)
     with patched(model):
-        assert deviation(logits(model, ids), wanted) > 0.01
+        assert deviation(logits_of(model, ids), wanted) > 0.01
         change(model, new)
-        assert deviation(logits(model, ids), wanted) <= 1e-5
-    assert deviation(logits(model, ids), wanted) <= 1e-6
+        assert deviation(logits_of(model, ids), wanted) <= 1e-5
+    assert deviation(logits_of(model, ids), wanted) <= 1e-6
 
 
 def names() -> list[str]:
@@ -108,7 +103,7 @@ def test_each_weight_of_attention_alone(shift: int) -> None:
     ids, new = ids_of(model, LENGTH), new_values(model)
     assert len(names()) > 30
     with patched(model):
-        logits(model, ids)
+        logits_of(model, ids)
         for number, name in enumerate(names()):
             change = CHANGES[(number + 3 * shift) % len(CHANGES)]
             value = {name: new[name] * 1.5}
@@ -116,7 +111,7 @@ def test_each_weight_of_attention_alone(shift: int) -> None:
             change(model, value)
             # in every third, so that a change that was not seen shows in a later one
             if number % 3 == 2:
-                assert deviation(logits(model, ids), logits(plain, ids)) <= 1e-5, name
+                assert deviation(logits_of(model, ids), logits_of(plain, ids)) <= 1e-5, name
 
 
 def test_a_change_between_the_tokens_of_a_cache_is_seen() -> None:
@@ -158,9 +153,9 @@ def test_on_a_device_writes_that_are_not_counted_are_seen_by_the_next_prompt() -
         handle._watch.refresh = refreshes
         model(ids[:, -1:], **hf.passing(cache), use_cache=True)
         assert not seen, "the host waits for a device only in the first call of a cache"
-        assert deviation(logits(model, ids), logits(plain, ids)) <= 1e-5
+        assert deviation(logits_of(model, ids), logits_of(plain, ids)) <= 1e-5
         assert seen == [True]
-        logits(model, ids)
+        logits_of(model, ids)
         assert seen == [True]
 
 
@@ -185,9 +180,9 @@ def test_weights_of_another_shape_are_refused_and_a_patch_is_made_again() -> Non
         old = module.sinks
         module.sinks = nn.Parameter(torch.zeros(len(old) + 1))
         with pytest.raises(UnsupportedError, match=r"the weights that patch\(\) found.*sink.*patch it again"):
-            logits(model, ids_of(model, 5))
+            logits_of(model, ids_of(model, 5))
         module.sinks = old
-        logits(model, ids_of(model, 5))
+        logits_of(model, ids_of(model, 5))
 
 
 def test_bf16_models_have_no_weight_that_is_half_seen() -> None:
@@ -196,10 +191,10 @@ def test_bf16_models_have_no_weight_that_is_half_seen() -> None:
     ids, new = ids_of(model, LENGTH), new_values(model)
     load(plain, new)
     with patched(plain):
-        wanted = logits(plain, ids)
+        wanted = logits_of(plain, ids)
     for change in CHANGES:
         one = copy.deepcopy(model)
         with patched(one):
-            logits(one, ids)
+            logits_of(one, ids)
             change(one, new)
-            assert torch.equal(logits(one, ids), wanted)
+            assert torch.equal(logits_of(one, ids), wanted)

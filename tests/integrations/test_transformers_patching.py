@@ -24,21 +24,17 @@ from dsv4attn.errors import (
     UnsupportedError,
 )
 from dsv4attn.selection import load_backend
-from tests.integrations.paged import causal_model, chunked, deviation, ids_of, patched
+from tests.integrations.paged import call, causal_model, chunked, ids_of, new_model, patched
 from tests.parity import hf
+from tests.parity.hf import deviation
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
 
 
 def fresh(**changes: Any) -> Any:
-    """A model of its own, for a test that changes it."""
-    from transformers import AutoModelForCausalLM
-
-    config = hf.config()
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return hf.seeded(lambda: AutoModelForCausalLM.from_config(config), 0)
+    """A model for a test that changes it."""
+    return new_model(hf.config(**changes))
 
 
 def patch(model: Any, *arguments: Any, **options: Any) -> Any:
@@ -51,11 +47,6 @@ def unpatch(model: Any) -> None:
     from dsv4attn.integrations import transformers
 
     transformers.unpatch(model)
-
-
-def call(model: Any, ids: Tensor, **given: Any) -> Any:
-    with torch.no_grad():
-        return model(input_ids=ids, **given)
 
 
 # what stays as it was

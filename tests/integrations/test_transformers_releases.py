@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.errors import ArgumentError, ConfigError, UnsupportedError
-from tests.integrations.paged import causal_model, deviation, generated, ids_of, patched
+from tests.integrations.paged import causal_model, generated, ids_of, patched
 from tests.parity import hf
+from tests.parity.hf import deviation
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")

@@ -8,27 +8,26 @@ import pytest
 import torch
 
 from dsv4attn.errors import UnsupportedError
-from tests.integrations.paged import chunked, deviation, ids_of, patched
+from tests.integrations.paged import chunked, ids_of, logits_of, new_model, patched
 from tests.parity import hf
+from tests.parity.hf import deviation
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
 
-YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1}
 MAIN = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-COMPRESS = {**YARN, "rope_theta": 160000.0, "partial_rotary_factor": 0.25, "attention_factor": 1.0}
+COMPRESS = {**hf.yarn(original=256), "rope_theta": 160000.0, "partial_rotary_factor": 0.25, "attention_factor": 1.0}
 
 
 def model_of(main: dict[str, Any], compress: dict[str, Any]) -> Any:
     """A model that transformers makes of nested parameters."""
-    from transformers import AutoModelForCausalLM, DeepseekV4Config
+    from transformers import DeepseekV4Config
 
     fields = hf.config().to_dict()
     fields["rope_parameters"] = {"main": dict(main), "compress": dict(compress)}
     fields["partial_rotary_factor"] = None
     fields.update(qk_rope_head_dim=hf.ROPE_DIM, attn_implementation="eager")
-    config = DeepseekV4Config(**fields)
-    return hf.seeded(lambda: AutoModelForCausalLM.from_config(config), 0)
+    return new_model(DeepseekV4Config(**fields))
 
 
 def test_longer_cosines_by_default_are_refused() -> None:
@@ -51,8 +50,7 @@ def test_a_configuration_that_was_changed_after_the_model_was_made_is_refused(ta
 def test_nested_parameters_that_say_all_are_served(dtype: torch.dtype) -> None:
     model = model_of({**MAIN, "rope_theta": 5000.0}, {**COMPRESS, "rope_theta": 40000.0}).to(dtype)
     ids = ids_of(model, 60)
-    with torch.no_grad():
-        want = model(ids).logits
+    want = logits_of(model, ids)
     with patched(model):
         measured = deviation(chunked(model, ids, (23, 37)).float(), want.float())
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -22,7 +24,15 @@ WINDOW, HEADS, HEAD_DIM, ROPE_DIM, VOCABULARY = 8, 4, 32, 8, 64
 RATIO = {LayerKind.SWA: 1, LayerKind.CSA: 4, LayerKind.HCA: 16}
 KINDS = tuple(RATIO)
 """Layer i of the model is of kind i."""
+LAYER_TYPES = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+"""What transformers calls these kinds."""
 LONGEST = 71
+FORMS = [
+    {"decode_indices": decode, "prefill_indices": prefill, "prefill_keys": keys}
+    for decode, prefill, keys in itertools.product(("dense", "ragged"), ("dense", "ragged"), ("gathered", "paged"))
+]
+"""Options of the reference: every form of keys and indices."""
+each_form = pytest.mark.parametrize("forms", FORMS, ids=["-".join(forms.values()) for forms in FORMS])
 
 
 @frozen(eq=False)
@@ -33,7 +43,7 @@ class Trace:
     attention: Any
     """The module of transformers."""
     arguments: dict[str, Any]
-    """What it was called with beside the hidden states, of the last call."""
+    """What it was called with next to the hidden states, in the last call."""
     hidden: Tensor
     """[T, hidden] input."""
     output: Tensor
@@ -71,6 +81,12 @@ class Trace:
         return rows
 
 
+def deviation(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    assert not actual.isnan().any()
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
 def cache_name() -> str:
     """The argument for the cache of every model of the installed transformers, and the field of its outputs."""
     import transformers
@@ -89,47 +105,47 @@ def cache_of(output: Any) -> Any:
     return getattr(output, cache_name())
 
 
-def config() -> Any:
-    """The smallest configuration in which no feature is trivial."""
+def config(**changes: Any) -> Any:
+    """The smallest configuration in which no feature is trivial, or one with other fields."""
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-    names = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-    return DeepseekV4Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=HEADS,
-        num_key_value_heads=1,
-        head_dim=HEAD_DIM,
-        qk_rope_head_dim=ROPE_DIM,
-        q_lora_rank=24,
-        num_experts_per_tok=2,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        layer_types=list(names),
-        compress_rates={names[1]: RATIO[LayerKind.CSA], names[2]: RATIO[LayerKind.HCA]},
-        mlp_layer_types=["hash_moe", "moe", "moe"],
-        sliding_window=WINDOW,
-        o_groups=2,
-        o_lora_rank=16,
+    _, csa, hca = LAYER_TYPES
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_DIM,
+        "qk_rope_head_dim": ROPE_DIM,
+        "q_lora_rank": 24,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "layer_types": [*LAYER_TYPES],
+        "compress_rates": {csa: RATIO[LayerKind.CSA], hca: RATIO[LayerKind.HCA]},
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "sliding_window": WINDOW,
+        "o_groups": 2,
+        "o_lora_rank": 16,
         # fewer index heads give scores that are exactly zero, and ties whose winner depends on the shapes of a call
-        index_n_heads=16,
-        index_head_dim=16,
-        index_topk=3,
-        hc_mult=4,
-        max_position_embeddings=4096,
-        rope_parameters={
-            "rope_type": "yarn",
-            "type": "yarn",
-            "factor": 16,
-            "original_max_position_embeddings": 256,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-        pad_token_id=0,
-        attn_implementation="eager",
-    )
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 3,
+        "hc_mult": 4,
+        "max_position_embeddings": 4096,
+        "rope_parameters": yarn(original=256),
+        "pad_token_id": 0,
+        "attn_implementation": "eager",
+    }
+    return DeepseekV4Config(**{**fields, **changes})
+
+
+def yarn(*, original: int, factor: float = 16, beta_fast: float = 32, beta_slow: float = 1) -> dict[str, Any]:
+    """Parameters of YaRN, as a configuration has them. original: positions that the model was trained with."""
+    kind = {"rope_type": "yarn", "type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    return {**kind, "beta_fast": beta_fast, "beta_slow": beta_slow}
 
 
 def released(geometry: ModelGeometry) -> tuple[Any, Any]:
@@ -137,8 +153,8 @@ def released(geometry: ModelGeometry) -> tuple[Any, Any]:
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
-    yarn = geometry.compress_yarn
-    assert yarn is not None
+    scaling = geometry.compress_yarn
+    assert scaling is not None
     made = DeepseekV4Config(
         hidden_size=geometry.hidden_size,
         num_hidden_layers=geometry.num_layers,
@@ -152,14 +168,12 @@ def released(geometry: ModelGeometry) -> tuple[Any, Any]:
         q_lora_rank=geometry.q_lora_rank,
         max_position_embeddings=geometry.max_position,
         compress_ratios=[0 if kind is LayerKind.SWA else ratio for kind, ratio in geometry.layers],
-        rope_parameters={
-            "rope_type": "yarn",
-            "type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_position,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-        },
+        rope_parameters=yarn(
+            original=scaling.original_max_position,
+            factor=scaling.factor,
+            beta_fast=scaling.beta_fast,
+            beta_slow=scaling.beta_slow,
+        ),
     )
     return made, DeepseekV4RotaryEmbedding(made)
 

@@ -1,4 +1,4 @@
-"""Weights of transformers' DeepSeek-V4 under our names, and its layers run through ours on paged caches."""
+"""The attention layers of transformers' DeepSeek-V4, run through dsv4attn's layers on paged caches."""
 
 from __future__ import annotations
 
@@ -15,34 +15,10 @@ from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import ModelGeometry
-from dsv4attn.core.model.weights import AttentionWeights
+from dsv4attn.integrations.transformers.weights import attention_weights
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 
-__all__ = ["Stack", "weights_of"]
-
-
-def weights_of(attention: Any) -> dict[str, Tensor]:
-    """Weights of transformers' attention module by our names."""
-    found = {
-        "wq_a": attention.q_a_proj.weight,
-        "q_norm": attention.q_a_norm.weight,
-        "wq_b": attention.q_b_proj.weight,
-        "wkv": attention.kv_proj.weight,
-        "kv_norm": attention.kv_norm.weight,
-        "wo_a": attention.o_a_proj.weight,
-        "wo_b": attention.o_b_proj.weight,
-        "attn_sink": attention.sinks,
-    }
-    made = {"compressor.": attention.compressor}
-    indexer = getattr(attention.compressor, "indexer", None)
-    if indexer is not None:
-        made["indexer.compressor."] = indexer
-        found |= {"indexer.wq_b": indexer.q_b_proj.weight, "indexer.weights_proj": indexer.scorer.weights_proj.weight}
-    for prefix, one in made.items():
-        if one is not None:
-            parts = one.kv_proj.weight, one.gate_proj.weight, one.position_bias, one.kv_norm.weight
-            found |= dict(zip((f"{prefix}{n}" for n in ("wkv", "wgate", "ape", "norm")), parts, strict=True))
-    return {name: value.detach() for name, value in found.items()}
+__all__ = ["Stack"]
 
 
 class Stack:
@@ -65,7 +41,7 @@ class Stack:
         self.manager = CacheManager(self.geometry, self.limits, layout, shuffle_seed=7, backend=backend, **options)
         workspace, self.layers = WorkspaceManager(), []
         for i, layer in enumerate(model.layers):
-            weights = AttentionWeights.from_dict(weights_of(layer.self_attn), self.geometry, self.geometry.layer(i))
+            weights = attention_weights(layer.self_attn, self.geometry, self.geometry.layer(i), f"layers.{i}")
             one = DeepseekV4Attention(
                 f"layers.{i}", self.geometry, i, self.limits, backend, weights, workspace=workspace
             )

@@ -16,7 +16,6 @@ Numbers, all relative to the largest output of the layer:
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +35,7 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache, inverse_frequencies
 from dsv4attn.selection import load_backend
 from tests.parity import bounds, hf
+from tests.parity.hf import deviation
 from tests.parity.serving import MODES, Mode, Server
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
@@ -51,11 +51,6 @@ ROUNDED = {
     "fp8": KVCacheLayout.fp8_ds_mla(NOPE, ROPE, group_size=16),  # the last group is short
     "fp8-fnuz": KVCacheLayout.fp8_ds_mla(NOPE, ROPE, group_size=8, fp8_format=Fp8Format.FNUZ),
 }
-FORMS = [
-    {"decode_indices": decode, "prefill_indices": prefill, "prefill_keys": keys}
-    for decode, prefill, keys in itertools.product(("dense", "ragged"), ("dense", "ragged"), ("gathered", "paged"))
-]
-
 every_kind = pytest.mark.parametrize("kind", hf.KINDS, ids=[kind.value for kind in hf.KINDS])
 every_seed = pytest.mark.parametrize("seed", SEEDS)
 
@@ -73,11 +68,6 @@ def traces(seed: int, kind: LayerKind, mode: Mode) -> list[hf.Trace]:
     return [hf.trace(seed, kind, number, sum(chunks)) for number, chunks in enumerate(mode.chunks)]
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
-    return float((got - want).abs().max() / want.abs().max())
-
-
 def served(seen: list[hf.Trace], mode: Mode, layout: KVCacheLayout = FP32, **parts: Any) -> list[Tensor]:
     """Outputs of this package for the sequences of some traces; `parts` replaces what a test wants to break."""
     parts = {"backend": load_backend("reference"), "geometry": geometry(), **parts}
@@ -86,7 +76,7 @@ def served(seen: list[hf.Trace], mode: Mode, layout: KVCacheLayout = FP32, **par
 
 def parity(seen: list[hf.Trace], mode: Mode, **parts: Any) -> float:
     """Largest error of any sequence against transformers."""
-    return max(error(got, one.output) for got, one in zip(served(seen, mode, **parts), seen, strict=True))
+    return max(deviation(got, one.output) for got, one in zip(served(seen, mode, **parts), seen, strict=True))
 
 
 # what is compared with
@@ -104,7 +94,7 @@ def test_the_traces_exercise_every_feature(seed: int, kind: LayerKind) -> None:
     assert torch.equal(seen.selected.sum(1), entries.clamp(max=3) if kind is LayerKind.CSA else entries)
     assert float((1 - seen.weights.sum(-1)).mean()) > 0.02  # the sink takes part
     assert float(seen.query.std()) > 0.9
-    assert error(hf.with_keys(seen, seen.keys), seen.output.double()) < TOLERANCE
+    assert deviation(hf.with_keys(seen, seen.keys), seen.output.double()) < TOLERANCE
 
 
 @pytest.mark.parametrize("mode", ["chunked", "token"])
@@ -115,7 +105,7 @@ def test_transformers_agrees_with_itself_and_with_us_through_its_own_cache(seed:
     for kind, seen in zip(hf.KINDS, stepped, strict=True):
         single = hf.trace(seed, kind)
         assert torch.equal(seen.selected, single.selected)
-        assert error(seen.output, single.output) < TOLERANCE
+        assert deviation(seen.output, single.output) < TOLERANCE
         assert parity([seen], MODE[mode]) < TOLERANCE
 
 
@@ -154,7 +144,7 @@ def test_fp32_rows_agree(kind: LayerKind, mode: Mode, seed: int) -> None:
     assert measured <= TOLERANCE
 
 
-@pytest.mark.parametrize("forms", FORMS, ids=["-".join(forms.values()) for forms in FORMS])
+@hf.each_form
 @modes("single", "sliced", "mixed", "verify")
 @every_kind
 def test_fp32_rows_agree_in_every_form(kind: LayerKind, mode: Mode, forms: dict[str, str]) -> None:
@@ -176,17 +166,16 @@ def judged(seen: hf.Trace, layout: KVCacheLayout) -> tuple[Tensor, Tensor, Tenso
 @every_kind
 @pytest.mark.parametrize("layout", ROUNDED.values(), ids=ROUNDED)
 def test_rounded_rows_agree(layout: KVCacheLayout, kind: LayerKind, mode: Mode, seed: int) -> None:
-    paged = load_backend("reference", **FORMS[-1]) if mode.name == "mixed" else load_backend("reference")
+    paged = load_backend("reference", **hf.FORMS[-1]) if mode.name == "mixed" else load_backend("reference")
     seen = traces(seed, kind, mode)
 
     for one, got in zip(seen, served(seen, mode, layout, backend=paged), strict=True):
         true, bound, exact = judged(one, layout)
         off = (got - true).abs()
-        print(
-            f"off {error(got, true):.1e}, {float((off / bound).max()):.2f} of the bound; exact {error(got, exact):.1e}"
-        )
+        share = float((off / bound).max())
+        print(f"off {deviation(got, true):.1e}, {share:.2f} of the bound; exact {deviation(got, exact):.1e}")
         assert (off <= bound + TOLERANCE * true.abs().max()).all()
-        assert error(got, exact) <= TOLERANCE
+        assert deviation(got, exact) <= TOLERANCE
 
 
 @every_seed
@@ -293,4 +282,4 @@ def test_a_scale_one_step_too_small_is_seen(kind: LayerKind, monkeypatch: pytest
 
     (got,) = served([seen], MODE["single"], layout)
 
-    assert error(got, judged(seen, layout)[2]) > PLANTED
+    assert deviation(got, judged(seen, layout)[2]) > PLANTED

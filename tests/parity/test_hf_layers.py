@@ -22,6 +22,7 @@ from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.selection import load_backend
 from tests.layer_ops import TorchOps
 from tests.parity import hf
+from tests.parity.hf import deviation
 from tests.parity.layers import Stack
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
@@ -38,10 +39,6 @@ def traces(seed: int) -> list[hf.Trace]:
     return hf.run(hf.model(seed), hf.prompt(seed))
 
 
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got - want).abs().max() / want.abs().max())
-
-
 def outputs(stack: Stack, seen: list[hf.Trace], cuts: list[int]) -> list[Tensor]:
     sequence, done, parts = stack.manager.new(), 0, []
     for count in cuts:
@@ -55,7 +52,9 @@ def outputs(stack: Stack, seen: list[hf.Trace], cuts: list[int]) -> list[Tensor]
 def test_g23_a_layer_from_hidden_states_equals_the_published_model(seed: int, cuts: list[int]) -> None:
     stack = Stack(hf.model(seed), load_backend("reference"), FP32)
 
-    errors = [off(got, seen.output) for got, seen in zip(outputs(stack, traces(seed), cuts), traces(seed), strict=True)]
+    errors = [
+        deviation(got, seen.output) for got, seen in zip(outputs(stack, traces(seed), cuts), traces(seed), strict=True)
+    ]
 
     print(errors)
     assert max(errors) <= TOLERANCE
@@ -69,7 +68,7 @@ def test_g15_several_sequences_and_tokens_of_a_step_equal_it() -> None:
     out = stack.step([(ahead, 3), (behind, 29)], [torch.cat([x.hidden[40:43], x.hidden[:29]]) for x in seen])
 
     for got, one in zip(out, seen, strict=True):
-        assert off(got, torch.cat([one.output[40:43], one.output[:29]])) <= TOLERANCE
+        assert deviation(got, torch.cat([one.output[40:43], one.output[:29]])) <= TOLERANCE
 
 
 class NoOverlap(TorchOps):
@@ -104,7 +103,7 @@ def test_a_planted_bug_is_seen(steps: type[TorchOps], layers: tuple[int, ...]) -
     found = outputs(stack, traces(0), [71])
 
     for i in layers:
-        assert off(found[i], traces(0)[i].output) > 1e-3
+        assert deviation(found[i], traces(0)[i].output) > 1e-3
 
 
 def connections(module: Any, stack: Stack, norm: Any) -> HyperConnections:
@@ -122,20 +121,20 @@ def test_hyper_connections_equal_transformers(seed: int) -> None:
             post, comb, hidden = one(streams)
             ours = connections(one, stack, layer.input_layernorm)
             got_post, got_comb, got = ours.pre(streams[0])
-            assert off(got_post[..., 0], post[0]) < 1e-6
-            assert off(got_comb, comb[0]) < 1e-6
-            assert off(got, layer.input_layernorm(hidden)[0]) < 1e-6
+            assert deviation(got_post[..., 0], post[0]) < 1e-6
+            assert deviation(got_comb, comb[0]) < 1e-6
+            assert deviation(got, layer.input_layernorm(hidden)[0]) < 1e-6
 
             made = torch.randn(1, 23, 64)
             mixed = post[..., None] * made[..., None, :] + comb.transpose(-1, -2) @ streams
             theirs = (mixed, *two(mixed))
             second = connections(two, stack, layer.post_attention_layernorm)
             found = second.after(made[0], streams[0], got_post, got_comb)
-            assert off(found[0], theirs[0][0]) < 1e-6
-            assert off(found[3], layer.post_attention_layernorm(theirs[3])[0]) < 2e-6
+            assert deviation(found[0], theirs[0][0]) < 1e-6
+            assert deviation(found[3], layer.post_attention_layernorm(theirs[3])[0]) < 2e-6
         head, steps = model.hc_head, load_backend("reference").layer_ops
         got = steps.hc_head(streams[0], head.hc_fn, head.hc_scale, head.hc_base, stack.geometry.eps, head.eps)
-        assert off(got, head(streams)[0]) < 1e-6
+        assert deviation(got, head(streams)[0]) < 1e-6
 
 
 @pytest.mark.parametrize("cuts", [[71], [40, 1, 30]], ids=["single", "chunks"])
@@ -168,4 +167,4 @@ def test_decoder_layers_with_the_model_s_own_experts_equal_it(cuts: list[int]) -
             done += count
         expected = model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
 
-    assert off(torch.cat(parts), expected) <= TOLERANCE
+    assert deviation(torch.cat(parts), expected) <= TOLERANCE

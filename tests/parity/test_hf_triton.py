@@ -13,13 +13,13 @@ from dsv4attn.core.contract.backend import Backend, Rank
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import infos, launching_alike
+from tests.parity.hf import deviation
 from tests.parity.serving import Mode
 from tests.parity.test_hf import (
     MODE,
     PLANTED,
     ROUNDED,
     TOLERANCE,
-    error,
     every_kind,
     geometry,
     judged,
@@ -66,9 +66,9 @@ def test_rounded_rows_agree_through_kernels(layout: KVCacheLayout, kind: LayerKi
 
     for one, got in zip(seen, served(seen, mode, layout, backend=backend), strict=True):
         true, bound, exact = judged(one, layout)
-        print(f"off {error(got, true):.1e}; exact {error(got, exact):.1e}")
+        print(f"off {deviation(got, true):.1e}; exact {deviation(got, exact):.1e}")
         assert ((got - true).abs() <= bound + TOLERANCE * true.abs().max()).all()
-        assert error(got, exact) <= TOLERANCE
+        assert deviation(got, exact) <= TOLERANCE
 
 
 @every_kind
