@@ -33,11 +33,11 @@ __all__ = [
 
 
 class LackingError(Exception):
-    """A name that is not there, or is not what this package takes it for. The message is one line."""
+    """A name that the engine does not have. The message is one line."""
 
 
 def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Names of a table: several, or one text with blanks between them."""
+    """The names of a table entry: a sequence, or one text with blanks between the names."""
     return tuple(names.split() if isinstance(names, str) else names)
 
 
@@ -55,10 +55,10 @@ class Internal:
 
     def find(self) -> Any:  # noqa: ANN401 - a module or a class of the engine
         """The module or class. Raises LackingError if it is not there, or cannot be imported."""
-        return _found(self.owner)
+        return _look_up(self.owner)
 
     def lacking(self) -> Iterator[str]:
-        """What is not there: one line for each name."""
+        """One line for each name that the engine lacks."""
         raise NotImplementedError
 
     def names(self) -> tuple[str, ...]:
@@ -121,17 +121,19 @@ class Called(Internal):
 
 @frozen
 class Overridden(Internal):
-    """Methods of a class, or functions of a module, that the engine calls and the adapter has others in place of.
+    """Methods of a class, or functions of a module, that the engine calls and the adapter replaces.
 
-    ours: the class of the adapter that overrides them, "module:Class", or the function that replaces `hooks[0]`.
-    hooks: their names. The engine must have them, call them, and pass nothing that ours do not take.
-    like: the method of the engine's class that says what is passed, where the hook itself takes any arguments.
+    replacement: the class of the adapter that overrides them, "module:Class", or the function that replaces `hooks[0]`.
+    hooks: their names. The engine must have them and call them. It must pass no argument that the replacement does not
+        take.
+    like: the method of the engine's class whose parameters are those that are passed, where the hook itself takes any
+        arguments.
     callers: modules of the engine that may call them. The modules of the class and of its bases are always looked at.
     """
 
     use = "replaces"
 
-    ours: str
+    replacement: str
     hooks: tuple[str, ...] = field(converter=names_of)
     like: str = ""
     callers: tuple[str, ...] = ()
@@ -140,8 +142,8 @@ class Overridden(Internal):
         """See `Internal`."""
         owner = self.find()
         for hook in self.hooks:
-            theirs = inspect.getattr_static(owner, hook, None)
-            if theirs is None:
+            function = inspect.getattr_static(owner, hook, None)
+            if function is None:
                 yield f"{self.owner}.{hook} is not there"
             elif not _is_called(hook, _code_near(owner, self.callers)):
                 yield f"{self.owner}.{hook} is there, but nothing calls it"
@@ -150,24 +152,25 @@ class Overridden(Internal):
             elif difference := self._difference(hook, getattr(owner, self.like or hook)):
                 yield f"{self.owner}.{self.like or hook}: {difference}"
 
-    def _difference(self, hook: str, theirs: Any) -> str:  # noqa: ANN401 - a function
-        """Why ours cannot be called as the engine calls its own."""
-        ours, parameters = _found(self.ours), list(inspect.signature(theirs).parameters.values())
-        if inspect.isclass(ours):
-            # a static method of ours in place of a method of the engine gets no `self`
-            if isinstance(inspect.getattr_static(ours, hook), staticmethod):
-                parameters = [one for one in parameters if one.name != "self"]
-            ours = getattr(ours, hook)
-        by_place = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        by_name = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    def _difference(self, hook: str, engine_function: Any) -> str:  # noqa: ANN401 - a function
+        """Why the replacement cannot be called as the engine calls its own function."""
+        replacement = _look_up(self.replacement)
+        parameters = list(inspect.signature(engine_function).parameters.values())
+        if inspect.isclass(replacement):
+            # a static method that replaces a method of the engine gets no `self`
+            if isinstance(inspect.getattr_static(replacement, hook), staticmethod):
+                parameters = [p for p in parameters if p.name != "self"]
+            replacement = getattr(replacement, hook)
+        by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         # what has a default may be passed by name too
-        by_name += [one.name for one in by_place if one.default is not one.empty]
-        by_place = [one for one in by_place if one.default is one.empty]
-        signature = inspect.signature(ours)
+        by_name += [p.name for p in by_place if p.default is not p.empty]
+        by_place = [p for p in by_place if p.default is p.empty]
+        signature = inspect.signature(replacement)
         try:
             signature.bind(*by_place, **dict.fromkeys(by_name))
         except TypeError as error:
-            return f"it gets {', '.join(one.name for one in parameters)}; dsv4attn's takes {signature}: {error}"
+            return f"it gets {', '.join(p.name for p in parameters)}; dsv4attn's takes {signature}: {error}"
         return ""
 
     def names(self) -> tuple[str, ...]:
@@ -201,21 +204,21 @@ class Written(Stored):
     use = "writes"
 
 
-def _found(path: str) -> Any:  # noqa: ANN401 - a module, a class or a function
+def _look_up(path: str) -> Any:  # noqa: ANN401 - a module, a class or a function
     module, _, name = path.partition(":")
     try:
-        found: Any = import_module(module)
+        value: Any = import_module(module)
     except ImportError as error:
         raise LackingError(f"{module} cannot be imported: {error}") from error
     for part in filter(None, name.split(".")):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise LackingError(f"{module}.{name} is not there")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _is_called(name: str, code: str) -> bool:
-    """Whether code names a function elsewhere than where it defines it. Code that cannot be read counts as a caller."""
+    """Whether code names a function outside of its definition. Code that cannot be read counts as a caller."""
     return not code or re.search(rf"(?<!def )\b{name}\b", code) is not None
 
 
@@ -255,18 +258,20 @@ def _file(module: str) -> str:
 
 
 def lacking(entries: Iterable[Internal], engine: str) -> list[str]:
-    """What the installed engine lacks of a table: one line for each name, in the order of the table.
+    """The names of a table that the installed engine lacks: one line for each name, in the order of the table.
 
-    A module of the adapter cannot be imported if the engine lacks a name that it imports. That is said only if no name
-    of the engine says more. engine: the package that the names are in, as in "vllm".
+    A module of the adapter cannot be imported if the engine lacks a name that the module imports. Such a line is
+    returned only if there is no line about a name of the engine.
+
+    engine: the package that the names are in, as in "vllm".
     """
-    found: dict[str, None] = {}
-    for one in entries:
+    lines: dict[str, None] = {}
+    for entry in entries:
         try:
-            found.update(dict.fromkeys(one.lacking()))
+            lines.update(dict.fromkeys(entry.lacking()))
         except LackingError as error:
-            found[str(error)] = None
-    return [line for line in found if line.startswith(f"{engine}.")] or list(found)
+            lines[str(error)] = None
+    return [line for line in lines if line.startswith(f"{engine}.")] or list(lines)
 
 
 def listed(table: Mapping[str, Iterable[Internal]]) -> list[dict[str, Any]]:

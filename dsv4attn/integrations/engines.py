@@ -1,4 +1,4 @@
-"""What the wheels that plug into an engine share: the engines, the guard of versions, refusals, options and the log.
+"""What the wheels for engines share: facts about the engines, checks of versions, refusals, options and the log.
 
 A wheel of `integrations/` has a module `guard` with its `RefusedError` and its `GUARD`. An engine imports it in every
 process, also for other models, so this module loads neither torch nor the engine.
@@ -28,7 +28,7 @@ class Engine:
     group: entry points that it loads in every process.
     allowed: its variable with the names of the entry points to load.
     lenient: whether that variable is unset when it is empty, and blanks around its names do not count.
-    scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active, as far as metadata does not say.
+    scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active.
     """
 
     name: str
@@ -109,7 +109,7 @@ def _texts(values: Iterable[object]) -> tuple[str, ...]:
 
 @frozen
 class Guard:
-    """Which versions of its engine a wheel serves, and the environment variables that say otherwise.
+    """Which versions of its engine a wheel serves, and the environment variables that change this.
 
     refused: the wheel's subclass of RefusedError, which names the engine.
     tested: the versions of the engine that the tests of the wheel ran with, oldest first.
@@ -196,10 +196,10 @@ def words_of(variable: str) -> list[str]:
 
 
 class OnceLog:
-    """A wheel's part of an engine's log: each line once in a process, after the name of the wheel.
+    """The lines of a wheel in an engine's log. Each begins with the name of the wheel and is logged once in a process.
 
-    A model and its draft say the same. name: of the logger, below that of the engine, so that the line is shown where
-    and how the engine's own log is.
+    A model and its draft would log the same lines. name: of the logger. It is below the logger of the engine, so that
+    the lines go where the engine's own lines go.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:

@@ -23,10 +23,9 @@ from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, Backend, KeyForm, Phase
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.model.config import refuse_v41
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope
 from dsv4attn.errors import ArgumentError, UnsupportedError
-from dsv4attn.integrations.transformers.choice import checked_backend
+from dsv4attn.integrations.transformers.choice import checked_backend, config_of
 from dsv4attn.integrations.transformers.masks import VisibleKeys
 from dsv4attn.integrations.transformers.releases import check_release
 from dsv4attn.selection import select_backend
@@ -64,7 +63,7 @@ def register(backend: str | Backend | None = None) -> None:
 
 @frozen(eq=False)
 class _Plan:
-    """What the calls of a module have in common.
+    """Everything that the calls of a module share.
 
     key: device, heads, dtypes and scale of these calls.
     layer: geometry of the attention: all keys of a query are described as its window.
@@ -82,7 +81,7 @@ class _Attention:
     """transformers' attention function, with the backends and the scratch memory of one `register`."""
 
     def __init__(self, backend: str | Backend | None) -> None:
-        self._asked = backend
+        self._requested = backend
         self._plans: WeakKeyDictionary[torch.nn.Module, _Plan] = WeakKeyDictionary()
         self._chosen: dict[tuple[object, ...], Backend] = {}
         # a workspace for each thread and stream: calls overwrite each other's scratch memory unless they run in order
@@ -98,7 +97,7 @@ class _Attention:
         scaling: float | None = None,
         dropout: float = 0.0,
         s_aux: Tensor | None = None,
-        **options: Any,  # noqa: ANN401 - whatever transformers hands on
+        **options: Any,  # noqa: ANN401 - any option of transformers
     ) -> tuple[Tensor, None]:
         """Attention of one layer.
 
@@ -180,21 +179,21 @@ class _Attention:
 
     def _backend(self, layer: LayerGeometry, layout: KVCacheLayout, query: Tensor) -> Backend:
         """The backend that was asked for, or selected for these calls."""
-        asked = self._asked
-        if asked is not None and not isinstance(asked, str):
-            return asked
+        requested = self._requested
+        if requested is not None and not isinstance(requested, str):
+            return requested
         key = (layer, layout.dtype, query.dtype, query.device)
         if key not in self._chosen:
             cache, dtype = CacheFacts.of(layout, 1), str(query.dtype).removeprefix("torch.")
             problems = [Problem(phase.value, layer, cache, q_dtype=dtype) for phase in Phase]
-            self._chosen[key] = select_backend(*problems, backend=asked, device=query.device)
+            self._chosen[key] = select_backend(*problems, backend=requested, device=query.device)
         return self._chosen[key]
 
 
 def _check_inference(
     module: torch.nn.Module, query: Tensor, key: Tensor, dropout: float, options: dict[str, Any]
 ) -> None:
-    """Raise UnsupportedError for what only eager attention does."""
+    """Raise UnsupportedError for features that only eager attention has."""
     config = getattr(module, "config", None)
     if options.get("output_attentions") or getattr(config, "output_attentions", False):
         expected, hint = "False: attention weights are never in memory", f"for the weights use {_EAGER}"
@@ -210,9 +209,7 @@ def _check_inference(
 
 def _geometry(module: torch.nn.Module) -> ModelGeometry:
     """Geometry of the model of a DeepSeek-V4 attention module. Raises UnsupportedError for other modules."""
-    config = getattr(module, "config", None)
-    kind = getattr(config, "model_type", None)
-    refuse_v41({"model_type": kind, "architectures": getattr(config, "architectures", None)}, "config of the model")
+    config, kind = config_of(module)
     if config is None or kind != "deepseek_v4" or not hasattr(module, "sinks"):
         sinks = "" if hasattr(module, "sinks") else ", without sinks"
         actual = f"{type(module).__name__} of model type {kind!r}{sinks}"
@@ -225,6 +222,6 @@ def _layer(geometry: ModelGeometry, heads: int, scaling: float | None) -> LayerG
     """The attention of all layers of a model as that of one kind: most keys that a query sees, in one segment."""
     ratios = {LayerKind.SWA: 0, LayerKind.CSA: geometry.index_topk}
     widest = max(ratios.get(kind, geometry.max_position // ratio) for kind, ratio in geometry.layers)
-    # the angles are not used: queries and keys are rotated already
+    # the angles are not used, because queries and keys are rotated already
     rope, window = Rope(geometry.rope_dim, geometry.main_theta), geometry.window + widest
     return LayerGeometry(LayerKind.SWA, 1, heads, geometry.head_dim, rope, window, 0, softmax_scale=scaling)

@@ -1,22 +1,25 @@
-"""`checked_backend`: the `backend` argument of `register` and `patch`, with its names looked up."""
+"""Checks that `register` and `patch` share: of their `backend` argument, and of the model type."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from dsv4attn.core.argument_checks import shown
 from dsv4attn.core.contract.backend import Backend, Phase
 from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.config import refuse_v41
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import explain, registered, registry_of
 
-__all__ = ["checked_backend"]
+__all__ = ["checked_backend", "config_of"]
 
 
 def checked_backend(backend: object) -> str | Backend | None:
-    """The argument; nothing is built.
+    """Return the argument after a look-up of its names. No backend is built.
 
     Raises UnknownNameError for names that no backend has, NoBackendError for those of plugins that could not be loaded,
-    ArgumentError for what is neither a name nor a backend nor None.
+    ArgumentError for a value that is neither a name nor a backend nor None.
     """
     if isinstance(backend, str):
         layer = ModelGeometry.preset("flash").layer_of_kind(LayerKind.SWA)
@@ -29,3 +32,14 @@ def checked_backend(backend: object) -> str | Backend | None:
         cure = "pass a name, or what load_backend(name) returns"
         raise ArgumentError("backend", expected="a name, a backend or None", actual=shown(backend), hint=cure)
     return backend
+
+
+def config_of(module: object) -> tuple[Any, Any]:
+    """The configuration of a model or of one of its modules, and its model type; None for what is missing.
+
+    Raises ArgumentError for a configuration of DeepSeek-V4.1.
+    """
+    config = getattr(module, "config", None)
+    fields = {name: getattr(config, name, None) for name in ("model_type", "architectures")}
+    refuse_v41(fields, "config of the model")
+    return config, fields["model_type"]

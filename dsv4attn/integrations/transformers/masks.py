@@ -46,12 +46,12 @@ class VisibleKeys:
         if not mask.is_floating_point():
             raise ArgumentError("attention_mask", expected=f"floats, {_MASK}", actual=mask.dtype)
         visible = mask == 0
-        strange = (visible ^ ~(mask <= ABSENT)).any()
-        made = cls._of(visible[:, 0].expand(sequences, queries, keys), strange)
-        if made is None:
+        unexpected = (visible ^ ~(mask <= ABSENT)).any()
+        keys_seen = cls._of(visible[:, 0].expand(sequences, queries, keys), unexpected)
+        if keys_seen is None:
             hint = 'for a mask with biases use attn_implementation="eager"'
             raise UnsupportedError("attention_mask", expected=_MASK, actual="other values", hint=hint)
-        return made
+        return keys_seen
 
     @classmethod
     def of_window(
@@ -69,9 +69,9 @@ class VisibleKeys:
         newest = torch.arange(keys - queries, keys, device=device)[:, None]
         age = newest - torch.arange(keys, device=device)
         visible = (age >= 0) & (age < (keys if window is None else window))
-        made = cls._of(visible.expand(sequences, queries, keys), visible.new_zeros(()))
-        assert made is not None
-        return made
+        keys_seen = cls._of(visible.expand(sequences, queries, keys), visible.new_zeros(()))
+        assert keys_seen is not None
+        return keys_seen
 
     @classmethod
     def _of(cls, visible: Tensor, refused: Tensor) -> VisibleKeys | None:
@@ -85,7 +85,7 @@ class VisibleKeys:
         return cls(rows, sequence * visible.shape[1] + query, counts, width)
 
     def indices(self, form: IndexForm, alignment: int) -> DenseIndices | RaggedIndices:
-        """The keys in the form of a backend. alignment: rows of a dense matrix have a multiple of so many columns."""
+        """The keys in the form of a backend. alignment: the number of columns of a dense matrix is a multiple of it."""
         width, ends = round_up(max(self.width, 1), alignment), self.counts.cumsum(0, dtype=torch.int32)
         if form is IndexForm.RAGGED:
             return RaggedIndices(self.rows, torch.nn.functional.pad(ends, (1, 0)), width)

@@ -55,8 +55,8 @@ class NewTokens:
         mask, ids = _checked_mask(attention_mask, n, past, columns), _checked_ids(position_ids, n, columns)
         if mask is None and ids is None:
             return cls([columns] * n, [*pads])
-        found = _read(mask, ids, lengths, past, columns)
-        for row, (count, hole, _) in enumerate(found):
+        rows = _read(mask, ids, lengths, past, columns)
+        for row, (count, hole, _) in enumerate(rows):
             if hole:
                 expected, actual = "padding, then tokens without a gap", "a 0 after a 1: a hole, or padding at the end"
                 raise UnsupportedError(f"attention_mask[{row}]", expected=expected, actual=actual, hint=_LEFT + turns)
@@ -66,12 +66,12 @@ class NewTokens:
                 expected = f"{lengths[row]} tokens among the first {past} columns, those in the cache"
                 actual = f"{total - count} columns of padding, then {count} tokens"
                 raise ArgumentError(f"attention_mask[{row}]", expected=expected, actual=actual, hint=_WHOLE + turns)
-        for row, (_, _, wrong) in enumerate(found):
+        for row, (_, _, wrong) in enumerate(rows):
             if wrong:
                 expected = f"ids that continue at {lengths[row]}, the tokens in the cache, without a gap"
                 hint = "pass position_ids=None, or a cache that ends where these begin"
                 raise ArgumentError(f"position_ids[{row}]", expected=expected, actual="others", hint=hint)
-        counts = [count for count, _, _ in found]
+        counts = [count for count, _, _ in rows]
         new = [count - length for count, length in zip(counts, lengths, strict=True)]
         return cls(new, [total - count for count in counts])
 
@@ -94,8 +94,8 @@ def _read(
     if ids is not None:
         place = column - (column.shape[0] - counts[:, None])
         wrong = ((ids.to(like.device) != place[:, past:]) & (place[:, past:] >= 0)).any(1)
-    found = torch.stack((counts, holes.to(counts.dtype), wrong.to(counts.dtype))).T.tolist()
-    return [(count, bool(hole), bool(strange)) for count, hole, strange in found]
+    numbers = torch.stack((counts, holes.to(counts.dtype), wrong.to(counts.dtype))).T.tolist()
+    return [(count, bool(hole), bool(is_wrong)) for count, hole, is_wrong in numbers]
 
 
 def _checked_ids(ids: Tensor | None, n: int, columns: int) -> Tensor | None:

@@ -120,7 +120,7 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
         """
         columns = self._columns if length is None else self._checked(length)
         self.pages.drain()
-        made, forks = DeepseekV4PagedCache(self.pages), list[CachedSequence]()
+        copy, forks = DeepseekV4PagedCache(self.pages), list[CachedSequence]()
         try:
             for sequence, pads in zip(self._sequences, self._pads, strict=True):
                 with _cure_of_patch():
@@ -129,8 +129,8 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
             for sequence in forks:
                 self.pages.manager.free(sequence)
             raise
-        made._set(forks, [min(pads, columns) for pads in self._pads], columns)
-        return made
+        copy._set(forks, [min(pads, columns) for pads in self._pads], columns)
+        return copy
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last columns: `crop(-n)` removes n of them, and `crop(0)` none, as in transformers.
@@ -144,13 +144,13 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
         if columns < 0:
             expected = f"{-self._columns} .. 0: there are {self._columns} columns"
             raise ArgumentError("tokens_to_remove", expected=expected, actual=tokens_to_remove)
-        before = self.lengths
+        lengths = self.lengths
         try:
             for sequence, pads in zip(self._sequences, self._pads, strict=True):
                 with _cure_of_patch():
                     self.pages.manager.truncate(sequence, max(columns - pads, 0))
         except Exception:
-            for sequence, length in zip(self._sequences, before, strict=True):
+            for sequence, length in zip(self._sequences, lengths, strict=True):
                 sequence.length = length
             raise
         self._set([*self._sequences], [min(pads, columns) for pads in self._pads], columns)
@@ -219,7 +219,7 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
 
 @contextmanager
 def _cure_of_patch() -> Iterator[None]:
-    """Give an error about pages that were given back the cure that the user of a patched model has."""
+    """Replace the cure of an error about pages that were given back by the one for a patched model."""
     try:
         yield
     except ArgumentError as error:

@@ -86,7 +86,7 @@ _CHUNKS = "pass the prompt in several calls (prefill_chunk_size of generate), or
 
 
 def out_of_pages(error: OutOfPagesError) -> OutOfPagesError:
-    """The error with the cures that the user of a patched model has."""
-    said = str(error).partition(" -> ")[0]
+    """The error with the cures for a patched model."""
+    text = str(error).partition(" -> ")[0]
     cure = "delete or reset() caches that are not needed, or patch the model again with a larger max_batch or max_len"
-    return OutOfPagesError(f"{said} -> {cure}; no page was taken")
+    return OutOfPagesError(f"{text} -> {cure}; no page was taken")

@@ -49,11 +49,14 @@ class _Step:
 class _Call:
     """A call of the model that has begun.
 
-    given: arguments for the original forward. cache: its sequences. requests, new, columns: see
-    `DeepseekV4PagedCache.next_tokens`. began: whether these are its first tokens. stored: whether it is used later.
+    arguments: for the original forward.
+    cache: the sequences of the call.
+    requests, new, columns: see `DeepseekV4PagedCache.next_tokens`.
+    began: whether these are the first tokens of the cache.
+    stored: whether the cache is used later.
     """
 
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     cache: DeepseekV4PagedCache
     requests: list[tuple[CachedSequence, int]]
     new: NewTokens
@@ -64,8 +67,8 @@ class _Call:
 
 def _not_compiled(function: F) -> F:
     """Leave a function out of graphs of torch.compile, with all that it calls."""
-    made: F = torch.compiler.disable(function)
-    return made
+    uncompiled: F = torch.compiler.disable(function)
+    return uncompiled
 
 
 class PagedAttention(TransformersAttention):  # type: ignore[misc] # transformers is untyped here
@@ -172,9 +175,12 @@ class PatchedModel:
         self.model.dsv4attn = self.inner.dsv4attn = self
 
     def remove(self) -> None:
-        """Put back what was there. Raises UnsupportedError, and changes nothing, if it was wrapped by others since."""
-        for owner, name, ours in self._replaced:
-            if owner.__dict__.get(name) is not ours:
+        """Put the original modules and calls back.
+
+        Raises UnsupportedError, and changes nothing, if something else has wrapped them since.
+        """
+        for owner, name, function in self._replaced:
+            if owner.__dict__.get(name) is not function:
                 hint = "undo what was done to the model after patch() first"
                 raise UnsupportedError(f"model.{name}", expected="that of patch()", actual="another", hint=hint)
         for owner, name, _ in self._replaced:
@@ -182,44 +188,44 @@ class PatchedModel:
         for layer, paged in zip(self.inner.layers, self._layers, strict=True):
             paged.original.training = paged.training
             layer.self_attn = paged.original
-        for owner in {id(one): one for one in (self.model, self.inner)}.values():
+        for owner in {id(module): module for module in (self.model, self.inner)}.values():
             del owner.dsv4attn
         # the layers refer to this object
         self._layers.clear()
         self._replaced.clear()
 
-    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:  # noqa: ANN401
+    def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:  # noqa: ANN401
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            return ours(original, *args, **kwargs)
+            return replacement(original, *args, **kwargs)
 
         # what the original calls may be compiled
-        made = torch.compiler.disable(replaced, recursive=False)
-        setattr(owner, name, made)
-        self._replaced.append((owner, name, made))
+        uncompiled = torch.compiler.disable(replaced, recursive=False)
+        setattr(owner, name, uncompiled)
+        self._replaced.append((owner, name, uncompiled))
 
     def _prepare_cache(
         self,
         original: Callable[..., None],
         generation_config: Any,  # noqa: ANN401
         model_kwargs: dict[str, Any],
-        *rest: object,
-        **more: object,
+        *arguments: object,
+        **options: object,
     ) -> None:
-        """Check the prompt of `generate`, and make its cache, which would be a DynamicCache otherwise."""
+        """Check the prompt of `generate`, and make its cache. transformers would make a DynamicCache."""
         if getattr(generation_config, "is_assistant", False):
             expected, hint = (
                 "a model that is not patched",
                 "unpatch(model) first: drafts are taken back further than their pages reach",
             )
             raise UnsupportedError("assistant_model", expected=expected, actual="a patched one", hint=hint)
-        given = self.arguments.renamed(model_kwargs).get(self.arguments.cache)
-        past = 0 if given is None else self._checked_cache(given).get_seq_length()
+        cache = self.arguments.renamed(model_kwargs).get(self.arguments.cache)
+        past = 0 if cache is None else self._checked_cache(cache).get_seq_length()
         check_prompt(generation_config, model_kwargs.get("attention_mask"), past, self.pages.limits.max_model_len)
-        if given is not None or generation_config.use_cache is False:
-            return original(generation_config, model_kwargs, *rest, **more)
+        if cache is not None or generation_config.use_cache is False:
+            return original(generation_config, model_kwargs, *arguments, **options)
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             hint = "leave it out: the pages of patch() are the cache"
@@ -232,7 +238,7 @@ class PatchedModel:
         call = self._begin(args, kwargs)
         done = False
         try:
-            out = original(**call.given)
+            out = original(**call.arguments)
             done = True
             return out
         finally:
@@ -241,12 +247,12 @@ class PatchedModel:
     @_not_compiled
     def _begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
         """Check a call, take its pages, and make its step the current one."""
-        given = self.arguments.bound(args, kwargs)
-        self._check_call(given)
-        cache, use_cache = given.get(self.arguments.cache), given.get("use_cache")
+        arguments = self.arguments.bound(args, kwargs)
+        self._check_call(arguments)
+        cache, use_cache = arguments.get(self.arguments.cache), arguments.get("use_cache")
         stored = cache is not None or (self.inner.config.use_cache if use_cache is None else use_cache)
         cache = DeepseekV4PagedCache(self.pages) if cache is None else self._checked_cache(cache)
-        ids = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+        ids = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
         if not isinstance(ids, Tensor) or ids.ndim < 2:
             expected = "[N, S], or inputs_embeds [N, S, hidden]"
             raise ArgumentError("input_ids", expected=expected, actual=None if ids is None else "another shape")
@@ -262,7 +268,9 @@ class PatchedModel:
             # a sample of a device's memory makes the host wait: once for each prompt
             self._watch.check(sampled=began)
             rows, columns = ids.shape[:2]
-            requests, new = cache.next_tokens(rows, columns, given.get("attention_mask"), given.get("position_ids"))
+            requests, new = cache.next_tokens(
+                rows, columns, arguments.get("attention_mask"), arguments.get("position_ids")
+            )
             self.step = self._planned(requests, columns)
         except BaseException:
             if began:
@@ -270,12 +278,12 @@ class PatchedModel:
             self._running.release()
             raise
         # the layers need no mask; a dict is taken as masks that are made already
-        given |= {self.arguments.cache: cache if stored else None, "attention_mask": {"sliding_attention": None}}
-        return _Call(given, cache, requests, new, columns, began, stored)
+        arguments |= {self.arguments.cache: cache if stored else None, "attention_mask": {"sliding_attention": None}}
+        return _Call(arguments, cache, requests, new, columns, began, stored)
 
     @_not_compiled
     def _end(self, call: _Call, *, done: bool) -> None:
-        """Count the tokens of a call that is done; give back the pages of what it began and nothing goes on with."""
+        """Count the tokens of a call that is done. Give back the pages of a cache that no later call continues."""
         self.step = None
         try:
             if done:
@@ -315,10 +323,10 @@ class PatchedModel:
             raise ArgumentError(name, expected=expected, actual=actual, hint=hint)
         return cache
 
-    def _check_call(self, given: dict[str, Any]) -> None:
+    def _check_call(self, arguments: dict[str, Any]) -> None:
         """Raise UnsupportedError for what only transformers' own attention does."""
-        inner, embeds = self.inner, given.get("inputs_embeds")
-        if given.get("output_attentions") or getattr(inner.config, "output_attentions", False):
+        inner, embeds = self.inner, arguments.get("inputs_embeds")
+        if arguments.get("output_attentions") or getattr(inner.config, "output_attentions", False):
             expected = "False: attention weights are never in memory"
             hint = "unpatch(model) for them"
             raise UnsupportedError("output_attentions", expected=expected, actual=True, hint=hint)

@@ -14,11 +14,10 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.model.config import refuse_v41
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Rope
 from dsv4attn.core.model.rope import cos_sin_cache, inverse_frequencies
 from dsv4attn.errors import ArgumentError, UnknownNameError, UnsupportedError, did_you_mean
-from dsv4attn.integrations.transformers.choice import checked_backend
+from dsv4attn.integrations.transformers.choice import checked_backend, config_of
 from dsv4attn.integrations.transformers.pages import Pages
 from dsv4attn.integrations.transformers.releases import ModelArguments, check_release
 from dsv4attn.integrations.transformers.weights import attention_weights
@@ -83,9 +82,9 @@ def patch(
     tokens = min(check_count("max_batch", max_batch, 1) * max_len, max(_MOST_TOKENS, max_batch))
     tokens = tokens if max_tokens is None else check_count("max_tokens", max_tokens, 1)
     layout = _layout(kv_layout, geometry)
-    of_index = None if index_layout is None else _index_layout(index_layout, layout, geometry)
-    made = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
-    limits = Limits(max_batch, tokens, max_len, single_phase=made.deterministic)
+    keys_layout = None if index_layout is None else _index_layout(index_layout, layout, geometry)
+    chosen = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
+    limits = Limits(max_batch, tokens, max_len, single_phase=chosen.deterministic)
     names = [f"layers.{i}.self_attn" for i in range(geometry.num_layers)]
     weights = [
         attention_weights(layer.self_attn, geometry, geometry.layer(i), name)
@@ -95,14 +94,14 @@ def patch(
         geometry,
         limits,
         layout,
-        index_layout=of_index,
+        index_layout=keys_layout,
         device=device,
         num_blocks=num_blocks,
         keep_windows=keep_windows,
-        backend=made,
+        backend=chosen,
     )
     with torch.inference_mode(False), torch.no_grad():
-        attentions = _attentions(geometry, limits, made, names, weights, device)
+        attentions = _attentions(geometry, limits, chosen, names, weights, device)
     for attention, caches in zip(attentions, manager.caches, strict=True):
         attention.bind_kv_cache(caches)
     # transformers' classes are subclassed there
@@ -126,9 +125,7 @@ def _inner(model: Any) -> Any:  # noqa: ANN401
     """The `DeepseekV4Model` of a model. Raises UnsupportedError or ArgumentError for other models and patched ones."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4Model
 
-    config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    refuse_v41({"model_type": kind, "architectures": getattr(config, "architectures", None)}, "config of the model")
+    config_of(model)
     if not isinstance(model, (DeepseekV4Model, DeepseekV4ForCausalLM)):
         hint = "for a wrapped model, pass the model inside"
         expected = "a DeepseekV4Model or a DeepseekV4ForCausalLM"
@@ -172,16 +169,20 @@ def _check_rope(inner: Any, geometry: ModelGeometry) -> None:  # noqa: ANN401
         "compress": Rope(geometry.rope_dim, geometry.compress_theta, geometry.compress_yarn),
     }
     for table, rope in ropes.items():
-        theirs = getattr(inner.rotary_emb, f"{table}_inv_freq").detach().cpu()
-        longer = getattr(inner.rotary_emb, f"{table}_attention_scaling")
-        ours = inverse_frequencies(rope).to(theirs.dtype)
+        in_model = getattr(inner.rotary_emb, f"{table}_inv_freq").detach().cpu()
+        in_model_factor = getattr(inner.rotary_emb, f"{table}_attention_scaling")
+        configured = inverse_frequencies(rope).to(in_model.dtype)
         # a model in bf16 has its frequencies in bf16
-        near = max(1e-5, 2 * torch.finfo(theirs.dtype).eps)
-        if theirs.shape == ours.shape and longer == 1 and torch.allclose(theirs, ours, rtol=near, atol=0):
+        tolerance = max(1e-5, 2 * torch.finfo(in_model.dtype).eps)
+        if (
+            in_model.shape == configured.shape
+            and in_model_factor == 1
+            and torch.allclose(in_model, configured, rtol=tolerance, atol=0)
+        ):
             continue
         expected, actual = (
             f"{2 * len(inv)} rotated dims, the last pair by {float(inv[-1]):.3g} a token, with a factor of {factor:.4g}"
-            for inv, factor in ((ours, 1.0), (theirs, longer))
+            for inv, factor in ((configured, 1.0), (in_model, in_model_factor))
         )
         hint = f"write rope_theta, partial_rotary_factor and attention_factor into rope_parameters[{table!r}]"
         raise UnsupportedError(f"RoPE {table!r} of the model", expected=expected, actual=actual, hint=hint)
@@ -198,26 +199,26 @@ def _layout(layout: str | KVCacheLayout, geometry: ModelGeometry) -> KVCacheLayo
     return KVCacheLayout.rows(*dims, dtype=_ROWS[layout])
 
 
-def _index_layout(asked: object, layout: KVCacheLayout, geometry: ModelGeometry) -> KVCacheLayout:
-    """The layout of index keys that was asked for, next to a layout of keys."""
+def _index_layout(requested: object, layout: KVCacheLayout, geometry: ModelGeometry) -> KVCacheLayout:
+    """The requested layout of index keys. layout: of the keys."""
     dim, rope = geometry.index_head_dim, geometry.rope_dim
     try:
-        if asked == "index_fp8":
+        if requested == "index_fp8":
             return KVCacheLayout.index_fp8(dim, fp8_format=layout.fp8_format or Fp8Format.OCP)
-        if asked == "index_mxfp4":
+        if requested == "index_mxfp4":
             return KVCacheLayout.index_mxfp4(dim)
     except ArgumentError as error:
         raise ArgumentError(
-            "index_layout", expected=f"a layout for {dim} dims", actual=f"{asked!r} ({error})"
+            "index_layout", expected=f"a layout for {dim} dims", actual=f"{requested!r} ({error})"
         ) from error
-    if isinstance(asked, str) and asked in _ROWS:
-        return KVCacheLayout.rows(dim - rope, rope, dtype=_ROWS[asked])
-    if isinstance(asked, KVCacheLayout):
-        if asked.name in ("index_fp8", "index_mxfp4", "rows") and asked.head_dim == dim:
-            return asked
-        actual = asked.fingerprint
+    if isinstance(requested, str) and requested in _ROWS:
+        return KVCacheLayout.rows(dim - rope, rope, dtype=_ROWS[requested])
+    if isinstance(requested, KVCacheLayout):
+        if requested.name in ("index_fp8", "index_mxfp4", "rows") and requested.head_dim == dim:
+            return requested
+        actual = requested.fingerprint
     else:
-        actual = shown(asked) + (did_you_mean(asked, _INDEX_LAYOUTS) if isinstance(asked, str) else "")
+        actual = shown(requested) + (did_you_mean(requested, _INDEX_LAYOUTS) if isinstance(requested, str) else "")
     expected = f"{', '.join(_INDEX_LAYOUTS)}, or a layout of index keys of {dim} dims"
     hint = "pass KVCacheLayout.index_fp8(...) or KVCacheLayout.index_mxfp4(...)"
     raise ArgumentError("index_layout", expected=expected, actual=actual, hint=hint)
@@ -268,15 +269,15 @@ def _attentions(
     if LayerKind.CSA in geometry.kinds:
         shape = limits.max_num_batched_tokens, geometry.index_topk
         selected = torch.full(shape, -1, dtype=torch.int32, device=device)
-    made = []
-    for i, (name, own) in enumerate(zip(names, weights, strict=True)):
+    attentions = []
+    for i, (name, layer_weights) in enumerate(zip(names, weights, strict=True)):
         layer = geometry.layer(i)
         if layer.rope not in tables:
             tables[layer.rope] = cos_sin_cache(layer.rope, limits.max_model_len, device)
         buffer = selected if layer.kind is LayerKind.CSA else None
-        given = geometry, i, limits, backend, own
+        arguments = geometry, i, limits, backend, layer_weights
         attention = DeepseekV4Attention(
-            name, *given, cos_sin_cache=tables[layer.rope], topk_indices_buffer=buffer, workspace=workspace
+            name, *arguments, cos_sin_cache=tables[layer.rope], topk_indices_buffer=buffer, workspace=workspace
         )
-        made.append(attention)
-    return made
+        attentions.append(attention)
+    return attentions

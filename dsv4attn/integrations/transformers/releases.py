@@ -69,16 +69,16 @@ class ModelArguments:
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name.
 
-        Raises TypeError for too many and for one that is given twice, and ArgumentError as `renamed` does.
+        Raises TypeError for too many arguments and for one that is passed twice, and ArgumentError as `renamed` does.
         """
         if len(args) > len(self.order):
             raise TypeError(f"forward takes {len(self.order)} arguments by position, got {len(args)}")
-        given = dict(zip(self.order, args, strict=False))
+        bound_arguments = dict(zip(self.order, args, strict=False))
         kwargs = self.renamed(kwargs)
-        twice = next((name for name in kwargs if name in given), None)
-        if twice is not None:
-            raise TypeError(f"forward got multiple values for argument {twice!r}")
-        return {**given, **kwargs}
+        repeated = next((name for name in kwargs if name in bound_arguments), None)
+        if repeated is not None:
+            raise TypeError(f"forward got multiple values for argument {repeated!r}")
+        return {**bound_arguments, **kwargs}
 
     def renamed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments with the cache under the name that the model has for it.
@@ -86,17 +86,17 @@ class ModelArguments:
         The older name is taken with a FutureWarning, as transformers does; the newer name wins over it. Raises
         ArgumentError for the newer name in a release that has the older one: transformers would ignore the cache.
         """
-        made = dict(kwargs)
+        arguments = dict(kwargs)
         newest = _NAMES_OF_CACHE[0]
         if self.cache == newest:
             for name in _NAMES_OF_CACHE[1:]:
-                if name in made:
+                if name in arguments:
                     message = f"`{name}` is deprecated: this transformers calls the cache `{newest}`"
                     warnings.warn(message, FutureWarning, stacklevel=2)
-                    older = made.pop(name)
-                    made.setdefault(newest, older)
-        elif made.get(newest) is not None:
+                    older = arguments.pop(name)
+                    arguments.setdefault(newest, older)
+        elif arguments.get(newest) is not None:
             expected = f"none: transformers {version_of('transformers')} calls the cache {self.cache}"
             hint = f"pass {self.cache}=..."
-            raise ArgumentError(newest, expected=expected, actual=shown(made[newest]), hint=hint)
-        return made
+            raise ArgumentError(newest, expected=expected, actual=shown(arguments[newest]), hint=hint)
+        return arguments

@@ -36,7 +36,7 @@ def attention_weights(attention: Any, geometry: ModelGeometry, layer: LayerGeome
     def linear(path: str) -> Weight:
         return _linear(attention.get_submodule(path), f"{name}.{path}")
 
-    found: dict[str, Weight] = {
+    weights: dict[str, Weight] = {
         "wq_a": linear("q_a_proj"),
         "q_norm": attention.q_a_norm.weight.detach(),
         "wq_b": linear("q_b_proj"),
@@ -49,14 +49,14 @@ def attention_weights(attention: Any, geometry: ModelGeometry, layer: LayerGeome
     compressors = {"compressor.": "compressor"} if layer.kind is not LayerKind.SWA else {}
     if layer.kind is LayerKind.CSA:
         compressors["indexer.compressor."] = indexer = "compressor.indexer"
-        found["indexer.wq_b"] = linear(f"{indexer}.q_b_proj")
-        found["indexer.weights_proj"] = linear(f"{indexer}.scorer.weights_proj")
+        weights["indexer.wq_b"] = linear(f"{indexer}.q_b_proj")
+        weights["indexer.weights_proj"] = linear(f"{indexer}.scorer.weights_proj")
     for prefix, path in compressors.items():
-        one = attention.get_submodule(path)
-        found[f"{prefix}wkv"], found[f"{prefix}wgate"] = linear(f"{path}.kv_proj"), linear(f"{path}.gate_proj")
-        found[f"{prefix}ape"] = one.position_bias.detach()
-        found[f"{prefix}norm"] = one.kv_norm.weight.detach()
-    return AttentionWeights.from_dict(found, geometry, layer)
+        compressor = attention.get_submodule(path)
+        weights[f"{prefix}wkv"], weights[f"{prefix}wgate"] = linear(f"{path}.kv_proj"), linear(f"{path}.gate_proj")
+        weights[f"{prefix}ape"] = compressor.position_bias.detach()
+        weights[f"{prefix}norm"] = compressor.kv_norm.weight.detach()
+    return AttentionWeights.from_dict(weights, geometry, layer)
 
 
 def _linear(module: Any, name: str) -> Weight:  # noqa: ANN401
@@ -88,10 +88,10 @@ class _Seen:
     def of(cls, modules: list[torch.nn.Module]) -> _Seen:
         """Of these modules and of all modules in them."""
         owners = [owner._parameters for module in modules for owner in module.modules()]  # noqa: SLF001 - read in every step
-        found = [(own, name, value) for own in owners for name, value in own.items() if value is not None]
+        parameters = [(owner, name, value) for owner in owners for name, value in owner.items() if value is not None]
         # states first: what is written meanwhile is seen later
-        places = tuple((own, name, value, TensorState(value)) for own, name, value in found)
-        return cls(places, _samples([value for *_, value in found if _is_on_device(value)]))
+        places = tuple((owner, name, value, TensorState(value)) for owner, name, value in parameters)
+        return cls(places, _samples([value for *_, value in parameters if _is_on_device(value)]))
 
     def has_changed(self, *, sampled: bool) -> bool:
         """Whether a parameter was written, moved or replaced. sampled: whether bytes of other devices are compared."""
@@ -152,8 +152,8 @@ def _samples(values: list[Tensor]) -> Tensor | None:
         # numbers are compared by their bits: NaN is equal to itself
         parts.setdefault(value.dtype, []).append(flat[:: max(1, flat.numel() // _SAMPLES)])
     bytes_of = [
-        torch.cat([each.view(_BITS[dtype.itemsize]) for each in same]).view(torch.uint8)
-        for dtype, same in parts.items()
+        torch.cat([sample.view(_BITS[dtype.itemsize]) for sample in samples]).view(torch.uint8)
+        for dtype, samples in parts.items()
     ]
     return torch.cat(bytes_of) if bytes_of else None
 

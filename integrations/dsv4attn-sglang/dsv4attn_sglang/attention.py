@@ -26,14 +26,14 @@ def flash_mla_with_kvcache(original: Callable[..., Any], *args: Any, **kwargs: A
     int32, -1 is absent; topk_length [T] int32. SGLang fills T up to a captured size with rows of index 0 and length 1.
     Returns (out like q, lse [T, H, 1]).
     """
-    given = _by_name(original, args, kwargs)
-    indices, cache = given.get("indices"), given["k_cache"]
-    if indices is None or given["q"].shape[-1] != HEAD_DIM or cache.shape[-1] != RECORD:
+    arguments = _by_name(original, args, kwargs)
+    indices, cache = arguments.get("indices"), arguments["k_cache"]
+    if indices is None or arguments["q"].shape[-1] != HEAD_DIM or cache.shape[-1] != RECORD:
         return original(*args, **kwargs)
-    if given.get("tile_scheduler_metadata") is None:
+    if arguments.get("tile_scheduler_metadata") is None:
         # on XPU and sm_120 SGLang has none
-        given = {**given, "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]}
-    return flash_mla.flash_mla_with_kvcache(**{**_DEFAULTS, **given})
+        arguments = {**arguments, "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]}
+    return flash_mla.flash_mla_with_kvcache(**{**_DEFAULTS, **arguments})
 
 
 def flash_mla_sparse_fwd(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -42,10 +42,10 @@ def flash_mla_sparse_fwd(original: Callable[..., Any], *args: Any, **kwargs: Any
     q [T, H, 512] bf16; kv [rows, 1, 512] bf16; indices [T, 1, n] int32; topk_length [T] int32. Returns (out like q,
     None, None): SGLang does not look at the statistics.
     """
-    given = _by_name(original, args, kwargs)
-    if not given["q"].shape[-1] == given["kv"].shape[-1] == HEAD_DIM:
+    arguments = _by_name(original, args, kwargs)
+    if not arguments["q"].shape[-1] == arguments["kv"].shape[-1] == HEAD_DIM:
         return original(*args, **kwargs)
-    return flash_mla.flash_mla_sparse_fwd(**{**given, "return_log2_lse": False})
+    return flash_mla.flash_mla_sparse_fwd(**{**arguments, "return_log2_lse": False})
 
 
 def _by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -39,7 +39,7 @@ XPU = {
 """On Intel's GPUs the functions have the same names and arguments."""
 
 _registered: set[str] = set()
-"""Targets that SGLang's registry has a hook of ours for. It would call two."""
+"""Targets for which this package has registered a hook. SGLang would call a second hook too."""
 
 
 def watch_scheduler() -> None:
@@ -60,9 +60,9 @@ def _scheduler_in(folder: str) -> bool:
 
 
 def _scheduler_is_made(*args: object, **kwargs: object) -> None:
-    """Step 2, before the constructor of a scheduler. An SGLang that builds attention elsewhere is said in the log.
+    """Step 2, before the constructor of a scheduler. If SGLang builds attention elsewhere, the log says so.
 
-    It is not refused here: the model may be another one.
+    Nothing is refused here, because the model may be another one.
     """
     try:
         _find(ATTENTION)
@@ -93,13 +93,13 @@ def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
     chosen = serving.check(runner)
     targets = serving.targets(runner.device)
     internals.check_functions(version, targets)
-    fresh = [target for target in targets if target not in _registered]
-    _replace({target: targets[target] for target in fresh})
-    if fresh:
+    new_targets = [target for target in targets if target not in _registered]
+    _replace({target: targets[target] for target in new_targets})
+    if new_targets:
         way_out = f"set {GUARD.engine.switch}=0 for SGLang's own"
         text = "SGLang %s attends for DeepSeek-V4 on dsv4attn, by version %s of this wheel (%s)"
         LOG.info(text, version, __version__, way_out)
-        LOG.info("replaced %s", ", ".join(fresh))
+        LOG.info("replaced %s", ", ".join(new_targets))
     for line in chosen:
         LOG.info("%s", line)
 
@@ -108,11 +108,11 @@ def _replace(targets: dict[str, str]) -> None:
     """Replace SGLang's functions by those of `attention`. Raises RefusedError if one of them is not there."""
     from dsv4attn_sglang import attention
 
-    before = {target: _find(target) for target in targets}
+    functions = {target: _find(target) for target in targets}
     for target, name in targets.items():
         _hook(target, getattr(attention, name), "AROUND")
     _apply()
-    for target, function in before.items():
+    for target, function in functions.items():
         if _find(target) is function:
             cure = "see what SGLang logged above, or remove the plugin that hooks it already"
             raise RefusedError(target, expected="a function that SGLang replaces", actual="the same one", cure=cure)

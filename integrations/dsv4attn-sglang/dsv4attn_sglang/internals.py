@@ -14,7 +14,7 @@ from typing import Any
 from attrs import frozen
 
 from dsv4attn.integrations import engine_internals
-from dsv4attn.integrations.engine_internals import Called, Internal, LackingError, Named, Stored
+from dsv4attn.integrations.engine_internals import Called, Internal, Named, Stored
 from dsv4attn_sglang.guard import GUARD
 from dsv4attn_sglang.hooks import CUDA, SM120, XPU
 
@@ -65,7 +65,7 @@ NEEDED = {"flash_mla_with_kvcache": ("indices", "k_cache", "q"), "flash_mla_spar
 
 @frozen
 class Hooked(Internal):
-    """A function of SGLang that a function of `attention` replaces. SGLang passes nothing that dsv4attn does not know.
+    """A function of SGLang that a function of `attention` replaces. It has no argument that dsv4attn does not know.
 
     function: its name. by: the name in `attention`, and in dsv4attn.compat.flash_mla, of what replaces it.
     """
@@ -122,13 +122,7 @@ def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRu
 
 def check_functions(version: str, targets: Mapping[str, str]) -> None:
     """Raise RefusedError for functions that cannot be replaced. targets: see `serving.targets`."""
-    missing: list[str] = []
-    for entry in Hooked.of(targets):
-        try:
-            missing += entry.lacking()
-        except LackingError as error:
-            missing.append(str(error))
-    GUARD.refuse_missing(version, missing)
+    GUARD.refuse_missing(version, engine_internals.lacking(Hooked.of(targets), "sglang"))
 
 
 def _of_runner(runner: Any) -> Iterator[str]:  # noqa: ANN401

@@ -20,7 +20,10 @@ COLUMNS = 64
 
 
 def targets(device: str) -> dict[str, str]:
-    """The functions of SGLang that attention on this device calls, and the names of ours. Raises RefusedError."""
+    """The functions of SGLang that attention on this device calls, and what in `attention` replaces each of them.
+
+    Raises RefusedError for a device on which SGLang calls other functions.
+    """
     from sglang.srt.runtime_context import get_platform
     from sglang.srt.utils import is_cuda, is_hip, is_xpu
 

@@ -50,8 +50,8 @@ def backend_of_vllm(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's Vl
 class Dsv4Attention(_Layer):
     """Goes before vLLM's class of a platform among the bases of that platform's layer.
 
-    Projections before attention stay vLLM's; compressor and indexer run where `steps` says. Refuses at construction
-    what cannot be served.
+    Projections before attention stay vLLM's; compressor and indexer run where `steps` says. The constructor
+    refuses what cannot be served.
     """
 
     backend_cls: ClassVar[Any] = Backend
@@ -80,8 +80,8 @@ class Dsv4Attention(_Layer):
     # ---------------------------------------------------------------- steps around attention, see `steps`
 
     def _get_indexer_cls(self, vllm_config: Any) -> Any:  # noqa: ANN401 - a class of vLLM's
-        theirs = super()._get_indexer_cls(vllm_config)
-        return indexer_class(theirs) if INDEXER in serving_of(vllm_config).steps else theirs
+        engine_class = super()._get_indexer_cls(vllm_config)
+        return indexer_class(engine_class) if INDEXER in serving_of(vllm_config).steps else engine_class
 
     def _put_steps(self) -> None:
         """Turn compressors, and an indexer whose class vLLM's layer for CPUs has changed, into those of dsv4attn."""
@@ -95,13 +95,13 @@ class Dsv4Attention(_Layer):
                 adopt(compressor, self._serving)
 
     def _compressors(self) -> list[Any]:
-        """The layer's compressor and its indexer's, of those that there are."""
-        found = [self.compressor, None if self.indexer is None else self.indexer.compressor]
-        return [compressor for compressor in found if compressor is not None]
+        """The layer's compressor and that of its indexer, if the layer has them."""
+        compressors = [self.compressor, None if self.indexer is None else self.indexer.compressor]
+        return [compressor for compressor in compressors if compressor is not None]
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """Heads of q: those that there are."""
+        """Return the number of q heads as it is: no head is added as padding."""
         return num_heads
 
     # ---------------------------------------------------------------- weights
@@ -111,21 +111,21 @@ class Dsv4Attention(_Layer):
         method = self.wo_a.quant_method
         process = method.process_weights_after_loading
 
-        def others(layer: torch.nn.Module) -> None:
+        def process_others(layer: torch.nn.Module) -> None:
             if layer is not self.wo_a:
                 process(layer)
 
-        method.process_weights_after_loading = others
+        method.process_weights_after_loading = process_others
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Check `wo_a`, and convert it now if it is fp8 and the backend takes bf16: never inside a captured graph.
 
-        Loading weights again ends here too. They are in the old parameters then, written as torch does not count, and
-        the copy is computed again at its old address, which captured graphs read.
+        vLLM calls this method again when weights are loaded again. The new weights are in the old parameters, and torch
+        has not counted the writes. The copy is computed again at its old address, which captured graphs read.
         """
-        parents = getattr(super(), "process_weights_after_loading", None)
-        if parents is not None:
-            parents(act_dtype)
+        inherited = getattr(super(), "process_weights_after_loading", None)
+        if inherited is not None:
+            inherited(act_dtype)
         converts = not self._serving.backend.projects_fp8
         try:
             check_weight("wo_a", self.wo_a, converts=converts)
@@ -145,7 +145,7 @@ class Dsv4Attention(_Layer):
         return self.kv_cache
 
     def _entries_prefix(self) -> str:
-        """The prefix that metadata of that cache have."""
+        """The prefix of that cache, under which vLLM keeps its metadata."""
         return self.prefix
 
     def _weight(self) -> Weight:
@@ -153,7 +153,7 @@ class Dsv4Attention(_Layer):
         return self.wo_a
 
     def _caches(self) -> LayerCaches:
-        """The caches that vLLM bound last; it binds others when it wakes up."""
+        """The caches that vLLM bound last. vLLM binds other caches when it wakes up from sleep."""
         window, entries = self.swa_cache_layer.kv_cache, self._entries() if self._geometry.has_entries else None
         bound = self._bound
         if (

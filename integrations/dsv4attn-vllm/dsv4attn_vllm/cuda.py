@@ -24,24 +24,24 @@ class V41CUDAAttention(Dsv41Attention, V41Attention):
 
 def select_attention(vllm_config: Any) -> type:  # noqa: ANN401 - vLLM's VllmConfig
     """The class of the attention layers: vLLM's own if `--attention-backend` names one of vLLM's, else dsv4attn's."""
-    theirs = "vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls"
-    return chosen_class(vllm_config, CUDAAttention, theirs)
+    engine_function = "vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls"
+    return chosen_class(vllm_config, CUDAAttention, engine_function)
 
 
 def select_v41_attention(vllm_config: Any) -> type:  # noqa: ANN401 - as above
     """The same for DeepSeek-V4.1."""
-    theirs = "vllm.models.deepseek_v41.nvidia.model._select_dsv4_attn_cls"
-    return chosen_class(vllm_config, V41CUDAAttention, theirs)
+    engine_function = "vllm.models.deepseek_v41.nvidia.model._select_dsv4_attn_cls"
+    return chosen_class(vllm_config, V41CUDAAttention, engine_function)
 
 
-def chosen_class(vllm_config: Any, ours: type, theirs: str) -> type:  # noqa: ANN401 - as above
-    """The class `ours`, or what vLLM's own function chooses if `--attention-backend` names one of vLLM's.
+def chosen_class(vllm_config: Any, adapter_class: type, engine_function: str) -> type:  # noqa: ANN401 - as above
+    """The class of this package, or what vLLM's own function chooses if `--attention-backend` names one of vLLM's.
 
-    theirs: the name of that function, "module.name".
+    engine_function: the name of vLLM's function, "module.name".
     """
     asked = backend_of_vllm(vllm_config)
     if asked is None:
-        return ours
+        return adapter_class
     LOG.warning("not used, because --attention-backend asks for %s", asked)
-    chosen: type = original(theirs)(vllm_config)
+    chosen: type = original(engine_function)(vllm_config)
     return chosen

@@ -24,7 +24,7 @@ _serving: list[tuple[str, LayerOps]] = []
 def serve(backend: Backend) -> None:
     """Run hyper-connections on a backend, for every model of the process: vLLM's calls do not name their model.
 
-    Raises RefusedError if a model that was built before has another one.
+    Raises RefusedError if an earlier model of the process runs on another backend.
     """
     if not _serving:
         _serving.append((backend.name, backend.layer_ops))
@@ -142,7 +142,7 @@ def hc_head(
 
 
 def _flat(tensor: Tensor, dims: int) -> Tensor:
-    """The tensor with its leading dims as one, before the last `dims` dims."""
+    """Flatten all dims but the last `dims` into one."""
     return tensor.flatten(0, tensor.ndim - dims - 1)
 
 
@@ -166,7 +166,7 @@ class _HeadOp(mhc.HCHeadOp):
 
 
 OPS = {"MHCPreOp": _PreOp, "MHCPostOp": _PostOp, "MHCFusedPostPreOp": _FusedPostPreOp, "HCHeadOp": _HeadOp}
-"""Classes by the name of vLLM's that they are made instead of."""
+"""By the name of vLLM's class: the class that vLLM constructs instead."""
 
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _NAMES = {

@@ -1,7 +1,7 @@
 """Metadata of the index keys: a builder that needs neither DeepGEMM nor a GPU.
 
 vLLM's own builder expands block tables for each token, cuts prefills into chunks and plans DeepGEMM's kernel. Selection
-on dsv4attn takes all tokens of a step at once: the request of each token, and the entries that it sees.
+on dsv4attn takes all tokens of a step at once. It needs the request of each token and how many entries the token sees.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class IndexMetadata(DeepseekV32IndexerMetadata):
 class IndexMetadataBuilder(AttentionMetadataBuilder[IndexMetadata]):
     """Builds `IndexMetadata`, in buffers at fixed addresses, which captured graphs read."""
 
-    # all of it is made on the device, for each token
+    # all metadata are made on the device, for each token
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_draft_decode_metadata_update = True
 

@@ -90,7 +90,7 @@ class Selector(torch.nn.Module):
         """
         by_prefix, steps = get_forward_context().attn_metadata, self.serving.layer_ops
         if not isinstance(by_prefix, dict):
-            # vLLM measures memory: what a selection of so many tokens takes for a while
+            # vLLM measures memory: allocate for a moment what a selection of this many tokens allocates
             torch.empty(steps.transient_bytes(weights.shape[0]), dtype=torch.uint8, device=hidden_states.device)
             return self.topk_indices_buffer
         metadata = by_prefix[self.k_cache.prefix]
@@ -209,16 +209,16 @@ def select_all(visible_lens: Tensor, buffer: Tensor, topk: int) -> None:
 
 
 def check_selector(prefix: str, indexer: Any) -> None:  # noqa: ANN401 - an indexer that vLLM has built
-    """Raise RefusedError unless an indexer selects by `Selector`: short contexts would not tell, only long ones."""
+    """Raise RefusedError unless an indexer selects by `Selector`. In short contexts the difference would not show."""
     if not isinstance(indexer.indexer_op, Selector):
         actual, cure = type(indexer.indexer_op).__name__, GUARD.install
         raise RefusedError(f"{prefix}.indexer", expected="dsv4attn's Selector", actual=actual, cure=cure)
 
 
 @cache
-def indexer_class(theirs: type[DeepseekV4Indexer]) -> type[DeepseekV4Indexer]:
-    """VLLM's class of a platform with dsv4attn's steps in front of it."""
-    return type(f"Dsv4{theirs.__name__}", (IndexerSteps, theirs), {"__doc__": "An indexer on dsv4attn."})
+def indexer_class(engine_class: type[DeepseekV4Indexer]) -> type[DeepseekV4Indexer]:
+    """A subclass of vLLM's class of a platform, with dsv4attn's steps."""
+    return type(f"Dsv4{engine_class.__name__}", (IndexerSteps, engine_class), {"__doc__": "An indexer on dsv4attn."})
 
 
 # ---------------------------------------------------------------- DeepSeek-V4.1

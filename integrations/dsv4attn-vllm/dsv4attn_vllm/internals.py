@@ -33,10 +33,10 @@ _MHC_OPS = {"MHCPreOp": "_PreOp", "MHCPostOp": "_PostOp", "MHCFusedPostPreOp": "
 
 
 def _replaced(
-    owner: str, ours: str, hooks: str | tuple[str, ...], like: str = "", callers: tuple[str, ...] = ()
+    owner: str, replacement: str, hooks: str | tuple[str, ...], like: str = "", callers: tuple[str, ...] = ()
 ) -> Overridden:
-    """Methods or functions of vLLM that a class or function of this package, "module:name", is in place of."""
-    return Overridden(owner, f"dsv4attn_vllm.{ours}", hooks, like=like, callers=callers)
+    """Methods or functions of vLLM, and the class or function of this package, "module:name", that replaces them."""
+    return Overridden(owner, f"dsv4attn_vllm.{replacement}", hooks, like=like, callers=callers)
 
 
 TABLE: Mapping[str, tuple[Internal, ...]] = {
@@ -296,12 +296,12 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Named("vllm.model_executor.custom_op", "op_registry_oot"),
         *(
             _replaced(
-                f"vllm.model_executor.layers.mhc:{theirs}",
-                f"hyper_connections:{ours}",
+                f"vllm.model_executor.layers.mhc:{engine_class}",
+                f"hyper_connections:{op}",
                 "forward",
                 like=f"forward_{device}",
             )
-            for theirs, ours in _MHC_OPS.items()
+            for engine_class, op in _MHC_OPS.items()
             for device in ("hip", "xpu", "cpu")
         ),
     ),
@@ -322,8 +322,10 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
 def groups_of(model: str, platform: str, *, mhc: bool = False) -> tuple[str, ...]:
     """The parts of TABLE that a process needs.
 
-    model: "v4" or "v41", whose names are replaced. Layers of both are in the same modules of this package, so that both
-    are needed. platform: as `replacements.platform_name`. mhc: whether hyper-connections run on dsv4attn.
+    model: "v4" or "v41", whose names are replaced. The names of both are needed, because one module of this package has
+        the layers of both.
+    platform: as `replacements.platform_name` returns it.
+    mhc: whether hyper-connections run on dsv4attn.
     """
     layers = ("v4 rocm", "v41 rocm") if platform == "rocm" else (f"{model} {platform}",)
     groups = ("all", "v4", "v41", *layers, *(("mhc", f"mhc {platform}") if mhc else ()))

@@ -1,4 +1,4 @@
-"""vLLM's metadata builders of DeepSeek-V4 and V4.1, with dsv4attn's metadata hung on what they build.
+"""vLLM's metadata builders of DeepSeek-V4 and V4.1, which add dsv4attn's metadata to what they build.
 
 A builder runs once a step for all layers of its cache group. The conversion copies no tensor: the frozen metadata name
 the buffers that vLLM's kernels wrote, so what vLLM updates in place, for drafts and for captured graphs, is seen.
@@ -75,11 +75,11 @@ class Windows(VariableDecodes, _SWABuilder):
     ) -> SWAMetadata:
         """Build vLLM's metadata of a step, and dsv4attn's."""
         base = super().build(common_prefix_len, common_attn_metadata, fast_build, **options)
-        ours = _window(base, common_attn_metadata, self.window_size, self.max_model_len)
-        return SWAMetadata(**vars(base), dsv4attn=ours)
+        described = _window(base, common_attn_metadata, self.window_size, self.max_model_len)
+        return SWAMetadata(**vars(base), dsv4attn=described)
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, None]:
-        """No plan of FlashMLA's for any kind of layer; some of vLLM's platforms leave kinds out."""
+        """Return no plan of FlashMLA for any kind of layer. Some platforms of vLLM leave kinds out."""
         return dict.fromkeys(("swaonly", "c4a", "c128a", "c1a", "c2a"))
 
 
@@ -162,8 +162,8 @@ class CompressedBuilder(VariableDecodes, _CompressedBuilder):
     ) -> Any:  # noqa: ANN401 - metadata_class
         """Build vLLM's metadata of a step, and dsv4attn's."""
         base = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        ours = self._compressed(base, self._entries(common_attn_metadata))
-        return self.metadata_class(**vars(base), dsv4attn=ours)
+        described = self._compressed(base, self._entries(common_attn_metadata))
+        return self.metadata_class(**vars(base), dsv4attn=described)
 
     def _entries(self, common: CommonAttentionMetadata) -> Tensor:
         """[T] int32 - entries that each token sees."""
@@ -252,7 +252,7 @@ class Backend(AnyDevice, sparse_mla.DeepseekV4SparseMLABackend):
 
 
 class SWABackend(sparse_swa.DeepseekSparseSWABackend):
-    """The same for the window caches."""
+    """vLLM's description of the window caches, with dsv4attn's builder."""
 
     builder_class: ClassVar[type[Any]] = SWAMetadataBuilder
 
@@ -306,7 +306,7 @@ class V41Backend(AnyDevice, v41_sparse_mla.DeepseekV4SparseMLABackend):
 
 
 class V41SWABackend(SWABackend):
-    """The same for the window caches."""
+    """vLLM's description of the window caches, with dsv4attn's builder."""
 
     builder_class = V41SWAMetadataBuilder
 

@@ -15,7 +15,7 @@ __all__ = ["settings_for", "steps_with"]
 
 
 def settings_for(steps: frozenset[str], problems: Sequence[Problem], device: str) -> Settings:
-    """The user's settings, with `projection=fp8` for the backends that will be chosen if that step is wanted.
+    """The user's settings, with `projection=fp8` for the backends that will be chosen if that step is asked for.
 
     A value of the option in the configuration file stays.
     """
@@ -24,15 +24,15 @@ def settings_for(steps: frozenset[str], problems: Sequence[Problem], device: str
         return settings
     options = dict(settings.options)
     for phase in PHASES:
-        own = [problem for problem in problems if problem.phase == phase]
-        info = resolve(own, device=device, settings=settings).require().info
+        of_phase = [problem for problem in problems if problem.phase == phase]
+        info = resolve(of_phase, device=device, settings=settings).require().info
         if PROJECTION in info.options:
             options[info.name] = {PROJECTION: "fp8", **options.get(info.name, {})}
     return evolve(settings, options=options)
 
 
 def steps_with(steps: frozenset[str], backend: Backend) -> frozenset[str]:
-    """The steps that there are with a backend: one that converts `wo_a` to bf16 has no projection in fp8.
+    """The steps that run with a backend. A backend that converts `wo_a` to bf16 has no projection in fp8.
 
     Raises RefusedError if the variable names that step.
     """

@@ -35,19 +35,22 @@ class Replacement:
 
     def resolve(self) -> tuple[Any, Any]:
         """The module or class, and what will replace the name in it. Raises RefusedError if either name is missing."""
-        (own, _, name), found = self.by.partition(":"), []
-        for module, each in ((self.module, self.name), (own, name)):
-            try:
-                owner: Any = import_module(module)
-                *classes, attribute = each.split(".")
-                for one in classes:
-                    owner = getattr(owner, one)
-                found.append((owner, getattr(owner, attribute)))
-            except (ImportError, AttributeError) as error:
-                expected, cure = f"{module}.{each}", GUARD.install
-                raise RefusedError(str(self), expected=expected, actual=error, cure=cure) from error
-        (target, _), (_, value) = found
-        return target, value
+        owner, _ = self._look_up(self.module, self.name)
+        module, _, name = self.by.partition(":")
+        _, replacement = self._look_up(module, name)
+        return owner, replacement
+
+    def _look_up(self, module: str, name: str) -> tuple[Any, Any]:
+        """The module or class that has a name, and the value of the name."""
+        try:
+            owner: Any = import_module(module)
+            *classes, attribute = name.split(".")
+            for class_name in classes:
+                owner = getattr(owner, class_name)
+            return owner, getattr(owner, attribute)
+        except (ImportError, AttributeError) as error:
+            expected, cure = f"{module}.{name}", GUARD.install
+            raise RefusedError(str(self), expected=expected, actual=error, cure=cure) from error
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -81,7 +84,7 @@ V41_PLATFORMS: Mapping[str, tuple[Replacement, ...]] = {
     "cuda": _v41("nvidia", "cuda"),
     "rocm": _v41("amd", "rocm"),
 }
-"""The same for DeepSeek-V4.1, which vLLM has no modules of for Intel GPUs and CPUs."""
+"""The same for DeepSeek-V4.1, for which vLLM has no modules for Intel GPUs and CPUs."""
 
 
 def original(name: str) -> Any:  # noqa: ANN401 - a class or a function of vLLM
@@ -104,7 +107,7 @@ def replace(replacements: Sequence[Replacement]) -> None:
 
     Raises RefusedError as `Replacement.resolve` does.
     """
-    resolved = [(one, *one.resolve()) for one in replacements]
-    for one, target, value in resolved:
-        _originals.setdefault(str(one), getattr(target, one.attribute))
-        setattr(target, one.attribute, value)
+    resolved = [(replacement, *replacement.resolve()) for replacement in replacements]
+    for replacement, owner, value in resolved:
+        _originals.setdefault(str(replacement), getattr(owner, replacement.attribute))
+        setattr(owner, replacement.attribute, value)

@@ -50,8 +50,8 @@ class V41ROCmAttention(Dsv41Attention, DeepseekV41ROCMAiterMLAAttention):
 
 def select_v41_attention(vllm_config: Any) -> type:  # noqa: ANN401 - vLLM's VllmConfig
     """The class of V4.1's layers: vLLM's own if `--attention-backend` names one of vLLM's, else dsv4attn's."""
-    theirs = "vllm.models.deepseek_v41.amd.model._select_dsv4_attn_cls"
-    return chosen_class(vllm_config, V41ROCmAttention, theirs)
+    engine_function = "vllm.models.deepseek_v41.amd.model._select_dsv4_attn_cls"
+    return chosen_class(vllm_config, V41ROCmAttention, engine_function)
 
 
 def refuse_monokernel(vllm_config: Any) -> None:  # noqa: ANN401 - vLLM's VllmConfig

@@ -1,4 +1,4 @@
-"""What vLLM's configuration means to dsv4attn: the model, its limits, the layouts of its caches, and its backend.
+"""What dsv4attn reads from vLLM's configuration: the model, its limits, the layouts of its caches, its backend.
 
 Everything that cannot be served is refused here, when vLLM builds the layers.
 """
@@ -59,7 +59,7 @@ _PARTS = {COMPRESSOR: ("compressor",), INDEXER: ("indexer", "selection"), MHC: (
 
 @frozen
 class _Facts:
-    """All that a backend is chosen by; equal for all layers of a model, and for its drafts.
+    """Everything that decides the choice of a backend. It is equal for all layers of a model and for its drafts.
 
     model: geometry of this rank. device: type of the device. capture: whether graphs are captured. fnuz: whether vLLM's
     fp8 type is e4m3fnuz, as on gfx942. steps: see `steps.chosen`. mxfp4: whether index keys have 4 bits. records: of
@@ -78,7 +78,7 @@ class _Facts:
 
 @define(eq=False)
 class Serving:
-    """How the layers of one model are served: one object for all of them, so that they share prepared steps.
+    """How the layers of one model are served: one object for all layers, so that they share prepared calls.
 
     swa_layout, compressed_layout, index_layout: of the caches. steps: those around attention that run on dsv4attn.
     problems: what the backend was chosen for. warm: whether its kernels were compiled. scratch: memory of a process
@@ -116,9 +116,10 @@ class Serving:
         return _layer(self.model, _V41_KIND_OF_RATIO[compress_ratio], compress_ratio or None)
 
     def workspace(self) -> WorkspaceManager:
-        """dsv4attn's scratch memory of this device, one for each microbatch; it grows as long as vLLM's own may.
+        """dsv4attn's scratch memory of this device and microbatch. It may grow while vLLM's own workspace may.
 
-        vLLM's worker for CPUs has no workspace and no microbatches: there it is one, and may always grow.
+        vLLM's worker for CPUs has no workspace and no microbatches. There is one scratch memory then, which may always
+        grow.
         """
         if not is_workspace_manager_initialized():
             if self.scratch is None:
@@ -136,17 +137,17 @@ class Serving:
         return "dsv4attn", self.device
 
     def _workspaces(self) -> list[WorkspaceManager]:
-        """Those of all microbatches, for the lane of this thread.
+        """The scratch memory of every microbatch, in the lane of this thread.
 
-        vLLM measures memory without microbatches, and has no public way to another one's resources.
+        vLLM measures memory without microbatches, and has no public way to the resources of another microbatch.
         """
-        mine = self.workspace()
+        space = self.workspace()
         if not is_workspace_manager_initialized():
-            return [mine]
+            return [space]
         manager = current_workspace_manager()
         lane, lanes = manager._get_workspace_id() % manager._num_lanes, manager._num_lanes  # noqa: SLF001
         slots = manager._persistent_resources[lane::lanes]  # noqa: SLF001
-        return [slot.setdefault(self._resource, WorkspaceManager(mine.device)) for slot in slots]
+        return [slot.setdefault(self._resource, WorkspaceManager(space.device)) for slot in slots]
 
     def bounds(self) -> WarmupSpec:
         """What is compiled ahead: kernels of attention, and of the steps around it that run on dsv4attn."""
@@ -248,7 +249,7 @@ def _facts(vllm_config: Any, records: tuple[int, int] | None) -> _Facts:  # noqa
 
 def _v4_model(vllm_config: Any) -> ModelGeometry:  # noqa: ANN401 - as above
     fields = vllm_config.model_config.hf_config.to_dict()
-    # a draft's type says what it is for; what only V4.1 has is told by its sources too
+    # the model type of a draft names its purpose; sources of keys show a V4.1 model too
     if str(fields.get("model_type", "")).startswith("deepseek_v41") or fields.get("kv_source_layer_ids") is not None:
         cure = "serve it by its own architecture"
         raise RefusedError("model", expected="a DeepSeek-V4 configuration", actual="one of DeepSeek-V4.1", cure=cure)
@@ -333,9 +334,10 @@ def _serving(facts: _Facts) -> Serving:
 def _problems(facts: _Facts, phase: str, swa: KVCacheLayout, compressed: KVCacheLayout) -> list[Problem]:
     """One problem for each kind of layer, and in V4.1 for each ratio.
 
-    Drafts are window-only, and draft blocks the only decodes with wide rows; images widen the prefill rows of all.
+    Drafts are window-only, and only draft blocks are decodes with wide rows. Images widen the prefill rows of all
+    layers.
     """
-    limits, decode, found = facts.limits, phase == "decode", []
+    limits, decode, problems = facts.limits, phase == "decode", []
     wide = limits.decode_window_columns if decode else limits.prefill_window_columns
     page, tokens = (64, 256) if facts.records is None else (_V41_PAGE, _v41_page_tokens())
     for layer in dict.fromkeys((facts.model.layer_of_kind(LayerKind.SWA), *facts.model.distinct_layers)):
@@ -349,8 +351,8 @@ def _problems(facts: _Facts, phase: str, swa: KVCacheLayout, compressed: KVCache
             window_columns=0 if decode and layer.has_entries else wide,
         )
         entries = CacheFacts.of(compressed, tokens // layer.compress_ratio) if layer.has_entries else None
-        found.append(evolve(problem, swa=CacheFacts.of(swa, page), compressed=entries))
-    return found
+        problems.append(evolve(problem, swa=CacheFacts.of(swa, page), compressed=entries))
+    return problems
 
 
 def _v41_page_tokens() -> int:

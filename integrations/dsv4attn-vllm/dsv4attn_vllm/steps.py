@@ -38,7 +38,7 @@ INDEXER, COMPRESSOR, PROJECTION, MHC = STEPS = ("indexer", "compressor", "projec
 projection: fp8 `wo_a` is multiplied as it is; without it, it is converted to bf16. mhc: hyper-connections."""
 
 AUTO = frozenset({INDEXER, COMPRESSOR, PROJECTION})
-"""Steps that `auto` takes where vLLM has no kernels for them."""
+"""Steps that `auto` means where vLLM has no kernels for them."""
 
 
 @frozen
@@ -48,7 +48,7 @@ class Device:
     platform: as `replacements.platform_name`. deep_gemm: whether DeepGEMM is installed and runs on this device; vLLM's
     indexer on CUDA has nothing else. packed_scales: whether vLLM's index keys have four exponents where dsv4attn's have
     an fp32 scale, as on sm_100. mxfp4: whether index keys have 4 bits. compiled: whether vLLM runs torch.compile on
-    models that it can compile, which of DeepSeek-V4 is that for CPUs.
+    models that it can compile. Of the DeepSeek-V4 models it can compile that for CPUs.
     """
 
     platform: str
@@ -83,7 +83,7 @@ def asked() -> frozenset[str] | None:
 
 
 def is_named(step: str) -> bool:
-    """Whether the variable has this very step, and not `all` or `auto`: then it is refused where it cannot run."""
+    """Whether the variable names this step itself, not by `all` or `auto`. A named step that cannot run is refused."""
     return step in words_of(VARIABLE)
 
 
@@ -119,18 +119,18 @@ def v41_steps(device: Device) -> frozenset[str]:
     """The steps around attention of DeepSeek-V4.1 that run on dsv4attn on a device: indexer and compressor, or none.
 
     Raises RefusedError for another step that is named, for one of the two without the other, as index keys of vLLM have
-    another format on some GPUs, for 4 bits on ROCm, and for none where vLLM's indexer does not run.
+    another format on some GPUs, for index keys of 4 bits on ROCm, and for `none` where vLLM's indexer does not run.
     """
     named, both = asked(), frozenset({INDEXER, COMPRESSOR})
     for step in filter(is_named, (PROJECTION, MHC)):
         expected, cure = "indexer and compressor, as the others of DeepSeek-V4.1 are vLLM's", f"leave {step} out"
         raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=step, cure=cure)
-    alone = device.platform == "cuda" and not device.deep_gemm
-    steps = (both if alone else frozenset()) if named is None else named & both
+    lacks_indexer = device.platform == "cuda" and not device.deep_gemm
+    steps = (both if lacks_indexer else frozenset()) if named is None else named & both
     if len(steps) == 1:
         expected, cure = "indexer and compressor, or neither, for DeepSeek-V4.1", "name both of them"
         raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=min(steps), cure=cure)
-    if alone and not steps:
+    if lacks_indexer and not steps:
         expected, cure = "indexer and compressor, as vLLM's need DeepGEMM", f"leave {VARIABLE} out"
         raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual="none", cure=cure)
     if steps and device.platform == "rocm" and device.mxfp4:
@@ -148,15 +148,15 @@ def without_warmup(vllm_config: Any, steps: frozenset[str]) -> Iterator[None]:  
     """Let layers that are built here not register kernels that will not run, and do not compile on every GPU.
 
     vLLM compiles registered kernels ahead and fails if one of them cannot be. It registers those of indexer, compressor
-    and projection together with those that still run, which are compiled when they run first.
+    and projection together with those that still run, which are then compiled when they run for the first time.
     """
     kernels, asked = vllm_config.kernel_config, _asked_for_warmup.get()
-    before = kernels.enable_jit_warmup
-    kernels.enable_jit_warmup = (before if asked is None else asked) and not steps & {INDEXER, COMPRESSOR}
+    was_enabled = kernels.enable_jit_warmup
+    kernels.enable_jit_warmup = (was_enabled if asked is None else asked) and not steps & {INDEXER, COMPRESSOR}
     try:
         yield
     finally:
-        kernels.enable_jit_warmup = before
+        kernels.enable_jit_warmup = was_enabled
 
 
 @contextmanager
@@ -166,11 +166,11 @@ def without_mhc_warmup(vllm_config: Any) -> Iterator[None]:  # noqa: ANN401 - vL
     vLLM imports TileLang for the registration, which need not be installed where dsv4attn runs that step.
     """
     kernels = vllm_config.kernel_config
-    before = kernels.enable_jit_warmup
-    token = _asked_for_warmup.set(before if _asked_for_warmup.get() is None else _asked_for_warmup.get())
+    was_enabled = kernels.enable_jit_warmup
+    token = _asked_for_warmup.set(was_enabled if _asked_for_warmup.get() is None else _asked_for_warmup.get())
     kernels.enable_jit_warmup = False
     try:
         yield
     finally:
-        kernels.enable_jit_warmup = before
+        kernels.enable_jit_warmup = was_enabled
         _asked_for_warmup.reset(token)
