@@ -62,7 +62,7 @@ class Model:
         self.sequences = [self.manager.new(), self.manager.new()]
 
     def step(self, hidden: torch.Tensor, *counts: int) -> list[torch.Tensor]:
-        """Give the sequences so many tokens each: outputs of every layer."""
+        """Give each sequence its number of tokens, and return the outputs of every layer."""
         requests: Any = [(one, count) for one, count in zip(self.sequences, counts, strict=True) if count]
         with torch.no_grad(), ds.set_forward_context(self.manager.metadata(self.manager.batch(requests))):
             out = [layer(hidden, self.manager.positions(requests)) for layer in self.layers]

@@ -36,7 +36,7 @@ def environment(sites: Sequence[Path] = (), **variables: str) -> dict[str, str]:
 
 
 def install(project: Path, site: Path, scratch: Path) -> None:
-    """Build a project and install its wheel. It is copied first, because a build leaves things behind."""
+    """Build a project and install its wheel. The project is copied first, because a build leaves files in it."""
     copy = scratch / project.name
     if copy != project:
         shutil.copytree(project, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
@@ -73,6 +73,6 @@ class Place:
     def json(self, *command: str, code: int = 0, **variables: str) -> dict[str, Any]:
         """The one object that `dsv4attn ... --json` prints."""
         done = self.run("-m", "dsv4attn", *command, "--json", code=code, **variables)
-        told: dict[str, Any] = json.loads(done.stdout)
-        assert told["ok"] is (code == 0)
-        return told
+        output: dict[str, Any] = json.loads(done.stdout)
+        assert output["ok"] is (code == 0)
+        return output

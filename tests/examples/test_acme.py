@@ -1,4 +1,4 @@
-"""The template of a third party's backend, installed as a wheel beside a broken one and an old one (promise G8)."""
+"""The template of a third party's backend, as a wheel that is installed with a broken and an old one (promise G8)."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with installed wheels, by what is in them."""
     base = tmp_path_factory.mktemp("shop")
     twin = renamed(ACME, base / "dsv4attn-again", "dsv4attn-acme", "dsv4attn-again")
-    found = {"acme": ACME, "broken": BROKEN, "twin": twin}
-    for name, project in found.items():
+    results = {"acme": ACME, "broken": BROKEN, "twin": twin}
+    for name, project in results.items():
         install(project, base / name, base)
-    return {name: base / name for name in found}
+    return {name: base / name for name in results}
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ def clean(sites: dict[str, Path], tmp_path: Path) -> Place:
 
 @pytest.fixture
 def mixed(sites: dict[str, Path], tmp_path: Path) -> Place:
-    """The same beside the broken wheel, which comes first."""
+    """The same with the broken wheel, which comes first."""
     return Place(tmp_path, (sites["broken"], sites["acme"]))
 
 
 def chosen(place: Place, backend: str = "") -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(place.run("-c", SELECT, DSV4ATTN_BACKEND=backend).stdout)
-    return told
+    output: dict[str, Any] = json.loads(place.run("-c", SELECT, DSV4ATTN_BACKEND=backend).stdout)
+    return output
 
 
 # seen
@@ -80,9 +80,9 @@ def test_g8_a_wheel_with_one_entry_point_is_listed_and_a_broken_one_beside_it_to
 
 
 def test_g8_the_doctor_shows_the_broken_wheels_traceback_and_nothing_else(mixed: Place) -> None:
-    told = mixed.json("doctor", code=1)
+    output = mixed.json("doctor", code=1)
 
-    (problem,) = told["problems"]
+    (problem,) = output["problems"]
     assert "broken failed to load: ImportError: libbroken.so.3" in problem["what"]
     assert "DSV4ATTN_PLUGINS_DENY=broken" in problem["cure"]
     assert problem["trace"].startswith("Traceback")
@@ -98,10 +98,10 @@ def test_g8_denying_the_broken_wheel_is_a_cure(mixed: Place) -> None:
 
 
 def test_the_descriptor_imports_neither_torch_nor_the_kernels(clean: Place) -> None:
-    told = clean.run("-c", "import sys, dsv4attn_acme; print(*sys.modules)").stdout.split()
+    output = clean.run("-c", "import sys, dsv4attn_acme; print(*sys.modules)").stdout.split()
 
-    assert "dsv4attn_acme.support" in told
-    assert {"torch", "triton", "dsv4attn_acme.launch", "dsv4attn_acme.kernels"}.isdisjoint(told)
+    assert "dsv4attn_acme.support" in output
+    assert {"torch", "triton", "dsv4attn_acme.launch", "dsv4attn_acme.kernels"}.isdisjoint(output)
 
 
 def test_a_problem_it_cannot_run_is_refused_with_every_reason_and_a_cure(clean: Place) -> None:
@@ -148,9 +148,9 @@ def test_g8_nobody_asked_for_it_so_it_is_not_chosen_on_a_cpu(mixed: Place) -> No
 
 def test_g8_two_vendors_work_in_one_process(mixed: Place) -> None:
     done = mixed.run("-c", SELECT + STEP, DSV4ATTN_BACKEND="decode=acme,prefill=reference")
-    told, fractions = map(json.loads, done.stdout.splitlines())
+    output, fractions = map(json.loads, done.stdout.splitlines())
 
-    assert told["name"] == "acme+reference"
+    assert output["name"] == "acme+reference"
     assert len(fractions) == 3
     assert max(fractions) <= 1
 
@@ -175,14 +175,14 @@ def test_g8_two_wheels_with_one_name_both_lose_it_and_are_both_named(sites: dict
     assert "'acme' is claimed by plugin acme of dsv4attn-acme and by plugin acme of dsv4attn-again" in error
 
 
-def without_broken(told: dict[str, Any]) -> dict[str, Any]:
-    """What a command told, except about the broken wheel and about time."""
+def without_broken(output: dict[str, Any]) -> dict[str, Any]:
+    """The output of a command without the broken wheel and without times."""
     for key, name in (("backends", "name"), ("failures", "plugin")):
-        if key in told:
-            told[key] = [row for row in told[key] if row[name] != "broken"]
-    for case in told.get("cases", ()):
+        if key in output:
+            output[key] = [row for row in output[key] if row[name] != "broken"]
+    for case in output.get("cases", ()):
         del case["seconds"]
-    return {key: value for key, value in told.items() if key not in ("date", "seconds")}
+    return {key: value for key, value in output.items() if key not in ("date", "seconds")}
 
 
 @pytest.mark.parametrize(
@@ -199,20 +199,24 @@ def test_g8_with_and_without_the_broken_wheel_everything_else_is_the_same(
     clean: Place, mixed: Place, command: tuple[str, ...]
 ) -> None:
     code = 1 if "sm_70" in command else 0
-    alone, beside = clean.json(*command, code=code), mixed.json(*command, code=code)
+    alone, with_broken = clean.json(*command, code=code), mixed.json(*command, code=code)
 
-    assert without_broken(alone) == without_broken(beside)
+    assert without_broken(alone) == without_broken(with_broken)
 
 
 # certified
 
 
 def test_g8_the_kit_certifies_it(mixed: Place) -> None:
-    told = mixed.json("conform", "acme", "--filter", SOME, "--option", "tile_tokens=7")
+    output = mixed.json("conform", "acme", "--filter", SOME, "--option", "tile_tokens=7")
 
-    assert (told["backend"], told["distribution"], told["options"]) == ("acme", "dsv4attn-acme", {"tile_tokens": "7"})
-    assert told["counts"]["executed"] > 10
-    assert told["counts"]["refused"] == told["counts"]["failed"] == 0
+    assert (output["backend"], output["distribution"], output["options"]) == (
+        "acme",
+        "dsv4attn-acme",
+        {"tile_tokens": "7"},
+    )
+    assert output["counts"]["executed"] > 10
+    assert output["counts"]["refused"] == output["counts"]["failed"] == 0
 
 
 SLOW = pytest.mark.slow
@@ -234,12 +238,12 @@ def test_g8_its_twelve_lines_of_test_run_the_kit(mixed: Place, chosen: str, leas
     (mixed.folder / "tests").mkdir(exist_ok=True)
     for file in ("pyproject.toml", "tests/test_conformance.py"):
         (mixed.folder / file).write_text((ACME / file).read_text(encoding="utf-8"), encoding="utf-8")
-    told = mixed.run("-m", "pytest", "-p", "no:cacheprovider", "-k", chosen).stdout
+    output = mixed.run("-m", "pytest", "-p", "no:cacheprovider", "-k", chosen).stdout
     lines = (mixed.folder / "tests" / "test_conformance.py").read_text(encoding="utf-8").split("\n")
-    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|skipped|failed)", told.splitlines()[-1])}
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|skipped|failed)", output.splitlines()[-1])}
 
     assert len([line for line in lines if line.strip()]) <= 12
-    assert "dsv4attn: contract 1." in told
+    assert "dsv4attn: contract 1." in output
     assert counts["passed"] > least
     assert counts.get("skipped", 0) < 50
     assert "failed" not in counts

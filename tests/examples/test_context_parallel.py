@@ -22,7 +22,7 @@ def test_two_ranks_have_half_of_the_entries_each() -> None:
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
-    sizes = [int(found) for found in re.findall(r"'compressed': (\d+)", done.stdout)]
+    sizes = [int(size) for size in re.findall(r"'compressed': (\d+)", done.stdout)]
     assert len(sizes) == 3
     assert sizes[1] == sizes[2] <= 0.52 * sizes[0]
     assert re.findall(r"c4a entries (\[\d+, \d+\])", done.stdout) == ["[114, 126]", "[113, 126]"]

@@ -18,7 +18,7 @@ ENGINE = ROOT / "examples" / "engine.py"
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example as a module; beside it stands `engine_parts`."""
+    """The example as a module. `engine_parts` is in the same folder."""
     monkeypatch.syspath_prepend(str(ENGINE.parent))
     return importlib.import_module("engine")
 

@@ -113,9 +113,9 @@ def chunked(model: Any, ids: Tensor, chunks: Sequence[int], cache: Any = None, m
     done, parts = 0 if cache is None else cache.get_seq_length(), []
     for n, part in zip(chunks, ids.split(list(chunks), 1), strict=True):
         done += n
-        given = {} if mask is None else {"attention_mask": mask[:, :done]}
+        arguments = {} if mask is None else {"attention_mask": mask[:, :done]}
         with torch.no_grad():
-            out = model(input_ids=part, **hf.passing(cache), use_cache=True, **given)
+            out = model(input_ids=part, **hf.passing(cache), use_cache=True, **arguments)
         cache = hf.cache_of(out)
         parts.append(out.logits)
     return torch.cat(parts, 1)

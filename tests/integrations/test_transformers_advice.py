@@ -21,20 +21,20 @@ def test_crop_means_what_it_means_in_transformers(number: int) -> None:
     from transformers import DynamicCache
 
     model = causal_model()
-    theirs = DynamicCache(config=model.config)
-    call(model, ids_of(model, 7), **hf.passing(theirs))
+    dynamic_cache = DynamicCache(config=model.config)
+    call(model, ids_of(model, 7), **hf.passing(dynamic_cache))
     with patched(model):
         cache = filled(model, ids_of(model, 7))
         if number > 0:
             with pytest.raises(ValueError, match="positive value") as said:
-                theirs.crop(number)
-            with pytest.raises(ArgumentError) as ours:
+                dynamic_cache.crop(number)
+            with pytest.raises(ArgumentError) as refused:
                 cache.crop(number)
-            assert str(ours.value).endswith(str(said.value))
+            assert str(refused.value).endswith(str(said.value))
         else:
-            theirs.crop(number)
+            dynamic_cache.crop(number)
             cache.crop(number)
-        assert cache.get_seq_length() == theirs.get_seq_length() == 7 + min(number, 0)
+        assert cache.get_seq_length() == dynamic_cache.get_seq_length() == 7 + min(number, 0)
 
 
 # generate
@@ -102,8 +102,8 @@ def test_a_turn_that_is_shorter_than_the_cache_is_refused(length: int) -> None:
         assert cache.lengths == [20]
         # the new tokens alone are served with a mask of all
         mask = torch.ones(1, 23, dtype=torch.int64)
-        given = {"input_ids": ids_of(model, 3), "attention_mask": mask, **hf.passing(cache)}
-        assert generated(model, 3, **given).shape == (1, 3)
+        arguments = {"input_ids": ids_of(model, 3), "attention_mask": mask, **hf.passing(cache)}
+        assert generated(model, 3, **arguments).shape == (1, 3)
         assert cache.lengths == [25]
 
 

@@ -95,13 +95,13 @@ def eager(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
 def test_nan_behind_masked_keys_never_reaches_the_output(name: str, queries: int) -> None:
     if name != "reference":
         pytest.importorskip("triton", reason="needs Triton")
-    given = arguments(queries)
-    given["attention_mask"][1, 0, queries - 1] = LEAST
-    want = eager(**given)
-    poisoned = given["key"].clone()
+    inputs = arguments(queries)
+    inputs["attention_mask"][1, 0, queries - 1] = LEAST
+    want = eager(**inputs)
+    poisoned = inputs["key"].clone()
     poisoned[:, :, 1::2] = torch.nan
 
-    out, weights = register(name)(**{**given, "key": poisoned, "value": poisoned})
+    out, weights = register(name)(**{**inputs, "key": poisoned, "value": poisoned})
 
     assert weights is None
     assert out.shape == (N, queries, hf.HEADS, hf.HEAD_DIM)
@@ -152,17 +152,17 @@ def test_without_a_mask_the_only_query_sees_what_it_may() -> None:
     window = nothing.masked_fill(torch.arange(L) < L - hf.WINDOW, -torch.inf)
 
     for kind, mask in ((0, window), (1, nothing), (2, nothing)):
-        given = arguments(1, module=layer(kind), attention_mask=None)
-        want = eager(**{**given, "attention_mask": mask})
-        assert torch.allclose(attend(**given)[0], want, atol=1e-5)
+        inputs = arguments(1, module=layer(kind), attention_mask=None)
+        want = eager(**{**inputs, "attention_mask": mask})
+        assert torch.allclose(attend(**inputs)[0], want, atol=1e-5)
 
 
 def test_without_a_mask_a_window_is_causal() -> None:
     age = torch.arange(L - S, L)[:, None] - torch.arange(L)
     mask = torch.where((age >= 0) & (age < hf.WINDOW), 0.0, LEAST).expand(N, 1, S, L)
-    given = arguments(attention_mask=None)
+    inputs = arguments(attention_mask=None)
 
-    assert torch.allclose(register()(**given)[0], eager(**{**given, "attention_mask": mask}), atol=1e-5)
+    assert torch.allclose(register()(**inputs)[0], eager(**{**inputs, "attention_mask": mask}), atol=1e-5)
     with pytest.raises(UnsupportedError, match=r"attention_mask.*3 queries over compressed keys.*call the model"):
         register()(**arguments(module=layer(1), attention_mask=None))
 
@@ -304,10 +304,10 @@ def test_keys_are_not_copied(paged: bool) -> None:
             seen.append(call.keys.kv if isinstance(call.keys, GatheredKeys) else call.keys[0].cache.tensor)
             super().decode(call)
 
-    given = arguments()
-    register(Seen(prefill_keys="paged" if paged else "gathered"))(**given)
+    inputs = arguments()
+    register(Seen(prefill_keys="paged" if paged else "gathered"))(**inputs)
 
-    assert [rows.data_ptr() for rows in seen] == [given["key"].data_ptr()]
+    assert [rows.data_ptr() for rows in seen] == [inputs["key"].data_ptr()]
     assert seen[0].shape == ((N * L, 1, hf.HEAD_DIM) if paged else (N * L, hf.HEAD_DIM))
 
 
@@ -326,10 +326,10 @@ def test_each_thread_has_its_own_scratch_memory() -> None:
 def test_scratch_memory_is_used_again() -> None:
     pytest.importorskip("triton", reason="needs Triton")
     attend = register(load_backend("xpu", decode="gathered"))
-    given = arguments(1)
-    attend(**given)
+    inputs = arguments(1)
+    attend(**inputs)
     size = attend._workspace(torch.device("cpu")).total_bytes
-    attend(**given)
+    attend(**inputs)
 
     assert attend._workspace(torch.device("cpu")).total_bytes == size > 0
 

@@ -65,10 +65,10 @@ def logits(model: Any, implementation: str, chunks: Sequence[int], *, cached: bo
     cache, done, parts = DynamicCache(config=model.config) if cached else None, 0, []
     with torch.no_grad():
         for n in chunks:
-            given = {"input_ids": inputs["input_ids"][:, done : done + n]}
+            arguments = {"input_ids": inputs["input_ids"][:, done : done + n]}
             if "attention_mask" in inputs:
-                given["attention_mask"] = inputs["attention_mask"][:, : done + n]
-            parts.append(model(**given, **hf.passing(cache), use_cache=cached).logits)
+                arguments["attention_mask"] = inputs["attention_mask"][:, : done + n]
+            parts.append(model(**arguments, **hf.passing(cache), use_cache=cached).logits)
             done += n
     return torch.cat(parts, 1)
 
@@ -143,12 +143,12 @@ def test_bf16_is_as_near_to_fp32_as_eager_in_bf16() -> None:
     inputs = prompts(40, 31)
     true = logits(causal_model(), "eager", (40,), cached=False, **inputs)
     made = new_model().to(torch.bfloat16)
-    eager, ours = (
+    eager, of_dsv4attn = (
         deviation(logits(made, name, (40,), cached=False, **inputs).float(), true) for name in ("eager", NAME)
     )
 
-    print(f"eager {eager:.1e} ours {ours:.1e}")
-    assert ours <= 1.5 * eager
+    print(f"eager {eager:.1e} ours {of_dsv4attn:.1e}")
+    assert of_dsv4attn <= 1.5 * eager
 
 
 # kernels

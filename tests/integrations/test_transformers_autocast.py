@@ -26,9 +26,9 @@ def test_a_patched_model_under_autocast_is_as_near_as_transformers_is(dtype: tor
         with torch.autocast("cpu", torch.bfloat16):
             own = model(ids, use_cache=False).logits
         with patched(model), torch.autocast("cpu", torch.bfloat16):
-            found = model(ids, use_cache=False).logits
+            actual = model(ids, use_cache=False).logits
             tokens = model.generate(ids, max_new_tokens=3, do_sample=False)
 
-    assert found.dtype == own.dtype
-    assert error(found, exact) <= 1.5 * error(own, exact) < 0.05
+    assert actual.dtype == own.dtype
+    assert error(actual, exact) <= 1.5 * error(own, exact) < 0.05
     assert tokens.shape == (1, 43)

@@ -100,9 +100,9 @@ def test_a_prefix_hit_and_a_fork_equal_transformers(large: bool) -> None:
 
 def test_a_batch_with_padding_equals_each_sequence_alone() -> None:
     model = causal_model()
-    given = prompts(model, 40, 31, 1)
-    want = [logits_of(model, ids) for ids in given]
-    batch = left_padded(*given)
+    sequences = prompts(model, 40, 31, 1)
+    want = [logits_of(model, ids) for ids in sequences]
+    batch = left_padded(*sequences)
 
     with patched(model):
         # in the second run, calls end in the padding of the others, and a prompt of one token is a decode
@@ -132,10 +132,10 @@ def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16() -> None:
     half = copy.deepcopy(model).to(torch.bfloat16)
     eager = deviation(logits_of(half, ids).float(), true)
     with patched(half, kv_layout="bf16"):
-        ours = deviation(logits_of(half, ids).float(), true)
+        of_dsv4attn = deviation(logits_of(half, ids).float(), true)
 
-    print(f"transformers {eager:.1e} ours {ours:.1e}")
-    assert ours <= 1.5 * eager
+    print(f"transformers {eager:.1e} ours {of_dsv4attn:.1e}")
+    assert of_dsv4attn <= 1.5 * eager
 
 
 # tokens
@@ -143,11 +143,11 @@ def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16() -> None:
 
 def test_generate_gives_the_tokens_of_each_prompt_alone() -> None:
     model = causal_model()
-    given = prompts(model, *PROMPTS)
-    want = torch.cat([generated(model, 30, input_ids=ids) for ids in given])
+    sequences = prompts(model, *PROMPTS)
+    want = torch.cat([generated(model, 30, input_ids=ids) for ids in sequences])
 
     with patched(model) as handle:
-        got = generated(model, 30, **left_padded(*given))
+        got = generated(model, 30, **left_padded(*sequences))
         assert handle.num_sequences == 0
 
     assert torch.equal(got, want)
@@ -213,11 +213,11 @@ def test_kernels_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.
 
     monkeypatch.setattr(backend, "prepare", seen)
     model = causal_model()
-    given = prompts(model, 11, 6)
-    want = torch.cat([generated(model, 8, input_ids=ids) for ids in given])
+    sequences = prompts(model, 11, 6)
+    want = torch.cat([generated(model, 8, input_ids=ids) for ids in sequences])
 
     with patched(model, name) as handle:
-        got = generated(model, 8, **left_padded(*given))
+        got = generated(model, 8, **left_padded(*sequences))
 
     assert torch.equal(got, want)
     assert handle.backend == name

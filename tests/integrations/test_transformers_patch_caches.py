@@ -128,9 +128,9 @@ def test_several_caches_do_not_touch_each_other() -> None:
 
 def test_a_batch_is_selected_repeated_and_cropped() -> None:
     model = causal_model()
-    given = [ids_of(model, n, n) for n in (20, 13)]
-    batch, following = left_padded(*given), ids_of(model, 1, 9)
-    want = [call(model, torch.cat([ids, following], 1)).logits[:, -1] for ids in given]
+    sequences = [ids_of(model, n, n) for n in (20, 13)]
+    batch, following = left_padded(*sequences), ids_of(model, 1, 9)
+    want = [call(model, torch.cat([ids, following], 1)).logits[:, -1] for ids in sequences]
 
     with patched(model, keep_windows=True) as handle:
         cache = hf.cache_of(call(model, batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=True))

@@ -121,12 +121,12 @@ def test_a_trained_model_says_the_same_token_at_99_of_100_of_4000_positions() ->
         want.append(logits_of(model, ids))
         with patched(model, kv_layout="fp8_ds_mla", max_len=2000):
             got.append(logits_of(model, ids))
-    found = Agreement.of(torch.cat(got, 1), torch.cat(want, 1))
+    actual = Agreement.of(torch.cat(got, 1), torch.cat(want, 1))
 
-    print(found)
-    assert found.positions == 4000
-    assert found.top1 >= 0.99
-    assert found.rms <= 0.01
+    print(actual)
+    assert actual.positions == 4000
+    assert actual.top1 >= 0.99
+    assert actual.rms <= 0.01
 
 
 def test_a_kernel_on_fp8_pages_agrees_with_the_reference() -> None:
@@ -138,10 +138,10 @@ def test_a_kernel_on_fp8_pages_agrees_with_the_reference() -> None:
         with patched(model, backend, kv_layout="fp8_ds_mla"):
             return logits_of(model, ids)
 
-    found = Agreement.of(logits("triton"), logits("reference"))
+    actual = Agreement.of(logits("triton"), logits("reference"))
 
-    print(found)
-    assert found.rms <= 0.02
+    print(actual)
+    assert actual.rms <= 0.02
 
 
 # bits

@@ -83,12 +83,12 @@ def test_all_weights_at_once(change: Change) -> None:
     ids = ids_of(model, LENGTH)
     new = new_values(model)
     load(plain, new)
-    wanted = logits_of(plain, ids)
+    expected = logits_of(plain, ids)
     with patched(model):
-        assert deviation(logits_of(model, ids), wanted) > 0.01
+        assert deviation(logits_of(model, ids), expected) > 0.01
         change(model, new)
-        assert deviation(logits_of(model, ids), wanted) <= 1e-5
-    assert deviation(logits_of(model, ids), wanted) <= 1e-6
+        assert deviation(logits_of(model, ids), expected) <= 1e-5
+    assert deviation(logits_of(model, ids), expected) <= 1e-6
 
 
 def names() -> list[str]:
@@ -118,14 +118,14 @@ def test_a_change_between_the_tokens_of_a_cache_is_seen() -> None:
     """Entries of tokens before it stay those of the old weights."""
     model = fresh()
     ids, new = ids_of(model, LENGTH), new_values(model)
-    found = []
+    outputs = []
     for change in (in_place, through_data):
         one = fresh()
         with patched(one), torch.no_grad():
             cache = hf.cache_of(one(ids[:, :-1], use_cache=True))
             change(one, new)
-            found.append(one(ids[:, -1:], **hf.passing(cache), use_cache=True).logits)
-    assert torch.equal(*found)
+            outputs.append(one(ids[:, -1:], **hf.passing(cache), use_cache=True).logits)
+    assert torch.equal(*outputs)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_on_a_device_writes_that_are_not_counted_are_seen_by_the_next_prompt() -
 
 @pytest.mark.usefixtures("as_a_device")
 def test_refresh_takes_weights_between_the_tokens_of_a_cache() -> None:
-    found = []
+    outputs = []
     for change in (in_place, through_data):
         model = fresh()
         ids, new = ids_of(model, LENGTH), new_values(model)
@@ -169,8 +169,8 @@ def test_refresh_takes_weights_between_the_tokens_of_a_cache() -> None:
             cache = hf.cache_of(model(ids[:, :-1], use_cache=True))
             change(model, new)
             handle.refresh()
-            found.append(model(ids[:, -1:], **hf.passing(cache), use_cache=True).logits)
-    assert torch.equal(*found)
+            outputs.append(model(ids[:, -1:], **hf.passing(cache), use_cache=True).logits)
+    assert torch.equal(*outputs)
 
 
 def test_weights_of_another_shape_are_refused_and_a_patch_is_made_again() -> None:
@@ -191,10 +191,10 @@ def test_bf16_models_have_no_weight_that_is_half_seen() -> None:
     ids, new = ids_of(model, LENGTH), new_values(model)
     load(plain, new)
     with patched(plain):
-        wanted = logits_of(plain, ids)
+        expected = logits_of(plain, ids)
     for change in CHANGES:
         one = copy.deepcopy(model)
         with patched(one):
             logits_of(one, ids)
             change(one, new)
-            assert torch.equal(logits_of(one, ids), wanted)
+            assert torch.equal(logits_of(one, ids), expected)

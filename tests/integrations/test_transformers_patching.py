@@ -241,11 +241,11 @@ def test_a_patched_model_is_not_patched_copied_or_pickled() -> None:
 def test_unpatch_refuses_a_model_that_was_wrapped_since() -> None:
     model = fresh()
     patch(model, max_len=64)
-    ours = model.model.forward
-    model.model.forward = functools.partial(ours)
+    patched_forward = model.model.forward
+    model.model.forward = functools.partial(patched_forward)
     with pytest.raises(UnsupportedError, match=r"model\.forward: expected that of patch"):
         unpatch(model)
-    model.model.forward = ours
+    model.model.forward = patched_forward
     unpatch(model)
 
 

@@ -27,17 +27,17 @@ ANY = "DSV4ATTN_TRANSFORMERS_ANY_VERSION"
 
 
 def of_version(version: str | None, patch: pytest.MonkeyPatch) -> None:
-    """Let a version of transformers be installed as far as its metadata say."""
+    """Let the metadata of transformers have this version."""
     real = importlib.metadata.version
 
-    def told(name: str) -> str:
+    def version_of(name: str) -> str:
         if name != "transformers":
             return real(name)
         if version is None:
             raise importlib.metadata.PackageNotFoundError(name)
         return version
 
-    patch.setattr(importlib.metadata, "version", told)
+    patch.setattr(importlib.metadata, "version", version_of)
 
 
 # versions
@@ -153,18 +153,18 @@ def test_a_cache_that_is_passed_by_the_other_name_is_not_lost(*, inner: bool) ->
     called = model.model if inner else model
     with torch.no_grad():
         want = called(ids)[0]
-    ours = hf.cache_name()
-    other = NEWEST if ours == OLDEST else OLDEST
+    accepted_name = hf.cache_name()
+    other_name = NEWEST if accepted_name == OLDEST else OLDEST
     with patched(model), torch.no_grad():
         cache = DeepseekV4PagedCache(model)
-        called(ids[:, :9], **{ours: cache})
-        if ours == OLDEST:
+        called(ids[:, :9], **{accepted_name: cache})
+        if accepted_name == OLDEST:
             with pytest.raises(ArgumentError, match=r"cache: expected none: .* calls the cache past_key_values"):
-                called(ids[:, 9:], **{other: cache})
+                called(ids[:, 9:], **{other_name: cache})
             assert cache.lengths == [9]
             return
         with pytest.warns(FutureWarning, match="past_key_values"):
-            got = called(ids[:, 9:], **{other: cache})[0]
+            got = called(ids[:, 9:], **{other_name: cache})[0]
         assert cache.lengths == [12]
         assert deviation(got, want[:, 9:]) <= 1e-5
 

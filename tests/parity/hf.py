@@ -270,22 +270,22 @@ def with_keys(seen: Trace, keys: Tensor) -> Tensor:
     seen: of a single-shot run. keys: [J, D].
     Everything else is the layer's own: projections, norms, rotations, mask, sink, output projection.
     """
-    twin = copy.deepcopy(seen.attention).double()
+    double = copy.deepcopy(seen.attention).double()
     # its entries are among the keys given, so nothing is left to compress, and no index score can round differently
-    twin.compressor = None
+    double.compressor = None
     tables = {
         name: tuple(part.double() for part in table) for name, table in seen.arguments["position_embeddings"].items()
     }
 
     def attend(eager: Callable[..., Any]) -> Callable[..., Any]:
         def replaced(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> Any:
-            given = keys.double()[None, None]
-            return eager(module, query, given, given, seen.mask.double()[None, None], **options)
+            stored_keys = keys.double()[None, None]
+            return eager(module, query, stored_keys, stored_keys, seen.mask.double()[None, None], **options)
 
         return replaced
 
     with torch.no_grad(), eager_attention(attend):
-        out = twin(
+        out = double(
             seen.hidden.double()[None],
             position_embeddings=tables,
             position_ids=seen.arguments["position_ids"],

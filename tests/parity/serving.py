@@ -114,7 +114,7 @@ class Server:
         self.inputs = [(*seen.raw_q_kv(), seen.topk_rows(self.layer.topk, self.generator)) for seen in self.traces]
 
     def _pages(self, tokens: int) -> Tensor:
-        """[sequences, pages] int32 block tables without a common page or any order; 3 pages belong to nobody."""
+        """[sequences, pages] int32 block tables without a common page or any order; 3 pages belong to no sequence."""
         n = -(-MAX_MODEL_LEN // tokens)
         pages = torch.randperm(len(self.traces) * n + 3, generator=self.generator)[3:]
         return pages.view(len(self.traces), n).int()

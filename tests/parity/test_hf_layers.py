@@ -62,10 +62,10 @@ def test_g23_a_layer_from_hidden_states_equals_the_published_model(seed: int, cu
 
 def test_g15_several_sequences_and_tokens_of_a_step_equal_it() -> None:
     stack, seen = Stack(hf.model(0), load_backend("reference"), FP32), traces(0)
-    ahead, behind = stack.manager.new(), stack.manager.new()
-    stack.step([(ahead, 40)], [x.hidden[:40] for x in seen])
+    first, second = stack.manager.new(), stack.manager.new()
+    stack.step([(first, 40)], [x.hidden[:40] for x in seen])
 
-    out = stack.step([(ahead, 3), (behind, 29)], [torch.cat([x.hidden[40:43], x.hidden[:29]]) for x in seen])
+    out = stack.step([(first, 3), (second, 29)], [torch.cat([x.hidden[40:43], x.hidden[:29]]) for x in seen])
 
     for got, one in zip(out, seen, strict=True):
         assert deviation(got, torch.cat([one.output[40:43], one.output[:29]])) <= TOLERANCE

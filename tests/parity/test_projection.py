@@ -36,11 +36,11 @@ def test_it_is_transformers_o_a_proj_and_o_b_proj(kind: LayerKind) -> None:
     geometry = ModelGeometry.from_config(hf.config())
     layer, attention = geometry.layer_of_kind(kind), hf.model(0).layers[hf.KINDS.index(kind)].self_attn
     o = torch.randn(TOKENS, hf.HEADS, hf.HEAD_DIM, generator=torch.Generator().manual_seed(5))
-    given = o, torch.arange(TOKENS), cos_sin_cache(layer.rope, TOKENS), attention.o_a_proj
+    inputs = o, torch.arange(TOKENS), cos_sin_cache(layer.rope, TOKENS), attention.o_a_proj
     wanted_z, wanted_y = theirs(kind, o)
 
-    z = o_proj(load_backend("reference"), *given, geometry.o_groups, layer=layer)
-    y = output_projection(load_backend("reference"), *given, attention.o_b_proj, geometry.o_groups, layer=layer)
+    z = o_proj(load_backend("reference"), *inputs, geometry.o_groups, layer=layer)
+    y = output_projection(load_backend("reference"), *inputs, attention.o_b_proj, geometry.o_groups, layer=layer)
 
     assert float((z - wanted_z).abs().max()) <= TOLERANCE * float(wanted_z.abs().max())
     assert float((y - wanted_y).abs().max()) <= TOLERANCE * float(wanted_y.abs().max())
@@ -61,12 +61,12 @@ def test_fp8_weights_are_those_that_transformers_has_after_conversion() -> None:
     try:
         for module, weight in zip((attention.o_a_proj, attention.o_b_proj), fp8, strict=True):
             module.weight.copy_(dense_weight(weight))
-        _, wanted = theirs(kind, o)
+        _, expected = theirs(kind, o)
     finally:
         attention.o_a_proj.weight.copy_(saved[0])
         attention.o_b_proj.weight.copy_(saved[1])
-    given = o, torch.arange(TOKENS), cos_sin_cache(layer.rope, TOKENS)
-    y = output_projection(load_backend("reference"), *given, fp8[0], fp8[1], geometry.o_groups, layer=layer)
+    inputs = o, torch.arange(TOKENS), cos_sin_cache(layer.rope, TOKENS)
+    y = output_projection(load_backend("reference"), *inputs, fp8[0], fp8[1], geometry.o_groups, layer=layer)
 
-    assert float((y - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
-    assert float((wanted - theirs(kind, o)[1]).abs().max()) > 1e-3 * float(wanted.abs().max())
+    assert float((y - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
+    assert float((expected - theirs(kind, o)[1]).abs().max()) > 1e-3 * float(expected.abs().max())

@@ -54,9 +54,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's kit of tests, and SGLang told that this is a machine of CUDA."""
-    found = sglang_kit.loaded()
+    loaded_kit = sglang_kit.loaded()
     fakes.on_cuda(monkeypatch.setattr)
-    return found
+    return loaded_kit
 
 
 @pytest.fixture

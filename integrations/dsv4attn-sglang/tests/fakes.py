@@ -68,8 +68,8 @@ class _Torchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        ours = name.partition(".")[0] == "torchvision"
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
+        is_torchvision = name.partition(".")[0] == "torchvision"
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_torchvision else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _Anything(spec.name)
@@ -126,7 +126,7 @@ def on_cuda(put: Callable[[Any, str, Any], None]) -> None:
     for module in (sglang.srt.utils, deepseek_v4_backend):
         put(module, "is_cuda", lambda: True)
     for module in (deepseek_v4_backend, compressor_v2):
-        put(module, "create_paged_compressor_data", lambda **given: None)
+        put(module, "create_paged_compressor_data", lambda **arguments: None)
     put(PagedIndexerMetadata, "__post_init__", lambda self: None)
     put(torch.cuda, "get_rng_state", lambda device: None)
     put(torch.cuda, "set_rng_state", lambda state, device: None)

@@ -45,9 +45,9 @@ def case(name: str, mode: str, prefixes: tuple[int, ...], extends: tuple[int, ..
     """A case of the kit. prefixes: tokens of each request in the caches. extends: new ones of each, if not decode."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    given = {"num_heads": 8, "page_size": 256, "attn_sink_value": 0.5, **more}
+    arguments = {"num_heads": 8, "page_size": 256, "attn_sink_value": 0.5, **more}
     return loaded().DSV4AttentionCase(
-        name, "dsv4", ForwardMode[mode], prefix_lens=prefixes, extend_lens=extends, **given
+        name, "dsv4", ForwardMode[mode], prefix_lens=prefixes, extend_lens=extends, **arguments
     )
 
 

@@ -39,19 +39,19 @@ def calls(interface: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     for name, kept in (("flash_mla_with_kvcache", made.decode), ("flash_mla_sparse_fwd", made.prefill)):
         monkeypatch.setattr(interface, name, recorded(getattr(interface, name), kept))
     yield made
-    for given, out in made.decode:
-        check_decode(given, out)
-    for given, out in made.prefill:
-        check_prefill(given, out)
+    for arguments, out in made.decode:
+        check_decode(arguments, out)
+    for arguments, out in made.prefill:
+        check_prefill(arguments, out)
     assert not fakes.flash_mla_calls()
 
 
 def recorded(function: Callable[..., Any], kept: list[tuple[dict[str, Any], Tensor]]) -> Callable[..., Any]:
     """The function, which keeps its arguments and its output."""
 
-    def call(**given: Any) -> Any:
-        result = function(**given)
-        kept.append((given, result[0].clone()))
+    def call(**arguments: Any) -> Any:
+        result = function(**arguments)
+        kept.append((arguments, result[0].clone()))
         return result
 
     return call
@@ -131,8 +131,8 @@ def test_layers_with_a_compressed_cache(
     extends: tuple[int, ...],
     sparse: bool,
 ) -> None:
-    given = case(name, mode, prefixes, extends, compress_ratio=ratio)
-    kit.run_dsv4_compress_attention_case(TEST, given, sparse_prefill=sparse, device="cpu")
+    kit_case = case(name, mode, prefixes, extends, compress_ratio=ratio)
+    kit.run_dsv4_compress_attention_case(TEST, kit_case, sparse_prefill=sparse, device="cpu")
 
     assert [len(calls.decode), len(calls.prefill)] == ([0, 1] if sparse else [1, 0])
     extra = {1: 256, 2: 128, 4: 64, 128: 2}[ratio]
@@ -143,24 +143,24 @@ def test_layers_with_a_compressed_cache(
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_drafts_are_verified(kit: Any, backend: str, calls: Calls, ratio: int) -> None:
-    given = case("verify", "TARGET_VERIFY", (40, 140), (3, 3), compress_ratio=ratio)
-    kit.run_dsv4_target_verify_attention_case(TEST, given, device="cpu")
+    kit_case = case("verify", "TARGET_VERIFY", (40, 140), (3, 3), compress_ratio=ratio)
+    kit.run_dsv4_target_verify_attention_case(TEST, kit_case, device="cpu")
 
     assert [made["q"].shape[:2] for made, _ in calls.decode] == [(6, 1)]
 
 
 def test_drafts_are_made(kit: Any, backend: str, calls: Calls) -> None:
-    given = case("draft", "DRAFT_EXTEND_V2", (40, 140), (3, 3))
-    kit.run_dsv4_draft_extend_attention_case(TEST, given, device="cpu")
+    kit_case = case("draft", "DRAFT_EXTEND_V2", (40, 140), (3, 3))
+    kit.run_dsv4_draft_extend_attention_case(TEST, kit_case, device="cpu")
 
     assert len(calls.decode) == 1
 
 
 def test_the_oracle_sees_a_wrong_output(kit: Any, calls: Calls) -> None:
     kit.run_dsv4_attention_case(TEST, case("decode", "DECODE", (5, 200)), device="cpu")
-    [(given, out)] = calls.decode
+    [(arguments, out)] = calls.decode
 
     with pytest.raises(AssertionError):
-        check_decode(given, out * 1.05)
+        check_decode(arguments, out * 1.05)
     with pytest.raises(AssertionError):
-        check_decode({**given, "attn_sink": given["attn_sink"] + 1}, out)
+        check_decode({**arguments, "attn_sink": arguments["attn_sink"] + 1}, out)

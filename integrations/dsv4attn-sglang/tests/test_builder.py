@@ -72,8 +72,8 @@ def ours(ratio: int, q: Tensor, caches: LayerCaches, sink: Tensor, chosen: Tenso
     )
     builder = ds.MetadataBuilder(model, limits, swa_block_size=256)
     metadata, out = builder.build_for(batch, [layer.kind])[layer.kind], torch.empty_like(q)
-    given = {"layer": layer, "limits": limits, "attn_sink": sink, "topk_indices": chosen if ratio == 4 else None}
-    ds.forward_mqa(q, caches, metadata, backend, ds.WorkspaceManager("cpu"), out, **given)
+    arguments = {"layer": layer, "limits": limits, "attn_sink": sink, "topk_indices": chosen if ratio == 4 else None}
+    ds.forward_mqa(q, caches, metadata, backend, ds.WorkspaceManager("cpu"), out, **arguments)
     return out
 
 
@@ -99,18 +99,18 @@ def test_decode_attends_to_the_same_keys(
     decode = flash_mla.flash_mla_with_kvcache
 
     @functools.wraps(decode)
-    def with_kvcache(**given: Any) -> Any:
-        calls.append(given)
-        return decode(**given)
+    def with_kvcache(**arguments: Any) -> Any:
+        calls.append(arguments)
+        return decode(**arguments)
 
     monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", with_kvcache)
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     prefixes, rows = tuple(n - 1 for n in LENGTHS) + (0,) * padding, len(LENGTHS) + padding
-    given = case("decode", "DECODE", prefixes, num_heads=HEADS, compress_ratio=ratio)
-    runner = runner_of(given, (ratio,), swa_size=16 * 256)
+    kit_case = case("decode", "DECODE", prefixes, num_heads=HEADS, compress_ratio=ratio)
+    runner = runner_of(kit_case, (ratio,), swa_size=16 * 256)
     attention = aligned.ATTENTION_BACKENDS["dsv4"](runner)
-    batch = aligned._make_forward_batch(given, runner, max_context_len=CONTEXT, device="cpu")
+    batch = aligned._make_forward_batch(kit_case, runner, max_context_len=CONTEXT, device="cpu")
     if padding:
         pad(batch)
     caches = caches_of(runner.token_to_kv_pool, ratio)
@@ -133,7 +133,7 @@ def test_decode_attends_to_the_same_keys(
             core = attention.forward_metadata.core_metadata
             lengths = torch.cat([visible.clamp(min=1).to(INT), torch.ones(padding, dtype=INT)])
             core.set_sparse_topk(4, page_indices=slots, topk_lengths=lengths)
-        theirs = attention.forward(
+        of_sglang = attention.forward(
             q=q,
             k=q,
             v=q,
@@ -144,9 +144,9 @@ def test_decode_attends_to_the_same_keys(
             attn_sink=sink,
         )
 
-    wanted, [made] = ours(ratio, q[: len(LENGTHS)], caches, sink, chosen), calls
+    expected, [made] = ours(ratio, q[: len(LENGTHS)], caches, sink, chosen), calls
     assert made["q"].shape[0] == rows
     for row, n in enumerate(made["topk_length"].tolist()):
         made["indices"][row, 0, :n] = made["indices"][row, 0, :n].sort().values
-    assert torch.equal(decode(**made)[0][: len(LENGTHS), 0], wanted)
-    torch.testing.assert_close(theirs[: len(LENGTHS)], wanted, rtol=2**-7, atol=1e-5)
+    assert torch.equal(decode(**made)[0][: len(LENGTHS), 0], expected)
+    torch.testing.assert_close(of_sglang[: len(LENGTHS)], expected, rtol=2**-7, atol=1e-5)

@@ -78,81 +78,81 @@ def expected(given: dict[str, Any]) -> Tensor:
 def test_a_partial_made_afterwards_calls_dsv4attn_and_one_made_before_calls_flash_mla(
     interface: Any, backend: str
 ) -> None:
-    given = decode_args()
+    arguments = decode_args()
     # SGLang makes one in the constructor of its attention, which is why the hook comes before
     after = functools.partial(interface.flash_mla_with_kvcache, use_legacy=True)
     before = functools.partial(interface.flash_mla_with_kvcache.__wrapped__, use_legacy=True)
 
-    assert torch.equal(after(**given)[0], expected(given))
+    assert torch.equal(after(**arguments)[0], expected(arguments))
     assert not fakes.flash_mla_calls()
     with pytest.raises(fakes.FlashMLACalled):
         before(**decode_args())
 
 
 def test_sglangs_metadata_object_is_shared_by_the_layers_of_a_step(interface: Any, backend: str) -> None:
-    given = decode_args()
-    first = interface.flash_mla_with_kvcache(**given)[0]
-    again = interface.flash_mla_with_kvcache(**{**given, "q": given["q"] * 2})[0]
+    arguments = decode_args()
+    first = interface.flash_mla_with_kvcache(**arguments)[0]
+    again = interface.flash_mla_with_kvcache(**{**arguments, "q": arguments["q"] * 2})[0]
 
-    assert type(given["tile_scheduler_metadata"]).__module__ == "flash_mla.flash_mla_interface"
-    assert given["tile_scheduler_metadata"].config.topk == 128
+    assert type(arguments["tile_scheduler_metadata"]).__module__ == "flash_mla.flash_mla_interface"
+    assert arguments["tile_scheduler_metadata"].config.topk == 128
     assert not torch.equal(first, again)
 
 
 @pytest.mark.parametrize("name", ["k_cache", "extra_k_cache"])
 def test_one_cache_alone_that_is_another_tensor_is_read(interface: Any, backend: str, name: str) -> None:
     """In the same step, with SGLang's metadata object of that step; the bytes of the old one are NaN."""
-    given = decode_args()
-    shape, stride = given[name].shape, given[name].stride()
-    old, new = (torch.empty_strided(shape, stride, dtype=torch.uint8).copy_(given[name]) for _ in range(2))
-    given[name] = old
-    before = interface.flash_mla_with_kvcache(**given)[0]
+    arguments = decode_args()
+    shape, stride = arguments[name].shape, arguments[name].stride()
+    old, new = (torch.empty_strided(shape, stride, dtype=torch.uint8).copy_(arguments[name]) for _ in range(2))
+    arguments[name] = old
+    before = interface.flash_mla_with_kvcache(**arguments)[0]
     old.fill_(0xFF)
 
-    assert torch.equal(interface.flash_mla_with_kvcache(**{**given, name: new})[0], before)
+    assert torch.equal(interface.flash_mla_with_kvcache(**{**arguments, name: new})[0], before)
 
 
 def test_rows_of_padding_name_slot_0_and_change_nothing_else(interface: Any, backend: str) -> None:
-    given = decode_args()
-    real = interface.flash_mla_with_kvcache(**given)[0]
-    padded = {**given, "tile_scheduler_metadata": interface.get_mla_metadata()[0]}
+    arguments = decode_args()
+    real = interface.flash_mla_with_kvcache(**arguments)[0]
+    padded = {**arguments, "tile_scheduler_metadata": interface.get_mla_metadata()[0]}
     for name, value in {"indices": 0, "topk_length": 1, "extra_indices_in_kvcache": -1, "extra_topk_length": 1}.items():
-        tail = given[name].new_full((2, *given[name].shape[1:]), value)
-        padded[name] = torch.cat([given[name], tail])
+        tail = arguments[name].new_full((2, *arguments[name].shape[1:]), value)
+        padded[name] = torch.cat([arguments[name], tail])
     # SGLang does not clear them
-    padded["q"] = torch.cat([given["q"], torch.full_like(given["q"][:2], torch.nan)])
+    padded["q"] = torch.cat([arguments["q"], torch.full_like(arguments["q"][:2], torch.nan)])
     out = interface.flash_mla_with_kvcache(**padded)[0]
 
     assert torch.equal(out[:3], real)
 
 
 def test_heads_of_padding_change_nothing_else(interface: Any, backend: str) -> None:
-    given = decode_args()
-    real = interface.flash_mla_with_kvcache(**given)[0]
-    wide = {**given, "tile_scheduler_metadata": interface.get_mla_metadata()[0]}
+    arguments = decode_args()
+    real = interface.flash_mla_with_kvcache(**arguments)[0]
+    wide = {**arguments, "tile_scheduler_metadata": interface.get_mla_metadata()[0]}
     # SGLang leaves heads after its own uninitialised, with a sink of 0
-    wide["q"] = torch.cat([given["q"], torch.full((3, 1, 64 - H, 512), torch.nan).bfloat16()], 2)
-    wide["attn_sink"] = torch.cat([given["attn_sink"], torch.zeros(64 - H)])
+    wide["q"] = torch.cat([arguments["q"], torch.full((3, 1, 64 - H, 512), torch.nan).bfloat16()], 2)
+    wide["attn_sink"] = torch.cat([arguments["attn_sink"], torch.zeros(64 - H)])
 
     torch.testing.assert_close(interface.flash_mla_with_kvcache(**wide)[0][:, :, :H], real, rtol=0.01, atol=1e-3)
 
 
 def test_arguments_may_come_in_sglangs_own_order(interface: Any) -> None:
-    given = decode_args()
+    arguments = decode_args()
     first = ("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata")
-    rest = {name: value for name, value in given.items() if name not in first}
-    args = [given[name] for name in first]
+    rest = {name: value for name, value in arguments.items() if name not in first}
+    args = [arguments[name] for name in first]
 
-    assert torch.equal(interface.flash_mla_with_kvcache(*args, **rest)[0], expected(given))
+    assert torch.equal(interface.flash_mla_with_kvcache(*args, **rest)[0], expected(arguments))
     # FlashMLA has is_fp8_kvcache where SGLang has descale_q
     scale, kept = rest.pop("softmax_scale"), {n: v for n, v in rest.items() if n not in ("is_fp8_kvcache", "indices")}
-    by_place = [None, scale, False, None, None, True, given["indices"]]
+    by_place = [None, scale, False, None, None, True, arguments["indices"]]
     meta = interface.get_mla_metadata()[0]
-    assert torch.equal(interface.flash_mla_with_kvcache(*args[:5], meta, *by_place, **kept)[0], expected(given))
+    assert torch.equal(interface.flash_mla_with_kvcache(*args[:5], meta, *by_place, **kept)[0], expected(arguments))
 
 
 def test_prefill_over_gathered_rows_leaves_statistics_out(interface: Any, backend: str) -> None:
-    given = {
+    arguments = {
         "q": torch.randn(5, H, 512).bfloat16(),
         "kv": torch.randn(40, 1, 512).bfloat16(),
         "indices": torch.arange(5 * 192, dtype=INT).view(5, 1, 192) % 40,
@@ -161,12 +161,12 @@ def test_prefill_over_gathered_rows_leaves_statistics_out(interface: Any, backen
         "attn_sink": torch.randn(H),
         "topk_length": torch.tensor([0, 1, 30, 64, 192], dtype=INT),
     }
-    out, *statistics = interface.flash_mla_sparse_fwd(**given)
+    out, *statistics = interface.flash_mla_sparse_fwd(**arguments)
 
     assert statistics == [None, None]
-    assert torch.equal(out, flash_mla.flash_mla_sparse_fwd(**given)[0])
+    assert torch.equal(out, flash_mla.flash_mla_sparse_fwd(**arguments)[0])
     assert torch.equal(
-        out, interface.flash_mla_sparse_fwd(*list(given.values())[:4], **dict(list(given.items())[4:]))[0]
+        out, interface.flash_mla_sparse_fwd(*list(arguments.values())[:4], **dict(list(arguments.items())[4:]))[0]
     )
 
 
@@ -231,10 +231,10 @@ def test_on_intels_gpus_the_functions_of_sgl_kernel_are_replaced(
     import sglang.srt.utils
     from sglang.srt.layers.attention import deepseek_v4_backend
 
-    def theirs(**given: Any) -> None:
+    def theirs(**arguments: Any) -> None:
         raise AssertionError
 
-    module("sgl_kernel", flash_mla_with_kvcache=theirs, flash_mla_sparse_fwd=lambda **given: theirs())
+    module("sgl_kernel", flash_mla_with_kvcache=theirs, flash_mla_sparse_fwd=lambda **arguments: theirs())
     monkeypatch.setattr(sglang.srt.utils, "is_xpu", lambda: True)
     monkeypatch.setattr(deepseek_v4_backend, "_is_xpu", True)
     assert serving.targets("xpu") == hooks.XPU
@@ -251,9 +251,9 @@ def test_on_sm_120_sglangs_function_of_its_own_is_replaced_too(kit: Any, monkeyp
     decode = flash_mla.flash_mla_with_kvcache
 
     @functools.wraps(decode)
-    def counting(**given: Any) -> Any:
-        served.append(given["k_cache"].shape[1])
-        return decode(**given)
+    def counting(**arguments: Any) -> Any:
+        served.append(arguments["k_cache"].shape[1])
+        return decode(**arguments)
 
     monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", counting)
     with override_platform(is_sm120=True):

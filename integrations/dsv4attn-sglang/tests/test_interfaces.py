@@ -40,11 +40,13 @@ FLASH_MLA = "flash_mla_interface.py"
 
 @pytest.mark.parametrize("name", ["flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_decoding_metadata"])
 def test_positional_parameters_are_flash_mlas_by_name_place_and_default(name: str) -> None:
-    theirs = positional(functions(source("flash_mla", FLASH_MLA))[name])
+    of_flash_mla = positional(functions(source("flash_mla", FLASH_MLA))[name])
     parameters = inspect.signature(getattr(flash_mla, name)).parameters.values()
-    ours = [(p.name, ... if p.default is p.empty else p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    of_dsv4attn = [
+        (p.name, ... if p.default is p.empty else p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY
+    ]
 
-    assert ours == theirs
+    assert of_dsv4attn == of_flash_mla
 
 
 def test_metadata_has_flash_mlas_fields() -> None:
@@ -73,11 +75,11 @@ def test_every_public_name_of_flash_mla_exists_here_or_is_known_not_to() -> None
 
 
 def test_every_argument_of_sglangs_own_functions_is_one_of_ours() -> None:
-    theirs = functions(source("sglang", "kernels/ops/attention/flash_mla_interface.py"))
+    functions_of_sglang = functions(source("sglang", "kernels/ops/attention/flash_mla_interface.py"))
     for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
-        args = theirs[name].args
-        given = {arg.arg for arg in args.args + args.kwonlyargs}
-        assert given <= set(inspect.signature(getattr(flash_mla, name)).parameters), name
+        args = functions_of_sglang[name].args
+        arguments = {arg.arg for arg in args.args + args.kwonlyargs}
+        assert arguments <= set(inspect.signature(getattr(flash_mla, name)).parameters), name
 
 
 def test_sglang_calls_them_by_name_with_arguments_that_we_know() -> None:

@@ -21,11 +21,11 @@ REPLACED = "dsv4attn-sglang: replaced "
 def run(call: str, **environ: str) -> dict[str, Any]:
     """The result of a call of `worker` in a fresh interpreter."""
     code = f"import json, worker; result = worker.{call}; print('RESULT' + json.dumps(result))"
-    given = {name: value for name, value in os.environ.items() if not name.startswith("DSV4ATTN_")}
+    arguments = {name: value for name, value in os.environ.items() if not name.startswith("DSV4ATTN_")}
     path = os.pathsep.join([str(HERE), str(HERE.parents[2])])
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**given, "PYTHONPATH": path, **environ},
+        env={**arguments, "PYTHONPATH": path, **environ},
         capture_output=True,
         text=True,
         check=False,
@@ -37,12 +37,12 @@ def run(call: str, **environ: str) -> dict[str, Any]:
 
 
 def test_the_wheel_has_one_entry_point_and_needs_no_engine() -> None:
-    found = distribution("dsv4attn-sglang")
+    wheel = distribution("dsv4attn-sglang")
 
-    assert [(e.group, e.name, e.value) for e in found.entry_points] == [
+    assert [(e.group, e.name, e.value) for e in wheel.entry_points] == [
         ("sglang.srt.plugins", "dsv4attn", "dsv4attn_sglang:register")
     ]
-    assert found.requires == ["dsv4attn>=0.1"]
+    assert wheel.requires == ["dsv4attn>=0.1"]
 
 
 def test_a_process_without_a_model_is_left_as_it_is() -> None:

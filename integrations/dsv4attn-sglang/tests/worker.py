@@ -41,15 +41,15 @@ def scheduler(*, hidden: bool = False, builds: int = 3) -> dict[str, Any]:
         sglang.srt.plugins.entry_points = lambda group: []
     import kit
 
-    found = kit.loaded()
+    loaded_kit = kit.loaded()
     fakes.on_cuda(setattr)
     case, called = kit.case("decode", "DECODE", (5, 200)), ""
     try:
-        found.run_dsv4_attention_case(unittest.TestCase(), case, device="cpu")
+        loaded_kit.run_dsv4_attention_case(unittest.TestCase(), case, device="cpu")
     except fakes.FlashMLACalled as operator:
         called = str(operator)
     for _ in range(builds - 1):
-        found.ATTENTION_BACKENDS["dsv4"](kit.runner_of(case))
+        loaded_kit.ATTENTION_BACKENDS["dsv4"](kit.runner_of(case))
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["Compressor", "V41Compressor", "adopt", "bound_cache", "in_fp32"]
 
 _LONG = 128
-"""The ratio of which vLLM's metadata say whether any request completes an entry."""
+"""For this ratio vLLM's metadata say whether any request completes an entry."""
 
 
 class OnDsv4attn:
-    """What compressors of V4 and V4.1 share. `adopt` makes one of a compressor that vLLM has built.
+    """What compressors of V4 and V4.1 share.
 
-    It keeps the weights and the state cache of vLLM's: vLLM's layer names the class of its own compressor itself.
+    vLLM's layer constructs its own class of compressor. `adopt` turns such a compressor, with its weights and its state
+    cache, into one of dsv4attn.
     """
 
     _serving: Serving
@@ -47,7 +48,7 @@ class OnDsv4attn:
             raise RefusedError(f"{self.prefix}: kv_score", expected=expected, actual=actual, cure="report it")
 
     def _bound_states(self, states: Tensor, columns: int) -> PagedKVCache:
-        """The state cache, whose records have so many columns of kv and of scores."""
+        """The state cache. columns: of kv, and of scores, in a record."""
         self._states = bound_cache(self._states, states, KVCacheLayout.compressor_state(columns))
         return self._states
 
@@ -65,7 +66,7 @@ class Compressor(OnDsv4attn, DeepseekCompressor):
     """A compressor of V4, of a layer or of its indexer."""
 
     def cache_norm_weight_fp32(self) -> None:
-        """Do nothing: vLLM's layer on a CPU calls it when weights are loaded, which may change without."""
+        """Do nothing. vLLM's layer on a CPU calls this when weights are loaded, but weights also change without it."""
 
     def _norm_weight(self) -> Tensor:
         """The weight of the norm [d]: vLLM's own, or a copy in fp32 of another dtype, made in every step.

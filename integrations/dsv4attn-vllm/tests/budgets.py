@@ -19,7 +19,7 @@ _RECORD = 583
 
 def excesses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each distance of these rows, as `measure_layers.py` makes them, beyond its budget or no number."""
-    found = []
+    results = []
     for row in rows:
         for name, value in row["apart"].items():
             part = name.rpartition(", ")[2]
@@ -27,5 +27,5 @@ def excesses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             # a NaN is beyond every budget
             if not share <= BUDGETS[part]:
                 where = f"{row['phase']} {row['tokens']} {row['kind']}"
-                found.append(f"{where}: {name} is {share:.3g} from vLLM's, more than {BUDGETS[part]:g}")
-    return found
+                results.append(f"{where}: {name} is {share:.3g} from vLLM's, more than {BUDGETS[part]:g}")
+    return results

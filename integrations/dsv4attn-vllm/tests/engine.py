@@ -54,7 +54,7 @@ SIZES = {
     "dtype": "bfloat16",
 }
 PAGES, MOST_PAGES = 500, 1000
-"""Pages of each cache; and of how many the order is drawn, so that a smaller cache leaves later draws as they are."""
+"""Pages of each cache, and pages whose order is drawn. A smaller cache then leaves later draws as they are."""
 CPU = torch.device("cpu")
 RECORDS = {584: (64, 8, True), 528: (32, 16, False)}
 """Codes under a scale, bytes of scales, and whether they come after all codes of a page, by bytes of a record."""
@@ -203,7 +203,7 @@ class Engine:
         return request
 
     def _grow(self, request: Request, tokens: int) -> None:
-        """Give a request pages for so many tokens in every group: from one pool, in no order, never page 0."""
+        """Give a request the pages for these tokens in every group: from one pool, in random order, never page 0."""
         for blocks, size in zip(request.blocks, self.block_sizes, strict=True):
             while len(blocks) * size < tokens:
                 blocks.append(self._free.pop())
@@ -303,19 +303,19 @@ class Engine:
         *,
         pad: int = 0,
         pad_requests: int = 0,
-        behind: int = 0,
+        extra_rows: int = 0,
         attend: bool = True,
         **options: Any,
     ) -> list[Tensor]:
         """One step: the output of each layer's attention, [rows, h, 512].
 
-        pad, pad_requests: see `describe`. behind: rows of padding that the metadata do not know of. attend: else keys
-        are written and nothing is attended, and vLLM's builder does not list the windows that would be, which is
-        quicker.
+        pad, pad_requests: see `describe`.
+        extra_rows: rows of padding that the metadata do not have.
+        attend: False writes keys only. vLLM's builder then lists no windows, which is quicker.
         """
         with nullcontext() if attend else patch.object(sparse_swa, WINDOWS, lambda *_, **__: None):
             metadata = self.describe(work, pad=pad, pad_requests=pad_requests, **options)
-        rows = sum(count for _, count in work) + pad + behind
+        rows = sum(count for _, count in work) + pad + extra_rows
         self.select(work)
         with set_forward_context(metadata, self.config, num_tokens=rows):
             outs = [self.run(layer, metadata, work, rows, attend=attend) for layer in self.layers]

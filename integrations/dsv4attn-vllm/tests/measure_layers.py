@@ -78,9 +78,9 @@ def pieces(step: Step, kind: str, steps: int = 8) -> Callable[[], Any]:
 
 
 def prepared_in(metadata: dict[str, Any]) -> list[Any]:
-    """What dsv4attn has prepared for a step, to be cleared; nothing for vLLM's own metadata."""
-    ours = (getattr(value, "dsv4attn", None) for value in metadata.values())
-    return list({id(window.prepared): window.prepared for window in ours if hasattr(window, "prepared")}.values())
+    """The calls that dsv4attn has prepared for a step, which the caller clears. vLLM's own metadata have none."""
+    described = (getattr(value, "dsv4attn", None) for value in metadata.values())
+    return list({id(window.prepared): window.prepared for window in described if hasattr(window, "prepared")}.values())
 
 
 def in_turn(
@@ -155,16 +155,16 @@ def compare(steps: dict[str, Step], kind: str) -> dict[str, float]:
     # these change the caches, so they come when all have attended
     outputs = {name: {"layer": forward(step, kind)} for name, step in steps.items()}
     (name, base), *others = ((name, attended[name] | outputs[name]) for name in steps)
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for name, values in others:
         for part, value in values.items():
-            theirs = base[part]
-            found[f"{name}, {part}"] = (
-                (value != theirs).sum().item()
+            of_vllm = base[part]
+            results[f"{name}, {part}"] = (
+                (value != of_vllm).sum().item()
                 if value.dtype == torch.uint8
-                else ((value.float() - theirs.float()).norm() / theirs.float().norm()).item()
+                else ((value.float() - of_vllm.float()).norm() / of_vllm.float().norm()).item()
             )
-    return found
+    return results
 
 
 def attend(step: Step, kind: str) -> dict[str, Tensor]:
@@ -176,8 +176,8 @@ def attend(step: Step, kind: str) -> dict[str, Tensor]:
         records, out = records_at(layer.swa_cache_layer.kv_cache, slots), torch.empty_like(step.out)
         layer.forward_mqa(q, step.kv, step.positions, out)
         attended = out[:, : layer.n_local_heads]
-        found = {"records": records, "q": q[:, : layer.n_local_heads].clone(), "attention": attended.clone()}
-        return found | {"output": layer._o_proj(attended, step.positions).clone()}
+        results = {"records": records, "q": q[:, : layer.n_local_heads].clone(), "attention": attended.clone()}
+        return results | {"output": layer._o_proj(attended, step.positions).clone()}
 
 
 def forward(step: Step, kind: str) -> Tensor:
@@ -190,7 +190,7 @@ def forward(step: Step, kind: str) -> Tensor:
 
 
 def records_at(pages: Tensor, slots: Tensor) -> Tensor:
-    """The bytes of these slots, [T, 584]: codes and RoPE dims, then scales, which a page has behind its data."""
+    """The bytes of these slots, [T, 584]: codes and RoPE dims, then scales, which a page has after its data."""
     count, size, _ = pages.shape
     flat = pages.as_strided((count, size * 584), (pages.stride(0), 1))
     page, row = slots // size, slots % size
@@ -230,8 +230,8 @@ def main(model: str, tokens: str, prompts: str, names: str, kinds: str, profile:
         for shape in prefills:
             rows += prefill_rows(made, *shape, kinds.split(","))
         if file:
-            found = {"device": torch.cuda.get_device_name(), "model": model, "rows": rows}
-            file.write_text(json.dumps(found, indent=1))
+            results = {"device": torch.cuda.get_device_name(), "model": model, "rows": rows}
+            file.write_text(json.dumps(results, indent=1))
     show(rows, list(made))
     if wrong := excesses(rows):
         raise click.ClickException("\n".join(wrong))
@@ -242,13 +242,13 @@ def steps_of(made: dict[str, GPUEngine], contexts: Sequence[int], count: int) ->
     first = next(iter(made.values()))
     free = list(first._free)
     work = [(first.at(context), count) for context in contexts]
-    found = {}
+    results = {}
     for name, engine in made.items():
         engine._free = first._free
-        found[name] = Step(engine, work)
+        results[name] = Step(engine, work)
     first._free = free
     fill(first, next(engine for name, engine in made.items() if name != "vLLM"), work)
-    return found
+    return results
 
 
 def decode_rows(

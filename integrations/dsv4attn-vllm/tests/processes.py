@@ -34,7 +34,7 @@ def run(folder: Path, function: Callable[..., object], *each: dict[str, Any]) ->
     """
     logs = [folder / f"process{i}.log" for i in range(len(each))]
     work = [(log, dict(os.environ), function, arguments) for log, arguments in zip(logs, each, strict=True)]
-    processes = [_FORKS.Process(target=_work, args=given) for given in work]
+    processes = [_FORKS.Process(target=_work, args=inputs) for inputs in work]
     for process in processes:
         process.start()
     while running := [process for process in processes if process.is_alive()]:

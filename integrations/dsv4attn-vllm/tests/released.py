@@ -80,15 +80,15 @@ class GPUEngine(Engine):
                 blocks.append(self._free.pop() if len(blocks) >= first else 0)
 
     def at(self, tokens: int) -> Request:
-        """A request with so many tokens, whose keys are those that `fill` wrote."""
+        """A request with this number of tokens, whose keys `fill` wrote."""
         self.requests += 1
         return Request(self.requests, tokens, [[] for _ in self.block_sizes])
 
     def share(self, other: GPUEngine) -> None:
         """Work on the caches of another engine."""
-        mine, theirs = (e.config.compilation_config.static_forward_context for e in (self, other))
+        mine, of_vllm = (e.config.compilation_config.static_forward_context for e in (self, other))
         for name, layer in mine.items():
-            layer.kv_cache = theirs[name].kv_cache
+            layer.kv_cache = of_vllm[name].kv_cache
         self.tensors = {}
 
 

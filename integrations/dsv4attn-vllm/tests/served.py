@@ -90,10 +90,10 @@ def engine(**arguments: Any) -> Any:
 
     make = EngineArgs.create_engine_config
 
-    def configured(*given: Any, **options: Any) -> Any:
+    def configured(*inputs: Any, **options: Any) -> Any:
         real, torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_tile_supported, lambda: True
         try:
-            return make(*given, **options)
+            return make(*inputs, **options)
         finally:
             torch.cpu._is_amx_tile_supported = real
 
@@ -103,7 +103,7 @@ def engine(**arguments: Any) -> Any:
 
 
 def answers(llm: Any, prompts: list[list[int]], tokens: int, *, of_prompts: bool) -> list[dict[str, Any]]:
-    """Generate so many tokens greedily for all prompts at once. of_prompts: log-probabilities of prompts too.
+    """Generate a number of tokens greedily for all prompts at once. of_prompts: log-probabilities of prompts too.
 
     Of each prompt: tokens, those that were generated. cached: tokens of the prompt that were in the prefix cache.
     logprobs: [n, vocabulary] fp32, of the tokens after the first of the prompt, or of those after the whole prompt.
@@ -111,16 +111,16 @@ def answers(llm: Any, prompts: list[list[int]], tokens: int, *, of_prompts: bool
     from vllm import SamplingParams
 
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    wanted = {"logprobs": vocabulary, "prompt_logprobs": vocabulary if of_prompts else None}
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **wanted)
-    found = []
+    numbers = {"logprobs": vocabulary, "prompt_logprobs": vocabulary if of_prompts else None}
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **numbers)
+    results = []
     for output in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False):
         [completion] = output.outputs
         rows = [*(output.prompt_logprobs or [None])[1:], *completion.logprobs]
         logprobs = torch.tensor([[row[token].logprob for token in range(vocabulary)] for row in rows])
         tokens = [*completion.token_ids]
-        found.append({"tokens": tokens, "cached": output.num_cached_tokens, "logprobs": logprobs})
-    return found
+        results.append({"tokens": tokens, "cached": output.num_cached_tokens, "logprobs": logprobs})
+    return results
 
 
 def main(*, out: str, backend: str, rounds: list[list[list[int]]], tokens: int, **arguments: Any) -> None:
@@ -131,6 +131,6 @@ def main(*, out: str, backend: str, rounds: list[list[list[int]]], tokens: int, 
     os.environ.update(DSV4ATTN_BACKEND=backend, DSV4ATTN_VLLM_STEPS="all")
     with _ops():
         llm = engine(**arguments)
-        found = [answers(llm, prompts, tokens, of_prompts=not i) for i, prompts in enumerate(rounds)]
+        results = [answers(llm, prompts, tokens, of_prompts=not i) for i, prompts in enumerate(rounds)]
         [preempted] = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
-    torch.save((found, preempted), out)
+    torch.save((results, preempted), out)

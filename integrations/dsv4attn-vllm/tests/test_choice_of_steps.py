@@ -212,8 +212,8 @@ def test_the_log_says_once_which_steps_run(config: VllmConfig, monkeypatch: pyte
         layer_of(config)
         config.compilation_config.static_forward_context.clear()
 
-    wanted = "dsv4attn-vllm: compressor, indexer on dsv4attn (DSV4ATTN_VLLM_STEPS)"
-    assert [text for text in said if steps.VARIABLE in text] == [wanted]
+    expected = "dsv4attn-vllm: compressor, indexer on dsv4attn (DSV4ATTN_VLLM_STEPS)"
+    assert [text for text in said if steps.VARIABLE in text] == [expected]
 
 
 MODEL = """

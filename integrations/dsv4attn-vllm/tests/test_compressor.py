@@ -45,9 +45,9 @@ def bytes_of(engine: WholeEngine) -> dict[str, Tensor]:
     return {name: tensor.view(torch.uint8).clone() for name, tensor in engine.tensors.items()}
 
 
-def differences(engine: WholeEngine, work: Sequence[Any], *, pad: int = 0, behind: int = 0) -> dict[str, int]:
+def differences(engine: WholeEngine, work: Sequence[Any], *, pad: int = 0, extra_rows: int = 0) -> dict[str, int]:
     """Bytes of caches that differ after a step of dsv4attn and one of vLLM, by compressor; every step writes some."""
-    metadata, rows, found = engine.describe(work, pad=pad), sum(count for _, count in work) + pad + behind, {}
+    metadata, rows, found = engine.describe(work, pad=pad), sum(count for _, count in work) + pad + extra_rows, {}
     with set_forward_context(metadata, engine.config, num_tokens=rows):
         for layer, compressor in compressors(engine):
             given, before, written = scores(compressor, rows), bytes_of(engine), []
@@ -63,7 +63,7 @@ def differences(engine: WholeEngine, work: Sequence[Any], *, pad: int = 0, behin
 
 
 @pytest.mark.parametrize(
-    ("before", "pad", "behind"),
+    ("before", "pad", "extra_rows"),
     [
         ([(127, 1), (39, 1)], 0, 2),  # decodes, of which each completes entries; rows after the batch
         ([(50, 1), (41, 1)], 2, 0),  # of which none does; padding
@@ -73,11 +73,11 @@ def differences(engine: WholeEngine, work: Sequence[Any], *, pad: int = 0, behin
     ids=["decode", "between", "prefill", "mixed"],
 )
 def test_states_and_entries_are_vllms_byte_for_byte(
-    engine: WholeEngine, before: list[tuple[int, int]], pad: int, behind: int
+    engine: WholeEngine, before: list[tuple[int, int]], pad: int, extra_rows: int
 ) -> None:
     work = [(engine.request(tokens), count) for tokens, count in before]
 
-    found = differences(engine, work, pad=pad, behind=behind)
+    found = differences(engine, work, pad=pad, extra_rows=extra_rows)
 
     assert found == {
         "model.layers.1.attn.compressor": 0,

@@ -68,8 +68,15 @@ def serve(
     limits = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "max_logprobs": 256}
     limits["num_gpu_blocks_override"] = PAGES
     out = folder / "answers.pt"
-    given = {"model": str(folder), "out": str(out), "backend": backend, "rounds": rounds, "tokens": TOKENS, **limits}
-    log = run(folder, execute, {"code": "import served\nserved.main(**given)", "given": given})
+    arguments = {
+        "model": str(folder),
+        "out": str(out),
+        "backend": backend,
+        "rounds": rounds,
+        "tokens": TOKENS,
+        **limits,
+    }
+    log = run(folder, execute, {"code": "import served\nserved.main(**given)", "given": arguments})
     return *torch.load(out), log
 
 
@@ -149,9 +156,9 @@ def test_requests_are_answered_as_by_transformers(tmp_path: Path) -> None:
     (together, [again], crowd), preempted, log = serve(tmp_path, "reference", [prompts, [LONG], FULL])
 
     check_log(log, "reference")
-    wanted = logprobs(model, prompts, together)
-    check_answers(wanted, together)
-    check_bugs(model, torch.cat(wanted), prompts, together)
+    expected = logprobs(model, prompts, together)
+    check_answers(expected, together)
+    check_bugs(model, torch.cat(expected), prompts, together)
     assert (together[1]["cached"], again["cached"]) == (0, 256)
     assert again["tokens"] == together[1]["tokens"]
     assert rms(again["logprobs"] - together[1]["logprobs"][-TOKENS:]) < 0.01

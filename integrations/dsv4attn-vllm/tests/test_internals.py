@@ -174,9 +174,9 @@ def used() -> Iterator[tuple[str, str]]:
 
 def listed() -> set[tuple[str, str]]:
     """(owner, name) of the table, and (module, class) of each class that owns names."""
-    found = {(one.owner, name) for entries in TABLE.values() for one in entries for name in one.names()}
+    names = {(one.owner, name) for entries in TABLE.values() for one in entries for name in one.names()}
     owners = [one.owner.partition(":") for entries in TABLE.values() for one in entries]
-    return found | {(module, name) for module, _, name in owners if name}
+    return names | {(module, name) for module, _, name in owners if name}
 
 
 BY_ANOTHER_NAME = {
@@ -213,19 +213,19 @@ def classes() -> list[type]:
         for path in OURS
         if "rocm" not in path.stem and "model" not in path.stem
     ]
-    found = {id(one): one for module in modules for one in vars(module).values() if inspect.isclass(one)}
-    return [one for one in found.values() if one.__module__.startswith("dsv4attn_vllm.")]
+    objects = {id(one): one for module in modules for one in vars(module).values() if inspect.isclass(one)}
+    return [one for one in objects.values() if one.__module__.startswith("dsv4attn_vllm.")]
 
 
 def test_every_method_in_place_of_one_of_vllms_is_in_the_table() -> None:
     hooks = {
         name for entries in TABLE.values() for one in entries if isinstance(one, Overridden) for name in one.names()
     }
-    for ours in classes():
-        theirs = [base for base in ours.__mro__ if base.__module__.startswith("vllm.")]
-        for name in vars(ours):
-            if not name.startswith("__") and inspect.isroutine(getattr(ours, name)):
-                assert name in hooks or not any(name in vars(base) for base in theirs), (ours, name)
+    for own_class in classes():
+        vllm_bases = [base for base in own_class.__mro__ if base.__module__.startswith("vllm.")]
+        for name in vars(own_class):
+            if not name.startswith("__") and inspect.isroutine(getattr(own_class, name)):
+                assert name in hooks or not any(name in vars(base) for base in vllm_bases), (own_class, name)
 
 
 def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
@@ -267,16 +267,16 @@ OF_TORCH = {"__class__"}
 
 def names_of_ours() -> set[str]:
     """Methods, fields and attributes that classes of this package define."""
-    found = set()
+    names = set()
     for path in OURS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 for each in node.body:
-                    found |= {getattr(each, "name", "")}
+                    names |= {getattr(each, "name", "")}
                     if isinstance(each, ast.AnnAssign | ast.Assign):
                         targets = each.targets if isinstance(each, ast.Assign) else [each.target]
-                        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+                        names |= {target.id for target in targets if isinstance(target, ast.Name)}
                 for each in ast.walk(node):
                     if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-                        found.add(each.attr)
-    return found
+                        names.add(each.attr)
+    return names

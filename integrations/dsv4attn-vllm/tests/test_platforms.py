@@ -42,16 +42,18 @@ def test_vllms_own_kernels_for_intel_gpus_say_the_same(xpu: Engine) -> None:
     for layer in xpu.layers:
         layer.attn_sink.data.fill_(-float("inf"))
         with set_forward_context(metadata, xpu.config, num_tokens=rows):
-            ours = xpu.run(layer, metadata, work, rows)
+            of_dsv4attn = xpu.run(layer, metadata, work, rows)
             q, cache = xpu.queries[layer.prefix].clone(), layer.swa_cache_layer.kv_cache
             written = cache.clone()
             theirs_q, kv, _ = xpu.inputs(layer, work, rows)
             DeepseekV4XPUAttention._fused_qnorm_rope_kv_insert(layer, theirs_q, kv, xpu.positions[:rows], metadata)
             assert torch.equal(written, cache), layer.prefix
             assert torch.allclose(q.float(), theirs_q.float(), rtol=0.01, atol=1e-3), layer.prefix
-            theirs = torch.empty_like(ours)
-            DeepseekV4XPUAttention.forward_mqa(layer, q, kv, xpu.positions[:rows], theirs)
-        assert torch.allclose(ours.float(), theirs.float(), rtol=0, atol=0.015 * ours.abs().max().item()), layer.prefix
+            of_vllm = torch.empty_like(of_dsv4attn)
+            DeepseekV4XPUAttention.forward_mqa(layer, q, kv, xpu.positions[:rows], of_vllm)
+        assert torch.allclose(
+            of_dsv4attn.float(), of_vllm.float(), rtol=0, atol=0.015 * of_dsv4attn.abs().max().item()
+        ), layer.prefix
 
 
 def test_a_cpu_is_served_by_vllms_layer_for_cpus() -> None:

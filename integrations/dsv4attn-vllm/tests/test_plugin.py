@@ -26,9 +26,9 @@ def run(path: Path, code: str, **variables: str) -> tuple[Any, str]:
 
 
 def test_the_distribution_has_one_entry_point() -> None:
-    found = [point for point in entry_points(group="vllm.general_plugins") if point.name == "dsv4attn"]
+    points = [point for point in entry_points(group="vllm.general_plugins") if point.name == "dsv4attn"]
 
-    assert [point.value for point in found] == ["dsv4attn_vllm:register"]
+    assert [point.value for point in points] == ["dsv4attn_vllm:register"]
 
 
 def test_an_engine_finds_the_models_by_name_and_its_layers_are_replaced_once(tmp_path: Path) -> None:

@@ -34,13 +34,32 @@ def refusal(config: VllmConfig, layer_class: type = CUDAAttention) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e5m2", "nvfp4_ds_mla"])
-def test_a_cache_dtype_that_is_not_served(model: Model, dtype: str) -> None:
-    with world(config := model.config()):
-        config.cache_config.cache_dtype = dtype
-        said = refusal(config, model.layer)
+CONTEXT = "expected 1, as vLLM's layers of DeepSeek-V4 exchange nothing among ranks that share a context, got 2"
+OPTIONS: list[tuple[str, object, str]] = [
+    *(
+        ("cache_config.cache_dtype", dtype, f"--kv-cache-dtype: expected {{dtypes}}, got {dtype} -> leave")
+        for dtype in ("bfloat16", "fp8_e5m2", "nvfp4_ds_mla")
+    ),
+    *(
+        (
+            f"parallel_config.{phase}_context_parallel_size",
+            2,
+            f"--{phase}-context-parallel-size: {CONTEXT} -> use tensor or data parallelism",
+        )
+        for phase in ("decode", "prefill")
+    ),
+    ("parallel_config.tensor_parallel_size", 3, "tensor parallel size"),  # which heads cannot be shared by
+    ("model_config.dtype", torch.float16, "--dtype: expected bfloat16, got torch.float16"),
+]
 
-    assert f"--kv-cache-dtype: expected {' or '.join(model.dtypes)}, got {dtype} -> leave" in said
+
+@pytest.mark.parametrize(("path", "value", "said"), OPTIONS, ids=[f"{path} {value}" for path, value, _ in OPTIONS])
+def test_an_option_that_is_not_served(model: Model, path: str, value: object, said: str) -> None:
+    owner, name = path.split(".")
+    with world(config := model.config()):
+        setattr(getattr(config, owner), name, value)
+
+        assert said.format(dtypes=" or ".join(model.dtypes)) in refusal(config, model.layer)
 
 
 @pytest.mark.parametrize("dtype", serving.CACHE_DTYPES)
@@ -50,23 +69,32 @@ def test_cache_dtypes_that_are_served(config: VllmConfig, dtype: str) -> None:
     assert CUDAAttention(config, prefix="model.layers.0.attn").kv_cache_dtype == "fp8_ds_mla"
 
 
-def test_a_model_that_is_not_deepseek_v4(config: VllmConfig) -> None:
-    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"model_type": "llama", "hidden_size": 4})
-
-    assert "model: expected a DeepSeek-V4 configuration, got" in refusal(config)
+UNDER_V4 = "model: expected a DeepSeek-V4 configuration, got one of DeepSeek-V4.1 -> serve it by its own"
+OF_V41 = "expected a DeepSeek-V4.1 configuration, got the model: "
 
 
 @pytest.mark.parametrize(
-    "changed", [{"model_type": "deepseek_v41"}, {"model_type": "deepseek_mtp", "kv_source_layer_ids": [0, 1]}]
+    ("model", "changed", "said"),
+    [
+        (V4, None, "model: expected a DeepSeek-V4 configuration, got"),
+        # a ratio of 1 would read as layers without a compressed cache
+        (V4, {"model_type": "deepseek_v41"}, UNDER_V4),
+        (V4, {"model_type": "deepseek_mtp", "kv_source_layer_ids": [0, 1]}, UNDER_V4),
+        (V41, {"kv_source_layer_ids": None}, f"{OF_V41}field 'kv_source"),
+        (V41, {"compress_ratios": [0, 4, 128, 4, 4, 4]}, f"{OF_V41}compress_"),
+        (V41, {"head_dim": 256}, "got 192 + 64 dims, without a norm -> serve a DeepSeek-V4.1 model"),
+        (V41, {"q_head_norm": True}, "got 448 + 64 dims, with a norm -> serve a DeepSeek-V4.1 model"),
+    ],
+    ids=str,
 )
-def test_a_deepseek_v41_under_a_name_of_v4(config: VllmConfig, changed: dict[str, object]) -> None:
-    """Its ratio 1 would read as layers without a compressed cache."""
-    fields = {**config.model_config.hf_config.to_dict(), **changed}
-    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: fields)
+def test_another_model(model: Model, changed: dict[str, object] | None, said: str) -> None:
+    """changed: fields of the configuration; None: a model of another kind."""
+    with world(config := model.config()):
+        llama = {"model_type": "llama", "hidden_size": 4}
+        fields = llama if changed is None else {**config.model_config.hf_config.to_dict(), **changed}
+        config.model_config.hf_config = SimpleNamespace(to_dict=lambda: fields)
 
-    assert "model: expected a DeepSeek-V4 configuration, got one of DeepSeek-V4.1 -> serve it by its own" in refusal(
-        config
-    )
+        assert said in refusal(config, model.layer)
 
 
 @pytest.mark.parametrize(
@@ -77,34 +105,13 @@ def test_a_deepseek_v41_under_a_name_of_v4(config: VllmConfig, changed: dict[str
     ],
 )
 def test_a_deepseek_v4_of_other_dims(config: VllmConfig, changed: dict[str, object], said: str) -> None:
-    found = config.model_config.hf_config
-    found.update(changed)
+    hf_config = config.model_config.hf_config
+    hf_config.update(changed)
     # the rotated part of a head stands in the tables' parameters too
-    for parameters in found.rope_parameters.values():
-        parameters["partial_rotary_factor"] = 64 / found.head_dim
+    for parameters in hf_config.rope_parameters.values():
+        parameters["partial_rotary_factor"] = 64 / hf_config.head_dim
 
     assert said in refusal(config)
-
-
-def test_heads_that_ranks_cannot_share(config: VllmConfig) -> None:
-    config.parallel_config.tensor_parallel_size = 3
-
-    assert "tensor parallel size" in refusal(config)
-
-
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_context_parallelism(model: Model, phase: str) -> None:
-    reason = "vLLM's layers of DeepSeek-V4 exchange nothing among ranks that share a context"
-    wanted = f"--{phase}-context-parallel-size: expected 1, as {reason}, got 2 -> use tensor or data parallelism"
-    with world(config := model.config()):
-        setattr(config.parallel_config, f"{phase}_context_parallel_size", 2)
-        assert wanted in refusal(config, model.layer)
-
-
-def test_another_dtype_of_the_model(config: VllmConfig) -> None:
-    config.model_config.dtype = torch.float16
-
-    assert "--dtype: expected bfloat16, got torch.float16" in refusal(config)
 
 
 @pytest.mark.parametrize("asked", ["reference", ""], ids=["asked for", "automatic"])
@@ -144,7 +151,7 @@ def modules_for_cuda(model: Model) -> tuple[Any, Any]:
 
 def test_an_attention_backend_of_vllms_that_is_asked_for_is_used(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     module, dspark = modules_for_cuda(model)
-    theirs = import_module(f"vllm.models.{model.name}.nvidia.flashmla").DeepseekV4FlashMLAAttention
+    of_vllm = import_module(f"vllm.models.{model.name}.nvidia.flashmla").DeepseekV4FlashMLAAttention
     insert = dspark._insert_context_kv
     monkeypatch.setattr(replacements, "_originals", {})
     monkeypatch.setattr(module, "_select_dsv4_attn_cls", module._select_dsv4_attn_cls)
@@ -156,7 +163,7 @@ def test_an_attention_backend_of_vllms_that_is_asked_for_is_used(model: Model, m
     assert dspark._insert_context_kv is insert_context_kv
     assert replacements.original(f"{dspark.__name__}._insert_context_kv") is insert
     with world(config := model.config()):
-        for backend, chosen in ((None, model.layer), (model.flash_mla, theirs), ("CUSTOM", model.layer)):
+        for backend, chosen in ((None, model.layer), (model.flash_mla, of_vllm), ("CUSTOM", model.layer)):
             config.attention_config.backend = backend and AttentionBackendEnum[backend]
             assert model.select(config) is chosen
 

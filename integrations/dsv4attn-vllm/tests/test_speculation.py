@@ -100,8 +100,8 @@ def test_metadata_updated_in_place_are_seen_without_another_build(mtp: Engine) -
 def check_rows_of(engine: Engine, layer: Any, out: torch.Tensor, rows: list[tuple[int, int]]) -> None:
     """Hold every row of one layer, (request, position), against the oracle."""
     for row, (index, position) in enumerate(rows):
-        wanted = torch.from_numpy(engine.of_oracle(layer, index, position, row))
-        assert torch.allclose(out[row].double(), wanted, rtol=0, atol=0.012 * wanted.abs().max().item()), row
+        expected = torch.from_numpy(engine.of_oracle(layer, index, position, row))
+        assert torch.allclose(out[row].double(), expected, rtol=0, atol=0.012 * expected.abs().max().item()), row
 
 
 def test_tokens_of_a_draft_block_see_each_other_and_the_window_before(dspark: Engine) -> None:
@@ -133,7 +133,7 @@ def test_context_keys_of_a_draft_are_those_that_a_step_inserts(dspark: Engine) -
     request.tokens = 0
     dspark.step([(request, 20)], attend=False)
     cache, page_size = layer.swa_cache_layer.kv_cache, dspark.WINDOW_PAGE
-    slots, expected = dspark.slots[dspark.group_of(layer.swa_cache_layer.prefix), :20].clone(), cache.clone()
+    slots, inserted = dspark.slots[dspark.group_of(layer.swa_cache_layer.prefix), :20].clone(), cache.clone()
     request.tokens = 0
     _, kv, _ = dspark.inputs(layer, [(request, 20)], 20)
     cache.fill_(0xFF)
@@ -142,8 +142,8 @@ def test_context_keys_of_a_draft_are_those_that_a_step_inserts(dspark: Engine) -
 
     for slot in slots.tolist():
         page, row = divmod(slot, page_size)
-        written, wanted = (pages[page].as_strided((page_size * 584,), (1,)) for pages in (cache, expected))
+        written, inserted_page = (pages[page].as_strided((page_size * 584,), (1,)) for pages in (cache, inserted))
         data, first_scale = slice(row * 576, row * 576 + 576), page_size * 576 + row * 8
         scales = slice(first_scale, first_scale + 7)
-        assert torch.equal(written[data], wanted[data])
-        assert torch.equal(written[scales], wanted[scales])
+        assert torch.equal(written[data], inserted_page[data])
+        assert torch.equal(written[scales], inserted_page[scales])

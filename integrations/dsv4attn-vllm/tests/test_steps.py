@@ -56,18 +56,20 @@ STEPS_OF = [
 
 
 @pytest.mark.parametrize(
-    ("engine", "before", "behind"),
+    ("engine", "before", "extra_rows"),
     [pytest.param(pair, *STEPS[step], id=f"{name_of(pair)} {step}") for pair, several in STEPS_OF for step in several],
     indirect=["engine"],
 )
-def test_a_step_is_what_own_builder_and_oracle_say(engine: Engine, before: list[tuple[int, int]], behind: int) -> None:
+def test_a_step_is_what_own_builder_and_oracle_say(
+    engine: Engine, before: list[tuple[int, int]], extra_rows: int
+) -> None:
     work = [(engine.request(tokens), count) for tokens, count in before]
     rows = sum(count for _, count in before)
 
-    outs = engine.step(work, behind=behind)
+    outs = engine.step(work, extra_rows=extra_rows)
 
     for layer, out in zip(engine.layers, outs, strict=True):
-        assert torch.equal(engine.of_own_builder(layer, before, rows + behind), out), layer.prefix
+        assert torch.equal(engine.of_own_builder(layer, before, rows + extra_rows), out), layer.prefix
         assert not out[rows:].any()
     engine.check_rows(outs, before, [0, rows // 2, rows - 1])
 
@@ -95,7 +97,7 @@ def test_arguments_of_an_insert_are_checked_once_for_each_signature(
     from dsv4attn_vllm import attention
 
     checks: list[Any] = []
-    monkeypatch.setattr(attention, "check_insert", lambda *given: checks.append(given))
+    monkeypatch.setattr(attention, "check_insert", lambda *arguments: checks.append(arguments))
     with world(config := config_of()):
         engine = Engine(config, CUDAAttention)
         layers = engine.layers
@@ -133,7 +135,7 @@ def test_prompts_on_a_backend_that_takes_raw_q(monkeypatch: pytest.MonkeyPatch) 
     from dsv4attn_vllm import serving
 
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    found = []
+    results = []
     for raw in (False, True):
         serving._serving.cache_clear()
         torch.manual_seed(0)
@@ -145,11 +147,11 @@ def test_prompts_on_a_backend_that_takes_raw_q(monkeypatch: pytest.MonkeyPatch) 
             one, two = engine.request(9), engine.request(4)
             outs = engine.step([(one, 70)])
             # a decode next to a prompt, with rows of padding
-            outs += [out[:34] for out in engine.step([(one, 1), (two, 33)], behind=2)]
+            outs += [out[:34] for out in engine.step([(one, 1), (two, 33)], extra_rows=2)]
             caches = [layer.swa_cache_layer.kv_cache.clone() for layer in engine.layers]
-            found.append((outs, caches, [engine.queries[layer.prefix] for layer in engine.layers]))
+            results.append((outs, caches, [engine.queries[layer.prefix] for layer in engine.layers]))
         serving._serving.cache_clear()
-    (outs, caches, prepared), (raw_outs, raw_caches, queries) = found
+    (outs, caches, prepared), (raw_outs, raw_caches, queries) = results
 
     assert all(torch.equal(a, b) for a, b in zip(outs + caches, raw_outs + raw_caches, strict=True))
     for a, b in zip(prepared, queries, strict=True):
@@ -173,13 +175,13 @@ def test_an_insert_is_refused_before_anything_is_written(engine: Engine) -> None
         ({"positions": torch.tensor([0, len(table)])}, "positions"),
         ({"slots": torch.tensor([1, PAGES * 64])}, "slot_mapping"),
     ]:
-        given = {"kv": kv, "positions": engine.positions[:2], "slots": slots, **changed}
+        arguments = {"kv": kv, "positions": engine.positions[:2], "slots": slots, **changed}
         with pytest.raises(ArgumentError, match=rf"^{said}\b"):
-            layer.insert(q, **given)
+            layer.insert(q, **arguments)
         if "slots" not in changed:
             continue
         with pytest.raises(ArgumentError, match=rf"^{said}\b"):
-            layer.insert_keys(**given)
+            layer.insert_keys(**arguments)
 
     assert torch.equal(q, before[0])
     assert torch.equal(layer.swa_cache_layer.kv_cache, before[1])
@@ -191,9 +193,9 @@ class Inserts:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def qnorm_rope_kv_insert(self, *given: Any) -> None:
+    def qnorm_rope_kv_insert(self, *arguments: Any) -> None:
         """Do nothing."""
-        self.calls.append(given)
+        self.calls.append(arguments)
 
 
 def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> None:
@@ -251,20 +253,20 @@ def test_a_worker_without_a_workspace_has_its_own(engine: Engine) -> None:
     from vllm.v1.worker.workspace import reset_workspace_manager
 
     request = engine.request(150)
-    wanted = engine.step([(request, 1)])
+    expected = engine.step([(request, 1)])
     request.tokens -= 1
     reset_workspace_manager()
 
     outs = engine.step([(request, 1)])
 
-    assert all(map(torch.equal, wanted, outs))
+    assert all(map(torch.equal, expected, outs))
     spaces = [layer._serving.workspace() for layer in engine.layers]
     assert all(space is spaces[0] for space in spaces)
     assert spaces[0].total_bytes
     assert not spaces[0].locked
 
 
-PADDING = {"tokens": {"pad": 2}, "requests too": {"pad": 2, "pad_requests": 2}, "not in metadata": {"behind": 2}}
+PADDING = {"tokens": {"pad": 2}, "requests too": {"pad": 2, "pad_requests": 2}, "not in metadata": {"extra_rows": 2}}
 """Rows after the tokens of a step: vLLM's piecewise graphs, graphs of whole decode steps, and captured pieces."""
 
 
@@ -287,7 +289,7 @@ def check_padding(engine: Engine, padding: dict[str, int]) -> None:
     assert [name for name, cache in engine.bound().items() if not torch.equal(bytes_of(cache), caches[name])] == []
     for request, _ in work:
         request.tokens -= 1
-    described = engine.describe(work, **{name: count for name, count in padding.items() if name != "behind"})
+    described = engine.describe(work, **{name: count for name, count in padding.items() if name != "extra_rows"})
     nothing = [0] * padding.get("pad", 0)
     for layer in owners(engine):
         ratio, lens = layer.compress_ratio, described[layer.prefix].dsv4attn.compressed_lens
@@ -382,6 +384,6 @@ def test_o_proj_equals_vllms_torch_path(engine: Engine) -> None:
 
     rotated = layer.rotary_emb.forward_native(positions, o.clone(), None, inverse=True)[0]
     z = torch.einsum("tgd,grd->tgr", rotated.float().view(rows, 2, 1024), layer.wo_a.weight.float().view(2, 64, 1024))
-    wanted = z.flatten(1) @ layer.wo_b.weight.float().T
+    expected = z.flatten(1) @ layer.wo_b.weight.float().T
     assert y.shape == (rows, 256)
-    assert torch.allclose(y.float(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max())
+    assert torch.allclose(y.float(), expected, rtol=0.02, atol=0.02 * expected.abs().max())

@@ -34,12 +34,12 @@ def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window
         written = [layer.kv_cache.clone() for layer in engine.layers if layer.is_kv_source]
         request.tokens, build = start, engines.build_attn_metadata
 
-        def replayed(*given: Any, **options: Any) -> dict[str, Any]:
+        def replayed(*arguments: Any, **options: Any) -> dict[str, Any]:
             for layer in engine.layers:
                 if layer.is_kv_source:
                     options["slot_mappings"][engine.group_of(layer.prefix), 1 : 1 + hit - start] = -1
             starts = torch.tensor([0, start], dtype=torch.int32)
-            return build(*given, **options, model_specific_attn_metadata=ReplayAttnMetadata(starts))
+            return build(*arguments, **options, model_specific_attn_metadata=ReplayAttnMetadata(starts))
 
         monkeypatch.setattr(engines, "build_attn_metadata", replayed)
         outs = engine.step([(other, 1), (request, count)])
@@ -83,9 +83,9 @@ def test_a_step_of_requests_without_memory_writes_nothing(with_steps: V41Engine)
     before = {name: bytes_of(cache) for name, cache in names.items()}
     build = engines.build_attn_metadata
 
-    def without_slots(*given: Any, **options: Any) -> dict[str, Any]:
+    def without_slots(*arguments: Any, **options: Any) -> dict[str, Any]:
         options["slot_mappings"].fill_(-1)
-        return build(*given, **options)
+        return build(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "build_attn_metadata", without_slots)
@@ -102,9 +102,9 @@ WHOLE_STEPS = ([(0, 20)], [(0, 1), (1, 5)], [(0, 1), (1, 1)])
 def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str) -> None:
     """Hidden states in, hidden states out, with vLLM's compressor, index keys and short contexts."""
     with whole_v41_engine(V41CUDAAttention) as engine:
-        for layer, theirs, ours in both(engine, WHOLE_STEPS):
-            assert torch.equal(theirs, ours), layer.prefix
-            assert theirs.float().std() > 1e-3
+        for layer, of_vllm, of_dsv4attn in both(engine, WHOLE_STEPS):
+            assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
+            assert of_vllm.float().std() > 1e-3
 
 
 def test_keys_alone_are_the_bytes_that_whole_layers_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,15 +114,15 @@ def test_keys_alone_are_the_bytes_that_whole_layers_write(monkeypatch: pytest.Mo
         request, caches = engine.request(), engine.bound()
         blank = {name: bytes_of(cache) for name, cache in caches.items()}
         engine.step([(request, 30)])
-        wanted = {name: bytes_of(cache) for name, cache in caches.items()}
+        expected = {name: bytes_of(cache) for name, cache in caches.items()}
         for name, cache in caches.items():
-            assert not torch.equal(wanted[name], blank[name]), name
+            assert not torch.equal(expected[name], blank[name]), name
             cache.copy_(blank[name].view(cache.dtype))
         request.tokens = 0
 
         engine.step([(request, 30)], attend=False)
 
-        assert all(torch.equal(bytes_of(cache), wanted[name]) for name, cache in caches.items())
+        assert all(torch.equal(bytes_of(cache), expected[name]) for name, cache in caches.items())
         assert len(caches) == len(RATIOS) + 2 + 2 + 1  # windows, entries, index keys, states of ratio 2
 
 
@@ -137,10 +137,10 @@ def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         layers[4]._compressed_kv_cache = lambda: layers[1].kv_cache.as_strided(right.shape, right.stride())
         layers[5].topk_indices_buffer = torch.zeros_like(engine.topk)
 
-        found = {
+        actual = {
             layer.layer_id
-            for layer, theirs, ours in both(engine, ([(0, 6)], *WHOLE_STEPS[1:]))
-            if not torch.equal(theirs, ours)
+            for layer, of_vllm, of_dsv4attn in both(engine, ([(0, 6)], *WHOLE_STEPS[1:]))
+            if not torch.equal(of_vllm, of_dsv4attn)
         }
 
-    assert found == {2, 4, 5}
+    assert actual == {2, 4, 5}

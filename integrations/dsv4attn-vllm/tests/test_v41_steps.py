@@ -58,9 +58,11 @@ def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[st
     with whole_engine(sizes) as engine:
         assert [type(layer.indexer) for layer in engine.layers[1:4:2]] == [V41Indexer] * 2
         assert type(engine.layers[1].compressor) is V41Compressor
-        for layer, theirs, ours in both(engine, STEPS if backend == "reference" else ([(0, 42)], [(0, 1), (1, 3)])):
-            assert torch.equal(theirs, ours), layer.prefix
-            assert theirs.float().std() > 1e-3
+        for layer, of_vllm, of_dsv4attn in both(
+            engine, STEPS if backend == "reference" else ([(0, 42)], [(0, 1), (1, 3)])
+        ):
+            assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
+            assert of_vllm.float().std() > 1e-3
 
 
 def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,13 +71,13 @@ def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> No
     from vllm.v1.attention.backends.mla import indexer
 
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    told = classmethod(lambda _, family, *__: family == 100)
-    monkeypatch.setattr(type(current_platform), "is_device_capability_family", told)
+    is_blackwell = classmethod(lambda _, family, *__: family == 100)
+    monkeypatch.setattr(type(current_platform), "is_device_capability_family", is_blackwell)
     for module in (attention, indexer):
         monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
     with whole_engine(CANDIDATES, kv_cache_dtype="nvfp4_ds_mla") as engine:
-        for layer, theirs, ours in both(engine, [[(0, 42)], [(0, 1), (1, 3)]]):
-            assert torch.equal(theirs, ours), layer.prefix
+        for layer, of_vllm, of_dsv4attn in both(engine, [[(0, 42)], [(0, 1), (1, 3)]]):
+            assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
         caches = engine.bound()
     widths = [caches[f"model.layers.1.attn{name}"].shape[-1] for name in (".swa_cache", "", ".indexer.k_cache")]
     assert widths == [528, 288, 68]
@@ -89,10 +91,10 @@ def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.Monke
         for tokens, count in [(0, 37), (37, 6), (38, 6), (43, 6), (44, 1), (45, 2)]:
             request.tokens, work = tokens, [(Request(request.name, tokens), count)]
             hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
-            theirs = engine.step([(request, count)])
+            of_vllm = engine.step([(request, count)])
             if request.name in own.sequences:
                 own.manager.truncate(own.sequences[request.name], tokens)
-            for layer, a, b in zip(engine.layers, theirs, own.step(work, hidden), strict=True):
+            for layer, a, b in zip(engine.layers, of_vllm, own.step(work, hidden), strict=True):
                 assert torch.equal(a, b), (layer.prefix, tokens)
 
 
@@ -102,9 +104,13 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with whole_engine(CANDIDATES) as engine:
         engine.layers[5].indexer.indexer_op._candidates = None
 
-        found = {layer.layer_id for layer, theirs, ours in both(engine, [[(0, 50)]]) if not torch.equal(theirs, ours)}
+        actual = {
+            layer.layer_id
+            for layer, of_vllm, of_dsv4attn in both(engine, [[(0, 50)]])
+            if not torch.equal(of_vllm, of_dsv4attn)
+        }
 
-    assert found == {5}
+    assert actual == {5}
 
 
 def written(cache: Tensor, before: Tensor) -> Tensor:
@@ -113,7 +119,7 @@ def written(cache: Tensor, before: Tensor) -> Tensor:
     return changed.any(-1) if cache.dtype == torch.float32 else changed.flatten(1).any(-1)
 
 
-@pytest.mark.parametrize("rows", [{"behind": 2}, {"pad": 2}], ids=["behind", "padding"])
+@pytest.mark.parametrize("rows", [{"extra_rows": 2}, {"pad": 2}], ids=["extra rows", "padding"])
 def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: dict[str, int]) -> None:
     """But for a matrix product of bf16 on a CPU, whose bits depend on how many rows it has."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
@@ -142,7 +148,7 @@ def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: d
 @pytest.mark.parametrize("backend", ["reference"], indirect=True)
 def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries and index keys, of a prompt in chunks that break windows of two tokens, and outputs."""
-    found, classes = [], []
+    results, classes = [], []
     for steps in ("all", "none"):
         monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
         serving._serving.cache_clear()
@@ -152,14 +158,14 @@ def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monke
             for work in ([(first, 13)], [(first, 1), (second, 5)], [(first, 2), (second, 1)]):
                 outs = engine.step(work)
             caches = {name: bytes_of(c) for name, c in engine.bound().items() if c.dtype == torch.uint8}
-            found.append((outs, caches))
+            results.append((outs, caches))
             classes.append(type(engine.layers[1].compressor))
 
-    (ours, caches), (theirs, wanted) = found
+    (of_dsv4attn, caches), (of_vllm, expected) = results
     assert classes == [V41Compressor, DeepseekCompressor]
-    assert caches.keys() == wanted.keys()
-    assert [name for name in caches if not torch.equal(caches[name], wanted[name])] == []
-    assert all(map(torch.equal, ours, theirs))
+    assert caches.keys() == expected.keys()
+    assert [name for name in caches if not torch.equal(caches[name], expected[name])] == []
+    assert all(map(torch.equal, of_dsv4attn, of_vllm))
 
 
 @pytest.mark.parametrize("measuring", [False, True], ids=["step", "without metadata"])
@@ -187,14 +193,14 @@ def test_scores_of_another_dtype_or_width_are_refused(
 def test_kernels_of_steps_are_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variants that a warm-up on an A100 compiles; nothing is compiled here."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
-    config, found = v41_config(CANDIDATES), {}
+    config, results = v41_config(CANDIDATES), {}
     with world(config):
         for asked in ("all", "none"):
             monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", asked)
             made = serving.serving_of(config, v41=True)
             variants = made.backend.kernel_variants(made.bounds(), DeviceFacts.named("a100"))
-            found[asked] = {one.name for one in variants}
+            results[asked] = {one.name for one in variants}
 
     around = {"index_query_kernel", "score_kernel", "choose_kernel", "block_scores_kernel", "keep_kernel"}
-    assert found["all"] - found["none"] == {*around, "latent_kernel", "ring_kernel", "store_kernel"}
-    assert "attention" in found["none"]
+    assert results["all"] - results["none"] == {*around, "latent_kernel", "ring_kernel", "store_kernel"}
+    assert "attention" in results["none"]

@@ -68,8 +68,8 @@ def test_an_fp8_wo_a_is_converted_and_again_at_its_address(config: VllmConfig, c
 
         turned = layer.rotary_emb.forward_native(positions, o.clone(), None, inverse=True)[0].double()
         z = torch.einsum("tgd,grd->tgr", turned.view(5, 2, 1024), wide.view(2, 64, 1024)).flatten(1)
-        wanted = (z @ layer.wo_b.weight.double().T).detach()
-        error = (layer._o_proj(o, positions).double() - wanted).norm() / wanted.norm()
+        expected = (z @ layer.wo_b.weight.double().T).detach()
+        error = (layer._o_proj(o, positions).double() - expected).norm() / expected.norm()
         assert error < 0.01
         addresses.add(dense_weight(layer._weight()).data_ptr())
     assert len(addresses) == 1

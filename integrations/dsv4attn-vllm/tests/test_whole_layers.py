@@ -53,9 +53,11 @@ def test_outputs_are_bit_for_bit_those_of_own_layers(engine: WholeEngine, case: 
     before = CASES[case]
     steps = [[(i, tokens)] for i, (tokens, _) in enumerate(before) if tokens]
 
-    for layer, theirs, ours in both(engine, [*steps, [(i, n) for i, (_, n) in enumerate(before)]], last_alone=True):
-        assert torch.equal(theirs, ours), layer.prefix
-        assert theirs.float().std() > 1e-3
+    for layer, of_vllm, of_dsv4attn in both(
+        engine, [*steps, [(i, n) for i, (_, n) in enumerate(before)]], last_alone=True
+    ):
+        assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
+        assert of_vllm.float().std() > 1e-3
 
 
 def check_platform(layer_class: type) -> None:
@@ -65,7 +67,7 @@ def check_platform(layer_class: type) -> None:
     with whole_engine(layer_class) as engine:
         outs = [*both(engine, [[(0, 45)], [(0, 1), (1, 20)]], last_alone=True)]
         assert isinstance(engine.layers[1].indexer, IndexerSteps)
-    assert all(torch.equal(theirs, ours) for _, theirs, ours in outs)
+    assert all(torch.equal(of_vllm, of_dsv4attn) for _, of_vllm, of_dsv4attn in outs)
 
 
 def test_layers_for_intel_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +94,10 @@ def test_layers_for_rocm(tmp_path: Path) -> None:
     run_on_rocm(tmp_path, ROCM)
 
 
-@pytest.mark.parametrize("rows", [{"behind": 2}, {"pad": 2}], ids=["behind", "padding"])
+@pytest.mark.parametrize("rows", [{"extra_rows": 2}, {"pad": 2}], ids=["extra rows", "padding"])
 def test_rows_of_padding_change_nothing(engine: WholeEngine, rows: dict[str, int]) -> None:
-    for layer, theirs, ours in both(engine, [[(0, 45)], [(0, 1), (1, 1)]], last_alone=True, **rows):
-        assert torch.equal(theirs, ours), layer.prefix
+    for layer, of_vllm, of_dsv4attn in both(engine, [[(0, 45)], [(0, 1), (1, 1)]], last_alone=True, **rows):
+        assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
     assert (engine.topk[0] >= 0).all()
 
 
@@ -107,11 +109,11 @@ def test_a_prompt_in_chunks_then_drafts_and_one_rejected(backend: str) -> None:
             request.tokens = tokens
             work = [(Request(request.name, tokens), count)]
             hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
-            theirs = engine.step([(request, count)])
+            of_vllm = engine.step([(request, count)])
             if tokens == 49:
                 own.manager.truncate(own.sequences[request.name], 49)
-            ours = own.step(work, hidden)
-            for layer, a, b in zip(engine.layers, theirs, ours, strict=True):
+            of_dsv4attn = own.step(work, hidden)
+            for layer, a, b in zip(engine.layers, of_vllm, of_dsv4attn, strict=True):
                 assert torch.equal(a, b), (layer.prefix, tokens)
 
 
@@ -130,7 +132,7 @@ def test_index_keys_of_4_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
     serving._serving.cache_clear()
 
     assert keys.shape[-1] == 68
-    assert all(torch.equal(theirs, ours) for _, theirs, ours in outs)
+    assert all(torch.equal(of_vllm, of_dsv4attn) for _, of_vllm, of_dsv4attn in outs)
 
 
 def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +140,8 @@ def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -
     with whole_engine(CUDAAttention, kinds=("swa", "c4a")) as engine:
         selector, forward = engine.layers[1].indexer.indexer_op, type(engine.layers[1].indexer.indexer_op).forward
 
-        def wrong(*given: Any) -> Tensor:
-            out = forward(selector, *given)
+        def wrong(*arguments: Any) -> Tensor:
+            out = forward(selector, *arguments)
             out[:, 0] = -1
             return out
 
@@ -177,10 +179,10 @@ def test_weights_that_are_one_step_of_bf16_larger_are_found(backend: str, name: 
             hidden = [engine.hidden_states(layer, work, 45) for layer in engine.layers]
             OURS[backend] = OwnLayers(engine).step([(copy.copy(work[0][0]), 45)], hidden)
         weight.data = moved
-        theirs = engine.step(work)
+        of_vllm = engine.step(work)
 
-    assert torch.equal(theirs[0], OURS[backend][0])
-    assert not torch.equal(theirs[1], OURS[backend][1])
+    assert torch.equal(of_vllm[0], OURS[backend][0])
+    assert not torch.equal(of_vllm[1], OURS[backend][1])
 
 
 def test_products_do_not_depend_on_their_shape() -> None:
@@ -190,12 +192,12 @@ def test_products_do_not_depend_on_their_shape() -> None:
     with products_in_fp64():
         for rows in (1, 5, 37):
             for columns in (3, 64, 192):
-                wanted, parts = exact[:rows, :columns], (x[:rows], weight[:columns])
-                assert torch.equal(functional.linear(*parts), wanted.bfloat16())
-                assert torch.equal(functional.linear(parts[0][None], parts[1])[0], wanted.bfloat16())
-                assert torch.equal(functional.linear(*(part.float() for part in parts)), wanted.float())
-                assert torch.equal(torch.mm(parts[0], parts[1].T, out_dtype=torch.float32), wanted.float())
-                assert torch.equal(torch.bmm(parts[0][None], parts[1].T[None])[0], wanted.bfloat16())
+                expected, parts = exact[:rows, :columns], (x[:rows], weight[:columns])
+                assert torch.equal(functional.linear(*parts), expected.bfloat16())
+                assert torch.equal(functional.linear(parts[0][None], parts[1])[0], expected.bfloat16())
+                assert torch.equal(functional.linear(*(part.float() for part in parts)), expected.float())
+                assert torch.equal(torch.mm(parts[0], parts[1].T, out_dtype=torch.float32), expected.float())
+                assert torch.equal(torch.bmm(parts[0][None], parts[1].T[None])[0], expected.bfloat16())
 
 
 def blocks_of_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,8 +233,8 @@ def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.Mon
         wide = codes.double() * scales.double().repeat_interleave(128, 0)[: codes.shape[0]].repeat_interleave(128, 1)
         turned = layer.rotary_emb.forward_native(positions, o.clone(), None, inverse=True)[0].double()
         z = torch.einsum("tgd,grd->tgr", turned.view(5, 2, 1024), wide.view(2, 64, 1024)).flatten(1)
-        wanted = (z @ layer.wo_b.weight.double().T).numpy()
-        error = np.linalg.norm(y.double().numpy() - wanted) / np.linalg.norm(wanted)
+        expected = (z @ layer.wo_b.weight.double().T).numpy()
+        error = np.linalg.norm(y.double().numpy() - expected) / np.linalg.norm(expected)
         assert ("projection" in layer._serving.steps) is (steps == "auto")
         # outputs of attention have 3 bits after the point in fp8, and 7 in bf16
         assert (0.01 < error < 0.05) if steps == "auto" else error < 0.01

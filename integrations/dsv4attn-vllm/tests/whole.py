@@ -115,8 +115,8 @@ def norms_in_fp64(engine: Engine) -> Iterator[None]:
 
         def split_and_norm(qr_kv: Tensor) -> tuple[Tensor, Any, Tensor]:
             qr, scale, kv = original(qr_kv)
-            given, weights = qr_kv.split(sizes, -1), (layer.q_norm.weight, layer.kv_norm.weight)
-            norms = map(exact_norm, given, weights, [layer.eps] * 2, (qr, kv))
+            projections, weights = qr_kv.split(sizes, -1), (layer.q_norm.weight, layer.kv_norm.weight)
+            norms = map(exact_norm, projections, weights, [layer.eps] * 2, (qr, kv))
             qr, kv = (norm.to(qr_kv.dtype) for norm in norms)
             return qr, scale, kv
 
@@ -142,13 +142,13 @@ class OwnLayers:
         layouts = serving.swa_layout, serving.compressed_layout
         self.manager = ds.CacheManager(self.model, serving.limits, layouts[0], compressed_layout=layouts[1], **options)
         self.layers, self.sequences = [], {}
-        for i, theirs in enumerate(engine.layers):
-            weights = ds.AttentionWeights.from_dict(weights_of(theirs), self.model, i)
-            space = {"workspace": ds.WorkspaceManager(), "cos_sin_cache": theirs.rotary_emb.cos_sin_cache}
+        for i, of_vllm in enumerate(engine.layers):
+            weights = ds.AttentionWeights.from_dict(weights_of(of_vllm), self.model, i)
+            space = {"workspace": ds.WorkspaceManager(), "cos_sin_cache": of_vllm.rotary_emb.cos_sin_cache}
             if self.model.shared_latent:
                 space["sources"] = self.layers
             layer = ds.DeepseekV4Attention(
-                theirs.prefix, self.model, i, serving.limits, serving.backend, weights, **space
+                of_vllm.prefix, self.model, i, serving.limits, serving.backend, weights, **space
             )
             layer.bind_kv_cache(self.manager.caches[i])
             self.layers.append(layer)
@@ -210,6 +210,6 @@ def both(
         described = [(copy.copy(request), count) for request, count in work]
         rows, attend = sum(count for _, count in work), number == len(steps) or not last_alone
         hidden = [engine.hidden_states(layer, described, rows) for layer in engine.layers]
-        theirs, ours = engine.step(work, attend=attend, **options), own.step(described, hidden, attend=attend)
+        of_vllm, of_dsv4attn = engine.step(work, attend=attend, **options), own.step(described, hidden, attend=attend)
         if attend:
-            yield from zip(engine.layers, [out[:rows] for out in theirs], ours, strict=True)
+            yield from zip(engine.layers, [out[:rows] for out in of_vllm], of_dsv4attn, strict=True)
