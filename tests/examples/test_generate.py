@@ -60,9 +60,9 @@ def test_a_difference_is_said_and_fails_unless_pages_round(
 
     def planted(model: Any, ids: Any, **options: Any) -> Any:
         if plain:
-            made = plain[0].clone()
-            made[:, ids.shape[1] + agreeing :] += 1
-            return made
+            tokens = plain[0].clone()
+            tokens[:, ids.shape[1] + agreeing :] += 1
+            return tokens
         plain.append(generate(model, ids, **options))
         return plain[0]
 

@@ -85,14 +85,14 @@ def test_the_recipe_works_as_it_stands(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    made = checkout / "dsv4attn-zephyr"
+    plugin_folder = checkout / "dsv4attn-zephyr"
 
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert set(SHORT) < set(LINES)
-    certificate = json.loads((made / "dsv4attn-zephyr.json").read_text(encoding="utf-8"))
+    certificate = json.loads((plugin_folder / "dsv4attn-zephyr.json").read_text(encoding="utf-8"))
     assert (certificate["ok"], certificate["distribution"]) == (True, "dsv4attn-zephyr")
-    assert not [path for path in made.rglob("*") if "acme" in path.name.lower()]
-    for file in (made / "README.md", made / "pyproject.toml", *made.glob("*/*.py")):
+    assert not [path for path in plugin_folder.rglob("*") if "acme" in path.name.lower()]
+    for file in (plugin_folder / "README.md", plugin_folder / "pyproject.toml", *plugin_folder.glob("*/*.py")):
         assert "acme" not in file.read_text(encoding="utf-8").lower(), file
 
 

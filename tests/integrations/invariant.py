@@ -51,11 +51,11 @@ def _alone(forward: Callable[..., Any]) -> Callable[..., Any]:
     def each(x: Tensor, input_ids: Tensor | None = None) -> Any:
         rows = []
         for n in range(x.shape[0]):
-            made = []
+            outputs = []
             for s in range(x.shape[1]):
-                more = {} if input_ids is None else {"input_ids": input_ids[n : n + 1, s : s + 1]}
-                made.append(forward(x[n : n + 1, s : s + 1].clone(), **more))
-            rows.append(_joined(made, 1))
+                ids = {} if input_ids is None else {"input_ids": input_ids[n : n + 1, s : s + 1]}
+                outputs.append(forward(x[n : n + 1, s : s + 1].clone(), **ids))
+            rows.append(_joined(outputs, 1))
         return _joined(rows, 0)
 
     return each

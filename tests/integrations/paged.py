@@ -124,5 +124,5 @@ def chunked(model: Any, ids: Tensor, chunks: Sequence[int], cache: Any = None, m
 def generated(model: Any, tokens: int, **inputs: Any) -> Tensor:
     """The new tokens [N, tokens] of a greedy search."""
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **inputs}
-    made: Tensor = model.generate(max_new_tokens=tokens, **options)
-    return made[:, inputs["input_ids"].shape[1] :]
+    output: Tensor = model.generate(max_new_tokens=tokens, **options)
+    return output[:, inputs["input_ids"].shape[1] :]

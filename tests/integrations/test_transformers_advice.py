@@ -137,5 +137,5 @@ def test_a_layout_of_index_keys_has_a_name(name: str) -> None:
         assert not call(model, ids_of(model, 200)).logits.isnan().any()
         (layout,) = {caches.index.layout for caches in handle.pages.manager.caches if caches.index}
     rows = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    made = {"index_fp8": KVCacheLayout.index_fp8(), "index_mxfp4": KVCacheLayout.index_mxfp4()}
-    assert layout == (made[name] if name in made else KVCacheLayout.rows(64, 64, dtype=rows[name]))
+    layouts = {"index_fp8": KVCacheLayout.index_fp8(), "index_mxfp4": KVCacheLayout.index_mxfp4()}
+    assert layout == (layouts[name] if name in layouts else KVCacheLayout.rows(64, 64, dtype=rows[name]))

@@ -111,10 +111,10 @@ def test_generate_gives_the_tokens_of_eager_with_batch_and_left_padding() -> Non
 
 
 def test_a_model_is_made_with_the_name() -> None:
-    made = new_model(attn_implementation=NAME)
+    model = new_model(attn_implementation=NAME)
 
-    assert made.config._attn_implementation == NAME
-    got = logits_of(made, prompts(30)["input_ids"])
+    assert model.config._attn_implementation == NAME
+    got = logits_of(model, prompts(30)["input_ids"])
     assert deviation(got, logits(causal_model(), "eager", (30,), cached=False, **prompts(30))) <= TOLERANCE
 
 
@@ -142,9 +142,9 @@ def test_inference_mode_and_no_grad_may_alternate(name: str) -> None:
 def test_bf16_is_as_near_to_fp32_as_eager_in_bf16() -> None:
     inputs = prompts(40, 31)
     true = logits(causal_model(), "eager", (40,), cached=False, **inputs)
-    made = new_model().to(torch.bfloat16)
+    model = new_model().to(torch.bfloat16)
     eager, of_dsv4attn = (
-        deviation(logits(made, name, (40,), cached=False, **inputs).float(), true) for name in ("eager", NAME)
+        deviation(logits(model, name, (40,), cached=False, **inputs).float(), true) for name in ("eager", NAME)
     )
 
     print(f"eager {eager:.1e} ours {of_dsv4attn:.1e}")

@@ -288,17 +288,17 @@ def quantised(linear: Any) -> tuple[Any, Tensor]:
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     rows, columns = linear.weight.shape
-    made = FP8Linear(columns, rows, block_size=(128, 128))
+    fp8_linear = FP8Linear(columns, rows, block_size=(128, 128))
     with torch.no_grad():
         for i in range(0, rows, 128):
             for j in range(0, columns, 128):
                 block = linear.weight[i : i + 128, j : j + 128].float()
                 scale = block.abs().max() / 448
-                made.weight[i : i + 128, j : j + 128] = (block / scale).to(torch.float8_e4m3fn)
-                made.weight_scale_inv[i // 128, j // 128] = scale
-        scales = made.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        dense = (made.weight.float() * scales[:rows, :columns]).to(torch.bfloat16)
-    return made.requires_grad_(requires_grad=False), dense
+                fp8_linear.weight[i : i + 128, j : j + 128] = (block / scale).to(torch.float8_e4m3fn)
+                fp8_linear.weight_scale_inv[i // 128, j // 128] = scale
+        scales = fp8_linear.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        dense = (fp8_linear.weight.float() * scales[:rows, :columns]).to(torch.bfloat16)
+    return fp8_linear.requires_grad_(requires_grad=False), dense
 
 
 def test_fp8_modules_equal_their_weights_in_bf16() -> None:

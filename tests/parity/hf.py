@@ -155,7 +155,7 @@ def released(geometry: ModelGeometry) -> tuple[Any, Any]:
 
     scaling = geometry.compress_yarn
     assert scaling is not None
-    made = DeepseekV4Config(
+    configuration = DeepseekV4Config(
         hidden_size=geometry.hidden_size,
         num_hidden_layers=geometry.num_layers,
         num_attention_heads=geometry.num_heads,
@@ -175,7 +175,7 @@ def released(geometry: ModelGeometry) -> tuple[Any, Any]:
             beta_slow=scaling.beta_slow,
         ),
     )
-    return made, DeepseekV4RotaryEmbedding(made)
+    return configuration, DeepseekV4RotaryEmbedding(configuration)
 
 
 @functools.cache
@@ -190,18 +190,18 @@ def seeded(make: Callable[[], Any], seed: int) -> Any:
     """Return what `make` makes, a model of transformers, with the parameters of `model`."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        made = make().float().eval()
-        for name, parameter in made.named_parameters():
+        model = make().float().eval()
+        for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
                 parameter.normal_()
             elif name.endswith(("position_bias", "hc.base", "hc_base", "hc.scale", "hc_scale")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-        for name, buffer in made.named_buffers():
+        for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
                 buffer.random_(4)
-    return made.requires_grad_(requires_grad=False)
+    return model.requires_grad_(requires_grad=False)
 
 
 def prompt(seed: int, number: int = 0) -> Tensor:
@@ -216,7 +216,7 @@ def trace(seed: int, kind: LayerKind, number: int = 0, length: int = LONGEST) ->
     return run(model(seed), prompt(seed, number)[:length])[KINDS.index(kind)]
 
 
-def run(made: Any, ids: Tensor, chunks: Sequence[int] = ()) -> list[Trace]:
+def run(model: Any, ids: Tensor, chunks: Sequence[int] = ()) -> list[Trace]:
     """Run a sequence through transformers, at once or through its own cache in chunks; one trace per layer.
 
     The attention function of its eager path is wrapped to see the queries, keys, mask and weights of each layer.
@@ -237,17 +237,17 @@ def run(made: Any, ids: Tensor, chunks: Sequence[int] = ()) -> list[Trace]:
 
         return recorded
 
-    handles = [layer.self_attn.register_forward_hook(see, with_kwargs=True) for layer in made.layers]
-    cache = DynamicCache(config=made.config) if chunks else None
+    handles = [layer.self_attn.register_forward_hook(see, with_kwargs=True) for layer in model.layers]
+    cache = DynamicCache(config=model.config) if chunks else None
     with torch.no_grad(), eager_attention(attend):
         for part in ids.split(list(chunks) or [len(ids)]):
-            made(input_ids=part[None], **passing(cache), use_cache=cache is not None)
+            model(input_ids=part[None], **passing(cache), use_cache=cache is not None)
     for handle in handles:
         handle.remove()
-    return [_joined(made, kind, seen) for kind, seen in zip(KINDS, calls, strict=True)]
+    return [_joined(model, kind, seen) for kind, seen in zip(KINDS, calls, strict=True)]
 
 
-def _joined(made: Any, kind: LayerKind, calls: list[dict[str, Any]]) -> Trace:
+def _joined(model: Any, kind: LayerKind, calls: list[dict[str, Any]]) -> Trace:
     """One trace from the calls of one layer."""
     tokens = sum(call["hidden"].shape[0] for call in calls)
     selected = torch.zeros(tokens, tokens // RATIO[kind] if kind is not LayerKind.SWA else 0, dtype=torch.bool)
@@ -260,7 +260,7 @@ def _joined(made: Any, kind: LayerKind, calls: list[dict[str, Any]]) -> Trace:
         done += n
     last: dict[str, Any] = {name: calls[-1][name] for name in ("arguments", "keys", "mask", "weights")}
     joined: dict[str, Any] = {name: torch.cat([call[name] for call in calls]) for name in ("hidden", "output", "query")}
-    attention = made.layers[KINDS.index(kind)].self_attn
+    attention = model.layers[KINDS.index(kind)].self_attn
     return Trace(kind=kind, attention=attention, selected=selected, **last, **joined)
 
 

@@ -53,12 +53,12 @@ class Mode:
 
     def steps(self) -> list[list[tuple[int, int]]]:
         """(sequence, query tokens) of each step, decodes first."""
-        made = []
+        steps = []
         for step in range(max(start + len(c) for start, c in zip(self.starts, self.chunks, strict=True))):
             due = [(i, step - start) for i, start in enumerate(self.starts)]
             batch = [(i, self.chunks[i][at]) for i, at in due if 0 <= at < len(self.chunks[i])]
-            made.append(sorted(batch, key=lambda part: part[1] > 1 + self.num_speculative_tokens))
-        return made
+            steps.append(sorted(batch, key=lambda part: part[1] > 1 + self.num_speculative_tokens))
+        return steps
 
 
 MODES = (

@@ -233,12 +233,12 @@ class LateEntries(MetadataBuilder):
     def build_compressed(
         self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, **options: Any
     ) -> FlashMLASparseMetadata:
-        made = super().build_compressed(batch, swa, kind, **options)
-        completes = (made.slot_mapping[: made.num_actual_tokens] >= 0).int()
-        made.compressed_lens.sub_(completes)
-        if made.c128a_decode_topk_lens is not None:
-            made.c128a_decode_topk_lens.sub_(completes[: swa.num_decode_tokens])
-        return made
+        metadata = super().build_compressed(batch, swa, kind, **options)
+        completes = (metadata.slot_mapping[: metadata.num_actual_tokens] >= 0).int()
+        metadata.compressed_lens.sub_(completes)
+        if metadata.c128a_decode_topk_lens is not None:
+            metadata.c128a_decode_topk_lens.sub_(completes[: swa.num_decode_tokens])
+        return metadata
 
 
 COMPRESSED = LayerKind.CSA, LayerKind.HCA

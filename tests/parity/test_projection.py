@@ -23,9 +23,9 @@ def theirs(kind: LayerKind, o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """Z [T, G, rank] and y [T, hidden] of transformers for o [T, H, D]: rotation undone, o_a_proj, o_b_proj."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
-    made = hf.model(0)
-    attention = made.layers[hf.KINDS.index(kind)].self_attn
-    cos, sin = made.rotary_emb(o, torch.arange(TOKENS)[None], layer_type=attention.rope_layer_type)
+    model = hf.model(0)
+    attention = model.layers[hf.KINDS.index(kind)].self_attn
+    cos, sin = model.rotary_emb(o, torch.arange(TOKENS)[None], layer_type=attention.rope_layer_type)
     turned = apply_rotary_pos_emb(o.transpose(0, 1)[None], cos, -sin)[0].transpose(0, 1)
     z = attention.o_a_proj(turned.reshape(TOKENS, attention.config.o_groups, -1))
     return z, attention.o_b_proj(z.flatten(1))

@@ -83,8 +83,8 @@ def patch(
     tokens = tokens if max_tokens is None else check_count("max_tokens", max_tokens, 1)
     layout = _layout(kv_layout, geometry)
     keys_layout = None if index_layout is None else _index_layout(index_layout, layout, geometry)
-    chosen = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
-    limits = Limits(max_batch, tokens, max_len, single_phase=chosen.deterministic)
+    made = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
+    limits = Limits(max_batch, tokens, max_len, single_phase=made.deterministic)
     names = [f"layers.{i}.self_attn" for i in range(geometry.num_layers)]
     weights = [
         attention_weights(layer.self_attn, geometry, geometry.layer(i), name)
@@ -98,10 +98,10 @@ def patch(
         device=device,
         num_blocks=num_blocks,
         keep_windows=keep_windows,
-        backend=chosen,
+        backend=made,
     )
     with torch.inference_mode(False), torch.no_grad():
-        attentions = _attentions(geometry, limits, chosen, names, weights, device)
+        attentions = _attentions(geometry, limits, made, names, weights, device)
     for attention, caches in zip(attentions, manager.caches, strict=True):
         attention.bind_kv_cache(caches)
     # transformers' classes are subclassed there

@@ -23,9 +23,10 @@ from dsv4attn_sglang import hooks
 
 # the repository's own tests make the interpreter many times faster
 sys.path.append(str(Path(__file__).parents[3]))
+from integrations.interpreter import round_as_torch
 from tests.fast_interpreter.patches import patch_interpreter
 
-fakes.round_as_torch()
+round_as_torch("fp8e4nv")
 patch_interpreter()
 
 

@@ -98,23 +98,6 @@ def flash_mla_calls() -> list[str]:
     return _CALLS
 
 
-def round_as_torch() -> None:
-    """Make Triton's interpreter cast float32 to fp8 as hardware does."""
-    import numpy as np
-    import torch
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def cast(given: Any, of: Any, to: Any, rounding: Any) -> Any:
-        if (of.name, to.name) != ("fp32", "fp8e4nv"):
-            return convert(given, of, to, rounding)
-        values = torch.from_numpy(np.ascontiguousarray(given).view(np.float32).reshape(-1).copy())
-        return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    interpreter._convert_float = cast
-
-
 def on_cuda(put: Callable[[Any, str, Any], None]) -> None:
     """Fake what is faked in SGLang's modules. put: sets an attribute."""
     import sglang.srt.utils

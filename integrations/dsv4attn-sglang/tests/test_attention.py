@@ -35,13 +35,16 @@ class Calls:
 @pytest.fixture
 def calls(interface: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     """Calls of a test, each of them compared with the oracle at the end."""
-    made = Calls()
-    for name, kept in (("flash_mla_with_kvcache", made.decode), ("flash_mla_sparse_fwd", made.prefill)):
+    recorded_calls = Calls()
+    for name, kept in (
+        ("flash_mla_with_kvcache", recorded_calls.decode),
+        ("flash_mla_sparse_fwd", recorded_calls.prefill),
+    ):
         monkeypatch.setattr(interface, name, recorded(getattr(interface, name), kept))
-    yield made
-    for arguments, out in made.decode:
+    yield recorded_calls
+    for arguments, out in recorded_calls.decode:
         check_decode(arguments, out)
-    for arguments, out in made.prefill:
+    for arguments, out in recorded_calls.prefill:
         check_prefill(arguments, out)
     assert not fakes.flash_mla_calls()
 
@@ -136,9 +139,12 @@ def test_layers_with_a_compressed_cache(
 
     assert [len(calls.decode), len(calls.prefill)] == ([0, 1] if sparse else [1, 0])
     extra = {1: 256, 2: 128, 4: 64, 128: 2}[ratio]
-    for made, _ in calls.decode:
-        assert (made["k_cache"].shape[1:], made["extra_k_cache"].shape[1:]) == ((256, 1, 584), (extra, 1, 584))
-        assert made["use_legacy"] is True
+    for arguments, _ in calls.decode:
+        assert (arguments["k_cache"].shape[1:], arguments["extra_k_cache"].shape[1:]) == (
+            (256, 1, 584),
+            (extra, 1, 584),
+        )
+        assert arguments["use_legacy"] is True
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
@@ -146,7 +152,7 @@ def test_drafts_are_verified(kit: Any, backend: str, calls: Calls, ratio: int) -
     kit_case = case("verify", "TARGET_VERIFY", (40, 140), (3, 3), compress_ratio=ratio)
     kit.run_dsv4_target_verify_attention_case(TEST, kit_case, device="cpu")
 
-    assert [made["q"].shape[:2] for made, _ in calls.decode] == [(6, 1)]
+    assert [arguments["q"].shape[:2] for arguments, _ in calls.decode] == [(6, 1)]
 
 
 def test_drafts_are_made(kit: Any, backend: str, calls: Calls) -> None:

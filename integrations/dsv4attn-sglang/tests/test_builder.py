@@ -144,9 +144,9 @@ def test_decode_attends_to_the_same_keys(
             attn_sink=sink,
         )
 
-    expected, [made] = ours(ratio, q[: len(LENGTHS)], caches, sink, chosen), calls
-    assert made["q"].shape[0] == rows
-    for row, n in enumerate(made["topk_length"].tolist()):
-        made["indices"][row, 0, :n] = made["indices"][row, 0, :n].sort().values
-    assert torch.equal(decode(**made)[0][: len(LENGTHS), 0], expected)
+    expected, [call] = ours(ratio, q[: len(LENGTHS)], caches, sink, chosen), calls
+    assert call["q"].shape[0] == rows
+    for row, n in enumerate(call["topk_length"].tolist()):
+        call["indices"][row, 0, :n] = call["indices"][row, 0, :n].sort().values
+    assert torch.equal(decode(**call)[0][: len(LENGTHS), 0], expected)
     torch.testing.assert_close(of_sglang[: len(LENGTHS)], expected, rtol=2**-7, atol=1e-5)

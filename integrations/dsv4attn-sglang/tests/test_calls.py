@@ -197,17 +197,17 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., types.Modu
     """Makes modules, whose hooks are forgotten afterwards."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    made: list[str] = []
+    targets: list[str] = []
 
     def make(name: str, **functions: Any) -> types.ModuleType:
         module = types.ModuleType(name)
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, name, module)
-        made.extend(f"{name}.{function}" for function in functions)
+        targets.extend(f"{name}.{function}" for function in functions)
         return module
 
     yield make
-    for target in made:
+    for target in targets:
         hooks._registered.discard(target)
         HookRegistry._patched.discard(target)
         HookRegistry._hooks.pop(target, None)

@@ -36,32 +36,32 @@ def test_the_installed_sglang_has_every_name(runner: Any) -> None:
 
 
 def test_each_name_is_missed_and_said(kit: Any) -> None:
-    for one in TABLE["all"]:
-        for name in one.names():
-            owner = one.find()
+    for entry in TABLE["all"]:
+        for name in entry.names():
+            owner = entry.find()
             if inspect.isclass(owner) and issubclass(owner, Enum):
                 # its members cannot be removed: another name, which nothing has
-                assert [*evolve(one, attributes=("absent",)).lacking()] == [f"{one.owner}.absent is not there"]
+                assert [*evolve(entry, attributes=("absent",)).lacking()] == [f"{entry.owner}.absent is not there"]
                 continue
             with pytest.MonkeyPatch.context() as patch:
                 patch.delattr(owner, name)
-                assert engine_internals.lacking(TABLE["all"], "sglang") == [f"{one.owner}.{name} is not there"]
+                assert engine_internals.lacking(TABLE["all"], "sglang") == [f"{entry.owner}.{name} is not there"]
 
 
 def without(runner: Any, path: str) -> Any:
     """A copy of what a runner has, without one attribute."""
-    made = SimpleNamespace()
-    for each in RUNNER:
-        if each == path:
+    partial_runner = SimpleNamespace()
+    for other_path in RUNNER:
+        if other_path == path:
             continue
-        *owners, name = each.split(".")
-        source, copy = runner, made
+        *owners, name = other_path.split(".")
+        source, copy = runner, partial_runner
         for owner in owners:
             source = getattr(source, owner)
             vars(copy).setdefault(owner, SimpleNamespace())
             copy = getattr(copy, owner)
         setattr(copy, name, getattr(source, name))
-    return made
+    return partial_runner
 
 
 @pytest.mark.parametrize("path", RUNNER)
@@ -128,7 +128,7 @@ def used() -> Iterator[tuple[str, str]]:
 
 
 def test_every_import_from_sglang_is_in_the_table() -> None:
-    listed = {(one.owner, name) for one in TABLE["all"] for name in one.names()}
-    owners = {tuple(one.owner.split(":")) for one in TABLE["all"] if ":" in one.owner}
+    listed = {(entry.owner, name) for entry in TABLE["all"] for name in entry.names()}
+    owners = {tuple(entry.owner.split(":")) for entry in TABLE["all"] if ":" in entry.owner}
 
     assert sorted(set(used()) - listed - owners) == []

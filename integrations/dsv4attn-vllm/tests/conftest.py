@@ -38,39 +38,29 @@ import torch
 
 # the repository's own tests make the interpreter many times faster
 sys.path.append(str(Path(__file__).parents[3]))
+from integrations.interpreter import round_as_torch
 from tests.fast_interpreter.patches import patch_interpreter
 
 patch_interpreter()
 
 
-def compute_as_a_gpu_does() -> None:
-    """Mend two things of the interpreter that vLLM's kernels need.
-
-    It rounds fp32 wrongly to e4m3 and bf16, and takes the bits of bf16 for integers in a matrix product.
-    """
+def multiply_bf16_by_value() -> None:
+    """Make the interpreter's matrix product take operands in bf16 by their values. It takes their bits for integers."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-    narrow = {"fp8e4nv": (torch.float8_e4m3fn, torch.uint8), "bf16": (torch.bfloat16, torch.uint16)}
-
-    def rounded(given: Any, of: Any, to: Any, rounding: Any) -> Any:
-        if of.name != "fp32" or to.name not in narrow:
-            return convert(given, of, to, rounding)
-        values = torch.from_numpy(np.ascontiguousarray(given).view(np.float32).copy())
-        dtype, bits = narrow[to.name]
-        return values.to(dtype).view(bits).numpy()
+    dot = interpreter.InterpreterBuilder.create_dot
 
     def widened(operand: Any) -> Any:
         if operand.dtype.name != "bf16":
             return operand
         return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    interpreter._convert_float = rounded
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
 
 
-compute_as_a_gpu_does()
+round_as_torch("fp8e4nv", "bf16")
+multiply_bf16_by_value()
 
 
 class NoEvent:
@@ -109,5 +99,5 @@ def config() -> Iterator[Any]:
     """VLLM's configuration of a small DeepSeek-V4, in its process groups."""
     from engine import config_of, world
 
-    with world(made := config_of()):
-        yield made
+    with world(config := config_of()):
+        yield config

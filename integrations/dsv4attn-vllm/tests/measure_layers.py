@@ -224,39 +224,39 @@ def main(model: str, tokens: str, prompts: str, names: str, kinds: str, profile:
     most = max([8192, *(requests * count for requests, count in prefills)])
     limits = {"max_num_seqs": max([8, *decodes]), "max_num_batched_tokens": most}
     rows: list[dict[str, Any]] = []
-    with torch.inference_mode(), engines(model, classes_of(names.split(",")), **limits) as made:
+    with torch.inference_mode(), engines(model, classes_of(names.split(",")), **limits) as by_name:
         for count in decodes:
-            rows += decode_rows(made, count, kinds.split(","), profile=profile)
+            rows += decode_rows(by_name, count, kinds.split(","), profile=profile)
         for shape in prefills:
-            rows += prefill_rows(made, *shape, kinds.split(","))
+            rows += prefill_rows(by_name, *shape, kinds.split(","))
         if file:
             results = {"device": torch.cuda.get_device_name(), "model": model, "rows": rows}
             file.write_text(json.dumps(results, indent=1))
-    show(rows, list(made))
+    show(rows, list(by_name))
     if wrong := excesses(rows):
         raise click.ClickException("\n".join(wrong))
 
 
-def steps_of(made: dict[str, GPUEngine], contexts: Sequence[int], count: int) -> dict[str, Step]:
+def steps_of(by_name: dict[str, GPUEngine], contexts: Sequence[int], count: int) -> dict[str, Step]:
     """The same step of every engine: requests with these contexts, and `count` new tokens each."""
-    first = next(iter(made.values()))
+    first = next(iter(by_name.values()))
     free = list(first._free)
     work = [(first.at(context), count) for context in contexts]
     results = {}
-    for name, engine in made.items():
+    for name, engine in by_name.items():
         engine._free = first._free
         results[name] = Step(engine, work)
     first._free = free
-    fill(first, next(engine for name, engine in made.items() if name != "vLLM"), work)
+    fill(first, next(engine for name, engine in by_name.items() if name != "vLLM"), work)
     return results
 
 
 def decode_rows(
-    made: dict[str, GPUEngine], count: int, kinds: Sequence[str], *, profile: bool = False
+    by_name: dict[str, GPUEngine], count: int, kinds: Sequence[str], *, profile: bool = False
 ) -> list[dict[str, Any]]:
     """One token for each of `count` requests of 2,048 to 16,384 tokens."""
     lengths = torch.randint(2048, 16384, (count,), generator=torch.Generator().manual_seed(1)).tolist()
-    steps, rows = steps_of(made, lengths, 1), []
+    steps, rows = steps_of(by_name, lengths, 1), []
     for kind in kinds:
         row: dict[str, Any] = {"phase": "decode", "tokens": count, "kind": kind, "apart": compare(steps, kind)}
         layers = LAYERS * TIMES
@@ -272,9 +272,11 @@ def decode_rows(
     return rows
 
 
-def prefill_rows(made: dict[str, GPUEngine], requests: int, count: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
+def prefill_rows(
+    by_name: dict[str, GPUEngine], requests: int, count: int, kinds: Sequence[str]
+) -> list[dict[str, Any]]:
     """Prompts, eagerly; those of several requests continue a context of 4,096 tokens."""
-    steps, rows = steps_of(made, [4096 if requests > 1 else 0] * requests, count), []
+    steps, rows = steps_of(by_name, [4096 if requests > 1 else 0] * requests, count), []
     for kind in kinds:
         row: dict[str, Any] = {"phase": "prefill", "tokens": requests * count, "kind": kind}
         row["apart"] = compare(steps, kind)

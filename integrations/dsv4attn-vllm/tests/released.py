@@ -127,20 +127,20 @@ def engines(model: str, classes: dict[str, tuple[type, str]], **limits: int) -> 
     folder = model_folder(kinds, **RELEASED, **MODELS[model])
     written = Path(folder, "config.json")
     written.write_text(json.dumps({**json.loads(written.read_text()), "quantization_config": FP8}))
-    made: dict[str, GPUEngine] = {}
+    by_name: dict[str, GPUEngine] = {}
     with ExitStack() as stack:
         for name, (layer_class, steps) in classes.items():
             os.environ["DSV4ATTN_VLLM_STEPS"] = steps
             config = config_of(folder, enforce_eager=False, max_model_len=32768, **limits)
-            stack.enter_context(set_current_vllm_config(config) if made else world(config, device=GPU))
+            stack.enter_context(set_current_vllm_config(config) if by_name else world(config, device=GPU))
             # a prompt of 8,192 tokens takes 7,000 pages, most of them for states of the compressors
             pages = 8192 + limits["max_num_seqs"] * 72
             streams = {"aux_stream_list": [torch.cuda.Stream() for _ in range(3)]}
-            made[name] = GPUEngine(config, layer_class, layers=len(kinds), pages=pages, device=GPU, **streams)
-            first = next(iter(made.values()))
-            if made[name] is not first:
-                made[name].share(first)
-        yield made
+            by_name[name] = GPUEngine(config, layer_class, layers=len(kinds), pages=pages, device=GPU, **streams)
+            first = next(iter(by_name.values()))
+            if by_name[name] is not first:
+                by_name[name].share(first)
+        yield by_name
 
 
 def of_kind(engine: GPUEngine, kind: str) -> list[Any]:

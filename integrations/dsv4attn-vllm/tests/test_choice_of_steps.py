@@ -125,8 +125,8 @@ def test_a_backend_without_an_fp8_projection(config: VllmConfig, monkeypatch: py
         layer_of(config)
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
     serving._serving.cache_clear()
-    made = serving.serving_of(config)
-    assert (made.steps, made.backend.projects_fp8) == ({PROJECTION}, True)
+    served = serving.serving_of(config)
+    assert (served.steps, served.backend.projects_fp8) == ({PROJECTION}, True)
 
 
 def test_an_option_in_the_configuration_file_stays(
@@ -136,9 +136,9 @@ def test_an_option_in_the_configuration_file_stays(
     monkeypatch.setenv("DSV4ATTN_CONFIG", str(tmp_path / "dsv4attn.toml"))
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
 
-    made = serving.serving_of(config)
+    served = serving.serving_of(config)
 
-    assert (made.steps, made.backend.projects_fp8) == ({INDEXER, COMPRESSOR}, False)
+    assert (served.steps, served.backend.projects_fp8) == ({INDEXER, COMPRESSOR}, False)
 
 
 @pytest.mark.parametrize("layer_class", [CUDAAttention, CPUAttention])

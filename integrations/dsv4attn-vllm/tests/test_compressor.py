@@ -28,8 +28,8 @@ def with_op(monkeypatch: pytest.MonkeyPatch, engine: WholeEngine, **changed: Any
 
 @pytest.fixture
 def engine(backend: str) -> Iterator[WholeEngine]:
-    with whole_engine(CUDAAttention) as made:
-        yield made
+    with whole_engine(CUDAAttention) as engine:
+        yield engine
 
 
 def compressors(engine: WholeEngine) -> list[tuple[Any, Any]]:

@@ -35,15 +35,15 @@ def with_op(monkeypatch: pytest.MonkeyPatch, engine: WholeEngine, **changed: Any
 
 @pytest.fixture
 def engine(backend: str) -> Iterator[WholeEngine]:
-    with whole_engine(CUDAAttention, kinds=("c4a",)) as made:
-        yield made
+    with whole_engine(CUDAAttention, kinds=("c4a",)) as engine:
+        yield engine
 
 
 @pytest.fixture
 def mtp(backend: str) -> Iterator[WholeEngine]:
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
-    with whole_engine(CUDAAttention, kinds=("c4a",), speculative_config=speculation) as made:
-        yield made
+    with whole_engine(CUDAAttention, kinds=("c4a",), speculative_config=speculation) as engine:
+        yield engine
 
 
 class Seen:

@@ -30,7 +30,7 @@ from dsv4attn.tools.cli.engines import EngineState
 
 HERE = [group for group in TABLE if "rocm" not in group]
 """VLLM's modules for ROCm want a GPU when they are imported: `test_layers_for_rocm` has their groups."""
-ENTRIES = [(group, one) for group in HERE for one in TABLE[group]]
+ENTRIES = [(group, entry) for group in HERE for entry in TABLE[group]]
 OURS = sorted(Path(next(iter(dsv4attn_vllm.__path__))).glob("*.py"))
 
 
@@ -49,28 +49,28 @@ def test_the_page_on_engines_counts_the_names() -> None:
     assert state.relies_on in re.sub(r"\s+", " ", page)
 
 
-def owners_of(one: Any, name: str) -> list[Any]:
+def owners_of(entry: Any, name: str) -> list[Any]:
     """The module or classes in which a name would have to be removed, so that it is there no more."""
-    owner = one.find()
+    owner = entry.find()
     owners = [owner] if inspect.ismodule(owner) else [base for base in owner.__mro__ if name in vars(base)]
     return [each for each in owners if name in vars(each)]
 
 
 def test_each_name_is_missed_and_said() -> None:
     missed = 0
-    for group, one in ENTRIES:
-        for name in one.names():
+    for group, entry in ENTRIES:
+        for name in entry.names():
             missed += 1
-            if isinstance(one, Stored) or (inspect.isclass(one.find()) and issubclass(one.find(), Enum)):
+            if isinstance(entry, Stored) or (inspect.isclass(entry.find()) and issubclass(entry.find(), Enum)):
                 # it cannot be removed: another name, which nothing has
-                [line] = evolve(one, attributes=("absent",)).lacking()
-                assert line.startswith(one.owner)
+                [line] = evolve(entry, attributes=("absent",)).lacking()
+                assert line.startswith(entry.owner)
                 assert "absent" in line
                 continue
             with pytest.MonkeyPatch.context() as patch:
-                for owner in owners_of(one, name):
+                for owner in owners_of(entry, name):
                     patch.delattr(owner, name)
-                assert f"{one.owner}.{name} is not there" in [*one.lacking()], (group, name)
+                assert f"{entry.owner}.{name} is not there" in [*entry.lacking()], (group, name)
     assert missed > 200
 
 
@@ -156,8 +156,8 @@ def used() -> Iterator[tuple[str, str]]:
         tree, imported = ast.parse(path.read_text(encoding="utf-8")), {}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "vllm":
-                for each in node.names:
-                    imported[each.asname or each.name] = node.module, each.name
+                for alias in node.names:
+                    imported[alias.asname or alias.name] = node.module, alias.name
         for module, name in imported.values():
             yield module, name
         for node in ast.walk(tree):
@@ -174,8 +174,8 @@ def used() -> Iterator[tuple[str, str]]:
 
 def listed() -> set[tuple[str, str]]:
     """(owner, name) of the table, and (module, class) of each class that owns names."""
-    names = {(one.owner, name) for entries in TABLE.values() for one in entries for name in one.names()}
-    owners = [one.owner.partition(":") for entries in TABLE.values() for one in entries]
+    names = {(entry.owner, name) for entries in TABLE.values() for entry in entries for name in entry.names()}
+    owners = [entry.owner.partition(":") for entries in TABLE.values() for entry in entries]
     return names | {(module, name) for module, _, name in owners if name}
 
 
@@ -213,13 +213,17 @@ def classes() -> list[type]:
         for path in OURS
         if "rocm" not in path.stem and "model" not in path.stem
     ]
-    objects = {id(one): one for module in modules for one in vars(module).values() if inspect.isclass(one)}
-    return [one for one in objects.values() if one.__module__.startswith("dsv4attn_vllm.")]
+    objects = {id(value): value for module in modules for value in vars(module).values() if inspect.isclass(value)}
+    return [value for value in objects.values() if value.__module__.startswith("dsv4attn_vllm.")]
 
 
 def test_every_method_in_place_of_one_of_vllms_is_in_the_table() -> None:
     hooks = {
-        name for entries in TABLE.values() for one in entries if isinstance(one, Overridden) for name in one.names()
+        name
+        for entries in TABLE.values()
+        for entry in entries
+        if isinstance(entry, Overridden)
+        for name in entry.names()
     }
     for own_class in classes():
         vllm_bases = [base for base in own_class.__mro__ if base.__module__.startswith("vllm.")]
@@ -230,7 +234,7 @@ def test_every_method_in_place_of_one_of_vllms_is_in_the_table() -> None:
 
 def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
     """`self.name` in a class that is made of vLLM's, and the name is not this package's."""
-    known = {name for entries in TABLE.values() for one in entries for name in one.names()}
+    known = {name for entries in TABLE.values() for entry in entries for name in entry.names()}
     for path in OURS:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -253,7 +257,7 @@ def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
 def test_every_attribute_of_vllms_objects_that_is_set_is_in_the_table() -> None:
     """But for the class of an object, and what classes of this package define."""
     written = {
-        name for entries in TABLE.values() for one in entries if isinstance(one, Written) for name in one.names()
+        name for entries in TABLE.values() for entry in entries if isinstance(entry, Written) for name in entry.names()
     }
     for path in OURS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

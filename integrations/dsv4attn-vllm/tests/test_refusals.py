@@ -196,12 +196,12 @@ def test_a_backend_is_asked_about_the_rows_of_images_and_of_draft_blocks() -> No
     config = config_of(speculative_config=speculative)
     config.model_config.hf_config.update({"vision_n_layers": 2, "vision_max_n_token": 64})
     with world(config):
-        made = serving.serving_of(config)
+        served = serving.serving_of(config)
 
-    assert made.limits.prefill_window_columns == 128 + 64
-    assert made.limits.decode_window_columns == 192
+    assert served.limits.prefill_window_columns == 128 + 64
+    assert served.limits.decode_window_columns == 192
     # a draft block is attended by drafts alone, which are window-only
-    assert {(one.phase, one.layer.kind.value): one.window_columns for one in made.problems} == {
+    assert {(problem.phase, problem.layer.kind.value): problem.window_columns for problem in served.problems} == {
         ("decode", "swa"): 192,
         ("decode", "c4a"): 0,
         ("decode", "c128a"): 0,

@@ -21,9 +21,9 @@ import dsv4attn as ds
 
 @pytest.fixture
 def config() -> Iterator[VllmConfig]:
-    made = v41_config()
-    with world(made):
-        yield made
+    vllm_config = v41_config()
+    with world(vllm_config):
+        yield vllm_config
 
 
 @pytest.fixture
@@ -104,12 +104,15 @@ def test_records_that_vllm_has_and_dsv4attn_does_not_expect(config: VllmConfig, 
 def test_records_of_sm_100(config: VllmConfig, dtype: str, records: tuple[int, int]) -> None:
     config.cache_config.cache_dtype = dtype
 
-    made = layer_of(config)._serving
+    served = layer_of(config)._serving
 
-    assert (made.swa_layout.record_bytes, made.compressed_layout.record_bytes) == records
-    facts = {(one.layer.compress_ratio, one.swa.page_size, one.compressed.page_size) for one in made.problems[1:3]}
+    assert (served.swa_layout.record_bytes, served.compressed_layout.record_bytes) == records
+    facts = {
+        (problem.layer.compress_ratio, problem.swa.page_size, problem.compressed.page_size)
+        for problem in served.problems[1:3]
+    }
     assert facts == {(2, 32, 64), (1, 32, 128)}
-    assert {one.swa.layout for one in made.problems} == {"v41_fp8"}
+    assert {problem.swa.layout for problem in served.problems} == {"v41_fp8"}
 
 
 @pytest.mark.usefixtures("blackwell")
@@ -130,14 +133,14 @@ def test_a_step_on_records_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_problem_for_each_ratio_and_no_wider_rows_for_images(config: VllmConfig) -> None:
     config.model_config.hf_config.update({"vision_n_layers": 2, "vision_max_n_token": 64})
 
-    made = serving.serving_of(config, v41=True)
+    served = serving.serving_of(config, v41=True)
 
-    assert [(one.phase, one.layer.key[0].value, one.layer.compress_ratio) for one in made.problems] == [
-        (phase, *layer) for phase in ("decode", "prefill") for layer in (("swa", 1), ("c4a", 2), ("c4a", 1))
-    ]
-    assert made.limits.prefill_window_columns == 0
-    assert not any(one.layer.q_norm or one.window_columns for one in made.problems)
-    assert (made.layer(0).kind, made.layer(1).key, made.layer(2).key) == (
+    assert [
+        (problem.phase, problem.layer.key[0].value, problem.layer.compress_ratio) for problem in served.problems
+    ] == [(phase, *layer) for phase in ("decode", "prefill") for layer in (("swa", 1), ("c4a", 2), ("c4a", 1))]
+    assert served.limits.prefill_window_columns == 0
+    assert not any(problem.layer.q_norm or problem.window_columns for problem in served.problems)
+    assert (served.layer(0).kind, served.layer(1).key, served.layer(2).key) == (
         ds.LayerKind.SWA,
         (ds.LayerKind.CSA, 1),
         (ds.LayerKind.CSA, 2),
@@ -145,10 +148,10 @@ def test_one_problem_for_each_ratio_and_no_wider_rows_for_images(config: VllmCon
 
 
 def test_a_model_of_v4_keeps_its_geometry() -> None:
-    made = config_of()
-    with world(made):
-        facts = serving.serving_of(made)
+    vllm_config = config_of()
+    with world(vllm_config):
+        facts = serving.serving_of(vllm_config)
 
-        assert [one.layer.compress_ratio for one in facts.problems[:3]] == [1, 4, 128]
-        assert [one.compressed and one.compressed.page_size for one in facts.problems[:3]] == [None, 64, 2]
+        assert [problem.layer.compress_ratio for problem in facts.problems[:3]] == [1, 4, 128]
+        assert [problem.compressed and problem.compressed.page_size for problem in facts.problems[:3]] == [None, 64, 2]
         assert facts.layer(1).kind is ds.LayerKind.SWA

@@ -44,8 +44,8 @@ def whole_engine(
     """An engine with all steps on dsv4attn. drafts: tokens that are verified at once."""
     blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
     options = {"kv_cache_dtype": kv_cache_dtype, "candidate_block_buffer": blocks}
-    with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as made:
-        yield made
+    with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize(

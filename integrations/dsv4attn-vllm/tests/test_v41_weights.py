@@ -30,9 +30,9 @@ FP8 = {
 
 @pytest.fixture
 def config() -> Iterator[VllmConfig]:
-    made = v41_config()
-    with world(made):
-        yield made
+    vllm_config = v41_config()
+    with world(vllm_config):
+        yield vllm_config
 
 
 def groups_of_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

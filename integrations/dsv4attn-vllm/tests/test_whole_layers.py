@@ -33,10 +33,10 @@ CASES = {
 
 @pytest.fixture(params=[CUDAAttention, CPUAttention], ids=["cuda", "cpu"])
 def engine(backend: str, request: pytest.FixtureRequest) -> Iterator[WholeEngine]:
-    with whole_engine(request.param) as made:
+    with whole_engine(request.param) as engine:
         if request.param is CPUAttention:
-            round_as_on_cuda(made)
-        yield made
+            round_as_on_cuda(engine)
+        yield engine
 
 
 def round_as_on_cuda(engine: WholeEngine) -> None:

@@ -96,13 +96,16 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """The largest part of a value that rounding it once adds or takes."""
 
 
-def exact_norm(x: Tensor, weight: Tensor, eps: float, made: Tensor) -> Tensor:
-    """RMSNorm of x [..., d] times weight [d], in fp64 and rounded to fp32. made: by the layer, held against it."""
+def exact_norm(x: Tensor, weight: Tensor, eps: float, result: Tensor) -> Tensor:
+    """RMSNorm of x [..., d] times weight [d], in fp64 and rounded to fp32.
+
+    result: the norm that the layer computed, which is compared with this one.
+    """
     wide = x.double()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
     # 8 roundings of fp32: those of the mean of squares count half, as its root is taken; and of two products
-    allowed = ROUNDING[made.dtype] + 8 * ROUNDING[torch.float32]
-    assert ((made.double() - wide).abs() <= allowed * wide.abs()).all()
+    allowed = ROUNDING[result.dtype] + 8 * ROUNDING[torch.float32]
+    assert ((result.double() - wide).abs() <= allowed * wide.abs()).all()
     return wide.float()
 
 
