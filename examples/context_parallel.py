@@ -46,14 +46,14 @@ class Model:
         for i in range(MODEL.num_layers):
             draw = torch.Generator().manual_seed(i)
             shapes = weight_shapes(MODEL, MODEL.layer(i))
-            given = {name: torch.randn(shape, generator=draw) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+            weights = {name: torch.randn(shape, generator=draw) * shape[-1] ** -0.5 for name, shape in shapes.items()}
             layer = ds.DeepseekV4Attention(
                 f"layers.{i}",
                 MODEL,
                 i,
                 LIMITS,
                 backend,
-                ds.AttentionWeights.from_dict(given, MODEL, MODEL.layer(i)),
+                ds.AttentionWeights.from_dict(weights, MODEL, MODEL.layer(i)),
                 workspace=workspace,
                 context_parallel=context,
             )
@@ -63,7 +63,7 @@ class Model:
 
     def step(self, hidden: torch.Tensor, *counts: int) -> list[torch.Tensor]:
         """Give each sequence its number of tokens, and return the outputs of every layer."""
-        requests: Any = [(one, count) for one, count in zip(self.sequences, counts, strict=True) if count]
+        requests: Any = [(sequence, count) for sequence, count in zip(self.sequences, counts, strict=True) if count]
         with torch.no_grad(), ds.set_forward_context(self.manager.metadata(self.manager.batch(requests))):
             out = [layer(hidden, self.manager.positions(requests)) for layer in self.layers]
         self.manager.advance(requests)
@@ -75,19 +75,21 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     context = ds.ContextParallel(dist.group.WORLD)
-    one, many = Model(None), Model(context)
+    alone, parallel = Model(None), Model(context)
     draw, largest = torch.Generator().manual_seed(9), 0.0
     for counts in ((900, 0), (1, 600), (1, 400), *[(1, 1)] * 8):
         hidden = torch.randn(sum(counts), MODEL.hidden_size, generator=draw)
-        for mine, wanted in zip(many.step(hidden, *counts), one.step(hidden, *counts), strict=True):
-            largest = max(largest, float((mine - wanted).abs().max() / wanted.abs().max()))
-    entries = [context.ownership.count(s.length // 4) for s in many.sequences]
-    said: list[Any] = [None] * context.ownership.size
-    dist.all_gather_object(said, (entries, many.manager.kv_bytes, largest))
+        for actual, expected in zip(parallel.step(hidden, *counts), alone.step(hidden, *counts), strict=True):
+            largest = max(largest, float((actual - expected).abs().max() / expected.abs().max()))
+    entries = [context.ownership.count(s.length // 4) for s in parallel.sequences]
+    reports: list[Any] = [None] * context.ownership.size
+    dist.all_gather_object(reports, (entries, parallel.manager.kv_bytes, largest))
     if dist.get_rank() == 0:
-        print("one rank:", one.manager.kv_bytes)
-        for rank, (held, sizes, difference) in enumerate(said):
-            print(f"rank {rank} of {len(said)}: c4a entries {held}, bytes {sizes}, largest difference {difference:.1e}")
+        print("one rank:", alone.manager.kv_bytes)
+        for rank, (held, sizes, difference) in enumerate(reports):
+            print(
+                f"rank {rank} of {len(reports)}: c4a entries {held}, bytes {sizes}, largest difference {difference:.1e}"
+            )
     dist.destroy_process_group()
     if largest > 1e-4:
         raise SystemExit("the outputs differ from those of one rank")

@@ -112,7 +112,7 @@ def chosen_backend(model: ModelGeometry, limits: Limits, name: str | None, devic
 
     Prints its name and why it was chosen. A backend that cannot be loaded is an error of one line.
     """
-    says: dict[str, list[str]] = {}
+    phases_of: dict[str, list[str]] = {}
     problems = [
         Problem.of(model, kind, phase, max_model_len=limits.max_model_len)
         for phase in ("decode", "prefill")
@@ -124,11 +124,11 @@ def chosen_backend(model: ModelGeometry, limits: Limits, name: str | None, devic
             if selection.chosen is None:
                 why = [line for candidate in selection.trace if candidate.asked for line in candidate.lines]
                 raise click.ClickException("; ".join([selection.verdict, *why]))
-            says.setdefault(f"{selection.verdict}  ({selection.request.source})", []).append(phase)
+            phases_of.setdefault(f"{selection.verdict}  ({selection.request.source})", []).append(phase)
         backend = select_backend(*problems, backend=name, device=device)
     except Dsv4AttnError as error:
         raise click.ClickException(str(error)) from None
-    for text, phases in says.items():
+    for text, phases in phases_of.items():
         click.echo(f"{' and '.join(phases)} on {text}")
     return backend
 

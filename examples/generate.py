@@ -85,11 +85,11 @@ def main(backend: str | None, kv_layout: str, batch: int, new_tokens: int) -> No
     prompts = [torch.randint(1, 256, (1, n)) for n in lengths]
     options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
-    want, plain_bytes = [], 0
+    plain, plain_bytes = [], 0
     for prompt in prompts:
         cache = DynamicCache(config=model.config)
-        made = model.generate(prompt, attention_mask=torch.ones_like(prompt), **{CACHE: cache}, **options)
-        want.append(made[0, prompt.shape[1] :].tolist())
+        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **{CACHE: cache}, **options)
+        plain.append(output[0, prompt.shape[1] :].tolist())
         plain_bytes += sum(tensor.nbytes for tensor in tensors(cache.layers, {}).values())
 
     longest = max(lengths)
@@ -100,14 +100,14 @@ def main(backend: str | None, kv_layout: str, batch: int, new_tokens: int) -> No
     except Dsv4AttnError as error:
         raise click.ClickException(str(error)) from error
     paged = DeepseekV4PagedCache(model)
-    made = model.generate(ids, attention_mask=mask, **{CACHE: paged}, **options)
-    got, groups = made[:, longest:].tolist(), handle.kv_bytes()
+    output = model.generate(ids, attention_mask=mask, **{CACHE: paged}, **options)
+    patched, groups = output[:, longest:].tolist(), handle.kv_bytes()
     click.echo(
         f"backend {handle.backend}, {kv_layout}, {batch} prompts of {lengths} tokens, {new_tokens} new tokens each\n"
     )
-    for number, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+    for number, (actual, expected) in enumerate(zip(patched, plain, strict=True)):
         click.echo(f"prompt {number}")
-        for name, tokens in (("transformers", theirs), ("dsv4attn", ours)):
+        for name, tokens in (("transformers", expected), ("dsv4attn", actual)):
             click.echo(f"  {name:<12} {' '.join(map(str, tokens))}")
     click.echo(f"\nbytes of the caches, for {sum(paged.lengths):,} tokens")
     click.echo(f"  transformers, DynamicCache  {plain_bytes:>12,}")
@@ -115,7 +115,9 @@ def main(backend: str | None, kv_layout: str, batch: int, new_tokens: int) -> No
     for name, size in groups.items():
         click.echo(f"    {name:<24}  {size:>12,}")
     unpatch(model)
-    same = sum(a == b for ours, theirs in zip(got, want, strict=True) for a, b in zip(ours, theirs, strict=True))
+    same = sum(
+        a == b for actual, expected in zip(patched, plain, strict=True) for a, b in zip(actual, expected, strict=True)
+    )
     total = batch * new_tokens
     rounded = 0 < same < total and kv_layout != "fp32"
     why = f"; others are expected: {kv_layout} pages round keys, and the model is random" if rounded else ""

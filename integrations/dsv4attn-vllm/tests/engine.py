@@ -229,10 +229,10 @@ class Engine:
         for group, size in enumerate(self.block_sizes):
             self.tables[group].fill_(0)
             for i, request in enumerate(requests):
-                own = torch.tensor(request.blocks[group], dtype=torch.int32)
-                self.tables[group][i, : len(own)] = own
+                pages = torch.tensor(request.blocks[group], dtype=torch.int32)
+                self.tables[group][i, : len(pages)] = pages
                 at = torch.arange(request.tokens, request.tokens + counts[i])
-                self.slots[group, starts[i] : starts[i + 1]] = own[at // size].long() * size + at % size
+                self.slots[group, starts[i] : starts[i + 1]] = pages[at // size].long() * size + at % size
         tokens = sum(counts) + pad
         return build_attn_metadata(
             self.groups,

@@ -89,7 +89,8 @@ def test_a_backend_that_vllm_has_no_choice_of_is_said_to_be_ignored(monkeypatch:
 def test_the_platform_of_this_machine_is_a_cpu_and_every_platform_has_its_class() -> None:
     assert platform_name() == "cpu"
     assert {
-        name: [str(one).removeprefix("vllm.models.deepseek_v4.") for one in them] for name, them in PLATFORMS.items()
+        name: [str(replacement).removeprefix("vllm.models.deepseek_v4.") for replacement in them]
+        for name, them in PLATFORMS.items()
     } == {
         "cuda": ["nvidia.model._select_dsv4_attn_cls", "nvidia.dspark._insert_context_kv"],
         "rocm": ["amd.model.DeepseekV4ROCMAiterMLAAttention", "amd.dspark._insert_context_kv"],
@@ -97,7 +98,7 @@ def test_the_platform_of_this_machine_is_a_cpu_and_every_platform_has_its_class(
         "cpu": ["cpu.model.DeepseekV4CPUAttention"],
     }
     assert {
-        name: [str(one).removeprefix("vllm.models.deepseek_v41.") for one in them]
+        name: [str(replacement).removeprefix("vllm.models.deepseek_v41.") for replacement in them]
         for name, them in V41_PLATFORMS.items()
     } == {
         "cuda": ["nvidia.model._select_dsv4_attn_cls", "nvidia.dspark._insert_context_kv"],

@@ -118,7 +118,7 @@ def test_arguments_of_an_insert_are_checked_once_for_each_signature(
         for rows in (3, 3, 5, 3):
             for layer in layers:
                 insert(rows, layer)
-        assert [len(each[0]) for each in checks] == [3] * len(layers) + [5] * len(layers)
+        assert [len(check[0]) for check in checks] == [3] * len(layers) + [5] * len(layers)
         assert len(serving.backend.calls) == 4 * len(layers)
         # another cache, as after a sleep
         cache = layers[0].swa_cache_layer
@@ -144,10 +144,10 @@ def test_prompts_on_a_backend_that_takes_raw_q(monkeypatch: pytest.MonkeyPatch) 
             engine = Engine(config, CUDAAttention)
             backend = engine.layers[0]._serving.backend
             monkeypatch.setattr(backend, "_raw_q", raw)
-            one, two = engine.request(9), engine.request(4)
-            outs = engine.step([(one, 70)])
+            first, second = engine.request(9), engine.request(4)
+            outs = engine.step([(first, 70)])
             # a decode next to a prompt, with rows of padding
-            outs += [out[:34] for out in engine.step([(one, 1), (two, 33)], extra_rows=2)]
+            outs += [out[:34] for out in engine.step([(first, 1), (second, 33)], extra_rows=2)]
             caches = [layer.swa_cache_layer.kv_cache.clone() for layer in engine.layers]
             results.append((outs, caches, [engine.queries[layer.prefix] for layer in engine.layers]))
         serving._serving.cache_clear()
@@ -221,21 +221,21 @@ def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM measures memory without microbatches; drafts run in a lane of their own, and are measured in it."""
-    from vllm.v1.worker import workspace as theirs
+    from vllm.v1.worker import workspace
 
-    theirs.reset_workspace_manager()
-    theirs.init_workspace_manager(torch.device("cpu"), num_ubatches=2, num_lanes=2)
+    workspace.reset_workspace_manager()
+    workspace.init_workspace_manager(torch.device("cpu"), num_ubatches=2, num_lanes=2)
     work = [(engine.request(150), 1), (engine.request(), 20)]
     q = torch.randn(5, 4, 512).bfloat16()
     for layer, lane in itertools.product(engine.layers, (0, 1)):
-        with set_forward_context(None, engine.config, num_tokens=5), theirs.use_workspace_lane(lane):
+        with set_forward_context(None, engine.config, num_tokens=5), workspace.use_workspace_lane(lane):
             layer.forward_mqa(q, q[:, 0], engine.positions[:5], torch.empty_like(q))
-    theirs.lock_workspace()
+    workspace.lock_workspace()
     outs, spaces = [], []
     for microbatch in (0, 1):
-        monkeypatch.setattr(theirs, "dbo_current_ubatch_id", lambda: microbatch)  # noqa: B023 - called in this pass
+        monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda: microbatch)  # noqa: B023 - called in this pass
         for lane in (0, 1):
-            with theirs.use_workspace_lane(lane):
+            with workspace.use_workspace_lane(lane):
                 outs.append(engine.step(work))
                 spaces.append(engine.layers[0]._serving.workspace())
             for request, count in work:
@@ -244,7 +244,11 @@ def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
     assert len({id(space) for space in spaces}) == 4
     assert all(space.locked for space in spaces)
     assert len({space.total_bytes for space in spaces}) == 1
-    assert all(torch.equal(one, other) for each in outs[1:] for one, other in zip(outs[0], each, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for outs_of_another in outs[1:]
+        for one, other in zip(outs[0], outs_of_another, strict=True)
+    )
 
 
 @on_v4

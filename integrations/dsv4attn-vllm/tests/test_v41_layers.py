@@ -51,8 +51,8 @@ def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window
                 error = engine.error(layer, out, 1, position, 1 + position - start, earliest=start)
                 assert error < 0.012, (layer.prefix, position, error)
         for layer, before in zip((engine.layers[1], engine.layers[3]), written, strict=True):
-            own = engine.tables[engine.group_of(layer.prefix)][1]
-            pages = own[: hit // 128].long()
+            table = engine.tables[engine.group_of(layer.prefix)][1]
+            pages = table[: hit // 128].long()
             assert torch.equal(layer.kv_cache[pages], before[pages])
 
 

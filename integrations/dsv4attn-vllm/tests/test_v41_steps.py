@@ -87,14 +87,14 @@ def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.Monke
     """Rings hold the states of a step's drafts, and that before them."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine(CANDIDATES, drafts=5) as engine:
-        own, request = OwnLayers(engine), engine.request()
+        own_layers, request = OwnLayers(engine), engine.request()
         for tokens, count in [(0, 37), (37, 6), (38, 6), (43, 6), (44, 1), (45, 2)]:
             request.tokens, work = tokens, [(Request(request.name, tokens), count)]
             hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
             of_vllm = engine.step([(request, count)])
-            if request.name in own.sequences:
-                own.manager.truncate(own.sequences[request.name], tokens)
-            for layer, a, b in zip(engine.layers, of_vllm, own.step(work, hidden), strict=True):
+            if request.name in own_layers.sequences:
+                own_layers.manager.truncate(own_layers.sequences[request.name], tokens)
+            for layer, a, b in zip(engine.layers, of_vllm, own_layers.step(work, hidden), strict=True):
                 assert torch.equal(a, b), (layer.prefix, tokens)
 
 
@@ -139,10 +139,10 @@ def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: d
     (alone, rings), (padded, same) = states[False], states[True]
     assert all(torch.equal(rings[name], same[name]) for name in rings)
     ring = "model.layers.1.attn.compressor.state_cache"
-    own = [request.blocks[engine.group_of(ring)][0] for request in (first, second)]
-    assert rings[ring][own].sum(dim=1).tolist() == [1, 1]
-    for one, other in zip(alone, padded, strict=True):
-        assert torch.allclose(one.float(), other.float(), rtol=0, atol=1e-3 * one.abs().max().item())
+    ring_blocks = [request.blocks[engine.group_of(ring)][0] for request in (first, second)]
+    assert rings[ring][ring_blocks].sum(dim=1).tolist() == [1, 1]
+    for out, padded_out in zip(alone, padded, strict=True):
+        assert torch.allclose(out.float(), padded_out.float(), rtol=0, atol=1e-3 * out.abs().max().item())
 
 
 @pytest.mark.parametrize("backend", ["reference"], indirect=True)

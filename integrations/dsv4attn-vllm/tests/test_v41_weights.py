@@ -87,8 +87,8 @@ def test_a_released_wo_a_is_loaded_by_vllm_and_converted(monkeypatch: pytest.Mon
         codes = torch.randn(layer.wo_a.weight.shape, dtype=torch.float32).to(torch.float8_e4m3fn)
         exponents = torch.randint(100, 130, (codes.shape[0] // 32, codes.shape[1] // 32), dtype=torch.uint8)
         for parameter, loaded in (("weight", codes), ("weight_scale", exponents.view(torch.float8_e8m0fnu))):
-            own = getattr(layer.wo_a, parameter)
-            own.weight_loader(own, loaded)
+            parameter_of_layer = getattr(layer.wo_a, parameter)
+            parameter_of_layer.weight_loader(parameter_of_layer, loaded)
 
         process_weights_after_loading(torch.nn.ModuleDict({"attn": layer}), config.model_config, torch.device("cpu"))
 

@@ -104,15 +104,15 @@ def test_rows_of_padding_change_nothing(engine: WholeEngine, rows: dict[str, int
 def test_a_prompt_in_chunks_then_drafts_and_one_rejected(backend: str) -> None:
     speculation = {"method": "mtp", "num_speculative_tokens": 1}
     with whole_engine(CUDAAttention, speculative_config=speculation) as engine:
-        own, request = OwnLayers(engine), engine.request()
+        own_layers, request = OwnLayers(engine), engine.request()
         for tokens, count in [(0, 30), (30, 17), (47, 1), (48, 2), (49, 2)]:  # the draft at 49 is rejected
             request.tokens = tokens
             work = [(Request(request.name, tokens), count)]
             hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
             of_vllm = engine.step([(request, count)])
             if tokens == 49:
-                own.manager.truncate(own.sequences[request.name], 49)
-            of_dsv4attn = own.step(work, hidden)
+                own_layers.manager.truncate(own_layers.sequences[request.name], 49)
+            of_dsv4attn = own_layers.step(work, hidden)
             for layer, a, b in zip(engine.layers, of_vllm, of_dsv4attn, strict=True):
                 assert torch.equal(a, b), (layer.prefix, tokens)
 
@@ -252,17 +252,20 @@ def test_weights_that_are_loaded_again_are_read_where_graphs_read_them(
     serving._serving.cache_clear()
     with whole_engine(CUDAAttention) as engine:
         layer, other = engine.layers[:2]
-        wo_a, both = layer.wo_a, [blocks_of_fp8(one.wo_a.weight * scale) for one, scale in ((layer, 1), (other, 3))]
+        wo_a, both = (
+            layer.wo_a,
+            [blocks_of_fp8(one_layer.wo_a.weight * scale) for one_layer, scale in ((layer, 1), (other, 3))],
+        )
         for linear, (codes, scales) in zip((wo_a, other.wo_a), both, strict=True):
             linear.weight = torch.nn.Parameter(codes, requires_grad=False)
             linear.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
         other.wo_b.weight.data.copy_(layer.wo_b.weight)
-        for one in (layer, other):
-            one.process_weights_after_loading(torch.bfloat16)
+        for one_layer in (layer, other):
+            one_layer.process_weights_after_loading(torch.bfloat16)
         o, positions = torch.randn(5, 4, 512).bfloat16(), torch.zeros(5, dtype=torch.int64)
         before, address = layer._o_proj(o, positions), steps == "none" and dense_weight(wo_a).data_ptr()
-        for new, own in zip(both[1], (wo_a.weight, wo_a.weight_scale_inv), strict=True):
-            own.data.copy_(new)
+        for new, parameter in zip(both[1], (wo_a.weight, wo_a.weight_scale_inv), strict=True):
+            parameter.data.copy_(new)
 
         layer.process_weights_after_loading(torch.bfloat16)
 

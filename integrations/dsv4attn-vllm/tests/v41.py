@@ -102,10 +102,10 @@ class V41Engine(Engine):
             for position in range(request.tokens, request.tokens + count):
                 seed = generator(position * 1009 + request.name + layer.layer_id)
                 picks = torch.randperm((position + 1) // layer.compress_ratio, generator=seed).int()
-                own = torch.full((self.topk.shape[1],), -1, dtype=torch.int32)
-                places = torch.randperm(len(own), generator=seed)[: len(picks)]
-                own[places] = picks[: len(places)]
-                self.topk[row] = own
+                selection = torch.full((self.topk.shape[1],), -1, dtype=torch.int32)
+                places = torch.randperm(len(selection), generator=seed)[: len(picks)]
+                selection[places] = picks[: len(places)]
+                self.topk[row] = selection
                 row += 1
 
     def run(self, layer: Any, metadata: Any, work: Any, rows: int, *, attend: bool = True) -> Tensor:

@@ -78,7 +78,7 @@ def products_in_fp64() -> Iterator[None]:
 
     def product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         # by numpy: torch's product in fp64 would call this function again
-        wide = np.matmul(*(one.detach().double().numpy() for one in (a, b)))
+        wide = np.matmul(*(operand.detach().double().numpy() for operand in (a, b)))
         return torch.from_numpy(wide).to(out_dtype or a.dtype)
 
     library = torch.library.Library("aten", "IMPL")
@@ -126,9 +126,9 @@ def norms_in_fp64(engine: Engine) -> Iterator[None]:
         return split_and_norm
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float, *rest: Any) -> Tensor:
-        return exact_norm(x, weight, eps, own(x, weight, eps, *rest))
+        return exact_norm(x, weight, eps, rms_norm_of_dsv4attn(x, weight, eps, *rest))
 
-    own = attention.rms_norm
+    rms_norm_of_dsv4attn = attention.rms_norm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "rms_norm", rms_norm)
         for layer in engine.layers:
@@ -171,7 +171,7 @@ class OwnLayers:
             for layer in [] if attend else self.layers:
                 patch.setattr(layer.attention, "attend_from", lambda *_: None)
             positions = self.manager.positions(requests)
-            outs = [layer(own, positions) for layer, own in zip(self.layers, hidden, strict=True)]
+            outs = [layer(layer_hidden, positions) for layer, layer_hidden in zip(self.layers, hidden, strict=True)]
         self.manager.advance(requests)
         return outs
 
@@ -207,12 +207,15 @@ def both(
     steps: (request, tokens) of each step in the order of the batch; requests have numbers. last_alone: earlier steps
     write caches and nothing more, which is quicker.
     """
-    own, requests = OwnLayers(engine), {}
+    own_layers, requests = OwnLayers(engine), {}
     for number, step in enumerate(steps, 1):
         work = [(requests.setdefault(name, engine.request()), count) for name, count in step]
         described = [(copy.copy(request), count) for request, count in work]
         rows, attend = sum(count for _, count in work), number == len(steps) or not last_alone
         hidden = [engine.hidden_states(layer, described, rows) for layer in engine.layers]
-        of_vllm, of_dsv4attn = engine.step(work, attend=attend, **options), own.step(described, hidden, attend=attend)
+        of_vllm, of_dsv4attn = (
+            engine.step(work, attend=attend, **options),
+            own_layers.step(described, hidden, attend=attend),
+        )
         if attend:
             yield from zip(engine.layers, [out[:rows] for out in of_vllm], of_dsv4attn, strict=True)
