@@ -98,9 +98,9 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("one", RIGHT, ids=[f"{type(one).__name__} {' '.join(one.names())}" for one in RIGHT])
-def test_what_is_there_is_not_said(one: Internal) -> None:
-    assert lacking([one], "an_engine") == []
+@pytest.mark.parametrize("entry", RIGHT, ids=[f"{type(entry).__name__} {' '.join(entry.names())}" for entry in RIGHT])
+def test_what_is_there_is_not_said(entry: Internal) -> None:
+    assert lacking([entry], "an_engine") == []
 
 
 WRONG = [
@@ -128,9 +128,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("one", "said"), WRONG, ids=[said[:60] for _, said in WRONG])
-def test_what_is_missing_or_differs_is_one_line(one: Internal, said: str) -> None:
-    [line] = lacking([one], "an_engine")
+@pytest.mark.parametrize(("entry", "said"), WRONG, ids=[said[:60] for _, said in WRONG])
+def test_what_is_missing_or_differs_is_one_line(entry: Internal, said: str) -> None:
+    [line] = lacking([entry], "an_engine")
 
     assert line.startswith(said)
 

@@ -58,22 +58,22 @@ def test_pages_are_given_back_by_reset_deletion_and_calls_without_a_cache() -> N
         empty = handle.kv_bytes()
         assert set(empty) == {"window", "compressed", "c4a_state", "c128a_state"}
         assert set(empty.values()) == {0}
-        one, two = fill(model), fill(model, 30, 1)
+        first, second = fill(model), fill(model, 30, 1)
         full = handle.kv_bytes()
         assert all(full.values())
         assert handle.num_sequences == 2
-        one.reset()
-        assert one.lengths == []
+        first.reset()
+        assert first.lengths == []
         assert 0 < handle.kv_bytes()["compressed"] < full["compressed"]
         assert hf.cache_of(call(model, ids_of(model, 9), use_cache=False)) is None
-        del two
+        del second
         gc.collect()
         assert handle.kv_bytes() == empty
         assert handle.num_sequences == 0
         # a cache that was reset serves a batch of another size
         both = torch.cat([ids_of(model, 5), ids_of(model, 5, 1)])
-        call(model, both, **hf.passing(one))
-        assert one.lengths == [5, 5]
+        call(model, both, **hf.passing(first))
+        assert first.lengths == [5, 5]
 
 
 def test_windows_that_are_past_are_given_back_unless_kept() -> None:
@@ -97,17 +97,17 @@ def test_windows_that_are_past_are_given_back_unless_kept() -> None:
 def test_more_sequences_than_there_are_pages_are_refused_with_the_cure() -> None:
     model = causal_model()
     with patched(model, num_blocks={"compressed": 2}) as handle:
-        one, two = fill(model), fill(model, 20, 1)
+        first, second = fill(model), fill(model, 20, 1)
         before = handle.kv_bytes()
         with pytest.raises(OutOfPagesError, match=r"1 compressed pages needed.*delete or reset.*max_batch"):
             fill(model, 20, 2)
         assert handle.kv_bytes() == before
         with pytest.raises(OutOfPagesError):
-            one.fork()
+            first.fork()
         assert handle.num_sequences == 2
-        one.reset()
+        first.reset()
         assert fill(model, 20, 2).lengths == [20]
-        assert two.lengths == [20]
+        assert second.lengths == [20]
 
 
 def test_several_caches_do_not_touch_each_other() -> None:
@@ -276,7 +276,7 @@ def test_a_bad_call_is_refused_before_any_write(given: dict[str, Any], error: ty
     first, second = (torch.cat([ids_of(model, n), ids_of(model, n, 1)]) for n in (8, 4))
     with patched(model) as handle:
         cache = hf.cache_of(call(model, first, use_cache=True))
-        stores = [one.tensor for caches in handle.pages.manager.caches for one in caches.present.values()]
+        stores = [store.tensor for caches in handle.pages.manager.caches for store in caches.present.values()]
         before = [store.clone() for store in stores]
         with pytest.raises(error, match=said):
             call(model, second, **hf.passing(cache), **given)

@@ -56,14 +56,14 @@ def test_names_parameters_and_hooks_are_the_same_while_patched_and_afterwards() 
     model = fresh()
     modules = [layer.self_attn for layer in model.model.layers]
     names, parameters = [*model.state_dict()], [*model.parameters()]
-    attributes = {one: {*one.__dict__} for one in (model, model.model)}
+    attributes = {module: {*module.__dict__} for module in (model, model.model)}
     calls: list[int] = []
     modules[1].register_forward_hook(lambda *_: calls.append(1))
 
     patch(model, "reference", kv_layout="fp32", max_len=64)
     assert [*model.state_dict()] == names
     assert all(map(torch.Tensor.is_set_to, model.parameters(), parameters))
-    assert [id(one) for one in model.parameters()] == [id(one) for one in parameters]
+    assert [*map(id, model.parameters())] == [*map(id, parameters)]
     assert not {id(layer.self_attn) for layer in model.model.layers} & {*map(id, modules)}
     call(model, ids_of(model, 5))
     assert calls == [1]
@@ -72,7 +72,7 @@ def test_names_parameters_and_hooks_are_the_same_while_patched_and_afterwards() 
     assert [layer.self_attn for layer in model.model.layers] == modules
     assert [*model.state_dict()] == names
     # transformers has marked the model as one with its hooks in place
-    assert {one: {*one.__dict__} - {"_output_capturing_hooks_installed"} for one in attributes} == attributes
+    assert {module: {*module.__dict__} - {"_output_capturing_hooks_installed"} for module in attributes} == attributes
 
 
 def test_unpatch_gives_the_logits_and_attention_weights_of_before() -> None:
@@ -308,11 +308,11 @@ def test_fp8_modules_equal_their_weights_in_bf16() -> None:
         owners = [(plain.self_attn, scaled.self_attn, ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj"))]
         if getattr(plain.self_attn.compressor, "indexer", None) is not None:
             owners.append((plain.self_attn.compressor.indexer, scaled.self_attn.compressor.indexer, ("q_b_proj",)))
-        for one, other, names in owners:
+        for plain_owner, fp8_owner, names in owners:
             for name in names:
-                module, weight = quantised(getattr(one, name))
-                getattr(one, name).weight.copy_(weight)
-                setattr(other, name, module)
+                module, weight = quantised(getattr(plain_owner, name))
+                getattr(plain_owner, name).weight.copy_(weight)
+                setattr(fp8_owner, name, module)
     ids = ids_of(dense, 200)
     with patched(dense), patched(fp8):
         want, got = (chunked(model, ids, (150, 49, 1)) for model in (dense, fp8))
@@ -324,11 +324,11 @@ def test_fp8_modules_equal_their_weights_in_bf16() -> None:
 
 def test_the_backend_is_a_name_an_object_or_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = causal_model()
-    one = load_backend("reference", deterministic=True)
-    for asked in (None, "auto", "reference", "decode=reference,prefill=reference", one):
+    deterministic = load_backend("reference", deterministic=True)
+    for asked in (None, "auto", "reference", "decode=reference,prefill=reference", deterministic):
         with patched(model, asked) as handle:
             assert handle.backend == "reference"
-            assert handle.deterministic is (asked is one)
+            assert handle.deterministic is (asked is deterministic)
     pytest.importorskip("triton", reason="needs Triton")
     with patched(model, "decode=reference,prefill=triton") as handle:
         assert handle.backend == "reference+triton"

@@ -243,7 +243,7 @@ def test_sinks_and_norms_that_are_fp32_in_a_model_in_bf16_are_taken_as_they_are(
         model(ids_of(model, 20))
 
     want, got, rounded = seen
-    errors = [float((one - want).norm() / want.norm()) for one in (got, rounded)]
+    errors = [float((output - want).norm() / want.norm()) for output in (got, rounded)]
     print(errors)
     assert errors[0] < 0.02
     assert errors[1] > 0.2

@@ -42,11 +42,11 @@ class Stack:
         workspace, self.layers = WorkspaceManager(), []
         for i, layer in enumerate(model.layers):
             weights = attention_weights(layer.self_attn, self.geometry, self.geometry.layer(i), f"layers.{i}")
-            one = DeepseekV4Attention(
+            attention = DeepseekV4Attention(
                 f"layers.{i}", self.geometry, i, self.limits, backend, weights, workspace=workspace
             )
-            one.bind_kv_cache(self.manager.caches[i])
-            self.layers.append(one)
+            attention.bind_kv_cache(self.manager.caches[i])
+            self.layers.append(attention)
 
     def step(self, requests: Sequence[tuple[CachedSequence, int]], hidden: Sequence[Tensor]) -> list[Tensor]:
         """Outputs of every layer [T, hidden] for the tokens of a step; `hidden` has those of each layer."""

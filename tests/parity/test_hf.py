@@ -76,7 +76,7 @@ def served(seen: list[hf.Trace], mode: Mode, layout: KVCacheLayout = FP32, **par
 
 def parity(seen: list[hf.Trace], mode: Mode, **parts: Any) -> float:
     """Largest error of any sequence against transformers."""
-    return max(deviation(got, one.output) for got, one in zip(served(seen, mode, **parts), seen, strict=True))
+    return max(deviation(got, trace.output) for got, trace in zip(served(seen, mode, **parts), seen, strict=True))
 
 
 # what is compared with
@@ -169,8 +169,8 @@ def test_rounded_rows_agree(layout: KVCacheLayout, kind: LayerKind, mode: Mode, 
     paged = load_backend("reference", **hf.FORMS[-1]) if mode.name == "mixed" else load_backend("reference")
     seen = traces(seed, kind, mode)
 
-    for one, got in zip(seen, served(seen, mode, layout, backend=paged), strict=True):
-        true, bound, exact = judged(one, layout)
+    for trace, got in zip(seen, served(seen, mode, layout, backend=paged), strict=True):
+        true, bound, exact = judged(trace, layout)
         off = (got - true).abs()
         share = float((off / bound).max())
         print(f"off {deviation(got, true):.1e}, {share:.2f} of the bound; exact {deviation(got, exact):.1e}")

@@ -64,8 +64,8 @@ def test_rounded_rows_agree_through_kernels(layout: KVCacheLayout, kind: LayerKi
     mode = MODE["chunked"]
     seen = traces(SEED, kind, mode)
 
-    for one, got in zip(seen, served(seen, mode, layout, backend=backend), strict=True):
-        true, bound, exact = judged(one, layout)
+    for trace, got in zip(seen, served(seen, mode, layout, backend=backend), strict=True):
+        true, bound, exact = judged(trace, layout)
         print(f"off {deviation(got, true):.1e}; exact {deviation(got, exact):.1e}")
         assert ((got - true).abs() <= bound + TOLERANCE * true.abs().max()).all()
         assert deviation(got, exact) <= TOLERANCE
