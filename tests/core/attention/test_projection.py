@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.multiprocessing.spawn import spawn
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
@@ -36,6 +35,7 @@ from tests.core.attention.projections import (
 )
 from tests.core.model.scaled import CPU, OCP, Scaled, each_dialect, each_form
 from tests.harness import LIMITS
+from tests.ranks import run_ranks
 
 BF16, F32 = torch.bfloat16, torch.float32
 META = torch.device("meta")
@@ -233,7 +233,7 @@ def test_nothing_is_converted_for_it_nor_read_while_a_graph_is_captured(monkeypa
 
 
 def test_two_ranks_add_up_to_one(tmp_path: Path) -> None:
-    spawn(project, (2, str(tmp_path)), nprocs=2)
+    run_ranks(project, 2, str(tmp_path), size=2)
 
     for dtype, close in ((F32, 1e-5), (BF16, 0.02)):
         given = ProjectionArgs.draw(dtype)

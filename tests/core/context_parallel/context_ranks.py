@@ -6,7 +6,7 @@ import datetime as dt
 import os
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.context_parallel.attention import merge_over_ranks
@@ -34,6 +34,7 @@ from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.tiles import PLAIN
 from dsv4attn.errors import ArgumentError, ContextParallelError
 from dsv4attn.selection import load_backend
+from dsv4attn.serving.cache_manager import CachedSequence
 from tests.core.context_parallel.context_attention import attention, beside, over, same_everywhere
 from tests.core.context_parallel.context_heads import HEADS
 from tests.core.context_parallel.context_keys import keys_in_pieces, keys_planted, keys_refused
@@ -173,46 +174,63 @@ def selection(group: Any, interleave: int) -> None:
 # whole layers
 
 
-def make(
-    group: Any, layout: KVCacheLayout = FP8, interleave: int = 1, prefill: str = "", merging: Backend | None = None
-) -> tuple[LayerStack, LayerStack]:
-    """The same layers on one rank, and over ranks, with other pages.
-
-    prefill: keys of prefill, else one phase. merging: a backend that merges over ranks by itself.
-    """
-    backend, limits = load_backend("reference", deterministic=True), deterministic(Limits(4, 80, 256))
+def setup(prefill: str) -> tuple[Backend, dict[str, Any]]:
+    """A backend, and options of layers. prefill: how a prefill reads keys; empty: decode and prefill are one phase."""
+    common: dict[str, Any] = {"compressed_block_tokens": 64, "keep_windows": True}
     if prefill:
-        backend, limits = load_backend("reference", prefill_keys=prefill), Limits(4, 80, 256, num_speculative_tokens=2)
-    common: dict[str, Any] = {"limits": limits, "compressed_block_tokens": 64, "keep_windows": True}
-    return LayerStack(backend, layout, **common), LayerStack(
-        merging or backend, layout, **common, **both(over(group, interleave)), shuffle_seed=5
-    )
+        limits = Limits(4, 80, 256, num_speculative_tokens=2)
+        return load_backend("reference", prefill_keys=prefill), {"limits": limits, **common}
+    return load_backend("reference", deterministic=True), {"limits": deterministic(Limits(4, 80, 256)), **common}
+
+
+def on_one_rank(layout: KVCacheLayout = FP8, prefill: str = "") -> LayerStack:
+    backend, options = setup(prefill)
+    return LayerStack(backend, layout, **options)
+
+
+def over_ranks(
+    group: Any, layout: KVCacheLayout = FP8, interleave: int = 1, prefill: str = "", merging: Backend | None = None
+) -> LayerStack:
+    """The layers of `on_one_rank`, with other pages. merging: a backend that merges over ranks by itself."""
+    backend, options = setup(prefill)
+    return LayerStack(merging or backend, layout, **options, **both(over(group, interleave)), shuffle_seed=5)
+
+
+def served(model: LayerStack) -> tuple[list[Tensor], list[CachedSequence]]:
+    """Several sequences in one batch, chunks, decodes, drafts, a fork: outputs of every layer, and the sequences."""
+    a, b, outputs = model.manager.new(), model.manager.new(), []
+    outputs += model.step([(a, 40)], model.hidden(1, 40))
+    outputs += model.step([(a, 1), (b, 70)], model.hidden(2, 71))
+    outputs += model.run([(a, 3), (b, 1)], model.hidden(3, 4))  # drafts, of which one token is accepted
+    model.manager.advance([(a, 3), (b, 1)])
+    model.manager.truncate(a, 42)
+    c = model.manager.fork(b, 33)
+    for i in range(3):
+        outputs += model.step([(a, 1), (b, 1), (c, 2)], model.hidden(4 + i, 4))
+    outputs += model.step([(c, 50)], model.hidden(9, 50))
+    return outputs, [a, b, c]
+
+
+@cache
+def served_by_one_rank(layout: KVCacheLayout, prefill: str) -> tuple[LayerStack, list[Tensor], list[CachedSequence]]:
+    """The answers for `whole`; a process makes them once for groups of all sizes."""
+    model = on_one_rank(layout, prefill)
+    return model, *served(model)
 
 
 def whole(
     group: Any, layout: KVCacheLayout, interleave: int, prefill: str = "", merging: Backend | None = None
 ) -> None:
-    """Several sequences in one batch, chunks, decodes, drafts, a fork: outputs, and every entry's bytes."""
-    one, many = make(group, layout, interleave, prefill, merging)
-    results = []
-    for model in (one, many):
-        a, b, found = model.manager.new(), model.manager.new(), []
-        found += model.step([(a, 40)], model.hidden(1, 40))
-        found += model.step([(a, 1), (b, 70)], model.hidden(2, 71))
-        found += model.run([(a, 3), (b, 1)], model.hidden(3, 4))  # drafts, of which one token is accepted
-        model.manager.advance([(a, 3), (b, 1)])
-        model.manager.truncate(a, 42)
-        c = model.manager.fork(b, 33)
-        for i in range(3):
-            found += model.step([(a, 1), (b, 1), (c, 2)], model.hidden(4 + i, 4))
-        found += model.step([(c, 50)], model.hidden(9, 50))
-        results.append((found, [a, b, c]))
-    for mine, wanted in zip(results[1][0], results[0][0], strict=True):
-        assert float((mine - wanted).abs().max()) <= 3e-6 * float(wanted.abs().max())
+    """The steps of `served` over ranks: outputs, and every entry's bytes, are those of one rank."""
+    one, answers, sequences = served_by_one_rank(layout, prefill)
+    many = over_ranks(group, layout, interleave, prefill, merging)
+    outputs, shares = served(many)
+    for mine, answer in zip(outputs, answers, strict=True):
+        assert float((mine - answer).abs().max()) <= 3e-6 * float(answer.abs().max())
         same_everywhere(group, mine)
     if layout is FP8:
         return  # a key of rounded inputs may be rounded another way
-    compare_entries(one, many, results[0][1], results[1][1])
+    compare_entries(one, many, sequences, shares)
 
 
 def compare_entries(one: LayerStack, many: LayerStack, whole_sequences: Any, shares: Any) -> None:
@@ -238,7 +256,7 @@ def compare_entries(one: LayerStack, many: LayerStack, whole_sequences: Any, sha
 
 def long_shortcut(group: Any) -> None:
     """A short context selects everything on every rank, without an exchange."""
-    one, many = make(group)
+    one, many = on_one_rank(), over_ranks(group)
     hidden = one.hidden(0, 15)
     requests, padded = [(many.manager.new(), 9)], torch.cat([hidden[:9], torch.full_like(hidden[:3], nan)])
     alone = one.run([(one.manager.new(), 9)], hidden[:9])
@@ -250,7 +268,7 @@ def long_shortcut(group: Any) -> None:
 
 def warm_up(group: Any) -> None:
     """A warm-up sends nothing: here the first rank alone runs it."""
-    _, many = make(group)
+    many = over_ranks(group)
     if group.rank() == 0:
         with set_forward_context(None), torch.no_grad():
             for layer in many.layers:

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
-from torch.multiprocessing.spawn import spawn
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel.context import ContextParallel
 from tests.fast_interpreter.patches import patch_interpreter
 from tests.harness import FP8, LayerStack
+from tests.ranks import run_ranks
 
 RANKS = 2
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="both ranks are on the CPU, where kernels run interpreted alone")
 def test_two_ranks_of_kernels_are_one(tmp_path: Path) -> None:
-    spawn(serve, (str(tmp_path),), nprocs=RANKS)
+    run_ranks(serve, str(tmp_path), size=RANKS)
 
     assert [Path(tmp_path, str(rank)).read_text(encoding="utf-8") for rank in range(RANKS)] == ["", ""]
 
