@@ -5,7 +5,8 @@ Everything is on the CPU unless a test says otherwise. `tests/harness_v41.py` is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -59,15 +60,15 @@ def random_weights(
     geometry: ModelGeometry, index: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> dict[str, Tensor]:
     """Weights of a layer by name: matrices with outputs of unit size, norms around 1."""
-    generator, made = torch.Generator().manual_seed(1000 * seed + index), {}
+    generator, weights = torch.Generator().manual_seed(1000 * seed + index), {}
     for name, shape in weight_shapes(geometry, index).items():
         value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         if name.endswith("norm"):
             value = 1 + 0.2 * value
         elif len(shape) == 2 and not name.endswith("ape"):
             value *= shape[1] ** -0.5 * (3 if name.endswith("wgate") else 1)
-        made[name] = value.to(device, dtype if len(shape) == 2 and not name.endswith("ape") else torch.float32)
-    return made
+        weights[name] = value.to(device, dtype if len(shape) == 2 and not name.endswith("ape") else torch.float32)
+    return weights
 
 
 class LayerStack:
@@ -92,11 +93,11 @@ class LayerStack:
         self.workspace, self.layers = WorkspaceManager(device), list[DeepseekV4Attention]()
         self.weights: dict[int, Mapping[str, Any]] = {}
         for i in range(geometry.num_layers):
-            given = (weights or {}).get(i) or random_weights(geometry, i, dtype=dtype, device=device)
-            self.weights[i] = given
-            made = AttentionWeights.from_dict(given, geometry, i)
+            tensors = (weights or {}).get(i) or random_weights(geometry, i, dtype=dtype, device=device)
+            self.weights[i] = tensors
+            layer_weights = AttentionWeights.from_dict(tensors, geometry, i)
             common = {"workspace": self.workspace, "sources": self.layers, **(layer_options or {})}
-            layer = DeepseekV4Attention(f"layers.{i}", geometry, i, self.limits, backend, made, **common)
+            layer = DeepseekV4Attention(f"layers.{i}", geometry, i, self.limits, backend, layer_weights, **common)
             layer.bind_kv_cache(self.manager.caches[i])
             self.layers.append(layer)
 
@@ -109,7 +110,10 @@ class LayerStack:
     def run(self, requests: Requests, hidden: Tensor, *, padding: int = 0) -> list[Tensor]:
         """Outputs [T, hidden] of every layer; sequences do not advance."""
         batch = self.manager.batch(requests, padding=padding)
-        positions = self.manager.positions(requests, padding=padding)
+        return self.forward(batch, hidden, self.manager.positions(requests, padding=padding))
+
+    def forward(self, batch: Batch, hidden: Tensor, positions: Tensor) -> list[Tensor]:
+        """Outputs of every layer for a batch that a test has made or changed."""
         with torch.no_grad(), set_forward_context(self.manager.metadata(batch)):
             return [layer(hidden, positions) for layer in self.layers]
 
@@ -120,18 +124,28 @@ class LayerStack:
         return out
 
     def cut(self, hidden: Tensor, cuts: Sequence[int]) -> tuple[CachedSequence, list[Tensor]]:
-        """A new sequence in steps of so many tokens: outputs [T, hidden] of every layer."""
+        """Run a new sequence in steps of `cuts` tokens. Returns it, and the outputs [T, hidden] of every layer."""
         sequence = self.manager.new()
         parts = [self.step([(sequence, part.shape[0])], part) for part in hidden.split(list(cuts))]
         return sequence, [torch.cat(outs) for outs in zip(*parts, strict=True)]
 
+    @property
+    def caches(self) -> list[PagedKVCache]:
+        """Every cache of every layer, in order."""
+        return [cache for caches in self.manager.caches for cache in caches.present.values()]
+
+    def poison_caches(self) -> None:
+        """Fill every cache with NaN."""
+        for cache in self.caches:
+            cache.tensor.fill_(0xFF if cache.tensor.dtype == torch.uint8 else torch.nan)
+
     def bytes_of(self, sequence: CachedSequence) -> list[Tensor]:
         """Pages of a sequence in every cache, in order."""
-        found = []
+        pages = []
         for name, table in sequence.tables.items():
             blocks = torch.tensor([b for b in table.blocks if b >= 0], device=self.device)
-            found += [cache.tensor[blocks] for cache in self.manager._of_group(name)]
-        return found
+            pages += [cache.tensor[blocks] for cache in self.manager._of_group(name)]
+        return pages
 
 
 def deterministic(limits: Limits) -> Limits:
@@ -163,6 +177,26 @@ def caches_of(kind: LayerKind, layout: KVCacheLayout = LAYOUT, **changes: Any) -
     return LayerCaches(**{"swa": random_cache(layout, 4, 256), "compressed": compressed, **changes})
 
 
+def batch_of(query: Sequence[int], seq: Sequence[int], **changes: Any) -> Batch:
+    """Return a batch of requests with these query and sequence lengths; `changes` replaces fields.
+
+    Window blocks hold 4 tokens. Each request has 64 columns of its own in the table of the window and 8 in the
+    compressed table, and the slots of tokens are 0, 1, 2 and so on.
+    """
+    starts, lens = torch.tensor([0, *query], dtype=I32).cumsum(0).to(I32), torch.tensor(seq, dtype=I32)
+    fields: dict[str, Any] = {
+        "num_reqs": len(query),
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts.clone(),
+        "seq_lens": lens,
+        "seq_lens_cpu": lens.clone(),
+        "slot_mapping": torch.arange(sum(query)),
+        "block_table": torch.arange(len(query) * 64, dtype=I32).view(-1, 64),
+        "compressed_block_table": torch.arange(len(query) * 8, dtype=I32).view(-1, 8),
+    }
+    return Batch(**{**fields, **changes})
+
+
 def metadata_of(
     kind: LayerKind,
     query: list[int] = QUERY,
@@ -170,23 +204,9 @@ def metadata_of(
     tables: dict[str, Any] | None = None,
     **options: Any,
 ) -> AttentionMetadata:
-    """Return the metadata of a batch whose requests have rows of their own in both tables, unless given others."""
-    starts, lens = torch.tensor([0, *query], dtype=I32).cumsum(0).to(I32), torch.tensor(seq, dtype=I32)
-    rows: dict[str, Any] = {
-        "block_table": torch.arange(len(query) * 64, dtype=I32).view(-1, 64),
-        "compressed_block_table": torch.arange(len(query) * 8, dtype=I32).view(-1, 8),
-    }
-    batch = Batch(
-        num_reqs=len(query),
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        slot_mapping=torch.arange(sum(query)),
-        **{**rows, **(tables or {})},
-    )
+    """Return the metadata of `batch_of`; tables: block tables instead of those; options: those of the builder."""
     fixed: dict[str, Any] = {"limits": LIMITS, "swa_block_size": 4, "compressed_block_tokens": 32, "geometry": SMALL}
-    return MetadataBuilder(**{**fixed, **options}).build_for(batch, [kind])[kind]
+    return MetadataBuilder(**{**fixed, **options}).build_for(batch_of(query, seq, **(tables or {})), [kind])[kind]
 
 
 def forward_args(kind: LayerKind) -> dict[str, Any]:
@@ -212,14 +232,29 @@ FORM_NAMES = [f"{keys}-{indices}" for keys, indices in product(("gathered", "pag
 def backend_of(form: str) -> ReferenceBackend:
     """Build the reference from a name such as "paged-ragged"; decode takes the same form of indices."""
     keys, indices = form.split("-")
-    made = load_backend("reference", prefill_keys=keys, prefill_indices=indices, decode_indices=indices)
-    assert isinstance(made, ReferenceBackend)
-    return made
+    backend = load_backend("reference", prefill_keys=keys, prefill_indices=indices, decode_indices=indices)
+    assert isinstance(backend, ReferenceBackend)
+    return backend
 
 
 REFERENCE_FORMS = {name: backend_of(name) for name in FORM_NAMES}
 all_kinds = pytest.mark.parametrize("kind", KINDS, ids=[kind.value for kind in KINDS])
 all_forms = pytest.mark.parametrize("form", FORM_NAMES)
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    """The whole memory of a tensor, gaps included, as a flat tensor of its dtype."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def same_memory_on(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device with its strides and all that lies between its elements: `to` would close the gaps."""
+    return storage_of(tensor).to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements on the CPU, so that 0 and -0 differ and NaN equals itself."""
+    return tensor.contiguous().cpu().view(torch.uint8)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -280,21 +315,12 @@ def bound_layer(kind: LayerKind, prefix: str = "model.layers.0.attn", seed: int 
     torch.manual_seed(seed)
     geometry = SMALL.layer_of_kind(kind)
     builder = MetadataBuilder(SMALL, LIMITS, swa_block_size=4, compressed_block_tokens=16)
-    starts, lens = torch.tensor([0, PROMPT_TOKENS], dtype=torch.int32), torch.tensor([PROMPT_TOKENS], dtype=torch.int32)
     blocks = torch.randperm(8).int()[None]
     positions = torch.arange(PROMPT_TOKENS)
     slots = blocks[0].long()[positions // 4] * 4 + positions % 4
-    batch = Batch(
-        num_reqs=1,
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        slot_mapping=slots,
-        block_table=blocks,
-        compressed_block_table=torch.tensor([[2, 0]], dtype=torch.int32),
-    )
-    both = builder.build_for(batch, [kind])[kind]
+    tables = {"block_table": blocks, "compressed_block_table": torch.tensor([[2, 0]], dtype=torch.int32)}
+    batch = batch_of([PROMPT_TOKENS], [PROMPT_TOKENS], slot_mapping=slots, **tables)
+    parts = builder.build_for(batch, [kind])[kind]
     layer = DeepseekV4MLAAttention(
         prefix,
         geometry,
@@ -309,7 +335,7 @@ def bound_layer(kind: LayerKind, prefix: str = "model.layers.0.attn", seed: int 
     if compressed is not None:
         layer.backend.quantize_and_insert_k_cache(torch.randn(12, 32), compressed, torch.arange(compressed.capacity))
     layer.bind_kv_cache(PagedKVCache.allocate(LAYOUT, 8, 4), compressed)
-    metadata: LayerMetadata = {layer.swa_prefix: both.swa, layer.prefix: both.compressed}
+    metadata: LayerMetadata = {layer.swa_prefix: parts.swa, layer.prefix: parts.compressed}
     q, kv = torch.randn(PROMPT_TOKENS, 4, 32).bfloat16(), torch.randn(PROMPT_TOKENS, 32).bfloat16()
     return BoundLayer(layer, metadata, q, kv, positions)
 
@@ -324,8 +350,8 @@ def stale_positions(count: int) -> Tensor:
     return torch.tensor([STALE_POSITIONS[i % len(STALE_POSITIONS)] for i in range(count)], dtype=torch.int64)
 
 
-def padded_batch(batch: Batch, fill: int | None, counts: Sequence[int], *, behind: int = 0) -> Batch:
-    """A batch with requests of so many tokens of padding after its own, and rows that are no tokens after these.
+def padded_batch(batch: Batch, fill: int | None, counts: Sequence[int], *, rows_after: int = 0) -> Batch:
+    """A batch with padding after its own requests: a request of each of these token counts, then further rows.
 
     fill: the elements of the tables' rows of padding; None: those of the first request.
     """
@@ -334,7 +360,7 @@ def padded_batch(batch: Batch, fill: int | None, counts: Sequence[int], *, behin
         starts.append(starts[-1] + count)
     lens = torch.cat([batch.seq_lens_cpu, torch.tensor(counts, dtype=torch.int32)])
     start_loc = torch.tensor(starts, dtype=torch.int32)
-    slots = torch.full((sum(counts) + behind,), -1, dtype=torch.int64)
+    slots = torch.full((sum(counts) + rows_after,), -1, dtype=torch.int64)
     changed: dict[str, Any] = {}
     for name in BLOCK_TABLES:
         table = getattr(batch, name)
@@ -368,13 +394,12 @@ def with_padding(whole: LayerStack, fill: int | None, *, validate: bool = True) 
         most = max((count for _, count in requests), default=0)
         least = whole.limits.decode_threshold
         # padding is of the phase of the last request, as decodes come first
-        counts, behind = [1 if most <= least else least + 1] * 2, 2
-        batch = padded_batch(manager.batch(requests), fill, counts, behind=behind)
-        rows = sum(counts) + behind
+        counts, rows_after = [1 if most <= least else least + 1] * 2, 2
+        batch = padded_batch(manager.batch(requests), fill, counts, rows_after=rows_after)
+        rows = sum(counts) + rows_after
         positions = torch.cat([manager.positions(requests), stale_positions(rows)])
         values = torch.cat([hidden, torch.full((rows, hidden.shape[1]), torch.nan, dtype=hidden.dtype)])
-        with torch.no_grad(), set_forward_context(manager.metadata(batch)):
-            outs = [layer(values, positions) for layer in whole.layers]
+        outs = whole.forward(batch, values, positions)
         for out in outs:
             assert not out[len(hidden) :].any(), "rows of padding are zero"
         return [out[: len(hidden)] for out in outs]
@@ -385,5 +410,18 @@ def with_padding(whole: LayerStack, fill: int | None, *, validate: bool = True) 
 
 def all_bytes(whole: LayerStack) -> list[Tensor]:
     """Bytes of every cache of the layers."""
-    caches = [cache for layer in whole.manager.caches for cache in layer.present.values()]
-    return [cache.tensor.contiguous().view(torch.uint8) for cache in caches]
+    return [bytes_of(cache.tensor) for cache in whole.caches]
+
+
+@contextmanager
+def caches_unchanged(whole: LayerStack) -> Iterator[None]:
+    """Assert that no byte of any cache changes inside."""
+    before = [cache.tensor.clone() for cache in whole.caches]
+    yield
+    assert all(same_bits(tensor, cache.tensor) for tensor, cache in zip(before, whole.caches, strict=True))
+
+
+def assert_outputs_close(outputs: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
+    """Assert that outputs of layers differ by at most `tolerance` of the largest expected value of the layer."""
+    for output, answer in zip(outputs, expected, strict=True):
+        assert float((output - answer).abs().max()) <= tolerance * float(answer.abs().max())

@@ -1,11 +1,11 @@
-"""Small networks of DeepSeek-V4.1 on a backend, and the answers of the float64 oracle: what tests of layer roles share.
+"""Small networks of DeepSeek-V4.1 on a backend, and the answers of the float64 oracle for tests of layer roles.
 
-Whose caches and entries a layer reads is written down here once more, by hand; the oracle reads no geometry.
+`KV_OF` and `INDEX_OF` say by hand which caches and selections a layer reads; the oracle reads no geometry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -28,7 +28,7 @@ from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.factories import normal
 from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, tolerance
-from tests.harness import LayerStack
+from tests.harness import FP32, LayerStack
 
 RATIOS = [0, 2, 2, 2, 1, 1, 1, 1]
 KV_OF = [None, 1, 1, 3, 4, 4, 4, 4]
@@ -60,7 +60,7 @@ ATTENTION_LIMITS = Limits(3, 48, 64)
 QUERY, KEY, ENTRY, CHOICE, SINK = range(5)
 SINKS = [rounded(normal((SINK, layer), np.arange(HEADS), 1)[:, 0], torch.float32) for layer in range(len(RATIOS))]
 Steps = Sequence[Sequence[tuple[int, int]]]
-"""Of each step, (sequence, tokens) of its requests."""
+"""For each step, (number of the sequence, number of tokens) of its requests."""
 
 
 @cache
@@ -71,11 +71,11 @@ def row(stream: int, layer: int, sequence: int, number: int) -> F64:
 
 
 def chosen(layer: int, sequence: int, position: int) -> list[int]:
-    """What the indexer of a layer selects for a token: some of the entries that there are, among numbers of none."""
+    """The selection of an indexer for a token: some of its visible entries, then -1."""
     entries = (position + 1) // RATIOS[layer]
     rng = np.random.default_rng((CHOICE, layer, sequence, position))
-    made = [*rng.choice(entries, min(entries, TOPK - 1), replace=False).tolist(), -1]
-    return [*made, *[-1] * (TOPK - len(made))]
+    selected = [*rng.choice(entries, min(entries, TOPK - 1), replace=False).tolist(), -1]
+    return [*selected, *[-1] * (TOPK - len(selected))]
 
 
 class AttentionNetwork:
@@ -88,32 +88,32 @@ class AttentionNetwork:
         self.topk = torch.full((ATTENTION_LIMITS.max_num_batched_tokens, TOPK), 2**31 - 1, dtype=torch.int32)
         workspace = WorkspaceManager("cpu")
         for i in range(geometry.num_layers):
-            layer = geometry.layer(i)
-            made = DeepseekV4MLAAttention(
+            one_layer = geometry.layer(i)
+            layer = DeepseekV4MLAAttention(
                 f"layers.{i}",
-                layer,
+                one_layer,
                 ATTENTION_LIMITS,
                 backend,
                 attn_sink=torch.from_numpy(SINKS[i]).float(),
-                cos_sin_cache=cos_sin_cache(layer.rope, ATTENTION_LIMITS.max_model_len, "cpu"),
+                cos_sin_cache=cos_sin_cache(one_layer.rope, ATTENTION_LIMITS.max_model_len, "cpu"),
                 topk_indices_buffer=self.topk,
                 workspace=workspace,
             )
             caches = self.manager.caches[i].attention
-            made.bind_kv_cache(caches.swa, caches.compressed)
-            self.layers.append(made)
+            layer.bind_kv_cache(caches.swa, caches.compressed)
+            self.layers.append(layer)
 
     def run(self, steps: Steps) -> dict[tuple[int, int, int], Tensor]:
         """[H, D] output by (layer, sequence, position)."""
         sequences = [self.manager.new() for _ in range(ATTENTION_LIMITS.max_num_reqs)]
-        found: dict[tuple[int, int, int], Tensor] = {}
+        outputs: dict[tuple[int, int, int], Tensor] = {}
         for step in steps:
             requests = [(sequences[number], count) for number, count in step]
             tokens = [(n, p) for n, count in step for p in range(sequences[n].length, sequences[n].length + count)]
             for i, out in enumerate(self._step(requests, tokens)):
-                found |= {(i, *token): out[t] for t, token in enumerate(tokens)}
+                outputs |= {(i, *token): out[t] for t, token in enumerate(tokens)}
             self.manager.advance(requests)
-        return found
+        return outputs
 
     def _step(self, requests: list[tuple[CachedSequence, int]], tokens: list[tuple[int, int]]) -> list[Tensor]:
         batch, positions, outs = self.manager.batch(requests), self.manager.positions(requests), []
@@ -157,18 +157,19 @@ def record(stream: int, layer: int, sequence: int, number: int) -> F64:
     return stored(oracle.apply_rope(values, *turn(layer, number), ROPE) if stream == KEY else values, RECORDS)
 
 
-def worst_attention_error(found: dict[tuple[int, int, int], Tensor]) -> tuple[float, tuple[int, int, int]]:
+def worst_attention_error(outputs: dict[tuple[int, int, int], Tensor]) -> tuple[float, tuple[int, int, int]]:
     """The largest error in tolerances, and where. The oracle's rows follow from positions alone."""
-    where, answers = list(found), Expected.empty(len(found), HEADS, DIM)
-    for t, (layer, sequence, position) in enumerate(where):
+    places, answers = list(outputs), Expected.empty(len(outputs), HEADS, DIM)
+    for t, (layer, sequence, position) in enumerate(places):
         records = [record(KEY, layer, sequence, p) for p in range(max(position - WINDOW + 1, 0), position + 1)]
         source, index = KV_OF[layer], INDEX_OF[layer]
         if source is not None and index is not None:
             records += [record(ENTRY, source, sequence, e) for e in chosen(index, sequence, position) if e >= 0]
         q = oracle.apply_rope(row(QUERY, layer, sequence, position), *turn(layer, position), ROPE)
         answers.judge(t, rounded(q, torch.bfloat16), records, SINKS[layer], DIM**-0.5)
-    errors = answers.errors(torch.stack([found[place] for place in where]), None) / tolerance(RECORDS, torch.bfloat16)
-    return float(errors.max()), where[int(errors.max(1).argmax())]
+    values = torch.stack([outputs[place] for place in places])
+    errors = answers.errors(values, None) / tolerance(RECORDS, torch.bfloat16)
+    return float(errors.max()), places[int(errors.max(1).argmax())]
 
 
 BLOCKS, SIZE, PUBLISHER = 4, 2, 4
@@ -312,7 +313,7 @@ def worst_layer_error(whole: LayerStack, steps: Steps, *, slack: float = 1e-2) -
     index = whole.manager.caches[1].index
     assert index is not None
     exact = OracleNetwork(whole, index.layout, seeds, whole.limits.max_model_len)
-    sequences, found = [whole.manager.new() for _ in seeds], 0.0
+    sequences, actual = [whole.manager.new() for _ in seeds], 0.0
     for step in steps:
         requests = [(sequences[n], count) for n, count in step]
         tokens = [(n, p) for n, count in step for p in range(sequences[n].length, sequences[n].length + count)]
@@ -327,24 +328,35 @@ def worst_layer_error(whole: LayerStack, steps: Steps, *, slack: float = 1e-2) -
                     chosen = [e for e in row[t].tolist() if e != -1]
                     if chooser == i:
                         exact.check_choice(i, n, p, chosen, slack)
-                wanted = exact.out(i, n, p, chosen)
-                error = np.linalg.norm(outs[i][t].double().numpy() - wanted) / np.linalg.norm(wanted)
-                found = max(found, float(np.nan_to_num(error, nan=np.inf)))
-    return found
+                expected = exact.out(i, n, p, chosen)
+                error = np.linalg.norm(outs[i][t].double().numpy() - expected) / np.linalg.norm(expected)
+                actual = max(actual, float(np.nan_to_num(error, nan=np.inf)))
+    return actual
 
 
 def v41_stack(
     layout: KVCacheLayout = FP32_V41, backend: str = "reference", made: Backend | None = None, **options: Any
 ) -> LayerStack:
     """Layers whose caches, and buffers that indexers write, hold NaN and garbage at first."""
-    given = {"geometry": SMALL_V41, "limits": LIMITS_V41, "swa_block_size": 4, "compressed_block_tokens": 8, **options}
-    whole = LayerStack(made or load_backend(backend), layout, shuffle_seed=3, **given)
-    for caches in whole.manager.caches:
-        for pages in caches.present.values():
-            pages.tensor.fill_(0xFF if pages.tensor.dtype == torch.uint8 else torch.nan)
+    sizes = {"swa_block_size": 4, "compressed_block_tokens": 8}
+    arguments = {"geometry": SMALL_V41, "limits": LIMITS_V41, **sizes, **options}
+    whole = LayerStack(made or load_backend(backend), layout, shuffle_seed=3, **arguments)
+    whole.poison_caches()
     for layer in whole.layers:
         if layer.topk_indices is not None:
             layer.topk_indices.fill_(3)
         if layer.candidates is not None:
             layer.candidates.blocks.fill_(0)
     return whole
+
+
+def v4_stack(
+    layout: KVCacheLayout = FP32, backend: str = "reference", made: Backend | None = None, **options: Any
+) -> LayerStack:
+    """Layers of the small model of DeepSeek-V4, with the arguments of `v41_stack`."""
+    sizes = {"swa_block_size": 4, "compressed_block_tokens": 16}
+    return LayerStack(made or load_backend(backend), layout, **{**sizes, **options})
+
+
+STACKS: dict[str, Callable[..., LayerStack]] = {"v4": v4_stack, "v41": v41_stack}
+"""Builders of whole layers by model, for tests that both models must pass."""

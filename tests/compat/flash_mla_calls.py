@@ -1,4 +1,4 @@
-"""Small good calls of FlashMLA's interface, to be changed in one place."""
+"""Small valid calls of FlashMLA's interface; a test changes one argument."""
 
 from __future__ import annotations
 

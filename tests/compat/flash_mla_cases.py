@@ -1,4 +1,4 @@
-"""Random cases in the manner of FlashMLA's own tests, as data; and what attention is, in float64, one row at a time.
+"""Random cases in the manner of FlashMLA's tests, and attention in float64, one row at a time.
 
 Nothing here comes from the package: records are made of random codes, scales and RoPE values, so that the value of
 every key is known without a quantiser, and all bytes that no index names are 0xFF, which is NaN wherever it is read.
@@ -193,12 +193,6 @@ def spread(tensor: Tensor) -> Tensor:
     wide = torch.empty(shape, dtype=tensor.dtype)
     view = wide[tuple(slice(n) for n in tensor.shape)]
     return view.copy_(tensor)
-
-
-def there(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device with all that lies between its elements: `to` would close the gaps."""
-    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    return whole.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def sinks(heads: int, g: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""FlashMLA's interface computes what FlashMLA's tests call correct, with every backend that takes the case."""
+"""FlashMLA's interface passes the cases of FlashMLA's tests with every backend that takes the case."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.compat.flash_mla_cases import (
     generator_of,
     sinks,
     spread,
-    there,
 )
+from tests.harness import same_memory_on
 
 # every backend there is, and the reference in every form of keys and indices
 RAGGED = {"decode_indices": "ragged", "prefill_indices": "ragged"}
@@ -60,7 +60,7 @@ prefill_targets, decode_targets = ours(TARGETS), ours(DECODE_TARGETS)
 
 INTERPRETED = not torch.accelerator.is_available()
 KERNELS = [target for target in TARGETS if TARGETS[target][0] != "reference" and target not in TWINS]
-"""Lanes whose kernels are interpreted where there is no accelerator."""
+"""Backends whose kernels are interpreted where there is no accelerator."""
 
 
 def in_turn(cases: Sequence[DecodeCase], target: str) -> tuple[list[DecodeCase], list[DecodeCase]]:
@@ -95,7 +95,7 @@ def decode_in_turn() -> list[Any]:
 
 
 def patient(targets: Iterable[str]) -> pytest.MarkDecorator:
-    """Lanes for cases of many rows: slow ones where kernels are interpreted."""
+    """Backends for cases of many rows: slow ones where kernels are interpreted."""
     kernels = [target for target in targets if INTERPRETED and TARGETS[target][0] != "reference"]
     params = [pytest.param(target, marks=pytest.mark.slow if target in kernels else ()) for target in targets]
     return pytest.mark.parametrize("target", params, indirect=True)
@@ -146,9 +146,10 @@ def run_decode(case: DecodeCase, name: str) -> None:
     tensors = [main.indices, sink]
     tensors += [extra.cache, extra.indices] if extra else [None, None]
     tensors += [main.lengths, extra.lengths if extra else None]
-    moved: list[Any] = [t if t is None else there(t, device) for t in tensors]
+    moved: list[Any] = [t if t is None else same_memory_on(t, device) for t in tensors]
     meta, _ = get_mla_metadata()
-    start = (there(spread(q), device), there(main.cache, device), None, None, 512, meta, None, case.scale, False, True)
+    first = same_memory_on(spread(q), device), same_memory_on(main.cache, device)
+    start = (*first, None, None, 512, meta, None, case.scale, False, True)
     try:
         out, lse = flash_mla_with_kvcache(*start, *moved, backend=name)
     except NoBackendError as error:
@@ -157,12 +158,12 @@ def run_decode(case: DecodeCase, name: str) -> None:
         pytest.skip(str(error))
     seconds = extra.keys_of if extra else [torch.zeros(0, 512)] * len(main.keys_of)
     keys_of = [[a, b] for a, b in zip(main.keys_of, seconds, strict=True)]
-    want = Definition(q.flatten(0, 1), keys_of, case.scale, sink)
+    expected = Definition(q.flatten(0, 1), keys_of, case.scale, sink)
 
     assert out.dtype is torch.bfloat16
     assert lse.dtype is torch.float32
-    assert_close("out", out, want.out.view(q.shape), absolute=1e-3, relative=2.01 / 128, cosine=5e-6)
-    wanted_lse = want.lse.view(q.shape[:3]).transpose(1, 2)
+    assert_close("out", out, expected.out.view(q.shape), absolute=1e-3, relative=2.01 / 128, cosine=5e-6)
+    wanted_lse = expected.lse.view(q.shape[:3]).transpose(1, 2)
     assert_close("lse", lse, wanted_lse, absolute=1e-6, relative=8.01 / 65536, cosine=1e-6)
 
 
@@ -172,20 +173,20 @@ def run_prefill(case: PrefillCase, name: str) -> None:
     q = (torch.randn(case.s_q, case.heads, 512, generator=g) / 10 + shift).bfloat16()
     rows, sink = Rows.make(case, g), sinks(case.heads, g) if case.sink else None
     device = device_of(name)
-    attn_sink, lengths = (t if t is None else there(t, device) for t in (sink, rows.lengths))
-    q_there, kv, indices = (there(t, device) for t in (spread(q), rows.kv, rows.indices))
+    attn_sink, lengths = (t if t is None else same_memory_on(t, device) for t in (sink, rows.lengths))
+    q_there, kv, indices = (same_memory_on(t, device) for t in (spread(q), rows.kv, rows.indices))
     try:
         out, top, lse = flash_mla_sparse_fwd(q_there, kv, indices, case.scale, 512, attn_sink, lengths, backend=name)
     except NoBackendError as error:
         if name == "reference":
             raise
         pytest.skip(str(error))
-    want = Definition(q, [[keys] for keys in rows.keys_of], case.scale, sink)
+    expected = Definition(q, [[keys] for keys in rows.keys_of], case.scale, sink)
 
     assert [t.dtype for t in (out, top, lse)] == [torch.bfloat16, torch.float32, torch.float32]
-    assert_close("out", out, want.out, absolute=8e-4, relative=3.01 / 128, cosine=7e-6)
-    assert_close("max_logits", top, want.top, absolute=1e-6, relative=2.01 / 65536, cosine=1e-6)
-    assert_close("lse", lse, want.lse, absolute=1e-6, relative=2.01 / 65536, cosine=1e-6)
+    assert_close("out", out, expected.out, absolute=8e-4, relative=3.01 / 128, cosine=7e-6)
+    assert_close("max_logits", top, expected.top, absolute=1e-6, relative=2.01 / 65536, cosine=1e-6)
+    assert_close("lse", lse, expected.lse, absolute=1e-6, relative=2.01 / 65536, cosine=1e-6)
 
 
 @pytest.mark.parametrize(("case", "target"), decode_in_turn(), indirect=["target"])

@@ -1,4 +1,4 @@
-"""FlashMLA's interface: its signatures, the shapes of its results, and what is refused."""
+"""FlashMLA's interface: signatures, shapes of results, and refused arguments."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ def test_the_default_scale_is_that_of_the_head_dim() -> None:
 
 
 def test_out_is_written_where_the_caller_says() -> None:
-    wanted, _ = flash_mla_with_kvcache(**decode_args())
+    expected, _ = flash_mla_with_kvcache(**decode_args())
     whole = torch.full((B + 1, S_Q + 1, H + 1, 512), torch.nan, dtype=torch.bfloat16)
-    for view in (whole[:B, :S_Q, :H], torch.empty_like(wanted)):
+    for view in (whole[:B, :S_Q, :H], torch.empty_like(expected)):
         out, _ = flash_mla_with_kvcache(**decode_args(out=view))
         assert out is view
-        assert torch.equal(view, wanted)
+        assert torch.equal(view, expected)
     assert bool(whole[B].isnan().all())
     into = torch.empty(5, H, 512, dtype=torch.bfloat16)
     assert flash_mla_sparse_fwd(**prefill_args(out=into))[0] is into

@@ -1,4 +1,4 @@
-"""FlashMLA's interface: which backend computes, asked how often, and with which memory."""
+"""FlashMLA's interface: the backend that computes, when it is asked, and the memory that it uses."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ def test_a_backend_gets_its_scratch_and_its_form_of_indices(scratchy: Scratchy) 
 
 
 def test_results_do_not_depend_on_form_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = flash_mla_with_kvcache(**decode_args()), flash_mla_sparse_fwd(**prefill_args())
+    expected = flash_mla_with_kvcache(**decode_args()), flash_mla_sparse_fwd(**prefill_args())
     direct.forget_choices()
     monkeypatch.setattr(direct, "_backend", lambda _: Scratchy())
     got = flash_mla_with_kvcache(**decode_args()), flash_mla_sparse_fwd(**prefill_args())
 
-    for left, right in zip(wanted, got, strict=True):
+    for left, right in zip(expected, got, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 

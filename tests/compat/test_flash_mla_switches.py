@@ -1,4 +1,4 @@
-"""FlashMLA's interface: metadata objects of FlashMLA itself, batch invariance, and what its newest switches change."""
+"""FlashMLA's interface: FlashMLA's own metadata objects, batch invariance, and the effect of its newest switches."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def check(found: tuple[Tensor, Tensor], out: Any, lse: Any) -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["interleaved", "split"])
 @pytest.mark.parametrize("extra", [None, 528, 288])
 def test_every_pair_of_records_in_both_arrangements(extra: int | None, split: bool, target: str) -> None:
-    given, *wanted = call(extra=extra, split=split, more=3)
-    check(flash_mla_with_kvcache(**given, backend=target), *wanted)
+    given, *expected = call(extra=extra, split=split, more=3)
+    check(flash_mla_with_kvcache(**given, backend=target), *expected)
 
 
 @pytest.mark.parametrize("page", [16, 64])
@@ -99,7 +99,7 @@ def test_pages_of_split_records_have_the_stride_that_their_layout_allocates(extr
         528: KVCacheLayout.v41_fp8(arrangement=arrangement),
         288: KVCacheLayout.v41_fp4(arrangement=arrangement),
     }
-    given, *wanted = call(extra=extra, split=True)
+    given, *expected = call(extra=extra, split=True)
     for name, record, block_size in (("k_cache", 528, 4), ("extra_k_cache", extra, 8)):
         if record is None:
             continue
@@ -115,19 +115,19 @@ def test_pages_of_split_records_have_the_stride_that_their_layout_allocates(extr
         given[name] = moved.tensor[:, :, None]
         assert given[name].stride(0) == layout.page_stride(page)
     assert given["k_cache"].stride(0) == {16: 8704, 64: 33792}[page]
-    check(flash_mla_with_kvcache(**given), *wanted)
+    check(flash_mla_with_kvcache(**given), *expected)
 
 
 def test_the_name_of_the_format_may_be_given_without_legacy_too() -> None:
-    given, *wanted = call(kv_format="V41")
-    check(flash_mla_with_kvcache(**given), *wanted)
+    given, *expected = call(kv_format="V41")
+    check(flash_mla_with_kvcache(**given), *expected)
 
 
 def test_one_arrangement_read_as_the_other_is_found() -> None:
-    given, *wanted = call(split=True, more=1)
-    found = flash_mla_with_kvcache(**{**given, "use_legacy": False})
+    given, *expected = call(split=True, more=1)
+    actual = flash_mla_with_kvcache(**{**given, "use_legacy": False})
     with pytest.raises(AssertionError):
-        check(found, *wanted)
+        check(actual, *expected)
 
 
 SPLIT = {"use_legacy": True}

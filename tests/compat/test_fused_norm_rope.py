@@ -1,4 +1,4 @@
-"""The fused attention of V4.1 as FlashMLA defines it, against its formula in float64; the orders of its weights."""
+"""The fused attention of V4.1 as FlashMLA defines it, against its formula in float64, and orders of its weights."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_prefill_is_the_formula(normed: bool) -> None:
     kv, g = random(12, 1, 512, seed=1), torch.Generator().manual_seed(2)
     indices = torch.randint(-2, 15, (T, 1, TOPK), generator=g).int()
     given = common(kv=kv, indices=indices, enable_q_norm=normed)
-    want = wanted(given, rows_of(kv[:, 0].double().numpy(), indices[:, 0], given["topk_length"], 12))
-    found = fused.prefill(**given)
-    check(found, want)
-    there = np.isfinite(want[1])
-    assert np.array_equal(np.isneginf(found[2].numpy()), ~there)
-    assert np.abs(found[2].double().numpy()[there] - want[1][there]).max() < 1e-4
+    expected = wanted(given, rows_of(kv[:, 0].double().numpy(), indices[:, 0], given["topk_length"], 12))
+    actual = fused.prefill(**given)
+    check(actual, expected)
+    there = np.isfinite(expected[1])
+    assert np.array_equal(np.isneginf(actual[2].numpy()), ~there)
+    assert np.abs(actual[2].double().numpy()[there] - expected[1][there]).max() < 1e-4
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["interleaved", "legacy"])
@@ -130,10 +130,10 @@ def test_decode_is_the_formula(extra: int | None, split: bool) -> None:
 def test_a_q_that_is_not_permuted_is_found() -> None:
     kv, indices = random(12, 1, 512, seed=1), torch.arange(T * TOPK).view(T, 1, TOPK).int() % 12
     given = common(kv=kv, indices=indices)
-    want = wanted(given, rows_of(kv[:, 0].double().numpy(), indices[:, 0], given["topk_length"], 12))
+    expected = wanted(given, rows_of(kv[:, 0].double().numpy(), indices[:, 0], given["topk_length"], 12))
     other = torch.from_numpy(plain(given["q"])).bfloat16().contiguous()
     with pytest.raises(AssertionError):
-        check(fused.prefill(**{**given, "q": other}), want)
+        check(fused.prefill(**{**given, "q": other}), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -23,7 +23,10 @@ import dsv4attn as ds
 from dsv4attn.config import Settings
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.context import ContextParallel
+from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.metadata.builder import MetadataBuilder
@@ -34,10 +37,24 @@ from dsv4attn.core.model.quantized_weight import BlockScaledWeight, dense_weight
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 from dsv4attn.selection import explain, select_backend
+from dsv4attn.serving.allocator import BlockAllocator, BlockTable
 from dsv4attn.serving.cache_manager import CacheManager
+from dsv4attn.serving.request import Request
+from dsv4attn.serving.scheduler import Scheduler
 from tests.core.attention.test_bad_input import refused
 from tests.core.model.scaled import DEVICE, OCP, Scaled
-from tests.harness import FP32, LAYOUT, LIMITS, SMALL, SWA, bound_layer, forward_args, metadata_of, random_weights
+from tests.harness import (
+    FP32,
+    LAYOUT,
+    LIMITS,
+    SMALL,
+    SWA,
+    LayerStack,
+    bound_layer,
+    forward_args,
+    metadata_of,
+    random_weights,
+)
 from tests.harness_v41 import LIMITS_V41, SMALL_V41, v41_stack
 
 FLASH = ds.ModelGeometry.preset("flash")
@@ -189,6 +206,90 @@ PROJECTION_WEIGHT: list[tuple[Any, str, str]] = [
     (FP8_WEIGHT.module(weight_scale=torch.ones(1)), "wo_a.weight_scale", r"got \[1\]"),  # a wrong second scale
 ]
 """Weights of the output projection: value, argument that is named, and what is said."""
+V4_LAYOUT, V41_LAYOUT = ds.KVCacheLayout.fp8_ds_mla, ds.KVCacheLayout.v41_fp4
+LAYOUTS: list[tuple[Callable[[], Any], str]] = [
+    (partial(V4_LAYOUT, fp8_max=240.0), "fp8_max: expected"),
+    (partial(V4_LAYOUT, fp8_format=Fp8Format.FNUZ, fp8_max=448.0), "fp8_max: expected"),
+    (lambda: attrs.evolve(V4_LAYOUT(), fp8_format=Fp8Format.FNUZ), "fp8_max: expected"),
+    (partial(V4_LAYOUT, group_size=0), "group_size: expected"),
+    (partial(V4_LAYOUT, 447, 64), "nope_dim: expected"),
+    (partial(ds.KVCacheLayout.rows, dtype=torch.float16), "dtype: expected"),
+    (partial(V41_LAYOUT, 0, 64), "nope_dim"),
+    (partial(V41_LAYOUT, 448, -1), "rope_dim"),
+    (partial(V41_LAYOUT, 447, 64), "nope_dim: expected an even number of dims, two to a byte, got 511"),
+    (
+        lambda: PagedKVCache.allocate(ds.KVCacheLayout.v41_fp8(), 1, 4).with_layout(fp8_format=Fp8Format.FNUZ),
+        "fp8_format: expected e4m3fn, the only one of V4.1's records",
+    ),
+    *(
+        (partial(ds.KVCacheLayout.index_fp8, dim), "head_dim: expected an integer of at least 1")
+        for dim in (0, -4, True, 128.0)
+    ),
+]
+"""Layouts that cannot be."""
+SCHEDULER: dict[str, Any] = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "decode_threshold": 1}
+SERVING: list[tuple[Callable[[], Any], str]] = [
+    *(
+        (partial(call, value), f"{name}: expected an integer of at least 0")
+        for value in (-1, 2.0, True)
+        for name, call in (
+            ("num_blocks", BlockAllocator),
+            ("n", BlockAllocator(4).allocate),
+            ("num_tokens", BlockTable(BlockAllocator(4), 4).ensure),
+            ("token", BlockTable(BlockAllocator(4), 4).release_before),
+        )
+    ),
+    (lambda: BlockTable(BlockAllocator(1), 0), "tokens_per_block: expected an integer of at least 1, got 0"),
+    *(
+        (partial(Scheduler, [], **{**SCHEDULER, name: value}), f"{name}: expected an integer of at least 1, got")
+        for name in SCHEDULER
+        for value in (0, -1, 1.5, True)
+    ),
+    (
+        partial(Scheduler, [], max_num_batched_tokens=3, max_num_seqs=4),
+        r"max_num_batched_tokens: expected at least max_num_seqs \(4\), .* got 3",
+    ),
+    (
+        partial(Scheduler, [Request(3, 0.0, 1, 1), Request(3, 1.0, 1, 1)], **SCHEDULER),
+        "requests: expected a different index for each, got .* index 3",
+    ),
+    *(
+        (
+            partial(LayerStack, REFERENCE, layer_options={"topk_indices_buffer": torch.zeros(shape).int()}),
+            "topk_indices_buffer: expected 3 columns, and at least 64 rows",
+        )
+        for shape in ((64, 2), (63, 3))
+    ),
+    (
+        lambda: LayerStack(ds.load_backend("reference", deterministic=True)),
+        r"limits: expected Limits\(\.\.\., single_phase=True\) with",
+    ),
+    *(
+        (
+            partial(MetadataBuilder, SMALL, LIMITS, swa_block_size=4, compressed_block_tokens=tokens),
+            rf"compressed_block_tokens: expected a multiple of ratio \d+, got {tokens}",
+        )
+        for tokens in (24, 100, 8)
+    ),
+    *(
+        (partial(FLASH.tensor_parallel, size), f"tensor parallel size: expected {said}")
+        for sizes, said in (((-1, 0), "an integer of at least 1"), ((3, 16), "a common divisor of 64 heads and 8"))
+        for size in sizes
+    ),
+]
+"""Blocks, schedulers, whole layers, builders and ranks of tensor parallelism."""
+RANKS: list[tuple[Callable[[], Any], str]] = [
+    (partial(Ownership, 2, 2), r"rank: expected a rank in \[0, 2\), got 2"),
+    (partial(Ownership, -1, 2), "rank: expected an integer of at least 0"),
+    (partial(Ownership, 0, 0), "size: expected an integer of at least 1"),
+    (partial(Ownership, 0, 2, 0), "interleave: expected an integer of at least 1"),
+    (
+        lambda: OwnedMetadataBuilder(Ownership(0, 2, 4), SMALL, LIMITS, swa_block_size=16, compressed_block_tokens=32),
+        "interleave: expected a divisor of 2, the records in a page of c128a",
+    ),
+    (partial(ContextParallel, None), "group: expected a ProcessGroup of torch.distributed that has this rank"),
+]
+"""Ranks of context parallelism."""
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: preset(None), r"name: expected a str, got None -> pass one of deepseek-v4-flash"),
     (lambda: FLASH.tensor_parallel("2"), rf"tensor parallel size: {COUNT} '2'"),
@@ -366,6 +467,9 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: weights_v41(SMALL_V41.layer(4)), r"layer: expected the number of the layer"),
     *((partial(mla_layer, **{name: value}), f"{name}: expected {said}") for name, value, said in MLA_LAYER),
     *((partial(dense_weight, value), f"{name}: expected .*{said}") for value, name, said in PROJECTION_WEIGHT),
+    *LAYOUTS,
+    *SERVING,
+    *RANKS,
 ]
 
 

@@ -1,4 +1,4 @@
-"""`TensorState`: which changes of a tensor are seen, and that nothing is kept alive."""
+"""`TensorState` sees every change of a tensor and keeps no tensor alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forks of a sequence at every length: they go on as the sequence itself did, or they are refused."""
+"""Forks of a sequence at every length either continue like the sequence itself, or are refused."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def filled(geometry: ModelGeometry, layout: KVCacheLayout, *, keep_windows: bool
         keep_windows=keep_windows,
         shuffle_seed=1,
     )
-    for caches in made.manager.caches:
-        for cache in caches.present.values():
-            cache.tensor.fill_(torch.nan)
+    made.poison_caches()
     return made
 
 
@@ -91,8 +89,8 @@ def test_a_fork_without_tokens_is_a_new_sequence() -> None:
     assert [table.blocks for table in fork.tables.values()] == [[] for _ in fork.tables]
     assert [table.first_token for table in fork.tables.values()] == [0 for _ in fork.tables]
     other = whole.hidden(1, 30)
-    outs, (_, wanted) = whole.step([(fork, 30)], other), whole.cut(other, [30])
-    for out, rows in zip(outs, wanted, strict=True):
+    outs, (_, expected) = whole.step([(fork, 30)], other), whole.cut(other, [30])
+    for out, rows in zip(outs, expected, strict=True):
         assert torch.equal(out, rows)
 
 

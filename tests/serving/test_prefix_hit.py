@@ -6,7 +6,7 @@ step from its first token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,36 +17,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence
 from tests.core.attention.strategies import search
-from tests.harness import SMALL, LayerStack
-from tests.harness_v41 import SMALL_V41, v41_stack
+from tests.harness import SMALL, LayerStack, caches_unchanged
+from tests.harness_v41 import SMALL_V41, STACKS
 
-LENGTH, WINDOWS = 46, {"v4": SMALL.window, "v4.1": SMALL_V41.window}
-
-
-def v4(backend: str) -> LayerStack:
-    return LayerStack(
-        load_backend(backend), swa_block_size=4, compressed_block_tokens=16, keep_windows=True, shuffle_seed=5
-    )
+LENGTH, WINDOWS = 46, {"v4": SMALL.window, "v41": SMALL_V41.window}
 
 
-def v41(backend: str) -> LayerStack:
-    return v41_stack(backend=backend, keep_windows=True)
-
-
-MODELS: dict[str, Callable[[str], LayerStack]] = {"v4": v4, "v4.1": v41}
+def stack(model: str, backend: str) -> LayerStack:
+    """Layers whose pages are in random order; windows of all tokens stay."""
+    shuffle = {"shuffle_seed": 5} if model == "v4" else {}
+    return STACKS[model](backend=backend, keep_windows=True, **shuffle)
 
 
 @cache
 def alone(model: str) -> list[Tensor]:
     """Outputs of every layer for a request that runs alone, in one step, on the reference."""
-    whole = MODELS[model]("reference")
+    whole = stack(model, "reference")
     return whole.run([(whole.manager.new(), LENGTH)], whole.hidden(1, LENGTH))
 
 
@@ -57,7 +48,7 @@ class Hit:
     """
 
     def __init__(self, model: str, backend: str, end: int, start: int, *, states: bool = True) -> None:
-        self.whole, self.end, self.start, self.states = MODELS[model](backend), end, start, states
+        self.whole, self.end, self.start, self.states = stack(model, backend), end, start, states
         self.hidden, manager = self.whole.hidden(1, LENGTH), self.whole.manager
         self.live = manager.new()
         self.whole.step([(self.live, end + 1)], self.hidden[: end + 1])
@@ -107,8 +98,7 @@ class Hit:
         rows = [self.hidden[sequence.length : sequence.length + count] for sequence, count in requests]
         hidden = torch.cat([*rows, torch.full((padding, self.hidden.shape[1]), torch.nan)])
         positions = manager.positions(requests, padding=padding)
-        with torch.no_grad(), set_forward_context(manager.metadata(self.batch(requests, padding))):
-            outs = [layer(hidden, positions) for layer in self.whole.layers]
+        outs = self.whole.forward(self.batch(requests, padding), hidden, positions)
         manager.advance(requests)
         return outs
 
@@ -127,12 +117,12 @@ class Hit:
         outs = self._run(chunks, padding)
         rest = self.second.length
         both = self.step([(self.live, 1), (self.second, LENGTH - rest)], padding)
-        for i, (found, last, wanted) in enumerate(zip(outs, both, alone(model), strict=True)):
-            near(last[:1], wanted[self.end + 1 :][:1], f"layer {i}, the live request")
-            made = torch.cat([*found, last[1 : 1 + LENGTH - rest]])
+        for i, (actual, last, expected) in enumerate(zip(outs, both, alone(model), strict=True)):
+            near(last[:1], expected[self.end + 1 :][:1], f"layer {i}, the live request")
+            made = torch.cat([*actual, last[1 : 1 + LENGTH - rest]])
             # tokens whose window is there: replayed ones at its beginning have less
             whole = max(self.start + WINDOWS[model] - 1, self.start)
-            near(made[whole - self.start :], wanted[whole:], f"layer {i}, the second request")
+            near(made[whole - self.start :], expected[whole:], f"layer {i}, the second request")
 
     def _run(self, chunks: Sequence[int], padding: int) -> list[list[Tensor]]:
         """Outputs of every layer for chunks of the second request."""
@@ -164,7 +154,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", STACKS)
 def test_g27_replayed_tokens_write_no_page_that_the_hit_owns(model: str, case: str) -> None:
     end, start, chunks = CASES[case]
     hit = Hit(model, "reference", end, start)
@@ -172,14 +162,14 @@ def test_g27_replayed_tokens_write_no_page_that_the_hit_owns(model: str, case: s
     hit.check(model, chunks, padding=3)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", STACKS)
 def test_g27_neither_do_kernels(model: str) -> None:
     Hit(model, "triton", 35, 26).run_changed([9, 4], padding=1)
 
 
 @pytest.mark.parametrize(("end", "start"), [(32, 24), (35, 26), (37, 24)])
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", STACKS)
 def test_states_that_are_lost_are_written_again_to_pages_of_the_request(
     model: str, end: int, start: int, cut: bool
 ) -> None:
@@ -189,12 +179,12 @@ def test_states_that_are_lost_are_written_again_to_pages_of_the_request(
 @st.composite
 def hits(draw: st.DrawFn) -> tuple[str, int, int, list[int], bool, int]:
     """A model, the end of a hit, where its replay begins, chunks of the request, whether states are kept, padding."""
-    model = draw(st.sampled_from(sorted(MODELS)))
+    model = draw(st.sampled_from(sorted(STACKS)))
     end, states, padding = draw(st.integers(16, 40)), draw(st.booleans()), draw(st.integers(0, 3))
     # the windows of new tokens, and where states are lost the first state that an entry after the hit reads
     latest = end - WINDOWS[model] + 1
     if not states:
-        layers = (MODELS[model]("reference")).geometry.distinct_layers
+        layers = (stack(model, "reference")).geometry.distinct_layers
         latest = min(latest, *(layer.first_state(end) for layer in layers if layer.has_states))
     start = draw(st.integers(max(latest - 6, 0), max(latest, 0)))
     left, chunks = draw(st.integers(1, LENGTH - 1 - start)), list[int]()
@@ -238,7 +228,7 @@ def test_the_metadata_have_no_slot_for_what_is_cached_and_windows_have_theirs() 
 
 def test_a_later_step_without_a_hit_finds_nothing_of_the_one_before() -> None:
     """Buffers of the builder are the same in every step."""
-    hit = Hit("v4.1", "reference", 35, 26)
+    hit = Hit("v41", "reference", 35, 26)
     manager, requests = hit.whole.manager, [(hit.second, 9)]
     ring = manager.metadata(hit.batch(requests))[LayerKind.CSA, 2].state
     assert ring is not None
@@ -252,7 +242,7 @@ def test_a_later_step_without_a_hit_finds_nothing_of_the_one_before() -> None:
     assert bool((entries.slot_mapping >= 0).all())
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", STACKS)
 def test_a_captured_graph_reads_the_hits_of_the_step_that_is_replayed(model: str) -> None:
     """Captured with ends of 0 and padding; what it reads is written in place by the next build."""
     hit = Hit(model, "reference", 32, 24)
@@ -280,18 +270,15 @@ def test_a_captured_graph_reads_the_hits_of_the_step_that_is_replayed(model: str
 
 def refused(hit: Hit, said: str, **changes: Any) -> None:
     batch = hit.batch([(hit.second, 14)], **changes)
-    before = [cache.tensor.clone() for caches in hit.whole.manager.caches for cache in caches.present.values()]
-    with pytest.raises(ArgumentError, match=said):
+    with caches_unchanged(hit.whole), pytest.raises(ArgumentError, match=said):
         hit.whole.manager.metadata(batch)
-    after = [cache.tensor for caches in hit.whole.manager.caches for cache in caches.present.values()]
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
 
 
 def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", STACKS)
 def test_a_replay_without_the_end_of_the_hit_is_refused(model: str) -> None:
     said = r"^Batch.num_cached_tokens: expected a tensor where replay_start is given, got None -> .* 0 for none"
     refused(Hit(model, "reference", 32, 24), said, num_cached_tokens=None)
@@ -317,7 +304,7 @@ def test_states_of_the_hit_must_have_blocks_where_an_entry_after_it_reads_them()
 
 @pytest.mark.parametrize("name", ["num_cached_tokens", "num_cached_states"])
 def test_wrong_ends_are_refused(name: str) -> None:
-    hit = Hit("v4.1", "reference", 32, 24)
+    hit = Hit("v41", "reference", 32, 24)
     wrong: list[tuple[Any, str]] = [
         (torch.zeros(0).int(), "expected an element for each of the 1 requests, got 0 elements"),
         (torch.zeros(1), r"expected a?.*int32.*, got \[1\] float32"),

@@ -1,3 +1,5 @@
+"""The scheduler of `dsv4attn run`: admission, chunked prefill, decodes, and preemption."""
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -274,30 +276,6 @@ def test_a_cache_without_blocks_fits_nobody() -> None:
 
 
 # misuse
-
-
-def test_the_budget_must_cover_a_token_for_every_sequence() -> None:
-    with pytest.raises(ArgumentError, match=r"max_num_batched_tokens: expected at least max_num_seqs \(4\), .* got 3"):
-        scheduler_of(budget=3, seqs=4)
-
-
-@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "decode_threshold"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True])
-def test_limits_must_be_positive_integers(name: str, value: int) -> None:
-    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "decode_threshold": 1} | {name: value}
-
-    with pytest.raises(ArgumentError, match=rf"{name}: expected an integer of at least 1, got"):
-        Scheduler(
-            [],
-            max_num_batched_tokens=limits["max_num_batched_tokens"],
-            max_num_seqs=limits["max_num_seqs"],
-            decode_threshold=limits["decode_threshold"],
-        )
-
-
-def test_two_requests_of_one_index_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"requests: expected a different index for each, got .* index 3"):
-        Scheduler([Request(3, 0.0, 1, 1), Request(3, 1.0, 1, 1)], max_num_batched_tokens=8, max_num_seqs=4)
 
 
 def test_a_step_is_planned_only_after_the_last_one_is_done() -> None:

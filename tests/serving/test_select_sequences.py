@@ -1,4 +1,4 @@
-"""`CacheManager.select`: forks, reuse and release of sequences, as a beam search asks for them."""
+"""`CacheManager.select`: forks, reuse and release of sequences for beam search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small engine: one layer of a model in buffers whose addresses never change, and any batch within its limits."""
+"""A small engine: one bound layer in buffers whose addresses never change, and any batch within its limits."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ class Engine:
         return WarmupSpec.of(self.geometry, self.limits, swa=self.layout, **options)
 
     def load(self, requests: Sequence[Request], rng: Random, *, reqs: int | None = None, extra: int = 0) -> Batch:
-        """Describe a step in the buffers: decode requests first, behind them rows that are nobody's.
+        """Describe a step in the buffers: decode requests first, then padding rows.
 
         reqs: requests that the step has with its padding, one token each; as many as given, by default. extra: rows of
-        `slot_mapping` behind the batch.
+        `slot_mapping` after the batch.
         """
         counts = [count for _, count in requests] + [1] * ((reqs or 0) - len(requests))
         starts = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=INT)

@@ -1,4 +1,4 @@
-"""Promises that only a device can keep: captured graphs, no synchronisation, no allocation, the same bits again."""
+"""Promises that need a device: captured graphs, no synchronisation, no allocation, equal bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = Limits(REQS, 512, 4096, num_speculative_tokens=3)
 BACKENDS = forms(DeviceFacts.here())
 LISTS = ["decode_swa_ragged", "c128a_decode_ragged"]
 GARBAGE = [0, 1, 2**31 - 1, 0x7FC00000, -7, -(2**31)]
-"""Slots of somebody, and numbers that are none."""
+"""Slots of other requests, and numbers that are no slots."""
 all_kinds = pytest.mark.parametrize("kind", list(LayerKind))
 all_backends = pytest.mark.parametrize("name", list(BACKENDS))
 
@@ -62,7 +62,7 @@ def eager(on: Engine, requests: list[Request], rng: Random, rows: int | None = N
 
 
 def poison_tails(metadata: dict[str, Any], numbers: list[int]) -> int:
-    """Put these behind the last row of every ragged list of the metadata, and return how many lists it has."""
+    """Put these after the last row of every ragged list of the metadata, and return how many lists it has."""
     lists = [getattr(part, name, None) for part in metadata.values() for name in LISTS]
     found = [rows for rows in lists if rows is not None]
     for rows in found:
@@ -75,8 +75,8 @@ def poison_tails(metadata: dict[str, Any], numbers: list[int]) -> int:
 @all_backends
 def test_g10_a_replay_with_changed_metadata_equals_eager_bit_for_bit(name: str, kind: LayerKind) -> None:
     on, rng = engine(kind, BACKENDS[name]()), Random(3)
-    nobody = on.load([], rng, reqs=REQS)
-    metadata = on.metadata(nobody, full_width=True)
+    padding = on.load([], rng, reqs=REQS)
+    metadata = on.metadata(padding, full_width=True)
     on.attend(REQS, metadata)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -13,7 +13,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.geometry import LayerKind, LayerSharing
 from tests.core.layer.test_layer_v41 import ROUNDED
-from tests.harness import LayerStack, all_bytes, with_padding
+from tests.harness import LayerStack, all_bytes, caches_unchanged, with_padding
 from tests.harness_v41 import SMALL_V41, Steps, v41_stack, worst_layer_error
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the network is on the CPU: needs TRITON_INTERPRET=1")
@@ -55,10 +55,10 @@ def test_padding_writes_nothing(fill: int) -> None:
 @pytest.mark.parametrize(("waiting", "padding"), [(0, 0), (0, 3), (2, 0), (2, 3)])
 def test_a_step_without_tokens_gives_zeros(waiting: int, padding: int) -> None:
     whole = layers()
-    before = [each.clone() for each in all_bytes(whole)]
+    requests = [(whole.manager.new(), 0) for _ in range(waiting)]
 
-    outs = whole.run([(whole.manager.new(), 0) for _ in range(waiting)], whole.hidden(0, padding), padding=padding)
+    with caches_unchanged(whole):
+        outs = whole.run(requests, whole.hidden(0, padding), padding=padding)
 
     assert [tuple(out.shape) for out in outs] == [(padding, 48)] * len(whole.layers)
     assert not any(out.any() for out in outs)
-    assert all(map(torch.equal, before, all_bytes(whole)))

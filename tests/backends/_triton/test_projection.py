@@ -63,13 +63,13 @@ class Call:
         for t, position in enumerate(self.positions.tolist()):
             o = self.o[t].double().cpu().numpy()
             cos, sin = np.split(self.table[position].double().cpu().numpy(), 2)
-            wanted = oracle.inverse_rope_project(o, cos, sin, self.rope, weight, None)
+            expected = oracle.inverse_rope_project(o, cos, sin, self.rope, weight, None)
             # these tables turn and stretch: the stretch is part of what is rounded
             x = oracle.apply_rope(o, cos, sin, self.rope, inverse=True).reshape(self.groups, -1)
             rounding = np.linalg.norm(x[:, turned], axis=1)[:, None] * np.linalg.norm(weight[..., turned], axis=2)
             summing = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(weight, axis=2)
-            budget = unit * (rounding + np.abs(wanted)) + FP32_STEPS * summing
-            assert (np.abs(z[t].double().cpu().numpy() - wanted) <= budget).all()
+            budget = unit * (rounding + np.abs(expected)) + FP32_STEPS * summing
+            assert (np.abs(z[t].double().cpu().numpy() - expected) <= budget).all()
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -167,7 +167,7 @@ def with_groups_swapped(call: Call) -> None:
 
 
 @pytest.mark.parametrize("change", [with_rotation, with_other_positions, with_groups_swapped])
-def test_a_planted_bug_is_found(change: Change) -> None:
+def test_a_mutant_is_found(change: Change) -> None:
     call = Call((24, 8), torch.bfloat16, 6)
     assert call.groups > 1
     wrong = Call((24, 8), torch.bfloat16, 6)

@@ -1,4 +1,4 @@
-"""A step of all layers of a model: what they share is made once, and captured once, and no bit shows it."""
+"""A step of all layers of a model: shared parts are made once and captured once, and no bit differs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from dsv4attn.testing.factories import tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, Request
 from tests.backends.built_in import class_of, triton_backends
+from tests.harness import same_bits
 
 BACKENDS: dict[str, type[TritonBackend]] = {name: class_of(name) for name in triton_backends(DeviceFacts.here())}
 REQS = 4 if INTERPRETED else 8
@@ -66,8 +67,8 @@ class Model:
         swa = self.on.builder.build(batch)
         kinds = {layer.geometry.kind for layer in self.layers} - {LayerKind.SWA}
         parts = {kind: self.on.builder.build_compressed(batch, swa, kind, full_width=True) for kind in kinds}
-        told: dict[str, Any] = {layer.swa_prefix: swa for layer in self.layers}
-        return told | {layer.prefix: parts.get(layer.geometry.kind) for layer in self.layers}
+        by_prefix: dict[str, Any] = {layer.swa_prefix: swa for layer in self.layers}
+        return by_prefix | {layer.prefix: parts.get(layer.geometry.kind) for layer in self.layers}
 
     def run(self, metadata: dict[str, Any]) -> Tensor:
         """Attend, layer after layer, each with queries that are the last one's results; all results [L, T, H, D]."""
@@ -87,10 +88,6 @@ class Model:
 def some_requests(rng: Random) -> list[Request]:
     longest = LIMITS.max_model_len - 1
     return [(rng.choice([0, 127, longest, rng.randint(0, longest)]) % longest, 1) for _ in range(rng.randint(0, REQS))]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -124,11 +121,11 @@ def test_layers_that_share_what_is_made_of_a_step_give_what_each_gives_alone(
 def test_g10_all_43_layers_in_one_graph_give_for_100_steps_what_eager_gives(name: str) -> None:
     model, rng = Model(BACKENDS[name](), ModelGeometry.preset("flash")), Random(2)
     assert len(model.layers) == 43
-    nobody = model.metadata([], rng)
-    model.run(nobody)  # compiles
+    padding = model.metadata([], rng)
+    model.run(padding)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        model.run(nobody)
+        model.run(padding)
 
     for step in range(100):
         requests = some_requests(rng)

@@ -1,4 +1,4 @@
-"""What Triton backends answer about a release of Triton that is too old for their kernels."""
+"""Triton backends refuse a release of Triton that is too old for their kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps in which a backend launches all that it has, the bounds they stay within, and backends that start quickly."""
+"""Steps in which a backend launches all its kernels, the limits of these steps, and backends that start quickly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANY = 16
 
 
 class QuickHistory(TritonBackend):
-    """A backend, which stands behind it among the bases, but for keys written before a step."""
+    """A backend, which stands after it among the bases, but for keys written before a step."""
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
         who: Any = ReferenceBackend() if k.shape[0] > MANY else super()

@@ -32,7 +32,7 @@ from dsv4attn.testing.conform import Subject, run_case
 from dsv4attn.testing.factories import tiny_geometry
 from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.attention.attention_trials import TINY, Trial
-from tests.backends._triton.attention.mutants import plant
+from tests.backends._triton.attention.mutants import mutate
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine
 from tests.backends._triton.triton_backends import problems
@@ -185,7 +185,7 @@ BOUNDS = {
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_reader_beside_the_list_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right, wrong, span = BOUNDS[name]
-    plant(monkeypatch, tmp_path, "attention", right, wrong)
+    mutate(monkeypatch, tmp_path, "attention", right, wrong)
 
     assert error_of(*misread(span, "ragged", 0)) > 1
 

@@ -35,7 +35,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.factories import tiny_geometry
 from dsv4attn.testing.random_step import StepFixture
-from tests.backends._triton.attention.mutants import plant
+from tests.backends._triton.attention.mutants import mutate
 from tests.backends._triton.cache.caches import DEVICE
 from tests.core.attention.strategies import examples
 from tests.harness import all_kinds, assert_same_bits, same_bits
@@ -285,7 +285,7 @@ def test_a_reader_behind_the_last_row_is_found(
     kind: LayerKind, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     last = sum(count for _, count, *_ in DECODES) - 1
-    plant(monkeypatch, tmp_path, "attention", "end - start", f"end - start + tl.where(token == {last}, 3, 0)")
+    mutate(monkeypatch, tmp_path, "attention", "end - start", f"end - start + tl.where(token == {last}, 3, 0)")
 
     assert not all(poisoned(kind))
 

@@ -1,4 +1,4 @@
-"""Autocast and the recording of gradients: the package computes outside of both, whatever it is called through."""
+"""The package computes outside of autocast and of gradient recording, whichever entry point is called."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_merging_under_autocast_has_the_bits_that_it_has_without() -> None:
 
 
 def grads(*shape: int) -> Tensor:
-    """A tensor with a graph behind it, as a projection makes it."""
+    """A tensor with an autograd graph, as a projection makes it."""
     made: Tensor = torch.nn.Linear(shape[-1], shape[-1])(torch.randn(shape))
     return made
 

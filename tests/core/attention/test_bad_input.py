@@ -1,4 +1,4 @@
-"""Whatever `forward_mqa` refuses, it refuses by name and before it writes anything."""
+"""`forward_mqa` names each argument that it refuses, and refuses before it writes anything."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ from tests.harness import (
     forward_args,
     metadata_of,
     random_cache,
+    storage_of,
 )
 
 
 def memory(caches: LayerCaches) -> list[Tensor]:
-    """Return the whole memory behind some caches, gaps included."""
+    """Return the whole memory of some caches, gaps included."""
     tensors = [cache.tensor for cache in (caches.swa, caches.compressed) if cache is not None]
-    return [torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for t in tensors if t.device.type == "cpu"]
+    return [storage_of(t) for t in tensors if t.device.type == "cpu"]
 
 
 def held(arguments: dict[str, Any]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a caller may do with its own tensors between calls: reuse them, move them, resize them."""
+"""A caller may reuse, move and resize its own tensors between calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder
-from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from tests.harness import C4A, I32, KINDS, SMALL, forward_args, metadata_of
+from tests.harness import C4A, KINDS, SMALL, batch_of, forward_args, metadata_of
 
 both = pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
 
@@ -101,18 +100,8 @@ def test_other_tensor_objects_over_the_same_entry_numbers_are_the_same_step(back
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_host_lengths_may_be_written_again_once_metadata_are_built(kind: LayerKind) -> None:
-    starts, lens = torch.tensor([0, 9, 29], dtype=I32), torch.tensor([29, 20], dtype=I32)
-    starts_cpu, lens_cpu = starts.clone(), lens.clone()
-    batch = Batch(
-        num_reqs=2,
-        query_start_loc=starts,
-        query_start_loc_cpu=starts_cpu,
-        seq_lens=lens,
-        seq_lens_cpu=lens_cpu,
-        slot_mapping=torch.arange(29),
-        block_table=torch.arange(128, dtype=I32).view(2, 64),
-        compressed_block_table=torch.arange(16, dtype=I32).view(2, 8),
-    )
+    batch = batch_of([9, 20], [29, 20])
+    starts_cpu, lens_cpu = batch.query_start_loc_cpu, batch.seq_lens_cpu
     limits = Limits(max_num_reqs=4, max_num_batched_tokens=64, max_model_len=256, max_index_elements=64)
     builder = MetadataBuilder(SMALL, limits, swa_block_size=4, compressed_block_tokens=32)
     metadata = builder.build_for(batch, [kind])[kind]

@@ -1,4 +1,4 @@
-"""Random calls against the one set of rules: what they refuse is refused by `forward_mqa`, in any step."""
+"""`forward_mqa` refuses random wrong calls with the message of `check_forward_call`, in first and in later calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting work into pieces: a prompt over steps (promise G16) and a step's prefill over chunks."""
+"""A prompt gives the same result in any steps (promise G16), and a prefill in any chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made once in inference mode is written and read outside of it, and the other way round."""
+"""Objects that are made in inference mode can be written and read outside of it, and the other way round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.builder import c128a_columns
 from dsv4attn.core.model.geometry import LayerKind, Rope
 from dsv4attn.core.model.rope import cos_sin_cache
-from tests.core.metadata.test_metadata import LIMITS, MODEL, batch, builder
+from tests.core.metadata.test_metadata import LIMITS, builder
+from tests.harness import SMALL, batch_of
 
 KINDS = (LayerKind.SWA, LayerKind.CSA, LayerKind.HCA)
 
@@ -24,7 +25,7 @@ class WithExtension:
     name = "extending"
 
     def metadata_extension(self, geometry: object, limits: object, device: torch.device) -> RocmMetadata:
-        return RocmMetadata(MODEL, LIMITS, device)
+        return RocmMetadata(SMALL, LIMITS, device)
 
 
 @pytest.mark.parametrize("backend", [None, WithExtension()], ids=["plain", "extension"])
@@ -32,7 +33,7 @@ class WithExtension:
 def test_a_builder_builds_in_both_modes(backend: object, inside: bool) -> None:
     with torch.inference_mode(inside):
         made = builder(backend=backend)
-    one = batch([1, 2, 9], [40, 2, 70])
+    one = batch_of([1, 2, 9], [40, 2, 70])
     expected = builder(backend=backend).build_for(one, KINDS)
 
     for mode in (not inside, inside, not inside):
@@ -52,7 +53,7 @@ def test_a_builder_builds_in_both_modes(backend: object, inside: bool) -> None:
 
 
 def test_all_kinds_have_the_full_width_that_a_captured_graph_needs() -> None:
-    one = batch([1, 2, 9], [40, 2, 70])
+    one = batch_of([1, 2, 9], [40, 2, 70])
     made = builder()
     narrow = made.build_for(one, KINDS)[LayerKind.HCA].compressed
     swa = made.build(one)
@@ -63,14 +64,14 @@ def test_all_kinds_have_the_full_width_that_a_captured_graph_needs() -> None:
     part = parts[LayerKind.HCA].compressed
     assert part is not None
     assert narrow is not None
-    for table, wanted in (
+    for table, expected in (
         (part.c128a_global_decode_topk_indices, alone.c128a_global_decode_topk_indices),
         (part.c128a_prefill_topk_indices, alone.c128a_prefill_topk_indices),
     ):
         assert table is not None
-        assert wanted is not None
-        assert torch.equal(table, wanted)
-        assert table.shape[-1] == c128a_columns(MODEL, LIMITS)
+        assert expected is not None
+        assert torch.equal(table, expected)
+        assert table.shape[-1] == c128a_columns(SMALL, LIMITS)
 
 
 MAKERS: dict[str, Callable[[], torch.Tensor]] = {

@@ -1,4 +1,4 @@
-"""Caches whose slots an int32 can just count, or no longer: 2^31 - 64, 2^31 and 2^31 + 64 slots, in a sparse file."""
+"""Caches of 2^31 - 64, 2^31 and 2^31 + 64 slots, the limit of int32 slots. A sparse file is their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays the same whatever a batch looks like in memory or in time, as properties of random problems."""
+"""Properties of random batches: places of pages and other requests of the batch change no result."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_c128a_below_its_first_entry_is_a_window_only_layer(form: str) -> None:
 
 @all_forms
 @all_kinds
-def test_rows_of_q_behind_the_slot_mapping_are_processed_and_not_inserted(kind: LayerKind, form: str) -> None:
+def test_rows_of_q_after_the_slot_mapping_are_processed_and_not_inserted(kind: LayerKind, form: str) -> None:
     short = StepFixture(kind=kind, requests=[(20, 1), (0, 6)], seed=2)
     padded = attrs.evolve(short, extra_rows=7)
     problems = [s.problem(REFERENCE_FORMS[form]) for s in (short, padded)]

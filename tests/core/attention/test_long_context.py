@@ -1,4 +1,4 @@
-"""Promise G16: long contexts and far pages behave like short prompts. Offsets are 64 bits wide everywhere."""
+"""Promise G16: long contexts and far pages behave like short prompts. All offsets have 64 bits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The comparison itself on trial: every bug planted here has been shipped by somebody, and each must be found.
+"""The comparison with the float64 oracle finds every mutant: a bug that some implementation has shipped.
 
-A plant is the reference with one thing wrong. `flagged` runs it on a problem that the sound reference passes.
+A mutant is the reference backend with one thing wrong. `flagged` runs a mutant on a step that the reference passes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.random_step import StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, backend_of
 
-right: Any = indices  # its functions, called with whatever a plant was called with
+right: Any = indices  # the right index steps, which a mutant calls with changed arguments
 BATCH = [(100, 1), (7, 1), (33, 1), (17, 20), (2, 9), (31, 5)]
 GATHERED = ["gathered-dense", "gathered-ragged"]
 
@@ -46,7 +46,7 @@ def flagged(scenario: StepFixture, backend: ReferenceBackend) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["swa", "c4a", "c128a"])
-def test_the_sound_reference_passes_what_the_plants_fail(kind: str) -> None:
+def test_the_sound_reference_passes_what_the_mutants_fail(kind: str) -> None:
     for topk in ("clean", "holes", "garbage"):
         assert not any(flagged(scenario_of(kind, topk=topk), REFERENCE_FORMS[name]) for name in FORM_NAMES)
 
@@ -139,7 +139,7 @@ def test_masking_the_weight_and_not_the_key_is_flagged_by_poison(monkeypatch: py
     assert not flagged(attrs.evolve(poisoned, poison=None), REFERENCE_FORMS["paged-dense"]), "only poison finds it"
 
 
-def test_ignoring_the_lengths_is_flagged_by_stale_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignoring_the_lengths_is_flagged_by_stale_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = kernels.listed
 
     def whole_width(rows: Any, part: slice, capacity: int) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ def test_one_visible_entry_too_few_or_too_many_is_flagged(by: int, form: str) ->
 
 
 @pytest.mark.parametrize("form", GATHERED)
-def test_a_neighbours_row_behind_an_interior_minus_one_is_flagged(form: str) -> None:
+def test_a_neighbours_row_after_an_interior_minus_one_is_flagged(form: str) -> None:
     """Adding M * b to whatever a column holds turns -1 into row M * b - 1 of the request before."""
 
     def naive(topk: Any, tokens: ChunkTokens, *, out: tuple[Tensor, Tensor], **tables: Any) -> None:

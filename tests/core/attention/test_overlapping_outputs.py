@@ -1,4 +1,4 @@
-"""Outputs that share memory with what a call reads are refused; whether tensors share memory is exact."""
+"""Outputs that share memory with an input are refused. The test for shared memory is exact."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def test_it_is_seen_after_steps_that_are_known() -> None:
 
 def test_columns_of_one_buffer_are_apart() -> None:
     call = of(SWA)
-    q, wanted = call["q"], call["out"]
+    q, expected = call["q"], call["out"]
     forward_mqa(**call)
     both = torch.zeros(q.shape[0], 2 * q.shape[1], q.shape[2], dtype=q.dtype)
     heads = q.shape[1]
     both[:, :heads].copy_(q)
     for _ in range(2):
         forward_mqa(**{**call, "q": both[:, :heads], "out": both[:, heads:]})
-    assert torch.equal(both[:, heads:], wanted)
+    assert torch.equal(both[:, heads:], expected)
     assert torch.equal(both[:, :heads], q)
 
 

@@ -1,4 +1,4 @@
-"""Promise G4: masked columns, padded rows and empty rows never leak, whatever stands in the bytes nobody may read."""
+"""Promise G4: NaN in masked columns, padding rows and unused bytes never reaches an output."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ EMPTY_SINKS = {"none": None, "minus_inf": -math.inf, "zero": 0.0, "ten": 10.0, "
 @pytest.mark.parametrize("sink", EMPTY_SINKS)
 @pytest.mark.parametrize("absent", [-1, -5, 16, 17, 2**31 - 1, 0x7FC00000])
 def test_g4_a_row_without_keys_is_zero_with_an_lse_of_minus_infinity(sink: str, absent: int) -> None:
-    """Slots -1, beyond the cache, or behind the length: in pages and in rows, dense and ragged, all NaN."""
+    """Slots -1, beyond the cache, or after the length: in pages and in rows, dense and ragged, all NaN."""
     scenario = StepFixture(requests=[(0, 1)], swa_block_size=4, spare_pages=3)
     problem = scenario.problem(REFERENCE)
     cache = problem.caches.swa

@@ -1,4 +1,4 @@
-"""Prepared steps: what a layer takes over from another layer of its kind, and nothing that could differ."""
+"""A layer takes over the prepared call of another layer only if nothing differs that the call depends on."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_prepared_call_serves_calls_that_differ_in_addresses_alone(kind: Layer
     assert backend.prepares(first, shared)
     assert not backend.prepares(first, shared)
     assert not backend.prepares(layers_of(first, other)[1], shared)
-    # anything else that differs is another call; the first stays prepared beside it
+    # anything else that differs is another call; the first stays prepared next to it
     metadata = first.metadata
     changes = [
         other,
@@ -293,7 +293,7 @@ def test_a_prepared_step_serves_no_tensor_of_another_device() -> None:
         forward_mqa(**{**arguments, "q": arguments["q"].to("meta")})
 
 
-def test_lengths_written_behind_a_prepared_step_are_read() -> None:
+def test_lengths_written_after_a_prepared_step_are_read() -> None:
     backend, shared = Noting(), WorkspaceManager()
     problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
     problem.run(backend, shared)
@@ -348,7 +348,7 @@ def test_prepared_steps_go_with_their_metadata() -> None:
     assert [ref() for ref in gone] == [None] * 5
 
 
-def test_metadata_cannot_change_behind_what_is_known_of_them() -> None:
+def test_metadata_are_frozen() -> None:
     metadata = METADATA[C4A]
     assert metadata.compressed is not None
     with pytest.raises(exceptions.FrozenInstanceError):

@@ -1,4 +1,4 @@
-"""The output projection: every form of weights, the sum over ranks, and errors before anything runs."""
+"""The output projection: every form of weights, the sum over ranks, and errors before any output is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""q of prefill tokens that stays as it was projected: bound layers, what is refused, and mutants in the kit's check."""
+"""Prefill with raw q (not normalised, not rotated): bound layers, refusals, and mutants that the kit finds."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def run(problem: ForwardArgs, backend: Any, out: Tensor) -> None:
 
 
 def test_layers_with_a_table_that_changes_lengths_have_all_queries_prepared() -> None:
-    """As with YaRN's mscale, which DeepSeek-V4 does not have: a norm taken behind the rotation would be another."""
+    """As with YaRN's mscale, which DeepSeek-V4 does not have: a norm taken after the rotation would be another."""
     problem = Step("swa", ReferenceBackend(raw_q=True), raw_q=True).problem
     layers = []
     for factor in (1.0, 1.1):
@@ -271,7 +271,7 @@ def test_layers_whose_entries_are_divided_between_ranks_are_never_raw(kind: str)
     assert prefill_takes_raw_q(evolve(call_of(problem), metadata=mine)) == (kind == "swa")
 
 
-class Planted(ReferenceBackend):
+class Mutant(ReferenceBackend):
     """Takes raw q, and does one thing wrong."""
 
     def __init__(self, wrong: Callable[[AttentionCall, RawQuery], AttentionCall]) -> None:
@@ -293,7 +293,7 @@ def rotated_only(call: AttentionCall, raw: RawQuery) -> AttentionCall:
     return _evolved(evolve(call, q=q), raw_q=None)
 
 
-PLANTS: dict[str, Callable[[AttentionCall, RawQuery], AttentionCall]] = {
+MUTANTS: dict[str, Callable[[AttentionCall, RawQuery], AttentionCall]] = {
     "takes q as it is": lambda call, _: _evolved(call, raw_q=None),
     "forgets the norm": rotated_only,
     "rotates by the next row's position": lambda call, raw: _evolved(
@@ -305,13 +305,13 @@ PLANTS: dict[str, Callable[[AttentionCall, RawQuery], AttentionCall]] = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_bug_is_found_by_the_kit(plant: str) -> None:
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_found_by_the_kit(mutant: str) -> None:
     for kind in KINDS:
         scene = StepFixture(kind=kind, requests=MIXED, topk="holes", extra_rows=3, poison=0xFF, raw_q=True)
         reads_raw_q(Bench(ReferenceBackend(raw_q=True)), scene)
         with pytest.raises(Wrong):
-            reads_raw_q(Bench(Planted(PLANTS[plant])), scene)
+            reads_raw_q(Bench(Mutant(MUTANTS[mutant])), scene)
 
 
 def test_other_bytes_of_keys_are_found_by_the_kit() -> None:

@@ -1,4 +1,4 @@
-"""What is kept of one step for the next, and for other layers, shows in no result."""
+"""State that is kept for the next step or for other layers changes no result."""
 
 from __future__ import annotations
 

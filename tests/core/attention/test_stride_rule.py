@@ -1,8 +1,8 @@
-"""One rule of strides (G21): a tensor is read, and written, where it says it is, or refused before anything is."""
+"""The stride rule (G21): strides that kernels would misread are refused before a write; all others are read right."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable, StepTokens
 from dsv4attn.core.metadata.forward_context import set_forward_context
-from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_strides, has_dense_rows
@@ -36,9 +35,11 @@ from tests.harness import (
     PADDED,
     SMALL,
     SWA,
+    batch_of,
     caches_of,
     forward_args,
     random_cache,
+    storage_of,
 )
 
 ROWS = "stride 1 in the last dimension"
@@ -63,14 +64,9 @@ def columns_of_more(tensor: Tensor) -> Tensor:
     return wide.narrow(dim, 0, tensor.shape[dim])
 
 
-def memory_of(tensor: Tensor) -> Tensor:
-    """The whole memory behind a tensor."""
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-
-
-def bytes_of(tensors: list[Tensor]) -> list[Tensor]:
-    """A copy of all bytes behind some tensors."""
-    return [memory_of(tensor).view(torch.uint8).clone() for tensor in tensors]
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of all bytes in the memory of some tensors."""
+    return [storage_of(tensor).view(torch.uint8).clone() for tensor in tensors]
 
 
 def transposed(tensor: Tensor) -> Tensor:
@@ -103,13 +99,13 @@ def test_g21_forward_mqa_refuses_what_kernels_would_misread(
         forward_mqa(**arguments)
     arguments[name] = change(arguments[name])
     written = [arguments["out"], arguments["lse"]]
-    before = bytes_of(written)
+    before = copies_of(written)
 
     with pytest.raises(ArgumentError, match=f"^{name}: expected {said}.* got strides .* -> ") as info:
         forward_mqa(**arguments)
 
     assert name in info.value.hint
-    assert all(map(torch.equal, bytes_of(written), before))
+    assert all(map(torch.equal, copies_of(written), before))
 
 
 def test_g21_entry_numbers_are_dense_in_their_rows() -> None:
@@ -133,38 +129,24 @@ def test_g21_rows_may_lie_apart_and_what_lies_between_them_stays(backend: Any, k
         torch.testing.assert_close(apart[name], plain[name], atol=0, rtol=0, equal_nan=True)
         dim = max(apart[name].ndim - 2, 1)
         size = apart[name].shape[dim]
-        both = memory_of(apart[name]).view(*(n * (1 + (i == dim)) for i, n in enumerate(apart[name].shape)))
+        both = storage_of(apart[name]).view(*(n * (1 + (i == dim)) for i, n in enumerate(apart[name].shape)))
         assert bool((both.narrow(dim, size, size) == 55).all()), f"{name}: written beside its rows"
 
 
 FIELDS = ["query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "slot_mapping", "block_table"]
 
 
-def batch(**changes: Tensor) -> Batch:
-    """Two decode requests."""
-    fields: dict[str, Any] = {
-        "query_start_loc": torch.tensor([0, 1, 2], dtype=I32),
-        "query_start_loc_cpu": torch.tensor([0, 1, 2], dtype=I32),
-        "seq_lens": torch.tensor([9, 17], dtype=I32),
-        "seq_lens_cpu": torch.tensor([9, 17], dtype=I32),
-        "slot_mapping": torch.tensor([8, 80]),
-        "block_table": torch.arange(16, dtype=I32).view(2, 8),
-        "compressed_block_table": torch.arange(4, dtype=I32).view(2, 2),
-    }
-    return Batch(num_reqs=2, **{**fields, **changes})
-
-
 @pytest.mark.parametrize("name", [*FIELDS, "compressed_block_table"])
 def test_g21_a_batch_is_dense_in_its_rows(name: str) -> None:
-    tensor = getattr(batch(), name)
+    tensor = getattr(batch_of([1, 1], [9, 17]), name)
     said = DENSE if tensor.ndim == 1 else ROWS
 
     with pytest.raises(ArgumentError, match=rf"^Batch\.{name}: expected {said}"):
-        batch(**{name: spread(tensor)})
+        batch_of([1, 1], [9, 17], **{name: spread(tensor)})
     if tensor.ndim == 2:
         with pytest.raises(ArgumentError, match=rf"^Batch\.{name}: expected {said}"):
-            batch(**{name: transposed(tensor)})
-        assert batch(**{name: columns_of_more(tensor)}) is not None
+            batch_of([1, 1], [9, 17], **{name: transposed(tensor)})
+        assert batch_of([1, 1], [9, 17], **{name: columns_of_more(tensor)}) is not None
 
 
 def backend_ops() -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
@@ -215,11 +197,11 @@ def test_g21_an_op_refuses_strided_elements_and_serves_strided_rows(
         arguments[name] = change(arguments[name])
         written = [arguments["cache"].tensor] if "cache" in arguments else []
         written += [arguments[each] for each in ("q", "out") if each in arguments]
-        before = bytes_of(written)
+        before = copies_of(written)
         try:
             return getattr(backend, op)(**arguments), written
         except ArgumentError:
-            assert all(map(torch.equal, bytes_of(written), before)), "written before the error"
+            assert all(map(torch.equal, copies_of(written), before)), "written before the error"
             raise
 
     with pytest.raises(ArgumentError, match=f"^{name}: expected {said}"):
@@ -248,11 +230,11 @@ def test_g21_an_op_refuses_strided_elements_and_serves_strided_rows(
 )
 def test_keys_of_another_shape_or_dtype_are_refused_before_a_write(backend: Any, name: str, value: Tensor) -> None:
     arguments = {**backend_ops()["quantize_and_insert_k_cache"][0], name: value}
-    before = bytes_of([arguments["cache"].tensor])
+    before = copies_of([arguments["cache"].tensor])
 
     with pytest.raises(ArgumentError, match=f"^{name}: expected "):
         backend.quantize_and_insert_k_cache(**arguments)
-    assert all(map(torch.equal, bytes_of([arguments["cache"].tensor]), before))
+    assert all(map(torch.equal, copies_of([arguments["cache"].tensor]), before))
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
@@ -374,14 +356,14 @@ def test_g21_an_index_op_serves_any_input_it_does_not_refuse(op: str) -> None:
                 arguments = spread_one(arguments, name)
             else:
                 out = (*out[:name], spread(out[name]), *out[name + 1 :])
-            before = bytes_of([*out])
+            before = copies_of([*out])
             try:
                 first, *_ = arguments
                 function(arguments.pop(first), **arguments, out=out if len(out) > 1 else out[0])
             except ArgumentError:
-                assert all(map(torch.equal, bytes_of([*out]), before)), f"{name}: written before the error"
+                assert all(map(torch.equal, copies_of([*out]), before)), f"{name}: written before the error"
                 continue
-            # entries behind the last row of a ragged list are undefined
+            # entries after the last row of a ragged list are undefined
             used = [out[0][: int(out[1][-1])], out[1]] if "ragged" in op else out
             results.append([each.clone() for each in used])
         for other in results[1:]:

@@ -1,4 +1,4 @@
-"""Layers of ratio 1, whose entries are as many as tokens: no backend gathers them where its prefill takes pages."""
+"""Layers of ratio 1 have as many entries as tokens. Backends whose prefill takes pages do not gather these entries."""
 
 from __future__ import annotations
 

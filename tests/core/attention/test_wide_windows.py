@@ -1,4 +1,4 @@
-"""Window rows with more columns than the window, as an engine makes them, in both phases and every form."""
+"""Window rows with more columns than the window, as engines make them, in both phases and every form."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_blocks_bounds_and_later_tokens_equal_the_oracle_in_every_form(scenario:
 
 @pytest.mark.parametrize("elements", [1, 40, 400])
 def test_a_slice_of_a_request_gathers_nothing_before_its_first_position(elements: int) -> None:
-    """A request is cut along its query tokens; the first slice begins at the bound, later ones behind it."""
+    """A request is cut along its query tokens; the first slice begins at the bound, later ones after it."""
     scene = StepFixture(kind=LayerKind.CSA, requests=[(50, 40), (7, 9)], replay=(49, 2), poison=0xFF)
     backend = REFERENCE_FORMS["gathered-dense"]
     problem = scene.problem(backend, limits=evolve(scene.limits, max_index_elements=elements))

@@ -1,4 +1,4 @@
-"""A `PagedKVCache` has one memory: copied, pickled, saved, and after its tensor got another memory."""
+"""Copies of a `PagedKVCache` (copied, pickled, saved) and caches whose tensor got other memory read one memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity of caches, and keys moved between layouts without loss (promise G20); the oracle reads both sides."""
+"""`check_compatible` and `convert_cache`: fingerprints, and conversion without loss (G20), read by the oracle."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
 from dsv4attn.testing.tolerances import found
 from tests.core.attention.strategies import examples
+from tests.harness import storage_of
 
 DIMS: dict[str, Any] = {"nope_dim": 22, "rope_dim": 6, "group_size": 8}
 RECORDS = {
@@ -44,7 +45,7 @@ def keys_of(cache: PagedKVCache) -> NDArray[np.float64]:
     layout, size = cache.layout, cache.block_size
     if not layout.is_quantised:
         return cache.tensor.double().flatten(0, 1).numpy()
-    raw = torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage()).numpy()
+    raw = storage_of(cache.tensor).numpy()
     starts = [cache.tensor.storage_offset() + block * cache.page_stride for block in range(cache.num_blocks)]
     return np.array([found(raw[start + place_of(layout, i, size)], layout) for start in starts for i in range(size)])
 
@@ -74,9 +75,9 @@ def blank(layout: KVCacheLayout, page: int = 4) -> PagedKVCache:
     return PagedKVCache.allocate(layout, 12 // page, page)
 
 
-def bits(cache: PagedKVCache) -> bytes:
+def bytes_in(cache: PagedKVCache) -> bytes:
     """All bytes of a cache, gaps included."""
-    return bytes(torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage()).tolist())
+    return bytes(storage_of(cache.tensor).view(torch.uint8).tolist())
 
 
 # identity
@@ -126,13 +127,13 @@ LOSSLESS = [
 @pytest.mark.parametrize("page", [1, 2, 4, 12])
 def test_g20_every_key_of_every_lossless_pair_stays(source: str, target: str, page: int) -> None:
     cache = holds(LAYOUTS[source], random_codes(page))
-    before, other = bits(cache), blank(LAYOUTS[target], page)
+    before, other = bytes_in(cache), blank(LAYOUTS[target], page)
 
     convert_cache(cache, other)
 
     np.testing.assert_array_equal(keys_of(other), keys_of(cache))
     assert np.isnan(keys_of(cache)).any()
-    assert bits(cache) == before
+    assert bytes_in(cache) == before
 
 
 @examples(60)
@@ -176,7 +177,7 @@ def test_g20_between_dialects_a_key_stays_or_nothing_is_written(seed: int, byte:
     codes[1:] = 0
     source, target = holds(FNUZ, codes, (byte, byte)), holds(OCP, random_codes(7))
     groups = [codes[0, i : i + 8] for i in range(0, 22, 8)]
-    before = bits(target)
+    before = bytes_in(target)
 
     if all(can_be_ocp(group, byte) for group in groups):
         convert_cache(source, target)
@@ -184,7 +185,7 @@ def test_g20_between_dialects_a_key_stays_or_nothing_is_written(seed: int, byte:
     else:
         with pytest.raises(LayoutMismatchError, match=r"e4m3fn:.*cannot hold slot 0 ->"):
             convert_cache(source, target)
-        assert bits(target) == before
+        assert bytes_in(target) == before
 
 
 def test_g20_the_largest_and_the_smallest_fnuz_code_of_one_group_have_no_ocp_scale() -> None:
@@ -250,12 +251,12 @@ def test_g20_nothing_is_written_if_the_last_of_many_keys_cannot_be(monkeypatch: 
     codes[11, :2] = 0x7F, 0x01
     codes[:11][(codes[:11] & 0x7F) == 0x7F] = 0x10
     source, target = holds(FNUZ, codes), holds(OCP, random_codes(4))
-    before = bits(target)
+    before = bytes_in(target)
 
     with pytest.raises(LayoutMismatchError, match="slot 11"):
         convert_cache(source, target)
 
-    assert bits(target) == before
+    assert bytes_in(target) == before
     convert_cache(source, target, torch.arange(11))
     np.testing.assert_array_equal(keys_of(target)[:11], keys_of(source)[:11])
 

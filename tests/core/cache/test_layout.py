@@ -1,3 +1,5 @@
+"""V4 cache layouts: sizes, pages, fingerprints, tensors that are refused, and addresses beyond 2^31 bytes."""
+
 from __future__ import annotations
 
 import subprocess
@@ -13,6 +15,7 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
+from tests.harness import bytes_of
 
 FLASH = KVCacheLayout.fp8_ds_mla()
 TINY = KVCacheLayout.fp8_ds_mla(24, 8, group_size=8)
@@ -41,11 +44,6 @@ def read_all(cache: PagedKVCache) -> Tensor:
     lens = torch.full((cache.num_blocks,), cache.block_size, dtype=torch.int32)
     ReferenceBackend().dequantize_and_gather_k_cache(out, cache, lens, None, table, 0)
     return out.flatten(0, 1)
-
-
-def bits(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor."""
-    return x.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_a_region_is_at_the_bytes_the_formula_says(
                 ("rope", at + layout.nope_dim, 2 * layout.rope_dim),
                 ("scale", scale, scales),
             ):
-                assert bytes(bits(cache.region(name)[block, token]).tolist()) == raw[begin : begin + count]
+                assert bytes(bytes_of(cache.region(name)[block, token]).tolist()) == raw[begin : begin + count]
 
 
 def test_a_row_of_a_plain_cache_is_where_the_tensor_says() -> None:
@@ -173,45 +171,29 @@ def test_g2_layouts_that_mean_the_same_bytes_are_compatible() -> None:
     check_layout(evolve(FLASH, page_alignment=1), FLASH, "cache")
 
 
-@pytest.mark.parametrize(
-    ("make", "argument"),
-    [
-        (lambda: KVCacheLayout.fp8_ds_mla(fp8_max=240.0), "fp8_max"),
-        (lambda: KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ, fp8_max=448.0), "fp8_max"),
-        (lambda: evolve(FLASH, fp8_format=Fp8Format.FNUZ), "fp8_max"),
-        (lambda: KVCacheLayout.fp8_ds_mla(group_size=0), "group_size"),
-        (lambda: KVCacheLayout.fp8_ds_mla(447, 64), "nope_dim"),
-        (lambda: KVCacheLayout.rows(dtype=torch.float16), "dtype"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_refused(make: Callable[[], KVCacheLayout], argument: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^{argument}: expected"):
-        make()
-
-
-def bytes_of(*shape: int) -> Tensor:
+def zero_bytes(*shape: int) -> Tensor:
     """Return zero bytes of a shape."""
     return torch.zeros(shape, dtype=torch.uint8)
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0, size: int = 10**6) -> Tensor:
     """Return a view into `size` bytes."""
-    return bytes_of(size).as_strided(shape, strides, start)
+    return zero_bytes(size).as_strided(shape, strides, start)
 
 
 BAD_TENSORS: list[tuple[Callable[[], Tensor], KVCacheLayout, int | None, str]] = [
-    (lambda: bytes_of(2, 64, 584).view(torch.int8), FLASH, None, "dtype torch.uint8 for fp8_ds_mla, got torch.int8"),
-    (lambda: bytes_of(2, 64, 1024), BF16, None, "dtype torch.bfloat16 for rows, got torch.uint8"),
+    (lambda: zero_bytes(2, 64, 584).view(torch.int8), FLASH, None, "dtype torch.uint8 for fp8_ds_mla, got torch.int8"),
+    (lambda: zero_bytes(2, 64, 1024), BF16, None, "dtype torch.bfloat16 for rows, got torch.uint8"),
     (lambda: torch.zeros(2, 64, 512), BF16, None, "dtype torch.bfloat16 for rows, got torch.float32"),
-    (lambda: bytes_of(2, 64, 512), FLASH, None, r"\[blocks, block_size, 584\].*got \[2, 64, 512\]"),
-    (lambda: bytes_of(2, 64, 584), FLASH, 32, r"got \[2, 64, 584\]"),
-    (lambda: bytes_of(2, 3, 64, 584), FLASH, None, r"got \[2, 3, 64, 584\]"),
-    (lambda: bytes_of(2, 37440), FLASH, None, "pass block_size with a 2-D byte tensor"),
-    (lambda: bytes_of(37440), FLASH, 64, r"got \[37440\]"),
+    (lambda: zero_bytes(2, 64, 512), FLASH, None, r"\[blocks, block_size, 584\].*got \[2, 64, 512\]"),
+    (lambda: zero_bytes(2, 64, 584), FLASH, 32, r"got \[2, 64, 584\]"),
+    (lambda: zero_bytes(2, 3, 64, 584), FLASH, None, r"got \[2, 3, 64, 584\]"),
+    (lambda: zero_bytes(2, 37440), FLASH, None, "pass block_size with a 2-D byte tensor"),
+    (lambda: zero_bytes(37440), FLASH, 64, r"got \[37440\]"),
     (lambda: torch.zeros(2, 64).bfloat16(), KVCacheLayout.rows(24, 8), 2, r"got \[2, 64\]"),
-    (lambda: bytes_of(2, 37375), FLASH, 64, "at least 37376 bytes in a page, got 37375"),
+    (lambda: zero_bytes(2, 37375), FLASH, 64, "at least 37376 bytes in a page, got 37375"),
     (lambda: strided((2, 64, 584), (37375, 584, 1)), FLASH, None, "a page stride of at least 37376 bytes, got 37375"),
-    (lambda: bytes_of(1, 64, 584).expand(3, 64, 584), FLASH, None, "a page stride of at least 37376 bytes, got 0"),
+    (lambda: zero_bytes(1, 64, 584).expand(3, 64, 584), FLASH, None, "a page stride of at least 37376 bytes, got 0"),
     (lambda: strided((2, 64, 584), (37441, 584, 1)), FLASH, None, "begin at even bytes.*page stride 37441"),
     (lambda: strided((2, 64, 584), (37440, 584, 1), 3), FLASH, None, "begin at even bytes.*first page at byte 3"),
     (lambda: strided((2, 64, 584), (37440, 640, 1)), FLASH, None, r"strides \(584, 1\), got \(640, 1\)"),
@@ -255,7 +237,7 @@ def test_every_shape_engines_use_for_a_cache_reads_the_same(layout: KVCacheLayou
 
     for cache in caches:
         assert (cache.num_blocks, cache.block_size, cache.capacity) == (3, 16, 48)
-        assert torch.equal(bits(read_all(cache)), bits(read_all(caches[0])))
+        assert torch.equal(bytes_of(read_all(cache)), bytes_of(read_all(caches[0])))
         assert cache.tensor.data_ptr() == flat.data_ptr()
 
 
@@ -276,13 +258,13 @@ def test_g2_packed_pages_and_a_view_with_poisoned_gaps_read_the_same_bits(
     for cache in (packed, sparse):
         ReferenceBackend().quantize_and_insert_k_cache(keys, cache, slots)
 
-    assert torch.equal(bits(read_all(packed)), bits(read_all(sparse)))
+    assert torch.equal(bytes_of(read_all(packed)), bytes_of(read_all(sparse)))
     assert bool(read_all(sparse).isfinite().all())
-    gaps = torch.ones_like(bits(flat), dtype=torch.bool)
+    gaps = torch.ones_like(bytes_of(flat), dtype=torch.bool)
     for block in range(5):
         gaps[start * element + block * stride :][: layout.page_bytes(8)] = False
     assert int(gaps.sum()) >= 5 * gap
-    assert bool((bits(flat)[gaps] == 0xFF).all())
+    assert bool((bytes_of(flat)[gaps] == 0xFF).all())
 
 
 def test_with_layout_reads_the_same_bytes_another_way() -> None:
@@ -293,7 +275,7 @@ def test_with_layout_reads_the_same_bytes_another_way() -> None:
     assert other.tensor.data_ptr() == cache.tensor.data_ptr()
     assert other.layout == FNUZ
     assert torch.equal(read_all(other)[:, :448], read_all(cache)[:, :448] / 2)
-    assert torch.equal(bits(read_all(other)[:, 448:]), bits(read_all(cache)[:, 448:]))
+    assert torch.equal(bytes_of(read_all(other)[:, 448:]), bytes_of(read_all(cache)[:, 448:]))
     assert not torch.equal(read_all(cache.with_layout(arrangement=Arrangement.INTERLEAVED)), read_all(cache))
     assert cache.with_layout() is not cache
     assert cache.with_layout().layout == FLASH
@@ -352,7 +334,7 @@ def test_g16_pages_past_2_31_and_2_32_bytes_are_found(blocks: int, stride: int, 
     )
 
     assert max(ids) * stride > 2**32
-    assert torch.equal(bits(out[0]), bits(read_all(small)))
+    assert torch.equal(bytes_of(out[0]), bytes_of(read_all(small)))
     for i, block in enumerate(ids):
         page = flat[block * stride : block * stride + 37376]
         assert torch.equal(page, small.tensor[i].flatten()), "written at another byte"

@@ -1,4 +1,4 @@
-"""V4.1's records as layouts: sizes, pages, fingerprints, and what is refused by layout and not by luck."""
+"""Layouts of V4.1: sizes, pages, fingerprints, conversions and refusals."""
 
 from __future__ import annotations
 
@@ -127,25 +127,6 @@ def test_dims_of_the_model_are_those_of_the_layout_though_all_are_codes() -> Non
     model = ModelGeometry.preset("flash")
     with pytest.raises(ArgumentError, match=r"^bounds.compressed: expected a layout of 448 \+ 64 dims"):
         WarmupSpec.of(model, Limits(1, 1, 1), swa=FP8, compressed=KVCacheLayout.v41_fp4(512, 0))
-
-
-@pytest.mark.parametrize(
-    ("dims", "said"),
-    [
-        ((0, 64), "nope_dim"),
-        ((448, -1), "rope_dim"),
-        ((447, 64), "nope_dim: expected an even number of dims, two to a byte, got 511"),
-    ],
-)
-def test_dims_that_cannot_be_are_refused(dims: tuple[int, int], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
-        KVCacheLayout.v41_fp4(*dims)
-
-
-def test_v41_has_one_dialect() -> None:
-    cache = PagedKVCache.allocate(FP8, 1, 4)
-    with pytest.raises(ArgumentError, match=r"fp8_format: expected e4m3fn, the only one of V4.1's records"):
-        cache.with_layout(fp8_format=Fp8Format.FNUZ)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.fingerprint)

@@ -55,9 +55,9 @@ def fp8_group(values: Sequence[float], floor: str = VLLM) -> tuple[list[int], in
     """Codes of a group of numbers, and its scale byte."""
     top = max(abs(Fraction(v)) for v in values)
     tiny = Fraction("1e-4")
-    wanted = max(top, tiny) / 448 if floor == VLLM else max(top / 448, tiny)
+    scale = max(top, tiny) / 448 if floor == VLLM else max(top / 448, tiny)
     exponent = -127
-    while Fraction(2) ** exponent < wanted:
+    while Fraction(2) ** exponent < scale:
         exponent += 1
     codes = [nearest(abs(Fraction(v)) / Fraction(2) ** exponent, e4m3()) | _sign(v, 0x80) for v in values]
     return codes, exponent + 127

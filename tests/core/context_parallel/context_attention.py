@@ -1,4 +1,4 @@
-"""Cases of attention over ranks: decodes and prefills against float64, and exchanges beside attention."""
+"""Cases of attention over ranks: decodes and prefills against float64, and exchanges that run during attention."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.rank_buffers import divided_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
-from tests.harness import FP32, REFERENCE_FORMS, SMALL
+from tests.harness import FP32, REFERENCE_FORMS, SMALL, batch_of
 
-__all__ = ["attention", "beside", "over", "same_everywhere"]
+__all__ = ["attention", "exchanges_during_attention", "over", "same_everywhere"]
 
 RAGGED = [(70, 1), (5, 1), (200, 3), (3, 1), (64, 40), (9, 9), (130, 66)]
 """(tokens after the step, query tokens); decodes first."""
@@ -68,8 +67,8 @@ class Watched(ContextParallel):
         return noted
 
 
-def beside(group: Any, kind: LayerKind, form: str, *, divides_heads: bool = False) -> None:
-    """Exchanges of a prefill run beside the attention of later chunks, two at a time."""
+def exchanges_during_attention(group: Any, kind: LayerKind, form: str, *, divides_heads: bool = False) -> None:
+    """Exchanges of a prefill run during the attention of later chunks, two at a time."""
     before, heads = (rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS), 2 if divides_heads else 4
     # about eight tokens, and chunks of at least twice as many
     rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = 8 * group.size() * heads * (32 * 4 + 4), 16
@@ -125,17 +124,9 @@ def attention(
         compressed.tensor[tables[1][i, local // page], local % page] = keys[i][1][held]
         starts.append(starts[-1] + count)
         slots += [int(tables[0][i, p // window_page]) * window_page + p % window_page for p in range(n - count, n)]
-    lens, begin = torch.tensor([n for n, _ in RAGGED]).int(), torch.tensor(starts).int()
-    batch = Batch(
-        num_reqs=7,
-        query_start_loc=begin,
-        query_start_loc_cpu=begin,
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        slot_mapping=torch.tensor(slots),
-        block_table=tables[0],
-        compressed_block_table=tables[1],
-    )
+    block_tables: dict[str, Any] = {"block_table": tables[0], "compressed_block_table": tables[1]}
+    query, seq = [count for _, count in RAGGED], [n for n, _ in RAGGED]
+    batch = batch_of(query, seq, slot_mapping=torch.tensor(slots), **block_tables)
     limits = attrs.evolve(limits, num_speculative_tokens=2, max_workspace_bytes=2**18)
     options: dict[str, Any] = {"backend": REFERENCE_FORMS[form], "num_compressed_blocks": 7 * columns}
     options |= {"prefill_keys": keys_of_all, "divides_heads": context.divides_heads}
@@ -175,20 +166,20 @@ def attention(
     forward_mqa_over_ranks(context, call)
 
     rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2e-2, 2e-2)
-    wanted = []
+    expected = []
     for (n, count), first, each in zip(RAGGED, starts, keys, strict=False):
         tokens, token, place = slice(first, first + count), torch.arange(n - count, n)[:, None], torch.arange(n)
         selected = torch.zeros(count, n // ratio, dtype=torch.bool)
         for row, entries in zip(selected, global_chosen[tokens], strict=True):
             row[entries] = True
         seen_keys = torch.cat([(token - layer.window < place) & (place <= token), selected], 1)
-        found = torch.cat(each).double()
-        logits = (q[tokens].double() @ found.T * layer.scale).masked_fill(~seen_keys[:, None], -inf)
+        all_keys = torch.cat(each).double()
+        logits = (q[tokens].double() @ all_keys.T * layer.scale).masked_fill(~seen_keys[:, None], -inf)
         # logits are finite, so a sink of +inf takes all
         given_sink = sink.double().clamp(max=1e6)[:, None].expand(count, -1, -1)
         weights = torch.cat([logits, given_sink], 2).softmax(2)[..., :-1]
-        wanted.append(((weights @ found)[:, mine], logits.logsumexp(2)[:, mine]))
-    wanted_out, wanted_lse = (torch.cat(parts) for parts in zip(*wanted, strict=True))
+        expected.append(((weights @ all_keys)[:, mine], logits.logsumexp(2)[:, mine]))
+    wanted_out, wanted_lse = (torch.cat(parts) for parts in zip(*expected, strict=True))
     torch.testing.assert_close(out.double(), wanted_out, rtol=rtol, atol=atol)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=2e-6)
     if not context.divides_heads:

@@ -23,8 +23,8 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
-from tests.core.context_parallel.context_attention import attention, beside, same_everywhere
-from tests.harness import FP8, FP32, REFERENCE_FORMS, SMALL, LayerStack
+from tests.core.context_parallel.context_attention import attention, exchanges_during_attention, same_everywhere
+from tests.harness import FP8, FP32, REFERENCE_FORMS, SMALL, LayerStack, assert_outputs_close
 
 __all__ = ["HEADS"]
 
@@ -73,12 +73,12 @@ def in_pieces(group: Any) -> None:
         rank_buffers.PIECE_BYTES = before
 
 
-def beside_attention(group: Any) -> None:
-    """As `beside`: parts of a prefill are sent beside the attention of later chunks."""
-    beside(group, LayerKind.CSA, "paged-dense", divides_heads=True)
+def during_attention(group: Any) -> None:
+    """As `exchanges_during_attention`: parts of a prefill are sent during the attention of later chunks."""
+    exchanges_during_attention(group, LayerKind.CSA, "paged-dense", divides_heads=True)
 
 
-def planted(group: Any, of: type[ContextParallel]) -> None:
+def mutant(group: Any, of: type[ContextParallel]) -> None:
     """The order of ranks matters: a context that changes it fails on every rank."""
     with pytest.raises(AssertionError):
         attention(group, LayerKind.CSA, "paged-dense", divided(group, of))
@@ -125,8 +125,8 @@ def layers(group: Any, layout: Any, *, other_sink: bool = False) -> None:
         layer.attention.attn_sink = whole.chunk(group.size())[(group.rank() + 1) % group.size()].clone()
     outputs = served(many)
     worst = max(
-        float((mine - wanted).abs().max() / wanted.abs().max())
-        for mine, wanted in zip(outputs, alone(layout), strict=True)
+        float((mine - expected).abs().max() / expected.abs().max())
+        for mine, expected in zip(outputs, alone(layout), strict=True)
     )
     assert (worst > 1e-3) if other_sink else (worst <= 3e-6)
     for mine in outputs:
@@ -162,8 +162,7 @@ def padding_and_warm_up(group: Any) -> None:
     outs = [
         model.run([(model.manager.new(), 9)], rows, padding=3) for model, rows in zip((one, many), padded, strict=True)
     ]
-    for mine, wanted in zip(outs[1], outs[0], strict=True):
-        assert float((mine - wanted).abs().max()) <= 3e-6 * float(wanted.abs().max())
+    assert_outputs_close(outs[1], outs[0], 3e-6)
 
 
 # refusals
@@ -228,11 +227,11 @@ HEADS: dict[str, Callable[[Any], None]] = {
     "divided-bf16": partial(heads_of_tokens, kind=LayerKind.CSA, form="gathered-dense", dtype=torch.bfloat16),
     **{f"divided-sink-{value}": partial(sinks, value=value) for value in (40.0, inf, -inf)},
     "divided-pieces": in_pieces,
-    "divided-beside": beside_attention,
-    **{f"divided-planted-{of.__name__}": partial(planted, of=of) for of in (QueriesRolled, PartsRolled)},
+    "divided-during-attention": during_attention,
+    **{f"divided-mutant-{of.__name__}": partial(mutant, of=of) for of in (QueriesRolled, PartsRolled)},
     "divided-layers-fp32": partial(layers, layout=FP32),
     "divided-layers-fp8": partial(layers, layout=FP8),
-    "divided-planted-sink": partial(layers, layout=FP32, other_sink=True),
+    "divided-mutant-sink": partial(layers, layout=FP32, other_sink=True),
     "divided-padding": padding_and_warm_up,
     "divided-refused": refused,
     "divided-other-heads": queries_of_other_heads,

@@ -1,4 +1,4 @@
-"""Cases of prefill over the keys of all ranks: in small pieces, with a planted bug, with a context that has none."""
+"""Cases of prefill over the keys of all ranks: in small pieces, with a mutant, with ranks that gather no keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from tests.core.context_parallel.context_attention import attention, over
 
-__all__ = ["keys_in_pieces", "keys_planted", "keys_refused"]
+__all__ = ["keys_in_pieces", "keys_mutant", "keys_refused"]
 
 
 def keys_in_pieces(group: Any) -> None:
@@ -33,7 +33,7 @@ def keys_in_pieces(group: Any) -> None:
 SMALL_RATIOS = {LayerKind.CSA: 4, LayerKind.HCA: 16}
 
 
-def keys_planted(group: Any) -> None:
+def keys_mutant(group: Any) -> None:
     """Keys of ranks in another order are found."""
     place = keys.place_entries
 

@@ -1,4 +1,4 @@
-"""Context parallelism over 2, 3 and 4 ranks, against one rank and against float64; ownership, re-sharding, errors."""
+"""Context parallelism over 2, 3 and 4 ranks: results against one rank and against float64, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of attention and selection over ranks: the plan holds every step, and a step allocates nothing beside it."""
+"""Memory of attention and selection over ranks: the plan bounds every step, and a step allocates nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode over ranks is attended to where it is sent from: nothing is packed, and no bit differs."""
+"""A decode over ranks writes its result into the send buffer: nothing is packed, and no bit differs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from tests.core.context_parallel.test_context_parallel_buffers import alone
-from tests.harness import SMALL, random_cache, same_bits
+from tests.harness import I32, SMALL, batch_of, random_cache, same_bits
 from tests.testing.mutants_rank_ops import Merges
 
-I32 = torch.int32
 LIMITS = Limits(4, 64, 256, num_speculative_tokens=1)
 PADDED = 7
 
@@ -45,20 +43,10 @@ class Counted(Merges):
 
 
 def given(query: list[int], dtype: torch.dtype, kind: LayerKind, dims: tuple[int, int], heads: int) -> dict[str, Any]:
-    """Arguments of a step of rank 0 of 2, whose first request has no entry yet; rows behind its tokens are padding."""
+    """Arguments of a step of rank 0 of 2, whose first request has no entry yet; rows after its tokens are padding."""
     model = attrs.evolve(SMALL, num_heads=heads, head_dim=sum(dims), rope_dim=dims[1], o_groups=1)
     layer, layout = model.layer_of_kind(kind), KVCacheLayout.rows(*dims, dtype=dtype)
-    starts, lens = torch.tensor([0, *query], dtype=I32).cumsum(0).to(I32), torch.tensor([2, 97, 200], dtype=I32)
-    batch = Batch(
-        num_reqs=3,
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        slot_mapping=torch.arange(sum(query)),
-        block_table=torch.arange(3 * 64, dtype=I32).view(3, 64),
-        compressed_block_table=torch.arange(3 * 4, dtype=I32).view(3, 4),
-    )
+    batch = batch_of(query, [2, 97, 200], compressed_block_table=torch.arange(3 * 4, dtype=I32).view(3, 4))
     sizes: dict[str, Any] = {"swa_block_size": 4, "compressed_block_tokens": 32}
     builder = OwnedMetadataBuilder(Ownership(0, 2), model, LIMITS, **sizes, backend=Counted(), prefill_keys=False)
     draw = torch.Generator().manual_seed(1)
@@ -101,7 +89,7 @@ def merged(step: dict[str, Any], sink: Tensor) -> tuple[Tensor, Tensor]:
         ([1, 1, 1], torch.bfloat16, (8, 4), 1, 0, 1),
         # 3 of 7 rows in an exchange
         ([1, 1, 1], torch.float32, (24, 8), 4, 3, 3),
-        # a prefill behind one decode: tokens of each are a piece
+        # a prefill after one decode: tokens of each are a piece
         ([1, 1, 3], torch.float32, (24, 8), 4, 0, 2),
     ],
 )

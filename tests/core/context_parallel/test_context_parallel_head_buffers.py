@@ -1,4 +1,4 @@
-"""Memory of ranks that divide heads: the plan holds every step, and gathering and merging allocate nothing."""
+"""Memory of ranks that divide heads: the plan bounds every step; gathering and merging allocate nothing."""
 
 from __future__ import annotations
 

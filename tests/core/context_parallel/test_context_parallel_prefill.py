@@ -1,4 +1,4 @@
-"""Prefill over the keys of all ranks: places of entries, shares of tokens, cuts of chunks, and the plan."""
+"""Prefill over the keys of all ranks: placement of entries, shares of tokens, cut chunks, and the plan."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_gathered_entries_are_where_one_rank_has_them(
         raw = raw if layout.is_quantised else raw.view(layout.dtype).view(len(raw), size, layout.head_dim)
         return PagedKVCache(raw, layout, block_size=size)
 
-    found, wanted = (torch.zeros(ranks * pages, layout.page_bytes(size), dtype=torch.uint8) for _ in range(2))
-    place_entries(Ownership(0, ranks, interleave), sent, found, layout, size)
+    actual, expected = (torch.zeros(ranks * pages, layout.page_bytes(size), dtype=torch.uint8) for _ in range(2))
+    place_entries(Ownership(0, ranks, interleave), sent, actual, layout, size)
     sources = [(cache(part), torch.arange(pages)) for part in sent]
-    target = cache(wanted), torch.arange(ranks * pages)
+    target = cache(expected), torch.arange(ranks * pages)
     reshard_cache(sources, target, ranks * pages * size, Ownership(0, 1), interleave=interleave)
 
-    assert torch.equal(found, wanted)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -117,7 +117,7 @@ def test_the_plan_holds_every_step_that_gathers_keys(layout: KVCacheLayout, monk
 
 def test_keys_are_gathered_where_less_is_sent() -> None:
     less = rank_buffers.keys_are_less
-    # 8,192 tokens of Flash behind a million: 262,144 entries
+    # 8,192 tokens of Flash after a million: 262,144 entries
     assert less(2, 8192, 64, 262_144, divides_heads=False)
     assert not less(2, 512, 64, 262_144, divides_heads=False)
     assert less(2, 8192, 32, 262_144, divides_heads=True)

@@ -177,9 +177,9 @@ def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, 
     with torch.no_grad(), set_forward_context(one.metadata):
         expected = model(one, one.q, scores)
     with torch.no_grad(), set_forward_context(two.metadata):
-        found = compiled(two, two.q, scores)
+        actual = compiled(two, two.q, scores)
 
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     for left, right in zip(memory(one.layer), memory(two.layer), strict=True):
         assert torch.equal(left, right)
 
@@ -247,8 +247,8 @@ def test_a_cache_may_be_two_arguments_of_an_op() -> None:
 
     with torch.no_grad(), set_forward_context(None):
         expected = layer(hidden, positions)
-        found = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, positions, state)
-    assert torch.equal(found, expected)
+        actual = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, positions, state)
+    assert torch.equal(actual, expected)
 
 
 def test_the_ops_of_layers_pass_torchs_own_checks() -> None:

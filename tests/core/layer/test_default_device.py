@@ -1,4 +1,4 @@
-"""Torch's default device and default dtype change nothing: layers, builders and managers give the same bits.
+"""Torch's default device and dtype change no result: layers, builders and managers give the same bits.
 
 The other device is "meta", which stands for an accelerator on a machine without one: a tensor that is made there by
 accident raises, or has no values.
@@ -94,15 +94,15 @@ def usual(name: str) -> list[Tensor]:
     [("V4", default) for default in DEFAULTS] + [("V4.1", "with torch.device"), ("V4.1", "float64")],
 )
 def test_whole_layers(name: str, default: str) -> None:
-    wanted = usual(name)
+    expected = usual(name)
     forget()
     with DEFAULTS[default]():
         outs = WHOLES[name]()
-    assert [(out.device.type, out.dtype) for out in outs] == [("cpu", torch.float32)] * len(wanted)
-    assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
+    assert [(out.device.type, out.dtype) for out in outs] == [("cpu", torch.float32)] * len(expected)
+    assert all(torch.equal(out, want) for out, want in zip(outs, expected, strict=True))
     if default == "with torch.device":  # what functions of the package remember must not be on the other device
         again = WHOLES[name]()
-        assert all(torch.equal(out, want) for out, want in zip(again, wanted, strict=True))
+        assert all(torch.equal(out, want) for out, want in zip(again, expected, strict=True))
 
 
 @pytest.mark.parametrize("default", ["cpu", "meta"])
@@ -138,10 +138,10 @@ def test_tables_and_conversions(default: str) -> None:
         table = cos_sin_cache(SMALL.layer(0).rope, 16)
         return [table, target.tensor, copied.tensor, codes, scales, fp4.dequantize(codes, scales)]
 
-    wanted = made()
+    expected = made()
     forget()
     with DEFAULTS[default]():
         values = made()
-    for value, want in zip(values, wanted, strict=True):
+    for value, want in zip(values, expected, strict=True):
         assert value.dtype == want.dtype
         assert torch.equal(value, want)

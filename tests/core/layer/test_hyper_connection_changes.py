@@ -1,4 +1,4 @@
-"""Weights of hyper-connections that change: seen by the next call, or taken by `refresh`."""
+"""Changed weights of hyper-connections are seen by the next call, or after `refresh`."""
 
 from __future__ import annotations
 

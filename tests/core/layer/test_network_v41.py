@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V4.1 in all roles: shared caches and selections, ratios 1 and 2 in one network, in any chunks."""
+"""Layers of DeepSeek-V4.1 in all roles: shared caches and selections, ratios 1 and 2 in one network, any chunks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug: str) -> None:
+def test_a_mutant_is_found(bug: str) -> None:
     error, _ = worst_attention_error(AttentionNetwork(REFERENCE_FORMS["gathered-dense"], BUGS[bug]).run(SCHEDULES[0]))
 
     assert error > 1

@@ -6,8 +6,6 @@ and other ones in every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from attrs import frozen
@@ -16,17 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.serving.cache_manager import CachedSequence
 from tests.core.attention.strategies import search
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, LayerStack, padded_batch, stale_positions
-from tests.harness_v41 import v41_stack
+from tests.harness_v41 import STACKS
 
 LIMITS = Limits(6, 64, 64, num_speculative_tokens=1)
-MAKE: dict[str, Callable[[str], LayerStack]] = {
-    "v4": lambda form: LayerStack(REFERENCE_FORMS[form], swa_block_size=4, compressed_block_tokens=16, limits=LIMITS),
-    "v41": lambda form: v41_stack(made=REFERENCE_FORMS[form], limits=LIMITS),
-}
 
 
 @frozen
@@ -34,14 +27,14 @@ class Step:
     """One step.
 
     counts: tokens of each sequence. tails: tokens of padding after these in the same request. pads: tokens of each
-    request of padding alone. behind: rows after the tokens. fill: of `padded_batch`. more: how far host lengths are
+    request of padding alone. rows_after: rows after the tokens. fill: of `padded_batch`. more: how far host lengths are
     above the true ones. validate: whether the builder checks values.
     """
 
     counts: tuple[int, ...]
     tails: tuple[int, ...]
     pads: tuple[int, ...]
-    behind: int
+    rows_after: int
     fill: int | None
     more: int
     validate: bool
@@ -54,7 +47,7 @@ STEPS = st.lists(
         counts=st.tuples(SMALL, SMALL),
         tails=st.tuples(st.sampled_from([0, 0, 1, 2]), st.sampled_from([0, 0, 1])),
         pads=st.lists(st.sampled_from([1, 1, 2, 4]), max_size=2).map(tuple),
-        behind=st.integers(0, 3),
+        rows_after=st.integers(0, 3),
         fill=st.sampled_from([-1, 0, 10**6, None]),
         more=st.sampled_from([0, 1, 9]),
         validate=st.booleans(),
@@ -87,7 +80,7 @@ def padded(whole: LayerStack, sequences: list[CachedSequence], step: Step) -> li
     # decodes come first, those of padding too
     longest, most = max(totals), LIMITS.decode_threshold
     pads = [count if longest <= most else max(count, most + 1) for count in sorted(step.pads)]
-    batch = padded_batch(manager.batch(requests), step.fill, pads, behind=step.behind)
+    batch = padded_batch(manager.batch(requests), step.fill, pads, rows_after=step.rows_after)
     batch.seq_lens_cpu = (batch.seq_lens_cpu + step.more).clamp(max=LIMITS.max_model_len)
     positions, values, real, row = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, 48)], dict[int, slice](), 0
     for n in order:
@@ -96,10 +89,9 @@ def padded(whole: LayerStack, sequences: list[CachedSequence], step: Step) -> li
         positions += [torch.arange(sequence.length, sequence.length + count), stale_positions(tail)]
         values += [part(whole, n, sequence, count), torch.full((tail, 48), torch.nan)]
         real[n], row = slice(row, row + count), row + count + tail
-    rest = sum(pads) + step.behind
+    rest = sum(pads) + step.rows_after
     hidden = torch.cat([*values, torch.full((rest, 48), torch.nan)])
-    with torch.no_grad(), set_forward_context(manager.metadata(batch)):
-        outs = [layer(hidden, torch.cat([*positions, stale_positions(rest)])) for layer in whole.layers]
+    outs = whole.forward(batch, hidden, torch.cat([*positions, stale_positions(rest)]))
     live = torch.zeros(len(hidden), dtype=torch.bool)
     for rows in real.values():
         live[rows] = True
@@ -108,11 +100,11 @@ def padded(whole: LayerStack, sequences: list[CachedSequence], step: Step) -> li
     return [{n: out[real[n]] for n in order if step.counts[n]} for out in outs]
 
 
-@pytest.mark.parametrize("model", MAKE)
+@pytest.mark.parametrize("model", STACKS)
 @given(steps=STEPS, form=st.sampled_from(FORM_NAMES))
 @search(12)
 def test_steps_with_padding_are_those_without(model: str, steps: list[Step], form: str) -> None:
-    wholes = [MAKE[model](form) for _ in range(2)]
+    wholes = [STACKS[model](made=REFERENCE_FORMS[form], limits=LIMITS) for _ in range(2)]
     all_sequences = [[whole.manager.new() for _ in range(2)] for whole in wholes]
     for step in steps:
         found = padded(wholes[0], all_sequences[0], step)

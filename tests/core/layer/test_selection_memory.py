@@ -1,4 +1,4 @@
-"""Selection at a context of a million tokens: no matrix of scores exists, and the plan bounds what does."""
+"""Selection at a context of a million tokens allocates no matrix of scores, and no more than the plan says."""
 
 from __future__ import annotations
 

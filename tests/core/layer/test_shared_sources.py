@@ -1,4 +1,4 @@
-"""Layers of V4.1 that read what another layer left: in the same step, on the same rows or on some, from its caches."""
+"""Layers of V4.1 that read caches and selections of a source layer, on all rows of a step or on its last rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, SourceRows
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError
 from dsv4attn.serving.cache_manager import CachedSequence
-from tests.harness import LayerStack
+from tests.harness import LayerStack, caches_unchanged
 from tests.harness_v41 import KV_OF, v41_stack
 
 READERS = [2, 5, 6, 7]
@@ -73,27 +73,27 @@ def test_layers_that_read_may_run_on_the_last_rows_of_a_step(count: int) -> None
     whole, step = begun()
     _, _, positions, hidden = step
     full, last, rows = parts(whole, step, count)
-    wanted = run(whole, range(8), full, hidden, positions)
-    found = run(whole, READERS, last, hidden[rows], positions[rows])
+    expected = run(whole, range(8), full, hidden, positions)
+    actual = run(whole, READERS, last, hidden[rows], positions[rows])
 
-    for i, out in zip(READERS, found, strict=True):
-        assert near(out, wanted[i][rows]), i
+    for i, out in zip(READERS, actual, strict=True):
+        assert near(out, expected[i][rows]), i
     # rows that are not those of the source are others
     swapped = torch.cat([rows[1:], rows[:1]])
     for part in last.values():
         part.source_rows = SourceRows(next(iter(full.values())).swa, swapped)
     run(whole, range(8), full, hidden, positions)
-    found = run(whole, [5], last, hidden[rows], positions[rows])
-    assert not near(found[0], wanted[5][rows])
+    actual = run(whole, [5], last, hidden[rows], positions[rows])
+    assert not near(actual[0], expected[5][rows])
 
 
 def test_kernels_read_those_rows_too() -> None:
     whole, step = begun("triton")
     _, _, positions, hidden = step
     full, last, rows = parts(whole, step, 8)
-    wanted = run(whole, range(3), full, hidden, positions)
+    expected = run(whole, range(3), full, hidden, positions)
 
-    assert near(run(whole, [2], last, hidden[rows], positions[rows])[0], wanted[2][rows])
+    assert near(run(whole, [2], last, hidden[rows], positions[rows])[0], expected[2][rows])
 
 
 # refused
@@ -101,11 +101,8 @@ def test_kernels_read_those_rows_too() -> None:
 
 def refused(whole: LayerStack, layer: int, metadata: Any, hidden: Tensor, positions: Tensor, said: str) -> None:
     """Nothing is written before the error."""
-    before = [cache.tensor.clone() for caches in whole.manager.caches for cache in caches.present.values()]
-    with pytest.raises(ArgumentError, match=said):
+    with caches_unchanged(whole), pytest.raises(ArgumentError, match=said):
         run(whole, [layer], metadata, hidden, positions)
-    after = [cache.tensor for caches in whole.manager.caches for cache in caches.present.values()]
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("layer", READERS)
@@ -234,10 +231,10 @@ def test_readers_follow_a_source_that_is_bound_again(names: list[str]) -> None:
         assert caches is not None
         whole.layers[i].bind_kv_cache(others(caches, *names))
     hidden = whole.hidden(1, 30)
-    found = whole.run([(whole.manager.new(), 30)], hidden)
-    wanted = other.run([(other.manager.new(), 30)], hidden)
+    actual = whole.run([(whole.manager.new(), 30)], hidden)
+    expected = other.run([(other.manager.new(), 30)], hidden)
 
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, actual, expected))
     for i in READERS:
         source, reader = whole.layers[KV_OF[i] or 0].caches, whole.layers[i].caches
         assert source is not None

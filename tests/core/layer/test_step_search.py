@@ -19,32 +19,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import Batch
-from dsv4attn.selection import load_backend
 from tests.core.attention.strategies import search
-from tests.harness import FP32, LayerStack
-from tests.harness_v41 import v41_stack
+from tests.harness import BLOCK_TABLES, padded_batch
+from tests.harness_v41 import STACKS
 
 MAX_LEN, MAX_TOKENS, MAX_REQS = 64, 48, 6
-TABLES = "block_table", "compressed_block_table", "c4a_state_block_table", "c128a_state_block_table"
 STALE = torch.tensor([0, 1, 7, 63, 64, 10**6, 2**31, -1, -(10**9)])
 """Positions of padding."""
 BLOCKS = [-1, 0, 3, 10**6, 2**31 - 1, -(2**31)]
 """Blocks in the tables of requests of padding."""
-
-
-def v4(**options: Any) -> LayerStack:
-    """All kinds of layers of V4."""
-    return LayerStack(load_backend("reference"), FP32, swa_block_size=4, compressed_block_tokens=16, **options)
-
-
-def v41(**options: Any) -> LayerStack:
-    """Layers of V4.1 of both ratios, and readers."""
-    return v41_stack(**options)
-
-
-NETWORKS = {"v4": v4, "v4.1": v41}
 
 
 @attrs.frozen
@@ -76,8 +60,8 @@ class Program:
     """A network under test, one that recomputes, and the tokens of each sequence."""
 
     def __init__(self, model: str) -> None:
-        self.whole = NETWORKS[model](limits=Limits(MAX_REQS, MAX_TOKENS, MAX_LEN, num_speculative_tokens=1))
-        self.scratch = NETWORKS[model](limits=Limits(MAX_REQS, MAX_REQS * MAX_LEN, MAX_LEN))
+        self.whole = STACKS[model](limits=Limits(MAX_REQS, MAX_TOKENS, MAX_LEN, num_speculative_tokens=1))
+        self.scratch = STACKS[model](limits=Limits(MAX_REQS, MAX_REQS * MAX_LEN, MAX_LEN))
         self.embedding = self.whole.hidden(11, 512)
         self.sequences = [self.whole.manager.new() for _ in range(3)]
         self.tokens: list[list[int]] = [[] for _ in self.sequences]
@@ -104,14 +88,13 @@ class Program:
         hidden = torch.full((positions.shape[0], self.whole.geometry.hidden_size), 50.0)
         hidden[: len(ids)] = self.embedding[ids]
         self.whole.manager.builder.validate = padding.validate
-        with torch.no_grad(), set_forward_context(self.whole.manager.metadata(batch)):
-            outs = [layer(hidden, positions) for layer in self.whole.layers]
+        outs = self.whole.forward(batch, hidden, positions)
         self.whole.manager.advance(requests)
         for layer, (out, right) in enumerate(zip(outs, self.recomputed([i for i, _ in chosen]), strict=True)):
             last = [rows[len(rows) - count :] for rows, (_, count) in zip(right, chosen, strict=True)]
-            wanted = torch.cat([out[:0], *last])
+            expected = torch.cat([out[:0], *last])
             said = f"layer {layer}: {chosen}, {padding}"
-            torch.testing.assert_close(out[real], wanted, rtol=1e-3, atol=1e-4, msg=said)
+            torch.testing.assert_close(out[real], expected, rtol=1e-3, atol=1e-4, msg=said)
             assert out.shape[0] == positions.shape[0]
             assert not bool(out[len(ids) :].any()), f"layer {layer}: padding is not zero: {padding}"
 
@@ -127,37 +110,23 @@ class Program:
         """Go on with a copy of layers, caches and sequences; the original must not matter any more."""
         before = self.whole, self.sequences
         kept = pickle.loads(pickle.dumps(before)) if pickled else copy.deepcopy(before)  # noqa: S301 - its own bytes
-        for caches in self.whole.manager.caches:
-            for cache in caches.present.values():
-                cache.tensor.fill_(torch.nan)
+        self.whole.poison_caches()
         self.whole, self.sequences = kept
 
 
 def padded(batch: Batch, positions: Tensor, padding: Padding) -> tuple[Batch, Tensor]:
     """The same step with requests and rows of padding after its own."""
     random = torch.Generator().manual_seed(padding.seed)
-    queries = torch.tensor(padding.requests, dtype=torch.int32)
-    many, rows = len(padding.requests), int(queries.sum()) + padding.rows
-    ends = batch.query_start_loc_cpu[-1:] + queries.cumsum(0, dtype=torch.int32)
-    starts = torch.cat([batch.query_start_loc_cpu, ends])
-    lens = torch.cat([batch.seq_lens_cpu, queries + torch.randint(0, 20, (many,), generator=random, dtype=torch.int32)])
-    changed: dict[str, Any] = {}
-    for name in TABLES:
-        table = getattr(batch, name)
-        if table is not None:
-            # the manager's tables have no columns where no sequence has tokens; those of an engine always have some
-            table = torch.nn.functional.pad(table, (0, 0 if table.shape[1] else 4), value=-1)
-            changed[name] = torch.cat([table, table.new_full((many, table.shape[1]), padding.block)])
-    batch = attrs.evolve(
-        batch,
-        num_reqs=batch.num_reqs + many,
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        slot_mapping=torch.cat([batch.slot_mapping, torch.full((rows,), -1)]),
-        **changed,
-    )
+    real, many, rows = batch.num_reqs, len(padding.requests), sum(padding.requests) + padding.rows
+    tables = {name: table for name in BLOCK_TABLES if (table := getattr(batch, name)) is not None}
+    # the manager's tables have no columns where no sequence has tokens; those of an engine always have some
+    wide: dict[str, Any] = {
+        name: torch.nn.functional.pad(t, (0, 0 if t.shape[1] else 4), value=-1) for name, t in tables.items()
+    }
+    batch = padded_batch(attrs.evolve(batch, **wide), padding.block, padding.requests, rows_after=padding.rows)
+    lens = batch.seq_lens_cpu.clone()
+    lens[real:] += torch.randint(0, 20, (many,), generator=random, dtype=torch.int32)
+    batch = attrs.evolve(batch, seq_lens=lens, seq_lens_cpu=lens)
     return batch, torch.cat([positions, STALE[torch.randint(0, len(STALE), (rows,), generator=random)]])
 
 
@@ -167,7 +136,7 @@ EMPTY = st.tuples(st.just("step"), st.just([-1, -1, -1]), PADDING)
 COPIES = st.tuples(st.just("copy"), st.booleans())
 
 
-@pytest.mark.parametrize("model", NETWORKS)
+@pytest.mark.parametrize("model", STACKS)
 @search(10)
 @given(st.lists(st.one_of(STEPS, STEPS, STEPS, EMPTY, COPIES), min_size=2, max_size=8))
 def test_g27_tokens_that_are_not_real_and_copies_change_nothing(model: str, operations: list[tuple[Any, ...]]) -> None:

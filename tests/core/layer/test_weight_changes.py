@@ -1,4 +1,4 @@
-"""Weights that change after a layer was made: every one is seen, or taken by `refresh`, and none by half.
+"""Changed weights of a layer are seen by the next call, or after `refresh`, and never in part.
 
 What a layer has to compute is what a layer computes that is made of the changed weights.
 """

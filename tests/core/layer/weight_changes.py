@@ -1,4 +1,4 @@
-"""Ways in which the weights of a layer are changed, and what tests of them share."""
+"""The ways to change the weights of a layer, and helpers of tests that apply them."""
 
 from __future__ import annotations
 

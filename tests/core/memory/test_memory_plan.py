@@ -23,13 +23,12 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan, simultaneous_bytes
 from dsv4attn.core.metadata.builder import MetadataBuilder
-from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError, CanaryError, WorkspaceError
 from dsv4attn.testing.factories import tiny_geometry
 from dsv4attn.testing.random_step import ForwardArgs, StepFixture
-from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits, backend_of
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits, backend_of, batch_of
 
 BLOCKS, SWA_BLOCK = 3, 2
 INT = torch.int32
@@ -104,18 +103,11 @@ class Case:
         """A random batch, ready to run."""
         rng, layer = self.rng, self.geometry.layer_of_kind(self.kind)
         pairs = list(self.lengths())
-        starts, total = [0], sum(query for _, query in pairs)
-        for _, query in pairs:
-            starts.append(starts[-1] + query)
-        seq_lens = torch.tensor([before + query for before, query in pairs], dtype=INT)
+        query_lens, total = [query for _, query in pairs], sum(query for _, query in pairs)
         table = torch.randint(0, BLOCKS, (len(pairs), -(-self.limits.max_model_len // SWA_BLOCK)), dtype=INT)
-        query_start_loc = torch.tensor(starts, dtype=INT)
-        batch = Batch(
-            num_reqs=len(pairs),
-            query_start_loc=query_start_loc,
-            query_start_loc_cpu=query_start_loc,
-            seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens,
+        batch = batch_of(
+            query_lens,
+            [before + query for before, query in pairs],
             slot_mapping=torch.randint(-1, BLOCKS * SWA_BLOCK, (total,)),
             block_table=table,
             compressed_block_table=None if layer.kind is LayerKind.SWA else table,
@@ -384,7 +376,7 @@ def test_g11_a_cap_too_small_names_the_smallest_one_that_works(kind: LayerKind, 
     assert plan.arenas["prefill"] <= least
 
 
-# planted: backends that break their word
+# mutants: backends that write outside of the plan
 
 
 class Greedy(ScratchBackend):
@@ -395,7 +387,7 @@ class Greedy(ScratchBackend):
 
 
 class Sloppy(ScratchBackend):
-    """Writes one byte behind what it was given."""
+    """Writes one byte after what it was given."""
 
     def decode(self, call: AttentionCall) -> None:
         view = call.scratch[-1]
@@ -415,7 +407,7 @@ def test_g11_a_backend_that_asks_for_more_than_its_bound_is_refused_by_name() ->
 
 
 @pytest.mark.parametrize("request_", [(30, 1), (0, 5)], ids=["decode", "prefill"])
-def test_g11_a_backend_that_writes_behind_its_scratch_is_caught(request_: tuple[int, int]) -> None:
+def test_g11_a_backend_that_writes_after_its_scratch_is_caught(request_: tuple[int, int]) -> None:
     scenario = StepFixture(requests=[request_])
 
     with pytest.raises(CanaryError, match=r"bytes after \[\d, 3\] torch.uint8 of reference\.\w+ were overwritten"):

@@ -1,3 +1,5 @@
+"""`WorkspaceManager`: views, arenas, locking, canaries, threads, and the manager of a context."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A slot for every token, and kinds by name: what a builder and a step refuse beside a bad batch."""
+"""Arguments of a build: slot mappings that are too short or stale, and kinds given by name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
-from tests.core.metadata.test_metadata import GOOD, I32, batch, buffers, builder, refused
-from tests.harness import BUILDER_OPS, all_builder_ops, bound_layer, metadata_of
-
-SWA, C4A, C128A = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
+from tests.core.metadata.test_metadata import GOOD, buffers, builder, refused
+from tests.harness import BUILDER_OPS, C4A, C128A, I32, SWA, all_builder_ops, batch_of, bound_layer, metadata_of
 
 
 @all_builder_ops
@@ -25,7 +23,7 @@ def test_a_slot_mapping_that_leaves_tokens_out_is_refused(slots: int, steps: str
     said = rf"^slot_mapping: expected at least 3 elements, one for each .*, got {slots} elements -> .*-1 for"
     for validate in (True, False):
         build = builder(steps=BUILDER_OPS[steps], validate=validate)
-        refused(build, lambda: batch([1, 2], [5, 9], slot_mapping=torch.arange(slots)), said)
+        refused(build, lambda: batch_of([1, 2], [5, 9], slot_mapping=torch.arange(slots)), said)
 
 
 @all_builder_ops
@@ -38,9 +36,9 @@ def test_the_step_itself_takes_tokens_past_the_slot_mapping_for_padding(steps: s
 
 
 @all_builder_ops
-def test_stale_slots_behind_the_tokens_are_refused_where_values_are_checked(steps: str) -> None:
+def test_stale_slots_after_the_tokens_are_refused_where_values_are_checked(steps: str) -> None:
     def build(last: int) -> Batch:
-        return batch([1, 2], [5, 9], slot_mapping=torch.tensor([4, 7, 8, -1, last]))
+        return batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([4, 7, 8, -1, last]))
 
     said = r"^slot_mapping\[4\]: expected a negative slot behind the 3 tokens of the batch, got 0 -> fill .* with -1"
     refused(builder(steps=BUILDER_OPS[steps], validate=True), lambda: build(0), said)

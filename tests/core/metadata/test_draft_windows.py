@@ -1,4 +1,4 @@
-"""Windows that the builder makes of draft blocks and first positions, against lists written by hand."""
+"""Windows of draft blocks and of replayed requests, against lists written by hand."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError
-from tests.core.metadata.test_metadata import GOOD, I32, LIMITS, MODEL, batch, builder, refused
-from tests.harness import BUILDER_OPS, all_builder_ops
+from tests.core.metadata.test_metadata import GOOD, LIMITS, builder, refused
+from tests.harness import BUILDER_OPS, I32, SMALL, all_builder_ops, batch_of
 
 WIDE = evolve(LIMITS, num_speculative_tokens=3, decode_window_columns=8 + 5)
 
 
 def positions(rows: torch.Tensor, lens: torch.Tensor, slot0: list[int]) -> list[list[int]]:
-    """Positions of each row's slots, where request i has its slots in order from slot0[i] on. -1 stands behind."""
+    """Positions of each row's slots, where request i has its slots in order from slot0[i] on. -1 stands after."""
     assert (rows[:, 0] == -1).logical_not().sum(1).tolist() == lens.tolist()
     return [[s - first for s in row[0, :n].tolist()] for row, n, first in zip(rows, lens.tolist(), slot0, strict=True)]
 
 
 @all_builder_ops
 def test_each_token_of_a_draft_block_sees_the_window_before_it_and_all_of_it(steps: str) -> None:
-    """Requests of 3, 4 and 1 tokens behind 20, 2 and 8; a prefill of 6, which is causal, behind 3."""
-    made = batch([3, 4, 1, 6], [23, 6, 9, 9], causal=False)
+    """Requests of 3, 4 and 1 tokens after 20, 2 and 8; a prefill of 6, which is causal, after 3."""
+    made = batch_of([3, 4, 1, 6], [23, 6, 9, 9], causal=False)
     swa = builder(WIDE, steps=BUILDER_OPS[steps]).build(made)
     first = [256 * i for i in (0, 0, 0, 1, 1, 1, 1, 2)]
 
@@ -43,7 +43,7 @@ def test_each_token_of_a_draft_block_sees_the_window_before_it_and_all_of_it(ste
 @all_builder_ops
 def test_no_window_begins_before_its_first_position(steps: str) -> None:
     bounds = torch.tensor([18, 0, 9, 5, 2**31 - 1], dtype=I32)
-    made = batch([1, 2, 6, 12], [20, 3, 20, 12], replay_start=bounds)
+    made = batch_of([1, 2, 6, 12], [20, 3, 20, 12], replay_start=bounds)
     swa = builder(steps=BUILDER_OPS[steps]).build(made)
 
     assert positions(swa.decode_swa_indices, swa.decode_swa_lens, [0, 256, 256]) == [[18, 19], [0, 1], [0, 1, 2]]
@@ -51,17 +51,19 @@ def test_no_window_begins_before_its_first_position(steps: str) -> None:
     assert found[:6] == [[*range(max(p - 7, 9), p + 1)] for p in range(14, 20)]
     assert found[6:] == [[*range(max(p - 7, 5), p + 1)] for p in range(12)]
     assert swa.prefill_gather_lens.tolist() == [6 + 5, 12]
-    block = builder(WIDE, steps=BUILDER_OPS[steps]).build(evolve(batch([2], [20], causal=False), replay_start=bounds))
+    block = builder(WIDE, steps=BUILDER_OPS[steps]).build(
+        evolve(batch_of([2], [20], causal=False), replay_start=bounds)
+    )
     assert positions(block.decode_swa_indices, block.decode_swa_lens, [0, 0]) == [[18, 19]] * 2
 
 
 @all_builder_ops
 def test_rows_of_blocks_have_one_width_and_address_and_hide_what_was_there(steps: str) -> None:
     build = builder(WIDE, steps=BUILDER_OPS[steps])
-    block = build.build(batch([4, 4], [30, 40], causal=False))
+    block = build.build(batch_of([4, 4], [30, 40], causal=False))
     rows, lens = block.decode_swa_indices, block.decode_swa_lens
-    causal = build.build(batch([4, 4], [30, 40]))
-    again = build.build(batch([1, 0], [3, 9], causal=False, slot_mapping=torch.tensor([-1])))
+    causal = build.build(batch_of([4, 4], [30, 40]))
+    again = build.build(batch_of([1, 0], [3, 9], causal=False, slot_mapping=torch.tensor([-1])))
 
     assert causal.decode_swa_indices.shape == (8, 1, 8)
     assert causal.decode_swa_indices.data_ptr() == rows.data_ptr() == again.decode_swa_indices.data_ptr()
@@ -75,9 +77,9 @@ def test_rows_of_blocks_have_one_width_and_address_and_hide_what_was_there(steps
 def test_a_block_that_is_too_long_for_its_rows_is_refused(validate: bool) -> None:
     said = r"^query_start_loc: expected at most 5 query tokens .* not causal, got 6 -> raise .*_columns to 14"
     limits = evolve(WIDE, num_speculative_tokens=5)
-    refused(builder(limits, validate=validate), lambda: batch([1, 6], [9, 9], causal=False), said)
+    refused(builder(limits, validate=validate), lambda: batch_of([1, 6], [9, 9], causal=False), said)
     said = r"^query_start_loc: expected at most 0 query tokens .* got 2 -> raise Limits.decode_window_columns to 10"
-    refused(builder(validate=validate), lambda: batch([2], [9], causal=False), said)
+    refused(builder(validate=validate), lambda: batch_of([2], [9], causal=False), said)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +93,14 @@ def test_a_block_that_is_too_long_for_its_rows_is_refused(validate: bool) -> Non
 )
 def test_a_wrong_replay_start_is_refused(bounds: Any, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
-        batch([1, 1], [5, 9], replay_start=bounds)
+        batch_of([1, 1], [5, 9], replay_start=bounds)
 
 
 def test_only_blocks_that_a_window_needs_have_to_be_alive() -> None:
     """Position 20 of a request on pages of 4: a causal window needs pages 3 to 5, a block of two page 2 too."""
 
     def made(dead: int, **changes: Any) -> Batch:
-        one = batch([2], [21], **changes)
+        one = batch_of([2], [21], **changes)
         one.block_table[0, dead] = -1
         return one
 
@@ -130,7 +132,7 @@ def test_visible_entries_follow_from_positions_without_a_look_at_their_values() 
 
 
 def test_ragged_windows_of_rocm_have_memory_for_all_columns_of_the_limits() -> None:
-    made = batch([4, 4], [30, 40], causal=False)
+    made = batch_of([4, 4], [30, 40], causal=False)
     swa = builder(WIDE, backend=RocmBackend()).build(made)
     ragged = swa.decode_swa_ragged
     assert ragged is not None
@@ -138,7 +140,7 @@ def test_ragged_windows_of_rocm_have_memory_for_all_columns_of_the_limits() -> N
     assert ragged.indptr.tolist() == [12 * i for i in range(9)]
     assert ragged.indices[:96].tolist() == swa.decode_swa_indices[:, 0, :12].flatten().tolist()
 
-    extension = RocmMetadata(MODEL, LIMITS, torch.device("cpu"))
+    extension = RocmMetadata(SMALL, LIMITS, torch.device("cpu"))
     plain = builder(WIDE).build(made)
     with pytest.raises(ArgumentError, match=r"^decode rows: expected at most 12 rows of 8 columns, got \[8, 13\] -> "):
         extension.extend_swa(plain)

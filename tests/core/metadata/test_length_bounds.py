@@ -1,8 +1,6 @@
-"""`Batch.seq_lens_cpu` may be more than the lengths: it sizes things, and tables need not reach so far."""
+"""`Batch.seq_lens_cpu` may exceed the true lengths: it only bounds sizes. Tables need no columns beyond the lengths."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,25 +9,16 @@ from torch import Tensor
 
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder
-from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE
-from tests.harness import LayerStack
-from tests.harness_v41 import v41_stack
+from tests.harness import BLOCK_TABLES, LayerStack
+from tests.harness_v41 import STACKS, v4_stack, v41_stack
 
 LIMITS = Limits(3, 48, 64, num_speculative_tokens=1)
 STEPS = [[(0, 9), (1, 1)], [(1, 1), (0, 5)], [(0, 1), (1, 2)], [(1, 1), (0, 13)], [(0, 2), (1, 1)]]
 """Requests and tokens of each step; two tokens are a decode."""
-
-
-def v4() -> LayerStack:
-    return LayerStack(load_backend("reference"), swa_block_size=4, limits=LIMITS, compressed_block_tokens=16)
-
-
-def v41() -> LayerStack:
-    return v41_stack(limits=LIMITS)
 
 
 def run(whole: LayerStack, more: int, *, validate: bool) -> list[Tensor]:
@@ -41,21 +30,19 @@ def run(whole: LayerStack, more: int, *, validate: bool) -> list[Tensor]:
         parts = [whole.hidden(n, 48)[sequences[n].length :][:count] for n, count in step]
         batch = manager.batch(requests)
         batch.seq_lens_cpu = batch.seq_lens_cpu + more
-        with torch.no_grad(), set_forward_context(manager.metadata(batch)):
-            found += [layer(torch.cat(parts), manager.positions(requests)) for layer in whole.layers]
+        found += whole.forward(batch, torch.cat(parts), manager.positions(requests))
         manager.advance(requests)
     return found
 
 
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("more", [1, 3, 30])
-@pytest.mark.parametrize("make", [v4, v41])
-def test_bounds_above_the_lengths_change_nothing(make: Callable[[], LayerStack], more: int, *, validate: bool) -> None:
-    for one, exact in zip(run(make(), more, validate=validate), run(make(), 0, validate=True), strict=True):
-        torch.testing.assert_close(one, exact, rtol=1e-5, atol=1e-5)
-
-
-TABLES = "block_table", "compressed_block_table", "c4a_state_block_table", "c128a_state_block_table"
+@pytest.mark.parametrize("model", STACKS)
+def test_bounds_above_the_lengths_change_nothing(model: str, more: int, *, validate: bool) -> None:
+    bounded, exact = (STACKS[model](limits=LIMITS) for _ in range(2))
+    outputs, expected = run(bounded, more, validate=validate), run(exact, 0, validate=True)
+    for output, answer in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, answer, rtol=1e-5, atol=1e-5)
 
 
 def cut(batch: Batch, name: str) -> Batch:
@@ -63,9 +50,9 @@ def cut(batch: Batch, name: str) -> Batch:
     return evolve(batch, **{name: getattr(batch, name)[:, :-1]})
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", BLOCK_TABLES)
 def test_a_table_without_a_column_for_a_token_is_refused_where_values_are_checked(name: str) -> None:
-    whole = v4()
+    whole = v4_stack(limits=LIMITS)
     manager = whole.manager
     batch = manager.batch([(manager.new(), 20)])
     batch.seq_lens_cpu = batch.seq_lens_cpu + 20
@@ -94,7 +81,7 @@ def test_a_ring_of_v41_without_a_column_for_a_draft_is_refused_where_values_are_
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_lengths_above_the_bound_or_below_the_tokens_are_refused(more: int) -> None:
-    manager = v4().manager
+    manager = v4_stack(limits=LIMITS).manager
     batch = manager.batch([(manager.new(), 9)])
     batch.seq_lens = batch.seq_lens + more
     with pytest.raises(ArgumentError, match=rf"^seq_lens\[0\]: expected 9 .* to 9 \(seq_lens_cpu\), got {9 + more}"):
@@ -103,13 +90,13 @@ def test_lengths_above_the_bound_or_below_the_tokens_are_refused(more: int) -> N
 
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_columns_past_a_table_are_absent_slots(backend: str) -> None:
-    whole = v4()
+    whole = v4_stack(limits=LIMITS)
     batch = whole.manager.batch([(whole.manager.new(), 20)])
     options = {"swa_block_size": 4, "compressed_block_tokens": 16, "validate": False, "backend": load_backend(backend)}
     builder = MetadataBuilder(whole.geometry, LIMITS, **options)  # type: ignore[arg-type]
     kept = {key: [each.clone() for each in slots_of(part)] for key, part in builder.build_all(batch).items()}
 
-    for name in TABLES:
+    for name in BLOCK_TABLES:
         gone = 0
         for key, part in builder.build_all(cut(batch, name)).items():
             for found, whole_rows in zip(slots_of(part), kept[key], strict=True):

@@ -1,4 +1,4 @@
-"""What metadata declares about its tensors, and every batch the builder refuses before it writes."""
+"""Metadata check their tensors, and the builder refuses every wrong batch before it writes a buffer."""
 
 from __future__ import annotations
 
@@ -13,51 +13,20 @@ from torch import Tensor
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder, split_decodes_and_prefills
 from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnknownNameError
-from tests.harness import BUILDER_OPS, all_builder_ops
+from tests.harness import BUILDER_OPS, C4A, C128A, I32, SMALL, SWA, all_builder_ops, batch_of
 
-I32, I64 = torch.int32, torch.int64
+I64 = torch.int64
 Metadata = DeepseekSparseSWAMetadata | FlashMLASparseMetadata
-SWA, C4A, C128A = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
-MODEL = ModelGeometry(
-    num_heads=4,
-    head_dim=32,
-    rope_dim=8,
-    window=8,
-    index_topk=3,
-    layers=((SWA, 1), (C4A, 4), (C128A, 16)),
-    max_position=4096,
-    hidden_size=64,
-    o_groups=2,
-    o_lora_rank=16,
-)
 LIMITS = Limits(max_num_reqs=6, max_num_batched_tokens=64, max_model_len=256, num_speculative_tokens=1)
-
-
-def batch(query: list[int], seq: list[int], **changes: Any) -> Batch:
-    """Return a good batch: window blocks of 4, each request in a row of its own of both tables; then change it."""
-    starts = torch.tensor([0, *query], dtype=I32).cumsum(0).to(I32)
-    lens = torch.tensor(seq, dtype=I32)
-    fields: dict[str, Any] = {
-        "num_reqs": len(query),
-        "query_start_loc": starts,
-        "query_start_loc_cpu": starts.clone(),
-        "seq_lens": lens,
-        "seq_lens_cpu": lens.clone(),
-        "slot_mapping": torch.arange(sum(query)),
-        "block_table": torch.arange(len(query) * 64, dtype=I32).view(-1, 64),
-        "compressed_block_table": torch.arange(len(query) * 8, dtype=I32).view(-1, 8),
-    }
-    return Batch(**{**fields, **changes})
 
 
 def builder(limits: Limits = LIMITS, **options: Any) -> MetadataBuilder:
     """Return a builder for caches that are just large enough for six requests."""
     fixed: dict[str, Any] = {"swa_block_size": 4, "compressed_block_tokens": 32}
     sizes: dict[str, Any] = {"num_swa_blocks": 6 * 64, "num_compressed_blocks": 6 * 8}
-    return MetadataBuilder(MODEL, limits, **{**fixed, **sizes, **options})
+    return MetadataBuilder(SMALL, limits, **{**fixed, **sizes, **options})
 
 
 def buffers(value: object) -> list[Tensor]:
@@ -83,7 +52,7 @@ def refused(build: MetadataBuilder, make: Callable[[], Batch], said: str) -> Non
 
 @all_builder_ops
 def test_a_good_batch_is_built_for_all_kinds(steps: str) -> None:
-    made = builder(steps=BUILDER_OPS[steps]).build_for(batch([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A])
+    made = builder(steps=BUILDER_OPS[steps]).build_for(batch_of([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A])
     swa = made[SWA].swa
 
     assert (swa.num_decodes, swa.num_prefills, swa.num_decode_tokens, swa.num_prefill_tokens) == (2, 1, 3, 9)
@@ -96,7 +65,7 @@ def test_a_good_batch_is_built_for_all_kinds(steps: str) -> None:
 @all_builder_ops
 @pytest.mark.parametrize("query", [[], [0, 0], [0, 1, 0]])
 def test_batches_of_nothing_and_of_padding_requests_are_good(query: list[int], steps: str) -> None:
-    made = builder(steps=BUILDER_OPS[steps]).build_for(batch(query, [5] * len(query)), [SWA, C4A, C128A])
+    made = builder(steps=BUILDER_OPS[steps]).build_for(batch_of(query, [5] * len(query)), [SWA, C4A, C128A])
 
     assert made[SWA].swa.num_actual_tokens == sum(query)
     assert (made[SWA].swa.num_decodes, made[SWA].swa.num_prefills) == (len(query), 0)
@@ -133,20 +102,20 @@ META_BATCH: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "said"), META_BATCH, ids=[said[6:40] for _, said in META_BATCH])
 def test_a_batch_checks_each_tensor_it_declares(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
-        batch([1, 3], [5, 6], **changes)
+        batch_of([1, 3], [5, 6], **changes)
 
 
 def test_host_tensors_may_live_apart_from_a_device() -> None:
     there = {
-        name: getattr(batch([1, 3], [5, 6]), name).to("meta")
+        name: getattr(batch_of([1, 3], [5, 6]), name).to("meta")
         for name in ("query_start_loc", "seq_lens", "slot_mapping", "block_table", "compressed_block_table")
     }
 
-    assert batch([1, 3], [5, 6], **there).seq_lens_cpu.device.type == "cpu"
+    assert batch_of([1, 3], [5, 6], **there).seq_lens_cpu.device.type == "cpu"
 
 
 def test_a_compressed_table_is_optional() -> None:
-    assert batch([1], [5], compressed_block_table=None).compressed_block_table is None
+    assert batch_of([1], [5], compressed_block_table=None).compressed_block_table is None
 
 
 def fields_of(metadata: Metadata) -> list[str]:
@@ -169,7 +138,7 @@ def elsewhere(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("part", [DeepseekSparseSWAMetadata, FlashMLASparseMetadata])
 @pytest.mark.parametrize("spoil", [wrong_dtype, wrong_rank, elsewhere])
 def test_metadata_checks_dtype_rank_and_device_of_every_tensor(part: type, spoil: Callable[[Tensor], Tensor]) -> None:
-    made = builder().build_for(batch([1, 2, 9], [40, 5, 9]), [C128A])[C128A]
+    made = builder().build_for(batch_of([1, 2, 9], [40, 5, 9]), [C128A])[C128A]
     good = made.swa if part is DeepseekSparseSWAMetadata else made.compressed
     assert good is not None
     names = fields_of(good)
@@ -189,7 +158,7 @@ COUNTS = ["num_prefills", "num_decode_tokens", "num_prefill_tokens", "window_siz
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_window_metadata_ties_its_shapes_to_its_counts(name: str) -> None:
-    good = builder().build(batch([1, 2, 9], [40, 5, 9]))
+    good = builder().build(batch_of([1, 2, 9], [40, 5, 9]))
     with pytest.raises(ArgumentError, match=r"^DeepseekSparseSWAMetadata\.\w+: expected (\[|at least the 9 columns)"):
         attrs.evolve(good, **{name: getattr(good, name) + 1})
 
@@ -215,60 +184,66 @@ def spoiled(tensor: Tensor, at: int | tuple[int, int], value: int) -> Tensor:
     return changed
 
 
-GOOD = batch([1, 2, 9], [40, 5, 29])
+GOOD = batch_of([1, 2, 9], [40, 5, 29])
 BAD_BATCHES: list[tuple[Callable[[], Batch], str]] = [
-    (lambda: batch([1, 9], [40, 8]), r"seq_lens\[1\]: expected at least the 9 query tokens of this step, got 8 -> "),
-    (lambda: batch([1, 9], [0, 9]), r"seq_lens\[0\]: expected at least the 1 query tokens of this step, got 0"),
-    (lambda: batch([1, 9], [257, 9]), r"seq_lens\[0\]: expected at most 256, got 257 -> raise Limits.max_model_len$"),
+    (lambda: batch_of([1, 9], [40, 8]), r"seq_lens\[1\]: expected at least the 9 query tokens of this step, got 8 -> "),
+    (lambda: batch_of([1, 9], [0, 9]), r"seq_lens\[0\]: expected at least the 1 query tokens of this step, got 0"),
     (
-        lambda: batch([9, 1], [9, 5]),
+        lambda: batch_of([1, 9], [257, 9]),
+        r"seq_lens\[0\]: expected at most 256, got 257 -> raise Limits.max_model_len$",
+    ),
+    (
+        lambda: batch_of([9, 1], [9, 5]),
         "query_start_loc: expected decode requests .at most 2 query tokens. before prefill",
     ),
     (
-        lambda: batch([1, 9, 0, 2], [5, 9, 0, 5]),
+        lambda: batch_of([1, 9, 0, 2], [5, 9, 0, 5]),
         "got request 3 with 2 after request 1 with 9 -> order the batch by phase",
     ),
-    (lambda: batch([1] * 7, [5] * 7), "batch requests: expected at most 6, got 7 -> raise Limits.max_num_reqs$"),
+    (lambda: batch_of([1] * 7, [5] * 7), "batch requests: expected at most 6, got 7 -> raise Limits.max_num_reqs$"),
     (
-        lambda: batch([32, 33], [32, 33]),
+        lambda: batch_of([32, 33], [32, 33]),
         "batch tokens: expected at most 64, got 65 -> raise Limits.max_num_batched",
     ),
-    (lambda: batch([3, -1], [9, 9]), "query_start_loc: expected ascending values that begin with 0"),
+    (lambda: batch_of([3, -1], [9, 9]), "query_start_loc: expected ascending values that begin with 0"),
     (
-        lambda: batch([1, 2], [9, 9], query_start_loc_cpu=torch.tensor([1, 2, 4], dtype=I32)),
+        lambda: batch_of([1, 2], [9, 9], query_start_loc_cpu=torch.tensor([1, 2, 4], dtype=I32)),
         r"query_start_loc: expected ascending values that begin with 0, got \[1, 2, 4\]",
     ),
     (
-        lambda: batch([1, 2], [9, 9], query_start_loc=torch.tensor([0, 2, 3], dtype=I32)),
+        lambda: batch_of([1, 2], [9, 9], query_start_loc=torch.tensor([0, 2, 3], dtype=I32)),
         r"query_start_loc: expected what query_start_loc_cpu holds, \[0, 1, 3\], got \[0, 2, 3\]",
     ),
     (
-        lambda: batch([1, 2], [9, 9], seq_lens=torch.tensor([9, 10], dtype=I32)),
+        lambda: batch_of([1, 2], [9, 9], seq_lens=torch.tensor([9, 10], dtype=I32)),
         r"seq_lens\[1\]: expected 2 \(its query tokens\) to 9 \(seq_lens_cpu\), got 10",
     ),
     (
-        lambda: batch([1, 2], [9, 9], seq_lens=torch.tensor([9, 1], dtype=I32)),
+        lambda: batch_of([1, 2], [9, 9], seq_lens=torch.tensor([9, 1], dtype=I32)),
         r"seq_lens\[1\]: expected 2 \(its query tokens\) to 9 \(seq_lens_cpu\), got 1",
     ),
     (
-        lambda: batch([1, 9], [40, 9], block_table=GOOD.block_table[:2, :9]),
+        lambda: batch_of([1, 9], [40, 9], block_table=GOOD.block_table[:2, :9]),
         "block_table: expected at least 10 columns for the 40 records of request 0, got 9 columns of 4 records",
     ),
     (
-        lambda: batch([1, 9], [40, 9], compressed_block_table=torch.zeros(2, 0, dtype=I32)),
+        lambda: batch_of([1, 9], [40, 9], compressed_block_table=torch.zeros(2, 0, dtype=I32)),
         "compressed_block_table: expected at least 2 columns for the 10 records of request 0, got 0 columns of 8",
     ),
     (
-        lambda: batch([1, 9], [40, 64], compressed_block_table=torch.zeros(2, 1, dtype=I32)),
+        lambda: batch_of([1, 9], [40, 64], compressed_block_table=torch.zeros(2, 1, dtype=I32)),
         "compressed_block_table: expected at least 2 columns for the 10 records of request 0",
     ),
-    (lambda: batch([1, 9], [40, 9], compressed_block_table=None), r"Batch\.compressed_block_table: expected a table"),
     (
-        lambda: batch([1, 9], [40, 64], compressed_block_table=torch.tensor([[0, -1], [2, 3]], dtype=I32)),
+        lambda: batch_of([1, 9], [40, 9], compressed_block_table=None),
+        r"Batch\.compressed_block_table: expected a table",
+    ),
+    (
+        lambda: batch_of([1, 9], [40, 64], compressed_block_table=torch.tensor([[0, -1], [2, 3]], dtype=I32)),
         r"compressed_block_table\[0, 1\]: expected a block in \[0, 48\) for entries 8 and on, got -1",
     ),
     (
-        lambda: batch([1, 9], [40, 64], compressed_block_table=torch.tensor([[0, 1], [2, 48]], dtype=I32)),
+        lambda: batch_of([1, 9], [40, 64], compressed_block_table=torch.tensor([[0, 1], [2, 48]], dtype=I32)),
         r"compressed_block_table\[1, 1\]: expected a block in \[0, 48\) for entries 8 and on, got 48",
     ),
 ]
@@ -289,7 +264,7 @@ def test_a_block_outside_the_cache_under_a_window_is_refused(at: tuple[int, int]
     table = spoiled(GOOD.block_table, at, block)
     said = rf"block_table\[{at[0]}, {at[1]}\]: expected a block in \[0, 384\) for position \d+, .*, got {block}$"
 
-    refused(builder(steps=BUILDER_OPS[steps]), lambda: batch([1, 2, 9], [40, 5, 29], block_table=table), said)
+    refused(builder(steps=BUILDER_OPS[steps]), lambda: batch_of([1, 2, 9], [40, 5, 29], block_table=table), said)
 
 
 @pytest.mark.parametrize("slot", [1536, 2**31, 2**40])
@@ -297,7 +272,7 @@ def test_a_slot_outside_the_cache_is_refused(slot: int) -> None:
     slots = spoiled(GOOD.slot_mapping, 4, slot)
     said = rf"slot_mapping\[4\]: expected below the 1536 slots of the window cache.*, got {slot}"
 
-    refused(builder(), lambda: batch([1, 2, 9], [40, 5, 29], slot_mapping=slots), said)
+    refused(builder(), lambda: batch_of([1, 2, 9], [40, 5, 29], slot_mapping=slots), said)
 
 
 @all_builder_ops
@@ -305,7 +280,7 @@ def test_blocks_no_window_reaches_may_be_stale(steps: str) -> None:
     table = GOOD.block_table.clone()
     table[0, :8] = -1
     table[0, 10:] = 2**31 - 1
-    made = builder(steps=BUILDER_OPS[steps]).build(batch([1, 2, 9], [40, 5, 29], block_table=table))
+    made = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2, 9], [40, 5, 29], block_table=table))
 
     assert made.decode_swa_indices[0, 0].tolist() == list(range(32, 40))
 
@@ -313,7 +288,7 @@ def test_blocks_no_window_reaches_may_be_stale(steps: str) -> None:
 @all_builder_ops
 def test_padding_rows_may_name_no_block_at_all(steps: str) -> None:
     table = torch.full((2, 64), -1, dtype=I32)
-    padding = batch([1, 1], [256, 256], slot_mapping=torch.tensor([-1, -7]), block_table=table)
+    padding = batch_of([1, 1], [256, 256], slot_mapping=torch.tensor([-1, -7]), block_table=table)
     made = builder(steps=BUILDER_OPS[steps]).build(padding)
 
     assert made.decode_swa_lens.tolist() == [0, 0]
@@ -323,7 +298,7 @@ def test_padding_rows_may_name_no_block_at_all(steps: str) -> None:
 
 @all_builder_ops
 def test_tokens_with_a_negative_slot_are_padding(steps: str) -> None:
-    made = builder(steps=BUILDER_OPS[steps]).build(batch([1, 2], [5, 9], slot_mapping=torch.tensor([0, -1, -1])))
+    made = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([0, -1, -1])))
 
     assert made.is_valid_token.tolist() == [True, False, False]
     assert made.decode_swa_lens.tolist() == [5, 0, 0]
@@ -333,25 +308,27 @@ def test_without_cache_sizes_only_impossible_blocks_are_found() -> None:
     build = builder(num_swa_blocks=None, num_compressed_blocks=None)
     far = spoiled(GOOD.block_table, (0, 9), 10**6)
 
-    assert build.build(batch([1, 2, 9], [40, 5, 29], block_table=far)).num_actual_tokens == 12
+    assert build.build(batch_of([1, 2, 9], [40, 5, 29], block_table=far)).num_actual_tokens == 12
     gone = spoiled(GOOD.block_table, (0, 9), -1)
-    refused(build, lambda: batch([1, 2, 9], [40, 5, 29], block_table=gone), r"block_table\[0, 9\]: .*\[0, num_blocks\)")
+    refused(
+        build, lambda: batch_of([1, 2, 9], [40, 5, 29], block_table=gone), r"block_table\[0, 9\]: .*\[0, num_blocks\)"
+    )
 
 
 @all_builder_ops
 def test_without_validation_a_block_that_cannot_be_becomes_an_absent_slot(steps: str) -> None:
     table = GOOD.block_table.clone()
     table[0, 8:10] = torch.tensor([2**30, -5], dtype=I32)  # 2^30 blocks of 4 would wrap around to slot 0
-    made = builder(validate=False, steps=BUILDER_OPS[steps]).build(batch([1, 2, 9], [40, 5, 29], block_table=table))
+    made = builder(validate=False, steps=BUILDER_OPS[steps]).build(batch_of([1, 2, 9], [40, 5, 29], block_table=table))
 
     assert made.decode_swa_indices[0, 0].tolist() == [-1] * 8
     assert made.decode_swa_indices[1, 0, :4].tolist() == [256, 257, 258, 259]
 
 
 @all_builder_ops
-def test_a_short_request_behind_a_prefill_runs_as_a_prefill_when_asked(steps: str) -> None:
+def test_a_short_request_after_a_prefill_runs_as_a_prefill_when_asked(steps: str) -> None:
     build = builder(short_prefills=True, steps=BUILDER_OPS[steps])
-    made = build.build_for(batch([1, 9, 0, 2], [5, 9, 0, 7]), [SWA, C4A, C128A])[SWA].swa
+    made = build.build_for(batch_of([1, 9, 0, 2], [5, 9, 0, 7]), [SWA, C4A, C128A])[SWA].swa
 
     assert (made.num_decodes, made.num_prefills, made.num_decode_tokens, made.num_prefill_tokens) == (1, 3, 1, 11)
     assert made.prefill_swa_lens.tolist()[-2:] == [6, 7]
@@ -377,18 +354,10 @@ def test_the_first_long_request_begins_the_prefill_part(
 
 
 def test_a_kind_without_a_compressed_cache_or_that_the_model_lacks_is_refused() -> None:
-    build, step = builder(), batch([1], [5])
+    build, step = builder(), batch_of([1], [5])
     swa = build.build(step)
     with pytest.raises(ArgumentError, match="kind: expected a layer kind with a compressed cache, got swa"):
         build.build_compressed(step, swa, SWA)
-    window_only = attrs.evolve(MODEL, layers=((SWA, 1),))
+    window_only = attrs.evolve(SMALL, layers=((SWA, 1),))
     with pytest.raises(UnknownNameError, match="unknown layer kind of custom 'c4a'"):
         MetadataBuilder(window_only, LIMITS, swa_block_size=4).build_compressed(step, swa, C4A)
-
-
-@pytest.mark.parametrize("tokens", [24, 100, 8])
-def test_a_block_that_does_not_hold_whole_entries_is_refused(tokens: int) -> None:
-    with pytest.raises(
-        ArgumentError, match=rf"compressed_block_tokens: expected a multiple of ratio \d+, got {tokens}"
-    ):
-        builder(compressed_block_tokens=tokens)

@@ -183,11 +183,11 @@ def test_so_are_the_object_that_transformers_makes_of_it_and_what_that_saves(nam
     from transformers import DeepseekV4Config
 
     fields = changed(SAME[name])
-    want = ModelGeometry.from_config(fields, name="x")
+    expected = ModelGeometry.from_config(fields, name="x")
     config = DeepseekV4Config(**copy.deepcopy(fields))
     config.save_pretrained(tmp_path)
     for spelling in (config, config.to_dict(), tmp_path):
-        assert ModelGeometry.from_config(spelling, name="x") == want
+        assert ModelGeometry.from_config(spelling, name="x") == expected
 
 
 # refused

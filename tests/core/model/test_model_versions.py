@@ -1,4 +1,4 @@
-"""Which configurations are DeepSeek-V4.1's: ratio 1 is a compressed cache there, and window-only in V4."""
+"""Ratio 1 means a compressed cache in DeepSeek-V4.1 and a window-only layer in V4. A config has to say which it is."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""RoPE: frequencies, YaRN, tables of cosines and sines, and rotations, as the oracle and transformers have them."""
+
 from __future__ import annotations
 
 import math
@@ -83,8 +85,8 @@ def test_rotation_turns_neighbouring_pairs_as_the_oracle_does(inverse: bool, dty
 
     assert turned.dtype == torch.float32
     for row, cos_sin, got in zip(x.double().numpy(), table.double().numpy(), turned.double().numpy(), strict=True):
-        wanted = oracle.apply_rope(row, cos_sin[:32], cos_sin[32:], 64, inverse)
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=2**-20)
+        expected = oracle.apply_rope(row, cos_sin[:32], cos_sin[32:], 64, inverse)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2**-20)
 
 
 def test_the_inverse_undoes_the_rotation_and_position_zero_does_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Blocks of an fp8 weight: sizes that the number of scales says, sizes that are given, and scales that fit none."""
+"""Block sizes of fp8 weights: derived from the shape of the scales, or given. Scales that fit no block are refused."""
 
 from __future__ import annotations
 

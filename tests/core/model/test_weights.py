@@ -1,4 +1,4 @@
-"""Block-scaled fp8 weights as bf16: the right numbers, computed once, in memory that goes with the weight."""
+"""Block-scaled fp8 weights as bf16: exact values, computed once, in memory that is freed with the weight."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_every_code_under_every_exponent(dialect: torch.dtype, form: str) -> Non
         if not hasattr(torch, "float8_e8m0fnu"):
             pytest.skip("this torch has no such dtype")
         exponents = exponents.view(torch.float8_e8m0fnu)
-    found = dense_weight(Scaled(codes, exponents, dialect).module()).double().cpu().numpy()
+    actual = dense_weight(Scaled(codes, exponents, dialect).module()).double().cpu().numpy()
     code = oracle.decode_e4m3(codes.numpy(), dialect == FNUZ)
-    wanted = oracle.round_bf16(code * np.repeat(powers_of(torch.arange(256)), 128))
+    expected = oracle.round_bf16(code * np.repeat(powers_of(torch.arange(256)), 128))
 
-    assert np.array_equal(found, wanted, equal_nan=True)
-    assert np.isnan(found[:, -128:]).all()
-    assert np.isfinite(found[:, :128]).sum() == 256 - np.isnan(code[:, :128]).sum()
+    assert np.array_equal(actual, expected, equal_nan=True)
+    assert np.isnan(actual[:, -128:]).all()
+    assert np.isfinite(actual[:, :128]).sum() == 256 - np.isnan(code[:, :128]).sum()
 
 
 def test_a_code_is_worth_half_in_the_other_dialect() -> None:

@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V4.1 with weights as its checkpoint has them: fp8, with an exponent for each block of 32 x 32."""
+"""Layers of DeepSeek-V4.1 with checkpoint weights: fp8 with an exponent for each block of 32 x 32."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One call of the attention kernel, made to be misread, and its answer in float64 from the bytes that were written.
+"""One random call of the attention kernel, and its answer in float64 from the bytes that were written.
 
-All memory that nobody may read is 0xFF, which is NaN in every type of a cache; lists hold believable numbers behind
+All memory that nobody may read is 0xFF, which is NaN in every type of a cache; lists hold believable numbers after
 their ends; outputs stand inside larger memory that nobody may touch.
 """
 
@@ -29,6 +29,7 @@ from dsv4attn.testing.oracle_cache import place_of
 from dsv4attn.testing.tolerances import F64, Expected, found, rounded, tolerance, written
 from tests.backends._triton.cache.caches import CPU, DEVICE, memory, poisoned
 from tests.core.cache import v41_packer
+from tests.harness import same_bits, same_memory_on, storage_of
 
 __all__ = ["BF16_ROWS", "FNUZ", "FP32_ROWS", "OCP", "SPLIT_OCP", "TINY", "Answer", "Trial", "any_trial", "rising"]
 
@@ -49,6 +50,11 @@ class Answer(NamedTuple):
     out: Tensor
     lse: Tensor | None
     max_logits: Tensor | None
+
+    def equals(self, other: Answer, rows: slice = slice(None)) -> bool:
+        """Whether some rows of this answer are another one, byte for byte."""
+        pairs = zip(self, other, strict=True)
+        return all(same_bits(mine[rows], theirs) for mine, theirs in pairs if mine is not None and theirs is not None)
 
 
 class Segment(NamedTuple):
@@ -124,7 +130,7 @@ class Trial:
             if slot in named:
                 _write(cache, int(slot), record)
                 values[slot] = value
-        moved = PagedKVCache(_there(cache.tensor), layout, block_size=page)
+        moved = PagedKVCache(same_memory_on(cache.tensor, DEVICE), layout, block_size=page)
         return Segment(moved, values, slots, lens)
 
     def _memory(self, layout: KVCacheLayout, blocks: int, page: int, rng: np.random.Generator) -> PagedKVCache:
@@ -288,15 +294,9 @@ def _write(cache: PagedKVCache, slot: int, record: NDArray[Any]) -> None:
     if not cache.layout.is_quantised:
         cache.tensor[block, offset] = torch.from_numpy(record).to(cache.layout.dtype)
         return
-    raw = torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage()).numpy()
+    raw = storage_of(cache.tensor).numpy()
     start = cache.tensor.storage_offset() + block * cache.page_stride
     raw[start + place_of(cache.layout, offset, cache.block_size)] = record
-
-
-def _there(tensor: Tensor) -> Tensor:
-    """The same memory on the device, gaps and all."""
-    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(DEVICE)
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def rising(tokens: int, logits: Sequence[float]) -> Trial:
@@ -311,7 +311,7 @@ def rising(tokens: int, logits: Sequence[float]) -> Trial:
         _write(cache, slot, record)
     values = np.stack([found(record, OCP) for record in records])
     slots = np.stack([np.roll(np.arange(count), 64 * t) for t in range(tokens)])
-    moved = PagedKVCache(_there(cache.tensor), OCP, block_size=64)
+    moved = PagedKVCache(same_memory_on(cache.tensor, DEVICE), OCP, block_size=64)
     trial.__dict__["segments"] = [Segment(moved, values, slots, np.full(tokens, count))]
     q = np.zeros((tokens, trial.heads, OCP.head_dim))
     q[..., -1] = np.array([1.0, 0.5, -1.0, 0.0, -0.25]) / trial.layer.scale

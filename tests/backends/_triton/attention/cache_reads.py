@@ -1,4 +1,4 @@
-"""Which bytes of caches an interpreted kernel reads, and which it may."""
+"""The bytes of caches that an interpreted kernel reads, and the bytes that it may read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def may_read(trial: Trial) -> U64:
             block, offset = divmod(int(slot), cache.block_size)
             layout = cache.layout
             if layout.is_quantised:
-                # without the pad byte behind the scales of V4's record
+                # without the pad byte after the scales of V4's record
                 place = place_of(layout, offset, cache.block_size)[: layout.data_bytes + layout.num_groups]
                 start = cache.tensor.data_ptr() + block * cache.page_stride
             else:
@@ -59,6 +59,6 @@ def may_read(trial: Trial) -> U64:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of a tensor's storage, and behind its last."""
+    """Addresses of the first byte of a tensor's storage, and after its last."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

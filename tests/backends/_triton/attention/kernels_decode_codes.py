@@ -1,4 +1,4 @@
-"""A kernel around the decoding of codes alone, so that every code can be tried under every scale."""
+"""A kernel that decodes codes and nothing else, so that a test can try every code under every scale."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 

@@ -1,4 +1,4 @@
-"""A kernel around the quantiser alone, so that every number there is can be tried."""
+"""A kernel that quantises and nothing else, so that a test can try every number."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 

@@ -1,4 +1,4 @@
-"""The attention kernel with one thing wrong; and tensors so far apart that 32 bits do not reach the next row."""
+"""Mutants of the attention kernel, and calls whose tensors lie so far apart that 32-bit addresses miss the next row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsv4attn.core.contract.backend import AttentionOptions
 from tests.backends._triton.attention.attention_trials import Answer, Trial
 from tests.programs import import_text
 
-__all__ = ["far_away", "plant"]
+__all__ = ["far_away", "mutate"]
 
 _FAR = 2**31 + 64
 """Elements from one row to the next; a multiple of 16 bytes in every type."""
@@ -30,20 +30,20 @@ _NORESERVE = 0x4000
 """Flag of Linux: memory is not counted before it is touched. Python names it from 3.13 on."""
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
+def mutate(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
     """Let `attend` launch kernels of whose source (module: keys, attention or reduce) one piece of text is another."""
     modules = {"keys": keys, "attention": kernels, "reduce": kernels_combine}
     sources = {name: inspect.getsource(one) for name, one in modules.items()}
-    assert old in sources[module], f"{module} has no {old!r} any more: plant the bug anew"
+    assert old in sources[module], f"{module} has no {old!r} any more: write the mutant anew"
     sources[module] = sources[module].replace(old, new)
     begin = "from dsv4attn.backends._triton.attention import keys\n"
     assert begin in sources["attention"]
     # a name of its own each time, as compilers remember files by their names
-    name = f"planted_keys_{folder.name}"
+    name = f"mutant_keys_{folder.name}"
     sources["attention"] = sources["attention"].replace(begin, f"import {name} as keys\n")
     monkeypatch.setitem(sys.modules, name, import_text(folder / f"{name}.py", sources["keys"]))
     for each in ("attention", "reduce"):
-        made = import_text(folder / f"planted_{each}_{folder.name}.py", sources[each])
+        made = import_text(folder / f"mutant_{each}_{folder.name}.py", sources[each])
         monkeypatch.setattr(attention_launch, each, getattr(made, each))
 
 

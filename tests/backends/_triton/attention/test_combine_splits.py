@@ -1,4 +1,4 @@
-"""Parts of rows are added up as the float64 sum of them is, however many are loaded together."""
+"""Combined splits of a row equal the float64 sum, however many splits are loaded together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
 from dsv4attn.backends._triton.tuning import Tuning, padded
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
-from tests.backends._triton.attention.mutants import plant
+from tests.backends._triton.attention.mutants import mutate
 from tests.backends._triton.cache.caches import DEVICE
-from tests.harness import same_bits
 
 TOKENS, HEADS, FAR = 3, 3, 40
 EMPTY_LSE = 123.0
@@ -36,7 +35,7 @@ class Sums:
     sink: bool = True
     turned: bool = False
     trailing: int = 0
-    """More parts, all without keys, behind those of each row."""
+    """More parts, all without keys, after those of each row."""
     row: int | None = None
     """Only this row."""
 
@@ -71,7 +70,7 @@ class Sums:
         return {name: one if name == "positions" else one.float() for name, one in found.items()}
 
     def run_it(self) -> Answer:
-        """What the kernel gives. Memory behind the parts is NaN."""
+        """What the kernel gives. Memory after the parts is NaN."""
         given = self.tensors()
         for name in ("part", "part_lse", "part_max", "positions"):
             given[name] = given[name][self.rows]
@@ -101,7 +100,7 @@ class Sums:
             "PDL": False,
         }
         args = (*parts, out, lse, top, sink, *angles, *numbers)
-        kernel = vars(attention_launch)["reduce"]  # where bugs are planted
+        kernel = vars(attention_launch)["reduce"]  # which mutants replace
         launch(kernel, (tokens * HEADS,), args, constants, num_warps=4)
         return Answer(out.cpu(), lse.cpu(), top.cpu())
 
@@ -129,10 +128,12 @@ class Sums:
     def error(self) -> float:
         """Largest error of what the kernel gives; infinite where it gives NaN, or infinities that are not due."""
         largest = 0.0
-        for found, expected in zip(self.run_it(), self.expected(), strict=True):
-            assert found is not None
+        for actual, expected in zip(self.run_it(), self.expected(), strict=True):
+            assert actual is not None
             assert expected is not None
-            off = torch.where(found.double() == expected, 0.0, (found.double() - expected).abs() / (1 + expected.abs()))
+            off = torch.where(
+                actual.double() == expected, 0.0, (actual.double() - expected).abs() / (1 + expected.abs())
+            )
             largest = max(largest, off.nan_to_num(math.inf, math.inf).max().item())
         return largest
 
@@ -158,20 +159,15 @@ def test_parts_are_added_up_however_many_are_loaded_together(name: str) -> None:
     assert CASES[name].error() <= BUDGET
 
 
-def same(left: Answer, right: Answer, rows: slice = slice(None)) -> bool:
-    """Whether two answers are equal byte for byte, in some rows of the first."""
-    return all(same_bits(a[rows], b) for a, b in zip(left, right, strict=True) if a is not None and b is not None)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_without_keys_behind_a_row_and_rows_beside_it_change_no_bits(dtype: torch.dtype) -> None:
+def test_parts_without_keys_after_a_row_and_rows_beside_it_change_no_bits(dtype: torch.dtype) -> None:
     sums = Sums(dtype=dtype)
     answer = sums.run_it()
 
     for trailing in (1, 2, 7):
-        assert same(answer, evolve(sums, trailing=trailing).run_it())
+        assert answer.equals(evolve(sums, trailing=trailing).run_it())
     for row in range(TOKENS):
-        assert same(answer, evolve(sums, row=row, trailing=row).run_it(), slice(row, row + 1))
+        assert answer.equals(evolve(sums, row=row, trailing=row).run_it(), slice(row, row + 1))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
@@ -189,7 +185,7 @@ def test_a_tuning_says_how_many_are_loaded_together(parts: int) -> None:
         assert [dict(one.constants)["N"] for one in variants if one.name == "reduce"] == [parts]
 
 
-PLANTS = {
+MUTANTS = {
     "parts without keys read": ('(its_lse > -float("inf"))[:, None]', "(split < splits)[:, None]"),
     "last parts forgotten": ("range(0, splits, N)", "range(0, splits - splits % N, N)"),
     "first parts alone": ("range(0, splits, N)", "range(0, min(splits, N), N)"),
@@ -200,9 +196,9 @@ PLANTS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plant(monkeypatch, tmp_path, "reduce", *PLANTS[name])
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mutate(monkeypatch, tmp_path, "reduce", *MUTANTS[name])
 
     assert Sums().error() > 100 * BUDGET
 
@@ -210,7 +206,7 @@ def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_bits_that_depend_on_the_number_of_parts_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Steps from the last part to the first: right, but other parts go together if there are more of them."""
     lane, sums = "begin + tl.arange(0, N)", Sums()
-    plant(monkeypatch, tmp_path, "reduce", lane, f"tl.where({lane} < splits, splits - 1 - ({lane}), splits)")
+    mutate(monkeypatch, tmp_path, "reduce", lane, f"tl.where({lane} < splits, splits - 1 - ({lane}), splits)")
 
     assert sums.error() <= BUDGET
-    assert not same(sums.run_it(), evolve(sums, trailing=1).run_it())
+    assert not sums.run_it().equals(evolve(sums, trailing=1).run_it())

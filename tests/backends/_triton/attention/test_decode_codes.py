@@ -1,4 +1,4 @@
-"""Codes are decoded exactly: all finite ones under every scale byte, by plain integers, by shifts and by conversions.
+"""Codes are decoded exactly by integers, shifts and conversions: all finite codes under every scale byte.
 
 No GPU is needed for the assembly: its text is read here, and run on numpy's integers.
 """
@@ -80,7 +80,7 @@ def test_every_code_that_bf16_can_hold_is_exact(assembly: int, known: bool, fnuz
 @constant
 @each
 def test_nan_codes_or_their_words_are_nan_and_no_others(assembly: int, known: bool, fnuz: bool) -> None:
-    """Every code beside each that is NaN or next to it, at each place of a word, beside codes that carry or borrow."""
+    """Pairs of any code and a code at the edge of NaN, at each place of a word, next to codes that carry or borrow."""
     edges = [0x00, 0x01, 0x7E, 0x7F, 0x80, 0x81, 0xFE, 0xFF]
     pairs = np.array([pair for a in range(256) for b in edges for pair in ((a, b), (b, a))])
     words = np.concatenate([np.full((len(pairs), 4), fill, np.uint8) for fill in (0x00, 0x7E, 0xFE, 0x81)])
@@ -88,16 +88,16 @@ def test_nan_codes_or_their_words_are_nan_and_no_others(assembly: int, known: bo
         words[len(pairs) * i : len(pairs) * (i + 1), at : at + 2] = pairs
     codes = words.reshape(-1, 256)
     values = oracle.decode_e4m3(codes, fnuz)
-    wanted = np.isnan(values).reshape(-1, 4).any(-1)
+    expected = np.isnan(values).reshape(-1, 4).any(-1)
 
     got = decoded(codes, np.full(len(codes), 127), fnuz=fnuz, known=known, assembly=assembly)
 
-    assert wanted.any()
+    assert expected.any()
     if assembly == CONVERTED.value:
         assert np.array_equal(np.isnan(got), np.isnan(values))
     else:
-        assert np.array_equal(np.isnan(got).reshape(-1, 4).all(-1), wanted)
-    finite = ~np.repeat(wanted, 4).reshape(codes.shape)
+        assert np.array_equal(np.isnan(got).reshape(-1, 4).all(-1), expected)
+    finite = ~np.repeat(expected, 4).reshape(codes.shape)
     assert np.array_equal(got[finite], values[finite])
 
 
@@ -119,8 +119,8 @@ def emulated(text: str, *, fnuz: bool = False) -> F64:
 def is_right(got: F64, *, fnuz: bool = False) -> bool:
     """Whether every finite code has the value and the sign of the definition, also where bf16 rounds or overflows."""
     exact, meant = defined(fnuz=fnuz)
-    want = oracle.round_bf16(exact)
-    return bool(((got == want) & (np.signbit(got) == np.signbit(want)))[meant].all())
+    expected = oracle.round_bf16(exact)
+    return bool(((got == expected) & (np.signbit(got) == np.signbit(expected)))[meant].all())
 
 
 @dialects
@@ -174,5 +174,5 @@ CONVERSIONS = [
     ids=[old for old, _ in SHIFTS + CONVERSIONS],
 )
 def test_a_wrong_instruction_is_seen(text: str, old: str, new: str) -> None:
-    assert old in text, f"{old!r} is gone: plant the bug anew"
+    assert old in text, f"{old!r} is gone: write the mutant anew"
     assert not is_right(emulated(text.replace(old, new)))

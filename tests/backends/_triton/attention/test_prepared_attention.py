@@ -1,4 +1,4 @@
-"""A prepared attention launches for every layer what would be launched for it alone, and what differs is compared."""
+"""A prepared attention call launches, for the tensors of any layer, what a call of its own launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of attention over ranks: packed bit for bit, and merged as float64 merges them."""
+"""Partials of attention over ranks are packed bit for bit, and merged as float64 merges them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_nan_of_a_part_with_keys_stays_in_its_row() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_found(bug: str, tmp_path: Path) -> None:
+def test_mutant_bugs_are_found(bug: str, tmp_path: Path) -> None:
     parts, sink = Parts.draw(4, 2, 32, torch.float32), torch.tensor([0.5, 2.0], device=DEVICE)
     parts.lses[0, 2], parts.outs[0, 2] = 100.0, 0.25  # exp of it is no fp32 number
     parts.judge(sink, planted(ranks, kernels_ranks, tmp_path, "", ""))

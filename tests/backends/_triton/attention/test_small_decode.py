@@ -1,4 +1,4 @@
-"""Decodes so small that each program has one tile: which numbers they take, and that their answers are the oracle's."""
+"""Decodes in which each program has one tile: the sizes that use them, and answers against the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every Triton backend attends over V4.1's records as the oracle does, in each pair of window and compressed cache."""
+"""Every Triton backend attends to V4.1's records as the oracle does, for each pair of window and compressed layout."""
 
 from __future__ import annotations
 

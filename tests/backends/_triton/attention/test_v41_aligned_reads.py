@@ -1,4 +1,4 @@
-"""V4.1's records are read a word at a time where pages are aligned: values, and that no other byte is touched.
+"""On aligned pages kernels read V4.1's records a word at a time: values are right, and no other byte is read.
 
 Caches hold random codes and scales, as an independent reader understands them, among bytes of 0xFF.
 """
@@ -22,7 +22,7 @@ from dsv4attn.testing.tolerances import F64
 from tests.backends._triton.attention.attention_trials import BF16_ROWS, OCP, Trial
 from tests.backends._triton.attention.cache_reads import bytes_read, may_read
 from tests.backends._triton.attention.kernels_decode_codes import ROWS, nibbles_kernel
-from tests.backends._triton.attention.mutants import plant
+from tests.backends._triton.attention.mutants import mutate
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
 from tests.core.cache import v41_packer
@@ -145,15 +145,15 @@ def test_the_assembly_of_pairs_equals_the_definition() -> None:
 )
 def test_a_wrong_instruction_is_seen(old: str, new: str) -> None:
     text = ptx.DECODE_E2M1.value
-    assert old in text, f"{old!r} is gone: plant the bug anew"
+    assert old in text, f"{old!r} is gone: write the mutant anew"
 
     assert not alike(emulated(text.replace(old, new)), defined())
 
 
-# planted bugs
+# mutants
 
 SCALES_OF_PAGE = "page + paging[0].to(tl.int64) * DATA + row * SCALES"
-PLANTS = {
+MUTANTS = {
     "a scale of fp8 for 64 codes": ("keys", "scale_of(s0[:, None] >> shift,", "scale_of(s0[:, None] >> shift // 2,"),
     "scales of the first 128 dims for all": ("keys", "s3 = tl.load(scale + 3", "s3 = tl.load(scale"),
     "scales of a page of 64": ("keys", SCALES_OF_PAGE, "page + 64 * DATA + row * SCALES"),
@@ -169,11 +169,11 @@ PLANTS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = Trial(layouts=(FP8_SPLIT, FP4_SPLIT), widths=(20, 33), pages=(5, 53), tokens=2, tuning=SMALL, seed=8)
     assert one.error(one.run_it()) <= 1
-    plant(monkeypatch, tmp_path, *PLANTS[name])
+    mutate(monkeypatch, tmp_path, *MUTANTS[name])
 
     assert one.error(one.run_it()) > 1
 
@@ -183,6 +183,6 @@ def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_byte_too_many_is_seen(old: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Absent slots read as slot 0, whose values no result shows."""
     one = Trial(layouts=(FP8,), widths=(40,), pages=(5,), tokens=2, tuning=SMALL, seed=8)
-    plant(monkeypatch, tmp_path, "keys", old, re.sub(", mask=.*", ")", old))
+    mutate(monkeypatch, tmp_path, "keys", old, re.sub(", mask=.*", ")", old))
 
     assert not np.array_equal(bytes_read(one, monkeypatch), may_read(one))

@@ -1,4 +1,4 @@
-"""Caches for tests of kernels: every kind of record, pages out of step with 16 bytes, poison wherever nothing is."""
+"""Caches for tests of kernels: every layout, unaligned pages, and poison in all bytes that hold no record."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from tests.harness import storage_of
 
 CPU = torch.device("cpu")
 DEVICE = CPU if INTERPRETED else torch.accelerator.current_accelerator() or CPU
@@ -70,11 +71,11 @@ def poisoned(
 
 def memory(cache: PagedKVCache) -> Tensor:
     """Return all bytes of a cache's storage: pages, gaps, and what stands around them."""
-    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.tensor.untyped_storage()).cpu()
+    return storage_of(cache.tensor).view(torch.uint8).cpu()
 
 
 def strided(rows: Tensor, pad: int) -> Tensor:
-    """Return the same values on the device, with NaN in `pad` elements behind every row of the last dimension."""
+    """Return the same values on the device, with NaN in `pad` elements after every row of the last dimension."""
     wide = torch.full((*rows.shape[:-1], rows.shape[-1] + pad), torch.nan, dtype=rows.dtype, device=DEVICE)
     view = wide[..., : rows.shape[-1]]
     view.copy_(rows)

@@ -1,4 +1,4 @@
-"""The rows and lists of a gathered chunk: two launches make, byte by byte, what the separate steps define."""
+"""Two launches fill the rows and lists of a gathered chunk with the bytes that the separate ops define."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.factories import tiny_geometry, v41_layouts
 from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS
-from tests.backends._triton.cache.test_gather import DEAD, Pages, bits
+from tests.backends._triton.cache.test_gather import DEAD, Pages
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.index_ops.index_trials import (
     BOOL,
@@ -42,6 +42,7 @@ from tests.backends._triton.index_ops.index_trials import (
 )
 from tests.backends._triton.triton_backends import bounds_of
 from tests.backends.built_in import forms
+from tests.harness import bytes_of
 
 GATHERING = {name: make for name, make in forms().items() if make().capabilities.prefill_keys is KeyForm.GATHERED}
 PAIRS = [(0, 0), (3, 3), (12, 14), (13, 15), (4, None), (9, 9), (11, 11), (3, None), (16, None)]
@@ -169,7 +170,7 @@ def _outputs_of(chunk: ChunkRows) -> Iterator[Tensor]:
 
 
 def _same(wanted: ChunkRows, got: ChunkRows) -> bool:
-    pairs = [(bits(a), bits(b)) for a, b in zip(_outputs_of(wanted), _outputs_of(got), strict=True)]
+    pairs = [(bytes_of(a), bytes_of(b)) for a, b in zip(_outputs_of(wanted), _outputs_of(got), strict=True)]
     if wanted.ragged is not None:
         end = 4 * int(wanted.ragged.indptr[-1])
         pairs[3] = pairs[3][0][:end], pairs[3][1][:end]
@@ -191,7 +192,7 @@ def test_two_launches_fill_what_the_separate_steps_fill() -> None:
     assert trials(range(5), fill.prepare_rows)
 
 
-PLANTED = [
+MUTANTS = [
     (kernels_gather, "entries = seq_len // ratio", "entries = tl.cdiv(seq_len, ratio)"),
     (kernels_gather, "tl.load(GATHER_LENS + request), tail, slice", "tl.load(GATHER_LENS + request), 0, slice"),
     (kernels_gather, "(first - entry_tiles) * BLOCK_R, seq_len, gather_len", "first * BLOCK_R, seq_len, gather_len"),
@@ -200,8 +201,8 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("kernels", "right", "wrong"), PLANTED, ids=[str(i) for i in range(len(PLANTED))])
-def test_a_planted_bug_is_found(kernels: Any, right: str, wrong: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kernels", "right", "wrong"), MUTANTS, ids=[str(i) for i in range(len(MUTANTS))])
+def test_a_mutant_is_found(kernels: Any, right: str, wrong: str, tmp_path: Path) -> None:
     assert not trials(range(8), planted(fill, kernels, tmp_path, right, wrong).prepare_rows, PAIRS[:4])
 
 

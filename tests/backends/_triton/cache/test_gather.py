@@ -1,4 +1,4 @@
-"""The gather kernels give the bits of the stored keys, and touch no row and read no byte that is not theirs."""
+"""The gather kernels return the bits of the stored keys, write no other row and read no other byte."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import CPU, DEVICE, FNUZ, LAYOUTS, OCP, draw, each_layout, poisoned, seeded
 from tests.core.cache.v41_packer import unpack_fp4, unpack_fp8
+from tests.harness import bytes_of
 
 DEAD = [-1, -(2**31), 2**31 - 1, 2**20]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor: 0 and -0 differ, NaN equals itself."""
-    return tensor.contiguous().cpu().view(torch.uint8)
 
 
 class Pages:
@@ -83,8 +79,8 @@ class Pages:
             out, whole = self.blank(some.numel())
             gather.dequant_gather_slots(out, self.cache, some)
             zeros = torch.zeros(self.layout.head_dim, dtype=out.dtype)
-            wanted = [self.values.get(slot, zeros) for slot in some.flatten().tolist()]
-            assert torch.equal(bits(out), bits(torch.stack(wanted)))
+            expected = [self.values.get(slot, zeros) for slot in some.flatten().tolist()]
+            assert torch.equal(bytes_of(out), bytes_of(torch.stack(expected)))
             out.fill_(torch.nan)
             assert whole.isnan().all()
 
@@ -101,17 +97,17 @@ class Pages:
         for given in (None, lens):
             takes = seq_lens if given is None else given
             out, whole = self.blank(requests, offset + longest + draw(g, 0, 2))
-            wanted = out.cpu().clone()
+            expected = out.cpu().clone()
             for i, (length, count) in enumerate(zip(seq_lens.tolist(), takes.tolist(), strict=True)):
                 for j in range(count):
                     block, row = divmod(length - count + j, size)
                     slot = int(table[i, block]) * size + row
                     if slot in self.values:
-                        wanted[i, offset + j] = self.values[slot]
+                        expected[i, offset + j] = self.values[slot]
             gather.dequantize_and_gather_k_cache(
                 out, self.cache, seq_lens.to(DEVICE), None if given is None else given.to(DEVICE), table, offset
             )
-            assert torch.equal(bits(out), bits(wanted))
+            assert torch.equal(bytes_of(out), bytes_of(expected))
             out.fill_(torch.nan)
             assert whole.isnan().all()
 
@@ -143,13 +139,13 @@ def test_every_code_under_every_scale_byte_reads_as_the_format_says(dialect: obj
     there = poisoned(layout, 16, 16)
     there.tensor.untyped_storage().copy_(cache.tensor.untyped_storage())
     gather.dequant_gather_slots(out, there, torch.arange(256, dtype=torch.int32, device=DEVICE))
-    found = out.cpu()[:, :256].double()
+    actual = out.cpu()[:, :256].double()
 
     codes = oracle.decode_e4m3(np.arange(256, dtype=np.uint8), dialect is FNUZ)
     scales = np.array([*(2.0 ** (byte - 127) for byte in range(255)), np.nan])
-    wanted = torch.from_numpy(oracle.round_bf16(codes * scales[:, None]))
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.nan_to_num(1.5, 1e300, -1e300), wanted.nan_to_num(1.5, 1e300, -1e300))
+    expected = torch.from_numpy(oracle.round_bf16(codes * scales[:, None]))
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(1.5, 1e300, -1e300), expected.nan_to_num(1.5, 1e300, -1e300))
 
 
 def test_nothing_happens_without_requests_rows_or_slots() -> None:
@@ -176,15 +172,15 @@ def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout) -> 
     assert len(known) == 12
 
 
-PLANTS: dict[str, Callable[[PagedKVCache], tuple[int, ...]]] = {
+MUTANTS: dict[str, Callable[[PagedKVCache], tuple[int, ...]]] = {
     "pages without gaps": lambda c: (c.block_size * c.layout.record_bytes, *record_strides(c)[1:]),
     "scales behind each record": lambda c: (*record_strides(c)[:2], c.layout.data_bytes, c.layout.record_bytes),
     "records one by one": lambda c: (record_strides(c)[0], c.layout.record_bytes, *record_strides(c)[2:]),
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_bug_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "record_strides", PLANTS[plant])
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "record_strides", MUTANTS[mutant])
     with pytest.raises(AssertionError):
         check_all(LAYOUTS[3])

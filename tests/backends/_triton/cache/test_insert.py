@@ -1,4 +1,4 @@
-"""The insert kernels write the reference's bytes, and no others; q is the oracle's to half a unit in its last place."""
+"""The insert kernels write the reference's bytes and no others. q is the oracle's to half a unit in the last place."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class Step:
         rope = self.layout.rope_dim
         for t, position in enumerate(self.positions.tolist()):
             cos, sin = np.split(self.table[position].double().cpu().numpy(), 2)
-            wanted = oracle.q_norm_rope(self.q[t].double().cpu().numpy(), cos, sin, rope, self.eps)
-            size = np.abs(wanted)
-            size[:, -rope:] = np.repeat(np.hypot(wanted[:, -rope::2], wanted[:, -rope + 1 :: 2]), 2, axis=1)
-            error = np.abs(q[t].double().cpu().numpy() - wanted) / (size + 1e-30)
+            expected = oracle.q_norm_rope(self.q[t].double().cpu().numpy(), cos, sin, rope, self.eps)
+            size = np.abs(expected)
+            size[:, -rope:] = np.repeat(np.hypot(expected[:, -rope::2], expected[:, -rope + 1 :: 2]), 2, axis=1)
+            error = np.abs(q[t].double().cpu().numpy() - expected) / (size + 1e-30)
             assert error.max() <= HALF_UNIT[q.dtype] * 1.001
 
 
@@ -147,10 +147,10 @@ def test_q_and_kv_may_have_different_dtypes() -> None:
 def test_rotated_keys_are_written_as_they_are(layout: KVCacheLayout, dtype: torch.dtype) -> None:
     for seed in range(4):
         step = Step(layout, dtype, 100 + seed)
-        found, wanted = step.cache(), step.cache(CPU)
-        insert.quantize_and_insert_k_cache(step.kv, found, step.slots)
-        reference.insert(step.kv.cpu(), wanted, step.slots.cpu())
-        assert torch.equal(memory(found), memory(wanted))
+        actual, expected = step.cache(), step.cache(CPU)
+        insert.quantize_and_insert_k_cache(step.kv, actual, step.slots)
+        reference.insert(step.kv.cpu(), expected, step.slots.cpu())
+        assert torch.equal(memory(actual), memory(expected))
 
 
 def test_nothing_happens_without_tokens_or_without_slots() -> None:
@@ -164,7 +164,7 @@ def test_nothing_happens_without_tokens_or_without_slots() -> None:
     assert (memory(cache) == 0xFF).all()
 
 
-def test_garbage_positions_of_padding_rows_read_no_memory_behind_the_table() -> None:
+def test_garbage_positions_of_padding_rows_read_no_memory_after_the_table() -> None:
     step = Step(LAYOUTS[3], torch.bfloat16, 0)
     step.slots = step.slots[:0]
     step.positions = torch.full_like(step.positions, 2**62)
@@ -192,11 +192,11 @@ def test_values_of_any_size_are_quantised_like_the_reference_does(
     layout: KVCacheLayout, magnitude: str, dtype: torch.dtype
 ) -> None:
     rows = MAGNITUDES[magnitude](torch.randn(4, layout.head_dim, generator=seeded())).to(dtype)
-    found, wanted = poisoned(layout, 2, 2), poisoned(layout, 2, 2, device=CPU)
-    insert.quantize_and_insert_k_cache(rows.to(DEVICE), found, torch.arange(4, device=DEVICE))
-    reference.insert(rows, wanted, torch.arange(4))
+    actual, expected = poisoned(layout, 2, 2), poisoned(layout, 2, 2, device=CPU)
+    insert.quantize_and_insert_k_cache(rows.to(DEVICE), actual, torch.arange(4, device=DEVICE))
+    reference.insert(rows, expected, torch.arange(4))
 
-    assert torch.equal(memory(found), memory(wanted))
+    assert torch.equal(memory(actual), memory(expected))
 
 
 def quantised(groups: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
@@ -228,10 +228,10 @@ def test_every_bf16_maximum_gets_the_reference_s_scale_and_codes(fp8_format: Fp8
     groups = all_bf16()[:, None] * torch.tensor([1.0, -0.5, 2.0**-9, 0.0])
     groups = groups.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).bfloat16().float()
     codes, scales = quantised(groups, layout)
-    wanted, bytes_ = index_records.quantize_keys(groups, layout)
+    expected, bytes_ = index_records.quantize_keys(groups, layout)
 
     assert torch.equal(scales, bytes_[:, 0].int())
-    assert torch.equal(codes, wanted.int())
+    assert torch.equal(codes, expected.int())
 
 
 @each_writer
@@ -257,10 +257,10 @@ def test_nan_stays_nan_and_the_rest_of_its_group_is_scaled_as_the_reference_does
     layout = dialect_of(fp8_format, fp8_max, 2)
     groups = torch.tensor([[torch.nan, 1.0], [3e38, torch.nan]])
     codes, scales = quantised(groups, layout)
-    wanted, _ = index_records.quantize_keys(groups, layout)
+    expected, _ = index_records.quantize_keys(groups, layout)
 
     assert scales.tolist() == [254, 254]
-    assert torch.equal(codes & 0x7F, wanted.int() & 0x7F)
+    assert torch.equal(codes & 0x7F, expected.int() & 0x7F)
     assert np.isnan(oracle.decode_e4m3(codes.numpy().astype(np.uint8), fp8_format is FNUZ)[[0, 1], [0, 1]]).all()
 
 
@@ -281,7 +281,7 @@ def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout) -> 
         assert seed % 2 or not layout.is_quantised or set(seen) <= usual
 
 
-PLANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "the other dialect": lambda c: {**c, "FNUZ": not c["FNUZ"]},
     "a floor of 1e-8": lambda c: {**c, "FLOOR": 0x322BCC77},
     "the other largest code": lambda c: {**c, "LARGEST": 0x43700000},
@@ -289,13 +289,13 @@ PLANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_bug_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(LAYOUTS[3], torch.float32, 2)
     step.kv[0, :8] = 1e-6
     step.slots = torch.tensor([0], device=DEVICE)
     step.check()
-    changed = PLANTS[plant](writer_constants(step.layout))
+    changed = MUTANTS[mutant](writer_constants(step.layout))
     right = insert._fused_constants
     monkeypatch.setattr(insert, "_fused_constants", lambda *facts, **norm: {**right(*facts, **norm), **changed})
     with pytest.raises(AssertionError):

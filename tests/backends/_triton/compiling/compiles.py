@@ -39,17 +39,17 @@ def every_target() -> dict[str, Any]:
 def too_much() -> dict[str, Any]:
     """Codes of the limits that a large kernel breaks, by target, heads, and warps."""
     asked = {"sm_90": (64, 4), "sm_120": (64, 8), "gfx942": (64, 1), "gfx950": (16, 4)}
-    told = {}
+    facts = {}
     for name, (heads, warps) in asked.items():
         outcome = compile_near(attend_of(heads, 32, warps), TARGETS[name])
         needed = asdict(outcome.resources) if outcome.resources else {}
-        told[name] = {**needed, "codes": [reason.code for reason in outcome.reasons]}
-    return told
+        facts[name] = {**needed, "codes": [reason.code for reason in outcome.reasons]}
+    return facts
 
 
 def second_opinion() -> dict[str, Any]:
-    """Registers and stack as another tool reads them off the binary, beside ours."""
-    told = {}
+    """Registers and stack as another tool reads them off the binary, next to ours."""
+    facts = {}
     for name in ("sm_80", "sm_90", "sm_120"):
         kernel = cross_compile(attend_of(16, 16, 4), TARGETS[name])
         with tempfile.TemporaryDirectory() as folder:
@@ -59,35 +59,35 @@ def second_opinion() -> dict[str, Any]:
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         ours = Resources.of(kernel, TARGETS[name])
         theirs = [int(number) for number in re.findall(r"(?:REG|STACK):(\d+)", text)]
-        told[name] = {"ours": [ours.registers, ours.stack], "theirs": theirs}
+        facts[name] = {"ours": [ours.registers, ours.stack], "theirs": theirs}
     for name in ("gfx90a", "gfx942", "gfx950", "gfx1201"):
         target = TARGETS[name]
         kernel = cross_compile(attend_of(16, 16, 1), target)
         waves = int(re.findall(r"; Occupancy: (\d+)", kernel.asm["amdgcn"])[-1])
         registers = Resources.of(kernel, target).registers
-        told[name] = {"ours": [target.occupancy(registers, 0, 1)], "theirs": [min(4 * waves, target.blocks_per_unit)]}
-    return told
+        facts[name] = {"ours": [target.occupancy(registers, 0, 1)], "theirs": [min(4 * waves, target.blocks_per_unit)]}
+    return facts
 
 
 def attributes() -> dict[str, Any]:
-    """How often the first stage of the compiler is told of alignment and of 32-bit offsets."""
+    """How often the first stage of the compiler sees attributes of alignment and of 32-bit offsets."""
 
     def counts(variant: Variant, name: str, *, far: bool = False) -> list[int]:
         text = cross_compile(variant, TARGETS[name], far=far).asm["ttir"]
         return [text.count("tt.divisibility = 16"), text.count("tt.pointer_range = 32")]
 
-    told = {
+    facts = {
         "aligned": (rows_of(), "sm_90"),
         "unaligned": (rows_of(x="*bf16:1"), "sm_90"),
         "near": (rows_of(), "gfx942"),
     }
-    found = {name: counts(*asked) for name, asked in told.items()}
+    found = {name: counts(*asked) for name, asked in facts.items()}
     return {**found, "far": counts(rows_of(), "gfx942", far=True)}
 
 
 def warmed() -> dict[str, Any]:
     """Warm-up and launches on fake devices, with the keys of Triton's cache."""
-    told = {}
+    facts = {}
     variants = [rows_of(), rows_of(scale="*fp32"), rows_of(stride="int")]
     for name in ("sm_90", "gfx942"):
         target = TARGETS[name]
@@ -111,8 +111,8 @@ def warmed() -> dict[str, Any]:
         ]
         counts = {"count": count, "loaded": len(fake.loaded), "launched": len(fake.launched)}
         lists = {"first": first, "again": again, "inside": inside, "outside": outside, "log": lines}
-        told[name] = {**counts, **lists, "unforeseen": len(keys - {*ahead}), "unused": len({*ahead} - keys)}
-    return told
+        facts[name] = {**counts, **lists, "unforeseen": len(keys - {*ahead}), "unused": len({*ahead} - keys)}
+    return facts
 
 
 @contextmanager
@@ -140,19 +140,19 @@ def _launch(*, unaligned: bool = False, far: bool = False) -> None:
 
 def errors() -> dict[str, Any]:
     """What is refused, and what does not stop others."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     variant = Variant(careless, {"out": "*i32", "n": "int", "m": "int"}, {})
     try:
         cross_compile(variant, TARGETS["sm_90"])
     except ArgumentError as error:
-        told["specialised"] = str(error)
+        facts["specialised"] = str(error)
     outcomes = compile_all([Variant(broken, {"out": "*i32", "n": "int"}, {"B": 3}), rows_of()], TARGETS["sm_90"])
-    told["outcomes"] = [[str(reason) for reason in outcome.reasons] for outcome in outcomes]
+    facts["outcomes"] = [[str(reason) for reason in outcome.reasons] for outcome in outcomes]
     try:
         launch(rows, (1,), cpu_args(), dict(rows_of().constants))
     except ArgumentError as error:
-        told["cpu"] = str(error)
-    return told
+        facts["cpu"] = str(error)
+    return facts
 
 
 FACTS: dict[str, Callable[[], Any]] = {

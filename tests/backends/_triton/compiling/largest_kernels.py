@@ -76,9 +76,9 @@ def outcomes(target: str, case: Case) -> list[dict[str, Any]]:
     """Name, verdict and reasons of each form of a case."""
     bounds, facts = bounds_of(geometry_of(case.model), case.dtype), DeviceFacts.named(target)
     made: Any = load_backend(case.backend)
-    wanted = [v for v in dict.fromkeys(made.kernel_variants(bounds, facts)) if case.wants(v)]
-    found = [compile_near(variant, TARGETS[target]) for variant in wanted]
-    return [{"kernel": o.variant.name, "verdict": o.verdict, "reasons": [*map(str, o.reasons)]} for o in found]
+    variants = [v for v in dict.fromkeys(made.kernel_variants(bounds, facts)) if case.wants(v)]
+    outcomes = [compile_near(variant, TARGETS[target]) for variant in variants]
+    return [{"kernel": o.variant.name, "verdict": o.verdict, "reasons": [*map(str, o.reasons)]} for o in outcomes]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The little PTX that kernels are written in, run on numpy's integers: assembly is tested without a GPU."""
+"""An emulator of the few PTX instructions that kernels use, on integers of numpy, to test assembly without a GPU."""
 
 from __future__ import annotations
 

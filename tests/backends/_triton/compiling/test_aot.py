@@ -1,4 +1,4 @@
-"""Cross-compilation and warm-up, on kernels made for it; what is compiled is compiled in a process of its own."""
+"""Cross-compilation and warm-up of small kernels, in a process that does not interpret kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every target of the table, compiled for without a card: nothing spills, every block fits, products use matrices.
+"""Kernels that are compiled for every target without a card: no spills, every block fits, products use matrix units.
 
 The normal run compiles, for each target but the twins of others, the form of the attention kernel that needs most, and
 the steps whose numbers are the target's own: `CASES` and `TWINS` of largest_kernels.py. Every kernel, preset, dialect

@@ -40,7 +40,7 @@ def forms(arch: str) -> Iterator[Variant]:
     yield from islice(attention_launch.variants(shape, tuning, sinks=(False,), lses=(False,)), 3)
 
 
-def told(form: Variant, arch: str) -> dict[str, object]:
+def waits_of(form: Variant, arch: str) -> dict[str, object]:
     """What is said of a form."""
     kernel = cross_compile(form, TARGETS[arch])
     body = kernel.asm["ptx"].partition(".entry")[2]
@@ -55,4 +55,4 @@ def told(form: Variant, arch: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({f"{a} {i} {f.name}": told(f, a) for a in ("sm_90", "sm_80") for i, f in enumerate(forms(a))}))
+    print(json.dumps({f"{a} {i} {f.name}": waits_of(f, a) for a in ("sm_90", "sm_80") for i, f in enumerate(forms(a))}))

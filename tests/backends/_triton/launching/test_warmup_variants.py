@@ -49,7 +49,7 @@ BACKENDS: dict[str, Callable[[], Any]] = {
     "triton": lambda: GenericBackend(tuning="sm_90"),
     "Hopper with ROCm": lambda: PhasedBackend(Sm90Backend(), RocmBackend()),
 }
-# on a device `test_hot_path` runs a thousand steps behind a warm-up
+# on a device `test_hot_path` runs a thousand steps after a warm-up
 meta_only = pytest.mark.skipif(not INTERPRETED, reason="torch's meta device stands for the device under test")
 
 
@@ -85,7 +85,7 @@ class Sliced(Engine):
         self._copies(rows, rng)
 
     def _copies(self, rows: int, rng: Random) -> None:
-        """Keys written and read beside the layer, as whoever compresses them does."""
+        """Write and read compressed keys outside of the layer, as a compressor does."""
         k, lens = sliced(self.kv[:rows], rng, rng.choice([BF16, FP32])), self.seq_lens[:2]
         for cache in filter(None, (self.swa, self.compressed)):
             self.backend.quantize_and_insert_k_cache(k, cache, self.slots[:rows])
@@ -164,7 +164,7 @@ def test_g18_records_out_of_step_on_aligned_pages_are_foreseen(layout: KVCacheLa
 
 @meta_only
 def test_g18_plain_pages_with_gaps_are_foreseen_on_hopper() -> None:
-    """Its own kernel reads plain pages that stand one behind the other; what it leaves is no surprise."""
+    """Its own kernel reads plain pages that stand one after the other. It launches only what was foreseen."""
     on = engine("sm90", *LAYOUTS["bf16"], LayerKind.SWA)
     blocks, size, dim = on.swa.tensor.shape
     memory = torch.empty(blocks * (size + 1) * dim, dtype=BF16, device=META)

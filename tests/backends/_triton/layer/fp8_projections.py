@@ -97,10 +97,10 @@ class Call:
         amax = np.maximum(np.abs(grouped).max(-1), 1e-10)
         fraction, exponent = np.frexp(amax / (240.0 if self.fnuz else 448.0))
         exponent -= fraction == 0.5
-        found = oracle.decode_e4m3(codes.view(torch.uint8).cpu().numpy(), self.fnuz)
-        wanted = oracle.encode_e4m3(np.ldexp(grouped, -exponent[..., None]).reshape(x.shape), self.fnuz)
+        actual = oracle.decode_e4m3(codes.view(torch.uint8).cpu().numpy(), self.fnuz)
+        expected = oracle.encode_e4m3(np.ldexp(grouped, -exponent[..., None]).reshape(x.shape), self.fnuz)
         assert codes.dtype == self.scaled.dialect
-        assert np.array_equal(found, oracle.decode_e4m3(wanted, self.fnuz))
+        assert np.array_equal(actual, oracle.decode_e4m3(expected, self.fnuz))
         assert np.array_equal(factors_of(scales), np.ldexp(1.0, exponent))
 
     def matrices(self) -> F64:
@@ -117,12 +117,12 @@ class Call:
 
     def check_product(self, z: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Fail unless z is the product, but for fp32 sums and one rounding."""
-        wanted, size = self.product(codes, scales)
+        expected, size = self.product(codes, scales)
         native = output.is_native(self.format, architecture())
-        budget = (BF16 if z.dtype == torch.bfloat16 else 0) * np.abs(wanted)
+        budget = (BF16 if z.dtype == torch.bfloat16 else 0) * np.abs(expected)
         budget += (NATIVE_STEPS if native else FP32_STEPS) * size
-        assert z.shape == wanted.shape
-        assert (np.abs(z.double().cpu().numpy() - wanted) <= budget).all()
+        assert z.shape == expected.shape
+        assert (np.abs(z.double().cpu().numpy() - expected) <= budget).all()
 
     def project(self, **options: Any) -> Tensor:
         return output.project_fp8(self.o, self.positions, self.table, self.wo_a, self.groups, **options)

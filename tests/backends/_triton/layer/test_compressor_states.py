@@ -40,16 +40,16 @@ class Save:
 
     def check(self) -> None:
         """Fail unless all bytes are the definition's."""
-        found, wanted = self.cache(), self.cache(CPU)
+        actual, expected = self.cache(), self.cache(CPU)
         arguments = self.kv, self.score, self.ape, self.positions
         before = [tensor.clone() for tensor in arguments]
-        compress.save_partial_states(*arguments, found, self.slots)
+        compress.save_partial_states(*arguments, actual, self.slots)
         kv, score, ape, positions = (tensor.cpu() for tensor in arguments)
         # without such a slot the definition rewrites the NaN of slot 0
-        if ((self.slots >= 0) & (self.slots < wanted.capacity)).any():
-            compressor.save_partial_states(kv, score, ape, positions, wanted, self.slots.cpu())
+        if ((self.slots >= 0) & (self.slots < expected.capacity)).any():
+            compressor.save_partial_states(kv, score, ape, positions, expected, self.slots.cpu())
 
-        assert torch.equal(memory(found), memory(wanted))
+        assert torch.equal(memory(actual), memory(expected))
         assert all(map(torch.equal, before, arguments))
 
 

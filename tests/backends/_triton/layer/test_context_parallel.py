@@ -65,8 +65,8 @@ def compare() -> None:
             alone = one.step([(sequences[0], count)], hidden[first : first + count])
         with observed() as seen:
             mine = many.step([(sequences[1], count)], hidden[first : first + count])
-        for got, wanted in zip(mine, alone, strict=True):
-            assert float((got - wanted).norm()) <= 4e-3 * float(wanted.norm()), (first, count)
+        for got, expected in zip(mine, alone, strict=True):
+            assert float((got - expected).norm()) <= 4e-3 * float(expected.norm()), (first, count)
     launches, alone_launches = (Counter(variant.name for variant in each) for each in (seen, before))
     kinds = Counter(layer.layer.kind.value for layer in many.layers)
     entries = kinds["c4a"] + kinds["c128a"]

@@ -17,6 +17,7 @@ from dsv4attn.core.torch_ops import indexer
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, draw, seeded, strided
+from tests.harness import bytes_of
 
 FNUZ = Fp8Format.FNUZ
 LAYOUTS = [
@@ -64,17 +65,12 @@ class Query:
         arguments = self.q, self.weights, self.positions, self.table
         before = [tensor.clone() for tensor in arguments]
         made = step(*arguments, self.layout)
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(arguments, before, strict=True))
+        assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(arguments, before, strict=True))
         return made
 
     def check(self) -> None:
         """Fail unless all bits are the definition's."""
         same(self.run(), self.run(indexer.indexer_q_rope_quant))
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The same bytes."""
-    return tensor.contiguous().view(torch.uint8)
 
 
 def same(found: IndexQuery, wanted: IndexQuery) -> None:
@@ -190,7 +186,7 @@ def test_no_tokens_make_an_empty_query() -> None:
         query.check()
 
 
-def test_garbage_positions_of_padding_rows_read_no_memory_behind_the_table() -> None:
+def test_garbage_positions_of_padding_rows_read_no_memory_after_the_table() -> None:
     query = Query(LAYOUTS[0], seed=2)
     for garbage, row in ((2**62, 12), (-(2**62), 0)):
         query.positions.fill_(garbage)
@@ -211,7 +207,7 @@ def test_bits_of_a_token_depend_on_no_other_token() -> None:
             )  # fmt: skip
             alone = one.run()
 
-            assert torch.equal(bits(alone.values), bits(together.values[token:][:1]))
+            assert torch.equal(bytes_of(alone.values), bytes_of(together.values[token:][:1]))
             assert torch.equal(alone.weights, together.weights[token:][:1])
 
 

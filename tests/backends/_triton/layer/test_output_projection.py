@@ -164,8 +164,8 @@ def test_the_whole_is_that_of_values_but_for_the_noise_of_codes(dtype: torch.dty
     for seed in range(4):
         call = Call(seed, dtype=dtype)
         z, x = call.project(), call.turned().astype(np.float64)
-        wanted = np.einsum("tgk,grk->tgr", x, call.matrices())
-        off = np.linalg.norm(z.double().cpu().numpy() - wanted) / np.linalg.norm(wanted)
+        expected = np.einsum("tgk,grk->tgr", x, call.matrices())
+        off = np.linalg.norm(z.double().cpu().numpy() - expected) / np.linalg.norm(expected)
 
         assert z.dtype == dtype
         assert 0.001 < off < 0.04
@@ -271,7 +271,7 @@ def projected(call: Call, weight: Tensor) -> Tensor:
     return call.project()
 
 
-# planted mistakes
+# mutants
 
 
 def with_rotation(call: Call) -> None:
