@@ -172,6 +172,8 @@ def worst_attention_error(outputs: dict[tuple[int, int, int], Tensor]) -> tuple[
     return float(errors.max()), places[int(errors.max(1).argmax())]
 
 
+ROUNDED = 2.0**-9
+"""Error of an output whose latents are rounded to bf16, where fp32 may round to another neighbour than float64."""
 BLOCKS, SIZE, PUBLISHER = 4, 2, 4
 """Candidate blocks of a token, entries of a block, and the layer that publishes them."""
 CONSUMER = 6

@@ -21,7 +21,7 @@ F64 = NDArray[np.float64]
 
 @frozen
 class Scope:
-    """One paged cache and what is selected of it: mean tokens of a sequence, columns of indices, records of a page."""
+    """One paged cache and its selected entries: mean tokens of a sequence, columns of indices, records of a page."""
 
     s_kv: int
     topk: int
@@ -269,7 +269,7 @@ class Rows:
 
     @classmethod
     def make(cls, case: PrefillCase, g: torch.Generator) -> Rows:
-        """A random choice for each query, the rest anything that is not a row; rows that nobody names are NaN."""
+        """A random choice for each query, the rest anything that is not a row; rows that no query names are NaN."""
         s_q, s_kv, topk = case.s_q, case.s_kv, case.topk
         nothing = torch.tensor([-(2**31), -123456, -1, s_kv, 114514, 1919810, 2147480000, 2**31 - 1])
         indices = nothing[torch.randint(len(nothing), (s_q, topk), generator=g)]

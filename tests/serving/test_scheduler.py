@@ -270,7 +270,7 @@ def test_a_request_that_can_never_fit_is_named() -> None:
     assert scheduler.counters.finished == 1
 
 
-def test_a_cache_without_blocks_fits_nobody() -> None:
+def test_no_request_fits_a_cache_without_blocks() -> None:
     with pytest.raises(OutOfPagesError, match=r"request 0 .* no blocks for its first 1 tokens"):
         run(scheduler_of((3, 1), blocks=PagedBlocks(BlockAllocator(0))))
 

@@ -12,9 +12,8 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.geometry import LayerKind, LayerSharing
-from tests.core.layer.test_layer_v41 import ROUNDED
 from tests.harness import LayerStack, all_bytes, caches_unchanged, with_padding
-from tests.harness_v41 import SMALL_V41, Steps, v41_stack, worst_layer_error
+from tests.harness_v41 import ROUNDED, SMALL_V41, Steps, v41_stack, worst_layer_error
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the network is on the CPU: needs TRITON_INTERPRET=1")
 STEPS: Steps = [[(0, 5), (1, 3)], [(0, 1), (1, 2)], [(0, 1)]]

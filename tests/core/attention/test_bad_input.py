@@ -317,7 +317,7 @@ def test_g11_a_warm_up_that_may_not_grow_says_so_and_leaves_the_output(kind: Lay
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keys", ["gathered", "paged"])
-def test_g4_a_block_that_does_not_exist_is_absent_in_prefill_where_nobody_checks_blocks(
+def test_g4_a_block_that_does_not_exist_is_absent_in_prefill_where_blocks_are_not_checked(
     kind: LayerKind, keys: str
 ) -> None:
     """As on accelerators, where looking at a block table would synchronise. The workspace is NaN before use."""

@@ -39,7 +39,7 @@ CACHES = {kind: caches_of(kind) for kind in KINDS}
 
 
 def altered(owner: Any, **changes: Any) -> Any:
-    """Return metadata that contradicts itself, as nobody but a test can make it."""
+    """Return metadata with fields that contradict each other, which no builder makes."""
     made = copy.copy(owner)
     for name, value in changes.items():
         object.__setattr__(made, name, value)

@@ -35,7 +35,7 @@ def untouched(size: int) -> Tensor:
 
 
 def far_apart(scenario: StepFixture, gap: int) -> LayerCaches:
-    """Caches of zeros with so large a gap between pages."""
+    """Caches of zeros with `gap` bytes between pages."""
     made = []
     for pages in scenario.pages[: 1 + (scenario.kind is not LayerKind.SWA)]:
         layout, element = scenario.layout, scenario.layout.dtype.itemsize
@@ -69,7 +69,7 @@ def test_g16_pages_past_the_reach_of_32_bits_are_read_and_written(
     assert_same_bits(problem.run(REFERENCE_FORMS[form]), near)
 
 
-def test_a_planted_address_of_32_bits_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutant_with_addresses_of_32_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = StepFixture(requests=REQUESTS, geometry=TINY)
     backend = REFERENCE_FORMS["paged-dense"]
     problem = scenario.problem(backend, scenario.history(backend, far_apart(scenario, 2**29)))

@@ -54,7 +54,7 @@ def test_g4_infinities_are_poison_too(layout: str, kind: LayerKind) -> None:
 
 @all_forms
 @all_kinds
-def test_g4_slot_zero_may_hold_anything_when_nobody_owns_it(kind: LayerKind, form: str) -> None:
+def test_g4_slot_zero_may_hold_anything_when_no_request_owns_it(kind: LayerKind, form: str) -> None:
     """Kernels that load slot 0 for an absent key multiply its NaN by zero, which is NaN."""
     scenario = StepFixture(kind=kind, requests=MIXED, topk="holes", spare_pages=40, poison=0xFF, pages_seed=11)
     problem = scenario.problem(REFERENCE_FORMS[form])

@@ -34,7 +34,7 @@ BATCHES = [
 
 
 class Particular(ReferenceBackend):
-    """Its scratch tells by its shapes for which call it was asked, and whom; a call of other shapes fails."""
+    """Its scratch shapes encode the call and the backend; a call with scratch of other shapes fails."""
 
     def __init__(self, mark: int, **options: Any) -> None:
         super().__init__(**options)
@@ -67,7 +67,7 @@ LAYERS: dict[Any, LayerGeometry] = {}
 
 
 def problems(backend: ReferenceBackend) -> list[ForwardArgs]:
-    """Steps of two layers of each kind, which differ only in a number that attention does not look at."""
+    """Steps of two layers of every kind, which differ only in `eps`, a number that attention does not read."""
     made = []
     for kind in LayerKind:
         given = [StepFixture(kind=kind, requests=batch).problem(backend) for batch in BATCHES]

@@ -33,7 +33,7 @@ TWELVE = attrs.evolve(SMALL, num_heads=12, o_groups=12)
 
 
 class QueriesRolled(ContextParallel):
-    """A context that takes the queries of ranks in another order."""
+    """A context that gathers the queries of ranks in another order."""
 
     def start(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Callable[[], Tensor]:
         finish = super().start(mine, what, out=out)
@@ -41,7 +41,7 @@ class QueriesRolled(ContextParallel):
 
 
 class PartsRolled(ContextParallel):
-    """A context that sends each rank the heads of the one before."""
+    """A context that sends each rank the heads of the rank before it."""
 
     def start_all_to_all(self, mine: Tensor, what: str, *, out: Tensor) -> Callable[[], Tensor]:
         return super().start_all_to_all(mine.roll(1, 0), what, out=out)

@@ -37,7 +37,7 @@ PREFILL_DECODE_PREFILL: Steps = ([(0, 20)], [(0, 1)], [(0, 19), (1, 9)])
 
 @frozen
 class Ran:
-    """outs: of each layer in each step. memory: every cache and buffer, after the last step."""
+    """outs: outputs of every layer in every step. memory: every cache and buffer after the last step."""
 
     outs: list[Tensor]
     memory: list[Tensor]
@@ -114,7 +114,7 @@ NAMES = [kind.value for kind, _ in KINDS_AND_RATIOS]
 
 
 def whole(*kinds: int, layout: KVCacheLayout = FP32) -> LayerStack:
-    """Layers of these kinds of V4."""
+    """Layers of V4 with these kinds."""
     geometry = attrs.evolve(SMALL, layers=tuple(KINDS_AND_RATIOS[i] for i in kinds or range(3)))
     return LayerStack(load_backend("reference"), layout, geometry=geometry)
 

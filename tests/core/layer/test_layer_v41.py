@@ -27,6 +27,7 @@ from tests.harness_v41 import (
     KV_OF,
     LIMITS_V41,
     PUBLISHER,
+    ROUNDED,
     SIZE,
     SMALL_V41,
     OracleNetwork,
@@ -35,8 +36,6 @@ from tests.harness_v41 import (
     worst_layer_error,
 )
 
-ROUNDED = 2.0**-9
-"""Error of an output whose latents are rounded to bf16, where fp32 may round to another neighbour than float64."""
 SCHEDULES: dict[str, Steps] = {
     "whole": [[(0, 30), (1, 11), (2, 1)]],
     "chunks": [[(0, 3), (1, 1)], [(0, 9), (2, 5)], [(0, 14), (1, 22)]],

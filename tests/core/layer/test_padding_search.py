@@ -63,7 +63,7 @@ def part(whole: LayerStack, n: int, sequence: CachedSequence, count: int) -> Ten
 
 
 def alone(whole: LayerStack, sequences: list[CachedSequence], step: Step) -> list[dict[int, Tensor]]:
-    """Outputs of each layer, by sequence, of the tokens of a step and of nothing else."""
+    """Outputs of every layer by sequence for a step without padding."""
     order = sorted((n for n, count in enumerate(step.counts) if count), key=lambda n: step.counts[n])
     requests = [(sequences[n], step.counts[n]) for n in order]
     hidden = torch.cat([torch.zeros(0, 48), *(part(whole, n, sequences[n], step.counts[n]) for n in order)])

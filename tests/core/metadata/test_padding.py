@@ -10,9 +10,8 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE
-from tests.core.layer.test_layer_v41 import ROUNDED
 from tests.harness import LayerStack, all_bytes, caches_unchanged, padded_batch, stale_positions, with_padding
-from tests.harness_v41 import STACKS, Steps, worst_layer_error
+from tests.harness_v41 import ROUNDED, STACKS, Steps, worst_layer_error
 
 FILLS = -1, 0, 10**6, None
 """What the tables' rows of padding hold; None: blocks of the first request."""

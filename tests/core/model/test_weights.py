@@ -49,7 +49,7 @@ def copies() -> int:
 
 
 def assert_worth(found: Tensor, wanted: oracle.F64) -> None:
-    """Fail unless all of it is what it should be, NaN where it should be."""
+    """Fail unless every value is right, and NaN is where it should be."""
     assert found.dtype == torch.bfloat16
     assert np.array_equal(found.double().cpu().numpy(), wanted, equal_nan=True)
 

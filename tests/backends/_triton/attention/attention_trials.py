@@ -1,7 +1,7 @@
 """One random call of the attention kernel, and its answer in float64 from the bytes that were written.
 
-All memory that nobody may read is 0xFF, which is NaN in every type of a cache; lists hold believable numbers after
-their ends; outputs stand inside larger memory that nobody may touch.
+All memory that must not be read is 0xFF, which is NaN in every type of a cache; lists hold believable numbers after
+their ends; outputs stand inside larger memory that must not be written.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Trial:
     """Whether pages, rows, queries and outputs begin at multiples of 16 bytes and lie such multiples apart."""
     tuning: Tuning = Tuning(heads=16, keys=32)  # noqa: RUF009 - it is frozen
     splits: int = 0
-    """Parts of each row; 0: none, the kernel writes the output itself."""
+    """Splits of each row; 0: no splits, the kernel writes the output itself."""
     run: int = 0
     """Tiles of a part; 0: a row's tiles are shared evenly."""
     seed: int = 0
@@ -99,7 +99,7 @@ class Trial:
 
     @property
     def layer(self) -> LayerGeometry:
-        """A layer of these dims."""
+        """A layer with the dims of the layouts."""
         layout, two = self.layouts[0], len(self.layouts) == 2
         kind, ratio, topk = (LayerKind.CSA, 4, max(self.widths[1], 1)) if two else (LayerKind.SWA, 1, 0)
         rope = Rope(max(layout.rope_dim, 1), 1e4)
@@ -300,7 +300,7 @@ def _write(cache: PagedKVCache, slot: int, record: NDArray[Any]) -> None:
 
 
 def rising(tokens: int, logits: Sequence[float]) -> Trial:
-    """Rows of a page for each of these logits, which its 64 keys have; each row has the pages in another order."""
+    """A page for each of these logits, whose 64 keys all have that logit; each row lists the pages in another order."""
     trial = Trial(widths=(64 * len(logits),), heads=5, tokens=tokens)
     rng, count = np.random.default_rng(5), 64 * len(logits)
     keys = rng.standard_normal((count, OCP.head_dim))

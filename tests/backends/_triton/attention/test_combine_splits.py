@@ -35,7 +35,7 @@ class Sums:
     sink: bool = True
     turned: bool = False
     trailing: int = 0
-    """More parts, all without keys, after those of each row."""
+    """Further splits, all without keys, after the splits of each row."""
     row: int | None = None
     """Only this row."""
 

@@ -62,7 +62,7 @@ class Pages:
         return torch.from_numpy(row).to(layout.row_dtype)
 
     def blank(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """Return so many rows that hold 7, and what they are a part of: the rest is NaN."""
+        """Return rows of this shape that hold 7, and the larger memory around them, which is NaN elsewhere."""
         wide = [n + draw(self.generator, 0, 3) for n in (*shape, self.layout.head_dim)]
         whole = torch.full(wide, torch.nan, dtype=self.layout.row_dtype, device=DEVICE)
         part = whole[tuple(slice(n) for n in (*shape, self.layout.head_dim))]

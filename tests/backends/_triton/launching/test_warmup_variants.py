@@ -94,7 +94,7 @@ class Sliced(Engine):
                 self.backend.dequantize_and_gather_k_cache(out, cache, lens, gather_lens, self.table[:2], 1)
 
     def sweep(self, steps: int, seed: int) -> set[Variant]:
-        """What so many steps ask for."""
+        """Variants that this number of random steps launches."""
         rng = Random(seed)
         with launching_nothing(), observed() as seen:
             for _ in range(steps):
