@@ -80,7 +80,7 @@ def test_g4_numbers_that_name_nothing_are_like_minus_one(form: str) -> None:
     assert_same_bits(garbage.check(REFERENCE_FORMS[form]), holes.check(REFERENCE_FORMS[form]))
 
 
-def stale_lanes(problem: ForwardArgs, value: int) -> ForwardArgs:
+def with_stale_columns(problem: ForwardArgs, value: int) -> ForwardArgs:
     """Fill all index columns at or past their length, as buffers that are never cleared hold them."""
     swa, compressed = problem.metadata.swa, problem.metadata.compressed
     tables = [(swa.decode_swa_indices, swa.decode_swa_lens), (swa.prefill_swa_indices, swa.prefill_swa_lens)]
@@ -99,7 +99,9 @@ def test_g4_lanes_past_the_length_are_never_looked_at(kind: LayerKind, form: str
     clean = scenario.check(REFERENCE_FORMS[form])
 
     for value in [0, 1, 5, *HUGE]:
-        assert_same_bits(stale_lanes(scenario.problem(REFERENCE_FORMS[form]), value).run(REFERENCE_FORMS[form]), clean)
+        assert_same_bits(
+            with_stale_columns(scenario.problem(REFERENCE_FORMS[form]), value).run(REFERENCE_FORMS[form]), clean
+        )
 
 
 @all_forms

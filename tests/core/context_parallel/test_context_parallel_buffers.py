@@ -22,6 +22,7 @@ from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.rank_buffers import divided_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.arguments import TokenMap
@@ -70,26 +71,26 @@ def alone(size: int = 2) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("heads", [1, 3, 4])
+@pytest.mark.parametrize(("heads", "divides_heads"), [(1, False), (3, False), (4, False), (1, True), (3, True)])
 def test_the_plan_holds_every_step_and_is_no_invention(
-    heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, divides_heads: bool
 ) -> None:
-    draw = random.Random(heads)
-    for _ in range(200):
+    draw, layer = random.Random(heads), attrs.evolve(C4A, num_heads=heads)
+    specs_of = divided_specs if divides_heads else rank_buffers.merge_specs
+    for _ in range(100 if divides_heads else 200):
         monkeypatch.setattr(rank_buffers, "PIECE_BYTES", draw.choice([1, 1000, 20_000, 2**25]))
-        limits, ranks = Limits(4, draw.randint(4, 300), 1024), draw.randint(1, 5)
-        layer = attrs.evolve(C4A, num_heads=heads)
-        plan = plan_workspace(layer, limits, ReferenceBackend(), FP8, ranks=ranks).arenas["ranks"]
+        limits, ranks = Limits(4, draw.randint(4, 200 if divides_heads else 300), 1024), draw.randint(1, 5)
+        plan = plan_workspace(layer, limits, ReferenceBackend(), FP8, ranks=ranks, divides_heads=divides_heads)
         sizes = [
-            simultaneous_bytes(rank_buffers.merge_specs(ranks, tokens, heads, layer.head_dim, dtype))
+            simultaneous_bytes(specs_of(ranks, tokens, heads, layer.head_dim, dtype))
             for tokens in range(limits.max_num_batched_tokens + 1)
         ]
-        assert max(sizes) <= plan
         # the plan is for fp32 too, whose pieces may have a second place where those of bf16 have one
-        assert max(sizes) >= plan / (2 if dtype == torch.float32 else 3)
+        planned = plan.arenas["ranks"]
+        assert planned / (2 if dtype == torch.float32 else 3) <= max(sizes) <= planned
 
 
-def test_layers_without_entries_and_plans_without_ranks_have_no_such_lane() -> None:
+def test_layers_without_entries_and_plans_without_ranks_have_no_such_arena() -> None:
     limits, backend = Limits(4, 64, 256), ReferenceBackend()
     assert "ranks" not in plan_workspace(SMALL.layer_of_kind(LayerKind.SWA), limits, backend, FP8, ranks=2).arenas
     without = plan_workspace(C4A, limits, backend, FP8)

@@ -161,7 +161,7 @@ def test_what_fits_still_works_after_lock_and_unlock_lets_it_grow() -> None:
     assert manager.size() == 1280
 
 
-def test_a_locked_lane_nobody_reserved_is_too_small_for_anything_but_nothing() -> None:
+def test_a_locked_arena_that_was_not_reserved_has_no_memory() -> None:
     manager = WorkspaceManager()
     manager.lock()
 
@@ -194,7 +194,7 @@ def test_a_negative_size_is_refused_before_anything_is_handed_out() -> None:
     assert manager.size() == 0
 
 
-def test_g11_lanes_have_their_own_memory() -> None:
+def test_g11_arenas_have_their_own_memory() -> None:
     manager = WorkspaceManager()
     (decode,) = manager.get_simultaneous(((256,), U8), arena="decode")
     (prefill,) = manager.get_simultaneous(((512,), U8), arena="prefill")
@@ -210,7 +210,7 @@ def test_g11_lanes_have_their_own_memory() -> None:
     requests=st.lists(st.tuples(specs_strategy, st.sampled_from(["decode", "prefill"])), max_size=8),
     debug=st.booleans(),
 )
-def test_g11_after_any_history_views_lie_in_the_memory_their_lane_has_now(
+def test_g11_after_any_history_views_lie_in_the_memory_their_arena_has_now(
     requests: list[tuple[list[tuple[list[int], torch.dtype]], str]], debug: bool
 ) -> None:
     check_histories(WorkspaceManager(debug=debug), requests)
@@ -261,7 +261,7 @@ def test_memory_made_in_one_autograd_mode_can_be_written_in_any_other(grown: Any
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_lane_of_any_size_serves_every_dtype(dtype: torch.dtype) -> None:
+def test_an_arena_of_any_size_serves_every_dtype(dtype: torch.dtype) -> None:
     manager = WorkspaceManager()
     manager.reserve(WorkspacePlan({"default": 1001}))
     manager.lock()
@@ -343,7 +343,7 @@ def test_reserving_twice_keeps_the_larger() -> None:
         assert (manager.size("prefill"), manager.size("decode")) == (has, 0)
 
 
-def test_the_union_of_plans_is_the_larger_of_each_lane() -> None:
+def test_the_union_of_plans_is_the_larger_of_each_arena() -> None:
     left = WorkspacePlan({"decode": 10, "prefill": 300}, transient_bytes=5)
     right = WorkspacePlan({"prefill": 200, "extra": 7}, transient_bytes=9)
     both = left.union(right)
