@@ -55,7 +55,7 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
         "C4 C7",
         "A4",
     ),
-    "another request's row read": (mutants.NeighbourRow, "A1,A2,F1", "A1", "F1"),
+    "another request's row read": (mutants.NeighbourRow, "layers-mixed,F1", "F8", "F1"),
     "int32 offsets": (mutants.Overflow, "far-decode,far-prefill,moved-swa-*", "A5", "C4"),
     "stale workspace": (lambda: Scratch(clears=False), "W2", "W2 D1", ""),
     "scratch beyond its bound": (lambda: Scratch(bound=0.9), "W1", "W1", ""),

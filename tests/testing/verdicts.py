@@ -12,9 +12,16 @@ from dsv4attn.testing.conform import Certificate, Subject, conform
 __all__ = ["all_fail", "breaks", "certificate_of", "none_fail"]
 
 
+_SLIPS = "TypeError", "AttributeError", "NameError", "ImportError", "UnboundLocalError"
+"""Errors of a mutant that does not fit the contract any more: the kit finds such a mutant whatever its bug is."""
+
+
 def certificate_of(make: Callable[[], Any], patterns: str) -> Certificate:
-    """The kit's verdict on a backend, by the cases of some patterns."""
-    return conform(Subject.of(make()), chosen(CASES, patterns))
+    """The kit's verdict on a backend, by the cases of some patterns. No case may fail by a slip in the mutant itself."""
+    certificate = conform(Subject.of(make()), chosen(CASES, patterns))
+    failed = [(outcome.case.name, outcome.trace.strip().splitlines()[-1:]) for outcome in certificate.of("failed")]
+    assert [(name, last) for name, last in failed if last and last[0].startswith(_SLIPS)] == []
+    return certificate
 
 
 def none_fail(make: Callable[[], Any], patterns: str) -> None:
