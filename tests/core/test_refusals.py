@@ -422,7 +422,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         partial(BlockScaledWeight.of, SimpleNamespace(weight=FP8_WEIGHT.weight()), "wo_b"),
-        r"wo_b\.weight: expected weight_scale_inv, weight_scale or scale beside .* none",
+        r"wo_b\.weight: expected weight_scale_inv, weight_scale or scale next to .* none",
     ),
     (partial(BlockScaledWeight.of, FP8_WEIGHT.codes, "wo_b"), "wo_b: expected a dtype that says"),
     (partial(BlockScaledWeight.of, None, "wo_b"), "wo_b: expected a tensor, a BlockScaledWeight, or a module"),
