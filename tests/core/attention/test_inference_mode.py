@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.rocm.metadata import RocmMetadata
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.memory.workspace import WorkspaceManager
@@ -19,8 +20,8 @@ from tests.harness import SMALL, batch_of
 KINDS = (LayerKind.SWA, LayerKind.CSA, LayerKind.HCA)
 
 
-class WithExtension:
-    """A backend with metadata of its own, as ROCm's has them."""
+class WithExtension(ReferenceBackend):
+    """A backend that extends the metadata, as the one for ROCm does."""
 
     name = "extending"
 
