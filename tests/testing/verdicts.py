@@ -17,7 +17,7 @@ _SLIPS = "TypeError", "AttributeError", "NameError", "ImportError", "UnboundLoca
 
 
 def certificate_of(make: Callable[[], Any], patterns: str) -> Certificate:
-    """The kit's verdict on a backend, by the cases of some patterns. No case may fail by a slip in the mutant itself."""
+    """The verdict of the kit on a backend, by some cases. No case may fail by a slip in the mutant itself."""
     certificate = conform(Subject.of(make()), chosen(CASES, patterns))
     failed = [(outcome.case.name, outcome.trace.strip().splitlines()[-1:]) for outcome in certificate.of("failed")]
     assert [(name, last) for name, last in failed if last and last[0].startswith(_SLIPS)] == []

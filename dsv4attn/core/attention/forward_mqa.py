@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import inf
 
 from torch import Tensor, is_inference_mode_enabled
@@ -25,7 +25,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.torch_modes import without_modes
 
-__all__ = ["attend", "forward_mqa", "phase_call_of", "run_phase_calls"]
+__all__ = ["attend", "forward_mqa", "phase_call_of"]
 
 
 @without_modes
@@ -75,21 +75,13 @@ def forward_mqa(
     )
 
 
-def attend(call: ForwardCall) -> None:
-    """`forward_mqa` of a call object. Whoever calls this leaves autocast and gradients."""
-    metadata = call.metadata
-    # attention to one rank's own entries, for `merge_over_ranks`, has an lse and no sink
-    is_rank_share = call.lse is not None and call.attn_sink is None
-    if getattr(metadata, "ownership", None) is not None and call.layer.has_entries and not is_rank_share:
-        metadata.check_owner(None)  # type: ignore[union-attr]
-    for _ in run_phase_calls(call):
-        pass
+def attend(  # noqa: C901, PLR0912, PLR0915 - every function more is a frame more for every layer
+    call: ForwardCall, *, after_each: Callable[[slice], None] | None = None
+) -> None:
+    """`forward_mqa` of a call object: its phase calls in order, prefill first. Padding is written at the end.
 
-
-def run_phase_calls(call: ForwardCall) -> Iterator[slice]:  # noqa: C901, PLR0912 - no frame more on the hot path
-    """Run the phase calls of a call in order, prefill first, and yield the rows of out and lse after each.
-
-    Padding is written at the end. Raises as `forward_mqa` does.
+    The caller leaves autocast and gradients. Raises as `forward_mqa` does.
+    after_each: gets the rows of out and lse that a phase call has just written.
     """
     metadata, workspace, caches = call.metadata, call.workspace, call.caches
     q, out, attn_sink, topk_indices, lse = call.q, call.out, call.attn_sink, call.topk_indices, call.lse
@@ -99,6 +91,10 @@ def run_phase_calls(call: ForwardCall) -> Iterator[slice]:  # noqa: C901, PLR091
         workspace.reserve(plan, caller="warm-up")
         out.zero_()
         return
+    # attention to one rank's own entries, for `merge_over_ranks`, has an lse and no sink
+    is_rank_share = lse is not None and attn_sink is None
+    if getattr(metadata, "ownership", None) is not None and call.layer.has_entries and not is_rank_share:
+        metadata.check_owner(None)
     try:
         prepared = metadata.swa.prepared
         owners = call.backend, call.layer, call.limits, workspace, metadata.compressed, caches.signature
@@ -135,7 +131,8 @@ def run_phase_calls(call: ForwardCall) -> Iterator[slice]:  # noqa: C901, PLR091
                 prepared_call.run(tensors)
         else:
             prepared_call.run(tensors)
-        yield prepared_call.tokens
+        if after_each is not None:
+            after_each(prepared_call.tokens)
     if forward.num_tokens < q.shape[0]:
         out[forward.num_tokens :].zero_()
         if lse is not None:

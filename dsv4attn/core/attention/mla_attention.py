@@ -35,7 +35,6 @@ from dsv4attn.core.contract.backend import Backend, KeyForm, RawQuery
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.workspace import WorkspaceManager, current_workspace_manager
 from dsv4attn.core.metadata.forward_context import get_forward_context
-from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.model.quantized_weight import Weight
 from dsv4attn.core.model.rope import is_rotation
@@ -269,13 +268,8 @@ def _needs_dispatcher(*tensors: Tensor) -> bool:
     )
 
 
-def _current(layer: DeepseekV4MLAAttention, caches: LayerCaches | None) -> tuple[LayerCaches, AttentionMetadata | None]:
-    """Caches of a layer, and its metadata of the current step."""
-    if caches is None:
-        raise Dsv4AttnError(f"layer {layer.prefix} has no caches -> call bind_kv_cache first")
-    geometry = layer.geometry
-    metadata = get_forward_context().for_layer(layer.prefix, layer.swa_prefix, geometry.kind, geometry.compress_ratio)
-    return caches, metadata
+def _no_caches(layer: DeepseekV4MLAAttention) -> Dsv4AttnError:
+    return Dsv4AttnError(f"layer {layer.prefix} has no caches -> call bind_kv_cache first")
 
 
 def _insert(
@@ -286,10 +280,13 @@ def _insert(
     positions: Tensor,
     table: Tensor,
 ) -> None:
-    caches, metadata = _current(bound, caches)
+    if caches is None:
+        raise _no_caches(bound)
+    geometry, backend, context = bound.geometry, bound.backend, get_forward_context()
+    metadata = context.for_layer(bound.prefix, bound.swa_prefix, geometry.kind, geometry.compress_ratio)
     if metadata is None:
         return
-    slots, geometry, backend = metadata.swa.slot_mapping, bound.geometry, bound.backend
+    slots = metadata.swa.slot_mapping
     check_insert(q, kv, positions, slots, table, caches.swa, geometry)
     raw_q = bound.raw_query(positions, table) if metadata.swa.num_prefill_tokens else None
     if raw_q is not None:
@@ -310,8 +307,10 @@ def _forward(
     positions: Tensor,
     output: Tensor,
 ) -> None:
-    caches, metadata = _current(bound, caches)
-    raw_q = None
+    if caches is None:
+        raise _no_caches(bound)
+    geometry, raw_q, context = bound.geometry, None, get_forward_context()
+    metadata = context.for_layer(bound.prefix, bound.swa_prefix, geometry.kind, geometry.compress_ratio)
     if metadata is not None:
         if metadata.source_rows is not None:
             topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
@@ -324,7 +323,7 @@ def _forward(
         bound.backend,
         bound.workspace or current_workspace_manager(),
         output,
-        bound.geometry,
+        geometry,
         bound.limits,
         attn_sink,
         topk_indices,

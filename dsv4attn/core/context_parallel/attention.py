@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.checks import check_forward_call
-from dsv4attn.core.attention.forward_mqa import attend, run_phase_calls
+from dsv4attn.core.attention.forward_mqa import attend
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
@@ -89,8 +89,7 @@ def forward_mqa_over_ranks(context: RankExchange, call: ForwardCall) -> None:
         token_ranges=shares.ranges,
     )
     rows = [tensor[tokens] for tensor in (call.out, call.lse) if tensor is not None]
-    for done in run_phase_calls(prefill_call):
-        shares.reached(done.stop - tokens.start, rows)
+    attend(prefill_call, after_each=lambda written: shares.reached(written.stop - tokens.start, rows))
     shares.finish()
 
 
@@ -125,8 +124,7 @@ def _attend_to_own_entries(context: RankExchange, call: ForwardCall) -> None:
         chunk_tokens=part_tokens(ranks, row_bytes),
         result_buffers=None if metadata.num_prefill_tokens else merging.sent_views(),
     )
-    for done in run_phase_calls(rank_call):
-        merging.reached(done.stop)
+    attend(rank_call, after_each=lambda written: merging.reached(written.stop))
     merging.finish()
 
 

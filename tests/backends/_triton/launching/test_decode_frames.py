@@ -25,7 +25,7 @@ from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine
 
 PACKAGE = Path(dsv4attn.__file__).parent
-MAX_FRAMES, MAX_FILES = 16, 8
+MAX_FRAMES, MAX_FILES = 13, 8
 LIMITS = Limits(max_num_reqs=2, max_num_batched_tokens=2, max_model_len=1024)
 
 
