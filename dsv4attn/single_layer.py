@@ -84,7 +84,7 @@ class SingleLayer:
         return self.geometry.hidden_size
 
     def new_request(self) -> CachedSequence:
-        """A request without tokens. `caches.free(request)` gives its pages back; `caches` can also fork and truncate it."""
+        """A request without tokens. `caches` can free, fork and truncate it."""
         return self.caches.new()
 
     def random_hidden(self, num_tokens: int) -> Tensor:
