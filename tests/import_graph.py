@@ -11,10 +11,10 @@ from pathlib import Path
 
 import dsv4attn
 
-__all__ = ["CORE_ROOMS", "circles", "flowchart", "modules", "room_of", "upward_imports"]
+__all__ = ["CORE_FOLDERS", "circles", "flowchart", "folder_of", "modules", "upward_imports"]
 
 PACKAGE = Path(dsv4attn.__file__).parent
-CORE_ROOMS = (
+CORE_FOLDERS = (
     "layer",
     "context_parallel",
     "attention",
@@ -78,22 +78,22 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return [[*group] for group in sorted(groups)]
 
 
-def room_of(module: str) -> str | None:
-    """The room of a module of core; None for modules outside core, and for the package `core` itself."""
+def folder_of(module: str) -> str | None:
+    """The folder of a module of core; None for modules outside core, and for the package `core` itself."""
     first, *rest = module.split(".")
     if first != "core" or not rest:
         return None
-    return rest[0] if rest[0] in CORE_ROOMS else "ground"
+    return rest[0] if rest[0] in CORE_FOLDERS else "ground"
 
 
 def upward_imports(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
-    """(module, what it imports) where a room of core imports one that stands before it in CORE_ROOMS."""
+    """(module, what it imports) where a folder of core imports one that stands before it in CORE_FOLDERS."""
     return [
         (module, other)
         for module, others in sorted(graph.items())
         for other in sorted(others)
-        if (room := room_of(module)) and (target := room_of(other))
-        if CORE_ROOMS.index(target) < CORE_ROOMS.index(room)
+        if (folder := folder_of(module)) and (target := folder_of(other))
+        if CORE_FOLDERS.index(target) < CORE_FOLDERS.index(folder)
     ]
 
 
@@ -150,12 +150,12 @@ def _node(part: str) -> str:
 
 
 def main() -> None:
-    """Print core's rooms in order, imports that run up, circles of the whole package, and the flowchart."""
+    """Print core's folders in order, imports that run up, circles of the whole package, and the flowchart."""
     graph = modules()
-    print("rooms of core, each imports only rooms after it:")
-    for room in CORE_ROOMS:
-        found = sorted(module for module in graph if room_of(module) == room)
-        print(f"  {room:<17} {len(found):>2} modules")
+    print("folders of core, each imports only folders after it:")
+    for folder in CORE_FOLDERS:
+        found = sorted(module for module in graph if folder_of(module) == folder)
+        print(f"  {folder:<17} {len(found):>2} modules")
     print("upward imports:", *(f"\n  {module} -> {other}" for module, other in upward_imports(graph) or [("none", "")]))
     print("circles:", *(f"\n  {', '.join(group)}" for group in circles(graph) or [["none"]]))
     print(flowchart())

@@ -1,4 +1,4 @@
-"""No file of the package imports in a circle, and no room of core imports a room that stands before it."""
+"""No file of the package imports in a circle, and no folder of core imports a folder that stands before it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ def test_the_package_has_no_circle() -> None:
     assert import_graph.circles(import_graph.modules()) == []
 
 
-def test_rooms_of_core_import_only_rooms_after_them() -> None:
+def test_folders_of_core_import_only_folders_after_them() -> None:
     graph = import_graph.modules()
 
     assert import_graph.upward_imports(graph) == []
-    rooms = {room for module in graph if (room := import_graph.room_of(module))}
-    assert rooms == {*import_graph.CORE_ROOMS}, "every folder of core is in the list"
+    folders = {folder for module in graph if (folder := import_graph.folder_of(module))}
+    assert folders == {*import_graph.CORE_FOLDERS}, "every folder of core is in the list"
 
 
 def test_a_planted_circle_and_a_planted_upward_import_are_found() -> None:
@@ -27,7 +27,7 @@ def test_a_planted_circle_and_a_planted_upward_import_are_found() -> None:
     assert high in found
 
 
-def test_folders_of_core_have_nothing_but_rooms() -> None:
+def test_folders_of_core_have_nothing_but_the_listed_folders() -> None:
     folders = {path.name for path in (import_graph.PACKAGE / "core").iterdir() if (path / "__init__.py").is_file()}
 
-    assert folders == {*import_graph.CORE_ROOMS} - {"ground"}
+    assert folders == {*import_graph.CORE_FOLDERS} - {"ground"}

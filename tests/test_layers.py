@@ -16,14 +16,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dsv4attn"
 
-# a layer is a top-level module or package of dsv4attn, except that each room under backends/ is a layer of its own, and
+# a layer is a top-level module or package of dsv4attn, except that each folder under backends/ is a layer of its own, and
 # so are the parts of tools/, under their own names, and the files of the oracle. "root" is dsv4attn/__init__: a public
 # name reached as `dsv4attn.load_backend`.
 TOP = {"__main__", "backends", "compat", "config", "core", "errors", "hookspecs"} | {
-    "integrations", "plugins", "selection", "serving", "testing", "tools"
+    "integrations", "plugins", "selection", "serving", "single_layer", "testing", "tools"
 }  # fmt: skip
-ROOM = "backends/<room>"
-STEPS = "backends/_triton"
+DEVICE = "backends/<device>"
+SHARED = "backends/_triton"
 ORACLE = "testing/oracle"
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -34,10 +34,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hookspecs": {"errors", "core"},
     "plugins": {"errors", "core", "config", "hookspecs"},
     "selection": {"errors", "core", "config", "hookspecs", "plugins"},
-    "root": {"errors", "core", "serving", "selection"},
+    # a first layer with defaults for everything
+    "single_layer": {"errors", "core", "serving", "selection"},
+    "root": {"errors", "core", "serving", "selection", "single_layer"},
     "backends": set(),
-    STEPS: {"errors", "core"},
-    ROOM: {"errors", "core", "hookspecs", STEPS},
+    SHARED: {"errors", "core"},
+    DEVICE: {"errors", "core", "hookspecs", SHARED},
     # the oracle is an independent witness: it shares no line with what it judges.
     ORACLE: set(),
     "testing": {"errors", "core", "selection", "root", ORACLE},
@@ -62,14 +64,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bench",
         # what the wheels of engines share
         "integrations",
-        # to cross-compile what rooms say they have.
-        STEPS,
+        # to cross-compile what backends say they have.
+        SHARED,
     },
     "__main__": {"cli"},
     "tools": set(),
 }
-# the registry reaches a room by a string, so that naming a room is not importing it.
-MAY_NAME_ROOMS = {"plugins", "selection"}
+# the registry reaches a backend by a string, so that naming a backend is not importing it.
+MAY_NAME_BACKENDS = {"plugins", "selection"}
 
 
 def layer_of(module: str) -> str:
@@ -88,7 +90,7 @@ def layer_of(module: str) -> str:
 
 def rule_of(layer: str) -> set[str]:
     """Return the layers that this one may import besides itself."""
-    return MAY_IMPORT.get(layer, MAY_IMPORT[ROOM] if layer.startswith("backends/") else set())
+    return MAY_IMPORT.get(layer, MAY_IMPORT[DEVICE] if layer.startswith("backends/") else set())
 
 
 def text_start(node: ast.expr) -> str:
@@ -148,12 +150,12 @@ def forbidden_torch(module: str) -> set[str]:
 
 
 def forbidden_outside(module: str) -> set[str]:
-    """Return the packages that a module may not import: triton is for rooms, and a room answers before it loads."""
+    """Return the packages that a module may not import: triton is for backends, and a backend answers before it loads."""
     layer = layer_of(module)
     if not layer.startswith("backends/"):
         return set() if layer == "cli" else {"triton"}
     is_door = module.count(".") == 2
-    return {"torch", "triton"} if layer != STEPS and (is_door or module.endswith(".support")) else set()
+    return {"torch", "triton"} if layer != SHARED and (is_door or module.endswith(".support")) else set()
 
 
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
@@ -166,8 +168,8 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
         if name.split(".")[0] != "dsv4attn":
             continue
         target = layer_of(name)
-        named_room = as_text and target.startswith("backends") and layer in MAY_NAME_ROOMS
-        if not (target == layer or target in rule_of(layer) or named_room):
+        names_backend = as_text and target.startswith("backends") and layer in MAY_NAME_BACKENDS
+        if not (target == layer or target in rule_of(layer) or names_backend):
             found.append(f"{module}:{line}: {layer} may not import {target} ({name})")
     banned = forbidden_torch(module)
     found += [f"{module}:{line}: may not name torch.{part}" for line, part in torch_parts(tree) if part in banned]
@@ -194,7 +196,7 @@ def test_the_rules_saw_the_package() -> None:
     layers = {layer_of(module_name(path)) for path in FILES}
 
     assert {"root", "errors", "core"} <= layers
-    assert {layer for layer in layers if layer.startswith("backends/")} - {STEPS}, "no room was seen"
+    assert {layer for layer in layers if layer.startswith("backends/")} - {SHARED}, "no backend was seen"
     assert {layer.partition("/")[0] for layer in layers} <= {"root", "bench", "cli", "replay", *TOP}
     assert len([path for path in FILES if layer_of(module_name(path)) == "core"]) > 1
 
@@ -205,7 +207,7 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
     assert present - TOP - {"__init__", "__pycache__"} == set()
 
 
-def test_every_room_has_the_same_furniture() -> None:
+def test_every_backend_has_the_same_files() -> None:
     """`compat`: a compiler's names in its releases. `leading_values`: attention that only a front door calls.
 
     `small_decode`: decodes of few tokens. `ptx`: text of inline assembly, which is no kernel. `flashinfer`: calls of
@@ -218,12 +220,14 @@ def test_every_room_has_the_same_furniture() -> None:
     )
     needed, allowed = furniture
     families = ("kernels_", "flashinfer")
-    rooms = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}
-    for room in {room for room in rooms if room.parent == PACKAGE / "backends"} - {PACKAGE / "backends" / "_triton"}:
-        found = {path.stem for path in room.iterdir() if path.suffix == ".py"}
+    folders = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}
+    for folder in {folder for folder in folders if folder.parent == PACKAGE / "backends"} - {
+        PACKAGE / "backends" / "_triton"
+    }:
+        stems = {path.stem for path in folder.iterdir() if path.suffix == ".py"}
 
-        assert found >= needed, room.name
-        assert {stem for stem in found - needed - allowed if not stem.startswith(families)} == set(), room.name
+        assert stems >= needed, folder.name
+        assert {stem for stem in stems - needed - allowed if not stem.startswith(families)} == set(), folder.name
 
 
 def test_the_table_is_closed_and_has_no_cycle() -> None:

@@ -223,11 +223,10 @@ def test_the_readme_has_every_page_of_the_docs() -> None:
     assert {f"docs/{path.name}" for path in ROOT.glob("docs/*.md")} <= set(links(README))
 
 
-def test_the_changelog_has_each_heading_once_in_one_order_between_blank_lines() -> None:
+def test_the_changelog_has_each_heading_once_between_blank_lines() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    order = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"]
 
     for version in text.split("\n## ")[1:]:
         titles = re.findall(r"^### (.+)$", version, re.MULTILINE)
-        assert titles == [title for title in order if title in titles]
+        assert len(titles) == len(set(titles))
     assert not re.search(r"[^\n]\n#|^#[^\n]*\n[^\n]", text, re.MULTILINE)

@@ -226,7 +226,7 @@ def a_hook(*_: object, **__: object) -> None:
 
 
 def slow() -> list[str]:
-    """Kernels of rooms that are launched by Triton's launcher every time."""
+    """Kernels of backends that are launched by Triton's launcher every time."""
     found = []
     for package in (_triton, sm120, xpu):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

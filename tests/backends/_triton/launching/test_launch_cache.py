@@ -133,7 +133,7 @@ def test_a_kernel_that_needs_memory_for_each_program_is_left_to_its_launcher(fac
     assert told["HIPLauncher profile_scratch_size"] == [False, True]
 
 
-def test_every_kernel_of_a_room_can_be_launched_again(facts: dict[str, Any]) -> None:
+def test_every_kernel_of_a_backend_can_be_launched_again(facts: dict[str, Any]) -> None:
     assert facts["slow"] == []
 
 
