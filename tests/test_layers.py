@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dsv4attn"
 
-# a layer is a top-level module or package of dsv4attn, except that each folder under backends/ is a layer of its own, and
+# a layer is a top-level module or package of dsv4attn. Each folder under backends/ is a layer of its own too, and
 # so are the parts of tools/, under their own names, and the files of the oracle. "root" is dsv4attn/__init__: a public
 # name reached as `dsv4attn.load_backend`.
 TOP = {"__main__", "backends", "compat", "config", "core", "errors", "hookspecs"} | {
@@ -150,7 +150,7 @@ def forbidden_torch(module: str) -> set[str]:
 
 
 def forbidden_outside(module: str) -> set[str]:
-    """Return the packages that a module may not import: triton is for backends, and a backend answers before it loads."""
+    """Return the packages that a module may not import: triton is for backends, which answer before they load it."""
     layer = layer_of(module)
     if not layer.startswith("backends/"):
         return set() if layer == "cli" else {"triton"}
@@ -213,12 +213,11 @@ def test_every_backend_has_the_same_files() -> None:
     `small_decode`: decodes of few tokens. `ptx`: text of inline assembly, which is no kernel. `flashinfer`: calls of
     that library. Functions under the names of other libraries stand in `dsv4attn/compat`.
     """
-    furniture = (
+    needed, allowed = (
         {"__init__", "launch"},
         {"kernels", "tuning", "metadata", "explain_notes", "probe", "support"}
         | {"compat", "hyper_connections", "index_logits", "leading_values", "ops", "ptx", "small_decode"},
     )
-    needed, allowed = furniture
     families = ("kernels_", "flashinfer")
     folders = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}
     for folder in {folder for folder in folders if folder.parent == PACKAGE / "backends"} - {
