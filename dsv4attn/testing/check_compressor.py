@@ -648,7 +648,7 @@ def run_latents(
     requests, positions = np.array(tokens, dtype=np.int64).reshape(-1, 2).T
     live = inputs.tensor(np.flatnonzero(requests >= 0))
     kv, score = (
-        torch.full((len(tokens), inputs.dim), math.nan, device=inputs.device).index_copy_(
+        torch.full((len(tokens), inputs.dim), math.nan, device=inputs.device, dtype=torch.float32).index_copy_(
             0, live, inputs.values(stream, spans)
         )
         for stream in (LATENT_KV, LATENT_SCORE)

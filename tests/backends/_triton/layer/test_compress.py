@@ -384,11 +384,11 @@ BUGS: dict[str, tuple[tuple[int, str], dict[str, Any]]] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (ratio, function), changes = BUGS[bug]
-    step = Entries(LAYOUTS[3], ratio, ratio == 4, 2)
-    step.check()
+    Entries(LAYOUTS[3], ratio, ratio == 4, 2).check()
     change_constants(monkeypatch, function, **changes)
+    # other values: what a mutant leaves unwritten may be memory in which the right values of the first check stand
     with pytest.raises(AssertionError):
-        step.check()
+        Entries(LAYOUTS[3], ratio, ratio == 4, 3).check()
 
 
 @pytest.mark.parametrize(("rows", "lanes"), [(1, 1), (2, 4), (8, 2), (4, 8)])
