@@ -57,12 +57,18 @@ def test_the_python_examples_run_in_order_and_print_what_they_say(page: str) -> 
     assert promised(python(page)) == printed(python(page))
 
 
-def test_there_is_a_bound_c4a_layer_a_decode_step_and_flash_mla() -> None:
-    text = "".join(EXAMPLES)
+def test_the_readme_runs_a_prefill_and_a_decode_in_fifteen_lines() -> None:
+    lines = [line for line in "".join(EXAMPLES).splitlines() if line.strip()]
 
-    assert len(EXAMPLES) >= 3
-    assert len(promised(EXAMPLES)) >= 4
-    for name in ("DeepseekV4MLAAttention(", 'layer_of_kind("c4a")', "set_forward_context(", "-> decode: ", "flash_mla"):
+    assert len(lines) <= 15
+    assert len(promised(EXAMPLES)) == 2
+    assert "SingleLayer(" in EXAMPLES[0]
+
+
+def test_the_guide_binds_a_layer_of_an_engine() -> None:
+    text = "".join(python(GUIDE))
+
+    for name in ("DeepseekV4MLAAttention(", "set_forward_context("):
         assert name in text
 
 
