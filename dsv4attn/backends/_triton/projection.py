@@ -135,7 +135,7 @@ def variants(
 ) -> Iterator[Variant]:
     """Every variant that the step can need on an architecture. aligned: whether rows of outputs and matrices are."""
     dtype, width = torch.promote_types(o_dtype, w_dtype), nope + rope
-    aligned = aligned and all(width * each.itemsize % WIDE == 0 for each in (o_dtype, w_dtype))
+    aligned = aligned and all(width * dtype.itemsize % WIDE == 0 for dtype in (o_dtype, w_dtype))
     tiles = [(PLAIN if dtype == torch.float32 else tile, WIDE) for tile in tiles_for(arch)]
     if not aligned:
         tiles.append((PLAIN, 1))

@@ -100,11 +100,11 @@ _MEASURED = (
     "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench decode prefill --backend triton, before conversions"
 )
 # records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9, which the gates forbid; they would save 5 and
-# 3 % for 64 and 256 tokens of c4a. Conversions save 4, 7 and 4 % for 8, 64 and 256 tokens, beside shifts (2026-11-25)
+# 3 % for 64 and 256 tokens of c4a. Conversions save 4, 7 and 4 % for 8, 64 and 256 tokens, over shifts (2026-11-25)
 # programs of 16 and 32 heads take 0.65 to 0.88 of the time with 8 warps, and with 4 spill
 _LARGE = Tuning(narrow_warps=8, chained=False, assembly=True, converts=True, prefetch=False, measured=_MEASURED)
 # a program of few heads loads less of q and stores less of a part, and decodes its keys anew
-_MEASURED_SMALL = "H200, torch 2.11, Triton 3.6, 2026-11-23: 1 to 32 tokens, 12 forms beside each other"
+_MEASURED_SMALL = "H200, torch 2.11, Triton 3.6, 2026-11-23: 1 to 32 tokens, 12 forms in turn"
 _SMALL = evolve(_LARGE, chained=True, measured=_MEASURED_SMALL)
 HOPPER = evolve(
     _LARGE,

@@ -121,7 +121,7 @@ def allocate_codes(LAYOUT: gl.constexpr):
 def allocate_fetched():
     """Shared memory of what `fetch` copies one tile ahead: 320 codes of each key, scales, and indices of two tiles.
 
-    Behind them, of one tile, addresses of its records, 0 where there is none.
+    After them come the addresses of one tile's records, 0 where there is none.
     """
     raw = (
         gl.allocate_shared_memory(gl.int32, [64, 32], PAIRS_S),

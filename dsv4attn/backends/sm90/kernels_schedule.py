@@ -215,7 +215,7 @@ def advance(keys, chunk, walk):
 
 @triton.jit
 def _settle(keys, chunk, t, pos, n0, n1, k, last):
-    """A walk, once it has left rows that have no tile from k on. Behind all rows, t is `tokens`.
+    """A walk, once it has left rows that have no tile from k on. Past all rows, t is `tokens`.
 
     As little as possible is carried from tile to tile: it takes registers that keys need.
     """
@@ -431,7 +431,9 @@ def powers_of(largest):
 
 @triton.jit
 def store_split(table, chunk, t, pos, n):
-    """Store that this program (of those for one block of heads) is the first of so many that share row t of n tiles.
+    """Store the first program that shares row t of n tiles, which is this one, and the number of programs that do.
+
+    Programs are counted among those for one block of heads.
 
     The table has a line for each row, which names its first program; or, if rows are more than programs, a line for
     each program, which names the row. Of the rows that begin in a chunk only the last may be split: it overwrites those

@@ -265,8 +265,8 @@ class PrefillCostModel:
         for i in range(_SAMPLES):
             token = i * (tokens - 1) // (_SAMPLES - 1)
             request = bisect_right(ends, token)
-            before, count = requests[request]
-            seen = before + token - (ends[request] - count) + 1
+            context, count = requests[request]
+            seen = context + token - (ends[request] - count) + 1
             entries = layer.entries(seen)
             window, entries = min(seen, layer.window), min(entries, layer.topk) if layer.topk else entries
             tiles.append(-(-window // 64) - (-entries // 64))

@@ -63,7 +63,7 @@ def paging(inside, a, b, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def load_slots(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Indices of a tile's N columns, -1 behind its segment's length and in tiles past the last.
+    """Indices of a tile's N columns, -1 past its segment's length and in tiles past the last.
 
     row0, row1: pointers to [len0] and [len1] int32, as `columns_of` returns them.
     """
@@ -163,7 +163,7 @@ def product_in_steps(
     """Acc + q @ key^T with both read from memory, 64 columns at a time.
 
     q_row: pointers [BH] to rows of q. C: columns of a padded key, which is read once more for the other product: on
-    RDNA, one that is held beside operands of the matrix unit spills.
+    RDNA, one that is held together with operands of the matrix unit spills.
     """
     base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
     W: tl.constexpr = min(C, 64)

@@ -65,7 +65,7 @@ def load_words(base, slot, ok, paging, page_stride16, nothing, INTERLEAVED: tl.c
         scale = tl.multiple_of((base + (behind + row * 8)).to(tl.pointer_type(tl.int32)), 8)
     of, mask = tl.arange(0, 32)[None, :], ok[:, None]
     short = tl.arange(0, 16)[None, :]
-    # `nothing` is 0, which the compiler cannot prove: each thread loads two words, those beside its RoPE values
+    # `nothing` is 0, which the compiler cannot prove: each thread loads two words, those next to its RoPE values
     x0 = tl.load(data[:, None] + of, mask=mask, other=0)
     x1 = tl.load(data[:, None] + (32 + of), mask=mask, other=0)
     x2 = tl.load(data[:, None] + (64 + of), mask=mask, other=0)
@@ -300,7 +300,7 @@ def read_piece(
     FIRST: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
     NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Columns FIRST .. FIRST + C of each slot's key, [N, C] in DT; columns behind the last are zero.
+    """Columns FIRST .. FIRST + C of each slot's key, [N, C] in DT; columns past the last are zero.
 
     base: pointer to a cache's uint8 pages, or to rows. slot, ok: [N] int32 and bool.
     page_stride, row_stride: in UNITs, elements of rows and bytes of records; the latter know their own row stride.

@@ -286,9 +286,9 @@ def variants(
     """Every variant that `attend` can need with a shape, without the rotation. splits: whether rows are split."""
     chosen, reduced = constants(shape, tuning), _reduce_constants(constants(shape, tuning), tuning)
     caches = [segment.dtype for segment in shape.segments]
-    for given, split in product(call_types(shape.dtype, caches, sinks, lses), splits):
+    for argument_types, split in product(call_types(shape.dtype, caches, sinks, lses), splits):
         absent = dict.fromkeys(("positions", "table"), "none")
-        types = {**given, **absent, **dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")}
+        types = {**argument_types, **absent, **dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")}
         yield Variant.from_types(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
         if split:
             yield Variant.from_types(reduce, types, reduced, num_warps=tuning.reduce_warps)

@@ -54,7 +54,7 @@ fma.rn.bf16x2 $1, b, $3, zero;
 """)
 """PTX that makes $0 and $1, two bf16 values each, of four e4m3 codes $2, a scale $3 and unit $4, each twice in a word.
 
-The upper bytes of all four values are made at once, and so are the lower ones; then they are put beside each other.
+The upper bytes of all four values are made at once, and so are the lower ones; then they are put next to each other.
 """
 
 DECODE_E2M1 = tl.constexpr("""

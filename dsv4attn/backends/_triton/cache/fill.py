@@ -107,10 +107,10 @@ def _constants(
     layout: KVCacheLayout, entries: KVCacheLayout | None, rows: int, records: int, entry_records: int, block: int
 ) -> Constants:
     """Constants of `fill_kernel`. rows, records, entry_records: alignments. block: columns packed together."""
-    own = {**record_constants(layout), "ALIGNED": records}
-    of_entries = own if entries is None else {**record_constants(entries), "ALIGNED": entry_records}
+    window = {**record_constants(layout), "ALIGNED": records}
+    of_entries = window if entries is None else {**record_constants(entries), "ALIGNED": entry_records}
     of_entries = {f"ENTRY_{name}": value for name, value in of_entries.items() if name != "EXACT_CASTS"}
-    return Constants({"BLOCK": block, "BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, **own, **of_entries})
+    return Constants({"BLOCK": block, "BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, **window, **of_entries})
 
 
 def variants(
@@ -120,12 +120,12 @@ def variants(
 
     aligned: whether caches are to 16 bytes. Rows are in the workspace, where all views are.
     """
-    given = "*i32" if ragged else "none"
+    list_type = "*i32" if ragged else "none"
     types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
     types |= {"ENTRIES": "none", "ENTRY_TABLE": "none"} if entries is None else {"ENTRIES": pointer_type(entries.dtype)}
-    types |= dict.fromkeys(("FLAT", "INDPTR", "ROWS", "LENS"), given)
+    types |= dict.fromkeys(("FLAT", "INDPTR", "ROWS", "LENS"), list_type)
     of_rows = row_alignments(layout.head_dim, layout.row_dtype, aligned=True)
     of_entries = (1,) if entries is None else record_alignments(entries, aligned=aligned)
-    for each in product(of_rows, record_alignments(layout, aligned=aligned), of_entries):
-        constants = _constants(layout, entries, *each, CONSTANTS["BLOCK"])
+    for alignments in product(of_rows, record_alignments(layout, aligned=aligned), of_entries):
+        constants = _constants(layout, entries, *alignments, CONSTANTS["BLOCK"])
         yield Variant.from_types(fill_kernel, types, constants, num_warps=WARPS)

@@ -27,7 +27,7 @@ def copy_records(
 
     block, row: [R] int64. Nothing is read of a record that does not exist. ALIGNED: as in `insert_key`.
     CACHE: pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
-    NOPE, ROPE: dims that are codes, and bf16 values behind them. FP4: e2m1 codes, two to a byte, scales in e4m3fn.
+    NOPE, ROPE: dims that are codes, and bf16 values after them. FP4: e2m1 codes, two to a byte, scales in e4m3fn.
     """
     dtype: tl.constexpr = target.dtype.element_ty
     page = CACHE + block * page_stride
@@ -172,7 +172,7 @@ def fill_kernel(
     ENTRY_ALIGNED: tl.constexpr, ENTRY_NOPE: tl.constexpr, ENTRY_ROPE: tl.constexpr, ENTRY_GROUP: tl.constexpr,
     ENTRY_FP4: tl.constexpr, ENTRY_FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (packers + n * (ceil(offset / BLOCK_R) + ceil(window_rows / BLOCK_R)),): all of a chunk behind its lists.
+    """Grid: (packers + n * (ceil(offset / BLOCK_R) + ceil(window_rows / BLOCK_R)),): all of a chunk after its lists.
 
     The first programs pack `group` dense lists each; the others copy BLOCK_R rows of one request, entries, which begin
     at row 0, or window records, which begin at `offset`. tail, slice_tokens: of `cut_lengths`. ENTRY_*: of ENTRIES.

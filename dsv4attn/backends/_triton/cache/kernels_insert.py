@@ -216,7 +216,7 @@ def qnorm_rope_kv_insert_kernel(
     Q,  # [T, HEADS, NOPE + ROPE], overwritten
     KV,  # [T, NOPE + ROPE]
     CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows
-    SLOTS,  # [num_slots] int64; tokens behind them are not inserted
+    SLOTS,  # [num_slots] int64; tokens past them are not inserted
     POSITIONS,  # [T] int64
     TABLE,  # [num_positions, ROPE] fp32, cosines before sines
     q_stride: tl.int64, head_stride: tl.int64, kv_stride: tl.int64, table_stride: tl.int64,

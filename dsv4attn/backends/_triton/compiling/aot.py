@@ -126,34 +126,34 @@ class Resources:
 
     def reasons(self, target: Target) -> list[Reason]:  # noqa: C901 - one limit after the other
         """Every limit of the target that is broken; the compiler checks none of them."""
-        allowed, found = target.shared_per_block, []
+        allowed, failures = target.shared_per_block, []
         if self.shared > allowed:
             cure = "smaller tiles, or fewer stages"
-            found.append(Reason("SHARED_MEMORY", f"{self.shared:,} bytes", f"at most {allowed:,} in a block", cure))
+            failures.append(Reason("SHARED_MEMORY", f"{self.shared:,} bytes", f"at most {allowed:,} in a block", cure))
         if self.threads > MAX_THREADS:
-            found.append(Reason("THREADS", self.threads, f"at most {MAX_THREADS} in a block", "fewer warps"))
+            failures.append(Reason("THREADS", self.threads, f"at most {MAX_THREADS} in a block", "fewer warps"))
         if self.registers > target.registers_per_thread:
-            found.append(Reason("REGISTERS", self.registers, f"at most {target.registers_per_thread} in a thread"))
-        file, taken = 4 * target.warp_size * target.registers, sum(w * target.warp_size * r for w, r in self.roles)
-        if taken > file:
+            failures.append(Reason("REGISTERS", self.registers, f"at most {target.registers_per_thread} in a thread"))
+        file, used = 4 * target.warp_size * target.registers, sum(w * target.warp_size * r for w, r in self.roles)
+        if used > file:
             cure = "fewer registers for one of the roles"
-            found.append(Reason("REGISTER_FILE", f"{taken:,} in all roles", f"at most {file:,} in a block", cure))
+            failures.append(Reason("REGISTER_FILE", f"{used:,} in all roles", f"at most {file:,} in a block", cure))
         if self.spill_stores or self.spill_loads:
             actual = f"{self.spill_stores} bytes stored and {self.spill_loads} loaded per thread"
-            found.append(Reason("SPILLS", actual, "none", "smaller tiles, or more warps"))
+            failures.append(Reason("SPILLS", actual, "none", "smaller tiles, or more warps"))
         elif self.stack:
-            found.append(Reason("SCRATCH", f"{self.stack} bytes of a thread", "none", "no arrays in memory"))
+            failures.append(Reason("SCRATCH", f"{self.stack} bytes of a thread", "none", "no arrays in memory"))
         if self.wave != target.warp_size:
-            found.append(Reason("WAVE", f"{self.wave} threads in a wave", target.warp_size))
+            failures.append(Reason("WAVE", f"{self.wave} threads in a wave", target.warp_size))
         if self.products and not self.matrix:
             cure = "a dtype and a tile that the matrix unit takes"
-            found.append(Reason("MATRIX", "products without matrix instructions", "at least one", cure))
+            failures.append(Reason("MATRIX", "products without matrix instructions", "at least one", cure))
         if self.serialised:
             cure = "fewer registers in flight"
-            found.append(Reason("SERIALISED", self.serialised[0], "matrix instructions that overlap", cure))
-        if not self.occupancy and not found:
-            found.append(Reason("OCCUPANCY", "no block fits", "at least one", "fewer warps, or smaller tiles"))
-        return found
+            failures.append(Reason("SERIALISED", self.serialised[0], "matrix instructions that overlap", cure))
+        if not self.occupancy and not failures:
+            failures.append(Reason("OCCUPANCY", "no block fits", "at least one", "fewer warps, or smaller tiles"))
+        return failures
 
 
 _MATRIX = re.compile(
@@ -204,7 +204,7 @@ def _role_registers(kernel: CompiledKernel) -> tuple[tuple[int, int], ...]:
     """Warps and registers of each role of a warp-specialised kernel of NVIDIA; empty for all others.
 
     The first role has the kernel's own warps and the registers that the other roles leave: the second number in the
-    assembly, behind the registers before the roles split.
+    assembly, after the registers before the roles split.
     """
     text = kernel.asm.get("ttgir", "")
     requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", text)
@@ -296,15 +296,15 @@ def distinctions(variants: Sequence[Variant]) -> dict[Variant, str]:
     by_name: dict[str, list[Variant]] = defaultdict(list)
     for variant in variants:
         by_name[variant.name].append(variant)
-    found = {}
+    labels = {}
     for alike in by_name.values():
         parts = [_parts(variant) for variant in alike]
         columns = {key: [mine.get(key, "") for mine in parts] for mine in parts for key in mine}
         # of parameters that change together, one is enough
         chosen = {tuple(map(column.index, column)): key for key, column in reversed([*columns.items()])}
         keys = [key for key, column in columns.items() if len({*column}) > 1 and key in chosen.values()]
-        found.update({variant: " ".join(columns[key][i] for key in keys) for i, variant in enumerate(alike)})
-    return found
+        labels.update({variant: " ".join(columns[key][i] for key in keys) for i, variant in enumerate(alike)})
+    return labels
 
 
 def _parts(variant: Variant) -> dict[str, str]:

@@ -26,7 +26,9 @@ def release_at_exit() -> None:
 def _release() -> None:
     modules = [module for name, module in [*sys.modules.items()] if name.startswith(_GLUON)]
     named = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    layouts = {base for one in named if one.__name__.endswith("Layout") for base in one.__mro__}
+    layouts = {
+        base for layout_class in named if layout_class.__name__.endswith("Layout") for base in layout_class.__mro__
+    }
     for layout in layouts:
         if layout.__module__.startswith(_GLUON):
             for name in [*vars(layout)]:

@@ -62,7 +62,7 @@ class Variant:
     """One compiled form of a kernel. Two are equal when they compile to the same code.
 
     types: of the parameters that are not constants: "*bf16"; "int" of any width; "fp32"; "none" for an optional pointer
-    that is not given; ":1" behind a pointer that is not aligned to 16 bytes, if the kernel is specialised on that.
+    that is not given; ":1" after a pointer that is not aligned to 16 bytes, if the kernel is specialised on that.
     extra: further options of the compiler, such as maxnreg.
     """
 
@@ -76,9 +76,9 @@ class Variant:
 
     def __attrs_post_init__(self) -> None:
         """Put the types into the order of the parameters, without what compiles nothing."""
-        given, generic = dict(self.types), _unspecialised(self.kernel)
-        names = [name for name in self.kernel.arg_names if name in given]
-        types = tuple((name, _canonical(given[name], specialised=name not in generic)) for name in names)
+        by_name, generic = dict(self.types), _unspecialised(self.kernel)
+        names = [name for name in self.kernel.arg_names if name in by_name]
+        types = tuple((name, _canonical(by_name[name], specialised=name not in generic)) for name in names)
         object.__setattr__(self, "types", types)
 
     @property
@@ -145,8 +145,8 @@ def options(num_warps: int, num_stages: int, *, fp_fusion: bool = True, **extra:
 
 def _unspecialised(kernel: Kernel) -> set[str]:
     """Parameters whose alignment compiles nothing."""
-    given = getattr(kernel, "kwargs", None) or vars(kernel)
-    listed = [*(given.get("do_not_specialize") or ()), *(given.get("do_not_specialize_on_alignment") or ())]
+    options = getattr(kernel, "kwargs", None) or vars(kernel)
+    listed = [*(options.get("do_not_specialize") or ()), *(options.get("do_not_specialize_on_alignment") or ())]
     return {kernel.arg_names[name] if isinstance(name, int) else name for name in listed}
 
 

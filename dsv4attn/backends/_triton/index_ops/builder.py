@@ -73,9 +73,9 @@ def variants(window: int, arch: str = "") -> Iterator[Variant]:
     for kernel in (token_maps_kernel, compressed_kernel, owned_kernel, cached_kernel):
         yield Variant.from_types(kernel, types, _CONSTANTS)
     for replay in ("none", "*i32"):
-        given = {**types, "replay_start": replay}
-        yield Variant.from_types(gather_lens_kernel, given, _CONSTANTS)
-        yield Variant.from_types(window_kernel, given, _tile_of(window), num_warps=_window_warps(arch))
+        replay_types = {**types, "replay_start": replay}
+        yield Variant.from_types(gather_lens_kernel, replay_types, _CONSTANTS)
+        yield Variant.from_types(window_kernel, replay_types, _tile_of(window), num_warps=_window_warps(arch))
 
 
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
@@ -140,8 +140,8 @@ def build_owned_slot_mapping(
 ) -> None:
     """See `core.torch_ops.index_ops`."""
     grid, arguments = _entries_call(tokens, pages, ratio, out)
-    own = ownership.rank, ownership.size, ownership.interleave
-    launch(owned_kernel, grid, (*arguments, *own), _CONSTANTS)
+    rank_arguments = ownership.rank, ownership.size, ownership.interleave
+    launch(owned_kernel, grid, (*arguments, *rank_arguments), _CONSTANTS)
 
 
 def _entries_call(

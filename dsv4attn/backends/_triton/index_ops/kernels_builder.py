@@ -57,7 +57,7 @@ def window_kernel(
     num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, window: tl.int32, causal: tl.int32,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (lens / TOKENS,). Windows of TOKENS rows; row 0 is token `first`. Lengths behind the last row are 0.
+    """Grid: (lens / TOKENS,). Windows of TOKENS rows; row 0 is token `first`. Lengths past the last row are 0.
 
     causal: 1, or 0 for windows of `window` positions before the request's query tokens, and these.
     """
@@ -124,7 +124,7 @@ def compressed_kernel(
     num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, ratio: tl.int32,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (slots / BLOCK,). Entry that each token completes, and how many it sees; nothing behind the last token."""
+    """Grid: (slots / BLOCK,). Entry that each token completes, and how many it sees; nothing past the last token."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     request = tl.load(token_to_req + token, mask=inside, other=-1)

@@ -47,7 +47,7 @@ def slots_of(records, visible, blocks, stride, num_columns, block_size):
 def cut_lengths(seq_len, gather_len, tail, slice_tokens, window):
     """(seq_len, gather_len) of a request (int32) as far as a chunk has it, see `keys.ChunkRows`.
 
-    slice_tokens: query tokens of a part of the request, `tail` of them come behind it; -1 with tail 0 for all of it.
+    slice_tokens: query tokens of a part of the request, `tail` of them come after it; -1 with tail 0 for all of it.
     """
     cut = tl.minimum(tl.maximum(gather_len - tail, 0), slice_tokens + window - 1)
     return seq_len - tail, tl.where(slice_tokens >= 0, cut, gather_len)

@@ -29,7 +29,7 @@ def scan_kernel(
     stride: tl.int64, width: tl.int32, rows: tl.int32,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (1,). Where every row begins, and behind them where the last one ends."""
+    """Grid: (1,). Where every row begins, and after them where the last one ends."""
     total = tl.zeros((), tl.int32)
     tl.store(indptr, total)
     for start in range(0, rows, BLOCK):
@@ -121,7 +121,7 @@ def ragged_translate_kernel(
     num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, rows: tl.int32, scanned: tl.int32,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (max(T, 1),). Slots of a token's visible entries, moved together; -1 behind, up to the row's length.
+    """Grid: (max(T, 1),). Slots of a token's visible entries, moved together. After them -1, up to the row's length.
 
     scanned: as in `pack_kernel`.
     """

@@ -176,23 +176,23 @@ def _driver_call(
     that records instead of the driver's. A launcher that reads a mark, say to allocate memory for each program, fails.
     Then, and where a launcher has other attributes, every launch calls the launcher itself.
     """
-    launcher, own = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    launcher, kernel_arguments = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
     recorded: list[tuple[Any, ...]] = []
     marks, args = tuple(object() for _ in range(4)), tuple(object() for _ in range(count))
     try:
-        function, asked = launcher.launch, copy(launcher)
-        asked.launch = lambda *passed: recorded.append(passed)
-        asked(*marks, *own, *args)
+        function, recorder = launcher.launch, copy(launcher)
+        recorder.launch = lambda *passed: recorded.append(passed)
+        recorder(*marks, *kernel_arguments, *args)
         (passed,) = recorded
         first = passed.index(marks[0])
     except (AttributeError, LookupError, TypeError, ValueError):
-        return launcher, (), own, False
+        return launcher, (), kernel_arguments, False
     head, rest = passed[:first], passed[first + 4 :]
     if passed[first : first + 4] == marks and rest[-1:] == (args,):
         return function, head, rest[:-1], True
     if passed[first : first + 4] == marks and rest[-count:] == args:
         return function, head, rest[:-count], False
-    return launcher, (), own, False
+    return launcher, (), kernel_arguments, False
 
 
 def _is_supported(compiled: CompiledKernel) -> bool:

@@ -57,7 +57,7 @@ MOST_POOLED = 2**14
 
 @frozen
 class Pool:
-    """How a program reads a window: `lanes` times `rows` rows of states at a time, with so many warps.
+    """How a program reads a window: `lanes` times `rows` rows of states at a time, with `warps` warps.
 
     A thread has all rows of its lane, and four channels, so that a window is read without exchange between threads.
     """
@@ -81,7 +81,7 @@ def _splits(ratio: int, *, overlap: bool) -> bool:
 
 
 def pool_for(window: int, block: int, aligned: int, arch: str) -> Pool:
-    """How windows of so many rows are read. block: channels of an entry, a power of two. aligned: of states, bytes."""
+    """How windows of `window` rows are read. block: channels of an entry, a power of two. aligned: of states, bytes."""
     most = SHORT if window <= SHORT.rows * SHORT.lanes else LONG if aligned == WIDE else UNALIGNED
     rows = min(most.rows, triton.next_power_of_2(window))
     lanes = min(most.lanes, triton.next_power_of_2(triton.cdiv(window, rows)))

@@ -64,7 +64,7 @@ def dims_at(
     """(dim, whether it exists) at places of an entry in registers.
 
     IN_ORDER: dims follow each other, the first place being empty if an odd number of them comes before the rotated
-    ones, so that pairs are pairs. Otherwise every group of codes has SIZE places of its own, and dims behind the last
+    ones, so that pairs are pairs. Otherwise every group of codes has SIZE places of its own, and dims past the last
     group follow it.
     """
     if IN_ORDER:

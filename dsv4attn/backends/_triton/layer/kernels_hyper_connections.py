@@ -71,7 +71,7 @@ def add_product(acc, tile, parts, IN_BF16: tl.constexpr):
 def load_rows(
     START, row, k, HIDDEN: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr
 ):  # fmt: skip
-    """Columns k of rows [M], which begin `row` elements behind START and at multiples of ALIGNED bytes: [M, K].
+    """Columns k of rows [M], which begin `row` elements after START and at multiples of ALIGNED bytes: [M, K].
 
     POLICY: of the cache.
     """
@@ -138,7 +138,7 @@ def store_products(PRODUCTS, m, count, splits, split, acc, squares, N: tl.conste
     row = PRODUCTS + (m.to(tl.int64) * splits + split) * width
     mix = tl.arange(0, acc.shape[1])
     column = tl.where(mix < N, mix, mix + 1)
-    # whole rows, with zeros behind the products: memory is slow to take parts of its words
+    # whole rows, with zeros after the products: memory is slow to take parts of its words
     tl.store(row[:, None] + column[None, :], acc, mask=(m < count)[:, None] & (mix < width - 1)[None, :])
     tl.store(row + N, tl.sum(squares, 1), mask=m < count)
 

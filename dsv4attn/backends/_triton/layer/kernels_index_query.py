@@ -27,7 +27,7 @@ def turned_tail(
 ):  # fmt: skip
     """Dims FIRST .. D - 1 of heads, fp32, with the last ROPE of them rotated: [BLOCK_H, next power of two].
 
-    row: [BLOCK_H] pointers to heads. angles: pointer to the cosines of a position, its sines behind them. An even
+    row: [BLOCK_H] pointers to heads. angles: pointer to the cosines of a position, then its sines. An even
     number of dims comes before the rotated ones.
     """
     block: tl.constexpr = triton.next_power_of_2(D - FIRST)

@@ -16,7 +16,7 @@ LAST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def write_local(number, mine, out, topk, ranks, interleave, BLOCK: tl.constexpr):
-    """Write the numbers that a rank gives entries [BLOCK] of its own, those of `mine` one behind the other, then -1."""
+    """Write the numbers that a rank gives entries [BLOCK] of its own, those of `mine` one after the other, then -1."""
     local = number // (interleave * ranks) * interleave + number % interleave
     before = tl.cumsum(mine.to(tl.int32), 0)
     count = tl.sum(mine.to(tl.int32), 0)

@@ -35,9 +35,9 @@ def visible_count(LENS, row, max_entries):
 
 @triton.jit
 def read(source, at, count, ALIGNED: tl.constexpr):
-    """Numbers at places `at`, in ascending order, of fp32 numbers. Those behind the first count are anything.
+    """Numbers at places `at`, in ascending order, of fp32 numbers. Those past the first count are anything.
 
-    ALIGNED: bytes that divide the address of the first; with 16, up to three numbers behind the count are read.
+    ALIGNED: bytes that divide the address of the first; with 16, up to three numbers past the count are read.
     """
     # a mask that is constant in each group of four lets four numbers be one access
     live = at // 4 < (count + 3) // 4 if ALIGNED >= 16 else at < count
@@ -61,7 +61,7 @@ def keys_of(x, live):
 
 @triton.jit
 def kth_largest(keys, low, at_low, high, at_high, wanted, slack):
-    """(key, how many keys reach it, how many are above it): of the wanted-th largest key, if so many reach `low`.
+    """(key, how many keys reach it, how many are above it): of the wanted-th largest key, if `wanted` keys reach `low`.
 
     It stops early: the key that comes back is one that `wanted` keys or up to `slack` more reach, and then the last
     number is only a lower bound. If at most wanted + slack reach `low`, it is `low`. high: above `low`, and `wanted`
@@ -87,7 +87,7 @@ def kth_largest(keys, low, at_low, high, at_high, wanted, slack):
 
 @triton.jit
 def narrowed(low, at_low, high, at_high, probe, reached, wanted):
-    """The interval with a probe that so many keys reach as its new end."""
+    """The interval with a probe as its new end. `reached` keys reach the probe."""
     enough = reached >= wanted
     at_low = tl.where(enough, tl.minimum(at_low, reached), at_low)
     at_high = tl.where(enough, at_high, tl.maximum(at_high, reached))
@@ -98,7 +98,7 @@ def narrowed(low, at_low, high, at_high, probe, reached, wanted):
 
 @triton.jit
 def choose(keys, entries, column, low, at_low, high, at_high, out, wanted, SIZE: tl.constexpr):
-    """Write the entries [SIZE], ascending, of the `wanted` largest keys, and -1 behind them. Of equal keys the first.
+    """Write the entries [SIZE], ascending, of the `wanted` largest keys, and -1 after them. Of equal keys the first.
 
     column: 0 .. SIZE - 1. low, at_low, high, at_high: as of `kth_largest`. Keys below `low` are not chosen.
     """
@@ -189,7 +189,7 @@ def list_part(
 
 @triton.jit
 def listed_entries(LIST, at, listed, starts, chunk, SPLITS: tl.constexpr):
-    """Entries at places `at` of the lists of all parts one after the other; 0 behind the last.
+    """Entries at places `at` of the lists of all parts one after the other; 0 past the last.
 
     LIST: the list of each part, chunk places apart. starts: [SPLITS] - place of the first of each part. If SPLITS is 1,
     there is one list.
@@ -229,7 +229,7 @@ def finish(
 def propose(scores, out, sent, wanted, rank, ranks, interleave, SIZE: tl.constexpr):
     """Write the scores of the entries in a row of `out` as they were compared, and their numbers in whole sequences.
 
-    SIZE: at least `wanted`. Behind the last entry, where -1 is, the score is -inf.
+    SIZE: at least `wanted`. Past the last entry, where -1 is, the score is -inf.
     """
     column = tl.arange(0, SIZE)
     local = tl.load(out + column, mask=column < wanted, other=-1)

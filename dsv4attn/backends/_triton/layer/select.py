@@ -34,7 +34,7 @@ SHORTEST = 2048
 RUN = 512
 """Entries of a run, at least."""
 WIDEST = 8
-"""Groups of a row are at most so many times the entries in registers, so that reading them takes little time."""
+"""Largest number of groups of a row, as a multiple of the entries in registers: reading them takes little time."""
 
 
 @frozen
@@ -108,7 +108,7 @@ CHUNK = 4096
 
 
 def plan_of(rows: int, max_entries: int, topk: int, cores: int) -> Plan:
-    """How rows are selected on a device with so many multiprocessors; results do not depend on it."""
+    """How rows are selected on a device with `cores` multiprocessors. Results do not depend on it."""
     block, most = block_of(topk), 3 * cores // 4
     if max_entries <= SPLIT_LENGTH or rows > most:
         return Plan(block, many=rows > 2 * most)
@@ -122,7 +122,7 @@ def maxima_run(max_entries: int, topk: int) -> int:
 
     A run of entries has LANES groups: `maxima[row, e // run * LANES + e % LANES]` is the largest score of the group of
     entry e, without NaN and absent entries, or -inf. Which lane of its run an entry belongs to does not matter. Columns
-    behind the run of a row's last entry may be anything.
+    past the run of a row's last entry may be anything.
     """
     if max_entries <= 4 * block_of(topk):
         return 0
