@@ -162,11 +162,11 @@ def attend(
         keys = GatheredKeys(sources, formed(rows[0], sources.shape[0]))
     else:
         keys = tuple(PagedKeys(c, formed(r, c.capacity)) for c, r in zip(sources, rows, strict=True))
-    there = backend.capabilities.empty_lse
-    options = AttentionOptions(max_logits, inf if there else -inf)
+    writes_empty_lse = backend.capabilities.empty_lse
+    options = AttentionOptions(max_logits, inf if writes_empty_lse else -inf)
     call = AttentionCall(layer, q, keys, attn_sink, out, lse, views, options)
     (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
-    if not there:
+    if not writes_empty_lse:
         lse.nan_to_num_(nan=nan, posinf=inf, neginf=inf)
 
 
@@ -174,13 +174,15 @@ def _scratch(specs: Sequence[BufferSpec], device: torch.device, arena: str, call
     """Views of the context's workspace, if it is on this device; otherwise memory of the caller's alone."""
     try:
         manager = current_workspace_manager()
-        here = manager.device.type == device.type and manager.device.index in (None, device.index)
+        is_same_device = manager.device.type == device.type and manager.device.index in (None, device.index)
     except Dsv4AttnError:
-        here = False
-    if not here and device.type == "cuda":
+        is_same_device = False
+    if not is_same_device and device.type == "cuda":
         # the allocator aligns to more than a workspace does; elsewhere a workspace aligns
         return [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in specs]
-    return (manager if here else WorkspaceManager(device)).get_simultaneous(*specs, arena=arena, caller=caller)
+    return (manager if is_same_device else WorkspaceManager(device)).get_simultaneous(
+        *specs, arena=arena, caller=caller
+    )
 
 
 def largest_logits(q: Tensor, kv: Tensor, rows: DenseIndices, scale: float) -> Tensor:

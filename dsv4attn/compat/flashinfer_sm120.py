@@ -149,7 +149,7 @@ class SparseMLASm120Wrapper:
             segments.append(_segment(q, "extra_", extra_kv_cache, extra_indices, extra_topk_length))
         elif extra_topk_length is not None:
             raise ArgumentError("extra_topk_length", expected="None without extra_kv_cache", actual="a tensor")
-        lse = self._lse_of(q, out_lse, wanted=return_lse)
+        lse = self._lse_of(q, out_lse, return_lse=return_lse)
         check_same_device(q, output=out, attn_sink=attn_sink, out_lse=lse)
         if not tokens:
             return lse if return_lse else None
@@ -173,14 +173,14 @@ class SparseMLASm120Wrapper:
             if most is not None and value > most:
                 raise ArgumentError("q", expected=f"at most max_num_{name}={most} {name}", actual=value)
 
-    def _lse_of(self, q: Tensor, out_lse: Tensor | None, *, wanted: bool) -> Tensor | None:
+    def _lse_of(self, q: Tensor, out_lse: Tensor | None, *, return_lse: bool) -> Tensor | None:
         tokens, heads, _ = q.shape
         if out_lse is not None:
             check_tensor("out_lse", out_lse, f"_ {heads}", torch.float32, {}, written=True)
             if out_lse.shape[0] < tokens:
                 raise ArgumentError("out_lse", expected=f"at least {tokens} rows", actual=out_lse.shape[0])
             return out_lse[:tokens]
-        return q.new_empty((tokens, heads), dtype=torch.float32) if wanted else None
+        return q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None
 
     def _allocated(self, device: torch.device) -> WrapperMemory:
         tokens, heads = self._most
@@ -206,8 +206,8 @@ class SparseMLASm120Wrapper:
             values, lse = (_bytes_of(name, memory, q) for name, memory in (("mid_out", mid_out), ("mid_lse", mid_lse)))
             tokens, heads, dim = q.shape
             rows = tokens * heads
-            asked = specs[1][0][1] if specs else 1
-            splits = min(asked, values.numel() // (rows * dim), lse.numel() // rows)
+            requested = specs[1][0][1] if specs else 1
+            splits = min(requested, values.numel() // (rows * dim), lse.numel() // rows)
             if splits < 2:
                 return ()
             shape = tokens, splits, heads

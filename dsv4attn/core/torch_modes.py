@@ -46,9 +46,9 @@ def without_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def guard_methods(cls: type, names: Iterable[str]) -> None:
     """Put `without_modes` around those of the named methods that a class defines itself."""
-    own = vars(cls)
+    attributes = vars(cls)
     for name in names:
-        method = own.get(name)
+        method = attributes.get(name)
         if isinstance(method, staticmethod):
             setattr(cls, name, staticmethod(without_modes(method.__func__)))
         elif callable(method):

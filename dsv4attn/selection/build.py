@@ -144,13 +144,13 @@ def _missing_packages(info: BackendInfo, error: ImportError) -> list[Reason]:
     without_triton = (error.name or "").partition(".")[0] == "triton" and not _importable("triton")
     if not missing and not without_triton:
         return []
-    here = DeviceFacts.here()
+    device = DeviceFacts.here()
     reasons = []
     if without_triton:
-        without, problem = evolve(here, triton_version=None), Problem.of(ModelGeometry.preset("flash"))
+        without, problem = evolve(device, triton_version=None), Problem.of(ModelGeometry.preset("flash"))
         reasons = [reason for reason in info.support(without, problem) if reason.code == "TRITON"]
         missing += [] if reasons else ["triton"]
-    packages = [Reason("PACKAGE", f"{name} is not installed", name, install_cure(name, here)) for name in missing]
+    packages = [Reason("PACKAGE", f"{name} is not installed", name, install_cure(name, device)) for name in missing]
     return packages + reasons
 
 
@@ -167,15 +167,15 @@ def _importable(name: str) -> bool:
 
 def _checked_backend(info: BackendInfo, backend: Any) -> Backend:  # noqa: ANN401 - the result of a plugin's factory
     """The result of a factory. Raises BrokenBackendError unless it is a backend with all members."""
-    made = f"it made {type(backend).__name__}"
+    description = f"it made {type(backend).__name__}"
     missing = missing_members(backend)
     if missing:
-        raise _broken(info, f"{made}, which lacks {', '.join(missing)} -> {_CURE}")
+        raise _broken(info, f"{description}, which lacks {', '.join(missing)} -> {_CURE}")
     if not isinstance(backend, Backend):
-        raise _broken(info, f"{made}, which does not derive from Backend -> {_CURE}")
+        raise _broken(info, f"{description}, which does not derive from Backend -> {_CURE}")
     capabilities: object = backend.capabilities
     if not isinstance(capabilities, Capabilities):
-        raise _broken(info, f"{made}, whose capabilities are {type(capabilities).__name__}")
+        raise _broken(info, f"{description}, whose capabilities are {type(capabilities).__name__}")
     from dsv4attn.core.contract.index_ops import IndexOps
     from dsv4attn.core.contract.layer_ops import LayerOps
     from dsv4attn.core.contract.rank_ops import RankOps
@@ -183,7 +183,7 @@ def _checked_backend(info: BackendInfo, backend: Any) -> Backend:  # noqa: ANN40
     for name, table_type in (("layer_ops", LayerOps), ("index_ops", IndexOps), ("rank_ops", RankOps)):
         table = getattr(backend, name)
         if not isinstance(table, table_type):
-            raise _broken(info, f"{made}, whose {name} are {type(table).__name__}, not {table_type.__name__}")
+            raise _broken(info, f"{description}, whose {name} are {type(table).__name__}, not {table_type.__name__}")
     brought = {part for part, name in backend.layer_ops.sources(backend.name).items() if name == backend.name}
     if backend.name != "reference" and brought != set(info.layer_ops):
         declared, bring = (", ".join(sorted(parts)) or "none" for parts in (info.layer_ops, brought))

@@ -244,7 +244,7 @@ class CacheManager:
         )
 
     def reserve(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
-        """Take the pages that sequences need for so many tokens more, in any number of steps; or none of them."""
+        """Take the pages that each sequence needs for that number of further tokens, or take none."""
         self._check_requests(requests)
         for sequence, count in requests:
             if sequence.length + count > self.limits.max_model_len:

@@ -293,10 +293,10 @@ def check_is_raw_q(raw_q: RawQuery | None) -> None:
         check_type("raw_q", raw_q, RawQuery, cure="pass a RawQuery(positions, cos_sin_cache, eps), or None")
 
 
-def check_raw_q(call: ForwardCall, *, taken: bool) -> None:
+def check_raw_q(call: ForwardCall, *, is_supported: bool) -> None:
     """Raise ArgumentError unless q of a call's prefill tokens can be read raw.
 
-    taken: whether the backend takes raw q in this call.
+    is_supported: whether the backend takes raw q in this call.
     """
     q, raw_q, layer, slot_mapping = call.q, call.raw_q, call.layer, call.window_metadata.slot_mapping
     assert raw_q is not None
@@ -307,8 +307,8 @@ def check_raw_q(call: ForwardCall, *, taken: bool) -> None:
     if raw_q.cos_sin_cache.device.type == "cpu" and not is_rotation(raw_q.cos_sin_cache):
         expected, hint = "cosines and sines of angles", "with other tables normalise and rotate q before"
         raise ArgumentError("raw_q.cos_sin_cache", expected=expected, actual="pairs of other lengths", hint=hint)
-    if not taken or raw_q.eps != layer.q_eps:
-        expected = "None" if not taken else f"eps {layer.q_eps}, as the geometry has"
+    if not is_supported or raw_q.eps != layer.q_eps:
+        expected = "None" if not is_supported else f"eps {layer.q_eps}, as the geometry has"
         hint = "normalise and rotate q before, unless prefill_takes_raw_q says that it may be raw"
         raise ArgumentError("raw_q", expected=expected, actual=f"eps {raw_q.eps}", hint=hint)
 

@@ -112,7 +112,7 @@ def attend(  # noqa: C901, PLR0912, PLR0915 - every function more is a frame mor
     if forward is None or forward.calls is None:
         check_forward_call(call)
         if call.raw_q is not None:
-            check_raw_q(call, taken=call.takes_raw_q())
+            check_raw_q(call, is_supported=call.takes_raw_q())
         forward = PreparedForward(metadata.swa.num_actual_tokens, _prepare(call), owners, span(q), span(out))
         if workspace.reusable:
             if len(prepared) >= MAX_PREPARED:

@@ -174,7 +174,7 @@ class _Merging:
     """`merge_over_ranks` piece by piece, in the views of `merge_specs` but the first. Nothing is allocated.
 
     A piece is sent as soon as its rows are there, and merged when the place of what it received is needed again. So an
-    exchange runs beside the attention of later rows. Pieces and their order follow from numbers of rows alone: ranks
+    exchange runs during the attention of later rows. Pieces and their order follow from numbers of rows alone: ranks
     may cut prefill in different chunks.
     """
 

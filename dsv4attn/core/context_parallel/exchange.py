@@ -85,14 +85,14 @@ class RankExchange(Exchange):
         current stream, and the host does not wait. All ranks begin the same gathers in the same order.
         """
         ranks = self.ownership.size
-        found = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:]) if out is None else out
+        gathered = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:]) if out is None else out
         with self._explained(what):
-            work = _all_gather(found, mine, group=self.group)
+            work = _all_gather(gathered, mine, group=self.group)
 
         def finish() -> Tensor:
             with self._explained(what):
                 work.wait()
-            return found.view(ranks, *mine.shape)
+            return gathered.view(ranks, *mine.shape)
 
         return finish
 
@@ -102,14 +102,14 @@ class RankExchange(Exchange):
         mine: [ranks, ...], contiguous, of the same shape and dtype on all ranks. out: as many elements, written and
         returned. Otherwise as `start`.
         """
-        found = out.view(mine.shape)
+        received = out.view(mine.shape)
         with self._explained(what):
-            work = distributed.all_to_all_single(found, mine, group=self.group, async_op=True)
+            work = distributed.all_to_all_single(received, mine, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             with self._explained(what):
                 work.wait()
-            return found
+            return received
 
         return finish
 
@@ -118,10 +118,10 @@ class RankExchange(Exchange):
 
         what: as in `gather`, with the same errors.
         """
-        found = [mine] * self.ownership.size
+        objects = [mine] * self.ownership.size
         with self._explained(what):
-            distributed.all_gather_object(found, mine, group=self.group)
-        return found
+            distributed.all_gather_object(objects, mine, group=self.group)
+        return objects
 
     def pieces(self, rows: int, row_bytes: int, *, first: int = 0) -> Iterator[slice]:
         """Cut rows of a tensor, from the first to `rows`, into pieces of `piece_rows`."""
@@ -135,14 +135,17 @@ class RankExchange(Exchange):
         """
         ours = {name: getattr(self, name) for name in ("interleave", "divides_heads", "prefill_keys")}
         mine = {"group size": self.ownership.size, **ours, **facts}
-        (first, wanted), *others = self.gather_objects((what, mine), f"the fingerprint of {what}")
-        for rank, (name, given) in enumerate(others, 1):
+        (first, first_facts), *others = self.gather_objects((what, mine), f"the fingerprint of {what}")
+        for rank, (name, rank_facts) in enumerate(others, 1):
             named = [("layer", first, name)] if name != first else []
-            for key, here, there in [*named, *((key, wanted.get(key), given.get(key)) for key in {**wanted, **given})]:
-                if here != there:
-                    expected, hint = f"{here}, as rank 0 has", "give all ranks of the group the same"
+            for key, first_value, rank_value in [
+                *named,
+                *((key, first_facts.get(key), rank_facts.get(key)) for key in {**first_facts, **rank_facts}),
+            ]:
+                if first_value != rank_value:
+                    expected, hint = f"{first_value}, as rank 0 has", "give all ranks of the group the same"
                     raise ArgumentError(
-                        f"{first}: {key}", expected=expected, actual=f"{there} on rank {rank}", hint=hint
+                        f"{first}: {key}", expected=expected, actual=f"{rank_value} on rank {rank}", hint=hint
                     )
 
     def check_caches(self, what: str, caches: DeepseekV4Caches, **facts: object) -> None:
@@ -151,10 +154,10 @@ class RankExchange(Exchange):
         self.check_same(what, {**layouts, **facts})
 
     def check_bound(
-        self, prefix: str, layer: LayerGeometry, limits: Limits, caches: LayerCaches, **more: object
+        self, prefix: str, layer: LayerGeometry, limits: Limits, caches: LayerCaches, **further_facts: object
     ) -> None:
         """`check_same` of a layer that is bound to its caches, and of further facts."""
-        facts: dict[str, object] = {"geometry": repr(layer), "limits": repr(limits), **more}
+        facts: dict[str, object] = {"geometry": repr(layer), "limits": repr(limits), **further_facts}
         for name, cache in (("window", caches.swa), ("compressed", caches.compressed)):
             if cache is not None:
                 facts[f"layout of the {name} cache"] = cache.layout.fingerprint
@@ -207,12 +210,12 @@ class RankExchange(Exchange):
 def agreed(what: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
     """Decorate a constructor with a keyword `context_parallel`, so that it fails on every rank if it fails on one."""
 
-    def decorate(made: Callable[_P, None]) -> Callable[_P, None]:
-        @wraps(made)
+    def decorate(constructor: Callable[_P, None]) -> Callable[_P, None]:
+        @wraps(constructor)
         def run(*args: _P.args, **options: _P.kwargs) -> None:
             context = options.get("context_parallel")
             with context.together(what) if isinstance(context, RankExchange) else nullcontext():
-                made(*args, **options)
+                constructor(*args, **options)
 
         return run
 

@@ -100,17 +100,17 @@ class OwnedMetadataBuilder(MetadataBuilder):
         layers: Sequence[LayerGeometry],
         full_width: bool,  # noqa: FBT001 - as in the base class
     ) -> list[AttentionMetadata]:
-        made = super()._build(batch, layers, full_width)
-        for layer, metadata in zip(layers, made, strict=True):
+        of_layers = super()._build(batch, layers, full_width)
+        for layer, metadata in zip(layers, of_layers, strict=True):
             metadata.ownership = self.ownership
             if metadata.compressed is not None:
                 metadata.whole = self._whole(batch, metadata.swa, layer, metadata.compressed)
-        if self.ownership.rank and made:
-            empty = self.without_windows(made[0].swa)
-            for layer, metadata in zip(layers, made, strict=True):
+        if self.ownership.rank and of_layers:
+            empty = self.without_windows(of_layers[0].swa)
+            for layer, metadata in zip(layers, of_layers, strict=True):
                 if layer.has_entries:
                     metadata.swa = empty
-        return made
+        return of_layers
 
     def _whole(
         self,
@@ -134,9 +134,9 @@ class OwnedMetadataBuilder(MetadataBuilder):
         if requests * columns > self._columns or not keys_are_less(*sizes, divides_heads=self._divides_heads):
             return None
         pages, table = self._pages[: requests * columns].view(requests, columns), compressed.block_table
-        given = table[swa.num_decodes : swa.num_decodes + requests, :columns]
+        rank_table = table[swa.num_decodes : swa.num_decodes + requests, :columns]
         pages.fill_(-1)
-        pages[:, : given.shape[1]] = given
+        pages[:, : rank_table.shape[1]] = rank_table
         # decode requests have no pages there: their numbers are negative
         width, first = columns * ranks, swa.num_decodes
         whole = self._whole_table[: batch.num_reqs * width]
@@ -147,7 +147,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
         whole = whole.view(batch.num_reqs, width)
         build = self.builder_ops.build_compressed_slot_mapping
         build(step_tokens, PageTable(whole, records), layer.compress_ratio, out=(slots, lens))
-        kept = {each.name: getattr(compressed, each.name) for each in fields(FlashMLASparseMetadata)}
+        kept = {attribute.name: getattr(compressed, attribute.name) for attribute in fields(FlashMLASparseMetadata)}
         # without fields of a backend's own, which are of this rank's entries
         part = FlashMLASparseMetadata(
             **{**kept, "block_table": whole, "compressed_lens": lens[: swa.num_actual_tokens]}
@@ -156,7 +156,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
 
     def without_windows(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
         """The same batch, whose tokens see no window, without fields of a backend's own."""
-        kept = {each.name: getattr(swa, each.name) for each in fields(DeepseekSparseSWAMetadata)}
+        kept = {attribute.name: getattr(swa, attribute.name) for attribute in fields(DeepseekSparseSWAMetadata)}
         decodes, prefills = swa.num_decode_tokens, swa.num_prefill_tokens
         empty = {
             "decode_swa_indices": self._no_windows[0][:decodes, :, : swa.decode_swa_indices.shape[2]],

@@ -120,7 +120,7 @@ class Backend:
     projects_fp8: bool = False
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Guard the methods that compute against autocast and the recording of gradients, whoever calls them."""
+        """Guard the methods that compute against autocast and the recording of gradients, for every caller."""
         super().__init_subclass__(**options)
         if not COMPUTING.isdisjoint(vars(cls)):
             from dsv4attn.core.torch_modes import guard_methods

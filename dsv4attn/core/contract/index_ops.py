@@ -75,7 +75,7 @@ class IndexOps:
     compute_global_topk_ragged_indices_and_indptr: entry numbers to ragged rows of slots; None: core translates to dense
        rows, and packs these.
     transient_bytes: `transient_bytes(max_elements, max_tokens)`, an upper bound on temporaries of the framework's
-       allocator in any one op over an index matrix with at most so many elements; 0 for kernels.
+       allocator in any one op over an index matrix with at most that many elements; 0 for kernels.
     """
 
     compute_global_topk_indices_and_lens: IndexOp = field(

@@ -135,7 +135,7 @@ def layout_reasons(
     if problem.swa.layout == "v41_fp4":
         yield Reason("LAYOUT", "window cache v41_fp4", "another layout of windows", _WINDOW)
     if problem.compressed is not None and problem.compressed.row_dtype != problem.swa.row_dtype:
-        both = f"{problem.swa.dtype} beside {problem.compressed.dtype}"
+        both = f"{problem.swa.dtype} with {problem.compressed.dtype}"
         yield Reason("LAYOUT_PAIR", both, "two caches that read as the same type", "use one row type for both")
 
 

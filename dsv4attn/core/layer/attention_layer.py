@@ -144,8 +144,8 @@ class DeepseekV4Attention:
         self.compressor: Compressor | LatentCompressor | None = None
         self.indexer: Indexer | None = None
         if weights.compressor is not None:
-            made = LatentCompressor if geometry.shared_latent else Compressor
-            self.compressor = made(layer, weights.compressor, table, ops, product)
+            compressor_class = LatentCompressor if geometry.shared_latent else Compressor
+            self.compressor = compressor_class(layer, weights.compressor, table, ops, product)
         if weights.indexer is not None:
             select = None
             if context_parallel is not None:
@@ -242,18 +242,18 @@ class DeepseekV4Attention:
         """What the layer has of its own: on V4.1's layers a compressed cache, an indexer, or neither."""
         return self.sources.role
 
-    def _candidates(self, given: Tensor | None) -> Candidates | None:
+    def _candidates(self, buffer: Tensor | None) -> Candidates | None:
         """Candidates that the layer publishes, or those that its indexer is restricted to."""
         sharing, source = self.geometry.sharing, self._sources.candidates
         publishes = sharing is not None and sharing.candidate_source_layer_id == self.index
         if sharing is None or not (publishes or source is not None):
-            if given is not None:
+            if buffer is not None:
                 expected = f"None on layer {self.index}, which has no candidates"
                 raise ArgumentError("candidates_buffer", expected=expected, actual="a tensor")
             return None
         shape = self.limits.max_num_batched_tokens, sharing.candidate_topk_blocks
         theirs = None if source is None or source.candidates is None else source.candidates.blocks
-        blocks = own_buffer("candidates_buffer", given, theirs, shape, self.device)
+        blocks = own_buffer("candidates_buffer", buffer, theirs, shape, self.device)
         return Candidates(blocks, sharing.candidate_block_size)
 
     def bind_kv_cache(self, caches: DeepseekV4Caches) -> None:
@@ -302,7 +302,7 @@ class DeepseekV4Attention:
         geometry, kind = self.geometry, self.layer.kind
         stateful = self.compressor if self.layer.has_states else None
         compressors = {"state": stateful, "index_state": self.indexer.compressor if self.indexer else None}
-        widths = {name: one.width if one else None for name, one in compressors.items()}
+        widths = {name: compressor.width if compressor else None for name, compressor in compressors.items()}
         for name, width in widths.items():
             cache = getattr(caches, name)
             if (cache is None) is not (width is None):
@@ -331,8 +331,8 @@ class DeepseekV4Attention:
     def __call__(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [T', hidden] to hidden states, for the step that is being run.
 
-        hidden_states: in the dtype of the weights; beside fp32 weights bf16 too. q, keys and the result have its dtype,
-        and products with fp32 weights are fp32. positions: [T'] int64; padding rows may have any. Rows behind the
+        hidden_states: in the dtype of the weights; with fp32 weights bf16 too. q, keys and the result have its dtype,
+        and products with fp32 weights are fp32. positions: [T'] int64; padding rows may have any. Rows past the
         tokens of the step are padding. In a warm-up memory is reserved, and attention gives zeros. Autocast is off,
         and no gradients are recorded.
         """
@@ -366,9 +366,11 @@ class DeepseekV4Attention:
         self._see_weights()
         attention, size = self.attention, self.geometry.hidden_size
         letters: dict[str, int] = {}
-        own = self._wq_a.dtype
-        taken, like = ((own, torch.bfloat16), "") if own == torch.float32 else ((own,), "the weights")
-        check_tensor("hidden_states", hidden_states, f"T {size}", taken, letters, like=like)
+        weight_dtype = self._wq_a.dtype
+        dtypes, like = (
+            ((weight_dtype, torch.bfloat16), "") if weight_dtype == torch.float32 else ((weight_dtype,), "the weights")
+        )
+        check_tensor("hidden_states", hidden_states, f"T {size}", dtypes, letters, like=like)
         check_tensor("positions", positions, "T", torch.int64, letters)
         check_same_device(hidden_states, positions=positions, weights=self._wq_a)
         bound = self.caches

@@ -52,26 +52,26 @@ class BoundSources:
     @classmethod
     def find(
         cls,
-        wanted: LayerSources,
+        layer_sources: LayerSources,
         layers: Iterable[SourceLayer],
         geometry: ModelGeometry,
         limits: Limits,
         device: torch.device,
     ) -> BoundSources:
         """Find the sources of a layer by number. Raises ArgumentError for one that is missing or does not fit."""
-        found: dict[str, SourceLayer] = {}
-        given = {layer.index: layer for layer in layers}
+        sources: dict[str, SourceLayer] = {}
+        by_index = {layer.index: layer for layer in layers}
         for name in ("kv", "index", "candidates"):
-            number: int | None = getattr(wanted, name)
-            if number is None or number == wanted.layer:
+            number: int | None = getattr(layer_sources, name)
+            if number is None or number == layer_sources.layer:
                 continue
-            if number not in given:
-                expected = f"layer {number}, whose {_WHAT[name]} layer {wanted.layer} reads"
+            if number not in by_index:
+                expected = f"layer {number}, whose {_WHAT[name]} layer {layer_sources.layer} reads"
                 hint = "make layers in order, and pass all that were made before: sources=layers"
-                raise ArgumentError("sources", expected=expected, actual=f"layers {sorted(given)}", hint=hint)
-            _check(given[number], wanted.layer, geometry, limits, device)
-            found[name] = given[number]
-        return cls(**found)
+                raise ArgumentError("sources", expected=expected, actual=f"layers {sorted(by_index)}", hint=hint)
+            _check(by_index[number], layer_sources.layer, geometry, limits, device)
+            sources[name] = by_index[number]
+        return cls(**sources)
 
     def caches(self, caches: DeepseekV4Caches, layer: int, *, index: bool) -> DeepseekV4Caches:
         """Caches of a layer, with those of its source where the layer's own are None.
@@ -85,15 +85,15 @@ class BoundSources:
             raise Dsv4AttnError(
                 f"layer {source.prefix} has no caches -> bind layers in order: layer {layer} reads its entries"
             )
-        shared, own = source.caches, caches.attention
-        for name, given, wanted in (
-            ("compressed", own.compressed, shared.attention.compressed),
+        shared, attention = source.caches, caches.attention
+        for name, cache, source_cache in (
+            ("compressed", attention.compressed, shared.attention.compressed),
             ("index", caches.index, shared.index),
         ):
-            if given is not None and not _same_cache(given, wanted):
+            if cache is not None and not _same_cache(cache, source_cache):
                 expected = f"the cache of layer {source.index}, the source of layer {layer}, or None"
                 raise ArgumentError(f"caches.{name}", expected=expected, actual="another cache", hint=_ONE_OWNER)
-        compressed = LayerCaches(own.swa, shared.attention.compressed)
+        compressed = LayerCaches(attention.swa, shared.attention.compressed)
         return DeepseekV4Caches(compressed, caches.state, shared.index if index else None, caches.index_state)
 
     def rows(self, metadata: AttentionMetadata, context: ForwardContext, prefix: str) -> Tensor | None:
@@ -147,33 +147,33 @@ def _check(source: SourceLayer, layer: int, geometry: ModelGeometry, limits: Lim
     if source.device != device:
         expected = f"one on {device}, as the weights of layer {layer} are"
         raise ArgumentError(name, expected=expected, actual=str(source.device))
-    rows, given = limits.max_num_batched_tokens, source.limits.max_num_batched_tokens
-    if given < rows:
+    rows, source_rows = limits.max_num_batched_tokens, source.limits.max_num_batched_tokens
+    if source_rows < rows:
         expected = f"limits of at least {rows} tokens in a step, as layer {layer} has"
-        raise ArgumentError(name, expected=expected, actual=given)
+        raise ArgumentError(name, expected=expected, actual=source_rows)
 
 
 def own_buffer(
-    name: str, given: Tensor | None, source: Tensor | None, shape: tuple[int, int], device: torch.device
+    name: str, buffer: Tensor | None, source: Tensor | None, shape: tuple[int, int], device: torch.device
 ) -> Tensor:
     """The int32 buffer that a layer writes, or that its source writes: the given one, the source's, or a new one.
 
     shape: least rows, and columns. Raises ArgumentError for a given one that does not fit.
     """
-    if given is None:
+    if buffer is None:
         return torch.full(shape, -1, dtype=torch.int32, device=device) if source is None else source
     rows, columns = shape
-    found = tuple(given.shape)
-    if len(found) != 2 or found[0] < rows or found[1] != columns:
+    sizes = tuple(buffer.shape)
+    if len(sizes) != 2 or sizes[0] < rows or sizes[1] != columns:
         expected = f"{columns} columns, and at least {rows} rows, the tokens of a step"
-        raise ArgumentError(name, expected=expected, actual=list(found))
-    if given.dtype != torch.int32 or given.device != device:
+        raise ArgumentError(name, expected=expected, actual=list(sizes))
+    if buffer.dtype != torch.int32 or buffer.device != device:
         expected = f"int32 on {device}"
-        actual = f"{str(given.dtype).removeprefix('torch.')} on {given.device}"
+        actual = f"{str(buffer.dtype).removeprefix('torch.')} on {buffer.device}"
         raise ArgumentError(name, expected=expected, actual=actual)
-    if source is not None and not _same(given, source):
+    if source is not None and not _same(buffer, source):
         raise ArgumentError(name, expected="None, or the tensor of the layer's source", actual="another tensor")
-    return given
+    return buffer
 
 
 def _same_tokens(left: DeepseekSparseSWAMetadata, right: DeepseekSparseSWAMetadata) -> bool:
@@ -185,10 +185,10 @@ def _same_tokens(left: DeepseekSparseSWAMetadata, right: DeepseekSparseSWAMetada
     )
 
 
-def _same_cache(given: PagedKVCache, wanted: PagedKVCache | None) -> bool:
-    if wanted is None:
+def _same_cache(cache: PagedKVCache, source_cache: PagedKVCache | None) -> bool:
+    if source_cache is None:
         return False
-    return given is wanted or (given.layout == wanted.layout and _same(given.tensor, wanted.tensor))
+    return cache is source_cache or (cache.layout == source_cache.layout and _same(cache.tensor, source_cache.tensor))
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

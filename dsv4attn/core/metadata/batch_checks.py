@@ -124,7 +124,7 @@ def check_windows(
 
 
 def check_slots(batch: Batch, tokens: int, capacity: int | None) -> None:
-    """Find slots outside the window cache, and slots of padding behind the tokens of the batch."""
+    """Find slots outside the window cache, and slots of padding past the tokens of the batch."""
     if capacity is not None and bool((batch.slot_mapping >= capacity).any()):
         t = int((batch.slot_mapping >= capacity).nonzero()[0])
         expected = f"below the {capacity} slots of the window cache, or negative for padding"
@@ -132,7 +132,7 @@ def check_slots(batch: Batch, tokens: int, capacity: int | None) -> None:
     stale = batch.slot_mapping[tokens:] >= 0
     if bool(stale.any()):
         t = tokens + int(stale.nonzero()[0])
-        expected = f"a negative slot behind the {tokens} tokens of the batch"
+        expected = f"a negative slot past the {tokens} tokens of the batch"
         hint = "fill what pads the batch with -1, or a key of padding is written to this slot"
         raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(batch.slot_mapping[t]), hint=hint)
 

@@ -52,7 +52,7 @@ def split_decodes_and_prefills(
     """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch.
 
     Requests with at most `threshold` query tokens are decodes, a fresh one-token prompt too, and come first. The
-    first longer one begins the prefill part. A short request behind it is an error, or with `short_prefills` a prefill,
+    first longer one begins the prefill part. A short request after it is an error, or with `short_prefills` a prefill,
     as in vLLM. Requests without tokens (padding) may be anywhere.
     """
     num_decodes = next((i for i, n in enumerate(query_lens) if n > threshold), len(query_lens))
@@ -268,7 +268,9 @@ class MetadataBuilder:
         if isinstance(kinds, str) or not isinstance(kinds, Iterable):
             raise ArgumentError("kinds", expected="a list of kinds", actual=repr(kinds), hint="pass a list, ['c4a']")
         layers = [self.geometry.layer_of_kind(kind) for kind in kinds]
-        return {layer.kind: made for layer, made in zip(layers, self._build(batch, layers, full_width), strict=True)}
+        return {
+            layer.kind: metadata for layer, metadata in zip(layers, self._build(batch, layers, full_width), strict=True)
+        }
 
     def build_all(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKey, AttentionMetadata]:
         """Metadata of a batch for all layers of the model, by (kind, compress ratio), as `LayerGeometry.key` has it.

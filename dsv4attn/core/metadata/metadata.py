@@ -5,7 +5,7 @@ counts tokens after this step, so the j-th query token of a request has position
 
 Metadata are immutable: the first layer of a step derives and prepares what all other layers share.
 
-Letters beside those of `geometry`: Rd, Rp requests, Td, Tp tokens of the decode and the prefill part; S rows of
+Letters in addition to those of `geometry`: Rd, Rp requests, Td, Tp tokens of the decode and the prefill part; S rows of
 `slot_mapping` (at least the tokens of the batch when padded); N columns of a block table.
 """
 

@@ -258,14 +258,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _released(name: str, layers: tuple[tuple[LayerKind, int], ...], *sizes: int, **more: Any) -> ModelGeometry:  # noqa: ANN401 - fields
-    """sizes: heads, hidden size, q_lora_rank, selected entries, output groups. more: other fields."""
+def _released(name: str, layers: tuple[tuple[LayerKind, int], ...], *sizes: int, **others: Any) -> ModelGeometry:  # noqa: ANN401 - fields
+    """sizes: heads, hidden size, q_lora_rank, selected entries, output groups. others: further fields, by name."""
     heads, hidden, lora, topk, groups = sizes
     attention: dict[str, Any] = {"num_heads": heads, "head_dim": 512, "rope_dim": 64, "window": 128, "index_topk": topk}
     around: dict[str, Any] = {"max_position": 1_048_576, "hidden_size": hidden, "q_lora_rank": lora, "o_groups": groups}
     yarn = Yarn(16.0, 65536)
     return ModelGeometry(
-        **attention, **around, layers=layers, o_lora_rank=1024, compress_yarn=yarn, name=f"deepseek-{name}", **more
+        **attention, **around, layers=layers, o_lora_rank=1024, compress_yarn=yarn, name=f"deepseek-{name}", **others
     )
 
 

@@ -114,9 +114,9 @@ class AttentionWeights:
 
     def check(self, geometry: ModelGeometry, layer: LayerGeometry | int) -> None:
         """Raise ArgumentError for a weight that is missing or of another shape, naming it. See `weight_shapes`."""
-        found = dict(self.named())
+        unchecked = dict(self.named())
         for name, shape in weight_shapes(geometry, layer).items():
-            value = found.pop(name, None)
+            value = unchecked.pop(name, None)
             if value is None and name != "attn_sink":
                 raise ArgumentError(f"weights.{name}", expected=f"a tensor {list(shape)}", actual=None)
             actual = _shape(value)
@@ -127,7 +127,7 @@ class AttentionWeights:
                 hint = "transpose it" if actual == shape[::-1] else hint
                 shown = type(value).__name__ if actual is None else list(actual)
                 raise ArgumentError(f"weights.{name}", expected=f"shape {list(shape)}", actual=shown, hint=hint)
-        for name in found:
+        for name in unchecked:
             raise ArgumentError(
                 f"weights.{name}", expected=f"none on a {_shown(geometry, layer)} layer", actual="a weight"
             )
@@ -170,8 +170,8 @@ class HyperConnectionWeights:
         for name, shape in (("fn", (2 * n + n * n, n * d)), ("base", (2 * n + n * n,)), ("scale", (3,))):
             actual = _shape(getattr(self, name))
             if actual != shape:
-                found = None if actual is None else list(actual)
-                raise ArgumentError(f"hyper_connections.{name}", expected=f"shape {list(shape)}", actual=found)
+                sizes = None if actual is None else list(actual)
+                raise ArgumentError(f"hyper_connections.{name}", expected=f"shape {list(shape)}", actual=sizes)
 
 
 _SHARDED = {"wq_b": 0, "wo_a": 0, "wo_b": 1, "attn_sink": 0}

@@ -196,22 +196,22 @@ def combine_topk_swa_indices(
     count = (position + 1 - first).clamp_(min=0).masked_fill_(~is_valid, 0)
     base = request * tokens.rows
     columns = torch.arange(indices.shape[1], device=indices.device)
-    entries, taken = None, torch.zeros_like(count)
+    entries, num_selected = None, torch.zeros_like(count)
     if topk_indices is not None and visible_lens is not None and topk:
         visible = (topk_indices >= 0) & (topk_indices < visible_lens[:, None]) & is_valid[:, None]
         if compressed is not None:
             visible &= _exists(topk_indices, visible, compressed, request)
-        entries, taken = _compact(topk_indices, visible, topk)
-    in_window = (columns >= taken[:, None]) & (columns < (taken + count)[:, None])
-    position = (first - taken)[:, None] + columns
+        entries, num_selected = _compact(topk_indices, visible, topk)
+    in_window = (columns >= num_selected[:, None]) & (columns < (num_selected + count)[:, None])
+    position = (first - num_selected)[:, None] + columns
     row = position + (base + tokens.offset - gathered)[:, None]
     if swa is not None:
         in_window &= _exists(position, in_window, swa, request)
     indices.copy_(row.masked_fill_(~in_window, -1))
     if entries is not None:
-        is_entry = columns[:topk] < taken[:, None]
+        is_entry = columns[:topk] < num_selected[:, None]
         indices[:, :topk] = torch.where(is_entry, (entries + base[:, None]).int(), indices[:, :topk])
-    lens.copy_(taken + count)
+    lens.copy_(num_selected + count)
 
 
 def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]) -> None:
@@ -338,10 +338,10 @@ def build_gather_lens(
     in `window_spans`.
     """
     query_lens = query_start_loc.diff()
-    before = seq_lens - query_lens
+    context = seq_lens - query_lens
     if replay_start is not None:
-        before = torch.clamp(before - replay_start[: before.shape[0]], min=0)
-    seen = before.clamp_(max=window - 1) + query_lens
+        context = torch.clamp(context - replay_start[: context.shape[0]], min=0)
+    seen = context.clamp_(max=window - 1) + query_lens
     out.copy_(seen.masked_fill_(query_lens == 0, 0))
 
 
@@ -393,10 +393,10 @@ def build_owned_slot_mapping(
     n, request = tokens.token_to_req.shape[0], tokens.token_to_req.long()
     position = positions_of(tokens.query_start_loc, tokens.seq_lens, request)
     entry, is_valid = torch.div(position, ratio, rounding_mode="floor"), tokens.is_valid & (request >= 0)
-    own = is_valid & (ownership.owner(entry) == ownership.rank)
+    is_owned = is_valid & (ownership.owner(entry) == ownership.rank)
     # the position that the token would have if this rank's entries were all there are
     local = ownership.local(entry) * ratio + position % ratio
-    slots[:n] = get_compressed_slot_mapping(local, own, request, pages.block_table, pages.block_size, ratio)
+    slots[:n] = get_compressed_slot_mapping(local, is_owned, request, pages.block_table, pages.block_size, ratio)
     slots[n:].fill_(-1)
     lens[:n] = ownership.counts(visible_entries(position, is_valid, ratio))
     lens[n:].zero_()

@@ -75,14 +75,16 @@ def compress_latents(
         values, weights = [kv[part].float()], [score[part].float()]
         for back in range(1, ratio):
             earlier = (token[part] - back).clamp(min=0)
-            here = (token[part] >= back) & (token_to_req[earlier] == request) & (positions[earlier] == place - back)
-            absent = here | ~completes[part] | (place < back)
+            is_in_step = (
+                (token[part] >= back) & (token_to_req[earlier] == request) & (positions[earlier] == place - back)
+            )
+            absent = is_in_step | ~completes[part] | (place < back)
             slots = _ring_slots(states, place - back, request)
             slots = slots.masked_fill(absent, -1)
             saved_kv, saved_score = read_rows(row, slots).split(width, -1)
             saved_score = saved_score.masked_fill(slots[:, None] < 0, -inf)
-            values.append(kv[earlier].where(here[:, None], saved_kv))
-            weights.append(score[earlier].where(here[:, None], saved_score))
+            values.append(kv[earlier].where(is_in_step[:, None], saved_kv))
+            weights.append(score[earlier].where(is_in_step[:, None], saved_score))
         weight = torch.stack(weights).softmax(0)
         latent = rms_norm((weight * torch.stack(values)).sum(0), norm_weight, eps, arithmetic)
         out[part] = latent.masked_fill(~completes[part, None], 0).to(out.dtype)

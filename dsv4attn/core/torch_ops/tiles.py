@@ -50,7 +50,7 @@ def batch_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
     """As `linear`, with bits of a row that do not depend on the other rows, nor on how many there are.
 
     A library picks a kernel, and with it the order of its sums, by the shape of a product. Here every product has
-    INVARIANT_ROWS rows, those behind the last row of x being zeros: the price is that of a larger product for few rows,
+    INVARIANT_ROWS rows, those past the last row of x being zeros: the price is that of a larger product for few rows,
     and of more products for many.
     """
     rows = x.reshape(-1, x.shape[-1])
@@ -79,11 +79,11 @@ def batch_invariant_mean_square(x: Tensor) -> Tensor:
 
 
 def batch_invariant_bmm(a: Tensor, b: Tensor) -> Tensor:
-    """As `torch.bmm`, with INVARIANT_BATCH products in each call, those behind the last being zeros."""
+    """As `torch.bmm`, with INVARIANT_BATCH products in each call, those past the last being zeros."""
     if not a.shape[0]:
         return torch.bmm(a, b)
     missing = -a.shape[0] % INVARIANT_BATCH
-    parts = (pad(one, (0, 0, 0, 0, 0, missing)).split(INVARIANT_BATCH) for one in (a, b))
+    parts = (pad(factor, (0, 0, 0, 0, 0, missing)).split(INVARIANT_BATCH) for factor in (a, b))
     return torch.cat([torch.bmm(*pair) for pair in zip(*parts, strict=True)])[: a.shape[0]]
 
 

@@ -83,8 +83,8 @@ def patch(
     tokens = tokens if max_tokens is None else check_count("max_tokens", max_tokens, 1)
     layout = _layout(kv_layout, geometry)
     keys_layout = None if index_layout is None else _index_layout(index_layout, layout, geometry)
-    made = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
-    limits = Limits(max_batch, tokens, max_len, single_phase=made.deterministic)
+    loaded = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
+    limits = Limits(max_batch, tokens, max_len, single_phase=loaded.deterministic)
     names = [f"layers.{i}.self_attn" for i in range(geometry.num_layers)]
     weights = [
         attention_weights(layer.self_attn, geometry, geometry.layer(i), name)
@@ -98,10 +98,10 @@ def patch(
         device=device,
         num_blocks=num_blocks,
         keep_windows=keep_windows,
-        backend=made,
+        backend=loaded,
     )
     with torch.inference_mode(False), torch.no_grad():
-        attentions = _attentions(geometry, limits, made, names, weights, device)
+        attentions = _attentions(geometry, limits, loaded, names, weights, device)
     for attention, caches in zip(attentions, manager.caches, strict=True):
         attention.bind_kv_cache(caches)
     # transformers' classes are subclassed there
@@ -225,7 +225,7 @@ def _index_layout(requested: object, layout: KVCacheLayout, geometry: ModelGeome
 
 
 def _backend(
-    asked: object,
+    request: object,
     geometry: ModelGeometry,
     layout: KVCacheLayout,
     dtype: torch.dtype,
@@ -235,16 +235,16 @@ def _backend(
     deterministic: bool,
 ) -> Backend:
     """The backend that was asked for, or selected for all kinds of layers of the model."""
-    if isinstance(asked, Backend):
-        if deterministic and not asked.deterministic:
-            hint = f"pass load_backend({asked.name!r}, deterministic=True)"
-            raise ArgumentError("backend", expected="a deterministic one", actual=f"{asked.name!r}", hint=hint)
-        return asked
-    if asked in _LAYOUTS:
-        hint = f"kv_layout={asked!r}?"
-        raise ArgumentError("backend", expected="the name of a backend", actual=f"the layout {asked!r}", hint=hint)
-    asked = checked_backend(asked)
-    assert asked is None or isinstance(asked, str)
+    if isinstance(request, Backend):
+        if deterministic and not request.deterministic:
+            hint = f"pass load_backend({request.name!r}, deterministic=True)"
+            raise ArgumentError("backend", expected="a deterministic one", actual=f"{request.name!r}", hint=hint)
+        return request
+    if request in _LAYOUTS:
+        hint = f"kv_layout={request!r}?"
+        raise ArgumentError("backend", expected="the name of a backend", actual=f"the layout {request!r}", hint=hint)
+    request = checked_backend(request)
+    assert request is None or isinstance(request, str)
     problems, window, of_q = [], CacheFacts.of(layout, 64), str(dtype).removeprefix("torch.")
     for layer in map(geometry.layer_of_kind, geometry.kinds):
         pages = None if layer.kind is LayerKind.SWA else CacheFacts.of(layout, 256 // layer.compress_ratio)
@@ -253,7 +253,7 @@ def _backend(
             Problem(phase.value, layer, window, pages, columns, q_dtype=of_q, deterministic=deterministic)
             for phase in Phase
         ]
-    return select_backend(*problems, backend=asked, device=device)
+    return select_backend(*problems, backend=request, device=device)
 
 
 def _attentions(

@@ -43,8 +43,8 @@ __all__ = ["Dsv4Attention", "Dsv41Attention", "backend_of_vllm", "insert_context
 
 def backend_of_vllm(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's VllmConfig
     """The backend of vLLM's own that `--attention-backend` names."""
-    asked = vllm_config.attention_config.backend
-    return None if asked in (None, AttentionBackendEnum.CUSTOM) else str(asked.name)
+    requested = vllm_config.attention_config.backend
+    return None if requested in (None, AttentionBackendEnum.CUSTOM) else str(requested.name)
 
 
 class Dsv4Attention(_Layer):
@@ -60,12 +60,12 @@ class Dsv4Attention(_Layer):
     is_v41: ClassVar[bool] = False
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
-        serving, asked = serving_of(vllm_config, v41=self.is_v41), backend_of_vllm(vllm_config)
-        if asked is not None:
+        serving, requested = serving_of(vllm_config, v41=self.is_v41), backend_of_vllm(vllm_config)
+        if requested is not None:
             LOG.warning(
                 "--attention-backend %s is not looked at on this platform, where vLLM's DeepSeek-V4 has "
                 "one backend; %s=0 runs that one",
-                asked,
+                requested,
                 GUARD.engine.switch,
             )
         self._serving = serving

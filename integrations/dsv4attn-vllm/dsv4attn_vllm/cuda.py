@@ -39,9 +39,9 @@ def chosen_class(vllm_config: Any, adapter_class: type, engine_function: str) ->
 
     engine_function: the name of vLLM's function, "module.name".
     """
-    asked = backend_of_vllm(vllm_config)
-    if asked is None:
+    requested = backend_of_vllm(vllm_config)
+    if requested is None:
         return adapter_class
-    LOG.warning("not used, because --attention-backend asks for %s", asked)
+    LOG.warning("not used, because --attention-backend asks for %s", requested)
     chosen: type = original(engine_function)(vllm_config)
     return chosen

@@ -150,9 +150,9 @@ def without_warmup(vllm_config: Any, steps: frozenset[str]) -> Iterator[None]:  
     vLLM compiles registered kernels ahead and fails if one of them cannot be. It registers those of indexer, compressor
     and projection together with those that still run, which are then compiled when they run for the first time.
     """
-    kernels, asked = vllm_config.kernel_config, _asked_for_warmup.get()
+    kernels, requested = vllm_config.kernel_config, _asked_for_warmup.get()
     was_enabled = kernels.enable_jit_warmup
-    kernels.enable_jit_warmup = (was_enabled if asked is None else asked) and not steps & {INDEXER, COMPRESSOR}
+    kernels.enable_jit_warmup = (was_enabled if requested is None else requested) and not steps & {INDEXER, COMPRESSOR}
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ def test_stale_slots_after_the_tokens_are_refused_where_values_are_checked(steps
     def build(last: int) -> Batch:
         return batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([4, 7, 8, -1, last]))
 
-    said = r"^slot_mapping\[4\]: expected a negative slot behind the 3 tokens of the batch, got 0 -> fill .* with -1"
+    said = r"^slot_mapping\[4\]: expected a negative slot past the 3 tokens of the batch, got 0 -> fill .* with -1"
     refused(builder(steps=BUILDER_OPS[steps], validate=True), lambda: build(0), said)
     assert builder(steps=BUILDER_OPS[steps], validate=True).build(build(-1)).num_actual_tokens == 3
     assert builder(steps=BUILDER_OPS[steps], validate=False).build(build(0)).num_actual_tokens == 3
