@@ -103,7 +103,7 @@ def cache_cases() -> Iterator[Case]:
     yield _cache("quantise-gaps", "C1 C4 C6", says, gap, check_insert.quantises)
     says = "slots that are negative or do not exist are skipped, and no other byte is written"
     yield _cache("insert-skips", "I3 C6", says, gap, check_insert.writes_only_its_slots)
-    says = "rows without a slot, or behind the slot mapping, have their q processed, and only other rows are inserted"
+    says = "rows without a slot, or past the slot mapping, have their q processed, and only other rows are inserted"
     yield _cache("insert-padding", "I3 I1 I2 C6", says, gap, check_insert.inserts_only_its_slots)
     says = "no position of padding is looked up, and none changes another row or a byte of the cache"
     yield _cache("no-token-insert", "B5", says, gap, check_insert.inserts_without_positions_of_padding)
@@ -136,7 +136,7 @@ def cache_cases() -> Iterator[Case]:
             cache, page=page, kind=LayerKind.CSA, geometry=flash("c4a"), placement=PagePlacement(page, 4608), blocks=5
         )
         yield _cache(f"fill-{cache}-{page}", "R5", says, inputs, fills)
-    says = "records behind the table, before the first position or past the output are absent, whatever lengths say"
+    says = "records past the table, before the first position or past the output are absent, whatever lengths say"
     yield _cache("beyond-gather", "R3 R4", says, rows(page=4, blocks=4), gathers_within)
     for cache in ("ocp", "fnuz", "interleaved", "v41"):
         says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
@@ -164,7 +164,7 @@ def odd_cases() -> Iterator[Case]:
     few = rows(count=9)
     says = "rows of k lie apart, and the records are the same"
     yield _cache("apart-quantise", "A7 C1", says, few, each_strided("k", check_insert.quantises))
-    says = "rows of q, of kv or of the table of angles lie apart: the step is the same, and memory beside them stays"
+    says = "rows of q, of kv or of the table of angles lie apart: the step is the same, and memory next to them stays"
     check = each_strided("q kv cos_sin_cache all", check_insert.inserts_both)
     yield _cache("apart-insert", "A7 I1 I2", says, few, check)
     says = "an insert of no keys, or of keys without slots, leaves the cache as it is"
@@ -176,7 +176,7 @@ def odd_cases() -> Iterator[Case]:
     yield _cache("insert-positions", "I1 I2 I5", says, few, check_insert.inserts_both)
     for eps, size in ((1e-6, 2.0**-10), (0.02, 0.5)):
         layer = attrs.evolve(flash("swa"), eps=eps)
-        says = f"an eps of {eps:g}, beside queries so small that it shows, is the one that is added"
+        says = f"an eps of {eps:g}, with queries so small that it shows, is the one that is added"
         name = f"qnorm-eps-{'default' if eps == 1e-6 else 'other'}"
         yield _cache(name, "I1 I5", says, rows(count=9, geometry=layer, size=size), check_insert.normalises_queries)
     for name, dtype, cache in TYPES:
@@ -201,19 +201,19 @@ def memory_cases() -> Iterator[Case]:
         yield _memory(f"scratch-{kind}", "W1", says, step(kind, *MIXED), check_memory.scratch_is_bounded)
     far = PagePlacement(64, check_memory.FAR, 2**31)
     for phase in Phase:
-        says = f"{phase.value} reads pages behind 2^31 and 2^32 bytes"
+        says = f"{phase.value} reads pages past 2^31 and 2^32 bytes"
         inputs = call(phase, "plain", "swa", placements=(far, far), sinks=SINKS)
         yield _memory(f"far-{phase.value}", "A5", says, inputs, check_memory.far)
-        says = f"{phase.value} reads pages of the compressed cache behind 2^31 and 2^32 bytes"
+        says = f"{phase.value} reads pages of the compressed cache past 2^31 and 2^32 bytes"
         inputs = call(
             phase, "plain", "c4a", placements=(PagePlacement(64), attrs.evolve(far, block_size=32)), sinks=SINKS
         )
         yield _memory(f"far-compressed-{phase.value}", "A5", says, inputs, check_memory.far)
-    says = "records are written to pages behind 2^31 and 2^32 bytes"
+    says = "records are written to pages past 2^31 and 2^32 bytes"
     yield _memory("far-insert", "A5 C4", says, rows(placement=far, count=90), check_insert.far_inserts)
-    says = "rotated keys are written to pages behind 2^31 and 2^32 bytes"
+    says = "rotated keys are written to pages past 2^31 and 2^32 bytes"
     yield _memory("far-insert-fused", "A5 C4", says, rows(placement=far, count=90), check_insert.inserts_rotated)
-    says = "records are gathered from pages behind 2^31 and 2^32 bytes"
+    says = "records are gathered from pages past 2^31 and 2^32 bytes"
     yield _memory("far-gather", "A5 R1", says, rows(placement=far, blocks=3), gathers)
 
 

@@ -49,9 +49,9 @@ PHASE = {Area.DECODE: Phase.DECODE, Area.PREFILL: Phase.PREFILL}
 
 
 def _case(
-    area: Area, name: str, clauses: str, says: str, inputs: CaseInput, check: Check = equals_oracle, **more: bool
+    area: Area, name: str, clauses: str, says: str, inputs: CaseInput, check: Check = equals_oracle, **flags: bool
 ) -> Case:
-    return Case.of(area, name, clauses, says, inputs, check, **more)
+    return Case.of(area, name, clauses, says, inputs, check, **flags)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -126,7 +126,7 @@ def _windows() -> Iterator[Case]:
     )
     yield _case(Area.DECODE, "block-swa", "F9 F10", says, blocks)
     for kind in ("c4a", "c128a"):
-        says = f"{kind}: prefill tokens that see later ones of their request, beside decode tokens, equal the oracle"
+        says = f"{kind}: prefill tokens that see later ones of their request, and decode tokens, equal the oracle"
         inputs = step(kind, (300, 1), (0, 7), (250, 12), (70, 3), ahead=5, poison=0xFF, topk="holes", select=65)
         yield _case(Area.PREFILL, f"ahead-{kind}", "F9", says, inputs)
     for kind in ("swa", "c4a"):
@@ -158,9 +158,9 @@ def _sizes() -> Iterator[Case]:
     says = "positions up to 1,048,575 are served"
     yield _case(Area.DECODE, "million", "M1 F7", says, step("swa", (2**20 - 3, 1), (2**20 - 1, 1)))
     for kind in ("c4a", "c128a"):
-        says = f"{kind}: a decode query behind 1,048,575 tokens, and a short one beside it, equal the oracle"
+        says = f"{kind}: a decode query past 1,048,575 tokens, and a short one with it, equal the oracle"
         yield _case(Area.DECODE, f"million-{kind}", "F7", says, step(kind, (2**20 - 1, 1), (70, 1), distinct=61))
-    says = "c128a: prefill queries behind 1,048,573 tokens, and a short prompt beside them, equal the oracle"
+    says = "c128a: prefill queries past 1,048,573 tokens, and a short prompt with them, equal the oracle"
     yield _case(Area.PREFILL, "million-prefill", "F7", says, step("c128a", (2**20 - 3, 3), (0, 2), distinct=61))
     says = "decode of 1,031 requests in one step equals the oracle"
     many = step("c4a", *((7 if i % 16 == 3 else 0, 1) for i in range(1031)), topk="holes")
@@ -177,7 +177,7 @@ def _sizes() -> Iterator[Case]:
 def _apart(area: Area) -> Iterator[Case]:
     """Rows of tensors that are slices of wider ones."""
     of = area.value
-    says = f"{of}: rows of q, out and lse lie apart, one at a time, and memory beside them stays"
+    says = f"{of}: rows of q, out and lse lie apart, one at a time, and memory next to them stays"
     single = call(PHASE[area], "holes", rows=5, sinks=SINKS)
     yield _case(area, f"apart-call-{of}", "A7 F6", says, single, each_strided("q out lse", equals_oracle))
     says = f"{of}: rows of tables and of indices lie apart, one at a time, and of all tensors together"
@@ -242,11 +242,11 @@ def _contents(area: Area) -> Iterator[Case]:
         says = f"{of} on {cache} records equals the oracle"
         yield _case(area, f"layout-{cache}-{of}", "C2 C5", says, step("c4a", *batch, cache=cache))
     for first, second in (("fnuz", "ocp"), ("ocp", "fnuz"), ("ocp", "bf16"), ("interleaved", "ocp")):
-        says = f"{of}: a window cache of {first} beside a compressed one of {second}, each read its own way"
+        says = f"{of}: a window cache of {first} with a compressed one of {second}, each read its own way"
         inputs = step("c4a", *batch, cache=first, compressed=second)
         yield _case(area, f"pair-{first}-{second}-{of}", "C3", says, inputs)
     for name, (first, second) in V41_PAIRS.items():
-        says = f"{of}: a window cache of {first} records beside a compressed one of {second}, each read its own way"
+        says = f"{of}: a window cache of {first} records with a compressed one of {second}, each read its own way"
         inputs = step("c4a", *batch, cache=first, compressed=second)
         yield _case(area, f"pair-{name}-{of}", "C3", says, inputs)
     for ratio in (1, 2):
@@ -303,7 +303,7 @@ def _calls(area: Area) -> Iterator[Case]:
     phase, of = PHASE[area], area.value
     patterns = (
         ("plain", "A6 M1", "keys in any order, in index rows of any stride"),
-        ("behind", "A3", "slots of keys and garbage behind the length are not looked at"),
+        ("behind", "A3", "slots of keys and garbage past the length are not looked at"),
         ("holes", "A1", "-1 among the slots is absent: no key, not a zero key"),
         ("outside", "A2", "indices outside the cache are absent"),
         ("empty", "B1 B4", "rows, and segments of rows, without keys: exactly 0, lse -inf"),

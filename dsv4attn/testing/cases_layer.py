@@ -115,7 +115,7 @@ def compressor_cases() -> Iterator[Case]:
         yield _layer(f"compress-positions-{kind}", "K2 K3", says, inputs, compresses)
     says = "positions beyond 65,536 have the biases of their places in the window"
     yield _layer("states-positions", "K1", says, compressing("c128a", "ocp", requests=((65_500, 70),)), saves_states)
-    says = "an eps of 0.02, beside kv so small that it shows, is the one that is added"
+    says = "an eps of 0.02, with kv so small that it shows, is the one that is added"
     yield _layer("compress-eps", "K3", says, compressing("c4a", "ocp", size=0.02, eps=0.02), compresses)
     says = "a weight of the norm in bf16 counts as the same numbers in fp32, where the steps take one"
     halved = compressing("c128a", "ocp", norm_dtype=torch.bfloat16)
@@ -245,7 +245,7 @@ def selection_cases() -> Iterator[Case]:
     yield _layer("select-verify", "T5", says, verify, select_entries)
     says = "rows of out, of the table and of the weights lie apart"
     yield _layer("apart-select", "T1 A7", says, selecting(strided="all"), select_entries)
-    says = "bytes that belong to no key, and keys behind the visible ones, are not looked at"
+    says = "bytes that belong to no key, and keys past the visible ones, are not looked at"
     for byte, name in ((0x00, "zero"), (0x7F, "large")):
         yield _layer(f"select-unused-{name}", "T5 T6", says, selecting(unused=byte), select_entries)
     says = "entries whose block is -1 or does not exist are absent"

@@ -173,7 +173,7 @@ class CompressorStep(CaseInput):
     @cached_property
     def table(self) -> F64:
         """[positions, rope] cosines, then sines, of random angles: only a step that reads the table is right."""
-        last = max((before + count for before, count in self.requests), default=1)
+        last = max((context + count for context, count in self.requests), default=1)
         return cos_sin_table(self.drawn_angles(ANGLES, last, self.layer.rope_dim // 2))
 
     def state(self, request: int, position: int) -> F64:
@@ -207,7 +207,7 @@ class CompressorStep(CaseInput):
     @cached_property
     def state_pages(self) -> Pages:
         """State pages of the tokens of the step, and of those before that its entries need."""
-        live = [(max(before - self.window + 1, 0), before + count) for before, count in self.requests]
+        live = [(max(context - self.window + 1, 0), context + count) for context, count in self.requests]
         for number in itertools.count():
             pages = Pages(live, self.state_page, spare=3, dead=-1, key=(self.seed, STATES, number))
             if not (pages.table == 0).any():
@@ -217,7 +217,7 @@ class CompressorStep(CaseInput):
     @cached_property
     def entry_pages(self) -> Pages:
         """Pages of the entries of the step."""
-        live = [(before // self.ratio, (before + count) // self.ratio) for before, count in self.requests]
+        live = [(context // self.ratio, (context + count) // self.ratio) for context, count in self.requests]
         return Pages(live, self.entry_page, spare=2, dead=-1, key=(self.seed, ENTRIES))
 
     def blank_states(self) -> OracleCache:
@@ -245,12 +245,12 @@ class CompressorStep(CaseInput):
     @property
     def earlier(self) -> list[Span]:
         """Tokens before the step whose states its entries need."""
-        return [(i, range(max(before - self.window + 1, 0), before)) for i, (before, _) in enumerate(self.requests)]
+        return [(i, range(max(context - self.window + 1, 0), context)) for i, (context, _) in enumerate(self.requests)]
 
     @property
     def spans(self) -> list[Span]:
         """Tokens of the step."""
-        return [(i, range(before, before + count)) for i, (before, count) in enumerate(self.requests)]
+        return [(i, range(context, context + count)) for i, (context, count) in enumerate(self.requests)]
 
     def completed(self, spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
         """(request, number) of the entries that some tokens complete."""
@@ -388,7 +388,7 @@ def saves_states(bench: Bench, inputs: CompressorStep) -> Measure:
 
 
 def saves_only_its_slots(bench: Bench, inputs: CompressorStep) -> Measure:
-    """Slots that are negative or do not exist, and tokens behind the slot mapping, write nothing."""
+    """Slots that are negative or do not exist, and tokens past the slot mapping, write nothing."""
     tokens, capacity = tokens_of(inputs.spans), inputs.blank_states().cache.capacity - inputs.state_page
     slots = _wild(inputs.state_slots(inputs.spans)[:-3], capacity)
     expected, oracle_cache = inputs.blank_states(), inputs.blank_states()
@@ -403,9 +403,9 @@ def _save(bench: Bench, inputs: CompressorStep, cache: PagedKVCache, slots: np.n
     kv, score = inputs.projected(inputs.spans)
     positions = inputs.tensor(np.array([p for _, p in tokens_of(inputs.spans)], dtype=np.int64))
     ape = inputs.tensor(inputs.ape, torch.float32)
-    before = kv.clone(), score.clone()
+    copies = kv.clone(), score.clone()
     bench.layer_ops.save_partial_states(kv, score, ape, positions, cache, inputs.tensor(slots))
-    if not (torch.equal(kv, before[0]) and torch.equal(score, before[1])):
+    if not (torch.equal(kv, copies[0]) and torch.equal(score, copies[1])):
         raise Wrong("kv or scores were changed")
 
 
@@ -439,7 +439,7 @@ def compresses(bench: Bench, inputs: CompressorStep) -> Measure:
 
 
 def compresses_only_its_slots(bench: Bench, inputs: CompressorStep) -> Measure:
-    """Tokens whose slot is negative or does not exist, and tokens behind the slot mapping, store no entry."""
+    """Tokens whose slot is negative or does not exist, and tokens past the slot mapping, store no entry."""
     slots, capacity = inputs.entry_slots(inputs.spans), inputs.blank_entries().cache.capacity
     ends = np.flatnonzero(slots >= 0)
     free = np.setdiff1d(np.arange(capacity), slots)
@@ -612,8 +612,8 @@ class LatentSteps(CaseInput):
         """A latent before it is rounded."""
         window = range(number * self.ratio, (number + 1) * self.ratio)
         kv = Formula.exact(self.rows(LATENT_KV, request, window))
-        made = Formula.exact(kv.value[0]) if self.ratio == 1 else kv.pooled(self.rows(LATENT_SCORE, request, window))
-        return made.normed(self.weight(), self.eps)
+        formula = Formula.exact(kv.value[0]) if self.ratio == 1 else kv.pooled(self.rows(LATENT_SCORE, request, window))
+        return formula.normed(self.weight(), self.eps)
 
     def state_pages(self) -> Pages:
         """Pages of the rings."""
@@ -653,7 +653,7 @@ def run_latents(
         )
         for stream in (LATENT_KV, LATENT_SCORE)
     )
-    before = kv.clone(), score.clone()
+    copies = kv.clone(), score.clone()
     latents = bench.layer_ops.compress_latents(
         kv,
         None if states is None else score,
@@ -664,7 +664,7 @@ def run_latents(
         inputs.ratio,
         None if states is None else StatePages(states.cache, inputs.tensor(inputs.rings)),
     )
-    after = (kv, before[0]), (score, before[1])
+    after = (kv, copies[0]), (score, copies[1])
     if not all(torch.equal(now.view(torch.int32), was.view(torch.int32)) for now, was in after):
         raise Wrong("kv or scores were changed")
     if latents.dtype != torch.bfloat16 or latents.shape != kv.shape:

@@ -248,8 +248,8 @@ class _Chunk:
 
     def _numbers(self, rng: np.random.Generator, seen: NDArray[np.int64]) -> NDArray[np.int64]:
         """Distinct entry numbers of each token. Some lie past what the token sees, and some name no entry."""
-        found = np.stack([rng.permutation(int(seen.max()) + TOPK + 3)[: TOPK + 2] for _ in seen])
-        return np.where(rng.random(found.shape) < 0.3, rng.choice(NONE, found.shape), found)
+        numbers = np.stack([rng.permutation(int(seen.max()) + TOPK + 3)[: TOPK + 2] for _ in seen])
+        return np.where(rng.random(numbers.shape) < 0.3, rng.choice(NONE, numbers.shape), numbers)
 
     def _judge_lists(self, chunk: ChunkRows, topk: Tensor, tokens: ChunkTokens) -> None:
         """Lists are those of `core.torch_ops.index_ops`."""

@@ -237,7 +237,7 @@ class IndexSelection(CaseInput):
         """(request, visible entries) of each token."""
         ratio = self.layer.compress_ratio
         tokens = [
-            (i, (before + j + 1) // ratio) for i, (before, count) in enumerate(self.requests) for j in range(count)
+            (i, (context + j + 1) // ratio) for i, (context, count) in enumerate(self.requests) for j in range(count)
         ]
         return tokens + [(-1, 0)] * self.padding
 
@@ -450,12 +450,12 @@ def run_selection(bench: Bench, inputs: IndexSelection, query: IndexQuery) -> I6
     token_map = inputs.token_map()
     if inputs.strided:
         token_map = attrs.evolve(token_map, block_table=token_map.block_table[:, :-1])
-    before, cache = inputs.oracle_cache.bytes(), inputs.oracle_cache.cache
+    old_bytes, cache = inputs.oracle_cache.bytes(), inputs.oracle_cache.cache
     bench.layer_ops.select_topk(query, cache, token_map, out[:, : inputs.topk], inputs.max_entries)
-    if not np.array_equal(before, inputs.oracle_cache.bytes()):
+    if not np.array_equal(old_bytes, inputs.oracle_cache.bytes()):
         raise Wrong("the cache was written")
     if (out[:, inputs.topk :] != GARBAGE).any():
-        raise Wrong("columns beside the rows of out were written")
+        raise Wrong("columns next to the rows of out were written")
     return numbers_of(out[:, : inputs.topk])
 
 
@@ -522,7 +522,7 @@ PAGE = 64
 
 
 def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]:
-    """Check that candidates of so many ranks, merged by score and then by number, are the selection of one rank."""
+    """Check that the candidates of all ranks, merged by score and then by number, are the selection of one rank."""
 
     def check(bench: Bench, inputs: IndexSelection) -> Measure:
         ops, query, cache = bench.layer_ops, inputs.query(), inputs.oracle_cache.cache
@@ -594,8 +594,8 @@ class CandidateSelection(IndexSelection):
         rng = np.random.default_rng((self.seed, BLOCKS))
         rows = np.full((len(self.tokens), self.blocks), -1, dtype=np.int32)
         for row, (_, seen) in zip(rows, self.tokens, strict=True):
-            there = rng.permutation(-(-seen // self.block_size) + 2)[: self.blocks]  # some after the visible ones
-            row[: len(there)] = there
+            numbers = rng.permutation(-(-seen // self.block_size) + 2)[: self.blocks]  # some after the visible ones
+            row[: len(numbers)] = numbers
             row[rng.random(self.blocks) < 0.2] = rng.choice(STRANGE)
             rng.shuffle(row)
         return rows
@@ -646,16 +646,16 @@ def _judge_blocks(inputs: CandidateSelection, token: int, row: I64, bits: int) -
 
 def _selected(bench: Bench, inputs: CandidateSelection, candidates: torch.Tensor) -> Measure:
     """Select among candidates [T, N], and compare with the scores of their entries."""
-    out, before = inputs.unwritten(inputs.topk), candidates.clone()
+    out, original = inputs.unwritten(inputs.topk), candidates.clone()
     query, cache, token_map = inputs.query(), inputs.oracle_cache.cache, inputs.token_map()
     select = bench.layer_ops.select_topk_of_candidates
     select(query, cache, token_map, candidates, inputs.block_size, out, inputs.max_entries)
-    if not torch.equal(before, candidates):
+    if not torch.equal(original, candidates):
         raise Wrong("the candidates were changed")
     worst = Measure(0.0, 1.0)
     for token, row in enumerate(numbers_of(out)):
         scores, errors = inputs.scores(token, bits=sum_bits(bench))
-        inside = oracle_layer.inside_blocks(before[token].tolist(), inputs.block_size, len(scores))
+        inside = oracle_layer.inside_blocks(original[token].tolist(), inputs.block_size, len(scores))
         where = f"token {token}, which sees {len(scores)} entries, {int(inside.sum())} of them in its blocks"
         measure = judge_row(row, np.where(inside, scores, math.nan), errors, where)
         worst = worst_of(worst, measure)

@@ -86,8 +86,8 @@ class Subject:
         """
         options = dict(options or {})
         registration, backend = registered(name), load_backend(name, **options)
-        here = DeviceFacts.here()
-        place = device or _place(here, registration.info.runs_on + registration.info.native)
+        this_device = DeviceFacts.here()
+        place = device or _place(this_device, registration.info.runs_on + registration.info.native)
         facts = _facts(place)
         version = (
             registration.version
@@ -122,8 +122,8 @@ def parse_request(text: str, separator: str = ",") -> tuple[str, dict[str, str]]
     return name, {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in rest)}
 
 
-def _is_ours(one: object) -> bool:
-    return getattr(one, "distribution", "") == "dsv4attn"
+def _is_ours(module: object) -> bool:
+    return getattr(module, "distribution", "") == "dsv4attn"
 
 
 def _facts(device: str) -> DeviceFacts:
@@ -135,11 +135,11 @@ def _facts(device: str) -> DeviceFacts:
     return DeviceFacts.here(device)
 
 
-def _place(here: DeviceFacts, runs_on: tuple[str, ...]) -> str:
+def _place(device: DeviceFacts, runs_on: tuple[str, ...]) -> str:
     """Torch device of the first accelerator if the backend runs there, otherwise "cpu"."""
-    if here.kind == "cpu" or not here.matches(runs_on):
+    if device.kind == "cpu" or not device.matches(runs_on):
         return "cpu"
-    return {"hip": "cuda"}.get(here.kind, here.kind)
+    return {"hip": "cuda"}.get(device.kind, device.kind)
 
 
 def _refusals(name: str, facts: DeviceFacts) -> Callable[[Sequence[Problem]], list[str]]:
@@ -147,8 +147,8 @@ def _refusals(name: str, facts: DeviceFacts) -> Callable[[Sequence[Problem]], li
     def answer(problems: tuple[Problem, ...]) -> tuple[str, ...]:
         reasons: dict[str, None] = {}
         for phase in dict.fromkeys(problem.phase for problem in problems):
-            asked = [problem for problem in problems if problem.phase == phase]
-            selection = explain(asked, backend=name, device=facts, registry=registry_of(name))
+            of_phase = [problem for problem in problems if problem.phase == phase]
+            selection = explain(of_phase, backend=name, device=facts, registry=registry_of(name))
             (candidate,) = (c for c in selection.trace if c.name == name)
             if candidate.state == "broken":
                 raise BrokenSupportError(candidate.note) from candidate.cause

@@ -256,7 +256,7 @@ def _compare(call: NanKeys, clean: dict[str, Tensor], spoilt: dict[str, Tensor],
             numbers = tensor[row][~tensor[row].isnan()]
             if not call.named_own(row):
                 if not torch.equal(bits(tensor[row]), bits(clean[name][row])):
-                    raise Wrong(f"{name} of row {row} changed with a key behind its length, whose {what[row]} is NaN")
+                    raise Wrong(f"{name} of row {row} changed with a key past its length, whose {what[row]} is NaN")
             elif numbers.numel():
                 got = f"{float(numbers[0]):.6g}, expected NaN"
                 raise Wrong(f"{name} of row {row}, which names a key whose {what[row]} is NaN: {got}")

@@ -17,10 +17,10 @@ from dsv4attn.testing.case import SkipCase
 from dsv4attn.testing.tolerances import F64, U8, found, stored, written
 
 __all__ = [
-    "BEHIND_PAGE", "UNWRITTEN", "OracleCache", "PagePlacement", "Pages", "body", "place_of", "poison",
+    "AFTER_PAGE", "UNWRITTEN", "OracleCache", "PagePlacement", "Pages", "body", "place_of", "poison",
 ]  # fmt: skip
 
-BEHIND_PAGE = 4096
+AFTER_PAGE = 4096
 """Bytes at the start of a gap that are filled, poisoned and compared. A gap may be gigabytes of untouched memory."""
 
 
@@ -54,18 +54,18 @@ class Pages:
         return np.asarray(page * self.block_size + numbers % self.block_size)
 
 
-def body(cache: PagedKVCache, behind: int = 0) -> Tensor:
-    """Bytes of the pages [B, bytes], each with at most `behind` bytes of the gap that follows it."""
+def body(cache: PagedKVCache, gap: int = 0) -> Tensor:
+    """Bytes of the pages [B, bytes], each with at most `gap` bytes of the gap that follows it."""
     element, layout = cache.tensor.itemsize, cache.layout
     stride, page = cache.tensor.stride(0) * element, layout.page_bytes(cache.block_size)
     raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.tensor.untyped_storage())
-    size, start = (cache.num_blocks, min(stride, page + behind)), cache.tensor.storage_offset() * element
+    size, start = (cache.num_blocks, min(stride, page + gap)), cache.tensor.storage_offset() * element
     return raw.as_strided(size, (stride, 1), storage_offset=start)
 
 
 def poison(cache: PagedKVCache, named: NDArray[np.int64], byte: int) -> None:
     """Write `byte` over all of the cache but the records in the slots `named`: other records, pad bytes, gaps."""
-    raw = body(cache, BEHIND_PAGE)
+    raw = body(cache, AFTER_PAGE)
     spared = torch.zeros(raw.shape, dtype=torch.bool, device="cpu")
     slots = torch.from_numpy(np.unique(named))
     for region in cache.layout.regions(cache.block_size):
@@ -100,14 +100,14 @@ class PagePlacement:
         if layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED:
             stride = round_up(stride, layout.record_bytes)
         element, last = layout.dtype.itemsize, layout.record_bytes // layout.dtype.itemsize
-        total = self.before + max(blocks - 1, 0) * stride + layout.page_bytes(self.block_size) + BEHIND_PAGE
+        total = self.before + max(blocks - 1, 0) * stride + layout.page_bytes(self.block_size) + AFTER_PAGE
         try:
             flat = torch.empty(-(-total // element), dtype=layout.dtype, device=device)
         except (RuntimeError, MemoryError) as error:
             raise SkipCase(f"{total / 2**30:.1f} GiB of memory cannot be had on {device}") from error
         size, strides = (blocks, self.block_size, last), (stride // element, last, 1)
         cache = PagedKVCache(flat.as_strided(size, strides, storage_offset=self.before // element), layout)
-        body(cache, BEHIND_PAGE).fill_(fill)
+        body(cache, AFTER_PAGE).fill_(fill)
         return cache
 
 
@@ -168,11 +168,11 @@ class OracleCache:
             pages[block] = torch.from_numpy(page).to(pages.device)
         return self
 
-    def pages(self, behind: int = 0) -> Tensor:
+    def pages(self, gap: int = 0) -> Tensor:
         """`body` of the cache."""
-        return body(self.cache, behind)
+        return body(self.cache, gap)
 
     def bytes(self) -> U8:
         """All pages as they are now [B, bytes], each with the first bytes of the gap after the page."""
-        pages: U8 = self.pages(BEHIND_PAGE).cpu().numpy().copy()
+        pages: U8 = self.pages(AFTER_PAGE).cpu().numpy().copy()
         return pages

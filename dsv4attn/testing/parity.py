@@ -233,8 +233,8 @@ def _text(value: object) -> str:
 
 
 def _ran(parity: Parity) -> str:
-    ran, asked = len(parity.rows), len(parity.cases)
-    return f"interrupted: {ran} of {asked} cases" if parity.interrupted else f"{asked} cases"
+    ran, total = len(parity.rows), len(parity.cases)
+    return f"interrupted: {ran} of {total} cases" if parity.interrupted else f"{total} cases"
 
 
 def _counted(n: int, noun: str) -> str:

@@ -198,7 +198,7 @@ class RandomStep(CaseInput):
         if not errors.size:
             return 0.0, "no rows"
         row, head = np.unravel_index(errors.argmax(), errors.shape)
-        token = self.tokens[row] if row < len(self.tokens) else "behind the batch"
+        token = self.tokens[row] if row < len(self.tokens) else "past the batch"
         lse_text = "not asked for" if lse is None else f"{lse[row, head].item():.7g}"
         return float(errors.max()), (
             f"{self.kind.value} row {row} ({token}), head {head}: error of {errors.max():.3g} tolerances, "

@@ -25,7 +25,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.testing.case import Bench, dtype_name
 from dsv4attn.testing.factories import HEADS, CaseInput, flash, layout, normal
-from dsv4attn.testing.oracle_cache import BEHIND_PAGE, OracleCache, PagePlacement
+from dsv4attn.testing.oracle_cache import AFTER_PAGE, OracleCache, PagePlacement
 from dsv4attn.testing.strided import StridedTensors, unchanged
 from dsv4attn.testing.tolerances import F64, Expected, rounded, tolerance
 
@@ -98,8 +98,8 @@ class SingleCall(CaseInput):
         facts = [CacheFacts.of(layout, placement.block_size) for layout, placement in pairs]
         topk = 0 if len(facts) == 1 else self.columns
         sink, dtype = self.sinks is not None, dtype_name(self.q_dtype)
-        asked = self.phase.value, self.layer, facts[0], (*facts, None)[1], topk, dtype
-        return [Problem(*asked, sink=sink, lse=lse, window_columns=self.window_columns)]
+        arguments = self.phase.value, self.layer, facts[0], (*facts, None)[1], topk, dtype
+        return [Problem(*arguments, sink=sink, lse=lse, window_columns=self.window_columns)]
 
     @cached_property
     def q(self) -> F64:
@@ -231,7 +231,7 @@ class SingleCall(CaseInput):
         max_logits: Tensor | None = None,
         empty_lse: float = -inf,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (out, lse), both NaN before the call. Raises Wrong if q, a cache or bytes beside rows are changed."""
+        """Return (out, lse), both NaN before the call. Raises Wrong if q, a cache or bytes next to rows are changed."""
         backend, capabilities = bench.backend, bench.backend.capabilities
         index_lists = index_lists or self.index_lists
         form = capabilities.decode_indices if self.phase is Phase.DECODE else capabilities.prefill_indices
@@ -254,7 +254,7 @@ class SingleCall(CaseInput):
         scratch = workspace.get_simultaneous(*specs, caller=f"{backend.name}.{self.phase.value}")
         call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, AttentionOptions(max_logits, empty_lse))
         caches = zip(("window", "compressed"), self.oracle_caches, strict=False)
-        with unchanged(q=q, **{name: oracle_cache.pages(BEHIND_PAGE) for name, oracle_cache in caches}):
+        with unchanged(q=q, **{name: oracle_cache.pages(AFTER_PAGE) for name, oracle_cache in caches}):
             (backend.decode if self.phase is Phase.DECODE else backend.prefill)(call)
         workspace.check_canaries()
         strided.check()
@@ -278,7 +278,7 @@ class SingleCall(CaseInput):
         total = sum(oracle_cache.cache.capacity for oracle_cache in self.oracle_caches)
         width = -(-sum(self.widths) // alignment) * alignment
         slots, lens = np.full((self.rows, width), -1), np.zeros(self.rows, dtype=np.int64)
-        base, behind = 0, []
+        base, past_lens = 0, []
         for oracle_cache, lists in zip(self.oracle_caches, index_lists, strict=True):
             capacity = oracle_cache.cache.capacity
             moved = np.where(lists.slots >= capacity, lists.slots - capacity + total, lists.slots + base)
@@ -286,10 +286,10 @@ class SingleCall(CaseInput):
             for row in range(self.rows):
                 slots[row, lens[row] : lens[row] + lists.lens[row]] = moved[row, : lists.lens[row]]
             lens = lens + lists.lens
-            behind.append([moved[row, lists.lens[row] :] for row in range(self.rows)])
+            past_lens.append([moved[row, lists.lens[row] :] for row in range(self.rows)])
             base += capacity
         for row in range(self.rows):
-            junk = np.concatenate([part[row] for part in behind])
+            junk = np.concatenate([part[row] for part in past_lens])
             slots[row, lens[row] : lens[row] + len(junk)] = junk
         kv = self.tensor(np.concatenate([oracle_cache.values for oracle_cache in self.oracle_caches])).to(
             self.layout.row_dtype

@@ -16,14 +16,14 @@ __all__ = ["NAMES", "StridedTensors", "bits", "each_strided", "unchanged"]
 
 FILL = 0xFF
 """Every byte between the rows: NaN in floats, -1 in integers."""
-BEFORE, BEHIND = 8, 24
+BEFORE, AFTER = 8, 24
 """Elements before and after a row. Addresses stay multiples of 16 bytes, as those of engines are."""
 NAMES = (
     "q", "kv", "k", "o", "out", "lse", "topk_indices", "block_table", "cos_sin_cache", "wo_a", "weights", "x",
     "residual",
 )  # fmt: skip
 """Arguments whose rows may lie apart. No two get the same strides, so that none is read by those of another."""
-HEADS_BEFORE, HEADS_BEHIND = 1, 2
+HEADS_BEFORE, HEADS_AFTER = 1, 2
 """Heads before and after those of a token, for tensors [T, H, D]."""
 
 
@@ -45,10 +45,10 @@ class StridedTensors:
         extra = 8 * NAMES.index(name)
         sizes, inside = [values.shape[0]], [slice(None)]
         for n in values.shape[1:-1]:
-            sizes.append(n + HEADS_BEFORE + HEADS_BEHIND)
+            sizes.append(n + HEADS_BEFORE + HEADS_AFTER)
             inside.append(slice(HEADS_BEFORE, HEADS_BEFORE + n))
         n, item = values.shape[-1], values.itemsize
-        raw = torch.full((*sizes, (BEFORE + n + BEHIND + extra) * item), FILL, dtype=torch.uint8, device=values.device)
+        raw = torch.full((*sizes, (BEFORE + n + AFTER + extra) * item), FILL, dtype=torch.uint8, device=values.device)
         place = (*inside, slice(BEFORE, BEFORE + n))
         rows = raw.view(values.dtype)[place]
         rows.copy_(values)
@@ -61,7 +61,7 @@ class StridedTensors:
             now = raw.clone()
             now[inside] = FILL
             if changed := int((now != FILL).sum()):
-                raise Wrong(f"{changed} bytes beside the rows of {name} were written")
+                raise Wrong(f"{changed} bytes next to the rows of {name} were written")
 
 
 def bits(tensor: Tensor) -> Tensor:

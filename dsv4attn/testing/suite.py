@@ -118,7 +118,7 @@ class _Suite(Fixtures):
     def test_some_case_is_taken(self, subject: Subject) -> None:
         """A backend that refuses every case of the area fails."""
         problems = [case.inputs.problems(lse=case.needs_lse) for case in type(self).cases()]
-        if all(subject.refusals(asked) for asked in problems):
+        if all(subject.refusals(case_problems) for case_problems in problems):
             reasons = subject.refusals(problems[0]) if problems else ["no case is left"]
             pytest.fail(f"no case of {self.area.value} is executed: {'; '.join(reasons)}", pytrace=False)
 

@@ -367,7 +367,7 @@ def hold_record(record: U8, formula: Formula, layout: KVCacheLayout, where: str)
     else:
         exponents = scales[: layout.num_groups].astype(np.int64) - oracle.E8M0_BIAS
         if (scales[layout.num_groups :] != 0).any():
-            raise Wrong(f"{where}: a pad byte behind the scales is not 0")
+            raise Wrong(f"{where}: a pad byte after the scales is not 0")
     if error := CodeRule.of(layout).error(Formula(formula.value[:nope], formula.error[:nope]), codes, exponents):
         raise Wrong(f"{where}: {error}")
     if not layout.rope_dim:

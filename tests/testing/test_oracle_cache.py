@@ -12,7 +12,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
 from dsv4attn.testing.factories import layout, layouts, normal, tiny_geometry
-from dsv4attn.testing.oracle_cache import BEHIND_PAGE, UNWRITTEN, OracleCache, PagePlacement, place_of
+from dsv4attn.testing.oracle_cache import AFTER_PAGE, UNWRITTEN, OracleCache, PagePlacement, place_of
 from dsv4attn.testing.random_step import step
 from dsv4attn.testing.single_call import call
 from dsv4attn.testing.tolerances import stored
@@ -47,9 +47,9 @@ def test_an_oracle_cache_holds_its_rows_and_nan_everywhere_else(name: str, place
     assert region[[0, 5, 9]].isfinite().all()
     assert region[[1, 2, 3, 4, 6, 7, 8, 10, 11]].isnan().all()
     assert np.isnan(cache.values[[1, 2, 3, 4, 6, 7, 8, 10, 11]]).all()
-    behind = cache.bytes()[:, cache_layout.page_bytes(4) :]
-    assert (behind == UNWRITTEN).all()
-    assert behind.shape[1] == min(cache_layout.page_stride(4) + placement.gap - cache_layout.page_bytes(4), BEHIND_PAGE)
+    gap = cache.bytes()[:, cache_layout.page_bytes(4) :]
+    assert (gap == UNWRITTEN).all()
+    assert gap.shape[1] == min(cache_layout.page_stride(4) + placement.gap - cache_layout.page_bytes(4), AFTER_PAGE)
     assert cache.cache.tensor.storage_offset() * cache_layout.dtype.itemsize == placement.before
 
 

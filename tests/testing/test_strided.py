@@ -46,7 +46,7 @@ def test_g21_a_write_between_the_rows_is_found(offset: int) -> None:
     lse = strided("lse", torch.zeros(3, 8))
     lse.as_strided((1,), (1,), lse.storage_offset() + lse.stride(0) + offset).fill_(0)
 
-    with pytest.raises(Wrong, match=r"^4 bytes beside the rows of lse were written$"):
+    with pytest.raises(Wrong, match=r"^4 bytes next to the rows of lse were written$"):
         strided.check()
 
 
