@@ -35,9 +35,11 @@ def problem_of(case: KernelCase, prefill_keys: KeyForm = KeyForm.PAGED) -> Probl
     phase = "decode" if decodes else "prefill"
     if preset.kind is LayerKind.SWA:
         return Problem.of(preset.layer, phase=phase)
-    asked = Problem.of(preset.layer, phase=phase, topk=preset.columns, compressed_page_size=preset.page)
+    problem = Problem.of(preset.layer, phase=phase, topk=preset.columns, compressed_page_size=preset.page)
     window, entries = layouts(case)
-    return evolve(asked, swa=CacheFacts.of(window, asked.swa.page_size), compressed=CacheFacts.of(entries, preset.page))
+    return evolve(
+        problem, swa=CacheFacts.of(window, problem.swa.page_size), compressed=CacheFacts.of(entries, preset.page)
+    )
 
 
 def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:

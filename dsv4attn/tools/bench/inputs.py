@@ -180,10 +180,10 @@ def _segment(
     """A cache in which request r has its records first[r] .. ends[r]; before those its pages are gone."""
     device = first.device
     column = torch.arange(max(-(-int(ends.max()) // page), 1), device=device)
-    there = (column >= (first // page)[:, None]) & (column * page < ends[:, None])
-    blocks = max(int(there.sum()), 1)
-    table = torch.full(there.shape, -1, dtype=torch.int32, device=device)
-    table[there] = random.permutation(blocks)[: int(there.sum())].int()
+    is_visible = (column >= (first // page)[:, None]) & (column * page < ends[:, None])
+    blocks = max(int(is_visible.sum()), 1)
+    table = torch.full(is_visible.shape, -1, dtype=torch.int32, device=device)
+    table[is_visible] = random.permutation(blocks)[: int(is_visible.sum())].int()
     cache = PagedKVCache.allocate(layout, blocks, page, device)
     fill(cache, random)
     absent = torch.arange(numbers.shape[1], device=device) >= lens[:, None]

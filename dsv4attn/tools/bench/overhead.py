@@ -118,15 +118,15 @@ def _bound(step: ForwardStep, backend: Backend) -> DeepseekV4MLAAttention:
 
 def _own_steps(step: ForwardStep) -> Callable[[], None]:
     """What core runs of the backend for this step, prepared, with the very arguments, and nothing else."""
-    asked: list[Callable[[], Any]] = []
+    calls: list[Callable[[], Any]] = []
 
     def noting(run: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments: asked.append(partial(run, *arguments))
+        return lambda *arguments: calls.append(partial(run, *arguments))
 
     evolve(step, backend=_Instead(step.backend, noting)).run()
 
     def run() -> None:
-        for call in asked:
+        for call in calls:
             call()
 
     return run

@@ -78,8 +78,8 @@ class FlashMLA:
         why = missing(self._module, *self._functions)
         if why or not self._asks:
             return why
-        asked = getattr(importlib.import_module(self._module), self._asks, None)
-        supported, reason = asked() if asked else (True, None)
+        support = getattr(importlib.import_module(self._module), self._asks, None)
+        supported, reason = support() if support else (True, None)
         return None if supported else str(reason or "not supported here")
 
     def decode(self, inputs: Inputs) -> Callable[[], Tensor]:

@@ -164,9 +164,9 @@ def _lost(rows: Sequence[BenchRow]) -> Iterator[Text]:
         if row.state != MEASURED:
             lost.setdefault((row.state, row.by, row.reason), []).append(row.case)
     for (state, by, reason), cases in lost.items():
-        more = f" and {len(cases) - 1} more cases" if len(cases) > 2 else ""
-        for case in cases[:1] if more else cases:
-            yield Text(f"{state}: {case}{more}, {by}: {reason}", style=_STYLES[state])
+        others = f" and {len(cases) - 1} more cases" if len(cases) > 2 else ""
+        for case in cases[:1] if others else cases:
+            yield Text(f"{state}: {case}{others}, {by}: {reason}", style=_STYLES[state])
 
 
 def layer_tables(layers: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:

@@ -160,9 +160,9 @@ class Runner:
     ) -> None:
         """Check which peers are available, and measure the roofline."""
         self.device, self.backends, self.rounds = device, dict(backends), rounds
-        asked = {peer.name: peer.available() for peer in peers}
-        self.unavailable = {name: why for name, why in asked.items() if why}
-        self.peers = [peer for peer in peers if not asked[peer.name]]
+        obstacles = {peer.name: peer.available() for peer in peers}
+        self.unavailable = {name: why for name, why in obstacles.items() if why}
+        self.peers = [peer for peer in peers if not obstacles[peer.name]]
         self.clock = Clock(device)
         self.roofline = Roofline.measure(self.clock)
 
@@ -262,8 +262,8 @@ class Runner:
 
     def _why_not(self, case: KernelCase | LayerOpCase, name: str, backend: Backend) -> str:
         # ops around attention are those of a backend that decodes on the layers with all of them
-        asked = case if isinstance(case, KernelCase) else _C4A
-        problem = problem_of(asked, backend.capabilities.prefill_keys)
+        kernel_case = case if isinstance(case, KernelCase) else _C4A
+        problem = problem_of(kernel_case, backend.capabilities.prefill_keys)
         selection = explain(problem, backend=name, device=self.device, registry=registry_of(name))
         if selection.chosen is not None:
             return ""

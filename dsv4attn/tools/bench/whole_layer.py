@@ -77,8 +77,8 @@ class LayerCase:
         sequences = f"{self.requests:,} sequence{'' if self.requests == 1 else 's'}"
         new = f"{self.tokens:,} new token{'' if self.tokens == 1 else 's'}{' each' if self.requests > 1 else ''}"
         first, last = self.contexts[0], self.contexts[-1]
-        before = f"{first:,} to {last:,}" if first < last else f"{last:,}"
-        return f"{sequences}, {new}, {before} in the cache"
+        contexts = f"{first:,} to {last:,}" if first < last else f"{last:,}"
+        return f"{sequences}, {new}, {contexts} in the cache"
 
 
 @frozen

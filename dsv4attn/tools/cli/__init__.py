@@ -19,7 +19,7 @@ __all__ = ["main", "print_json"]
 
 _COMMANDS = {
     "backends": ("dsv4attn.tools.cli.backends:backends", "List the backends, and which of them run on this machine."),
-    "bench": ("dsv4attn.tools.cli.bench:bench", "Time every kernel beside the roofline and other libraries."),
+    "bench": ("dsv4attn.tools.cli.bench:bench", "Time every kernel next to the roofline and other libraries."),
     "compile": ("dsv4attn.tools.cli.compile:compile_", "Compile every kernel for a device that need not be here."),
     "conform": ("dsv4attn.tools.cli.conform:conform", "Run the conformance kit on a backend, and write a certificate."),
     "doctor": (
@@ -117,8 +117,8 @@ def _prints_json(args: Sequence[str]) -> bool:
     """Whether stdout is for one JSON object. With `--json FILE`, as in bench, stdout is for text."""
     if "--json" not in args:
         return False
-    behind = args[args.index("--json") + 1 :]
-    return args[0] != "bench" or not behind or behind[0].startswith("-")
+    following = args[args.index("--json") + 1 :]
+    return args[0] != "bench" or not following or following[0].startswith("-")
 
 
 def _print_error(error: Exception, message: str) -> None:

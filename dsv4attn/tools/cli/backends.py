@@ -52,9 +52,9 @@ def backends(*, as_json: bool) -> None:
     phases = automatic(registry, device)
     rows = listed(registry, device, phases)
     if as_json:
-        asked = {phase: settings.request(phase).value for phase in phases}
+        requested = {phase: settings.request(phase).value for phase in phases}
         chosen = {phase: s.chosen.info.name if s.chosen else None for phase, s in phases.items()}
-        facts = {"device": device_json(device), "request": asked, "automatic": chosen}
+        facts = {"device": device_json(device), "request": requested, "automatic": chosen}
         print_json({"ok": True, **facts, "backends": rows})
         return
     requests = {phase: settings.request(phase) for phase in phases}
@@ -80,8 +80,8 @@ def automatic(registry: PluginRegistry, device: DeviceFacts) -> dict[str, Select
     geometry = ModelGeometry.preset(MODEL)
     problems = {phase: [Problem.of(geometry, kind, phase) for kind in geometry.kinds] for phase in PHASES}
     return {
-        phase: explain(asked, device=device, settings=Settings(), registry=registry)
-        for phase, asked in problems.items()
+        phase: explain(of_phase, device=device, settings=Settings(), registry=registry)
+        for phase, of_phase in problems.items()
     }
 
 
@@ -136,14 +136,14 @@ def merged(phases: Mapping[str, str]) -> list[str]:
     return [f"{phase}: {text}" for phase, text in phases.items()]
 
 
-def _absent(asked: str, registry: PluginRegistry) -> str:
+def _absent(request: str, registry: PluginRegistry) -> str:
     """A note for a requested name that no backend has, else ""."""
     from dsv4attn.config import AUTO
     from dsv4attn.errors import did_you_mean
 
-    if asked == AUTO or asked in registry.backends:
+    if request == AUTO or request in registry.backends:
         return ""
-    return f": no backend has this name, so every call is refused{did_you_mean(asked, registry.backends)}"
+    return f": no backend has this name, so every call is refused{did_you_mean(request, registry.backends)}"
 
 
 def _table(rows: list[dict[str, Any]], wide: int) -> Table:

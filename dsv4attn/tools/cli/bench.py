@@ -53,7 +53,7 @@ class _Bench(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
 
-@click.command(cls=_Bench, short_help="Time every kernel beside the roofline and other libraries.")
+@click.command(cls=_Bench, short_help="Time every kernel next to the roofline and other libraries.")
 @click.argument("what", nargs=-1)
 @options(
     text("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]"),
@@ -108,7 +108,7 @@ def bench(
     entries stored, index queries. mhc: hyper-connections. Sizes of these four are fixed: --cases, --batches and
     --tokens are for the others.
 
-    context: decode over ranks beside one rank, under torchrun; it comes first, and has options of its own:
+    context: decode over ranks compared with one rank, under torchrun; it comes first, and has options of its own:
     `dsv4attn bench context --help`.
 
     --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
@@ -181,7 +181,7 @@ class _Asked:
     threads: int | None = None
 
 
-def _measured(asked: _Asked, *, shown: bool) -> Run:
+def _measured(options: _Asked, *, shown: bool) -> Run:
     """Check all options before anything slow, and measure."""
     from dsv4attn.tools.bench.cases import KERNELS, MEASUREMENTS, PRESETS, host_cases, named, sizes, together
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
@@ -190,20 +190,20 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     from dsv4attn.tools.bench.whole_layer import layer_cases
     from dsv4attn.tools.cli.threads import Threads
 
-    what = named("measurement", ",".join(asked.what), MEASUREMENTS, KERNELS)
-    presets = named("case", asked.cases, list(PRESETS), list(PRESETS))
-    place = device_named(asked.device)
-    backends = _backends(asked.backends, place)
-    size = _size(asked, sizes(place.type))
+    what = named("measurement", ",".join(options.what), MEASUREMENTS, KERNELS)
+    presets = named("case", options.cases, list(PRESETS), list(PRESETS))
+    place = device_named(options.device)
+    backends = _backends(options.backends, place)
+    size = _size(options, sizes(place.type))
     small = place.type == "cpu"
     cases = _cases(what, presets, size, small=small)
-    peers = _peers(asked, {case.kernel for case in cases})
+    peers = _peers(options, {case.kernel for case in cases})
     hosts = host_cases() if "host" in what else []
     layers = layer_cases(small=small) if "layer" in what else []
     total = len(cases) + len(hosts) + len(layers)
     rows, host, times, ran, stopped = [], [], [], 0, False
     # the CPU's threads do not matter for times on an accelerator
-    cpu_threads = Threads.chosen(asked.threads) if place.type == "cpu" else None
+    cpu_threads = Threads.chosen(options.threads) if place.type == "cpu" else None
     with cpu_threads.used() if cpu_threads else nullcontext(), _progress(1 + total, shown=shown) as begin:
         begin("roofline")
         runner = Runner(place, backends, peers, size.rounds)
@@ -229,7 +229,7 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
             stopped = True
         roofline, rows = (runner.roofline, rows) if stopped else runner.settled(rows)
         machine = this_machine(place, cpu_threads.cores, cpu_threads.source) if cpu_threads else this_machine(place)
-    here = [peer.name for peer in runner.peers]
+    present = [peer.name for peer in runner.peers]
     return Run(
         machine=machine,
         date=now(),
@@ -238,7 +238,7 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
         rows=tuple(rows),
         cliffs=tuple(cliffs(rows)),
         unavailable=runner.unavailable,
-        versions=peer_versions(here),
+        versions=peer_versions(present),
         host=tuple(host),
         asked=total,
         ran=ran if stopped else None,
@@ -260,27 +260,29 @@ def _cases(
     return [*cases_of(kernels, presets, size), *lines, *around]
 
 
-def _peers(asked: _Asked, kernels: set[str]) -> list[Peer | DeepGEMM]:
+def _peers(options: _Asked, kernels: set[str]) -> list[Peer | DeepGEMM]:
     """The named peers; without names, those that have one of the kernels."""
     from dsv4attn.tools.bench.cases import named
     from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS
     from dsv4attn.tools.bench.peers import PEERS
 
-    if asked.peers is None:
+    if options.peers is None:
         return []
     peers: dict[str, Peer | DeepGEMM] = {**PEERS, **LAYER_OP_PEERS}
     concerned = [name for name, peer in peers.items() if kernels.intersection(peer.kernels)]
-    return [peers[name] for name in named("peer", None if asked.peers == ALL else asked.peers, list(peers), concerned)]
+    return [
+        peers[name] for name in named("peer", None if options.peers == ALL else options.peers, list(peers), concerned)
+    ]
 
 
-def _size(asked: _Asked, size: CaseSizes) -> CaseSizes:
+def _size(options: _Asked, size: CaseSizes) -> CaseSizes:
     """Default sizes, replaced by those of the options."""
     return evolve(
         size,
-        batches=asked.batches or size.batches,
-        tokens=asked.tokens or size.tokens,
-        inserted=asked.tokens or size.inserted,
-        rounds=asked.rounds or size.rounds,
+        batches=options.batches or size.batches,
+        tokens=options.tokens or size.tokens,
+        inserted=options.tokens or size.inserted,
+        rounds=options.rounds or size.rounds,
     )
 
 

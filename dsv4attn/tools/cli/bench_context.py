@@ -1,4 +1,4 @@
-"""`dsv4attn bench context`: decode over the ranks that torchrun has started, beside one rank with all entries."""
+"""`dsv4attn bench context`: decode over the ranks of torchrun, compared with one rank that has all entries."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def context(
     graph: bool,
     save: str | Path | None,
 ) -> None:
-    """Time decode under context parallelism beside one rank with all entries, in the same run.
+    """Time decode under context parallelism and on one rank with all entries, in the same run.
 
     Start it with torchrun: `torchrun --standalone --nproc-per-node 2 -m dsv4attn bench context`.
 
@@ -93,7 +93,7 @@ def context(
     names = named("case", cases, list(CONTEXT_CASES), default)
     decodes = context_cases(names, requests or size.requests, contexts or size.contexts, ranks, interleave)
     name, chosen = _backend(backend, decodes, place, capture=graph)
-    asked = _Asked(
+    options = _Asked(
         name,
         chosen,
         decodes,
@@ -103,7 +103,7 @@ def context(
         shlex.join(["dsv4attn", "bench", "context", *command_line(ctx, "save")]),
     )
     with joined(ranks, interleave, backend=group_backend, device=None if place.type == "cpu" else place) as group:
-        run = _measured(group, asked, group_backend)
+        run = _measured(group, options, group_backend)
     if group.ownership.rank == 0:
         _show(run, save)
     ctx.exit(OK if run.ok else FAILED)
@@ -122,27 +122,35 @@ class _Asked:
     command: str
 
 
-def _measured(group: MeteredContext, asked: _Asked, group_backend: str) -> ContextRun:
+def _measured(group: MeteredContext, options: _Asked, group_backend: str) -> ContextRun:
     from dsv4attn.tools.bench.context import ContextRun, measure
     from dsv4attn.tools.bench.context_cases import check_memory
     from dsv4attn.tools.bench.rank_clock import RankClock
     from dsv4attn.tools.bench.result import now, this_machine
 
     ownership = group.ownership
-    group.check_same("bench context", {"backend": asked.name, "command": asked.command})
+    group.check_same("bench context", {"backend": options.name, "command": options.command})
     with group.together("bench context"):
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        check_memory(asked.cases, ownership.size, ownership.interleave, asked.device, sharing=sharing)
-        clock = RankClock(asked.device, group)
+        check_memory(options.cases, ownership.size, ownership.interleave, options.device, sharing=sharing)
+        clock = RankClock(options.device, group)
     results = []
-    for case in asked.cases:
+    for case in options.cases:
         if ownership.rank == 0:
             _progress(case.name)
-        results.append(measure(case, asked.backend, group, group.sent, clock, asked.rounds, graph=asked.graph))
-    machine = this_machine(asked.device)
+        results.append(measure(case, options.backend, group, group.sent, clock, options.rounds, graph=options.graph))
+    machine = this_machine(options.device)
     sizes = ownership.size, ownership.interleave
     return ContextRun(
-        machine, now(), asked.command, asked.name, group_backend, *sizes, asked.rounds, asked.graph, tuple(results)
+        machine,
+        now(),
+        options.command,
+        options.name,
+        group_backend,
+        *sizes,
+        options.rounds,
+        options.graph,
+        tuple(results),
     )
 
 

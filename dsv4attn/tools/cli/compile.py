@@ -84,7 +84,7 @@ class _Job:
         words=_DTYPES,
         multiple=True,
         default=_DTYPES[:1],
-        help="Of both caches, or V4.1's record of the compressed cache, beside v41_fp8: repeatable.",
+        help="Of both caches, or V4.1's record of the compressed cache, with v41_fp8: repeatable.",
     ),
     text("--kernel", "kernels", multiple=True, help="This one only: repeatable.  [default: all]"),
     JSON,

@@ -152,10 +152,10 @@ def show_failures(out: Console, outcomes: Iterable[Outcome], title: str = "faile
         out.print(Padding(case.says, (0, 0, 0, 10)), style="dim")
         out.print(Padding(group.first.message, (0, 0, 0, 10)))
         if others:
-            more = "" if len(others) <= SHOWN else f" and {len(others) - SHOWN} more"
+            remainder = "" if len(others) <= SHOWN else f" and {len(others) - SHOWN} more"
             names = ", ".join(others[:SHOWN])
             out.print(
-                Padding(f"{len(group.outcomes)} cases fail alike: also {names}{more}", (0, 0, 0, 10)), style="red"
+                Padding(f"{len(group.outcomes)} cases fail alike: also {names}{remainder}", (0, 0, 0, 10)), style="red"
             )
     if rest := groups[SHOWN:]:
         names = ", ".join(f"{group.first.case.name} ({len(group.outcomes)})" for group in rest)

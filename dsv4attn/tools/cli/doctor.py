@@ -136,9 +136,13 @@ def _judge(report: _Report) -> None:
     for candidate in broken.values():
         what, _, cure = candidate.lines[0].partition(" -> ")
         report.problems.append(_Problem(f"{candidate.name} {what}", cure, trace_of(candidate.cause)))
-    for phase, unasked in report.phases.items():
-        asked = settings.request(phase).value != AUTO
-        selection = explain(unasked.problems, device=device, settings=settings, registry=registry) if asked else unasked
+    for phase, automatic_choice in report.phases.items():
+        is_requested = settings.request(phase).value != AUTO
+        selection = (
+            explain(automatic_choice.problems, device=device, settings=settings, registry=registry)
+            if is_requested
+            else automatic_choice
+        )
         if selection.chosen is None:
             verdict, _, cure = selection.verdict.partition(" -> ")
             cure = f"{cure}{'; ' if cure else ''}`dsv4attn explain --phase {phase}` says why"

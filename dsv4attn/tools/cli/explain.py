@@ -108,7 +108,7 @@ def explain(
 
 def _kind(geometry: ModelGeometry, layer: str | None, ratio: int | None) -> tuple[str, int | None]:
     """Kind and ratio of the layers that --layer and --ratio mean; 0 is the ratio of window-only layers."""
-    kinds = {each.compress_ratio: each.kind.value for each in geometry.distinct_layers if each.has_entries}
+    kinds = {sizes.compress_ratio: sizes.kind.value for sizes in geometry.distinct_layers if sizes.has_entries}
     if ratio is not None and ratio not in (0, *kinds):
         expected = f"one of {[0, *sorted(kinds)]}, the ratios of {geometry.name}"
         raise ArgumentError("--ratio", expected=expected, actual=ratio)
@@ -117,7 +117,7 @@ def _kind(geometry: ModelGeometry, layer: str | None, ratio: int | None) -> tupl
     if ratio is not None:
         return ("swa", None) if ratio == 0 else (kinds[ratio], ratio)
     kind = layer or "c4a"
-    ratios = sorted(ratio for ratio, each in kinds.items() if each == kind)
+    ratios = sorted(ratio for ratio, name in kinds.items() if name == kind)
     if len(ratios) > 1:
         expected = f"one of {ratios}, the ratios of the {kind} layers of {geometry.name}"
         raise ArgumentError("--ratio", expected=expected, actual="none", hint=f"add --ratio {ratios[0]}")

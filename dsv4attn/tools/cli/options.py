@@ -51,14 +51,14 @@ def options(*table: Option) -> Callable[[_Command], _Command]:
     return decorate
 
 
-def text(*names: str, help: str, metavar: str | None = "NAME", **more: Any) -> Option:  # noqa: A002, ANN401 - click's names
+def text(*names: str, help: str, metavar: str | None = "NAME", **extra: Any) -> Option:  # noqa: A002, ANN401 - click's names
     """An option that takes a word. With a default, its help shows the default."""
-    return click.option(*names, metavar=metavar, help=help, **{"show_default": "default" in more, **more})
+    return click.option(*names, metavar=metavar, help=help, **{"show_default": "default" in extra, **extra})
 
 
-def choice(*names: str, words: Sequence[str], help: str, **more: Any) -> Option:  # noqa: A002, ANN401 - click's names
+def choice(*names: str, words: Sequence[str], help: str, **extra: Any) -> Option:  # noqa: A002, ANN401 - click's names
     """An option that takes one of some words."""
-    return text(*names, metavar=None, type=click.Choice(words), help=help, **more)
+    return text(*names, metavar=None, type=click.Choice(words), help=help, **extra)
 
 
 def integer(
@@ -67,16 +67,16 @@ def integer(
     least: int = 1,
     most: int | None = None,
     metavar: str | None = "N",
-    **more: Any,  # noqa: ANN401 - click's own
+    **extra: Any,  # noqa: ANN401 - click's own
 ) -> Option:
     """An option that takes a number from `least` to `most`. With a default, its help shows the default."""
     kind = WholeNumber(min=least, max=most)
-    return click.option(*names, metavar=metavar, type=kind, help=help, **{"show_default": "default" in more, **more})
+    return click.option(*names, metavar=metavar, type=kind, help=help, **{"show_default": "default" in extra, **extra})
 
 
-def flag(*names: str, help: str, **more: Any) -> Option:  # noqa: A002, ANN401 - click's names
+def flag(*names: str, help: str, **extra: Any) -> Option:  # noqa: A002, ANN401 - click's names
     """An option that takes nothing."""
-    return click.option(*names, is_flag=True, help=help, **more)
+    return click.option(*names, is_flag=True, help=help, **extra)
 
 
 def pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:

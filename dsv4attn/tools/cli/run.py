@@ -34,7 +34,7 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
     text("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]"),
     text("--indexer", default="real", help="real: whole layers; random: attention alone."),
     text("--cache", default="fp8_ds_mla", help="fp8_ds_mla, bf16 or fp32."),
-    integer("--max-requests", help="Read so many requests of the trace."),
+    integer("--max-requests", help="Read at most this many requests of the trace."),
     integer("--max-tokens", least=2, help="Longest request; longer ones are shrunk."),
     integer("--max-num-batched-tokens", default=1024, help="Tokens of a step."),
     integer("--max-num-seqs", default=32, help="Requests running at once."),
@@ -141,11 +141,11 @@ def _kinds(layers: str | None) -> list[LayerKind] | None:
     from dsv4attn.errors import UnknownNameError
 
     names = [kind.value for kind in LayerKind]
-    asked = [name.strip().lower() for name in layers.split(",")]
-    for name in asked:
+    words = [name.strip().lower() for name in layers.split(",")]
+    for name in words:
         if name not in names:
             raise UnknownNameError("layer kind", name, names)
-    return [kind for kind in LayerKind if kind.value in asked]
+    return [kind for kind in LayerKind if kind.value in words]
 
 
 def _tokens_to_select(geometry: ModelGeometry) -> int | None:

@@ -110,12 +110,12 @@ class AttentionChecker:
     def _attended(self, row: int, position: int, cos: F64, sin: F64) -> tuple[F64, F64]:
         """The oracle's row: (out [H, D], lse [H])."""
         layer, workload = self._layer, self._workload
-        here = _tokens(workload, row, [position])
-        raw = workload.q_rows(workload.q_numbers(layer.kind, here))[0].double().numpy()
+        token = _tokens(workload, row, [position])
+        raw = workload.q_rows(workload.q_numbers(layer.kind, token))[0].double().numpy()
         q = rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.q_eps), workload.dtype)
         selected = None
         if layer.kind is LayerKind.CSA:
-            selected = [e for e in workload.topk(layer.kind, here)[0].tolist() if e != -1]
+            selected = [e for e in workload.topk(layer.kind, token)[0].tolist() if e != -1]
         ratio = layer.compress_ratio if layer.has_entries else None
         positions, entries = oracle.visible_keys(position, layer.window, ratio, selected)
         keys = [*self._keys_at(row, positions), *self._entries_at(row, entries)]

@@ -135,9 +135,9 @@ class FullLayerChecker:
         request = int(np.searchsorted(metadata.swa.query_start_loc_cpu.numpy(), i, "right")) - 1
         blocks = metadata.swa.block_table[request].tolist()
         (key,) = self._window.read(blocks, [position])
-        found = exact.key(hidden, position)
-        bound = rounding_bound(found, self._caches.attention.swa.layout, layer.rope_dim)
-        stages = {"key": share_of_bound(key, found, bound)}
+        expected = exact.key(hidden, position)
+        bound = rounding_bound(expected, self._caches.attention.swa.layout, layer.rope_dim)
+        stages = {"key": share_of_bound(key, expected, bound)}
         whole = metadata.whole is not None and i >= metadata.swa.num_decode_tokens
         selected = None
         if metadata.compressed is not None and self._entries is not None:
@@ -181,13 +181,13 @@ class FullLayerChecker:
         sources = [("entry", self._entries.read(pages, entries), caches.attention.compressed.layout)]
         if self._index is not None and caches.index is not None:
             sources.append(("index_key", self._index.read(pages, count)[entries], caches.index.layout))
-        found = {}
+        errors = {}
         for name, stored, layout in sources:
             exact = [self._entry(row, e, index=name == "index_key") for e in entries]
             pairs = zip(stored, exact, strict=True)
             bounds = [rounding_bound(v, layout, layer.rope_dim) + self._of_entry_latent(v, name) for v in exact]
-            found[name] = max(share_of_bound(s, v, bound) for (s, v), bound in zip(pairs, bounds, strict=True))
-        return found
+            errors[name] = max(share_of_bound(s, v, bound) for (s, v), bound in zip(pairs, bounds, strict=True))
+        return errors
 
     def _of_entry_latent(self, exact: F64, name: str) -> F64 | float:
         """Bound on what roundings of V4.1's latents to bf16, and of rows before they are rotated, add to an entry."""

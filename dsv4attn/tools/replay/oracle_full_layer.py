@@ -80,9 +80,9 @@ class OracleLayer:
         kv = hidden @ self._copy(weights.wkv).T
         score = hidden @ self._copy(weights.wgate).T + self._copy(weights.ape)[place]
         if self._layer.overlap:
-            before = np.array(self.entry_tokens(entry)) < entry * ratio
+            is_previous = np.array(self.entry_tokens(entry)) < entry * ratio
             dim = kv.shape[1] // 2
-            kv, score = (np.where(before[:, None], both[:, :dim], both[:, dim:]) for both in (kv, score))
+            kv, score = (np.where(is_previous[:, None], both[:, :dim], both[:, dim:]) for both in (kv, score))
         share = np.exp(score - score.max(0))
         row = self._norm((share * kv).sum(0) / share.sum(0), weights.norm)
         return oracle.apply_rope(row, *self._turn(entry * ratio), self._layer.rope_dim)

@@ -44,14 +44,14 @@ class RandomWeights:
 
     def of(self, layer: LayerGeometry, sink: Tensor) -> AttentionWeights:
         """The weights of a layer type. sink: [H] fp32."""
-        own = _generator(self._seed, _OWN, _LAYER_TYPES.index(layer.kind))
+        of_layer = _generator(self._seed, _OWN, _LAYER_TYPES.index(layer.kind))
         common = _generator(self._seed, _SHARED)
         weights = {}
         for name, shape in weight_shapes(self._geometry, layer).items():
             if name == "attn_sink":
                 weights[name] = sink
             elif "." in name:
-                weights[name] = _drawn(name, shape, own)
+                weights[name] = _drawn(name, shape, of_layer)
             else:
                 # a window-only layer has the first names of every layer, so the order is the same
                 if name not in self._shared:

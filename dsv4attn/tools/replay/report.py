@@ -191,7 +191,7 @@ def _sections(report: Report) -> list[tuple[str, list[Line]]]:
         row("KV pages in use, peak", lambda x: _size(x.kv_bytes_peak)),
         row("workspace, peak", lambda x: _size(x.workspace_bytes_peak)),
         row("  planned", lambda x: _size(x.workspace_bytes_planned)),
-        row("  temporaries beside it, at most", lambda x: _size(x.transient_bytes_bound)),
+        row("  temporaries in addition, at most", lambda x: _size(x.transient_bytes_bound)),
     ]
     checks = [row("rows checked", lambda x: f"{x.check.rows:,}" if x.check else "0"), row("verdict", _layer_verdict)]
     stages = [(_SHARES[name], [_error(x.check, name, ".2f") for x in layers]) for name in _SHARES if _any(layers, name)]
