@@ -42,7 +42,7 @@ def infos() -> dict[str, BackendInfo]:
     """The descriptor of every built-in backend, by its name."""
     registry = plugins.PluginRegistry.load(entry_points=[])
     assert sorted(registry.backends) == sorted(plugins.BUILT_IN), [str(failure) for failure in registry.failures]
-    return {name: one.info for name, one in registry.backends.items()}
+    return {name: registration.info for name, registration in registry.backends.items()}
 
 
 def of_rank(rank: Rank) -> list[str]:
@@ -87,30 +87,30 @@ def class_of(name: str) -> Any:
 
 def forms(device: DeviceFacts | None = None) -> dict[str, Callable[..., Any]]:
     """Constructors of the Triton backends in their default form, and, as "name form", in the forms they declare."""
-    made: dict[str, Callable[..., Any]] = {}
+    factories: dict[str, Callable[..., Any]] = {}
     for name in triton_backends(device):
-        made[name] = class_of(name)
-        made |= {f"{name} {form}": partial(class_of(name), **options) for form, options in _declared(name).items()}
-    return made
+        factories[name] = class_of(name)
+        factories |= {f"{name} {form}": partial(class_of(name), **options) for form, options in _declared(name).items()}
+    return factories
 
 
 def _declared(name: str) -> Mapping[str, Mapping[str, Any]]:
     module = f"tests.backends.{name}.forms"
     try:
-        found: Mapping[str, Mapping[str, Any]] = importlib.import_module(module).FORMS
+        declared: Mapping[str, Mapping[str, Any]] = importlib.import_module(module).FORMS
     except ModuleNotFoundError as error:
         if not module.startswith(error.name or "?"):
             raise
         return {}
-    return found
+    return declared
 
 
 def launching_alike(geometry: ModelGeometry) -> list[str]:
     """Names of the backends that ask, on a CPU, for exactly the kernels of the generic backend: its twins there."""
     bounds, cpu = WarmupSpec.of(geometry, Limits(8, 64, 4096)), DeviceFacts.named("cpu")
-    asked = {name: {*class_of(name)().kernel_variants(bounds, cpu)} for name in triton_backends(cpu)}
+    variants = {name: {*class_of(name)().kernel_variants(bounds, cpu)} for name in triton_backends(cpu)}
     generic = of_rank(Rank.GENERIC)
-    return [name for name in asked if name not in generic and asked[name] in [asked[one] for one in generic]]
+    return [name for name in variants if name not in generic and variants[name] in [variants[name] for name in generic]]
 
 
 def known_devices(*kinds: str) -> list[str]:
@@ -120,15 +120,15 @@ def known_devices(*kinds: str) -> list[str]:
 
 def packages() -> list[str]:
     """Top-level packages that the backends' files import, as statements or by name, besides Python's own and ours."""
-    found = set[str]()
+    modules = set[str]()
     for path in PACKAGE.joinpath("backends").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                modules |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                found.add(node.module or "")
+                modules.add(node.module or "")
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
                 first = node.args[0]
-                found |= {str(first.value)} if isinstance(first, ast.Constant) else set()
-    tops = {name.partition(".")[0] for name in found}
+                modules |= {str(first.value)} if isinstance(first, ast.Constant) else set()
+    tops = {name.partition(".")[0] for name in modules}
     return sorted(tops - {*sys.stdlib_module_names, "dsv4attn", "__future__"})

@@ -41,9 +41,9 @@ def test_on_its_devices_a_vendors_backend_is_chosen_before_the_generic_one(
 @pytest.mark.parametrize(("name", "arch"), FOREIGN)
 def test_elsewhere_it_must_be_asked_for_and_runs_only_where_its_descriptor_says(name: str, arch: str) -> None:
     device = DeviceFacts.named(arch)
-    asked = {"device": device, "settings": Settings(), "registry": REGISTRY}
-    automatic = explain(Problem.of(FLASH), backend="auto", **asked)  # type: ignore[arg-type]
-    by_name = explain(Problem.of(FLASH), backend=name, **asked)  # type: ignore[arg-type]
+    options = {"device": device, "settings": Settings(), "registry": REGISTRY}
+    automatic = explain(Problem.of(FLASH), backend="auto", **options)  # type: ignore[arg-type]
+    by_name = explain(Problem.of(FLASH), backend=name, **options)  # type: ignore[arg-type]
 
     assert automatic.chosen is None or automatic.chosen.info.name != name
     assert name in str(by_name)

@@ -34,9 +34,9 @@ each_mode = pytest.mark.parametrize("deterministic", [False, True], ids=["free",
 
 @each_form
 def test_nothing_is_launched_that_was_not_announced(form: str) -> None:
-    backend, here, names = FORMS[form](), DeviceFacts.here(DEVICE), set[str]()
+    backend, device, names = FORMS[form](), DeviceFacts.here(DEVICE), set[str]()
     for scenario in problems():
-        announced = set(backend.kernel_variants(bounds_of(scenario), here))
+        announced = set(backend.kernel_variants(bounds_of(scenario), device))
         with observed() as seen:
             scenario.run(backend)
 

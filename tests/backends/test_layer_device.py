@@ -77,13 +77,13 @@ def expected(request: pytest.FixtureRequest) -> tuple[str, list[Tensor]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_on_the_device_is_the_layer_on_the_cpu(name: str, expected: tuple[str, list[Tensor]]) -> None:
-    kind, wanted = expected
+    kind, expected_outs = expected
     layout, dtype, bound = (FP8, torch.bfloat16, 3e-2) if kind == "fp8" else (ROWS, torch.float32, 2e-4)
-    here = whole(name, "cuda", layout, dtype)
+    stack = whole(name, "cuda", layout, dtype)
 
-    found = here.cut(here.hidden(0, 702), [400, 300, 1, 1])[1]
+    outs = stack.cut(stack.hidden(0, 702), [400, 300, 1, 1])[1]
 
-    for out, want in zip(found, wanted, strict=True):
+    for out, want in zip(outs, expected_outs, strict=True):
         off = (out.cpu().double() - want.double()).norm() / want.double().norm()
         print(f"{name} {kind}: {float(off):.1e}")
         assert off < bound
@@ -99,21 +99,21 @@ LARGE = evolve(
 @pytest.mark.parametrize("name", NAMES)
 def test_g24_bits_depend_neither_on_the_cut_nor_on_the_batch(name: str, layout: KVCacheLayout) -> None:
     dtype = torch.bfloat16 if layout is FP8 else torch.float32
-    here = whole(name, "cuda", layout, dtype, geometry=LARGE, deterministic=True)
-    hidden, other = here.hidden(0, 300), here.hidden(1, 37)
-    first, wanted = here.cut(hidden, [300])
-    bytes_of = here.bytes_of(first)
-    here.manager.free(first)
+    stack = whole(name, "cuda", layout, dtype, geometry=LARGE, deterministic=True)
+    hidden, other = stack.hidden(0, 300), stack.hidden(1, 37)
+    first, expected_outs = stack.cut(hidden, [300])
+    bytes_of = stack.bytes_of(first)
+    stack.manager.free(first)
     for cuts in ([1, 130, 168, 1], [255, 45], [3] * 100, [8] * 37 + [4], [2, 5] * 42 + [6]):
-        one, found = here.cut(hidden, cuts)
-        for out, want in zip(found, wanted, strict=True):
+        sequence, outs = stack.cut(hidden, cuts)
+        for out, want in zip(outs, expected_outs, strict=True):
             assert torch.equal(out, want)
-        for page, want in zip(here.bytes_of(one), bytes_of, strict=True):
+        for page, want in zip(stack.bytes_of(sequence), bytes_of, strict=True):
             assert torch.equal(page.view(torch.uint8), want.view(torch.uint8))
-        here.manager.free(one)
-    a, b = here.manager.new(), here.manager.new()
-    together = here.step([(b, 37), (a, 300)], torch.cat([other, hidden]))
-    for out, want in zip(together, wanted, strict=True):
+        stack.manager.free(sequence)
+    a, b = stack.manager.new(), stack.manager.new()
+    together = stack.step([(b, 37), (a, 300)], torch.cat([other, hidden]))
+    for out, want in zip(together, expected_outs, strict=True):
         assert torch.equal(out[37:], want)
 
 
@@ -134,8 +134,8 @@ def test_g24_hyper_connections_of_a_row_have_the_same_bits_in_any_call(rows: int
 class Graph:
     """Decode steps of four sequences in a captured graph."""
 
-    def __init__(self, here: LayerStack) -> None:
-        self.here, self.count = here, 4
+    def __init__(self, stack: LayerStack) -> None:
+        self.here, self.count = stack, 4
         columns = {"block_table": 64, "compressed_block_table": 16, "c4a_state_block_table": 1024}
         columns["c128a_state_block_table"] = 512
         ints: dict[str, Any] = {
@@ -151,7 +151,7 @@ class Graph:
             slot_mapping=torch.full((4,), -1, dtype=torch.int64, device="cuda"),
             **ints,
         )
-        self.hidden = torch.zeros(4, MODEL.hidden_size, dtype=here.dtype, device="cuda")
+        self.hidden = torch.zeros(4, MODEL.hidden_size, dtype=stack.dtype, device="cuda")
         self.positions = torch.zeros(4, dtype=torch.int64, device="cuda")
         with torch.no_grad():
             self.metadata = self._build()
@@ -169,11 +169,11 @@ class Graph:
             return [layer(self.hidden, self.positions) for layer in self.here.layers]
 
     def step(self, requests: list[tuple[object, int]], hidden: Tensor) -> list[Tensor]:
-        given = self.here.manager.batch(requests)  # type: ignore[arg-type]
+        described = self.here.manager.batch(requests)  # type: ignore[arg-type]
         for name in ("seq_lens", "seq_lens_cpu", "slot_mapping"):
-            getattr(self.batch, name).copy_(getattr(given, name))
+            getattr(self.batch, name).copy_(getattr(described, name))
         for name in ("block_table", "compressed_block_table", "c4a_state_block_table", "c128a_state_block_table"):
-            table = getattr(given, name)
+            table = getattr(described, name)
             getattr(self.batch, name)[:, : table.shape[1]].copy_(table)
         self.positions.copy_(self.here.manager.positions(requests))  # type: ignore[arg-type]
         self.hidden.copy_(hidden)
@@ -194,10 +194,10 @@ def test_replays_of_a_captured_layer_equal_eager_steps(name: str) -> None:
     eager, captured = (whole(name, "cuda", FP8, torch.bfloat16) for _ in range(2))
     prompts = [eager.hidden(seed, n) for seed, n in enumerate((3, 130, 251, 600))]
     sides = []
-    for one in (eager, captured):
-        sequences = [one.manager.new() for _ in prompts]
+    for stack in (eager, captured):
+        sequences = [stack.manager.new() for _ in prompts]
         for sequence, prompt in zip(sequences, prompts, strict=True):
-            one.step([(sequence, prompt.shape[0])], prompt)
+            stack.step([(sequence, prompt.shape[0])], prompt)
         sides.append([(sequence, 1) for sequence in sequences])
     graph = Graph(captured)
 
@@ -212,15 +212,15 @@ def test_replays_of_a_captured_layer_equal_eager_steps(name: str) -> None:
 @pytest.mark.usefixtures("no_waits")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_waits_for_nothing(name: str) -> None:
-    here = whole(name, "cuda", FP8, torch.bfloat16)
-    sequence = here.manager.new()
-    hidden = here.hidden(0, 500)
-    here.step([(sequence, 400)], hidden[:400])
+    stack = whole(name, "cuda", FP8, torch.bfloat16)
+    sequence = stack.manager.new()
+    hidden = stack.hidden(0, 500)
+    stack.step([(sequence, 400)], hidden[:400])
     requests = [(sequence, 100)]
-    batch, positions = here.manager.batch(requests), here.manager.positions(requests)
+    batch, positions = stack.manager.batch(requests), stack.manager.positions(requests)
     for _ in range(2):
-        with torch.no_grad(), set_forward_context(here.manager.metadata(batch)):
+        with torch.no_grad(), set_forward_context(stack.manager.metadata(batch)):
             torch.cuda.set_sync_debug_mode("error")
-            for layer in here.layers:
+            for layer in stack.layers:
                 layer(hidden[400:], positions)
             torch.cuda.set_sync_debug_mode("default")

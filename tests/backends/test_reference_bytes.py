@@ -170,9 +170,9 @@ def test_fnuz_writes_up_to_240_or_to_the_224_of_vllm() -> None:
         for g in range(3):
             group = rows[0, 16 * g : 16 * g + 16].double().numpy()
             exponent = oracle.scale_exponent(float(np.abs(group).max()), limit)
-            wanted = oracle.encode_e4m3(np.clip(np.ldexp(group, -exponent), -limit, limit), fnuz=True)
+            expected = oracle.encode_e4m3(np.clip(np.ldexp(group, -exponent), -limit, limit), fnuz=True)
             assert scales[0, g] == exponent + 127
-            np.testing.assert_array_equal(codes[0, 16 * g : 16 * g + 16].numpy(), wanted)
+            np.testing.assert_array_equal(codes[0, 16 * g : 16 * g + 16].numpy(), expected)
         assert np.nanmax(np.abs(oracle.decode_e4m3(codes.numpy(), fnuz=True))) <= limit
 
 
@@ -195,7 +195,7 @@ def test_g5_every_code_at_every_scale_reads_as_the_oracle_says(dialect: Fp8Forma
     cache.region("scale")[..., 0] = torch.arange(256, dtype=torch.uint8).view(16, 16)
     cache.region("scale")[..., 1:] = 0xFF
     fnuz, nan_codes = dialect is FNUZ, [0x80] if dialect is FNUZ else [0x7F, 0xFF]
-    wanted = np.stack(
+    expected = np.stack(
         [
             oracle.dequantize_record(
                 record_at(cache, slot), nope_dim=256, rope_dim=2, group_size=256, fnuz=fnuz, scale_bytes=8
@@ -206,14 +206,14 @@ def test_g5_every_code_at_every_scale_reads_as_the_oracle_says(dialect: Fp8Forma
     got = gather(cache, [list(range(16))], [256], None, torch.zeros(1, 256, 258).bfloat16(), 0)[0]
     exact = kernels.read_records(cache, torch.arange(256))
 
-    assert np.isnan(wanted[:, nan_codes]).all()
-    assert np.isnan(wanted[255, :256]).all()
-    assert np.isnan(wanted).sum() == 255 * len(nan_codes) + 256
+    assert np.isnan(expected[:, nan_codes]).all()
+    assert np.isnan(expected[255, :256]).all()
+    assert np.isnan(expected).sum() == 255 * len(nan_codes) + 256
     # NaN counts as equal to NaN here, and 0 as equal to -0, hence the signs
     values = got.double().numpy()
-    np.testing.assert_array_equal(values, wanted)
-    np.testing.assert_array_equal(np.signbit(values) & ~np.isnan(values), np.signbit(wanted) & ~np.isnan(wanted))
-    np.testing.assert_array_equal(oracle.round_bf16(exact.double().numpy()), wanted)
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(np.signbit(values) & ~np.isnan(values), np.signbit(expected) & ~np.isnan(expected))
+    np.testing.assert_array_equal(oracle.round_bf16(exact.double().numpy()), expected)
 
 
 def test_g5_a_finite_code_means_twice_as_much_in_ocp() -> None:
@@ -257,8 +257,8 @@ def test_g5_caches_of_two_dialects_are_read_in_one_call(window: Fp8Format, compr
             for cache, layout in zip(caches, layouts, strict=True)
             for s in seen
         ]
-        wanted, _ = oracle.attend_row(q[t].double().numpy(), np.stack(read), sink.double().numpy(), layer.scale)
-        np.testing.assert_allclose(out[t].double().numpy(), wanted, rtol=0, atol=1e-5)
+        expected, _ = oracle.attend_row(q[t].double().numpy(), np.stack(read), sink.double().numpy(), layer.scale)
+        np.testing.assert_allclose(out[t].double().numpy(), expected, rtol=0, atol=1e-5)
 
 
 @each_layout
@@ -270,8 +270,8 @@ def test_insert_writes_its_slots_and_no_other_byte(layout: KVCacheLayout) -> Non
     slots = torch.tensor([7, -1, 20, 0, -5, 2**40, 18])  # 20 is the first that does not exist; row 7 has no slot
     ReferenceBackend().quantize_and_insert_k_cache(rows, cache, slots)
 
-    wanted = flat.clone().fill_(0xAB)
-    twin = PagedKVCache(wanted.as_strided(cache.tensor.shape, cache.tensor.stride(), 32), layout)
+    expected = flat.clone().fill_(0xAB)
+    twin = PagedKVCache(expected.as_strided(cache.tensor.shape, cache.tensor.stride(), 32), layout)
     for row, slot in ((0, 7), (3, 0), (6, 18)):
         record = torch.from_numpy(judged(rows[row], layout))
         nope, rope, scale = record.split([layout.nope_dim, 2 * layout.rope_dim, layout.scale_bytes])
@@ -279,7 +279,7 @@ def test_insert_writes_its_slots_and_no_other_byte(layout: KVCacheLayout) -> Non
         twin.region("rope")[slot // 4, slot % 4] = rope.clone().view(torch.bfloat16)
         twin.region("scale")[slot // 4, slot % 4] = scale
 
-    assert torch.equal(flat, wanted)
+    assert torch.equal(flat, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -315,7 +315,7 @@ def test_gather_reads_what_reading_one_by_one_reads() -> None:
                 continue
             position = seq[i] - lens[i] + j - at
             page = cache.tensor[table[i][position // 8]].flatten().numpy()
-            wanted = oracle.read_record(
+            expected = oracle.read_record(
                 page,
                 position % 8,
                 block_size=8,
@@ -326,7 +326,7 @@ def test_gather_reads_what_reading_one_by_one_reads() -> None:
                 scale_bytes=8,
                 split=True,
             )
-            np.testing.assert_array_equal(out[i, j].double().numpy(), wanted)
+            np.testing.assert_array_equal(out[i, j].double().numpy(), expected)
 
 
 def test_gather_without_lengths_takes_all_records_into_rows_of_any_stride() -> None:

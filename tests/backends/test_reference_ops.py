@@ -45,17 +45,17 @@ def insert(q: Tensor, kv: Tensor, slots: list[int], positions: Tensor, eps: floa
 @DTYPES
 def test_q_is_normalised_and_rotated_in_place_and_rounded_once(dtype: torch.dtype, tolerance: float) -> None:
     q, positions = random(6, 4, 32, dtype=dtype) * 3, torch.tensor([0, 1, 127, 128, 300, 511])
-    before, where = q.double().numpy(), q.data_ptr()
+    original, where = q.double().numpy(), q.data_ptr()
     insert(q, random(6, 32), [-1] * 6, positions)
 
     assert q.data_ptr() == where
-    for row, position, got in zip(before, positions.tolist(), q.double().numpy(), strict=True):
-        wanted = oracle.q_norm_rope(row, *angles(position), ROPE.dim, EPS)
-        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance / 8)
+    for row, position, got in zip(original, positions.tolist(), q.double().numpy(), strict=True):
+        expected = oracle.q_norm_rope(row, *angles(position), ROPE.dim, EPS)
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance / 8)
     if dtype is BF16:
         # one rounding: nearly every element is the bf16 next to the exact value
         exact = np.stack(
-            [oracle.q_norm_rope(r, *angles(p), 8, EPS) for r, p in zip(before, positions.tolist(), strict=True)]
+            [oracle.q_norm_rope(r, *angles(p), 8, EPS) for r, p in zip(original, positions.tolist(), strict=True)]
         )
         assert (oracle.round_bf16(exact) == q.double().numpy()).mean() > 0.99
 
@@ -70,9 +70,9 @@ def test_the_norm_has_no_weight_and_epsilon_counts() -> None:
     assert not zero.any()
     for eps in (1e-6, 1e-2, 3.0):
         q = random(3, 2, 32)
-        wanted = [oracle.q_norm_rope(row, *angles(9), ROPE.dim, eps) for row in q.double().numpy()]
+        expected = [oracle.q_norm_rope(row, *angles(9), ROPE.dim, eps) for row in q.double().numpy()]
         insert(q, random(3, 32), [-1] * 3, torch.full((3,), 9), eps=eps)
-        np.testing.assert_allclose(q.double().numpy(), np.stack(wanted), rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(q.double().numpy(), np.stack(expected), rtol=2e-6, atol=2e-6)
 
 
 def test_only_the_trailing_dims_are_rotated() -> None:
@@ -87,10 +87,10 @@ def test_only_the_trailing_dims_are_rotated() -> None:
 @DTYPES
 def test_a_rotated_copy_of_kv_is_inserted_and_kv_stays(dtype: torch.dtype, tolerance: float) -> None:
     kv, positions, slots = random(5, 32, dtype=dtype), torch.tensor([3, 4, 99, 100, 0]), [15, 2, -1, 7, 0]
-    before = kv.clone()
+    original = kv.clone()
     cache = insert(random(5, 4, 32), kv, slots, positions)
 
-    assert torch.equal(kv, before)
+    assert torch.equal(kv, original)
     for row, position, slot in zip(kv.double().numpy(), positions.tolist(), slots, strict=True):
         if slot < 0:
             continue
@@ -100,9 +100,9 @@ def test_a_rotated_copy_of_kv_is_inserted_and_kv_stays(dtype: torch.dtype, toler
             page, slot % 4, block_size=4, nope_dim=24, rope_dim=8, group_size=8, fnuz=False, scale_bytes=8, split=True
         )
         record = oracle.quantize_record(turned, nope_dim=24, rope_dim=8, group_size=8, fnuz=False, scale_bytes=8)
-        wanted = oracle.dequantize_record(record, nope_dim=24, rope_dim=8, group_size=8, fnuz=False, scale_bytes=8)
-        np.testing.assert_array_equal(got[:24], wanted[:24])  # what is not rotated is byte-exact
-        np.testing.assert_allclose(got[24:], wanted[24:], rtol=2**-7, atol=2**-7)
+        expected = oracle.dequantize_record(record, nope_dim=24, rope_dim=8, group_size=8, fnuz=False, scale_bytes=8)
+        np.testing.assert_array_equal(got[:24], expected[:24])  # what is not rotated is byte-exact
+        np.testing.assert_allclose(got[24:], expected[24:], rtol=2**-7, atol=2**-7)
     untouched = [slot for slot in range(16) if slot not in slots]
     assert bool((cache.region("nope").flatten(0, 1)[untouched] == 0xFF).all())
     assert bool((cache.region("scale").flatten(0, 1)[untouched] == 0xFF).all())
@@ -138,7 +138,7 @@ def test_no_token_is_a_no_op() -> None:
 def test_q_and_kv_of_any_stride_are_read_and_written_in_their_own_memory() -> None:
     wide, fused = random(6, 8, 64), random(6, 48)
     q, kv = wide[1:4, ::2, 16:48], fused[1:4, 8:40]
-    plain, before = q.clone(), wide.clone()
+    plain, original = q.clone(), wide.clone()
     positions = torch.tensor([10, 11, 12])
     strided = insert(q, kv, [0, 1, 2], positions)
     packed = insert(plain, kv.clone(), [0, 1, 2], positions)
@@ -146,8 +146,8 @@ def test_q_and_kv_of_any_stride_are_read_and_written_in_their_own_memory() -> No
     assert not q.is_contiguous()
     assert torch.equal(q, plain)
     assert torch.equal(strided.tensor, packed.tensor)
-    wide[1:4, ::2, 16:48] = before[1:4, ::2, 16:48]
-    assert torch.equal(wide, before)
+    wide[1:4, ::2, 16:48] = original[1:4, ::2, 16:48]
+    assert torch.equal(wide, original)
 
 
 def test_positions_are_int64_and_may_repeat() -> None:
@@ -187,17 +187,17 @@ def test_the_output_projection_turns_back_and_projects_each_group_by_its_own_mat
 ) -> None:
     o, positions = random(5, 4, 32, dtype=dtype), torch.tensor([0, 1, 200, 511, 4])
     wo_a = random(groups * 3, 4 // groups * 32, dtype=dtype, seed=1)
-    before = o.clone()
+    original = o.clone()
     out = ReferenceBackend().inv_rope_o_proj(o, positions, TABLE, wo_a, num_groups=groups)
 
     assert out.shape == (5, groups, 3)
     assert out.dtype == dtype
-    assert torch.equal(o, before)
+    assert torch.equal(o, original)
     weights = wo_a.double().numpy().reshape(groups, 3, -1)
     for row, position, got in zip(o.double().numpy(), positions.tolist(), out.double().numpy(), strict=True):
-        wanted = oracle.inverse_rope_project(row, *angles(position), ROPE.dim, weights, None)
+        expected = oracle.inverse_rope_project(row, *angles(position), ROPE.dim, weights, None)
         # sums of 4 / groups * 32 products of size 1
-        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance * 16)
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * 16)
 
 
 def test_the_output_projection_undoes_the_rotation_of_the_keys() -> None:

@@ -34,7 +34,9 @@ LAYOUTS = [
     KVCacheLayout.v41_fp8(34, 6),
     KVCacheLayout.v41_fp4(34, 6),
 ]
-each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.fingerprint}-{one.scale_floor}")
+each_layout = pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: f"{layout.fingerprint}-{layout.scale_floor}"
+)
 
 
 def packed(row: np.ndarray, layout: KVCacheLayout) -> np.ndarray:
@@ -126,15 +128,15 @@ def test_every_code_under_every_scale_reads_as_the_packer_says(arrangement: Arra
     for layout, codes in ((fp8, np.tile(both, 2)), (fp4, both)):
         records = [np.r_[codes, np.full(layout.scale_bytes, byte, dtype=np.uint8)] for byte in range(256)]
         cache = PagedKVCache(torch.from_numpy(pages(records, layout, 64)), layout, block_size=64)
-        wanted = np.stack([unpacked(record, layout) for record in records])
+        expected = np.stack([unpacked(record, layout) for record in records])
         # beyond fp32 a key is infinite
         with np.errstate(over="ignore"):
-            wanted = wanted.astype(np.float32).astype(np.float64)
-        found = gathered(cache).numpy()
-        np.testing.assert_array_equal(found, wanted)
-        numbers = ~np.isnan(wanted)
-        np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(wanted)[numbers])
-        assert np.isnan(wanted).any()
+            expected = expected.astype(np.float32).astype(np.float64)
+        actual = gathered(cache).numpy()
+        np.testing.assert_array_equal(actual, expected)
+        numbers = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.signbit(actual)[numbers], np.signbit(expected)[numbers])
+        assert np.isnan(expected).any()
 
 
 def test_each_group_has_its_own_scale() -> None:
@@ -153,9 +155,9 @@ def test_a_nan_stays_in_its_group() -> None:
     for layout, group in ((KVCacheLayout.v41_fp8(), 32), (KVCacheLayout.v41_fp4(), 16)):
         cache = blank(layout, 1, 1)
         ReferenceBackend().quantize_and_insert_k_cache(row, cache, torch.tensor([0]))
-        found = gathered(cache)[0].isnan().nonzero().flatten()
-        assert 100 in found
-        assert set((found // group).tolist()) == {100 // group}
+        nan_columns = gathered(cache)[0].isnan().nonzero().flatten()
+        assert 100 in nan_columns
+        assert set((nan_columns // group).tolist()) == {100 // group}
     assert cache.region("scale")[0, 0, 6] == 0x7F
     assert not cache.region("nope")[0, 0, 48:56].any()
 
@@ -168,14 +170,14 @@ def test_keys_rounded_to_fp4_first_read_as_the_fp4_record_where_fp8_can_hold_the
         ReferenceBackend().quantize_and_insert_k_cache(rows, cache, slots)
 
     values = gathered(fp4).numpy()
-    wanted = np.stack([unpack_fp8(pack_fp8(row.tolist()), 512) for row in values])
-    np.testing.assert_array_equal(gathered(fp8).numpy(), wanted)
+    expected = np.stack([unpack_fp8(pack_fp8(row.tolist()), 512) for row in values])
+    np.testing.assert_array_equal(gathered(fp8).numpy(), expected)
     plain = blank(KVCacheLayout.v41_fp8(), 4, 3)
     ReferenceBackend().quantize_and_insert_k_cache(rows, plain, slots)
     assert not torch.equal(gathered(plain), gathered(fp8))
 
 
-@pytest.mark.parametrize("layout", [KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()], ids=lambda one: one.name)
+@pytest.mark.parametrize("layout", [KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()], ids=lambda layout: layout.name)
 def test_keys_are_rotated_then_rounded_then_quantised(layout: KVCacheLayout) -> None:
     rows = draws(512)[[0, 6, 11]]
     kv, q = torch.from_numpy(rows).bfloat16(), torch.ones(3, 2, 512).bfloat16()
@@ -203,7 +205,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("window", "compressed"), PAIRS, ids=lambda one: f"{one.name}-{one.arrangement.value}")
+@pytest.mark.parametrize(
+    ("window", "compressed"), PAIRS, ids=lambda layout: f"{layout.name}-{layout.arrangement.value}"
+)
 def test_attention_reads_each_cache_by_its_own_record(window: KVCacheLayout, compressed: KVCacheLayout) -> None:
     rows = torch.from_numpy(draws(512)[[0, 0, 6, 7, 0, 1]] * 0.3).bfloat16()
     layer = LayerGeometry(LayerKind.CSA, 4, 2, 512, Rope(64, 1e4), window=6, topk=6, softmax_scale=0.05)
@@ -223,6 +227,6 @@ def test_attention_reads_each_cache_by_its_own_record(window: KVCacheLayout, com
     for row, slots in enumerate(([7, 0, 5], [3, 2, 6, 6])):
         named = np.concatenate([values[slots] for values in keys])
         assert not np.isnan(named).any()
-        wanted, wanted_lse = oracle.attend_row(q[row].double().numpy(), named, sink.double().numpy(), layer.scale)
-        np.testing.assert_allclose(out[row].double().numpy(), wanted, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(lse[row].double().numpy(), wanted_lse, rtol=1e-5, atol=1e-5)
+        expected, expected_lse = oracle.attend_row(q[row].double().numpy(), named, sink.double().numpy(), layer.scale)
+        np.testing.assert_allclose(out[row].double().numpy(), expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(lse[row].double().numpy(), expected_lse, rtol=1e-5, atol=1e-5)

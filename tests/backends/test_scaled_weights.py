@@ -27,8 +27,8 @@ def device_of(name: str) -> torch.device:
 
 
 def arguments(name: str, wo_a: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    given, device = ProjectionArgs.draw(dtype), device_of(name)
-    rest = {"positions": given.positions, "cos_sin_cache": given.table, "o": given.o}
+    drawn, device = ProjectionArgs.draw(dtype), device_of(name)
+    rest = {"positions": drawn.positions, "cos_sin_cache": drawn.table, "o": drawn.o}
     return {**{key: value.to(device) for key, value in rest.items()}, "wo_a": wo_a, "num_groups": GROUPS}
 
 
@@ -69,13 +69,13 @@ def wide(name: str, dialect: torch.dtype, dtype: torch.dtype = torch.bfloat16) -
     """Arguments with heads of 128 dims, and their weight."""
     g, device = torch.Generator().manual_seed(43), device_of(name)
     angle = torch.rand(9, 32, generator=g) * 7
-    given = {
+    tensors = {
         "o": torch.randn(BATCH, HEADS, 128, generator=g).to(dtype),
         "positions": torch.randint(0, 9, (BATCH,), generator=g),
         "cos_sin_cache": torch.cat([angle.cos(), angle.sin()], 1),
     }
     scaled = Scaled.draw(44, 2 * RANK, HEADS // 2 * 128, dialect, "fp32", device)
-    return {**{key: value.to(device) for key, value in given.items()}, "num_groups": 2}, scaled
+    return {**{key: value.to(device) for key, value in tensors.items()}, "num_groups": 2}, scaled
 
 
 @each_triton
@@ -83,27 +83,29 @@ def wide(name: str, dialect: torch.dtype, dtype: torch.dtype = torch.bfloat16) -
 def test_with_option_fp8_codes_are_multiplied_and_the_result_differs_by_their_noise(
     name: str, dialect: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, scaled = wide(name, dialect)
-    z = class_of(name)().inv_rope_o_proj(**given, wo_a=scaled.pair())
+    arguments, scaled = wide(name, dialect)
+    z = class_of(name)().inv_rope_o_proj(**arguments, wo_a=scaled.pair())
     monkeypatch.setattr(weights, "_product", lambda *_: pytest.fail("converted"))
     backend = class_of(name)(projection="fp8")
-    found = [backend.inv_rope_o_proj(**given, wo_a=wo_a) for wo_a in (scaled.pair(), scaled.module("weight_scale"))]
+    results = [
+        backend.inv_rope_o_proj(**arguments, wo_a=wo_a) for wo_a in (scaled.pair(), scaled.module("weight_scale"))
+    ]
 
-    assert torch.equal(*found)
-    assert found[0].shape == (BATCH, 2, RANK)
-    assert found[0].dtype == torch.bfloat16
-    assert 0.005 < float((found[0].float() - z.float()).norm() / z.float().norm()) < 0.04
+    assert torch.equal(*results)
+    assert results[0].shape == (BATCH, 2, RANK)
+    assert results[0].dtype == torch.bfloat16
+    assert 0.005 < float((results[0].float() - z.float()).norm() / z.float().norm()) < 0.04
 
 
 @each_triton
 def test_with_option_fp8_other_matrices_are_multiplied_as_before(name: str) -> None:
-    given, scaled = wide(name, OCP)
+    arguments, scaled = wide(name, OCP)
     wo_a = dense_weight(scaled.pair())
-    z, found = (
-        class_of(name)(**options).inv_rope_o_proj(**given, wo_a=wo_a) for options in ({}, {"projection": "fp8"})
+    z, actual = (
+        class_of(name)(**options).inv_rope_o_proj(**arguments, wo_a=wo_a) for options in ({}, {"projection": "fp8"})
     )
 
-    assert torch.equal(z, found)
+    assert torch.equal(z, actual)
 
 
 @each_triton
@@ -118,7 +120,7 @@ def test_option_fp8_needs_heads_of_whole_groups(name: str) -> None:
 @each_triton
 def test_only_with_option_fp8_its_kernels_are_compiled_ahead(name: str) -> None:
     bounds, device = WarmupSpec.of(ModelGeometry.preset("flash"), Limits(8, 64, 4096)), DeviceFacts.named("sm_90")
-    plain, more = ({*class_of(name)(**o).kernel_variants(bounds, device)} for o in ({}, {"projection": "fp8"}))
+    plain, with_fp8 = ({*class_of(name)(**o).kernel_variants(bounds, device)} for o in ({}, {"projection": "fp8"}))
 
-    assert plain < more
-    assert {variant.name for variant in more - plain} == {"quantize_output_kernel", "project_codes_kernel"}
+    assert plain < with_fp8
+    assert {variant.name for variant in with_fp8 - plain} == {"quantize_output_kernel", "project_codes_kernel"}

@@ -52,7 +52,7 @@ def problem_of(
 def test_g3_every_point_of_the_grid_is_answered_at_plan_time(name: str) -> None:
     """Some config says yes everywhere; where nothing is native the reference must be asked for by name."""
     device, registry = DeviceFacts.named(name), PluginRegistry.load(entry_points=[])
-    native = any(device.matches(one.info.native) for one in registry.backends.values())
+    native = any(device.matches(registration.info.native) for registration in registry.backends.values())
     request, settings = "auto" if native else "reference", Settings()
     # every head count, and every pair of the other sizes, though not with each other
     points = [(heads, TOPK[heads % 14], PAGES[heads % 7], PAGES[heads % 5]) for heads in HEADS]
@@ -85,7 +85,7 @@ def grid(kind: LayerKind, phase: Phase, whole: bool) -> Iterator[Problem]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_g3_every_backend_answers_the_whole_grid_for_every_device(kind: LayerKind, phase: Phase, whole: bool) -> None:
     """Nothing is raised or left unsaid, on any device, whether it is here or not; and some backend says yes."""
-    supports = [one.info.support for one in PluginRegistry.load(entry_points=[]).backends.values()]
+    supports = [registration.info.support for registration in PluginRegistry.load(entry_points=[]).backends.values()]
     devices = [DeviceFacts.named(name) for name in DEVICES]
     for problem in grid(kind, phase, whole):
         for device in devices:
@@ -122,19 +122,23 @@ def configs() -> list[BackendConfig]:
         "prefill_keys": [form.value for form in KeyForm],
     }
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    found = []
-    for name, one in sorted(registry_for(load_settings()).backends.items()):
+    all_configs = []
+    for name, registration in sorted(registry_for(load_settings()).backends.items()):
         places = ["cpu"] if accelerator is None or name == "reference" else [accelerator.type, "cpu"]
-        runs = [place for place in places if DeviceFacts.here(place).matches(one.info.runs_on + one.info.native)]
-        if not runs or any(version_of(package) is None for package in one.info.packages):
+        runs = [
+            place
+            for place in places
+            if DeviceFacts.here(place).matches(registration.info.runs_on + registration.info.native)
+        ]
+        if not runs or any(version_of(package) is None for package in registration.info.packages):
             continue
         for phase in PHASES:
-            names = [o for o in forms if o.startswith(phase.value) and o in one.info.options]
-            found += [
+            names = [o for o in forms if o.startswith(phase.value) and o in registration.info.options]
+            all_configs += [
                 BackendConfig(name, phase, tuple(zip(names, values, strict=True)), runs[0])
                 for values in product(*(forms[o] for o in names))
             ]
-    return found
+    return all_configs
 
 
 CONFIGS = configs()
@@ -143,10 +147,10 @@ KERNELS = [config for config in CONFIGS if config.backend != "reference"]
 
 
 def test_g3_the_reference_is_launched_in_all_its_forms() -> None:
-    told = {str(config) for config in CONFIGS}
+    names = {str(config) for config in CONFIGS}
 
-    assert told >= {f"reference-decode-{form.value}" for form in IndexForm}
-    assert told >= {f"reference-prefill-{form.value}-{keys.value}" for form in IndexForm for keys in KeyForm}
+    assert names >= {f"reference-decode-{form.value}" for form in IndexForm}
+    assert names >= {f"reference-prefill-{form.value}-{keys.value}" for form in IndexForm for keys in KeyForm}
 
 
 def test_g3_the_generic_backend_is_launched_in_both_phases() -> None:
@@ -242,29 +246,29 @@ def launch(
         given_keys = tuple(PagedKeys(cache, formed(rows, form)) for cache, rows in segments)
     workspace = WorkspaceManager(config.device, debug=True)
     scratch = workspace.get_simultaneous(*backend.scratch(config.phase, layer, ROWS, width))
-    there = torch.device(config.device)
-    results = out.to(there), lse.to(there)
-    sinks = None if attn_sink is None else attn_sink.to(there)
-    call = AttentionCall(layer, q.to(there), moved(given_keys, there), sinks, *results, scratch)
+    device = torch.device(config.device)
+    results = out.to(device), lse.to(device)
+    sinks = None if attn_sink is None else attn_sink.to(device)
+    call = AttentionCall(layer, q.to(device), moved(given_keys, device), sinks, *results, scratch)
     (backend.prefill if prefill else backend.decode)(call)
     workspace.check_canaries()
     out.copy_(results[0])
     lse.copy_(results[1])
 
 
-def moved(value: Any, there: torch.device) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
     """Keys, lists and caches on a device, with the strides that they have here."""
-    if there.type == "cpu" or value is None:
+    if device.type == "cpu" or value is None:
         return value
     if isinstance(value, Tensor):
-        whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(there)
+        whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(device)
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
     if isinstance(value, tuple):
-        return tuple(moved(one, there) for one in value)
+        return tuple(moved(item, device) for item in value)
     if isinstance(value, PagedKVCache):
-        return PagedKVCache(moved(value.tensor, there), value.layout, block_size=value.block_size)
+        return PagedKVCache(moved(value.tensor, device), value.layout, block_size=value.block_size)
     parts = asdict(value, recurse=False)
-    return type(value)(**{n: part if isinstance(part, int) else moved(part, there) for n, part in parts.items()})
+    return type(value)(**{n: part if isinstance(part, int) else moved(part, device) for n, part in parts.items()})
 
 
 def cache_of(rng: np.random.Generator, records: int, page: int) -> PagedKVCache:

@@ -21,27 +21,27 @@ HERE = DeviceFacts.here("cpu")
 @pytest.mark.parametrize("name", triton_backends())
 def test_a_descriptor_names_torch_exactly_where_the_backend_has_no_step_of_v41(name: str, ratio: int) -> None:
     problem = Problem.of(ModelGeometry.preset("v4.1-flash"), compress_ratio=ratio)
-    told, sources = (
+    steps_text, sources = (
         explain(problem, backend=name, device=HERE).layer_steps,
         load_backend(name).layer_ops.v41_sources(name),
     )
 
     for part, steps in PARTS.items():
-        own = {sources[step] for step in steps} == {name}
-        assert told[part].partition(" (")[0] == (name if own else "reference"), part
-    assert (told["indexer"], told["selection"]) == (name, name)
+        is_own = {sources[step] for step in steps} == {name}
+        assert steps_text[part].partition(" (")[0] == (name if is_own else "reference"), part
+    assert (steps_text["indexer"], steps_text["selection"]) == (name, name)
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_layers_of_v41_whose_queries_have_a_norm_have_the_same_parts(ratio: int) -> None:
     model = ModelGeometry.preset("v4.1-flash")
-    found, wanted = (
-        explain(Problem.of(each, compress_ratio=ratio), backend="triton", device=HERE).layer_steps
-        for each in (evolve(model, q_norm=True), model)
+    actual, expected = (
+        explain(Problem.of(geometry, compress_ratio=ratio), backend="triton", device=HERE).layer_steps
+        for geometry in (evolve(model, q_norm=True), model)
     )
 
-    assert "candidates" in found
-    assert found == wanted
+    assert "candidates" in actual
+    assert actual == expected
 
 
 @pytest.mark.parametrize("name", triton_backends())

@@ -155,19 +155,19 @@ class Engine:
         seq_lens, slots = torch.ones(n, dtype=INT), torch.full((tokens + extra,), -1, dtype=torch.int64)
         positions, topk = torch.zeros(tokens + extra, dtype=torch.int64), torch.full((tokens, self.topk.shape[1]), -1)
         table, entry_table = (torch.full((n, columns), -1, dtype=INT) for columns in self.columns)
-        for i, (before, count) in enumerate(requests):
-            first, end = int(starts[i]), before + count
+        for i, (context, count) in enumerate(requests):
+            first, end = int(starts[i]), context + count
             seq_lens[i] = end
             for pages, tensor in zip(self.pages, (table, entry_table), strict=True):
-                own = list(range(i * pages, (i + 1) * pages))
-                rng.shuffle(own)
-                tensor[i] = torch.tensor(own, dtype=INT).repeat(-(-tensor.shape[1] // pages))[: tensor.shape[1]]
-            at = torch.arange(before, end)
+                blocks = list(range(i * pages, (i + 1) * pages))
+                rng.shuffle(blocks)
+                tensor[i] = torch.tensor(blocks, dtype=INT).repeat(-(-tensor.shape[1] // pages))[: tensor.shape[1]]
+            at = torch.arange(context, end)
             positions[first : first + count] = at
             slots[first : first + count] = table[i, at // self.swa_block].long() * self.swa_block + at % self.swa_block
             if self.kind is LayerKind.CSA:
                 for row in range(first, first + count):
-                    entries = range((before + row - first + 1) // self.one.compress_ratio)
+                    entries = range((context + row - first + 1) // self.one.compress_ratio)
                     chosen = rng.sample(entries, min(len(entries), rng.randint(0, topk.shape[1])))
                     topk[row, : len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
         for buffer, values in (
@@ -228,10 +228,10 @@ class Engine:
                 self.layer.forward_mqa(q, kv, self.positions[:rows], out)
             return out
         parts = AttentionMetadata(metadata[f"{PREFIX}.swa_cache"], metadata[PREFIX])
-        given: dict[str, Any] = {"layer": self.one, "limits": self.limits, "attn_sink": self.sinks, "lse": lse}
+        options: dict[str, Any] = {"layer": self.one, "limits": self.limits, "attn_sink": self.sinks, "lse": lse}
         topk = self.layer.topk_indices_buffer
         caches = LayerCaches(self.swa, self.compressed)
-        forward_mqa(q, caches, parts, self.backend, self.workspace, out, topk_indices=topk, **given)
+        forward_mqa(q, caches, parts, self.backend, self.workspace, out, topk_indices=topk, **options)
         return out
 
     def recorded_step(self, requests: Sequence[Request]) -> RecordedStep:
@@ -249,15 +249,15 @@ class Engine:
     def requests(self, rng: Random) -> list[Request]:
         """Any step within the limits: decodes first, up to the last token of everything."""
         limits = self.limits
-        left, made = limits.max_num_batched_tokens, []
+        left, chunks = limits.max_num_batched_tokens, []
         for _ in range(rng.randint(1, limits.max_num_reqs)):
             most = min(left, limits.max_model_len)
             few = min(most, limits.decode_threshold)
             count = rng.choice([few, few, min(1, most), 0, rng.randint(0, most), rng.randint(0, min(most, 40))])
             left -= count
             most = limits.max_model_len - count
-            made.append((rng.choice([0, most, rng.randint(0, most)]), count))
-        return sorted(made, key=lambda request: request[1] > limits.decode_threshold)
+            chunks.append((rng.choice([0, most, rng.randint(0, most)]), count))
+        return sorted(chunks, key=lambda request: request[1] > limits.decode_threshold)
 
 
 LONGEST = 800 if INTERPRETED else 2**18

@@ -37,8 +37,8 @@ all_backends = pytest.mark.parametrize("name", list(BACKENDS))
 
 def decodes_in_place(backend: TritonBackend) -> bool:
     """Whether decode reads pages where they are: its scratch memory holds parts of rows and no copied keys."""
-    asked = Phase.DECODE, FLASH.layer_of_kind(LayerKind.CSA), REQS, FLASH.window
-    return [*backend.scratch(*asked)] == [*TritonBackend.scratch(backend, *asked)]
+    arguments = Phase.DECODE, FLASH.layer_of_kind(LayerKind.CSA), REQS, FLASH.window
+    return [*backend.scratch(*arguments)] == [*TritonBackend.scratch(backend, *arguments)]
 
 
 in_parts = pytest.mark.parametrize("name", [name for name, make in BACKENDS.items() if decodes_in_place(make())])
@@ -64,11 +64,11 @@ def eager(on: Engine, requests: list[Request], rng: Random, rows: int | None = N
 def poison_tails(metadata: dict[str, Any], numbers: list[int]) -> int:
     """Put these after the last row of every ragged list of the metadata, and return how many lists it has."""
     lists = [getattr(part, name, None) for part in metadata.values() for name in LISTS]
-    found = [rows for rows in lists if rows is not None]
-    for rows in found:
+    present = [rows for rows in lists if rows is not None]
+    for rows in present:
         tail = rows.indices[int(rows.indptr[-1]) :]
         tail.copy_(torch.tensor(numbers, dtype=tail.dtype).repeat(tail.shape[0])[: tail.shape[0]])
-    return len(found)
+    return len(present)
 
 
 @all_kinds
@@ -110,7 +110,7 @@ def test_a_prepared_step_runs_on_the_stream_that_is_current(name: str) -> None:
     requests = decode_step(rng, REQS)
     eager(on, requests, rng)
     metadata, queries = on.metadata(on.load(requests, rng)), on.q[:REQS].clone().flip(0)
-    before = on.attend(REQS, metadata).clone()
+    first = on.attend(REQS, metadata).clone()
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
@@ -120,7 +120,7 @@ def test_a_prepared_step_runs_on_the_stream_that_is_current(name: str) -> None:
     torch.cuda.synchronize()
     after = on.attend(REQS, metadata).clone()
 
-    assert not torch.equal(before, after)
+    assert not torch.equal(first, after)
     assert torch.equal(result.view(torch.int16), after.view(torch.int16))
 
 
@@ -139,7 +139,7 @@ def test_g10_g11_a_step_neither_synchronises_nor_allocates(name: str, kind: Laye
         warnings.simplefilter("ignore")  # torch says that it does not see all of them
         torch.cuda.set_sync_debug_mode("error")
     try:
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
         metadata = on.metadata(batch)
         on.insert(tokens, metadata)
         on.attend(tokens, metadata)
@@ -147,7 +147,7 @@ def test_g10_g11_a_step_neither_synchronises_nor_allocates(name: str, kind: Laye
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
-    assert after == before
+    assert after == allocated
 
 
 @all_kinds

@@ -54,8 +54,8 @@ def test_g11_the_projection_allocates_its_result_and_nothing_else(kind: LayerKin
     with launching_nothing(), operations() as ran:
         on.layer.o_proj(on.out, on.positions, wo_a, 8)
 
-    made = [name for name, _ in ran if name not in VIEWS | {"promote_types"}]
-    assert made in (["new_empty"], ["empty"])
+    allocations = [name for name, _ in ran if name not in VIEWS | {"promote_types"}]
+    assert allocations in (["new_empty"], ["empty"])
 
 
 class Careless(GenericBackend):
@@ -139,7 +139,7 @@ def test_g18_every_launch_within_the_bounds_is_foreseen(kind: LayerKind, layout:
 
     names = {variant.name for variant in seen}
     assert names >= {"attention", "reduce", "project_kernel", "qnorm_rope_kv_insert_kernel"}
-    assert set(seen) <= foreseen(on), {str(one) for one in set(seen) - foreseen(on)}
+    assert set(seen) <= foreseen(on), {str(variant) for variant in set(seen) - foreseen(on)}
 
 
 ODD = [
@@ -160,7 +160,7 @@ def test_g18_with_any_dims_every_launch_is_foreseen(kind: LayerKind, geometry: M
     with launching_nothing(), observed() as seen:
         serve(on, 10, Random(1))
 
-    assert set(seen) <= foreseen(on), {str(one) for one in set(seen) - foreseen(on)}
+    assert set(seen) <= foreseen(on), {str(variant) for variant in set(seen) - foreseen(on)}
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a device the kernels run, in the test below")
@@ -222,8 +222,8 @@ def test_g19_a_wider_table_does_not_show_in_the_bits(columns: int, sink: bool) -
     (segment,) = call.keys
     rows, outs = segment.rows, []
     assert isinstance(rows, DenseIndices)
-    for more in (0, columns):
-        wide = torch.cat([rows.indices, rows.indices.new_full((trial.tokens, more), -1)], 1)
+    for columns_added in (0, columns):
+        wide = torch.cat([rows.indices, rows.indices.new_full((trial.tokens, columns_added), -1)], 1)
         specs = backend.scratch(Phase.DECODE, layer, trial.tokens, wide.shape[1])
         scratch = [torch.full(tuple(shape), torch.nan, dtype=dtype, device=DEVICE) for shape, dtype in specs]
         keys = [evolve(segment, rows=DenseIndices(wide, rows.lens))]

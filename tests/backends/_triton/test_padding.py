@@ -38,16 +38,16 @@ def test_padding_writes_nothing(fill: int) -> None:
     layout = KVCacheLayout.rows(48, 16, dtype=torch.float32)
     alone, padded = (v41_stack(layout, "triton", geometry=geometry, limits=Limits(5, 48, 64)) for _ in range(2))
     with_padding(padded, fill, validate=False)
-    found = []
+    outputs = []
     for whole in (alone, padded):
         sequence, parts = whole.manager.new(), []
         for count in (3, 1, 2):
             parts += whole.step([(sequence, count)], whole.hidden(1, 9)[sequence.length :][:count])
-        found.append(torch.cat(parts))
+        outputs.append(torch.cat(parts))
 
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-    for one, other in zip(all_bytes(alone), all_bytes(padded), strict=True):
-        values = one.view(torch.float32), other.view(torch.float32)
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+    for left, right in zip(all_bytes(alone), all_bytes(padded), strict=True):
+        values = left.view(torch.float32), right.view(torch.float32)
         torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 

@@ -47,9 +47,9 @@ class Call:
 
     def run(self, out: Tensor | None = None) -> Tensor:
         """Run the kernel; o must stay."""
-        before = self.o.clone()
+        original = self.o.clone()
         z = projection.inv_rope_o_proj(self.o, self.positions, self.table, self.wo_a, self.groups, out)
-        assert torch.equal(self.o, before)
+        assert torch.equal(self.o, original)
         return z
 
     def check(self, z: Tensor) -> None:
@@ -126,15 +126,15 @@ def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
 def test_a_row_has_the_same_bits_in_every_batch_if_that_is_asked_for() -> None:
     call = Call((24, 8), torch.float32, 3, tokens=140)
     call.o, call.wo_a = call.o.bfloat16(), call.wo_a.bfloat16()
-    found = []
+    results = []
     with observed() as seen:
         for tokens in (1, 20, 140):
             o, positions = call.o[-tokens:], call.positions[-tokens:]
             z = projection.inv_rope_o_proj(o, positions, call.table, call.wo_a, call.groups, deterministic=True)
-            found.append(z[-1])
+            results.append(z[-1])
 
     assert len(set(seen)) == 1
-    assert all(torch.equal(z, found[0]) for z in found)
+    assert all(torch.equal(z, results[0]) for z in results)
 
 
 @each_dtype

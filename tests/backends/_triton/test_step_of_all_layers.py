@@ -39,23 +39,23 @@ class Model:
         self.on = on = Engine(backend, geometry, LIMITS, LayerKind.CSA, DEVICE, **sizes)
         self.workspace, plan, self.layers = WorkspaceManager(DEVICE), WorkspacePlan(), []
         for i in range(geometry.num_layers):
-            one = geometry.layer(i)
+            layer_geometry = geometry.layer(i)
             layer = DeepseekV4MLAAttention(
                 f"model.layers.{i}.attn",
-                one,
+                layer_geometry,
                 LIMITS,
                 backend,
-                attn_sink=torch.linspace(-2, 0.1 * i, one.num_heads, device=DEVICE),
-                cos_sin_cache=cos_sin_cache(one.rope, LIMITS.max_model_len, DEVICE),
-                topk_indices_buffer=on.topk if one.kind is LayerKind.CSA else None,
+                attn_sink=torch.linspace(-2, 0.1 * i, layer_geometry.num_heads, device=DEVICE),
+                cos_sin_cache=cos_sin_cache(layer_geometry.rope, LIMITS.max_model_len, DEVICE),
+                topk_indices_buffer=on.topk if layer_geometry.kind is LayerKind.CSA else None,
                 workspace=self.workspace,
             )
-            records, compressed = on.tokens_of_block // one.compress_ratio, None
-            if one.kind is not LayerKind.SWA:
+            records, compressed = on.tokens_of_block // layer_geometry.compress_ratio, None
+            if layer_geometry.kind is not LayerKind.SWA:
                 compressed = on._cache(REQS * on.pages[1], records)
             layer.bind_kv_cache(on._cache(REQS * on.pages[0], on.swa_block), compressed)
             self.layers.append(layer)
-            plan = plan.union(plan_workspace(one, LIMITS, backend, on.layout))
+            plan = plan.union(plan_workspace(layer_geometry, LIMITS, backend, on.layout))
         self.workspace.reserve(plan)
         self.workspace.lock()
         shape = (geometry.num_layers, *on.out.shape)
@@ -78,9 +78,9 @@ class Model:
         return self.outs[:, :REQS]
 
     def layer(self, i: int) -> None:
-        layer, q, before = self.layers[i], self.q[i, :REQS], self.outs[i - 1, :REQS] if i else self.on.q[:REQS]
+        layer, q, source = self.layers[i], self.q[i, :REQS], self.outs[i - 1, :REQS] if i else self.on.q[:REQS]
         kv, positions = self.on.kv[:REQS], self.on.positions[:REQS]
-        torch.add(self.on.q[:REQS], before, out=q)
+        torch.add(self.on.q[:REQS], source, out=q)
         layer.fused_qnorm_rope_kv_insert(q, kv, positions)
         layer.forward_mqa(q, kv, positions, self.outs[i, :REQS])
 

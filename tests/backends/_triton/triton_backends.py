@@ -49,14 +49,14 @@ class QuickHistory(TritonBackend):
 def problems() -> list[StepFixture]:
     """Steps of every kind, with decode and prefill, in several dims and types."""
     geometry = tiny_geometry(num_heads=3, head_dim=32, rope_dim=8, window=8, topk=5, ratios=(4, 16))
-    found = [*layouts(geometry, 8).values()]
+    all_layouts = [*layouts(geometry, 8).values()]
     return [
         StepFixture(
             kind=kind,
             requests=[(20, 1), (3, 1), (40, 7), (0, 2)],
             geometry=geometry,
-            layout=found[i % len(found)],
-            q_dtype=found[i % len(found)].row_dtype,
+            layout=all_layouts[i % len(all_layouts)],
+            q_dtype=all_layouts[i % len(all_layouts)].row_dtype,
             sinks=("random", None)[i % 3 == 0],
             page_padding=(0, 16, 2)[i % 3],
             device=DEVICE.type,

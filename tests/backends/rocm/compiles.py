@@ -65,21 +65,21 @@ def forms(row: Tuning) -> Iterator[tuple[str, Variant]]:
 def needed(variant: Variant, target: str, *, far: bool) -> dict[str, Any]:
     """What one form needs, and the codes of the limits that it breaks."""
     device = TARGETS[target]
-    found = Resources.of(cross_compile(variant, device, far=far), device)
-    return {**asdict(found), "broken": [str(reason) for reason in found.reasons(device)]}
+    resources = Resources.of(cross_compile(variant, device, far=far), device)
+    return {**asdict(resources), "broken": [str(reason) for reason in resources.reasons(device)]}
 
 
 def main(target: str, *words: str) -> dict[str, Any]:
     """By form; those for tensors beyond 2 GB are asked for by ", far" after the name."""
     pairs = [word.partition("=") for word in words]
     numbers: dict[str, Any] = {name: int(number) for name, _, number in pairs if number}
-    wanted = [word for word in words if "=" not in word]
-    made = dict(forms(evolve(TUNING[target], **numbers)))
-    wanted = wanted or [name + far for name in made for far in ("", ", far")]
+    names = [word for word in words if "=" not in word]
+    variants = dict(forms(evolve(TUNING[target], **numbers)))
+    names = names or [name + far for name in variants for far in ("", ", far")]
     with ThreadPoolExecutor(threads()) as executor:
-        far = [name.endswith(", far") for name in wanted]
-        found = executor.map(lambda n, f: needed(made[n.removesuffix(", far")], target, far=f), wanted, far)
-        return dict(zip(wanted, found, strict=True))
+        far = [name.endswith(", far") for name in names]
+        results = executor.map(lambda n, f: needed(variants[n.removesuffix(", far")], target, far=f), names, far)
+        return dict(zip(names, results, strict=True))
 
 
 if __name__ == "__main__":

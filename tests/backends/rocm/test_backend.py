@@ -48,13 +48,13 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel is n
 
 
 def test_its_forms_are_ragged_on_pages_in_decode_and_on_gathered_rows_in_prefill() -> None:
-    made: Any = load_backend("rocm", deterministic=True)
+    backend: Any = load_backend("rocm", deterministic=True)
 
-    assert made.deterministic
-    assert made.capabilities.decode_indices is made.capabilities.prefill_indices is IndexForm.RAGGED
-    assert made.capabilities.prefill_keys is KeyForm.GATHERED
-    assert made.capabilities.max_logits
-    assert made.capabilities.empty_lse
+    assert backend.deterministic
+    assert backend.capabilities.decode_indices is backend.capabilities.prefill_indices is IndexForm.RAGGED
+    assert backend.capabilities.prefill_keys is KeyForm.GATHERED
+    assert backend.capabilities.max_logits
+    assert backend.capabilities.empty_lse
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -103,7 +103,7 @@ def test_in_deterministic_mode_a_row_has_the_same_bits_in_any_company(kind: Laye
     out, lse = whole.check(backend)
     first = 0
     for i, (_, count) in enumerate(whole.requests):
-        step = whole.at(*((before, n if i == j else 0) for j, (before, n, *_) in enumerate(whole.requests)))
+        step = whole.at(*((context, n if i == j else 0) for j, (context, n, *_) in enumerate(whole.requests)))
         assert_same_bits(step.run(backend), (out[first : first + count], lse[first : first + count]))
         first += count
 
@@ -210,8 +210,8 @@ def test_a_decode_makes_only_the_lists_that_its_kind_of_layer_needs(kind: LayerK
     recorded = Engine(RocmBackend(), FLASH, LIMITS, kind, META).recorded_step([(300, 1), (999, 2), (0, 1)])
 
     lists = {LayerKind.SWA: ["pack_kernel"], LayerKind.CSA: ["pack_kernel", "ragged_translate_kernel"]}
-    made = [name for name in recorded.launched if name in {"pack_kernel", "ragged_translate_kernel"}]
-    assert made == lists.get(kind, ["pack_kernel"] * 2)
+    launched = [name for name in recorded.launched if name in {"pack_kernel", "ragged_translate_kernel"}]
+    assert launched == lists.get(kind, ["pack_kernel"] * 2)
     assert recorded.launched.count("attention") == 1
 
 

@@ -64,18 +64,18 @@ def faults(target: str, form: str, need: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_each_kernel_keeps_its_limits_and_its_occupancy(target: str) -> None:
-    found = needs(target, *BLOCKS)
+    needed = needs(target, *BLOCKS)
 
-    assert {form: faults(target, form, need) for form, need in found.items()} == {form: [] for form in BLOCKS}
+    assert {form: faults(target, form, need) for form, need in needed.items()} == {form: [] for form in BLOCKS}
 
 
 @pytest.mark.parametrize("target", [TARGETS[0], pytest.param(TARGETS[1], marks=pytest.mark.slow)])
 def test_a_row_with_tiles_that_are_too_large_is_caught(target: str) -> None:
     form = "prefill gathered, 64 heads"
-    told = faults(target, form, needs(target, "keys=64", form)[form])
+    messages = faults(target, form, needs(target, "keys=64", form)[form])
 
-    assert {"spills", "scratch", "registers"} <= {*told}
-    assert any(reason.startswith("SPILLS ") for reason in told)
+    assert {"spills", "scratch", "registers"} <= {*messages}
+    assert any(reason.startswith("SPILLS ") for reason in messages)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_each_fault_is_found_alone(name: str, value: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_form_keeps_every_limit(target: str) -> None:
-    found = needs(target)
+    needed = needs(target)
 
-    assert len(found) > 2 * len(BLOCKS)
-    assert {form: told for form, need in found.items() if (told := faults(target, form, need))} == {}
+    assert len(needed) > 2 * len(BLOCKS)
+    assert {form: messages for form, need in needed.items() if (messages := faults(target, form, need))} == {}
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def batch_of(requests: list[tuple[int, int]], rng: Random) -> Batch:
     """A batch, now and then with tokens that are nobody's and with blocks that are gone."""
     tokens = sum(count for _, count in requests)
     starts = torch.tensor([0, *(count for _, count in requests)], dtype=INT).cumsum(0).to(INT)
-    lens = torch.tensor([before + count for before, count in requests], dtype=INT)
+    lens = torch.tensor([context + count for context, count in requests], dtype=INT)
     g = torch.Generator().manual_seed(rng.randrange(2**31))
     columns = -(-LIMITS.max_model_len // SWA_BLOCK)
     table = torch.randint(0, 2**20, (len(requests), columns), generator=g, dtype=INT)
@@ -118,17 +118,17 @@ def test_every_row_is_what_torch_puts_into_the_dense_table(rng: Random) -> None:
     """Slots in their places, -1 where a block is gone, and no row for a token that sees nothing."""
     requests, seed = requests_of(rng), rng.randrange(2**31)
     kinds = [LayerKind.CSA, C128A]
-    made = builder(RocmBackend()).build_for(batch_of(requests, Random(seed)), kinds)
-    wanted = builder(steps=BuilderOps()).build_for(batch_of(requests, Random(seed)), kinds)
-    swa, compressed = extended(made[C128A])
-    plain = wanted[C128A].compressed
+    metadata = builder(RocmBackend()).build_for(batch_of(requests, Random(seed)), kinds)
+    expected = builder(steps=BuilderOps()).build_for(batch_of(requests, Random(seed)), kinds)
+    swa, compressed = extended(metadata[C128A])
+    plain = expected[C128A].compressed
     assert plain is not None
 
-    dense = wanted[C128A].swa
+    dense = expected[C128A].swa
     assert rows_of(swa.decode_swa_ragged) == leading(dense.decode_swa_indices, dense.decode_swa_lens)
     entries = leading(plain.c128a_global_decode_topk_indices, plain.c128a_decode_topk_lens)
     assert rows_of(compressed.c128a_decode_ragged) == entries
-    assert extended(made[LayerKind.CSA])[1].c128a_decode_ragged is None
+    assert extended(metadata[LayerKind.CSA])[1].c128a_decode_ragged is None
 
 
 def test_the_batches_hold_what_they_should() -> None:
@@ -164,8 +164,8 @@ def test_a_class_is_the_shared_one_and_more() -> None:
     for mine, shared in ((swa, plain.swa), (compressed, plain.compressed)):
         assert shared is not None
         for f in attrs.fields(type(shared)):
-            value, wanted = getattr(mine, f.name), getattr(shared, f.name)
-            assert torch.equal(value, wanted) if isinstance(wanted, Tensor) else value == wanted, f.name
+            actual, expected = getattr(mine, f.name), getattr(shared, f.name)
+            assert torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected, f.name
     assert plain.swa.decode_swa_ragged is None
     assert plain.compressed is not None
     assert plain.compressed.c128a_decode_ragged is None
@@ -173,7 +173,7 @@ def test_a_class_is_the_shared_one_and_more() -> None:
 
 def test_a_model_without_c128a_layers_has_no_list_for_them() -> None:
     model = attrs.evolve(MODEL, layers=tuple(pair for pair in MODEL.layers if pair[0] is not C128A))
-    made = MetadataBuilder(
+    metadata_builder = MetadataBuilder(
         model,
         LIMITS,
         swa_block_size=SWA_BLOCK,
@@ -182,7 +182,9 @@ def test_a_model_without_c128a_layers_has_no_list_for_them() -> None:
         validate=False,
         backend=RocmBackend(),
     )
-    swa, compressed = extended(made.build_for(batch_of([(30, 1)], Random(0)), [LayerKind.CSA])[LayerKind.CSA])
+    swa, compressed = extended(
+        metadata_builder.build_for(batch_of([(30, 1)], Random(0)), [LayerKind.CSA])[LayerKind.CSA]
+    )
 
     assert len(rows_of(swa.decode_swa_ragged)) == 1
     assert compressed.c128a_decode_ragged is None
@@ -198,12 +200,12 @@ def lists(metadata: Any) -> list[RaggedIndices]:
 
 
 def test_addresses_and_sizes_follow_from_the_number_of_rows_alone() -> None:
-    made, rng = builder(RocmBackend()), Random(1)
+    metadata_builder, rng = builder(RocmBackend()), Random(1)
     seen: dict[int, Any] = {}
     widths, batches = set[int](), 0
     for _ in range(40):
         batch = batch_of(requests_of(rng), rng)
-        metadata = made.build_for(batch, [C128A])[C128A]
+        metadata = metadata_builder.build_for(batch, [C128A])[C128A]
         rows = metadata.swa.num_decode_tokens
         places = [(t.data_ptr(), t.numel()) for ragged in lists(metadata) for t in (ragged.indices, ragged.indptr)]
         assert seen.setdefault(rows, places) == places
@@ -218,15 +220,15 @@ def test_addresses_and_sizes_follow_from_the_number_of_rows_alone() -> None:
 
 def test_at_full_width_nothing_but_contents_changes() -> None:
     """As a captured graph needs it: one batch of padding, and then any others of as many rows."""
-    made, rng, told = builder(RocmBackend()), Random(2), []
+    metadata_builder, rng, addresses = builder(RocmBackend()), Random(2), []
     for requests in ([(0, 1)] * 6, [(4000, 1)] * 6, [(17, 1), (2048, 1), (0, 1)] * 2):
         batch = batch_of(requests, rng)
-        swa = made.build(batch)
-        part = made.build_compressed(batch, swa, C128A, full_width=True)
-        found = lists(AttentionMetadata(swa, part))
-        told.append([(r.width, r.indices.data_ptr(), r.indices.numel(), r.indptr.data_ptr()) for r in found])
+        swa = metadata_builder.build(batch)
+        part = metadata_builder.build_compressed(batch, swa, C128A, full_width=True)
+        ragged = lists(AttentionMetadata(swa, part))
+        addresses.append([(r.width, r.indices.data_ptr(), r.indices.numel(), r.indptr.data_ptr()) for r in ragged])
 
-    assert told[0] == told[1] == told[2]
+    assert addresses[0] == addresses[1] == addresses[2]
 
 
 def test_a_full_batch_of_full_rows_fits() -> None:
@@ -261,9 +263,9 @@ def poisoned(kind: LayerKind) -> Iterator[bool]:
     parts = [problem.metadata.swa.decode_swa_ragged]
     if problem.metadata.compressed is not None:
         parts.append(problem.metadata.compressed.c128a_decode_ragged)
-    found = [ragged for ragged in parts if ragged is not None]
-    assert len(found) == 1 + (kind is C128A)
-    for ragged in found:
+    ragged_lists = [ragged for ragged in parts if ragged is not None]
+    assert len(ragged_lists) == 1 + (kind is C128A)
+    for ragged in ragged_lists:
         tail = ragged.indices[int(ragged.indptr[-1]) :]
         assert tail.numel()
         for offset in (0, 3):
@@ -370,10 +372,10 @@ def test_a_layer_makes_only_the_lists_that_its_metadata_lacks(kind: LayerKind, w
 
 def test_a_pair_has_the_metadata_of_the_backend_that_decodes() -> None:
     batch = batch_of([(30, 1), (0, 20)], Random(0))
-    own = builder(PhasedBackend(RocmBackend(), GenericBackend())).build_for(batch, [C128A])[C128A]
+    metadata = builder(PhasedBackend(RocmBackend(), GenericBackend())).build_for(batch, [C128A])[C128A]
     other = builder(PhasedBackend(GenericBackend(), RocmBackend())).build_for(batch, [C128A])[C128A]
 
-    assert len(rows_of(extended(own)[0].decode_swa_ragged)) == 1
+    assert len(rows_of(extended(metadata)[0].decode_swa_ragged)) == 1
     assert type(other.swa) is DeepseekSparseSWAMetadata
     assert type(other.compressed) is FlashMLASparseMetadata
 

@@ -84,7 +84,7 @@ class Trial:
     @cached_property
     def caches(self) -> list[tuple[PagedKVCache, NDArray[np.float64]]]:
         """Each cache, its even slots written by the oracle and everything else NaN, and its keys."""
-        rng, made = np.random.default_rng((self.seed, 1)), []
+        rng, drawn = np.random.default_rng((self.seed, 1)), []
         for size, blocks in zip(self.pages, self.blocks, strict=True):
             cache = PagedKVCache.allocate(LAYOUT, blocks, size, DEVICE)
             raw = cache.tensor.as_strided((blocks, cache.page_stride), (cache.page_stride, 1)).fill_(0xFF)
@@ -95,13 +95,13 @@ class Trial:
                 raw[block, place * 576 : place * 576 + 576] = torch.from_numpy(record[:576])
                 raw[block, size * 576 + place * 8 :][:8] = torch.from_numpy(record[576:])
                 keys[slot] = oracle.dequantize_record(record, **RECORD)
-            made.append((cache, keys))
-        return made
+            drawn.append((cache, keys))
+        return drawn
 
     @cached_property
     def arenas(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(slots, lengths) of each segment."""
-        rng, made = np.random.default_rng((self.seed, 2)), []
+        rng, drawn = np.random.default_rng((self.seed, 2)), []
         for width, size, blocks in zip(self.widths, self.pages, self.blocks, strict=True):
             slots = rng.choice(np.arange(0, max(size * blocks, 1), 2), (self.tokens, width))
             other = (*OUTSIDE, size * blocks) if self.outside else (-1,)
@@ -111,8 +111,8 @@ class Trial:
             for row, count in enumerate(lens):
                 # odd slots hold NaN
                 slots[row, count:] = rng.choice((1, *other), max(width - count, 0))
-            made.append((slots, lens))
-        return made
+            drawn.append((slots, lens))
+        return drawn
 
     @cached_property
     def expected(self) -> Expected:
@@ -130,20 +130,26 @@ class Trial:
 
     def keys(self, *, pad: int = 0) -> tuple[PagedKeys, ...]:
         """Segments as a backend gets them. pad: columns of garbage between rows of indices."""
-        made = []
+        paged = []
         for (cache, _), (slots, lens) in zip(self.caches, self.arenas, strict=True):
             wide = torch.full((self.tokens, slots.shape[1] + pad), 0x7FC00000, dtype=torch.int32)
             wide[:, : slots.shape[1]] = torch.from_numpy(slots).int()
             indices = wide.to(DEVICE)[:, : slots.shape[1]]
-            made.append(PagedKeys(cache, DenseIndices(indices, torch.from_numpy(lens).int().to(DEVICE))))
-        return tuple(made) if self.widths[1] else tuple(made[:1])
+            paged.append(PagedKeys(cache, DenseIndices(indices, torch.from_numpy(lens).int().to(DEVICE))))
+        return tuple(paged) if self.widths[1] else tuple(paged[:1])
 
     def call(self, *, lse: bool = False, pad: int = 0, empty_lse: float = -inf) -> AttentionCall:
         """The call, outputs NaN, scratch not there yet."""
-        told = torch.full((self.tokens, self.heads), torch.nan, device=DEVICE) if lse else None
+        lse_out = torch.full((self.tokens, self.heads), torch.nan, device=DEVICE) if lse else None
         out = torch.full_like(self.q, torch.nan)
         return AttentionCall(
-            self.layer, self.q, self.keys(pad=pad), self.sink, out, told, options=AttentionOptions(empty_lse=empty_lse)
+            self.layer,
+            self.q,
+            self.keys(pad=pad),
+            self.sink,
+            out,
+            lse_out,
+            options=AttentionOptions(empty_lse=empty_lse),
         )
 
     def run(self, attention: FlashInferAttention, call: AttentionCall) -> AttentionCall:

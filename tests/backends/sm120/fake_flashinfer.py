@@ -42,14 +42,14 @@ class Facts(NamedTuple):
     @property
     def scratch(self) -> int:
         """Rows of parts that decode kernels write."""
-        splits = sum(-(-one.width // 64) for one in (self.main, self.extra) if one is not None)
+        splits = sum(-(-segment.width // 64) for segment in (self.main, self.extra) if segment is not None)
         return self.tokens * (8 if self.heads == 8 else -(-self.heads // 16) * 16) * splits
 
     def phases(self) -> Iterator[str]:
         """Which kernels may serve it."""
         if self.tokens <= DECODE:
             yield "decode"
-        dense = all(one is None or one.index_stride == one.width for one in (self.main, self.extra))
+        dense = all(segment is None or segment.index_stride == segment.width for segment in (self.main, self.extra))
         if self.heads in HEADS and self.main.width % 64 == 0 and dense:
             yield "prefill"
 
@@ -99,7 +99,7 @@ def inspected(
             good = memory.dtype == dtype and memory.is_contiguous() and memory.data_ptr() % 16 == 0
             need(good, f"scratch: contiguous aligned {dtype}")
     tensors = (cache, indices, output, lengths, sink, extra, extra_indices, extra_lengths, lse, mid, mlse)
-    need(all(each is None or each.device == q.device for each in tensors), "tensors: on one device")
+    need(all(tensor is None or tensor.device == q.device for tensor in tensors), "tensors: on one device")
     main = segment(tokens, cache, indices)
     second = None if extra is None or extra_indices is None else segment(tokens, extra, extra_indices)
     return Facts(tokens, heads, main, second, heads if lse is None else lse.stride(0), sink is not None)
@@ -168,9 +168,9 @@ class RecordingWrapper:
         lse_scale: float = 1.0,
     ) -> Optional[torch.Tensor]:  # noqa: UP045
         """Check the call, spoil the scratch, then write output and lse."""
-        told = dict(locals())
-        self.calls.append({name: value for name, value in told.items() if name != "self"})
-        need(all(type(each) is float for each in (sm_scale, lse_scale)), "scales: floats")
+        arguments = dict(locals())
+        self.calls.append({name: value for name, value in arguments.items() if name != "self"})
+        need(all(type(number) is float for number in (sm_scale, lse_scale)), "scales: floats")
         need(q.device == self.device, "q: on the wrapper's device")
         caches = (extra_kv_cache, extra_indices, extra_topk_length)
         facts = inspected(q, kv_cache, indices, output, topk_length, attn_sink, *caches, out_lse, mid_out, mid_lse)

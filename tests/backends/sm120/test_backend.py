@@ -46,7 +46,7 @@ class Counting(RecordingWrapper):
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
+def flashinfer_calls(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
     """A machine with such a card, as far as the backend can see, and FlashInfer on it."""
     Counting.ran = 0
     monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(Counting))
@@ -93,13 +93,13 @@ def test_nothing_is_imported_before_it_is_needed_and_nothing_elsewhere(monkeypat
         assert backend.capabilities.max_logits
 
 
-def test_on_such_a_card_flashinfer_serves_what_it_can(there: type[Counting]) -> None:
+def test_on_such_a_card_flashinfer_serves_what_it_can(flashinfer_calls: type[Counting]) -> None:
     backend = Sm120Backend()
     call = planned(backend, BASE)
     backend.decode(call)
 
     assert backend.capabilities.products is Products.FP8
-    assert there.ran == 2  # for the lse, and for out
+    assert flashinfer_calls.ran == 2  # for the lse, and for out
     assert right(BASE, call)
 
 
@@ -112,27 +112,29 @@ def test_on_such_a_card_flashinfer_serves_what_it_can(there: type[Counting]) -> 
     ],
     ids=["fnuz", "unaligned", "fp32"],
 )
-def test_what_is_not_its_kind_of_memory_goes_to_our_kernel(trial: Trial, there: type[Counting]) -> None:
+def test_what_is_not_its_kind_of_memory_goes_to_our_kernel(trial: Trial, flashinfer_calls: type[Counting]) -> None:
     backend = Sm120Backend()
     call = planned(backend, trial)
     backend.decode(call)
 
-    assert there.ran == 0
+    assert flashinfer_calls.ran == 0
     assert right(trial, call)
 
 
-def test_the_largest_logits_go_to_our_kernel(there: type[Counting]) -> None:
+def test_the_largest_logits_go_to_our_kernel(flashinfer_calls: type[Counting]) -> None:
     backend = Sm120Backend()
     call = evolve(
         planned(backend, BASE), options=AttentionOptions(torch.full((2, 8), math.nan, device=BASE.call()[0].q.device))
     )
     backend.decode(call)
 
-    assert there.ran == 0
+    assert flashinfer_calls.ran == 0
     assert BASE.error(Answer(call.out, call.lse, call.max_logits)) <= 1
 
 
-def test_an_order_is_not_changed_into_something_else(there: type[Counting], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_is_not_changed_into_something_else(
+    flashinfer_calls: type[Counting], monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = Sm120Backend(kernel="flashinfer")
     with pytest.raises(ArgumentError):
         backend.decode(planned(backend, evolve(BASE, layouts=(FNUZ, OCP))))
@@ -146,14 +148,14 @@ def test_an_order_is_not_changed_into_something_else(there: type[Counting], monk
         old.decode(call)
     with pytest.raises(UnsupportedError, match="129"):
         backend.scratch(Phase.DECODE, evolve(FLASH.layer_of_kind("swa"), num_heads=129), 1, 128)
-    assert there.ran == 0
+    assert flashinfer_calls.ran == 0
     monkeypatch.setattr(flashinfer, "find", lambda: Reason("FLASHINFER", "OSError: no libcuda", "a driver"))
     with pytest.raises(UnsupportedError, match="OSError: no libcuda"):
         _ = Sm120Backend(kernel="flashinfer").vendor
 
 
 def test_a_broken_flashinfer_is_a_reason_and_our_kernel_serves(
-    there: type[Counting], monkeypatch: pytest.MonkeyPatch
+    flashinfer_calls: type[Counting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Reason("FLASHINFER", "ImportError: undefined symbol", "an importable flashinfer.mla")
     monkeypatch.setattr(flashinfer, "find", lambda: broken)
@@ -163,10 +165,10 @@ def test_a_broken_flashinfer_is_a_reason_and_our_kernel_serves(
 
     assert backend.reasons(Phase.DECODE, BASE.layer, 2) == [broken]
     assert right(BASE, call)
-    assert there.ran == 0
+    assert flashinfer_calls.ran == 0
 
 
-@pytest.mark.usefixtures("there")
+@pytest.mark.usefixtures("flashinfer_calls")
 @pytest.mark.parametrize("kind", ["swa", "c4a", "c128a"])
 def test_scratch_keeps_within_its_bound(kind: str) -> None:
     for heads in (7, 64):
@@ -194,7 +196,9 @@ BESIDE = evolve(BASE, widths=(192, 40))
 
 
 @pytest.mark.parametrize("tokens", [2, 66])
-def test_flashinfer_serves_wide_windows_of_layers_without_another_cache(there: type[Counting], tokens: int) -> None:
+def test_flashinfer_serves_wide_windows_of_layers_without_another_cache(
+    flashinfer_calls: type[Counting], tokens: int
+) -> None:
     for kernel in ("auto", "flashinfer"):
         trial = evolve(ALONE, tokens=tokens, seed=tokens)
         backend = Sm120Backend(kernel=kernel)
@@ -202,12 +206,12 @@ def test_flashinfer_serves_wide_windows_of_layers_without_another_cache(there: t
         backend.decode(call)
 
         assert right(trial, call)
-    assert there.ran == 4
+    assert flashinfer_calls.ran == 4
 
 
 @pytest.mark.parametrize(("trial", "columns"), [(BESIDE, 192), (evolve(ALONE, widths=(200,)), 200)])
 def test_wide_windows_that_flashinfer_does_not_serve_go_to_our_kernel(
-    there: type[Counting], monkeypatch: pytest.MonkeyPatch, trial: Trial, columns: int
+    flashinfer_calls: type[Counting], monkeypatch: pytest.MonkeyPatch, trial: Trial, columns: int
 ) -> None:
     """Beside another cache, or of a width that an old release has no kernel for."""
     monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(Counting, old=True))
@@ -220,10 +224,10 @@ def test_wide_windows_that_flashinfer_does_not_serve_go_to_our_kernel(
     ordered = Sm120Backend(kernel="flashinfer")
     with pytest.raises(UnsupportedError, match=rf"WINDOW: expected .*, got {columns}"):
         ordered.decode(wide(ordered, trial))
-    assert there.ran == 0
+    assert flashinfer_calls.ran == 0
 
 
-@pytest.mark.usefixtures("there")
+@pytest.mark.usefixtures("flashinfer_calls")
 def test_scratch_of_wide_windows_keeps_within_its_bound() -> None:
     for in_range, (kind, widest) in product((False, True), (("swa", 250), ("c4a", 640 + 122))):
         backend, layer = Sm120Backend(in_range=in_range), FLASH.layer_of_kind(kind)
@@ -237,7 +241,9 @@ THROUGH = "decode-*,prefill-*,mixed-*,sink-*,lse-*,call-empty-*,verify-*,call-ho
 
 @pytest.mark.skipif(not INTERPRETED, reason="tensors are on the CPU")
 @pytest.mark.parametrize("in_range", [False, True])
-def test_the_whole_of_forward_mqa_goes_through_flashinfers_contract(there: type[Counting], *, in_range: bool) -> None:
+def test_the_whole_of_forward_mqa_goes_through_flashinfers_contract(
+    flashinfer_calls: type[Counting], *, in_range: bool
+) -> None:
     """The recorder checks every argument and multiplies in fp32, so a twelfth of the budget for fp8 is enough."""
     backend: Any = Sm120Backend(in_range=in_range)
     # all but attention in torch, which takes no minutes
@@ -247,15 +253,15 @@ def test_the_whole_of_forward_mqa_goes_through_flashinfers_contract(there: type[
     certificate = conform(Subject.of(backend), chosen(CASES, "decode-*,mixed-*" if in_range else THROUGH))
 
     assert [(o.case.name, o.message) for o in certificate.of("failed")] == []
-    assert there.ran > 10
+    assert flashinfer_calls.ran > 10
     assert certificate.worst is not None
     assert certificate.worst.measure is not None
     assert certificate.worst.measure.fraction < 1 / 12
     assert certificate.as_json()["products"] == "fp8"
 
 
-def lines(device: str, **asked: Any) -> Sequence[str]:
-    return notes(DeviceFacts.named(device), Problem.of(FLASH, **asked))
+def lines(device: str, **changes: Any) -> Sequence[str]:
+    return notes(DeviceFacts.named(device), Problem.of(FLASH, **changes))
 
 
 def test_explain_says_which_kernel_and_why() -> None:
@@ -279,9 +285,9 @@ def test_explain_says_which_kernel_and_why() -> None:
 def test_explain_knows_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4attn.backends.sm120 import explain_notes
 
-    here = evolve(SM120, present=True)
+    device = evolve(SM120, present=True)
     monkeypatch.setattr(explain_notes, "version_of", lambda _: None)
-    assert notes(here, Problem.of(FLASH))[0] == "our kernel: flashinfer-python is not installed"
+    assert notes(device, Problem.of(FLASH))[0] == "our kernel: flashinfer-python is not installed"
     monkeypatch.setattr(explain_notes, "version_of", lambda _: "0.6.1")
-    line, *_ = notes(here, Problem.of(FLASH))
+    line, *_ = notes(device, Problem.of(FLASH))
     assert "flashinfer 0.6.1, needs 0.6.18 or newer" in line

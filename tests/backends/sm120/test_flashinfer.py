@@ -93,8 +93,8 @@ def test_one_page_and_pages_of_one_record_are_read_where_they_are() -> None:
         call = trial.run(attention(), trial.call())
 
         assert trial.expected.errors(call.out, None).max() <= BUDGET
-        for one in calls_of_fresh(trial):
-            assert [one["kv_cache"].data_ptr(), one["extra_kv_cache"].data_ptr()] == [
+        for arguments in calls_of_fresh(trial):
+            assert [arguments["kv_cache"].data_ptr(), arguments["extra_kv_cache"].data_ptr()] == [
                 cache.tensor.data_ptr() for cache, _ in trial.caches
             ]
 
@@ -114,7 +114,7 @@ def test_a_cache_without_pages_or_columns_is_left_out(tokens: int) -> None:
 
         assert trial.expected.errors(call.out, call.lse).max() <= BUDGET + 2**-9
         # once for the lse and once for out
-        assert [one["extra_kv_cache"] for one in calls_of(subject)] == ([None] * 2 if any(blocks) else [])
+        assert [call["extra_kv_cache"] for call in calls_of(subject)] == ([None] * 2 if any(blocks) else [])
 
 
 def test_heads_of_padding_reach_nobody() -> None:
@@ -160,17 +160,17 @@ def test_where_heads_need_no_padding_nothing_is_copied(heads: int, tokens: int) 
     trial = Trial(heads=heads, tokens=tokens, widths=(64, 9), sinks=(0.5,), outside=False)
     subject = attention(in_range=True)
     trial.run(subject, trial.call())
-    told = trial.run(subject, trial.call(lse=True))
+    results = trial.run(subject, trial.call(lse=True))
     plain, with_lse, with_sink = calls_of(subject)
 
     assert len(subject.scratch(trial.layer, tokens, 64, 9)) == 4
     assert plain["q"] is trial.q
     assert plain["attn_sink"] is trial.sink
     assert (with_lse["attn_sink"], with_sink["attn_sink"]) == (None, trial.sink)
-    assert with_lse["output"] is with_sink["output"] is told.out
-    assert with_sink["out_lse"] is not told.lse
-    assert with_lse["out_lse"] is told.lse
-    for segment, names in zip(told.keys, ("indices topk_length", "extra_indices extra_topk_length"), strict=True):  # type: ignore[arg-type]
+    assert with_lse["output"] is with_sink["output"] is results.out
+    assert with_sink["out_lse"] is not results.lse
+    assert with_lse["out_lse"] is results.lse
+    for segment, names in zip(results.keys, ("indices topk_length", "extra_indices extra_topk_length"), strict=True):  # type: ignore[arg-type]
         assert isinstance(segment, PagedKeys)
         assert [with_lse[name] for name in names.split()] == [segment.rows.indices, segment.rows.lens]  # type: ignore[union-attr]
 
@@ -194,8 +194,8 @@ class Fresh(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
-        memory = {each.untyped_storage().data_ptr() for each in given}
+        tensors = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in memory:
             self.made.append(str(func))
         return result
@@ -283,7 +283,7 @@ def test_what_flashinfer_cannot_take_is_refused_before_any_write() -> None:
     wide = torch.zeros(5, 8, 1024, dtype=torch.bfloat16, device=DEVICE)
     odd = torch.zeros(2**16, dtype=torch.uint8, device=DEVICE)
     near = PagedKVCache(odd.as_strided((3, 4, 584), (2344, 584, 1)), LAYOUT)
-    behind = PagedKVCache(odd[8:].as_strided((3, 4, 584), (4672, 584, 1), 8), LAYOUT)
+    unaligned = PagedKVCache(odd[8:].as_strided((3, 4, 584), (4672, 584, 1), 8), LAYOUT)
     fnuz = PagedKVCache(window.cache.tensor, KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ))
     ragged = RaggedIndices(torch.zeros(5, dtype=torch.int32), torch.zeros(6, dtype=torch.int32), 3)
     apart = DenseIndices(window.rows.indices, torch.zeros(5, 2, dtype=torch.int32)[:, 0])
@@ -299,7 +299,7 @@ def test_what_flashinfer_cannot_take_is_refused_before_any_write() -> None:
         ("keys: expected one or two", {"keys": (window, entries, entries)}),
         ("indices: expected dense", {"keys": (PagedKeys(window.cache, ragged), entries)}),
         ("cache: expected pages at multiples of 16", {"keys": (PagedKeys(near, window.rows), entries)}),
-        ("caches to begin at multiples of 16", {"keys": (window, PagedKeys(behind, entries.rows))}),
+        ("caches to begin at multiples of 16", {"keys": (window, PagedKeys(unaligned, entries.rows))}),
         ("lens: ", {"keys": (PagedKeys(window.cache, apart), entries)}),
     ]
     for text, change in changes:
@@ -337,15 +337,15 @@ def test_too_many_heads_and_a_wrapper_that_cannot_be_made_are_said_by_name() -> 
 
 def test_the_recording_refuses_what_no_kernel_takes() -> None:
     trial = Trial(tokens=65, widths=(48, 0))
-    (told,) = calls_of_fresh(trial)
-    wrapper = RecordingWrapper(device=told["q"].device)
-    named = {name: told[name] for name in inspect.signature(RecordingWrapper.run).parameters if name != "self"}
+    (arguments,) = calls_of_fresh(trial)
+    wrapper = RecordingWrapper(device=arguments["q"].device)
+    named = {name: arguments[name] for name in inspect.signature(RecordingWrapper.run).parameters if name != "self"}
     wrapper.run(**named)
     for change, text in (
-        ({"indices": told["indices"][:, :48]}, "no kernel"),
-        ({"q": told["q"].float()}, "q: contiguous"),
-        ({"out_lse": told["out_lse"].half()}, "out_lse"),
-        ({"kv_cache": told["kv_cache"][:, :, :, :576]}, "packed rows"),
+        ({"indices": arguments["indices"][:, :48]}, "no kernel"),
+        ({"q": arguments["q"].float()}, "q: contiguous"),
+        ({"out_lse": arguments["out_lse"].half()}, "out_lse"),
+        ({"kv_cache": arguments["kv_cache"][:, :, :, :576]}, "packed rows"),
     ):
         with pytest.raises(ValueError, match=text):
             wrapper.run(**named | change)

@@ -157,9 +157,11 @@ class Generated:
 
 
 def test_the_recording_has_the_signature_of_the_real_wrapper(package: Any) -> None:
-    real, ours = (inspect.signature(each.run) for each in (package.wrapper, RecordingWrapper))
+    real, ours = (inspect.signature(wrapper.run) for wrapper in (package.wrapper, RecordingWrapper))
 
-    assert [str(each) for each in ours.parameters.values()] == [str(each) for each in real.parameters.values()]
+    assert [str(parameter) for parameter in ours.parameters.values()] == [
+        str(parameter) for parameter in real.parameters.values()
+    ]
     assert "device" in inspect.signature(package.wrapper).parameters
 
 

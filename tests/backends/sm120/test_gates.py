@@ -19,12 +19,12 @@ def test_attention_keeps_every_limit(target: str) -> None:
 
 
 def test_what_stands_around_flashinfer_keeps_every_limit() -> None:
-    told = told_by(str(Path(__file__).with_name("compiles.py")))
+    kernels = told_by(str(Path(__file__).with_name("compiles.py")))
 
-    assert [name for name in told if told[name]["reasons"]] == []
-    wide = {name for name in told if told[name]["wide"]}
+    assert [name for name in kernels if kernels[name]["reasons"]] == []
+    wide = {name for name in kernels if kernels[name]["wide"]}
     # a row of q or of out is moved 16 bytes at a time where it may be
-    assert wide == {name for name in told if " 8 " in name and "moves heads" in name}
+    assert wide == {name for name in kernels if " 8 " in name and "moves heads" in name}
     assert len(wide) >= 8
 
 

@@ -105,15 +105,15 @@ def test_of_a_cache_with_more_slots_than_numbers_every_number_is_a_slot() -> Non
 def test_results_are_those_of_the_first_heads(empty: float, heads: int, wide: int, form: str) -> None:
     call = evolve(call_of(3, heads, (5,), sink=False, form=form), options=AttentionOptions(empty_lse=empty))
     wide_out = torch.randn(3, wide, 512).bfloat16().to(DEVICE)
-    told = torch.randn(3, wide).to(DEVICE)
-    told[0, 0], told[1, 1], told[2, 0] = -inf, inf, nan
+    maxima = torch.randn(3, wide).to(DEVICE)
+    maxima[0, 0], maxima[1, 1], maxima[2, 0] = -inf, inf, nan
     memory = torch.full((3, heads + 2), 7.0, device=DEVICE)
     for lse in (None, memory[:, :heads]):
-        one = evolve(call, lse=lse, out=call.out.clone(memory_format=torch.preserve_format))
-        Results.of(one, wide, lse, out=True, direct=False).launch(told, wide_out, one)
+        results = evolve(call, lse=lse, out=call.out.clone(memory_format=torch.preserve_format))
+        Results.of(results, wide, lse, out=True, direct=False).launch(maxima, wide_out, results)
 
-        assert torch.equal(one.out, wide_out[:, :heads])
-    expected = torch.where(told == -inf, empty, told)[:, :heads]
+        assert torch.equal(results.out, wide_out[:, :heads])
+    expected = torch.where(maxima == -inf, empty, maxima)[:, :heads]
     assert torch.equal(memory[:, :heads].nan_to_num(nan=5e5), expected.nan_to_num(nan=5e5))
     assert (memory[:, heads:] == 7).all()
 
@@ -133,8 +133,8 @@ def test_an_lse_that_is_in_its_place_is_changed_only_where_rows_have_no_keys() -
 def test_a_warm_up_knows_every_launch_around_flashinfer(*, in_range: bool) -> None:
     geometry, limits = ModelGeometry.preset("flash"), Limits(4, 64, 4096)
     for heads in (8, 12):
-        one, seen = evolve(geometry, num_heads=heads, o_groups=1), set()
-        bounds = WarmupSpec.of(one, limits, sink=None)
+        part, seen = evolve(geometry, num_heads=heads, o_groups=1), set()
+        bounds = WarmupSpec.of(part, limits, sink=None)
         backend = Sm120Backend(in_range=in_range)
         known = set(backend.kernel_variants(bounds, DeviceFacts.named("sm_120")))
         subject = FlashInferAttention(installed_flashinfer(RecordingWrapper), in_range=in_range)

@@ -63,17 +63,17 @@ def refusal(monkeypatch: pytest.MonkeyPatch, module: ModuleType | None, version:
 
 
 def test_a_whole_package_is_found_once_and_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    asked_versions: list[int] = []
 
     def configs() -> dict[str, Config]:
-        asked.append(1)
+        asked_versions.append(1)
         return {"dsv4": Config()}
 
     install(monkeypatch, working(supported_sparse_mla_sm120_configs=configs))
     answer = find()
 
     assert find() is answer
-    assert asked == [1]
+    assert asked_versions == [1]
     assert isinstance(answer, InstalledFlashInfer)
     assert answer.version == "0.7.2.post1"
     assert answer.wrapper is RecordingWrapper
@@ -81,7 +81,7 @@ def test_a_whole_package_is_found_once_and_says_what_it_takes(monkeypatch: pytes
     assert answer.topks is answer.page_sizes is None
     forget()
     find()
-    assert asked == [1, 1]
+    assert asked_versions == [1, 1]
 
 
 def test_no_package_is_a_reason_and_not_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_a_package_that_breaks_when_it_is_loaded_is_a_reason_in_its_own_words(
             if name.startswith("flashinfer"):
                 raise error
 
-    for name in [each for each in sys.modules if each.split(".")[0] == "flashinfer"]:
+    for name in [module for module in sys.modules if module.split(".")[0] == "flashinfer"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Breaking(), *sys.meta_path])
     answer = find()
@@ -179,7 +179,7 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
 
 
 def codes(problem: Problem, *, old: bool = False, **options: Any) -> list[str]:
-    return [each.code for each in reasons(installed_flashinfer(old=old), problem, **options)]
+    return [reason.code for reason in reasons(installed_flashinfer(old=old), problem, **options)]
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -246,7 +246,7 @@ def test_what_its_own_question_denies_is_not_served() -> None:
             return num_heads != 64
 
     denying = InstalledFlashInfer.of("0.7.9", RecordingWrapper, Denying())
-    told = [reasons(denying, Problem.of(FLASH, LayerKind.CSA, heads=heads)) for heads in (32, 33)]
+    answers = [reasons(denying, Problem.of(FLASH, LayerKind.CSA, heads=heads)) for heads in (32, 33)]
 
-    assert told[0] == []
-    assert [each.actual for each in told[1]] == ["64 heads with 128 columns on pages of 64"]
+    assert answers[0] == []
+    assert [reason.actual for reason in answers[1]] == ["64 heads with 128 columns on pages of 64"]

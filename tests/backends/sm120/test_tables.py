@@ -42,9 +42,9 @@ def test_what_is_known_of_shapes_has_an_end(backend: Sm120Backend) -> None:
         backend.scratch(Phase.PREFILL, trial.layer, 65 + i, 128)
     vendor: Any = backend.vendor
     for width in range(1, 60):
-        one = evolve(trial, widths=(width, 0))
-        scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in vendor.scratch(one.layer, 1, width, 0)]
-        assert vendor.fit(evolve(one.call(), scratch=scratch))
+        narrow = evolve(trial, widths=(width, 0))
+        scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in vendor.scratch(narrow.layer, 1, width, 0)]
+        assert vendor.fit(evolve(narrow.call(), scratch=scratch))
     sizes = entries(vendor, backend)
 
     assert sizes["_plans"] == sizes["_forms"] == sizes["_answers"] == 16

@@ -39,17 +39,17 @@ def run(
     change: Callable[[AttentionCall], AttentionCall] = lambda call: call,
 ) -> Result:
     """Run it, and fail if anything was written but the outputs."""
-    one = backend or Sm90Backend(small="gluon")
-    call, asked = change(planned(one, trial, phase)), []
+    chosen = backend or Sm90Backend(small="gluon")
+    call, fallbacks = change(planned(chosen, trial, phase)), []
 
     def asking(*args: Any, **keywords: Any) -> Any:
-        asked.append(1)
+        fallbacks.append(1)
         return shared(*args, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_launch, "prepare", asking)
-        (one.decode if phase is Phase.DECODE else one.prefill)(call)
-    return Result(not asked, trial.error(Answer(call.out, call.lse, call.max_logits)), call)
+        (chosen.decode if phase is Phase.DECODE else chosen.prefill)(call)
+    return Result(not fallbacks, trial.error(Answer(call.out, call.lse, call.max_logits)), call)
 
 
 def check_rows_without_keys(trial: Trial, backend: Sm90Backend, empty_lse: float) -> Result:

@@ -32,13 +32,13 @@ def with_largest(form: Variant) -> Variant:
 
 def forms(heads: int, coded: Sequence[KeyFormat] = CODED) -> list[Variant]:
     """With the largest logits where lse is told, as nobody asks for them alone. coded: records of V4.1 among them."""
-    found = []
+    all_forms = []
     for segments, kind in ((1, PAGES), (2, PAGES), (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
         for raw in (False, True) if kind == ROWS else (False,):
             for form in variants(segments, kind, heads, sinks=(True, False), lses=(False, True), raw=raw):
-                told = dict(form.types)["lse"] != "none"
-                found.append(with_largest(form) if told else form)
-    return list(dict.fromkeys(found))
+                has_lse = dict(form.types)["lse"] != "none"
+                all_forms.append(with_largest(form) if has_lse else form)
+    return list(dict.fromkeys(all_forms))
 
 
 def fullest(heads: int) -> list[Variant]:
@@ -51,10 +51,10 @@ def fullest(heads: int) -> list[Variant]:
 def barest(heads: int) -> list[Variant]:
     """Without sinks, and telling no result but the output: kinds of keys of both kernels, V4's with all its forms."""
     kinds = (2, PAGES), (1, ROWS), (2, CODED[-1])
-    found = [
+    bare_forms = [
         form for segments, kind in kinds for form in variants(segments, kind, heads, sinks=(False,), lses=(False,))
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(bare_forms))
 
 
 def planted(keys: str) -> list[str]:
@@ -66,12 +66,12 @@ def planted(keys: str) -> list[str]:
 
 def factors(text: str) -> list[int]:
     """Of each block of instructions that multiplies sums unless factors of a thread are 1: how many factors it has."""
-    found = []
+    counts = []
     for block in re.findall(r"// begin inline asm(.*?)// end inline asm", text, re.DOTALL):
-        asked = re.findall(r"setp\.neu\.f32 \w+, (%\w+), 0f3F800000;", block)
-        if asked:
-            found.append(len({*asked, *re.findall(r"mul\.f32 %\w+, %\w+, (%\w+);", block)}))
-    return found
+        operands = re.findall(r"setp\.neu\.f32 \w+, (%\w+), 0f3F800000;", block)
+        if operands:
+            counts.append(len({*operands, *re.findall(r"mul\.f32 %\w+, %\w+, (%\w+);", block)}))
+    return counts
 
 
 def unfenced(text: str) -> int:
@@ -80,7 +80,7 @@ def unfenced(text: str) -> int:
         r"cp\.async\.(?:wait_group|mbarrier\.arrive)|fence\.proxy\.async|mbarrier\.arrive\.shared", text
     )
     pairs = pairwise([*steps, ""])
-    waits = [one == "cp.async.wait_group" and other != "fence.proxy.async" for one, other in pairs]
+    waits = [first == "cp.async.wait_group" and second != "fence.proxy.async" for first, second in pairs]
     return sum(waits) + steps.count("cp.async.mbarrier.arrive")
 
 
@@ -92,13 +92,13 @@ def announced(text: str) -> int:
 
 def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = forms) -> dict[str, Any]:
     """What each form needs and does."""
-    asked = [form for number in heads for form in chosen(number)]
-    names, told = distinctions(asked), {}
-    for outcome in compile_all(asked, TARGET):
+    variants = [form for number in heads for form in chosen(number)]
+    names, facts = distinctions(variants), {}
+    for outcome in compile_all(variants, TARGET):
         form, need = outcome.variant, outcome.resources
         text = cross_compile(form, TARGET).asm["ptx"]
         copied = {int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", text)}
-        told[f"{form.name} {names[form]}"] = {
+        facts[f"{form.name} {names[form]}"] = {
             "reasons": [str(reason) for reason in outcome.reasons],
             "roles": need.roles if need else [],
             "shared": need.shared if need else 0,
@@ -112,21 +112,21 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
             "announced": announced(text),
             "narrow": len(re.findall(r"st\.shared\S*\.(?:b8|b16|u8|u16)\b", text)),
         }
-    return told
+    return facts
 
 
 def tile_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
     """What each form of the kernels of one tile needs and does."""
-    asked = [
+    variants = [
         with_largest(form) if dict(form.types).get("lse", "none") != "none" else form
         for number in heads
         for segments in (1, 2)
         for form in small_decode.variants(segments, number, sinks=(True,), lses=(False, True))
     ]
-    told = []
-    for outcome in compile_all(list(dict.fromkeys(asked)), TARGET):
+    facts = []
+    for outcome in compile_all(list(dict.fromkeys(variants)), TARGET):
         text, need = cross_compile(outcome.variant, TARGET).asm["ptx"], outcome.resources
-        told.append(
+        facts.append(
             {
                 "name": outcome.variant.name,
                 **dict(outcome.variant.constants),
@@ -137,7 +137,7 @@ def tile_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
                 "parts_loaded": len(re.findall(r"ld\.global\S*\.v2\.b32", text)),
             }
         )
-    return told
+    return facts
 
 
 if __name__ == "__main__":

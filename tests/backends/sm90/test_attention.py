@@ -109,13 +109,13 @@ def test_other_calls_go_to_the_shared_kernel_with_the_same_answers(name: str) ->
 def test_the_shared_kernel_serves_decodes_of_few_tokens_if_asked(heads: int) -> None:
     tiles = multiprocessors() // 2 - 1
     few = Trial(layouts=(OCP,), widths=(64 * tiles,), tokens=1, heads=heads, seed=30)
-    more = evolve(few, tokens=3)
+    longer = evolve(few, tokens=3)
     rows = Trial(layouts=(BF16_ROWS,), form="gathered", widths=(60,), tokens=1, heads=heads, seed=31)
     results = [
         run(few, backend=Sm90Backend(small="shared")),
         run(few, backend=Sm90Backend(small="gluon")),
         run(few, Phase.PREFILL, Sm90Backend(small="shared")),
-        run(more, backend=Sm90Backend(small="shared")),
+        run(longer, backend=Sm90Backend(small="shared")),
         run(rows, backend=Sm90Backend(small="shared")),
     ]
 
@@ -172,7 +172,7 @@ def any_trial(seed: int) -> Trial:
     # on a device each form compiles for some seconds
     records = [(OCP, OCP), *((CODED[a], other[a]) for a in Arrangement for other in (CODED, NIBBLES))]
     heads, tokens = rng.choice([1, 2, 7, 16, 33, 64, 65, 128] if INTERPRETED else [7, 64, 128]), rng.randint(1, 6)
-    told = rng.random() < 0.7
+    has_lse = rng.random() < 0.7
     while INTERPRETED and tokens * -(-heads // 64) * (sum(widths) // 64 + 1) > 12:
         widths, tokens, heads = [w * 2 // 3 for w in widths], max(tokens - 1, 1), -(-heads // 2)
     return Trial(
@@ -182,8 +182,8 @@ def any_trial(seed: int) -> Trial:
         heads=heads,
         tokens=tokens,
         form=form,
-        sink=rng.random() < 0.7 if INTERPRETED else told,
-        told=told,
+        sink=rng.random() < 0.7 if INTERPRETED else has_lse,
+        told=has_lse,
         seed=seed,
     )
 
@@ -281,9 +281,9 @@ HARD = [
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tmp_path, *PLANTS[bug])
-    found = any(run(trial).error > 1 for trial in HARD)
-    more = evolve(PARTS, heads=3), rising(5, RISING), rising(1, RISING)
-    assert found or any(run(trial).error > 1 for trial in more)
+    is_found = any(run(trial).error > 1 for trial in HARD)
+    further = evolve(PARTS, heads=3), rising(5, RISING), rising(1, RISING)
+    assert is_found or any(run(trial).error > 1 for trial in further)
 
 
 def rising_rows(tokens: int) -> float:
@@ -294,8 +294,8 @@ def rising_rows(tokens: int) -> float:
     q = torch.zeros(tokens, 5, 512, dtype=torch.bfloat16)
     q[..., 0] = torch.tensor([1.0, 0.5, -1.0, 0.0, -0.25])
     rows = torch.stack([torch.arange(len(keys)).roll(64 * t) for t in range(tokens)]).int()[:, None]
-    given = q.to(DEVICE), keys[:, None].to(DEVICE), rows.to(DEVICE)
-    out, largest, lse = (one.cpu().double() for one in flash_mla_sparse_fwd(*given, 1.0, backend="sm90"))
+    arguments = q.to(DEVICE), keys[:, None].to(DEVICE), rows.to(DEVICE)
+    out, largest, lse = (tensor.cpu().double() for tensor in flash_mla_sparse_fwd(*arguments, 1.0, backend="sm90"))
     z = q.double() @ keys.double().T
     right = z.softmax(-1) @ keys.double()
     errors = [(largest - z.amax(-1)).abs().max() / 1e-4, (lse - z.logsumexp(-1)).abs().max() / 1e-4]
@@ -317,10 +317,10 @@ def far_apart() -> float:
     key = ((torch.rand(5, 512, generator=draw) + 1) * 2.0**size).bfloat16()
     rows = torch.arange(5)[:, None].expand(5, 64 * 11).clone()
     rows[1::2, 500:] = -1
-    given = torch.zeros(5, 7, 512, dtype=torch.bfloat16).to(DEVICE), key[:, None].to(DEVICE)
-    out, *_ = flash_mla_sparse_fwd(*given, rows.int()[:, None].to(DEVICE), 1.0, backend="sm90")
-    wanted = key.double()[:, None]
-    return float(((out.cpu().double() - wanted) / wanted).abs().max())
+    arguments = torch.zeros(5, 7, 512, dtype=torch.bfloat16).to(DEVICE), key[:, None].to(DEVICE)
+    out, *_ = flash_mla_sparse_fwd(*arguments, rows.int()[:, None].to(DEVICE), 1.0, backend="sm90")
+    expected = key.double()[:, None]
+    return float(((out.cpu().double() - expected) / expected).abs().max())
 
 
 def test_columns_of_a_split_row_may_be_far_apart_in_size() -> None:

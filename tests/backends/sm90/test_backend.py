@@ -149,7 +149,9 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
 
     assert _key_format([record]) == _key_format([record, record]) == PAGES
     assert _key_format([rows]) == ROWS
-    assert [_key_format(pair) for one in others for pair in ([one], [record, one], [one, record])] == [None] * 27
+    assert [_key_format(pair) for layout in others for pair in ([layout], [record, layout], [layout, record])] == [
+        None
+    ] * 27
     for interleaved, arrangement in enumerate(Arrangement):
         codes, nibbles = (make(arrangement=arrangement) for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4))
         assert _key_format([codes]) == _key_format([codes, codes]) == (2, interleaved)
@@ -161,12 +163,12 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
     assert _key_format([rows, rows]) is _key_format([record, rows]) is _key_format([rows, record]) is None
 
 
-def served(kv: torch.Tensor, heads: int = 4, **more: Any) -> set[str]:
+def served(kv: torch.Tensor, heads: int = 4, **options: Any) -> set[str]:
     """Kernels that FlashMLA's own call of prefill launches."""
     q = torch.randn(3, heads, 512, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
     rows = torch.arange(3 * 70, dtype=torch.int32, device=DEVICE).view(3, 1, 70) % (kv.shape[0] + 3) - 1
     with observed() as seen:
-        out, largest, lse = flash_mla.flash_mla_sparse_fwd(q, kv, rows, 512**-0.5, backend="sm90", **more)
+        out, largest, lse = flash_mla.flash_mla_sparse_fwd(q, kv, rows, 512**-0.5, backend="sm90", **options)
     keys = kv[:, 0].double()
     ok = (rows >= 0) & (rows < len(keys))
     z = torch.einsum("thd,tkd->thk", q.double(), keys[rows[:, 0].clamp(0, len(keys) - 1).long()]) * 512**-0.5

@@ -38,18 +38,18 @@ def test_every_kernel_keeps_every_limit(model: str, dtype: str) -> None:
 )
 def test_every_form_keeps_every_limit(words: str) -> None:
     """Slow but for eight forms of one block of heads that tell every result, and four that tell none, without sinks."""
-    told = told_by(COMPILES, *words.split())
-    own = {name: form for name, form in told.items() if name.startswith("attention")}
+    variants = told_by(COMPILES, *words.split())
+    attention = {name: form for name, form in variants.items() if name.startswith("attention")}
 
-    assert {name: form["reasons"] for name, form in told.items() if form["reasons"] and not is_coded(name)} == {}
+    assert {name: form["reasons"] for name, form in variants.items() if form["reasons"] and not is_coded(name)} == {}
     # keys of V4.1 take some registers more than their role has with Triton 3.9, and some forms one with 3.6
-    spills = [reason for name, form in told.items() if is_coded(name) for reason in form["reasons"]]
+    spills = [reason for name, form in variants.items() if is_coded(name) for reason in form["reasons"]]
     assert [reason for reason in spills if not re.match(r"SPILLS  \d\d? bytes stored and 1?\d?\d loaded", reason)] == []
-    assert len(own) == {"fullest": 8, "barest": 4}.get(words.partition(" ")[0], 40)
-    combining = [form for name, form in told.items() if name.startswith("combine_parts")]
+    assert len(attention) == {"fullest": 8, "barest": 4}.get(words.partition(" ")[0], 40)
+    combining = [form for name, form in variants.items() if name.startswith("combine_parts")]
     # sixteen bytes at a time: half of what a thread adds up of each of two parts
     assert {form["loaded"] for form in combining} == {8}
-    for name, form in own.items():
+    for name, form in attention.items():
         paged = "cache0:*u8" in name
         roles = (
             (V41_PAGES_ROLES if is_coded(name) else V4_PAGES_ROLES)
@@ -120,7 +120,7 @@ def test_a_block_s_roles_have_what_a_multiprocessor_has() -> None:
 
 
 def test_roles_that_take_more_than_there_is_are_found() -> None:
-    one: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "registers": 128,
         "spill_stores": 0,
         "spill_loads": 0,
@@ -129,7 +129,7 @@ def test_roles_that_take_more_than_there_is_are_found() -> None:
         "threads": 512,
     }
     for scores, codes in ((160, []), (168, ["REGISTER_FILE"])):
-        need = Resources(**one, occupancy=1, wave=32, roles=((4, scores), (4, 224), (8, 64)))
+        need = Resources(**facts, occupancy=1, wave=32, roles=((4, scores), (4, 224), (8, 64)))
 
         assert [reason.code for reason in need.reasons(TARGETS["sm_90"])] == codes
 

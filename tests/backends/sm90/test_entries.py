@@ -77,9 +77,11 @@ def random_entries(trial: Trial, call: AttentionCall) -> Given:
     visible[4] = MOST
     wide = torch.full((tokens + 2, width + 3), 5, dtype=INT)
     wide[:tokens, :width] = entry
-    given = [one.to(DEVICE) for one in (wide, visible, owner, larger)]
-    table = given[3][1:-2, 1 : columns + 1]
-    entries = EntryIndices(given[0][:tokens, :width], given[1], given[2], PageTable(table, size, cache.num_blocks))
+    tensors = [tensor.to(DEVICE) for tensor in (wide, visible, owner, larger)]
+    table = tensors[3][1:-2, 1 : columns + 1]
+    entries = EntryIndices(
+        tensors[0][:tokens, :width], tensors[1], tensors[2], PageTable(table, size, cache.num_blocks)
+    )
     out = torch.empty(tokens, width, dtype=INT, device=DEVICE), torch.empty(tokens, dtype=INT, device=DEVICE)
     args = entries.indices, entries.visible_lens, entries.token_to_req, table
     compute_global_topk_indices_and_lens(*args, size, out)
@@ -109,8 +111,8 @@ def with_rows(call: AttentionCall, indices: Tensor, lens: Tensor | None = None) 
 def answers(one: Given, backend: Sm90Backend, *, straight: bool) -> list[Tensor]:
     """Out, lse and largest logits, from entries or from slots."""
     call = one.call
-    told = [tensor for tensor in (call.out, call.lse, call.max_logits) if tensor is not None]
-    for tensor in told:
+    results = [tensor for tensor in (call.out, call.lse, call.max_logits) if tensor is not None]
+    for tensor in results:
         tensor.fill_(float("nan"))
     with observed() as seen:
         if straight:
@@ -121,12 +123,12 @@ def answers(one: Given, backend: Sm90Backend, *, straight: bool) -> list[Tensor]
         else:
             backend.prepare(Phase.DECODE, call)(call.tensors)
     assert Counter(form.name for form in seen) == {"attend_tile": 1, "combine_tiles": 1}
-    return [tensor.clone() for tensor in told]
+    return [tensor.clone() for tensor in results]
 
 
 def differs(trial: Trial, backend: Sm90Backend | None = None) -> bool:
-    one, backend = given(trial), backend or Sm90Backend()
-    pairs = zip(answers(one, backend, straight=False), answers(one, backend, straight=True), strict=True)
+    drawn, backend = given(trial), backend or Sm90Backend()
+    pairs = zip(answers(drawn, backend, straight=False), answers(drawn, backend, straight=True), strict=True)
     return any(not torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
 
 
@@ -170,14 +172,14 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_core_translates_where_another_kernel_serves() -> None:
     trial = TRIALS["pages of 64"]
     coded = evolve(trial, layouts=(CODED[WITHIN], CODED[WITHIN]))
-    one = given(trial)
-    entries = one.entries
+    drawn = given(trial)
+    entries = drawn.entries
 
-    assert Sm90Backend().prepare_entries(one.call, entries) is not None
+    assert Sm90Backend().prepare_entries(drawn.call, entries) is not None
     for backend in (Sm90Backend(small="gluon"), Sm90Backend(small="shared"), Sm90Backend(deterministic=True)):
-        assert backend.prepare_entries(one.call, entries) is None
+        assert backend.prepare_entries(drawn.call, entries) is None
     assert Sm90Backend().prepare_entries(given(coded).call, entries) is None
-    assert Sm90Backend().prepare_entries(evolve(one.call, scratch=()), entries) is None
+    assert Sm90Backend().prepare_entries(evolve(drawn.call, scratch=()), entries) is None
     for change in (
         {"indices": entries.indices[:, ::2]},
         {"visible_lens": entries.visible_lens.repeat_interleave(2)[::2]},
@@ -185,16 +187,16 @@ def test_core_translates_where_another_kernel_serves() -> None:
         {"pages": evolve(entries.pages, block_table=entries.pages.block_table[:, ::2])},
         {"pages": evolve(entries.pages, block_size=entries.pages.block_size * 2)},
     ):
-        assert Sm90Backend().prepare_entries(one.call, evolve(entries, **change)) is None
+        assert Sm90Backend().prepare_entries(drawn.call, evolve(entries, **change)) is None
 
 
 def test_an_empty_table_has_no_entries() -> None:
     trial = evolve(TRIALS["pages of 64"], tokens=2)
-    one = given(evolve(trial, tokens=6))
-    pages = evolve(one.entries.pages, block_table=one.entries.pages.block_table[:0])
-    entries = evolve(one.entries, pages=pages)
-    call = with_rows(one.call, torch.full_like(rows_of(one.call).indices, -1))
+    drawn = given(evolve(trial, tokens=6))
+    pages = evolve(drawn.entries.pages, block_table=drawn.entries.pages.block_table[:0])
+    entries = evolve(drawn.entries, pages=pages)
+    call = with_rows(drawn.call, torch.full_like(rows_of(drawn.call).indices, -1))
     expected = answers(Given(call, entries), Sm90Backend(), straight=False)
 
-    found = answers(Given(call, entries), Sm90Backend(), straight=True)
-    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(expected, found, strict=True))
+    actual = answers(Given(call, entries), Sm90Backend(), straight=True)
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(expected, actual, strict=True))

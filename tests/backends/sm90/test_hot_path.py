@@ -57,7 +57,7 @@ def test_which_kernels_attend(kind: LayerKind, form: str) -> None:
 
 def read_by(variants: Iterable[Variant]) -> set[str]:
     """What keys are, of kernels that attend."""
-    return {dict(one.types)["cache0"] for one in variants if one.name == "attention"}
+    return {dict(variant.types)["cache0"] for variant in variants if variant.name == "attention"}
 
 
 def foreseen(on: Engine) -> set[Variant]:
@@ -82,7 +82,7 @@ def test_g18_every_launch_within_the_bounds_is_foreseen(kind: LayerKind, layout:
             lse = torch.zeros(rows, on.one.num_heads, device=META) if rng.random() < 0.3 else None
             on.attend(rows, metadata, lse)
 
-    assert set(seen) <= foreseen(on), {str(one) for one in set(seen) - foreseen(on)}
+    assert set(seen) <= foreseen(on), {str(variant) for variant in set(seen) - foreseen(on)}
     # decode reads pages in either form
     gathered = {pointer_type(layout.row_dtype)} if form == "gathered" else set()
     assert read_by(seen) == {pointer_type(layout.dtype)} | gathered
@@ -93,7 +93,7 @@ def test_where_the_gluon_kernel_serves_all_no_shared_form_is_compiled(form: str)
     backend = Sm90Backend(prefill=form, small="gluon")
     bounds = evolve(engine(LayerKind.CSA).bounds(), aligned=True, aligned_rows=True)
     variants = [*backend.kernel_variants(bounds, DeviceFacts.named("sm_90"))]
-    names, forms = [one.name for one in variants], 2 if form == "gathered" else 1
+    names, forms = [variant.name for variant in variants], 2 if form == "gathered" else 1
 
     assert "reduce" not in names
     # with and without lse, of a layer with a window alone and of one with two segments; and of rows
@@ -103,12 +103,12 @@ def test_where_the_gluon_kernel_serves_all_no_shared_form_is_compiled(form: str)
 
 def kernels_by_keys(bounds: WarmupSpec) -> dict[str, set[bool]]:
     """Of prefill on gathered rows: for each kind of keys, whether the Gluon kernel reads them, or the shared kernel."""
-    found: dict[str, set[bool]] = {}
-    for one in Sm90Backend(prefill="gathered").kernel_variants(bounds, DeviceFacts.named("sm_90")):
-        if one.name == "attention":
+    variants: dict[str, set[bool]] = {}
+    for variant in Sm90Backend(prefill="gathered").kernel_variants(bounds, DeviceFacts.named("sm_90")):
+        if variant.name == "attention":
             # the shared kernel has no such constant
-            found.setdefault(dict(one.types)["cache0"], set()).add("BT" in dict(one.constants))
-    return found
+            variants.setdefault(dict(variant.types)["cache0"], set()).add("BT" in dict(variant.constants))
+    return variants
 
 
 def test_the_gluon_kernel_reads_rows_even_where_it_reads_no_pages() -> None:
@@ -161,7 +161,7 @@ def test_a_step_on_the_device_neither_synchronises_nor_allocates_nor_compiles(ki
         warnings.simplefilter("ignore")  # torch says that it does not see all of them
         torch.cuda.set_sync_debug_mode("error")
     try:
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
         with warmup.compiled() as fresh:
             on.attend(tokens, metadata)
         after = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -169,7 +169,7 @@ def test_a_step_on_the_device_neither_synchronises_nor_allocates_nor_compiles(ki
         torch.cuda.set_sync_debug_mode("default")
 
     assert fresh == []
-    assert after == before
+    assert after == allocated
 
 
 @pytest.mark.device

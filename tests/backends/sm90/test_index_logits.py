@@ -43,19 +43,19 @@ def drawn_call(tokens: int = 41, page: int = 64, heads: int = 64) -> dict[str, A
     return {"query": query, "cache": cache, "token_map": TokenMap(table, request, lens)}
 
 
-def scored(run: int, given: dict[str, Any], score: Any) -> tuple[Tensor, Tensor | None]:
-    entries = int(given["token_map"].block_table.shape[1]) * given["cache"].block_size
-    tokens = given["token_map"].visible_lens.shape[0]
+def scored(run: int, arguments: dict[str, Any], score: Any) -> tuple[Tensor, Tensor | None]:
+    entries = int(arguments["token_map"].block_table.shape[1]) * arguments["cache"].block_size
+    tokens = arguments["token_map"].visible_lens.shape[0]
     scores = torch.full((tokens, entries), 7.0, device=DEVICE)
     groups = -(-entries // run) * shared_index_logits.LANES if run else 0
     maxima = torch.full((tokens, groups), -torch.inf, device=DEVICE) if run else None
-    assert score(**given, scores=scores, maxima=maxima, run=run) in (None, True)
+    assert score(**arguments, scores=scores, maxima=maxima, run=run) in (None, True)
     return scores, maxima
 
 
-def alike(found: Tensor, wanted: Tensor) -> None:
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.allclose(found.nan_to_num(), wanted.nan_to_num(), rtol=1e-4, atol=1e-3)
+def alike(actual: Tensor, expected: Tensor) -> None:
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.allclose(actual.nan_to_num(), expected.nan_to_num(), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("run", [0, 128])
@@ -65,23 +65,23 @@ class TestOnDevice:
     pytestmark = hopper
 
     def test_scores_and_maxima_are_those_of_the_shared_kernel(self, tokens: int, page: int, run: int) -> None:
-        given = drawn_call(tokens, page)
-        found, own_maxima = scored(run, given, index_logits.score)
-        wanted, maxima = scored(run, given, shared_index_logits.score)
+        arguments = drawn_call(tokens, page)
+        actual, own_maxima = scored(run, arguments, index_logits.score)
+        expected, maxima = scored(run, arguments, shared_index_logits.score)
 
-        alike(found, wanted)
+        alike(actual, expected)
         if own_maxima is not None and maxima is not None:
-            runs = -(-given["token_map"].visible_lens // run) * shared_index_logits.LANES
+            runs = -(-arguments["token_map"].visible_lens // run) * shared_index_logits.LANES
             seen = torch.arange(maxima.shape[1], device=DEVICE) < runs[:, None]
             alike(own_maxima[seen], maxima[seen])
 
     def test_tokens_that_see_the_same_are_shared_out_otherwise(self, tokens: int, page: int, run: int) -> None:
-        given = drawn_call(tokens, page)
-        given["token_map"].visible_lens.fill_(15 * page - 7)
-        found, own_maxima = scored(run, given, index_logits.score)
-        wanted, maxima = scored(run, given, shared_index_logits.score)
+        arguments = drawn_call(tokens, page)
+        arguments["token_map"].visible_lens.fill_(15 * page - 7)
+        actual, own_maxima = scored(run, arguments, index_logits.score)
+        expected, maxima = scored(run, arguments, shared_index_logits.score)
 
-        alike(found, wanted)
+        alike(actual, expected)
         if own_maxima is not None and maxima is not None:
             alike(own_maxima, maxima)
 
@@ -116,10 +116,10 @@ class Logits:
     def found(self, function: Any, columns: int) -> Tensor:
         poison = torch.full((self.weights.shape[0], columns), 7.0, device=DEVICE)
         del poison
-        given = self.q, self.cache, self.weights, self.lens, self.table
-        made: Tensor | None = function(*given, max_model_len=columns)
-        assert made is not None
-        return made
+        arguments = self.q, self.cache, self.weights, self.lens, self.table
+        logits: Tensor | None = function(*arguments, max_model_len=columns)
+        assert logits is not None
+        return logits
 
 
 @pytest.mark.parametrize("lens", ["ragged", "alike"])
@@ -127,37 +127,39 @@ class Logits:
 class TestLogits:
     pytestmark = hopper
 
-    @pytest.mark.parametrize("more", [-70, 0, 77, 3000])
-    def test_they_are_those_of_the_shared_kernel(self, batch: int, each: int, page: int, lens: str, more: int) -> None:
+    @pytest.mark.parametrize("further_columns", [-70, 0, 77, 3000])
+    def test_they_are_those_of_the_shared_kernel(
+        self, batch: int, each: int, page: int, lens: str, further_columns: int
+    ) -> None:
         logits = Logits(batch, each, page, lens)
-        columns = logits.per * page + more
+        columns = logits.per * page + further_columns
         for _ in range(2):
-            found = logits.found(index_logits.fp8_paged_mqa_logits, columns)
-            wanted = logits.found(shared_index_logits.fp8_paged_mqa_logits, columns)
+            actual = logits.found(index_logits.fp8_paged_mqa_logits, columns)
+            expected = logits.found(shared_index_logits.fp8_paged_mqa_logits, columns)
 
-            assert torch.equal(found == -torch.inf, wanted == -torch.inf)
-            alike(found.clamp(min=-1e30), wanted.clamp(min=-1e30))
+            assert torch.equal(actual == -torch.inf, expected == -torch.inf)
+            alike(actual.clamp(min=-1e30), expected.clamp(min=-1e30))
 
     def test_lengths_may_be_apart(self, batch: int, each: int, page: int, lens: str) -> None:
         logits = Logits(batch, each, page, lens)
-        found = logits.found(index_logits.fp8_paged_mqa_logits, 500)
+        actual = logits.found(index_logits.fp8_paged_mqa_logits, 500)
         logits.lens = torch.stack([logits.lens, logits.lens * 0 - 1], 2)[..., 0]
         again = logits.found(index_logits.fp8_paged_mqa_logits, 500)
 
-        assert torch.equal(found.nan_to_num(nan=1e9), again.nan_to_num(nan=1e9))
+        assert torch.equal(actual.nan_to_num(nan=1e9), again.nan_to_num(nan=1e9))
 
 
 class TestForms:
     pytestmark = hopper
 
     def test_what_is_launched_is_foreseen(self) -> None:
-        logits, given = Logits(3, 2, 64, "ragged"), drawn_call(41)
+        logits, arguments = Logits(3, 2, 64, "ragged"), drawn_call(41)
         k = torch.randn(70, 128, device=DEVICE).to(torch.float8_e4m3fn)
         ends = torch.full((3,), 70, dtype=torch.int32, device=DEVICE)
         q, weights = logits.q[:, 0], logits.weights[:3]
         with observed() as seen:
-            scored(0, given, index_logits.score)
-            scored(128, given, index_logits.score)
+            scored(0, arguments, index_logits.score)
+            scored(128, arguments, index_logits.score)
             logits.found(index_logits.fp8_paged_mqa_logits, 500)
             index_logits.fp8_mqa_logits(q, (k, torch.rand(70, device=DEVICE)), weights, ends * 0, ends)
 
@@ -174,23 +176,25 @@ class TestGathered:
         q = torch.randn(tokens, 64, 128, device=DEVICE).to(torch.float8_e4m3fn)
         first = torch.randint(0, 600, (tokens,), dtype=torch.int32, device=DEVICE)
         end = (first + torch.randint(0, 300, (tokens,), device=DEVICE).int()).clamp(max=700)
-        given = q, (k, torch.rand(700, device=DEVICE)), torch.randn(tokens, 64, device=DEVICE), first, end
-        found, wanted = index_logits.fp8_mqa_logits(*given), shared_index_logits.fp8_mqa_logits(*given)
-        assert found is not None
+        arguments = q, (k, torch.rand(700, device=DEVICE)), torch.randn(tokens, 64, device=DEVICE), first, end
+        actual, expected = index_logits.fp8_mqa_logits(*arguments), shared_index_logits.fp8_mqa_logits(*arguments)
+        assert actual is not None
 
-        assert torch.equal(found == -torch.inf, wanted == -torch.inf)
-        alike(found.clamp(min=-1e30), wanted.clamp(min=-1e30))
+        assert torch.equal(actual == -torch.inf, expected == -torch.inf)
+        alike(actual.clamp(min=-1e30), expected.clamp(min=-1e30))
 
 
 @pytest.mark.parametrize("case", ["heads", "page", "few tokens", "run", "interpreted"])
 def test_what_it_does_not_serve_is_left_to_the_shared_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_logits, "INTERPRETED", case == "interpreted")
-    given = drawn_call(2 if case == "few tokens" else 12, 48 if case == "page" else 64, 32 if case == "heads" else 64)
-    tokens = given["token_map"].visible_lens.shape[0]
+    arguments = drawn_call(
+        2 if case == "few tokens" else 12, 48 if case == "page" else 64, 32 if case == "heads" else 64
+    )
+    tokens = arguments["token_map"].visible_lens.shape[0]
     scores = torch.zeros(tokens, 720, device=DEVICE)
     maxima, run = (torch.zeros(tokens, 4 * 64, device=DEVICE), 192) if case == "run" else (None, 0)
     with observed() as seen:
-        assert not index_logits.score(**given, scores=scores, maxima=maxima, run=run)
+        assert not index_logits.score(**arguments, scores=scores, maxima=maxima, run=run)
 
     assert not seen
     assert (scores == 0).all()
@@ -201,16 +205,21 @@ def test_logits_that_it_does_not_serve_are_left_to_the_shared_kernel(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_logits, "INTERPRETED", case == "interpreted")
-    given = drawn_call(6, 48 if case == "page" else 64, 32 if case == "heads" else 64)
-    query, each = given["query"], 1 if case == "one token" else 2
-    q = query.values.view(6 // each, each, *query.values.shape[1:])
-    lens = given["token_map"].visible_lens.view(6 // each, each)
+    arguments = drawn_call(6, 48 if case == "page" else 64, 32 if case == "heads" else 64)
+    query, tokens = arguments["query"], 1 if case == "one token" else 2
+    q = query.values.view(6 // tokens, tokens, *query.values.shape[1:])
+    lens = arguments["token_map"].visible_lens.view(6 // tokens, tokens)
     with observed() as seen:
-        found = index_logits.fp8_paged_mqa_logits(
-            q, given["cache"], query.weights, lens, given["token_map"].block_table.repeat(2, 1)[: 6 // each], 300
+        actual = index_logits.fp8_paged_mqa_logits(
+            q,
+            arguments["cache"],
+            query.weights,
+            lens,
+            arguments["token_map"].block_table.repeat(2, 1)[: 6 // tokens],
+            300,
         )
 
-    assert found is None
+    assert actual is None
     assert not seen
 
 
@@ -220,9 +229,9 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
 
     for name in ("score", "fp8_paged_mqa_logits", "fp8_mqa_logits"):
         monkeypatch.setattr(index_logits, name, refuse)
-    steps, given = Sm90Backend(deterministic=True).layer_ops, drawn_call(6, heads=8)
+    steps, arguments = Sm90Backend(deterministic=True).layer_ops, drawn_call(6, heads=8)
     out = torch.empty(6, 4, dtype=torch.int32, device=DEVICE)
-    query, cache, token_map = given["query"], given["cache"], given["token_map"]
+    query, cache, token_map = arguments["query"], arguments["cache"], arguments["token_map"]
     lens, table = token_map.visible_lens, token_map.block_table
     steps.select_topk(query, cache, evolve(token_map, visible_lens=lens.clamp(max=100)), out, 100)
 

@@ -34,9 +34,9 @@ def of_words(after: dict[str, Any], order: list[int]) -> NDArray[np.float64]:
 
 def scale_words(byte: NDArray[np.int64], word: int, place: int, rest: int) -> NDArray[np.uint32]:
     """[n, 4] words whose byte `place` of `word` is given; all other bytes are `rest`."""
-    found = np.full((len(byte), 16), rest, np.uint8)
-    found[:, 4 * word + place] = byte
-    return found.view("<u4").astype(np.uint32)
+    words = np.full((len(byte), 16), rest, np.uint8)
+    words[:, 4 * word + place] = byte
+    return words.view("<u4").astype(np.uint32)
 
 
 @pytest.mark.parametrize("piece", range(8))
@@ -50,10 +50,10 @@ def test_codes_are_exact_under_the_scale_of_their_piece_and_half(piece: int, hal
 
     after = run(instructions(CODES[piece // 2]), operands)
 
-    got = of_words(after, [0, 4, 1, 5, 2, 6, 3, 7])[:255]
-    wanted = oracle.round_bf16(oracle.decode_e4m3(codes, False) * np.ldexp(1.0, BYTES - 127)[:, None])[:255]
-    assert np.array_equal(got, wanted, equal_nan=True)
-    assert np.isnan(wanted).any()
+    actual = of_words(after, [0, 4, 1, 5, 2, 6, 3, 7])[:255]
+    expected = oracle.round_bf16(oracle.decode_e4m3(codes, False) * np.ldexp(1.0, BYTES - 127)[:, None])[:255]
+    assert np.array_equal(actual, expected, equal_nan=True)
+    assert np.isnan(expected).any()
 
 
 def test_a_scale_of_255_makes_a_piece_nan() -> None:
@@ -92,9 +92,9 @@ def nibbles(text: str, piece: int, place: int) -> tuple[NDArray[np.float64], NDA
 
 
 def is_right(text: str, piece: int = 0, place: int = 0) -> bool:
-    got, wanted = nibbles(text, piece, place)
-    same = (got == wanted) & (np.signbit(got) == np.signbit(wanted))
-    return bool((same | (np.isnan(got) & np.isnan(wanted))).all())
+    actual, expected = nibbles(text, piece, place)
+    same = (actual == expected) & (np.signbit(actual) == np.signbit(expected))
+    return bool((same | (np.isnan(actual) & np.isnan(expected))).all())
 
 
 @pytest.mark.parametrize("piece", range(4))

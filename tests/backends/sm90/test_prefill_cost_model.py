@@ -30,18 +30,18 @@ FLASH = ModelGeometry.preset("deepseek-v4-flash")
 def rows() -> list[tuple[int, str, int, int, float, float]]:
     """Heads, kind of layer, tokens before and of a chunk, microseconds on pages and on rows."""
     return [
-        (int(h), kind, int(before), int(n), float(page), float(row))
-        for h, kind, before, n, page, row in measured_lines("prefill_h200.txt")
+        (int(h), kind, int(context), int(n), float(page), float(row))
+        for h, kind, context, n, page, row in measured_lines("prefill_h200.txt")
     ]
 
 
 def regret(row: tuple[int, str, int, int, float, float], costs: Any = PREFILL_COST_MODEL) -> float:
     """Time of the choice between pages and rows, relative to the better one."""
-    heads, kind, before, tokens, page, gathered = row
+    heads, kind, context, tokens, page, gathered = row
     model = FLASH if heads == 64 else ModelGeometry.preset("deepseek-v4-pro")
     layer = model.layer_of_kind(kind)
-    count = layer.entries(before + tokens) + min(before + tokens, tokens + layer.window - 1)
-    chosen = page if costs.prefers_pages(layer, [(before, tokens)], count) else gathered
+    count = layer.entries(context + tokens) + min(context + tokens, tokens + layer.window - 1)
+    chosen = page if costs.prefers_pages(layer, [(context, tokens)], count) else gathered
     return chosen / min(page, gathered)
 
 
@@ -74,50 +74,52 @@ STEPS = [[(300, 7)], [(130, 31)], [(500, 1), (260, 9)], [(300, 7), (0, 5)]]
 
 def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, pages: list[bool]) -> list[torch.Tensor]:
     """Of three steps. pages: what the rule answers, in turn."""
-    asked: list[bool] = []
+    answers: list[bool] = []
 
     class Told:
         def prefers_pages(self, *_: object) -> bool:
-            asked.append(pages[len(asked) % len(pages)])
-            return asked[-1]
+            answers.append(pages[len(answers) % len(pages)])
+            return answers[-1]
 
     monkeypatch.setattr(launch, "PREFILL_COST_MODEL", Told())
     on, rng = Engine(Sm90Backend(prefill=prefill), FLASH, LIMITS, kind, DEVICE), Random(7)
-    found = []
+    outputs_of_steps = []
     for requests in STEPS:
         batch = on.load(requests, rng)
-        found.append(on.attend(batch.slot_mapping.shape[0], on.metadata(batch)).clone())
-    assert bool(asked) == (prefill == "auto")
-    return found
+        outputs_of_steps.append(on.attend(batch.slot_mapping.shape[0], on.metadata(batch)).clone())
+    assert bool(answers) == (prefill == "auto")
+    return outputs_of_steps
 
 
 @pytest.mark.parametrize("kind", [LayerKind.CSA, LayerKind.SWA] if INTERPRETED else list(LayerKind))
 def test_each_chunk_has_the_result_of_pages_or_of_rows(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a workspace that is locked at the plan of rows."""
     paged, gathered = (outputs(form, kind, monkeypatch, [True]) for form in ("paged", "gathered"))
-    on_pages, on_rows, mixed = (outputs("auto", kind, monkeypatch, told) for told in ([True], [False], [True, False]))
+    on_pages, on_rows, mixed = (
+        outputs("auto", kind, monkeypatch, answers) for answers in ([True], [False], [True, False])
+    )
 
-    assert all(torch.equal(one, other) for one, other in zip(paged[:3], on_pages, strict=False))
-    assert all(torch.equal(one, other) for one, other in zip(gathered, on_rows, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(paged[:3], on_pages, strict=False))
+    assert all(torch.equal(left, right) for left, right in zip(gathered, on_rows, strict=True))
     assert torch.equal(mixed[0], paged[0])
     assert torch.equal(mixed[1], gathered[1])
-    for found in (on_pages, on_rows, mixed):
-        for one, other in zip(found, paged, strict=True):
-            assert (one.float() - other.float()).norm() <= 4e-3 * other.float().norm()
+    for actual in (on_pages, on_rows, mixed):
+        for left, right in zip(actual, paged, strict=True):
+            assert (left.float() - right.float()).norm() <= 4e-3 * right.float().norm()
 
 
 @pytest.mark.parametrize("answer", [True, False])
 @pytest.mark.parametrize("pair", [False, True])
 def test_core_asks_with_the_lengths_of_the_chunk(*, answer: bool, pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    questions = []
 
     class Asked(Sm90Backend):
         def prefers_pages(self, layer: Any, requests: Any, rows: int) -> bool:
-            asked.append((requests, rows))
+            questions.append((requests, rows))
             return answer
 
-    one = Asked(prefill="auto")
-    backend: Any = PhasedBackend(Sm90Backend(), one) if pair else one
+    recording = Asked(prefill="auto")
+    backend: Any = PhasedBackend(Sm90Backend(), recording) if pair else recording
     limits = evolve(LIMITS, max_index_elements=10 * 198)
     # nothing has to be computed for what is asked
     device = torch.device("meta") if INTERPRETED else DEVICE
@@ -138,11 +140,11 @@ def test_core_asks_with_the_lengths_of_the_chunk(*, answer: bool, pair: bool, mo
 
     assert set(calls) == {PagedCall if answer else GatheredCall}
     # the first request is cut: ten of its tokens, with 198 columns each, fill the index matrix
-    lengths = [requests for requests, _ in asked[: len(calls)]]
+    lengths = [requests for requests, _ in questions[: len(calls)]]
     assert sum(count for requests in lengths for _, count in requests) == 26
-    assert [before for requests in lengths for before, _ in requests][:2] == [260, 260 + lengths[0][0][1]]
+    assert [context for requests in lengths for context, _ in requests][:2] == [260, 260 + lengths[0][0][1]]
     assert lengths[-1][-1] == (10, 6)
-    assert all(rows > 0 for _, rows in asked)
+    assert all(rows > 0 for _, rows in questions)
 
 
 def test_an_unknown_form_of_prefill_is_refused() -> None:

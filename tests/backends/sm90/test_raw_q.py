@@ -37,13 +37,13 @@ def raw_run(trial: Trial, **options: Any) -> Result:
     table = torch.cat([angles.cos(), angles.sin()], 1)
     positions = torch.randint(0, LONG, (trial.tokens,), generator=g)
     size = torch.exp2(torch.randint(-6, 6, (trial.tokens, trial.heads, 1), generator=g).float())
-    given = (torch.from_numpy(trial.q).float() * size).to(BF16)
+    scaled = (torch.from_numpy(trial.q).float() * size).to(BF16)
     for row, position in enumerate(positions.tolist()):
         cos, sin = table[position].double().numpy().reshape(2, 32)
-        trial.q[row] = oracle.q_norm_rope(given[row].double().numpy(), cos, sin, 64, 1e-6)
+        trial.q[row] = oracle.q_norm_rope(scaled[row].double().numpy(), cos, sin, 64, 1e-6)
 
     def raw(call: Any) -> Any:
-        call.q.copy_(given)
+        call.q.copy_(scaled)
         options = AttentionOptions(call.max_logits, raw_q=RawQuery(positions.to(DEVICE), table.to(DEVICE), 1e-6))
         return evolve(call, options=options)
 
@@ -89,8 +89,8 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def takes(backend: Sm90Backend, layer: Any = LAYER, rows: torch.dtype = BF16, **q: Any) -> bool:
-    made = torch.empty(4, layer.num_heads, 512, **{"dtype": BF16, "device": "meta", **q})
-    return backend.takes_raw_q(layer, made, rows, ())
+    q_like = torch.empty(4, layer.num_heads, 512, **{"dtype": BF16, "device": "meta", **q})
+    return backend.takes_raw_q(layer, q_like, rows, ())
 
 
 def test_calls_that_the_gluon_kernel_serves_take_raw_q() -> None:
@@ -114,17 +114,17 @@ def test_other_calls_refuse_raw_q() -> None:
 def measured_steps() -> list[tuple[Any, ...]]:
     """Heads, kind of layer, tokens before a chunk and in it, microseconds on pages, on rows, and with raw q."""
     return [
-        (int(heads), kind, int(before), int(tokens), *map(float, times))
-        for heads, kind, before, tokens, *times in measured_lines("raw_h200.txt")
+        (int(heads), kind, int(context), int(tokens), *map(float, times))
+        for heads, kind, context, tokens, *times in measured_lines("raw_h200.txt")
     ]
 
 
 def regret(row: tuple[Any, ...], costs: Any = PREFILL_COST_MODEL) -> float:
     """Time of what is chosen, relative to the best of pages, rows, and rows with raw q."""
-    heads, kind, before, tokens, *times = row
+    heads, kind, context, tokens, *times = row
     layer = (FLASH if heads == 64 else PRO).layer_of_kind(kind)
-    requests = [(before, tokens)]
-    count = layer.entries(before + tokens) + min(before + tokens, tokens + layer.window - 1)
+    requests = [(context, tokens)]
+    count = layer.entries(context + tokens) + min(context + tokens, tokens + layer.window - 1)
     chosen = (
         2 if costs.prefers_raw_q(layer, [(requests, count)]) else int(not costs.prefers_pages(layer, requests, count))
     )
@@ -158,8 +158,8 @@ def test_raw_forms_are_foreseen_where_some_call_may_take_them() -> None:
 
     def kinds(backend: Sm90Backend, model: ModelGeometry) -> tuple[bool, bool]:
         bounds = WarmupSpec.of(model, limits)
-        found = [*backend._attention_variants(bounds, bounds.layers[0], backend.tuning)]
-        raw = [dict(form.types).get("positions") == "*i64" for form in found]
+        variants = [*backend._attention_variants(bounds, bounds.layers[0], backend.tuning)]
+        raw = [dict(form.types).get("positions") == "*i64" for form in variants]
         return any(raw), backend._may_leave_raw(bounds, bounds.layers[0])
 
     assert kinds(Sm90Backend(), FLASH) == (True, True)

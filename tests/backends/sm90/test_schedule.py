@@ -74,13 +74,15 @@ def walked(line: Line, kernel: Any = walk) -> Walk:
     """Ask every program."""
     tokens = len(line.lens[0])
     most = line.length + tokens + 2
-    made = [torch.full((tokens, w + 3), -1, dtype=torch.int32) for w in line.widths]
-    for s, rows in enumerate(made):
+    rows_of_segments = [torch.full((tokens, w + 3), -1, dtype=torch.int32) for w in line.widths]
+    for s, rows in enumerate(rows_of_segments):
         # every index tells segment, row and column
         rows[:] = (torch.arange(tokens)[:, None] * 10000 + torch.arange(rows.shape[1])[None] + 1_000_000_000 * s).int()
     lens = [torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in line.lens]
-    given_ = [(rows.to(DEVICE), n) for rows, n in zip(made, lens, strict=True)] * (3 - len(lens))
-    numbers = [n for rows, w in zip(made, line.widths, strict=True) for n in (w, rows.stride(0))] * (3 - len(lens))
+    given_ = [(rows.to(DEVICE), n) for rows, n in zip(rows_of_segments, lens, strict=True)] * (3 - len(lens))
+    numbers = [n for rows, w in zip(rows_of_segments, line.widths, strict=True) for n in (w, rows.stride(0))] * (
+        3 - len(lens)
+    )
     outs = [
         torch.full(shape, -7, dtype=torch.int32, device=DEVICE)
         for shape in [
@@ -100,24 +102,24 @@ def walked(line: Line, kernel: Any = walk) -> Walk:
 
 def check(line: Line, kernel: Any = walk) -> None:
     """Everything that the kernels rely on."""
-    told, wanted, tokens = walked(line, kernel), line.tiles, len(line.lens[0])
+    schedule, tiles_expected, tokens = walked(line, kernel), line.tiles, len(line.lens[0])
     met: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
     places = []
     for program in range(line.programs):
-        count, tiles, rows = told.chunks[program]
+        count, tiles, rows = schedule.chunks[program]
         assert count == tiles, "the producer makes as many tiles as it meets"
-        walk_, rows_ = told.tiles[program, :tiles], told.rows[program, :rows]
+        walk_, rows_ = schedule.tiles[program, :tiles], schedule.rows[program, :rows]
         # both walks are one
         assert [(t, k) for t, a, b, _ in rows_ for k in range(a, b)] == [(t, k) for t, k, _ in walk_]
-        for (t, k, inside), slots in zip(walk_, told.indices[program, :tiles], strict=True):
-            assert inside == (wanted[t][k][0] == 0) or not wanted[t][k][2]
-            assert (slots == slots_of(wanted, t, k)).all()
+        for (t, k, inside), slots in zip(walk_, schedule.indices[program, :tiles], strict=True):
+            assert inside == (tiles_expected[t][k][0] == 0) or not tiles_expected[t][k][2]
+            assert (slots == slots_of(tiles_expected, t, k)).all()
         if line.paired:
             # a row without keys has a pair without columns
             pairs = [(t, k, b) for t, a, b, _ in rows_ for k in range(a, max(b, a + 2))]
-            for (t, k, b), slots in zip(pairs, told.paired[program], strict=False):
-                assert (slots == (slots_of(wanted, t, k) if k < b else -1)).all()
-            assert (told.paired[program, len(pairs) :] == -7).all()
+            for (t, k, b), slots in zip(pairs, schedule.paired[program], strict=False):
+                assert (slots == (slots_of(tiles_expected, t, k) if k < b else -1)).all()
+            assert (schedule.paired[program, len(pairs) :] == -7).all()
         for t, first, last, part in rows_:
             met[t].append((program, first, last, part))
             places += [part] if part >= 0 else []
@@ -125,18 +127,18 @@ def check(line: Line, kernel: Any = walk) -> None:
     assert len(places) == len({*places}), "no two parts have one place"
     for t, pieces in met.items():
         assert [first for _, first, _, _ in pieces] == [0, *(last for _, _, last, _ in pieces[:-1])]
-        assert pieces[-1][2] == len(wanted[t])
+        assert pieces[-1][2] == len(tiles_expected[t])
         first, count = pieces[0][0], len(pieces)
         # where `combine_parts` looks for them
         sides = [2 * (first + i) + (i == 0) for i in range(count)]
         assert [part for *_, part in pieces] == ([-1] if count == 1 else sides)
         assert [program for program, *_ in pieces] == list(range(first, first + count))
     if tokens <= line.programs:
-        assert [tuple(said) for said in told.table] == [(met[t][0][0], len(met[t])) for t in range(tokens)]
+        assert [tuple(said) for said in schedule.table] == [(met[t][0][0], len(met[t])) for t in range(tokens)]
     else:
         # a program's last row that begins in its chunk: no earlier one is split
         begun = {pieces[0][0]: t for t, pieces in sorted(met.items())}
-        assert {p: tuple(said) for p, said in enumerate(told.table[: line.programs]) if said[1]} == {
+        assert {p: tuple(said) for p, said in enumerate(schedule.table[: line.programs]) if said[1]} == {
             p: (t, len(met[t])) for p, t in begun.items()
         }
         assert sum(len(pieces) > 1 for pieces in met.values()) == sum(len(met[t]) > 1 for t in begun.values())
@@ -160,9 +162,9 @@ def lines(draw: st.DrawFn) -> Line:
     tokens, programs = draw(st.integers(1, 9)), draw(st.integers(1, 7))
     segments = draw(st.integers(1, 2))
     widths = tuple(draw(st.sampled_from([0, 1, 63, 64, 65, 128, 400])) for _ in range(segments))
-    one = st.tuples(*[lengths] * tokens)
+    length = st.tuples(*[lengths] * tokens)
     same = lengths.map(lambda n: (n,) * tokens)
-    lens, paired = tuple(draw(st.one_of(one, same)) for _ in widths), segments == 1 and draw(st.booleans())
+    lens, paired = tuple(draw(st.one_of(length, same)) for _ in widths), segments == 1 and draw(st.booleans())
     return Line(lens, widths, programs, draw(st.sampled_from([1, 1, 3])), paired)
 
 
@@ -178,9 +180,9 @@ def test_every_tile_is_attended_once_and_every_row_is_written_once(line: Line) -
 
 
 def test_a_call_without_rows_has_nobody() -> None:
-    told = walked(Line(((), ()), (64, 64), 3))
+    schedule = walked(Line(((), ()), (64, 64), 3))
 
-    assert not told.chunks.any()
+    assert not schedule.chunks.any()
 
 
 @pytest.mark.parametrize(("tokens", "programs"), [(1, 4), (3, 4), (4, 4), (5, 4), (9, 4), (2, 7)])
@@ -196,11 +198,11 @@ def test_rows_that_are_alike_are_shared_evenly(tokens: int, tiles: int, programs
 @pytest.mark.parametrize("tokens", [4, 5, 7])
 def test_rows_are_not_split_where_that_is_hardly_shorter(tokens: int) -> None:
     line = Line(((192, 64, 0, 65, 128, 192, 1)[:tokens],), (256,), 7)
-    told = walked(line)
+    schedule = walked(line)
 
-    assert (told.table[:, 1] == 1).all()
-    assert [list(chunk) for chunk in told.chunks[:tokens]] == [[len(t), len(t), 1] for t in line.tiles]
-    assert not told.chunks[tokens:].any()
+    assert (schedule.table[:, 1] == 1).all()
+    assert [list(chunk) for chunk in schedule.chunks[:tokens]] == [[len(t), len(t), 1] for t in line.tiles]
+    assert not schedule.chunks[tokens:].any()
 
 
 def test_rows_that_differ_are_shared_evenly_with_what_a_row_costs() -> None:
@@ -213,10 +215,10 @@ def test_rows_that_differ_are_shared_evenly_with_what_a_row_costs() -> None:
 def test_pairs_are_whole_and_shared_evenly() -> None:
     """Rows of one tile take as long as rows of two: a window that fills up costs what a full one does."""
     lens = tuple(min(t + 1, 128) for t in range(400))
-    told = walked(Line((lens,), (128,), 7, paired=True))
+    schedule = walked(Line((lens,), (128,), 7, paired=True))
 
-    assert (told.table[:7, 1] == 1).all(), "no row is split"
-    assert max(told.chunks[:, 2]) == ceil(400 / 7)
+    assert (schedule.table[:7, 1] == 1).all(), "no row is split"
+    assert max(schedule.chunks[:, 2]) == ceil(400 / 7)
     uneven = tuple(max(1, 640 - 3 * t) for t in range(100))
     line = Line((uneven,), (640,), 7, paired=True)
     assert longest_share(line) <= ceil((line.length + PAIR_EXTRA * 100) / 7) + 1
@@ -272,14 +274,14 @@ HARD = [
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Any) -> None:
     kernel = planted(tmp_path, *PLANTS[bug]).walk
-    found = 0
+    mistakes = 0
     for line in HARD:
         try:
             check(line, kernel)
         except (AssertionError, IndexError):
-            found += 1
+            mistakes += 1
 
-    assert found
+    assert mistakes
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 256])
@@ -290,8 +292,8 @@ def test_a_slot_s_record_is_where_the_format_has_it(size: int) -> None:
     slots += [0] * (16 - len(slots))
     out = torch.zeros(3, 16, dtype=torch.int64, device=DEVICE)
     cache = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
-    there = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
-    launch(pages, (1,), (out, there, cache, size, *divider(size), stride // 16, count - 1), {"N": 16})
+    slot_tensor = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+    launch(pages, (1,), (out, slot_tensor, cache, size, *divider(size), stride // 16, count - 1), {"N": 16})
 
     for slot, ok, data, scale in zip(slots, *out.tolist(), strict=True):
         assert ok == (0 <= slot < count)
@@ -307,8 +309,8 @@ def test_addresses_have_64_bits(size: int, slot: int) -> None:
     stride = -(-size * 584 // 16) * 16
     out = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)
     cache = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
-    there = torch.tensor([slot], dtype=torch.int32, device=DEVICE)
-    launch(pages, (1,), (out, there, cache, size, *divider(size), stride // 16, 2**31 - 1), {"N": 1})
+    slot_tensor = torch.tensor([slot], dtype=torch.int32, device=DEVICE)
+    launch(pages, (1,), (out, slot_tensor, cache, size, *divider(size), stride // 16, 2**31 - 1), {"N": 1})
 
     page, of = divmod(slot, size)
     assert out[:, 0].tolist() == [1, page * stride + of * 576, page * stride + size * 576 + of * 8]
@@ -332,30 +334,30 @@ def test_parts_are_scaled_to_what_fp16_has() -> None:
 def test_the_gluon_kernels_write_parts_where_they_are_read(first: int) -> None:
     """Numbers go the way that the text of `write_part` says, which no interpreter runs, to `place_in_part`."""
     text = inspect.getsource(kernels_common.write_part.fn)
-    found = re.search(r"reshape\(result, \[([^]]*)\]\), \(([^)]*)\)\)", text)
-    assert found is not None
-    shape = [int(n) for n in found[1].replace("GROUPS", "2").split(",")]
-    order = [int(n) for n in found[2].split(",")]
+    match = re.search(r"reshape\(result, \[([^]]*)\]\), \(([^)]*)\)\)", text)
+    assert match is not None
+    shape = [int(n) for n in match[1].replace("GROUPS", "2").split(",")]
+    order = [int(n) for n in match[2].split(",")]
     head, column = np.meshgrid(np.arange(64), first + np.arange(32), indexing="ij")
 
     def of_threads(x: Any) -> Any:
         return x.reshape(shape).transpose(order).reshape(128, 2, 2, 2, 2)
 
     thread, group = np.arange(128), np.arange(2)
-    found = re.search(r"to = place \+ \((.*)\)\n", text)
-    assert found is not None
-    to = eval(found[1], {"thread": thread})  # noqa: S307 - a sum, of our own source
+    match = re.search(r"to = place \+ \((.*)\)\n", text)
+    assert match is not None
+    to = eval(match[1], {"thread": thread})  # noqa: S307 - a sum, of our own source
     place = of_threads(place_in_part.fn(head, column))
-    found = re.search(r"expand_dims\((group \* 256.*), 0\)\n", text)
-    assert found is not None
-    more = eval(found[1], {"group": group, "FIRST": first})  # noqa: S307
-    wanted = to[:, None, None] + more[:, None] + np.arange(8)
-    assert np.array_equal(place.reshape(128, 2, 8), wanted)
+    match = re.search(r"expand_dims\((group \* 256.*), 0\)\n", text)
+    assert match is not None
+    offsets = eval(match[1], {"group": group, "FIRST": first})  # noqa: S307
+    expected = to[:, None, None] + offsets[:, None] + np.arange(8)
+    assert np.array_equal(place.reshape(128, 2, 8), expected)
 
-    found = re.search(r"expand_dims\((group \* 32.*), 0\)\n", text)
-    assert found is not None
-    more = eval(found[1], {"group": group, "FIRST": first})  # noqa: S307
+    match = re.search(r"expand_dims\((group \* 32.*), 0\)\n", text)
+    assert match is not None
+    offsets = eval(match[1], {"group": group, "FIRST": first})  # noqa: S307
     power = of_threads(power_of_part.fn(head, column))
-    word = (to // 8)[:, None] + more
+    word = (to // 8)[:, None] + offsets
     # a word's bytes are the powers of both heads, for all their columns
     assert np.array_equal(power, np.broadcast_to(2 * word[:, :, None, None, None] + np.arange(2)[:, None], power.shape))

@@ -54,12 +54,12 @@ def warp(shrinking: tuple[int, ...]) -> tuple[F32, F32]:
 
 def wrong(text: str) -> int:
     """Warps that are not what the multiplication says, or multiply for nothing."""
-    found = 0
+    mistakes = 0
     for shrinking in [(), (0,), (63,), (5, 40), tuple(range(64))]:
         sums, factors = warp(shrinking)
         got, multiplied = emulated(text, sums, factors)
-        found += not np.array_equal(got, sums * factors) or multiplied != bool(shrinking)
-    return found
+        mistakes += not np.array_equal(got, sums * factors) or multiplied != bool(shrinking)
+    return mistakes
 
 
 def test_sums_shrink_by_their_row_s_factor_or_nothing_is_done() -> None:
@@ -97,8 +97,8 @@ def test_a_sum_stays_in_its_register() -> None:
 def test_a_wrong_instruction_is_seen(old: str, new: str) -> None:
     assert old in SHRINK.value, f"{old!r} is gone: plant the bug anew"
     try:
-        found = wrong(SHRINK.value.replace(old, new))
+        mistakes = wrong(SHRINK.value.replace(old, new))
     except AssertionError:
-        found = 1
+        mistakes = 1
 
-    assert found
+    assert mistakes

@@ -36,13 +36,13 @@ def units(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
 
 
-def attended(trial: Trial, one: TileSizes | None, monkeypatch: pytest.MonkeyPatch) -> Result:
+def attended(trial: Trial, sizes: TileSizes | None, monkeypatch: pytest.MonkeyPatch) -> Result:
     """A trial by programs of these sizes, or of those that are chosen."""
-    if one is not None:
-        monkeypatch.setattr(launch, "tile_sizes_of", lambda *_: one)
+    if sizes is not None:
+        monkeypatch.setattr(launch, "tile_sizes_of", lambda *_: sizes)
     with observed() as seen:
         result = run(trial, backend=Sm90Backend())
-    assert Counter(one.name for one in seen) == {"attend_tile": 1, "combine_tiles": 1}
+    assert Counter(variant.name for variant in seen) == {"attend_tile": 1, "combine_tiles": 1}
     return result
 
 
@@ -62,22 +62,22 @@ TRIALS = {
 }
 
 
-@pytest.mark.parametrize("one", TILE_SIZES, ids=str)
+@pytest.mark.parametrize("sizes", TILE_SIZES, ids=str)
 @pytest.mark.parametrize("name", TRIALS)
-def test_each_size_of_a_program_is_right(name: str, one: TileSizes, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attended(TRIALS[name], one, monkeypatch).error <= 1
+def test_each_size_of_a_program_is_right(name: str, sizes: TileSizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attended(TRIALS[name], sizes, monkeypatch).error <= 1
 
 
-@pytest.mark.parametrize("one", TILE_SIZES[::3], ids=str)
+@pytest.mark.parametrize("sizes", TILE_SIZES[::3], ids=str)
 @pytest.mark.parametrize("rounds", COMBINE_ROUNDS)
 def test_parts_are_combined_alike_in_rounds_of_any_size(
-    rounds: tuple[int, int], one: TileSizes, monkeypatch: pytest.MonkeyPatch
+    rounds: tuple[int, int], sizes: TileSizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_decode, "combine_rounds_of", lambda *_: rounds)
 
     # more tiles than any round has
-    assert one.of_rows(LONG.widths) > 5
-    assert attended(LONG, one, monkeypatch).error <= 1
+    assert sizes.of_rows(LONG.widths) > 5
+    assert attended(LONG, sizes, monkeypatch).error <= 1
 
 
 @pytest.mark.parametrize("seed", range(8 if INTERPRETED else 100))
@@ -103,7 +103,7 @@ def served(backend: Sm90Backend, trial: Trial, phase: Phase = Phase.DECODE) -> s
     with observed() as seen:
         run(trial, phase, backend)
     # the Gluon kernel and the shared one have the same name, and other constants
-    return {"gluon" if "BT" in dict(one.constants) else one.name for one in seen}
+    return {"gluon" if "BT" in dict(variant.constants) else variant.name for variant in seen}
 
 
 def test_which_kernel_serves_a_decode() -> None:
@@ -177,10 +177,10 @@ def decodes() -> Iterator[tuple[str, int, int, tuple[int, ...], dict[TileSizes |
 
 def regrets(units: int = UNITS) -> list[float]:
     """Time of the choice for each decode, relative to the fastest. units: that the rule is given."""
-    found = []
+    losses = []
     for _, tokens, heads, widths, times in decodes():
-        found.append(times.get(tile_sizes_of(tokens, heads, widths, units), math.inf) / min(times.values()))
-    return found
+        losses.append(times.get(tile_sizes_of(tokens, heads, widths, units), math.inf) / min(times.values()))
+    return losses
 
 
 def test_the_choice_is_that_of_the_measured_times() -> None:
@@ -191,14 +191,14 @@ def test_the_choice_is_that_of_the_measured_times() -> None:
 
 
 @pytest.mark.parametrize("heads", [3, 65])
-@pytest.mark.parametrize("one", TILE_SIZES, ids=str)
-def test_parts_of_all_programs_fit_into_the_scratch(one: TileSizes, heads: int) -> None:
+@pytest.mark.parametrize("sizes", TILE_SIZES, ids=str)
+def test_parts_of_all_programs_fit_into_the_scratch(sizes: TileSizes, heads: int) -> None:
     part, *_ = planned(Sm90Backend(), evolve(BASE, heads=heads)).scratch
-    programs = launch._programs(heads) * one.most
+    programs = launch._programs(heads) * sizes.most
 
     # parts of two bytes in one half of it, sums of four in the other
-    assert programs * 512 * one.heads * 2 <= part.nbytes // 2
-    assert programs * (2 * one.heads + 8) * 4 <= part.nbytes // 2
+    assert programs * 512 * sizes.heads * 2 <= part.nbytes // 2
+    assert programs * (2 * sizes.heads + 8) * 4 <= part.nbytes // 2
 
 
 def test_a_model_without_what_programs_cost_chooses_worse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +210,9 @@ def test_a_model_without_what_programs_cost_chooses_worse(monkeypatch: pytest.Mo
 
 
 def test_what_a_round_has_follows_from_programs_and_tiles() -> None:
-    assert [combine_rounds_of(*one) for one in ((5, 64, 10), (6, 64, 10), (1, 128, 18), (99, 64, 5))] == [
+    assert [combine_rounds_of(*arguments) for arguments in ((5, 64, 10), (6, 64, 10), (1, 128, 18), (99, 64, 5))] == [
         (10, 1), (10, 2), (10, 1), (5, 2)
     ]  # fmt: skip
-    assert [combine_rounds_of(*one) for one in ((1, 64, 2), (16, 64, 2), (64, 3, 2), (65, 3, 2))] == [
+    assert [combine_rounds_of(*arguments) for arguments in ((1, 64, 2), (16, 64, 2), (64, 3, 2), (65, 3, 2))] == [
         (5, 2), (2, 8), (5, 2), (2, 8)
     ]  # fmt: skip

@@ -136,7 +136,7 @@ def test_the_options_keep_the_contract_too(options: dict[str, object]) -> None:
 
     certificate = conform(Subject.of(backend), chosen(CASES, SAMPLE))
 
-    assert certificate.ok, "\n".join(f"{one.case.id}: {one.message}" for one in certificate.of("failed"))
+    assert certificate.ok, "\n".join(f"{outcome.case.id}: {outcome.message}" for outcome in certificate.of("failed"))
     assert len(certificate.of("passed")) == len(certificate.outcomes)
 
 
@@ -148,4 +148,4 @@ def test_the_options_keep_the_contract_too(options: dict[str, object]) -> None:
 def test_the_kit_passes_with_every_key_written_by_the_backend_itself(area: Area) -> None:
     certificate = conform(Subject.of("triton"), [case for case in CASES if case.area is area])
 
-    assert certificate.ok, "\n".join(f"{one.case.id}: {one.message}" for one in certificate.of("failed"))
+    assert certificate.ok, "\n".join(f"{outcome.case.id}: {outcome.message}" for outcome in certificate.of("failed"))

@@ -22,8 +22,8 @@ def outcomes(target: str) -> list[list[str]]:
     (gathering,) = launch.variants(KVCacheLayout.fp8_ds_mla(), second=True)
     *_, attending = leading_values.variants(128, 512, 576, torch.bfloat16)
     (filling,) = fill.variants(KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4(), ragged=False)
-    made = compile_all([gathering, attending, filling], TARGETS[target])
-    return [[outcome.variant.name, *map(str, outcome.reasons)] for outcome in made]
+    compiled = compile_all([gathering, attending, filling], TARGETS[target])
+    return [[outcome.variant.name, *map(str, outcome.reasons)] for outcome in compiled]
 
 
 if __name__ == "__main__":

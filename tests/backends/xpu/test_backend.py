@@ -44,10 +44,10 @@ PACKAGE = Path(dsv4attn.__file__).parent
 def test_options_say_how_it_decodes() -> None:
     assert not load_backend("xpu").gathers  # type: ignore[attr-defined]
     assert load_backend("xpu", decode="gathered").gathers  # type: ignore[attr-defined]
-    for made in (XpuBackend(), XpuBackend(decode="gathered")):
-        assert made.capabilities.prefill_keys is KeyForm.GATHERED
-        assert made.capabilities.index_alignment == 16
-        assert made.capabilities.max_logits
+    for backend in (XpuBackend(), XpuBackend(decode="gathered")):
+        assert backend.capabilities.prefill_keys is KeyForm.GATHERED
+        assert backend.capabilities.index_alignment == 16
+        assert backend.capabilities.max_logits
 
 
 def test_the_form_of_decode_is_checked() -> None:
@@ -66,10 +66,10 @@ def test_no_file_names_a_vendors_part_of_torch() -> None:
     """Streams, events and devices are reached through `torch.get_device_module`."""
     files = [path for folder in ("xpu", "_triton") for path in (PACKAGE / "backends" / folder).rglob("*.py")]
     named = re.compile(r"\btorch\.(cuda|xpu)\b|from torch import .*\b(cuda|xpu)\b|getattr\(torch, ")
-    found = [f"{path.name}: {line}" for path in files for line in path.read_text().splitlines() if named.search(line)]
+    lines = [f"{path.name}: {line}" for path in files for line in path.read_text().splitlines() if named.search(line)]
 
     assert len(files) > 12
-    assert found == []
+    assert lines == []
     assert named.search("with torch.cuda.stream(s):")
     assert named.search("from torch import Tensor, xpu")
 
@@ -106,11 +106,15 @@ def test_only_the_chosen_form_of_decode_is_announced() -> None:
 
 
 def test_its_own_kernels_fit_devices_that_are_not_here() -> None:
-    told = told_by("-m", "tests.backends.xpu.compiles", "sm_80", "gfx942")
+    outcomes_by_target = told_by("-m", "tests.backends.xpu.compiles", "sm_80", "gfx942")
 
-    assert set(told) == {"sm_80", "gfx942"}
-    for outcomes in told.values():
-        assert {tuple(one) for one in outcomes} == {("gather_selected",), ("attend_leading_values",), ("fill_kernel",)}
+    assert set(outcomes_by_target) == {"sm_80", "gfx942"}
+    for outcomes in outcomes_by_target.values():
+        assert {tuple(outcome) for outcome in outcomes} == {
+            ("gather_selected",),
+            ("attend_leading_values",),
+            ("fill_kernel",),
+        }
 
 
 # what the host does

@@ -99,9 +99,9 @@ def test_a_row_does_not_depend_on_its_batch_when_that_is_asked_for(form: str) ->
     whole = check(backend, trial)
     for row in range(trial.tokens):
         alone = decoded(backend, trial.rows(row))
-        told = [None if each is None else each[row : row + 1] for each in whole]
+        row_results = [None if result is None else result[row : row + 1] for result in whole]
 
-        assert same(Answer(*told), alone)  # type: ignore[arg-type]
+        assert same(Answer(*row_results), alone)  # type: ignore[arg-type]
 
 
 @each_form

@@ -168,30 +168,32 @@ class Trial:
         q, _ = _loose(shape, dtype, pads, math.nan)
         q.copy_(torch.from_numpy(self.q))
         out, base = _loose(shape, dtype, (1, 3, 16) if self.aligned else (2, 0, 1), UNTOUCHED)
-        bases, told = [base], []
+        bases, maxima = [base], []
         for pad in ((0, 3), (2, 1)):
             figures, base = _loose(shape[:2], torch.float32, pad, UNTOUCHED)
-            told.append(figures if self.told else None)
+            maxima.append(figures if self.told else None)
             bases.append(base)
-        for one in (out, *told):
-            if one is not None:
-                one.fill_(math.nan)
+        for result in (out, *maxima):
+            if result is not None:
+                result.fill_(math.nan)
         sink = None if self.sinks is None else torch.from_numpy(self.sinks).float().to(DEVICE)
         parts: list[Tensor] = []
         if self.splits:
             rows = self.tokens, self.splits, self.heads
             sizes = (*rows, self.layer.head_dim), rows, rows
             parts = [torch.full(size, math.nan, device=DEVICE) for size in sizes]
-        return AttentionCall(self.layer, q, self._keys(), sink, out, told[0], parts, AttentionOptions(told[1])), bases
+        return AttentionCall(
+            self.layer, q, self._keys(), sink, out, maxima[0], parts, AttentionOptions(maxima[1])
+        ), bases
 
     def _keys(self) -> Sequence[PagedKeys] | GatheredKeys:
         if not self.form.startswith("gathered"):
             return tuple(PagedKeys(s.cache, self._listed(s.slots, s.lens)) for s in self.segments)
-        (one,) = self.segments
+        (segment,) = self.segments
         dtype, dim = self.layouts[0].row_dtype, self.layer.head_dim
-        kv, _ = _loose((len(one.values), dim), dtype, (1, 8 if self.aligned else 3), math.nan)
-        kv.copy_(torch.from_numpy(one.values))
-        return GatheredKeys(kv, self._listed(one.slots, one.lens))
+        kv, _ = _loose((len(segment.values), dim), dtype, (1, 8 if self.aligned else 3), math.nan)
+        kv.copy_(torch.from_numpy(segment.values))
+        return GatheredKeys(kv, self._listed(segment.slots, segment.lens))
 
     def _listed(self, slots: I64, lens: I64) -> DenseIndices | RaggedIndices:
         tokens, width = slots.shape
@@ -208,16 +210,16 @@ class Trial:
     def run_it(self) -> Answer:
         """Run it, and fail if anything was written but the outputs."""
         call, bases = self.call()
-        before = [memory(s.cache) for s in self.segments], call.q.clone()
+        originals = [memory(s.cache) for s in self.segments], call.q.clone()
         attention_launch.attend(call, self.tuning, tiles_per_split=self.run)
         outs = call.out, call.lse, call.max_logits
-        answer = Answer(*(None if one is None else one.clone() for one in outs))  # type: ignore[arg-type]
-        for one in outs:
-            if one is not None:
-                one.fill_(UNTOUCHED)
+        answer = Answer(*(None if result is None else result.clone() for result in outs))  # type: ignore[arg-type]
+        for result in outs:
+            if result is not None:
+                result.fill_(UNTOUCHED)
         assert all(bool((base == UNTOUCHED).all()) for base in bases), "memory beside an output was written"
-        assert all(torch.equal(memory(s.cache), old) for s, old in zip(self.segments, before[0], strict=True))
-        assert torch.equal(call.q, before[1])
+        assert all(torch.equal(memory(s.cache), old) for s, old in zip(self.segments, originals[0], strict=True))
+        assert torch.equal(call.q, originals[1])
         return answer
 
     @cached_property
@@ -246,9 +248,9 @@ class Trial:
         expected, largest = self.expected
         errors = [expected.errors(answer.out, answer.lse).max()]
         if answer.max_logits is not None:
-            told = answer.max_logits.double().cpu().numpy()
+            actual = answer.max_logits.double().cpu().numpy()
             with np.errstate(invalid="ignore"):
-                off = np.where(np.isneginf(told) & np.isneginf(largest), 0.0, np.abs(told - largest))
+                off = np.where(np.isneginf(actual) & np.isneginf(largest), 0.0, np.abs(actual - largest))
             errors.append(np.where(np.isnan(off), np.inf, off).max())
         return float(max(errors)) / self.budget
 

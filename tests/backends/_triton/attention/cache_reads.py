@@ -21,19 +21,19 @@ def bytes_read(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> U64:
     """Addresses of all bytes in the caches of a call that its kernels load, masked lanes aside."""
     from triton.runtime import interpreter
 
-    found: list[U64] = []
+    byte_addresses: list[U64] = []
     load = interpreter._interpreter.load
 
     def traced(addresses: U64, mask: NDArray[np.bool_], other: Any, dtype: Any) -> Any:
         first = addresses[mask].astype(np.uint64).ravel()
-        found.append(np.unique(first[:, None] + np.arange(np.dtype(dtype).itemsize, dtype=np.uint64)))
+        byte_addresses.append(np.unique(first[:, None] + np.arange(np.dtype(dtype).itemsize, dtype=np.uint64)))
         return load(addresses, mask, other, dtype)
 
     with monkeypatch.context() as patch:
         # where all loads end, those of recorded steps too
         patch.setattr(interpreter._interpreter, "load", traced)
         trial.run_it()
-    every = np.unique(np.concatenate(found))
+    every = np.unique(np.concatenate(byte_addresses))
     inside = np.zeros(len(every), dtype=bool)
     for begin, end in (_memory(segment.cache.tensor) for segment in trial.segments):
         inside |= (every >= begin) & (every < end)
@@ -42,7 +42,7 @@ def bytes_read(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> U64:
 
 def may_read(trial: Trial) -> U64:
     """Addresses of the bytes of all records that rows of a call name."""
-    found = [np.zeros(0, np.uint64)]
+    addresses = [np.zeros(0, np.uint64)]
     for cache, values, slots, lens in trial.segments:
         inside = np.arange(slots.shape[1]) < lens[:, None]
         for slot in np.unique(slots[inside & (slots >= 0) & (slots < len(values))]):
@@ -54,8 +54,8 @@ def may_read(trial: Trial) -> U64:
                 start = cache.tensor.data_ptr() + block * cache.page_stride
             else:
                 place, start = np.arange(layout.data_bytes), cache.tensor[block, offset].data_ptr()
-            found.append((start + place).astype(np.uint64))
-    return np.unique(np.concatenate(found))
+            addresses.append((start + place).astype(np.uint64))
+    return np.unique(np.concatenate(addresses))
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -33,7 +33,7 @@ _NORESERVE = 0x4000
 def mutate(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
     """Let `attend` launch kernels of whose source (module: keys, attention or reduce) one piece of text is another."""
     modules = {"keys": keys, "attention": kernels, "reduce": kernels_combine}
-    sources = {name: inspect.getsource(one) for name, one in modules.items()}
+    sources = {name: inspect.getsource(module) for name, module in modules.items()}
     assert old in sources[module], f"{module} has no {old!r} any more: write the mutant anew"
     sources[module] = sources[module].replace(old, new)
     begin = "from dsv4attn.backends._triton.attention import keys\n"
@@ -42,9 +42,9 @@ def mutate(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str,
     name = f"mutant_keys_{folder.name}"
     sources["attention"] = sources["attention"].replace(begin, f"import {name} as keys\n")
     monkeypatch.setitem(sys.modules, name, import_text(folder / f"{name}.py", sources["keys"]))
-    for each in ("attention", "reduce"):
-        made = import_text(folder / f"mutant_{each}_{folder.name}.py", sources[each])
-        monkeypatch.setattr(attention_launch, each, getattr(made, each))
+    for kernel_name in ("attention", "reduce"):
+        mutant = import_text(folder / f"mutant_{kernel_name}_{folder.name}.py", sources[kernel_name])
+        monkeypatch.setattr(attention_launch, kernel_name, getattr(mutant, kernel_name))
 
 
 class _Land:
@@ -76,28 +76,30 @@ class _Land:
             page = (cache.block_size - 1) * cache.tensor.stride(1) + cache.layout.head_dim
         tensor = cache.tensor
         pages = tensor.as_strided((cache.num_blocks, page), (tensor.stride(0), 1))
-        there = self.spread(pages)
-        view = there.as_strided(tensor.shape, (_FAR, *tensor.stride()[1:]))
+        spread = self.spread(pages)
+        view = spread.as_strided(tensor.shape, (_FAR, *tensor.stride()[1:]))
         return PagedKVCache(view, cache.layout)
 
 
 def far_away(trial: Trial) -> Answer:
     """Run a trial with every tensor that has rows spread over gigabytes which nobody has touched. CPU only."""
     land, (call, _) = _Land(), trial.call()
-    out, lse, top = (None if one is None else land.spread(one) for one in (call.out, call.lse, call.max_logits))
-    found: Sequence[PagedKeys] | GatheredKeys
+    out, lse, top = (
+        None if tensor is None else land.spread(tensor) for tensor in (call.out, call.lse, call.max_logits)
+    )
+    far_keys: Sequence[PagedKeys] | GatheredKeys
     if isinstance(call.keys, GatheredKeys):
-        found = evolve(call.keys, kv=land.spread(call.keys.kv))
+        far_keys = evolve(call.keys, kv=land.spread(call.keys.kv))
     else:
-        found = []
+        far_keys = []
         for segment in call.keys:
             rows = segment.rows
             if isinstance(rows, DenseIndices):
                 rows = evolve(rows, indices=land.spread(rows.indices))
-            found.append(PagedKeys(land.cache(segment.cache), rows))
+            far_keys.append(PagedKeys(land.cache(segment.cache), rows))
     assert out is not None
     call = evolve(
-        call, q=land.spread(call.q), keys=found, out=out.fill_(math.nan), lse=lse, options=AttentionOptions(top)
+        call, q=land.spread(call.q), keys=far_keys, out=out.fill_(math.nan), lse=lse, options=AttentionOptions(top)
     )
     attention_launch.attend(call, trial.tuning, tiles_per_split=trial.run)
-    return Answer(*(None if one is None else one.clone() for one in (out, lse, top)))  # type: ignore[arg-type]
+    return Answer(*(None if tensor is None else tensor.clone() for tensor in (out, lse, top)))  # type: ignore[arg-type]

@@ -57,17 +57,17 @@ def test_q_read_anew_for_each_tile_gives_what_the_oracle_gives() -> None:
 
 
 def test_the_seeds_reach_every_corner() -> None:
-    made = [any_trial(seed) for seed in range(60)]
+    trials = [any_trial(seed) for seed in range(60)]
 
-    assert {t.form for t in made} == {"dense", "ragged", "gathered", "gathered-ragged"}
-    assert {page for t in made for page in t.pages} == {1, 2, 5, 53, 64}
-    assert {(t.splits > 0, t.run > 0) for t in made} == {(False, False), (True, False), (True, True)}
-    assert {t.splits for t in made} >= {0, 1, 2, 3, 7}
-    assert {(t.aligned, t.sink, t.told) for t in made} == {(a, s, t) for a in (0, 1) for s in (0, 1) for t in (0, 1)}
-    assert min(sum(t.widths) for t in made) < 3
-    assert max(sum(t.widths) for t in made) > 300
-    assert {t.heads for t in made} >= {1, 2, 3, 7, 16, 17, 33, 64, 128}
-    pairs = {tuple(layout.dtype for layout in t.layouts) for t in made if t.layouts[0].head_dim == 512 and t.aligned}
+    assert {t.form for t in trials} == {"dense", "ragged", "gathered", "gathered-ragged"}
+    assert {page for t in trials for page in t.pages} == {1, 2, 5, 53, 64}
+    assert {(t.splits > 0, t.run > 0) for t in trials} == {(False, False), (True, False), (True, True)}
+    assert {t.splits for t in trials} >= {0, 1, 2, 3, 7}
+    assert {(t.aligned, t.sink, t.told) for t in trials} == {(a, s, t) for a in (0, 1) for s in (0, 1) for t in (0, 1)}
+    assert min(sum(t.widths) for t in trials) < 3
+    assert max(sum(t.widths) for t in trials) > 300
+    assert {t.heads for t in trials} >= {1, 2, 3, 7, 16, 17, 33, 64, 128}
+    pairs = {tuple(layout.dtype for layout in t.layouts) for t in trials if t.layouts[0].head_dim == 512 and t.aligned}
     record, row, exact = torch.uint8, torch.bfloat16, torch.float32
     assert pairs >= {(record,), (record, record), (record, row), (exact,), (exact, exact)}
 
@@ -79,7 +79,7 @@ def test_the_seeds_reach_every_corner() -> None:
 @pytest.mark.parametrize(
     "layouts",
     [(OCP, OCP), (OCP, FNUZ), (FNUZ, OCP), (FNUZ, FNUZ), (SPLIT_OCP, SPLIT_OCP), (OCP, SPLIT_OCP), (BF16_ROWS, OCP)],
-    ids=lambda pair: "-".join(one.fingerprint.replace(":", ".") for one in pair),
+    ids=lambda pair: "-".join(layout.fingerprint.replace(":", ".") for layout in pair),
 )
 def test_every_pair_of_caches_is_read_as_what_it_is(layouts: Sequence[KVCacheLayout], aligned: bool) -> None:
     for prefetch in (True, False):

@@ -52,13 +52,13 @@ class Sums:
         rng = np.random.default_rng(self.parts)
         part = rng.standard_normal((TOKENS, self.parts, HEADS, self.dim))
         lse = rng.standard_normal((TOKENS, self.parts, HEADS)) * 20
-        there = rng.random((TOKENS, self.parts, HEADS)) < 0.7
-        there[0] = False
-        there[1, 1:-1] = False
-        there[2, (0, -1)] = True
-        lse[~there], part[~there] = -np.inf, np.nan
+        has_part = rng.random((TOKENS, self.parts, HEADS)) < 0.7
+        has_part[0] = False
+        has_part[1, 1:-1] = False
+        has_part[2, (0, -1)] = True
+        lse[~has_part], part[~has_part] = -np.inf, np.nan
         turns = rng.uniform(0, 7, (FAR, self.rope // 2))
-        made = {
+        arrays = {
             "part": part,
             "part_lse": lse,
             "part_max": lse - 1,
@@ -66,27 +66,27 @@ class Sums:
             "positions": np.array([3, 0, FAR - 1]),
             "table": np.concatenate([np.cos(turns), np.sin(turns)], 1),
         }
-        found = {name: torch.from_numpy(value) for name, value in made.items()}
-        return {name: one if name == "positions" else one.float() for name, one in found.items()}
+        values = {name: torch.from_numpy(value) for name, value in arrays.items()}
+        return {name: value if name == "positions" else value.float() for name, value in values.items()}
 
     def run_it(self) -> Answer:
         """What the kernel gives. Memory after the parts is NaN."""
-        given = self.tensors()
+        tensors = self.tensors()
         for name in ("part", "part_lse", "part_max", "positions"):
-            given[name] = given[name][self.rows]
-        tokens = given["part"].shape[0]
+            tensors[name] = tensors[name][self.rows]
+        tokens = tensors["part"].shape[0]
         for name in ("part", "part_lse", "part_max"):
             fill = math.nan if name == "part" else -math.inf
-            more = torch.full((tokens, self.trailing, *given[name].shape[2:]), fill)
-            whole = torch.cat([given[name], more], 1)
-            behind = torch.full((self.together, *whole.shape[1:]), math.nan)
-            given[name] = torch.cat([whole, behind])[:tokens]
-        given = {name: one.to(DEVICE) for name, one in given.items()}
+            further_parts = torch.full((tokens, self.trailing, *tensors[name].shape[2:]), fill)
+            whole = torch.cat([tensors[name], further_parts], 1)
+            after = torch.full((self.together, *whole.shape[1:]), math.nan)
+            tensors[name] = torch.cat([whole, after])[:tokens]
+        tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
         out = torch.full((tokens, HEADS, self.dim), math.nan, dtype=self.dtype, device=DEVICE)
         lse, top = (torch.full((tokens, HEADS), math.nan, device=DEVICE) for _ in range(2))
-        angles = (given["positions"], given["table"]) if self.turned else (None, None)
-        parts = given["part"], given["part_lse"], given["part_max"]
-        sink = given["sink"] if self.sink else None
+        angles = (tensors["positions"], tensors["table"]) if self.turned else (None, None)
+        parts = tensors["part"], tensors["part_lse"], tensors["part_max"]
+        sink = tensors["sink"] if self.sink else None
         strides = (*out.stride()[:2], *lse.stride(), *top.stride())
         numbers = (*strides, self.parts + self.trailing, self.rope, FAR, EMPTY_LSE)
         constants = {
@@ -106,24 +106,24 @@ class Sums:
 
     def expected(self) -> Answer:
         """The same in float64, of the parts that have keys."""
-        given = {name: one.double().numpy() for name, one in self.tensors().items()}
+        tensors = {name: tensor.double().numpy() for name, tensor in self.tensors().items()}
         out, lse = np.zeros((TOKENS, HEADS, self.dim)), np.full((TOKENS, HEADS), EMPTY_LSE)
         top = np.full((TOKENS, HEADS), -np.inf)
         for token, head in np.ndindex(TOKENS, HEADS):
-            its_lse = given["part_lse"][token, :, head]
+            its_lse = tensors["part_lse"][token, :, head]
             keys = np.isfinite(its_lse)
             if keys.any():
                 weight = np.exp2(its_lse[keys])
-                sink = np.exp(given["sink"][head]) if self.sink else 0.0
-                out[token, head] = weight @ given["part"][token, keys, head] / (weight.sum() + sink)
+                sink = np.exp(tensors["sink"][head]) if self.sink else 0.0
+                out[token, head] = weight @ tensors["part"][token, keys, head] / (weight.sum() + sink)
                 lse[token, head] = np.log(weight.sum())
-                top[token, head] = given["part_max"][token, keys, head].max() * LN2
+                top[token, head] = tensors["part_max"][token, keys, head].max() * LN2
             if self.turned:
-                cos, sin = np.split(given["table"][int(given["positions"][token])], 2)
+                cos, sin = np.split(tensors["table"][int(tensors["positions"][token])], 2)
                 first = self.dim - self.rope
                 pairs = (out[token, head, first::2] + 1j * out[token, head, first + 1 :: 2]) * (cos - 1j * sin)
                 out[token, head, first::2], out[token, head, first + 1 :: 2] = pairs.real, pairs.imag
-        return Answer(*(torch.from_numpy(one)[self.rows] for one in (out, lse, top)))
+        return Answer(*(torch.from_numpy(array)[self.rows] for array in (out, lse, top)))
 
     def error(self) -> float:
         """Largest error of what the kernel gives; infinite where it gives NaN, or infinities that are not due."""
@@ -182,7 +182,7 @@ def test_a_tuning_says_how_many_are_loaded_together(parts: int) -> None:
     listed = attention_launch.variants(shape, tuning, sinks=[True], lses=[True])
 
     for variants in (seen, listed):
-        assert [dict(one.constants)["N"] for one in variants if one.name == "reduce"] == [parts]
+        assert [dict(variant.constants)["N"] for variant in variants if variant.name == "reduce"] == [parts]
 
 
 MUTANTS = {

@@ -41,9 +41,9 @@ def decoded(codes: NDArray[np.uint8], scales: NDArray[Any], *, fnuz: bool, known
     n = len(codes)
     out = torch.zeros(n, 128, dtype=torch.int32, device=DEVICE)
     words = torch.from_numpy(np.ascontiguousarray(codes).view(np.int32)).to(DEVICE)
-    given = torch.from_numpy(scales.astype(np.int32)).to(DEVICE)
+    scale_tensor = torch.from_numpy(scales.astype(np.int32)).to(DEVICE)
     constants = {"W": 64, "FNUZ": fnuz if known else None, "ASM": assembly}
-    launch(words_kernel, (n // ROWS.value,), (words, given, out, int(fnuz)), constants)
+    launch(words_kernel, (n // ROWS.value,), (words, scale_tensor, out, int(fnuz)), constants)
     return out.cpu().view(torch.bfloat16).double().numpy()
 
 
@@ -170,7 +170,7 @@ CONVERSIONS = [
 
 @pytest.mark.parametrize(
     ("text", "old", "new"),
-    [(ptx.DECODE.value, *one) for one in SHIFTS] + [(ptx.CONVERT.value, *one) for one in CONVERSIONS],
+    [(ptx.DECODE.value, *row) for row in SHIFTS] + [(ptx.CONVERT.value, *row) for row in CONVERSIONS],
     ids=[old for old, _ in SHIFTS + CONVERSIONS],
 )
 def test_a_wrong_instruction_is_seen(text: str, old: str, new: str) -> None:

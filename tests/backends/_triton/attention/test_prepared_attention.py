@@ -157,10 +157,10 @@ def test_calls_that_launch_something_else_differ_in_what_is_bound_or_compared(na
 
 
 def test_calls_that_are_compared_as_equal_launch_the_same_on_other_memory() -> None:
-    one, other = call_of(), call_of()
+    first, second = call_of(), call_of()
 
-    assert key_of(one) == key_of(other)
-    assert launches(one) == launches(other)
+    assert key_of(first) == key_of(second)
+    assert launches(first) == launches(second)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -168,9 +168,12 @@ def test_a_prepared_call_launches_for_other_tensors_what_is_launched_for_them_al
     call, tuning, run = OTHERS[name]()
     alone = launches(call, tuning, run)
     prepared = attention_launch.prepare(call, tuning, tiles_per_split=run)
-    more = [torch.cat([one, one])[: one.shape[0] + 1] if one.is_contiguous() else one for one in (call.q, call.out)]
+    copies = [
+        torch.cat([tensor, tensor])[: tensor.shape[0] + 1] if tensor.is_contiguous() else tensor
+        for tensor in (call.q, call.out)
+    ]
     Recorded.noted.clear()
-    prepared(call.tensors._replace(q=more[0], out=more[1]))
+    prepared(call.tensors._replace(q=copies[0], out=copies[1]))
 
     assert Recorded.noted == alone
 
@@ -196,6 +199,6 @@ def test_calls_that_differ_in_strides_share_what_compiles() -> None:
     shape = attention_launch.Shape(
         4, 448, 64, (attention_launch.Segment.of(LAYOUT, aligned=True),) * 2, torch.bfloat16, 8, ragged=False
     )
-    one, other = (attention_launch._launched(shape, TUNING, split=False) for _ in range(2))
+    first, second = (attention_launch._launched(shape, TUNING, split=False) for _ in range(2))
 
-    assert one[0] is other[0]
+    assert first[0] is second[0]

@@ -85,10 +85,10 @@ class Parts:
     def judge(self, sink: Tensor | None, kernels: ModuleType = ranks) -> None:
         """Fail unless the kernel agrees with float64, and with torch's definition."""
         out, lse = self.merged(sink, kernels)
-        wanted, total = self.whole(sink)
+        expected, total = self.whole(sink)
         close: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
         rough: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-5} if out.dtype == torch.bfloat16 else close
-        torch.testing.assert_close(out.double(), wanted, **rough)
+        torch.testing.assert_close(out.double(), expected, **rough)
         torch.testing.assert_close(lse.double(), total, **close)
         defined, defined_lse = merge_lse(self.outs, self.lses)
         if sink is not None:
@@ -156,7 +156,7 @@ def test_each_piece_takes_two_launches_and_a_smaller_workspace(
     out = torch.randn(41, heads, layer.head_dim, generator=draw).to(dtype).to(DEVICE)
     lse, sink = torch.randn(41, heads, generator=draw).to(DEVICE), torch.randn(heads, generator=draw).to(DEVICE)
     merged, total = merge_lse(out.expand(3, -1, -1, -1), lse.expand(3, -1, -1))
-    wanted = apply_sink(merged, total, sink).to(dtype)
+    expected = apply_sink(merged, total, sink).to(dtype)
     plans = [
         rank_buffers.merge_specs(3, 41, heads, layer.head_dim, dtype, merge_scratch=ops.merge_scratch)
         for ops in (backend.rank_ops, RankOps())
@@ -172,20 +172,20 @@ def test_each_piece_takes_two_launches_and_a_smaller_workspace(
     assert len(seen) == 2 * count
     foreseen = set(ranks.variants(heads, layer.head_dim, dtype, sinks=[True]))
     assert set(seen) <= foreseen
-    torch.testing.assert_close(out, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    torch.testing.assert_close(out, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
     torch.testing.assert_close(lse, total)
     assert plans[0] == plans[1][:3]
-    made = [
-        plan_workspace(layer, Limits(4, 41, 256), one, FP8, ranks=3).arenas["ranks"]
-        for one in (backend, ReferenceBackend())
+    launches = [
+        plan_workspace(layer, Limits(4, 41, 256), arguments_of, FP8, ranks=3).arenas["ranks"]
+        for arguments_of in (backend, ReferenceBackend())
     ]
-    assert made[0] < made[1]
+    assert launches[0] < launches[1]
 
 
 def test_kernels_over_ranks_are_compiled_where_entries_are_spread_alone() -> None:
     model, limits, device = ModelGeometry.preset("flash"), Limits(4, 64, 4096), DeviceFacts.named("sm_90")
     named = [
-        {one.kernel.__name__ for one in GenericBackend().kernel_variants(bounds, device)}
+        {variant.kernel.__name__ for variant in GenericBackend().kernel_variants(bounds, device)}
         for bounds in (WarmupSpec.of(model, limits, layer_steps=True, over_ranks=spread) for spread in (False, True))
     ]
 

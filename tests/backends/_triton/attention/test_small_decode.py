@@ -75,12 +75,12 @@ def test_each_tile_has_a_program_to_itself(tokens: int, heads: int, width: int, 
 
 
 def test_an_architecture_s_numbers_hold_for_small_decodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {one.pdl for one in (HOPPER, *HOPPER.small)} == {False}
+    assert {tuning.pdl for tuning in (HOPPER, *HOPPER.small)} == {False}
     monkeypatch.setattr(tuning, "uses_pdl", lambda arch: arch == "sm_90")
     on, elsewhere = HOPPER.on("sm_90"), HOPPER.on("sm_80")
 
-    assert [(one.pdl, one.converts) for one in (on, *on.small)] == [(True, True)] * 4
-    assert [(one.pdl, one.converts) for one in (elsewhere, *elsewhere.small)] == [(False, False)] * 4
+    assert [(tuning.pdl, tuning.converts) for tuning in (on, *on.small)] == [(True, True)] * 4
+    assert [(tuning.pdl, tuning.converts) for tuning in (elsewhere, *elsewhere.small)] == [(False, False)] * 4
     assert [HOPPER.on(arch).converts for arch in ("sm_89", "sm_120", "gfx942", "xpu", "cpu")] == [True, True] + [
         False
     ] * 3
@@ -96,7 +96,7 @@ def answered(backend: GenericBackend, trial: Trial, phase: Phase = Phase.DECODE)
     call = evolve(call, scratch=scratch)
     with observed() as seen:
         (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
-    (form,) = (dict(one.constants) for one in seen if one.name == "attention")
+    (form,) = (dict(variant.constants) for variant in seen if variant.name == "attention")
     return trial.error(Answer(call.out, call.lse, call.max_logits)), (form["BH"], form["N"])
 
 
@@ -151,10 +151,10 @@ def test_g18_forms_of_small_decodes_are_foreseen(name: str, layout: str) -> None
     sizes = set[tuple[int, int]]()
     for seed, kind in enumerate(LayerKind):
         on = Sliced(forms()[name](tuning="sm_90"), FLASH, LIMITS, kind, META, layout=cache, q_dtype=dtype)
-        asked, known = on.sweep(8, seed), foreseen(on.backend, on.bounds())
-        made = [dict(one.constants) for one in asked if one.name == "attention"]
-        sizes |= {(form["BH"], form["N"]) for form in made if "BH" in form}
+        launched, known = on.sweep(8, seed), foreseen(on.backend, on.bounds())
+        constants = [dict(variant.constants) for variant in launched if variant.name == "attention"]
+        sizes |= {(form["BH"], form["N"]) for form in constants if "BH" in form}
 
-        assert asked <= known, {str(one) for one in asked - known}
+        assert launched <= known, {str(variant) for variant in launched - known}
     # fp32 takes one size of tiles
     assert len(sizes) > 1 or dtype == torch.float32

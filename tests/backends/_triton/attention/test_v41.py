@@ -29,17 +29,23 @@ PAIRS += [("v41", "v41-fp4-split"), ("v41-split", "v41-fp4")]
 GEOMETRIES = [tiny_geometry(), tiny_geometry(num_heads=3, head_dim=74, rope_dim=10)]
 
 
-def step(pair: tuple[str, str], geometry: ModelGeometry, **more: Any) -> StepFixture:
+def step(pair: tuple[str, str], geometry: ModelGeometry, **changes: Any) -> StepFixture:
     """Decode and prefill requests over both caches, among poison and gaps; split pages lie at odd distances."""
     known = {**layouts(geometry), **v41_layouts(geometry)}
     fields = {"kind": "c4a", "requests": [(40, 1), (3, 1), (20, 7), (0, 2)], "geometry": geometry, "topk": "holes"}
-    one, other = (known[name] for name in pair)
-    fields |= {"layout": one, "compressed_layout": other, "page_padding": 34, "poison": 0xFF, "device": DEVICE.type}
-    return StepFixture(**{**fields, **more})
+    window, compressed = (known[name] for name in pair)
+    fields |= {
+        "layout": window,
+        "compressed_layout": compressed,
+        "page_padding": 34,
+        "poison": 0xFF,
+        "device": DEVICE.type,
+    }
+    return StepFixture(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda one: str(one.head_dim))
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: str(geometry.head_dim))
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -80,8 +86,12 @@ def test_g18_every_form_that_is_launched_was_foreseen(pair: tuple[str, str]) -> 
 
     known = set[object](backend.kernel_variants(bounds, DeviceFacts.here()))
 
-    steps = {one for one in seen if one.name in ("attention", "reduce", "insert_kernel", "qnorm_rope_kv_insert_kernel")}
-    assert {one.name for one in steps} >= {"attention", "insert_kernel", "qnorm_rope_kv_insert_kernel"}
+    steps = {
+        variant
+        for variant in seen
+        if variant.name in ("attention", "reduce", "insert_kernel", "qnorm_rope_kv_insert_kernel")
+    }
+    assert {variant.name for variant in steps} >= {"attention", "insert_kernel", "qnorm_rope_kv_insert_kernel"}
     assert steps <= known
 
 

@@ -49,20 +49,22 @@ def test_bytes_of_named_records_are_read_and_no_others(
 ) -> None:
     for splits, reload in ((0, False), (3, True)):
         tuning = evolve(SMALL, reload=reload)
-        more = {"aligned": aligned, "splits": splits, "tuning": tuning, "seed": 3 + splits}
-        trial = Trial(layouts=layouts, widths=(40, 33), pages=(5, 64), tokens=2, form=form, **more)  # type: ignore[arg-type]
+        options = {"aligned": aligned, "splits": splits, "tuning": tuning, "seed": 3 + splits}
+        trial = Trial(layouts=layouts, widths=(40, 33), pages=(5, 64), tokens=2, form=form, **options)  # type: ignore[arg-type]
 
         with observed() as seen:
             read = bytes_read(trial, monkeypatch)
 
         assert np.array_equal(read, may_read(trial))
         trial.check()
-        kinds = [{**dict(one.constants)} for one in seen if one.name == "attention"]
+        kinds = [{**dict(variant.constants)} for variant in seen if variant.name == "attention"]
         known = {"fp8_ds_mla": keys.BYTES.value, **(BY_WORD if aligned and not reload else BY_BYTE)}
-        assert [(one["KIND0"], one["KIND1"]) for one in kinds] == [tuple(known[one.name] for one in layouts)]
+        assert [(constants["KIND0"], constants["KIND1"]) for constants in kinds] == [
+            tuple(known[layout.name] for layout in layouts)
+        ]
 
 
-@pytest.mark.parametrize("layout", [FP8, FP8_SPLIT], ids=lambda one: one.arrangement.value)
+@pytest.mark.parametrize("layout", [FP8, FP8_SPLIT], ids=lambda layout: layout.arrangement.value)
 @pytest.mark.parametrize("form", ["dense", "ragged", "gathered", "gathered-ragged"])
 def test_a_single_cache_is_read_in_every_form(layout: KVCacheLayout, form: str) -> None:
     for aligned in (True, False):
@@ -87,7 +89,7 @@ def defined() -> F64:
     """Values [256, 512] of the codes in the row of every scale."""
     low, high = CODES & 15, CODES >> 4
     order = np.stack([low, high], -1).reshape(256, 512)
-    sizes = np.array([float(one) for one in v41_packer.E2M1])
+    sizes = np.array([float(value) for value in v41_packer.E2M1])
     scales = np.array([v41_packer.decode_e4m3(int(byte)) for byte in SCALES])
     values: F64 = np.where(order & 8, -1.0, 1.0) * sizes[order & 7] * scales[:, None]
     return values
@@ -171,18 +173,18 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = Trial(layouts=(FP8_SPLIT, FP4_SPLIT), widths=(20, 33), pages=(5, 53), tokens=2, tuning=SMALL, seed=8)
-    assert one.error(one.run_it()) <= 1
+    trial = Trial(layouts=(FP8_SPLIT, FP4_SPLIT), widths=(20, 33), pages=(5, 53), tokens=2, tuning=SMALL, seed=8)
+    assert trial.error(trial.run_it()) <= 1
     mutate(monkeypatch, tmp_path, *MUTANTS[name])
 
-    assert one.error(one.run_it()) > 1
+    assert trial.error(trial.run_it()) > 1
 
 
 @interpreted
 @pytest.mark.parametrize("old", ["x0 = tl.load(data, mask=mask, other=0)", "s0 = tl.load(scale, mask=ok, other=0)"])
 def test_a_byte_too_many_is_seen(old: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Absent slots read as slot 0, whose values no result shows."""
-    one = Trial(layouts=(FP8,), widths=(40,), pages=(5,), tokens=2, tuning=SMALL, seed=8)
+    trial = Trial(layouts=(FP8,), widths=(40,), pages=(5,), tokens=2, tuning=SMALL, seed=8)
     mutate(monkeypatch, tmp_path, "keys", old, re.sub(", mask=.*", ")", old))
 
-    assert not np.array_equal(bytes_read(one, monkeypatch), may_read(one))
+    assert not np.array_equal(bytes_read(trial, monkeypatch), may_read(trial))

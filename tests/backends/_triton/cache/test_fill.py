@@ -54,8 +54,10 @@ def table_of(pages: Pages, rng: Random, requests: int, records: int) -> Tensor:
     """Blocks of requests, some of them dead, with believable numbers between the rows of the table."""
     full = [b for b in range(pages.blocks) if all(b * pages.size + i in pages.values for i in range(pages.size))]
     columns = max(-(-records // pages.size) + rng.choice([-1, 0, 1]), 0)
-    made = torch.tensor([[rng.choice(full * 3 + DEAD) for _ in range(columns + 2)] for _ in range(requests)], dtype=INT)
-    return made[:, :columns]
+    table = torch.tensor(
+        [[rng.choice(full * 3 + DEAD) for _ in range(columns + 2)] for _ in range(requests)], dtype=INT
+    )
+    return table[:, :columns]
 
 
 @frozen
@@ -73,20 +75,22 @@ class Chunk:
         counts = [rng.randint(1, 9)] if cut else [rng.choice([0, 1, 2, 5]) for _ in range(rng.randint(1, 4))]
         tail, n = rng.choice([0, 0, 1, 5]) if cut else 0, len(counts)
         lens = [count + tail + rng.choice([0, 1, rng.randint(0, 20)]) for count in counts]
-        own = [one - tail for one in lens]
+        own_lens = [length - tail for length in lens]
         tokens, longest = max(sum(counts), 1), max(lens)
         # fewer than a window reaches where a request is computed again from a position on
-        before = [rng.randint(0, min(one - count - tail, window - 1)) for count, one in zip(counts, lens, strict=True)]
-        gathers = [count + tail + more for count, more in zip(counts, before, strict=True)]
+        contexts = [
+            rng.randint(0, min(length - count - tail, window - 1)) for count, length in zip(counts, lens, strict=True)
+        ]
+        gathers = [count + tail + context for count, context in zip(counts, contexts, strict=True)]
         # the host has upper bounds
-        offset = max(max(own) // ratio + rng.choice([0, 0, 3]), 0) if entries else 0
-        reach = max(count + min(one - count, window - 1) for count, one in zip(counts, own, strict=True))
+        offset = max(max(own_lens) // ratio + rng.choice([0, 0, 3]), 0) if entries else 0
+        reach = max(count + min(length - count, window - 1) for count, length in zip(counts, own_lens, strict=True))
         if rng.random() < 0.3:
             lens[-1], gathers[-1] = rng.choice([(0, 0), (-5, 3), (2, 9), (lens[-1], 0), (lens[-1], -4)])
         topk = rng.choice([0, 1, 4]) if entries else 0
         width, windows = topk + window + rng.randint(0, 3), Pages(layout, rng.randrange(100))
         compressed = Pages(entries, rng.randrange(100)) if entries else None
-        more = longest + window
+        spare = longest + window
         blocks: PageTable | None = None
         if compressed is not None:
             of = table_of(compressed, rng, n, longest // ratio)
@@ -96,7 +100,7 @@ class Chunk:
         starts = counts if not cut else [counts[0] + tail]
         columns = rng.choice([1, topk + 2, 9])
         chosen = [numbers(Random(rng.random()), (tokens, columns), lambda: spoiled(rng, 24, NUMBERS)) for _ in "ab"]
-        chosen = [one.contiguous() for one in chosen]
+        chosen = [tensor.contiguous() for tensor in chosen]
         rows = max(offset + reach, 1)
         tokens_of_chunk = ChunkTokens(
             seq_lens=torch.tensor(lens, dtype=INT),
@@ -115,31 +119,31 @@ class Chunk:
             combined=lists,
             ragged=flat if rng.random() < 0.5 else None,
             tail=tail if cut else None,
-            swa=PageTable(table_of(windows, rng, n, more), windows.size, windows.blocks),
+            swa=PageTable(table_of(windows, rng, n, spare), windows.size, windows.blocks),
             compressed=blocks,
             ratio=ratio,
             lengths=torch.zeros(3, n, dtype=INT),
             starts=torch.zeros(n + 1, dtype=INT),
         )
-        both = [each for each in (windows, compressed) if each is not None]
+        both = [pages for pages in (windows, compressed) if pages is not None]
         topks = (chosen[0], chosen[1]) if entries else (None, None)
-        caches = LayerCaches(*[each.cache for each in both])
+        caches = LayerCaches(*[pages.cache for pages in both])
         return cls(chunk, topks, caches)
 
     def agrees(self, prepare: Any) -> bool:
         """Whether a step fills as the definition does, for one layer after another, and writes nothing else."""
         spare = list[Tensor]()
-        wanted, got = self._inside(self.chunk, []), self._inside(self.chunk, spare)
+        expected, got = self._inside(self.chunk, []), self._inside(self.chunk, spare)
         topks = [there(topk) for topk in self.topk]
-        right = fill_by_ops(ReferenceBackend(), wanted, topks[0], self.caches.swa, self.caches.compressed)
-        found = prepare(got, topks[0], self.caches.swa, self.caches.compressed)
+        right = fill_by_ops(ReferenceBackend(), expected, topks[0], self.caches.swa, self.caches.compressed)
+        prepared = prepare(got, topks[0], self.caches.swa, self.caches.compressed)
         for topk in (*topks, topks[0]):
             right(topk, self.caches.swa, self.caches.compressed)
-            found(topk, self.caches.swa, self.caches.compressed)
-            if not _same(wanted, got):
+            prepared(topk, self.caches.swa, self.caches.compressed)
+            if not _same(expected, got):
                 return False
-        for one in _outputs_of(got):
-            one.fill_(torch.nan if one.is_floating_point() else 77)
+        for tensor in _outputs_of(got):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
         return all(bool(base.isnan().all() if base.is_floating_point() else (base == 77).all()) for base in spare)
 
     def _inside(self, chunk: ChunkRows, spare: list[Tensor]) -> ChunkRows:
@@ -153,14 +157,16 @@ class Chunk:
             spare.append(base)
             return part
 
-        given = {name: there(getattr(chunk, name)) for name in ("tokens", "swa", "compressed")}
+        moved = {name: there(getattr(chunk, name)) for name in ("tokens", "swa", "compressed")}
         lists = DenseIndices(within(chunk.combined.indices), within(chunk.combined.lens))
         flat = chunk.ragged
         if flat is not None:
             flat = RaggedIndices(within(flat.indices), within(flat.indptr), flat.width)
-        lengths, starts = (torch.full(one.shape, 55, dtype=INT, device=DEVICE) for one in (chunk.lengths, chunk.starts))
+        lengths, starts = (
+            torch.full(tensor.shape, 55, dtype=INT, device=DEVICE) for tensor in (chunk.lengths, chunk.starts)
+        )
         kv = within(chunk.kv)
-        return evolve(chunk, **given, kv=kv, combined=lists, ragged=flat, lengths=lengths, starts=starts)
+        return evolve(chunk, **moved, kv=kv, combined=lists, ragged=flat, lengths=lengths, starts=starts)
 
 
 def _outputs_of(chunk: ChunkRows) -> Iterator[Tensor]:
@@ -169,10 +175,10 @@ def _outputs_of(chunk: ChunkRows) -> Iterator[Tensor]:
         yield from (chunk.ragged.indices, chunk.ragged.indptr)
 
 
-def _same(wanted: ChunkRows, got: ChunkRows) -> bool:
-    pairs = [(bytes_of(a), bytes_of(b)) for a, b in zip(_outputs_of(wanted), _outputs_of(got), strict=True)]
-    if wanted.ragged is not None:
-        end = 4 * int(wanted.ragged.indptr[-1])
+def _same(expected: ChunkRows, actual: ChunkRows) -> bool:
+    pairs = [(bytes_of(a), bytes_of(b)) for a, b in zip(_outputs_of(expected), _outputs_of(actual), strict=True)]
+    if expected.ragged is not None:
+        end = 4 * int(expected.ragged.indptr[-1])
         pairs[3] = pairs[3][0][:end], pairs[3][1][:end]
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -246,19 +252,19 @@ def test_a_chunk_takes_two_launches_and_nothing_of_torchs(name: str, kind: Layer
                 problem.run(backend, workspace)
 
     assert len(chunks) > 1 if cut else chunks
-    assert [one.name for one in seen] == ["combine_kernel", "fill_kernel"] * len(chunks)
+    assert [variant.name for variant in seen] == ["combine_kernel", "fill_kernel"] * len(chunks)
     # the first two make what the caller gives
     assert {name for name, _ in ran} - VIEWS == {"full"}
     assert {*seen} <= {*backend.kernel_variants(bounds_of(scenario), DeviceFacts.here())}
 
 
-@pytest.mark.parametrize("own", ["dequantize_and_gather_k_cache", "index_ops"])
-def test_a_backend_with_a_gather_or_index_ops_of_its_own_has_them_called(own: str) -> None:
+@pytest.mark.parametrize("attribute", ["dequantize_and_gather_k_cache", "index_ops"])
+def test_a_backend_with_a_gather_or_index_ops_of_its_own_has_them_called(attribute: str) -> None:
     for name, make in GATHERING.items():
-        given: Any = make()
-        assert given.prepare_rows is not None, name
+        built_ops: Any = make()
+        assert built_ops.prepare_rows is not None, name
         other: Any = make()
-        setattr(other, own, getattr(ReferenceBackend(), own))
+        setattr(other, attribute, getattr(ReferenceBackend(), attribute))
         assert other.prepare_rows is None, name
 
 

@@ -94,8 +94,8 @@ class Pages:
         pool = torch.tensor(full + DEAD)
         table = pool[torch.randint(len(pool), (requests, -(-longest // size) + 3), generator=g)].int().to(DEVICE)
         table = table[:, : -(-longest // size) + 1]
-        for given in (None, lens):
-            takes = seq_lens if given is None else given
+        for passed_lens in (None, lens):
+            takes = seq_lens if passed_lens is None else passed_lens
             out, whole = self.blank(requests, offset + longest + draw(g, 0, 2))
             expected = out.cpu().clone()
             for i, (length, count) in enumerate(zip(seq_lens.tolist(), takes.tolist(), strict=True)):
@@ -105,7 +105,12 @@ class Pages:
                     if slot in self.values:
                         expected[i, offset + j] = self.values[slot]
             gather.dequantize_and_gather_k_cache(
-                out, self.cache, seq_lens.to(DEVICE), None if given is None else given.to(DEVICE), table, offset
+                out,
+                self.cache,
+                seq_lens.to(DEVICE),
+                None if passed_lens is None else passed_lens.to(DEVICE),
+                table,
+                offset,
             )
             assert torch.equal(bytes_of(out), bytes_of(expected))
             out.fill_(torch.nan)
@@ -136,9 +141,9 @@ def test_every_code_under_every_scale_byte_reads_as_the_format_says(dialect: obj
     cache.region("scale")[..., 0] = torch.arange(256, dtype=torch.uint8).view(16, 16)
     cache.region("rope").zero_()
     out = torch.full((256, 258), 7.0, dtype=torch.bfloat16, device=DEVICE)
-    there = poisoned(layout, 16, 16)
-    there.tensor.untyped_storage().copy_(cache.tensor.untyped_storage())
-    gather.dequant_gather_slots(out, there, torch.arange(256, dtype=torch.int32, device=DEVICE))
+    copied = poisoned(layout, 16, 16)
+    copied.tensor.untyped_storage().copy_(cache.tensor.untyped_storage())
+    gather.dequant_gather_slots(out, copied, torch.arange(256, dtype=torch.int32, device=DEVICE))
     actual = out.cpu()[:, :256].double()
 
     codes = oracle.decode_e4m3(np.arange(256, dtype=np.uint8), dialect is FNUZ)
@@ -151,12 +156,12 @@ def test_every_code_under_every_scale_byte_reads_as_the_format_says(dialect: obj
 def test_nothing_happens_without_requests_rows_or_slots() -> None:
     pages = Pages(LAYOUTS[3], 0)
     none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
-    one = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    for out, lens in ((pages.blank(1, 4)[0], one), (pages.blank(2, 4)[0][:0], none)):
-        before = out.clone()
+    one_row = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    for out, lens in ((pages.blank(1, 4)[0], one_row), (pages.blank(2, 4)[0][:0], none)):
+        copies = out.clone()
         gather.dequantize_and_gather_k_cache(out, pages.cache, lens, None, lens[:, None], out.shape[1])
         gather.dequantize_and_gather_k_cache(out, pages.cache, lens, lens * 0, lens[:, None], 0)
-        assert torch.equal(out, before)
+        assert torch.equal(out, copies)
     gather.dequant_gather_slots(pages.blank(1)[0][:0], pages.cache, none)
     gather.dequant_gather_slots(pages.blank(1)[0][:0], pages.cache, none.view(3, 0))
 

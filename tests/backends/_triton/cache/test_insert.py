@@ -72,9 +72,9 @@ class Step:
         wide = self.q.clone() if self.q.is_contiguous() else self.q._base
         assert wide is not None
         whole = wide.clone()
-        q, cache, before = whole[..., : self.layout.head_dim], self.cache(), self.kv.clone()
+        q, cache, original = whole[..., : self.layout.head_dim], self.cache(), self.kv.clone()
         insert.qnorm_rope_kv_insert(q, self.kv, cache, self.slots, self.positions, self.table, self.eps)
-        assert torch.equal(self.kv, before)
+        assert torch.equal(self.kv, original)
         assert whole[..., self.layout.head_dim :].isnan().all()
         return q, cache
 
@@ -129,8 +129,8 @@ def test_keys_are_inserted_without_queries(layout: KVCacheLayout, dtype: torch.d
         step, cache = Step(layout, dtype, seed), None
         with observed() as seen:
             cache = step.cache()
-            given = step.kv, cache, step.slots, step.positions, step.table, step.eps
-            insert.qnorm_rope_kv_insert(step.q[:, :0], *given)
+            arguments = step.kv, cache, step.slots, step.positions, step.table, step.eps
+            insert.qnorm_rope_kv_insert(step.q[:, :0], *arguments)
 
         assert torch.equal(memory(cache), step.wanted())
         assert set(seen) <= set(insert.variants(layout, 0, dtype, aligned=False, aligned_rows=False))

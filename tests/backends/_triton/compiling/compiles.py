@@ -38,9 +38,9 @@ def every_target() -> dict[str, Any]:
 
 def too_much() -> dict[str, Any]:
     """Codes of the limits that a large kernel breaks, by target, heads, and warps."""
-    asked = {"sm_90": (64, 4), "sm_120": (64, 8), "gfx942": (64, 1), "gfx950": (16, 4)}
+    sizes = {"sm_90": (64, 4), "sm_120": (64, 8), "gfx942": (64, 1), "gfx950": (16, 4)}
     facts = {}
-    for name, (heads, warps) in asked.items():
+    for name, (heads, warps) in sizes.items():
         outcome = compile_near(attend_of(heads, 32, warps), TARGETS[name])
         needed = asdict(outcome.resources) if outcome.resources else {}
         facts[name] = {**needed, "codes": [reason.code for reason in outcome.reasons]}
@@ -81,8 +81,8 @@ def attributes() -> dict[str, Any]:
         "unaligned": (rows_of(x="*bf16:1"), "sm_90"),
         "near": (rows_of(), "gfx942"),
     }
-    found = {name: counts(*asked) for name, asked in facts.items()}
-    return {**found, "far": counts(rows_of(), "gfx942", far=True)}
+    counted = {name: counts(*arguments) for name, arguments in facts.items()}
+    return {**counted, "far": counts(rows_of(), "gfx942", far=True)}
 
 
 def warmed() -> dict[str, Any]:

@@ -30,12 +30,12 @@ def broken_limits(backend: str, targets: Sequence[str], *options: str, cache: Pa
     jobs = json.loads(done.stdout)["jobs"]
     assert [job["target"] for job in jobs] == list(targets)
     assert all(job["kernels"] for job in jobs), "nothing was compiled"
-    found = []
+    broken = []
     for job in jobs:
         for kernel in job["kernels"]:
             said = [f"{reason['code']} {reason['text']}" for reason in kernel["reasons"]]
             exact = "float32" in options or "*fp32" in kernel["variant"]
             if kernel["kernel"] in MULTIPLYING and not exact and not kernel.get("matrix"):
                 said.append("no matrix instructions")
-            found += [f"{job['target']} {kernel['kernel']} [{kernel['variant']}] {line}" for line in said]
-    return found
+            broken += [f"{job['target']} {kernel['kernel']} [{kernel['variant']}] {line}" for line in said]
+    return broken

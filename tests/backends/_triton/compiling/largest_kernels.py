@@ -75,8 +75,8 @@ target, and spilled as much, with Triton 3.6 and 3.9 (compiled 2026-11-22)."""
 def outcomes(target: str, case: Case) -> list[dict[str, Any]]:
     """Name, verdict and reasons of each form of a case."""
     bounds, facts = bounds_of(geometry_of(case.model), case.dtype), DeviceFacts.named(target)
-    made: Any = load_backend(case.backend)
-    variants = [v for v in dict.fromkeys(made.kernel_variants(bounds, facts)) if case.wants(v)]
+    backend: Any = load_backend(case.backend)
+    variants = [v for v in dict.fromkeys(backend.kernel_variants(bounds, facts)) if case.wants(v)]
     outcomes = [compile_near(variant, TARGETS[target]) for variant in variants]
     return [{"kernel": o.variant.name, "verdict": o.verdict, "reasons": [*map(str, o.reasons)]} for o in outcomes]
 

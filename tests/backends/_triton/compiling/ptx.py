@@ -18,21 +18,21 @@ U32 = Any  # what numpy makes of shifted uint32 arrays depends on its version
 def prmt(a: U32, b: U32, selector: U32) -> U32:
     """Four bytes picked from the eight of b and a, a's first; of a byte picked with 8 or more, eight times its sign."""
     pool = np.stack([(x >> np.uint32(8 * i)) & 255 for x in (a, b) for i in range(4)])
-    found = np.zeros_like(a)
+    result = np.zeros_like(a)
     for i in range(4):
         pick = (selector >> np.uint32(4 * i)) & 15
         (byte,) = np.take_along_axis(pool, (pick & 7)[None].astype(np.int64), axis=0)
-        found |= np.where(pick & 8, (byte >> 7) * 255, byte).astype(np.uint32) << np.uint32(8 * i)
-    return found
+        result |= np.where(pick & 8, (byte >> 7) * 255, byte).astype(np.uint32) << np.uint32(8 * i)
+    return result
 
 
 def lop3(a: U32, b: U32, c: U32, table: int) -> U32:
     """Any function of three bits: bit 4a + 2b + c of its table."""
-    found = np.zeros_like(a)
+    result = np.zeros_like(a)
     for i in range(8):
         if table >> i & 1:
-            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return found
+            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return result
 
 
 def of_bf16(bits: U32) -> F64:
@@ -49,12 +49,12 @@ def to_bf16(values: F64) -> U32:
 
 def f16_of_e4m3(codes: U32) -> U32:
     """Two codes in the lower half as two numbers of f16."""
-    found = np.zeros_like(codes)
+    result = np.zeros_like(codes)
     for shift in (0, 8):
         values = oracle.decode_e4m3(((codes >> shift) & 255).astype(np.uint8), False).astype(np.float16)
         bits = np.where(np.isnan(values), np.uint16(0x7FFF), values.view(np.uint16))
-        found |= bits.astype(np.uint32) << (2 * shift)
-    return found
+        result |= bits.astype(np.uint32) << (2 * shift)
+    return result
 
 
 def f32_of_f16(bits: U32) -> U32:
@@ -64,8 +64,8 @@ def f32_of_f16(bits: U32) -> U32:
 
 def bf16_of_f32(high: U32, low: U32) -> U32:
     """Two numbers of fp32 in bf16, the first in the upper half."""
-    one, other = (to_bf16(x.view(np.float32).astype(np.float64)) for x in (high, low))
-    return other | (one << 16)
+    high_word, low_word = (to_bf16(x.view(np.float32).astype(np.float64)) for x in (high, low))
+    return low_word | (high_word << 16)
 
 
 def fma(a: U32, b: U32, c: U32) -> U32:
@@ -112,7 +112,7 @@ def run(lines: Sequence[str], operands: Mapping[str, U32]) -> dict[str, U32]:
             low, high, whole = (word.strip(" {}") for word in rest.split(","))
             registers |= {low: registers[whole] & 0xFFFF, high: registers[whole] >> 16}
             continue
-        target, *given = (word.strip() for word in rest.split(","))
-        values = [registers[w] if w in registers else np.full(shape, int(w, 0), np.uint32) for w in given]
+        target, *words = (word.strip() for word in rest.split(","))
+        values = [registers[w] if w in registers else np.full(shape, int(w, 0), np.uint32) for w in words]
         registers[target] = OPERATIONS[name](*values)
     return registers

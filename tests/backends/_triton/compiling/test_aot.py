@@ -43,16 +43,16 @@ def test_a_kernel_compiles_for_every_target_without_a_driver(facts: dict[str, An
 
 
 def test_limits_that_the_compiler_does_not_enforce_are_found(facts: dict[str, Any]) -> None:
-    told = facts["too_much"]
+    limits = facts["too_much"]
 
-    assert told["sm_90"]["codes"] == ["SPILLS", "SERIALISED"]
-    assert told["sm_90"]["spill_stores"] > 1000
-    assert told["sm_90"]["serialised"][0].startswith("wgmma.mma_async instructions are serialized")
-    assert told["sm_120"]["codes"] == ["SHARED_MEMORY"]
-    assert told["sm_120"]["occupancy"] == 0
-    assert told["gfx942"]["codes"] == ["SPILLS"]
-    assert told["gfx942"]["stack"] > 1000
-    assert told["gfx950"]["codes"] == []
+    assert limits["sm_90"]["codes"] == ["SPILLS", "SERIALISED"]
+    assert limits["sm_90"]["spill_stores"] > 1000
+    assert limits["sm_90"]["serialised"][0].startswith("wgmma.mma_async instructions are serialized")
+    assert limits["sm_120"]["codes"] == ["SHARED_MEMORY"]
+    assert limits["sm_120"]["occupancy"] == 0
+    assert limits["gfx942"]["codes"] == ["SPILLS"]
+    assert limits["gfx942"]["stack"] > 1000
+    assert limits["gfx950"]["codes"] == []
 
 
 @pytest.mark.parametrize("name", ["sm_90", "sm_120", "gfx942", "gfx950"])
@@ -104,13 +104,13 @@ def test_alignment_and_two_gigabytes_reach_the_compiler(facts: dict[str, Any]) -
 
 @pytest.mark.parametrize(("name", "forms"), [("sm_90", 1), ("gfx942", 2)])
 def test_g18_after_warm_up_nothing_compiles(facts: dict[str, Any], name: str, forms: int) -> None:
-    told = facts["warmed"][name]
+    warmed = facts["warmed"][name]
 
-    assert told["count"] == len(told["first"]) == 2 * forms
-    assert told["loaded"] == 2 * forms + 1
-    assert told["again"] == told["inside"] == []
-    assert told["launched"] == forms + 1
-    (line,) = told["log"]
+    assert warmed["count"] == len(warmed["first"]) == 2 * forms
+    assert warmed["loaded"] == 2 * forms + 1
+    assert warmed["again"] == warmed["inside"] == []
+    assert warmed["launched"] == forms + 1
+    (line,) = warmed["log"]
     assert f"acme is warm: {2 * forms} kernels on xpu, of which " in line
 
 
@@ -187,8 +187,8 @@ def test_variants_are_told_apart_in_few_words() -> None:
     variants.append(Variant(rows, variants[0].types, {"DT": tl.float32, "BLOCK": 64}, 8))
 
     # the type and the number of warps change together.
-    told = distinctions(variants)
-    assert [told[variant] for variant in variants] == [
+    labels = distinctions(variants)
+    assert [labels[variant] for variant in variants] == [
         "x:*bf16 scale:none DT=bf16",
         "x:*bf16 scale:*fp32 DT=bf16",
         "x:*bf16 unaligned scale:none DT=bf16",
@@ -198,11 +198,11 @@ def test_variants_are_told_apart_in_few_words() -> None:
 
 
 def test_kernels_of_one_name_are_told_apart() -> None:
-    one, other = rows_of(), rows_of(x="*fp32")
-    namesake = Variant(stable_kernel(rows.fn), other.types, other.constants)
+    plain, fp32 = rows_of(), rows_of(x="*fp32")
+    namesake = Variant(stable_kernel(rows.fn), fp32.types, fp32.constants)
 
-    assert namesake.kernel is not one.kernel
-    assert distinctions([one, namesake]) == {one: "x:*bf16", namesake: "x:*fp32"}
+    assert namesake.kernel is not plain.kernel
+    assert distinctions([plain, namesake]) == {plain: "x:*bf16", namesake: "x:*fp32"}
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,14 @@ def test_occupancy_is_what_calculators_say(name: str, registers: int, shared: in
 
 def test_every_broken_limit_is_told() -> None:
     needed = Resources(300, 8, 4, 16, 300_000, 2048, 0, 64, 0, 2, ("wgmma is serialised",))
-    told = [str(reason) for reason in needed.reasons(TARGETS["sm_90"])]
+    messages = [str(reason) for reason in needed.reasons(TARGETS["sm_90"])]
 
-    assert told[0] == "SHARED_MEMORY  300,000 bytes, needs at most 232,448 in a block -> smaller tiles, or fewer stages"
+    assert (
+        messages[0]
+        == "SHARED_MEMORY  300,000 bytes, needs at most 232,448 in a block -> smaller tiles, or fewer stages"
+    )
     codes = ["SHARED_MEMORY", "THREADS", "REGISTERS", "SPILLS", "WAVE", "MATRIX", "SERIALISED"]
-    assert [line.split()[0] for line in told] == codes
+    assert [line.split()[0] for line in messages] == codes
     assert Resources(64, 0, 0, 0, 0, 128, 8, 32).reasons(TARGETS["sm_90"]) == []
     assert Resources(64, 0, 0, 0, 0, 128, 8, 32, 24, 2).reasons(TARGETS["sm_90"]) == []
     assert [r.code for r in Resources(255, 0, 0, 0, 0, 512, 0, 32).reasons(TARGETS["sm_90"])] == ["OCCUPANCY"]

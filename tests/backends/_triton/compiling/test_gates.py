@@ -34,10 +34,10 @@ def compiled(*targets: str) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("target", [pytest.param(t, marks=pytest.mark.slow if t in TWINS else ()) for t in TARGETS])
 def test_the_fullest_kernels_keep_every_limit(target: str) -> None:
-    found = compiled(*(name for name in CASES if (name in TWINS) == (target in TWINS)))[target]
+    kernels = compiled(*(name for name in CASES if (name in TWINS) == (target in TWINS)))[target]
 
-    assert {one["kernel"] for one in found} == {"attention", *CASES[target].others}
-    assert {one["kernel"]: one["reasons"] for one in found if one["verdict"] != "ok"} == {}
+    assert {kernel["kernel"] for kernel in kernels} == {"attention", *CASES[target].others}
+    assert {kernel["kernel"]: kernel["reasons"] for kernel in kernels if kernel["verdict"] != "ok"} == {}
 
 
 def test_no_target_is_left_out() -> None:

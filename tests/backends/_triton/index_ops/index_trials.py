@@ -91,8 +91,8 @@ def pages(rng: Random, requests: int) -> PageTable:
 
 def table_of(rng: Random, requests: int) -> tuple[Tensor, int]:
     """Return a block table and its block size."""
-    made = pages(rng, requests)
-    return made.block_table, made.block_size
+    request_pages = pages(rng, requests)
+    return request_pages.block_table, request_pages.block_size
 
 
 @frozen
@@ -106,15 +106,17 @@ class Trial:
 
     def agrees(self, module: ModuleType) -> bool:
         """Whether a module computes the same as the definition, and touches nothing else."""
-        wanted = [torch.full(tuple(shape), _UNTOUCHED, dtype=LONG).to(dtype) for shape, dtype in self.outs]
-        self._run(definition, self.args, self.keywords, wanted)
+        expected = [torch.full(tuple(shape), _UNTOUCHED, dtype=LONG).to(dtype) for shape, dtype in self.outs]
+        self._run(definition, self.args, self.keywords, expected)
         bases = [torch.full([n + 3 for n in shape], _UNTOUCHED, device=DEVICE).to(dtype) for shape, dtype in self.outs]
-        got = [base[tuple(slice(1, 1 + n) for n in shape)] for base, (shape, _) in zip(bases, self.outs, strict=True)]
-        self._run(module, [there(arg) for arg in self.args], {k: there(v) for k, v in self.keywords.items()}, got)
-        same = all(torch.equal(a, b.cpu()) for a, b in zip(self._defined(wanted), self._defined(got), strict=True))
+        actual = [
+            base[tuple(slice(1, 1 + n) for n in shape)] for base, (shape, _) in zip(bases, self.outs, strict=True)
+        ]
+        self._run(module, [there(arg) for arg in self.args], {k: there(v) for k, v in self.keywords.items()}, actual)
+        same = all(torch.equal(a, b.cpu()) for a, b in zip(self._defined(expected), self._defined(actual), strict=True))
         # undefined, but a kernel that writes there has left its row
-        same = same and all(bool((rest == _UNTOUCHED).all()) for rest in self._undefined(got))
-        for view in got:
+        same = same and all(bool((rest == _UNTOUCHED).all()) for rest in self._undefined(actual))
+        for view in actual:
             view.fill_(_UNTOUCHED)
         return same and all(bool((base == torch.tensor(_UNTOUCHED).to(base.dtype)).all()) for base in bases)
 
@@ -139,12 +141,12 @@ def planted(launcher: ModuleType, kernels: ModuleType, folder: Path, right: str,
     text = inspect.getsource(kernels)
     assert not right or text.count(right) == 1, f"the kernels no longer say {right!r} once"
     # names of their own each time, as compilers remember files by their names
-    made = import_text(folder / f"planted_kernels_{folder.name}.py", text.replace(right, wrong) if right else text)
+    module = import_text(folder / f"planted_kernels_{folder.name}.py", text.replace(right, wrong) if right else text)
     copy = import_text(folder / f"planted_{folder.name}.py", inspect.getsource(launcher))
     launched = [name for name in vars(launcher) if name.endswith("_kernel") and hasattr(kernels, name)]
     assert launched, "the launcher takes no kernel from that file"
     for name in launched:
-        setattr(copy, name, getattr(made, name))
+        setattr(copy, name, getattr(module, name))
     return copy
 
 
@@ -154,10 +156,10 @@ class _Recorder(TorchDispatchMode):
         self.ran = ran
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        devices = {value.device.type for value in (*args, made) if isinstance(value, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        devices = {value.device.type for value in (*args, result) if isinstance(value, Tensor)}
         self.ran.append((str(func).split(".")[1], "cpu" if devices <= {"cpu"} else "device"))
-        return made
+        return result
 
 
 VIEWS = {"as_strided", "slice", "select", "view", "expand", "unsqueeze", "squeeze", "alias", "detach", "split", "t"}
@@ -177,7 +179,9 @@ def operations() -> Iterator[list[tuple[str, str]]]:
 def there(value: Any) -> Any:
     """Return a tensor, a table or tokens on the device under test, with the strides that it has here."""
     if isinstance(value, (PageTable, StepTokens, ChunkTokens)):
-        return evolve(value, **{one.name: there(getattr(value, one.name)) for one in fields(type(value))})
+        return evolve(
+            value, **{attribute.name: there(getattr(value, attribute.name)) for attribute in fields(type(value))}
+        )
     if not isinstance(value, Tensor) or DEVICE is None or DEVICE.type == "cpu":
         return value
     base = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(DEVICE)

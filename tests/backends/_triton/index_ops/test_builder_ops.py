@@ -85,16 +85,16 @@ def windows(rng: Random) -> Trial:
     part = slice(first, last)
     tokens = StepTokens(starts, lens, requests[part], valid[part], first)
     args = tokens, PageTable(*table_of(rng, len(counts))), window
-    rows, width, more = last - first, window + rng.choice([0, 0, 5, 30]), replayed(rng, counts)
-    given = {**more, "causal": rng.random() < 0.5} if width > window else more
+    rows, width, replay = last - first, window + rng.choice([0, 0, 5, 30]), replayed(rng, counts)
+    options = {**replay, "causal": rng.random() < 0.5} if width > window else replay
     outs = ((rows, width), INT), ((rows + rng.randint(0, 20),), INT)
-    return Trial("build_window_indices", args, outs, given)
+    return Trial("build_window_indices", args, outs, options)
 
 
 def gather_lens(rng: Random) -> Trial:
     counts, starts, lens = ragged(rng)
-    given = replayed(rng, counts)
-    return Trial("build_gather_lens", (starts, lens, rng.choice([1, 3, 8])), [((len(counts),), INT)], given)
+    replay_start = replayed(rng, counts)
+    return Trial("build_gather_lens", (starts, lens, rng.choice([1, 3, 8])), [((len(counts),), INT)], replay_start)
 
 
 def compressed(rng: Random) -> Trial:
@@ -109,9 +109,9 @@ def compressed(rng: Random) -> Trial:
 
 def owned(rng: Random) -> Trial:
     """The same of one rank of several."""
-    one, size = compressed(rng), rng.choice([1, 2, 3, 8])
-    own = Ownership(rng.randrange(size), size, rng.choice([1, 1, 2, 5, 64]))
-    return Trial("build_owned_slot_mapping", (own, *one.args), one.outs)
+    trial, size = compressed(rng), rng.choice([1, 2, 3, 8])
+    ownership = Ownership(rng.randrange(size), size, rng.choice([1, 1, 2, 5, 64]))
+    return Trial("build_owned_slot_mapping", (ownership, *trial.args), trial.outs)
 
 
 def cached(rng: Random) -> Trial:
@@ -183,10 +183,10 @@ def tensors(metadata: AttentionMetadata) -> Iterator[tuple[str, Tensor]]:
 @given(scenario=st.one_of(scenarios(), other_windows()), validate=st.booleans())
 @examples(80)
 def test_a_build_with_kernels_equals_one_with_torch(scenario: StepFixture, validate: bool) -> None:
-    wanted = dict(tensors(built(scenario, BuilderOps(), validate=False)))
+    expected = dict(tensors(built(scenario, BuilderOps(), validate=False)))
     for name, got in tensors(built(scenario, kernels.BUILDER_OPS, validate=validate)):
         # behind its width the table of c128a is not cleared, and nobody sees it
-        assert torch.equal(got, wanted[name]), name
+        assert torch.equal(got, expected[name]), name
 
 
 def flash() -> tuple[MetadataBuilder, Batch]:
@@ -222,29 +222,31 @@ def test_a_build_of_all_kinds_is_a_handful_of_launches_of_foreseen_forms() -> No
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_build_of_one_rank_is_as_many_launches_and_equals_one_with_torch(rank: int) -> None:
     _, batch = flash()
-    own, made = Ownership(rank, 2), []
+    ownership, builds = Ownership(rank, 2), []
     for ops in (kernels.BUILDER_OPS, BuilderOps()):
         limits = Limits(8, 512, 8192, num_speculative_tokens=2)
-        builder = OwnedMetadataBuilder(own, ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=ops)
+        builder = OwnedMetadataBuilder(
+            ownership, ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=ops
+        )
         with observed() as seen:
-            made.append(builder.build_for(batch, list(LayerKind)))
+            builds.append(builder.build_for(batch, list(LayerKind)))
         if ops is kernels.BUILDER_OPS:
             assert len(seen) == 7
             assert set(seen) <= {*kernels.variants(builder.geometry.window), *index_kernels.variants(architecture())}
 
     for kind in LayerKind:
-        wanted = dict(tensors(made[1][kind]))
-        for name, got in tensors(made[0][kind]):
-            assert torch.equal(got, wanted[name]), name
+        expected = dict(tensors(builds[1][kind]))
+        for name, got in tensors(builds[0][kind]):
+            assert torch.equal(got, expected[name]), name
 
 
 def test_the_next_build_stands_where_the_last_one_stood() -> None:
     builder, batch = flash()
     kinds = list(LayerKind)
-    own = [(name, t.data_ptr()) for kind in kinds for name, t in tensors(builder.build_for(batch, kinds)[kind])]
+    addresses = [(name, t.data_ptr()) for kind in kinds for name, t in tensors(builder.build_for(batch, kinds)[kind])]
     again = [(name, t.data_ptr()) for kind in kinds for name, t in tensors(builder.build_for(batch, kinds)[kind])]
 
-    assert [(n, a) for n, a in own if "cpu" not in n] == [(n, a) for n, a in again if "cpu" not in n]
+    assert [(n, a) for n, a in addresses if "cpu" not in n] == [(n, a) for n, a in again if "cpu" not in n]
 
 
 class Silent:
@@ -338,9 +340,13 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Callable[..., tuple[Any, ...
         lambda tokens, *args: (other(tokens, is_valid=torch.ones_like(tokens.is_valid)), *args),
     ),
     (compressed, "build_compressed_slot_mapping", lambda *args: (*args[:2], args[2] + 1)),
-    (owned, "build_owned_slot_mapping", lambda own, *args: (other(own, interleave=own.interleave + 1), *args)),
-    (owned, "build_owned_slot_mapping", lambda own, *args: (other(own, size=own.size + 1), *args)),
-    (owned, "build_owned_slot_mapping", lambda own, *args: (other(own, rank=0), *args)),
+    (
+        owned,
+        "build_owned_slot_mapping",
+        lambda ownership, *args: (other(ownership, interleave=ownership.interleave + 1), *args),
+    ),
+    (owned, "build_owned_slot_mapping", lambda ownership, *args: (other(ownership, size=ownership.size + 1), *args)),
+    (owned, "build_owned_slot_mapping", lambda ownership, *args: (other(ownership, rank=0), *args)),
     (cached, "build_cached_mask", lambda tokens, ends, ratio: (tokens, ends + 1, ratio)),
     (cached, "build_cached_mask", lambda tokens, ends, _: (tokens, ends, 1)),
     (

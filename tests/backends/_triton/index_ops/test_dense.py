@@ -281,7 +281,7 @@ def test_the_inputs_hold_what_they_should() -> None:
 
 
 def test_a_form_says_what_its_kernel_is_given() -> None:
-    made: list[Variant] = list(kernels.variants())
+    variants: list[Variant] = list(kernels.variants())
 
-    assert len(made) == len(set(made)) == 10
-    assert {type_ for variant in made for name, type_ in variant.types if name in {"lens", "indptr"}} == {"*i32"}
+    assert len(variants) == len(set(variants)) == 10
+    assert {type_ for variant in variants for name, type_ in variant.types if name in {"lens", "indptr"}} == {"*i32"}

@@ -83,12 +83,12 @@ def test_a_captured_op_follows_lengths_edited_in_place(make: Callable[[Random], 
         lens.copy_(torch.randint(-1, most + 1, (rows,), generator=g))
         lens[most % rows :] = 0  # fewer rows than were captured
         graph.replay()
-        wanted = torch.zeros(rows * width, dtype=INT), torch.zeros(rows + 1, dtype=INT)
-        getattr(definition, name)(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args), out=wanted)
-        end = int(wanted[1][-1])
+        expected = torch.zeros(rows * width, dtype=INT), torch.zeros(rows + 1, dtype=INT)
+        getattr(definition, name)(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args), out=expected)
+        end = int(expected[1][-1])
 
-        assert torch.equal(indptr.cpu(), wanted[1])
-        assert torch.equal(flat[:end].cpu(), wanted[0][:end])
+        assert torch.equal(indptr.cpu(), expected[1])
+        assert torch.equal(flat[:end].cpu(), expected[0][:end])
 
 
 # bugs that must be found
@@ -136,17 +136,17 @@ def test_the_inputs_of_ragged_ops_hold_what_they_should() -> None:
     """Lengths of every kind, rows of several rounds, too many visible ones for their places, and ones far behind."""
     packs, others = ([make(Random(seed)) for seed in range(200)] for make in RAGGED)
     lens = torch.cat([trial.args[1] for trial in packs]).tolist()
-    more, behind = 0, 0
+    cut_rows, hidden_rows = 0, 0
     for trial in others:
         topk, seen, *_ = trial.args
         shown = (topk >= 0) & (topk < seen[:, None])
-        more += int((shown.sum(1) > seen.clamp(0, topk.shape[1])).sum())
+        cut_rows += int((shown.sum(1) > seen.clamp(0, topk.shape[1])).sum())
         # the first of a row stands where a reader of its leading columns never comes
         first = torch.cat([shown, torch.ones_like(seen, dtype=torch.bool)[:, None]], 1).int().argmax(1)
-        behind += int((shown.any(1) & (first >= seen)).sum())
+        hidden_rows += int((shown.any(1) & (first >= seen)).sum())
 
     assert {-1, -(2**31), 0, 2**31 - 1} <= {*lens}
     assert {trial.args[2] for trial in packs} == {0, 3, 9, 2**31}
     assert {trial.args[0].shape[0] for trial in (*packs, *others)} == {0, 1, 4, 9, 12, 20}
-    assert more > 20
-    assert behind > 20
+    assert cut_rows > 20
+    assert hidden_rows > 20

@@ -72,12 +72,12 @@ def launch_paths(
     fake.launched.clear()
     took = []
     for _ in range(2):
-        before = TRITON_LAUNCHES.count
+        count = TRITON_LAUNCHES.count
         launch(kernel, (3, 2), args, constants, **options)
-        took.append("triton" if TRITON_LAUNCHES.count > before else "ready")
+        took.append("triton" if TRITON_LAUNCHES.count > count else "ready")
     extra = {name: value for name, value in options.items() if name not in ("num_warps", "fp_fusion")}
-    told = options_of(options.get("num_warps", 4), 1, fp_fusion=options.get("fp_fusion", True), **extra)
-    kernel[(3, 2)](*args, **constants, **told)
+    launch_options = options_of(options.get("num_warps", 4), 1, fp_fusion=options.get("fp_fusion", True), **extra)
+    kernel[(3, 2)](*args, **constants, **launch_options)
     first, second, alone = (list(passed) for passed in fake.launched)
     for passed in (first, second, alone):
         del passed[METADATA]
@@ -95,7 +95,7 @@ def forms() -> dict[str, Any]:
     parameter = [torch.nn.Parameter(plain[0]), *plain[1:]]
     other = [torch.ones_like(plain[0]), plain[1] + 1, None, plain[3].clone(), 7, 2**33, 2.5]
     careless_of = [plain[0], torch.zeros(3, dtype=torch.int32)[1:], *plain[2:]]
-    asked: dict[str, tuple[Any, ...]] = {
+    cases: dict[str, tuple[Any, ...]] = {
         "plain": (plain, CONSTANTS),
         "unaligned": (odd, CONSTANTS),
         "dtype": (wide, CONSTANTS),
@@ -108,50 +108,50 @@ def forms() -> dict[str, Any]:
         "parameter": (parameter, CONSTANTS),
         "careless": (careless_of, CONSTANTS),
     }
-    told: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     with taking_cpu_tensors():
-        for name, (args, constants, *warps) in asked.items():
+        for name, (args, constants, *warps) in cases.items():
             options = {"num_warps": warps[0]} if warps else {}
-            told[name] = [*launch_paths(fake, rows, args, constants, **options), len(fake.loaded)]
-        told["unfused"] = [*launch_paths(fake, rows, plain, CONSTANTS, fp_fusion=False), len(fake.loaded)]
-        told["registers"] = [*launch_paths(fake, rows, plain, CONSTANTS, maxnreg=64), len(fake.loaded)]
-        told["identity"] = [*launch_paths(fake, rows, plain, Constants(CONSTANTS)), len(fake.loaded)]
-    return told
+            paths[name] = [*launch_paths(fake, rows, args, constants, **options), len(fake.loaded)]
+        paths["unfused"] = [*launch_paths(fake, rows, plain, CONSTANTS, fp_fusion=False), len(fake.loaded)]
+        paths["registers"] = [*launch_paths(fake, rows, plain, CONSTANTS, maxnreg=64), len(fake.loaded)]
+        paths["identity"] = [*launch_paths(fake, rows, plain, Constants(CONSTANTS)), len(fake.loaded)]
+    return paths
 
 
 def other_roads() -> dict[str, Any]:
     """Launch paths where Triton has to be asked each time, and where it has not."""
     fake, args = on(), cpu_args()
-    told: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     entered: list[Any] = []
     chain = triton.knobs.runtime.launch_enter_hook
     with taking_cpu_tensors():
-        told["before"] = launch_paths(fake, rows, args, CONSTANTS)
+        paths["before"] = launch_paths(fake, rows, args, CONSTANTS)
         chain.add(entered.append)
-        told["hook"] = [*launch_paths(fake, rows, args, CONSTANTS), fake.launched[-1][7] is chain]
+        paths["hook"] = [*launch_paths(fake, rows, args, CONSTANTS), fake.launched[-1][7] is chain]
         chain.remove(entered.append)
         rows.add_pre_run_hook(lambda *_, **__: None)
-        told["pre_run"] = launch_paths(fake, rows, args, CONSTANTS)
+        paths["pre_run"] = launch_paths(fake, rows, args, CONSTANTS)
         rows.pre_run_hooks.clear()
-        told["after"] = launch_paths(fake, rows, args, CONSTANTS)
-        told["subclass"] = launch_paths(fake, rows, [args[0].as_subclass(Subclass), *args[1:]], CONSTANTS)
-        told["gluon"] = launch_paths(fake, single, [args[1], 3], {"B": 1}, maxnreg=32)
-        told["values"] = launch_paths(fake, careless, [args[1], 3, 4], {})
-        told["multiples"] = launch_paths(fake, valued, [args[1], 32], {})
+        paths["after"] = launch_paths(fake, rows, args, CONSTANTS)
+        paths["subclass"] = launch_paths(fake, rows, [args[0].as_subclass(Subclass), *args[1:]], CONSTANTS)
+        paths["gluon"] = launch_paths(fake, single, [args[1], 3], {"B": 1}, maxnreg=32)
+        paths["values"] = launch_paths(fake, careless, [args[1], 3, 4], {})
+        paths["multiples"] = launch_paths(fake, valued, [args[1], 32], {})
         with observed() as seen:
-            told["observed"] = [*launch_paths(fake, rows, args, CONSTANTS), len(seen)]
+            paths["observed"] = [*launch_paths(fake, rows, args, CONSTANTS), len(seen)]
         again = on("gfx942")
         runtime.FAR_FORMS = True
-        told["driver"] = launch_paths(again, rows, args, CONSTANTS)
+        paths["driver"] = launch_paths(again, rows, args, CONSTANTS)
         near = again.launched[-1][4]
         limit, runtime._FAR = runtime._FAR, 1
         launch(rows, (3, 2), args, CONSTANTS)
         launch(rows, (3, 2), args, CONSTANTS)
         runtime._FAR = limit
         functions = [passed[4] for passed in again.launched[-2:]]
-        told["far"] = [functions[0] is functions[1], functions[0] is near, again.launched[-1][9] is args[0]]
+        paths["far"] = [functions[0] is functions[1], functions[0] is near, again.launched[-1][9] is args[0]]
         runtime.FAR_FORMS = False
-    return told
+    return paths
 
 
 def again() -> dict[str, Any]:
@@ -159,7 +159,7 @@ def again() -> dict[str, Any]:
     fake, args = on(), cpu_args()
     pointers, numbers = tuple(args[:4]), tuple(args[4:])
     place, looked = Launch(rows, Constants(CONSTANTS), numbers), list[Any]()
-    told: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
 
     def looking(*args: Any, **options: Any) -> Any:
         looked.append(args)
@@ -167,41 +167,41 @@ def again() -> dict[str, Any]:
 
     vars(runtime)["launch"] = looking
 
-    def path(*, where: FakeDriver = fake, given: Sequence[Any] = pointers) -> list[str]:
+    def path(*, where: FakeDriver = fake, arguments: Sequence[Any] = pointers) -> list[str]:
         where.launched.clear()
         looked.clear()
-        before = TRITON_LAUNCHES.count
-        place(3, given)
-        took = "triton" if TRITON_LAUNCHES.count > before else "ready" if looked else "bound"
-        rows[(3,)](*given, *numbers, **CONSTANTS, **options_of(4, 1))
+        count = TRITON_LAUNCHES.count
+        place(3, arguments)
+        took = "triton" if TRITON_LAUNCHES.count > count else "ready" if looked else "bound"
+        rows[(3,)](*arguments, *numbers, **CONSTANTS, **options_of(4, 1))
         ours, theirs = (list(passed) for passed in where.launched)
         del ours[METADATA], theirs[METADATA]
         same = all(a is b or (isinstance(b, (int, float)) and a == b) for a, b in zip(ours, theirs, strict=True))
         return [took, "same" if same else "different"]
 
     with taking_cpu_tensors():
-        told["first"], told["next"] = path(), path()
-        told["other memory"] = path(given=(args[0].clone(), args[1] + 1, None, args[3].clone()))
+        paths["first"], paths["next"] = path(), path()
+        paths["other memory"] = path(arguments=(args[0].clone(), args[1] + 1, None, args[3].clone()))
         triton.knobs.runtime.launch_enter_hook.add(a_hook)
-        told["hook"] = path()
+        paths["hook"] = path()
         triton.knobs.runtime.launch_enter_hook.remove(a_hook)
         rows.add_pre_run_hook(a_hook)
-        told["pre_run"] = path()
+        paths["pre_run"] = path()
         rows.pre_run_hooks.clear()
         with observed() as seen:
-            told["observed"] = [*path(), len(seen)]
-        told["after"] = path()
+            paths["observed"] = [*path(), len(seen)]
+        paths["after"] = path()
         runtime.FAR_FORMS, near = True, place
         place = Launch(rows, Constants(CONSTANTS), numbers)
-        told["far"] = [path()[0], path()[0]]
+        paths["far"] = [path()[0], path()[0]]
         runtime.FAR_FORMS, place = False, near
         vars(runtime)["_devices"], fake.get_current_device = lambda: 2, lambda: 1  # type: ignore[method-assign]
-        told["elsewhere"] = path()[0] == "bound"
+        paths["elsewhere"] = path()[0] == "bound"
         vars(runtime)["_devices"], fake.get_current_device = lambda: 1, lambda: 0  # type: ignore[method-assign]
         other = on()
-        told["driver"] = [path(where=other), path(where=other)]
+        paths["driver"] = [path(where=other), path(where=other)]
     vars(runtime)["launch"] = launch
-    return told
+    return paths
 
 
 def undriven() -> dict[str, Any]:
@@ -209,16 +209,16 @@ def undriven() -> dict[str, Any]:
     fake, args = on(), cpu_args()
     with taking_cpu_tensors():
         launch(rows, (3, 2), args, CONSTANTS)
-    found: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     for device in ("cpu", "meta"):
         fake.launched.clear()
         moved = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
         try:
             launch(rows, (3, 2), moved, CONSTANTS)
-            found[device] = "", len(fake.launched)
+            messages[device] = "", len(fake.launched)
         except ArgumentError as error:
-            found[device] = str(error), len(fake.launched)
-    return found
+            messages[device] = str(error), len(fake.launched)
+    return messages
 
 
 def a_hook(*_: object, **__: object) -> None:
@@ -227,15 +227,17 @@ def a_hook(*_: object, **__: object) -> None:
 
 def slow() -> list[str]:
     """Kernels of backends that are launched by Triton's launcher every time."""
-    found = []
+    names = []
     for package in (_triton, sm120, xpu):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if info.name.rpartition(".")[2] in ("leading_values", "flashinfer"):
                 continue
             module = importlib.import_module(info.name)
-            kernels = [one for one in vars(module).values() if isinstance(one, JITFunction) and one.do_not_specialize]
-            found += [kernel.fn.__name__ for kernel in kernels if launch_cache._entry(kernel) is None]
-    return found
+            kernels = [
+                value for value in vars(module).values() if isinstance(value, JITFunction) and value.do_not_specialize
+            ]
+            names += [kernel.fn.__name__ for kernel in kernels if launch_cache._entry(kernel) is None]
+    return names
 
 
 class Spread:
@@ -248,25 +250,27 @@ class Spread:
 def launchers() -> dict[str, Any]:
     """By launcher of Triton's and what a kernel needs: whether we go past it, and hand the driver the same then."""
     on()
-    told: dict[str, Any] = {}
+    same: dict[str, Any] = {}
     for launcher in (CudaLauncher, HIPLauncher, Spread):
         for changed in ({}, {"global_scratch_size": 64}, {"profile_scratch_size": 64}):
-            one, passed = launcher.__new__(launcher), list[tuple[Any, ...]]()
+            call_launcher, passed = launcher.__new__(launcher), list[tuple[Any, ...]]()
             sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
             sizes |= dict.fromkeys(("global_scratch_align", "profile_scratch_align", "num_ctas", "warp_size"), 1)
             marks = {name: object() for name in ("arg_annotations", "kernel_signature", "launch_pdl")}
-            vars(one).update({**sizes, **marks, "launch_cooperative_grid": object(), "gsan_enabled": False, **changed})
-            one.launch = lambda *args, passed=passed: passed.append(args)
-            built: Any = SimpleNamespace(run=one, function=object(), packed_metadata=object())
+            vars(call_launcher).update(
+                {**sizes, **marks, "launch_cooperative_grid": object(), "gsan_enabled": False, **changed}
+            )
+            call_launcher.launch = lambda *args, passed=passed: passed.append(args)
+            built: Any = SimpleNamespace(run=call_launcher, function=object(), packed_metadata=object())
             args = [object() for _ in range(5)]
             call, head, middle, together = launch_cache._driver_call(built, len(args) + 2)
             ours = launch_cache.CachedLaunch(call, head, middle, together, (8, 9), None, built)
             name = " ".join([launcher.__name__, *changed])
-            if call is not one:
+            if call is not call_launcher:
                 ours.launch((2, 3, 4), 0, args)
-                one(2, 3, 4, 0, built.function, built.packed_metadata, None, None, None, *args, 8, 9)
-            told[name] = [call is not one, passed[:1] == passed[1:]]
-    return told
+                call_launcher(2, 3, 4, 0, built.function, built.packed_metadata, None, None, None, *args, 8, 9)
+            same[name] = [call is not call_launcher, passed[:1] == passed[1:]]
+    return same
 
 
 @contextmanager

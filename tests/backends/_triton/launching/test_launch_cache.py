@@ -58,12 +58,12 @@ def test_constants_known_by_identity_compile_nothing_anew(facts: dict[str, Any])
 
 
 def test_a_profiler_sees_every_launch(facts: dict[str, Any]) -> None:
-    told = facts["other_roads"]
+    paths = facts["other_roads"]
 
-    assert told["before"] == NEW
-    assert told["hook"] == [*ALWAYS, True]
-    assert told["pre_run"] == ALWAYS
-    assert told["after"] == KNOWN
+    assert paths["before"] == NEW
+    assert paths["hook"] == [*ALWAYS, True]
+    assert paths["pre_run"] == ALWAYS
+    assert paths["after"] == KNOWN
 
 
 def test_kernels_that_compile_for_values_and_tensors_of_other_kinds_are_always_triton_s(facts: dict[str, Any]) -> None:
@@ -89,18 +89,18 @@ def test_far_memory_is_a_form_of_its_own_and_is_passed_as_it_is(facts: dict[str,
 
 
 def test_who_launches_one_form_again_and_again_passes_what_triton_passes(facts: dict[str, Any]) -> None:
-    told = facts["again"]
+    paths = facts["again"]
 
-    assert told["first"] == ["triton", "same"]
-    assert told["next"] == told["other memory"] == told["after"] == ["bound", "same"]
+    assert paths["first"] == ["triton", "same"]
+    assert paths["next"] == paths["other memory"] == paths["after"] == ["bound", "same"]
 
 
 def test_the_shortest_road_is_left_for_whoever_watches_or_wants_to_look_at_tensors(facts: dict[str, Any]) -> None:
-    told = facts["again"]
+    paths = facts["again"]
 
-    assert told["hook"] == told["pre_run"] == ["triton", "same"]
-    assert told["observed"] == ["ready", "same", 1]
-    assert "bound" not in told["far"]
+    assert paths["hook"] == paths["pre_run"] == ["triton", "same"]
+    assert paths["observed"] == ["ready", "same", 1]
+    assert "bound" not in paths["far"]
 
 
 def test_the_shortest_road_ends_where_the_device_or_the_driver_is_another(facts: dict[str, Any]) -> None:
@@ -119,18 +119,18 @@ def test_tensors_that_no_kernel_can_read_are_refused_where_the_form_is_compiled(
 
 
 def test_the_driver_is_handed_what_triton_s_own_launchers_hand_it(facts: dict[str, Any]) -> None:
-    told = facts["launchers"]
+    same_arguments = facts["launchers"]
 
-    assert told["CudaLauncher"] == told["HIPLauncher"] == told["Spread"] == [True, True]
-    assert all(same for past, same in told.values() if past)
+    assert same_arguments["CudaLauncher"] == same_arguments["HIPLauncher"] == same_arguments["Spread"] == [True, True]
+    assert all(same for past, same in same_arguments.values() if past)
 
 
 def test_a_kernel_that_needs_memory_for_each_program_is_left_to_its_launcher(facts: dict[str, Any]) -> None:
-    told = facts["launchers"]
+    same_arguments = facts["launchers"]
 
-    assert told["CudaLauncher global_scratch_size"] == [False, True]
-    assert told["CudaLauncher profile_scratch_size"] == [False, True]
-    assert told["HIPLauncher profile_scratch_size"] == [False, True]
+    assert same_arguments["CudaLauncher global_scratch_size"] == [False, True]
+    assert same_arguments["CudaLauncher profile_scratch_size"] == [False, True]
+    assert same_arguments["HIPLauncher profile_scratch_size"] == [False, True]
 
 
 def test_every_kernel_of_a_backend_can_be_launched_again(facts: dict[str, Any]) -> None:
@@ -143,12 +143,12 @@ def test_equal_numbers_of_different_types_are_different_forms() -> None:
 
 
 def test_constants_are_equal_to_themselves_alone() -> None:
-    one, other = Constants(CONSTANTS), Constants(CONSTANTS)
+    first, second = Constants(CONSTANTS), Constants(CONSTANTS)
 
-    assert one != other
-    assert one in {one: 0, other: 1}
-    assert len({one, other}) == 2
-    assert dict(one) == dict(other)
+    assert first != second
+    assert first in {first: 0, second: 1}
+    assert len({first, second}) == 2
+    assert dict(first) == dict(second)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are not interpreted here")

@@ -14,13 +14,13 @@ from tests.programs import told_by
 
 
 @pytest.fixture(scope="module")
-def told() -> Any:
+def waits_by_name() -> Any:
     """What `compiled_waits.py` says."""
     return told_by(str(Path(__file__).with_name("compiled_waits.py")))
 
 
-def test_every_kernel_of_a_step_waits_before_it_touches_memory_on_sm_90(told: Any) -> None:
-    on = {name: form for name, form in told.items() if name.startswith("sm_90")}
+def test_every_kernel_of_a_step_waits_before_it_touches_memory_on_sm_90(waits_by_name: Any) -> None:
+    on = {name: form for name, form in waits_by_name.items() if name.startswith("sm_90")}
 
     assert {name.split()[-1] for name in on} >= {
         "attention",
@@ -36,8 +36,8 @@ def test_every_kernel_of_a_step_waits_before_it_touches_memory_on_sm_90(told: An
         assert form["accesses"] > 0, name
 
 
-def test_no_kernel_does_where_that_was_not_measured(told: Any) -> None:
-    off = [form for name, form in told.items() if name.startswith("sm_80")]
+def test_no_kernel_does_where_that_was_not_measured(waits_by_name: Any) -> None:
+    off = [form for name, form in waits_by_name.items() if name.startswith("sm_80")]
 
     assert off
     assert not any(form["waits"] or form["lets"] or form["option"] for form in off)

@@ -73,7 +73,7 @@ class Sliced(Engine):
         """All that a step can ask for."""
         requests = self.requests(rng)
         rows = sum(count for _, count in requests)
-        self.q, self.kv, self.out = (sliced(each, rng) for each in (self.q, self.kv, self.out))
+        self.q, self.kv, self.out = (sliced(tensor, rng) for tensor in (self.q, self.kv, self.out))
         metadata = self.metadata(self.load(requests, rng), full_width=rng.random() < 0.5)
         self.insert(rows, metadata)
         lse = torch.zeros(rows, self.one.num_heads, device=self.device) if rng.random() < 0.3 else None
@@ -117,18 +117,20 @@ def test_g18_slices_and_every_dtype_are_foreseen(name: str, layout: str) -> None
     seen, (cache, dtype) = set[Variant](), LAYOUTS[layout]
     for seed, kind in enumerate(LayerKind):
         on = engine(name, cache, dtype, kind)
-        asked, known = on.sweep(6, seed), foreseen(on.backend, on.bounds())
-        seen |= asked
+        launched, known = on.sweep(6, seed), foreseen(on.backend, on.bounds())
+        seen |= launched
 
-        assert asked <= known, {str(one) for one in asked - known}
+        assert launched <= known, {str(variant) for variant in launched - known}
     # the sweep has met rows of both kinds
     assert {1, 16} == values(seen, "ROW_ALIGNED")
     assert 1 in values(seen, "UNIT")
-    assert {"project_kernel", "qnorm_rope_kv_insert_kernel", "insert_kernel", "attention"} <= {one.name for one in seen}
+    assert {"project_kernel", "qnorm_rope_kv_insert_kernel", "insert_kernel", "attention"} <= {
+        variant.name for variant in seen
+    }
 
 
 def values(variants: set[Variant], name: str) -> set[Any]:
-    return {dict(one.constants)[name] for one in variants if name in dict(one.constants)}
+    return {dict(variant.constants)[name] for variant in variants if name in dict(variant.constants)}
 
 
 ODD = (
@@ -143,12 +145,12 @@ ODD = (
 @pytest.mark.parametrize("geometry", ODD, ids=lambda geometry: str(geometry.head_dim))
 @pytest.mark.parametrize("name", forms())
 def test_g18_slices_of_any_dims_are_foreseen(name: str, geometry: ModelGeometry) -> None:
-    for seed, (cache, dtype) in enumerate((factories.layouts(geometry)[one], BF16) for one in ("ocp", "bf16")):
+    for seed, (cache, dtype) in enumerate((factories.layouts(geometry)[name], BF16) for name in ("ocp", "bf16")):
         for kind in (LayerKind.SWA, LayerKind.CSA):
             on = engine(name, cache, dtype, kind, geometry)
-            asked, known = on.sweep(4, seed), foreseen(on.backend, on.bounds())
+            launched, known = on.sweep(4, seed), foreseen(on.backend, on.bounds())
 
-            assert asked <= known, {str(one) for one in asked - known}
+            assert launched <= known, {str(variant) for variant in launched - known}
 
 
 @pytest.mark.parametrize("layout", factories.layouts(ODD[1]).values(), ids=factories.layouts(ODD[1]))
@@ -170,11 +172,11 @@ def test_g18_plain_pages_with_gaps_are_foreseen_on_hopper() -> None:
     memory = torch.empty(blocks * (size + 1) * dim, dtype=BF16, device=META)
     on.swa = PagedKVCache(memory.as_strided((blocks, size, dim), ((size + 1) * dim, dim, 1)), on.layout)
     on.layer.bind_kv_cache(on.swa)
-    asked = on.sweep(6, 1)
+    launched = on.sweep(6, 1)
 
     assert on.bounds().aligned
-    assert values(asked, "UNIT") == {1, 8}, "the shared kernel serves"
-    assert asked <= foreseen(on.backend, on.bounds())
+    assert values(launched, "UNIT") == {1, 8}, "the shared kernel serves"
+    assert launched <= foreseen(on.backend, on.bounds())
 
 
 @meta_only
@@ -185,10 +187,10 @@ def test_g18_plain_pages_with_gaps_are_foreseen_on_hopper() -> None:
 )
 def test_g18_what_breaks_a_promise_is_not_foreseen(promise: dict[str, Any], kernel: str) -> None:
     on = engine("triton", *LAYOUTS["fp8"], LayerKind.CSA)
-    asked, known = on.sweep(6, 0), foreseen(on.backend, evolve(on.bounds(), **promise))
+    launched, known = on.sweep(6, 0), foreseen(on.backend, evolve(on.bounds(), **promise))
 
     assert known < foreseen(on.backend, on.bounds())
-    assert kernel in {one.name for one in asked - known}
+    assert kernel in {variant.name for variant in launched - known}
 
 
 @meta_only
@@ -211,7 +213,7 @@ def test_g18_forms_of_a_model_stay_few(name: str) -> None:
     bounds = WarmupSpec.of(FLASH, Limits(256, 8192, 65536))
     for arch in ("sm_90", "sm_120", "gfx942", "xpu"):
         device = DeviceFacts.named(arch)
-        counts = [len(set(BACKENDS[name]().kernel_variants(one, device))) for one in (bounds, promised(bounds))]
+        counts = [len(set(BACKENDS[name]().kernel_variants(spec, device))) for spec in (bounds, promised(bounds))]
 
         # of a pair the forms of both are compiled
         assert counts[0] <= (150 if " with " in name else 100), (arch, counts)

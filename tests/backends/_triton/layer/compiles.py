@@ -53,9 +53,9 @@ def streams(arch: str) -> Iterator[Variant]:
 def codes(arch: str, fp8_format: Fp8Format) -> Iterator[Variant]:
     """The output projection in fp8: the largest tile, with scales of one type."""
     large, fnuz = output.tiles_for(fp8_format, arch)[-1], fp8_format is Fp8Format.FNUZ
-    wanted = {"BLOCK_M": large.tokens, "BLOCK_N": large.ranks, "FNUZ": fnuz}
+    constants = {"BLOCK_M": large.tokens, "BLOCK_N": large.ranks, "FNUZ": fnuz}
     forms = output.variants(64, 512, 64, 8, 1024, BF16, arch=arch)
-    yield next(form for form in forms if wanted.items() <= dict(form.constants).items())
+    yield next(form for form in forms if constants.items() <= dict(form.constants).items())
 
 
 def native_codes(arch: str) -> Iterator[Variant]:

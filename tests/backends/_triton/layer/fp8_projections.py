@@ -73,11 +73,11 @@ class Call:
 
     def quantise(self, **options: Any) -> tuple[Tensor, Tensor]:
         """Codes and scales; o must stay."""
-        before = self.o.clone().view(torch.uint8)
+        original = self.o.clone().view(torch.uint8)
         rest = self.o, self.positions, self.table, self.groups
         options = {"columns": self.block, **options}
         codes, scales = output.inv_rope_fp8_quant(*rest, fp8_format=self.format, **options)
-        assert torch.equal(self.o.contiguous().view(torch.uint8), before)
+        assert torch.equal(self.o.contiguous().view(torch.uint8), original)
         return codes, scales
 
     def turned(self) -> NDArray[np.float32]:

@@ -98,10 +98,10 @@ class Entries:
 
     def run(self, step: Callable[..., None] = compress.compress_norm_rope_store) -> PagedKVCache:
         """The cache, written by a step."""
-        cache, before = self.cache(), memory(self.states)
+        cache, original = self.cache(), memory(self.states)
         states, norm = StatePages(self.states, self.table), EntryNorm(self.weight, self.eps, self.angles)
         step(states, self.request, self.positions, self.slots, norm, self.ratio, cache, overlap=self.overlap)
-        assert torch.equal(memory(self.states), before)
+        assert torch.equal(memory(self.states), original)
         return cache
 
     def wanted(self) -> PagedKVCache:
@@ -110,9 +110,9 @@ class Entries:
 
     def check(self) -> PagedKVCache:
         """Fail unless entries are the definition's, and no other byte was written. Returns the cache."""
-        found, wanted = self.run(), self.wanted()
-        same_entries(found, wanted)
-        return found
+        actual, expected = self.run(), self.wanted()
+        same_entries(actual, expected)
+        return actual
 
 
 def values_of(cache: PagedKVCache) -> Tensor:
@@ -123,16 +123,16 @@ def values_of(cache: PagedKVCache) -> Tensor:
     return records.read_index_keys(cache, slots).cpu()
 
 
-def same_entries(found: PagedKVCache, wanted: PagedKVCache) -> None:
+def same_entries(actual: PagedKVCache, expected: PagedKVCache) -> None:
     """Entries are equal, but for codes and bf16 values that lie next to each other, of which there are few."""
-    now, right = memory(found), memory(wanted)
+    now, right = memory(actual), memory(expected)
     if torch.equal(now, right):
         return
-    a, b = values_of(found), values_of(wanted)
-    codes = 2.0**-3 if found.layout.fp8_format else 0.5  # distance of neighbours, relative
-    step = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7}.get(found.layout.dtype, 1.01 * codes)
+    a, b = values_of(actual), values_of(expected)
+    codes = 2.0**-3 if actual.layout.fp8_format else 0.5  # distance of neighbours, relative
+    step = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7}.get(actual.layout.dtype, 1.01 * codes)
     torch.testing.assert_close(a, b, rtol=step, atol=1e-5, equal_nan=True)
-    if found.layout.dtype != torch.float32:
+    if actual.layout.dtype != torch.float32:
         assert (now != right).sum() <= max(2, len(now) // 500)
 
 
@@ -167,15 +167,15 @@ def test_bits_of_an_entry_depend_on_no_other_token() -> None:
     step = Entries(LAYOUTS[11], 5, True, 4, requests=6)
     together, ends = values_of(step.run()), (step.slots >= 0).nonzero().flatten().tolist()
     for token in ends:
-        one = attrs.evolve(step)
+        single = attrs.evolve(step)
         for name in ("states", "table", "weight", "angles", "shape", "gap", "start"):
-            setattr(one, name, getattr(step, name))
-        one.positions, one.request, one.slots = (
+            setattr(single, name, getattr(step, name))
+        single.positions, single.request, single.slots = (
             getattr(step, name)[token : token + 1].clone() for name in ("positions", "request", "slots")
         )
-        slot = int(one.slots[0])
+        slot = int(single.slots[0])
 
-        assert torch.equal(values_of(one.run())[slot], together[slot])
+        assert torch.equal(values_of(single.run())[slot], together[slot])
 
 
 def test_slots_that_do_not_exist_are_skipped_whatever_the_position() -> None:
@@ -186,16 +186,16 @@ def test_slots_that_do_not_exist_are_skipped_whatever_the_position() -> None:
     step.slots[ends[: len(garbage)]] = garbage
     wild = torch.tensor([2**62 - 1, -(2**62) - 1, 2**40 + 3, -1, 3, 2**63 - 1], device=DEVICE)
     step.positions[ends[: len(garbage)]] = wild
-    found = step.run()
+    cache = step.run()
     live = step.slots.cpu()[(step.slots.cpu() >= 0) & (step.slots.cpu() < capacity)]
     untouched = torch.ones(capacity, dtype=torch.bool)
     untouched[live] = False
 
     assert len(live)
-    codes = found.region("nope").cpu().flatten(0, 1)
+    codes = cache.region("nope").cpu().flatten(0, 1)
     assert (codes[untouched] == 0xFF).all()
-    assert (found.region("scale").cpu().flatten(0, 1)[untouched] == 0xFF).all()
-    assert not (found.region("scale").cpu().flatten(0, 1)[live] == 0xFF).any()
+    assert (cache.region("scale").cpu().flatten(0, 1)[untouched] == 0xFF).all()
+    assert not (cache.region("scale").cpu().flatten(0, 1)[live] == 0xFF).any()
 
 
 def test_tokens_that_end_no_window_and_tokens_behind_the_slots_store_nothing() -> None:
@@ -219,10 +219,10 @@ def test_states_without_a_block_do_not_count() -> None:
         rows, used = step.states.region("row"), torch.zeros(step.states.num_blocks, dtype=torch.bool)
         used[step.table.cpu()[~dead].long()] = True
         rows[(~used).to(DEVICE)] = nan
-        found = values_of(step.check())[step.slots[step.slots >= 0].cpu()]
+        entry_values = values_of(step.check())[step.slots[step.slots >= 0].cpu()]
 
-        assert len(found)
-        assert not found.isnan().any()
+        assert len(entry_values)
+        assert not entry_values.isnan().any()
 
 
 def test_requests_and_columns_that_do_not_exist_have_no_states() -> None:
@@ -232,9 +232,9 @@ def test_requests_and_columns_that_do_not_exist_have_no_states() -> None:
     step.table = step.table[:, : step.table.shape[1] - 2]
     step.check()
     step.table = step.table[:, :0]
-    found = values_of(step.run())[step.slots[step.slots >= 0].cpu()]
+    values = values_of(step.run())[step.slots[step.slots >= 0].cpu()]
 
-    assert (found == 0).all()
+    assert (values == 0).all()
 
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -278,9 +278,9 @@ def test_kv_of_any_kind_counts_as_in_the_definition(kv: str, layout: KVCacheLayo
         KVS[kv](row)
     if kv == "NaN of no weight":
         halves[::3, 1, 3] = -1e30
-    found, wanted = step.run(), step.wanted()
+    actual, expected = step.run(), step.wanted()
 
-    torch.testing.assert_close(values_of(found), values_of(wanted), rtol=0.13, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(values_of(actual), values_of(expected), rtol=0.13, atol=1e-5, equal_nan=True)
 
 
 def test_eps_is_the_one_that_is_given() -> None:
@@ -293,10 +293,10 @@ def test_eps_is_the_one_that_is_given() -> None:
 def test_a_norm_weight_in_bf16_counts_as_its_values_in_fp32(layout: KVCacheLayout, ratio: int) -> None:
     step = Entries(layout, ratio, False, 2)
     step.weight = step.weight.bfloat16()
-    found = memory(step.check())
+    actual = memory(step.check())
     step.weight = step.weight.float()
 
-    assert torch.equal(memory(step.run()), found)
+    assert torch.equal(memory(step.run()), actual)
 
 
 @pytest.mark.parametrize("weight", [torch.ones(32, dtype=torch.float64), torch.ones(31), torch.ones(1, 32)])
@@ -304,9 +304,9 @@ def test_another_norm_weight_is_refused_before_a_launch(weight: Tensor) -> None:
     step = Entries(LAYOUTS[3], 4, True)
     step.weight = weight.to(DEVICE)
     steps = TorchOps().compress_norm_rope_store
-    for each in (compress.compress_norm_rope_store, steps):
+    for run in (compress.compress_norm_rope_store, steps):
         with pytest.raises(ArgumentError, match=r"norm\.weight: expected \[32\] float32 or bfloat16") as raised:
-            step.run(each)
+            step.run(run)
         assert str(weight.dtype).removeprefix("torch.") in str(raised.value)
 
 

@@ -42,7 +42,7 @@ class Save:
         """Fail unless all bytes are the definition's."""
         actual, expected = self.cache(), self.cache(CPU)
         arguments = self.kv, self.score, self.ape, self.positions
-        before = [tensor.clone() for tensor in arguments]
+        copies = [tensor.clone() for tensor in arguments]
         compress.save_partial_states(*arguments, actual, self.slots)
         kv, score, ape, positions = (tensor.cpu() for tensor in arguments)
         # without such a slot the definition rewrites the NaN of slot 0
@@ -50,7 +50,7 @@ class Save:
             compressor.save_partial_states(kv, score, ape, positions, expected, self.slots.cpu())
 
         assert torch.equal(memory(actual), memory(expected))
-        assert all(map(torch.equal, before, arguments))
+        assert all(map(torch.equal, copies, arguments))
 
 
 @pytest.mark.parametrize(("width", "ratio"), [(64, 4), (48, 4), (7, 3), (1024, 4), (512, 128), (1500, 128)])

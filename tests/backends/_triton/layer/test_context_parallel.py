@@ -55,20 +55,20 @@ def compare() -> None:
     everyone = distributed.group.WORLD
     assert everyone is not None
     context = ContextParallel(everyone)
-    over: dict[str, Any] = {"context_parallel": context, "layer_options": {"context_parallel": context}}
-    one = LayerStack(GenericBackend(), FP8, compressed_block_tokens=64)
-    many = LayerStack(GenericBackend(), FP8, compressed_block_tokens=64, **over)
-    hidden = one.hidden(0, 41)
-    sequences = one.manager.new(), many.manager.new()
+    options: dict[str, Any] = {"context_parallel": context, "layer_options": {"context_parallel": context}}
+    single = LayerStack(GenericBackend(), FP8, compressed_block_tokens=64)
+    many = LayerStack(GenericBackend(), FP8, compressed_block_tokens=64, **options)
+    hidden = single.hidden(0, 41)
+    sequences = single.manager.new(), many.manager.new()
     for first, count in ((0, 30), (30, 10), (40, 1)):
-        with observed() as before:
-            alone = one.step([(sequences[0], count)], hidden[first : first + count])
+        with observed() as alone_seen:
+            alone = single.step([(sequences[0], count)], hidden[first : first + count])
         with observed() as seen:
             mine = many.step([(sequences[1], count)], hidden[first : first + count])
         for got, expected in zip(mine, alone, strict=True):
             assert float((got - expected).norm()) <= 4e-3 * float(expected.norm()), (first, count)
-    launches, alone_launches = (Counter(variant.name for variant in each) for each in (seen, before))
+    launches, alone_launches = (Counter(variant.name for variant in variants) for variants in (seen, alone_seen))
     kinds = Counter(layer.layer.kind.value for layer in many.layers)
     entries = kinds["c4a"] + kinds["c128a"]
-    more = {"owned_kernel": entries, "merge_parts_kernel": entries, "keep_kernel": kinds["c4a"]}
-    assert (launches - alone_launches, alone_launches - launches) == (more, {"compressed_kernel": entries})
+    further_launches = {"owned_kernel": entries, "merge_parts_kernel": entries, "keep_kernel": kinds["c4a"]}
+    assert (launches - alone_launches, alone_launches - launches) == (further_launches, {"compressed_kernel": entries})

@@ -10,10 +10,10 @@ from tests.programs import told_by
 
 
 def test_the_fullest_kernels_keep_every_limit() -> None:
-    told = told_by("-m", "tests.backends._triton.layer.compiles")
-    assert {name: one["reasons"] for name, one in told.items() if one["reasons"]} == {}
+    kernels = told_by("-m", "tests.backends._triton.layer.compiles")
+    assert {name: facts["reasons"] for name, facts in kernels.items() if facts["reasons"]} == {}
     # as many as are meant: no form has got lost because a constant has another name
-    assert {name: one["forms"] for name, one in told.items()} == FORMS
+    assert {name: facts["forms"] for name, facts in kernels.items()} == FORMS
 
 
 FORMS = {

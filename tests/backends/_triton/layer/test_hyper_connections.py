@@ -295,8 +295,8 @@ def test_bits_of_a_token_do_not_depend_on_the_number_of_tokens_if_deterministic(
             call.tokens(slice(first, None)).run(KERNELS, deterministic=True) for first in (8, 5, 0)
         )
 
-    for more in results_of_more:
-        assert [name for name in more if not torch.equal(more[name][-1], results[name][-1])] == []
+    for other_results in results_of_more:
+        assert [name for name in other_results if not torch.equal(other_results[name][-1], results[name][-1])] == []
 
 
 def test_parts_of_a_factor_are_bf16_numbers_whose_sum_it_is() -> None:

@@ -74,12 +74,12 @@ class ScoredKeys:
         return scores, maxima
 
 
-def hold(found: Tensor, wanted: Tensor, sizes: Tensor, layout: KVCacheLayout) -> None:
+def hold(actual: Tensor, expected: Tensor, sizes: Tensor, layout: KVCacheLayout) -> None:
     """Equal within rounding, and NaN in the same places."""
     budget = NATIVE if index_logits.multiplies_codes(layout, architecture()) else EXACT
-    assert torch.equal(found.isnan(), wanted.isnan())
-    kept = ~wanted.isnan()
-    assert ((found - wanted).abs()[kept] <= budget * sizes[kept]).all()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    kept = ~expected.isnan()
+    assert ((actual - expected).abs()[kept] <= budget * sizes[kept]).all()
 
 
 @pytest.mark.parametrize("exact_rows", [False, True])
@@ -91,26 +91,26 @@ def test_scores_of_what_a_token_sees_are_written_and_nothing_else(
     name: str, page: int, heads: int, *, exact_rows: bool
 ) -> None:
     keys = ScoredKeys(LAYOUTS[name], page, heads, gap=4608 if page == 48 else 0)
-    found, _ = keys.score(exact_rows=exact_rows)
-    wanted, sizes, seen = keys.wanted()
+    actual, _ = keys.score(exact_rows=exact_rows)
+    expected, sizes, seen = keys.wanted()
 
-    hold(found[seen], wanted[seen], sizes[seen], keys.layout)
-    assert (found[~seen] == 7).all()
+    hold(actual[seen], expected[seen], sizes[seen], keys.layout)
+    assert (actual[~seen] == 7).all()
 
 
 @pytest.mark.parametrize("run", [128, 256])
 def test_maxima_are_those_of_the_scores(run: int) -> None:
     keys = ScoredKeys(LAYOUTS["fp8"])
-    found, maxima = keys.score(run)
+    scores, maxima = keys.score(run)
     assert maxima is not None
     entry = torch.arange(300, device=DEVICE)
     group = entry // run * index_logits.LANES + entry % index_logits.LANES
     for token, count in enumerate(keys.lens.tolist()):
-        visible = found[token, :count].masked_fill(found[token, :count].isnan(), -inf)
-        wanted = torch.full_like(maxima[token], -inf).scatter_reduce(0, group[:count], visible, "amax")
+        visible = scores[token, :count].masked_fill(scores[token, :count].isnan(), -inf)
+        expected = torch.full_like(maxima[token], -inf).scatter_reduce(0, group[:count], visible, "amax")
         runs = -(-count // run) * index_logits.LANES
 
-        assert torch.equal(maxima[token, :runs], wanted[:runs]), token
+        assert torch.equal(maxima[token, :runs], expected[:runs]), token
 
 
 @pytest.mark.parametrize("what", ["code", "scale", "query"])
@@ -125,52 +125,54 @@ def test_a_nan_reaches_its_own_scores(what: str) -> None:
         keys.cache.region("scale")[block, entry % 64] = nan
     else:
         keys.query.values.view(torch.uint8)[token, 3, 7] = 0x7F
-    found, _ = keys.score()
+    scores, _ = keys.score()
     hit = torch.zeros_like(clean, dtype=torch.bool)
     if what == "query":
         hit[token, :200] = True
     else:
         hit[0, entry] = True
 
-    assert found[hit].isnan().all()
-    assert torch.equal(found[~hit].nan_to_num(1e30), clean[~hit].nan_to_num(1e30))
+    assert scores[hit].isnan().all()
+    assert torch.equal(scores[~hit].nan_to_num(1e30), clean[~hit].nan_to_num(1e30))
 
 
 def test_bits_do_not_depend_on_other_tokens_if_asked() -> None:
     keys = ScoredKeys(LAYOUTS["fp8"])
     whole, _ = keys.score(exact_rows=True)
     for token in (1, 2, 6):
-        one = slice(token, token + 1)
+        row = slice(token, token + 1)
         alone = torch.full((1, 300), 7.0, device=DEVICE)
-        token_map = TokenMap(keys.table, keys.token_to_req[one], keys.lens[one])
-        index_logits.score(keys.query.tokens(one), keys.cache, token_map, alone, None, 0, exact_rows=True)
+        token_map = TokenMap(keys.table, keys.token_to_req[row], keys.lens[row])
+        index_logits.score(keys.query.tokens(row), keys.cache, token_map, alone, None, 0, exact_rows=True)
 
-        assert torch.equal(alone.nan_to_num(1e30), whole[one].nan_to_num(1e30))
+        assert torch.equal(alone.nan_to_num(1e30), whole[row].nan_to_num(1e30))
 
 
-def agree(found: Tensor, wanted: Tensor) -> None:
+def agree(actual: Tensor, expected: Tensor) -> None:
     """Equal within rounding, and -inf in the same places."""
-    assert torch.equal(found == -inf, wanted == -inf)
-    there = wanted != -inf
-    assert torch.allclose(found[there], wanted[there], rtol=1e-4, atol=1e-3 * float(wanted[there].abs().max()))
+    assert torch.equal(actual == -inf, expected == -inf)
+    is_visible = expected != -inf
+    assert torch.allclose(
+        actual[is_visible], expected[is_visible], rtol=1e-4, atol=1e-3 * float(expected[is_visible].abs().max())
+    )
 
 
-@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize("drafts", [1, 2, 3])
 @pytest.mark.parametrize("page", [64, 48])
 @pytest.mark.parametrize("dim", [128, 64])
-def test_the_fields_function_on_pages(each: int, page: int, dim: int) -> None:
+def test_the_fields_function_on_pages(drafts: int, page: int, dim: int) -> None:
     torch.manual_seed(1)
     dialect = Fp8Format.OCP if dim == 128 else Fp8Format.FNUZ
     cache = PagedKVCache.allocate(KVCacheLayout.index_fp8(dim, fp8_format=dialect), 30, page, DEVICE)
     store_index_keys(torch.randn(30 * page, dim, device=DEVICE), cache, torch.arange(30 * page, device=DEVICE))
     table = torch.randperm(30)[:21].view(3, 7).int().to(DEVICE)
     table[1, 1], table[2, 0] = -1, 99
-    q = torch.randn(3, each, 8, dim, device=DEVICE).to(dialect.dtype)
-    weights = torch.randn(3 * each, 16, device=DEVICE)[:, :8]
-    lens = torch.tensor([[200, 0, 310], [77, 330, 5], [-3, 129, 64]], dtype=torch.int32, device=DEVICE)[:, :each]
-    given = q, cache, weights, lens, table, None, 333
+    q = torch.randn(3, drafts, 8, dim, device=DEVICE).to(dialect.dtype)
+    weights = torch.randn(3 * drafts, 16, device=DEVICE)[:, :8]
+    lens = torch.tensor([[200, 0, 310], [77, 330, 5], [-3, 129, 64]], dtype=torch.int32, device=DEVICE)[:, :drafts]
+    arguments = q, cache, weights, lens, table, None, 333
 
-    agree(index_logits.fp8_paged_mqa_logits(*given), indexer.fp8_paged_mqa_logits(*given))
+    agree(index_logits.fp8_paged_mqa_logits(*arguments), indexer.fp8_paged_mqa_logits(*arguments))
 
 
 def test_the_fields_function_over_gathered_rows() -> None:
@@ -179,9 +181,9 @@ def test_the_fields_function_over_gathered_rows() -> None:
     q, weights = torch.randn(7, 8, 128, device=DEVICE).to(torch.float8_e4m3fn), torch.randn(7, 8, device=DEVICE)
     first = torch.tensor([0, 0, 70, 130, 200, 5, 150], dtype=torch.int32, device=DEVICE)
     end = torch.tensor([201, 3, 140, 130, 201, 100, 190], dtype=torch.int32, device=DEVICE)
-    given = q, (k, scales), weights, first, end
+    arguments = q, (k, scales), weights, first, end
 
-    agree(index_logits.fp8_mqa_logits(*given), indexer.fp8_mqa_logits(*given))
+    agree(index_logits.fp8_mqa_logits(*arguments), indexer.fp8_mqa_logits(*arguments))
 
 
 @pytest.mark.parametrize("empty", ["requests", "columns", "blocks"])
@@ -193,20 +195,20 @@ def test_nothing_to_score(empty: str) -> None:
     table = torch.zeros(requests, 0 if empty == "columns" else 3, dtype=torch.int32, device=DEVICE)
     lens = torch.full((requests,), 9, dtype=torch.int32, device=DEVICE)
     weights = torch.ones(requests, 8, device=DEVICE)
-    found = index_logits.fp8_paged_mqa_logits(q, cache, weights, lens, table, None, 100)
+    logits = index_logits.fp8_paged_mqa_logits(q, cache, weights, lens, table, None, 100)
 
-    assert found.shape == (requests, 100)
-    assert (found == -inf).all()
+    assert logits.shape == (requests, 100)
+    assert (logits == -inf).all()
 
 
 def test_keys_of_another_layout_are_refused() -> None:
     cache = PagedKVCache.allocate(LAYOUTS["fnuz"], 3, 64, DEVICE)
     q = torch.zeros(1, 1, 8, 128, device=DEVICE).to(torch.float8_e4m3fn)
-    given = torch.ones(1, 8), torch.ones(1, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32), None, 9
+    arguments = torch.ones(1, 8), torch.ones(1, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32), None, 9
     with observed() as seen, pytest.raises(LayoutMismatchError, match="e4m3fnuz"):
-        index_logits.fp8_paged_mqa_logits(q, cache, *given)
+        index_logits.fp8_paged_mqa_logits(q, cache, *arguments)
     with observed() as other, pytest.raises(ArgumentError, match="float8"):
-        index_logits.fp8_paged_mqa_logits(q.float(), cache, *given)
+        index_logits.fp8_paged_mqa_logits(q.float(), cache, *arguments)
 
     assert not seen
     assert not other
@@ -224,7 +226,7 @@ def forms(layout: KVCacheLayout, pages: Sequence[int]) -> set[object]:
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "bf16"])
 def test_forms_are_foreseen(name: str) -> None:
-    asked = forms(LAYOUTS[name], (64, 48))
+    launched = forms(LAYOUTS[name], (64, 48))
     known = {*index_logits.variants(LAYOUTS[name], 8, architecture(), aligned=False)}
 
-    assert asked <= known, {str(one) for one in asked - known}
+    assert launched <= known, {str(variant) for variant in launched - known}

@@ -63,20 +63,20 @@ class Query:
     def run(self, step: Callable[..., IndexQuery] = index_query.indexer_q_rope_quant) -> IndexQuery:
         """The query that a step makes; its arguments must stay."""
         arguments = self.q, self.weights, self.positions, self.table
-        before = [tensor.clone() for tensor in arguments]
-        made = step(*arguments, self.layout)
-        assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(arguments, before, strict=True))
-        return made
+        copies = [tensor.clone() for tensor in arguments]
+        query = step(*arguments, self.layout)
+        assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(arguments, copies, strict=True))
+        return query
 
     def check(self) -> None:
         """Fail unless all bits are the definition's."""
         same(self.run(), self.run(indexer.indexer_q_rope_quant))
 
 
-def same(found: IndexQuery, wanted: IndexQuery) -> None:
+def same(actual: IndexQuery, expected: IndexQuery) -> None:
     """Fail unless two queries have the same types, shapes and bits; one NaN is as good as another."""
     for name in ("values", "weights", "scales"):
-        a, b = getattr(found, name), getattr(wanted, name)
+        a, b = getattr(actual, name), getattr(expected, name)
         assert (a is None) is (b is None)
         if a is None or b is None:
             continue
@@ -84,7 +84,7 @@ def same(found: IndexQuery, wanted: IndexQuery) -> None:
         if a.is_floating_point():
             number = ~b.float().isnan()
             assert torch.equal(number, ~a.float().isnan())
-            a, b = (one.view(torch.uint8 if one.itemsize == 1 else one.dtype)[number] for one in (a, b))
+            a, b = (tensor.view(torch.uint8 if tensor.itemsize == 1 else tensor.dtype)[number] for tensor in (a, b))
         assert torch.equal(a, b)
 
 
@@ -201,11 +201,11 @@ def test_bits_of_a_token_depend_on_no_other_token() -> None:
         query = Query(layout, seed=6, heads=40)
         together = query.run()
         for token in range(len(query.q)):
-            one = attrs.evolve(query)
-            one.q, one.weights, one.positions, one.table = (
+            single = attrs.evolve(query)
+            single.q, single.weights, single.positions, single.table = (
                 query.q[token:][:1], query.weights[token:][:1], query.positions[token:][:1], query.table
             )  # fmt: skip
-            alone = one.run()
+            alone = single.run()
 
             assert torch.equal(bytes_of(alone.values), bytes_of(together.values[token:][:1]))
             assert torch.equal(alone.weights, together.weights[token:][:1])

@@ -22,7 +22,7 @@ from tests.layer_ops import TorchOps
 
 TORCH = TorchOps()
 WRITTEN = [layout for layout in [*LAYOUTS, *INDEX_LAYOUTS] if layout not in ODD_V41]
-each_layout = pytest.mark.parametrize("layout", WRITTEN, ids=lambda one: f"{one.fingerprint}:{one.fp8_max:g}")
+each_layout = pytest.mark.parametrize("layout", WRITTEN, ids=lambda layout: f"{layout.fingerprint}:{layout.fp8_max:g}")
 each_ratio = pytest.mark.parametrize("ratio", [1, 2, 3])
 NORMS = torch.float32, torch.bfloat16
 
@@ -76,10 +76,10 @@ class Step:
         return out.cpu(), torch.zeros(0) if rings is None else memory(rings.cache)
 
 
-def near(found: Tensor, wanted: Tensor) -> None:
+def near(actual: Tensor, expected: Tensor) -> None:
     """Fail unless bf16 values are equal, or neighbours."""
-    assert (found.dtype, found.shape) == (torch.bfloat16, wanted.shape)
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=2.0**-7, atol=1e-6, equal_nan=True)
+    assert (actual.dtype, actual.shape) == (torch.bfloat16, expected.shape)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=2.0**-7, atol=1e-6, equal_nan=True)
 
 
 @each_ratio
@@ -87,36 +87,36 @@ def near(found: Tensor, wanted: Tensor) -> None:
 def test_latents_and_rings_are_the_definition_s(ratio: int, dim: int) -> None:
     for seed in range(6):
         step = Step(ratio, dim, seed)
-        (found, rings), (wanted, right) = step.run(), step.run(TORCH)
-        assert not wanted[step.request.cpu() >= 0].isnan().any()
-        near(found, wanted)
-        assert torch.equal(rings, right)
+        (actual, rings), (expected, expected_rings) = step.run(), step.run(TORCH)
+        assert not expected[step.request.cpu() >= 0].isnan().any()
+        near(actual, expected)
+        assert torch.equal(rings, expected_rings)
 
 
 def test_many_steps_are_one_pass() -> None:
     for cuts in ((1,) * 12, (2, 10), (5, 1, 6), (12,)):
         step = Step(2, 16, 1)
         whole = torch.randn(2, 12, 16, generator=seeded(3)).to(DEVICE)
-        table, made, begin = step.table[:1], [], 0
+        table, chunks, begin = step.table[:1], [], 0
         for count in cuts:
             part = slice(begin, begin + count)
             begin += count
             tokens = torch.arange(part.start, part.stop, device=DEVICE)
             request = torch.zeros(count, dtype=torch.int32, device=DEVICE)
-            given = whole[0, part], whole[1, part], tokens, request, step.weight, 1e-20, 2
-            made.append(latents.compress_latents(*given, StatePages(step.states, table)))
+            arguments = whole[0, part], whole[1, part], tokens, request, step.weight, 1e-20, 2
+            chunks.append(latents.compress_latents(*arguments, StatePages(step.states, table)))
         tokens, request = torch.arange(12, device=DEVICE), torch.zeros(12, dtype=torch.int32, device=DEVICE)
-        given = whole[0], whole[1], tokens, request, step.weight, 1e-20, 2
+        arguments = whole[0], whole[1], tokens, request, step.weight, 1e-20, 2
         rings = StatePages(Step(2, 16, 1).states, table)
-        near(torch.cat(made).cpu(), TORCH.compress_latents(*given, rings).cpu())
+        near(torch.cat(chunks).cpu(), TORCH.compress_latents(*arguments, rings).cpu())
 
 
 def test_blocks_that_do_not_exist_are_neither_read_nor_written() -> None:
     step = Step(2, 24, 2)
     step.table[0], step.table[1, 0] = -1, 1000
-    (found, rings), (wanted, right) = step.run(), step.run(TORCH)
-    near(found, wanted)
-    assert torch.equal(rings, right)
+    (actual, rings), (expected, expected_rings) = step.run(), step.run(TORCH)
+    near(actual, expected)
+    assert torch.equal(rings, expected_rings)
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])
@@ -124,10 +124,10 @@ def test_what_is_no_number_reaches_its_own_entry(value: float) -> None:
     clean, step = Step(2, 24, 4), Step(2, 24, 4)
     token = int((step.positions % 2 == 0).nonzero()[1])
     step.score[token, 3] = value
-    found, wanted = step.run()[0], step.run(TORCH)[0]
-    near(found, wanted)
-    others = [i for i in range(len(found)) if i not in (token, token + 1)]
-    assert torch.equal(found[others], clean.run()[0][others])
+    actual, expected = step.run()[0], step.run(TORCH)[0]
+    near(actual, expected)
+    others = [i for i in range(len(actual)) if i not in (token, token + 1)]
+    assert torch.equal(actual[others], clean.run()[0][others])
 
 
 def test_longer_windows_are_torch_s() -> None:
@@ -135,23 +135,23 @@ def test_longer_windows_are_torch_s() -> None:
     step.states = PagedKVCache.allocate(KVCacheLayout.compressor_state(16), 12, 4, DEVICE)
     step.table = torch.arange(12, dtype=torch.int32, device=DEVICE).view(3, 4)
     with observed() as seen:
-        found, _ = step.run(layer_ops())
+        actual, _ = step.run(layer_ops())
 
     assert seen == []
-    assert torch.equal(found, step.run(TORCH)[0])
+    assert torch.equal(actual, step.run(TORCH)[0])
 
 
 def test_arguments_that_do_not_fit_the_ratio_are_refused_before_a_launch() -> None:
     step = Step(2)
-    given = step.positions, step.request, step.weight, 1e-20
+    arguments = step.positions, step.request, step.weight, 1e-20
     narrow = StatePages(step.states, step.table[:, :0])
     with observed() as seen:
         with pytest.raises(ArgumentError, match="score: expected None with ratio 1"):
-            latents.compress_latents(step.kv, step.score, *given, 1)
+            latents.compress_latents(step.kv, step.score, *arguments, 1)
         with pytest.raises(ArgumentError, match="states: expected given with ratio 2"):
-            latents.compress_latents(step.kv, step.score, *given, 2)
+            latents.compress_latents(step.kv, step.score, *arguments, 2)
         with pytest.raises(ArgumentError, match=r"states\.block_table: expected blocks for at least 2 tokens"):
-            latents.compress_latents(step.kv, step.score, *given, 2, narrow)
+            latents.compress_latents(step.kv, step.score, *arguments, 2, narrow)
 
     assert seen == []
 
@@ -230,10 +230,10 @@ def test_warm_up_foresees_every_form_that_is_launched(aligned: bool) -> None:
             with observed() as seen:
                 step.run()
                 store.run()
-            given = layout, ratio, store.angles.shape[1], torch.bfloat16, (None, *NORMS)
+            arguments = layout, ratio, store.angles.shape[1], torch.bfloat16, (None, *NORMS)
             promised = {
                 *latents.latent_variants(32, ratio, aligned=aligned, aligned_rows=aligned, norms=NORMS),
-                *latents.variants(*given, aligned=aligned, aligned_rows=aligned),
+                *latents.variants(*arguments, aligned=aligned, aligned_rows=aligned),
             }
             assert set(seen) <= promised
 
@@ -257,7 +257,7 @@ def halves_changed(step: Step) -> None:
 def test_a_planted_bug_is_found(plant: Callable[[Step], None]) -> None:
     step, wrong = Step(2, 24, 4), Step(2, 24, 4)
     plant(wrong)
-    (found, rings), (wanted, right) = wrong.run(), step.run(TORCH)
-    assert not torch.equal(rings, right)
+    (actual, rings), (expected, expected_rings) = wrong.run(), step.run(TORCH)
+    assert not torch.equal(rings, expected_rings)
     with pytest.raises(AssertionError):
-        near(found, wanted)
+        near(actual, expected)

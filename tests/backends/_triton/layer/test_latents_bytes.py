@@ -22,7 +22,11 @@ F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 DIM, ROPE, PAGE, BLOCKS, POSITIONS = 512, 64, 3, 3, 16
 STORES = {"kernel": latents.norm_rope_store, "torch": TorchOps().norm_rope_store}
-LAYOUTS = [make(arrangement=one) for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4) for one in Arrangement]
+LAYOUTS = [
+    make(arrangement=arrangement)
+    for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4)
+    for arrangement in Arrangement
+]
 TOKENS = [(6, 4), (7, 0), (3, 8), (11, -1), (1, 5), (12, 2), (9, BLOCKS * PAGE), (13, 7)]
 """(position, slot) of each token. At ratio 2 the even positions complete no entry."""
 
@@ -51,7 +55,7 @@ class Written:
     def __init__(self, layout: KVCacheLayout, ratio: int, store: str, x: torch.Tensor) -> None:
         angle = torch.rand(POSITIONS, ROPE // 2, generator=seeded(6)) * 6
         angles = torch.cat([angle.cos(), angle.sin()], -1)
-        positions, slots = (torch.tensor(each) for each in zip(*TOKENS, strict=True))
+        positions, slots = (torch.tensor(column) for column in zip(*TOKENS, strict=True))
         self.layout = layout
         memory = torch.full((BLOCKS, layout.page_stride(PAGE)), 0xFF, dtype=torch.uint8, device=DEVICE)
         cache = PagedKVCache(memory, layout, block_size=PAGE)
@@ -74,7 +78,9 @@ class Written:
 
 
 each_store = pytest.mark.parametrize("store", STORES)
-each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.record_bytes}-{one.arrangement.value}")
+each_layout = pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: f"{layout.record_bytes}-{layout.arrangement.value}"
+)
 each_ratio = pytest.mark.parametrize("ratio", [1, 2])
 
 
@@ -83,10 +89,10 @@ each_ratio = pytest.mark.parametrize("ratio", [1, 2])
 @each_ratio
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_pages_are_those_of_the_packer(layout: KVCacheLayout, ratio: int, store: str, dtype: torch.dtype) -> None:
-    made = Written(layout, ratio, store, rows_of(dtype))
+    written = Written(layout, ratio, store, rows_of(dtype))
 
-    assert len(made.rows) == {1: 6, 2: 4}[ratio]
-    np.testing.assert_array_equal(made.bytes, made.pages(pack_fp8 if layout.fp8_format else pack_fp4))
+    assert len(written.rows) == {1: 6, 2: 4}[ratio]
+    np.testing.assert_array_equal(written.bytes, written.pages(pack_fp8 if layout.fp8_format else pack_fp4))
 
 
 def with_nans() -> torch.Tensor:
@@ -99,34 +105,38 @@ def with_nans() -> torch.Tensor:
 @each_store
 @each_ratio
 @pytest.mark.parametrize(
-    "layout", [one for one in LAYOUTS if not one.fp8_format], ids=lambda one: one.arrangement.value
+    "layout", [layout for layout in LAYOUTS if not layout.fp8_format], ids=lambda layout: layout.arrangement.value
 )
 def test_a_group_of_fp4_with_a_nan_is_the_packers_too(layout: KVCacheLayout, ratio: int, store: str) -> None:
-    made = Written(layout, ratio, store, with_nans())
-    wanted = made.pages(pack_fp4)
+    written = Written(layout, ratio, store, with_nans())
+    expected = written.pages(pack_fp4)
 
     # the token at the even position completes an entry with ratio 1 only
-    assert [int(np.isnan(row).sum()) for row in made.rows.values() if np.isnan(row).any()] == {1: [1, 2], 2: [1]}[ratio]
-    np.testing.assert_array_equal(made.bytes, wanted)
+    assert [int(np.isnan(row).sum()) for row in written.rows.values() if np.isnan(row).any()] == {1: [1, 2], 2: [1]}[
+        ratio
+    ]
+    np.testing.assert_array_equal(written.bytes, expected)
 
 
 @each_store
 @each_ratio
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.fp8_format], ids=lambda one: one.arrangement.value)
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if layout.fp8_format], ids=lambda layout: layout.arrangement.value
+)
 def test_a_nan_in_fp8_reads_as_nan_and_the_other_groups_are_the_packers(
     layout: KVCacheLayout, ratio: int, store: str
 ) -> None:
-    made = Written(layout, ratio, store, with_nans())
-    wanted = made.pages(pack_without_nans)
-    for slot, row in made.rows.items():
+    written = Written(layout, ratio, store, with_nans())
+    expected = written.pages(pack_without_nans)
+    for slot, row in written.rows.items():
         lost = np.isnan(row).reshape(-1, FP8_GROUP).any(-1)
         place, page = place_of(layout, slot % PAGE, PAGE), slot // PAGE
-        assert np.isnan(unpack_fp8(made.bytes[page][place], DIM)[np.isnan(row)]).all()
+        assert np.isnan(unpack_fp8(written.bytes[page][place], DIM)[np.isnan(row)]).all()
         # the format leaves the bytes of such a group open
         open_bytes = place[np.concatenate([lost.repeat(FP8_GROUP), lost])]
-        wanted[page, open_bytes] = made.bytes[page, open_bytes]
+        expected[page, open_bytes] = written.bytes[page, open_bytes]
 
-    np.testing.assert_array_equal(made.bytes, wanted)
+    np.testing.assert_array_equal(written.bytes, expected)
 
 
 def pack_without_nans(row: list[float]) -> U8:

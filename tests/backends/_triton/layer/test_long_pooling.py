@@ -33,18 +33,18 @@ def alone(step: Entries, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     with monkeypatch.context() as patch, observed() as seen:
         patch.setattr(compress, "MOST_ALONE", ALONE)
         compress._compress_constants.cache_clear()
-        found = memory(step.run())
+        actual = memory(step.run())
     compress._compress_constants.cache_clear()
     assert [variant.name for variant in seen] == ["compress_kernel"]
-    return found
+    return actual
 
 
 def together(step: Entries) -> Tensor:
     """Bytes that two launches write."""
     with observed() as seen:
-        found = memory(step.run())
+        actual = memory(step.run())
     assert [variant.name for variant in seen] == ["pool_kernel", "compress_kernel"]
-    return found
+    return actual
 
 
 @each_layout
@@ -94,9 +94,9 @@ def test_slices_and_tiles_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(compress, "POOL_DIMS", dims)
         monkeypatch.setattr(compress, "POOL_TILES", tiles)
         compress._pool_constants.cache_clear()
-        found = together(step)
+        actual = together(step)
         compress._pool_constants.cache_clear()
-        assert torch.equal(found, usual)
+        assert torch.equal(actual, usual)
 
 
 def test_many_tokens_are_pooled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +104,12 @@ def test_many_tokens_are_pooled_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     usual = together(step)
     monkeypatch.setattr(compress, "MOST_POOLED", 16)
     with observed() as seen:
-        found = memory(step.run())
+        actual = memory(step.run())
 
     parts = -(-len(step.slots) // 16)
     assert parts > 3
     assert [variant.name for variant in seen] == ["pool_kernel", "compress_kernel"] * parts
-    assert torch.equal(found, usual)
+    assert torch.equal(actual, usual)
     # fewer slots than positions, and an end inside of a part
     step.slots = step.slots[: 16 * (parts - 1) + 3]
     monkeypatch.undo()
@@ -120,19 +120,19 @@ def test_many_tokens_are_pooled_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_only_rows_of_tokens_that_complete_an_entry_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no other row of pooled entries is read, as every row that is not written is NaN."""
-    made: list[Tensor] = []
+    buffers: list[Tensor] = []
     pool = compress._pool
 
     def noted(*arguments: Any, **options: Any) -> None:
-        made.append(arguments[4].fill_(nan))
+        buffers.append(arguments[4].fill_(nan))
         pool(*arguments, **options)
 
     monkeypatch.setattr(compress, "_pool", noted)
     step = Entries(ROWS, 40, False, 2, requests=5)
     step.check()
 
-    assert torch.equal(made[0].isnan().any(-1), step.slots < 0)
-    assert torch.equal(made[0].isnan().all(-1), step.slots < 0)
+    assert torch.equal(buffers[0].isnan().any(-1), step.slots < 0)
+    assert torch.equal(buffers[0].isnan().all(-1), step.slots < 0)
 
 
 def test_states_that_do_not_exist_do_not_count() -> None:

@@ -68,8 +68,8 @@ def test_a_nan_is_a_nan_code_and_an_infinity_too(dialect: torch.dtype) -> None:
         codes, scales = call.quantise()
         call.o[1, 2, 5] = bad
         call.o[2, 1, call.dim - 1] = bad
-        found, rescaled = call.quantise()
-        wrong = torch.from_numpy(np.isnan(oracle.decode_e4m3(found.view(torch.uint8).cpu().numpy(), call.fnuz)))
+        actual, rescaled = call.quantise()
+        wrong = torch.from_numpy(np.isnan(oracle.decode_e4m3(actual.view(torch.uint8).cpu().numpy(), call.fnuz)))
         place = wrong.view(5, call.heads, call.dim)
 
         # a rotated pair has two values
@@ -77,7 +77,7 @@ def test_a_nan_is_a_nan_code_and_an_infinity_too(dialect: torch.dtype) -> None:
         same = ~wrong.view(5, -1, BLOCK).any(-1).to(DEVICE)
         assert torch.equal(rescaled.view(5, -1)[same], scales.view(5, -1)[same])
         assert torch.equal(
-            found.view(torch.uint8).view(5, -1, BLOCK)[same], codes.view(torch.uint8).view(5, -1, BLOCK)[same]
+            actual.view(torch.uint8).view(5, -1, BLOCK)[same], codes.view(torch.uint8).view(5, -1, BLOCK)[same]
         )
 
 
@@ -85,10 +85,10 @@ def test_positions_of_padding_may_be_anything() -> None:
     call = Call(2)
     codes, scales = call.quantise()
     call.positions[1], call.positions[3] = -(2**60), 2**62
-    found, rescaled = call.quantise()
+    actual, rescaled = call.quantise()
 
     for row in (0, 2, 4):
-        assert torch.equal(found[row].view(torch.uint8), codes[row].view(torch.uint8))
+        assert torch.equal(actual[row].view(torch.uint8), codes[row].view(torch.uint8))
         assert torch.equal(rescaled[row], scales[row])
 
 
@@ -98,18 +98,18 @@ def test_positions_of_padding_may_be_anything() -> None:
 def test_codes_are_multiplied_and_every_block_has_its_scale(dialect: torch.dtype, form: str, block: int) -> None:
     for seed in range(4):
         call = Call(seed, dialect=dialect, form=form, block=block)
-        given = call.quantise(scale_format=("float32", "ue8m0")[seed % 2])
-        call.check_product(output.fp8_o_proj(*given, call.wo_a, call.groups), *given)
+        quantised = call.quantise(scale_format=("float32", "ue8m0")[seed % 2])
+        call.check_product(output.fp8_o_proj(*quantised, call.wo_a, call.groups), *quantised)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 128, 129])
 @each_block
 def test_every_tile_and_its_edges(tokens: int, block: int) -> None:
     call = Call(0, tokens=tokens, block=block)
-    given = call.quantise()
+    quantised = call.quantise()
     with observed() as seen:
-        z = output.fp8_o_proj(*given, call.wo_a, call.groups, dtype=torch.float32)
-    call.check_product(z, *given)
+        z = output.fp8_o_proj(*quantised, call.wo_a, call.groups, dtype=torch.float32)
+    call.check_product(z, *quantised)
 
     assert dict(seen[0].constants)["BLOCK_M"] == output.tile_of(tokens, Fp8Format.OCP, architecture()).tokens
 
@@ -169,8 +169,8 @@ def test_the_whole_is_that_of_values_but_for_the_noise_of_codes(dtype: torch.dty
 
         assert z.dtype == dtype
         assert 0.001 < off < 0.04
-        given = call.quantise()
-        assert torch.equal(z, output.fp8_o_proj(*given, call.wo_a, call.groups, dtype=dtype))
+        quantised = call.quantise()
+        assert torch.equal(z, output.fp8_o_proj(*quantised, call.wo_a, call.groups, dtype=dtype))
 
 
 def test_nothing_happens_without_tokens() -> None:
@@ -183,15 +183,15 @@ def test_nothing_happens_without_tokens() -> None:
 
 def test_a_row_has_the_same_bits_in_every_batch_if_that_is_asked_for() -> None:
     call = Call(0, tokens=130)
-    found = []
+    results = []
     with observed() as seen:
         for tokens in (1, 20, 130):
             o, positions = call.o[-tokens:], call.positions[-tokens:]
             rest = o, positions, call.table, call.wo_a, call.groups
-            found.append(output.project_fp8(*rest, deterministic=True)[-1])
+            results.append(output.project_fp8(*rest, deterministic=True)[-1])
 
     assert len(set(seen)) == 2
-    assert all(torch.equal(z, found[0]) for z in found)
+    assert all(torch.equal(z, results[0]) for z in results)
 
 
 @each_dialect
@@ -216,8 +216,8 @@ def test_there_is_no_form_for_heads_without_whole_groups() -> None:
     assert list(output.variants(8, 80, 8, 2, 64, torch.bfloat16)) == []
     some = list(output.variants(8, 96, 8, 2, 64, torch.bfloat16))
     assert {dict(form.constants)["GROUP"] for form in some} == {32}
-    asked = output.variants(8, 128, 8, 2, 64, torch.bfloat16, blocks=(128,))
-    assert {dict(form.constants)["GROUP"] for form in asked} == {128}
+    variants = output.variants(8, 128, 8, 2, 64, torch.bfloat16, blocks=(128,))
+    assert {dict(form.constants)["GROUP"] for form in variants} == {128}
 
 
 def test_other_blocks_are_refused_before_any_launch() -> None:
@@ -324,10 +324,10 @@ def with_groups_swapped(wrong: Call) -> None:
 )
 def test_a_wrong_block_of_weights_is_found(seed: int, change: Callable[[Call], None]) -> None:
     call, wrong = Call(seed), Call(seed)
-    given = call.quantise()
+    quantised = call.quantise()
     change(wrong)
     with pytest.raises(AssertionError):
-        call.check_product(output.fp8_o_proj(*given, wrong.wo_a, call.groups), *given)
+        call.check_product(output.fp8_o_proj(*quantised, wrong.wo_a, call.groups), *quantised)
 
 
 def test_scales_of_other_outputs_are_found() -> None:

@@ -67,26 +67,31 @@ def judge(size: int, topk: int, interleave: int, seed: int, kernels: ModuleType 
     numbers = torch.full((size, rows, topk), -1, dtype=torch.int32)
     scores = torch.full((size, rows, topk), -inf)
     values = torch.tensor([LOWEST, -1.0, 0.0, 0.5, 3.0, inf])
-    for rank, own in enumerate(owners):
+    for rank, ownership in enumerate(owners):
         for row in range(rows):
-            count = min([0, topk, topk, int(torch.randint(0, topk + 1, (), generator=draw))][row], own.count(entries))
-            some = torch.randperm(own.count(entries), generator=draw)[:count].sort().values
-            numbers[rank, row, :count] = own.entry(some).int()
+            count = min(
+                [0, topk, topk, int(torch.randint(0, topk + 1, (), generator=draw))][row], ownership.count(entries)
+            )
+            some = torch.randperm(ownership.count(entries), generator=draw)[:count].sort().values
+            numbers[rank, row, :count] = ownership.entry(some).int()
             few = values[torch.randint(0, 6, (count,), generator=draw)]
             scores[rank, row, :count] = torch.randn(count, generator=draw) if seed % 2 else few
     scores[:, 1][torch.rand(size, topk, generator=draw) < 0.65] = -inf  # candidates without a page
     both = torch.stack([numbers, scores.view(torch.int32)], 1).to(DEVICE)
-    flat = [one.transpose(0, 1).flatten(1) for one in (numbers, scores)]
+    flat = [tensor.transpose(0, 1).flatten(1) for tensor in (numbers, scores)]
     defined = select_among(flat[0], flat[1], topk)
-    for own in owners:
+    for ownership in owners:
         out = torch.full((rows, topk + 2), -7, dtype=torch.int32, device=DEVICE)
-        kernels.choose(own, both[:, 0], both[:, 1].view(torch.float32), out[:, 1:-1], entries)
+        kernels.choose(ownership, both[:, 0], both[:, 1].view(torch.float32), out[:, 1:-1], entries)
         for row in range(rows):
-            pairs = zip(*(one[row].tolist() for one in flat), strict=True)
+            pairs = zip(*(tensor[row].tolist() for tensor in flat), strict=True)
             best = sorted((-s, n) for n, s in pairs if n >= 0 and s > -inf)[:topk]
-            mine = sorted(own.local(n) for _, n in best if own.owner(n) == own.rank)
+            mine = sorted(ownership.local(n) for _, n in best if ownership.owner(n) == ownership.rank)
             assert out[row].tolist() == [-7, *mine, *[-1] * (topk - len(mine)), -7]
-            assert sorted(own.local_numbers(defined[row]).tolist(), key=lambda n: (n < 0, n)) == out[row, 1:-1].tolist()
+            assert (
+                sorted(ownership.local_numbers(defined[row]).tolist(), key=lambda n: (n < 0, n))
+                == out[row, 1:-1].tolist()
+            )
 
 
 @sizes
@@ -136,7 +141,7 @@ def test_planted_bugs_are_found(bug: str, tmp_path: Path, *, alone: bool) -> Non
 @pytest.mark.parametrize("split", [2**20, 32])
 def test_scores_of_candidates_are_those_of_the_selection(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that fit registers, of longer ones, and of rows in parts."""
-    own, draw, topk, forms = Ownership(1, 3, 2), torch.Generator().manual_seed(split), 4, set[Variant]()
+    ownership, draw, topk, forms = Ownership(1, 3, 2), torch.Generator().manual_seed(split), 4, set[Variant]()
     monkeypatch.setattr(select, "SPLIT_LENGTH", split)
     odd = torch.tensor([0.5, -0.0, -inf, 7.0, inf, nan, -LOWEST, LOWEST, -1.5, 1e-45, -1e-45])
     with few_in_registers(), observed() as seen:
@@ -145,14 +150,14 @@ def test_scores_of_candidates_are_those_of_the_selection(split: int, monkeypatch
             lens = torch.tensor([entries, entries, entries // 2, 0], dtype=torch.int32)
             numbers = torch.full((4, topk + 2), -7, dtype=torch.int32, device=DEVICE)
             sent, alone = torch.zeros(4, topk + 1, device=DEVICE), torch.zeros_like(numbers[:, 1:-1])
-            given = scores.to(DEVICE), None, lens.to(DEVICE)
-            select.select(*given, numbers[:, 1:-1], entries, run=0, proposed=(own, sent[:, 1:]))
-            select.select(*given, alone, entries, run=0)
+            arguments = scores.to(DEVICE), None, lens.to(DEVICE)
+            select.select(*arguments, numbers[:, 1:-1], entries, run=0, proposed=(ownership, sent[:, 1:]))
+            select.select(*arguments, alone, entries, run=0)
 
             for row, local in enumerate(alone.tolist()):
-                wanted = [max(float(scores[row, n]), LOWEST) + 0.0 if n >= 0 else -inf for n in local]
-                assert numbers[row].tolist() == [-7, *(own.entry(n) if n >= 0 else -1 for n in local), -7]
-                assert [*map(str, sent[row].tolist())] == [*map(str, [0.0, *wanted])]
+                expected = [max(float(scores[row, n]), LOWEST) + 0.0 if n >= 0 else -inf for n in local]
+                assert numbers[row].tolist() == [-7, *(ownership.entry(n) if n >= 0 else -1 for n in local), -7]
+                assert [*map(str, sent[row].tolist())] == [*map(str, [0.0, *expected])]
         for aligned in (False, True):
             forms |= {*select.variants(topk, 100, architecture(), aligned=aligned, proposes=True)}
         # compiled kernels keep their blocks: rows that fit them are split here alone
@@ -204,9 +209,9 @@ def test_ranks_together_select_what_one_selects(entries: int, interleave: int) -
         torch.arange(8, dtype=torch.int32)[None].to(DEVICE),
     )
     caches = [PagedKVCache(torch.full((8, 4, dim), nan, device=DEVICE), layout) for _ in owners]
-    for own, cache in zip(owners, caches, strict=True):
-        for n in range(own.count(entries)):
-            cache.tensor[n // 4, n % 4] = keys[own.entry(n)].to(DEVICE)
+    for ownership, cache in zip(owners, caches, strict=True):
+        for n in range(ownership.count(entries)):
+            cache.tensor[n // 4, n % 4] = keys[ownership.entry(n)].to(DEVICE)
     steps, sent = GenericBackend().layer_ops, list[Tensor]()
 
     class Recorded(Alone):
@@ -214,19 +219,19 @@ def test_ranks_together_select_what_one_selects(entries: int, interleave: int) -
             sent.append(mine.clone())
             return torch.stack(sent[-1:] * size if len(sent) < size + 1 else sent[:size])
 
-    def run(own: Ownership) -> Tensor:
+    def run(ownership: Ownership) -> Tensor:
         out = torch.full((3, topk), -7, dtype=torch.int32, device=DEVICE)
-        lens = own.counts(torch.tensor(visible)).int().to(DEVICE)
-        cache, token_map = caches[own.rank], TokenMap(table, request, lens)
-        select_topk_over_ranks(Recorded(own), steps, PLAIN, query, cache, token_map, out, entries)  # type: ignore[arg-type]
+        lens = ownership.counts(torch.tensor(visible)).int().to(DEVICE)
+        cache, token_map = caches[ownership.rank], TokenMap(table, request, lens)
+        select_topk_over_ranks(Recorded(ownership), steps, PLAIN, query, cache, token_map, out, entries)  # type: ignore[arg-type]
         return out
 
-    for own in owners:
-        run(own)
-    outs = [run(own) for own in owners]
+    for ownership in owners:
+        run(ownership)
+    outs = [run(ownership) for ownership in owners]
     for row, seen in enumerate(visible):
         score = torch.relu(q[row].double() @ keys[:seen].double().T).sum(0).tolist()
         best = [e for _, e in sorted((-s, e) for e, s in enumerate(score))[:topk]]
-        for own, out in zip(owners, outs, strict=True):
-            mine = sorted(own.local(e) for e in best if own.owner(e) == own.rank)
+        for ownership, out in zip(owners, outs, strict=True):
+            mine = sorted(ownership.local(e) for e in best if ownership.owner(e) == ownership.rank)
             assert out[row].tolist() == mine + [-1] * (topk - len(mine))

@@ -89,11 +89,11 @@ def few_in_registers(module: ModuleType = select) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in small.items() if INTERPRETED else ():
             patch.setattr(module, name, value)
-        for each in caches:
-            each.cache_clear()
+        for function in caches:
+            function.cache_clear()
         yield
-    for each in caches:
-        each.cache_clear()
+    for function in caches:
+        function.cache_clear()
 
 
 @frozen
@@ -130,13 +130,13 @@ class Case:
         if self.maxima == "wrong":
             wrong = g.standard_normal((len(scores), columns), np.float32)
             return np.asarray(wrong * np.float32(g.choice([0.1, 1, 10, 100])))
-        made = np.full((len(scores), columns), np.nan, dtype=np.float32)
-        for row, x, count in zip(made, scores, self.counts(), strict=True):
+        maxima = np.full((len(scores), columns), np.nan, dtype=np.float32)
+        for row, x, count in zip(maxima, scores, self.counts(), strict=True):
             seen = max(min(count, self.max_entries), 0)
             row[: -(-seen // self.run) * lanes] = -np.inf
             entry = np.arange(seen)[~np.isnan(x[:seen])]
             np.maximum.at(row, entry // self.run * lanes + entry % lanes, x[entry])
-        return made
+        return maxima
 
     def agrees(self, module: ModuleType = select) -> bool:
         """Whether every row holds what the oracle selects, and nothing beside them was written."""
@@ -153,9 +153,9 @@ class Case:
             lens = torch.tensor(self.counts(), dtype=torch.int32, device=DEVICE)
             run = 0 if given_maxima is None else self.run
             module.select(torch.from_numpy(wide).to(DEVICE), given_maxima, lens, out, self.max_entries, run=run)
-        found = out.cpu().numpy().copy()
+        actual = out.cpu().numpy().copy()
         out.fill_(UNTOUCHED)
-        return bool((whole == UNTOUCHED).all()) and bool((found == self.wanted(scores)).all())
+        return bool((whole == UNTOUCHED).all()) and bool((actual == self.wanted(scores)).all())
 
     def wanted(self, scores: NDArray[np.float32]) -> NDArray[np.int64]:
         rows = np.full((len(scores), self.topk), -1)
@@ -272,10 +272,10 @@ class Allocated(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if "new_empty" in str(func):
-            self.bytes += made.nbytes
-        return made
+            self.bytes += result.nbytes
+        return result
 
 
 @interpreted
@@ -285,9 +285,9 @@ def test_temporaries_are_bounded(split: int, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(select, "SPLIT_LENGTH", split)
         for size in (16, 17, 300):
             case = Case(0, "normal", 4, size, maxima="none", split=split)
-            with Allocated() as made:
+            with Allocated() as allocated:
                 assert case.agrees()
-            assert made.bytes == select.scratch_bytes(len(case.lens), size, 4)
+            assert allocated.bytes == select.scratch_bytes(len(case.lens), size, 4)
     for size in (2048, 2049, 8192, select.SPLIT_LENGTH):
         assert select.scratch_bytes(64, size, 512) <= 4 * 64 * size
     assert select.scratch_bytes(64, 2048, 512) == 0

@@ -31,8 +31,8 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 def drawn(kind: str, rows: int, columns: int) -> Tensor:
     rng = np.random.default_rng(len(kind))
     with np.errstate(over="ignore"):
-        made = np.stack([KINDS[kind](rng, columns) for _ in range(rows)]).astype(np.float32)
-    return torch.from_numpy(made).to(DEVICE)
+        scores = np.stack([KINDS[kind](rng, columns) for _ in range(rows)]).astype(np.float32)
+    return torch.from_numpy(scores).to(DEVICE)
 
 
 def published(scores: Tensor, lens: Tensor, most: int, size: int) -> Tensor:
@@ -43,14 +43,14 @@ def published(scores: Tensor, lens: Tensor, most: int, size: int) -> Tensor:
     return out.cpu()
 
 
-def judge(found: Tensor, scores: Tensor, lens: Tensor, size: int) -> None:
+def judge(selected: Tensor, scores: Tensor, lens: Tensor, size: int) -> None:
     """Fail unless blocks of the largest scores were chosen, and the newest one, in ascending order."""
-    for row, score, seen in zip(found.tolist(), scores.cpu().double(), lens.tolist(), strict=True):
+    for row, score, seen in zip(selected.tolist(), scores.cpu().double(), lens.tolist(), strict=True):
         chosen_ones = [block for block in row if block >= 0]
         assert row == sorted(chosen_ones) + [-1] * (len(row) - len(chosen_ones))
         assert len(set(chosen_ones)) == len(chosen_ones)
         blocks = {b: score[b * size : min(b * size + size, seen)] for b in range(-(-seen // size))}
-        best = {b: float(own[~own.isnan()].max()) for b, own in blocks.items() if not own.isnan().all()}
+        best = {b: float(values[~values.isnan()].max()) for b, values in blocks.items() if not values.isnan().all()}
         lowest = float(torch.finfo(torch.float32).min)
         best = {b: max(min(value, -lowest), lowest) for b, value in best.items()}
         if seen:
@@ -76,8 +76,8 @@ def test_a_score_of_a_wrong_block_is_found() -> None:
     lens, size = torch.tensor([64], dtype=torch.int32, device=DEVICE), 8
     scores = torch.zeros(1, 64, device=DEVICE)
     scores[0, 11] = 1.0
-    found = published(scores, lens, 2, size)
-    assert found.tolist() == [[1, 7]]
+    blocks = published(scores, lens, 2, size)
+    assert blocks.tolist() == [[1, 7]]
     for wrong in ([[0, 7]], [[1, 6]], [[7, 1]], [[1, -1]]):
         with pytest.raises(AssertionError):
             judge(torch.tensor(wrong), scores, lens, size)
@@ -116,12 +116,12 @@ def one_token() -> tuple[IndexQuery, PagedKVCache, TokenMap]:
 @pytest.mark.parametrize("size", [0, 3, 1024])
 def test_blocks_of_another_size_are_refused_before_a_launch(size: int) -> None:
     out = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
-    made = ops.layer_ops()
+    layer_ops = ops.layer_ops()
     with observed() as seen:
         with pytest.raises(ArgumentError, match=r"^block_size: expected a power of two up to 512"):
-            made.select_candidates(*one_token(), out, size, 2)
+            layer_ops.select_candidates(*one_token(), out, size, 2)
         with pytest.raises(ArgumentError, match=r"^block_size: expected a power of two up to 512"):
-            made.select_topk_of_candidates(*one_token(), out, size, out, 2)
+            layer_ops.select_topk_of_candidates(*one_token(), out, size, out, 2)
 
     assert seen == []
 
@@ -130,10 +130,10 @@ def test_without_entries_the_newest_block_is_none_and_nothing_is_selected() -> N
     query, cache, seeing = one_token()
     token_map = evolve(seeing, visible_lens=seeing.visible_lens * 0)
     out = torch.full((1, 4), 77, dtype=torch.int32, device=DEVICE)
-    made = ops.layer_ops()
-    made.select_candidates(query, cache, token_map, out, 8, 0)
+    layer_ops = ops.layer_ops()
+    layer_ops.select_candidates(query, cache, token_map, out, 8, 0)
     assert out.tolist() == [[-1] * 4]
-    made.select_topk_of_candidates(query, cache, token_map, out, 8, out.fill_(77), 0)
+    layer_ops.select_topk_of_candidates(query, cache, token_map, out, 8, out.fill_(77), 0)
     assert out.tolist() == [[-1] * 4]
 
 
@@ -141,8 +141,11 @@ def test_warm_up_foresees_every_form_that_is_launched() -> None:
     for entries, size, most in ((200, 8, 16), (9000, 1, 600), (40000, 8, 64)):
         scores, lens = drawn("normal", 2, entries), torch.full((2,), entries, dtype=torch.int32, device=DEVICE)
         with observed() as seen:
-            found = published(scores, lens, most, size).to(DEVICE)
-            candidates.keep_candidates(scores, found, torch.empty_like(scores), size, entries)
-        own = {*candidates.variants(size), *select.variants(most, -(-entries // size), architecture(), aligned=False)}
-        assert set(seen) <= own
+            blocks = published(scores, lens, most, size).to(DEVICE)
+            candidates.keep_candidates(scores, blocks, torch.empty_like(scores), size, entries)
+        expected = {
+            *candidates.variants(size),
+            *select.variants(most, -(-entries // size), architecture(), aligned=False),
+        }
+        assert set(seen) <= expected
         assert len({variant.name for variant in seen}) >= 3
