@@ -32,8 +32,8 @@ def shown(cls: type[Any], name: str) -> str:
     """What the docstring of a class says of a field, on one line; empty if nothing."""
     text = " ".join((cls.__doc__ or "").split())
     names = "|".join(field.name for field in attrs.fields(cls))
-    found = re.search(rf"(?:^|[.:;)] ){name}: (.+?)(?= (?:{names}): |$)", text)
-    return found[1] if found else ""
+    match = re.search(rf"(?:^|[.:;)] ){name}: (.+?)(?= (?:{names}): |$)", text)
+    return match[1] if match else ""
 
 
 def test_the_classes_that_people_meet_are_looked_at() -> None:

@@ -527,8 +527,14 @@ def test_an_error_of_a_workspace_of_ones_own_is_not_hidden() -> None:
 def test_arrays_and_lists_where_a_layer_takes_tensors(name: str, wrong: Any) -> None:
     """forward_mqa reads neither kv nor positions; the insert has no output."""
     case = bound_layer(LayerKind.CSA)
-    given = {"q": case.q, "kv": case.kv, "positions": case.positions, "output": torch.zeros_like(case.q), name: wrong}
-    q, kv, positions, output = given.values()
+    arguments = {
+        "q": case.q,
+        "kv": case.kv,
+        "positions": case.positions,
+        "output": torch.zeros_like(case.q),
+        name: wrong,
+    }
+    q, kv, positions, output = arguments.values()
     with set_forward_context(case.metadata):
         if name in ("q", "output"):
             with pytest.raises(ArgumentError, match=f"^{'out' if name == 'output' else name}: expected a tensor"):
@@ -558,9 +564,9 @@ def test_a_selection_of_no_list() -> None:
 def test_a_bound_layer_refuses_tensors_as_caches_and_keeps_those_it_has() -> None:
     layer = bound_layer(SWA).layer
     had, tensor = layer.caches, torch.zeros(4, 8, 584, dtype=torch.uint8)
-    for given, said in (((tensor, tensor), "swa"), ((PagedKVCache.allocate(LAYOUT, 4, 4), tensor), "compressed")):
+    for caches, said in (((tensor, tensor), "swa"), ((PagedKVCache.allocate(LAYOUT, 4, 4), tensor), "compressed")):
         with pytest.raises(ArgumentError, match=f"^{said}: expected a PagedKVCache, got Tensor -> pass PagedKVCache"):
-            layer.bind_kv_cache(*given)
+            layer.bind_kv_cache(*caches)
 
     assert layer.caches is had
     assert LIMITS.max_workspace_bytes is None
@@ -569,23 +575,23 @@ def test_a_bound_layer_refuses_tensors_as_caches_and_keeps_those_it_has() -> Non
 @pytest.mark.parametrize("index", range(3))
 def test_a_whole_layer_refuses_a_short_table_too(index: int) -> None:
     limits, weights = Limits(4, 64, 256), AttentionWeights.from_dict(random_weights(SMALL, index), SMALL, index)
-    given = SMALL, index, limits, ds.load_backend("reference"), weights
+    arguments = SMALL, index, limits, ds.load_backend("reference"), weights
     tables = [ds.cos_sin_cache(SMALL.layer(index).rope, rows) for rows in (255, 256)]
     with pytest.raises(ArgumentError, match=r"^cos_sin_cache: expected at least 256 rows, the max_model_len of the"):
-        ds.DeepseekV4Attention("l", *given, cos_sin_cache=tables[0])
-    ds.DeepseekV4Attention("l", *given, cos_sin_cache=tables[1])
+        ds.DeepseekV4Attention("l", *arguments, cos_sin_cache=tables[0])
+    ds.DeepseekV4Attention("l", *arguments, cos_sin_cache=tables[1])
 
 
 def test_a_buffer_as_wide_as_the_longest_sequence_has_entries_is_wide_enough() -> None:
     """16 tokens have 4 entries of 4 tokens: an indexer that selects 5 never writes the fifth column."""
     layer = attrs.evolve(SMALL.layer_of_kind("c4a"), topk=5)
-    given = "l", layer, Limits(4, 8, 16), ds.load_backend("reference")
+    arguments = "l", layer, Limits(4, 8, 16), ds.load_backend("reference")
     for columns in (4, 5):
         buffer = torch.zeros(8, columns, dtype=torch.int32)
-        ds.DeepseekV4MLAAttention(*given, attn_sink=None, cos_sin_cache=TABLE, topk_indices_buffer=buffer)
+        ds.DeepseekV4MLAAttention(*arguments, attn_sink=None, cos_sin_cache=TABLE, topk_indices_buffer=buffer)
     with pytest.raises(ArgumentError, match=r"at least 8 rows, the tokens of a step, and 4 columns, got \[8, 3\]"):
         ds.DeepseekV4MLAAttention(
-            *given, attn_sink=None, cos_sin_cache=TABLE, topk_indices_buffer=buffer[:, :3].contiguous()
+            *arguments, attn_sink=None, cos_sin_cache=TABLE, topk_indices_buffer=buffer[:, :3].contiguous()
         )
 
 

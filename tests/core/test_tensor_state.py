@@ -121,8 +121,8 @@ def test_a_small_tensor_is_compared_whole_and_a_large_one_by_a_sample(data: st.D
     state, flat = TensorState(tensor), tensor.data.view(torch.uint8) if dtype.itemsize == 1 else tensor.data
     rows, columns = flat.shape
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
-    one = flat[row, column]
-    one.copy_(one + 1)
+    element = flat[row, column]
+    element.copy_(element + 1)
     if tensor.numel() * dtype.itemsize <= 2048:
         assert not state.holds(tensor)
     flat.copy_(flat + 1)
@@ -178,14 +178,14 @@ def values(codes: Tensor, scale: Tensor) -> Tensor:
 def test_one_matrix_under_two_scales_has_two_copies() -> None:
     codes, scales = codes_of(1), (torch.full((2, 3), 0.5), torch.full((2, 3), 3.0))
     pairs = [BlockScaledWeight(codes, scale) for scale in scales]
-    found = [dense_weight(pair) for pair in pairs]
-    assert all(map(torch.equal, found, (values(codes, scale) for scale in scales)))
+    copies = [dense_weight(pair) for pair in pairs]
+    assert all(map(torch.equal, copies, (values(codes, scale) for scale in scales)))
     for _ in range(2):
-        for pair, copied, scale in zip(pairs, found, scales, strict=True):
+        for pair, copied, scale in zip(pairs, copies, scales, strict=True):
             assert dense_weight(pair) is copied
             assert torch.equal(copied, values(codes, scale))
     codes.copy_(codes_of(2))
-    for pair, copied, scale in zip(pairs, found, scales, strict=True):
+    for pair, copied, scale in zip(pairs, copies, scales, strict=True):
         assert dense_weight(pair).data_ptr() == copied.data_ptr()
         assert torch.equal(copied, values(codes, scale))
     forget(pairs[0])
@@ -216,6 +216,6 @@ def test_a_scale_that_is_replaced_again_and_again_takes_no_further_memory() -> N
     address = dense_weight(module).data_ptr()
     for n in range(4):
         module.weight_scale_inv = torch.full((2, 3), float(n))
-        found = dense_weight(module)
-        assert torch.equal(found, values(module.weight, module.weight_scale_inv))
-        assert found.data_ptr() == address
+        actual = dense_weight(module)
+        assert torch.equal(actual, values(module.weight, module.weight_scale_inv))
+        assert actual.data_ptr() == address

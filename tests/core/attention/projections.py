@@ -33,9 +33,9 @@ def project(rank: int, world: int, folder: str) -> None:
         distributed.destroy_process_group()
 
 
-def project_share(given: ProjectionArgs, rank: int, world: int, group: Any = None) -> Tensor:
+def project_share(args: ProjectionArgs, rank: int, world: int, group: Any = None) -> Tensor:
     """The output projection of one rank's heads, groups and columns, summed over a process group if there is one."""
-    part, layer = share(given, rank, world), attrs.evolve(LAYER, num_heads=LAYER.num_heads // world)
+    part, layer = share(args, rank, world), attrs.evolve(LAYER, num_heads=LAYER.num_heads // world)
     weights = part.wo_a, part.wo_b, GROUPS // world
     return output_projection(
         ReferenceBackend(), part.o, part.positions, part.table, *weights, layer=layer, process_group=group
@@ -79,8 +79,8 @@ class ProjectionArgs:
         return np.stack(rows)
 
 
-def share(given: ProjectionArgs, rank: int, world: int) -> ProjectionArgs:
+def share(args: ProjectionArgs, rank: int, world: int) -> ProjectionArgs:
     """The heads, groups and columns of one rank, all of them tensors."""
     heads, ranks = HEADS // world, GROUPS * RANK // world
     part, columns = slice(rank * heads, (rank + 1) * heads), slice(rank * ranks, (rank + 1) * ranks)
-    return attrs.evolve(given, o=given.o[:, part], wo_a=given.wo_a[columns], wo_b=given.wo_b[:, columns])
+    return attrs.evolve(args, o=args.o[:, part], wo_a=args.wo_a[columns], wo_b=args.wo_b[:, columns])

@@ -47,7 +47,7 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> StepFixture:
     requests = sorted(requests, key=lambda r: r[1] > 1 + speculative)
     options = {
         "kind": draw(st.sampled_from(["swa", "c4a", "c128a"])),
-        "requests": [(before, count, min(padding, count)) for before, count, padding in requests],
+        "requests": [(context, count, min(padding, count)) for context, count, padding in requests],
         "geometry": geometry,
         "layout": draw(st.sampled_from([*layouts(geometry, draw(st.sampled_from([4, 5, 64]))).values()])),
         "q_dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
@@ -70,11 +70,11 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> StepFixture:
 def other_windows(draw: st.DrawFn, /, **fixed: Any) -> StepFixture:
     """The same with draft blocks, first positions of windows, and prefill tokens that see later ones; no padding."""
     scenario = draw(scenarios(**fixed))
-    requests = [(before, count) for before, count, *_ in scenario.requests]
+    requests = [(context, count) for context, count, *_ in scenario.requests]
     return attrs.evolve(
         scenario,
         requests=requests,
-        replay=draw(st.sampled_from([(), [draw(st.integers(0, before)) for before, _ in requests]])),
+        replay=draw(st.sampled_from([(), [draw(st.integers(0, context)) for context, _ in requests]])),
         causal=draw(st.booleans()),
         ahead=draw(st.sampled_from([0, 2, 11])),
     )

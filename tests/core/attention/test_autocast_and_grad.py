@@ -35,36 +35,38 @@ STEPS = (13, 1, 6)
 
 def outs(whole: LayerStack, dtype: torch.dtype | None = None) -> list[Tensor]:
     """All layers in some steps, under autocast to a dtype if one is given."""
-    sequence, found = whole.manager.new(), list[Tensor]()
+    sequence, outputs = whole.manager.new(), list[Tensor]()
     for seed, count in enumerate(STEPS):
         hidden = whole.hidden(seed, count)
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            found += whole.step([(sequence, count)], hidden)
-    return found
+            outputs += whole.step([(sequence, count)], hidden)
+    return outputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("made", [lambda: LayerStack(load_backend("reference")), v41_stack], ids=["V4", "V4.1"])
-def test_layers_under_autocast_have_the_bits_that_they_have_without(made: Callable[[], LayerStack], dtype: Any) -> None:
-    for expected, found in zip(outs(made()), outs(made(), dtype), strict=True):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+@pytest.mark.parametrize("make_stack", [lambda: LayerStack(load_backend("reference")), v41_stack], ids=["V4", "V4.1"])
+def test_layers_under_autocast_have_the_bits_that_they_have_without(
+    make_stack: Callable[[], LayerStack], dtype: Any
+) -> None:
+    for expected, actual in zip(outs(make_stack()), outs(make_stack(), dtype), strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
 
 
 def mixes(seed: int = 0) -> HyperConnections:
     n, generator = SMALL.hc_mult, torch.Generator().manual_seed(seed)
-    given = (2 * n + n * n, n * SMALL.hidden_size), (2 * n + n * n,), (3,)
-    weights = HyperConnectionWeights(*[torch.randn(shape, generator=generator) * 0.3 for shape in given])
+    shapes = (2 * n + n * n, n * SMALL.hidden_size), (2 * n + n * n,), (3,)
+    weights = HyperConnectionWeights(*[torch.randn(shape, generator=generator) * 0.3 for shape in shapes])
     return HyperConnections(attrs.evolve(SMALL, hc_sinkhorn_iters=2), weights, ReferenceBackend().layer_ops)
 
 
 def streams_of(mixes: HyperConnections, streams: Tensor) -> list[Tensor]:
     post, comb, hidden = mixes.pre(streams)
-    before, *delayed = mixes.pre_delayed(streams, None)
+    first, *delayed = mixes.pre_delayed(streams, None)
     after = mixes.after(hidden, streams, post, comb)
-    again = mixes.after_delayed(hidden, streams, post, comb, before)
-    whole = mixes.post(hidden, streams, post, comb), mixes.collapse(streams, before)
-    return [post, comb, hidden, before, *delayed, *after, *again, *whole]
+    again = mixes.after_delayed(hidden, streams, post, comb, first)
+    whole = mixes.post(hidden, streams, post, comb), mixes.collapse(streams, first)
+    return [post, comb, hidden, first, *delayed, *after, *again, *whole]
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
@@ -76,12 +78,12 @@ def test_hyper_connections_under_autocast_have_the_bits_that_they_have_without(c
     if compiler is not None:
         run = torch.compile(streams_of, backend=compiler, fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = run(connected, streams.requires_grad_())
+        actual = run(connected, streams.requires_grad_())
 
-    for one, two in zip(expected, found, strict=True):
-        assert one.dtype == two.dtype
-        assert not two.requires_grad
-        assert torch.equal(one, two) if compiler is None else torch.allclose(one, two, rtol=1e-5, atol=1e-6)
+    for left, right in zip(expected, actual, strict=True):
+        assert left.dtype == right.dtype
+        assert not right.requires_grad
+        assert torch.equal(left, right) if compiler is None else torch.allclose(left, right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
@@ -119,8 +121,8 @@ def test_a_backend_never_sees_autocast_or_a_mode_that_records_gradients(device: 
         case.run()
         case.layer.o_proj(torch.empty_like(case.q), case.positions, torch.randn(2 * 16, 64), 2)
         cache, slots = PagedKVCache.allocate(FP32, 4, 4), torch.arange(3)
-        given = torch.randn(3, 4, 32), torch.randn(3, 32), cache, slots, slots, ROPE, 1e-6
-        backend.qnorm_rope_kv_insert(*given)
+        arguments = torch.randn(3, 4, 32), torch.randn(3, 32), cache, slots, slots, ROPE, 1e-6
+        backend.qnorm_rope_kv_insert(*arguments)
         connected.post(*[torch.ones(2, 2)] * 4)
         assert torch.is_autocast_enabled(device)
         assert torch.is_grad_enabled()
@@ -135,8 +137,8 @@ def test_merging_under_autocast_has_the_bits_that_it_has_without() -> None:
     outs, lses = torch.randn(3, 5, 4, 8), torch.randn(3, 5, 4)
     expected = merge_lse(outs, lses)
     with torch.autocast("cpu", torch.bfloat16):
-        found = merge_lse(outs, lses)
-    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+        actual = merge_lse(outs, lses)
+    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
 
 
 # gradients
@@ -144,8 +146,8 @@ def test_merging_under_autocast_has_the_bits_that_it_has_without() -> None:
 
 def grads(*shape: int) -> Tensor:
     """A tensor with an autograd graph, as a projection makes it."""
-    made: Tensor = torch.nn.Linear(shape[-1], shape[-1])(torch.randn(shape))
-    return made
+    weight: Tensor = torch.nn.Linear(shape[-1], shape[-1])(torch.randn(shape))
+    return weight
 
 
 def test_a_layers_insert_and_attention_leave_no_graph_in_a_cache_or_an_output() -> None:
@@ -153,9 +155,9 @@ def test_a_layers_insert_and_attention_leave_no_graph_in_a_cache_or_an_output() 
     caches = case.layer.caches
     assert caches is not None
     rows = KVCacheLayout.rows(24, 8, dtype=torch.float32)
-    one = PagedKVCache.allocate(rows, 8, 4)
-    two = PagedKVCache.allocate(rows, 3, 4)
-    case.layer.bind_kv_cache(one, two)
+    window = PagedKVCache.allocate(rows, 8, 4)
+    compressed = PagedKVCache.allocate(rows, 3, 4)
+    case.layer.bind_kv_cache(window, compressed)
     q, kv = grads(*case.q.shape), grads(*case.kv.shape)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
     sink = torch.randn(4, requires_grad=True)
@@ -163,15 +165,15 @@ def test_a_layers_insert_and_attention_leave_no_graph_in_a_cache_or_an_output() 
     with set_forward_context(case.metadata):
         case.layer.fused_qnorm_rope_kv_insert(q, kv, case.positions)
         case.layer.forward_mqa(q, kv, case.positions, out)
-    bare(one.tensor, two.tensor, one.region("row"), out)
+    bare(window.tensor, compressed.tensor, window.region("row"), out)
 
-    both = attrs.evolve(LayerCaches(one, two))
+    both = attrs.evolve(LayerCaches(window, compressed))
     metadata, workspace = metadata_of(case), case.layer.workspace
     assert workspace is not None
     topk, layer = case.layer.topk_indices_buffer, SMALL.layer_of_kind(LayerKind.CSA)
-    given: dict[str, Any] = {"layer": layer, "limits": LIMITS, "attn_sink": sink, "topk_indices": topk, "lse": lse}
-    forward_mqa(q, both, metadata, case.layer.backend, workspace, out, **given)
-    bare(one.tensor, two.tensor, out, lse)
+    options: dict[str, Any] = {"layer": layer, "limits": LIMITS, "attn_sink": sink, "topk_indices": topk, "lse": lse}
+    forward_mqa(q, both, metadata, case.layer.backend, workspace, out, **options)
+    bare(window.tensor, compressed.tensor, out, lse)
 
 
 def metadata_of(case: Any) -> Any:
@@ -222,8 +224,8 @@ def test_a_whole_layer_in_grad_mode_leaves_no_graph() -> None:
     requests = [(whole.manager.new(), 9)]
     hidden = grads(9, SMALL.hidden_size)
     with set_forward_context(whole.manager.metadata(whole.manager.batch(requests))):
-        found = [layer(hidden, whole.manager.positions(requests)) for layer in whole.layers]
-    bare(*found, *[cache.tensor for caches in whole.manager.caches for cache in caches.present.values()])
+        outputs = [layer(hidden, whole.manager.positions(requests)) for layer in whole.layers]
+    bare(*outputs, *[cache.tensor for caches in whole.manager.caches for cache in caches.present.values()])
 
 
 def test_a_converted_cache_has_no_graph() -> None:
@@ -251,19 +253,19 @@ def test_a_backward_pass_through_a_q_that_was_prepared_in_place_is_refused_by_to
 def test_a_compiled_layer_in_grad_mode_leaves_no_graph() -> None:
     torch._dynamo.reset()
     geometry = attrs.evolve(SMALL, layers=KINDS_AND_RATIOS[:1])
-    one, two = (
+    first, second = (
         LayerStack(load_backend("reference"), geometry=geometry),
         LayerStack(load_backend("reference"), geometry=geometry),
     )
     hidden = torch.randn(9, SMALL.hidden_size, requires_grad=True)
-    found = []
-    for whole in (one, two):
+    outputs = []
+    for whole in (first, second):
         layer, requests = whole.layers[0], [(whole.manager.new(), 9)]
-        run = layer if whole is one else torch.compile(lambda x, at: layer(x * 1.0, at), backend="aot_eager")  # noqa: B023
+        run = layer if whole is first else torch.compile(lambda x, at: layer(x * 1.0, at), backend="aot_eager")  # noqa: B023
         with set_forward_context(whole.manager.metadata(whole.manager.batch(requests))):
-            found.append(run(hidden, whole.manager.positions(requests)))
-        bare(found[-1], whole.manager.caches[0].attention.swa.tensor)
-    assert torch.equal(*found)
+            outputs.append(run(hidden, whole.manager.positions(requests)))
+        bare(outputs[-1], whole.manager.caches[0].attention.swa.tensor)
+    assert torch.equal(*outputs)
 
 
 def test_a_backend_of_ones_own_is_guarded() -> None:

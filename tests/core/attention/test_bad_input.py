@@ -56,12 +56,12 @@ def refused(kind: LayerKind, error: type[Exception], said: str, **changes: Any) 
     """Check that the good call with some arguments changed is refused and leaves every tensor as it was."""
     arguments = {**forward_args(kind), **changes}
     tensors = held(arguments)
-    before = [t.clone() for t in tensors]
+    copies = [t.clone() for t in tensors]
     with pytest.raises(error, match=said) as info:
         forward_mqa(**arguments)
 
     assert type(info.value) is error
-    assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True)), "written before the error"
+    assert all(torch.equal(t, b) for t, b in zip(tensors, copies, strict=True)), "written before the error"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,14 +204,14 @@ def test_caches_of_another_block_size_than_the_metadata_s_are_refused(kind: Laye
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_caches_or_metadata_on_another_device_are_refused(kind: LayerKind) -> None:
-    there = PagedKVCache.allocate(LAYOUT, 256, 4, device="meta")
-    refused(kind, ArgumentError, r"^caches\.swa: .*like q, got one on meta", caches=caches_of(kind, swa=there))
+    other_cache = PagedKVCache.allocate(LAYOUT, 256, 4, device="meta")
+    refused(kind, ArgumentError, r"^caches\.swa: .*like q, got one on meta", caches=caches_of(kind, swa=other_cache))
     if kind is not SWA:
-        there = PagedKVCache.allocate(LAYOUT, 32, 8 if kind is C4A else 2, device="meta")
+        other_cache = PagedKVCache.allocate(LAYOUT, 32, 8 if kind is C4A else 2, device="meta")
         said = r"^caches\.compressed: .*like q, got one on meta"
-        refused(kind, ArgumentError, said, caches=caches_of(kind, compressed=there))
+        refused(kind, ArgumentError, said, caches=caches_of(kind, compressed=other_cache))
     moved = {name: forward_args(kind)[name].to("meta") for name in ("q", "out", "attn_sink", "topk_indices", "lse")}
-    caches = LayerCaches(PagedKVCache.allocate(LAYOUT, 4, 4, device="meta"), None if kind is SWA else there)
+    caches = LayerCaches(PagedKVCache.allocate(LAYOUT, 4, 4, device="meta"), None if kind is SWA else other_cache)
     refused(kind, ArgumentError, r"^metadata\.swa: expected a tensor on meta", **moved, caches=caches)
 
 

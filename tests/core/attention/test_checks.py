@@ -40,10 +40,10 @@ CACHES = {kind: caches_of(kind) for kind in KINDS}
 
 def altered(owner: Any, **changes: Any) -> Any:
     """Return metadata with fields that contradict each other, which no builder makes."""
-    made = copy.copy(owner)
+    copied = copy.copy(owner)
     for name, value in changes.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(copied, name, value)
+    return copied
 
 
 def one_tensor(rng: random.Random, _: LayerKind) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def other_types(rng: random.Random, kind: LayerKind) -> dict[str, Any]:
 
 def other_metadata(rng: random.Random, kind: LayerKind) -> dict[str, Any]:
     """Return metadata of another kind, or with a count or a device that may be off."""
-    own = METADATA[kind]
-    part = rng.choice(["swa", "compressed"] if own.compressed else ["swa"])
-    of = getattr(own, part)
+    metadata = METADATA[kind]
+    part = rng.choice(["swa", "compressed"] if metadata.compressed else ["swa"])
+    of = getattr(metadata, part)
     names = {
         "swa": ["block_size", "window_size", "num_prefill_tokens", "num_prefills"],
         "compressed": ["compress_ratio", "block_size", "num_actual_tokens"],
@@ -94,7 +94,7 @@ def other_metadata(rng: random.Random, kind: LayerKind) -> dict[str, Any]:
     if part == "swa":
         counts = of.num_decode_tokens + moved, of.num_prefill_tokens - moved
         changes.append(dict(zip(("num_decode_tokens", "num_prefill_tokens"), counts, strict=True)))
-    changed = attrs.evolve(own, **{part: altered(of, **rng.choice(changes))})
+    changed = attrs.evolve(metadata, **{part: altered(of, **rng.choice(changes))})
     return {"metadata": rng.choice([changed, changed, METADATA[rng.choice(KINDS)]])}
 
 
@@ -120,9 +120,9 @@ def other_limits(rng: random.Random, _: LayerKind) -> dict[str, Any]:
 
 def other_layer(rng: random.Random, kind: LayerKind) -> dict[str, Any]:
     """Return a layer of other sizes."""
-    own, name = SMALL.layer_of_kind(kind), rng.choice(["num_heads", "head_dim", "window", "compress_ratio"])
+    layer, name = SMALL.layer_of_kind(kind), rng.choice(["num_heads", "head_dim", "window", "compress_ratio"])
     by = 0 if name == "compress_ratio" and kind is SWA else rng.choice([-1, 0, 1])
-    return {"layer": attrs.evolve(own, **{name: getattr(own, name) + by})}
+    return {"layer": attrs.evolve(layer, **{name: getattr(layer, name) + by})}
 
 
 DRAWS = [one_tensor, topk_indices, all_rows, other_types, other_metadata, other_caches, other_limits, other_layer]

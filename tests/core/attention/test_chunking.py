@@ -124,14 +124,14 @@ def prefills(draw: st.DrawFn) -> tuple[list[int], list[int], StepFixture, ChunkB
     scenario = StepFixture(kind=draw(st.sampled_from(list(LayerKind))), geometry=geometry, requests=[])
     layer = scenario.layer
     pairs = draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60)), max_size=6))
-    entries = max((before + n for before, n in pairs), default=0) // layer.compress_ratio
+    entries = max((context + n for context, n in pairs), default=0) // layer.compress_ratio
     entries = entries if layer.kind is not LayerKind.SWA else 0
     alignment = draw(st.sampled_from([1, 4, 16]))
     widest = round_up((layer.topk or max(entries, 1)) * (layer.kind is not LayerKind.SWA) + layer.window, alignment)
     gathered = draw(st.booleans())
     rows = entries + layer.window + draw(st.integers(0, 300)) if gathered else 0
     bounds = ChunkBounds(rows, widest + draw(st.sampled_from([0, 1, 50, 500, 10**6])), alignment)
-    return [before + n for before, n in pairs], [n for _, n in pairs], scenario, bounds
+    return [context + n for context, n in pairs], [n for _, n in pairs], scenario, bounds
 
 
 @given(problem=prefills())

@@ -33,34 +33,34 @@ class WithExtension(ReferenceBackend):
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_builder_builds_in_both_modes(backend: object, inside: bool) -> None:
     with torch.inference_mode(inside):
-        made = builder(backend=backend)
-    one = batch_of([1, 2, 9], [40, 2, 70])
-    expected = builder(backend=backend).build_for(one, KINDS)
+        metadata_builder = builder(backend=backend)
+    batch = batch_of([1, 2, 9], [40, 2, 70])
+    expected = builder(backend=backend).build_for(batch, KINDS)
 
     for mode in (not inside, inside, not inside):
         with torch.inference_mode(mode):
-            metadata = made.build_for(one, KINDS)
+            metadata = metadata_builder.build_for(batch, KINDS)
 
         for kind in KINDS:
             assert torch.equal(metadata[kind].swa.decode_swa_indices, expected[kind].swa.decode_swa_indices)
             assert torch.equal(metadata[kind].swa.prefill_gather_lens, expected[kind].swa.prefill_gather_lens)
-        part, wanted = metadata[LayerKind.HCA].compressed, expected[LayerKind.HCA].compressed
+        part, expected_part = metadata[LayerKind.HCA].compressed, expected[LayerKind.HCA].compressed
         assert part is not None
-        assert wanted is not None
+        assert expected_part is not None
         assert part.c128a_prefill_topk_indices is not None
-        assert wanted.c128a_prefill_topk_indices is not None
-        assert torch.equal(part.compressed_lens, wanted.compressed_lens)
-        assert torch.equal(part.c128a_prefill_topk_indices, wanted.c128a_prefill_topk_indices)
+        assert expected_part.c128a_prefill_topk_indices is not None
+        assert torch.equal(part.compressed_lens, expected_part.compressed_lens)
+        assert torch.equal(part.c128a_prefill_topk_indices, expected_part.c128a_prefill_topk_indices)
 
 
 def test_all_kinds_have_the_full_width_that_a_captured_graph_needs() -> None:
-    one = batch_of([1, 2, 9], [40, 2, 70])
-    made = builder()
-    narrow = made.build_for(one, KINDS)[LayerKind.HCA].compressed
-    swa = made.build(one)
-    alone = made.build_compressed(one, swa, LayerKind.HCA, full_width=True)
+    batch = batch_of([1, 2, 9], [40, 2, 70])
+    metadata_builder = builder()
+    narrow = metadata_builder.build_for(batch, KINDS)[LayerKind.HCA].compressed
+    swa = metadata_builder.build(batch)
+    alone = metadata_builder.build_compressed(batch, swa, LayerKind.HCA, full_width=True)
 
-    parts = made.build_for(one, KINDS, full_width=True)
+    parts = metadata_builder.build_for(batch, KINDS, full_width=True)
 
     part = parts[LayerKind.HCA].compressed
     assert part is not None
@@ -86,13 +86,13 @@ MAKERS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_tensor_made_in_inference_mode_is_written_outside(name: str) -> None:
     with torch.inference_mode():
-        made = MAKERS[name]()
+        tensor = MAKERS[name]()
 
-    made.add_(1)
+    tensor.add_(1)
     with torch.inference_mode():
-        made.add_(1)
+        tensor.add_(1)
 
-    assert not made.is_inference()
+    assert not tensor.is_inference()
 
 
 def test_a_workspace_that_grew_in_inference_mode_serves_outside() -> None:

@@ -49,7 +49,7 @@ def test_keys_of_the_last_slots_that_an_int32_can_name_are_attended(tmp_path: Pa
             memory[slot] = torch.tensor(values)
     cache = PagedKVCache(memory.view(slots // PAGE, PAGE, DIM), KVCacheLayout.rows(1, 2))
     for form in ("dense", "ragged") if backend == "reference" else ("dense",):
-        made = load_backend(backend, **({"decode_indices": form} if backend == "reference" else {}))
+        loaded = load_backend(backend, **({"decode_indices": form} if backend == "reference" else {}))
         table, lens = torch.tensor(ROWS, dtype=torch.int32), torch.tensor(LENS, dtype=torch.int32)
         keys: DenseIndices | RaggedIndices = DenseIndices(table, lens)
         if form == "ragged":
@@ -58,8 +58,8 @@ def test_keys_of_the_last_slots_that_an_int32_can_name_are_attended(tmp_path: Pa
             keys = RaggedIndices(*packed, 4)
         out = torch.empty(3, 1, DIM, dtype=torch.float32)
         q = torch.ones(3, 1, DIM)
-        scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in made.scratch("decode", LAYER, 3, 4)]  # type: ignore[arg-type]
-        made.decode(AttentionCall(LAYER, q, [PagedKeys(cache, keys)], None, out, None, scratch))
+        scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in loaded.scratch("decode", LAYER, 3, 4)]  # type: ignore[arg-type]
+        loaded.decode(AttentionCall(LAYER, q, [PagedKeys(cache, keys)], None, out, None, scratch))
         torch.testing.assert_close(out[:, 0], torch.tensor(expected(rows, slots)), rtol=1e-5, atol=1e-6)
 
 
@@ -68,9 +68,9 @@ def test_keys_of_the_last_slots_that_an_int32_can_name_are_attended(tmp_path: Pa
 def test_gathered_rows_may_be_as_many(count: int, backend: str) -> None:
     kv = torch.tensor([[1.0, 2.0, 3.0]]).expand(count, DIM)
     rows = DenseIndices(torch.tensor([[LAST, 5, -1]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32))
-    out, made = torch.empty(1, 1, DIM), load_backend(backend)
-    scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in made.scratch("prefill", LAYER, 1, 3)]  # type: ignore[arg-type]
-    made.prefill(AttentionCall(LAYER, torch.ones(1, 1, DIM), GatheredKeys(kv, rows), None, out, None, scratch))
+    out, loaded = torch.empty(1, 1, DIM), load_backend(backend)
+    scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in loaded.scratch("prefill", LAYER, 1, 3)]  # type: ignore[arg-type]
+    loaded.prefill(AttentionCall(LAYER, torch.ones(1, 1, DIM), GatheredKeys(kv, rows), None, out, None, scratch))
 
     torch.testing.assert_close(out[0, 0], kv[0])
     assert largest_logits(torch.ones(1, 1, DIM), kv, rows, 0.5).item() == 3.0
@@ -83,16 +83,16 @@ def values(*numbers: int) -> Tensor:
 @pytest.mark.parametrize("capacity", [1, 4, LAST - 1, LAST, 2**31, 2**31 + 1, 2**32, 2**32 + 2, 2**40])
 def test_an_int32_is_compared_with_all_of_a_capacity(capacity: int) -> None:
     slots = values(-1, 0, 3, 4, LAST - 1, LAST, -(2**31))
-    there = [0 <= slot < capacity for slot in slots.tolist()]
+    exists = [0 <= slot < capacity for slot in slots.tolist()]
     rows = DenseIndices(slots[None], values(7))
 
-    assert listed(rows, slice(0, 1), capacity)[1].tolist() == [there]
-    assert outside(slots, capacity).tolist() == [not one for one in there]
-    wanted = [slot if one else -1 for slot, one in zip(slots.tolist(), there, strict=True)]
+    assert listed(rows, slice(0, 1), capacity)[1].tolist() == [exists]
+    assert outside(slots, capacity).tolist() == [not flag for flag in exists]
+    expected = [slot if flag else -1 for slot, flag in zip(slots.tolist(), exists, strict=True)]
     for ops in (index_ops, load_backend("rocm").index_ops):
         flat, indptr = torch.empty(7, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         ops.build_ragged_indices_from_dense(slots[None], values(7), capacity, out=(flat, indptr))
-        assert flat.tolist() == wanted
+        assert flat.tolist() == expected
 
 
 def test_a_list_of_any_slots_keeps_the_last_one() -> None:

@@ -36,14 +36,14 @@ def untouched(size: int) -> Tensor:
 
 def far_apart(scenario: StepFixture, gap: int) -> LayerCaches:
     """Caches of zeros with `gap` bytes between pages."""
-    made = []
+    caches = []
     for pages in scenario.pages[: 1 + (scenario.kind is not LayerKind.SWA)]:
         layout, element = scenario.layout, scenario.layout.dtype.itemsize
         stride, last = layout.page_stride(pages.block_size) + gap, layout.record_bytes // element
         flat = untouched(pages.count * stride).view(layout.dtype)
         tensor = flat.as_strided((pages.count, pages.block_size, last), (stride // element, last, 1))
-        made.append(PagedKVCache(tensor, layout))
-    return LayerCaches(*made)
+        caches.append(PagedKVCache(tensor, layout))
+    return LayerCaches(*caches)
 
 
 def end_of(cache: PagedKVCache) -> int:

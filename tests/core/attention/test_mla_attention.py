@@ -35,11 +35,11 @@ def test_positions_and_tables_that_do_not_fit_are_refused_before_any_write(
     case.layer.cos_sin_cache = case.layer.cos_sin_cache if table is None else table
     assert case.layer.caches is not None
     case.positions[-1], q, cache = position, case.q.clone(), case.layer.caches.swa.tensor
-    before = cache.clone()
+    original = cache.clone()
     with set_forward_context(case.metadata), pytest.raises(ArgumentError, match=f"^{said}"):
         case.layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)
     assert torch.equal(q, case.q)
-    assert torch.equal(cache, before)
+    assert torch.equal(cache, original)
 
 
 @pytest.mark.parametrize("kind", LayerKind)
@@ -165,11 +165,11 @@ def test_a_slot_outside_the_cache_is_an_error_before_any_write() -> None:
     swa.slot_mapping[3] = 32
     q = case.q.clone()
     assert case.layer.caches is not None
-    before = case.layer.caches.swa.tensor.clone()
+    original = case.layer.caches.swa.tensor.clone()
     with set_forward_context(case.metadata), pytest.raises(ArgumentError, match="slot_mapping"):
         case.layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)
     assert torch.equal(case.q, q)
-    assert torch.equal(before, case.layer.caches.swa.tensor)
+    assert torch.equal(original, case.layer.caches.swa.tensor)
 
 
 def test_layers_with_equal_prefixes_and_threads_do_not_mix() -> None:
@@ -248,7 +248,7 @@ def test_kv_has_the_dtype_of_q() -> None:
     case = bound_layer(LayerKind.SWA)
     q, cache = case.q.clone(), case.layer.caches
     assert cache is not None
-    before = cache.swa.tensor.clone()
+    original = cache.swa.tensor.clone()
     with (
         set_forward_context(case.metadata),
         pytest.raises(
@@ -258,4 +258,4 @@ def test_kv_has_the_dtype_of_q() -> None:
         case.layer.fused_qnorm_rope_kv_insert(q, case.kv.float(), case.positions)
 
     assert torch.equal(q, case.q)
-    assert torch.equal(cache.swa.tensor, before)
+    assert torch.equal(cache.swa.tensor, original)

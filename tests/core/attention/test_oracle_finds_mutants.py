@@ -197,10 +197,10 @@ def test_a_neighbours_row_after_an_interior_minus_one_is_flagged(form: str) -> N
         if topk is None or visible is None:
             return
         request = indices.token_to_req_indices(starts - starts[0], len(topk))
-        taken = torch.minimum(visible, torch.tensor(k))
+        count = torch.minimum(visible, torch.tensor(k))
         for t in range(len(topk)):
             window = out[0][t, out[1][t] - (out[1][t] - ((topk[t] >= 0) & (topk[t] < visible[t])).sum()) : out[1][t]]
-            row = torch.cat([topk[t, : taken[t]] + request[t] * rows, window.clone()])
+            row = torch.cat([topk[t, : count[t]] + request[t] * rows, window.clone()])
             out[0][t, : len(row)] = row
             out[1][t] = len(row)
 

@@ -19,10 +19,10 @@ from tests.harness import SWA, forward_args, metadata_of
 
 def bytes_named(tensor: Tensor) -> set[int]:
     """The address of every byte of every element, one by one."""
-    found = {tensor.data_ptr()}
+    starts = {tensor.data_ptr()}
     for stride, n in zip(tensor.stride(), tensor.shape, strict=True):
-        found = {start + i * stride * tensor.element_size() for start in found for i in range(n)}
-    return {start + byte for start in found for byte in range(tensor.element_size())} if tensor.numel() else set()
+        starts = {start + i * stride * tensor.element_size() for start in starts for i in range(n)}
+    return {start + byte for start in starts for byte in range(tensor.element_size())} if tensor.numel() else set()
 
 
 def test_against_every_byte() -> None:
@@ -52,8 +52,8 @@ def test_against_every_byte() -> None:
 
 
 def test_tensors_without_memory_share_none() -> None:
-    one = torch.zeros(4, device="meta")
-    assert not share_memory(one, one)
+    meta_tensor = torch.zeros(4, device="meta")
+    assert not share_memory(meta_tensor, meta_tensor)
     empty = torch.zeros(0, 4)
     assert not share_memory(empty, empty)
 
@@ -67,11 +67,11 @@ def test_out_that_is_q_or_overlaps_it() -> None:
     q = call["q"]
     buffer = torch.zeros(q.shape[0] + 1, *q.shape[1:], dtype=q.dtype)
     buffer[1:].copy_(q)
-    before = buffer.clone()
-    for given, out in ((q, q), (buffer[1:], buffer[:-1]), (q, q.view(q.shape))):
+    original = buffer.clone()
+    for query, out in ((q, q), (buffer[1:], buffer[:-1]), (q, q.view(q.shape))):
         with pytest.raises(ArgumentError, match=r"^out: expected memory apart from that of q, got .* -> a kernel may"):
-            forward_mqa(**{**call, "q": given, "out": out})
-    assert torch.equal(buffer, before)
+            forward_mqa(**{**call, "q": query, "out": out})
+    assert torch.equal(buffer, original)
 
 
 def test_it_is_seen_after_steps_that_are_known() -> None:

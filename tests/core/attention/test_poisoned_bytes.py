@@ -122,11 +122,11 @@ def test_a_forward_reads_its_inputs_and_writes_only_its_outputs(kind: LayerKind,
     problem = StepFixture(kind=kind, requests=MIXED, extra_rows=2).problem(REFERENCE_FORMS[form])
     caches = problem.caches.segments(problem.layer)
     inputs: list[Tensor] = [problem.q, *(body(cache) for cache in caches), problem.metadata.swa.block_table]
-    before = [t.clone() for t in inputs]
+    copies = [t.clone() for t in inputs]
 
     problem.run(REFERENCE_FORMS[form])
 
-    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
 
 
 EMPTY_SINKS = {"none": None, "minus_inf": -math.inf, "zero": 0.0, "ten": 10.0, "plus_inf": math.inf}

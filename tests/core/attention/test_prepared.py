@@ -107,24 +107,24 @@ def waved_through(is_prepared: Callable[..., bool], kind: LayerKind, draws: int 
     rng = random.Random(kind.value)
     whole = {**forward_args(kind), "metadata": METADATA[kind], "caches": CACHES[kind]}
     forward_mqa(**whole)
-    wrong, taken = [], 0
+    wrong, accepted = [], 0
     for _ in range(draws):
         arguments = dict(whole)
         for draw in rng.choices(DRAWS, k=rng.choice([1, 1, 2])):
             arguments |= draw(rng, kind)
         if is_prepared(**arguments):
-            taken += 1
+            accepted += 1
             said = verdict(arguments)
             wrong += [said] if said != "good" else []
-    return wrong, taken
+    return wrong, accepted
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bad_call_is_taken_for_a_good_one(kind: LayerKind, is_prepared: Callable[..., bool]) -> None:
-    wrong, taken = waved_through(is_prepared, kind)
+    wrong, accepted = waved_through(is_prepared, kind)
 
     assert not wrong
-    assert taken > 30, "too few to say anything"
+    assert accepted > 30, "too few to say anything"
 
 
 @pytest.mark.parametrize("forgotten", ["tensors", "caches"])
@@ -185,10 +185,10 @@ class Noting(ReferenceBackend):
 
     def prepares(self, problem: ForwardArgs, workspace: WorkspaceManager, **options: bool) -> bool:
         """Whether a step is prepared anew."""
-        before, ran = len(self.prepared), self.ran
+        count, ran = len(self.prepared), self.ran
         problem.run(self, workspace, **options)
         assert self.ran == ran + 1
-        return len(self.prepared) > before
+        return len(self.prepared) > count
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -341,7 +341,9 @@ def test_prepared_steps_go_with_their_metadata() -> None:
     problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
     problem.run(backend, shared)
     (step,) = problem.metadata.swa.prepared.values()
-    gone = [weakref.ref(one) for one in (problem.q, problem.metadata.swa, problem.metadata.compressed, step, backend)]
+    gone = [
+        weakref.ref(thing) for thing in (problem.q, problem.metadata.swa, problem.metadata.compressed, step, backend)
+    ]
     del problem, step, backend
     gc.collect()
 

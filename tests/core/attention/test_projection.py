@@ -55,9 +55,9 @@ class Recording(ReferenceBackend):
         return super().inv_rope_o_proj(o, positions, table, wo_a, num_groups)
 
 
-def run(given: ProjectionArgs, backend: Any = None, **more: Any) -> Tensor:
-    rest = given.o, given.positions, given.table, given.wo_a, given.wo_b, GROUPS
-    return output_projection(backend or ReferenceBackend(), *rest, layer=LAYER, **more)
+def run(args: ProjectionArgs, backend: Any = None, **options: Any) -> Tensor:
+    rest = args.o, args.positions, args.table, args.wo_a, args.wo_b, GROUPS
+    return output_projection(backend or ReferenceBackend(), *rest, layer=LAYER, **options)
 
 
 def scaled(seed: int, shape: tuple[int, int], dialect: torch.dtype = OCP, form: str = "fp32") -> Scaled:
@@ -65,17 +65,17 @@ def scaled(seed: int, shape: tuple[int, int], dialect: torch.dtype = OCP, form: 
     return Scaled.draw(seed, *shape, dialect, form, CPU)
 
 
-def off(found: Tensor, wanted: F64) -> float:
+def off(actual: Tensor, expected: F64) -> float:
     """Largest difference, relative to the largest value."""
-    return float(np.abs(found.detach().double().numpy() - wanted).max() / np.abs(wanted).max())
+    return float(np.abs(actual.detach().double().numpy() - expected).max() / np.abs(expected).max())
 
 
 # weights
 
 
 def in_every_form(shape: tuple[int, int], dialect: torch.dtype, form: str) -> list[tuple[Weight, F64]]:
-    given = scaled(31, shape, dialect, form)
-    return [(made, given.values) for made in (given.pair(), given.module(), given.module("weight_scale"))]
+    drawn = scaled(31, shape, dialect, form)
+    return [(weight, drawn.values) for weight in (drawn.pair(), drawn.module(), drawn.module("weight_scale"))]
 
 
 @each_dialect
@@ -85,27 +85,27 @@ def test_both_weights_may_be_block_scaled_fp8(dialect: torch.dtype, form: str, d
     plain = ProjectionArgs.draw(dtype)
     seconds = in_every_form(WO_B, dialect, form)
     for (wo_a, a), (wo_b, b) in zip(in_every_form(WO_A, dialect, form), seconds, strict=True):
-        given = attrs.evolve(plain, wo_a=wo_a, wo_b=wo_b)
+        args = attrs.evolve(plain, wo_a=wo_a, wo_b=wo_b)
 
-        assert off(run(given), given.answer(a, b)) < (1e-5 if dtype == F32 else 0.02)
+        assert off(run(args), args.answer(a, b)) < (1e-5 if dtype == F32 else 0.02)
 
 
 @pytest.mark.parametrize(("o", "a", "b"), [(F32, BF16, BF16), (BF16, F32, BF16), (BF16, BF16, F32), (F32, F32, BF16)])
 def test_dtypes_may_differ_and_the_result_has_that_of_o(o: torch.dtype, a: torch.dtype, b: torch.dtype) -> None:
     drawn = ProjectionArgs.draw(F32)
-    given = attrs.evolve(drawn, o=drawn.o.to(o), wo_a=drawn.wo_a.to(a), wo_b=drawn.wo_b.to(b))
-    y = run(given)
+    args = attrs.evolve(drawn, o=drawn.o.to(o), wo_a=drawn.wo_a.to(a), wo_b=drawn.wo_b.to(b))
+    y = run(args)
 
     assert (y.dtype, y.shape) == (o, (TOKENS, HIDDEN))
-    assert off(y, given.answer()) < (1e-5 if o == F32 else 0.01)
+    assert off(y, args.answer()) < (1e-5 if o == F32 else 0.01)
 
 
 def test_a_linear_module_is_a_weight() -> None:
-    given, module = ProjectionArgs.draw(F32), nn.Linear(WO_B[1], HIDDEN, bias=False)
+    args, module = ProjectionArgs.draw(F32), nn.Linear(WO_B[1], HIDDEN, bias=False)
 
-    y = run(attrs.evolve(given, wo_b=module))
+    y = run(attrs.evolve(args, wo_b=module))
 
-    assert torch.equal(y, run(attrs.evolve(given, wo_b=module.weight)))
+    assert torch.equal(y, run(attrs.evolve(args, wo_b=module.weight)))
 
 
 def test_no_tokens_give_no_rows() -> None:
@@ -113,8 +113,8 @@ def test_no_tokens_give_no_rows() -> None:
 
 
 def test_a_backend_receives_the_same_bf16_tensor_in_every_call() -> None:
-    backend, given = Recording(), scaled(32, WO_A)
-    wo_a, drawn = given.pair(), ProjectionArgs.draw(BF16)
+    backend, drawn_scales = Recording(), scaled(32, WO_A)
+    wo_a, drawn = drawn_scales.pair(), ProjectionArgs.draw(BF16)
     called: list[Callable[[], Tensor]] = [
         lambda: run(attrs.evolve(drawn, wo_a=wo_a), backend),
         lambda: o_proj(backend, drawn.o, drawn.positions, drawn.table, wo_a, GROUPS, layer=LAYER),
@@ -123,25 +123,25 @@ def test_a_backend_receives_the_same_bf16_tensor_in_every_call() -> None:
     for call in called:
         call()
 
-    assert all(each is dense_weight(wo_a) for each in backend.given)
+    assert all(weight is dense_weight(wo_a) for weight in backend.given)
     assert len(backend.given) == len(called)
     assert backend.given[0].dtype == BF16
 
 
 def test_a_plain_weight_reaches_the_backend_as_it_is() -> None:
-    backend, given = Recording(), ProjectionArgs.draw(BF16)
-    run(given, backend)
+    backend, args = Recording(), ProjectionArgs.draw(BF16)
+    run(args, backend)
 
-    assert backend.given == [given.wo_a]
+    assert backend.given == [args.wo_a]
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_first_call_may_be_in_inference_mode(inside: bool) -> None:
-    given = attrs.evolve(ProjectionArgs.draw(BF16), wo_a=scaled(34, WO_A).pair(), wo_b=scaled(35, WO_B).module())
+    args = attrs.evolve(ProjectionArgs.draw(BF16), wo_a=scaled(34, WO_A).pair(), wo_b=scaled(35, WO_B).module())
     with torch.inference_mode(inside):
-        first = run(given).clone()
+        first = run(args).clone()
     with torch.inference_mode(not inside):
-        assert torch.equal(run(given), first)
+        assert torch.equal(run(args), first)
 
 
 def test_another_matrix_product_gets_both_operands_in_one_dtype() -> None:
@@ -152,25 +152,25 @@ def test_another_matrix_product_gets_both_operands_in_one_dtype() -> None:
         return (x.double() @ weight.double().mT).to(x.dtype)
 
     for dtype in (F32, BF16):
-        given = attrs.evolve(ProjectionArgs.draw(BF16), wo_b=ProjectionArgs.draw(dtype).wo_b)
-        assert off(run(given, linear=linear), given.answer()) < 0.01
+        args = attrs.evolve(ProjectionArgs.draw(BF16), wo_b=ProjectionArgs.draw(dtype).wo_b)
+        assert off(run(args, linear=linear), args.answer()) < 0.01
         assert seen[-1] == ((TOKENS, GROUPS * RANK), dtype, WO_B, dtype)
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
 def test_compiled_code_takes_tensors_and_says_how_fp8_weights_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, fp8 = ProjectionArgs.draw(F32), scaled(38, WO_A)
-    rest, backend = (given.positions, given.table, given.wo_a, given.wo_b, GROUPS), ReferenceBackend()
+    args, fp8 = ProjectionArgs.draw(F32), scaled(38, WO_A)
+    rest, backend = (args.positions, args.table, args.wo_a, args.wo_b, GROUPS), ReferenceBackend()
     compiled = torch.compile(
         lambda o: output_projection(backend, o * 1, *rest, layer=LAYER), fullgraph=True, backend="aot_eager"
     )
 
-    assert torch.equal(compiled(given.o), run(given))
+    assert torch.equal(compiled(args.o), run(args))
     monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
     with pytest.raises(
         ArgumentError, match=r"^wo_a\.weight: .*compiled code, got float8_e4m3fn -> pass dense_weight\("
     ):
-        run(attrs.evolve(given, wo_a=fp8.pair()))
+        run(attrs.evolve(args, wo_a=fp8.pair()))
 
 
 # backends that take fp8 as it is
@@ -183,18 +183,18 @@ class Fp8(Recording):
 
 
 def test_a_backend_that_projects_fp8_receives_codes_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, drawn, backend = scaled(39, WO_A), ProjectionArgs.draw(BF16), Fp8()
-    pair, module = given.pair(), given.module("weight_scale")
-    found = []
+    scaled_weight, drawn, backend = scaled(39, WO_A), ProjectionArgs.draw(BF16), Fp8()
+    pair, module = scaled_weight.pair(), scaled_weight.module("weight_scale")
+    results = []
     for wo_a in (pair, module):
-        found.append(run(attrs.evolve(drawn, wo_a=wo_a), backend))
+        results.append(run(attrs.evolve(drawn, wo_a=wo_a), backend))
         o_proj(backend, drawn.o, drawn.positions, drawn.table, wo_a, GROUPS, layer=LAYER)
         bound(backend, drawn.table).o_proj(drawn.o, drawn.positions, wo_a, GROUPS)
 
-    assert torch.equal(*found)
-    assert all(each is pair for each in backend.given[:3])
-    for each in backend.given[3:]:
-        assert (each.weight, each.scale) == (module.weight, module.weight_scale)
+    assert torch.equal(*results)
+    assert all(weight is pair for weight in backend.given[:3])
+    for weight in backend.given[3:]:
+        assert (weight.weight, weight.scale) == (module.weight, module.weight_scale)
     run(drawn, backend)
     assert backend.given[-1] is drawn.wo_a
 
@@ -216,15 +216,15 @@ def test_nothing_is_converted_for_it_nor_read_while_a_graph_is_captured(monkeypa
     monkeypatch.setattr(weights, "_product", lambda *_: pytest.fail("converted"))
     monkeypatch.setattr(weights, "_alike", lambda *_: pytest.fail("read"))
     monkeypatch.setattr(weights, "is_capturing", lambda _: True)
-    given, drawn, backend = scaled(40, WO_A), ProjectionArgs.draw(BF16), Bare()
-    once, same = given.pair(), given.module()
+    scaled_weight, drawn, backend = scaled(40, WO_A), ProjectionArgs.draw(BF16), Bare()
+    once, same = scaled_weight.pair(), scaled_weight.module()
     same.weight_scale = same.weight_scale_inv
     for wo_a in (once, same):
         run(attrs.evolve(drawn, wo_a=wo_a), backend)
 
     assert backend.given[0] is once
     assert backend.given[1].scale is same.weight_scale_inv
-    twice = given.module(weight_scale=given.scale.clone())
+    twice = scaled_weight.module(weight_scale=scaled_weight.scale.clone())
     with pytest.raises(ArgumentError, match=r"^wo_a\.weight_scale: expected the tensor of wo_a\.weight_scale_inv, or"):
         run(attrs.evolve(drawn, wo_a=twice), backend)
 
@@ -236,30 +236,30 @@ def test_two_ranks_add_up_to_one(tmp_path: Path) -> None:
     run_ranks(project, 2, str(tmp_path), size=2)
 
     for dtype, close in ((F32, 1e-5), (BF16, 0.02)):
-        given = ProjectionArgs.draw(dtype)
-        found = [torch.load(tmp_path / f"{dtype}-{rank}.pt") for rank in range(2)]
-        assert torch.equal(*found)
-        assert off(found[0], given.answer()) < close
-        assert off(found[0], run(given).double().numpy()) < close
-        parts = [project_share(given, rank, 2) for rank in range(2)]
-        assert off(found[0], (parts[0].double() + parts[1].double()).numpy()) < close
-        assert off(parts[0], given.answer()) > 0.1
+        args = ProjectionArgs.draw(dtype)
+        shares = [torch.load(tmp_path / f"{dtype}-{rank}.pt") for rank in range(2)]
+        assert torch.equal(*shares)
+        assert off(shares[0], args.answer()) < close
+        assert off(shares[0], run(args).double().numpy()) < close
+        parts = [project_share(args, rank, 2) for rank in range(2)]
+        assert off(shares[0], (parts[0].double() + parts[1].double()).numpy()) < close
+        assert off(parts[0], args.answer()) > 0.1
 
 
 def test_a_group_of_one_rank_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        given = ProjectionArgs.draw(F32)
-        y = run(given, process_group=distributed.group.WORLD, linear=lambda x, w: nn.functional.linear(w, x).mT)
+        args = ProjectionArgs.draw(F32)
+        y = run(args, process_group=distributed.group.WORLD, linear=lambda x, w: nn.functional.linear(w, x).mT)
     finally:
         distributed.destroy_process_group()
 
-    assert torch.equal(y, nn.functional.linear(given.wo_b, z_of(given)).mT)
+    assert torch.equal(y, nn.functional.linear(args.wo_b, z_of(args)).mT)
 
 
-def z_of(given: ProjectionArgs) -> Tensor:
-    rest = given.o, given.positions, given.table, given.wo_a, GROUPS
+def z_of(args: ProjectionArgs) -> Tensor:
+    rest = args.o, args.positions, args.table, args.wo_a, GROUPS
     return o_proj(ReferenceBackend(), *rest, layer=LAYER).flatten(1)
 
 
@@ -284,9 +284,9 @@ GOOD = attrs.evolve(ProjectionArgs.draw(BF16), wo_a=FP8_A.pair(), wo_b=FP8_B.pai
 
 def resized() -> BlockScaledWeight:
     """A weight whose memory was replaced by that of another shape, after it was made."""
-    made = FP8_A.pair()
-    made.weight.data = FP8_B.weight()
-    return made
+    weight = FP8_A.pair()
+    weight.weight.data = FP8_B.weight()
+    return weight
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -355,16 +355,16 @@ def test_bad_input_is_an_error_before_anything_is_converted_or_launched(
     case: tuple[dict[str, Any], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, said = case
-    given = attrs.evolve(GOOD, **changes)
+    args = attrs.evolve(GOOD, **changes)
     monkeypatch.setattr(weights, "_product", lambda *_: pytest.fail("converted"))
     with pytest.raises(ArgumentError, match=f"^{said}"):
-        run(given, Untouchable(), linear=lambda *_: pytest.fail("multiplied"))
+        run(args, Untouchable(), linear=lambda *_: pytest.fail("multiplied"))
     if "wo_b" not in changes:
         with pytest.raises(ArgumentError, match=f"^{said}"):
-            o_proj(Untouchable(), given.o, given.positions, given.table, given.wo_a, GROUPS, layer=LAYER)
+            o_proj(Untouchable(), args.o, args.positions, args.table, args.wo_a, GROUPS, layer=LAYER)
     if not {"wo_b", "table"} & {*changes}:
         with pytest.raises(ArgumentError, match=f"^{said}"):
-            bound(Untouchable(), given.table).o_proj(given.o, given.positions, given.wo_a, GROUPS)
+            bound(Untouchable(), args.table).o_proj(args.o, args.positions, args.wo_a, GROUPS)
 
 
 PARTS: list[tuple[dict[str, Any], str]] = [

@@ -42,7 +42,7 @@ class Step:
         rows = problem.q.shape[0]
         self.problem, self.q = problem, torch.randn(problem.q.shape).bfloat16()
         self.kv = torch.randn(rows, problem.q.shape[2]).bfloat16()
-        spans = [torch.arange(before, before + count) for before, count in requests]
+        spans = [torch.arange(context, context + count) for context, count in requests]
         self.positions = torch.cat([*spans, torch.zeros(3, dtype=torch.int64)])
         self.layer = DeepseekV4MLAAttention(
             "layers.0",
@@ -70,14 +70,14 @@ class Step:
         return out
 
 
-def pair(one: ReferenceBackend) -> Any:
-    return PhasedBackend(one, one)
+def pair(backend: ReferenceBackend) -> Any:
+    return PhasedBackend(backend, backend)
 
 
-@pytest.mark.parametrize("made", [lambda one: one, pair], ids=["one", "pair"])
+@pytest.mark.parametrize("wrap", [lambda one: one, pair], ids=["one", "pair"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_gives_the_same_bits_and_leaves_q_of_prefill_alone(kind: str, made: Callable[[Any], Any]) -> None:
-    raw, plain = (Step(kind, made(ReferenceBackend(raw_q=True)), raw_q=raw) for raw in (True, False))
+def test_a_layer_gives_the_same_bits_and_leaves_q_of_prefill_alone(kind: str, wrap: Callable[[Any], Any]) -> None:
+    raw, plain = (Step(kind, wrap(ReferenceBackend(raw_q=True)), raw_q=raw) for raw in (True, False))
     decodes = raw.problem.metadata.swa.num_decode_tokens
     q, prepared = raw.insert(), plain.insert()
 
@@ -85,7 +85,7 @@ def test_a_layer_gives_the_same_bits_and_leaves_q_of_prefill_alone(kind: str, ma
     assert torch.equal(q[:decodes], prepared[:decodes])
     assert torch.equal(q[decodes:], raw.q[decodes:])
     assert not torch.equal(prepared[decodes:], raw.q[decodes:])
-    pages = [one.layer.caches.swa.tensor for one in (raw, plain) if one.layer.caches]
+    pages = [step.layer.caches.swa.tensor for step in (raw, plain) if step.layer.caches]
     assert torch.equal(*pages)
     # twice, as the second finds the prepared step
     assert torch.equal(raw.attend(q), plain.attend(prepared))
@@ -103,14 +103,14 @@ def test_steps_of_one_phase(requests: Any) -> None:
 
 def test_steps_of_a_layer_may_interleave() -> None:
     """As microbatches do, in two threads: each step knows whether its q is raw. All have the same keys and pages."""
-    one, other, third = (Step("swa", ReferenceBackend(raw_q=True), raw_q=True) for _ in range(3))
+    first, second, third = (Step("swa", ReferenceBackend(raw_q=True), raw_q=True) for _ in range(3))
     plain = Step("swa", ReferenceBackend(raw_q=True), raw_q=False)
-    other.layer = third.layer = one.layer
-    other.q = other.q.flip(0)
-    queries = [one.insert(), other.insert()]
-    outs = [one.attend(queries[0]), other.attend(queries[1])]
+    second.layer = third.layer = first.layer
+    second.q = second.q.flip(0)
+    queries = [first.insert(), second.insert()]
+    outs = [first.attend(queries[0]), second.attend(queries[1])]
 
-    for step, out in zip((one, other), outs, strict=True):
+    for step, out in zip((first, second), outs, strict=True):
         plain.q = step.q
         prepared = plain.insert()
         assert torch.equal(out, plain.attend(prepared))
@@ -163,22 +163,22 @@ def test_other_backends_have_all_queries_prepared(backend: ReferenceBackend) -> 
 
 
 def test_the_backend_is_asked_with_all_chunks_once_for_a_kind_of_layer() -> None:
-    asked = []
+    questions = []
 
     class Asked(ReferenceBackend):
         def takes_raw_q(self, layer: Any, q: Tensor, row_dtype: torch.dtype, chunks: Any) -> bool:
-            asked.append((tuple(q.shape), row_dtype, [requests for requests, _ in chunks]))
+            questions.append((tuple(q.shape), row_dtype, [requests for requests, _ in chunks]))
             return False
 
     step = Step("c4a", Asked(), raw_q=True)
     for _ in range(3):
         step.insert()
 
-    found = [request for requests in asked[0][2] for request in requests]
-    assert found == [(17, 20), (2, 9)]
-    assert asked == asked[:1] * len(asked)
-    assert len(asked) == 1
-    assert asked[0][:2] == ((34, 4, 32), torch.bfloat16)
+    all_requests = [request for requests in questions[0][2] for request in requests]
+    assert all_requests == [(17, 20), (2, 9)]
+    assert questions == questions[:1] * len(questions)
+    assert len(questions) == 1
+    assert questions[0][:2] == ((34, 4, 32), torch.bfloat16)
 
 
 def problem_of(backend: Any, kind: str = "c4a") -> ForwardArgs:
@@ -223,10 +223,10 @@ def test_raw_q_for_a_backend_that_takes_none_is_refused(backend: ReferenceBacken
 
 
 def run(problem: ForwardArgs, backend: Any, out: Tensor) -> None:
-    given: dict[str, Any] = {"layer": problem.layer, "limits": problem.limits, "attn_sink": problem.attn_sink}
-    given |= {"topk_indices": problem.topk_indices, "raw_q": problem.raw_q}
+    options: dict[str, Any] = {"layer": problem.layer, "limits": problem.limits, "attn_sink": problem.attn_sink}
+    options |= {"topk_indices": problem.topk_indices, "raw_q": problem.raw_q}
     space = problem.workspace(backend)
-    forward_mqa(problem.q, problem.caches, problem.metadata, backend, space, out, **given)
+    forward_mqa(problem.q, problem.caches, problem.metadata, backend, space, out, **options)
 
 
 def test_layers_with_a_table_that_changes_lengths_have_all_queries_prepared() -> None:
@@ -236,11 +236,13 @@ def test_layers_with_a_table_that_changes_lengths_have_all_queries_prepared() ->
     for factor in (1.0, 1.1):
         step = Step("swa", ReferenceBackend(raw_q=True), raw_q=True)
         table = factor * step.layer.cos_sin_cache
-        given: dict[str, Any] = {"attn_sink": problem.attn_sink, "cos_sin_cache": table, "raw_q": True}
+        options: dict[str, Any] = {"attn_sink": problem.attn_sink, "cos_sin_cache": table, "raw_q": True}
         space = WorkspaceManager()
-        made = DeepseekV4MLAAttention("l", problem.layer, problem.limits, step.layer.backend, workspace=space, **given)
-        made.bind_kv_cache(problem.caches.swa)
-        step.layer = made
+        attention = DeepseekV4MLAAttention(
+            "l", problem.layer, problem.limits, step.layer.backend, workspace=space, **options
+        )
+        attention.bind_kv_cache(problem.caches.swa)
+        step.layer = attention
         layers.append(torch.equal(step.insert()[2:], step.q[2:]))
 
     assert layers == [True, False]
@@ -316,8 +318,8 @@ def test_a_mutant_is_found_by_the_kit(mutant: str) -> None:
 
 def test_other_bytes_of_keys_are_found_by_the_kit() -> None:
     class Other(ReferenceBackend):
-        def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, *given: Any) -> None:
-            super().qnorm_rope_kv_insert(q, kv if q.shape[1] else kv * 2, *given)
+        def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, *arguments: Any) -> None:
+            super().qnorm_rope_kv_insert(q, kv if q.shape[1] else kv * 2, *arguments)
 
     scene = StepFixture(kind="swa", requests=MIXED, raw_q=True)
     with pytest.raises(Wrong, match="an insert of keys alone writes other bytes"):

@@ -49,8 +49,8 @@ class Particular(ReferenceBackend):
     def check(self, phase: Phase, call: AttentionCall) -> None:
         keys = [call.keys] if isinstance(call.keys, GatheredKeys) else call.keys
         width = sum(segment.rows.width for segment in keys)
-        asked = self.scratch(phase, call.layer, call.q.shape[0], width)
-        assert [(tuple(view.shape), view.dtype) for view in call.scratch] == asked
+        requested = self.scratch(phase, call.layer, call.q.shape[0], width)
+        assert [(tuple(view.shape), view.dtype) for view in call.scratch] == requested
         for view in call.scratch:
             view.fill_(0x55)
 
@@ -68,17 +68,17 @@ LAYERS: dict[Any, LayerGeometry] = {}
 
 def problems(backend: ReferenceBackend) -> list[ForwardArgs]:
     """Steps of two layers of every kind, which differ only in `eps`, a number that attention does not read."""
-    made = []
+    result = []
     for kind in LayerKind:
-        given = [StepFixture(kind=kind, requests=batch).problem(backend) for batch in BATCHES]
+        forwards = [StepFixture(kind=kind, requests=batch).problem(backend) for batch in BATCHES]
         for eps in (1.0, 2.0):
-            layer = LAYERS.setdefault((kind, eps), evolve(given[0].layer, eps=eps))
-            made += [evolve(problem, layer=layer) for problem in given]
+            layer = LAYERS.setdefault((kind, eps), evolve(forwards[0].layer, eps=eps))
+            result += [evolve(problem, layer=layer) for problem in forwards]
             # an indexer may leave fewer columns than the layer takes
-            for each in made[-len(given) :]:
-                if kind is LayerKind.CSA and each.topk_indices is not None:
-                    made.append(evolve(each, topk_indices=each.topk_indices[:, :3]))
-    return made
+            for full_problem in result[-len(forwards) :]:
+                if kind is LayerKind.CSA and full_problem.topk_indices is not None:
+                    result.append(evolve(full_problem, topk_indices=full_problem.topk_indices[:, :3]))
+    return result
 
 
 @all_forms
@@ -111,25 +111,25 @@ def test_what_a_step_is_made_of_may_change_its_place(form: str) -> None:
 
 @all_forms
 def test_more_tokens_read_more_rows_of_the_indexer_s_one_buffer(form: str) -> None:
-    given = [StepFixture(kind=LayerKind.CSA, requests=batch).problem(REFERENCE_FORMS[form]) for batch in BATCHES]
-    shared, buffer = WorkspaceManager(), torch.empty(16, given[0].layer.topk, dtype=torch.int32)
-    for problem in [*given, *given[::-1]]:
+    forwards = [StepFixture(kind=LayerKind.CSA, requests=batch).problem(REFERENCE_FORMS[form]) for batch in BATCHES]
+    shared, buffer = WorkspaceManager(), torch.empty(16, forwards[0].layer.topk, dtype=torch.int32)
+    for problem in [*forwards, *forwards[::-1]]:
         assert problem.topk_indices is not None
         rows = problem.topk_indices.shape[0]
         buffer[:rows, : problem.topk_indices.shape[1]].copy_(problem.topk_indices)
-        same = evolve(problem, topk_indices=buffer, layer=given[0].layer)
+        same = evolve(problem, topk_indices=buffer, layer=forwards[0].layer)
         assert_same_bits(same.run(REFERENCE_FORMS[form], shared), problem.run(REFERENCE_FORMS[form]))
 
 
 def test_a_backend_lives_as_long_as_metadata_that_it_is_prepared_for_and_no_longer() -> None:
     backend, shared = Particular(7), WorkspaceManager()
-    alive, given = weakref.ref(backend), problems(backend)
-    for problem in given:
+    alive, forwards = weakref.ref(backend), problems(backend)
+    for problem in forwards:
         problem.run(backend, shared)
     del backend
     gc.collect()
     assert alive() is not None, "another one could have its place, and be taken for it"
-    del problem, given
+    del problem, forwards
     gc.collect()
     assert alive() is None
 

@@ -99,13 +99,13 @@ def test_g21_forward_mqa_refuses_what_kernels_would_misread(
         forward_mqa(**arguments)
     arguments[name] = change(arguments[name])
     written = [arguments["out"], arguments["lse"]]
-    before = copies_of(written)
+    copies = copies_of(written)
 
     with pytest.raises(ArgumentError, match=f"^{name}: expected {said}.* got strides .* -> ") as info:
         forward_mqa(**arguments)
 
     assert name in info.value.hint
-    assert all(map(torch.equal, copies_of(written), before))
+    assert all(map(torch.equal, copies_of(written), copies))
 
 
 def test_g21_entry_numbers_are_dense_in_their_rows() -> None:
@@ -175,13 +175,16 @@ def backend_ops() -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
     gather["block_table"] = torch.arange(8, dtype=I32).view(2, 4)
     project = {"o": random(5, 4, 32), "positions": positions, "cos_sin_cache": table, "wo_a": random(32, 64)}
     said = {1: DENSE, 2: ROWS, 3: ROWS}
-    given: dict[str, dict[str, Any]] = {
+    arguments: dict[str, dict[str, Any]] = {
         "quantize_and_insert_k_cache": {"k": random(5, 32), "slot_mapping": positions + 3, "cache": cache},
         "qnorm_rope_kv_insert": insert,
         "dequantize_and_gather_k_cache": gather,
         "inv_rope_o_proj": {**project, "num_groups": 2},
     }
-    return {op: (given[op], {n: said[t.ndim] for n, t in given[op].items() if isinstance(t, Tensor)}) for op in given}
+    return {
+        op: (arguments[op], {n: said[t.ndim] for n, t in arguments[op].items() if isinstance(t, Tensor)})
+        for op in arguments
+    }
 
 
 BACKEND_OPS = [(op, name, said) for op, (_, names) in backend_ops().items() for name, said in names.items()]
@@ -196,12 +199,12 @@ def test_g21_an_op_refuses_strided_elements_and_serves_strided_rows(
         arguments, _ = backend_ops()[op]
         arguments[name] = change(arguments[name])
         written = [arguments["cache"].tensor] if "cache" in arguments else []
-        written += [arguments[each] for each in ("q", "out") if each in arguments]
-        before = copies_of(written)
+        written += [arguments[name] for name in ("q", "out") if name in arguments]
+        copies = copies_of(written)
         try:
             return getattr(backend, op)(**arguments), written
         except ArgumentError:
-            assert all(map(torch.equal, copies_of(written), before)), "written before the error"
+            assert all(map(torch.equal, copies_of(written), copies)), "written before the error"
             raise
 
     with pytest.raises(ArgumentError, match=f"^{name}: expected {said}"):
@@ -230,11 +233,11 @@ def test_g21_an_op_refuses_strided_elements_and_serves_strided_rows(
 )
 def test_keys_of_another_shape_or_dtype_are_refused_before_a_write(backend: Any, name: str, value: Tensor) -> None:
     arguments = {**backend_ops()["quantize_and_insert_k_cache"][0], name: value}
-    before = copies_of([arguments["cache"].tensor])
+    copies = copies_of([arguments["cache"].tensor])
 
     with pytest.raises(ArgumentError, match=f"^{name}: expected "):
         backend.quantize_and_insert_k_cache(**arguments)
-    assert all(map(torch.equal, copies_of([arguments["cache"].tensor]), before))
+    assert all(map(torch.equal, copies_of([arguments["cache"].tensor]), copies))
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
@@ -244,13 +247,13 @@ def test_g21_a_bound_layer_refuses_them_too(backend: Any) -> None:
     layer.bind_kv_cache(caches_of(SWA).swa)
     q, kv, positions = arguments["q"], torch.randn(PADDED, 32), torch.arange(PADDED)
     with set_forward_context({"l.swa_cache": arguments["metadata"].swa}):
-        for name, given in {
+        for name, pair in {
             "q": (spread(q), kv, positions),
             "kv": (q, spread(kv), positions),
             "positions": (q, kv, spread(positions)),
         }.items():
             with pytest.raises(ArgumentError, match=f"^{name}: expected "):
-                layer.fused_qnorm_rope_kv_insert(*given)
+                layer.fused_qnorm_rope_kv_insert(*pair)
     for name, wo_a, o in (("wo_a", spread(torch.randn(32, 64)), q), ("o", torch.randn(32, 64), spread(q))):
         with pytest.raises(ArgumentError, match=f"^{name}: expected {ROWS}"):
             layer.o_proj(o, positions, wo_a, 2)
@@ -329,7 +332,9 @@ def tensors_of(arguments: dict[str, Any]) -> Iterator[str]:
             yield name
         elif isinstance(value, (StepTokens, ChunkTokens, PageTable)):
             yield from (
-                f"{name}.{one.name}" for one in fields(type(value)) if isinstance(getattr(value, one.name), Tensor)
+                f"{name}.{attribute.name}"
+                for attribute in fields(type(value))
+                if isinstance(getattr(value, attribute.name), Tensor)
             )
 
 
@@ -356,15 +361,15 @@ def test_g21_an_index_op_serves_any_input_it_does_not_refuse(op: str) -> None:
                 arguments = spread_one(arguments, name)
             else:
                 out = (*out[:name], spread(out[name]), *out[name + 1 :])
-            before = copies_of([*out])
+            copies = copies_of([*out])
             try:
                 first, *_ = arguments
                 function(arguments.pop(first), **arguments, out=out if len(out) > 1 else out[0])
             except ArgumentError:
-                assert all(map(torch.equal, copies_of([*out]), before)), f"{name}: written before the error"
+                assert all(map(torch.equal, copies_of([*out]), copies)), f"{name}: written before the error"
                 continue
             # entries after the last row of a ragged list are undefined
             used = [out[0][: int(out[1][-1])], out[1]] if "ragged" in op else out
-            results.append([each.clone() for each in used])
+            results.append([tensor.clone() for tensor in used])
         for other in results[1:]:
             assert all(map(torch.equal, other, results[0])), f"{op}: {name} is misread"

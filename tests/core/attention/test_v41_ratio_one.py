@@ -18,7 +18,9 @@ from dsv4attn.selection import load_backend
 from tests.backends.built_in import forms
 
 V41 = ModelGeometry.preset("deepseek-v4.1-flash")
-ENTRIES = next(one for one in map(V41.layer, range(V41.num_layers)) if one.compress_ratio == 1 and one.has_entries)
+ENTRIES = next(
+    layer for layer in map(V41.layer, range(V41.num_layers)) if layer.compress_ratio == 1 and layer.has_entries
+)
 
 
 class Gathers(Backend):

@@ -45,10 +45,10 @@ def changed(metadata: Any, name: str) -> Any:
     return evolve(metadata, **{name: None})
 
 
-def widened(problem: ForwardArgs, more: int = MORE) -> ForwardArgs:
+def widened(problem: ForwardArgs, columns_added: int = MORE) -> ForwardArgs:
     """The same step, its windows scattered over further columns, with lengths of all columns."""
     swa = problem.metadata.swa
-    columns = swa.window_size + more
+    columns = swa.window_size + columns_added
     wide = evolve(
         swa,
         decode_swa_indices=scattered(swa.decode_swa_indices, columns),
@@ -91,8 +91,8 @@ def test_a_slice_of_a_request_gathers_nothing_before_its_first_position(elements
 def test_on_a_backend_that_gathers_wide_rows_are_decode_calls_of_the_planned_size() -> None:
     backend = REFERENCE_FORMS["gathered-ragged"]
     problem = widened(scene_of(LayerKind.HCA).problem(backend))
-    given = problem.q, problem.caches, problem.metadata, backend, WorkspaceManager(), torch.empty_like(problem.q)
-    call = ForwardCall(*given, problem.layer, problem.limits, None)
+    arguments = problem.q, problem.caches, problem.metadata, backend, WorkspaceManager(), torch.empty_like(problem.q)
+    call = ForwardCall(*arguments, problem.layer, problem.limits, None)
 
     assert call.prefill_phase is Phase.DECODE
     counts = [chunk.num_tokens for chunk in call.chunks()]

@@ -69,36 +69,36 @@ def has_one_memory(backend: str, cache: PagedKVCache) -> bool:
     return regions and torch.equal(cache.tensor, same.tensor)
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("is_used_first", [False, True])
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", EVERYWHERE)
-def test_a_copy_has_one_memory(backend: str, layout: str, name: str, *, before: bool) -> None:
+def test_a_copy_has_one_memory(backend: str, layout: str, name: str, *, is_used_first: bool) -> None:
     cache = used(backend, LAYOUTS[layout])
-    if before:
+    if is_used_first:
         cache.region("rope" if layout == "fp8" else "row")
-    made = COPIES[name](cache)
+    copied = COPIES[name](cache)
 
-    assert (made.layout, made.num_blocks, made.block_size) == (cache.layout, 4, 4)
-    assert made.page_stride == cache.page_stride
-    assert torch.equal(made.tensor, cache.tensor)
-    assert has_one_memory(backend, made)
+    assert (copied.layout, copied.num_blocks, copied.block_size) == (cache.layout, 4, 4)
+    assert copied.page_stride == cache.page_stride
+    assert torch.equal(copied.tensor, cache.tensor)
+    assert has_one_memory(backend, copied)
     # a copy is another cache of the same memory; what is deep, or leaves the process, has its own
-    assert torch.equal(made.tensor, cache.tensor) == (name == "copy")
+    assert torch.equal(copied.tensor, cache.tensor) == (name == "copy")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_tensor_with_other_memory_is_the_memory_of_its_cache(backend: str, layout: str) -> None:
     cache = used(backend, LAYOUTS[layout])
-    old, before = cache.tensor.detach(), cache.tensor.clone()
+    old, original = cache.tensor.detach(), cache.tensor.clone()
     cache.tensor.data = other_memory(cache)
     assert has_one_memory(backend, cache)
     new = other_memory(cache)
     cache.tensor.set_(new.untyped_storage(), 0, new.shape, new.stride())
     assert has_one_memory(backend, cache)
     assert torch.equal(cache.tensor, new)
-    assert torch.equal(old, before)
+    assert torch.equal(old, original)
     # and back to a place in a larger memory
     larger = torch.zeros(2 * new.untyped_storage().nbytes(), dtype=torch.uint8).view(new.dtype)
     cache.tensor.set_(larger.untyped_storage(), larger.numel() // 2, new.shape, new.stride())
@@ -147,12 +147,12 @@ def test_copies_of_a_layer_s_caches_give_the_outputs_of_the_original(name: str) 
     whole.manager.free(again)
     copies = []
     for layer, caches in zip(whole.layers, whole.manager.caches, strict=True):
-        made = COPIES[name](caches)
-        assert isinstance(made, DeepseekV4Caches)
+        copied = COPIES[name](caches)
+        assert isinstance(copied, DeepseekV4Caches)
         # equal signatures are one object, also of a copy
-        assert made.attention.signature is caches.attention.signature
-        layer.bind_kv_cache(made)
-        copies.append(made)
+        assert copied.attention.signature is caches.attention.signature
+        layer.bind_kv_cache(copied)
+        copies.append(copied)
     outs = whole.step([(sequence, 10)], hidden[30:])
 
     for out, rows in zip(outs, expected, strict=True):

@@ -127,13 +127,13 @@ LOSSLESS = [
 @pytest.mark.parametrize("page", [1, 2, 4, 12])
 def test_g20_every_key_of_every_lossless_pair_stays(source: str, target: str, page: int) -> None:
     cache = holds(LAYOUTS[source], random_codes(page))
-    before, other = bytes_in(cache), blank(LAYOUTS[target], page)
+    original, other = bytes_in(cache), blank(LAYOUTS[target], page)
 
     convert_cache(cache, other)
 
     np.testing.assert_array_equal(keys_of(other), keys_of(cache))
     assert np.isnan(keys_of(cache)).any()
-    assert bytes_in(cache) == before
+    assert bytes_in(cache) == original
 
 
 @examples(60)
@@ -177,7 +177,7 @@ def test_g20_between_dialects_a_key_stays_or_nothing_is_written(seed: int, byte:
     codes[1:] = 0
     source, target = holds(FNUZ, codes, (byte, byte)), holds(OCP, random_codes(7))
     groups = [codes[0, i : i + 8] for i in range(0, 22, 8)]
-    before = bytes_in(target)
+    original = bytes_in(target)
 
     if all(can_be_ocp(group, byte) for group in groups):
         convert_cache(source, target)
@@ -185,7 +185,7 @@ def test_g20_between_dialects_a_key_stays_or_nothing_is_written(seed: int, byte:
     else:
         with pytest.raises(LayoutMismatchError, match=r"e4m3fn:.*cannot hold slot 0 ->"):
             convert_cache(source, target)
-        assert bytes_in(target) == before
+        assert bytes_in(target) == original
 
 
 def test_g20_the_largest_and_the_smallest_fnuz_code_of_one_group_have_no_ocp_scale() -> None:
@@ -251,12 +251,12 @@ def test_g20_nothing_is_written_if_the_last_of_many_keys_cannot_be(monkeypatch: 
     codes[11, :2] = 0x7F, 0x01
     codes[:11][(codes[:11] & 0x7F) == 0x7F] = 0x10
     source, target = holds(FNUZ, codes), holds(OCP, random_codes(4))
-    before = bytes_in(target)
+    original = bytes_in(target)
 
     with pytest.raises(LayoutMismatchError, match="slot 11"):
         convert_cache(source, target)
 
-    assert bytes_in(target) == before
+    assert bytes_in(target) == original
     convert_cache(source, target, torch.arange(11))
     np.testing.assert_array_equal(keys_of(target)[:11], keys_of(source)[:11])
 

@@ -100,18 +100,18 @@ def filled(layout: KVCacheLayout, seed: int, *, any_codes: bool) -> PagedKVCache
 @pytest.mark.parametrize("any_codes", [False, True])
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_g20_of_every_pair_of_layouts_keys_stay_or_nothing_is_written(source: str, *, any_codes: bool) -> None:
-    one = filled(LAYOUTS[source], 1, any_codes=any_codes)
-    expected, moved = keys_of(one), set()
+    first = filled(LAYOUTS[source], 1, any_codes=any_codes)
+    expected, moved = keys_of(first), set()
     for target, layout in LAYOUTS.items():
-        other = filled(layout, 2, any_codes=any_codes)
-        before = memory_of(other).copy()
+        second = filled(layout, 2, any_codes=any_codes)
+        original = memory_of(second).copy()
         try:
-            convert_cache(one, other)
+            convert_cache(first, second)
         except LayoutMismatchError:
-            np.testing.assert_array_equal(memory_of(other), before)
+            np.testing.assert_array_equal(memory_of(second), original)
             continue
         moved.add(target)
-        np.testing.assert_array_equal(keys_of(other), expected, err_msg=target)
+        np.testing.assert_array_equal(keys_of(second), expected, err_msg=target)
     can = {target for target in LAYOUTS if possible(source, target)}
     # of any codes, some have no scale in the other dialect
     assert moved <= can if any_codes else moved == can
@@ -121,19 +121,19 @@ def test_g20_of_every_pair_of_layouts_keys_stay_or_nothing_is_written(source: st
 @pytest.mark.parametrize(("source", "target"), [("index-e4m3fn", "index-e4m3fnuz"), ("index-e4m3fnuz", "index-e4m3fn")])
 def test_g20_at_the_ends_of_fp32_scales_an_index_key_stays_or_is_refused(code: int, source: str, target: str) -> None:
     for scale in (0.0, 2.0**-149, 2.0**-127, 2.0**-126, 1.0, 1.0 + 2.0**-23, 2.0**126, 2.0**127, np.inf, np.nan):
-        one, other = (PagedKVCache.allocate(LAYOUTS[name], 1, 1) for name in (source, target))
-        memory_of(one)[:DIM] = code
-        memory_of(one)[DIM : DIM + 4] = np.array([scale], "<f4").view(np.uint8)
+        first, second = (PagedKVCache.allocate(LAYOUTS[name], 1, 1) for name in (source, target))
+        memory_of(first)[:DIM] = code
+        memory_of(first)[DIM : DIM + 4] = np.array([scale], "<f4").view(np.uint8)
         moved = scale * (2 if target.endswith("uz") else 0.5)
         with np.errstate(over="ignore", invalid="ignore"):  # beyond fp32; zero times infinity
             exact = np.isnan(scale) or float(np.float32(moved)) == moved
             try:
-                convert_cache(one, other)
+                convert_cache(first, second)
             except LayoutMismatchError:
                 # the scale cannot be halved or doubled, or the largest code of one dialect is NaN in the other
                 assert not exact or (source == "index-e4m3fnuz" and code == 0x7F)
             else:
-                np.testing.assert_array_equal(keys_of(other), keys_of(one), err_msg=str(scale))
+                np.testing.assert_array_equal(keys_of(second), keys_of(first), err_msg=str(scale))
 
 
 # memory of two caches
@@ -181,55 +181,57 @@ def test_g20_pages_share_memory_exactly_if_some_byte_belongs_to_both(data: st.Da
         stride = layout.page_bytes(size) + 2 * data.draw(st.integers(0, 60))
         pages, start = data.draw(st.integers(0, 6)), 2 * data.draw(st.integers(0, 200))
         caches.append(carved(memory, start, pages, stride, layout, size))
-    one, other = caches
-    both = touched(memory, one) & touched(memory, other)
+    first, second = caches
+    both = touched(memory, first) & touched(memory, second)
 
-    assert one.overlaps(other) == other.overlaps(one) == bool(both)
+    assert first.overlaps(second) == second.overlaps(first) == bool(both)
 
 
 def test_g20_rows_that_lie_apart_in_a_page_may_hold_those_of_another_cache() -> None:
     memory = torch.zeros(400, dtype=torch.bfloat16)
-    one, other, third = (PagedKVCache(memory.as_strided((3, 4, 8), (128, 32, 1), start), PLAIN) for start in (0, 8, 7))
+    first, second, third = (
+        PagedKVCache(memory.as_strided((3, 4, 8), (128, 32, 1), start), PLAIN) for start in (0, 8, 7)
+    )
     # and pages that follow each other within a row of pages
     turned = PagedKVCache(memory.as_strided((4, 3, 8), (32, 128, 1), 16), PLAIN)
-    assert not one.overlaps(other)
-    assert not one.overlaps(turned)
-    assert one.overlaps(third)
-    assert other.overlaps(third)
+    assert not first.overlaps(second)
+    assert not first.overlaps(turned)
+    assert first.overlaps(third)
+    assert second.overlaps(third)
     assert turned.overlaps(PagedKVCache(memory.as_strided((4, 3, 8), (32, 128, 1), 23), PLAIN))
 
 
 def test_g20_a_cache_may_lie_between_the_pages_of_its_source() -> None:
     interleaved = evolve(QUANTISED, arrangement=Arrangement.INTERLEAVED)
     stride, memory = 2 * QUANTISED.page_bytes(4), torch.zeros(4096, dtype=torch.uint8)
-    one, other = (
+    first, second = (
         carved(memory, start, 5, stride, layout, 4)
         for start, layout in ((0, QUANTISED), (QUANTISED.page_bytes(4), interleaved))
     )
     rng = np.random.default_rng(0)
-    for place in records_of(one):
+    for place in records_of(first):
         memory[torch.from_numpy(place)] = torch.from_numpy(rng.integers(100, 120, len(place)).astype(np.uint8))
-    expected = keys_of(one)
+    expected = keys_of(first)
 
-    convert_cache(one, other)
+    convert_cache(first, second)
 
-    np.testing.assert_array_equal(keys_of(one), expected)
-    np.testing.assert_array_equal(keys_of(other), expected)
+    np.testing.assert_array_equal(keys_of(first), expected)
+    np.testing.assert_array_equal(keys_of(second), expected)
 
 
 @pytest.mark.parametrize("shift", [-3, -1, 0, 1, 3])
 def test_g20_a_target_in_the_memory_of_its_source_is_refused_at_any_address(shift: int) -> None:
     interleaved = evolve(QUANTISED, arrangement=Arrangement.INTERLEAVED)
     stride, memory = QUANTISED.page_stride(4), torch.zeros(20 * 64, dtype=torch.uint8)
-    one = carved(memory, 4 * stride, 4, stride, QUANTISED, 4)
-    other, same = (carved(memory, (4 + shift) * stride, 4, stride, layout, 4) for layout in (interleaved, QUANTISED))
+    first = carved(memory, 4 * stride, 4, stride, QUANTISED, 4)
+    second, same = (carved(memory, (4 + shift) * stride, 4, stride, layout, 4) for layout in (interleaved, QUANTISED))
     memory.fill_(3)
 
     with pytest.raises(ArgumentError, match=r"^target: expected memory of its own, got the memory of source"):
-        convert_cache(one, other)
+        convert_cache(first, second)
     pages = torch.arange(4)
     with pytest.raises(ArgumentError, match=r"^target: expected memory of its own, got the memory of sources"):
-        reshard_cache([(one, pages)], (same, pages), 4, Ownership(0, 1))
+        reshard_cache([(first, pages)], (same, pages), 4, Ownership(0, 1))
     assert bool((memory == 3).all())
 
 

@@ -38,8 +38,13 @@ def held(layout: KVCacheLayout, seed: int = 0, block_size: int = 3) -> tuple[Pag
 
 def test_records_have_the_published_sizes() -> None:
     assert [layout.record_bytes for layout in LAYOUTS] == [528, 528, 288, 288]
-    assert [(one.data_bytes, one.scale_bytes, one.num_groups) for one in (FP8, FP4)] == [(512, 16, 16), (256, 32, 32)]
-    assert {(one.coded_dims, one.plain_dims, one.nope_dim, one.rope_dim) for one in LAYOUTS} == {(512, 0, 448, 64)}
+    assert [(layout.data_bytes, layout.scale_bytes, layout.num_groups) for layout in (FP8, FP4)] == [
+        (512, 16, 16),
+        (256, 32, 32),
+    ]
+    assert {(layout.coded_dims, layout.plain_dims, layout.nope_dim, layout.rope_dim) for layout in LAYOUTS} == {
+        (512, 0, 448, 64)
+    }
     assert {layout.row_dtype for layout in LAYOUTS} == {torch.bfloat16}
 
 
@@ -91,7 +96,10 @@ def test_what_a_writer_does_is_not_part_of_a_fingerprint() -> None:
 
 
 # a record of V4's kind that has as many bytes, groups and dims as each of V4.1's
-LOOK_ALIKES = [KVCacheLayout("fp8_ds_mla", 512, 0, torch.uint8, Fp8Format.OCP, 448.0, 32, one) for one in Arrangement]
+LOOK_ALIKES = [
+    KVCacheLayout("fp8_ds_mla", 512, 0, torch.uint8, Fp8Format.OCP, 448.0, 32, arrangement)
+    for arrangement in Arrangement
+]
 
 
 @pytest.mark.parametrize(("left", "right"), [*combinations([FP8, FP8_SPLIT, *LOOK_ALIKES], 2)])
@@ -131,12 +139,12 @@ def test_dims_of_the_model_are_those_of_the_layout_though_all_are_codes() -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.fingerprint)
 def test_the_first_page_may_begin_at_an_odd_byte_and_gaps_are_skipped(layout: KVCacheLayout) -> None:
-    made, values = held(layout)
-    stride = made.page_stride + (1 if layout.arrangement is SPLIT else layout.record_bytes)
+    paged, values = held(layout)
+    stride = paged.page_stride + (1 if layout.arrangement is SPLIT else layout.record_bytes)
     flat = torch.full((5 + 2 * stride,), 0xFF, dtype=torch.uint8)
     for page in range(2):
-        flat[5 + page * stride :][: made.page_stride] = made.tensor[page]
-    cache = PagedKVCache(flat[5:].as_strided((2, made.page_stride), (stride, 1), 5), layout, block_size=3)
+        flat[5 + page * stride :][: paged.page_stride] = paged.tensor[page]
+    cache = PagedKVCache(flat[5:].as_strided((2, paged.page_stride), (stride, 1), 5), layout, block_size=3)
 
     rows = PagedKVCache.allocate(KVCacheLayout.rows(), 2, 3)
     convert_cache(cache, rows)
@@ -184,13 +192,13 @@ def test_g20_records_become_rows_without_loss(layout: KVCacheLayout, dtype: torc
 @pytest.mark.parametrize(("source", "target"), [(FP8, FP8_SPLIT), (FP8_SPLIT, FP8), (FP4, FP4_SPLIT), (FP4_SPLIT, FP4)])
 def test_g20_records_move_between_arrangements_byte_by_byte(source: KVCacheLayout, target: KVCacheLayout) -> None:
     cache, _ = held(source)
-    wanted, _ = held(target)
+    expected, _ = held(target)
     other = PagedKVCache.allocate(target, 2, 3)
 
     convert_cache(cache, other)
 
     for name in ("nope", "scale"):
-        assert torch.equal(other.region(name), wanted.region(name))
+        assert torch.equal(other.region(name), expected.region(name))
 
 
 @pytest.mark.parametrize(
@@ -204,9 +212,9 @@ def test_g20_records_move_between_arrangements_byte_by_byte(source: KVCacheLayou
 def test_g20_records_of_another_kind_are_refused_by_name(source: KVCacheLayout, target: KVCacheLayout) -> None:
     cache, other = PagedKVCache.allocate(source, 1, 4), PagedKVCache.allocate(target, 1, 4)
     other.tensor.fill_(0x5A)
-    with pytest.raises(LayoutMismatchError, match=r"^target: expected a layout that holds keys of") as told:
+    with pytest.raises(LayoutMismatchError, match=r"^target: expected a layout that holds keys of") as caught:
         convert_cache(cache, other)
-    assert f"keys of {source.fingerprint} without loss, got {target.fingerprint} -> " in str(told.value)
+    assert f"keys of {source.fingerprint} without loss, got {target.fingerprint} -> " in str(caught.value)
     assert bool((other.tensor == 0x5A).all())
 
 

@@ -35,8 +35,8 @@ def over(group: Any, interleave: int = 1, *, divides_heads: bool = False) -> Con
 
 
 def same_everywhere(group: Any, value: Tensor) -> None:
-    found = over(group).gather(value.contiguous().view(torch.uint8), "a result")
-    assert all(torch.equal(one, found[0]) for one in found)
+    gathered = over(group).gather(value.contiguous().view(torch.uint8), "a result")
+    assert all(torch.equal(tensor, gathered[0]) for tensor in gathered)
 
 
 class Watched(ContextParallel):
@@ -69,14 +69,14 @@ class Watched(ContextParallel):
 
 def exchanges_during_attention(group: Any, kind: LayerKind, form: str, *, divides_heads: bool = False) -> None:
     """Exchanges of a prefill run during the attention of later chunks, two at a time."""
-    before, heads = (rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS), 2 if divides_heads else 4
+    sizes, heads = (rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS), 2 if divides_heads else 4
     # about eight tokens, and chunks of at least twice as many
     rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = 8 * group.size() * heads * (32 * 4 + 4), 16
     context = Watched(group, 2, divides_heads)
     try:
         attention(group, kind, form, context)
     finally:
-        rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = before
+        rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = sizes
     notes = context.notes
     # 115 tokens of prefill, then six of decode
     assert len(notes) == 2 * (15 + 1)
@@ -106,11 +106,11 @@ def attention(
     if context.divides_heads:
         layer, every = attrs.evolve(layer, num_heads=2), 2 * group.size()
         mine = slice(2 * group.rank(), 2 * group.rank() + 2)
-    own, limits, ratio = context.ownership, Limits(8, 128, 768), layer.compress_ratio
+    ownership, limits, ratio = context.ownership, Limits(8, 128, 768), layer.compress_ratio
     draw = torch.Generator().manual_seed(3)
     page, tokens_per_page, window_page = 64 // ratio, 64, 16
     sizes: dict[str, Any] = {"swa_block_size": window_page, "compressed_block_tokens": tokens_per_page}
-    columns = -(-256 // (tokens_per_page * own.size))
+    columns = -(-256 // (tokens_per_page * ownership.size))
     window = PagedKVCache(torch.full((7 * 16, window_page, 32), nan), FP32)
     compressed = PagedKVCache(torch.full((7 * columns + 2, page, 32), nan), FP32)
     tables = [torch.randperm(7 * n, generator=draw).int().reshape(7, n) for n in (16, columns)]
@@ -119,8 +119,8 @@ def attention(
     for i, (n, count) in enumerate(RAGGED):
         live = torch.arange(max(n - count - 7, 0), n)
         window.tensor[tables[0][i, live // window_page], live % window_page] = keys[i][0][live]
-        held = [e for e in range(n // ratio) if own.owner(e) == own.rank]
-        local = torch.tensor([own.local(e) for e in held], dtype=torch.long)
+        held = [e for e in range(n // ratio) if ownership.owner(e) == ownership.rank]
+        local = torch.tensor([ownership.local(e) for e in held], dtype=torch.long)
         compressed.tensor[tables[1][i, local // page], local % page] = keys[i][1][held]
         starts.append(starts[-1] + count)
         slots += [int(tables[0][i, p // window_page]) * window_page + p % window_page for p in range(n - count, n)]
@@ -130,7 +130,7 @@ def attention(
     limits = attrs.evolve(limits, num_speculative_tokens=2, max_workspace_bytes=2**18)
     options: dict[str, Any] = {"backend": REFERENCE_FORMS[form], "num_compressed_blocks": 7 * columns}
     options |= {"prefill_keys": keys_of_all, "divides_heads": context.divides_heads}
-    metadata = OwnedMetadataBuilder(own, SMALL, limits, **sizes, **options).build_for(batch, [kind])[kind]
+    metadata = OwnedMetadataBuilder(ownership, SMALL, limits, **sizes, **options).build_for(batch, [kind])[kind]
     assert (metadata.whole is not None) is keys_of_all
     chosen, global_chosen = None, []
     seen = [(n - count + j + 1) // ratio for n, count in RAGGED for j in range(count)]
@@ -138,7 +138,7 @@ def attention(
         global_chosen = [torch.randperm(n, generator=draw)[: layer.topk].tolist() for n in seen]
         rows = torch.tensor([row + [-1] * (layer.topk - len(row)) for row in global_chosen], dtype=torch.int32)
         whole_from = 6 if keys_of_all else 121
-        chosen = torch.cat([own.local_numbers(rows[:whole_from]), rows[whole_from:]])
+        chosen = torch.cat([ownership.local_numbers(rows[:whole_from]), rows[whole_from:]])
     else:
         global_chosen = [list(range(n)) for n in seen]
     sink = torch.randn(every, generator=draw) if sink is None else sink
@@ -148,7 +148,7 @@ def attention(
     own_sink = None if bool((sink == -inf).all()) else sink[mine].contiguous()
     context.__dict__["out"] = out
     if context.divides_heads:
-        views = workspace.get_simultaneous(*divided_specs(own.size, 121, 2, 32, dtype), arena=rank_buffers.ARENA)
+        views = workspace.get_simultaneous(*divided_specs(ownership.size, 121, 2, 32, dtype), arena=rank_buffers.ARENA)
         context.__dict__["out"] = views[-2].fill_(nan)
     call = ForwardCall(
         q[:, mine],
@@ -167,13 +167,13 @@ def attention(
 
     rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2e-2, 2e-2)
     expected = []
-    for (n, count), first, each in zip(RAGGED, starts, keys, strict=False):
+    for (n, count), first, request_keys in zip(RAGGED, starts, keys, strict=False):
         tokens, token, place = slice(first, first + count), torch.arange(n - count, n)[:, None], torch.arange(n)
         selected = torch.zeros(count, n // ratio, dtype=torch.bool)
         for row, entries in zip(selected, global_chosen[tokens], strict=True):
             row[entries] = True
         seen_keys = torch.cat([(token - layer.window < place) & (place <= token), selected], 1)
-        all_keys = torch.cat(each).double()
+        all_keys = torch.cat(request_keys).double()
         logits = (q[tokens].double() @ all_keys.T * layer.scale).masked_fill(~seen_keys[:, None], -inf)
         # logits are finite, so a sink of +inf takes all
         given_sink = sink.double().clamp(max=1e6)[:, None].expand(count, -1, -1)

@@ -65,12 +65,12 @@ def sinks(group: Any, value: float) -> None:
 
 def in_pieces(group: Any) -> None:
     """Queries and parts in pieces of a few tokens."""
-    before = rank_buffers.PIECE_BYTES
+    size = rank_buffers.PIECE_BYTES
     rank_buffers.PIECE_BYTES = 7 * group.size() * 2 * (32 * 4 + 4)
     try:
         attention(group, LayerKind.HCA, "gathered-dense", divided(group))
     finally:
-        rank_buffers.PIECE_BYTES = before
+        rank_buffers.PIECE_BYTES = size
 
 
 def during_attention(group: Any) -> None:
@@ -108,8 +108,8 @@ def on_rank(
     """A layer with the heads of a rank, bound to its caches."""
     full = AttentionWeights.from_dict(many.weights[index], TWELVE, TWELVE.layer(index))
     options = {"workspace": many.workspace, "process_group": group, "context_parallel": context}
-    given = many.limits, load_backend("reference"), full.shard(rank, size)
-    layer = DeepseekV4Attention(f"l.{index}", TWELVE.tensor_parallel(size), index, *given, **options)
+    arguments = many.limits, load_backend("reference"), full.shard(rank, size)
+    layer = DeepseekV4Attention(f"l.{index}", TWELVE.tensor_parallel(size), index, *arguments, **options)
     layer.bind_kv_cache(many.manager.caches[index])
     return layer
 
@@ -136,12 +136,12 @@ def layers(group: Any, layout: Any, *, other_sink: bool = False) -> None:
 def served(model: LayerStack) -> list[Tensor]:
     """What `layers` says of one model: outputs of every layer in every step."""
     a, b = model.manager.new(), model.manager.new()
-    found = model.step([(a, 40)], model.hidden(1, 40))
-    found += model.step([(a, 1), (b, 60)], model.hidden(2, 61))
+    outputs = model.step([(a, 40)], model.hidden(1, 40))
+    outputs += model.step([(a, 1), (b, 60)], model.hidden(2, 61))
     for seed in range(3):
-        found += model.step([(a, 1), (b, 1)], model.hidden(3 + seed, 2))
+        outputs += model.step([(a, 1), (b, 1)], model.hidden(3 + seed, 2))
     # a context shorter than an entry of some ranks
-    return [*found, *model.cut(model.hidden(9, 9), [5, 4])[1]]
+    return [*outputs, *model.cut(model.hidden(9, 9), [5, 4])[1]]
 
 
 @cache
@@ -152,15 +152,16 @@ def alone(layout: KVCacheLayout) -> list[Tensor]:
 
 def padding_and_warm_up(group: Any) -> None:
     """Padding rows give what they give on one rank, and a warm-up reserves what a locked workspace needs."""
-    one, many = on_one(FP32), over_ranks(group, FP32, divided(group))
-    for model in (one, many):
+    single, many = on_one(FP32), over_ranks(group, FP32, divided(group))
+    for model in (single, many):
         with set_forward_context(None), torch.no_grad():
             for layer in model.layers:
                 assert torch.isfinite(layer(model.hidden(0, 7), torch.arange(7))).all()
     many.workspace.lock()
-    padded = [model.hidden(0, 12) for model in (one, many)]
+    padded = [model.hidden(0, 12) for model in (single, many)]
     outs = [
-        model.run([(model.manager.new(), 9)], rows, padding=3) for model, rows in zip((one, many), padded, strict=True)
+        model.run([(model.manager.new(), 9)], rows, padding=3)
+        for model, rows in zip((single, many), padded, strict=True)
     ]
     assert_outputs_close(outs[1], outs[0], 3e-6)
 

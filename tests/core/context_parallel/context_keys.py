@@ -19,7 +19,7 @@ __all__ = ["keys_in_pieces", "keys_mutant", "keys_refused"]
 
 def keys_in_pieces(group: Any) -> None:
     """Pages in pieces of one or two, and rows in pieces of a few tokens, for both kinds of layers."""
-    before = rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS
+    sizes = rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS
     rank_buffers.PART_TOKENS = 7
     try:
         for pages, kind in ((1, LayerKind.CSA), (2, LayerKind.HCA)):
@@ -27,7 +27,7 @@ def keys_in_pieces(group: Any) -> None:
             attention(group, kind, "gathered-dense", keys_of_all=True)
             attention(group, kind, "paged-ragged", keys_of_all=True)
     finally:
-        rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = before
+        rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = sizes
 
 
 SMALL_RATIOS = {LayerKind.CSA: 4, LayerKind.HCA: 16}

@@ -115,13 +115,13 @@ def merge(group: Any, dtype: torch.dtype, tolerance: float) -> None:
     weight = lses.double().exp()
     whole = weight.sum(0)
     terms = torch.where(weight[..., None] > 0, weight[..., None] * outs.double(), 0.0).sum(0)
-    for given in (None, sink):
-        total = whole + (0 if given is None else given.double().exp())
-        wanted = torch.where(whole[..., None] > 0, terms / total[..., None], 0.0)
+    for sinks in (None, sink):
+        total = whole + (0 if sinks is None else sinks.double().exp())
+        expected = torch.where(whole[..., None] > 0, terms / total[..., None], 0.0)
         out, lse = outs[rank].transpose(0, 1).contiguous().transpose(0, 1), lses[rank].clone()
-        merge_over_ranks(over(group), out, lse, given, WorkspaceManager(debug=True))
+        merge_over_ranks(over(group), out, lse, sinks, WorkspaceManager(debug=True))
 
-        assert float((out.double() - wanted).abs().max()) < tolerance
+        assert float((out.double() - expected).abs().max()) < tolerance
         torch.testing.assert_close(lse.double(), whole.log())
         same_everywhere(group, out)
 
@@ -132,12 +132,12 @@ def pieces(group: Any) -> None:
     out, lse = torch.randn(23, 2, 8, generator=draw), torch.randn(23, 2, generator=draw)
     other = out.clone(), lse.clone()
     merge_over_ranks(over(group), out, lse, None, WorkspaceManager())
-    before = rank_buffers.PIECE_BYTES
+    size = rank_buffers.PIECE_BYTES
     rank_buffers.PIECE_BYTES = 500
     try:
         merge_over_ranks(over(group), *other, None, WorkspaceManager())
     finally:
-        rank_buffers.PIECE_BYTES = before
+        rank_buffers.PIECE_BYTES = size
 
     assert torch.equal(out, other[0])
     assert torch.equal(lse, other[1])
@@ -149,7 +149,7 @@ def pieces(group: Any) -> None:
 def selection(group: Any, interleave: int) -> None:
     """Keys of small integers: many equal scores, all exact. Against a sort by (score, number) in Python."""
     context, draw = over(group, interleave), torch.Generator().manual_seed(7 * group.size() + interleave)
-    own, size, (requests, heads, dim, topk) = context.ownership, 4, (4, 2, 8, 5)
+    ownership, size, (requests, heads, dim, topk) = context.ownership, 4, (4, 2, 8, 5)
     entries = [0, 3, 40, 61]
     layout = KVCacheLayout.rows(dim, 0, dtype=torch.float32)
     keys = [torch.randint(-1, 2, (n, dim), generator=draw).float() for n in entries]
@@ -160,8 +160,8 @@ def selection(group: Any, interleave: int) -> None:
     q = torch.randint(0, 2, (8, heads, dim), generator=draw).float()
     q[:, :, 2] = 1
     query = IndexQuery(q, torch.ones(8, heads))
-    local = [own.entry(torch.arange(own.count(n))) for n in entries]
-    columns = max(-(-len(one) // size) for one in local)
+    local = [ownership.entry(torch.arange(ownership.count(n))) for n in entries]
+    columns = max(-(-len(entries_of_request) // size) for entries_of_request in local)
     order = torch.randperm(requests * columns + 3, generator=torch.Generator().manual_seed(group.rank()))
     table = order[: requests * columns].int().reshape(requests, columns)
     cache = PagedKVCache(torch.full((len(order), size, dim), nan), layout)
@@ -170,13 +170,13 @@ def selection(group: Any, interleave: int) -> None:
             cache.tensor[table[i, n // size], n % size] = keys[i][e]
     out = torch.full((8, topk + 2), -7, dtype=torch.int32)[:, 1:-1]
     steps = load_backend("reference").layer_ops
-    token_map = TokenMap(table, token_to_req, own.counts(visible).int())
+    token_map = TokenMap(table, token_to_req, ownership.counts(visible).int())
     select_topk_over_ranks(context, steps, PLAIN, query, cache, token_map, out, max(entries))
 
     for t, (i, n) in enumerate(zip(token_to_req.tolist(), visible.tolist(), strict=True)):
         score = torch.relu(q[t].double() @ keys[i][:n].double().T).sum(0).tolist()
         best = sorted((-s, e) for e, s in enumerate(score) if not isnan(s))[:topk]
-        mine = sorted(own.local(e) for _, e in best if own.owner(e) == own.rank)
+        mine = sorted(ownership.local(e) for _, e in best if ownership.owner(e) == ownership.rank)
         assert out[t].tolist() == mine + [-1] * (topk - len(mine)), (t, best)
 
 
@@ -231,7 +231,7 @@ def whole(
     group: Any, layout: KVCacheLayout, interleave: int, prefill: str = "", merging: Backend | None = None
 ) -> None:
     """The steps of `served` over ranks: outputs, and every entry's bytes, are those of one rank."""
-    one, answers, sequences = served_by_one_rank(layout, prefill)
+    single, answers, sequences = served_by_one_rank(layout, prefill)
     many = over_ranks(group, layout, interleave, prefill, merging)
     outputs, shares = served(many)
     assert_outputs_close(outputs, answers, 3e-6)
@@ -239,24 +239,24 @@ def whole(
         same_everywhere(group, mine)
     if layout is FP8:
         return  # a key of rounded inputs may be rounded another way
-    compare_entries(one, many, sequences, shares)
+    compare_entries(single, many, sequences, shares)
 
 
-def compare_entries(one: LayerStack, many: LayerStack, whole_sequences: Any, shares: Any) -> None:
+def compare_entries(single: LayerStack, many: LayerStack, whole_sequences: Any, shares: Any) -> None:
     """Every entry that this rank holds has the bytes that one rank has."""
-    own = many.manager.builder.ownership  # type: ignore[attr-defined]
+    ownership = many.manager.builder.ownership  # type: ignore[attr-defined]
     for left, right in zip(whole_sequences, shares, strict=True):
         assert left.length == right.length
         for i in (1, 2):
             ratio = SMALL.layer(i).compress_ratio
             for name in ("compressed", "index"):
-                theirs, mine = (m.manager.caches[i].present.get(name) for m in (one, many))
+                theirs, mine = (m.manager.caches[i].present.get(name) for m in (single, many))
                 if theirs is None or mine is None:
                     continue
                 pages = [torch.tensor(s.tables["compressed"].blocks) for s in (left, right)]
                 blank = PagedKVCache(torch.zeros_like(mine.tensor), mine.layout)
-                reshard_cache([(theirs, pages[0])], (blank, pages[1]), left.length // ratio, own)
-                count = own.count(left.length // ratio)
+                reshard_cache([(theirs, pages[0])], (blank, pages[1]), left.length // ratio, ownership)
+                count = ownership.count(left.length // ratio)
                 place = torch.arange(count)
                 at = pages[1][place // mine.block_size], place % mine.block_size
                 torch.testing.assert_close(mine.tensor[at], blank.tensor[at], rtol=1e-5, atol=1e-5)
@@ -265,12 +265,12 @@ def compare_entries(one: LayerStack, many: LayerStack, whole_sequences: Any, sha
 
 def long_shortcut(group: Any) -> None:
     """A short context selects everything on every rank, without an exchange."""
-    one, many = on_one_rank(), over_ranks(group)
-    hidden = one.hidden(0, 15)
+    single, many = on_one_rank(), over_ranks(group)
+    hidden = single.hidden(0, 15)
     requests, padded = [(many.manager.new(), 9)], torch.cat([hidden[:9], torch.full_like(hidden[:3], nan)])
-    alone = one.run([(one.manager.new(), 9)], hidden[:9])
+    alone = single.run([(single.manager.new(), 9)], hidden[:9])
     assert_outputs_close([out[:9] for out in many.run(requests, padded, padding=3)], alone, 3e-6)
-    assert_outputs_close(many.cut(hidden, [10, 5])[1], one.cut(hidden, [10, 5])[1], 3e-6)
+    assert_outputs_close(many.cut(hidden, [10, 5])[1], single.cut(hidden, [10, 5])[1], 3e-6)
 
 
 def warm_up(group: Any) -> None:
@@ -285,7 +285,7 @@ def warm_up(group: Any) -> None:
 def heads(context: Any, others: Any) -> None:
     """Entries over one group and heads over another: outputs of all layers, against one rank."""
     size, rank, backend = others.size(), others.rank(), load_backend("reference")
-    one, limits = LayerStack(backend, compressed_block_tokens=64), Limits(4, 64, 256)
+    single, limits = LayerStack(backend, compressed_block_tokens=64), Limits(4, 64, 256)
     many = LayerStack(backend, compressed_block_tokens=64, **both(over(context)))
     geometry = SMALL.tensor_parallel(size)
     for i in range(SMALL.num_layers):
@@ -294,8 +294,8 @@ def heads(context: Any, others: Any) -> None:
         layer = DeepseekV4Attention(f"l.{i}", geometry, i, limits, backend, full.shard(rank, size), **options)
         layer.bind_kv_cache(many.manager.caches[i])
         many.layers[i] = layer
-    hidden = one.hidden(0, 62)
-    assert_outputs_close(many.cut(hidden, [40, 20, 1, 1])[1], one.cut(hidden, [40, 20, 1, 1])[1], 3e-6)
+    hidden = single.hidden(0, 62)
+    assert_outputs_close(many.cut(hidden, [40, 20, 1, 1])[1], single.cut(hidden, [40, 20, 1, 1])[1], 3e-6)
 
 
 # bind
@@ -348,8 +348,12 @@ def refusals(group: Any) -> None:
     good = LayerStack(load_backend("reference"), compressed_block_tokens=64, **both(context))
     layer, caches = good.layers[1], good.manager.caches[1]
     assert caches.index is not None
-    own, twice = caches.index, 2 * caches.index.block_size
-    index = PagedKVCache.allocate(own.layout, own.num_blocks, twice, own.device) if mine else own
+    index_cache, twice = caches.index, 2 * caches.index.block_size
+    index = (
+        PagedKVCache.allocate(index_cache.layout, index_cache.num_blocks, twice, index_cache.device)
+        if mine
+        else index_cache
+    )
     attempts: list[tuple[str, str, Callable[[], object]]] = [
         (
             "interleave",
@@ -366,8 +370,8 @@ def refusals(group: Any) -> None:
     for said, what, attempt in attempts:
         with pytest.raises(ArgumentError) as caught:
             attempt()
-        wanted = f"{said}: " if mine else f"{what}: expected what every rank of the group accepts, got rank {last} "
-        assert str(caught.value).startswith(wanted), str(caught.value)
+        expected = f"{said}: " if mine else f"{what}: expected what every rank of the group accepts, got rank {last} "
+        assert str(caught.value).startswith(expected), str(caught.value)
         assert said in str(caught.value)
     layer.bind_kv_cache(caches)
     # a context beyond the limits is refused by each rank itself, before anything is sent
@@ -387,14 +391,14 @@ def heads_of_others(group: Any) -> None:
     many = LayerStack(backend, compressed_block_tokens=64, **both(over(group)))
     full = AttentionWeights.from_dict(random_weights(SMALL, 1), SMALL, SMALL.layer(1))
     options = {"workspace": many.workspace, "process_group": group, "context_parallel": over(group)}
-    own, part = SMALL.tensor_parallel(size), full.shard(rank, size)
-    layer = DeepseekV4Attention("l.1", own, 1, limits, backend, part, **options)
+    rank_geometry, part = SMALL.tensor_parallel(size), full.shard(rank, size)
+    layer = DeepseekV4Attention("l.1", rank_geometry, 1, limits, backend, part, **options)
     with pytest.raises(ArgumentError, match=r"heads: expected \(0, 2\), as rank 0 has, got \(1, 2\) on rank 1"):
         layer.bind_kv_cache(many.manager.caches[1])
 
 
-def both(context: ContextParallel, **more: Any) -> dict[str, Any]:
-    return {"context_parallel": context, "layer_options": {"context_parallel": context, **more}}
+def both(context: ContextParallel, **options: Any) -> dict[str, Any]:
+    return {"context_parallel": context, "layer_options": {"context_parallel": context, **options}}
 
 
 CASES: dict[str, Callable[[Any], None]] = {

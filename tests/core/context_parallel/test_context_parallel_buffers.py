@@ -60,10 +60,10 @@ class Alone:
 
     def gather(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Tensor:
         ranks = self.ownership.size
-        found = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:]) if out is None else out
-        for part in found.view(ranks, *mine.shape):
+        gathered = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:]) if out is None else out
+        for part in gathered.view(ranks, *mine.shape):
             part.copy_(mine)
-        return found.view(ranks, *mine.shape)
+        return gathered.view(ranks, *mine.shape)
 
 
 def alone(size: int = 2) -> Any:
@@ -94,10 +94,10 @@ def test_layers_without_entries_and_plans_without_ranks_have_no_such_arena() -> 
     limits, backend = Limits(4, 64, 256), ReferenceBackend()
     assert "ranks" not in plan_workspace(SMALL.layer_of_kind(LayerKind.SWA), limits, backend, FP8, ranks=2).arenas
     without = plan_workspace(C4A, limits, backend, FP8)
-    over = plan_workspace(C4A, limits, backend, FP8, ranks=2)
-    assert {**without.arenas, "ranks": over.arenas["ranks"], "keys": over.arenas["keys"]} == over.arenas
+    sharded = plan_workspace(C4A, limits, backend, FP8, ranks=2)
+    assert {**without.arenas, "ranks": sharded.arenas["ranks"], "keys": sharded.arenas["keys"]} == sharded.arenas
     few = plan_workspace(C4A, limits, backend, FP8, ranks=2, prefill_keys=False).arenas
-    assert {**few, "keys": over.arenas["keys"]} == over.arenas
+    assert {**few, "keys": sharded.arenas["keys"]} == sharded.arenas
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -110,7 +110,7 @@ def test_merging_allocates_nothing(heads: int, dtype: torch.dtype, monkeypatch: 
     out[7] = torch.nan
     sink = torch.randn(heads, generator=draw)
     merged, total = merge_lse(out.expand(3, -1, -1, -1), lse.expand(3, -1, -1))
-    wanted = apply_sink(merged, total, sink).to(dtype)
+    expected = apply_sink(merged, total, sink).to(dtype)
     limits = Limits(4, 41, 256)
     layer = attrs.evolve(C4A, num_heads=heads, head_dim=15)
     workspace.reserve(plan_workspace(layer, limits, ReferenceBackend(), FP8, ranks=3))
@@ -119,7 +119,7 @@ def test_merging_allocates_nothing(heads: int, dtype: torch.dtype, monkeypatch: 
         merge_over_ranks(context, out, lse, sink, workspace)
 
     assert meter.peak == 0
-    torch.testing.assert_close(out, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+    torch.testing.assert_close(out, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
     torch.testing.assert_close(lse, total)
 
 
@@ -146,22 +146,22 @@ def test_a_selection_holds_no_more_than_the_plan_says(tokens: int, topk: int, mo
     with Meter() as meter:
         select_topk_over_ranks(context, ops, PLAIN, query, cache, token_map, out, 2 * entries)
     plan = plan_workspace(layer, Limits(4, tokens, 16384), steps, FP32, layer_steps=True, ranks=2)
-    beside = rank_buffers.selection_transient_bytes(2, layer, tokens)
+    selection_bytes = rank_buffers.selection_transient_bytes(2, layer, tokens)
 
-    assert meter.peak <= TILE_BYTES * 2 + beside <= plan.transient_bytes
-    assert meter.peak >= beside / 4, "the bound is no invention"
+    assert meter.peak <= TILE_BYTES * 2 + selection_bytes <= plan.transient_bytes
+    assert meter.peak >= selection_bytes / 4, "the bound is no invention"
 
 
-def _first_entries(*given: Any) -> None:
+def _first_entries(*arguments: Any) -> None:
     """Select the first entries, without an allocation."""
-    out = given[3]
+    out = arguments[3]
     torch.arange(out.shape[1], out=out[0])
     out[1:].copy_(out[:1].expand_as(out[1:]))
 
 
 def test_contexts_beyond_the_plan_are_refused_with_the_rank_named() -> None:
-    limits, own = Limits(2, 32, 64), Ownership(1, 2)
-    builder = OwnedMetadataBuilder(own, SMALL, limits, compressed_block_tokens=64)
+    limits, ownership = Limits(2, 32, 64), Ownership(1, 2)
+    builder = OwnedMetadataBuilder(ownership, SMALL, limits, compressed_block_tokens=64)
     with pytest.raises(ArgumentError, match=r"^seq_lens\[0\] on rank 1 of 2: expected at most 64, got 65"):
         builder._check_limit("seq_lens[0]", "max_model_len", 65)
     manager = CacheManager(SMALL, limits, FP32, num_blocks={"compressed": 0}, compressed_block_tokens=64)

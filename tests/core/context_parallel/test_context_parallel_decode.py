@@ -108,7 +108,7 @@ def test_a_decode_is_not_packed_and_no_bit_differs(
     if pieces:
         monkeypatch.setattr(rank_buffers, "PIECE_BYTES", pieces * 2 * heads * (sum(dims) * dtype.itemsize + 4))
     step, sink = given(query, dtype, kind, dims, heads), torch.linspace(-1, 1, heads)
-    wanted, wanted_lse = merged(step, sink)
+    expected, expected_lse = merged(step, sink)
     workspace = WorkspaceManager(debug=True)
     workspace.reserve(plan_workspace(step["layer"], LIMITS, Counted(), step["caches"].swa.layout, ranks=2))
     workspace.lock()
@@ -120,8 +120,8 @@ def test_a_decode_is_not_packed_and_no_bit_differs(
         workspace.check_canaries()
 
         assert backend.packed == packed
-        assert same_bits(out, wanted)
-        assert lse is None or same_bits(lse, wanted_lse)
+        assert same_bits(out, expected)
+        assert lse is None or same_bits(lse, expected_lse)
     assert bool((out[sum(query) :] == 0).all())
     assert lse is None or bool((lse[sum(query) :] == -torch.inf).all())
 
@@ -129,21 +129,21 @@ def test_a_decode_is_not_packed_and_no_bit_differs(
 def test_a_prepared_decode_is_run_with_other_addresses() -> None:
     step, sink = given([1, 1, 1], torch.float32, LayerKind.CSA, (24, 8), 4), torch.zeros(4)
     workspace, prepared, backend = WorkspaceManager(), step["metadata"].swa.prepared, Counted()
-    wanted, _ = merged(step, sink)
+    expected, _ = merged(step, sink)
     prepared.clear()
     for _ in range(2):
         out = torch.full_like(step["q"], torch.nan)
         call = ForwardCall(**step, backend=backend, workspace=workspace, out=out, attn_sink=sink)
         forward_mqa_over_ranks(alone(), call)
 
-        assert same_bits(out, wanted)
+        assert same_bits(out, expected)
     assert len(prepared) == 1
     # views of a workspace that has moved are not used again
     workspace.get_simultaneous(((2**20,), torch.uint8), arena=rank_buffers.ARENA)
     out = torch.full_like(step["q"], torch.nan)
     forward_mqa_over_ranks(alone(), attrs.evolve(call, out=out))
 
-    assert same_bits(out, wanted)
+    assert same_bits(out, expected)
     assert backend.packed == 0
 
 

@@ -80,7 +80,7 @@ def test_gathering_and_merging_allocate_nothing(dtype: torch.dtype, monkeypatch:
     assert meter.peak == 0
     assert torch.equal(queries, q.repeat(1, ranks, 1))
     # the context gives back what it is sent: parts of "ranks" are those of heads
-    merged, total = merge_lse(*(each.unflatten(1, (ranks, heads)).movedim(1, 0) for each in (outs, lses)))
-    wanted = apply_sink(merged, total, sink).to(dtype)
-    torch.testing.assert_close(out, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    merged, total = merge_lse(*(tensor.unflatten(1, (ranks, heads)).movedim(1, 0) for tensor in (outs, lses)))
+    expected = apply_sink(merged, total, sink).to(dtype)
+    torch.testing.assert_close(out, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
     torch.testing.assert_close(lse, total)

@@ -36,18 +36,18 @@ KINDS = (LayerKind.CSA, LayerKind.HCA)
 def test_every_entry_has_one_owner_and_one_number(size: int, interleave: int, entries: int) -> None:
     ranks = [Ownership(rank, size, interleave) for rank in range(size)]
     owners = [e // interleave % size for e in range(entries)]
-    for own in ranks:
-        mine = [e for e in range(entries) if owners[e] == own.rank]
+    for ownership in ranks:
+        mine = [e for e in range(entries) if owners[e] == ownership.rank]
         every = torch.arange(entries, dtype=torch.int32)
 
-        assert [own.local(e) for e in mine] == list(range(len(mine)))
-        assert [own.entry(n) for n in range(len(mine))] == mine
-        assert [own.owner(e) for e in range(entries)] == owners == own.owner(every).tolist()
-        assert own.count(entries) == len(mine)
-        assert own.counts(torch.tensor([entries, 0])).tolist() == [len(mine), 0]
+        assert [ownership.local(e) for e in mine] == list(range(len(mine)))
+        assert [ownership.entry(n) for n in range(len(mine))] == mine
+        assert [ownership.owner(e) for e in range(entries)] == owners == ownership.owner(every).tolist()
+        assert ownership.count(entries) == len(mine)
+        assert ownership.counts(torch.tensor([entries, 0])).tolist() == [len(mine), 0]
         expected = [mine.index(e) if e in mine else -1 for e in range(entries)]
-        assert own.local_numbers(torch.cat([every, every.new_tensor([-1])])).tolist() == [*expected, -1]
-        assert own.entry(torch.arange(len(mine))).tolist() == mine
+        assert ownership.local_numbers(torch.cat([every, every.new_tensor([-1])])).tolist() == [*expected, -1]
+        assert ownership.entry(torch.arange(len(mine))).tolist() == mine
 
 
 # metadata
@@ -75,13 +75,13 @@ def test_a_rank_has_the_slots_and_counts_of_its_own_entries(ranks: int, interlea
     columns, positions = -(-256 // (32 * ranks)), [p for n, c in REQUESTS for p in range(n - c, n)]
     request = [i for i, (_, c) in enumerate(REQUESTS) for _ in range(c)]
     for rank in range(ranks):
-        own, batch = Ownership(rank, ranks, interleave), shuffled_batch(REQUESTS, columns)
+        ownership, batch = Ownership(rank, ranks, interleave), shuffled_batch(REQUESTS, columns)
         table = batch.compressed_block_table
         assert table is not None
-        builder = OwnedMetadataBuilder(own, SMALL, LIMITS, backend=REFERENCE_FORMS[form], **SIZES)
-        made = builder.build_all(batch)
+        builder = OwnedMetadataBuilder(ownership, SMALL, LIMITS, backend=REFERENCE_FORMS[form], **SIZES)
+        metadata = builder.build_all(batch)
         for kind in KINDS:
-            compressed, ratio = made[kind].compressed, SMALL.layer_of_kind(kind).compress_ratio
+            compressed, ratio = metadata[kind].compressed, SMALL.layer_of_kind(kind).compress_ratio
             assert compressed is not None
             slots, counts = [], []
             for i, p in zip(request, positions, strict=True):
@@ -109,9 +109,9 @@ def test_one_rank_has_what_a_builder_without_ranks_makes() -> None:
     ):  # fmt: skip
         for name in ("swa", "compressed"):
             mine, theirs = getattr(part, name), getattr(other, name)
-            for each in attrs.fields(type(mine)) if mine is not None else ():
-                a, b = getattr(mine, each.name), getattr(theirs, each.name)
-                assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, each.name
+            for attribute in attrs.fields(type(mine)) if mine is not None else ():
+                a, b = getattr(mine, attribute.name), getattr(theirs, attribute.name)
+                assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, attribute.name
 
 
 def test_windows_are_seen_on_rank_0_alone_and_written_on_every_rank() -> None:
@@ -120,9 +120,9 @@ def test_windows_are_seen_on_rank_0_alone_and_written_on_every_rank() -> None:
             Ownership(rank, 3), SMALL, LIMITS, backend=REFERENCE_FORMS["paged-ragged"], **SIZES
         )
         batch = shuffled_batch(REQUESTS, 3)
-        made, full = builder.build_all(batch), MetadataBuilder(SMALL, LIMITS, **SIZES).build(batch)
+        metadata, full = builder.build_all(batch), MetadataBuilder(SMALL, LIMITS, **SIZES).build(batch)
         for kind in LayerKind:
-            swa, sees = made[kind].swa, rank == 0 or kind is LayerKind.SWA
+            swa, sees = metadata[kind].swa, rank == 0 or kind is LayerKind.SWA
             assert torch.equal(swa.slot_mapping, batch.slot_mapping)
             for name in ("decode_swa_indices", "prefill_swa_indices"):
                 expected = getattr(full, name)
@@ -136,10 +136,10 @@ def test_slices_of_a_prompt_without_windows_gather_no_negative_number_of_rows() 
     class Watching(ReferenceBackend):
         """Keeps the least number of window rows of each gather."""
 
-        def dequantize_and_gather_k_cache(self, *given: Any) -> None:
-            if given[3] is not None:
-                least.append(int(given[3].min()))
-            super().dequantize_and_gather_k_cache(*given)
+        def dequantize_and_gather_k_cache(self, *arguments: Any) -> None:
+            if arguments[3] is not None:
+                least.append(int(arguments[3].min()))
+            super().dequantize_and_gather_k_cache(*arguments)
 
     least: list[int] = []
     layer, limits = SMALL.layer_of_kind(LayerKind.HCA), attrs.evolve(LIMITS, max_index_elements=256)
@@ -148,13 +148,13 @@ def test_slices_of_a_prompt_without_windows_gather_no_negative_number_of_rows() 
     metadata = builder.build_for(shuffled_batch(REQUESTS, 4), [LayerKind.HCA])[LayerKind.HCA]
     caches = LayerCaches(PagedKVCache.allocate(FP32, 80, 16), PagedKVCache.allocate(FP32, 20, 2))
     q = torch.randn(45, 4, 32)
-    more: dict[str, Any] = {"layer": layer, "limits": limits, "attn_sink": None}
+    options: dict[str, Any] = {"layer": layer, "limits": limits, "attn_sink": None}
     with pytest.raises(ArgumentError, match=r"^metadata: expected metadata of all entries, got metadata of Ownership"):
-        forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **more)
+        forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **options)
     assert not least
     # a part for `merge_over_ranks`
-    more["lse"] = torch.empty(45, 4)
-    forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **more)
+    options["lse"] = torch.empty(45, 4)
+    forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **options)
 
     assert len(least) > 2
     assert set(least) == {0}
@@ -194,13 +194,15 @@ def random_cache(layout: KVCacheLayout, blocks: int, size: int, draw: torch.Gene
     return cache
 
 
-def read(cache: PagedKVCache, pages: Tensor, own: Ownership, entries: int) -> dict[int, list[Tensor]]:
+def read(cache: PagedKVCache, pages: Tensor, ownership: Ownership, entries: int) -> dict[int, list[Tensor]]:
     """Bytes of every entry of a rank, by its number in the sequence."""
-    found = {}
-    for n in range(own.count(entries)):
+    entries_read = {}
+    for n in range(ownership.count(entries)):
         place = int(pages[n // cache.block_size]), n % cache.block_size
-        found[own.entry(n)] = [cache.region(r)[place].contiguous().view(torch.uint8) for r in region_names(cache)]
-    return found
+        entries_read[ownership.entry(n)] = [
+            cache.region(r)[place].contiguous().view(torch.uint8) for r in region_names(cache)
+        ]
+    return entries_read
 
 
 def region_names(cache: PagedKVCache) -> list[str]:
@@ -222,19 +224,19 @@ def test_a_cache_is_divided_another_way_without_loss(name: str, old: tuple[int, 
     assert sorted(expected) == list(range(entries))
     actual: dict[int, list[Tensor]] = {}
     for rank in range(new[0]):
-        own, target = Ownership(rank, *new), random_cache(layout, 15, 4, draw)
+        ownership, target = Ownership(rank, *new), random_cache(layout, 15, 4, draw)
         pages = torch.randperm(15, generator=draw)
-        before = target.tensor.clone()
-        reshard_cache(sources, (target, pages), entries, own, interleave=old[1])
-        actual |= read(target, pages, own, entries)
-        unused = pages[-(-own.count(entries) // 4) :]
-        assert torch.equal(target.tensor[unused].view(torch.uint8), before[unused].view(torch.uint8))
+        original = target.tensor.clone()
+        reshard_cache(sources, (target, pages), entries, ownership, interleave=old[1])
+        actual |= read(target, pages, ownership, entries)
+        unused = pages[-(-ownership.count(entries) // 4) :]
+        assert torch.equal(target.tensor[unused].view(torch.uint8), original[unused].view(torch.uint8))
     for e in range(entries):
         assert all(torch.equal(a, b) for a, b in zip(actual[e], expected[e], strict=True)), e
 
 
 def test_a_target_that_cannot_hold_it_is_refused_before_anything_is_written() -> None:
-    draw, own = torch.Generator().manual_seed(0), Ownership(0, 2)
+    draw, ownership = torch.Generator().manual_seed(0), Ownership(0, 2)
     source, pages = random_cache(FP8, 4, 8, draw), torch.arange(4)
     for target, mine, said in (
         (PagedKVCache.allocate(FP32, 4, 8), pages, "sources.0.: expected layout rows"),
@@ -242,12 +244,12 @@ def test_a_target_that_cannot_hold_it_is_refused_before_anything_is_written() ->
         (PagedKVCache.allocate(FP8, 1, 8), pages, r"target pages: expected pages in \[0, 1\), got 1"),
         (source, pages, "target: expected memory of its own, got the memory of sources.0."),
     ):
-        before = target.tensor.clone()
+        original = target.tensor.clone()
         with pytest.raises((ArgumentError, LayoutMismatchError), match=f"^{said}"):
-            reshard_cache([(source, pages)], (target, mine), 30, own)
-        assert torch.equal(target.tensor.view(torch.uint8), before.view(torch.uint8))
+            reshard_cache([(source, pages)], (target, mine), 30, ownership)
+        assert torch.equal(target.tensor.view(torch.uint8), original.view(torch.uint8))
     with pytest.raises(ArgumentError, match=r"^sources: expected the cache and pages of each rank, got none"):
-        reshard_cache([], (PagedKVCache.allocate(FP8, 4, 8), pages), 30, own)
+        reshard_cache([], (PagedKVCache.allocate(FP8, 4, 8), pages), 30, ownership)
 
 
 def test_a_manager_without_ranks_is_as_before() -> None:

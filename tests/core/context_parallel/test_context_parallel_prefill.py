@@ -54,12 +54,12 @@ def test_shares_are_a_division_of_the_tokens(tokens: int, ranks: int, monkeypatc
     monkeypatch.setattr(rank_buffers, "PART_TOKENS", 100)
     contexts: list[Any] = [SimpleNamespace(ownership=Ownership(r, ranks), divides_heads=False) for r in range(ranks)]
     ranges = [Shares(context, tokens).ranges for context in contexts]
-    covered = [t for own in ranges for first, last in own for t in range(first, last)]
+    covered = [t for spans in ranges for first, last in spans for t in range(first, last)]
     rest = tokens % ranks
 
     assert sorted(covered) == sorted([*range(tokens), *[*range(tokens - rest, tokens)] * (ranks - 1)])
-    assert len({sum(last - first for first, last in own) for own in ranges}) == 1
-    assert all(own == tuple(sorted(own)) for own in ranges)
+    assert len({sum(last - first for first, last in spans) for spans in ranges}) == 1
+    assert all(spans == tuple(sorted(spans)) for spans in ranges)
     divided: Any = SimpleNamespace(ownership=Ownership(0, ranks), divides_heads=True)
     assert Shares(divided, tokens).ranges == ((0, tokens),)
 

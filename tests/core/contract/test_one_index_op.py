@@ -36,7 +36,7 @@ def test_one_index_op_is_brought_by_one_field_and_no_other_differs() -> None:
         index_ops.combine_topk_swa_indices(topk_indices, tokens, **options)
 
     backend, inputs = backend_with(combine), StepFixture(kind="c4a", requests=REQUESTS, topk="garbage")
-    outs = [inputs.run(each) for each in (backend, ReferenceBackend())]
+    outs = [inputs.run(subject) for subject in (backend, ReferenceBackend())]
 
     assert sum(calls) == 36
     assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))

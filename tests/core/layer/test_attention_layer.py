@@ -43,11 +43,11 @@ def test_g23_any_cut_gives_the_same_bytes_and_outputs(layout: KVCacheLayout, cut
     whole, total = invariant(layout), sum(cuts)
     hidden = whole.hidden(seed, total)
 
-    one, outs = whole.cut(hidden, [total])
+    whole_sequence, outs = whole.cut(hidden, [total])
     other, parts = whole.cut(hidden, cuts)
 
     same(parts, outs)
-    same(whole.bytes_of(other), whole.bytes_of(one))
+    same(whole.bytes_of(other), whole.bytes_of(whole_sequence))
 
 
 def test_g24_a_token_has_the_same_bits_alone_in_a_batch_and_after_padding() -> None:
@@ -80,15 +80,15 @@ def test_g15_rejected_drafts_leave_no_trace() -> None:
     sequence, done, parts = whole.manager.new(), 0, []
     for accepted in (17, 1, 2, 1, 3, 4, 12):
         step = torch.cat([hidden[done : done + accepted], drafts[:3]])
-        found = whole.step([(sequence, accepted + 3)], step)
-        parts.append([out[:accepted] for out in found])
+        step_outs = whole.step([(sequence, accepted + 3)], step)
+        parts.append([out[:accepted] for out in step_outs])
         done += accepted
         whole.manager.truncate(sequence, done)
     # the last drafts are in the caches still: the next tokens overwrite them
     assert done == 40
     same([torch.cat(part) for part in zip(*parts, strict=True)], outs)
-    more = whole.hidden(5, 9)
-    same(whole.step([(sequence, 9)], more), whole.step([(expected, 9)], more))
+    next_hidden = whole.hidden(5, 9)
+    same(whole.step([(sequence, 9)], next_hidden), whole.step([(expected, 9)], next_hidden))
 
 
 @pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 31, 33])
@@ -99,12 +99,12 @@ def test_a_fork_at_any_length_continues_like_the_original(length: int) -> None:
     expected = whole.cut(torch.cat([hidden[:length], other]), [length + 12])[1]
 
     fork = whole.manager.fork(parent, length)
-    found = whole.step([(fork, 12)], other)
+    outs = whole.step([(fork, 12)], other)
 
-    same(found, [out[length:] for out in expected])
-    before = whole.bytes_of(parent)
+    same(outs, [out[length:] for out in expected])
+    original = whole.bytes_of(parent)
     whole.step([(fork, 8)], whole.hidden(2, 8))
-    same(whole.bytes_of(parent), before)
+    same(whole.bytes_of(parent), original)
 
 
 def test_windows_slide_and_a_fork_of_the_present_needs_nothing_else() -> None:
@@ -116,8 +116,8 @@ def test_windows_slide_and_a_fork_of_the_present_needs_nothing_else() -> None:
 
     assert whole.manager._pools["window"].num_free >= whole.manager._pools["window"].num_blocks - 3
     fork = whole.manager.fork(sequence)
-    for one in (sequence, fork):
-        same(whole.step([(one, 10)], hidden[80:]), [out[80:] for out in expected])
+    for branch in (sequence, fork):
+        same(whole.step([(branch, 10)], hidden[80:]), [out[80:] for out in expected])
     with pytest.raises(ArgumentError, match=r"^length: expected a length whose \w+ pages, .* -> make the manager"):
         whole.manager.fork(sequence, 40)
 
@@ -140,10 +140,10 @@ def test_nan_hidden_states_stay_in_their_request() -> None:
     sick, well = whole.hidden(0, 30), whole.hidden(1, 40)
     sick[11] = torch.nan
     expected = whole.cut(well, [25, 15])[1]
-    one, other = whole.manager.new(), whole.manager.new()
+    sick_sequence, well_sequence = whole.manager.new(), whole.manager.new()
 
-    first = whole.step([(one, 30), (other, 25)], torch.cat([sick, well[:25]]))
-    second = whole.step([(other, 15)], well[25:])
+    first = whole.step([(sick_sequence, 30), (well_sequence, 25)], torch.cat([sick, well[:25]]))
+    second = whole.step([(well_sequence, 15)], well[25:])
 
     for a, b, want in zip(first, second, expected, strict=True):
         assert torch.equal(torch.cat([a[30:], b]), want)
@@ -197,9 +197,9 @@ def test_the_plan_of_a_whole_layer_counts_its_steps() -> None:
 
 
 def bound(**changes: object) -> None:
-    given: dict[str, object] = dict(random_weights(SMALL, 1))
-    given.update(changes)
-    AttentionWeights.from_dict({k: v for k, v in given.items() if v is not None}, SMALL, SMALL.layer(1))
+    weights: dict[str, object] = dict(random_weights(SMALL, 1))
+    weights.update(changes)
+    AttentionWeights.from_dict({k: v for k, v in weights.items() if v is not None}, SMALL, SMALL.layer(1))
 
 
 @pytest.mark.parametrize(
@@ -273,11 +273,11 @@ def test_a_rank_holds_its_heads_and_the_sum_of_the_ranks_is_the_layer() -> None:
     for rank in range(2):
         parts = {}
         for i in range(3):
-            given = AttentionWeights.from_dict(random_weights(SMALL, i), SMALL, SMALL.layer(i))
-            parts[i] = dict(given.shard(rank, 2).named())
+            weights = AttentionWeights.from_dict(random_weights(SMALL, i), SMALL, SMALL.layer(i))
+            parts[i] = dict(weights.shard(rank, 2).named())
         ranks.append(LayerStack(load_backend("reference"), geometry=local, weights=parts).cut(hidden, [30, 10])[1])
 
-    assert_outputs_close([one + other for one, other in zip(*ranks, strict=True)], expected, 2e-6)
+    assert_outputs_close([left + right for left, right in zip(*ranks, strict=True)], expected, 2e-6)
 
 
 def test_metadata_by_prefix_bring_the_states_of_a_layer() -> None:
@@ -287,10 +287,10 @@ def test_metadata_by_prefix_bring_the_states_of_a_layer() -> None:
     hidden = whole.hidden(0, 30)
     expected = other.cut(hidden, [30])[1][1]
     requests, layer = [(whole.manager.new(), 30)], whole.layers[1]
-    made = whole.manager.metadata(whole.manager.batch(requests))[layer.layer.kind]
-    named = {"layers.1.swa_cache": made.swa, "layers.1": made.compressed}
+    metadata = whole.manager.metadata(whole.manager.batch(requests))[layer.layer.kind]
+    named = {"layers.1.swa_cache": metadata.swa, "layers.1": metadata.compressed}
 
-    with set_forward_context({**named, "layers.1.state": made.state}):
+    with set_forward_context({**named, "layers.1.state": metadata.state}):
         assert torch.equal(layer(hidden, whole.manager.positions(requests)), expected)
     with (
         set_forward_context(named),
@@ -341,36 +341,36 @@ def test_a_step_without_tokens_is_none() -> None:
 def test_short_contexts_select_everything_without_scores_but_never_while_a_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, asked = LayerStack(load_backend("reference")), list[int]()
+    whole, selected_counts = LayerStack(load_backend("reference")), list[int]()
     hidden = whole.hidden(0, 15)  # at most three entries, all of which are selected
     steps = whole.layers[1].backend.layer_ops
     select = steps.select_topk
 
-    def counted(*given: object) -> None:
-        asked.append(given[-1])  # type: ignore[arg-type]
-        select(*given)
+    def counted(*arguments: object) -> None:
+        selected_counts.append(arguments[-1])  # type: ignore[arg-type]
+        select(*arguments)
 
     for layer in whole.layers:
         if layer.indexer is not None:
             layer.indexer._ops = attrs.evolve(steps, select_topk=counted)
     expected = whole.cut(hidden, [10, 5])[1]
-    assert not asked
+    assert not selected_counts
     monkeypatch.setattr("dsv4attn.core.layer.indexer.is_capturing", lambda _: True)
-    found = whole.cut(hidden, [10, 5])[1]
+    outs = whole.cut(hidden, [10, 5])[1]
 
-    assert asked == [whole.limits.max_model_len // 4] * 2
-    same(found, expected)
+    assert selected_counts == [whole.limits.max_model_len // 4] * 2
+    same(outs, expected)
 
 
 @pytest.mark.parametrize("index", [KVCacheLayout.index_fp8(32), KVCacheLayout.index_mxfp4(32)], ids=["fp8", "mxfp4"])
 def test_quantised_index_keys_select_the_same_in_any_cut(index: KVCacheLayout) -> None:
     whole = invariant(FP32, index_layout=index)
     hidden = whole.hidden(0, 70)
-    one, outs = whole.cut(hidden, [64, 6])
+    whole_sequence, outs = whole.cut(hidden, [64, 6])
     other, parts = whole.cut(hidden, [3, 40, 1, 26])
 
     same(parts, outs)
-    same(whole.bytes_of(other), whole.bytes_of(one))
+    same(whole.bytes_of(other), whole.bytes_of(whole_sequence))
     exact = invariant(FP32).cut(hidden, [64, 6])[1]
     same([outs[0], outs[2]], [exact[0], exact[2]])
     assert not torch.equal(outs[1], exact[1])  # rounded scores select other entries now and then

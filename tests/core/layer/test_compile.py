@@ -46,7 +46,8 @@ class Ran:
         """Whether all bits are equal, NaN too."""
         pairs = zip([*self.outs, *self.memory], [*other.outs, *other.memory], strict=True)
         return all(
-            torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8)) for one, two in pairs
+            torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+            for left, right in pairs
         )
 
 
@@ -140,13 +141,13 @@ def test_a_compiled_layer_sees_a_weight_that_changes() -> None:
 
     changing = LayerStack(reference, geometry=geometry, weights={0: weights})
     compiled = torch.compile(changing.layers[0], backend="aot_eager", fullgraph=True)
-    before = step(changing, compiled)
+    original = step(changing, compiled)
     weights["attn_sink"].add_(3)
-    found = step(changing, compiled)
+    actual = step(changing, compiled)
 
     made_anew = LayerStack(reference, geometry=geometry, weights={0: weights})
-    assert torch.equal(found, step(made_anew, made_anew.layers[0]))
-    assert not torch.equal(found, before)
+    assert torch.equal(actual, step(made_anew, made_anew.layers[0]))
+    assert not torch.equal(actual, original)
 
 
 def test_layers_of_v41_in_one_graph_equal_eager() -> None:
@@ -159,7 +160,7 @@ def test_layers_of_v41_in_one_graph_equal_eager() -> None:
 )
 def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, compiler: str) -> None:
     torch._dynamo.reset()
-    one, two = bound_layer(kind), bound_layer(kind)
+    first, second = bound_layer(kind), bound_layer(kind)
     scores = torch.randn(PROMPT_TOKENS, 5)
 
     def model(case: object, q: Tensor, scores: Tensor) -> Tensor:
@@ -170,17 +171,17 @@ def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, 
         layer.forward_mqa(q, case.kv, case.positions, out)  # type: ignore[attr-defined]
         return out
 
-    for case in (one, two):
+    for case in (first, second):
         assert case.layer.topk_indices_buffer is not None
         case.layer.topk_indices_buffer.fill_(-1)
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
-    with torch.no_grad(), set_forward_context(one.metadata):
-        expected = model(one, one.q, scores)
-    with torch.no_grad(), set_forward_context(two.metadata):
-        actual = compiled(two, two.q, scores)
+    with torch.no_grad(), set_forward_context(first.metadata):
+        expected = model(first, first.q, scores)
+    with torch.no_grad(), set_forward_context(second.metadata):
+        actual = compiled(second, second.q, scores)
 
     assert torch.equal(actual, expected)
-    for left, right in zip(memory(one.layer), memory(two.layer), strict=True):
+    for left, right in zip(memory(first.layer), memory(second.layer), strict=True):
         assert torch.equal(left, right)
 
 
@@ -198,17 +199,17 @@ def test_caches_may_be_views_of_one_allocation_and_inductor_copies_none(
     copies, of = list[bool](), all_caches_of
 
     def look(caches: DeepseekV4Caches, *tensors: Tensor | None) -> DeepseekV4Caches:
-        copies.append((made := of(caches, *tensors)) is not caches)
-        return made
+        copies.append((result := of(caches, *tensors)) is not caches)
+        return result
 
-    one, two = whole(layout=FP8), whole(layout=FP8)
+    first, second = whole(layout=FP8), whole(layout=FP8)
     if together:
-        put_in_one_allocation(one)
-        put_in_one_allocation(two)
-    expected = run(one, None)
+        put_in_one_allocation(first)
+        put_in_one_allocation(second)
+    expected = run(first, None)
     monkeypatch.setattr(attention_module, "all_caches_of", look)
 
-    assert run(two, compiler).same(expected)
+    assert run(second, compiler).same(expected)
     assert len(copies) == 3 * len(PREFILL_DECODE_PREFILL)
     assert not any(copies) or compiler == "aot_eager"
 
@@ -234,15 +235,15 @@ def test_bytes_of_an_allocation_live_as_long_as_a_cache_in_it_is_bound() -> None
 def test_a_cache_may_be_two_arguments_of_an_op() -> None:
     """As a functionalising compiler sees them: one tensor, whose copy both arguments share."""
     torch._dynamo.reset()
-    made, hidden = whole(2), torch.randn(8, SMALL.hidden_size)
-    layer, positions = made.layers[0], torch.arange(8)
+    stack, hidden = whole(2), torch.randn(8, SMALL.hidden_size)
+    layer, positions = stack.layers[0], torch.arange(8)
     assert layer.caches is not None
     assert layer.caches.state is not None
     state = layer.caches.state.tensor
 
     def step(hidden: Tensor, positions: Tensor, state: Tensor) -> Tensor:
-        given = None, None, state, None, state, None, None
-        out: Tensor = attention_module._op(hidden * 1.0, positions, *given, layer._handle)
+        arguments = None, None, state, None, state, None, None
+        out: Tensor = attention_module._op(hidden * 1.0, positions, *arguments, layer._handle)
         return out
 
     with torch.no_grad(), set_forward_context(None):
@@ -252,15 +253,15 @@ def test_a_cache_may_be_two_arguments_of_an_op() -> None:
 
 
 def test_the_ops_of_layers_pass_torchs_own_checks() -> None:
-    made = whole(1)
-    requests = [(made.manager.new(), 9)]
-    layer, positions = made.layers[0], made.manager.positions(requests)
+    stack = whole(1)
+    requests = [(stack.manager.new(), 9)]
+    layer, positions = stack.layers[0], stack.manager.positions(requests)
     caches = layer.caches
     assert caches is not None
     tensors = [cache.tensor for cache in caches.present.values()]
-    with set_forward_context(made.manager.metadata(made.manager.batch(requests))):
-        given = made.hidden(0, 9), positions, *tensors, layer.topk_indices, None, layer._handle
-        torch.library.opcheck(torch.ops.dsv4attn.attention_layer, given)
+    with set_forward_context(stack.manager.metadata(stack.manager.batch(requests))):
+        arguments = stack.hidden(0, 9), positions, *tensors, layer.topk_indices, None, layer._handle
+        torch.library.opcheck(torch.ops.dsv4attn.attention_layer, arguments)
 
 
 @pytest.mark.parametrize("made_by", [copy.copy, copy.deepcopy])
@@ -268,15 +269,15 @@ def test_a_compiled_copy_of_a_layer_writes_its_own_caches(
     made_by: Callable[[DeepseekV4Attention], DeepseekV4Attention],
 ) -> None:
     torch._dynamo.reset()
-    made = whole(0)
-    layer, requests = made.layers[0], [(made.manager.new(), 9)]
+    stack = whole(0)
+    layer, requests = stack.layers[0], [(stack.manager.new(), 9)]
     assert layer.caches is not None
     other = made_by(layer)
     fresh = PagedKVCache.allocate(FP32, layer.caches.attention.swa.num_blocks, layer.caches.attention.swa.block_size)
     other.bind_kv_cache(DeepseekV4Caches(attrs.evolve(layer.caches.attention, swa=fresh)))
-    with torch.no_grad(), set_forward_context(made.manager.metadata(made.manager.batch(requests))):
+    with torch.no_grad(), set_forward_context(stack.manager.metadata(stack.manager.batch(requests))):
         compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
-        compiled(made.hidden(0, 9), made.manager.positions(requests))
+        compiled(stack.hidden(0, 9), stack.manager.positions(requests))
 
     assert fresh.tensor.any()
     assert not layer.caches.attention.swa.tensor.any()
@@ -284,8 +285,8 @@ def test_a_compiled_copy_of_a_layer_writes_its_own_caches(
 
 def test_caches_are_bound_again_without_a_new_graph() -> None:
     torch._dynamo.reset()
-    made, count = whole(0), [0]
-    layer, requests = made.layers[0], [(made.manager.new(), 9)]
+    stack, count = whole(0), [0]
+    layer, requests = stack.layers[0], [(stack.manager.new(), 9)]
     assert layer.caches is not None
     old = layer.caches.attention.swa
 
@@ -295,20 +296,20 @@ def test_caches_are_bound_again_without_a_new_graph() -> None:
 
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     fresh = PagedKVCache.allocate(FP32, old.num_blocks, old.block_size)
-    with torch.no_grad(), set_forward_context(made.manager.metadata(made.manager.batch(requests))):
-        compiled(made.hidden(0, 9), made.manager.positions(requests))
+    with torch.no_grad(), set_forward_context(stack.manager.metadata(stack.manager.batch(requests))):
+        compiled(stack.hidden(0, 9), stack.manager.positions(requests))
         layer.bind_kv_cache(DeepseekV4Caches(attrs.evolve(layer.caches.attention, swa=fresh)))
-        compiled(made.hidden(0, 9), made.manager.positions(requests))
+        compiled(stack.hidden(0, 9), stack.manager.positions(requests))
 
     assert count == [1]
     assert torch.equal(fresh.tensor, old.tensor)
 
 
 def test_a_graph_of_a_layer_that_is_gone_says_so() -> None:
-    made = whole(0)
-    handle = made.layers[0]._handle
+    stack = whole(0)
+    handle = stack.layers[0]._handle
     positions = torch.arange(4)
-    del made
+    del stack
     gc.collect()
     with pytest.raises(Dsv4AttnError, match="no longer exists -> keep the layer alive"):
         attention_module._op(torch.zeros(4, SMALL.hidden_size), positions, *[None] * 7, handle)
@@ -321,5 +322,5 @@ STEP = st.lists(st.integers(1, 12), min_size=1, max_size=3)
 @given(st.lists(STEP, min_size=1, max_size=4), st.sampled_from([(0,), (1,), (2,), (1, 0, 2), (2, 1, 1)]))
 def test_compiled_equals_eager_for_any_layers_and_steps(steps: list[list[int]], kinds: tuple[int, ...]) -> None:
     numbered = [list(enumerate(step)) for step in steps]
-    one, two = (run(whole(*kinds), compiler, numbered) for compiler in ("aot_eager", None))
-    assert one.same(two)
+    compiled, eager = (run(whole(*kinds), compiler, numbered) for compiler in ("aot_eager", None))
+    assert compiled.same(eager)

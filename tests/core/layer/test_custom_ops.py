@@ -179,10 +179,10 @@ def test_tracers_modes_and_profilers_see_both_ops(by: str) -> None:
         return out
 
     with set_forward_context(case.metadata):
-        found = SEEN[by](step, case.q.clone(), case.kv, case.positions, torch.empty_like(case.q))
+        events = SEEN[by](step, case.q.clone(), case.kv, case.positions, torch.empty_like(case.q))
 
-    assert "qnorm_rope_kv_insert" in found
-    assert "forward_mqa" in found
+    assert "qnorm_rope_kv_insert" in events
+    assert "forward_mqa" in events
 
 
 @pytest.mark.parametrize("which", ["none", "q", "kv", "positions", "out"])
@@ -192,8 +192,8 @@ def test_only_calls_with_tensors_of_other_classes_are_ops_in_eager_mode(
     case, ops = bound_layer(LayerKind.CSA), list[str]()
     for name in ("_op_insert", "_op_forward"):
         monkeypatch.setattr(layer_module, name, lambda *_, name=name: ops.append(name))
-    given = {"q": case.q.clone(), "kv": case.kv, "positions": case.positions, "out": torch.empty_like(case.q)}
-    q, kv, positions, out = (one.as_subclass(Own) if name == which else one for name, one in given.items())
+    arguments = {"q": case.q.clone(), "kv": case.kv, "positions": case.positions, "out": torch.empty_like(case.q)}
+    q, kv, positions, out = (tensor.as_subclass(Own) if name == which else tensor for name, tensor in arguments.items())
     with set_forward_context(case.metadata):
         case.layer.fused_qnorm_rope_kv_insert(q, kv, positions)
         case.layer.forward_mqa(q, kv, positions, out)

@@ -42,12 +42,12 @@ def default_device(device: str) -> Iterator[None]:
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """`torch.set_default_dtype`, and back."""
-    before = torch.get_default_dtype()
+    old_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(old_dtype)
 
 
 DEFAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -60,9 +60,9 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 def forget() -> None:
     """Clear everything that functions of the package remember, so that it is made again under the default in force."""
-    for each in gc.get_objects():
-        if type(each) is functools._lru_cache_wrapper and (each.__module__ or "").startswith("dsv4attn"):
-            each.cache_clear()
+    for value in gc.get_objects():
+        if type(value) is functools._lru_cache_wrapper and (value.__module__ or "").startswith("dsv4attn"):
+            value.cache_clear()
 
 
 def two_steps(whole: LayerStack) -> list[Tensor]:
@@ -114,7 +114,7 @@ def test_builder_and_manager_are_on_their_own_device(device: str, default: str) 
         batch = manager.batch([(manager.new(), 5)])
     tensors = [value for value in vars(builder).values() if isinstance(value, Tensor)]
     assert tensors
-    assert {each.device.type for each in tensors} == {device}
+    assert {tensor.device.type for tensor in tensors} == {device}
     assert {cache.tensor.device.type for caches in manager.caches for cache in caches.present.values()} == {device}
     assert (batch.query_start_loc_cpu.device.type, batch.seq_lens_cpu.device.type) == ("cpu", "cpu")
     assert (batch.query_start_loc.device.type, batch.seq_lens.device.type) == (device, device)

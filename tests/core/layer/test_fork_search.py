@@ -103,11 +103,11 @@ class Program:
         groups = first_needed(self.geometry, 0)
         self.live.append(Held(self.whole.manager.new(), [], {name: set() for name in groups}))
 
-    def step(self, wanted: list[tuple[int, int]]) -> None:
+    def step(self, wishes: list[tuple[int, int]]) -> None:
         """Run a step of some sequences, and compare it with a new sequence that runs all tokens again."""
         counts: dict[int, int] = {}
         left = MAX_TOKENS
-        for i, count in wanted[:MAX_REQS]:
+        for i, count in wishes[:MAX_REQS]:
             if self.live and count <= left and len(self.live[i % len(self.live)].tokens) + count <= MAX_LEN:
                 left -= count - counts.get(i % len(self.live), 0)
                 counts[i % len(self.live)] = count
@@ -116,19 +116,19 @@ class Program:
             return
         ids = [[*range(self.next_token + 50 * i, self.next_token + 50 * i + n)] for i, (_, n) in enumerate(chosen)]
         self.next_token = (self.next_token + 50 * len(ids)) % 800
-        requests = [(one.sequence, count) for one, count in chosen]
+        requests = [(held.sequence, count) for held, count in chosen]
         try:
             outs = self.whole.step(requests, self.embedding[[t for part in ids for t in part]])
         except OutOfPagesError:
             return
-        for (one, count), part in zip(chosen, ids, strict=True):
-            one.tokens += part
-            assert one.sequence.length == len(one.tokens)
-            for positions in one.held.values():
-                positions |= {*range(len(one.tokens) - count, len(one.tokens))}
-            self.give_back(one)
+        for (held, count), part in zip(chosen, ids, strict=True):
+            held.tokens += part
+            assert held.sequence.length == len(held.tokens)
+            for positions in held.held.values():
+                positions |= {*range(len(held.tokens) - count, len(held.tokens))}
+            self.give_back(held)
         self.poison()
-        whole = self.recomputed([one.tokens for one, _ in chosen])
+        whole = self.recomputed([held.tokens for held, _ in chosen])
         for layer, (out, wanted_rows) in enumerate(zip(outs, whole, strict=True)):
             last = [rows[len(rows) - count :] for rows, (_, count) in zip(wanted_rows, chosen, strict=True)]
             torch.testing.assert_close(out, torch.cat(last), rtol=1e-3, atol=1e-4, msg=f"layer {layer}: {chosen}")
@@ -142,35 +142,35 @@ class Program:
             self.scratch.manager.free(sequence)
         return [list(out.split([len(tokens) for tokens in histories])) for out in outs]
 
-    def give_back(self, one: Held) -> None:
+    def give_back(self, held: Held) -> None:
         """Drop the blocks that no token reads from here on, with the drafts of the last step rejected."""
         if self.keep:
             return
-        for name, first in first_needed(self.geometry, max(len(one.tokens) - self.drafts, 0)).items():
+        for name, first in first_needed(self.geometry, max(len(held.tokens) - self.drafts, 0)).items():
             whole_blocks = first // self.sizes[name] * self.sizes[name]
-            one.held[name] -= {*range(whole_blocks)}
+            held.held[name] -= {*range(whole_blocks)}
 
-    def can_continue(self, one: Held, length: int) -> bool:
+    def can_continue(self, held: Held, length: int) -> bool:
         """Whether a sequence has all that its tokens from `length` on read."""
         needed = first_needed(self.geometry, length)
-        return all(one.held[name] >= {*range(first, length)} for name, first in needed.items())
+        return all(held.held[name] >= {*range(first, length)} for name, first in needed.items())
 
     def fork(self, i: int, length: int) -> None:
         """Fork a sequence at any length."""
         if not self.live:
             return
-        one = self.live[i % len(self.live)]
-        length %= len(one.tokens) + 1
-        made: CachedSequence | None
+        held = self.live[i % len(self.live)]
+        length %= len(held.tokens) + 1
+        forked: CachedSequence | None
         try:
-            made = self.whole.manager.fork(one.sequence, length)
+            forked = self.whole.manager.fork(held.sequence, length)
         except OutOfPagesError:
             return
         except ArgumentError:
-            made = None
-        assert (made is not None) == self.can_continue(one, length), f"fork({length}) of {one}: {made}"
-        if made is not None:
-            self.live.append(self.copied(one, made, length))
+            forked = None
+        assert (forked is not None) == self.can_continue(held, length), f"fork({length}) of {held}: {forked}"
+        if forked is not None:
+            self.live.append(self.copied(held, forked, length))
 
     def copied(self, one: Held, sequence: CachedSequence, length: int) -> Held:
         """What a fork has."""
@@ -182,31 +182,31 @@ class Program:
         """Forget tokens."""
         if not self.live:
             return
-        one = self.live[i % len(self.live)]
-        length = len(one.tokens) - length % (len(one.tokens) + 1)
+        held = self.live[i % len(self.live)]
+        length = len(held.tokens) - length % (len(held.tokens) + 1)
         try:
-            self.whole.manager.truncate(one.sequence, length)
+            self.whole.manager.truncate(held.sequence, length)
         except ArgumentError:
             return
-        assert self.can_continue(one, length), f"truncate({length}) of {one} was accepted"
-        del one.tokens[length:]
-        for positions in one.held.values():
+        assert self.can_continue(held, length), f"truncate({length}) of {held} was accepted"
+        del held.tokens[length:]
+        for positions in held.held.values():
             positions -= {p for p in positions if p >= length}
 
     def select(self, rows: list[int]) -> None:
         """Go on with some of the sequences."""
         rows = [row % len(self.live) for row in rows] if self.live else []
-        before, kv_bytes = [one.sequence for one in self.live], self.whole.manager.kv_bytes
+        sequences, kv_bytes = [held_sequence.sequence for held_sequence in self.live], self.whole.manager.kv_bytes
         try:
-            made = self.whole.manager.select(before, rows)
+            selected = self.whole.manager.select(sequences, rows)
         except OutOfPagesError:
-            assert all(sequence.owner is self.whole.manager for sequence in before)
+            assert all(sequence.owner is self.whole.manager for sequence in sequences)
             assert kv_bytes == self.whole.manager.kv_bytes
             return
         held = []
-        for i, (row, sequence) in enumerate(zip(rows, made, strict=True)):
-            one = self.live[row]
-            held.append(one if row not in rows[:i] else self.copied(one, sequence, len(one.tokens)))
+        for i, (row, sequence) in enumerate(zip(rows, selected, strict=True)):
+            chosen = self.live[row]
+            held.append(chosen if row not in rows[:i] else self.copied(chosen, sequence, len(chosen.tokens)))
         self.live = held
         self.poison()
 

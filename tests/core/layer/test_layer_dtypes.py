@@ -29,9 +29,9 @@ def run(kind: LayerKind, hidden_states: Tensor, weights: torch.dtype) -> Tensor:
     layer, limits = GEOMETRY.layer(index), Limits(1, TOKENS, TOKENS)
     shapes = weight_shapes(GEOMETRY, layer)
     drawn = {name: torch.randn(shape, generator=random).mul_(0.2).bfloat16() for name, shape in shapes.items()}
-    made = AttentionWeights.from_dict({name: w.to(weights) for name, w in drawn.items()}, GEOMETRY, layer)
+    cast_weights = AttentionWeights.from_dict({name: w.to(weights) for name, w in drawn.items()}, GEOMETRY, layer)
     manager = CacheManager(GEOMETRY, limits, KVCacheLayout.rows(24, 8, dtype=hidden_states.dtype))
-    attention = DeepseekV4Attention("0", GEOMETRY, index, limits, backend, made, workspace=WorkspaceManager())
+    attention = DeepseekV4Attention("0", GEOMETRY, index, limits, backend, cast_weights, workspace=WorkspaceManager())
     attention.bind_kv_cache(manager.caches[index])
     step = [(manager.new(), TOKENS)]
     with torch.no_grad(), set_forward_context(manager.metadata(manager.batch(step))):
@@ -66,7 +66,9 @@ def test_other_pairs_of_dtypes_are_refused(hidden: torch.dtype, weights: torch.d
 def run_with(hidden: torch.dtype, weights: torch.dtype) -> Tensor:
     layer, limits = GEOMETRY.layer(0), Limits(1, TOKENS, TOKENS)
     drawn = {name: torch.ones(shape, dtype=weights) for name, shape in weight_shapes(GEOMETRY, layer).items()}
-    made = AttentionWeights.from_dict(drawn, GEOMETRY, layer)
-    attention = DeepseekV4Attention("0", GEOMETRY, 0, limits, ReferenceBackend(), made, workspace=WorkspaceManager())
+    cast_weights = AttentionWeights.from_dict(drawn, GEOMETRY, layer)
+    attention = DeepseekV4Attention(
+        "0", GEOMETRY, 0, limits, ReferenceBackend(), cast_weights, workspace=WorkspaceManager()
+    )
     with set_forward_context(None):
         return attention(torch.ones(1, GEOMETRY.hidden_size, dtype=hidden), torch.zeros(1, dtype=torch.int64))

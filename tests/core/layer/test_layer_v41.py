@@ -91,23 +91,25 @@ def test_layers_say_their_roles_and_their_sources() -> None:
 
 def test_one_buffer_of_selected_entries_serves_all_layers() -> None:
     shared = torch.full((48, 5), 9, dtype=torch.int32)
-    one, each = v41_stack(layer_options={"topk_indices_buffer": shared}), v41_stack()
-    hidden = each.hidden(1, 40)
+    shared_stack, own_stack = v41_stack(layer_options={"topk_indices_buffer": shared}), v41_stack()
+    hidden = own_stack.hidden(1, 40)
 
-    for left, right in zip(one.cut(hidden, [25, 1, 14])[1], each.cut(hidden, [25, 1, 14])[1], strict=True):
+    for left, right in zip(
+        shared_stack.cut(hidden, [25, 1, 14])[1], own_stack.cut(hidden, [25, 1, 14])[1], strict=True
+    ):
         assert torch.equal(left, right)
 
 
 def test_a_deterministic_network_has_the_same_bits_in_any_chunks() -> None:
     backend = load_backend("reference", deterministic=True)
-    found = []
+    outputs = []
     for cuts in ([48], [7, 1, 40], [23, 25]):
         whole = v41_stack(limits=attrs.evolve(LIMITS_V41, single_phase=True), made=backend, keep_windows=True)
         sequence, outs = whole.cut(whole.hidden(1, 48), cuts)
-        found.append([*outs, *whole.bytes_of(sequence)])
+        outputs.append([*outs, *whole.bytes_of(sequence)])
 
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    for other in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
 
 
 # candidates
@@ -134,8 +136,8 @@ def test_candidates_are_void_up_to_their_limit_and_effective_above() -> None:
 
 def consumer_inserts(whole: LayerStack) -> None:
     """Let a reuse layer write entries of its own to its source's cache."""
-    reuse, given = whole.layers[2], random_weights(SMALL_V41, 3)
-    weights = AttentionWeights.from_dict(given, SMALL_V41, 3).compressor
+    reuse, drawn = whole.layers[2], random_weights(SMALL_V41, 3)
+    weights = AttentionWeights.from_dict(drawn, SMALL_V41, 3).compressor
     assert weights is not None
     table, steps = reuse.attention.cos_sin_cache, reuse.backend.layer_ops
     reuse.compressor = LatentCompressor(attrs.evolve(reuse.layer, compress_ratio=2), weights, table, steps, linear)
@@ -192,7 +194,7 @@ def replayed(first: int, start: int | None) -> tuple[LayerStack, list[torch.Tens
     whole.step([(sequence, hit)], hidden[:hit])
     whole.manager.truncate(sequence, first)
     owned, requests = [whole.manager.caches[i] for i in (1, 3, 4)], [(sequence, end - first)]
-    before = first_entries(sequence, owned, hit)
+    old_entries = first_entries(sequence, owned, hit)
     for caches in whole.manager.caches:
         for cache in (caches.attention.swa, caches.state):
             if cache is not None:
@@ -203,14 +205,14 @@ def replayed(first: int, start: int | None) -> tuple[LayerStack, list[torch.Tens
         batch = attrs.evolve(batch, replay_start=first_run, num_cached_tokens=end_of_hit)
     outs = whole.forward(batch, hidden[first:end], whole.manager.positions(requests))
     after = first_entries(sequence, owned, hit)
-    assert start is None or all(torch.allclose(a, b, atol=1e-2) for a, b in zip(before, after, strict=True))
+    assert start is None or all(torch.allclose(a, b, atol=1e-2) for a, b in zip(old_entries, after, strict=True))
     return whole, outs
 
 
 def first_entries(sequence: Any, owned: list[DeepseekV4Caches], tokens: int) -> list[torch.Tensor]:
     """Copies of the pages that are full of entries of the first tokens."""
     pages = sequence.tables["compressed"].blocks[: tokens // 8]
-    caches = [each.attention.compressed for each in owned]
+    caches = [caches_of_layer.attention.compressed for caches_of_layer in owned]
     return [cache.tensor[page].clone() for cache in caches if cache is not None for page in pages]
 
 
@@ -224,8 +226,8 @@ def test_windows_begin_with_the_tokens_that_are_replayed(start: int) -> None:
         topk = whole.layers[INDEX_OF[i] or 0].topk_indices
         for p in (start, start + 3, 28, 39):
             chosen = [] if topk is None or INDEX_OF[i] is None else [e for e in topk[p - start].tolist() if e != -1]
-            wanted = exact.out(i, 0, p, chosen, earliest=start)
-            assert np.linalg.norm(out[p - start].double().numpy() - wanted) <= ROUNDED * np.linalg.norm(wanted)
+            expected = exact.out(i, 0, p, chosen, earliest=start)
+            assert np.linalg.norm(out[p - start].double().numpy() - expected) <= ROUNDED * np.linalg.norm(expected)
 
     unbounded = replayed(start, None)[1]
     assert all(out[0].isnan().all() for out in unbounded)
@@ -234,28 +236,28 @@ def test_windows_begin_with_the_tokens_that_are_replayed(start: int) -> None:
 # drafts of DSpark: window layers whose tokens of a block see each other
 
 
-@pytest.mark.parametrize("before", [3, 30])
-def test_tokens_of_a_draft_block_see_the_whole_block_and_the_window_before_it(before: int) -> None:
+@pytest.mark.parametrize("context", [3, 30])
+def test_tokens_of_a_draft_block_see_the_whole_block_and_the_window_before_it(context: int) -> None:
     limits = attrs.evolve(LIMITS_V41, num_speculative_tokens=4, decode_window_columns=SMALL_V41.window + 5)
     whole = v41_stack(limits=limits, keep_windows=True)
     draft, index = whole.layers[0], whole.manager.caches[1].index
     assert draft.role is LayerRole.WINDOW_ONLY
     assert index is not None
     sequence, hidden = whole.manager.new(), whole.hidden(1, 64)
-    whole.step([(sequence, before)], hidden[:before])
+    whole.step([(sequence, context)], hidden[:context])
     requests = [(sequence, 5)]
     batch, positions = whole.manager.batch(requests), whole.manager.positions(requests)
     with set_forward_context(whole.manager.metadata(attrs.evolve(batch, causal=False))):
-        out = draft(hidden[before : before + 5], positions)
+        out = draft(hidden[context : context + 5], positions)
 
     exact = OracleNetwork(whole, index.layout, [1], 64)
-    seen = range(max(before - SMALL_V41.window, 0), before + 5)
+    seen = range(max(context - SMALL_V41.window, 0), context + 5)
     keys = np.stack([exact.key(0, 0, p) for p in seen])
-    for i, p in enumerate(range(before, before + 5)):
-        wanted = exact.out_of(0, 0, p, keys)
-        assert np.linalg.norm(out[i].double().numpy() - wanted) <= ROUNDED * np.linalg.norm(wanted)
+    for i, p in enumerate(range(context, context + 5)):
+        expected = exact.out_of(0, 0, p, keys)
+        assert np.linalg.norm(out[i].double().numpy() - expected) <= ROUNDED * np.linalg.norm(expected)
         alone = exact.out(0, 0, p, [])
-        assert np.linalg.norm(alone - wanted) > ROUNDED * np.linalg.norm(wanted)
+        assert np.linalg.norm(alone - expected) > ROUNDED * np.linalg.norm(expected)
 
 
 # an engine's own rings of states
@@ -264,16 +266,16 @@ def test_tokens_of_a_draft_block_see_the_whole_block_and_the_window_before_it(be
 def test_rings_of_one_block_are_states_too() -> None:
     whole, pages = v41_stack(), v41_stack()
     ring = torch.tensor([[2]], dtype=torch.int32)  # one block of 4 tokens: the ratio, and a draft
-    hidden, sequence, found = whole.hidden(1, 40), whole.manager.new(), []
+    hidden, sequence, outputs = whole.hidden(1, 40), whole.manager.new(), []
     for part in hidden.split([5, 1, 1, 2, 31]):
         requests = [(sequence, part.shape[0])]
         batch = attrs.evolve(whole.manager.batch(requests), c4a_state_block_table=ring)
-        found.append(whole.forward(batch, part, whole.manager.positions(requests)))
+        outputs.append(whole.forward(batch, part, whole.manager.positions(requests)))
         whole.manager.advance(requests)
 
-    wanted = pages.cut(hidden, [5, 1, 1, 2, 31])[1]
-    for i, outs in enumerate(zip(*found, strict=True)):
-        assert torch.equal(torch.cat(outs), wanted[i])
+    expected = pages.cut(hidden, [5, 1, 1, 2, 31])[1]
+    for i, outs in enumerate(zip(*outputs, strict=True)):
+        assert torch.equal(torch.cat(outs), expected[i])
     batch = attrs.evolve(whole.manager.batch([(sequence, 1)]), c4a_state_block_table=ring - 3)
     with pytest.raises(ArgumentError, match=r"^c4a_state_block_table\[0, 0\]: expected a block in \[0, "):
         whole.manager.metadata(batch)
@@ -282,8 +284,8 @@ def test_rings_of_one_block_are_states_too() -> None:
         whole.manager.metadata(none)
 
 
-@pytest.mark.parametrize("before", [6, 7])
-def test_on_a_ring_a_step_may_be_repeated_unless_it_is_long_and_begins_within_an_entry(before: int) -> None:
+@pytest.mark.parametrize("context", [6, 7])
+def test_on_a_ring_a_step_may_be_repeated_unless_it_is_long_and_begins_within_an_entry(context: int) -> None:
     """A ring of 4 rows: up to 3 tokens leave the state of the token before the step."""
     ring = torch.tensor([[2]], dtype=torch.int32)
     outs: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -291,13 +293,13 @@ def test_on_a_ring_a_step_may_be_repeated_unless_it_is_long_and_begins_within_an
         for runs in (1, 2):
             whole = v41_stack()
             hidden, sequence = whole.hidden(1, 40), whole.manager.new()
-            for start, n, times in ((0, before, 1), (before, count, runs)):
+            for start, n, times in ((0, context, 1), (context, count, runs)):
                 requests = [(sequence, n)]
                 for _ in range(times):
                     batch = attrs.evolve(whole.manager.batch(requests), c4a_state_block_table=ring)
-                    found = whole.forward(batch, hidden[start : start + n], whole.manager.positions(requests))
+                    step_outs = whole.forward(batch, hidden[start : start + n], whole.manager.positions(requests))
                 whole.manager.advance(requests)
-            outs[count, runs] = found
+            outs[count, runs] = step_outs
     same = {count: all(map(torch.equal, outs[count, 1], outs[count, 2])) for count in (1, 3, 4, 20)}
 
-    assert same == {1: True, 3: True, 4: before == 6, 20: before == 6}
+    assert same == {1: True, 3: True, 4: context == 6, 20: context == 6}

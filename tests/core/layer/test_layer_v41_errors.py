@@ -37,20 +37,24 @@ def test_a_step_that_does_not_fit_is_refused_before_anything_is_written() -> Non
     whole = v41_stack()
     requests = [(whole.manager.new(), 4)]
     metadata = whole.manager.metadata(whole.manager.batch(requests))
-    two, one = metadata[LayerKind.CSA, 2], metadata[LayerKind.CSA, 1]
+    full_ratio, half_ratio = metadata[LayerKind.CSA, 2], metadata[LayerKind.CSA, 1]
     cut = CompressorMetadata(block_size=4, block_table=torch.zeros(1, 0, dtype=torch.int32))
     wrong: list[tuple[int, AttentionMetadata, str]] = [
-        (3, one, r"^metadata.compressed.compress_ratio: expected 2"),
-        (6, two, r"^metadata.compressed.compress_ratio: expected 1"),
+        (3, half_ratio, r"^metadata.compressed.compress_ratio: expected 2"),
+        (6, full_ratio, r"^metadata.compressed.compress_ratio: expected 1"),
         (
             1,
-            AttentionMetadata(two.swa, two.compressed),
+            AttentionMetadata(full_ratio.swa, full_ratio.compressed),
             r"has no compressor states -> give Batch.c4a_state_block_table",
         ),
-        (1, AttentionMetadata(two.swa, two.compressed, cut), r"^metadata.state.block_table: expected blocks for at"),
-        (2, AttentionMetadata(two.swa), r"^metadata.compressed: expected metadata of c4a layers"),
+        (
+            1,
+            AttentionMetadata(full_ratio.swa, full_ratio.compressed, cut),
+            r"^metadata.state.block_table: expected blocks for at",
+        ),
+        (2, AttentionMetadata(full_ratio.swa), r"^metadata.compressed: expected metadata of c4a layers"),
     ]
-    for index, given, said in wrong:
-        found: dict[LayerKey, AttentionMetadata] = {(LayerKind.CSA, ratio): given for ratio in (1, 2)}
-        with caches_unchanged(whole), pytest.raises(Dsv4AttnError, match=said), set_forward_context(found):
+    for index, part, said in wrong:
+        named: dict[LayerKey, AttentionMetadata] = {(LayerKind.CSA, ratio): part for ratio in (1, 2)}
+        with caches_unchanged(whole), pytest.raises(Dsv4AttnError, match=said), set_forward_context(named):
             whole.layers[index](whole.hidden(1, 4), whole.manager.positions(requests))

@@ -53,7 +53,7 @@ def test_random_chunks_are_as_right(seed: int) -> None:
         step = sorted((n, count) for n, count in step if lengths[n] + count <= ATTENTION_LIMITS.max_model_len)
         for n, count in step:
             lengths[n] += count
-        steps.append(sorted(step, key=lambda one: one[1]))
+        steps.append(sorted(step, key=lambda chunk: chunk[1]))
     error, where = worst_attention_error(
         AttentionNetwork(REFERENCE_FORMS[rng.choice(FORM_NAMES)]).run([step for step in steps if step])
     )
@@ -92,7 +92,7 @@ def test_the_owner_s_cache_and_index_keys_are_those_of_its_readers() -> None:
         assert caches[i].index is (None if source is None else caches[source].index)
         assert (caches[i].state is not None) is (i in (1, 3))  # ratio 1 completes an entry with each token
         assert caches[i].index_state is None
-    assert len({id(each.attention.swa) for each in caches}) == len(KV_OF)
+    assert len({id(caches_of_layer.attention.swa) for caches_of_layer in caches}) == len(KV_OF)
     assert [ATTENTION_V41.sources(i).index for i in range(8)] == INDEX_OF
 
 
@@ -122,27 +122,27 @@ def test_a_fork_copies_shared_pages_once_and_goes_on_like_the_original() -> None
 
     assert len([*manager._of_group("compressed")]) == len({id(c) for c in manager._of_group("compressed")}) == 6
     for cache in manager._of_group("compressed"):
-        old, new = (one.tables["compressed"].blocks for one in (sequence, fork))
+        old, new = (held.tables["compressed"].blocks for held in (sequence, fork))
         assert torch.equal(cache.tensor[torch.tensor(old)], cache.tensor[torch.tensor(new)])
 
 
 def test_metadata_of_two_ratios_of_a_kind_are_named_by_both() -> None:
     network = AttentionNetwork(REFERENCE_FORMS["paged-dense"])
     batch = network.manager.batch([(network.manager.new(), 7)])
-    made = network.manager.metadata(batch)
+    metadata = network.manager.metadata(batch)
 
-    assert set(made) == {LayerKind.SWA, (LayerKind.SWA, 1), (LayerKind.CSA, 2), (LayerKind.CSA, 1)}
-    one, two = made[LayerKind.CSA, 1], made[LayerKind.CSA, 2]
-    assert one.compressed is not None
-    assert two.compressed is not None
-    assert one.compressed.compressed_lens.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert two.compressed.compressed_lens.tolist() == [0, 1, 1, 2, 2, 3, 3]
-    assert (one.compressed.records_per_block, two.compressed.records_per_block) == (8, 4)
-    assert (one.compressed.slot_mapping >= 0).all()
-    assert (two.compressed.slot_mapping >= 0).tolist() == [False, True] * 3 + [False]
-    assert one.state is None
-    assert two.state is not None
-    assert one.compressed.slot_mapping.data_ptr() != two.compressed.slot_mapping.data_ptr()
+    assert set(metadata) == {LayerKind.SWA, (LayerKind.SWA, 1), (LayerKind.CSA, 2), (LayerKind.CSA, 1)}
+    left, right = metadata[LayerKind.CSA, 1], metadata[LayerKind.CSA, 2]
+    assert left.compressed is not None
+    assert right.compressed is not None
+    assert left.compressed.compressed_lens.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert right.compressed.compressed_lens.tolist() == [0, 1, 1, 2, 2, 3, 3]
+    assert (left.compressed.records_per_block, right.compressed.records_per_block) == (8, 4)
+    assert (left.compressed.slot_mapping >= 0).all()
+    assert (right.compressed.slot_mapping >= 0).tolist() == [False, True] * 3 + [False]
+    assert left.state is None
+    assert right.state is not None
+    assert left.compressed.slot_mapping.data_ptr() != right.compressed.slot_mapping.data_ptr()
     with pytest.raises(ArgumentError, match=r"^compress_ratio: expected one of \[1, 2\]"):
         network.manager.builder.build_for(batch, [LayerKind.CSA])
 

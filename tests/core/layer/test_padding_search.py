@@ -107,10 +107,10 @@ def test_steps_with_padding_are_those_without(model: str, steps: list[Step], for
     wholes = [STACKS[model](made=REFERENCE_FORMS[form], limits=LIMITS) for _ in range(2)]
     all_sequences = [[whole.manager.new() for _ in range(2)] for whole in wholes]
     for step in steps:
-        found = padded(wholes[0], all_sequences[0], step)
-        for one, other in zip(found, alone(wholes[1], all_sequences[1], step), strict=False):
-            assert one.keys() == other.keys()
-            for n in one:
-                torch.testing.assert_close(one[n], other[n], rtol=1e-5, atol=1e-5)
+        actual = padded(wholes[0], all_sequences[0], step)
+        for left, right in zip(actual, alone(wholes[1], all_sequences[1], step), strict=False):
+            assert left.keys() == right.keys()
+            for n in left:
+                torch.testing.assert_close(left[n], right[n], rtol=1e-5, atol=1e-5)
         for whole, sequences in zip(wholes, all_sequences, strict=True):
             whole.manager.advance([(sequences[n], count) for n, count in enumerate(step.counts)])

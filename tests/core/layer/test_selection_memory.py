@@ -21,11 +21,11 @@ class Largest(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(one, torch.Tensor):
-                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
-        return made
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, torch.Tensor):
+                self.bytes = max(self.bytes, item.untyped_storage().nbytes())
+        return result
 
 
 def test_g22_a_million_tokens_are_selected_from_in_tiles() -> None:
@@ -43,7 +43,7 @@ def test_g22_a_million_tokens_are_selected_from_in_tiles() -> None:
     with Largest() as seen:
         steps.select_topk(query, cache, TokenMap(table, request, lens), out, ENTRIES)
 
-    wanted = torch.arange(ENTRIES - 64, ENTRIES - 64 + TOPK, dtype=torch.int32)
-    assert torch.equal(out, wanted.expand(TOKENS, -1))
+    expected = torch.arange(ENTRIES - 64, ENTRIES - 64 + TOPK, dtype=torch.int32)
+    assert torch.equal(out, expected.expand(TOKENS, -1))
     assert seen.bytes < 4 * TOKENS * ENTRIES / 8
     assert seen.bytes < steps.transient_bytes(TOKENS)

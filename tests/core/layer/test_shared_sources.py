@@ -64,8 +64,8 @@ def parts(whole: LayerStack, step: Step, count: int) -> tuple[Any, Any, Tensor]:
     return full, last, rows
 
 
-def near(found: Tensor, right: Tensor) -> bool:
-    return float((found - right).norm() / right.norm()) <= 2.0**-9
+def near(actual: Tensor, right: Tensor) -> bool:
+    return float((actual - right).norm() / right.norm()) <= 2.0**-9
 
 
 @pytest.mark.parametrize("count", [1, 8, 31])
@@ -151,8 +151,8 @@ def test_a_reader_whose_source_has_not_run_in_this_step_is_refused() -> None:
     refused(whole, 2, metadata, hidden, positions, said)
     right = run(whole, range(8), metadata, hidden, positions)
     whole.manager.advance(requests)
-    more = [(requests[0][0], 1)]
-    later, place = whole.manager.metadata(whole.manager.batch(more)), whole.manager.positions(more)
+    next_requests = [(requests[0][0], 1)]
+    later, place = whole.manager.metadata(whole.manager.batch(next_requests)), whole.manager.positions(next_requests)
     refused(whole, 5, later, hidden[:1], place, "but it ran with others, of 32 tokens")
     # layer 5 takes the choice of layer 4; layer 6 reads its entries and candidates
     run(whole, range(4), later, hidden[:1], place)
@@ -180,8 +180,8 @@ def test_a_step_may_be_run_again_with_the_same_metadata_or_after_an_exception(mo
         patch.setattr(fourth.attention, "attend_from", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             run(whole, range(8), metadata, hidden, positions)
-    for each in (metadata, whole.manager.metadata(batch)):
-        assert all(map(torch.equal, right, run(whole, range(8), each, hidden, positions)))
+    for step_metadata in (metadata, whole.manager.metadata(batch)):
+        assert all(map(torch.equal, right, run(whole, range(8), step_metadata, hidden, positions)))
 
 
 def test_objects_of_each_layer_with_the_same_tensors_are_one_step() -> None:

@@ -108,8 +108,8 @@ class Program:
 
     def copy(self, *, pickled: bool) -> None:
         """Go on with a copy of layers, caches and sequences; the original must not matter any more."""
-        before = self.whole, self.sequences
-        kept = pickle.loads(pickle.dumps(before)) if pickled else copy.deepcopy(before)  # noqa: S301 - its own bytes
+        state = self.whole, self.sequences
+        kept = pickle.loads(pickle.dumps(state)) if pickled else copy.deepcopy(state)  # noqa: S301 - its own bytes
         self.whole.poison_caches()
         self.whole, self.sequences = kept
 

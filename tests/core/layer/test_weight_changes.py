@@ -51,18 +51,18 @@ class Linear(nn.Module):
 
 def given_of(values: Mapping[str, Tensor], form: str) -> dict[str, Any]:
     """Weights as callers pass them, in memory of their own."""
-    made: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for name, value in values.items():
         is_matrix = value.dim() == 2 and not name.endswith("ape")
         if form == "fp32" or not is_matrix:
-            made[name] = nn.Parameter(value.to(FP32 if form == "fp32" else BF16).clone(), requires_grad=False)
+            weights[name] = nn.Parameter(value.to(FP32 if form == "fp32" else BF16).clone(), requires_grad=False)
         elif form.startswith("fp8"):
             scale = torch.full((-(-value.shape[0] // 32), -(-value.shape[1] // 32)), 0.011)
             codes = (value / 0.011).clamp(-448, 448).to(OCP)
-            made[name] = Linear(weight=codes, scale=scale) if "modules" in form else BlockScaledWeight(codes, scale)
+            weights[name] = Linear(weight=codes, scale=scale) if "modules" in form else BlockScaledWeight(codes, scale)
         else:
-            made[name] = Linear(weight=value.to(BF16)) if form == "modules" else value.to(BF16).clone()
-    return made
+            weights[name] = Linear(weight=value.to(BF16)) if form == "modules" else value.to(BF16).clone()
+    return weights
 
 
 def tensors_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
@@ -77,7 +77,7 @@ def tensors_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
 class Subject:
     """One layer and its caches, on the reference backend."""
 
-    def __init__(self, model: str, form: str, given: Mapping[str, Any]) -> None:
+    def __init__(self, model: str, form: str, weights: Mapping[str, Any]) -> None:
         geometry, index = MODELS[model]
         self.geometry, self.index, self.dtype = geometry, index, FP32 if form == "fp32" else BF16
         self.whole = LayerStack.__new__(LayerStack)
@@ -89,7 +89,7 @@ class Subject:
             geometry=geometry,
             limits=Limits(1, 32, 64),
             dtype=self.dtype,
-            weights={index: given},
+            weights={index: weights},
         )
 
     @property
@@ -125,53 +125,53 @@ def values_of(model: str) -> dict[str, Tensor]:
 def test_every_change_of_every_weight_is_seen(form: str, shift: int) -> None:
     """One weight after the other, each in one of the ways, and in the end as in a layer that is made anew of them."""
     model = [*MODELS][shift % len(MODELS)]
-    given = given_of(values_of(model), form)
-    subject = Subject(model, form, given)
-    before = subject.run()
-    for number, (name, weight) in enumerate(given.items()):
+    weights = given_of(values_of(model), form)
+    subject = Subject(model, form, weights)
+    expected = subject.run()
+    for number, (name, weight) in enumerate(weights.items()):
         change = CHANGES[(number + shift) % len(CHANGES)]
         for module, attribute, tensor in tensors_of(weight):
             change(tensor, changed(tensor), module, attribute)
-        found = subject.run()
-        assert differ(found, before), f"{name} does not matter"
-        before = found
-    anew = Subject(model, form, {name: plain(weight) for name, weight in given.items()}).run()
-    assert not differ(before, anew)
+        actual = subject.run()
+        assert differ(actual, expected), f"{name} does not matter"
+        expected = actual
+    anew = Subject(model, form, {name: plain(weight) for name, weight in weights.items()}).run()
+    assert not differ(expected, anew)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("form", FORMS)
 def test_all_weights_at_once(change: Callable[..., None], form: str) -> None:
-    given = given_of(values_of("c4a"), form)
-    subject = Subject("c4a", form, given)
-    before = subject.run()
-    for weight in given.values():
+    weights = given_of(values_of("c4a"), form)
+    subject = Subject("c4a", form, weights)
+    expected = subject.run()
+    for weight in weights.values():
         for module, attribute, tensor in tensors_of(weight):
             change(tensor, changed(tensor), module, attribute)
     after = subject.run()
-    anew = Subject("c4a", form, {name: plain(weight) for name, weight in given.items()}).run()
-    assert differ(after, before)
+    anew = Subject("c4a", form, {name: plain(weight) for name, weight in weights.items()}).run()
+    assert differ(after, expected)
     assert not differ(after, anew)
 
 
 def addresses(layer: DeepseekV4Attention) -> list[int]:
     """Of all copies."""
-    return [made.data_ptr() for copies in layer._every_copies for made in copies._made.values()]
+    return [copies_made.data_ptr() for copies in layer._every_copies for copies_made in copies._made.values()]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_refresh_takes_what_no_step_sees_into_the_same_memory(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where no bytes are compared: weights that are read as they are are seen, copies are not."""
     monkeypatch.setattr(tensor_state, "_view", lambda _: None)
-    given = given_of(values_of("c4a"), form)
-    subject = Subject("c4a", form, given)
+    weights = given_of(values_of("c4a"), form)
+    subject = Subject("c4a", form, weights)
     subject.run()
     known = addresses(subject.layer)
     assert len(known) == {"fp32": 2, "bf16": 5, "fp8": 12, "modules": 5, "fp8 modules": 12}[form]
-    for weight in given.values():
+    for weight in weights.values():
         for _, _, tensor in tensors_of(weight):
             through_data(tensor, changed(tensor))
-    anew = Subject("c4a", form, {name: plain(weight) for name, weight in given.items()}).run()
+    anew = Subject("c4a", form, {name: plain(weight) for name, weight in weights.items()}).run()
     assert differ(subject.run(), anew)
     subject.layer.refresh()
     assert not differ(subject.run(), anew)
@@ -180,11 +180,11 @@ def test_refresh_takes_what_no_step_sees_into_the_same_memory(form: str, monkeyp
 
 @pytest.mark.parametrize("form", FORMS)
 def test_refresh_takes_other_weights(form: str) -> None:
-    given = given_of(values_of("c4a"), form)
-    subject = Subject("c4a", form, given)
+    weights = given_of(values_of("c4a"), form)
+    subject = Subject("c4a", form, weights)
     subject.run()
     known = addresses(subject.layer)
-    other = {name: plain(weight) for name, weight in given.items()}
+    other = {name: plain(weight) for name, weight in weights.items()}
     for weight in other.values():
         for _, _, tensor in tensors_of(weight):
             in_place(tensor, changed(tensor))
@@ -199,20 +199,20 @@ def test_refresh_takes_other_weights(form: str) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused_and_nothing_changes() -> None:
-    given = given_of(values_of("c4a"), "bf16")
-    subject = Subject("c4a", "bf16", given)
-    before = subject.run()
+    layer_weights = given_of(values_of("c4a"), "bf16")
+    subject = Subject("c4a", "bf16", layer_weights)
+    expected = subject.run()
     for name, other, said in (
         (
             "wq_a",
-            given["wq_a"].detach().float(),
+            layer_weights["wq_a"].detach().float(),
             r"^weights\.wq_a: expected bfloat16 on cpu.*got float32.*make the layer",
         ),
         ("attn_sink", None, r"^weights\.attn_sink: expected bfloat16 on cpu.*got nothing"),
-        ("wkv", given["wkv"].detach().T.contiguous(), r"^weights\.wkv: expected shape"),
-        ("indexer.compressor.ape", given["indexer.compressor.ape"].to("meta"), "bfloat16 on meta"),
+        ("wkv", layer_weights["wkv"].detach().T.contiguous(), r"^weights\.wkv: expected shape"),
+        ("indexer.compressor.ape", layer_weights["indexer.compressor.ape"].to("meta"), "bfloat16 on meta"),
     ):
-        weights = AttentionWeights.from_dict(given, C4A, 0)
+        weights = AttentionWeights.from_dict(layer_weights, C4A, 0)
         if name.startswith("indexer."):
             assert weights.indexer is not None
             assert weights.indexer.compressor is not None
@@ -223,41 +223,41 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes() -> None:
             weights = attrs.evolve(weights, **fields)
         with pytest.raises(ArgumentError, match=said):
             subject.layer.refresh(weights)
-        assert not differ(subject.run(), before)
+        assert not differ(subject.run(), expected)
 
 
 def test_a_module_whose_weight_becomes_another_dtype_is_refused_in_the_next_step() -> None:
-    given = given_of(values_of("c4a"), "modules")
-    subject = Subject("c4a", "modules", given)
+    weights = given_of(values_of("c4a"), "modules")
+    subject = Subject("c4a", "modules", weights)
     subject.run()
-    given["indexer.wq_b"].weight = nn.Parameter(given["indexer.wq_b"].weight.float(), requires_grad=False)
+    weights["indexer.wq_b"].weight = nn.Parameter(weights["indexer.wq_b"].weight.float(), requires_grad=False)
     with pytest.raises(ArgumentError, match=r"^weights\.indexer\.wq_b: expected bfloat16"):
         subject.run()
 
 
 def test_scales_that_do_not_fit_are_refused_in_the_next_step_and_nothing_changes() -> None:
-    given = given_of(values_of("c4a"), "fp8 modules")
-    subject = Subject("c4a", "fp8 modules", given)
-    before, old = subject.run(), given["indexer.compressor.wgate"].weight_scale_inv
+    weights = given_of(values_of("c4a"), "fp8 modules")
+    subject = Subject("c4a", "fp8 modules", weights)
+    expected, old = subject.run(), weights["indexer.compressor.wgate"].weight_scale_inv
     # also a weight that would be taken before this one
-    in_place(given["wq_a"].weight, changed(given["wq_a"].weight))
-    given["indexer.compressor.wgate"].weight_scale_inv = nn.Parameter(torch.ones(9, 9), requires_grad=False)
-    made = [tensor.clone() for copies in subject.layer._every_copies for tensor in copies._made.values()]
+    in_place(weights["wq_a"].weight, changed(weights["wq_a"].weight))
+    weights["indexer.compressor.wgate"].weight_scale_inv = nn.Parameter(torch.ones(9, 9), requires_grad=False)
+    copied = [tensor.clone() for copies in subject.layer._every_copies for tensor in copies._made.values()]
     for _ in range(2):
         with pytest.raises(ArgumentError, match=r"^indexer\.compressor\.wgate\.weight_scale_inv: expected"):
             subject.run()
     now = [tensor for copies in subject.layer._every_copies for tensor in copies._made.values()]
-    assert not differ(now, made)
-    given["indexer.compressor.wgate"].weight_scale_inv = old
-    assert differ(subject.run(), before)
+    assert not differ(now, copied)
+    weights["indexer.compressor.wgate"].weight_scale_inv = old
+    assert differ(subject.run(), expected)
 
 
 def test_while_a_graph_is_captured_no_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = given_of(values_of("c4a"), "bf16")
-    subject = Subject("c4a", "bf16", given)
+    weights = given_of(values_of("c4a"), "bf16")
+    subject = Subject("c4a", "bf16", weights)
     monkeypatch.setattr(weight_copies, "is_capturing", lambda device: device.type == "cpu")
     subject.run()
-    in_place(given["attn_sink"], changed(given["attn_sink"]))
+    in_place(weights["attn_sink"], changed(weights["attn_sink"]))
     with pytest.raises(ArgumentError, match=r"^weights of layers\.0: expected .* -> call refresh\(\) before"):
         subject.run()
     with pytest.raises(ArgumentError, match=r"call refresh\(\) before the capture"):
@@ -274,12 +274,12 @@ def test_a_step_without_changes_computes_nothing(form: str) -> None:
 
 def test_a_copy_of_a_layer_follows_its_own_weights() -> None:
     """Deep copies have weights of their own, and copies of these."""
-    given = given_of(values_of("c4a"), "fp8 modules")
-    weights = AttentionWeights.from_dict(given, C4A, 0)
+    layer_weights = given_of(values_of("c4a"), "fp8 modules")
+    weights = AttentionWeights.from_dict(layer_weights, C4A, 0)
     parts = [weight_copies.WeightCopies() for _ in range(2)]
     for copies in parts:
         copies.dense("wq_a", weights.wq_a)
-        copies.plain("attn_sink", given["attn_sink"], FP32)
+        copies.plain("attn_sink", layer_weights["attn_sink"], FP32)
     second = copy.deepcopy(parts[1])
     assert second.changed()
     assert not parts[1].changed()
@@ -288,7 +288,7 @@ def test_a_copy_of_a_layer_follows_its_own_weights() -> None:
 @pytest.mark.parametrize("form", ["fp32", "bf16"])
 def test_parts_of_ranks_see_what_is_written_to_the_whole(form: str) -> None:
     """Each weight alone: those that are divided, by rows or by columns, and those that are not."""
-    given, part = given_of(values_of("c4a"), form), C4A.tensor_parallel(2)
+    layer_weights, part = given_of(values_of("c4a"), form), C4A.tensor_parallel(2)
 
     def made(weights: Mapping[str, Any]) -> Subject:
         subject = Subject("c4a", form, weights)
@@ -299,21 +299,21 @@ def test_parts_of_ranks_see_what_is_written_to_the_whole(form: str) -> None:
         subject.whole.layers[0] = layer
         return subject
 
-    subject = made(given)
+    subject = made(layer_weights)
     subject.run()
-    for weight in given.values():
+    for weight in layer_weights.values():
         in_place(weight, changed(weight))
-        assert not differ(subject.run(), made({name: plain(weight) for name, weight in given.items()}).run())
+        assert not differ(subject.run(), made({name: plain(weight) for name, weight in layer_weights.items()}).run())
 
 
 def test_a_namespace_is_watched_like_a_module() -> None:
-    made = weight_copies.WeightCopies()
+    weight_cache = weight_copies.WeightCopies()
     codes, scale = torch.ones(4, 4).to(OCP), torch.ones(1, 1)
     module = SimpleNamespace(weight=codes, weight_scale=scale)
-    first = made.dense("wo_a", module)
-    assert not made.changed()
+    first = weight_cache.dense("wo_a", module)
+    assert not weight_cache.changed()
     module.weight_scale = scale * 3
-    assert made.changed()
-    assert made.dense("wo_a", module) is first
+    assert weight_cache.changed()
+    assert weight_cache.dense("wo_a", module) is first
     assert torch.equal(first, torch.full((4, 4), 3.0).bfloat16())
-    assert not made.changed()
+    assert not weight_cache.changed()

@@ -59,8 +59,8 @@ def state_dict_assigned(tensor: Tensor, new: Tensor, module: Any, name: str) -> 
 CHANGES = (in_place, through_data, other_memory, rebound, state_dict, state_dict_assigned)
 
 
-def differ(one: list[Tensor], other: list[Tensor]) -> bool:
-    return not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def differ(left: list[Tensor], right: list[Tensor]) -> bool:
+    return not all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def plain(weight: Any) -> Any:

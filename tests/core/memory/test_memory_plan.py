@@ -107,7 +107,7 @@ class Case:
         table = torch.randint(0, BLOCKS, (len(pairs), -(-self.limits.max_model_len // SWA_BLOCK)), dtype=INT)
         batch = batch_of(
             query_lens,
-            [before + query for before, query in pairs],
+            [context + query for context, query in pairs],
             slot_mapping=torch.randint(-1, BLOCKS * SWA_BLOCK, (total,)),
             block_table=table,
             compressed_block_table=None if layer.kind is LayerKind.SWA else table,
@@ -398,11 +398,11 @@ class Sloppy(ScratchBackend):
 def test_g11_a_backend_that_asks_for_more_than_its_bound_is_refused_by_name() -> None:
     scenario = StepFixture(requests=[(30, 1)])
     problem = scenario.problem(Greedy(), limits=Limits(200, 200, 64))
-    before = problem.caches.swa.tensor.clone()
+    original = problem.caches.swa.tensor.clone()
 
     with pytest.raises(WorkspaceError, match=r"reference.decode needs \d+ bytes in arena 'decode', which is locked at"):
         problem.run(Greedy(), RecordingWorkspace(plan_of(problem, Greedy())))
-    assert torch.equal(problem.caches.swa.tensor, before)
+    assert torch.equal(problem.caches.swa.tensor, original)
     scenario.compare(*problem.run(ScratchBackend(), RecordingWorkspace(plan_of(problem, ScratchBackend()))))
 
 

@@ -80,7 +80,7 @@ def test_a_request_made_before_costs_no_view_and_its_list_belongs_to_the_caller(
     first = manager.get_simultaneous(*specs)
     second = manager.get_simultaneous(*specs)
 
-    assert all(one is other for one, other in zip(first, second, strict=True))
+    assert all(left is right for left, right in zip(first, second, strict=True))
     second.clear()
     assert len(manager.get_simultaneous(*specs)) == 2
     listed = manager.get_simultaneous(([3, 4], torch.float32), ([5], torch.int32))
@@ -147,14 +147,14 @@ def test_g11_a_locked_workspace_says_what_was_needed_what_it_has_and_who_asked()
 def test_what_fits_still_works_after_lock_and_unlock_lets_it_grow() -> None:
     manager = WorkspaceManager()
     manager.reserve(WorkspacePlan({"default": 1024}))
-    before = manager.get_simultaneous(((1024,), U8))[0].data_ptr()
+    address = manager.get_simultaneous(((1024,), U8))[0].data_ptr()
     manager.lock()
 
     states = [manager.locked]
-    assert manager.get_simultaneous(((4, 64), F32))[0].data_ptr() == before
+    assert manager.get_simultaneous(((4, 64), F32))[0].data_ptr() == address
     with pytest.raises(WorkspaceError):
         manager.get_simultaneous(((1025,), U8))
-    assert manager.get_simultaneous(((1024,), U8))[0].data_ptr() == before, "a refused request changed the buffer"
+    assert manager.get_simultaneous(((1024,), U8))[0].data_ptr() == address, "a refused request changed the buffer"
     manager.unlock()
     assert [*states, manager.locked] == [True, False]
     manager.get_simultaneous(((1025,), U8))
@@ -231,10 +231,10 @@ def check_histories(manager: WorkspaceManager, requests: Any) -> None:
 def test_a_manager_that_keeps_handing_out_the_memory_it_grew_out_of_is_found() -> None:
     class Forgetful(WorkspaceManager):
         def _ensure(self, size: int, arena: str, caller: str) -> None:
-            before = self._typed.get(arena)
+            typed = self._typed.get(arena)
             super()._ensure(size, arena, caller)
-            if before:
-                self._typed[arena] = before
+            if typed:
+                self._typed[arena] = typed
 
     small: list[Any] = [([((4,), F32)], "decode"), ([((8,), F32)], "decode"), ([((4,), I32)], "prefill")]
     check_histories(Forgetful(), small)
@@ -361,8 +361,8 @@ def test_there_is_no_manager_without_being_asked_for() -> None:
 
 def test_the_current_manager_nests_and_is_given_back_after_an_error() -> None:
     outer, inner = WorkspaceManager(), WorkspaceManager()
-    with use_workspace(outer) as given:
-        assert given is current_workspace_manager() is outer
+    with use_workspace(outer) as manager:
+        assert manager is current_workspace_manager() is outer
         with suppress(KeyError), use_workspace(inner):
             assert current_workspace_manager() is inner
             raise KeyError
@@ -421,23 +421,23 @@ def test_a_copy_has_memory_of_its_own_in_lanes_of_the_same_sizes(name: str, debu
     (decode,), (prefill,) = (manager.get_simultaneous(((9,), F32), arena=arena) for arena in ("decode", "prefill"))
     manager.get_simultaneous(((900,), BF16), arena="prefill")
     manager.lock()
-    made = COPIES[name](manager)
+    copied = COPIES[name](manager)
 
-    assert (made.locked, made.debug, made.device) == (True, debug, manager.device)
-    assert [made.size(arena) for arena in ("decode", "prefill", "other")] == [
+    assert (copied.locked, copied.debug, copied.device) == (True, debug, manager.device)
+    assert [copied.size(arena) for arena in ("decode", "prefill", "other")] == [
         manager.size(arena) for arena in ("decode", "prefill", "other")
     ]
-    made.check_canaries()
-    (other,) = made.get_simultaneous(((9,), F32), arena="decode")
+    copied.check_canaries()
+    (other,) = copied.get_simultaneous(((9,), F32), arena="decode")
     assert other.data_ptr() % ALIGNMENT == 0
     decode.fill_(1)
     other.fill_(2)
     assert bool((decode == 1).all())
     with pytest.raises(WorkspaceError):
-        made.get_simultaneous(((4000,), F32), arena="decode")
+        copied.get_simultaneous(((4000,), F32), arena="decode")
     assert prefill.numel() == 9
     manager.check_canaries()
-    made.check_canaries()
+    copied.check_canaries()
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -446,10 +446,10 @@ def test_a_workspace_that_ran_steps_is_copied(backend: str, name: str) -> None:
     whole = LayerStack(load_backend(backend))
     hidden = whole.hidden(0, 24)
     sequence, _ = whole.cut(hidden[:20], [19, 1])
-    made = COPIES[name](whole.workspace)
+    copied = COPIES[name](whole.workspace)
     _, expected = whole.cut(hidden, [24])
     for layer in whole.layers:
-        layer.attention.workspace = made
+        layer.attention.workspace = copied
     outs = whole.step([(sequence, 4)], hidden[20:])
 
     for out, rows in zip(outs, expected, strict=True):

@@ -58,9 +58,9 @@ def test_a_builder_takes_kinds_by_name_and_answers_by_kind() -> None:
 
     assert list(named) == list(meant) == [C128A, SWA]
     assert all(type(kind) is LayerKind for kind in named)
-    made = named[C128A].compressed
-    assert made is not None
-    assert made.kind is C128A
+    metadata = named[C128A].compressed
+    assert metadata is not None
+    assert metadata.kind is C128A
     part = build.build_compressed(GOOD, named[SWA].swa, "c128a")  # type: ignore[arg-type]
     assert part.kind is C128A
     assert part.c128a_decode_topk_lens is not None

@@ -29,27 +29,27 @@ def positions(rows: torch.Tensor, lens: torch.Tensor, slot0: list[int]) -> list[
 @all_builder_ops
 def test_each_token_of_a_draft_block_sees_the_window_before_it_and_all_of_it(steps: str) -> None:
     """Requests of 3, 4 and 1 tokens after 20, 2 and 8; a prefill of 6, which is causal, after 3."""
-    made = batch_of([3, 4, 1, 6], [23, 6, 9, 9], causal=False)
-    swa = builder(WIDE, steps=BUILDER_OPS[steps]).build(made)
+    batch = batch_of([3, 4, 1, 6], [23, 6, 9, 9], causal=False)
+    swa = builder(WIDE, steps=BUILDER_OPS[steps]).build(batch)
     first = [256 * i for i in (0, 0, 0, 1, 1, 1, 1, 2)]
 
-    found = positions(swa.decode_swa_indices, swa.decode_swa_lens, first)
+    places = positions(swa.decode_swa_indices, swa.decode_swa_lens, first)
     assert swa.decode_swa_indices.shape == (8, 1, 13)
-    assert found == [[*range(12, 23)]] * 3 + [[*range(6)]] * 4 + [[*range(9)]]
-    found = positions(swa.prefill_swa_indices, swa.prefill_swa_lens, [768] * 6)
-    assert found == [[*range(max(p - 7, 0), p + 1)] for p in range(3, 9)]
+    assert places == [[*range(12, 23)]] * 3 + [[*range(6)]] * 4 + [[*range(9)]]
+    places = positions(swa.prefill_swa_indices, swa.prefill_swa_lens, [768] * 6)
+    assert places == [[*range(max(p - 7, 0), p + 1)] for p in range(3, 9)]
 
 
 @all_builder_ops
 def test_no_window_begins_before_its_first_position(steps: str) -> None:
     bounds = torch.tensor([18, 0, 9, 5, 2**31 - 1], dtype=I32)
-    made = batch_of([1, 2, 6, 12], [20, 3, 20, 12], replay_start=bounds)
-    swa = builder(steps=BUILDER_OPS[steps]).build(made)
+    batch = batch_of([1, 2, 6, 12], [20, 3, 20, 12], replay_start=bounds)
+    swa = builder(steps=BUILDER_OPS[steps]).build(batch)
 
     assert positions(swa.decode_swa_indices, swa.decode_swa_lens, [0, 256, 256]) == [[18, 19], [0, 1], [0, 1, 2]]
-    found = positions(swa.prefill_swa_indices, swa.prefill_swa_lens, [512] * 6 + [768] * 12)
-    assert found[:6] == [[*range(max(p - 7, 9), p + 1)] for p in range(14, 20)]
-    assert found[6:] == [[*range(max(p - 7, 5), p + 1)] for p in range(12)]
+    places = positions(swa.prefill_swa_indices, swa.prefill_swa_lens, [512] * 6 + [768] * 12)
+    assert places[:6] == [[*range(max(p - 7, 9), p + 1)] for p in range(14, 20)]
+    assert places[6:] == [[*range(max(p - 7, 5), p + 1)] for p in range(12)]
     assert swa.prefill_gather_lens.tolist() == [6 + 5, 12]
     block = builder(WIDE, steps=BUILDER_OPS[steps]).build(
         evolve(batch_of([2], [20], causal=False), replay_start=bounds)
@@ -100,9 +100,9 @@ def test_only_blocks_that_a_window_needs_have_to_be_alive() -> None:
     """Position 20 of a request on pages of 4: a causal window needs pages 3 to 5, a block of two page 2 too."""
 
     def made(dead: int, **changes: Any) -> Batch:
-        one = batch_of([2], [21], **changes)
-        one.block_table[0, dead] = -1
-        return one
+        batch = batch_of([2], [21], **changes)
+        batch.block_table[0, dead] = -1
+        return batch
 
     build, bound = builder(WIDE, validate=True), torch.tensor([16], dtype=I32)
     build.build(made(2))
@@ -122,18 +122,18 @@ def test_visible_entries_follow_from_positions_without_a_look_at_their_values() 
     assert out.tolist() == [0, 0, 0, 0, 2**20, 0, 0]
     assert indices.visible_entries(place.to("meta"), valid.to("meta"), 4).dtype == I32
     for kind in (LayerKind.CSA, LayerKind.HCA):
-        made = builder().build_for(GOOD, [kind])[kind]
-        assert made.compressed is not None
-        place = indices.positions_of(GOOD.query_start_loc, GOOD.seq_lens, made.swa.token_to_req_indices.long())
-        ratio = made.compressed.compress_ratio
+        metadata = builder().build_for(GOOD, [kind])[kind]
+        assert metadata.compressed is not None
+        place = indices.positions_of(GOOD.query_start_loc, GOOD.seq_lens, metadata.swa.token_to_req_indices.long())
+        ratio = metadata.compressed.compress_ratio
         assert torch.equal(
-            indices.visible_entries(place, made.swa.is_valid_token, ratio), made.compressed.compressed_lens
+            indices.visible_entries(place, metadata.swa.is_valid_token, ratio), metadata.compressed.compressed_lens
         )
 
 
 def test_ragged_windows_of_rocm_have_memory_for_all_columns_of_the_limits() -> None:
-    made = batch_of([4, 4], [30, 40], causal=False)
-    swa = builder(WIDE, backend=RocmBackend()).build(made)
+    batch = batch_of([4, 4], [30, 40], causal=False)
+    swa = builder(WIDE, backend=RocmBackend()).build(batch)
     ragged = swa.decode_swa_ragged
     assert ragged is not None
     assert ragged.width == 13
@@ -141,6 +141,6 @@ def test_ragged_windows_of_rocm_have_memory_for_all_columns_of_the_limits() -> N
     assert ragged.indices[:96].tolist() == swa.decode_swa_indices[:, 0, :12].flatten().tolist()
 
     extension = RocmMetadata(SMALL, LIMITS, torch.device("cpu"))
-    plain = builder(WIDE).build(made)
+    plain = builder(WIDE).build(batch)
     with pytest.raises(ArgumentError, match=r"^decode rows: expected at most 12 rows of 8 columns, got \[8, 13\] -> "):
         extension.extend_swa(plain)

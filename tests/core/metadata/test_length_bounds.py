@@ -21,26 +21,26 @@ STEPS = [[(0, 9), (1, 1)], [(1, 1), (0, 5)], [(0, 1), (1, 2)], [(1, 1), (0, 13)]
 """Requests and tokens of each step; two tokens are a decode."""
 
 
-def run(whole: LayerStack, more: int, *, validate: bool) -> list[Tensor]:
+def run(whole: LayerStack, excess: int, *, validate: bool) -> list[Tensor]:
     """Outputs of all layers in all steps, whose host lengths are above the true ones."""
-    manager, sequences, found = whole.manager, [whole.manager.new() for _ in range(2)], []
+    manager, sequences, outputs = whole.manager, [whole.manager.new() for _ in range(2)], []
     manager.builder.validate = validate
     for step in STEPS:
         requests = [(sequences[n], count) for n, count in step]
         parts = [whole.hidden(n, 48)[sequences[n].length :][:count] for n, count in step]
         batch = manager.batch(requests)
-        batch.seq_lens_cpu = batch.seq_lens_cpu + more
-        found += whole.forward(batch, torch.cat(parts), manager.positions(requests))
+        batch.seq_lens_cpu = batch.seq_lens_cpu + excess
+        outputs += whole.forward(batch, torch.cat(parts), manager.positions(requests))
         manager.advance(requests)
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("validate", [True, False])
-@pytest.mark.parametrize("more", [1, 3, 30])
+@pytest.mark.parametrize("excess", [1, 3, 30])
 @pytest.mark.parametrize("model", STACKS)
-def test_bounds_above_the_lengths_change_nothing(model: str, more: int, *, validate: bool) -> None:
+def test_bounds_above_the_lengths_change_nothing(model: str, excess: int, *, validate: bool) -> None:
     bounded, exact = (STACKS[model](limits=LIMITS) for _ in range(2))
-    outputs, expected = run(bounded, more, validate=validate), run(exact, 0, validate=True)
+    outputs, expected = run(bounded, excess, validate=validate), run(exact, 0, validate=True)
     for output, answer in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, answer, rtol=1e-5, atol=1e-5)
 
@@ -79,12 +79,12 @@ def test_a_ring_of_v41_without_a_column_for_a_draft_is_refused_where_values_are_
     manager.metadata(evolve(short, c4a_state_block_table=short.c4a_state_block_table[:, :1]))
 
 
-@pytest.mark.parametrize("more", [-1, 1])
-def test_lengths_above_the_bound_or_below_the_tokens_are_refused(more: int) -> None:
+@pytest.mark.parametrize("excess", [-1, 1])
+def test_lengths_above_the_bound_or_below_the_tokens_are_refused(excess: int) -> None:
     manager = v4_stack(limits=LIMITS).manager
     batch = manager.batch([(manager.new(), 9)])
-    batch.seq_lens = batch.seq_lens + more
-    with pytest.raises(ArgumentError, match=rf"^seq_lens\[0\]: expected 9 .* to 9 \(seq_lens_cpu\), got {9 + more}"):
+    batch.seq_lens = batch.seq_lens + excess
+    with pytest.raises(ArgumentError, match=rf"^seq_lens\[0\]: expected 9 .* to 9 \(seq_lens_cpu\), got {9 + excess}"):
         manager.metadata(batch)
 
 
@@ -94,21 +94,21 @@ def test_columns_past_a_table_are_absent_slots(backend: str) -> None:
     batch = whole.manager.batch([(whole.manager.new(), 20)])
     options = {"swa_block_size": 4, "compressed_block_tokens": 16, "validate": False, "backend": load_backend(backend)}
     builder = MetadataBuilder(whole.geometry, LIMITS, **options)  # type: ignore[arg-type]
-    kept = {key: [each.clone() for each in slots_of(part)] for key, part in builder.build_all(batch).items()}
+    kept = {key: [slots.clone() for slots in slots_of(part)] for key, part in builder.build_all(batch).items()}
 
     for name in BLOCK_TABLES:
         gone = 0
         for key, part in builder.build_all(cut(batch, name)).items():
-            for found, whole_rows in zip(slots_of(part), kept[key], strict=True):
+            for slots, whole_rows in zip(slots_of(part), kept[key], strict=True):
                 # slots of the table's last block are absent, and no other slot has changed
-                assert bool(((found == whole_rows) | (found == -1)).all())
-                gone += int((found != whole_rows).sum())
+                assert bool(((slots == whole_rows) | (slots == -1)).all())
+                gone += int((slots != whole_rows).sum())
         assert gone
 
 
 def slots_of(part: object) -> list[Tensor]:
     """Slots that metadata hold."""
     swa, compressed, state = part.swa, part.compressed, part.state  # type: ignore[attr-defined]
-    found = [swa.prefill_swa_indices, swa.decode_swa_indices]
-    found += [] if compressed is None else [compressed.slot_mapping]
-    return found + ([] if state is None or state.slot_mapping is None else [state.slot_mapping])
+    slot_lists = [swa.prefill_swa_indices, swa.decode_swa_indices]
+    slot_lists += [] if compressed is None else [compressed.slot_mapping]
+    return slot_lists + ([] if state is None or state.slot_mapping is None else [state.slot_mapping])

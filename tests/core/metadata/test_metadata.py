@@ -52,23 +52,23 @@ def refused(build: MetadataBuilder, make: Callable[[], Batch], said: str) -> Non
 
 @all_builder_ops
 def test_a_good_batch_is_built_for_all_kinds(steps: str) -> None:
-    made = builder(steps=BUILDER_OPS[steps]).build_for(batch_of([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A])
-    swa = made[SWA].swa
+    metadata = builder(steps=BUILDER_OPS[steps]).build_for(batch_of([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A])
+    swa = metadata[SWA].swa
 
     assert (swa.num_decodes, swa.num_prefills, swa.num_decode_tokens, swa.num_prefill_tokens) == (2, 1, 3, 9)
     assert (swa.max_query_len, swa.max_seq_len, swa.num_actual_tokens) == (9, 40, 12)
     assert swa.decode_swa_lens.tolist() == [8, 4, 5]
-    assert made[SWA].compressed is None
-    assert isinstance(made[C4A].compressed, FlashMLASparseMetadata)
+    assert metadata[SWA].compressed is None
+    assert isinstance(metadata[C4A].compressed, FlashMLASparseMetadata)
 
 
 @all_builder_ops
 @pytest.mark.parametrize("query", [[], [0, 0], [0, 1, 0]])
 def test_batches_of_nothing_and_of_padding_requests_are_good(query: list[int], steps: str) -> None:
-    made = builder(steps=BUILDER_OPS[steps]).build_for(batch_of(query, [5] * len(query)), [SWA, C4A, C128A])
+    metadata = builder(steps=BUILDER_OPS[steps]).build_for(batch_of(query, [5] * len(query)), [SWA, C4A, C128A])
 
-    assert made[SWA].swa.num_actual_tokens == sum(query)
-    assert (made[SWA].swa.num_decodes, made[SWA].swa.num_prefills) == (len(query), 0)
+    assert metadata[SWA].swa.num_actual_tokens == sum(query)
+    assert (metadata[SWA].swa.num_decodes, metadata[SWA].swa.num_prefills) == (len(query), 0)
 
 
 META_BATCH: list[tuple[dict[str, Any], str]] = [
@@ -106,12 +106,12 @@ def test_a_batch_checks_each_tensor_it_declares(changes: dict[str, Any], said: s
 
 
 def test_host_tensors_may_live_apart_from_a_device() -> None:
-    there = {
+    host_tensors = {
         name: getattr(batch_of([1, 3], [5, 6]), name).to("meta")
         for name in ("query_start_loc", "seq_lens", "slot_mapping", "block_table", "compressed_block_table")
     }
 
-    assert batch_of([1, 3], [5, 6], **there).seq_lens_cpu.device.type == "cpu"
+    assert batch_of([1, 3], [5, 6], **host_tensors).seq_lens_cpu.device.type == "cpu"
 
 
 def test_a_compressed_table_is_optional() -> None:
@@ -138,8 +138,8 @@ def elsewhere(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("part", [DeepseekSparseSWAMetadata, FlashMLASparseMetadata])
 @pytest.mark.parametrize("spoil", [wrong_dtype, wrong_rank, elsewhere])
 def test_metadata_checks_dtype_rank_and_device_of_every_tensor(part: type, spoil: Callable[[Tensor], Tensor]) -> None:
-    made = builder().build_for(batch_of([1, 2, 9], [40, 5, 9]), [C128A])[C128A]
-    good = made.swa if part is DeepseekSparseSWAMetadata else made.compressed
+    metadata = builder().build_for(batch_of([1, 2, 9], [40, 5, 9]), [C128A])[C128A]
+    good = metadata.swa if part is DeepseekSparseSWAMetadata else metadata.compressed
     assert good is not None
     names = fields_of(good)
 
@@ -280,28 +280,28 @@ def test_blocks_no_window_reaches_may_be_stale(steps: str) -> None:
     table = GOOD.block_table.clone()
     table[0, :8] = -1
     table[0, 10:] = 2**31 - 1
-    made = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2, 9], [40, 5, 29], block_table=table))
+    metadata = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2, 9], [40, 5, 29], block_table=table))
 
-    assert made.decode_swa_indices[0, 0].tolist() == list(range(32, 40))
+    assert metadata.decode_swa_indices[0, 0].tolist() == list(range(32, 40))
 
 
 @all_builder_ops
 def test_padding_rows_may_name_no_block_at_all(steps: str) -> None:
     table = torch.full((2, 64), -1, dtype=I32)
     padding = batch_of([1, 1], [256, 256], slot_mapping=torch.tensor([-1, -7]), block_table=table)
-    made = builder(steps=BUILDER_OPS[steps]).build(padding)
+    metadata = builder(steps=BUILDER_OPS[steps]).build(padding)
 
-    assert made.decode_swa_lens.tolist() == [0, 0]
-    assert bool((made.decode_swa_indices == -1).all())
-    assert made.is_valid_token.tolist() == [False, False]
+    assert metadata.decode_swa_lens.tolist() == [0, 0]
+    assert bool((metadata.decode_swa_indices == -1).all())
+    assert metadata.is_valid_token.tolist() == [False, False]
 
 
 @all_builder_ops
 def test_tokens_with_a_negative_slot_are_padding(steps: str) -> None:
-    made = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([0, -1, -1])))
+    metadata = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([0, -1, -1])))
 
-    assert made.is_valid_token.tolist() == [True, False, False]
-    assert made.decode_swa_lens.tolist() == [5, 0, 0]
+    assert metadata.is_valid_token.tolist() == [True, False, False]
+    assert metadata.decode_swa_lens.tolist() == [5, 0, 0]
 
 
 def test_without_cache_sizes_only_impossible_blocks_are_found() -> None:
@@ -319,20 +319,27 @@ def test_without_cache_sizes_only_impossible_blocks_are_found() -> None:
 def test_without_validation_a_block_that_cannot_be_becomes_an_absent_slot(steps: str) -> None:
     table = GOOD.block_table.clone()
     table[0, 8:10] = torch.tensor([2**30, -5], dtype=I32)  # 2^30 blocks of 4 would wrap around to slot 0
-    made = builder(validate=False, steps=BUILDER_OPS[steps]).build(batch_of([1, 2, 9], [40, 5, 29], block_table=table))
+    metadata = builder(validate=False, steps=BUILDER_OPS[steps]).build(
+        batch_of([1, 2, 9], [40, 5, 29], block_table=table)
+    )
 
-    assert made.decode_swa_indices[0, 0].tolist() == [-1] * 8
-    assert made.decode_swa_indices[1, 0, :4].tolist() == [256, 257, 258, 259]
+    assert metadata.decode_swa_indices[0, 0].tolist() == [-1] * 8
+    assert metadata.decode_swa_indices[1, 0, :4].tolist() == [256, 257, 258, 259]
 
 
 @all_builder_ops
 def test_a_short_request_after_a_prefill_runs_as_a_prefill_when_asked(steps: str) -> None:
     build = builder(short_prefills=True, steps=BUILDER_OPS[steps])
-    made = build.build_for(batch_of([1, 9, 0, 2], [5, 9, 0, 7]), [SWA, C4A, C128A])[SWA].swa
+    metadata = build.build_for(batch_of([1, 9, 0, 2], [5, 9, 0, 7]), [SWA, C4A, C128A])[SWA].swa
 
-    assert (made.num_decodes, made.num_prefills, made.num_decode_tokens, made.num_prefill_tokens) == (1, 3, 1, 11)
-    assert made.prefill_swa_lens.tolist()[-2:] == [6, 7]
-    assert made.prefill_gather_lens.tolist() == [9, 0, 7]
+    assert (metadata.num_decodes, metadata.num_prefills, metadata.num_decode_tokens, metadata.num_prefill_tokens) == (
+        1,
+        3,
+        1,
+        11,
+    )
+    assert metadata.prefill_swa_lens.tolist()[-2:] == [6, 7]
+    assert metadata.prefill_gather_lens.tolist() == [9, 0, 7]
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ def stack(model: str) -> LayerStack:
 
 def outputs(whole: LayerStack) -> list[torch.Tensor]:
     """Outputs of all layers in all steps."""
-    sequences, found = [whole.manager.new() for _ in range(2)], []
+    sequences, outputs_of_steps = [whole.manager.new() for _ in range(2)], []
     for step in STEPS:
         parts = [whole.hidden(n, 48)[sequences[n].length :][:count] for n, count in step]
-        found += whole.step([(sequences[n], count) for n, count in step], torch.cat(parts))
-    return found
+        outputs_of_steps += whole.step([(sequences[n], count) for n, count in step], torch.cat(parts))
+    return outputs_of_steps
 
 
 @pytest.mark.parametrize("validate", [True, False])
@@ -40,10 +40,10 @@ def test_padding_writes_nothing_and_changes_no_real_token(model: str, fill: int 
     actual, expected = outputs(padded), outputs(alone)
 
     # a product of more rows may sum in another order
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    for one, other in zip(all_bytes(padded), all_bytes(alone), strict=True):
-        written = one.view(torch.float32), other.view(torch.float32)
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+    for left, right in zip(all_bytes(padded), all_bytes(alone), strict=True):
+        written = left.view(torch.float32), right.view(torch.float32)
         torch.testing.assert_close(*written, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -56,16 +56,16 @@ def test_padded_steps_of_v41_are_those_of_the_oracle(fill: int | None) -> None:
 def test_rows_after_the_tokens_of_a_batch_have_no_request(backend: str) -> None:
     whole = LayerStack(load_backend("reference"), swa_block_size=4)
     builder = MetadataBuilder(whole.geometry, whole.limits, swa_block_size=4, backend=load_backend(backend))
-    one, two = (whole.manager.new() for _ in range(2))
-    before = builder.build(whole.manager.batch([(one, 6), (two, 7)]))
-    assert before.token_to_req_indices.tolist() == [0] * 6 + [1] * 7
+    first, second = (whole.manager.new() for _ in range(2))
+    first_build = builder.build(whole.manager.batch([(first, 6), (second, 7)]))
+    assert first_build.token_to_req_indices.tolist() == [0] * 6 + [1] * 7
 
     # a captured graph has the rows of the longer batch
-    after = builder.build(whole.manager.batch([(two, 2)]))
+    after = builder.build(whole.manager.batch([(second, 2)]))
 
     assert after.token_to_req_indices.tolist() == [0] * 2
-    assert before.token_to_req_indices.tolist() == [0] * 2 + [-1] * 11
-    assert before.is_valid_token.tolist() == [True] * 2 + [False] * 11
+    assert first_build.token_to_req_indices.tolist() == [0] * 2 + [-1] * 11
+    assert first_build.is_valid_token.tolist() == [True] * 2 + [False] * 11
 
 
 @pytest.mark.parametrize("backend", EVERYWHERE)
@@ -75,9 +75,9 @@ def test_a_token_without_a_slot_has_no_request_and_no_entry(backend: str) -> Non
     batch = padded_batch(whole.manager.batch([(whole.manager.new(), 5)]), None, [4, 4], rows_after=2)
     batch.slot_mapping[-3] = 0
 
-    made = builder.build_all(batch)
+    metadata_by_kind = builder.build_all(batch)
 
-    for metadata in made.values():
+    for metadata in metadata_by_kind.values():
         request = metadata.swa.token_to_req_indices.tolist()
         assert request == [0] * 5 + [-1] * 7 + [2]
         assert metadata.swa.is_valid_token.tolist() == [i >= 0 for i in request]
@@ -95,10 +95,10 @@ def test_the_output_projection_takes_any_position_of_padding_and_no_wrong_one_of
     values = torch.zeros(8, 4, 32)
     values[3] = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
-    found = layer.o_proj(values, positions, torch.eye(64), 2)
+    actual = layer.o_proj(values, positions, torch.eye(64), 2)
 
-    assert not found[[0, 1, 2, 4, 5, 6, 7]].any()
-    torch.testing.assert_close(found[3:4], layer.o_proj(values[3:4], positions[3:4], torch.eye(64), 2))
+    assert not actual[[0, 1, 2, 4, 5, 6, 7]].any()
+    torch.testing.assert_close(actual[3:4], layer.o_proj(values[3:4], positions[3:4], torch.eye(64), 2))
     values[4] = positions[4] = 64
     with pytest.raises(ArgumentError, match=r"^positions: expected values in \[0, 64\), .* not padding, got 64$"):
         layer.o_proj(values, positions, torch.eye(64), 2)

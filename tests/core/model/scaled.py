@@ -111,10 +111,10 @@ class Scaled:
         """The codes in their dialect, in memory of their own on the device."""
         return self.codes.view(self.dialect).to(self.device, copy=True)
 
-    def pair(self, **more: Any) -> BlockScaledWeight:
+    def pair(self, **options: Any) -> BlockScaledWeight:
         """The weight and its scale, in memory of their own on the device."""
-        return BlockScaledWeight(self.weight(), self.scale.to(self.device, copy=True), **more)
+        return BlockScaledWeight(self.weight(), self.scale.to(self.device, copy=True), **options)
 
-    def module(self, name: str = "weight_scale_inv", **more: Any) -> Any:
+    def module(self, name: str = "weight_scale_inv", **attributes: Any) -> Any:
         """What an engine passes: the weight, and its scale under this name."""
-        return SimpleNamespace(**{"weight": self.weight(), name: self.scale.to(self.device, copy=True), **more})
+        return SimpleNamespace(**{"weight": self.weight(), name: self.scale.to(self.device, copy=True), **attributes})

@@ -87,17 +87,17 @@ def differences(ours: ModelGeometry, fields: dict[str, Any]) -> list[str]:
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
     config = DeepseekV4Config(**copy.deepcopy(fields))
-    found = []
+    differing = []
     names = {"num_heads": "num_attention_heads", "rope_dim": "qk_rope_head_dim", "window": "sliding_window"}
     names |= {"eps": "rms_norm_eps", "max_position": "max_position_embeddings"}
     same = "head_dim hidden_size index_topk o_groups o_lora_rank q_lora_rank index_n_heads index_head_dim hc_mult"
     for name, theirs in {**names, **{name: name for name in (*same.split(), "hc_sinkhorn_iters", "hc_eps")}}.items():
         if getattr(ours, name) != getattr(config, theirs):
-            found.append(f"{name}: {getattr(ours, name)} and {getattr(config, theirs)}")
+            differing.append(f"{name}: {getattr(ours, name)} and {getattr(config, theirs)}")
     kinds = {LayerKind.SWA: SWA, LayerKind.CSA: C4A, LayerKind.HCA: C128A}
     rates = {SWA: 1, **config.compress_rates}
     if [(kinds[kind], rate) for kind, rate in ours.layers] != [(kind, rates[kind]) for kind in config.layer_types]:
-        found.append("layers")
+        differing.append("layers")
     try:
         tables = DeepseekV4RotaryEmbedding(config)
     except KeyError:
@@ -111,8 +111,8 @@ def differences(ours: ModelGeometry, fields: dict[str, Any]) -> list[str]:
         frequencies = getattr(tables, f"{label}_inv_freq")
         near = torch.allclose(inverse_frequencies(rope), frequencies, rtol=1e-6, atol=0)
         if not near or not torch.allclose(cos_sin_cache(rope, 300), table, rtol=0, atol=1e-4):
-            found.append(label)
-    return found
+            differing.append(label)
+    return differing
 
 
 # read as transformers reads them
@@ -334,15 +334,15 @@ OWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OWN)
 def test_a_variant_that_transformers_reads_otherwise_has_the_published_angles(name: str) -> None:
     fields = changed(OWN[name])
-    made = ModelGeometry.from_config(fields)
+    geometry = ModelGeometry.from_config(fields)
 
-    assert [made.layer(i).rope for i in (0, 2)] == [Rope(64, 10000.0), Rope(64, 160000.0, PUBLISHED)]
-    assert made.layers == ModelGeometry.from_config(RELEASED).layers
+    assert [geometry.layer(i).rope for i in (0, 2)] == [Rope(64, 10000.0), Rope(64, 160000.0, PUBLISHED)]
+    assert geometry.layers == ModelGeometry.from_config(RELEASED).layers
     try:
-        found = differences(made, fields)
+        differing = differences(geometry, fields)
     except Exception as error:  # noqa: BLE001 - a KeyError, or an error of its validation
-        found = [repr(error)]
-    assert found != []
+        differing = [repr(error)]
+    assert differing != []
 
 
 def test_there_are_as_many_variants_as_promised() -> None:
@@ -371,7 +371,7 @@ FIELDS = st.fixed_dictionaries(
     {},
     optional={
         "rope_scaling": st.none() | ROPE | NESTED,
-        "rope_parameters": st.none() | ROPE | NESTED | st.builds(lambda one, other: {**one, **other}, NESTED, PART),
+        "rope_parameters": st.none() | ROPE | NESTED | st.builds(lambda main, part: {**main, **part}, NESTED, PART),
         "rope_theta": st.sampled_from([10000.0, 500.0]),
         "compress_rope_theta": st.sampled_from([160000.0, 500.0]),
     },
@@ -386,9 +386,9 @@ def test_any_parameters_are_read_as_transformers_reads_them_or_refused(changes: 
         ours = ModelGeometry.from_config(copy.deepcopy(fields))
     except GeometryError:
         return
-    found = differences(ours, fields)
-    if found == [NO_TABLE]:
+    differing = differences(ours, fields)
+    if differing == [NO_TABLE]:
         # of a null, which is read as absent
         assert "'rope_type': None" in str(fields)
     else:
-        assert found == []
+        assert differing == []

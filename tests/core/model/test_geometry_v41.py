@@ -55,14 +55,14 @@ def test_the_released_configuration_is_the_preset(tmp_path: Path) -> None:
 def test_layers_have_selected_entries_at_both_ratios_and_no_norm_of_q() -> None:
     window, half, full = FLASH.distinct_layers
 
-    assert [(each.kind, each.compress_ratio, each.topk) for each in (window, half, full)] == [
+    assert [(layer.kind, layer.compress_ratio, layer.topk) for layer in (window, half, full)] == [
         (SWA, 1, 0),
         (C4A, 2, 512),
         (C4A, 1, 512),
     ]
     assert window.rope == Rope(64, 10000.0)
     assert half.rope == full.rope == Rope(64, 160000.0, Yarn(16.0, 65536))
-    assert {(each.q_norm, each.q_eps, each.eps, each.overlap) for each in FLASH.distinct_layers} == {
+    assert {(layer.q_norm, layer.q_eps, layer.eps, layer.overlap) for layer in FLASH.distinct_layers} == {
         (False, None, 1e-20, False)
     }
     assert (full.entries(7), half.entries(7), window.entries(7)) == (7, 3, 0)
@@ -82,14 +82,14 @@ def test_layers_past_the_list_of_ratios_are_window_only() -> None:
 
 
 def test_every_layer_knows_whose_cache_and_whose_entries_it_reads() -> None:
-    found = [FLASH.sources(i) for i in range(40)]
+    sources = [FLASH.sources(i) for i in range(40)]
 
-    for i, each in enumerate(found):
+    for i, layer_sources in enumerate(sources):
         kv = max((source for source in (2, 8, 14, 20) if source <= i), default=None)
         index = max((source for source in (2, 8, 14, 20, 24, 28, 32, 36) if source <= i), default=None)
         candidates = 20 if i in (24, 28, 32, 36) else None
-        assert each == LayerSources(i, kv, index, candidates)
-    roles = [each.role for each in found]
+        assert layer_sources == LayerSources(i, kv, index, candidates)
+    roles = [source.role for source in sources]
     assert [i for i, role in enumerate(roles) if role is LayerRole.WINDOW_ONLY] == [0, 1]
     assert [i for i, role in enumerate(roles) if role is LayerRole.FULL] == [2, 8, 14, 20]
     assert [i for i, role in enumerate(roles) if role is LayerRole.REINDEX] == [24, 28, 32, 36]
@@ -222,15 +222,15 @@ def test_a_model_of_window_only_layers_may_have_a_shared_latent() -> None:
 
 
 def test_a_model_of_some_layers_gives_each_its_own_cache() -> None:
-    model = FLASH.with_own_layers([each.key for each in FLASH.distinct_layers])
+    model = FLASH.with_own_layers([layer.key for layer in FLASH.distinct_layers])
 
     assert [model.sources(i) for i in range(3)] == [LayerSources(0), LayerSources(1, 1, 1), LayerSources(2, 2, 2)]
     assert V4_FLASH.with_own_layers([(C4A, 4)]).sharing is None
 
 
 def test_entries_that_do_not_overlap_are_of_a_shared_latent() -> None:
-    assert [each.shared_latent for each in FLASH.distinct_layers] == [False, True, True]
-    assert not any(each.shared_latent for each in V4_FLASH.distinct_layers)
+    assert [layer.shared_latent for layer in FLASH.distinct_layers] == [False, True, True]
+    assert not any(layer.shared_latent for layer in V4_FLASH.distinct_layers)
 
 
 def test_a_norm_of_q_is_read_where_a_configuration_says_so() -> None:

@@ -20,9 +20,9 @@ ROPES = [pytest.param(MAIN, id="main"), pytest.param(COMPRESS, id="compress"), p
 
 def judged(rope: Rope) -> oracle.F32:
     """Return the oracle's frequencies of a rope."""
-    given, yarn = rope.yarn, None
-    if given is not None:
-        yarn = oracle.Yarn(given.factor, given.original_max_position, given.beta_fast, given.beta_slow)
+    yarn_rope, yarn = rope.yarn, None
+    if yarn_rope is not None:
+        yarn = oracle.Yarn(yarn_rope.factor, yarn_rope.original_max_position, yarn_rope.beta_fast, yarn_rope.beta_slow)
     return oracle.rope_inv_freq(rope.dim, rope.theta, yarn)
 
 
@@ -102,10 +102,10 @@ def test_the_inverse_undoes_the_rotation_and_position_zero_does_nothing() -> Non
 
 def test_rotation_leaves_its_argument_alone() -> None:
     x = torch.randn(2, 8)
-    before = x.clone()
+    original = x.clone()
     apply_rope(x, cos_sin_cache(TINY, 2))
 
-    assert torch.equal(x, before)
+    assert torch.equal(x, original)
 
 
 def test_the_tables_equal_those_of_transformers_bit_for_bit() -> None:

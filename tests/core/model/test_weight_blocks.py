@@ -21,14 +21,14 @@ def test_blocks_of_32_are_known_by_the_number_of_their_scales(
     shape: tuple[int, int], dialect: torch.dtype, form: str
 ) -> None:
     """As DeepSeek-V4.1 is published: exponents of blocks of 32 x 32, with short ones at the end."""
-    given = Scaled.draw(sum(shape), *shape, dialect, form, block=(32, 32))
+    drawn = Scaled.draw(sum(shape), *shape, dialect, form, block=(32, 32))
 
     for name in ("weight_scale_inv", "weight_scale", "scale"):
-        assert_worth(dense_weight(given.module(name)), given.values)
-    pair = given.pair()
-    assert_worth(dense_weight(pair), given.values)
+        assert_worth(dense_weight(drawn.module(name)), drawn.values)
+    pair = drawn.pair()
+    assert_worth(dense_weight(pair), drawn.values)
     assert pair.block_size == (32, 32) or max(shape) <= 32
-    assert_worth(dense_weight(given.pair(block_size=32)), given.values)
+    assert_worth(dense_weight(drawn.pair(block_size=32)), drawn.values)
 
 
 BLOCK_SIZES = [(64, 64), (16, 128), (1, 32), (48, 7), (1, 96), (1000, 1000), (200, 1)]
@@ -39,12 +39,12 @@ BLOCK_SIZES = [(64, 64), (16, 128), (1, 32), (48, 7), (1, 96), (1000, 1000), (20
 def test_any_block_size_can_be_given(block: tuple[int, int], form: str) -> None:
     """Also a scale for each row, and one scale for the whole matrix."""
     for seed, shape in enumerate([(200, 96), (1030, 130), (3, 2)]):
-        given = Scaled.draw(seed, *shape, OCP, form, block=block)
+        drawn = Scaled.draw(seed, *shape, OCP, form, block=block)
 
-        assert_worth(dense_weight(given.pair(block_size=block)), given.values)
-        assert_worth(dense_weight(given.module(weight_block_size=[*block])), given.values)
-        assert_worth(dense_weight(given.module("scale", block_size=block)), given.values)
-        assert BlockScaledWeight.of(given.module(block_size=block)).block_size == block
+        assert_worth(dense_weight(drawn.pair(block_size=block)), drawn.values)
+        assert_worth(dense_weight(drawn.module(weight_block_size=[*block])), drawn.values)
+        assert_worth(dense_weight(drawn.module("scale", block_size=block)), drawn.values)
+        assert BlockScaledWeight.of(drawn.module(block_size=block)).block_size == block
 
 
 def test_one_size_at_most_fits_the_number_of_scales() -> None:
@@ -56,7 +56,7 @@ def test_one_size_at_most_fits_the_number_of_scales() -> None:
 
 
 def test_scales_that_fit_no_known_block_are_refused_by_name() -> None:
-    given = Scaled.draw(1, 64, 96, OCP, "fp32", block=(32, 32))
+    drawn = Scaled.draw(1, 64, 96, OCP, "fp32", block=(32, 32))
     row, whole = r"block_size=\(1, 96\)", r"block_size=\(64, 96\)"
     wrong = {
         (): rf"weight_scale_inv: expected \[1, 1\] or \[2, 3\] float32.* got \[\] float32 -> if it is one.*{whole}",
@@ -68,10 +68,10 @@ def test_scales_that_fit_no_known_block_are_refused_by_name() -> None:
     }
     for shape, said in wrong.items():
         with pytest.raises(ArgumentError, match=said):
-            dense_weight(given.module(weight_scale_inv=torch.ones(shape, device=DEVICE)))
+            dense_weight(drawn.module(weight_scale_inv=torch.ones(shape, device=DEVICE)))
     # scales are not those of the size that is said
     with pytest.raises(ArgumentError, match=r"expected \[1, 1\] .* got \[2, 3\]"):
-        dense_weight(given.module(weight_block_size=[128, 128]))
+        dense_weight(drawn.module(weight_block_size=[128, 128]))
     for size in (0, -1, (32,), (32, 0), "32", 2.0, True, (1, 2, 3)):
         with pytest.raises(ArgumentError, match=r"^block_size: expected two positive numbers"):
-            given.pair(block_size=size)
+            drawn.pair(block_size=size)

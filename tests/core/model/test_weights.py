@@ -35,12 +35,12 @@ SHAPES = [(1, 1), (128, 128), (127, 129), (130, 257), (256, 40), (5, 384)]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    before = copies()
+    count = copies()
     yield
-    if copies() > before:
+    if copies() > count:
         gc.collect()
 
-    assert copies() == before
+    assert copies() == count
 
 
 def copies() -> int:
@@ -48,10 +48,10 @@ def copies() -> int:
     return sum(map(len, weights._copies.values()))
 
 
-def assert_worth(found: Tensor, wanted: oracle.F64) -> None:
+def assert_worth(actual: Tensor, expected: oracle.F64) -> None:
     """Fail unless every value is right, and NaN is where it should be."""
-    assert found.dtype == torch.bfloat16
-    assert np.array_equal(found.double().cpu().numpy(), wanted, equal_nan=True)
+    assert actual.dtype == torch.bfloat16
+    assert np.array_equal(actual.double().cpu().numpy(), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -61,9 +61,9 @@ def assert_worth(found: Tensor, wanted: oracle.F64) -> None:
 def test_each_block_is_multiplied_by_its_own_scale(
     shape: tuple[int, int], dialect: torch.dtype, form: str, name: str
 ) -> None:
-    given = Scaled.draw(sum(shape), *shape, dialect, form)
+    drawn = Scaled.draw(sum(shape), *shape, dialect, form)
 
-    assert_worth(dense_weight(given.module(name)), given.values)
+    assert_worth(dense_weight(drawn.module(name)), drawn.values)
 
 
 @each_dialect
@@ -94,12 +94,12 @@ def test_a_code_is_worth_half_in_the_other_dialect() -> None:
 
 
 def test_a_weight_may_lie_in_memory_in_any_way() -> None:
-    given = Scaled.draw(2, 140, 150, OCP, "fp32")
-    module = given.module()
+    drawn = Scaled.draw(2, 140, 150, OCP, "fp32")
+    module = drawn.module()
     module.weight = module.weight.view(torch.uint8).t().contiguous().t().view(OCP)
     module.weight_scale_inv = module.weight_scale_inv.t().contiguous().t()
 
-    assert_worth(dense_weight(module), given.values)
+    assert_worth(dense_weight(module), drawn.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -131,10 +131,10 @@ def test_a_weight_that_an_engine_has_made_bf16_is_not_scaled_again() -> None:
 
 
 def test_both_names_may_say_the_same() -> None:
-    given = Scaled.draw(4, 200, 50, FNUZ, "bytes")
-    factors = torch.tensor(given.factors, dtype=torch.float32, device=DEVICE)
+    drawn = Scaled.draw(4, 200, 50, FNUZ, "bytes")
+    factors = torch.tensor(drawn.factors, dtype=torch.float32, device=DEVICE)
 
-    assert_worth(dense_weight(given.module("weight_scale", weight_scale_inv=factors)), given.values)
+    assert_worth(dense_weight(drawn.module("weight_scale", weight_scale_inv=factors)), drawn.values)
 
 
 # what is cached
@@ -151,11 +151,11 @@ def test_it_is_computed_once() -> None:
 
 
 def test_two_weights_do_not_get_each_others_copy() -> None:
-    given = [Scaled.draw(seed, 40, 50, OCP, "fp32") for seed in (6, 7)]
-    modules = [each.module() for each in given]
+    all_drawn = [Scaled.draw(seed, 40, 50, OCP, "fp32") for seed in (6, 7)]
+    modules = [drawn.module() for drawn in all_drawn]
     for _ in range(2):
-        for each, module in zip(given, modules, strict=True):
-            assert_worth(dense_weight(module), each.values)
+        for drawn, module in zip(all_drawn, modules, strict=True):
+            assert_worth(dense_weight(module), drawn.values)
 
 
 Change = Callable[[Any, Scaled], None]
@@ -230,8 +230,8 @@ def test_it_is_computed_again_when_something_changed(change: Change) -> None:
 
 
 def _scale_of(module: Any) -> Tensor:
-    found = getattr(module, "weight_scale_inv", None)
-    scale = module.weight_scale if found is None else found
+    scale_inv = getattr(module, "weight_scale_inv", None)
+    scale = module.weight_scale if scale_inv is None else scale_inv
     assert isinstance(scale, Tensor)
     return scale
 
@@ -334,10 +334,10 @@ def test_parameters_of_a_module_serve_in_and_out_of_inference_mode() -> None:
 def test_a_block_scaled_weight_is_worth_what_its_module_is(
     shape: tuple[int, int], dialect: torch.dtype, form: str
 ) -> None:
-    given = Scaled.draw(sum(shape), *shape, dialect, form)
+    drawn = Scaled.draw(sum(shape), *shape, dialect, form)
 
-    assert_worth(dense_weight(given.pair()), given.values)
-    assert_worth(dense_weight(BlockScaledWeight.of(given.module("weight_scale"))), given.values)
+    assert_worth(dense_weight(drawn.pair()), drawn.values)
+    assert_worth(dense_weight(BlockScaledWeight.of(drawn.module("weight_scale"))), drawn.values)
 
 
 def test_weights_made_anew_of_the_same_tensors_share_one_copy() -> None:
@@ -366,8 +366,8 @@ def test_inside_and_outside_of_inference_mode_it_is_one_copy() -> None:
 
 
 def test_a_check_computes_nothing_and_names_the_matrix() -> None:
-    given, plain = Scaled.draw(22, 140, 50, OCP, "e8m0" if E8M0 else "bytes"), torch.zeros(3, 4, device=DEVICE)
-    pair, module = given.pair(), given.module()
+    drawn, plain = Scaled.draw(22, 140, 50, OCP, "e8m0" if E8M0 else "bytes"), torch.zeros(3, 4, device=DEVICE)
+    pair, module = drawn.pair(), drawn.module()
     with operations() as ran:
         assert check_weight("wo_b", plain) == ("wo_b", plain)
         assert check_weight("wo_b", pair) == ("wo_b.weight", pair.weight)
@@ -377,8 +377,8 @@ def test_a_check_computes_nothing_and_names_the_matrix() -> None:
 
 
 def test_while_a_graph_is_captured_nothing_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Scaled.draw(23, 140, 50, OCP, "fp32")
-    pair, late = given.pair(), given.pair()
+    drawn = Scaled.draw(23, 140, 50, OCP, "fp32")
+    pair, late = drawn.pair(), drawn.pair()
     copy = dense_weight(pair)
     monkeypatch.setattr(weights, "is_capturing", lambda device: device == pair.weight.device)
 

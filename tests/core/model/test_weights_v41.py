@@ -32,8 +32,8 @@ def published(weight: Tensor, form: str) -> tuple[Any, Tensor]:
     if E8M0 is not None:
         scale = scale.view(E8M0)
     fp8 = torch.from_numpy(codes).view(torch.float8_e4m3fn)
-    given = BlockScaledWeight(fp8, scale) if form == "pair" else SimpleNamespace(**{"weight": fp8, form: scale})
-    return given, torch.from_numpy(values).bfloat16()
+    scaled_weight = BlockScaledWeight(fp8, scale) if form == "pair" else SimpleNamespace(**{"weight": fp8, form: scale})
+    return scaled_weight, torch.from_numpy(values).bfloat16()
 
 
 def test_a_released_checkpoint_is_what_its_codes_and_exponents_stand_for() -> None:

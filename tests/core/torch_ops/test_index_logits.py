@@ -29,8 +29,8 @@ def drawn(seed: int, *shape: int) -> F64:
 
 def codes(values: F64, dialect: Fp8Format = Fp8Format.OCP) -> tuple[Tensor, F64]:
     """fp8 values as a tensor, and what they are."""
-    made = torch.from_numpy(oracle.encode_e4m3(values, dialect is Fp8Format.FNUZ)).view(dialect.dtype)
-    return made, made.double().numpy()
+    encoded = torch.from_numpy(oracle.encode_e4m3(values, dialect is Fp8Format.FNUZ)).view(dialect.dtype)
+    return encoded, encoded.double().numpy()
 
 
 class Scene:
@@ -60,17 +60,17 @@ class Scene:
             self.errors[row, :count] = score_errors(values[request, token], weights, keys)
 
     def run(self, **changes: Any) -> Tensor:
-        given = {
+        arguments = {
             "q": self.q, "kv_cache": self.book.cache, "weights": self.weights, "context_lens": self.lens,
             "block_tables": self.table, "max_model_len": self.columns,
         }  # fmt: skip
-        return fp8_paged_mqa_logits(**{**given, **changes})
+        return fp8_paged_mqa_logits(**{**arguments, **changes})
 
-    def judge(self, found: Tensor) -> None:
-        assert (tuple(found.shape), found.dtype) == (self.wanted.shape, torch.float32)
+    def judge(self, actual: Tensor) -> None:
+        assert (tuple(actual.shape), actual.dtype) == (self.wanted.shape, torch.float32)
         seen = np.isfinite(self.wanted)
-        assert (np.isneginf(found.numpy()) == ~seen).all(), "-inf exactly behind the visible entries"
-        hold_values(found[torch.from_numpy(seen)], Formula(self.wanted[seen], self.errors[seen]), torch.float32, str)
+        assert (np.isneginf(actual.numpy()) == ~seen).all(), "-inf exactly behind the visible entries"
+        hold_values(actual[torch.from_numpy(seen)], Formula(self.wanted[seen], self.errors[seen]), torch.float32, str)
 
 
 @pytest.mark.parametrize("dialect", Fp8Format)
@@ -118,7 +118,7 @@ def test_raw_tensors_of_both_shapes_are_pages() -> None:
 
 def test_bytes_that_no_entry_has_and_blocks_that_do_not_exist_have_no_effect() -> None:
     scene = Scene([[130, 131], [20, 21]])
-    wanted = scene.run()
+    expected = scene.run()
     for byte in (0x00, 0x7F):
         cache = PagedKVCache(scene.book.cache.tensor.clone(), scene.book.cache.layout)
         named = {int(s) for r, n in enumerate((131, 21)) for s in scene.pages.slots(r, range(n))}
@@ -126,14 +126,14 @@ def test_bytes_that_no_entry_has_and_blocks_that_do_not_exist_have_no_effect() -
         for name in ("nope", "scale"):
             region = cache.region(name).view(torch.uint8)
             region[[s // PAGE for s in unused], [s % PAGE for s in unused]] = byte
-        assert torch.equal(scene.run(kv_cache=cache), wanted)
+        assert torch.equal(scene.run(kv_cache=cache), expected)
     for bad in (-1, scene.pages.count, 2**31 - 1):
         table = scene.table.clone()
         table[0, 1] = bad
-        found = scene.run(block_tables=table)
-        assert torch.isneginf(found[:2, 64:128]).all()
-        assert torch.equal(found[:2, :64], wanted[:2, :64])
-        assert torch.equal(found[:2, 128:], wanted[:2, 128:])
+        actual = scene.run(block_tables=table)
+        assert torch.isneginf(actual[:2, 64:128]).all()
+        assert torch.equal(actual[:2, :64], expected[:2, :64])
+        assert torch.equal(actual[:2, 128:], expected[:2, 128:])
 
 
 def test_a_nan_key_gives_nan_where_it_is_seen() -> None:
@@ -141,9 +141,9 @@ def test_a_nan_key_gives_nan_where_it_is_seen() -> None:
     slot = int(scene.pages.slots(0, [11])[0])
     scene.book.cache.region("scale")[slot // PAGE, slot % PAGE] = math.nan
 
-    found = scene.run()
+    actual = scene.run()
 
-    assert found.isnan().nonzero().tolist() == [[1, 11]]
+    assert actual.isnan().nonzero().tolist() == [[1, 11]]
 
 
 @pytest.mark.parametrize("dialect", Fp8Format)
@@ -156,15 +156,15 @@ def test_g23_gathered_logits_equal_the_oracle_between_the_bounds_of_each_row(dia
     scales32 = torch.from_numpy(scales).float()
 
     bounds = (torch.tensor(row, dtype=torch.int32) for row in (starts, ends))
-    found = fp8_mqa_logits(q, (k, scales32), weights, *bounds)
+    actual = fp8_mqa_logits(q, (k, scales32), weights, *bounds)
 
-    assert (tuple(found.shape), found.dtype) == ((5, 77), torch.float32)
+    assert (tuple(actual.shape), actual.dtype) == ((5, 77), torch.float32)
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         seen = range(start, max(end, start))
         formula = values[row], weights[row].double().numpy(), (keys * scales[:, None])[seen]
-        wanted = Formula(oracle_layer.index_scores(*formula), score_errors(*formula))
-        assert torch.isneginf(found[row]).sum() == 77 - len(seen)
-        hold_values(found[row, start : max(end, start)], wanted, torch.float32, str)
+        expected = Formula(oracle_layer.index_scores(*formula), score_errors(*formula))
+        assert torch.isneginf(actual[row]).sum() == 77 - len(seen)
+        hold_values(actual[row, start : max(end, start)], expected, torch.float32, str)
 
 
 def test_gathered_logits_ask_for_fp8_queries() -> None:

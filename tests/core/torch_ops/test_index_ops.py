@@ -74,8 +74,8 @@ def test_window_metadata_equals_the_formulas(scenario: StepFixture, steps: str) 
     assert swa.token_to_req_indices.tolist() == [token.request if token.valid else -1 for token in scenario.tokens]
     assert swa.is_valid_token.tolist() == [token.valid for token in scenario.tokens]
     prefills = scenario.requests[swa.num_decodes :]
-    assert swa.prefill_gather_lens.tolist() == [n + min(before, window - 1) for before, n, *_ in prefills]
-    assert swa.prefill_seq_lens.tolist() == [before + n for before, n, *_ in prefills]
+    assert swa.prefill_gather_lens.tolist() == [n + min(context, window - 1) for context, n, *_ in prefills]
+    assert swa.prefill_seq_lens.tolist() == [context + n for context, n, *_ in prefills]
     assert swa.prefill_query_lens_cpu.tolist() == [n for _, n, *_ in prefills]
 
 
@@ -127,7 +127,7 @@ def test_compressed_metadata_equals_the_formulas(scenario: StepFixture, kind: st
 
 @all_builder_ops
 @pytest.mark.parametrize(
-    ("before", "count", "gather_len", "windows", "entries"),
+    ("context", "count", "gather_len", "windows", "entries"),
     [
         (1000, 512, 639, {1000: (873, 128), 1511: (1384, 128)}, {1000: (250, 7), 1511: (378, 11)}),
         (1509, 3, 130, {1509: (1382, 128)}, {1509: (377, 11), 1510: (377, 11), 1511: (378, 11)}),
@@ -136,7 +136,7 @@ def test_compressed_metadata_equals_the_formulas(scenario: StepFixture, kind: st
     ],
 )
 def test_the_worked_example_of_flash(
-    before: int,
+    context: int,
     count: int,
     gather_len: int,
     windows: dict[int, tuple[int, int]],
@@ -144,7 +144,7 @@ def test_the_worked_example_of_flash(
     steps: str,
 ) -> None:
     """Flash, blocks of 64 and 256: windows as (first position, length), entries of c4a and c128a."""
-    flash, last = ModelGeometry.preset("flash"), before + count
+    flash, last = ModelGeometry.preset("flash"), context + count
     builder = MetadataBuilder(flash, Limits(1, 512, 2048), steps=BUILDER_OPS[steps])
     table = torch.arange(24, dtype=INT)[None]  # block i stands in page i, so a slot is a position
     seq_len, starts = int32(last), int32(0, count)
@@ -154,7 +154,7 @@ def test_the_worked_example_of_flash(
         query_start_loc_cpu=starts,
         seq_lens=seq_len,
         seq_lens_cpu=seq_len,
-        slot_mapping=torch.arange(before, last),
+        slot_mapping=torch.arange(context, last),
         block_table=table,
         compressed_block_table=table,
     )
@@ -165,14 +165,14 @@ def test_the_worked_example_of_flash(
 
     if count > 1:
         assert swa.prefill_gather_lens.tolist() == [gather_len]
-        assert int(swa.prefill_seq_lens[0] - swa.prefill_gather_lens[0]) == max(before - 127, 0)
+        assert int(swa.prefill_seq_lens[0] - swa.prefill_gather_lens[0]) == max(context - 127, 0)
     for position, (first, n) in windows.items():
-        row = rows[position - before].tolist()
+        row = rows[position - context].tolist()
         assert row == [*range(first, first + n)] + [-1] * (128 - n)
-        assert lens[position - before] == n
+        assert lens[position - context] == n
     for position, (light, heavy) in entries.items():
-        assert compressed_of(metadata[LayerKind.CSA]).compressed_lens[position - before] == light
-        assert compressed_of(metadata[LayerKind.HCA]).compressed_lens[position - before] == heavy
+        assert compressed_of(metadata[LayerKind.CSA]).compressed_lens[position - context] == light
+        assert compressed_of(metadata[LayerKind.HCA]).compressed_lens[position - context] == heavy
 
 
 def test_token_maps_skip_requests_without_tokens_and_give_padding_no_request() -> None:
@@ -211,12 +211,12 @@ def test_buffers_keep_their_addresses_and_their_tails_are_cleared(steps: str) ->
         return [t.data_ptr() for t in tensors if t is not None]
 
     first = build(big)
-    before, whole_lens = addresses(first), first.swa.decode_swa_lens.as_strided((6,), (1,))
+    old_addresses, whole_lens = addresses(first), first.swa.decode_swa_lens.as_strided((6,), (1,))
     table_lens = compressed_of(first).c128a_decode_topk_lens
     assert table_lens is not None
     assert (whole_lens[:3] > 0).all()
 
-    assert addresses(build(small)) == before
+    assert addresses(build(small)) == old_addresses
     assert whole_lens.tolist() == [8, 0, 0, 0, 0, 0], "rows behind the batch attend to nothing in a captured graph"
     assert table_lens.as_strided((6,), (1,)).tolist() == [2, 0, 0, 0, 0, 0]
     slots = compressed_of(build(small)).slot_mapping
@@ -229,12 +229,12 @@ def test_buffers_keep_their_addresses_and_their_tails_are_cleared(steps: str) ->
 def random_topk(draw: st.DrawFn, rows: int, width: int, visible: Sequence[int]) -> list[list[int]]:
     """Distinct entry numbers, some absent, some not visible, in any order."""
     absent = st.sampled_from([-1, -7, 2**31 - 1, 0x7FC00000])
-    made = []
+    rows_of_topk = []
     for row in range(rows):
         distinct = draw(st.lists(st.integers(0, visible[row] + 3), unique=True, max_size=width))
-        made.append([*distinct, *(draw(absent) for _ in range(width - len(distinct)))])
-        made[-1] = draw(st.permutations(made[-1]))
-    return made
+        rows_of_topk.append([*distinct, *(draw(absent) for _ in range(width - len(distinct)))])
+        rows_of_topk[-1] = draw(st.permutations(rows_of_topk[-1]))
+    return rows_of_topk
 
 
 @given(data=st.data())
@@ -266,11 +266,11 @@ def test_combination_equals_the_formula(data: st.DataObject, ratio: int, window:
     """Rows M*b + entry, then M*b + N + (position - gather start); what names no visible entry is left out."""
     draw = data.draw
     pairs = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), min_size=1, max_size=4))
-    seq_lens, counts = [before + n for before, n in pairs], [n for _, n in pairs]
-    gather_lens = [n + min(before, window - 1) if n else 0 for before, n in pairs]
+    seq_lens, counts = [context + n for context, n in pairs], [n for _, n in pairs]
+    gather_lens = [n + min(context, window - 1) if n else 0 for context, n in pairs]
     base = draw(st.integers(0, 9))
     starts = [base + sum(counts[:i]) for i in range(len(counts) + 1)]
-    tokens = [(b, before + j) for b, (before, n) in enumerate(pairs) for j in range(n)]
+    tokens = [(b, context + j) for b, (context, n) in enumerate(pairs) for j in range(n)]
     valid = [draw(st.integers(0, 4)) > 0 for _ in tokens]
     visible = [(p + 1) // ratio if ratio > 1 and ok else 0 for (_, p), ok in zip(tokens, valid, strict=True)]
     width = draw(st.integers(1, 6)) if ratio > 1 else 0

@@ -55,13 +55,15 @@ def test_ragged_translation_equals_the_formula(data: st.DataObject) -> None:
     table = [[draw(blocks) for _ in range(4)] for _ in range(3)]
     request = [draw(st.sampled_from([0, 1, 2, -1, 3, 2**31 - 1])) for _ in range(rows)]
     visible = [draw(LENGTHS) for _ in range(rows)]
-    given = [draw(LENGTHS) for _ in range(rows)] if draw(st.booleans()) else None
+    row_lens = [draw(LENGTHS) for _ in range(rows)] if draw(st.booleans()) else None
     absent = st.sampled_from([-1, -7, 2**31 - 1, 0x7FC00000, 40])
     topk = [[draw(st.one_of(st.integers(0, 9), absent)) for _ in range(width)] for _ in range(rows)]
     expected = []
-    for r, seen, long, chosen in zip(request, visible, given or visible, topk, strict=True):
-        there = [e for e in chosen if 0 <= e < seen and 0 <= r < 3 and e // size < 4 and table[r][e // size] >= 0]
-        slots = [table[r][e // size] * size + e % size for e in there]
+    for r, seen, long, chosen in zip(request, visible, row_lens or visible, topk, strict=True):
+        visible_entries = [
+            e for e in chosen if 0 <= e < seen and 0 <= r < 3 and e // size < 4 and table[r][e // size] >= 0
+        ]
+        slots = [table[r][e // size] * size + e % size for e in visible_entries]
         slots, places = [s for s in slots if s < 2**31], min(max(long, 0), width)
         expected.append((slots + [-1] * width)[:places])
     wide = torch.full((rows, width + 3), 1, dtype=INT)  # any row stride
@@ -75,7 +77,7 @@ def test_ragged_translation_equals_the_formula(data: st.DataObject) -> None:
         torch.tensor(table, dtype=INT),
         size,
         out=(flat, indptr),
-        row_lens=None if given is None else int32(given),
+        row_lens=None if row_lens is None else int32(row_lens),
     )
 
     assert rows_of(flat, indptr) == expected
