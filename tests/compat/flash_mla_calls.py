@@ -21,12 +21,12 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
 
 def cache_of(page: int = 4, blocks: int = 6, seed: int = 1) -> Tensor:
     """A cache in which every record is written."""
-    made = torch.full((blocks, page, 1, 584), 0, dtype=torch.uint8)
-    paged = PagedKVCache(made[:, :, 0], KVCacheLayout.fp8_ds_mla())
+    cache = torch.full((blocks, page, 1, 584), 0, dtype=torch.uint8)
+    paged = PagedKVCache(cache[:, :, 0], KVCacheLayout.fp8_ds_mla())
     ReferenceBackend().quantize_and_insert_k_cache(
         random(blocks * page, 512, seed=seed), paged, torch.arange(blocks * page)
     )
-    return made
+    return cache
 
 
 def decode_args(**changes: Any) -> dict[str, Any]:

@@ -89,8 +89,8 @@ def decode_in_turn() -> list[Any]:
     return [
         pytest.param(case, target, id=f"{case}-{target}", marks=marks)
         for target in DECODE_TARGETS
-        for taken, marks in zip(in_turn(cases, target), ([], [pytest.mark.slow]), strict=True)
-        for case in taken
+        for lane, marks in zip(in_turn(cases, target), ([], [pytest.mark.slow]), strict=True)
+        for case in lane
     ]
 
 
@@ -104,8 +104,8 @@ def patient(targets: Iterable[str]) -> pytest.MarkDecorator:
 @pytest.fixture
 def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Name of a backend, which is built with the options of its target; big cases only run when asked for."""
-    asked = "slow" in request.config.option.markexpr
-    if request.node.get_closest_marker("slow") and not asked:
+    is_slow_run = "slow" in request.config.option.markexpr
+    if request.node.get_closest_marker("slow") and not is_slow_run:
         pytest.skip("minutes each: run them with -m slow")
     name, options = TARGETS[request.param]
     config = tmp_path / "dsv4attn.toml"
@@ -241,17 +241,17 @@ def test_every_lane_meets_every_shape_and_every_flag_and_every_case_some_kernels
     cases = [case for case in SMALL_DECODE if few(case)]
     quick = {target: in_turn(cases, target)[0] for target in KERNELS}
 
-    for target, taken in quick.items():
-        assert features(taken) == features(cases), target
-    assert not KERNELS or {str(case) for taken in quick.values() for case in taken} == {*map(str, cases)}
+    for target, lane in quick.items():
+        assert features(lane) == features(cases), target
+    assert not KERNELS or {str(case) for lane in quick.values() for case in lane} == {*map(str, cases)}
 
 
 def features(cases: Iterable[DecodeCase]) -> set[object]:
     """What cases have, each thing by itself, and the flags of a corner together."""
-    found: set[object] = set()
+    seen: set[object] = set()
     for case in cases:
         for scope in filter(None, (case.main, case.extra)):
-            found |= {("page", scope.page), ("topk", scope.topk), ("lengths", scope.lengths)}
-        found |= {("flags", case.zero_lengths, case.all_invalid, case.sink, case.extra is None)}
-        found |= {("heads", case.heads), ("s_q", case.s_q), ("many", case.batch > 4)}
-    return found
+            seen |= {("page", scope.page), ("topk", scope.topk), ("lengths", scope.lengths)}
+        seen |= {("flags", case.zero_lengths, case.all_invalid, case.sink, case.extra is None)}
+        seen |= {("heads", case.heads), ("s_q", case.s_q), ("many", case.batch > 4)}
+    return seen

@@ -53,7 +53,7 @@ PLAN_PARAMETERS = {
 
 
 @pytest.mark.parametrize(
-    ("function", "wanted"),
+    ("function", "expected"),
     [
         (flash_mla_with_kvcache, DECODE_PARAMETERS),
         (flash_mla_sparse_fwd, PREFILL_PARAMETERS),
@@ -62,13 +62,13 @@ PLAN_PARAMETERS = {
     ids=["decode", "prefill", "plan"],
 )
 def test_positional_parameters_are_flash_mlas_and_those_of_others_are_by_name(
-    function: Callable[..., object], wanted: dict[str, object]
+    function: Callable[..., object], expected: dict[str, object]
 ) -> None:
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
-    assert {p.name: ... if p.default is p.empty else p.default for p in positional} == wanted
-    assert [p.name for p in positional] == [*wanted]
+    assert {p.name: ... if p.default is p.empty else p.default for p in positional} == expected
+    assert [p.name for p in positional] == [*expected]
     assert {p.kind for p in parameters if p not in positional} <= {inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -171,12 +171,12 @@ def test_largest_logits_do_not_depend_on_who_computes_them_or_on_tiles_and_can_b
     monkeypatch.setattr(backend, "capabilities", evolve(backend.capabilities, max_logits=False))
     monkeypatch.setattr(direct, "_backend", lambda _: backend)
     direct.plan.cache_clear()
-    beside = flash_mla_sparse_fwd(**prefill_args())
+    all_results = flash_mla_sparse_fwd(**prefill_args())
     monkeypatch.setattr(direct, "TILE_BYTES", 2 * TOPK * (6 * 512 + 4 * H + 16))
     tiled = flash_mla_sparse_fwd(**prefill_args())
     direct.plan.cache_clear()
 
-    torch.testing.assert_close(beside[1], top, rtol=1e-6, atol=0)
+    torch.testing.assert_close(all_results[1], top, rtol=1e-6, atol=0)
     without = flash_mla_sparse_fwd(**prefill_args(need_max_logits=False))
 
     torch.testing.assert_close(tiled[1], top, rtol=1e-6, atol=0)

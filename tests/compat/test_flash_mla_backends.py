@@ -49,19 +49,19 @@ def test_selection_is_asked_once_for_each_kind_of_call(monkeypatch: pytest.Monke
     for blocks in (6, 6, 9):
         flash_mla_with_kvcache(**decode_args(k_cache=cache_of(blocks=blocks)))
     assert len(problems) == 1
-    more = {"extra_k_cache": cache_of(2), "extra_indices_in_kvcache": torch.zeros(B, S_Q, 5, dtype=INT)}
-    flash_mla_with_kvcache(**decode_args(**more, attn_sink=torch.zeros(H)))
+    extra = {"extra_k_cache": cache_of(2), "extra_indices_in_kvcache": torch.zeros(B, S_Q, 5, dtype=INT)}
+    flash_mla_with_kvcache(**decode_args(**extra, attn_sink=torch.zeros(H)))
     flash_mla_sparse_fwd(**prefill_args())
 
-    one, two, rows = problems
-    assert (one.phase, one.swa.page_size, one.layer.window, one.compressed, one.sink) == (
+    tokens, chunk, rows = problems
+    assert (tokens.phase, tokens.swa.page_size, tokens.layer.window, tokens.compressed, tokens.sink) == (
         "decode",
         4,
         TOPK,
         None,
         False,
     )
-    assert (two.topk, two.compressed, two.query_len, two.sink) == (5, CacheFacts(page_size=2), S_Q, True)
+    assert (chunk.topk, chunk.compressed, chunk.query_len, chunk.sink) == (5, CacheFacts(page_size=2), S_Q, True)
     assert (rows.phase, rows.layer.window, rows.layer.scale, rows.lse) == ("prefill", TOPK, 0.1, True)
 
 
@@ -106,9 +106,9 @@ class Scratchy(ReferenceBackend):
 @pytest.fixture
 def scratchy(monkeypatch: pytest.MonkeyPatch) -> Scratchy:
     """The backend that everything is computed on, whatever is chosen."""
-    made = Scratchy()
-    monkeypatch.setattr(direct, "_backend", lambda _: made)
-    return made
+    backend = Scratchy()
+    monkeypatch.setattr(direct, "_backend", lambda _: backend)
+    return backend
 
 
 def test_a_backend_gets_its_scratch_and_its_form_of_indices(scratchy: Scratchy) -> None:

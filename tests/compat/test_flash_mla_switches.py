@@ -91,10 +91,10 @@ def test_what_flash_mla_plans_ahead_is_nothing_here() -> None:
 
 @pytest.mark.parametrize("backend", [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)])
 def test_batch_invariant_bits_do_not_depend_on_the_batch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    requested: list[dict[str, Any]] = []
 
     def loading(name: str, **options: Any) -> object:
-        asked.append(options)
+        requested.append(options)
         return load_backend(name, **options)
 
     monkeypatch.setattr(direct, "_backend", loading)
@@ -102,16 +102,16 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(backend: str, monkeypat
     whole = decode_args(enable_batch_invariant=True)
     try:
         out, _ = flash_mla_with_kvcache(**whole, backend=backend)
-        one = {**whole, "q": whole["q"][1:2], "indices": whole["indices"][1:2]}
-        one["tile_scheduler_metadata"] = get_mla_metadata()[0]
-        alone, _ = flash_mla_with_kvcache(**one, backend=backend)
+        single = {**whole, "q": whole["q"][1:2], "indices": whole["indices"][1:2]}
+        single["tile_scheduler_metadata"] = get_mla_metadata()[0]
+        alone, _ = flash_mla_with_kvcache(**single, backend=backend)
         flash_mla_with_kvcache(**decode_args(), backend=backend)
     except NoBackendError as error:
         pytest.skip(str(error))
     finally:
         direct.plan.cache_clear()
 
-    assert asked == [{"deterministic": True}, {}]
+    assert requested == [{"deterministic": True}, {}]
     assert torch.equal(out[1:2], alone)
 
 

@@ -28,7 +28,7 @@ TARGETS = [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)]
 
 
 @cache
-def packed(record: int, page: int, blocks: int, *, split: bool, more: int = 0) -> tuple[Tensor, Any]:
+def packed(record: int, page: int, blocks: int, *, split: bool, spare: int = 0) -> tuple[Tensor, Any]:
     """A cache [blocks, page, 1, record], of whose slots every second one is NaN, and the keys [slots, 512] in float64.
 
     more: records of NaN after each page.
@@ -37,10 +37,10 @@ def packed(record: int, page: int, blocks: int, *, split: bool, more: int = 0) -
     unpack = v41_packer.unpack_fp4 if record == 288 else v41_packer.unpack_fp8
     rows = random(blocks * page, 512, seed=record + page).double().numpy()
     records = [pack(row.tolist()) for row in rows]
-    keys = np.stack([unpack(one, 512) for one in records])
+    keys = np.stack([unpack(record, 512) for record in records])
     nothing = np.full(record, 0xFF, dtype=np.uint8)
-    records = [one if i % 2 == 0 else nothing for i, one in enumerate(records)]
-    stride, codes = (page + more) * record, 512 if record == 528 else 256
+    records = [record if i % 2 == 0 else nothing for i, record in enumerate(records)]
+    stride, codes = (page + spare) * record, 512 if record == 528 else 256
     pages = [v41_packer.page_of(records[i * page : i * page + page], codes, stride, split=split) for i in range(blocks)]
     raw = torch.from_numpy(np.concatenate(pages))
     return raw.as_strided((blocks, page, 1, record), (stride, record, record, 1)), keys
@@ -53,42 +53,42 @@ def chosen(slots: int, width: int, seed: int) -> Tensor:
     return rows.masked_fill_(torch.rand(rows.shape, generator=g) < 0.2, -1).int().view(B, S_Q, width)
 
 
-def call(window: int = 528, extra: int | None = 288, *, split: bool = False, more: int = 0, **changes: Any) -> Any:
+def call(window: int = 528, extra: int | None = 288, *, split: bool = False, spare: int = 0, **changes: Any) -> Any:
     """Arguments, and what they must give: out and lse in float64."""
-    cache, keys = packed(window, 4, 5, split=split, more=more)
-    given: dict[str, Any] = {
+    cache, keys = packed(window, 4, 5, split=split, spare=spare)
+    arguments: dict[str, Any] = {
         "q": random(B, S_Q, H, 512), "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512,
         "tile_scheduler_metadata": get_mla_metadata()[0], "indices": chosen(20, TOPK, 1),
         "attn_sink": torch.tensor([0.5, -torch.inf, 2.0]), "topk_length": torch.tensor([TOPK, 3], dtype=INT),
     }  # fmt: skip
-    both = [(given["indices"], given["topk_length"].tolist(), keys)]
+    both = [(arguments["indices"], arguments["topk_length"].tolist(), keys)]
     if extra is not None:
-        cache, keys = packed(extra, 8, 3, split=split, more=more)
-        given |= {"extra_k_cache": cache, "extra_indices_in_kvcache": chosen(24, EXTRA, 2)}
-        both.append((given["extra_indices_in_kvcache"], [EXTRA] * B, keys))
+        cache, keys = packed(extra, 8, 3, split=split, spare=spare)
+        arguments |= {"extra_k_cache": cache, "extra_indices_in_kvcache": chosen(24, EXTRA, 2)}
+        both.append((arguments["extra_indices_in_kvcache"], [EXTRA] * B, keys))
     if split:
-        given |= {"use_legacy": True, "kv_format": "V41"}
-    q, sink = given["q"].double().numpy(), given["attn_sink"].double().numpy()
+        arguments |= {"use_legacy": True, "kv_format": "V41"}
+    q, sink = arguments["q"].double().numpy(), arguments["attn_sink"].double().numpy()
     out, lse = np.zeros((B, S_Q, H, 512)), np.zeros((B, H, S_Q))
     for b in range(B):
         for s in range(S_Q):
             rows = [keys[i] for indices, lens, keys in both for i in indices[b, s, : lens[b]].tolist() if i >= 0]
             out[b, s], lse[b, :, s] = oracle.attend_row(q[b, s], np.stack(rows), sink, 512**-0.5)
-    return {**given, **changes}, out, lse
+    return {**arguments, **changes}, out, lse
 
 
-def check(found: tuple[Tensor, Tensor], out: Any, lse: Any) -> None:
-    error = np.linalg.norm(found[0].double().numpy() - out, axis=-1) / np.linalg.norm(out, axis=-1)
+def check(actual: tuple[Tensor, Tensor], out: Any, lse: Any) -> None:
+    error = np.linalg.norm(actual[0].double().numpy() - out, axis=-1) / np.linalg.norm(out, axis=-1)
     assert error.max() < 2.0**-7
-    assert np.abs(found[1].double().numpy() - lse).max() < 1e-2
+    assert np.abs(actual[1].double().numpy() - lse).max() < 1e-2
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("split", [False, True], ids=["interleaved", "split"])
 @pytest.mark.parametrize("extra", [None, 528, 288])
 def test_every_pair_of_records_in_both_arrangements(extra: int | None, split: bool, target: str) -> None:
-    given, *expected = call(extra=extra, split=split, more=3)
-    check(flash_mla_with_kvcache(**given, backend=target), *expected)
+    arguments, *expected = call(extra=extra, split=split, spare=3)
+    check(flash_mla_with_kvcache(**arguments, backend=target), *expected)
 
 
 @pytest.mark.parametrize("page", [16, 64])
@@ -99,11 +99,11 @@ def test_pages_of_split_records_have_the_stride_that_their_layout_allocates(extr
         528: KVCacheLayout.v41_fp8(arrangement=arrangement),
         288: KVCacheLayout.v41_fp4(arrangement=arrangement),
     }
-    given, *expected = call(extra=extra, split=True)
+    arguments, *expected = call(extra=extra, split=True)
     for name, record, block_size in (("k_cache", 528, 4), ("extra_k_cache", extra, 8)):
         if record is None:
             continue
-        layout, cache = layouts[record], given[name]
+        layout, cache = layouts[record], arguments[name]
         blocks = -(-cache.shape[0] * block_size // page)
         moved = PagedKVCache.allocate(layout, blocks + 1, page)
         held = PagedKVCache(cache[:, :, 0], layout)
@@ -112,20 +112,20 @@ def test_pages_of_split_records_have_the_stride_that_their_layout_allocates(extr
             flat = torch.full((moved.capacity, values.shape[2]), 0xFF, dtype=torch.uint8).view(values.dtype)
             flat[: held.capacity] = values.flatten(0, 1)
             moved.region(region).copy_(flat.view(blocks + 1, page, -1))
-        given[name] = moved.tensor[:, :, None]
-        assert given[name].stride(0) == layout.page_stride(page)
-    assert given["k_cache"].stride(0) == {16: 8704, 64: 33792}[page]
-    check(flash_mla_with_kvcache(**given), *expected)
+        arguments[name] = moved.tensor[:, :, None]
+        assert arguments[name].stride(0) == layout.page_stride(page)
+    assert arguments["k_cache"].stride(0) == {16: 8704, 64: 33792}[page]
+    check(flash_mla_with_kvcache(**arguments), *expected)
 
 
 def test_the_name_of_the_format_may_be_given_without_legacy_too() -> None:
-    given, *expected = call(kv_format="V41")
-    check(flash_mla_with_kvcache(**given), *expected)
+    arguments, *expected = call(kv_format="V41")
+    check(flash_mla_with_kvcache(**arguments), *expected)
 
 
 def test_one_arrangement_read_as_the_other_is_found() -> None:
-    given, *expected = call(split=True, more=1)
-    actual = flash_mla_with_kvcache(**{**given, "use_legacy": False})
+    arguments, *expected = call(split=True, spare=1)
+    actual = flash_mla_with_kvcache(**{**arguments, "use_legacy": False})
     with pytest.raises(AssertionError):
         check(actual, *expected)
 
@@ -157,9 +157,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     name: str, expected: str, changes: dict[str, Any]
 ) -> None:
     out = torch.full((B, S_Q, H, 512), 7.0, dtype=torch.bfloat16)
-    given, *_ = call(**changes)
+    arguments, *_ = call(**changes)
     with pytest.raises(ArgumentError) as error:
-        flash_mla_with_kvcache(**given, out=out)
+        flash_mla_with_kvcache(**arguments, out=out)
     assert error.value.argument == name
     assert expected in str(error.value)
     assert bool((out == 7).all())

@@ -35,19 +35,19 @@ def arguments(trial: Trial, deep: str = "") -> dict[str, Any]:
     call, _ = trial.call()
     keys: Any = call.keys
     names = ("kv_cache", "indices", "topk_length"), ("extra_kv_cache", "extra_indices", "extra_topk_length")
-    given: dict[str, Any] = {"q": call.q, "output": call.out, "attn_sink": call.attn_sink}
+    named: dict[str, Any] = {"q": call.q, "output": call.out, "attn_sink": call.attn_sink}
     for (cache, indices, lens), segment in zip(names, keys, strict=False):
-        given |= {cache: segment.cache.tensor, indices: segment.rows.indices, lens: segment.rows.lens}
+        named |= {cache: segment.cache.tensor, indices: segment.rows.indices, lens: segment.rows.lens}
     for name in filter(None, deep.split()):
-        given[name] = given[name].unsqueeze(2 if name.endswith("cache") else 1)
-    return {**given, "sm_scale": trial.layer.scale}
+        named[name] = named[name].unsqueeze(2 if name.endswith("cache") else 1)
+    return {**named, "sm_scale": trial.layer.scale}
 
 
-def ran(trial: Trial, wrapper: Any = None, /, deep: Any = "", **more: Any) -> tuple[Any, Any]:
+def ran(trial: Trial, wrapper: Any = None, /, deep: Any = "", **changes: Any) -> tuple[Any, Any]:
     """A trial's call through the wrapper: out, and what it returned."""
-    given = arguments(trial, deep)
-    lse = (wrapper or SparseMLASm120Wrapper()).run(**{**given, **more})
-    out = given["output"]
+    named = arguments(trial, deep)
+    lse = (wrapper or SparseMLASm120Wrapper()).run(**{**named, **changes})
+    out = named["output"]
     return out.squeeze(1) if out.ndim == 4 else out, lse
 
 
@@ -74,14 +74,14 @@ def test_every_mix_of_ranks_gives_the_oracles_answer(name: str, deep: str) -> No
 def test_the_lse_has_base_two_and_the_sink(*, sink: bool, scale: float) -> None:
     trial = evolve(BASE, told=False, sink=sink, tokens=7)
     lse = torch.full((9, 8), math.nan, device=DEVICE)
-    out, told = ran(trial, out_lse=lse, return_lse=True, lse_scale=scale)
+    out, lse_out = ran(trial, out_lse=lse, return_lse=True, lse_scale=scale)
     _, alone = ran(trial, return_lse=True, lse_scale=scale)
 
     right = expected_lse(trial, scale)
     assert trial.error(Answer(out, None, None)) <= 1
-    assert told.data_ptr() == lse.data_ptr()
-    assert torch.equal(told, alone)
-    np.testing.assert_allclose(told.double().cpu().numpy(), right, rtol=1e-5, atol=1e-4)
+    assert lse_out.data_ptr() == lse.data_ptr()
+    assert torch.equal(lse_out, alone)
+    np.testing.assert_allclose(lse_out.double().cpu().numpy(), right, rtol=1e-5, atol=1e-4)
     assert np.isneginf(right).any() or sink
     assert bool(lse[7:].isnan().all())
 
@@ -158,20 +158,20 @@ def test_a_captured_run_is_right_after_larger_ones(maxima: tuple[int | None, int
         segment.lens[:] = width
     wrapper, all_columns = SparseMLASm120Wrapper(*maxima), dict.fromkeys(("topk_length", "extra_topk_length"))
     ran(small, None if maxima[0] else wrapper, **all_columns)  # compiles, and allocates where nothing was said
-    given = {**arguments(small), **all_columns}
+    named = {**arguments(small), **all_columns}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        wrapper.run(**given)
+        wrapper.run(**named)
     for tokens, heads in ((4, 8), (2, 128), (4 if maxima[0] else 70, 64)):
         ran(evolve(BASE, told=False, tokens=tokens, heads=heads), wrapper, **all_columns)
         # whatever was freed is someone else's now
         spoiled = [torch.full((2**n,), 77, dtype=torch.int32, device=DEVICE) for n in range(8, 24)]
-        given["output"].fill_(math.nan)
+        named["output"].fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
         del spoiled
 
-        assert small.error(Answer(given["output"], None, None)) <= 1, (tokens, heads)
+        assert small.error(Answer(named["output"], None, None)) <= 1, (tokens, heads)
 
 
 def test_heads_are_padded_to_what_flashinfer_has() -> None:

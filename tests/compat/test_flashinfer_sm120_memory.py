@@ -33,10 +33,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
     return calls
 
 
-def run(wrapper: SparseMLASm120Wrapper, tokens: int, heads: int = 1, width: int = 3000, **more: Any) -> None:
+def run(wrapper: SparseMLASm120Wrapper, tokens: int, heads: int = 1, width: int = 3000, **changes: Any) -> None:
     q = torch.zeros(tokens, heads, 512, dtype=torch.bfloat16, device=DEVICE)
     indices = torch.zeros(tokens, width, dtype=torch.int32, device=DEVICE)
-    wrapper.run(**{"q": q, "kv_cache": CACHE, "indices": indices, "output": q.clone(), "sm_scale": 0.1, **more})
+    wrapper.run(**{"q": q, "kv_cache": CACHE, "indices": indices, "output": q.clone(), "sm_scale": 0.1, **changes})
 
 
 def used(call: AttentionCall) -> list[Tensor]:
@@ -57,8 +57,8 @@ def test_a_later_larger_run_frees_nothing_that_a_graph_may_use(
     run(wrapper, 1)
     first = used(launched.pop())
     assert len(first) == 4, "two programs share the row, and its length is the wrapper's"
-    before = [each.data_ptr() for each in first]
-    storages = [StorageWeakRef(each.untyped_storage()) for each in first]
+    addresses = [tensor.data_ptr() for tensor in first]
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in first]
     del first
     for tokens, heads, width in ((4, 1, 3000), (2, 4, 9000), (8, 4, 100), (200 if maxima[0] is None else 8, 4, 2000)):
         run(wrapper, tokens, heads, width)
@@ -68,8 +68,8 @@ def test_a_later_larger_run_frees_nothing_that_a_graph_may_use(
     run(wrapper, 1)
     lens = used(launched[-1])[-1]
 
-    assert [each.data_ptr() for each in used(launched.pop())[:3]] == before[:3]
-    assert maxima[0] is None or lens.data_ptr() == before[3]
+    assert [tensor.data_ptr() for tensor in used(launched.pop())[:3]] == addresses[:3]
+    assert maxima[0] is None or lens.data_ptr() == addresses[3]
 
 
 def test_with_maxima_a_run_allocates_nothing(launched: list[AttentionCall]) -> None:
@@ -79,12 +79,12 @@ def test_with_maxima_a_run_allocates_nothing(launched: list[AttentionCall]) -> N
     for tokens, heads, width in product((1, 4, 64, 65, 70), (1, 7, 128), (1, 64, 5000)):
         run(wrapper, tokens, heads, width)
         call = launched.pop()
-        seen.add(tuple(each.untyped_storage().data_ptr() for each in used(call)))
+        seen.add(tuple(tensor.untyped_storage().data_ptr() for tensor in used(call)))
 
         assert wrapper._memory.nbytes == size
     # with parts and without them
-    assert {len(each) for each in seen} == {1, 4}
-    assert len({each[-1] for each in seen}) == 1
+    assert {len(addresses) for addresses in seen} == {1, 4}
+    assert len({addresses[-1] for addresses in seen}) == 1
 
 
 def test_every_width_counts_all_its_columns_by_the_same_lengths(launched: list[AttentionCall]) -> None:
@@ -93,8 +93,8 @@ def test_every_width_counts_all_its_columns_by_the_same_lengths(launched: list[A
         run(wrapper, 2, 8, width)
     lens = [used(call)[-1] for call in launched]
 
-    assert len({each.data_ptr() for each in lens}) == 1
-    assert all(int(each.min()) >= 300 for each in lens)
+    assert len({lens_tensor.data_ptr() for lens_tensor in lens}) == 1
+    assert all(int(lens_tensor.min()) >= 300 for lens_tensor in lens)
 
 
 def test_memory_without_maxima_grows_to_twice_the_longest_at_most(launched: list[AttentionCall]) -> None:
@@ -117,8 +117,8 @@ def test_reserved_parts_are_enough_for_every_call(block: int, programs: int, mon
     backend.tuning = Tuning(heads=block)
     monkeypatch.setattr(shared_backend, "multiprocessors", lambda: programs)
     for most in (1, 3, 16, 17, 64, 100, 128):
-        own = WrapperMemory(torch.device("cpu"), backend, tokens=9, heads=most)
-        reserved = own._workspace.total_bytes
+        memory = WrapperMemory(torch.device("cpu"), backend, tokens=9, heads=most)
+        reserved = memory._workspace.total_bytes
         for tokens, heads, width in product((1, 2, 5, 16, 33, 64), range(1, most + 1), (1, 65, 4096, 2**20)):
             specs = backend.scratch(Phase.DECODE, layer_of(heads, 512, 64, 1.0), tokens, width)
             assert simultaneous_bytes(list(specs)) <= reserved
@@ -154,7 +154,7 @@ def test_in_a_capture_a_caller_who_brings_all_memory_needs_none_of_the_wrappers(
     lens = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     run(SparseMLASm120Wrapper(), 1, mid_out=mid, mid_lse=lse, topk_length=lens)
 
-    assert [each.data_ptr() for each in used(launched[0])] == [each.data_ptr() for each in (mid, lse, lens)]
+    assert [tensor.data_ptr() for tensor in used(launched[0])] == [tensor.data_ptr() for tensor in (mid, lse, lens)]
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,13 @@ def table(positions: int = 40) -> Tensor:
 
 def common(**changes: Any) -> dict[str, Any]:
     """Arguments of both functions. q is in the order of permuted weights."""
-    given = {
+    arguments = {
         "enable_q_norm": False, "rms_norm_eps": 0.25, "token_positions": torch.tensor([0, 39, 5, 7, 31, 2], dtype=INT),
         "cos_sin_cache": table(), "n_wv_group": GROUPS, **SWITCHES, "q": random(T, H, 512), "sm_scale": 512**-0.5,
         "attn_sink": torch.linspace(-1, 3, H).masked_fill(torch.arange(H) == 5, torch.inf),
         "topk_length": torch.tensor([9, 0, 4, 9, 1, 9], dtype=INT),
     }  # fmt: skip
-    return {**given, **changes}
+    return {**arguments, **changes}
 
 
 def plain(q: Tensor) -> Any:
@@ -45,17 +45,17 @@ def plain(q: Tensor) -> Any:
     return q.double().flatten(1).numpy()[:, d // 16 * H * 16 + h * 16 + d % 16]
 
 
-def wanted(given: dict[str, Any], keys_of: list[Any]) -> tuple[Any, Any, Any]:
+def wanted(arguments: dict[str, Any], keys_of: list[Any]) -> tuple[Any, Any, Any]:
     """(o rotated back [T, H, 512], largest logit, lse), by the formula. keys_of: [n, 512] of each query."""
-    q, out, top, lse = plain(given["q"]), np.zeros((T, H, 512)), np.full((T, H), -np.inf), np.full((T, H), np.inf)
-    norm = 1 / np.sqrt((q**2).mean(-1) + given["rms_norm_eps"]) if given["enable_q_norm"] else np.ones((T, H))
+    q, out, top, lse = plain(arguments["q"]), np.zeros((T, H, 512)), np.full((T, H), -np.inf), np.full((T, H), np.inf)
+    norm = 1 / np.sqrt((q**2).mean(-1) + arguments["rms_norm_eps"]) if arguments["enable_q_norm"] else np.ones((T, H))
     for t, keys in enumerate(keys_of):
-        cos, sin = np.split(given["cos_sin_cache"][int(given["token_positions"][t])].double().numpy(), 2)
+        cos, sin = np.split(arguments["cos_sin_cache"][int(arguments["token_positions"][t])].double().numpy(), 2)
         turned = oracle.round_bf16(turn(q[t], cos, sin))
         if not len(keys):
             continue
-        logits = given["sm_scale"] * norm[t][:, None] * (turned @ keys.T)
-        top[t], sink = logits.max(1), given["attn_sink"].double().numpy()
+        logits = arguments["sm_scale"] * norm[t][:, None] * (turned @ keys.T)
+        top[t], sink = logits.max(1), arguments["attn_sink"].double().numpy()
         weights = np.exp(logits - top[t][:, None])
         lse[t] = top[t] + np.log(weights.sum(1))
         with np.errstate(over="ignore"):
@@ -66,9 +66,9 @@ def wanted(given: dict[str, Any], keys_of: list[Any]) -> tuple[Any, Any, Any]:
 
 def turn(x: Any, cos: Any, sin: Any) -> Any:
     """Rows with their last 64 dims rotated, pair by pair."""
-    even, odd, made = x[..., 448::2], x[..., 449::2], x.copy()
-    made[..., 448::2], made[..., 449::2] = even * cos - odd * sin, odd * cos + even * sin
-    return made
+    even, odd, turned = x[..., 448::2], x[..., 449::2], x.copy()
+    turned[..., 448::2], turned[..., 449::2] = even * cos - odd * sin, odd * cos + even * sin
+    return turned
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Any:
@@ -79,9 +79,9 @@ def decoded(codes: Tensor, scales: Tensor) -> Any:
     return codes.double().numpy()[:, group, chunk * 32 + d % 32] * 2.0 ** (byte - 127)
 
 
-def check(found: tuple[Tensor, ...], want: tuple[Any, Any, Any]) -> None:
+def check(actual: tuple[Tensor, ...], want: tuple[Any, Any, Any]) -> None:
     """Codes are next to their values, scales the least powers of two that hold them."""
-    codes, scales, *_, lse = found
+    codes, scales, *_, lse = actual
     out = want[0]
     assert (codes.shape, codes.dtype) == ((T, GROUPS, 8 * 512), torch.float8_e4m3fn)
     assert (scales.shape, scales.dtype) == ((T, GROUPS, 32), INT)
@@ -103,13 +103,13 @@ def rows_of(matrix: Any, indices: Tensor, lens: Tensor, slots: int) -> list[Any]
 def test_prefill_is_the_formula(normed: bool) -> None:
     kv, g = random(12, 1, 512, seed=1), torch.Generator().manual_seed(2)
     indices = torch.randint(-2, 15, (T, 1, TOPK), generator=g).int()
-    given = common(kv=kv, indices=indices, enable_q_norm=normed)
-    expected = wanted(given, rows_of(kv[:, 0].double().numpy(), indices[:, 0], given["topk_length"], 12))
-    actual = fused.prefill(**given)
+    arguments = common(kv=kv, indices=indices, enable_q_norm=normed)
+    expected = wanted(arguments, rows_of(kv[:, 0].double().numpy(), indices[:, 0], arguments["topk_length"], 12))
+    actual = fused.prefill(**arguments)
     check(actual, expected)
-    there = np.isfinite(expected[1])
-    assert np.array_equal(np.isneginf(actual[2].numpy()), ~there)
-    assert np.abs(actual[2].double().numpy()[there] - expected[1][there]).max() < 1e-4
+    has_keys = np.isfinite(expected[1])
+    assert np.array_equal(np.isneginf(actual[2].numpy()), ~has_keys)
+    assert np.abs(actual[2].double().numpy()[has_keys] - expected[1][has_keys]).max() < 1e-4
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["interleaved", "legacy"])
@@ -117,49 +117,49 @@ def test_prefill_is_the_formula(normed: bool) -> None:
 def test_decode_is_the_formula(extra: int | None, split: bool) -> None:
     cache, keys = packed(528, 4, 5, split=split)
     indices = (torch.arange(T * TOPK).view(T, TOPK) * 14 % 20).int().masked_fill_(random(T, TOPK) < -1, -1)
-    given = common(k_cache=cache, indices_in_kvcache=indices, use_legacy=split)
-    named = rows_of(keys, indices, given["topk_length"], 20)
+    arguments = common(k_cache=cache, indices_in_kvcache=indices, use_legacy=split)
+    named = rows_of(keys, indices, arguments["topk_length"], 20)
     if extra is not None:
         cache, keys = packed(extra, 8, 3, split=split)
         indices, lens = torch.where(indices < 0, indices, indices + 4), torch.tensor([3, 9, 0, 1, 2, 5], dtype=INT)
-        given |= {"extra_k_cache": cache, "extra_indices_in_kvcache": indices, "extra_topk_length": lens}
+        arguments |= {"extra_k_cache": cache, "extra_indices_in_kvcache": indices, "extra_topk_length": lens}
         named = [np.concatenate(both) for both in zip(named, rows_of(keys, indices, lens, 24), strict=True)]
-    check(fused.decode(**given), wanted(given, named))
+    check(fused.decode(**arguments), wanted(arguments, named))
 
 
 def test_a_q_that_is_not_permuted_is_found() -> None:
     kv, indices = random(12, 1, 512, seed=1), torch.arange(T * TOPK).view(T, 1, TOPK).int() % 12
-    given = common(kv=kv, indices=indices)
-    expected = wanted(given, rows_of(kv[:, 0].double().numpy(), indices[:, 0], given["topk_length"], 12))
-    other = torch.from_numpy(plain(given["q"])).bfloat16().contiguous()
+    arguments = common(kv=kv, indices=indices)
+    expected = wanted(arguments, rows_of(kv[:, 0].double().numpy(), indices[:, 0], arguments["topk_length"], 12))
+    other = torch.from_numpy(plain(arguments["q"])).bfloat16().contiguous()
     with pytest.raises(AssertionError):
-        check(fused.prefill(**{**given, "q": other}), expected)
+        check(fused.prefill(**{**arguments, "q": other}), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_weights_of_q_are_moved_by_rows(dtype: torch.dtype) -> None:
     weight, scales = random(H * 512, 6).to(dtype), torch.arange(H * 512 * 2, dtype=INT).view(2, -1).T
-    made, moved = fused.permute_q_b_proj((weight, scales), H, 512)
+    permuted, moved = fused.permute_q_b_proj((weight, scales), H, 512)
     assert moved.stride() == scales.stride()
     for h, d in ((0, 0), (3, 17), (15, 511), (7, 16)):
         row = d // 16 * H * 16 + h * 16 + d % 16
-        assert torch.equal(made[row].float(), weight[h * 512 + d].float())
+        assert torch.equal(permuted[row].float(), weight[h * 512 + d].float())
         assert torch.equal(moved[row], scales[h * 512 + d])
     x = random(3, 6)
     if dtype == torch.bfloat16:
-        assert torch.equal((x @ made.T).view(3, 32, H, 16).transpose(1, 2).reshape(3, -1), x @ weight.T)
+        assert torch.equal((x @ permuted.T).view(3, 32, H, 16).transpose(1, 2).reshape(3, -1), x @ weight.T)
 
 
 def test_weights_of_the_output_are_moved_by_columns_and_their_scales_by_bytes() -> None:
     weight = random(GROUPS, 5, 8 * 512).to(torch.float8_e4m3fn)
     exponents = torch.randint(0, 256, (GROUPS, 5, 128), generator=torch.Generator().manual_seed(0))
     scales = exponents.to(torch.uint8).view(torch.int32).transpose(1, 2).contiguous().transpose(1, 2)
-    made, moved = fused.permute_wv_proj((weight, scales), 8, 512)
+    permuted, moved = fused.permute_wv_proj((weight, scales), 8, 512)
     assert moved.stride() == scales.stride()
     bytes_of = moved.contiguous().view(torch.uint8)
     for h, d in ((0, 0), (3, 33), (7, 511), (5, 32)):
         column = d // 32 * 8 * 32 + h * 32 + d % 32
-        assert torch.equal(made[..., column].float(), weight[..., h * 512 + d].float())
+        assert torch.equal(permuted[..., column].float(), weight[..., h * 512 + d].float())
         assert torch.equal(bytes_of[..., column // 32], exponents[..., (h * 512 + d) // 32].to(torch.uint8))
 
 

@@ -34,7 +34,7 @@ def listed(rows: Any) -> tuple[Any, Any, Any, Any]:
     return rows.indices, rows.lens, None, None
 
 
-def decoded(trial: Trial, *, as_tensors: bool = True, **more: Any) -> tuple[Answer, int]:
+def decoded(trial: Trial, *, as_tensors: bool = True, **changes: Any) -> tuple[Answer, int]:
     """A trial's call under the field's name, and what it returned."""
     call, _ = trial.call()
     keys: Any = call.keys
@@ -45,7 +45,7 @@ def decoded(trial: Trial, *, as_tensors: bool = True, **more: Any) -> tuple[Answ
     swa, other = first[0].tensor if as_tensors else first[0], cache.tensor if cache and as_tensors else cache
     turned = rocm_sparse_attn_decode(
         call.q, other, swa, not rest, indices, lens, *first[1:], flat, indptr, call.attn_sink, trial.layer.scale,
-        layout.head_dim, layout.nope_dim, layout.rope_dim, call.out, **{**formats, **more},
+        layout.head_dim, layout.nope_dim, layout.rope_dim, call.out, **{**formats, **changes},
     )  # fmt: skip
     return Answer(call.out, None, None), turned
 
@@ -98,9 +98,9 @@ def test_lists_may_be_ragged_for_one_cache_and_dense_for_the_other() -> None:
 def test_nothing_is_packed_for_a_call_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of two forms are made one, but not before everything was looked at."""
     monkeypatch.setattr(ragged, "Launch", lambda *_: pytest.fail("launched"))
-    given = {**arguments(), "swa_ragged_indices": None, "swa_indices": ints(0, 0).view(2, 1), "swa_lens": ints(1, 1)}
+    named = {**arguments(), "swa_ragged_indices": None, "swa_indices": ints(0, 0).view(2, 1), "swa_lens": ints(1, 1)}
     with pytest.raises(ArgumentError, match="positions"):
-        rocm_sparse_attn_decode(**given, cos_sin_cache=torch.zeros(4, 64, device=DEVICE))
+        rocm_sparse_attn_decode(**named, cos_sin_cache=torch.zeros(4, 64, device=DEVICE))
 
 
 def test_parts_are_added_up_in_scratch_memory() -> None:
@@ -165,9 +165,9 @@ def prefilled(trial: Trial, **changed: Any) -> Answer:
     indices, lens, flat, indptr = listed(keys.rows)
     if flat is not None:
         indices = torch.empty(trial.tokens, 1, 0, dtype=INT, device=DEVICE)  # what is dense has no columns
-    given = {"indices": indices, "topk_length": lens, "ragged_indices": flat, "ragged_indptr": indptr, **changed}
-    rest = given.pop("indices"), given.pop("topk_length"), trial.layer.scale, 512, 448, 64, call.attn_sink, call.out
-    rocm_sparse_attn_prefill(call.q, keys.kv.unsqueeze(1), *rest, **given)
+    named = {"indices": indices, "topk_length": lens, "ragged_indices": flat, "ragged_indptr": indptr, **changed}
+    rest = named.pop("indices"), named.pop("topk_length"), trial.layer.scale, 512, 448, 64, call.attn_sink, call.out
+    rocm_sparse_attn_prefill(call.q, keys.kv.unsqueeze(1), *rest, **named)
     return Answer(call.out, None, None)
 
 
@@ -200,7 +200,7 @@ def arguments() -> dict[str, Any]:
     lists: dict[str, Any] = {}
     for name, rows in (("swa", swa.rows), ("topk", other.rows)):
         keys = "indices", "lens", "ragged_indices", "ragged_indptr"
-        lists |= {f"{name}_{key}": each for key, each in zip(keys, listed(rows), strict=True)}
+        lists |= {f"{name}_{key}": tensor for key, tensor in zip(keys, listed(rows), strict=True)}
     return {
         "q": call.q, "kv_cache": other.cache.tensor, "swa_k_cache": swa.cache.tensor, "swa_only": False, **lists,
         "attn_sink": call.attn_sink, "scale": 0.1, "head_dim": 512, "nope_head_dim": 448, "rope_head_dim": 64,
@@ -255,18 +255,18 @@ def test_bad_input_is_an_error_before_any_launch(
 ) -> None:
     changed, argument = case
     monkeypatch.setattr(attention_launch, "attend", lambda *_, **__: pytest.fail("launched"))
-    given = arguments()
+    named = arguments()
     if DEVICE.type != "cpu" and "[" in argument:
         pytest.skip("what indptr holds is not read from a device")
     for name, value in changed.items():
-        here = isinstance(value, torch.Tensor) and value.device.type == "cpu"
-        given[name] = value.to(DEVICE) if here else value
-    output = given["output"].clone()
+        is_on_cpu = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        named[name] = value.to(DEVICE) if is_on_cpu else value
+    output = named["output"].clone()
     with pytest.raises(ArgumentError) as raised:
-        rocm_sparse_attn_decode(**given)
+        rocm_sparse_attn_decode(**named)
 
     assert raised.value.argument == argument
-    assert torch.equal(given["output"].isnan(), output.isnan())
+    assert torch.equal(named["output"].isnan(), output.isnan())
 
 
 def test_the_good_call_is_good() -> None:

@@ -38,18 +38,18 @@ class Asked:
         self.o = strided(torch.randn(tokens, HEADS, DIM, generator=g).to(dtype), 8 * (seed % 2))
         self.table = torch.randn(POSITIONS, ROPE, generator=g)
         self.positions = torch.randint(0, POSITIONS, (tokens,), generator=g)
-        given = Scaled.draw(seed, *SHAPE, OCP, "fp32")
-        self.wo_a: Any = given.module()
-        self.matrix = given.values
+        drawn = Scaled.draw(seed, *SHAPE, OCP, "fp32")
+        self.wo_a: Any = drawn.module()
+        self.matrix = drawn.values
         self.sizes: tuple[int, int, int] = ROPE, GROUPS, RANK
 
     def run(self, turned_rows: int = 0) -> Tensor:
         """Call it; o must stay."""
-        before = self.o.clone()
+        original = self.o.clone()
         rotary = SimpleNamespace(cos_sin_cache=self.table.to(DEVICE))
         positions = self.positions.to(DEVICE)
         z = rocm_inv_rope_einsum(rotary, self.o, positions, *self.sizes, self.wo_a, turned_rows=turned_rows)
-        assert torch.equal(self.o, before)
+        assert torch.equal(self.o, original)
         return z
 
     def check(self, z: Tensor, values: F64 | None = None) -> None:
@@ -64,91 +64,91 @@ class Asked:
         unit = BF16 if z.dtype == torch.bfloat16 else FP32_STEPS
         for t, position in enumerate(self.positions.tolist()):
             cos, sin = np.split(self.table[position].double().numpy(), 2)
-            wanted = oracle.inverse_rope_project(values[t], cos, sin, ROPE, weight, None)
+            expected = oracle.inverse_rope_project(values[t], cos, sin, ROPE, weight, None)
             x = oracle.apply_rope(values[t], cos, sin, ROPE, inverse=True).reshape(GROUPS, -1)
             rounding = np.linalg.norm(x[:, in_rope], axis=1)[:, None] * np.linalg.norm(weight[..., in_rope], axis=2)
             summing = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(weight, axis=2)
-            budget = unit * (rounding + np.abs(wanted)) + FP32_STEPS * summing
-            assert (np.abs(z[t].double().cpu().numpy() - wanted) <= budget).all()
+            budget = unit * (rounding + np.abs(expected)) + FP32_STEPS * summing
+            assert (np.abs(z[t].double().cpu().numpy() - expected) <= budget).all()
 
 
 @each_dialect
 @each_form
 @each_name
 def test_every_form_of_an_fp8_weight_gives_the_float64_answer(dialect: torch.dtype, form: str, name: str) -> None:
-    asked = Asked(1)
-    given = Scaled.draw(21, *SHAPE, dialect, form)
-    asked.wo_a, asked.matrix = given.module(name), given.values
-    asked.check(asked.run())
+    call = Asked(1)
+    drawn = Scaled.draw(21, *SHAPE, dialect, form)
+    call.wo_a, call.matrix = drawn.module(name), drawn.values
+    call.check(call.run())
 
 
 @each_dtype
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["tensor", "module with a scale left over"])
 def test_a_weight_that_is_not_fp8_is_taken_as_it_is(dtype: torch.dtype, wide: torch.dtype, kind: str) -> None:
-    asked = Asked(2, dtype=dtype)
+    call = Asked(2, dtype=dtype)
     weight = strided(torch.randn(SHAPE, generator=seeded()).to(wide), 8)
-    asked.matrix = weight.double().cpu().numpy()
+    call.matrix = weight.double().cpu().numpy()
     left_over = torch.full((2, 2), 64.0, device=DEVICE)
-    asked.wo_a = weight if kind == "tensor" else SimpleNamespace(weight=weight, weight_scale_inv=left_over)
-    asked.check(asked.run())
+    call.wo_a = weight if kind == "tensor" else SimpleNamespace(weight=weight, weight_scale_inv=left_over)
+    call.check(call.run())
 
 
 @each_dtype
 @pytest.mark.parametrize("tokens", [1, 17, 130])
 def test_any_number_of_tokens(dtype: torch.dtype, tokens: int) -> None:
-    asked = Asked(tokens, tokens, dtype)
-    asked.check(asked.run())
+    call = Asked(tokens, tokens, dtype)
+    call.check(call.run())
 
 
 def test_nothing_happens_without_tokens() -> None:
-    asked = Asked(3, tokens=0)
+    call = Asked(3, tokens=0)
 
-    assert asked.run().shape == (0, GROUPS, RANK)
+    assert call.run().shape == (0, GROUPS, RANK)
 
 
 def test_a_second_call_finds_the_copy_of_the_first() -> None:
-    asked = Asked(4)
-    first = asked.run()
-    copy = weights.dense_weight(asked.wo_a)
+    call = Asked(4)
+    first = call.run()
+    copy = weights.dense_weight(call.wo_a)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(weights, "_product", lambda *_: pytest.fail("computed again"))
-        assert torch.equal(asked.run(), first)
-    assert weights.dense_weight(asked.wo_a) is copy
+        assert torch.equal(call.run(), first)
+    assert weights.dense_weight(call.wo_a) is copy
 
 
 def test_outputs_may_lie_heads_first() -> None:
-    asked = Asked(5)
-    wanted = asked.run()
-    asked.o = asked.o.transpose(0, 1).contiguous().transpose(0, 1)
+    call = Asked(5)
+    expected = call.run()
+    call.o = call.o.transpose(0, 1).contiguous().transpose(0, 1)
 
-    assert not asked.o.is_contiguous()
-    assert torch.equal(asked.run(), wanted)
+    assert not call.o.is_contiguous()
+    assert torch.equal(call.run(), expected)
 
 
 def test_an_fp8_weight_may_lie_by_columns() -> None:
-    asked = Asked(6)
-    wanted = asked.run()
-    asked.wo_a.weight = asked.wo_a.weight.view(torch.uint8).t().contiguous().t().view(OCP)
+    call = Asked(6)
+    expected = call.run()
+    call.wo_a.weight = call.wo_a.weight.view(torch.uint8).t().contiguous().t().view(OCP)
 
-    assert torch.equal(asked.run(), wanted)
+    assert torch.equal(call.run(), expected)
 
 
 def test_parameters_of_an_engine_serve() -> None:
-    asked = Asked(7)
+    call = Asked(7)
     module = nn.Linear(SHAPE[1], SHAPE[0], bias=False, device=DEVICE, dtype=torch.bfloat16)
-    asked.wo_a, asked.matrix = module, module.weight.detach().double().cpu().numpy()
-    asked.check(asked.run())
+    call.wo_a, call.matrix = module, module.weight.detach().double().cpu().numpy()
+    call.check(call.run())
     with torch.inference_mode():
-        asked.check(asked.run())
+        call.check(call.run())
 
 
 def test_a_padding_row_at_no_position_leaves_the_others_alone() -> None:
-    asked = Asked(8)
-    wanted = asked.run()
-    asked.positions[3:] = torch.tensor([-(2**62), 2**62])
+    call = Asked(8)
+    expected = call.run()
+    call.positions[3:] = torch.tensor([-(2**62), 2**62])
 
-    assert torch.equal(asked.run()[:3], wanted[:3])
+    assert torch.equal(call.run()[:3], expected[:3])
 
 
 # rows that are turned already
@@ -158,73 +158,73 @@ def test_a_padding_row_at_no_position_leaves_the_others_alone() -> None:
 @pytest.mark.parametrize("turned", [0, 1, 3, 17, 18])
 def test_leading_rows_may_have_been_turned_by_whoever_attended_them(dtype: torch.dtype, turned: int) -> None:
     """Turning them in float64 beforehand, and rounding them, gives what turning them here gives."""
-    asked = Asked(9, 18, dtype)
-    values = asked.o.double().cpu().numpy().copy()
-    for t, position in enumerate(asked.positions[:turned].tolist()):
-        cos, sin = np.split(asked.table[position].double().numpy(), 2)
+    call = Asked(9, 18, dtype)
+    values = call.o.double().cpu().numpy().copy()
+    for t, position in enumerate(call.positions[:turned].tolist()):
+        cos, sin = np.split(call.table[position].double().numpy(), 2)
         row = oracle.apply_rope(values[t], cos, sin, ROPE, inverse=True)
-        asked.o[t] = torch.from_numpy(row).to(asked.o)
-    z = asked.run(turned)
-    asked.check(z, values)
+        call.o[t] = torch.from_numpy(row).to(call.o)
+    z = call.run(turned)
+    call.check(z, values)
     if turned:
         with pytest.raises(AssertionError):
-            asked.check(asked.run(turned - 1), values)
+            call.check(call.run(turned - 1), values)
     if turned < len(values):
         with pytest.raises(AssertionError):
-            asked.check(asked.run(turned + 1), values)
+            call.check(call.run(turned + 1), values)
 
 
 def test_angles_of_turned_rows_are_not_looked_at() -> None:
-    asked = Asked(10)
-    asked.positions = torch.tensor([7, 7, 1, 2, 3])
-    wanted = asked.run(2)
-    asked.table[7] = torch.nan
+    call = Asked(10)
+    call.positions = torch.tensor([7, 7, 1, 2, 3])
+    expected = call.run(2)
+    call.table[7] = torch.nan
 
-    assert torch.equal(asked.run(2), wanted)
-    assert asked.run(1)[1].isnan().all()
+    assert torch.equal(call.run(2), expected)
+    assert call.run(1)[1].isnan().all()
 
-    asked.positions[:2] = torch.tensor([-(2**62), 2**62])
-    assert torch.equal(asked.run(2), wanted)
+    call.positions[:2] = torch.tensor([-(2**62), 2**62])
+    assert torch.equal(call.run(2), expected)
 
 
 def test_turned_rows_compile_nothing_of_their_own() -> None:
-    asked = Asked(11)
+    call = Asked(11)
     with observed() as seen:
         for turned in (0, 1, 5):
-            asked.run(turned)
-    told = projection.variants(HEADS, NOPE, ROPE, GROUPS, RANK, torch.bfloat16, torch.bfloat16, aligned=False)
+            call.run(turned)
+    variants = projection.variants(HEADS, NOPE, ROPE, GROUPS, RANK, torch.bfloat16, torch.bfloat16, aligned=False)
 
     assert len(seen) == 3
     assert len(set(seen)) == 1
     assert "turned" in variant._unspecialised(kernels_projection.project_kernel)
-    assert set(seen) <= set(told)
+    assert set(seen) <= set(variants)
 
 
 # bugs
 
 
-def with_rotation(asked: Asked) -> None:
-    asked.table[:, ROPE // 2 :] *= -1
+def with_rotation(call: Asked) -> None:
+    call.table[:, ROPE // 2 :] *= -1
 
 
-def with_other_positions(asked: Asked) -> None:
-    asked.positions = (asked.positions + 1) % POSITIONS
+def with_other_positions(call: Asked) -> None:
+    call.positions = (call.positions + 1) % POSITIONS
 
 
-def with_groups_swapped(asked: Asked) -> None:
-    asked.wo_a.weight = asked.wo_a.weight.view(torch.uint8).roll(RANK, 0).view(OCP)
+def with_groups_swapped(call: Asked) -> None:
+    call.wo_a.weight = call.wo_a.weight.view(torch.uint8).roll(RANK, 0).view(OCP)
 
 
-def with_scales_forgotten(asked: Asked) -> None:
-    asked.wo_a = asked.wo_a.weight.bfloat16()
+def with_scales_forgotten(call: Asked) -> None:
+    call.wo_a = call.wo_a.weight.bfloat16()
 
 
-def with_scales_applied_twice(asked: Asked) -> None:
-    asked.wo_a.weight_scale_inv = asked.wo_a.weight_scale_inv**2
+def with_scales_applied_twice(call: Asked) -> None:
+    call.wo_a.weight_scale_inv = call.wo_a.weight_scale_inv**2
 
 
-def with_scales_of_the_next_block(asked: Asked) -> None:
-    asked.wo_a.weight_scale_inv = asked.wo_a.weight_scale_inv.roll(1, 1)
+def with_scales_of_the_next_block(call: Asked) -> None:
+    call.wo_a.weight_scale_inv = call.wo_a.weight_scale_inv.roll(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +235,11 @@ def with_scales_of_the_next_block(asked: Asked) -> None:
     ],
 )  # fmt: skip
 def test_a_planted_bug_is_found(change: Callable[[Asked], None]) -> None:
-    asked, wrong = Asked(12), Asked(12)
+    call, wrong = Asked(12), Asked(12)
     change(wrong)
-    asked.check(asked.run())
+    call.check(call.run())
     with pytest.raises(AssertionError):
-        asked.check(wrong.run())
+        call.check(wrong.run())
 
 
 # bad input
@@ -260,8 +260,8 @@ GOOD: Mapping[str, Any] = {
 }
 
 
-def table(given: Any) -> Mapping[str, Any]:
-    return {"rotary_emb": SimpleNamespace(cos_sin_cache=given)}
+def table(cos_sin_cache: Any) -> Mapping[str, Any]:
+    return {"rotary_emb": SimpleNamespace(cos_sin_cache=cos_sin_cache)}
 
 
 BAD: Mapping[str, tuple[Mapping[str, Any], str]] = {

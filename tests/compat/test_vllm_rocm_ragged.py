@@ -120,13 +120,13 @@ def test_entries_and_windows_become_rows_of_the_gathered_keys(seed: int) -> None
             picked = [m * request + v for v in row if 0 <= v < (position + 1) // ratio] if topk else []
             start = m * request + n - (lens[request] - gathered[request])
             expected.append([*picked, *(start + p for p in range(first, position + 1))])
-    flat, indptr, told = combine_topk_swa_indices_ragged(
+    flat, indptr, actual_lens = combine_topk_swa_indices_ragged(
         ints(entries).view(-1, max(topk, 1)), ints(starts), ints(lens), ints(gathered), window, ratio, topk, m, n
     )
 
     assert flat.shape == (sum(counts) * (topk + window),)
     assert rows_of(flat, indptr) == expected
-    assert told.tolist() == [len(row) for row in expected]
+    assert actual_lens.tolist() == [len(row) for row in expected]
 
 
 def test_views_for_a_graph_follow_from_the_number_of_rows_alone() -> None:

@@ -67,16 +67,16 @@ class Asked(NamedTuple):
         sink[: heads // 4] = math.inf * (-1) ** seed
         return cls(q, kv, indices, dims**-0.5, d_v, lens if more else None, sink if more else None)
 
-    def run(self, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Call it; the results are on the CPU."""
-        q, kv, indices = (each.to(DEVICE) for each in (self.q, self.kv, self.indices))
-        lens, sink = (None if each is None else each.to(DEVICE) for each in (self.lens, self.sink))
+        q, kv, indices = (tensor.to(DEVICE) for tensor in (self.q, self.kv, self.indices))
+        lens, sink = (None if tensor is None else tensor.to(DEVICE) for tensor in (self.lens, self.sink))
         tail = self.q.shape[2] - self.d_v
-        told = triton_bf16_mla_sparse_interface(q, kv, indices, self.scale, self.d_v, tail, sink, lens, **given)
-        out, max_logits, lse = (each.cpu() for each in told)
+        results = triton_bf16_mla_sparse_interface(q, kv, indices, self.scale, self.d_v, tail, sink, lens, **options)
+        out, max_logits, lse = (tensor.cpu() for tensor in results)
         return out, max_logits, lse
 
-    def error(self, told: tuple[Tensor, Tensor, Tensor]) -> float:
+    def error(self, results: tuple[Tensor, Tensor, Tensor]) -> float:
         """Largest error of out, in units of what rounding to its dtype takes, and of the others in 1e-5."""
         worst, (tokens, heads, _), rows = 0.0, self.q.shape, self.kv[:, 0].double().numpy()
         unit = 2.0**-8 if self.q.dtype == torch.bfloat16 else 1e-5
@@ -90,9 +90,9 @@ class Asked(NamedTuple):
             # the oracle's values are whole keys; their first part is attended in the same way
             out, lse = oracle.attend_row(q, keys, sink, self.scale)
             for mine, right, size in (
-                (told[0][t], out[:, : self.d_v], unit * max(float(np.abs(keys).max(initial=1.0)), 1.0)),
-                (told[1][t], top, 1e-5),
-                (told[2][t], lse, 1e-5),
+                (results[0][t], out[:, : self.d_v], unit * max(float(np.abs(keys).max(initial=1.0)), 1.0)),
+                (results[1][t], top, 1e-5),
+                (results[2][t], lse, 1e-5),
             ):
                 same = np.isneginf(right) & np.isneginf(mine.double().numpy())
                 off = np.where(same, 0, mine.double().numpy()) - np.where(same, 0, right)
@@ -115,41 +115,42 @@ DIMS = st.sampled_from([(32, 32), (40, 32), (31, 31), (33, 20), (2, 1), (1, 1)])
 def test_the_interface_gives_the_float64_answer(
     dims: tuple[int, int], seed: int, tokens: int, heads: int, width: int, dtype: torch.dtype, more: bool
 ) -> None:
-    asked = Asked.draw(seed, tokens, heads, *dims, width, dtype=dtype, more=more)
-    told = asked.run()
+    call = Asked.draw(seed, tokens, heads, *dims, width, dtype=dtype, more=more)
+    results = call.run()
 
-    assert told[0].shape == (tokens, heads, dims[1])
-    assert told[0].dtype == dtype
-    assert asked.error(told) <= 1
+    assert results[0].shape == (tokens, heads, dims[1])
+    assert results[0].dtype == dtype
+    assert call.error(results) <= 1
 
 
 @pytest.mark.parametrize("dims", [(32, 32), (40, 32)])
 def test_results_go_to_the_memory_that_is_given(dims: tuple[int, int]) -> None:
-    asked = Asked.draw(7, 3, 5, *dims, 20, dtype=torch.bfloat16, more=True)
+    call = Asked.draw(7, 3, 5, *dims, 20, dtype=torch.bfloat16, more=True)
     base = torch.full((4, 6, 50), -7.0, dtype=torch.bfloat16, device=DEVICE)
     out, max_logits, lse = base[:3, 1:, 8 : 8 + dims[1]], *torch.full((2, 3, 5), math.nan, device=DEVICE).unbind()
-    told = asked.run(out=out, max_logits=max_logits, lse=lse)
+    results = call.run(out=out, max_logits=max_logits, lse=lse)
 
-    assert asked.error(told) <= 1
-    assert torch.equal(told[0], out.cpu())
-    assert torch.equal(told[1], max_logits.cpu())
-    assert torch.equal(told[2], lse.cpu())
+    assert call.error(results) <= 1
+    assert torch.equal(results[0], out.cpu())
+    assert torch.equal(results[1], max_logits.cpu())
+    assert torch.equal(results[2], lse.cpu())
     out.fill_(-7.0)
     assert bool((base == -7.0).all()), "memory beside out was written"
 
 
 def test_rows_may_be_any_distance_apart() -> None:
-    asked = Asked.draw(8, 3, 5, 40, 32, 20, dtype=torch.bfloat16, more=True)
-    wide = [torch.cat([each, torch.full_like(each, 1)], -1)[..., : each.shape[-1]] for each in asked[:3]]
+    call = Asked.draw(8, 3, 5, 40, 32, 20, dtype=torch.bfloat16, more=True)
+    wide = [torch.cat([tensor, torch.full_like(tensor, 1)], -1)[..., : tensor.shape[-1]] for tensor in call[:3]]
 
-    assert asked.error(asked._replace(q=wide[0], kv=wide[1], indices=wide[2]).run()) <= 1
+    assert call.error(call._replace(q=wide[0], kv=wide[1], indices=wide[2]).run()) <= 1
 
 
 def test_indices_may_lack_the_middle_dimension() -> None:
-    asked = Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, more=False)
-    q, kv, indices = (each.to(DEVICE) for each in asked[:3])
+    call = Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, more=False)
+    q, kv, indices = (tensor.to(DEVICE) for tensor in call[:3])
     flat, deep = (
-        triton_bf16_mla_sparse_interface(q, kv, each, asked.scale, 32, 8) for each in (indices[:, 0], indices)
+        triton_bf16_mla_sparse_interface(q, kv, index_form, call.scale, 32, 8)
+        for index_form in (indices[:, 0], indices)
     )
 
     assert all(torch.equal(a, b) for a, b in zip(flat, deep, strict=True))
@@ -162,17 +163,17 @@ def test_a_planted_bug_of_the_interface_is_found(
     calls = [Asked.draw(seed, 3, 3, 300, 260, 40, dtype=torch.float32, more=True) for seed in (0, 1)]
     monkeypatch.setattr(leading_values, "kernels", planted(tmp_path, bug))
 
-    assert any(asked.error(asked.run()) > 1 for asked in calls) == (bug != ("", ""))
+    assert any(call.error(call.run()) > 1 for call in calls) == (bug != ("", ""))
 
 
 def test_forms_of_the_interface_are_known_ahead() -> None:
-    wanted = set(leading_values.variants(3, 32, 40, torch.bfloat16))
+    expected = set(leading_values.variants(3, 32, 40, torch.bfloat16))
     with observed() as seen:
-        for more in (False, True):
-            Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, more=more).run()
+        for with_options in (False, True):
+            Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, more=with_options).run()
 
     assert len(set(seen)) == 2
-    assert set(seen) <= wanted
+    assert set(seen) <= expected
 
 
 # decode
@@ -249,13 +250,13 @@ def test_insert_under_the_fields_name_writes_what_the_reference_writes(tokens: i
     table = cos_sin_cache(Trial(layouts=(layout,)).layer.rope, 10)
     expected = q.clone()
     ReferenceBackend().qnorm_rope_kv_insert(expected, kv, theirs, slots, positions, table, 1e-6)
-    there = [each.to(DEVICE) for each in (q, kv, slots, positions, table)]
+    tensors = [tensor.to(DEVICE) for tensor in (q, kv, slots, positions, table)]
     pages = ours.tensor.as_strided((4, ours.page_stride), (ours.page_stride, 1)) if flat else ours.tensor
-    xpu_qnorm_rope_kv_fp8_insert(there[0], there[1], pages, there[2], there[3], there[4], 1e-6, 3)
+    xpu_qnorm_rope_kv_fp8_insert(tensors[0], tensors[1], pages, tensors[2], tensors[3], tensors[4], 1e-6, 3)
 
     assert torch.equal(ours.tensor.cpu(), theirs.tensor)
-    assert torch.equal(there[1].cpu(), kv)
-    torch.testing.assert_close(there[0].cpu(), expected, rtol=2.0**-7, atol=0)
+    assert torch.equal(tensors[1].cpu(), kv)
+    torch.testing.assert_close(tensors[0].cpu(), expected, rtol=2.0**-7, atol=0)
 
 
 def test_q_needs_no_more_heads_than_it_has() -> None:

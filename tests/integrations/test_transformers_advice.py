@@ -49,7 +49,7 @@ FIVE = {"input_ids": PADDED["input_ids"][:1]}
 
 
 @pytest.mark.parametrize(
-    ("new", "given", "said"),
+    ("new", "options", "said"),
     [
         (
             61,
@@ -66,21 +66,21 @@ FIVE = {"input_ids": PADDED["input_ids"][:1]}
     ],
 )
 def test_a_call_of_generate_that_cannot_end_well_does_not_begin(
-    new: int | None, given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    new: int | None, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = causal_model()
     monkeypatch.setattr(model.model.embed_tokens, "forward", ran)
     with patched(model, max_len=64) as handle, pytest.raises(ArgumentError, match=said):
-        model.generate(**given, do_sample=False, **({} if new is None else {"max_new_tokens": new}))
+        model.generate(**options, do_sample=False, **({} if new is None else {"max_new_tokens": new}))
     assert handle.num_sequences == 0
 
 
-@pytest.mark.parametrize("given", [{}, {"prefill_chunk_size": 2}, {"num_beams": 2}], ids=str)
-def test_a_call_of_generate_that_just_fits_runs(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 2}, {"num_beams": 2}], ids=str)
+def test_a_call_of_generate_that_just_fits_runs(options: dict[str, Any]) -> None:
     model = causal_model()
     batch = left_padded(ids_of(model, 5), ids_of(model, 3))
     with patched(model, max_len=16):
-        assert generated(model, 12, **batch, **given).shape == (2, 12)
+        assert generated(model, 12, **batch, **options).shape == (2, 12)
 
 
 def test_embeddings_count_as_a_prompt() -> None:

@@ -259,13 +259,13 @@ def test_deepseek_v41_is_refused_by_name() -> None:
     ],
 )
 def test_a_bad_backend_is_refused_at_once(backend: object, error: type[Exception], said: str) -> None:
-    before = register()
+    registered = register()
 
     with pytest.raises(error, match=said):
         register(backend)
     from transformers import AttentionInterface
 
-    assert AttentionInterface()["dsv4attn"].__wrapped__ is before
+    assert AttentionInterface()["dsv4attn"].__wrapped__ is registered
 
 
 def chosen(attend: Any) -> list[str]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.integrations.paged import causal_model, patched
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact.double()).norm() / exact.double().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -24,11 +24,11 @@ def test_a_patched_model_under_autocast_is_as_near_as_transformers_is(dtype: tor
         exact = model(ids, use_cache=False).logits
         model.to(dtype)
         with torch.autocast("cpu", torch.bfloat16):
-            own = model(ids, use_cache=False).logits
+            unpatched = model(ids, use_cache=False).logits
         with patched(model), torch.autocast("cpu", torch.bfloat16):
             actual = model(ids, use_cache=False).logits
             tokens = model.generate(ids, max_new_tokens=3, do_sample=False)
 
-    assert actual.dtype == own.dtype
-    assert error(actual, exact) <= 1.5 * error(own, exact) < 0.05
+    assert actual.dtype == unpatched.dtype
+    assert error(actual, exact) <= 1.5 * error(unpatched, exact) < 0.05
     assert tokens.shape == (1, 43)

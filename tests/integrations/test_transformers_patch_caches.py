@@ -98,10 +98,10 @@ def test_more_sequences_than_there_are_pages_are_refused_with_the_cure() -> None
     model = causal_model()
     with patched(model, num_blocks={"compressed": 2}) as handle:
         first, second = fill(model), fill(model, 20, 1)
-        before = handle.kv_bytes()
+        used_bytes = handle.kv_bytes()
         with pytest.raises(OutOfPagesError, match=r"1 compressed pages needed.*delete or reset.*max_batch"):
             fill(model, 20, 2)
-        assert handle.kv_bytes() == before
+        assert handle.kv_bytes() == used_bytes
         with pytest.raises(OutOfPagesError):
             first.fork()
         assert handle.num_sequences == 2
@@ -113,7 +113,7 @@ def test_more_sequences_than_there_are_pages_are_refused_with_the_cure() -> None
 def test_several_caches_do_not_touch_each_other() -> None:
     model = causal_model()
     ids = [ids_of(model, 40, number) for number in range(3)]
-    want = [call(model, each).logits for each in ids]
+    want = [call(model, sequence_ids).logits for sequence_ids in ids]
 
     with patched(model, max_batch=3):
         caches = [new_cache(model) for _ in ids]
@@ -188,11 +188,11 @@ def test_a_failed_call_can_be_made_again(used: bool) -> None:
         cache = new_cache(model)
         if used:
             call(model, ids[:, :30], **hf.passing(cache))
-        before, rest = cache.lengths, ids[:, cache.get_seq_length() :]
+        lengths, rest = cache.lengths, ids[:, cache.get_seq_length() :]
         for layer in (0, 2):
             with failing(model.model.layers[layer].mlp), pytest.raises(RuntimeError, match="planted"):
                 call(model, rest, **hf.passing(cache))
-            assert cache.lengths == before
+            assert cache.lengths == lengths
         if not used:
             assert handle.num_sequences == 0
             assert set(handle.kv_bytes().values()) == {0}
@@ -248,7 +248,7 @@ def with_zero(*places: tuple[int, int], columns: int = 12) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("options", "error", "said"),
     [
         (
             {"attention_mask": with_zero((1, 11))},
@@ -271,16 +271,16 @@ def with_zero(*places: tuple[int, int], columns: int = 12) -> Tensor:
         ({"output_attentions": True}, UnsupportedError, "output_attentions.*never in memory.*unpatch"),
     ],
 )
-def test_a_bad_call_is_refused_before_any_write(given: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_a_bad_call_is_refused_before_any_write(options: dict[str, Any], error: type[Exception], said: str) -> None:
     model = causal_model()
     first, second = (torch.cat([ids_of(model, n), ids_of(model, n, 1)]) for n in (8, 4))
     with patched(model) as handle:
         cache = hf.cache_of(call(model, first, use_cache=True))
         stores = [store.tensor for caches in handle.pages.manager.caches for store in caches.present.values()]
-        before = [store.clone() for store in stores]
+        copies = [store.clone() for store in stores]
         with pytest.raises(error, match=said):
-            call(model, second, **hf.passing(cache), **given)
-        assert all(map(torch.equal, stores, before))
+            call(model, second, **hf.passing(cache), **options)
+        assert all(map(torch.equal, stores, copies))
         assert cache.lengths == [8, 8]
 
 

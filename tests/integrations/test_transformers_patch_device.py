@@ -31,13 +31,13 @@ def test_a_patched_model_on_this_device(name: str | None, layout: str, dtype: to
     model = causal_model(large=True)
     ids, short = ids_of(model, 400), ids_of(model, 150, 1)
     want = logits_of(model, ids)
-    here = copy.deepcopy(model).to(DEVICE, dtype)
+    moved = copy.deepcopy(model).to(DEVICE, dtype)
 
-    with patched(here, name, kv_layout=layout, max_len=512) as handle:
-        got = chunked(here, ids.to(DEVICE), (250, 130, *[1] * 20))
+    with patched(moved, name, kv_layout=layout, max_len=512) as handle:
+        got = chunked(moved, ids.to(DEVICE), (250, 130, *[1] * 20))
         batch = {key: value.to(DEVICE) for key, value in left_padded(ids[:, :200], short).items()}
-        tokens = generated(here, 10, **batch)
-        alone = generated(here, 10, input_ids=short.to(DEVICE))
+        tokens = generated(moved, 10, **batch)
+        alone = generated(moved, 10, input_ids=short.to(DEVICE))
         assert handle.num_sequences == 0
 
     off = deviation(got.float().cpu(), want)

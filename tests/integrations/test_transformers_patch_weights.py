@@ -120,11 +120,11 @@ def test_a_change_between_the_tokens_of_a_cache_is_seen() -> None:
     ids, new = ids_of(model, LENGTH), new_values(model)
     outputs = []
     for change in (in_place, through_data):
-        one = fresh()
-        with patched(one), torch.no_grad():
-            cache = hf.cache_of(one(ids[:, :-1], use_cache=True))
-            change(one, new)
-            outputs.append(one(ids[:, -1:], **hf.passing(cache), use_cache=True).logits)
+        patched_model = fresh()
+        with patched(patched_model), torch.no_grad():
+            cache = hf.cache_of(patched_model(ids[:, :-1], use_cache=True))
+            change(patched_model, new)
+            outputs.append(patched_model(ids[:, -1:], **hf.passing(cache), use_cache=True).logits)
     assert torch.equal(*outputs)
 
 
@@ -193,8 +193,8 @@ def test_bf16_models_have_no_weight_that_is_half_seen() -> None:
     with patched(plain):
         expected = logits_of(plain, ids)
     for change in CHANGES:
-        one = copy.deepcopy(model)
-        with patched(one):
-            logits_of(one, ids)
-            change(one, new)
-            assert torch.equal(logits_of(one, ids), expected)
+        patched_model = copy.deepcopy(model)
+        with patched(patched_model):
+            logits_of(patched_model, ids)
+            change(patched_model, new)
+            assert torch.equal(logits_of(patched_model, ids), expected)

@@ -325,10 +325,10 @@ def test_fp8_modules_equal_their_weights_in_bf16() -> None:
 def test_the_backend_is_a_name_an_object_or_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = causal_model()
     deterministic = load_backend("reference", deterministic=True)
-    for asked in (None, "auto", "reference", "decode=reference,prefill=reference", deterministic):
-        with patched(model, asked) as handle:
+    for choice in (None, "auto", "reference", "decode=reference,prefill=reference", deterministic):
+        with patched(model, choice) as handle:
             assert handle.backend == "reference"
-            assert handle.deterministic is (asked is deterministic)
+            assert handle.deterministic is (choice is deterministic)
     pytest.importorskip("triton", reason="needs Triton")
     with patched(model, "decode=reference,prefill=triton") as handle:
         assert handle.backend == "reference+triton"

@@ -62,7 +62,7 @@ def test_a_version_that_was_not_tested_is_refused_by_name(version: str | None, m
     from dsv4attn.integrations import transformers
 
     model = causal_model()
-    before = [layer.self_attn for layer in model.model.layers]
+    attentions = [layer.self_attn for layer in model.model.layers]
     of_version(version, monkeypatch)
     said = (
         rf"transformers: expected release 5\.23 or 5\.24, .*, got {re.escape(version or 'one without a version')} "
@@ -73,7 +73,7 @@ def test_a_version_that_was_not_tested_is_refused_by_name(version: str | None, m
     with pytest.raises(UnsupportedError, match=said):
         transformers.register()
 
-    assert [layer.self_attn for layer in model.model.layers] == before
+    assert [layer.self_attn for layer in model.model.layers] == attentions
     assert not hasattr(model, "dsv4attn")
     # the variable lets it be tried
     monkeypatch.setenv(ANY, "1")
@@ -98,12 +98,12 @@ def test_every_patch_of_a_tested_release_is_served(version: str, monkeypatch: py
 
 class Older:
     def forward(
-        self, input_ids: Any = None, past_key_values: Any = None, use_cache: Any = None, **more: Any
+        self, input_ids: Any = None, past_key_values: Any = None, use_cache: Any = None, **options: Any
     ) -> None: ...
 
 
 class Newer:
-    def forward(self, input_ids: Any = None, cache: Any = None, use_cache: Any = None, **more: Any) -> None: ...
+    def forward(self, input_ids: Any = None, cache: Any = None, use_cache: Any = None, **options: Any) -> None: ...
 
 
 class Neither:

@@ -67,18 +67,18 @@ def test_g15_several_sequences_and_tokens_of_a_step_equal_it() -> None:
 
     out = stack.step([(first, 3), (second, 29)], [torch.cat([x.hidden[40:43], x.hidden[:29]]) for x in seen])
 
-    for got, one in zip(out, seen, strict=True):
-        assert deviation(got, torch.cat([one.output[40:43], one.output[:29]])) <= TOLERANCE
+    for got, trace in zip(out, seen, strict=True):
+        assert deviation(got, torch.cat([trace.output[40:43], trace.output[:29]])) <= TOLERANCE
 
 
 class NoOverlap(TorchOps):
     def compress_norm_rope_store(self, *args: Any, **options: Any) -> None:
         row = args[0].cache.region("row")
-        before, width = row.clone(), row.shape[-1] // 2
+        saved_row, width = row.clone(), row.shape[-1] // 2
         if options["overlap"]:  # the first channels of the scores are those of the window before
             row[..., width : width + width // 2] = -torch.inf
         super().compress_norm_rope_store(*args, **options)
-        row.copy_(before)
+        row.copy_(saved_row)
 
 
 class LateRope(TorchOps):
@@ -100,10 +100,10 @@ def test_a_planted_bug_is_seen(steps: type[TorchOps], layers: tuple[int, ...]) -
     vars(backend)["layer_ops"] = steps().table()
     stack = Stack(hf.model(0), backend, FP32)
 
-    found = outputs(stack, traces(0), [71])
+    outs = outputs(stack, traces(0), [71])
 
     for i in layers:
-        assert deviation(found[i], traces(0)[i].output) > 1e-3
+        assert deviation(outs[i], traces(0)[i].output) > 1e-3
 
 
 def connections(module: Any, stack: Stack, norm: Any) -> HyperConnections:
@@ -117,21 +117,21 @@ def test_hyper_connections_equal_transformers(seed: int) -> None:
     stack, streams = Stack(model, load_backend("reference"), FP32), torch.randn(1, 23, 4, 64)
     with torch.no_grad():
         for layer in model.layers:
-            one, two = layer.attn_hc, layer.ffn_hc
-            post, comb, hidden = one(streams)
-            ours = connections(one, stack, layer.input_layernorm)
+            attention, mlp_connection = layer.attn_hc, layer.ffn_hc
+            post, comb, hidden = attention(streams)
+            ours = connections(attention, stack, layer.input_layernorm)
             got_post, got_comb, got = ours.pre(streams[0])
             assert deviation(got_post[..., 0], post[0]) < 1e-6
             assert deviation(got_comb, comb[0]) < 1e-6
             assert deviation(got, layer.input_layernorm(hidden)[0]) < 1e-6
 
-            made = torch.randn(1, 23, 64)
-            mixed = post[..., None] * made[..., None, :] + comb.transpose(-1, -2) @ streams
-            theirs = (mixed, *two(mixed))
-            second = connections(two, stack, layer.post_attention_layernorm)
-            found = second.after(made[0], streams[0], got_post, got_comb)
-            assert deviation(found[0], theirs[0][0]) < 1e-6
-            assert deviation(found[3], layer.post_attention_layernorm(theirs[3])[0]) < 2e-6
+            block_output = torch.randn(1, 23, 64)
+            mixed = post[..., None] * block_output[..., None, :] + comb.transpose(-1, -2) @ streams
+            theirs = (mixed, *mlp_connection(mixed))
+            second = connections(mlp_connection, stack, layer.post_attention_layernorm)
+            ours_after = second.after(block_output[0], streams[0], got_post, got_comb)
+            assert deviation(ours_after[0], theirs[0][0]) < 1e-6
+            assert deviation(ours_after[3], layer.post_attention_layernorm(theirs[3])[0]) < 2e-6
         head, steps = model.hc_head, load_backend("reference").layer_ops
         got = steps.hc_head(streams[0], head.hc_fn, head.hc_scale, head.hc_base, stack.geometry.eps, head.eps)
         assert deviation(got, head(streams)[0]) < 1e-6
@@ -147,8 +147,8 @@ def test_decoder_layers_with_the_model_s_own_experts_equal_it(cuts: list[int]) -
     for layer, attention in zip(model.layers, stack.layers, strict=True):
 
         def experts(x: Tensor, mlp: Any = layer.mlp) -> Tensor:
-            made: Tensor = mlp(x[None], input_ids=now["ids"][None])[0]
-            return made
+            result: Tensor = mlp(x[None], input_ids=now["ids"][None])[0]
+            return result
 
         around = connections(layer.attn_hc, stack, layer.input_layernorm)
         after = connections(layer.ffn_hc, stack, layer.post_attention_layernorm)
@@ -160,8 +160,8 @@ def test_decoder_layers_with_the_model_s_own_experts_equal_it(cuts: list[int]) -
             streams = model.embed_tokens(now["ids"])[:, None].expand(-1, 4, -1).contiguous()
             positions = stack.manager.positions(request)
             with set_forward_context(stack.manager.metadata(stack.manager.batch(request))):
-                for one in layers:
-                    streams = one(streams, positions)
+                for decoder_layer in layers:
+                    streams = decoder_layer(streams, positions)
             parts.append(model.norm(model.hc_head(streams[None]))[0])
             stack.manager.advance(request)
             done += count

@@ -317,8 +317,8 @@ def test_packages_of_a_device_that_is_described_count_as_installed() -> None:
     registry = PluginRegistry({"acme": backend("acme", "sm_90", packages=("no-such-package",))})
 
     assert explain(DECODE, device=SM90, settings=Settings(), registry=registry).chosen is not None
-    here = explain(DECODE, device="cpu", backend="acme", settings=Settings(), registry=registry)
-    assert [reason.code for reason in here.trace[0].reasons] == ["PACKAGE"]
+    selection = explain(DECODE, device="cpu", backend="acme", settings=Settings(), registry=registry)
+    assert [reason.code for reason in selection.trace[0].reasons] == ["PACKAGE"]
 
 
 def test_without_torch_the_reference_is_refused() -> None:

@@ -160,7 +160,7 @@ def test_no_block_is_ever_lost_or_held_twice(
     tables = [BlockTable(allocator, tokens_per_block) for tokens_per_block in (1, 4, 7)]
     for which, move, tokens in moves:
         table = tables[which]
-        before = list(table.blocks)
+        blocks = list(table.blocks)
         if move == "release":
             table.release()
         elif move == "before":
@@ -171,10 +171,10 @@ def test_no_block_is_ever_lost_or_held_twice(
                 table.ensure(tokens)
             except OutOfPagesError:
                 assert missing > free
-                assert table.blocks == before
+                assert table.blocks == blocks
             else:
                 assert len(table.blocks) * table.tokens_per_block >= tokens
-        held = [block for one in tables for block in one.blocks if block != -1]
+        held = [block for table in tables for block in table.blocks if block != -1]
         assert len(set(held)) == len(held) == num_blocks - allocator.num_free
 
 

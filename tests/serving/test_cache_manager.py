@@ -22,22 +22,22 @@ REAL_RATIOS = attrs.evolve(SMALL, layers=((LayerKind.SWA, 1), (LayerKind.CSA, 4)
 
 
 def test_a_sequence_of_another_manager_is_refused_everywhere() -> None:
-    one, other = (CacheManager(SMALL, Limits(4, 64, 256), FP32) for _ in range(2))
-    mine, foreign = one.new(), other.new()
-    one.reserve([(mine, 5)])
+    first, second = (CacheManager(SMALL, Limits(4, 64, 256), FP32) for _ in range(2))
+    mine, foreign = first.new(), second.new()
+    first.reserve([(mine, 5)])
     for call in (
-        lambda: one.batch([(foreign, 1)]),
-        lambda: one.fork(foreign),
-        lambda: one.truncate(foreign, 0),
-        lambda: one.free(foreign),
-        lambda: one.advance([(foreign, 1)]),
-        lambda: one.select([mine, foreign], [0]),
+        lambda: first.batch([(foreign, 1)]),
+        lambda: first.fork(foreign),
+        lambda: first.truncate(foreign, 0),
+        lambda: first.free(foreign),
+        lambda: first.advance([(foreign, 1)]),
+        lambda: first.select([mine, foreign], [0]),
     ):
         with pytest.raises(ArgumentError, match=r"^sequence: expected a sequence of this manager, got one of another"):
             call()
-    one.free(mine)
+    first.free(mine)
     with pytest.raises(ArgumentError, match=r"^sequence: expected a sequence of this manager, got one that was freed"):
-        one.free(mine)
+        first.free(mine)
 
 
 def test_what_a_step_cannot_have_is_refused_before_a_page_is_taken() -> None:
@@ -98,13 +98,13 @@ def test_default_pools_are_enough_for_any_batches_within_the_limits(seed: int) -
     sequences = [manager.new() for _ in range(limits.max_num_reqs)]
     for _ in range(300):
         left, requests = limits.max_num_batched_tokens, []
-        for one in rng.sample(sequences, len(sequences)):
+        for sequence in rng.sample(sequences, len(sequences)):
             count = rng.choice([1, 1, 3, 127, 128, left])
-            if one.length + count > 2048:
-                manager.free(one)
-                sequences[sequences.index(one)] = manager.new()
+            if sequence.length + count > 2048:
+                manager.free(sequence)
+                sequences[sequences.index(sequence)] = manager.new()
             elif count <= left:
-                requests.append((one, count))
+                requests.append((sequence, count))
                 left -= count
         manager.batch(requests)
         manager.advance(requests)
@@ -127,9 +127,9 @@ def test_a_fork_can_lose_its_drafts_like_the_original(length: int) -> None:
     hidden = whole.hidden(0, length)
     sequence, _ = whole.cut(hidden, [length])
     fork = whole.manager.fork(sequence)
-    for one in (sequence, fork):
-        whole.manager.truncate(one, length - 3)
-    first, second = (whole.step([(one, 3)], hidden[-3:]) for one in (sequence, fork))
+    for branch in (sequence, fork):
+        whole.manager.truncate(branch, length - 3)
+    first, second = (whole.step([(branch, 3)], hidden[-3:]) for branch in (sequence, fork))
 
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)

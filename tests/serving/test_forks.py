@@ -25,7 +25,7 @@ LENGTH = 62
 def filled(geometry: ModelGeometry, layout: KVCacheLayout, *, keep_windows: bool, drafts: int = 0) -> LayerStack:
     """Layers whose pages hold NaN at first."""
     limits = Limits(64, 64, 128, num_speculative_tokens=drafts)
-    made = LayerStack(
+    stack = LayerStack(
         load_backend("reference"),
         layout,
         geometry=geometry,
@@ -35,8 +35,8 @@ def filled(geometry: ModelGeometry, layout: KVCacheLayout, *, keep_windows: bool
         keep_windows=keep_windows,
         shuffle_seed=1,
     )
-    made.poison_caches()
-    return made
+    stack.poison_caches()
+    return stack
 
 
 @pytest.mark.parametrize(("keep_windows", "drafts"), [(False, 0), (False, 3), (True, 0)])

@@ -56,28 +56,30 @@ class Hit:
         self.before = self.whole.bytes_of(self.live)
 
     def _second(self) -> CachedSequence:
-        made, manager = self.whole.manager.new(), self.whole.manager
+        sequence, manager = self.whole.manager.new(), self.whole.manager
         copied = []
-        for name, table in made.tables.items():
+        for name, table in sequence.tables.items():
             n, theirs = table.tokens_per_block, self.live.tables[name].blocks
             if name == "window" or (name != "compressed" and not self.states):
                 table.skip_before(self.start)
             else:
                 table.blocks = theirs[: self.end // n]
                 copied += [(name, self.end // n)] if self.end % n else []
-        made.length = self.start
-        manager.reserve([(made, LENGTH - self.start)])
+        sequence.length = self.start
+        manager.reserve([(sequence, LENGTH - self.start)])
         for name, pool in self.live.tables.items():
-            taken = torch.tensor([block for block in pool.blocks if block >= 0])
-            for each in manager._of_group(name):
-                kept = each.tensor[taken].clone()
-                each.tensor.fill_(torch.nan)
-                each.tensor[taken] = kept
+            live_blocks = torch.tensor([block for block in pool.blocks if block >= 0])
+            for paged_cache in manager._of_group(name):
+                kept = paged_cache.tensor[live_blocks].clone()
+                paged_cache.tensor.fill_(torch.nan)
+                paged_cache.tensor[live_blocks] = kept
         # a page on both sides of the end is copied before it is written, as engines do
         for name, column in copied:
-            for each in manager._of_group(name):
-                each.tensor[made.tables[name].blocks[column]] = each.tensor[self.live.tables[name].blocks[column]]
-        return made
+            for paged_cache in manager._of_group(name):
+                paged_cache.tensor[sequence.tables[name].blocks[column]] = paged_cache.tensor[
+                    self.live.tables[name].blocks[column]
+                ]
+        return sequence
 
     def batch(self, requests: Sequence[tuple[CachedSequence, int]], padding: int = 0, **changes: Any) -> Batch:
         """The batch of a step, with what is known of the hit of the second request."""
@@ -85,7 +87,7 @@ class Hit:
 
         def of_second(value: int) -> Tensor:
             # more elements than requests are fine
-            return torch.tensor([value if own else 0 for own in mine] + [99], dtype=torch.int32)
+            return torch.tensor([value if is_mine else 0 for is_mine in mine] + [99], dtype=torch.int32)
 
         known = {"replay_start": of_second(self.start), "num_cached_tokens": of_second(self.end)}
         if not self.states:
@@ -119,26 +121,26 @@ class Hit:
         both = self.step([(self.live, 1), (self.second, LENGTH - rest)], padding)
         for i, (actual, last, expected) in enumerate(zip(outs, both, alone(model), strict=True)):
             near(last[:1], expected[self.end + 1 :][:1], f"layer {i}, the live request")
-            made = torch.cat([*actual, last[1 : 1 + LENGTH - rest]])
+            outputs = torch.cat([*actual, last[1 : 1 + LENGTH - rest]])
             # tokens whose window is there: replayed ones at its beginning have less
             whole = max(self.start + WINDOWS[model] - 1, self.start)
-            near(made[whole - self.start :], expected[whole:], f"layer {i}, the second request")
+            near(outputs[whole - self.start :], expected[whole:], f"layer {i}, the second request")
 
     def _run(self, chunks: Sequence[int], padding: int) -> list[list[Tensor]]:
         """Outputs of every layer for chunks of the second request."""
         outs: list[list[Tensor]] = [[] for _ in self.whole.layers]
         for count in chunks:
-            for found, out in zip(outs, self.step([(self.second, count)], padding), strict=True):
-                found.append(out[:count])
+            for outputs_of_layer, out in zip(outs, self.step([(self.second, count)], padding), strict=True):
+                outputs_of_layer.append(out[:count])
             # the live request's pages are those of its own tokens, of which none has run since
             for was, now in zip(self.before, self.whole.bytes_of(self.live), strict=True):
                 assert torch.equal(was.view(torch.uint8), now.view(torch.uint8)), "a shared page was written"
         return outs
 
 
-def near(found: Tensor, right: Tensor, what: str) -> None:
-    assert found.shape == right.shape
-    error = float((found - right).norm() / right.norm())
+def near(actual: Tensor, right: Tensor, what: str) -> None:
+    assert actual.shape == right.shape
+    error = float((actual - right).norm() / right.norm())
     assert error <= 2.0**-9, f"{what} is off by {error}"
 
 
@@ -206,8 +208,8 @@ def test_any_hit_in_any_chunks(drawn: tuple[str, int, int, list[int], bool, int]
 
 def test_the_metadata_have_no_slot_for_what_is_cached_and_windows_have_theirs() -> None:
     hit = Hit("v4", "reference", 32, 24)
-    made = hit.whole.manager.metadata(hit.batch([(hit.live, 1), (hit.second, 14)]))
-    c4a, c128a = made[LayerKind.CSA], made[LayerKind.HCA]
+    metadata = hit.whole.manager.metadata(hit.batch([(hit.live, 1), (hit.second, 14)]))
+    c4a, c128a = metadata[LayerKind.CSA], metadata[LayerKind.HCA]
     assert c4a.compressed is not None
     assert c128a.compressed is not None
     assert c4a.state is not None
@@ -216,7 +218,7 @@ def test_the_metadata_have_no_slot_for_what_is_cached_and_windows_have_theirs() 
     assert (c4a.compressed.slot_mapping >= 0).nonzero().flatten().tolist() == [1 + 35 - 24]
     assert not bool((c128a.compressed.slot_mapping >= 0).any())
     assert (c4a.state.slot_mapping >= 0).tolist() == [True] + [p >= 32 for p in range(24, 38)]
-    assert bool((made[LayerKind.SWA].swa.slot_mapping >= 0).all()), "window keys of replayed tokens are lost"
+    assert bool((metadata[LayerKind.SWA].swa.slot_mapping >= 0).all()), "window keys of replayed tokens are lost"
     assert c4a.compressed.compressed_lens.tolist() == [34 // 4, *[(p + 1) // 4 for p in range(24, 38)]]
 
     lost = hit.whole.manager.metadata(hit.batch([(hit.second, 14)], num_cached_states=torch.zeros(1).int()))
@@ -248,9 +250,9 @@ def test_a_captured_graph_reads_the_hits_of_the_step_that_is_replayed(model: str
     hit = Hit(model, "reference", 32, 24)
     manager, requests = hit.whole.manager, [(hit.live, 1), (hit.second, 1)]
     captured = manager.metadata(hit.batch(requests, padding=2, num_cached_tokens=ints(0, 0, 0)))
-    found = manager.metadata(hit.batch(requests, padding=2))
+    first_metadata = manager.metadata(hit.batch(requests, padding=2))
     for key, part in captured.items():
-        again = found[key]
+        again = first_metadata[key]
         pairs: list[tuple[Tensor | None, Tensor | None]] = []
         if part.compressed is not None and again.compressed is not None:
             pairs.append((part.compressed.slot_mapping, again.compressed.slot_mapping))

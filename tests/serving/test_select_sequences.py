@@ -37,13 +37,13 @@ def manager(**options: int) -> CacheManager:
 
 
 def filled(pages: CacheManager, *lengths: int) -> list[CachedSequence]:
-    made = [pages.new() for _ in lengths]
-    requests = [*zip(made, lengths, strict=True)]
+    sequences = [pages.new() for _ in lengths]
+    requests = [*zip(sequences, lengths, strict=True)]
     pages.batch(requests)
     pages.advance(requests)
     for cache in pages.caches[1].present.values():
         cache.tensor.copy_(torch.randint(1, 50, cache.tensor.shape))
-    return made
+    return sequences
 
 
 def keys(pages: CacheManager, sequence: CachedSequence) -> torch.Tensor:
@@ -52,57 +52,57 @@ def keys(pages: CacheManager, sequence: CachedSequence) -> torch.Tensor:
 
 def test_each_is_returned_once_and_forked_then() -> None:
     pages = manager()
-    one, two, three = filled(pages, 5, 6, 7)
+    first, second, third = filled(pages, 5, 6, 7)
 
-    made = pages.select([one, two, three], [2, 0, 2])
+    selected = pages.select([first, second, third], [2, 0, 2])
 
-    assert [sequence.length for sequence in made] == [7, 5, 7]
-    assert made[:2] == [three, one]
-    assert made[2] is not three
-    assert torch.equal(keys(pages, made[2]), keys(pages, three))
-    assert two.owner is None
-    assert pages.select(made, []) == []
+    assert [sequence.length for sequence in selected] == [7, 5, 7]
+    assert selected[:2] == [third, first]
+    assert selected[2] is not third
+    assert torch.equal(keys(pages, selected[2]), keys(pages, third))
+    assert second.owner is None
+    assert pages.select(selected, []) == []
     assert set(pages.kv_bytes.values()) == {0}
 
 
 def test_pages_of_sequences_that_are_not_named_serve_the_forks() -> None:
     pages = manager(compressed=2)
-    one, two = filled(pages, 5, 6)
+    first, second = filled(pages, 5, 6)
 
-    assert [sequence.length for sequence in pages.select([one, two], [1, 1])] == [6, 6]
+    assert [sequence.length for sequence in pages.select([first, second], [1, 1])] == [6, 6]
 
 
 def test_too_few_pages_and_unknown_numbers_change_nothing() -> None:
     pages = manager(compressed=2)
-    both, before = filled(pages, 5, 6), pages.kv_bytes
+    both, used_bytes = filled(pages, 5, 6), pages.kv_bytes
 
     with pytest.raises(OutOfPagesError, match=r"1 compressed pages needed, 0 of 2 are free.*nothing was changed"):
         pages.select(both, [0, 1, 1])
     with pytest.raises(ArgumentError, match="rows"):
         pages.select(both, [0, 2])
     assert all(sequence.owner for sequence in both)
-    assert pages.kv_bytes == before
+    assert pages.kv_bytes == used_bytes
 
 
 def test_a_sequence_that_is_given_twice_and_rows_that_are_no_numbers_change_nothing() -> None:
     pages = manager()
-    (one, two), before = filled(pages, 5, 6), pages.kv_bytes
+    (first, second), used_bytes = filled(pages, 5, 6), pages.kv_bytes
 
     with pytest.raises(
         ArgumentError, match=r"^sequences: expected each sequence once, got one twice -> name a sequence"
     ):
-        pages.select([one, two, one], [0])
+        pages.select([first, second, first], [0])
     for row in (True, 0.0, "0", None, -1):
         with pytest.raises(ArgumentError, match=r"^rows: expected numbers in 0 .. 1"):
-            pages.select([one, two], [row])  # type: ignore[list-item]
-    assert one.owner is two.owner is pages
-    assert pages.kv_bytes == before
+            pages.select([first, second], [row])  # type: ignore[list-item]
+    assert first.owner is second.owner is pages
+    assert pages.kv_bytes == used_bytes
 
 
 def test_a_fork_that_takes_fewer_pages_than_its_source_holds_is_no_reason_to_refuse() -> None:
     pages = manager(compressed=4, c4a_state=10)
-    (one,) = filled(pages, 5)
+    (source,) = filled(pages, 5)
     # pages that are reserved for tokens to come are not copied: 8 pages of states, of which 5 tokens need two
-    pages.reserve([(one, 27)])
+    pages.reserve([(source, 27)])
 
-    assert [sequence.length for sequence in pages.select([one], [0, 0])] == [5, 5]
+    assert [sequence.length for sequence in pages.select([source], [0, 0])] == [5, 5]
