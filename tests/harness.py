@@ -416,9 +416,9 @@ def all_bytes(whole: LayerStack) -> list[Tensor]:
 @contextmanager
 def caches_unchanged(whole: LayerStack) -> Iterator[None]:
     """Assert that no byte of any cache changes inside."""
-    before = [cache.tensor.clone() for cache in whole.caches]
+    copies = [cache.tensor.clone() for cache in whole.caches]
     yield
-    assert all(same_bits(tensor, cache.tensor) for tensor, cache in zip(before, whole.caches, strict=True))
+    assert all(same_bits(tensor, cache.tensor) for tensor, cache in zip(copies, whole.caches, strict=True))
 
 
 def assert_outputs_close(outputs: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:

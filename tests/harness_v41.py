@@ -272,7 +272,7 @@ class OracleNetwork:
         order = np.sort(blocks)[::-1]
         sure = blocks > order[BLOCKS] + slack if len(blocks) > BLOCKS else np.ones(len(blocks), dtype=bool)
         maybe = blocks >= order[min(BLOCKS, len(blocks)) - 1] - slack
-        return (np.repeat(each, SIZE)[: len(scores)] for each in (sure, maybe))  # type: ignore[return-value]
+        return (np.repeat(flags, SIZE)[: len(scores)] for flags in (sure, maybe))  # type: ignore[return-value]
 
     def check_choice(self, layer: int, n: int, position: int, chosen: Sequence[int], slack: float) -> None:
         """Assert that what an indexer selected are the entries with the largest scores."""

@@ -154,8 +154,8 @@ def main() -> None:
     graph = modules()
     print("folders of core, each imports only folders after it:")
     for folder in CORE_FOLDERS:
-        found = sorted(module for module in graph if folder_of(module) == folder)
-        print(f"  {folder:<17} {len(found):>2} modules")
+        names = sorted(module for module in graph if folder_of(module) == folder)
+        print(f"  {folder:<17} {len(names):>2} modules")
     print("upward imports:", *(f"\n  {module} -> {other}" for module, other in upward_imports(graph) or [("none", "")]))
     print("circles:", *(f"\n  {', '.join(group)}" for group in circles(graph) or [["none"]]))
     print(flowchart())

@@ -86,10 +86,10 @@ def kernels(models: tuple[str, ...], targets: tuple[str, ...]) -> Iterator[tuple
     """Model, backend and target with the variants that `dsv4attn compile` would compile."""
     from dsv4attn.backends._triton.compiling import aot
 
-    asked: list[tuple[list[Any], Any]] = []
+    compile_calls: list[tuple[list[Any], Any]] = []
 
     def keep(variants: Any, target: Any, **_: object) -> list[Any]:
-        asked.append(([*dict.fromkeys(variants)], target))
+        compile_calls.append(([*dict.fromkeys(variants)], target))
         return []
 
     aot.compile_all = keep
@@ -98,8 +98,8 @@ def kernels(models: tuple[str, ...], targets: tuple[str, ...]) -> Iterator[tuple
             for target in targets:
                 dtypes = [word for dtype in DTYPES for word in ("--dtype", dtype)]
                 call("compile", "--json", "--backend", backend, "--model", model, "--target", target, *dtypes)
-                if asked:
-                    yield model, backend, target, *asked.pop()
+                if compile_calls:
+                    yield model, backend, target, *compile_calls.pop()
 
 
 def all_targets() -> tuple[str, ...]:

@@ -129,7 +129,7 @@ print(json.dumps([b.__file__, *map(list, lists)]))
     file, *lists = json.loads(done.stdout)
 
     assert Path(file).is_relative_to(copy)
-    assert [NEW in one for one in lists] == [True] * 4
+    assert [NEW in lists_of_file for lists_of_file in lists] == [True] * 4
 
     # asserts need no rewriting: the files are collected only
     words = ("--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider")
@@ -176,12 +176,12 @@ ENUMERATED = re.compile(rf"(?:\b(?:{NAMES}), ){{2,}}(?:and |or )?(?:{NAMES})\b")
 def texts(nodes: Iterator[ast.expr | None]) -> set[str]:
     """The backends that string literals among these name."""
     values = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return {found[1] for value in values if (found := NAMED.match(value))}
+    return {match[1] for value in values if (match := NAMED.match(value))}
 
 
 def lists_in(source: str) -> list[str]:
     """One line for each list, tuple, set, dict, call or text of a source that names two or more backends."""
-    found = []
+    lines = []
     for node in ast.walk(ast.parse(source)):
         parts: list[Any] = []
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -192,10 +192,10 @@ def lists_in(source: str) -> list[str]:
             parts = node.args
         names = texts(iter(parts))
         if len(names) > 1:
-            found.append(f"line {node.lineno}: {', '.join(sorted(names))}")  # type: ignore[attr-defined]
+            lines.append(f"line {node.lineno}: {', '.join(sorted(names))}")  # type: ignore[attr-defined]
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and ENUMERATED.search(node.value):
-            found.append(f"line {node.lineno}: {ENUMERATED.search(node.value)[0]}")  # type: ignore[index]
-    return found
+            lines.append(f"line {node.lineno}: {ENUMERATED.search(node.value)[0]}")  # type: ignore[index]
+    return lines
 
 
 def of_one_backend(path: Path) -> bool:
@@ -207,13 +207,13 @@ def of_one_backend(path: Path) -> bool:
 def test_no_other_file_lists_built_in_backends() -> None:
     files = [p for folder in ("dsv4attn", "tests", "examples") for p in sorted((ROOT / folder).rglob("*.py"))]
     shared = [p for p in files if not of_one_backend(p) and "fixtures" not in p.parts]
-    found = {str(p.relative_to(ROOT)): lists_in(p.read_text(encoding="utf-8")) for p in shared}
+    lists_by_file = {str(p.relative_to(ROOT)): lists_in(p.read_text(encoding="utf-8")) for p in shared}
 
     assert len(shared) > 200
-    assert {name: lists for name, lists in found.items() if lists and name not in ALLOWED} == {}, (
+    assert {name: lists for name, lists in lists_by_file.items() if lists and name not in ALLOWED} == {}, (
         "derive these from tests/backends/built_in.py, or from the descriptors"
     )
-    assert [name for name in ALLOWED if not found[name]] == [], "an exception that nothing needs"
+    assert [name for name in ALLOWED if not lists_by_file[name]] == [], "an exception that nothing needs"
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "Makefile", ".pre-commit-config.yaml", ".ci/run"])

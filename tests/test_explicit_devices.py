@@ -52,12 +52,12 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_every_factory_names_its_device_and_dtype(package: Path) -> None:
-    found = [
+    lines = [
         f"{path.relative_to(ROOT)}:{line}: {fault}"
         for path in sorted(package.rglob("*.py"))
         for line, fault in faults(path.read_text(encoding="utf-8"))
     ]
-    assert not found, "\n".join(found)
+    assert not lines, "\n".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_the_rule_sees_what_it_is_for(source: str, count: int) -> None:
 def test_torch_is_reached_by_its_own_name_only() -> None:
     """The rule above looks for calls of `torch.name`; no file imports a factory or renames torch."""
     factories = ON_A_DEVICE | WITHOUT_EITHER - {"Tensor"}
-    found = []
+    lines = []
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ImportFrom) and node.module == "torch":
-                    found += [f"{path}: {alias.name}" for alias in node.names if alias.name in factories]
+                    lines += [f"{path}: {alias.name}" for alias in node.names if alias.name in factories]
                 if isinstance(node, ast.Import):
-                    found += [f"{path}: torch as {a.asname}" for a in node.names if a.name == "torch" and a.asname]
-    assert not found
+                    lines += [f"{path}: torch as {a.asname}" for a in node.names if a.name == "torch" and a.asname]
+    assert not lines

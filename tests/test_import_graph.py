@@ -23,8 +23,8 @@ def test_a_planted_circle_and_a_planted_upward_import_are_found() -> None:
     graph[low] = {*graph[low], high}
 
     assert (low, high) in import_graph.upward_imports(graph)
-    (found,) = (group for group in import_graph.circles(graph) if low in group)
-    assert high in found
+    (circle,) = (group for group in import_graph.circles(graph) if low in group)
+    assert high in circle
 
 
 def test_folders_of_core_have_nothing_but_the_listed_folders() -> None:

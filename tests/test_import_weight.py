@@ -101,10 +101,10 @@ def test_importing_the_package_is_fast() -> None:
 
 def test_g6_a_core_module_loads_neither_triton_nor_a_vendor() -> None:
     # torch first, so that what torch may load by itself is not laid at our door.
-    found = brought_in("torch", *CORE, of=["triton", *VENDORS])
-    found.pop("torch", None)
+    modules = brought_in("torch", *CORE, of=["triton", *VENDORS])
+    modules.pop("torch", None)
 
-    assert found == {}
+    assert modules == {}
 
 
 def test_what_backends_import_is_watched() -> None:
@@ -150,15 +150,15 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_the_public_names_are_told_alike_to_everybody() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    told = {
+    exported = {
         alias.name: str(node.module).removeprefix("dsv4attn.")
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
 
-    assert told == dsv4attn._MODULE_OF
-    assert {*dsv4attn.__all__} == {*told, "__version__"}
+    assert exported == dsv4attn._MODULE_OF
+    assert {*dsv4attn.__all__} == {*exported, "__version__"}
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

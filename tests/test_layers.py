@@ -161,19 +161,19 @@ def forbidden_outside(module: str) -> set[str]:
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
     """Return every rule a source text breaks, one sentence each."""
     tree = ast.parse(source)
-    layer, found = layer_of(module), []
+    layer, messages = layer_of(module), []
     for line, name, as_text in imports(tree, module, is_package=is_package):
         if name.split(".")[0] in forbidden_outside(module):
-            found.append(f"{module}:{line}: may not import {name.split('.')[0]}")
+            messages.append(f"{module}:{line}: may not import {name.split('.')[0]}")
         if name.split(".")[0] != "dsv4attn":
             continue
         target = layer_of(name)
         names_backend = as_text and target.startswith("backends") and layer in MAY_NAME_BACKENDS
         if not (target == layer or target in rule_of(layer) or names_backend):
-            found.append(f"{module}:{line}: {layer} may not import {target} ({name})")
+            messages.append(f"{module}:{line}: {layer} may not import {target} ({name})")
     banned = forbidden_torch(module)
-    found += [f"{module}:{line}: may not name torch.{part}" for line, part in torch_parts(tree) if part in banned]
-    return found
+    messages += [f"{module}:{line}: may not name torch.{part}" for line, part in torch_parts(tree) if part in banned]
+    return messages
 
 
 def module_name(path: Path) -> str:
@@ -265,7 +265,7 @@ def test_a_file_holds_kernels_or_the_host_functions_that_launch_them() -> None:
     """No exception: what launches kernels is typed strictly, and a kernel file is the only one that is not."""
     sources = backend_sources()
 
-    assert {name: found for name, source in sources.items() if (found := mixture(source))} == {}
+    assert {name: names for name, source in sources.items() if (names := mixture(source))} == {}
     # the rule saw the kernels: a file of each with one more host function breaks it
     extra = "\n\ndef one_more(x: int) -> int:\n    return x\n"
     broken = {name for name, source in sources.items() if mixture(source + extra) == ["one_more"]}
@@ -347,10 +347,10 @@ PLANTED = [
 
 @pytest.mark.parametrize(("module", "source", "said"), PLANTED)
 def test_a_planted_violation_is_caught(module: str, source: str, said: str) -> None:
-    found = violations(source, module)
+    messages = violations(source, module)
 
-    assert len(found) >= 1
-    assert said in " ".join(found)
+    assert len(messages) >= 1
+    assert said in " ".join(messages)
 
 
 ALLOWED = [

@@ -200,15 +200,15 @@ def anchors(page: Path) -> set[str]:
 
 def dead(page: Path) -> list[str]:
     """Relative links of a page that lead nowhere: no such file, or no such heading in it."""
-    found = []
+    dead_links = []
     for link in links(page.read_text(encoding="utf-8")):
         if re.match(r"\w+:", link):
             continue
         path, _, heading = link.partition("#")
         target = page.parent / path if path else page
         if not target.exists() or (heading and heading not in anchors(target)):
-            found.append(link)
-    return found
+            dead_links.append(link)
+    return dead_links
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

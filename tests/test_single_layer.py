@@ -39,11 +39,11 @@ def test_a_prompt_in_one_step_equals_the_prompt_token_by_token_next_to_another_r
 
 
 def test_weights_are_the_same_in_every_process_and_can_be_given() -> None:
-    one, other = small(), small()
-    hidden = one.random_hidden(20)
-    (expected,) = one.step((one.new_request(), hidden))
-    assert torch.equal(other.step((other.new_request(), hidden))[0], expected)
-    shapes = weight_shapes(one.geometry, 0)
+    first, second = small(), small()
+    hidden = first.random_hidden(20)
+    (expected,) = first.step((first.new_request(), hidden))
+    assert torch.equal(second.step((second.new_request(), hidden))[0], expected)
+    shapes = weight_shapes(first.geometry, 0)
     zeros = small(weights={name: torch.zeros(shape) for name, shape in shapes.items()})
     assert not zeros.step((zeros.new_request(), hidden))[0].any()
 

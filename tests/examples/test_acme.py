@@ -105,8 +105,8 @@ def test_the_descriptor_imports_neither_torch_nor_the_kernels(clean: Place) -> N
 
 
 def test_a_problem_it_cannot_run_is_refused_with_every_reason_and_a_cure(clean: Place) -> None:
-    asked = ("explain", "--device", "cpu", "--backend", "acme", "--heads", "6", "--dtype", "float32")
-    candidates = clean.json(*asked, code=1)["candidates"]
+    arguments = ("explain", "--device", "cpu", "--backend", "acme", "--heads", "6", "--dtype", "float32")
+    candidates = clean.json(*arguments, code=1)["candidates"]
     reasons = next(row for row in candidates if row["name"] == "acme")["reasons"]
 
     assert [reason["code"] for reason in reasons] == ["HEADS", "LAYOUT", "LAYOUT"]

@@ -64,7 +64,7 @@ def test_the_recipe_works_as_it_stands(tmp_path: Path) -> None:
     shutil.copytree(ACME, checkout / "examples" / ACME.name, ignore=left)
     programs.mkdir()
     offline = shlex.join([*OFFLINE, "--target", str(site)])
-    for name, start, more in (
+    for name, start, options in (
         ("dsv4attn", [sys.executable, "-m", "dsv4attn"], ""),
         ("python", [sys.executable], ""),
         ("pip", PIP, offline),
@@ -72,7 +72,7 @@ def test_the_recipe_works_as_it_stands(tmp_path: Path) -> None:
         program = programs / name
         # a folder of its own takes no editable install
         left_out = 'for a; do shift; [ "$a" = -e ] || set -- "$@" "$a"; done\n' if name == "pip" else ""
-        program.write_text(f'#!/bin/sh\n{left_out}exec {shlex.join(start)} "$@" {more}\n', encoding="utf-8")
+        program.write_text(f'#!/bin/sh\n{left_out}exec {shlex.join(start)} "$@" {options}\n', encoding="utf-8")
         program.chmod(0o755)
     script = "\n".join(["set -ex", *(SHORT.get(line, line) for line in LINES)])
     env = environment([site])
@@ -100,8 +100,8 @@ def test_every_file_it_names_exists() -> None:
     named = [text for text in SPANS if re.fullmatch(r"[\w./-]+\.(py|md|toml|json)|examples/[\w/-]+", text)]
     assert len(named) > 10
     for name in named:
-        there = [root / name.replace("zephyr", "acme") for root in (ROOT, ACME, ACME / "dsv4attn_acme")]
-        assert name in MADE or any(path.exists() for path in there), name
+        candidates = [root / name.replace("zephyr", "acme") for root in (ROOT, ACME, ACME / "dsv4attn_acme")]
+        assert name in MADE or any(path.exists() for path in candidates), name
 
 
 @pytest.mark.parametrize("text", dict.fromkeys(COMMANDS))

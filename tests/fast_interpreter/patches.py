@@ -82,15 +82,15 @@ def remember_dtypes() -> None:
     find = getattr(interpreter, "_get_np_dtype", None)
     if find is None:
         return
-    found: dict[Any, Any] = {}
+    dtypes: dict[Any, Any] = {}
 
     def remembered(dtype: Any) -> Any:
         scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
         if isinstance(scalar, tl.pointer_type):
             return find(scalar)
-        if scalar not in found:
-            found[scalar] = find(scalar)
-        return found[scalar]
+        if scalar not in dtypes:
+            dtypes[scalar] = find(scalar)
+        return dtypes[scalar]
 
     interpreter._get_np_dtype = remembered
 
@@ -100,7 +100,7 @@ def remember_blocks() -> None:
     from triton.language import core
 
     block, tensor = core.block_type.__init__, core.tensor.__init__
-    made: dict[Any, dict[str, Any]] = {}
+    attributes: dict[Any, dict[str, Any]] = {}
 
     def of_block(self: Any, element_ty: Any, shape: Any) -> None:
         if any(type(n) is not int for n in shape):
@@ -108,10 +108,10 @@ def remember_blocks() -> None:
             return
         # Types are few and some cannot be hashed. Each stays alive in the attributes that are kept here.
         key = (id(element_ty), *shape)
-        if key not in made:
+        if key not in attributes:
             block(self, element_ty, shape)
-            made[key] = vars(self) | {"_tensors": _attributes(tensor, self)}
-        vars(self).update(made[key])
+            attributes[key] = vars(self) | {"_tensors": _attributes(tensor, self)}
+        vars(self).update(attributes[key])
 
     def of_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - its name in Triton
         known = vars(type).get("_tensors")
@@ -133,14 +133,14 @@ def remember_casts() -> None:
         return
     tables: dict[Any, Any] = {}
 
-    def looked_up(given: Any, of: Any, to: Any, rounding: Any) -> Any:
+    def looked_up(values: Any, of: Any, to: Any, rounding: Any) -> Any:
         if of.primitive_bitwidth > 16:
-            return convert(given, of, to, rounding)
+            return convert(values, of, to, rounding)
         key = of.name, to.name, rounding
         kind = np.dtype(f"uint{of.primitive_bitwidth}")
         if key not in tables:
             tables[key] = convert(np.arange(2**of.primitive_bitwidth, dtype=kind), of, to, rounding)
-        return tables[key][np.ascontiguousarray(given).view(kind)]
+        return tables[key][np.ascontiguousarray(values).view(kind)]
 
     interpreter._convert_float = looked_up
 
@@ -149,14 +149,14 @@ def remember_members() -> None:
     """Search each module or class for operations of the language once."""
     from triton.runtime import interpreter
 
-    found: dict[Any, list[tuple[str, Any]]] = {}
+    members: dict[Any, list[tuple[str, Any]]] = {}
     is_builtin = interpreter.tl.core.is_builtin
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        if package not in found:
-            found[package] = [(name, one) for name, one in inspect.getmembers(package) if is_builtin(one)]
-        for name, one in found[package]:
-            interpreter._patch_attr(package, name, one, builder, scope)
+        if package not in members:
+            members[package] = [(name, member) for name, member in inspect.getmembers(package) if is_builtin(member)]
+        for name, member in members[package]:
+            interpreter._patch_attr(package, name, member, builder, scope)
 
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "_patch_builtin"):
         interpreter._patch_builtin = patch_builtin
@@ -166,6 +166,6 @@ def _attributes(make: Any, type: Any) -> dict[str, Any]:  # noqa: A002 - its nam
     """Attributes of a tensor of this type, without its handle and type."""
     from triton.language import core
 
-    one = object.__new__(core.tensor)
-    make(one, None, type)
-    return {name: value for name, value in vars(one).items() if name not in ("handle", "type")}
+    tensor = object.__new__(core.tensor)
+    make(tensor, None, type)
+    return {name: value for name, value in vars(tensor).items() if name not in ("handle", "type")}

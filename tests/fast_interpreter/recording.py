@@ -136,10 +136,10 @@ class RecordingWriter:
         end = self._node(part, None, result)
         if self.bytes > _MAX_BYTES:
             raise UnknownError
-        for made, line in nodes:
+        for node, line in nodes:
             if root.ask is None:
-                vars(root).update(vars(made))
-            elif root.ask != made.ask or len(root.steps) != len(made.steps):
+                vars(root).update(vars(node))
+            elif root.ask != node.ask or len(root.steps) != len(node.steps):
                 raise UnknownError
             root = root.next.setdefault(line.answer, RecordingNode())
         vars(root).update(vars(end))
@@ -147,12 +147,12 @@ class RecordingWriter:
     def _node(self, recorded: list[RecordedStep], question: RecordedStep | None, result: Any = None) -> RecordingNode:
         node, steps = RecordingNode(), list[RecordedStep]()
         for line in recorded:
-            made = line.out if isinstance(line.out, tuple) else (line.out,)
+            results = line.out if isinstance(line.out, tuple) else (line.out,)
             if line.step is None:
                 self.constant[id(line.out)] = line.out
                 continue
             known = [self._known(arg) for arg in line.args if isinstance(arg, self.handle)]
-            handles = [item for item in made if isinstance(item, self.handle)]
+            handles = [item for item in results if isinstance(item, self.handle)]
             if not all(arg is None or _is_recordable(arg, self.handle) for arg in line.args):
                 raise UnknownError
             if not handles and not line.effect:
@@ -240,7 +240,7 @@ class RecordingWriter:
 
 
 _TENSOR, _CONSTANT = object(), object()
-_PICK = [lambda made, i=i: made[i] for i in range(8)]
+_PICK = [lambda outputs, i=i: outputs[i] for i in range(8)]
 
 
 def _is_recordable(value: Any, handle: Any) -> bool:

@@ -195,12 +195,12 @@ class Recordings:
 
         self.recorder, self.semantic.builder = None, self.builder
         try:
-            made = function(tensors)
+            results = function(tensors)
         finally:
             self.recorder, self.semantic.builder = recorder, recorder
         handles = tuple(item.handle for item in tensors)
-        recorder.steps.append(RecordedStep(run_whole, handles, tuple(item.handle for item in made), pure=True))
-        return made
+        recorder.steps.append(RecordedStep(run_whole, handles, tuple(item.handle for item in results), pure=True))
+        return results
 
     # ------------------------------------------------------------ what names mean
 
@@ -275,11 +275,11 @@ def replay_functions() -> None:
 
 def _replay_operations(recordings: Recordings, interpreter: Any) -> None:
     """Replay operations of the language, and record where the value of a tensor is read."""
-    made: dict[Any, Any] = {}
+    replayed_operations: dict[Any, Any] = {}
     patch_tensor, semantic = interpreter._patch_lang_tensor, interpreter.interpreter_semantic
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        if member not in made:
+        if member not in replayed_operations:
 
             def plain(*args: Any, **options: Any) -> Any:
                 return member(*args, **options, _semantic=semantic)
@@ -288,8 +288,8 @@ def _replay_operations(recordings: Recordings, interpreter: Any) -> None:
                 options.pop("_semantic", None)
                 return recordings.call(member, plain, args, options)
 
-            made[member] = replayed
-        scope.set_attr(obj, name, made[member])
+            replayed_operations[member] = replayed
+        scope.set_attr(obj, name, replayed_operations[member])
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)

@@ -59,9 +59,9 @@ def replace_steps() -> None:
         _silence_warnings(interpreter.GridExecutor)
 
 
-def _replace(owner: Any, name: str, made: Any) -> None:
+def _replace(owner: Any, name: str, replacement: Any) -> None:
     REPLACED[name] = vars(owner)[name]
-    setattr(owner, name, made)
+    setattr(owner, name, replacement)
 
 
 def _silence_warnings(executor: Any) -> None:

@@ -50,10 +50,10 @@ def answer(step: Any, *args: Any) -> Any:
 
     with np.errstate(all="ignore"):
         try:
-            made = step(interpreter.interpreter_builder, *args)
+            tensor = step(interpreter.interpreter_builder, *args)
         except (TypeError, ValueError) as error:
             return type(error)
-    return made.dtype, made.attr, made.data.dtype, np.shape(made.data), made.data.tobytes()
+    return tensor.dtype, tensor.attr, tensor.data.dtype, np.shape(tensor.data), tensor.data.tobytes()
 
 
 def assert_same(name: str, *args: Any) -> None:

@@ -40,5 +40,5 @@ ROWS = (
 
 def row_for(device: DeviceFacts) -> Row:
     """The chip's own row, or the default."""
-    own = [row for row in ROWS if device.matches(row.archs)]
-    return own[0] if own else next(row for row in ROWS if row.default)
+    matching = [row for row in ROWS if device.matches(row.archs)]
+    return matching[0] if matching else next(row for row in ROWS if row.default)

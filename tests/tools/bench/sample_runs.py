@@ -16,7 +16,7 @@ HERE = Machine("Toy", "sm_90", "2.11", "3.6", "3.12", "0.1.0", 1)
 def row(case: str = "decode flash_c4 b=8", by: str = "ours", us: float | None = 100.0, **facts: Any) -> BenchRow:
     """A row whose time spans one percent to either side."""
     times = {} if us is None else {"median": us * 1e-6, "p10": us * 0.99e-6, "p90": us * 1.01e-6}
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "state": MEASURED,
         "error": 2e-3,
         "worst_row": 3e-3,
@@ -24,10 +24,10 @@ def row(case: str = "decode flash_c4 b=8", by: str = "ours", us: float | None = 
         "bytes": 10**6,
         "least": 1e-5,
     }
-    return BenchRow(kernel=case.split(maxsplit=1)[0], case=case, by=by, **{**given, **times, **facts})
+    return BenchRow(kernel=case.split(maxsplit=1)[0], case=case, by=by, **{**defaults, **times, **facts})
 
 
 def run(rows: Sequence[BenchRow], machine: Machine = HERE, **facts: Any) -> Run:
     """A run of these rows."""
-    given = {"date": "2026-11-20 12:00", "rounds": 20, "roofline": ROOF, **facts}
-    return Run(machine=machine, rows=tuple(rows), **given)
+    defaults = {"date": "2026-11-20 12:00", "rounds": 20, "roofline": ROOF, **facts}
+    return Run(machine=machine, rows=tuple(rows), **defaults)

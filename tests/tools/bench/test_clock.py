@@ -146,18 +146,18 @@ def test_fp8_products_count_where_the_device_has_them() -> None:
 
 
 def test_the_fp8_product_is_that_of_the_devices_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def product(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> None:
         assert right.stride(0) == 1, "columns of the second matrix are dense"
-        asked.append(left.dtype)
+        dtypes.append(left.dtype)
         if left.dtype != torch.float8_e4m3fnuz:
             raise RuntimeError("no such dialect here")
 
     monkeypatch.setattr(torch, "_scaled_mm", product)
     multiply = _fp8_product(32, torch.device("cpu"))
     assert multiply is not None
-    assert asked == [torch.float8_e4m3fn, torch.float8_e4m3fnuz]
+    assert dtypes == [torch.float8_e4m3fn, torch.float8_e4m3fnuz]
 
     def none(*_: Any, **__: Any) -> None:
         raise RuntimeError("needs compute capability 8.9")

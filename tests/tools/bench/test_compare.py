@@ -28,10 +28,10 @@ def test_less_than_five_percent_is_noise(us: float, state: str) -> None:
 
 
 def test_times_of_a_cpu_are_compared_with_the_same_number_of_threads_only() -> None:
-    one, two = (evolve(HERE, arch="cpu", threads=threads, cores=2) for threads in (1, 2))
+    machine, other_machine = (evolve(HERE, arch="cpu", threads=threads, cores=2) for threads in (1, 2))
 
-    assert compare(run([row()], one), run([row()], evolve(one, cores=0))).comparable
-    assert not compare(run([row()], one), run([row()], two)).comparable
+    assert compare(run([row()], machine), run([row()], evolve(machine, cores=0))).comparable
+    assert not compare(run([row()], machine), run([row()], other_machine)).comparable
     assert compare(run([row()], HERE), run([row()], evolve(HERE, threads=2))).comparable
 
 

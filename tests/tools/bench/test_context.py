@@ -65,8 +65,8 @@ def result(**facts: Any) -> bench.ContextResult:
     formula, sent = {"attention": 65792, "candidates": 4096}, {"attention": 65792.0, "candidates": 4096.0}
     spread = Spread(120e-6, 118e-6, 122e-6)
     times = (bench.PartTime("both", spread, Spread(100e-6, 99e-6, 101e-6)),)
-    made = bench.ContextResult(case, 4.4e-3, 5e-3, 4096, (), times, whole, part, formula, sent)
-    return evolve(made, **facts)
+    context_result = bench.ContextResult(case, 4.4e-3, 5e-3, 4096, (), times, whole, part, formula, sent)
+    return evolve(context_result, **facts)
 
 
 def test_bytes_are_those_of_whole_pages_and_of_a_rank() -> None:
@@ -110,12 +110,12 @@ class Accelerator(RankClock):
 
 def test_a_round_with_too_few_flushes_is_repeated(alone: MeteredContext) -> None:
     calls: list[str] = []
-    one, ranks = Accelerator(CPU, alone).times_over_ranks(
+    single, ranks = Accelerator(CPU, alone).times_over_ranks(
         [lambda: calls.append("one")], [lambda: calls.append("ranks")], 2
     )
 
     assert calls == ["one"] * 3 + ["ranks"] * 3 + ["one", "ranks"]
-    assert one == ranks == [Spread(4e-3, 4e-3, 4e-3)]
+    assert single == ranks == [Spread(4e-3, 4e-3, 4e-3)]
 
 
 def test_a_call_is_captured_after_calls_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,16 +134,16 @@ def test_a_call_is_captured_after_calls_that_compile(monkeypatch: pytest.MonkeyP
 
 
 def test_graphs_are_replayed_and_checked(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+    graphs: list[Any] = []
 
     def capture(call: Any, _: Any) -> Any:
-        made.append(call)
+        graphs.append(call)
         return call
 
     monkeypatch.setattr(bench, "captured", capture)
     result = bench.measure(CASE, ReferenceBackend(), alone, alone.sent, RankClock(CPU, alone), 1, graph=True)
 
-    assert len(made) == 6
+    assert len(graphs) == 6
     assert result.wrong == ()
 
 
@@ -177,11 +177,11 @@ def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.Mo
 def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, select = [0], select_topk_over_ranks
 
-    def worse(*given: Any) -> None:
-        select(*given)
+    def worse(*arguments: Any) -> None:
+        select(*arguments)
         calls[0] += 1
         if calls[0] > 3:
-            given[6][0, 0] += 1
+            arguments[6][0, 0] += 1
 
     monkeypatch.setattr(context_step, "select_topk_over_ranks", worse)
     result = measured(alone)

@@ -45,7 +45,7 @@ def small(name: str) -> KernelCase:
 def visible(case: KernelCase) -> list[tuple[list[int], list[int]]]:
     """Positions and entries that each token may see, from the oracle."""
     preset = case.preset
-    places = [before + i for before, count in case.requests for i in range(count)]
+    places = [context + i for context, count in case.requests for i in range(count)]
     ratio = None if preset.kind is LayerKind.SWA else preset.ratio
     return [oracle.visible_keys(place, 128, ratio, None) for place in places]
 
@@ -56,7 +56,7 @@ def test_each_token_names_the_records_of_its_own_request(name: str) -> None:
     inputs = make_inputs(case, CPU)
     request = [r for r, (_, count) in enumerate(case.requests) for _ in range(count)]
 
-    taken = 0
+    total = 0
     for token, (window, entries) in enumerate(visible(case)):
         for segment, expected in zip(inputs.segments, (window, entries), strict=False):
             page, n = segment.cache.block_size, int(segment.slots.lens[token])
@@ -67,12 +67,12 @@ def test_each_token_names_the_records_of_its_own_request(name: str) -> None:
             numbers = (local[:n] + first).tolist()
             assert len({*numbers}) == n
             assert {*numbers} <= {*expected}
-            there = segment.table[request[token]][torch.tensor(numbers, dtype=torch.int64) // page]
-            assert bool((there >= 0).all())
-            assert slots[:n].tolist() == (there * page + torch.tensor(numbers).long() % page).tolist()
-            taken += n
-    assert inputs.keys == taken
-    assert inputs.flops == 4 * 2 * 512 * taken
+            pages = segment.table[request[token]][torch.tensor(numbers, dtype=torch.int64) // page]
+            assert bool((pages >= 0).all())
+            assert slots[:n].tolist() == (pages * page + torch.tensor(numbers).long() % page).tolist()
+            total += n
+    assert inputs.keys == total
+    assert inputs.flops == 4 * 2 * 512 * total
 
 
 def test_filling_leaves_no_slot_out() -> None:
@@ -210,9 +210,9 @@ def test_the_pair_says_the_records_of_both_caches(pair: str, record: tuple[int, 
     assert not inputs.layer.q_norm
     assert inputs.keys == inputs.records == 2 * 128 + 512 + 301
     assert inputs.stored == 256 * record[0] + 813 * record[1]
-    asked = problem_of(inputs.case)
+    problem = problem_of(inputs.case)
     result = [CacheFacts.of(segment.cache.layout, segment.cache.block_size) for segment in inputs.segments]
-    assert [asked.swa, asked.compressed] == result
+    assert [problem.swa, problem.compressed] == result
 
 
 def test_requests_are_the_same_in_every_run_and_ragged_where_they_should_be() -> None:

@@ -66,13 +66,13 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", infer)
 
 
-def error_of(one: Contender, task: Task) -> float:
+def error_of(contender: Contender, task: Task) -> float:
     """Error of a contender's result over results that were spoilt."""
-    one.run()
-    one.reset()
-    one.run()
-    expected = task.expected if one.expected is None else one.expected
-    return error([*zip(one.results(), expected, strict=True)]).worst
+    contender.run()
+    contender.reset()
+    contender.run()
+    expected = task.expected if contender.expected is None else contender.expected
+    return error([*zip(contender.results(), expected, strict=True)]).worst
 
 
 @pytest.mark.usefixtures("_libraries")
@@ -81,15 +81,15 @@ def error_of(one: Contender, task: Task) -> float:
 def test_selections_of_peers_are_right(name: str, tokens: int) -> None:
     peer = LAYER_OP_PEERS[name]
     task = select_task(LayerOpCase("select", "paged", "a", 1 if tokens > 2 else 3, tokens, 704), CPU)
-    one = peer.contender(task)
+    contender = peer.contender(task)
 
     assert peer.available() is None
-    assert one is not None
-    assert one.name == name
-    assert ("flashinfer.top_k" in one.note) is (name == "flashinfer_topk")
-    assert error_of(one, task) < 1e-5
-    one.reset()
-    assert one.results()[0].isnan().all()
+    assert contender is not None
+    assert contender.name == name
+    assert ("flashinfer.top_k" in contender.note) is (name == "flashinfer_topk")
+    assert error_of(contender, task) < 1e-5
+    contender.reset()
+    assert contender.results()[0].isnan().all()
 
 
 @pytest.mark.usefixtures("_libraries")
@@ -97,10 +97,10 @@ def test_selections_of_peers_are_right(name: str, tokens: int) -> None:
 def test_logits_are_asked_for_on_pages_and_gathered(step: str) -> None:
     requests, tokens = (2, 2) if step == "paged" else (1, 7)
     task = index_task(LayerOpCase("index", step, "a", requests, tokens, 192), CPU)
-    one = LAYER_OP_PEERS["deep_gemm"].contender(task)
+    contender = LAYER_OP_PEERS["deep_gemm"].contender(task)
 
-    assert one is not None
-    assert error_of(one, task) < 1e-5
+    assert contender is not None
+    assert error_of(contender, task) < 1e-5
 
 
 @pytest.mark.usefixtures("_libraries")
@@ -108,12 +108,12 @@ def test_logits_are_asked_for_on_pages_and_gathered(step: str) -> None:
 def test_of_hyper_connections_only_the_product_is_there_and_says_so(tokens: int) -> None:
     peer = LAYER_OP_PEERS["deep_gemm"]
     task = mhc_task(LayerOpCase("mhc", "pre", "a", 1, tokens, hidden=64), CPU)
-    one = peer.contender(task)
+    contender = peer.contender(task)
 
-    assert one is not None
-    assert (one.name, len(one.expected or ())) == ("deep_gemm product", 2)
-    assert "nothing else" in one.note
-    assert error_of(one, task) < 1e-5
+    assert contender is not None
+    assert (contender.name, len(contender.expected or ())) == ("deep_gemm product", 2)
+    assert "nothing else" in contender.note
+    assert error_of(contender, task) < 1e-5
     for step in ("post", "post+pre", "head"):
         assert peer.contender(mhc_task(LayerOpCase("mhc", step, "a", 1, 3, hidden=64), CPU)) is None
     assert peer.contender(compressor_task(LayerOpCase("compress", "query index", "a"), CPU)) is None

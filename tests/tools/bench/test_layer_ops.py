@@ -129,17 +129,17 @@ def no_bias(right: Callable[..., Any], kv: Any, score: Any, ape: Any, *rest: Any
     right(kv, score, 0 * ape, *rest)
 
 
-def next_position(right: Callable[..., Any], *given: Any, overlap: bool) -> None:
+def next_position(right: Callable[..., Any], *arguments: Any, overlap: bool) -> None:
     """Entries are rotated by one position too many."""
-    norm = evolve(given[4], cos_sin_cache=given[4].cos_sin_cache.roll(-1, 0))
-    right(*given[:4], norm, *given[5:], overlap=overlap)
+    norm = evolve(arguments[4], cos_sin_cache=arguments[4].cos_sin_cache.roll(-1, 0))
+    right(*arguments[:4], norm, *arguments[5:], overlap=overlap)
 
 
-def half_a_window(right: Callable[..., Any], states: StatePages, *given: Any, overlap: bool) -> None:
+def half_a_window(right: Callable[..., Any], states: StatePages, *arguments: Any, overlap: bool) -> None:
     """Tokens of every second page do not count."""
     table = states.block_table.clone()
     table[:, ::2] = -1
-    right(evolve(states, block_table=table), *given, overlap=overlap)
+    right(evolve(states, block_table=table), *arguments, overlap=overlap)
 
 
 def unturned(right: Callable[..., Any], q: Any, weights: Any, positions: Any, *rest: Any) -> Any:
@@ -199,10 +199,10 @@ def test_work_is_counted_by_hand() -> None:
 
 
 def test_any_512_of_equal_scores_are_a_right_selection_and_others_are_not() -> None:
-    given: Any = select_task(LayerOpCase("select", "paged", "a", 1, 1, 704), CPU).inputs
+    inputs: Any = select_task(LayerOpCase("select", "paged", "a", 1, 1, 704), CPU).inputs
     scores = torch.arange(704.0).flip(0)[None]
     scores[0, 511:520] = scores[0, 511].clone()
-    given = evolve(given, logits=scores)
+    inputs = evolve(inputs, logits=scores)
     right = torch.arange(512)[None]
     ties = right.clone()
     ties[0, 511] = 519
@@ -211,13 +211,13 @@ def test_any_512_of_equal_scores_are_a_right_selection_and_others_are_not() -> N
     early[0, 0] = 515
 
     for chosen in (right, ties, ties.flip(1)):
-        (result,) = selection_bounds(given, chosen)
+        (result,) = selection_bounds(inputs, chosen)
         assert result.tolist() == [[scores[0, 511].item()] * 2]
-    assert selection_bounds(given, late)[0][0, 0] < scores[0, 511]
-    assert selection_bounds(given, early)[0][0, 1] == scores[0, 0]
+    assert selection_bounds(inputs, late)[0][0, 0] < scores[0, 511]
+    assert selection_bounds(inputs, early)[0][0, 1] == scores[0, 0]
     twice = right.clone()
     twice[0, 0] = 1
     beyond = right.clone()
     beyond[0, 0] = 704
     for wrong in (twice, beyond):
-        assert selection_bounds(given, wrong)[0].isnan().all()
+        assert selection_bounds(inputs, wrong)[0].isnan().all()

@@ -111,9 +111,9 @@ def test_a_trace_of_this_torch_has_the_parts() -> None:
         marks.to()
 
     events = [*_trace(run, Clock(CPU), 2)]
-    names = [one["name"] for one in events if one.get("cat") == "user_annotation"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert names == [PREFIX + "one", PREFIX + "two"] * 2
-    (first, _) = [one for one in events if one.get("name") == "aten::add"]
+    (first, _) = [event for event in events if event.get("name") == "aten::add"]
     launched = event("cuda_driver", "cuLaunchKernelEx", first["ts"], 0.1, correlation=5)
     assert [part.launches for part in of_trace([*events, launched, event("kernel", "k", 0, 3, correlation=5)], 2)] == [
         0.5,
@@ -148,7 +148,7 @@ def test_every_part_of_a_layer_is_there(kind: LayerKind) -> None:
 def test_a_decode_completes_the_share_of_entries_that_it_does_in_service(kind: LayerKind, small: bool) -> None:
     [decode] = [case for case in layer_cases(small=small) if case.kind is kind and case.tokens == 1]
     ratio = {LayerKind.SWA: 0, LayerKind.CSA: 4, LayerKind.HCA: 128}[kind]
-    ends = [before for before in decode.contexts if ratio and (before + 1) % ratio == 0]
+    ends = [context for context in decode.contexts if ratio and (context + 1) % ratio == 0]
 
     assert len(decode.contexts) == decode.requests
     assert decode.completing == len(ends) == (max(decode.requests // ratio, 1) if ratio else 0)
@@ -161,9 +161,9 @@ def test_the_step_that_is_timed_stores_the_entries_that_its_legend_names(monkeyp
     stored: list[int] = []
     right = LayerOps().compress_norm_rope_store
 
-    def counted(*given: Any, **options: Any) -> None:
-        stored.append(int((given[3] >= 0).sum()))
-        right(*given, **options)
+    def counted(*arguments: Any, **options: Any) -> None:
+        stored.append(int((arguments[3] >= 0).sum()))
+        right(*arguments, **options)
 
     backend = ReferenceBackend()
     vars(backend)["layer_ops"] = evolve(LayerOps(), compress_norm_rope_store=counted)
@@ -190,8 +190,8 @@ def test_the_legend_says_how_many_sequences_of_a_decode_complete_an_entry() -> N
 def shown(*times: LayerTime) -> list[str]:
     out = Console(width=120, no_color=True)
     with out.capture() as captured:
-        for one in layer_tables([{"by": "ours", **asdict(time)} for time in times]):
-            out.print(one, crop=False)
+        for table in layer_tables([{"by": "ours", **asdict(time)} for time in times]):
+            out.print(table, crop=False)
     return [line.rstrip() for line in captured.get().splitlines() if line.strip()]
 
 

@@ -68,20 +68,22 @@ def test_flash_mla_gets_what_its_signature_says(
     assert bool(peer.results()[0].isnan().all())
 
 
-def sparse_mla(**given: Any) -> None:
+def sparse_mla(**arguments: Any) -> None:
     """What FlashInfer's function is asked for, computed from its own arguments."""
-    assert given["workspace_buffer"].dtype == torch.uint8
-    assert given["bmm2_scale"] == 1.0
-    pairs = [(given["swa_kv_cache"], given["sparse_indices"], given["swa_topk_lens"])]
-    if "compressed_kv_cache" in given:
-        pairs.append((given["compressed_kv_cache"], given["extra_sparse_indices"], given["extra_sparse_topk_lens"]))
+    assert arguments["workspace_buffer"].dtype == torch.uint8
+    assert arguments["bmm2_scale"] == 1.0
+    pairs = [(arguments["swa_kv_cache"], arguments["sparse_indices"], arguments["swa_topk_lens"])]
+    if "compressed_kv_cache" in arguments:
+        pairs.append(
+            (arguments["compressed_kv_cache"], arguments["extra_sparse_indices"], arguments["extra_sparse_topk_lens"])
+        )
     from dsv4attn.tools.bench.inputs import read_records
 
-    for t, q in enumerate(given["query"].float()):
+    for t, q in enumerate(arguments["query"].float()):
         # [pages, 1, page, 584]: heads second
         keys = torch.cat([read_records(PagedKVCache(cache, LAYOUT), i[t, : int(n[t])]) for cache, i, n in pairs])
-        z = torch.cat([q @ keys.T * given["bmm1_scale"], given["sinks"][:, None]], 1)
-        given["out"][t] = torch.softmax(z, 1)[:, :-1] @ keys
+        z = torch.cat([q @ keys.T * arguments["bmm1_scale"], arguments["sinks"][:, None]], 1)
+        arguments["out"][t] = torch.softmax(z, 1)[:, :-1] @ keys
 
 
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])

@@ -61,11 +61,11 @@ def words(figure: Any) -> str:
 
 
 def test_every_kernel_has_its_picture(tmp_path: Path, figures: list[Any]) -> None:
-    made = draw(everything(), tmp_path)
+    paths = draw(everything(), tmp_path)
 
     names = ["decode", "prefill", "prefill-rows", "step", "memory", *LAYER_OPS, "scaling"]
-    assert [path.stem for path in made] == names
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
+    assert [path.stem for path in paths] == names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     for figure in figures:
         said = words(figure)
         assert "Toy, torch 2.11, Triton 3.6, dsv4attn 0.1.0, 2026-11-20 12:00 UTC" in said

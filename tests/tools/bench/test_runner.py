@@ -47,9 +47,9 @@ def rows(backend: Backend, kernel: str, preset: str = "flash_swa", peers: Sequen
 @pytest.mark.parametrize("form", ["dense", "ragged"])
 def test_every_kernel_is_measured_in_every_form(form: str, keys: str) -> None:
     backend = ReferenceBackend(decode_indices=form, prefill_indices=form, prefill_keys=keys)
-    one = runner(backend)
+    bench_runner = runner(backend)
     for case in cases_of([*KERNELS, "step"], ["flash_c4", "flash_swa"], SIZE):
-        values = one.run(case)[0]
+        values = bench_runner.run(case)[0]
         assert (values.state, values.reason) == (MEASURED, ""), case.name
         assert values.median is not None
         assert values.error is not None
@@ -60,24 +60,24 @@ def test_every_kernel_is_measured_in_every_form(form: str, keys: str) -> None:
 
 @pytest.mark.parametrize("pages", [True, False])
 def test_a_prefill_takes_pages_or_rows_as_the_backend_prefers(*, pages: bool) -> None:
-    taken, asked = set(), []
+    forms, questions = set(), []
 
     class Prefers(ReferenceBackend):
         def prefers_pages(self, layer: Any, requests: Any, rows: int) -> bool:
-            asked.append(([*requests], rows))
+            questions.append(([*requests], rows))
             return pages
 
         def prefill(self, call: AttentionCall) -> None:
-            taken.add(isinstance(call.keys, GatheredKeys))
+            forms.add(isinstance(call.keys, GatheredKeys))
             super().prefill(call)
 
     (case,) = cases_of(["prefill"], ["flash_c4"], SIZE)
     values = runner(Prefers()).run(case)[0]
 
     assert values.state == MEASURED, values.reason
-    assert taken == {not pages}
-    assert [requests for requests, _ in asked] == [[*case.requests]] * len(asked)
-    assert all(rows > 0 for _, rows in asked)
+    assert forms == {not pages}
+    assert [requests for requests, _ in questions] == [[*case.requests]] * len(questions)
+    assert all(rows > 0 for _, rows in questions)
 
 
 @pytest.mark.parametrize("form", ["dense", "ragged"])
@@ -299,9 +299,9 @@ def test_a_peer_that_refuses_a_case_is_a_row() -> None:
 
 
 def test_a_peer_that_is_not_here_says_why_once() -> None:
-    one = runner(ReferenceBackend(), [Peer(right, missing="other is not installed")])
-    assert one.unavailable == {"other": "other is not installed"}
-    assert one.peers == []
+    bench_runner = runner(ReferenceBackend(), [Peer(right, missing="other is not installed")])
+    assert bench_runner.unavailable == {"other": "other is not installed"}
+    assert bench_runner.peers == []
 
 
 def test_peers_run_attention_only() -> None:
@@ -330,19 +330,22 @@ def test_decodes_of_one_token_are_decodes() -> None:
 
 
 def test_the_roofline_is_measured_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = runner(ReferenceBackend())
+    bench_runner = runner(ReferenceBackend())
     faster = type(ROOF)(ROOF.bytes_s, 2 * ROOF.flops_s, ROOF.dtype)
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: faster)
-    roof, (values,) = one.settled([row(flops=10**12, bytes=1)])
+    roof, (values,) = bench_runner.settled([row(flops=10**12, bytes=1)])
 
     assert roof == faster
     assert values.least == 1e12 / faster.flops_s
 
 
 def test_an_fp8_row_is_judged_by_the_fp8_product_and_older_files_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, roof = runner(ReferenceBackend()), type(ROOF)(ROOF.bytes_s, ROOF.flops_s, ROOF.dtype, 4 * ROOF.flops_s)
+    bench_runner, roof = (
+        runner(ReferenceBackend()),
+        type(ROOF)(ROOF.bytes_s, ROOF.flops_s, ROOF.dtype, 4 * ROOF.flops_s),
+    )
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: roof)
-    _, (plain, fp8) = one.settled([row(flops=10**12, bytes=1), row(flops=10**12, bytes=1, fp8=True)])
+    _, (plain, fp8) = bench_runner.settled([row(flops=10**12, bytes=1), row(flops=10**12, bytes=1, fp8=True)])
 
     assert plain.least == 4 * fp8.least == 1e12 / ROOF.flops_s
     saved = fp8.as_json()
@@ -411,8 +414,8 @@ def test_means_relative_to_584_are_by_kernel_and_records() -> None:
 
 def test_files_from_before_v41_are_still_read(tmp_path: Path) -> None:
     saved = run([row()]).as_json()
-    for each in saved["rows"]:
-        del each["records"], each["vs_584"]
+    for saved_row in saved["rows"]:
+        del saved_row["records"], saved_row["vs_584"]
     (tmp_path / "old.json").write_text(json.dumps(saved), encoding="utf-8")
 
     (values,) = load(tmp_path / "old.json", "--from").rows
