@@ -337,12 +337,12 @@ def worst_layer_error(whole: LayerStack, steps: Steps, *, slack: float = 1e-2) -
 
 
 def v41_stack(
-    layout: KVCacheLayout = FP32_V41, backend: str = "reference", made: Backend | None = None, **options: Any
+    layout: KVCacheLayout = FP32_V41, backend: str = "reference", loaded: Backend | None = None, **options: Any
 ) -> LayerStack:
     """Layers whose caches, and buffers that indexers write, hold NaN and garbage at first."""
     sizes = {"swa_block_size": 4, "compressed_block_tokens": 8}
     arguments = {"geometry": SMALL_V41, "limits": LIMITS_V41, **sizes, **options}
-    whole = LayerStack(made or load_backend(backend), layout, shuffle_seed=3, **arguments)
+    whole = LayerStack(loaded or load_backend(backend), layout, shuffle_seed=3, **arguments)
     whole.poison_caches()
     for layer in whole.layers:
         if layer.topk_indices is not None:
@@ -353,11 +353,11 @@ def v41_stack(
 
 
 def v4_stack(
-    layout: KVCacheLayout = FP32, backend: str = "reference", made: Backend | None = None, **options: Any
+    layout: KVCacheLayout = FP32, backend: str = "reference", loaded: Backend | None = None, **options: Any
 ) -> LayerStack:
     """Layers of the small model of DeepSeek-V4, with the arguments of `v41_stack`."""
     sizes = {"swa_block_size": 4, "compressed_block_tokens": 16}
-    return LayerStack(made or load_backend(backend), layout, **{**sizes, **options})
+    return LayerStack(loaded or load_backend(backend), layout, **{**sizes, **options})
 
 
 STACKS: dict[str, Callable[..., LayerStack]] = {"v4": v4_stack, "v41": v41_stack}

@@ -22,7 +22,7 @@ from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
 from dsv4attn.testing.factories import CaseInput, cos_sin_table, normal
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages, place_of
 from dsv4attn.testing.random_step import STALE_POSITIONS
-from dsv4attn.testing.tolerances import F64, U8, Formula, found, hold_record, hold_values, rounded
+from dsv4attn.testing.tolerances import F64, U8, Formula, hold_record, hold_values, read_row, rounded
 
 __all__ = [
     "CompressorStep", "LatentSteps", "any_cut", "compresses", "compresses_only_its_slots", "makes_latents", "moved",
@@ -549,7 +549,7 @@ def spoils_own_entries(bench: Bench, inputs: CompressorStep) -> Measure:
             window = oracle_layer.entry_window(entry, inputs.ratio, overlap=inputs.overlap)
             counts = owner == request and (position, half) in window
             place = inputs.place(inputs.entry_slot(owner, entry))
-            if counts and not np.isnan(found(spoiled[place], inputs.layout)).any():
+            if counts and not np.isnan(read_row(spoiled[place], inputs.layout)).any():
                 raise Wrong(f"{name}: entry {entry}, which it counts in, does not read as NaN")
             if not counts and not np.array_equal(spoiled[place], clean[place]):
                 raise Wrong(f"{name}: entry {entry} of request {owner} changed, and the token does not count in it")

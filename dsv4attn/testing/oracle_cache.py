@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.case import SkipCase
-from dsv4attn.testing.tolerances import F64, U8, found, stored, written
+from dsv4attn.testing.tolerances import F64, U8, read_row, stored, written
 
 __all__ = [
     "AFTER_PAGE", "UNWRITTEN", "OracleCache", "PagePlacement", "Pages", "body", "place_of", "poison",
@@ -87,12 +87,12 @@ class PagePlacement:
     block_size: records of a page.
     gap: bytes between pages, in addition to the page stride of the layout. V4.1's interleaved pages are whole records,
        so the sum is rounded up to whole records.
-    before: bytes in front of the first page.
+    bytes_before: bytes in front of the first page.
     """
 
     block_size: int = 64
     gap: int = 0
-    before: int = 0
+    bytes_before: int = 0
 
     def memory(self, layout: KVCacheLayout, blocks: int, device: str, fill: int = UNWRITTEN) -> PagedKVCache:
         """Pages and the starts of their gaps, filled with a byte. Raises SkipCase if there is too little memory."""
@@ -100,13 +100,13 @@ class PagePlacement:
         if layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED:
             stride = round_up(stride, layout.record_bytes)
         element, last = layout.dtype.itemsize, layout.record_bytes // layout.dtype.itemsize
-        total = self.before + max(blocks - 1, 0) * stride + layout.page_bytes(self.block_size) + AFTER_PAGE
+        total = self.bytes_before + max(blocks - 1, 0) * stride + layout.page_bytes(self.block_size) + AFTER_PAGE
         try:
             flat = torch.empty(-(-total // element), dtype=layout.dtype, device=device)
         except (RuntimeError, MemoryError) as error:
             raise SkipCase(f"{total / 2**30:.1f} GiB of memory cannot be had on {device}") from error
         size, strides = (blocks, self.block_size, last), (stride // element, last, 1)
-        cache = PagedKVCache(flat.as_strided(size, strides, storage_offset=self.before // element), layout)
+        cache = PagedKVCache(flat.as_strided(size, strides, storage_offset=self.bytes_before // element), layout)
         body(cache, AFTER_PAGE).fill_(fill)
         return cache
 
@@ -147,12 +147,12 @@ class OracleCache:
         for key, row in zip(keys, rows, strict=True):
             if key not in records_of:  # rows may repeat, and the oracle takes its time
                 record = written(row, layout)
-                records_of[key] = record, found(record, layout) if layout.is_quantised else stored(row, layout)
+                records_of[key] = record, read_row(record, layout) if layout.is_quantised else stored(row, layout)
         return self._write(slots, [records_of[key][0] for key in keys], [records_of[key][1] for key in keys])
 
     def write_records(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8]) -> OracleCache:
         """Write bytes of quantised records to slots."""
-        return self._write(slots, records, [found(record, self.cache.layout) for record in records])
+        return self._write(slots, records, [read_row(record, self.cache.layout) for record in records])
 
     def _write(
         self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8], values: Sequence[F64]

@@ -29,8 +29,25 @@ from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Measure, Wrong
 
 __all__ = [
-    "F64", "TINY", "U8", "UNIT", "CodeRule", "Expected", "Formula", "floats", "found", "hold_equal", "hold_record",
-    "hold_values", "multiplying_in", "rounded", "stored", "summed", "tolerance", "worst_error", "written",
+    "F64",
+    "TINY",
+    "U8",
+    "UNIT",
+    "CodeRule",
+    "Expected",
+    "Formula",
+    "floats",
+    "hold_equal",
+    "hold_record",
+    "hold_values",
+    "multiplying_in",
+    "read_row",
+    "rounded",
+    "stored",
+    "summed",
+    "tolerance",
+    "worst_error",
+    "written",
 ]  # fmt: skip
 
 F64 = NDArray[np.float64]
@@ -78,7 +95,7 @@ def rounded(values: F64, dtype: torch.dtype) -> F64:
 
 def stored(row: F64, layout: KVCacheLayout) -> F64:
     """Row [D] as a cache returns it after it was written."""
-    return found(written(row, layout), layout) if layout.is_quantised else rounded(row, layout.dtype)
+    return read_row(written(row, layout), layout) if layout.is_quantised else rounded(row, layout.dtype)
 
 
 def written(row: F64, layout: KVCacheLayout) -> U8:
@@ -111,7 +128,7 @@ def _record(row: F64, layout: KVCacheLayout) -> U8:
     return halves.view(np.uint8)
 
 
-def found(record: U8, layout: KVCacheLayout) -> F64:
+def read_row(record: U8, layout: KVCacheLayout) -> F64:
     """Row [D] that a reader finds in the bytes of a record."""
     if layout.name == "index_fp8":
         return oracle_layer.read_index_fp8(record, fnuz=layout.fp8_format is Fp8Format.FNUZ)

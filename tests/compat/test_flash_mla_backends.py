@@ -32,7 +32,7 @@ def _choices_are_made_anew() -> Iterator[None]:
     direct.forget_choices()
 
 
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+def recorded_problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """Problems that selection is asked about from now on."""
     problems: list[Problem] = []
 
@@ -45,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 
 
 def test_selection_is_asked_once_for_each_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = asked(monkeypatch)
+    problems = recorded_problems(monkeypatch)
     for blocks in (6, 6, 9):
         flash_mla_with_kvcache(**decode_args(k_cache=cache_of(blocks=blocks)))
     assert len(problems) == 1
@@ -69,7 +69,7 @@ def test_a_backend_that_only_reads_pages_is_asked_about_rows(monkeypatch: pytest
     config = tmp_path / "dsv4attn.toml"
     config.write_text('[options.reference]\nprefill_keys = "paged"\n', encoding="utf-8")
     monkeypatch.setenv("DSV4ATTN_CONFIG", str(config))
-    problems = asked(monkeypatch)
+    problems = recorded_problems(monkeypatch)
     flash_mla_sparse_fwd(**prefill_args(backend="reference"))
 
     assert [problem.swa for problem in problems] == [CacheFacts(), CacheFacts("rows", "bfloat16", 1)]

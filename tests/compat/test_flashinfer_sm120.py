@@ -61,7 +61,7 @@ def expected_lse(trial: Trial, scale: float = 1.0) -> Any:
 @pytest.mark.parametrize("deep", ["", "q", "q output indices", "kv_cache extra_kv_cache extra_indices"])
 @pytest.mark.parametrize("name", TRIALS)
 def test_every_mix_of_ranks_gives_the_oracles_answer(name: str, deep: str) -> None:
-    trial = evolve(TRIALS[name], told=False)
+    trial = evolve(TRIALS[name], wants_lse=False)
     deep = " ".join(part for part in deep.split() if len(trial.layouts) == 2 or not part.startswith("extra"))
     out, lse = ran(trial, deep=deep)
 
@@ -72,7 +72,7 @@ def test_every_mix_of_ranks_gives_the_oracles_answer(name: str, deep: str) -> No
 @pytest.mark.parametrize("scale", [1.0, math.log(2)])
 @pytest.mark.parametrize("sink", [False, True])
 def test_the_lse_has_base_two_and_the_sink(*, sink: bool, scale: float) -> None:
-    trial = evolve(BASE, told=False, sink=sink, tokens=7)
+    trial = evolve(BASE, wants_lse=False, sink=sink, tokens=7)
     lse = torch.full((9, 8), math.nan, device=DEVICE)
     out, lse_out = ran(trial, out_lse=lse, return_lse=True, lse_scale=scale)
     _, alone = ran(trial, return_lse=True, lse_scale=scale)
@@ -87,7 +87,7 @@ def test_the_lse_has_base_two_and_the_sink(*, sink: bool, scale: float) -> None:
 
 
 def test_without_lengths_all_columns_count() -> None:
-    trial = evolve(BASE, told=False)
+    trial = evolve(BASE, wants_lse=False)
     for segment in trial.segments:
         width = segment.slots.shape[1]
         segment.slots[np.arange(width) >= segment.lens[:, None]] = -1
@@ -101,7 +101,7 @@ def test_few_tokens_share_rows_and_many_do_not_and_both_are_right(monkeypatch: p
     import dsv4attn.compat.flashinfer_sm120 as module
 
     monkeypatch.setattr(module, "_MOST_SPLIT_TOKENS", 1)
-    few, many = evolve(BASE, told=False, tokens=1), evolve(BASE, told=False)
+    few, many = evolve(BASE, wants_lse=False, tokens=1), evolve(BASE, wants_lse=False)
     with observed() as seen:
         out, _ = ran(few)
     assert few.error(Answer(out, None, None)) <= 1
@@ -114,7 +114,7 @@ def test_few_tokens_share_rows_and_many_do_not_and_both_are_right(monkeypatch: p
 
 @pytest.mark.parametrize("parts", [0, 1, 2, 5])
 def test_a_caller_may_bring_memory_for_as_many_parts_as_fit(parts: int) -> None:
-    trial = evolve(BASE, told=False, tokens=1)
+    trial = evolve(BASE, wants_lse=False, tokens=1)
     mid = torch.full((parts * 8 * 512 * 2,), math.nan, dtype=torch.bfloat16, device=DEVICE)
     lse = torch.full((parts * 8,), math.nan, device=DEVICE)
     with observed() as seen:
@@ -126,7 +126,7 @@ def test_a_caller_may_bring_memory_for_as_many_parts_as_fit(parts: int) -> None:
 
 def test_what_engines_cannot_run_today_runs() -> None:
     """64 heads and 1,152 entries found no kernel."""
-    trial = Trial(layouts=(OCP, OCP), pages=(64, 64), widths=(128, 1152), heads=64, tokens=1, told=False)
+    trial = Trial(layouts=(OCP, OCP), pages=(64, 64), widths=(128, 1152), heads=64, tokens=1, wants_lse=False)
     out, _ = ran(trial)
 
     assert trial.error(Answer(out, None, None)) <= 1
@@ -134,7 +134,7 @@ def test_what_engines_cannot_run_today_runs() -> None:
 
 def test_nothing_is_launched_for_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_launch, "prepare", lambda *_, **__: pytest.fail("launched"))
-    out, lse = ran(evolve(BASE, tokens=0, told=False), return_lse=True)
+    out, lse = ran(evolve(BASE, tokens=0, wants_lse=False), return_lse=True)
 
     assert (out.shape, lse.shape) == ((0, 8, 512), (0, 8))
 
@@ -142,7 +142,7 @@ def test_nothing_is_launched_for_no_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 def test_answers_are_right_in_memory_that_was_reserved_for_more() -> None:
     wrapper = SparseMLASm120Wrapper(4, 16, device=DEVICE)
     for tokens, heads in ((1, 8), (4, 16), (1, 8), (2, 3)):
-        trial = evolve(BASE, told=False, tokens=tokens, heads=heads)
+        trial = evolve(BASE, wants_lse=False, tokens=tokens, heads=heads)
         out, _ = ran(trial, wrapper)
         assert trial.error(Answer(out, None, None)) <= 1
 
@@ -151,7 +151,7 @@ def test_answers_are_right_in_memory_that_was_reserved_for_more() -> None:
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs an accelerator with graphs")
 @pytest.mark.parametrize("maxima", [(4, 128), (None, None)], ids=["maxima", "none"])
 def test_a_captured_run_is_right_after_larger_ones(maxima: tuple[int | None, int | None]) -> None:
-    small = evolve(BASE, told=False, tokens=1)
+    small = evolve(BASE, wants_lse=False, tokens=1)
     for segment in small.segments:
         width = segment.slots.shape[1]
         segment.slots[np.arange(width) >= segment.lens[:, None]] = -1
@@ -163,7 +163,7 @@ def test_a_captured_run_is_right_after_larger_ones(maxima: tuple[int | None, int
     with torch.cuda.graph(graph):
         wrapper.run(**named)
     for tokens, heads in ((4, 8), (2, 128), (4 if maxima[0] else 70, 64)):
-        ran(evolve(BASE, told=False, tokens=tokens, heads=heads), wrapper, **all_columns)
+        ran(evolve(BASE, wants_lse=False, tokens=tokens, heads=heads), wrapper, **all_columns)
         # whatever was freed is someone else's now
         spoiled = [torch.full((2**n,), 77, dtype=torch.int32, device=DEVICE) for n in range(8, 24)]
         named["output"].fill_(math.nan)
@@ -223,7 +223,7 @@ def test_bad_input_is_an_error_before_any_launch(
         for name, value in changed.items()
     }
     with pytest.raises(ArgumentError) as raised:
-        ran(evolve(BASE, told=False), **moved)
+        ran(evolve(BASE, wants_lse=False), **moved)
 
     assert raised.value.argument == argument
 
@@ -243,7 +243,7 @@ def test_what_is_not_deepseek_v4_is_refused_by_name() -> None:
     with pytest.raises(ArgumentError, match="both maxima or neither"):
         SparseMLASm120Wrapper(max_num_tokens=4)
     with pytest.raises(UnsupportedError, match="prefill_impl"):
-        ran(evolve(BASE, told=False), prefill_impl="swapab")
+        ran(evolve(BASE, wants_lse=False), prefill_impl="swapab")
     for limit in ((1, 8), (2, 7)):
         with pytest.raises(Dsv4AttnError, match="max_num"):
-            ran(evolve(BASE, told=False), SparseMLASm120Wrapper(*limit))
+            ran(evolve(BASE, wants_lse=False), SparseMLASm120Wrapper(*limit))

@@ -45,7 +45,7 @@ def plain(q: Tensor) -> Any:
     return q.double().flatten(1).numpy()[:, d // 16 * H * 16 + h * 16 + d % 16]
 
 
-def wanted(arguments: dict[str, Any], keys_of: list[Any]) -> tuple[Any, Any, Any]:
+def formula(arguments: dict[str, Any], keys_of: list[Any]) -> tuple[Any, Any, Any]:
     """(o rotated back [T, H, 512], largest logit, lse), by the formula. keys_of: [n, 512] of each query."""
     q, out, top, lse = plain(arguments["q"]), np.zeros((T, H, 512)), np.full((T, H), -np.inf), np.full((T, H), np.inf)
     norm = 1 / np.sqrt((q**2).mean(-1) + arguments["rms_norm_eps"]) if arguments["enable_q_norm"] else np.ones((T, H))
@@ -104,7 +104,7 @@ def test_prefill_is_the_formula(normed: bool) -> None:
     kv, g = random(12, 1, 512, seed=1), torch.Generator().manual_seed(2)
     indices = torch.randint(-2, 15, (T, 1, TOPK), generator=g).int()
     arguments = common(kv=kv, indices=indices, enable_q_norm=normed)
-    expected = wanted(arguments, rows_of(kv[:, 0].double().numpy(), indices[:, 0], arguments["topk_length"], 12))
+    expected = formula(arguments, rows_of(kv[:, 0].double().numpy(), indices[:, 0], arguments["topk_length"], 12))
     actual = fused.prefill(**arguments)
     check(actual, expected)
     has_keys = np.isfinite(expected[1])
@@ -124,13 +124,13 @@ def test_decode_is_the_formula(extra: int | None, split: bool) -> None:
         indices, lens = torch.where(indices < 0, indices, indices + 4), torch.tensor([3, 9, 0, 1, 2, 5], dtype=INT)
         arguments |= {"extra_k_cache": cache, "extra_indices_in_kvcache": indices, "extra_topk_length": lens}
         named = [np.concatenate(both) for both in zip(named, rows_of(keys, indices, lens, 24), strict=True)]
-    check(fused.decode(**arguments), wanted(arguments, named))
+    check(fused.decode(**arguments), formula(arguments, named))
 
 
 def test_a_q_that_is_not_permuted_is_found() -> None:
     kv, indices = random(12, 1, 512, seed=1), torch.arange(T * TOPK).view(T, 1, TOPK).int() % 12
     arguments = common(kv=kv, indices=indices)
-    expected = wanted(arguments, rows_of(kv[:, 0].double().numpy(), indices[:, 0], arguments["topk_length"], 12))
+    expected = formula(arguments, rows_of(kv[:, 0].double().numpy(), indices[:, 0], arguments["topk_length"], 12))
     other = torch.from_numpy(plain(arguments["q"])).bfloat16().contiguous()
     with pytest.raises(AssertionError):
         check(fused.prefill(**{**arguments, "q": other}), expected)

@@ -66,7 +66,7 @@ DECODES = {
 @pytest.mark.parametrize("as_tensors", [True, False])
 @pytest.mark.parametrize("name", DECODES)
 def test_decode_gives_the_oracles_answer(name: str, *, as_tensors: bool) -> None:
-    trial = evolve(DECODES[name], told=False)
+    trial = evolve(DECODES[name], wants_lse=False)
     answer, turned = decoded(trial, as_tensors=as_tensors)
 
     assert trial.error(answer) <= 1
@@ -74,14 +74,14 @@ def test_decode_gives_the_oracles_answer(name: str, *, as_tensors: bool) -> None
 
 
 def test_a_dialect_taken_for_the_other_is_found() -> None:
-    trial = evolve(DECODES["mixed dialects"], told=False)
+    trial = evolve(DECODES["mixed dialects"], wants_lse=False)
     answer, _ = decoded(trial, swa_fp8_format="e4m3fn")
 
     assert trial.error(answer) > 1
 
 
 def test_lists_may_be_ragged_for_one_cache_and_dense_for_the_other() -> None:
-    trial = evolve(DECODES["dense"], told=False)
+    trial = evolve(DECODES["dense"], wants_lse=False)
     ragged = evolve(trial, form="ragged")
     (call, _), (other, _) = trial.call(), ragged.call()
     dense, packed = [listed(s.rows) for s in call.keys], [listed(s.rows) for s in other.keys]  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ def test_nothing_is_packed_for_a_call_that_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_parts_are_added_up_in_scratch_memory() -> None:
-    trial = evolve(DECODES["model"], told=False)
+    trial = evolve(DECODES["model"], wants_lse=False)
     workspace = WorkspaceManager(DEVICE, debug=True)
     with observed() as seen:
         answer, _ = decoded(trial, workspace=workspace)
@@ -116,7 +116,7 @@ def test_parts_are_added_up_in_scratch_memory() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_rotation_is_undone_where_parts_are_added_up(dtype: torch.dtype) -> None:
-    trial = evolve(DECODES["model"], told=False, q_dtype=dtype)
+    trial = evolve(DECODES["model"], wants_lse=False, q_dtype=dtype)
     table = cos_sin_cache(trial.layer.rope, 50).to(DEVICE)
     positions = torch.tensor([7, 49], device=DEVICE)
     plain, _ = decoded(trial, workspace=WorkspaceManager(DEVICE))
@@ -134,7 +134,7 @@ def test_the_rotation_is_undone_where_parts_are_added_up(dtype: torch.dtype) -> 
 
 
 def test_more_sinks_than_heads_are_those_of_padded_heads() -> None:
-    trial = evolve(DECODES["window"], told=False)
+    trial = evolve(DECODES["window"], wants_lse=False)
     call, _ = trial.call()
     assert call.attn_sink is not None
     sinks = torch.cat([call.attn_sink, call.attn_sink.new_full((5,), math.nan)])
@@ -173,13 +173,13 @@ def prefilled(trial: Trial, **changed: Any) -> Answer:
 
 @pytest.mark.parametrize("name", PREFILLS)
 def test_prefill_gives_the_oracles_answer(name: str) -> None:
-    trial = evolve(PREFILLS[name], told=False)
+    trial = evolve(PREFILLS[name], wants_lse=False)
 
     assert trial.error(prefilled(trial)) <= 1
 
 
 def test_without_lengths_every_column_counts_and_an_absent_one_loses_nobody() -> None:
-    trial = evolve(PREFILLS["dense"], told=False)
+    trial = evolve(PREFILLS["dense"], wants_lse=False)
     (segment,) = trial.segments
     segment.slots[np.arange(40) >= segment.lens[:, None]] = -1
     segment.lens[:] = 40
@@ -190,7 +190,7 @@ def test_without_lengths_every_column_counts_and_an_absent_one_loses_nobody() ->
 
 # bad input
 
-TRIAL = Trial(layouts=(OCP, OCP), pages=(4, 2), widths=(4, 6), tokens=2, heads=2, form="ragged", told=False)
+TRIAL = Trial(layouts=(OCP, OCP), pages=(4, 2), widths=(4, 6), tokens=2, heads=2, form="ragged", wants_lse=False)
 
 
 def arguments() -> dict[str, Any]:
@@ -274,7 +274,7 @@ def test_the_good_call_is_good() -> None:
 
 
 def test_the_reference_reads_the_same_lists() -> None:
-    trial = evolve(DECODES["mixed dialects"], told=False)
+    trial = evolve(DECODES["mixed dialects"], wants_lse=False)
     call, _ = trial.call()
     ReferenceBackend().decode(call)
 

@@ -51,7 +51,16 @@ class Asked(NamedTuple):
 
     @classmethod
     def draw(
-        cls, seed: int, tokens: int, heads: int, dims: int, d_v: int, width: int, *, dtype: torch.dtype, more: bool
+        cls,
+        seed: int,
+        tokens: int,
+        heads: int,
+        dims: int,
+        d_v: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        has_options: bool,
     ) -> Asked:
         """Random arguments. more: lengths and sinks, beyond what the original takes."""
         g, rows = seeded(seed), 40
@@ -65,7 +74,7 @@ class Asked(NamedTuple):
         lens = torch.randint(-3, width + 4, (tokens,), generator=g, dtype=torch.int32)
         sink = torch.randn(heads, generator=g) * 3
         sink[: heads // 4] = math.inf * (-1) ** seed
-        return cls(q, kv, indices, dims**-0.5, d_v, lens if more else None, sink if more else None)
+        return cls(q, kv, indices, dims**-0.5, d_v, lens if has_options else None, sink if has_options else None)
 
     def run(self, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Call it; the results are on the CPU."""
@@ -107,15 +116,15 @@ DIMS = st.sampled_from([(32, 32), (40, 32), (31, 31), (33, 20), (2, 1), (1, 1)])
 @given(
     dims=DIMS, seed=st.integers(0, 2**16), tokens=st.integers(0, 3), heads=st.sampled_from([1, 3, 16, 20]),
     width=st.sampled_from([0, 1, 15, 16, 17, 40]), dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    more=st.booleans(),
+    has_options=st.booleans(),
 )  # fmt: skip
-@example(dims=(576, 512), seed=1, tokens=2, heads=20, width=33, dtype=torch.bfloat16, more=True)
-@example(dims=(576, 512), seed=2, tokens=1, heads=1, width=16, dtype=torch.bfloat16, more=False)
-@example(dims=(512, 512), seed=3, tokens=2, heads=8, width=17, dtype=torch.bfloat16, more=True)
+@example(dims=(576, 512), seed=1, tokens=2, heads=20, width=33, dtype=torch.bfloat16, has_options=True)
+@example(dims=(576, 512), seed=2, tokens=1, heads=1, width=16, dtype=torch.bfloat16, has_options=False)
+@example(dims=(512, 512), seed=3, tokens=2, heads=8, width=17, dtype=torch.bfloat16, has_options=True)
 def test_the_interface_gives_the_float64_answer(
-    dims: tuple[int, int], seed: int, tokens: int, heads: int, width: int, dtype: torch.dtype, more: bool
+    dims: tuple[int, int], seed: int, tokens: int, heads: int, width: int, dtype: torch.dtype, has_options: bool
 ) -> None:
-    call = Asked.draw(seed, tokens, heads, *dims, width, dtype=dtype, more=more)
+    call = Asked.draw(seed, tokens, heads, *dims, width, dtype=dtype, has_options=has_options)
     results = call.run()
 
     assert results[0].shape == (tokens, heads, dims[1])
@@ -125,7 +134,7 @@ def test_the_interface_gives_the_float64_answer(
 
 @pytest.mark.parametrize("dims", [(32, 32), (40, 32)])
 def test_results_go_to_the_memory_that_is_given(dims: tuple[int, int]) -> None:
-    call = Asked.draw(7, 3, 5, *dims, 20, dtype=torch.bfloat16, more=True)
+    call = Asked.draw(7, 3, 5, *dims, 20, dtype=torch.bfloat16, has_options=True)
     base = torch.full((4, 6, 50), -7.0, dtype=torch.bfloat16, device=DEVICE)
     out, max_logits, lse = base[:3, 1:, 8 : 8 + dims[1]], *torch.full((2, 3, 5), math.nan, device=DEVICE).unbind()
     results = call.run(out=out, max_logits=max_logits, lse=lse)
@@ -139,14 +148,14 @@ def test_results_go_to_the_memory_that_is_given(dims: tuple[int, int]) -> None:
 
 
 def test_rows_may_be_any_distance_apart() -> None:
-    call = Asked.draw(8, 3, 5, 40, 32, 20, dtype=torch.bfloat16, more=True)
+    call = Asked.draw(8, 3, 5, 40, 32, 20, dtype=torch.bfloat16, has_options=True)
     wide = [torch.cat([tensor, torch.full_like(tensor, 1)], -1)[..., : tensor.shape[-1]] for tensor in call[:3]]
 
     assert call.error(call._replace(q=wide[0], kv=wide[1], indices=wide[2]).run()) <= 1
 
 
 def test_indices_may_lack_the_middle_dimension() -> None:
-    call = Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, more=False)
+    call = Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, has_options=False)
     q, kv, indices = (tensor.to(DEVICE) for tensor in call[:3])
     flat, deep = (
         triton_bf16_mla_sparse_interface(q, kv, index_form, call.scale, 32, 8)
@@ -160,7 +169,7 @@ def test_indices_may_lack_the_middle_dimension() -> None:
 def test_a_planted_bug_of_the_interface_is_found(
     bug: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = [Asked.draw(seed, 3, 3, 300, 260, 40, dtype=torch.float32, more=True) for seed in (0, 1)]
+    calls = [Asked.draw(seed, 3, 3, 300, 260, 40, dtype=torch.float32, has_options=True) for seed in (0, 1)]
     monkeypatch.setattr(leading_values, "kernels", planted(tmp_path, bug))
 
     assert any(call.error(call.run()) > 1 for call in calls) == (bug != ("", ""))
@@ -170,7 +179,7 @@ def test_forms_of_the_interface_are_known_ahead() -> None:
     expected = set(leading_values.variants(3, 32, 40, torch.bfloat16))
     with observed() as seen:
         for with_options in (False, True):
-            Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, more=with_options).run()
+            Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, has_options=with_options).run()
 
     assert len(set(seen)) == 2
     assert set(seen) <= expected
@@ -207,13 +216,13 @@ DECODES = {
 
 @pytest.mark.parametrize("name", DECODES)
 def test_decode_under_the_fields_name_gives_the_oracles_answer(name: str) -> None:
-    trial = evolve(DECODES[name], told=False)
+    trial = evolve(DECODES[name], wants_lse=False)
 
     assert trial.error(launched(trial)) <= 1
 
 
 def test_decode_takes_indices_with_a_middle_dimension_and_scratch_memory() -> None:
-    trial = evolve(DECODES["model"], told=False)
+    trial = evolve(DECODES["model"], wants_lse=False)
     workspace = WorkspaceManager(DEVICE, debug=True)
     with observed() as seen:
         assert trial.error(launched(trial, deep=True, workspace=workspace)) <= 1
@@ -231,7 +240,7 @@ def test_a_sink_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> N
             lambda tensors: right(evolve(call, attn_sink=None), *a, **k)(tensors._replace(attn_sink=None))
         ),
     )
-    trial = evolve(DECODES["model"], told=False)
+    trial = evolve(DECODES["model"], wants_lse=False)
 
     assert trial.error(launched(trial)) > 1
 

@@ -50,7 +50,7 @@ def test_an_oracle_cache_holds_its_rows_and_nan_everywhere_else(name: str, place
     gap = cache.bytes()[:, cache_layout.page_bytes(4) :]
     assert (gap == UNWRITTEN).all()
     assert gap.shape[1] == min(cache_layout.page_stride(4) + placement.gap - cache_layout.page_bytes(4), AFTER_PAGE)
-    assert cache.cache.tensor.storage_offset() * cache_layout.dtype.itemsize == placement.before
+    assert cache.cache.tensor.storage_offset() * cache_layout.dtype.itemsize == placement.bytes_before
 
 
 def test_memory_that_cannot_be_had_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:

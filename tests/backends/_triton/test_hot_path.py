@@ -215,7 +215,7 @@ def test_g18_after_a_warm_up_a_thousand_steps_compile_nothing(kind: LayerKind) -
 @pytest.mark.parametrize("columns", [0, 40, 400])
 def test_g19_a_wider_table_does_not_show_in_the_bits(columns: int, sink: bool) -> None:
     """Tables are as wide as the longest row of a batch, so a short row may be one part of one or one of many."""
-    trial = Trial((TINY,), (64,), (60,), q_dtype=torch.float32, sink=sink, told=False, seed=3)
+    trial = Trial((TINY,), (64,), (60,), q_dtype=torch.float32, sink=sink, wants_lse=False, seed=3)
     backend, layer = Interpreted(deterministic=True), trial.layer
     call, _ = trial.call()
     assert not isinstance(call.keys, GatheredKeys)

@@ -69,8 +69,8 @@ class Compiled:
         assert model == 1
         return {"query_dim": 512, "value_dim": 512, "bytes_per_token": 584, "page_size": 64, "chunk_width": 64}
 
-    def inspect_metadata(self, *given: Any) -> list[int]:
-        *tensors, model, extra_fp4, value_dim = given
+    def inspect_metadata(self, *arguments: Any) -> list[int]:
+        *tensors, model, extra_fp4, value_dim = arguments
         assert (model, extra_fp4, value_dim) == (1, False, 512)
         facts = inspected(*tensors)
         main, extra = facts.main, facts.extra or Segment(0, 0, 0, 0)
@@ -100,9 +100,9 @@ class Compiled:
         self.ran.append(variant)
         return Plan(facts, variant)
 
-    def execute_attention(self, plan: Plan, *given: Any) -> None:
+    def execute_attention(self, plan: Plan, *arguments: Any) -> None:
         q, cache, indices, mid, mlse, output, lse, scale, lengths, sink, extra, extra_indices, extra_lengths, base = (
-            given
+            arguments
         )
         again = inspected(q, cache, indices, output, lengths, sink, extra, extra_indices, extra_lengths, lse, mid, mlse)
         assert again == plan.facts, "the tensors are not those that were planned for"

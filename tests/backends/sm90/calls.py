@@ -25,9 +25,9 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 @frozen
 class Result:
-    """own: whether the Gluon kernel served the call. error: in budgets; at most 1 is right."""
+    """is_gluon: whether the Gluon kernel served the call. error: in budgets; at most 1 is right."""
 
-    own: bool
+    is_gluon: bool
     error: float
     call: AttentionCall
 

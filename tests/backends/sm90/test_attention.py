@@ -58,7 +58,7 @@ OWN: dict[str, Trial] = {
     "one head": evolve(BASE, heads=1, seed=5),
     "a block and a bit": evolve(BASE, heads=65, widths=(64, 90), seed=6),
     "no sink": evolve(BASE, sink=False, seed=7),
-    "neither lse nor largest logits": evolve(BASE, told=False, seed=8),
+    "neither lse nor largest logits": evolve(BASE, wants_lse=False, seed=8),
     "odd pages": evolve(BASE, pages=(5, 53), seed=9),
     "no window": evolve(BASE, widths=(0, 100), seed=10),
     "nobody": evolve(BASE, widths=(0, 0), seed=11),
@@ -93,7 +93,7 @@ SHARED: dict[str, Trial] = {
 def test_the_gluon_kernel_is_right(name: str) -> None:
     result = run(OWN[name], Phase.PREFILL if "gathered" in name else Phase.DECODE)
 
-    assert result.own
+    assert result.is_gluon
     assert result.error <= 1
 
 
@@ -101,7 +101,7 @@ def test_the_gluon_kernel_is_right(name: str) -> None:
 def test_other_calls_go_to_the_shared_kernel_with_the_same_answers(name: str) -> None:
     result = run(SHARED[name], Phase.PREFILL if "gathered" in name else Phase.DECODE)
 
-    assert not result.own
+    assert not result.is_gluon
     assert result.error <= 1
 
 
@@ -119,7 +119,7 @@ def test_the_shared_kernel_serves_decodes_of_few_tokens_if_asked(heads: int) -> 
         run(rows, backend=Sm90Backend(small="shared")),
     ]
 
-    assert [result.own for result in results] == [False, True, True, True, True]
+    assert [result.is_gluon for result in results] == [False, True, True, True, True]
     assert max(result.error for result in results) <= 1
 
 
@@ -134,32 +134,32 @@ def test_parts_are_added_up_alike_by_programs_of_any_size(
     # one row, of so many parts that they take several rounds
     result = run(evolve(PARTS, heads=heads))
 
-    assert result.own
+    assert result.is_gluon
     assert result.error <= 1
 
 
 def test_no_row_s_bits_depend_on_others_where_that_is_asked() -> None:
     result = run(BASE, backend=Sm90Backend(deterministic=True))
 
-    assert not result.own
+    assert not result.is_gluon
     assert result.error <= 1
 
 
 def test_a_call_without_scratch_goes_to_the_shared_kernel() -> None:
     result = run(BASE, change=lambda call: evolve(call, scratch=()))
 
-    assert not result.own
+    assert not result.is_gluon
     assert result.error <= 1
 
 
 @pytest.mark.parametrize("empty", [math.inf, 0.0])
 @pytest.mark.parametrize("trial", [evolve(BASE, tokens=7, seed=2), evolve(BASE, widths=(0, 0), tokens=2)])
 def test_rows_without_keys_are_told_as_the_call_wants_it(trial: Trial, empty: float) -> None:
-    assert check_rows_without_keys(trial, Sm90Backend(small="gluon"), empty).own
+    assert check_rows_without_keys(trial, Sm90Backend(small="gluon"), empty).is_gluon
 
 
 def test_nothing_happens_without_rows() -> None:
-    assert run(evolve(BASE, tokens=0)).own
+    assert run(evolve(BASE, tokens=0)).is_gluon
 
 
 def any_trial(seed: int) -> Trial:
@@ -183,7 +183,7 @@ def any_trial(seed: int) -> Trial:
         tokens=tokens,
         form=form,
         sink=rng.random() < 0.7 if INTERPRETED else has_lse,
-        told=has_lse,
+        wants_lse=has_lse,
         seed=seed,
     )
 
@@ -193,7 +193,7 @@ def test_any_call_that_it_serves_is_right(seed: int) -> None:
     trial = any_trial(seed)
     result = run(trial, Phase.PREFILL if trial.form == "gathered" else Phase.DECODE)
 
-    assert result.own
+    assert result.is_gluon
     assert result.error <= 1
 
 
@@ -369,6 +369,6 @@ def test_a_bug_planted_in_how_gathered_rows_are_attended_is_found(
     plant(monkeypatch, tmp_path, *OF_ROWS[bug])
     result = run(GATHERED, Phase.PREFILL)
 
-    assert result.own
+    assert result.is_gluon
     errors = result.error, run(SPLIT_ROWS, Phase.PREFILL).error, rising_rows(1), rising_rows(5)
     assert not all(error <= 1 for error in errors)

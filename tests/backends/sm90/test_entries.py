@@ -45,14 +45,14 @@ def units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @frozen
-class Given:
+class DrawnCall:
     """A call of translated slots, and the entries that they are of."""
 
     call: AttentionCall
     entries: EntryIndices
 
 
-def random_entries(trial: Trial, call: AttentionCall) -> Given:
+def random_entries(trial: Trial, call: AttentionCall) -> DrawnCall:
     """Entries anywhere in their rows, among numbers that name nothing, through a table inside a larger one."""
     draw = torch.Generator().manual_seed(trial.seed)
     cache, real, tokens = call.keys[-1].cache, rows_of(call).indices, trial.tokens  # type: ignore[index]
@@ -85,10 +85,10 @@ def random_entries(trial: Trial, call: AttentionCall) -> Given:
     out = torch.empty(tokens, width, dtype=INT, device=DEVICE), torch.empty(tokens, dtype=INT, device=DEVICE)
     args = entries.indices, entries.visible_lens, entries.token_to_req, table
     compute_global_topk_indices_and_lens(*args, size, out)
-    return Given(with_rows(call, *out), entries)
+    return DrawnCall(with_rows(call, *out), entries)
 
 
-def given(trial: Trial) -> Given:
+def draw_call(trial: Trial) -> DrawnCall:
     return random_entries(trial, planned(Sm90Backend(), trial))
 
 
@@ -108,9 +108,9 @@ def with_rows(call: AttentionCall, indices: Tensor, lens: Tensor | None = None) 
     return evolve(call, keys=[window, PagedKeys(compressed.cache, rows)])
 
 
-def answers(one: Given, backend: Sm90Backend, *, straight: bool) -> list[Tensor]:
+def answers(drawn: DrawnCall, backend: Sm90Backend, *, straight: bool) -> list[Tensor]:
     """Out, lse and largest logits, from entries or from slots."""
-    call = one.call
+    call = drawn.call
     results = [tensor for tensor in (call.out, call.lse, call.max_logits) if tensor is not None]
     for tensor in results:
         tensor.fill_(float("nan"))
@@ -118,8 +118,8 @@ def answers(one: Given, backend: Sm90Backend, *, straight: bool) -> list[Tensor]
         if straight:
             # nobody reads the slots
             unread = with_rows(call, torch.zeros_like(rows_of(call).indices))
-            run: Any = backend.prepare_entries(unread, one.entries)
-            run(call.tensors._replace(topk_indices=one.entries.indices))
+            run: Any = backend.prepare_entries(unread, drawn.entries)
+            run(call.tensors._replace(topk_indices=drawn.entries.indices))
         else:
             backend.prepare(Phase.DECODE, call)(call.tensors)
     assert Counter(form.name for form in seen) == {"attend_tile": 1, "combine_tiles": 1}
@@ -127,7 +127,7 @@ def answers(one: Given, backend: Sm90Backend, *, straight: bool) -> list[Tensor]
 
 
 def differs(trial: Trial, backend: Sm90Backend | None = None) -> bool:
-    drawn, backend = given(trial), backend or Sm90Backend()
+    drawn, backend = draw_call(trial), backend or Sm90Backend()
     pairs = zip(answers(drawn, backend, straight=False), answers(drawn, backend, straight=True), strict=True)
     return any(not torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
 
@@ -172,13 +172,13 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_core_translates_where_another_kernel_serves() -> None:
     trial = TRIALS["pages of 64"]
     coded = evolve(trial, layouts=(CODED[WITHIN], CODED[WITHIN]))
-    drawn = given(trial)
+    drawn = draw_call(trial)
     entries = drawn.entries
 
     assert Sm90Backend().prepare_entries(drawn.call, entries) is not None
     for backend in (Sm90Backend(small="gluon"), Sm90Backend(small="shared"), Sm90Backend(deterministic=True)):
         assert backend.prepare_entries(drawn.call, entries) is None
-    assert Sm90Backend().prepare_entries(given(coded).call, entries) is None
+    assert Sm90Backend().prepare_entries(draw_call(coded).call, entries) is None
     assert Sm90Backend().prepare_entries(evolve(drawn.call, scratch=()), entries) is None
     for change in (
         {"indices": entries.indices[:, ::2]},
@@ -192,11 +192,11 @@ def test_core_translates_where_another_kernel_serves() -> None:
 
 def test_an_empty_table_has_no_entries() -> None:
     trial = evolve(TRIALS["pages of 64"], tokens=2)
-    drawn = given(evolve(trial, tokens=6))
+    drawn = draw_call(evolve(trial, tokens=6))
     pages = evolve(drawn.entries.pages, block_table=drawn.entries.pages.block_table[:0])
     entries = evolve(drawn.entries, pages=pages)
     call = with_rows(drawn.call, torch.full_like(rows_of(drawn.call).indices, -1))
-    expected = answers(Given(call, entries), Sm90Backend(), straight=False)
+    expected = answers(DrawnCall(call, entries), Sm90Backend(), straight=False)
 
-    actual = answers(Given(call, entries), Sm90Backend(), straight=True)
+    actual = answers(DrawnCall(call, entries), Sm90Backend(), straight=True)
     assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(expected, actual, strict=True))

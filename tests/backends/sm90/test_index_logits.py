@@ -89,7 +89,7 @@ class TestOnDevice:
 class Logits:
     """Tokens of several requests, NaN after what they see and twice in it, and blocks that are lost."""
 
-    def __init__(self, batch: int, each: int, page: int, lens: str) -> None:
+    def __init__(self, batch: int, drafts: int, page: int, lens: str) -> None:
         torch.manual_seed(batch)
         self.per, self.page, blocks = 11, page, 11 * batch
         raw = torch.full((blocks + 1, page * 132), 0x7F, dtype=torch.uint8, device=DEVICE)
@@ -100,12 +100,12 @@ class Logits:
         raw[:blocks, page * 128 :] = scales.view(torch.uint8)
         raw[blocks - 1, 3 * 128 + 7] = 0x7F
         self.cache = PagedKVCache(raw.view(-1, page, 132), KVCacheLayout.index_fp8(128))
-        self.q = torch.randn(batch, each, 64, 128, device=DEVICE).to(torch.float8_e4m3fn)
-        self.weights = torch.randn(batch * each, 64, device=DEVICE)
+        self.q = torch.randn(batch, drafts, 64, 128, device=DEVICE).to(torch.float8_e4m3fn)
+        self.weights = torch.randn(batch * drafts, 64, device=DEVICE)
         most = self.per * page
-        self.lens = torch.full((batch, each), most - 9, dtype=torch.int32, device=DEVICE)
+        self.lens = torch.full((batch, drafts), most - 9, dtype=torch.int32, device=DEVICE)
         if lens == "ragged":
-            self.lens = torch.randint(-3, most + 1, (batch, each), dtype=torch.int32, device=DEVICE)
+            self.lens = torch.randint(-3, most + 1, (batch, drafts), dtype=torch.int32, device=DEVICE)
             self.lens[batch // 2], self.lens[-1] = 0, most
         self.table = torch.randperm(blocks, device=DEVICE).int().view(batch, self.per)
         for request, seen in enumerate(self.lens.amax(1).clamp(min=0).tolist()):
@@ -113,7 +113,7 @@ class Logits:
         if batch > 2:
             self.table[0, 1], self.table[1, 0], self.table[2, -1] = -1, blocks + 9, -(2**31)
 
-    def found(self, function: Any, columns: int) -> Tensor:
+    def computed(self, function: Any, columns: int) -> Tensor:
         poison = torch.full((self.weights.shape[0], columns), 7.0, device=DEVICE)
         del poison
         arguments = self.q, self.cache, self.weights, self.lens, self.table
@@ -123,28 +123,28 @@ class Logits:
 
 
 @pytest.mark.parametrize("lens", ["ragged", "alike"])
-@pytest.mark.parametrize(("batch", "each", "page"), [(1, 2, 64), (5, 2, 128), (3, 3, 64), (40, 4, 64), (700, 2, 64)])
+@pytest.mark.parametrize(("batch", "drafts", "page"), [(1, 2, 64), (5, 2, 128), (3, 3, 64), (40, 4, 64), (700, 2, 64)])
 class TestLogits:
     pytestmark = hopper
 
     @pytest.mark.parametrize("further_columns", [-70, 0, 77, 3000])
     def test_they_are_those_of_the_shared_kernel(
-        self, batch: int, each: int, page: int, lens: str, further_columns: int
+        self, batch: int, drafts: int, page: int, lens: str, further_columns: int
     ) -> None:
-        logits = Logits(batch, each, page, lens)
+        logits = Logits(batch, drafts, page, lens)
         columns = logits.per * page + further_columns
         for _ in range(2):
-            actual = logits.found(index_logits.fp8_paged_mqa_logits, columns)
-            expected = logits.found(shared_index_logits.fp8_paged_mqa_logits, columns)
+            actual = logits.computed(index_logits.fp8_paged_mqa_logits, columns)
+            expected = logits.computed(shared_index_logits.fp8_paged_mqa_logits, columns)
 
             assert torch.equal(actual == -torch.inf, expected == -torch.inf)
             alike(actual.clamp(min=-1e30), expected.clamp(min=-1e30))
 
-    def test_lengths_may_be_apart(self, batch: int, each: int, page: int, lens: str) -> None:
-        logits = Logits(batch, each, page, lens)
-        actual = logits.found(index_logits.fp8_paged_mqa_logits, 500)
+    def test_lengths_may_be_apart(self, batch: int, drafts: int, page: int, lens: str) -> None:
+        logits = Logits(batch, drafts, page, lens)
+        actual = logits.computed(index_logits.fp8_paged_mqa_logits, 500)
         logits.lens = torch.stack([logits.lens, logits.lens * 0 - 1], 2)[..., 0]
-        again = logits.found(index_logits.fp8_paged_mqa_logits, 500)
+        again = logits.computed(index_logits.fp8_paged_mqa_logits, 500)
 
         assert torch.equal(actual.nan_to_num(nan=1e9), again.nan_to_num(nan=1e9))
 
@@ -160,7 +160,7 @@ class TestForms:
         with observed() as seen:
             scored(0, arguments, index_logits.score)
             scored(128, arguments, index_logits.score)
-            logits.found(index_logits.fp8_paged_mqa_logits, 500)
+            logits.computed(index_logits.fp8_paged_mqa_logits, 500)
             index_logits.fp8_mqa_logits(q, (k, torch.rand(70, device=DEVICE)), weights, ends * 0, ends)
 
         assert set(seen) == set(index_logits.variants(logits=True))

@@ -34,7 +34,7 @@ def decoded(text: str, *, byte: int = 0, none: int = 0) -> NDArray[np.float64]:
     return np.stack([of_bf16(pair) for pair in pairs], axis=-1).reshape(256, 256)
 
 
-def wanted() -> NDArray[np.float64]:
+def expected() -> NDArray[np.float64]:
     """By the definition, rounded to bf16."""
     values = oracle.decode_e4m3(WORDS.view(np.uint8), False) * np.ldexp(1.0, BYTES - 127)[:, None]
     return oracle.round_bf16(values)
@@ -42,7 +42,7 @@ def wanted() -> NDArray[np.float64]:
 
 def is_right(text: str, byte: int = 0) -> bool:
     """Whether codes under finite scales are decoded to the same bits, and NaN to NaN."""
-    got, want = decoded(text, byte=byte)[:255], wanted()[:255]
+    got, want = decoded(text, byte=byte)[:255], expected()[:255]
     same = (got == want) & (np.signbit(got) == np.signbit(want))
     return bool((same | (np.isnan(got) & np.isnan(want))).all())
 
@@ -51,7 +51,7 @@ def is_right(text: str, byte: int = 0) -> bool:
 @pytest.mark.parametrize("text", [DECODE, SPOIL], ids=["decode", "spoil"])
 def test_every_code_is_exact_under_every_scale(text: str, byte: int) -> None:
     assert is_right(text, byte)
-    assert np.isnan(wanted()[:255]).sum() == 2 * 255
+    assert np.isnan(expected()[:255]).sum() == 2 * 255
 
 
 def test_a_key_without_a_scale_has_nan_everywhere_in_one_piece() -> None:
@@ -66,14 +66,14 @@ def test_a_scale_of_255_is_found_and_no_other(place: int, monkeypatch: pytest.Mo
     spoilt: Any = kernels_load_v4.spoilt.fn
     monkeypatch.setattr(kernels_load_v4, "spoilt", spoilt)
 
-    def found(words: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def has_255(words: NDArray[np.int64]) -> NDArray[np.bool_]:
         without: Any = kernels_load_v4.without_scale.fn(words[:, 0], words[:, 1])
         return np.asarray((without & 0xFFFFFFFF) != 0)
 
-    assert not found(words).any()
+    assert not has_255(words).any()
     words[:, place // 4] |= 0xFF << (8 * (place % 4))
     # the eighth byte of a record's scales means nothing
-    assert found(words).all() == (place < 7)
+    assert has_255(words).all() == (place < 7)
 
 
 @pytest.mark.parametrize(

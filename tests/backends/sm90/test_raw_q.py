@@ -54,7 +54,7 @@ TRIALS = {
     "few keys": evolve(GATHERED, widths=(70,)),
     "split rows": evolve(GATHERED, widths=(700,), tokens=5, seed=1),
     "a block and a bit": evolve(GATHERED, heads=66, widths=(90,), seed=2),
-    "neither lse nor sinks": evolve(GATHERED, told=False, sink=False, seed=3),
+    "neither lse nor sinks": evolve(GATHERED, wants_lse=False, sink=False, seed=3),
     "no keys": evolve(GATHERED, widths=(0,), seed=4),
 }
 
@@ -63,7 +63,7 @@ TRIALS = {
 def test_the_kernel_normalises_and_rotates_q_of_rows(name: str) -> None:
     result = raw_run(TRIALS[name])
 
-    assert result.own
+    assert result.is_gluon
     assert result.error <= 1
 
 

@@ -53,7 +53,7 @@ TRIALS = {
     "two blocks": evolve(BASE, heads=128, tokens=1, widths=(64, 65), seed=34),
     "one head": evolve(BASE, heads=1, seed=35),
     "no sink": evolve(BASE, sink=False, seed=36),
-    "neither lse nor largest logits": evolve(BASE, told=False, seed=37),
+    "neither lse nor largest logits": evolve(BASE, wants_lse=False, seed=37),
     "odd pages": evolve(BASE, pages=(5, 53), seed=38),
     "no window": evolve(BASE, widths=(0, 100), seed=39),
     "one key": evolve(BASE, widths=(1, 1), seed=40),

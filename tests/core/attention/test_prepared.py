@@ -84,7 +84,7 @@ class CheckedError(Exception):
 def is_prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
     """Whether a prepared step serves a call of `forward_mqa`."""
 
-    def asked(**arguments: Any) -> bool:
+    def is_prepared_call(**arguments: Any) -> bool:
         def checked(*_: object) -> None:
             raise CheckedError
 
@@ -99,7 +99,7 @@ def is_prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
                 return True
             return True
 
-    return asked
+    return is_prepared_call
 
 
 def waved_through(is_prepared: Callable[..., bool], kind: LayerKind, draws: int = 1500) -> tuple[list[str], int]:

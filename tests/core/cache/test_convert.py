@@ -20,7 +20,7 @@ from dsv4attn.core.cache.layout import Arrangement, Fp8Format
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
-from dsv4attn.testing.tolerances import found
+from dsv4attn.testing.tolerances import read_row
 from tests.core.attention.strategies import examples
 from tests.harness import storage_of
 
@@ -47,12 +47,12 @@ def keys_of(cache: PagedKVCache) -> NDArray[np.float64]:
         return cache.tensor.double().flatten(0, 1).numpy()
     raw = storage_of(cache.tensor).numpy()
     starts = [cache.tensor.storage_offset() + block * cache.page_stride for block in range(cache.num_blocks)]
-    return np.array([found(raw[start + place_of(layout, i, size)], layout) for start in starts for i in range(size)])
+    return np.array([read_row(raw[start + place_of(layout, i, size)], layout) for start in starts for i in range(size)])
 
 
 def holds(layout: KVCacheLayout, codes: NDArray[np.uint8], scales: tuple[int, int] = (100, 140)) -> PagedKVCache:
     """A cache of 3 pages of 4 with gaps, filled with any codes under scales of a range; rows hold what those mean."""
-    book = OracleCache.blank(layout if layout.is_quantised else OCP, 3, PagePlacement(4, gap=10, before=6), "cpu")
+    book = OracleCache.blank(layout if layout.is_quantised else OCP, 3, PagePlacement(4, gap=10, bytes_before=6), "cpu")
     rng = np.random.default_rng(int(codes.sum()))
     rope = (rng.standard_normal((12, 6)).astype(np.float32).view(np.uint32) >> 16).astype("<u2").view(np.uint8)
     bytes_ = rng.integers(*scales, (12, 8), endpoint=True).astype(np.uint8)

@@ -18,7 +18,7 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from dsv4attn.testing.oracle_cache import place_of
-from dsv4attn.testing.tolerances import found
+from dsv4attn.testing.tolerances import read_row
 from tests.core.attention.strategies import examples
 
 NOPE, ROPE, DIM = 32, 16, 128
@@ -72,7 +72,7 @@ def records_of(cache: PagedKVCache) -> list[NDArray[np.int64]]:
 def keys_of(cache: PagedKVCache) -> NDArray[np.float64]:
     """[capacity, D] keys, by the oracle."""
     raw = memory_of(cache)
-    return np.array([found(raw[place], cache.layout) for place in records_of(cache)])
+    return np.array([read_row(raw[place], cache.layout) for place in records_of(cache)])
 
 
 def filled(layout: KVCacheLayout, seed: int, *, any_codes: bool) -> PagedKVCache:

@@ -24,18 +24,18 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerKind
 from tests.harness import FP32, REFERENCE_FORMS, SMALL, batch_of
 
-__all__ = ["attention", "exchanges_during_attention", "over", "same_everywhere"]
+__all__ = ["attention", "context_over", "exchanges_during_attention", "same_everywhere"]
 
 RAGGED = [(70, 1), (5, 1), (200, 3), (3, 1), (64, 40), (9, 9), (130, 66)]
 """(tokens after the step, query tokens); decodes first."""
 
 
-def over(group: Any, interleave: int = 1, *, divides_heads: bool = False) -> ContextParallel:
+def context_over(group: Any, interleave: int = 1, *, divides_heads: bool = False) -> ContextParallel:
     return ContextParallel(group, interleave, divides_heads)
 
 
 def same_everywhere(group: Any, value: Tensor) -> None:
-    gathered = over(group).gather(value.contiguous().view(torch.uint8), "a result")
+    gathered = context_over(group).gather(value.contiguous().view(torch.uint8), "a result")
     assert all(torch.equal(tensor, gathered[0]) for tensor in gathered)
 
 
@@ -101,7 +101,7 @@ def attention(
     sink: of all heads, -inf for none; None: random. Where ranks divide heads, each has two. keys_of_all: prefill
     attends to the keys of all ranks.
     """
-    context, layer = context or over(group, 2), SMALL.layer_of_kind(kind)
+    context, layer = context or context_over(group, 2), SMALL.layer_of_kind(kind)
     every, mine = layer.num_heads, slice(None)
     if context.divides_heads:
         layer, every = attrs.evolve(layer, num_heads=2), 2 * group.size()

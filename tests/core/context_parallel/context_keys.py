@@ -12,7 +12,7 @@ from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from tests.core.context_parallel.context_attention import attention, over
+from tests.core.context_parallel.context_attention import attention, context_over
 
 __all__ = ["keys_in_pieces", "keys_mutant", "keys_refused"]
 
@@ -51,4 +51,4 @@ def keys_refused(group: Any) -> None:
     context = ContextParallel(group, 2, prefill_keys=False)
     with pytest.raises(ArgumentError, match=r"^metadata: expected metadata without a WholePrefill"):
         attention(group, LayerKind.CSA, "paged-dense", context, keys_of_all=True)
-    attention(group, LayerKind.CSA, "paged-dense", over(group, 4), keys_of_all=True)
+    attention(group, LayerKind.CSA, "paged-dense", context_over(group, 4), keys_of_all=True)

@@ -35,7 +35,12 @@ from dsv4attn.core.torch_ops.tiles import PLAIN
 from dsv4attn.errors import ArgumentError, ContextParallelError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence
-from tests.core.context_parallel.context_attention import attention, exchanges_during_attention, over, same_everywhere
+from tests.core.context_parallel.context_attention import (
+    attention,
+    context_over,
+    exchanges_during_attention,
+    same_everywhere,
+)
 from tests.core.context_parallel.context_heads import HEADS
 from tests.core.context_parallel.context_keys import keys_in_pieces, keys_mutant, keys_refused
 from tests.harness import (
@@ -119,7 +124,7 @@ def merge(group: Any, dtype: torch.dtype, tolerance: float) -> None:
         total = whole + (0 if sinks is None else sinks.double().exp())
         expected = torch.where(whole[..., None] > 0, terms / total[..., None], 0.0)
         out, lse = outs[rank].transpose(0, 1).contiguous().transpose(0, 1), lses[rank].clone()
-        merge_over_ranks(over(group), out, lse, sinks, WorkspaceManager(debug=True))
+        merge_over_ranks(context_over(group), out, lse, sinks, WorkspaceManager(debug=True))
 
         assert float((out.double() - expected).abs().max()) < tolerance
         torch.testing.assert_close(lse.double(), whole.log())
@@ -131,11 +136,11 @@ def pieces(group: Any) -> None:
     draw = torch.Generator().manual_seed(group.rank())
     out, lse = torch.randn(23, 2, 8, generator=draw), torch.randn(23, 2, generator=draw)
     other = out.clone(), lse.clone()
-    merge_over_ranks(over(group), out, lse, None, WorkspaceManager())
+    merge_over_ranks(context_over(group), out, lse, None, WorkspaceManager())
     size = rank_buffers.PIECE_BYTES
     rank_buffers.PIECE_BYTES = 500
     try:
-        merge_over_ranks(over(group), *other, None, WorkspaceManager())
+        merge_over_ranks(context_over(group), *other, None, WorkspaceManager())
     finally:
         rank_buffers.PIECE_BYTES = size
 
@@ -148,7 +153,7 @@ def pieces(group: Any) -> None:
 
 def selection(group: Any, interleave: int) -> None:
     """Keys of small integers: many equal scores, all exact. Against a sort by (score, number) in Python."""
-    context, draw = over(group, interleave), torch.Generator().manual_seed(7 * group.size() + interleave)
+    context, draw = context_over(group, interleave), torch.Generator().manual_seed(7 * group.size() + interleave)
     ownership, size, (requests, heads, dim, topk) = context.ownership, 4, (4, 2, 8, 5)
     entries = [0, 3, 40, 61]
     layout = KVCacheLayout.rows(dim, 0, dtype=torch.float32)
@@ -202,7 +207,7 @@ def over_ranks(
 ) -> LayerStack:
     """The layers of `on_one_rank`, with other pages. merging: a backend that merges over ranks by itself."""
     backend, options = setup(prefill)
-    return LayerStack(merging or backend, layout, **options, **both(over(group, interleave)), shuffle_seed=5)
+    return LayerStack(merging or backend, layout, **options, **both(context_over(group, interleave)), shuffle_seed=5)
 
 
 def served(model: LayerStack) -> tuple[list[Tensor], list[CachedSequence]]:
@@ -286,11 +291,11 @@ def heads(context: Any, others: Any) -> None:
     """Entries over one group and heads over another: outputs of all layers, against one rank."""
     size, rank, backend = others.size(), others.rank(), load_backend("reference")
     single, limits = LayerStack(backend, compressed_block_tokens=64), Limits(4, 64, 256)
-    many = LayerStack(backend, compressed_block_tokens=64, **both(over(context)))
+    many = LayerStack(backend, compressed_block_tokens=64, **both(context_over(context)))
     geometry = SMALL.tensor_parallel(size)
     for i in range(SMALL.num_layers):
         full = AttentionWeights.from_dict(random_weights(SMALL, i), SMALL, SMALL.layer(i))
-        options = {"workspace": many.workspace, "process_group": others, "context_parallel": over(context)}
+        options = {"workspace": many.workspace, "process_group": others, "context_parallel": context_over(context)}
         layer = DeepseekV4Attention(f"l.{i}", geometry, i, limits, backend, full.shard(rank, size), **options)
         layer.bind_kv_cache(many.manager.caches[i])
         many.layers[i] = layer
@@ -303,9 +308,9 @@ def heads(context: Any, others: Any) -> None:
 
 def fingerprints(group: Any) -> None:
     """Ranks that disagree are refused on every rank, with the rank that differs."""
-    last, context = group.size() - 1, over(group)
+    last, context = group.size() - 1, context_over(group)
     mine = group.rank() == last
-    limits, wrong = Limits(4, 65 if mine else 64, 256), over(group, 2 if mine else 1)
+    limits, wrong = Limits(4, 65 if mine else 64, 256), context_over(group, 2 if mine else 1)
     small = WorkspaceManager()
     if mine:
         small.lock()
@@ -329,11 +334,11 @@ def fingerprints(group: Any) -> None:
 
 def half_divided(group: Any) -> None:
     """Caches are divided and layers are not, or the other way round, or in another way: refused before the step."""
-    context = over(group)
+    context = context_over(group)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"context_parallel": context}, "expected metadata of all entries"),
         ({"layer_options": {"context_parallel": context}}, "got metadata of all entries"),
-        ({"context_parallel": over(group, 2), "layer_options": {"context_parallel": context}}, "interleave=2"),
+        ({"context_parallel": context_over(group, 2), "layer_options": {"context_parallel": context}}, "interleave=2"),
     ]
     for options, said in cases:
         model = LayerStack(load_backend("reference"), compressed_block_tokens=64, **options)
@@ -343,7 +348,7 @@ def half_divided(group: Any) -> None:
 
 def refusals(group: Any) -> None:
     """What one rank alone refuses, before or while it binds, is refused on all; then the group goes on."""
-    last, context = group.size() - 1, over(group)
+    last, context = group.size() - 1, context_over(group)
     mine = group.rank() == last
     good = LayerStack(load_backend("reference"), compressed_block_tokens=64, **both(context))
     layer, caches = good.layers[1], good.manager.caches[1]
@@ -358,7 +363,7 @@ def refusals(group: Any) -> None:
         (
             "interleave",
             "CacheManager",
-            lambda: LayerStack(load_backend("reference"), **both(over(group, 3 if mine else 1))),
+            lambda: LayerStack(load_backend("reference"), **both(context_over(group, 3 if mine else 1))),
         ),
         (
             "compressed_block_tokens",
@@ -388,9 +393,9 @@ def heads_of_others(group: Any) -> None:
     backend, limits, rank, size = load_backend("reference"), Limits(4, 64, 256), group.rank(), group.size()
     if size != 2:  # the heads of four are divided by two
         return
-    many = LayerStack(backend, compressed_block_tokens=64, **both(over(group)))
+    many = LayerStack(backend, compressed_block_tokens=64, **both(context_over(group)))
     full = AttentionWeights.from_dict(random_weights(SMALL, 1), SMALL, SMALL.layer(1))
-    options = {"workspace": many.workspace, "process_group": group, "context_parallel": over(group)}
+    options = {"workspace": many.workspace, "process_group": group, "context_parallel": context_over(group)}
     rank_geometry, part = SMALL.tensor_parallel(size), full.shard(rank, size)
     layer = DeepseekV4Attention("l.1", rank_geometry, 1, limits, backend, part, **options)
     with pytest.raises(ArgumentError, match=r"heads: expected \(0, 2\), as rank 0 has, got \(1, 2\) on rank 1"):

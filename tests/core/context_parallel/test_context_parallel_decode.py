@@ -42,7 +42,9 @@ class Counted(Merges):
         super().pack_partial(out, lse, sent, sent_lse)
 
 
-def given(query: list[int], dtype: torch.dtype, kind: LayerKind, dims: tuple[int, int], heads: int) -> dict[str, Any]:
+def step_arguments(
+    query: list[int], dtype: torch.dtype, kind: LayerKind, dims: tuple[int, int], heads: int
+) -> dict[str, Any]:
     """Arguments of a step of rank 0 of 2, whose first request has no entry yet; rows after its tokens are padding."""
     model = attrs.evolve(SMALL, num_heads=heads, head_dim=sum(dims), rope_dim=dims[1], o_groups=1)
     layer, layout = model.layer_of_kind(kind), KVCacheLayout.rows(*dims, dtype=dtype)
@@ -107,7 +109,7 @@ def test_a_decode_is_not_packed_and_no_bit_differs(
 ) -> None:
     if pieces:
         monkeypatch.setattr(rank_buffers, "PIECE_BYTES", pieces * 2 * heads * (sum(dims) * dtype.itemsize + 4))
-    step, sink = given(query, dtype, kind, dims, heads), torch.linspace(-1, 1, heads)
+    step, sink = step_arguments(query, dtype, kind, dims, heads), torch.linspace(-1, 1, heads)
     expected, expected_lse = merged(step, sink)
     workspace = WorkspaceManager(debug=True)
     workspace.reserve(plan_workspace(step["layer"], LIMITS, Counted(), step["caches"].swa.layout, ranks=2))
@@ -127,7 +129,7 @@ def test_a_decode_is_not_packed_and_no_bit_differs(
 
 
 def test_a_prepared_decode_is_run_with_other_addresses() -> None:
-    step, sink = given([1, 1, 1], torch.float32, LayerKind.CSA, (24, 8), 4), torch.zeros(4)
+    step, sink = step_arguments([1, 1, 1], torch.float32, LayerKind.CSA, (24, 8), 4), torch.zeros(4)
     workspace, prepared, backend = WorkspaceManager(), step["metadata"].swa.prepared, Counted()
     expected, _ = merged(step, sink)
     prepared.clear()
@@ -158,7 +160,7 @@ def test_a_prepared_decode_is_run_with_other_addresses() -> None:
     ],
 )
 def test_tensors_of_the_caller_are_checked_though_others_are_written(name: str, change: dict[str, Any]) -> None:
-    step = given([1, 1, 1], torch.float32, LayerKind.CSA, (24, 8), 4)
+    step = step_arguments([1, 1, 1], torch.float32, LayerKind.CSA, (24, 8), 4)
     good: dict[str, Any] = {"out": torch.zeros(PADDED, 4, 32), "lse": torch.zeros(PADDED, 4)}
     workspace = WorkspaceManager()
     run(step, workspace, **good, sink=torch.zeros(4))

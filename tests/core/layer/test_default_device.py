@@ -124,7 +124,7 @@ def test_builder_and_manager_are_on_their_own_device(device: str, default: str) 
 def test_tables_and_conversions(default: str) -> None:
     """A RoPE table, a cache in another layout, and codes of fp4, each against the values without a default."""
 
-    def made() -> list[Tensor]:
+    def make_tables() -> list[Tensor]:
         source = PagedKVCache.allocate(FP8, 3, 4)
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(12, 32, generator=generator, dtype=torch.float32, device="cpu")
@@ -138,10 +138,10 @@ def test_tables_and_conversions(default: str) -> None:
         table = cos_sin_cache(SMALL.layer(0).rope, 16)
         return [table, target.tensor, copied.tensor, codes, scales, fp4.dequantize(codes, scales)]
 
-    expected = made()
+    expected = make_tables()
     forget()
     with DEFAULTS[default]():
-        values = made()
+        values = make_tables()
     for value, want in zip(values, expected, strict=True):
         assert value.dtype == want.dtype
         assert torch.equal(value, want)

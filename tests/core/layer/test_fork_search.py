@@ -172,11 +172,11 @@ class Program:
         if forked is not None:
             self.live.append(self.copied(held, forked, length))
 
-    def copied(self, one: Held, sequence: CachedSequence, length: int) -> Held:
+    def copied(self, source: Held, sequence: CachedSequence, length: int) -> Held:
         """What a fork has."""
         kept = first_needed(self.geometry, 0 if self.keep else max(length - self.drafts, 0))
-        held = {name: one.held[name] & {*range(first, length)} for name, first in kept.items()}
-        return Held(sequence, one.tokens[:length], held)
+        held = {name: source.held[name] & {*range(first, length)} for name, first in kept.items()}
+        return Held(sequence, source.tokens[:length], held)
 
     def truncate(self, i: int, length: int) -> None:
         """Forget tokens."""

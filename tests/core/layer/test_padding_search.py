@@ -27,8 +27,8 @@ class Step:
     """One step.
 
     counts: tokens of each sequence. tails: tokens of padding after these in the same request. pads: tokens of each
-    request of padding alone. rows_after: rows after the tokens. fill: of `padded_batch`. more: how far host lengths are
-    above the true ones. validate: whether the builder checks values.
+    request of padding alone. rows_after: rows after the tokens. fill: of `padded_batch`. excess: what lengths
+    of the host have in addition to the true ones. validate: whether the builder checks values.
     """
 
     counts: tuple[int, ...]
@@ -36,7 +36,7 @@ class Step:
     pads: tuple[int, ...]
     rows_after: int
     fill: int | None
-    more: int
+    excess: int
     validate: bool
 
 
@@ -49,7 +49,7 @@ STEPS = st.lists(
         pads=st.lists(st.sampled_from([1, 1, 2, 4]), max_size=2).map(tuple),
         rows_after=st.integers(0, 3),
         fill=st.sampled_from([-1, 0, 10**6, None]),
-        more=st.sampled_from([0, 1, 9]),
+        excess=st.sampled_from([0, 1, 9]),
         validate=st.booleans(),
     ),
     min_size=1,
@@ -81,7 +81,7 @@ def padded(whole: LayerStack, sequences: list[CachedSequence], step: Step) -> li
     longest, most = max(totals), LIMITS.decode_threshold
     pads = [count if longest <= most else max(count, most + 1) for count in sorted(step.pads)]
     batch = padded_batch(manager.batch(requests), step.fill, pads, rows_after=step.rows_after)
-    batch.seq_lens_cpu = (batch.seq_lens_cpu + step.more).clamp(max=LIMITS.max_model_len)
+    batch.seq_lens_cpu = (batch.seq_lens_cpu + step.excess).clamp(max=LIMITS.max_model_len)
     positions, values, real, row = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, 48)], dict[int, slice](), 0
     for n in order:
         count, tail, sequence = step.counts[n], step.tails[n], sequences[n]
@@ -104,7 +104,7 @@ def padded(whole: LayerStack, sequences: list[CachedSequence], step: Step) -> li
 @given(steps=STEPS, form=st.sampled_from(FORM_NAMES))
 @search(12)
 def test_steps_with_padding_are_those_without(model: str, steps: list[Step], form: str) -> None:
-    wholes = [STACKS[model](made=REFERENCE_FORMS[form], limits=LIMITS) for _ in range(2)]
+    wholes = [STACKS[model](loaded=REFERENCE_FORMS[form], limits=LIMITS) for _ in range(2)]
     all_sequences = [[whole.manager.new() for _ in range(2)] for whole in wholes]
     for step in steps:
         actual = padded(wholes[0], all_sequences[0], step)

@@ -290,7 +290,7 @@ def test_parts_of_ranks_see_what_is_written_to_the_whole(form: str) -> None:
     """Each weight alone: those that are divided, by rows or by columns, and those that are not."""
     layer_weights, part = given_of(values_of("c4a"), form), C4A.tensor_parallel(2)
 
-    def made(weights: Mapping[str, Any]) -> Subject:
+    def rank_subject(weights: Mapping[str, Any]) -> Subject:
         subject = Subject("c4a", form, weights)
         sharded = AttentionWeights.from_dict(weights, C4A, 0).shard(1, 2)
         limits, backend, workspace = subject.whole.limits, subject.layer.backend, subject.whole.workspace
@@ -299,11 +299,13 @@ def test_parts_of_ranks_see_what_is_written_to_the_whole(form: str) -> None:
         subject.whole.layers[0] = layer
         return subject
 
-    subject = made(layer_weights)
+    subject = rank_subject(layer_weights)
     subject.run()
     for weight in layer_weights.values():
         in_place(weight, changed(weight))
-        assert not differ(subject.run(), made({name: plain(weight) for name, weight in layer_weights.items()}).run())
+        assert not differ(
+            subject.run(), rank_subject({name: plain(weight) for name, weight in layer_weights.items()}).run()
+        )
 
 
 def test_a_namespace_is_watched_like_a_module() -> None:

@@ -99,19 +99,19 @@ def test_a_wrong_replay_start_is_refused(bounds: Any, said: str) -> None:
 def test_only_blocks_that_a_window_needs_have_to_be_alive() -> None:
     """Position 20 of a request on pages of 4: a causal window needs pages 3 to 5, a block of two page 2 too."""
 
-    def made(dead: int, **changes: Any) -> Batch:
+    def batch_without(dead: int, **changes: Any) -> Batch:
         batch = batch_of([2], [21], **changes)
         batch.block_table[0, dead] = -1
         return batch
 
     build, bound = builder(WIDE, validate=True), torch.tensor([16], dtype=I32)
-    build.build(made(2))
-    build.build(made(3, replay_start=bound))
-    build.build(made(3, replay_start=bound, causal=False))
+    build.build(batch_without(2))
+    build.build(batch_without(3, replay_start=bound))
+    build.build(batch_without(3, replay_start=bound, causal=False))
     said = r"^block_table\[0, 2\]: expected a block in \[0, 384\) for position 11, which a query can see, got -1"
-    refused(build, lambda: made(2, causal=False), said)
+    refused(build, lambda: batch_without(2, causal=False), said)
     hit = {"replay_start": bound, "num_cached_tokens": bound}
-    refused(build, lambda: made(4, **hit), r"^block_table\[0, 4\]: .* for position 16, ")
+    refused(build, lambda: batch_without(4, **hit), r"^block_table\[0, 4\]: .* for position 16, ")
 
 
 def test_visible_entries_follow_from_positions_without_a_look_at_their_values() -> None:

@@ -49,14 +49,14 @@ class Scene:
         self.q, values = codes(drawn(50, requests, tokens, HEADS, DIM), dialect)
         self.weights = torch.from_numpy(drawn(51, requests * tokens, HEADS)).float()
         self.lens, self.table, self.columns = torch.from_numpy(lens).int(), torch.from_numpy(self.pages.table), columns
-        self.wanted = np.full((requests * tokens, columns), -math.inf)
-        self.errors = np.zeros_like(self.wanted)
+        self.expected = np.full((requests * tokens, columns), -math.inf)
+        self.errors = np.zeros_like(self.expected)
         for row in range(requests * tokens):
             request, token = divmod(row, tokens)
             count = int(per_token[request, token].clip(0))
             keys = self.book.values[self.pages.slots(request, range(count))]
             weights = self.weights[row].double().numpy()
-            self.wanted[row, :count] = oracle_layer.index_scores(values[request, token], weights, keys)
+            self.expected[row, :count] = oracle_layer.index_scores(values[request, token], weights, keys)
             self.errors[row, :count] = score_errors(values[request, token], weights, keys)
 
     def run(self, **changes: Any) -> Tensor:
@@ -67,10 +67,10 @@ class Scene:
         return fp8_paged_mqa_logits(**{**arguments, **changes})
 
     def judge(self, actual: Tensor) -> None:
-        assert (tuple(actual.shape), actual.dtype) == (self.wanted.shape, torch.float32)
-        seen = np.isfinite(self.wanted)
+        assert (tuple(actual.shape), actual.dtype) == (self.expected.shape, torch.float32)
+        seen = np.isfinite(self.expected)
         assert (np.isneginf(actual.numpy()) == ~seen).all(), "-inf exactly behind the visible entries"
-        hold_values(actual[torch.from_numpy(seen)], Formula(self.wanted[seen], self.errors[seen]), torch.float32, str)
+        hold_values(actual[torch.from_numpy(seen)], Formula(self.expected[seen], self.errors[seen]), torch.float32, str)
 
 
 @pytest.mark.parametrize("dialect", Fp8Format)

@@ -25,12 +25,12 @@ def plan(_: Any, page: int, __: int) -> tuple[str, int]:
     return "plan", page
 
 
-def paged(q: Any, pages: Any, weights: Any, lens: Any, table: Any, made: Any, most: int) -> Any:
+def paged(q: Any, pages: Any, weights: Any, lens: Any, table: Any, plan: Any, most: int) -> Any:
     assert q[1] is None
     assert q[0].shape[1] <= 2, "tokens of a request"
     assert pages.shape[1:] == (64, 1, 132)
-    assert made == ("plan", 64)
-    return fp8_paged_mqa_logits(q[0], pages, weights, lens, table, made, most)
+    assert plan == ("plan", 64)
+    return fp8_paged_mqa_logits(q[0], pages, weights, lens, table, plan, most)
 
 
 def gathered(q: Any, kv: Any, weights: Any, first: Any, end: Any, most: int) -> Any:

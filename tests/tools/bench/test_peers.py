@@ -134,8 +134,8 @@ def test_a_peer_of_another_version_says_what_it_lacks(monkeypatch: pytest.Monkey
 
 
 def test_vllm_is_asked_whether_it_was_built_for_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked() -> tuple[bool, str]:
+    def is_supported() -> tuple[bool, str]:
         return False, "only on Hopper"
 
-    install(monkeypatch, MODULES["vllm"], **flash_functions(), is_flashmla_sparse_supported=asked)
+    install(monkeypatch, MODULES["vllm"], **flash_functions(), is_flashmla_sparse_supported=is_supported)
     assert PEERS["vllm"].available() == "only on Hopper"

@@ -26,7 +26,7 @@ from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedK
 from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.testing.oracle_cache import place_of
-from dsv4attn.testing.tolerances import F64, Expected, found, rounded, tolerance, written
+from dsv4attn.testing.tolerances import F64, Expected, read_row, rounded, tolerance, written
 from tests.backends._triton.cache.caches import CPU, DEVICE, memory, poisoned
 from tests.core.cache import v41_packer
 from tests.harness import same_bits, same_memory_on, storage_of
@@ -84,7 +84,7 @@ class Trial:
     q_dtype: torch.dtype = torch.bfloat16
     form: Literal["dense", "ragged", "gathered", "gathered-ragged"] = "dense"
     sink: bool = True
-    told: bool = True
+    wants_lse: bool = True
     """Whether lse and the largest logits are asked for."""
     aligned: bool = True
     """Whether pages, rows, queries and outputs begin at multiples of 16 bytes and lie such multiples apart."""
@@ -171,7 +171,7 @@ class Trial:
         bases, maxima = [base], []
         for pad in ((0, 3), (2, 1)):
             figures, base = _loose(shape[:2], torch.float32, pad, UNTOUCHED)
-            maxima.append(figures if self.told else None)
+            maxima.append(figures if self.wants_lse else None)
             bases.append(base)
         for result in (out, *maxima):
             if result is not None:
@@ -273,7 +273,7 @@ def _record(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[An
     scales = np.full(layout.scale_bytes, 0xFF)
     scales[: layout.num_groups] = rng.integers(116, 121, layout.num_groups)
     record = np.concatenate([rng.choice(finite, layout.nope_dim), rope, scales]).astype(np.uint8)
-    return record, found(record, layout)
+    return record, read_row(record, layout)
 
 
 def _record_of_codes(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], F64]:
@@ -311,7 +311,7 @@ def rising(tokens: int, logits: Sequence[float]) -> Trial:
     cache, records = poisoned(OCP, len(logits), 64, start=4096, device=CPU), [written(key, OCP) for key in keys]
     for slot, record in enumerate(records):
         _write(cache, slot, record)
-    values = np.stack([found(record, OCP) for record in records])
+    values = np.stack([read_row(record, OCP) for record in records])
     slots = np.stack([np.roll(np.arange(count), 64 * t) for t in range(tokens)])
     moved = PagedKVCache(same_memory_on(cache.tensor, DEVICE), OCP, block_size=64)
     trial.__dict__["segments"] = [Segment(moved, values, slots, np.full(tokens, count))]
@@ -369,7 +369,7 @@ def any_trial(seed: int) -> Trial:
         q_dtype=rng.choice([torch.bfloat16, torch.float32]),
         form=form,
         sink=rng.random() < 0.7,
-        told=rng.random() < 0.7,
+        wants_lse=rng.random() < 0.7,
         aligned=rng.random() < 0.6,
         tuning=Tuning(heads=most, keys=keys, prefetch=rng.random() < 0.7),
         splits=splits,

@@ -63,7 +63,9 @@ def test_the_seeds_reach_every_corner() -> None:
     assert {page for t in trials for page in t.pages} == {1, 2, 5, 53, 64}
     assert {(t.splits > 0, t.run > 0) for t in trials} == {(False, False), (True, False), (True, True)}
     assert {t.splits for t in trials} >= {0, 1, 2, 3, 7}
-    assert {(t.aligned, t.sink, t.told) for t in trials} == {(a, s, t) for a in (0, 1) for s in (0, 1) for t in (0, 1)}
+    assert {(t.aligned, t.sink, t.wants_lse) for t in trials} == {
+        (a, s, t) for a in (0, 1) for s in (0, 1) for t in (0, 1)
+    }
     assert min(sum(t.widths) for t in trials) < 3
     assert max(sum(t.widths) for t in trials) > 300
     assert {t.heads for t in trials} >= {1, 2, 3, 7, 16, 17, 33, 64, 128}

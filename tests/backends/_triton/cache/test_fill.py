@@ -38,7 +38,7 @@ from tests.backends._triton.index_ops.index_trials import (
     planted,
     small_rounds,
     spoiled,
-    there,
+    to_device,
 )
 from tests.backends._triton.triton_backends import bounds_of
 from tests.backends.built_in import forms
@@ -134,7 +134,7 @@ class Chunk:
         """Whether a step fills as the definition does, for one layer after another, and writes nothing else."""
         spare = list[Tensor]()
         expected, got = self._inside(self.chunk, []), self._inside(self.chunk, spare)
-        topks = [there(topk) for topk in self.topk]
+        topks = [to_device(topk) for topk in self.topk]
         right = fill_by_ops(ReferenceBackend(), expected, topks[0], self.caches.swa, self.caches.compressed)
         prepared = prepare(got, topks[0], self.caches.swa, self.caches.compressed)
         for topk in (*topks, topks[0]):
@@ -157,7 +157,7 @@ class Chunk:
             spare.append(base)
             return part
 
-        moved = {name: there(getattr(chunk, name)) for name in ("tokens", "swa", "compressed")}
+        moved = {name: to_device(getattr(chunk, name)) for name in ("tokens", "swa", "compressed")}
         lists = DenseIndices(within(chunk.combined.indices), within(chunk.combined.lens))
         flat = chunk.ragged
         if flat is not None:

@@ -78,7 +78,7 @@ class Step:
         assert whole[..., self.layout.head_dim :].isnan().all()
         return q, cache
 
-    def wanted(self) -> Tensor:
+    def expected(self) -> Tensor:
         """Return the bytes that the reference leaves in memory."""
         cache = self.cache(CPU)
         rotated = reference.rotated(self.kv.cpu(), self.positions.cpu(), self.table.cpu())
@@ -88,7 +88,7 @@ class Step:
     def check(self) -> None:
         """Fail unless cache and q are right."""
         q, cache = self.run()
-        assert torch.equal(memory(cache), self.wanted())
+        assert torch.equal(memory(cache), self.expected())
         rope = self.layout.rope_dim
         for t, position in enumerate(self.positions.tolist()):
             cos, sin = np.split(self.table[position].double().cpu().numpy(), 2)
@@ -132,7 +132,7 @@ def test_keys_are_inserted_without_queries(layout: KVCacheLayout, dtype: torch.d
             arguments = step.kv, cache, step.slots, step.positions, step.table, step.eps
             insert.qnorm_rope_kv_insert(step.q[:, :0], *arguments)
 
-        assert torch.equal(memory(cache), step.wanted())
+        assert torch.equal(memory(cache), step.expected())
         assert set(seen) <= set(insert.variants(layout, 0, dtype, aligned=False, aligned_rows=False))
 
 

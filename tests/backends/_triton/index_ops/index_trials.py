@@ -112,7 +112,9 @@ class Trial:
         actual = [
             base[tuple(slice(1, 1 + n) for n in shape)] for base, (shape, _) in zip(bases, self.outs, strict=True)
         ]
-        self._run(module, [there(arg) for arg in self.args], {k: there(v) for k, v in self.keywords.items()}, actual)
+        self._run(
+            module, [to_device(arg) for arg in self.args], {k: to_device(v) for k, v in self.keywords.items()}, actual
+        )
         same = all(torch.equal(a, b.cpu()) for a, b in zip(self._defined(expected), self._defined(actual), strict=True))
         # undefined, but a kernel that writes there has left its row
         same = same and all(bool((rest == _UNTOUCHED).all()) for rest in self._undefined(actual))
@@ -176,11 +178,11 @@ def operations() -> Iterator[list[tuple[str, str]]]:
         yield ran
 
 
-def there(value: Any) -> Any:
+def to_device(value: Any) -> Any:
     """Return a tensor, a table or tokens on the device under test, with the strides that it has here."""
     if isinstance(value, (PageTable, StepTokens, ChunkTokens)):
         return evolve(
-            value, **{attribute.name: there(getattr(value, attribute.name)) for attribute in fields(type(value))}
+            value, **{attribute.name: to_device(getattr(value, attribute.name)) for attribute in fields(type(value))}
         )
     if not isinstance(value, Tensor) or DEVICE is None or DEVICE.type == "cpu":
         return value

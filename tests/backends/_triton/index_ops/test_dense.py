@@ -37,7 +37,7 @@ from tests.backends._triton.index_ops.index_trials import (
     small_rounds,
     spoiled,
     table_of,
-    there,
+    to_device,
 )
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
 from tests.core.attention.strategies import examples
@@ -99,8 +99,8 @@ def test_a_translation_can_be_done_again_on_the_same_memory() -> None:
     prepare = kernels.compute_global_topk_indices_and_lens.prepare
     again = prepare(topk, seen, request, table, 8, (outs[0], outs[1]))
     for _ in range(3):
-        topk.copy_(there(numbers(rng, (5, 7), lambda: rng.randint(-1, 24))))
-        seen.copy_(there(numbers(rng, (5,), lambda: rng.randint(0, 24))))
+        topk.copy_(to_device(numbers(rng, (5, 7), lambda: rng.randint(-1, 24))))
+        seen.copy_(to_device(numbers(rng, (5,), lambda: rng.randint(0, 24))))
         again(topk)
         indices.compute_global_topk_indices_and_lens(topk, seen, request, table, 8, (expected[0], expected[1]))
         assert_same_bits(outs, expected)
@@ -184,7 +184,7 @@ def test_attention_on_indices_of_triton_is_the_same_to_the_bit(kind: str, form: 
 def test_a_captured_op_replays_on_new_contents(make: Callable[[Random], Trial]) -> None:
     first, second = make(Random(3)), make(Random(3))
     outs = [torch.zeros(tuple(shape), dtype=dtype, device=DEVICE) for shape, dtype in first.outs]
-    args, keywords = [there(arg) for arg in first.args], {k: there(v) for k, v in first.keywords.items()}
+    args, keywords = [to_device(arg) for arg in first.args], {k: to_device(v) for k, v in first.keywords.items()}
     op: Callable[..., None] = getattr(kernels, first.op)
     op(*args, out=tuple(outs), **keywords)
     graph = torch.cuda.CUDAGraph()

@@ -13,7 +13,7 @@ from dsv4attn.backends._triton.index_ops import kernels_ragged, ragged
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.torch_ops import index_ops as definition
-from tests.backends._triton.index_ops.index_trials import DEVICE, INT, Trial, planted, small_rounds, there
+from tests.backends._triton.index_ops.index_trials import DEVICE, INT, Trial, planted, small_rounds, to_device
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
 
 RAGGED = [pack, translate_ragged]
@@ -44,8 +44,8 @@ def test_rows_begin_where_all_rows_before_them_end(
 def test_a_scan_over_many_rows_says_where_each_begins(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged, "FEW", 0)
     lens = torch.randint(-5, 8200, (rows,), generator=torch.Generator().manual_seed(rows), dtype=INT)
-    indptr = there(torch.full((rows + 2,), 77, dtype=INT))
-    ragged._scan(indptr, there(lens), rows, 8192)()
+    indptr = to_device(torch.full((rows + 2,), 77, dtype=INT))
+    ragged._scan(indptr, to_device(lens), rows, 8192)()
 
     assert indptr.tolist() == [0, *lens.clamp(0, 8192).cumsum(0).tolist(), 77]
 
@@ -70,8 +70,8 @@ def test_a_captured_op_follows_lengths_edited_in_place(make: Callable[[Random], 
     rows, width, g = 200, 21, torch.Generator().manual_seed(0)
     chosen = torch.randint(-1, 40, (rows, width), generator=g, dtype=INT)
     table, request = torch.randperm(40, generator=g).to(INT).view(2, 20), torch.arange(rows, dtype=INT) % 2
-    lens = there(torch.zeros(rows, dtype=INT))
-    args = [there(chosen), lens, *((37,) if make is pack else (there(request), there(table), 2))]
+    lens = to_device(torch.zeros(rows, dtype=INT))
+    args = [to_device(chosen), lens, *((37,) if make is pack else (to_device(request), to_device(table), 2))]
     name = make(Random(0)).op
     op: Callable[..., None] = getattr(ragged, name)
     flat, indptr = torch.zeros(rows * width, dtype=INT, device=DEVICE), torch.zeros(rows + 1, dtype=INT, device=DEVICE)

@@ -44,7 +44,7 @@ class Entries:
     """One random step that makes entries.
 
     layout: of the entries. ratio, overlap: of the compressor. seed: odd ones put everything out of step with 16 bytes.
-    own: whether the cache is one that we allocate, with aligned pages.
+    allocated: whether the cache is one that we allocate, with aligned pages.
     """
 
     layout: KVCacheLayout
@@ -53,7 +53,7 @@ class Entries:
     seed: int = 0
     requests: int = 3
     eps: float = 1e-6
-    own: bool = False
+    allocated: bool = False
 
     def __attrs_post_init__(self) -> None:
         g, odd, dim = seeded(self.seed), self.seed % 2, self.layout.head_dim
@@ -92,7 +92,7 @@ class Entries:
 
     def cache(self, device: torch.device = DEVICE) -> PagedKVCache:
         """Return an unwritten cache."""
-        if self.own:
+        if self.allocated:
             return PagedKVCache.allocate(self.layout, *self.shape, device)
         return poisoned(self.layout, *self.shape, gap=self.gap, start=self.start, device=device)
 
@@ -104,13 +104,13 @@ class Entries:
         assert torch.equal(memory(self.states), original)
         return cache
 
-    def wanted(self) -> PagedKVCache:
+    def expected(self) -> PagedKVCache:
         """The cache as the definition writes it."""
         return self.run(TorchOps().compress_norm_rope_store)
 
     def check(self) -> PagedKVCache:
         """Fail unless entries are the definition's, and no other byte was written. Returns the cache."""
-        actual, expected = self.run(), self.wanted()
+        actual, expected = self.run(), self.expected()
         same_entries(actual, expected)
         return actual
 
@@ -278,7 +278,7 @@ def test_kv_of_any_kind_counts_as_in_the_definition(kv: str, layout: KVCacheLayo
         KVS[kv](row)
     if kv == "NaN of no weight":
         halves[::3, 1, 3] = -1e30
-    actual, expected = step.run(), step.wanted()
+    actual, expected = step.run(), step.expected()
 
     torch.testing.assert_close(values_of(actual), values_of(expected), rtol=0.13, atol=1e-5, equal_nan=True)
 
@@ -339,7 +339,7 @@ def test_a_table_of_other_dims_is_refused_before_a_launch() -> None:
 @pytest.mark.parametrize(("ratio", "overlap"), [(4, False), (4, True), (50, False)])
 def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout, ratio: int, overlap: bool) -> None:
     for seed in range(2):
-        step = Entries(layout, ratio, overlap, seed, requests=1, own=not seed)
+        step = Entries(layout, ratio, overlap, seed, requests=1, allocated=not seed)
         kv = strided(torch.zeros(1, step.width), step.seed % 2)
         slots, positions = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
         with observed() as seen:

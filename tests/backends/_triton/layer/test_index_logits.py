@@ -55,7 +55,7 @@ class ScoredKeys:
         weights, angles = torch.randn(7, heads, device=DEVICE), torch.randn(9, 16, device=DEVICE)
         self.query = indexer.indexer_q_rope_quant(q, weights, torch.arange(7, device=DEVICE), angles, layout)
 
-    def wanted(self) -> tuple[Tensor, Tensor, Tensor]:
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """[7, 300] scores in float64, NaN without a block; their sizes; and which of them tokens see."""
         entry = torch.arange(300, device=DEVICE, dtype=torch.int32).expand(7, -1)
         slots = slots_of(entry, self.table, self.token_to_req, self.cache)
@@ -92,7 +92,7 @@ def test_scores_of_what_a_token_sees_are_written_and_nothing_else(
 ) -> None:
     keys = ScoredKeys(LAYOUTS[name], page, heads, gap=4608 if page == 48 else 0)
     actual, _ = keys.score(exact_rows=exact_rows)
-    expected, sizes, seen = keys.wanted()
+    expected, sizes, seen = keys.expected()
 
     hold(actual[seen], expected[seen], sizes[seen], keys.layout)
     assert (actual[~seen] == 7).all()

@@ -158,14 +158,14 @@ def test_arguments_that_do_not_fit_the_ratio_are_refused_before_a_launch() -> No
 
 @attrs.define(eq=False, slots=False)
 class Store:
-    """Random rows, and slots for the tokens that complete an entry. own: in pages that we allocate."""
+    """Random rows, and slots for the tokens that complete an entry. allocated: in pages that we allocate."""
 
     layout: KVCacheLayout
     ratio: int
     dtype: torch.dtype = torch.bfloat16
     norm: torch.dtype | None = None
     seed: int = 0
-    own: bool = False
+    allocated: bool = False
 
     def __attrs_post_init__(self) -> None:
         g, odd, dim = seeded(self.seed), self.seed % 2, self.layout.head_dim
@@ -186,7 +186,7 @@ class Store:
     def run(self, store: Callable[..., None] = latents.norm_rope_store) -> PagedKVCache:
         """The cache, written by a step."""
         cache = poisoned(self.layout, 3, 7, gap=self.gap, start=self.start)
-        if self.own:
+        if self.allocated:
             cache = PagedKVCache.allocate(self.layout, 3, 7, DEVICE)
         store(self.x, self.positions, self.slots, EntryNorm(self.weight, 1e-20, self.angles), self.ratio, cache)
         return cache
@@ -226,7 +226,7 @@ def test_warm_up_foresees_every_form_that_is_launched(aligned: bool) -> None:
                 step.states = PagedKVCache.allocate(step.states.layout, blocks, size, DEVICE)
             layout = [KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4(), KVCacheLayout.index_fp8()][seed % 3]
             norm, drawn = NORMS[seed % 2] if seed else None, 2 * seed if aligned else seed
-            store = Store(layout, ratio, norm=norm, seed=drawn, own=aligned)
+            store = Store(layout, ratio, norm=norm, seed=drawn, allocated=aligned)
             with observed() as seen:
                 step.run()
                 store.run()

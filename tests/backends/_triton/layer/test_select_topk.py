@@ -155,9 +155,9 @@ class Case:
             module.select(torch.from_numpy(wide).to(DEVICE), given_maxima, lens, out, self.max_entries, run=run)
         actual = out.cpu().numpy().copy()
         out.fill_(UNTOUCHED)
-        return bool((whole == UNTOUCHED).all()) and bool((actual == self.wanted(scores)).all())
+        return bool((whole == UNTOUCHED).all()) and bool((actual == self.expected(scores)).all())
 
-    def wanted(self, scores: NDArray[np.float32]) -> NDArray[np.int64]:
+    def expected(self, scores: NDArray[np.float32]) -> NDArray[np.int64]:
         rows = np.full((len(scores), self.topk), -1)
         for row, x, count in zip(rows, scores, self.counts(), strict=True):
             # -inf is the lowest finite number
