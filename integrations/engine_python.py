@@ -31,12 +31,12 @@ def install(requirement: str) -> int:
         [wheel] = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             # RECORD lists files that are left out; without it pip does not try to remove them.
-            names = [name for name in archive.namelist() if wanted(name)]
+            names = [name for name in archive.namelist() if is_needed(name)]
             archive.extractall(sysconfig.get_paths()["purelib"], names)
     return len(names)
 
 
-def wanted(name: str) -> bool:
+def is_needed(name: str) -> bool:
     """Whether this file of a wheel is Python or says what the wheel is."""
     return name.endswith(".py") or (".dist-info/" in name and not name.endswith("RECORD"))
 

@@ -41,19 +41,19 @@ def _built(runner: Any) -> Any:
     return attention_backend_setup.build_attention_backends(model_runner=runner).attn_backend
 
 
-def case(name: str, mode: str, prefixes: tuple[int, ...], extends: tuple[int, ...] = (), **more: Any) -> Any:
+def case(name: str, mode: str, prefixes: tuple[int, ...], extends: tuple[int, ...] = (), **options: Any) -> Any:
     """A case of the kit. prefixes: tokens of each request in the caches. extends: new ones of each, if not decode."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    arguments = {"num_heads": 8, "page_size": 256, "attn_sink_value": 0.5, **more}
+    arguments = {"num_heads": 8, "page_size": 256, "attn_sink_value": 0.5, **options}
     return loaded().DSV4AttentionCase(
         name, "dsv4", ForwardMode[mode], prefix_lens=prefixes, extend_lens=extends, **arguments
     )
 
 
-def runner_of(given: Any, ratios: tuple[int, ...] = (0, 4, 128), **more: Any) -> Any:
+def runner_of(test_case: Any, ratios: tuple[int, ...] = (0, 4, 128), **options: Any) -> Any:
     """SGLang's runner of a case as far as attention reads it, with caches for layers of these ratios."""
     kit = loaded()
-    config = kit.TinyDSV4ModelConfig(num_heads=given.num_heads, context_len=512, compression_ratios=list(ratios))
-    sizes = {"dtype": torch.bfloat16, "device": "cpu", "max_context_len": 512, "swa_size": 2048, **more}
-    return kit.MockDSV4ModelRunner(case=given, model_config=config, compression_ratios=list(ratios), **sizes)
+    config = kit.TinyDSV4ModelConfig(num_heads=test_case.num_heads, context_len=512, compression_ratios=list(ratios))
+    sizes = {"dtype": torch.bfloat16, "device": "cpu", "max_context_len": 512, "swa_size": 2048, **options}
+    return kit.MockDSV4ModelRunner(case=test_case, model_config=config, compression_ratios=list(ratios), **sizes)

@@ -74,27 +74,27 @@ def assert_near(got: Tensor, want: np.ndarray[Any, Any]) -> None:
     assert bool(((error < 1e-3) | (error / (torch.from_numpy(want).abs() + 1e-6) < 2.01 / 128)).all()), error.max()
 
 
-def check_decode(given: dict[str, Any], out: Tensor) -> None:
+def check_decode(arguments: dict[str, Any], out: Tensor) -> None:
     """Compare a call of `flash_mla_with_kvcache` with the oracle, row by row."""
-    second = given["extra_k_cache"] is not None
+    second = arguments["extra_k_cache"] is not None
     for row in range(out.shape[0]):
-        keys = [records(given["k_cache"], given["indices"][row, 0], int(given["topk_length"][row]))]
+        keys = [records(arguments["k_cache"], arguments["indices"][row, 0], int(arguments["topk_length"][row]))]
         if second:
-            extra = given["extra_indices_in_kvcache"][row, 0], int(given["extra_topk_length"][row])
-            keys.append(records(given["extra_k_cache"], *extra))
-        q, sink = given["q"][row, 0].detach().double().numpy(), given["attn_sink"].double().numpy()
-        want, _ = attend_row(q, np.concatenate(keys), sink, given["softmax_scale"])
+            extra = arguments["extra_indices_in_kvcache"][row, 0], int(arguments["extra_topk_length"][row])
+            keys.append(records(arguments["extra_k_cache"], *extra))
+        q, sink = arguments["q"][row, 0].detach().double().numpy(), arguments["attn_sink"].double().numpy()
+        want, _ = attend_row(q, np.concatenate(keys), sink, arguments["softmax_scale"])
         assert_near(out[row, 0], want)
 
 
-def check_prefill(given: dict[str, Any], out: Tensor) -> None:
+def check_prefill(arguments: dict[str, Any], out: Tensor) -> None:
     """Compare a call of `flash_mla_sparse_fwd` with the oracle, row by row."""
-    rows = given["kv"][:, 0]
+    rows = arguments["kv"][:, 0]
     for row in range(out.shape[0]):
-        chosen = given["indices"][row, 0, : int(given["topk_length"][row])]
+        chosen = arguments["indices"][row, 0, : int(arguments["topk_length"][row])]
         keys = rows[chosen[(chosen >= 0) & (chosen < rows.shape[0])].long()].double().numpy()
-        q, sink = given["q"][row].detach().double().numpy(), given["attn_sink"].double().numpy()
-        want, _ = attend_row(q, keys, sink, given["sm_scale"])
+        q, sink = arguments["q"][row].detach().double().numpy(), arguments["attn_sink"].double().numpy()
+        want, _ = attend_row(q, keys, sink, arguments["sm_scale"])
         assert_near(out[row], want)
 
 

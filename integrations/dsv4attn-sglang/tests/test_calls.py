@@ -69,10 +69,10 @@ def decode_args(tokens: int = 3, **changes: Any) -> dict[str, Any]:
     }
 
 
-def expected(given: dict[str, Any]) -> Tensor:
+def expected(arguments: dict[str, Any]) -> Tensor:
     """The result of our function under FlashMLA's own name, with a metadata object of ours."""
     meta = flash_mla.get_mla_metadata()[0]
-    return flash_mla.flash_mla_with_kvcache(**{**given, "tile_scheduler_metadata": meta})[0]
+    return flash_mla.flash_mla_with_kvcache(**{**arguments, "tile_scheduler_metadata": meta})[0]
 
 
 def test_a_partial_made_afterwards_calls_dsv4attn_and_one_made_before_calls_flash_mla(
@@ -81,12 +81,12 @@ def test_a_partial_made_afterwards_calls_dsv4attn_and_one_made_before_calls_flas
     arguments = decode_args()
     # SGLang makes one in the constructor of its attention, which is why the hook comes before
     after = functools.partial(interface.flash_mla_with_kvcache, use_legacy=True)
-    before = functools.partial(interface.flash_mla_with_kvcache.__wrapped__, use_legacy=True)
+    wrapped = functools.partial(interface.flash_mla_with_kvcache.__wrapped__, use_legacy=True)
 
     assert torch.equal(after(**arguments)[0], expected(arguments))
     assert not fakes.flash_mla_calls()
     with pytest.raises(fakes.FlashMLACalled):
-        before(**decode_args())
+        wrapped(**decode_args())
 
 
 def test_sglangs_metadata_object_is_shared_by_the_layers_of_a_step(interface: Any, backend: str) -> None:
@@ -106,10 +106,10 @@ def test_one_cache_alone_that_is_another_tensor_is_read(interface: Any, backend:
     shape, stride = arguments[name].shape, arguments[name].stride()
     old, new = (torch.empty_strided(shape, stride, dtype=torch.uint8).copy_(arguments[name]) for _ in range(2))
     arguments[name] = old
-    before = interface.flash_mla_with_kvcache(**arguments)[0]
+    expected_out = interface.flash_mla_with_kvcache(**arguments)[0]
     old.fill_(0xFF)
 
-    assert torch.equal(interface.flash_mla_with_kvcache(**{**arguments, name: new})[0], before)
+    assert torch.equal(interface.flash_mla_with_kvcache(**{**arguments, name: new})[0], expected_out)
 
 
 def test_rows_of_padding_name_slot_0_and_change_nothing_else(interface: Any, backend: str) -> None:

@@ -124,7 +124,7 @@ def used() -> Iterator[tuple[str, str]]:
     for path in OURS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "sglang":
-                yield from ((node.module, each.name) for each in node.names)
+                yield from ((node.module, imported.name) for imported in node.names)
 
 
 def test_every_import_from_sglang_is_in_the_table() -> None:

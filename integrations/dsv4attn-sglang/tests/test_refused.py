@@ -125,13 +125,13 @@ def test_caches_of_other_records_are_refused(build: Any, actual: str, changes: d
     from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 
     def other(runner: Any) -> None:
-        pool, more = runner.token_to_kv_pool, dict(changes)
-        if "kv_layout" in more:
-            more["kv_layout"] = KVLayout(more["kv_layout"])
-        if "compressed" in more:
-            layout = KVLayout(more.pop("compressed"))
+        pool, options = runner.token_to_kv_pool, dict(changes)
+        if "kv_layout" in options:
+            options["kv_layout"] = KVLayout(options["kv_layout"])
+        if "compressed" in options:
+            layout = KVLayout(options.pop("compressed"))
             pool.compressed_kv_layout = lambda ratio: layout if ratio == 4 else KVLayout.V4
-        vars(pool).update(more)
+        vars(pool).update(options)
 
     with pytest.raises(
         RefusedError, match=rf"KV cache: expected .*584-byte records, got {actual} -> set SGLANG_DSV4_KV"

@@ -17,9 +17,9 @@ def plain() -> dict[str, Any]:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    before = set(sys.modules)
+    loaded = set(sys.modules)
     load_plugins()
-    new = sorted(set(sys.modules) - before)
+    new = sorted(set(sys.modules) - loaded)
     return {"new": new, "hooks": [target for target, hooks in HookRegistry._hooks.items() if hooks]}
 
 

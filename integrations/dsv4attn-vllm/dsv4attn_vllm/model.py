@@ -12,7 +12,7 @@ from importlib import import_module
 from dsv4attn_vllm import internals
 from dsv4attn_vllm.guard import GUARD, LOG
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace
-from dsv4attn_vllm.steps import MHC, asked
+from dsv4attn_vllm.steps import MHC, requested_steps
 
 __all__ = ["V4_CLASSES", "V41_CLASSES", "activate"]
 
@@ -53,7 +53,7 @@ def activate(model: str) -> None:
     if not replacements:
         LOG.info("not used: vLLM has no %s layers for this platform (%s)", title, platform)
         return
-    runs_mhc = not is_v41 and MHC in (asked() or ())
+    runs_mhc = not is_v41 and MHC in (requested_steps() or ())
     internals.check(version, internals.groups_of(model, platform, mhc=runs_mhc))
     names = [*map(str, replacements)]
     if runs_mhc:

@@ -22,9 +22,9 @@ __all__ = [
     "STEPS",
     "VARIABLE",
     "Device",
-    "asked",
     "chosen",
     "is_named",
+    "requested_steps",
     "v41_steps",
     "without_mhc_warmup",
     "without_warmup",
@@ -77,7 +77,7 @@ class Device:
         )
 
 
-def asked() -> frozenset[str] | None:
+def requested_steps() -> frozenset[str] | None:
     """The steps that the variable names, or None for `auto`. Raises RefusedError for any other word."""
     return steps_named(VARIABLE, STEPS, RefusedError)
 
@@ -93,7 +93,7 @@ def chosen(device: Device) -> frozenset[str]:
     Raises RefusedError for what cannot run: one of indexer and compressor without the other where vLLM's format
     differs, 4 bits on ROCm, whose pages are vLLM's own, and hyper-connections inside of compiled code.
     """
-    named = asked()
+    named = requested_steps()
     if named is None:
         if device.platform == "cpu" or (device.platform == "cuda" and not device.deep_gemm):
             return AUTO
@@ -121,7 +121,7 @@ def v41_steps(device: Device) -> frozenset[str]:
     Raises RefusedError for another step that is named, for one of the two without the other, as index keys of vLLM have
     another format on some GPUs, for index keys of 4 bits on ROCm, and for `none` where vLLM's indexer does not run.
     """
-    named, both = asked(), frozenset({INDEXER, COMPRESSOR})
+    named, both = requested_steps(), frozenset({INDEXER, COMPRESSOR})
     for step in filter(is_named, (PROJECTION, MHC)):
         expected, cure = "indexer and compressor, as the others of DeepSeek-V4.1 are vLLM's", f"leave {step} out"
         raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=step, cure=cure)

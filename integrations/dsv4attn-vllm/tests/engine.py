@@ -88,7 +88,7 @@ def world(
     """The process groups that vLLM's linears want, and its workspace on a device."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
-    before = torch.get_default_dtype()
+    old_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     store = store or f"file://{tempfile.mktemp()}"  # noqa: S306 - the store makes it
     try:
@@ -101,7 +101,7 @@ def world(
         reset_workspace_manager()
         destroy_model_parallel()
         destroy_distributed_environment()
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(old_dtype)
 
 
 def planned_caches(config: VllmConfig, pages: int = PAGES) -> KVCacheConfig:
@@ -393,21 +393,21 @@ class Engine:
         expected = self.of_oracle(layer, index, position, row, **rule)
         return float(np.abs(out[row].double().numpy() - expected).max() / np.abs(expected).max())
 
-    def check_rows(self, outs: Sequence[Tensor], before: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
+    def check_rows(self, outs: Sequence[Tensor], requests: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
         """Hold rows of the last step against the oracle. before: tokens in the caches before it, and new tokens."""
-        tokens = [(i, tokens + j) for i, (tokens, count) in enumerate(before) for j in range(count)]
+        tokens = [(i, tokens + j) for i, (tokens, count) in enumerate(requests) for j in range(count)]
         for layer, out in zip(self.layers, outs, strict=True):
             for row in rows:
                 error = self.error(layer, out, *tokens[row], row)
                 assert error < 0.012, (layer.prefix, row, error)
 
-    def of_own_builder(self, layer: Any, before: Sequence[tuple[int, int]], rows: int) -> Tensor:
+    def of_own_builder(self, layer: Any, requests: Sequence[tuple[int, int]], rows: int) -> Tensor:
         """The last step of a layer by dsv4attn's MetadataBuilder and forward_mqa. before: as in `check_rows`."""
         serving, swa, owner = layer._serving, layer.swa_cache_layer, self.entries_of(layer)
-        counts, window = [count for _, count in before], self.group_of(swa.prefix)
+        counts, window = [count for _, count in requests], self.group_of(swa.prefix)
         entries = window if owner is None else self.group_of(owner.prefix)
         starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-        lens = torch.tensor([tokens + count for tokens, count in before], dtype=torch.int32)
+        lens = torch.tensor([tokens + count for tokens, count in requests], dtype=torch.int32)
         pages = {"swa_block_size": self.WINDOW_PAGE, "compressed_block_tokens": self.BLOCK}
         builder = ds.MetadataBuilder(
             serving.model, serving.limits, short_prefills=True, backend=serving.backend, **pages

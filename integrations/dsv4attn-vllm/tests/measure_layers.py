@@ -101,7 +101,7 @@ def in_turn(
             torch.cuda.synchronize()
             spent = (time.perf_counter() - clock) * 1e6 if host else begin.elapsed_time(end) * 1e3
             times[name].append(spent / repeat / layers)
-    return {name: statistics.median(each[1:]) for name, each in times.items()}
+    return {name: statistics.median(durations[1:]) for name, durations in times.items()}
 
 
 class Step:
@@ -309,9 +309,9 @@ def show_kernels(title: str, step: Step, kind: str) -> None:
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
         times.setdefault(event.name, []).append(event.device_time)
     print(title)
-    for name, each in times.items():
-        if len(each) >= TIMES:
-            print(f"  {len(each) / len(layers):4.1f} x {statistics.median(each):7.2f} us  {name[:110]}")
+    for name, durations in times.items():
+        if len(durations) >= TIMES:
+            print(f"  {len(durations) / len(layers):4.1f} x {statistics.median(durations):7.2f} us  {name[:110]}")
 
 
 def show(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

@@ -27,13 +27,15 @@ def _work(log: Path, environment: dict[str, str], function: Callable[..., object
     function(**arguments)
 
 
-def run(folder: Path, function: Callable[..., object], *each: dict[str, Any]) -> str:
+def run(folder: Path, function: Callable[..., object], *arguments_of_each: dict[str, Any]) -> str:
     """Call a function with these arguments, each in a process, at once: what the processes printed, one after another.
 
     The function is found by its module's name and its own. folder: for what is printed.
     """
-    logs = [folder / f"process{i}.log" for i in range(len(each))]
-    work = [(log, dict(os.environ), function, arguments) for log, arguments in zip(logs, each, strict=True)]
+    logs = [folder / f"process{i}.log" for i in range(len(arguments_of_each))]
+    work = [
+        (log, dict(os.environ), function, arguments) for log, arguments in zip(logs, arguments_of_each, strict=True)
+    ]
     processes = [_FORKS.Process(target=_work, args=inputs) for inputs in work]
     for process in processes:
         process.start()
@@ -43,7 +45,7 @@ def run(folder: Path, function: Callable[..., object], *each: dict[str, Any]) ->
         for process in running if any(process.exitcode for process in processes) else []:
             process.terminate()
     printed = "".join(log.read_text() for log in logs)
-    assert [process.exitcode for process in processes] == [0] * len(each), printed[-3000:]
+    assert [process.exitcode for process in processes] == [0] * len(arguments_of_each), printed[-3000:]
     return printed
 
 

@@ -46,7 +46,7 @@ def layer_of(config: VllmConfig, layer_class: type = CUDAAttention) -> CUDAAtten
 
 
 @pytest.mark.parametrize(
-    ("device", "wanted"),
+    ("device", "expected"),
     [
         *[(device, steps.AUTO) for device in (AMPERE, CPU)],
         *[(device, {PROJECTION}) for device in (HOPPER, BLACKWELL)],
@@ -56,16 +56,16 @@ def layer_of(config: VllmConfig, layer_class: type = CUDAAttention) -> CUDAAtten
 )
 @pytest.mark.parametrize("text", ["", " ", "auto", "AUTO", "auto,"])
 def test_auto_takes_what_vllm_has_no_kernels_for_and_its_rounding(
-    monkeypatch: pytest.MonkeyPatch, device: Device, wanted: set[str], text: str
+    monkeypatch: pytest.MonkeyPatch, device: Device, expected: set[str], text: str
 ) -> None:
     monkeypatch.setenv(steps.VARIABLE, text)
 
-    assert steps.chosen(device) == wanted
+    assert steps.chosen(device) == expected
     assert MHC not in steps.chosen(device)
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("all", {INDEXER, COMPRESSOR, PROJECTION, MHC}),
         ("none", set()),
@@ -75,11 +75,11 @@ def test_auto_takes_what_vllm_has_no_kernels_for_and_its_rounding(
 )
 @pytest.mark.parametrize("device", [AMPERE, HOPPER, MI300, CPU], ids=str)
 def test_named_steps_are_taken_on_every_device(
-    monkeypatch: pytest.MonkeyPatch, device: Device, text: str, wanted: set[str]
+    monkeypatch: pytest.MonkeyPatch, device: Device, text: str, expected: set[str]
 ) -> None:
     monkeypatch.setenv(steps.VARIABLE, text)
 
-    assert steps.chosen(device) == wanted
+    assert steps.chosen(device) == expected
 
 
 @pytest.mark.parametrize("text", [INDEXER, COMPRESSOR])
@@ -261,12 +261,15 @@ def test_kernels_of_steps_are_compiled_before_the_first_request(
     """The variants that a warm-up on an A100 compiles; nothing is compiled here."""
     monkeypatch.setenv(steps.VARIABLE, text)
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
-    made = serving.serving_of(config)
+    serving_backend = serving.serving_of(config)
 
-    kernels = {one.name for one in made.backend.kernel_variants(made.bounds(), DeviceFacts.named("a100"))}
+    kernels = {
+        variant.name
+        for variant in serving_backend.backend.kernel_variants(serving_backend.bounds(), DeviceFacts.named("a100"))
+    }
 
     around = {name for several in STEP_KERNELS.values() for name in several}
-    assert kernels & around == {name for step in made.steps for name in STEP_KERNELS[step]}
+    assert kernels & around == {name for step in serving_backend.steps for name in STEP_KERNELS[step]}
     assert "attention" in kernels
 
 

@@ -47,23 +47,27 @@ def bytes_of(engine: WholeEngine) -> dict[str, Tensor]:
 
 def differences(engine: WholeEngine, work: Sequence[Any], *, pad: int = 0, extra_rows: int = 0) -> dict[str, int]:
     """Bytes of caches that differ after a step of dsv4attn and one of vLLM, by compressor; every step writes some."""
-    metadata, rows, found = engine.describe(work, pad=pad), sum(count for _, count in work) + pad + extra_rows, {}
+    metadata, rows, counts_by_layer = (
+        engine.describe(work, pad=pad),
+        sum(count for _, count in work) + pad + extra_rows,
+        {},
+    )
     with set_forward_context(metadata, engine.config, num_tokens=rows):
         for layer, compressor in compressors(engine):
-            given, before, written = scores(compressor, rows), bytes_of(engine), []
+            states, old_bytes, written = scores(compressor, rows), bytes_of(engine), []
             for forward in (Compressor.forward, DeepseekCompressor.forward):
                 for name, tensor in engine.tensors.items():
-                    tensor.view(torch.uint8).copy_(before[name])
-                forward(compressor, given, engine.positions[:rows], layer.rotary_emb)
+                    tensor.view(torch.uint8).copy_(old_bytes[name])
+                forward(compressor, states, engine.positions[:rows], layer.rotary_emb)
                 written.append(bytes_of(engine))
             ours, theirs = written
-            assert any((theirs[name] != before[name]).any() for name in before), compressor.prefix
-            found[compressor.prefix] = sum(int((ours[name] != theirs[name]).count_nonzero()) for name in ours)
-    return found
+            assert any((theirs[name] != old_bytes[name]).any() for name in old_bytes), compressor.prefix
+            counts_by_layer[compressor.prefix] = sum(int((ours[name] != theirs[name]).count_nonzero()) for name in ours)
+    return counts_by_layer
 
 
 @pytest.mark.parametrize(
-    ("before", "pad", "extra_rows"),
+    ("requests", "pad", "extra_rows"),
     [
         ([(127, 1), (39, 1)], 0, 2),  # decodes, of which each completes entries; rows after the batch
         ([(50, 1), (41, 1)], 2, 0),  # of which none does; padding
@@ -73,13 +77,13 @@ def differences(engine: WholeEngine, work: Sequence[Any], *, pad: int = 0, extra
     ids=["decode", "between", "prefill", "mixed"],
 )
 def test_states_and_entries_are_vllms_byte_for_byte(
-    engine: WholeEngine, before: list[tuple[int, int]], pad: int, extra_rows: int
+    engine: WholeEngine, requests: list[tuple[int, int]], pad: int, extra_rows: int
 ) -> None:
-    work = [(engine.request(tokens), count) for tokens, count in before]
+    work = [(engine.request(tokens), count) for tokens, count in requests]
 
-    found = differences(engine, work, pad=pad, extra_rows=extra_rows)
+    changed = differences(engine, work, pad=pad, extra_rows=extra_rows)
 
-    assert found == {
+    assert changed == {
         "model.layers.1.attn.compressor": 0,
         "model.layers.1.attn.indexer.compressor": 0,
         "model.layers.2.attn.compressor": 0,
@@ -116,7 +120,7 @@ def test_a_step_that_completes_no_entry_of_128_stores_none(
     engine: WholeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored: list[int] = []
-    with_op(monkeypatch, engine, compress_norm_rope_store=lambda *given, **_: stored.append(given[5]))
+    with_op(monkeypatch, engine, compress_norm_rope_store=lambda *arguments, **_: stored.append(arguments[5]))
 
     engine.step([(engine.request(), 20)])
     assert stored == [4, 4]
@@ -156,25 +160,25 @@ def test_the_weight_of_the_norm_is_vllms_own(
     Sums of vLLM have another order, so a code may be the next one: of three entries at most two.
     """
     steps = engine.layers[0]._serving.backend.layer_ops
-    given: list[Tensor] = []
+    norm_weights: list[Tensor] = []
     store, work = steps.compress_norm_rope_store, [(engine.request(127), 1)]
 
     def noted(*arguments: Any, **options: Any) -> None:
-        given.append(arguments[4].weight)
+        norm_weights.append(arguments[4].weight)
         store(*arguments, **options)
 
     with_op(monkeypatch, engine, compress_norm_rope_store=noted)
-    own = [compressor.norm.weight for _, compressor in compressors(engine)]
-    for weight in own:
+    own_weights = [compressor.norm.weight for _, compressor in compressors(engine)]
+    for weight in own_weights:
         weight.data = weight.data.to(dtype)
     assert sum(differences(engine, work).values()) <= 2
-    assert [each.data_ptr() for each in given] == [weight.data_ptr() for weight in own]
+    assert [weight.data_ptr() for weight in norm_weights] == [weight.data_ptr() for weight in own_weights]
 
 
 def test_no_tokens_write_nothing(engine: WholeEngine) -> None:
     """What a rank without requests gets. vLLM's builders make no such metadata for this test to take."""
     nothing = {"slot_mapping": torch.empty(0, dtype=torch.int64), "c128_boundary": None}
-    before = bytes_of(engine)
+    old_bytes = bytes_of(engine)
     for layer, compressor in compressors(engine):
         table, requests = torch.zeros(1, 4, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
         state = SimpleNamespace(block_table=table, token_to_req_indices=requests, **nothing)
@@ -182,7 +186,7 @@ def test_no_tokens_write_nothing(engine: WholeEngine) -> None:
         with set_forward_context(by_prefix, engine.config, num_tokens=0):
             compressor(scores(compressor, 0), engine.positions[:0], layer.rotary_emb)
 
-    assert all(torch.equal(before[name], found) for name, found in bytes_of(engine).items())
+    assert all(torch.equal(old_bytes[name], new_bytes) for name, new_bytes in bytes_of(engine).items())
 
 
 @pytest.mark.parametrize("measuring", [False, True], ids=["step", "without metadata"])
@@ -195,7 +199,7 @@ def test_scores_of_another_dtype_or_width_are_refused(
     """In a step, and before it, while vLLM measures memory and passes no metadata."""
     layer = engine.layers[1]
     metadata = None if measuring else engine.describe([(engine.request(), 4)])
-    given = torch.zeros(4, 2048 if dtype == torch.bfloat16 else 1024, dtype=dtype)
+    wrong_scores = torch.zeros(4, 2048 if dtype == torch.bfloat16 else 1024, dtype=dtype)
 
     with (
         set_forward_context(metadata, engine.config, num_tokens=4),
@@ -203,13 +207,13 @@ def test_scores_of_another_dtype_or_width_are_refused(
             RefusedError, match=r"layers.1.attn.compressor: kv_score: expected \[T, 2048\] torch.float32, got"
         ),
     ):
-        layer.compressor(given, engine.positions[:4], layer.rotary_emb)
+        layer.compressor(wrong_scores, engine.positions[:4], layer.rotary_emb)
 
 
 def test_without_metadata_nothing_is_written(engine: WholeEngine) -> None:
-    before = bytes_of(engine)
+    old_bytes = bytes_of(engine)
     with set_forward_context(None, engine.config, num_tokens=4):
         for layer, compressor in compressors(engine):
             compressor(scores(compressor, 4), engine.positions[:4], layer.rotary_emb)
 
-    assert all(torch.equal(before[name], found) for name, found in bytes_of(engine).items())
+    assert all(torch.equal(old_bytes[name], new_bytes) for name, new_bytes in bytes_of(engine).items())

@@ -93,9 +93,9 @@ def rms(values: Tensor) -> float:
     return values.square().mean().sqrt().item()
 
 
-def check_answers(wanted: Sequence[Tensor], answers: Sequence[Mapping[str, Any]]) -> None:
+def check_answers(expected: Sequence[Tensor], answers: Sequence[Mapping[str, Any]]) -> None:
     """Hold all positions against transformers. vLLM computes in bf16, and the caches have fp8."""
-    for logs, answer in zip(wanted, answers, strict=True):
+    for logs, answer in zip(expected, answers, strict=True):
         assert answer["logprobs"].shape == logs.shape
         assert 0.9 < logs.std(dim=1).mean() < 1.1
         assert rms(answer["logprobs"] - logs) < 0.05
@@ -129,17 +129,19 @@ BUGS: Mapping[str, Callable[[Any], object]] = {
 }
 
 
-def check_bugs(model: Any, wanted: Tensor, prompts: Sequence[list[int]], answers: Sequence[Mapping[str, Any]]) -> None:
+def check_bugs(
+    model: Any, expected: Tensor, prompts: Sequence[list[int]], answers: Sequence[Mapping[str, Any]]
+) -> None:
     """The engine has nothing of the difference that a bug makes to transformers' model. With the bug it would have all.
 
     This sees what is smaller than the rounding of single positions, as rounding has no direction. Of 15 and 17 entries
     it has some of both: rounded scores exchange the last entry for the next one here and there.
     """
-    error = torch.cat([answer["logprobs"] for answer in answers]) - wanted
+    error = torch.cat([answer["logprobs"] for answer in answers]) - expected
     for name, bug in BUGS.items():
         broken = copy.deepcopy(model)
         bug(broken)
-        way = torch.cat(logprobs(broken, prompts, answers)) - wanted
+        way = torch.cat(logprobs(broken, prompts, answers)) - expected
         share = ((error * way).sum() / way.square().sum()).item()
         assert rms(way) > 0.004, name
         assert abs(share) < (0.4 if "of 16" in name else 0.1), (name, share)

@@ -139,7 +139,7 @@ def test_vllms_kernels_are_compiled_ahead_only_where_they_run(
     ops: None, monkeypatch: pytest.MonkeyPatch, ours: bool
 ) -> None:
     """Faked: TileLang's kernels, which note that they are registered; attention, experts, and CUDA's streams."""
-    registered, asked = [], []
+    registered, warmup_flags = [], []
     tilelang = types.ModuleType("tilelang_kernels")
     for name in (*KERNELS, "_HC_HEAD_FUSED_TILELANG_KERNEL"):
         note = partial(lambda name, *args, **options: registered.append(name), name)
@@ -149,9 +149,9 @@ def test_vllms_kernels_are_compiled_ahead_only_where_they_run(
 
     def attention(config: Any, *args: Any, **options: Any) -> torch.nn.Module:
         with without_warmup(config, frozenset({MHC})):
-            asked.append(config.kernel_config.enable_jit_warmup)
+            warmup_flags.append(config.kernel_config.enable_jit_warmup)
         with without_warmup(config, frozenset({MHC, INDEXER})):
-            asked.append(config.kernel_config.enable_jit_warmup)
+            warmup_flags.append(config.kernel_config.enable_jit_warmup)
         return torch.nn.Module()
 
     monkeypatch.setattr(model, "_select_dsv4_attn_cls", lambda config: attention)
@@ -169,14 +169,14 @@ def test_vllms_kernels_are_compiled_ahead_only_where_they_run(
     config.kernel_config.enable_jit_warmup = True
     with set_current_vllm_config(config):
         model.DeepseekV4DecoderLayer(config, "model.layers.7")
-        made = model.DeepseekV4Model(vllm_config=config, prefix="model")
+        built_model = model.DeepseekV4Model(vllm_config=config, prefix="model")
 
-    assert len(made.layers) == 3
+    assert len(built_model.layers) == 3
     assert set(registered) - {"_HC_PRENORM_GEMM_TILELANG_KERNEL"} == (
         set() if ours else {*KERNELS[1:], "_HC_HEAD_FUSED_TILELANG_KERNEL"}
     )
     # kernels of attention are compiled ahead as before, unless dsv4attn has those steps too
-    assert asked == [True, False] * 4
+    assert warmup_flags == [True, False] * 4
     assert config.kernel_config.enable_jit_warmup
 
 

@@ -36,13 +36,13 @@ def visible(position: int, images: Sequence[tuple[int, int]]) -> range:
 
 
 def check(
-    engine: Engine, outs: Sequence[Tensor], before: Any, images: Any, positions: Sequence[tuple[int, int]]
+    engine: Engine, outs: Sequence[Tensor], requests: Any, images: Any, positions: Sequence[tuple[int, int]]
 ) -> None:
     """Hold tokens, (request, position), of every layer against the oracle."""
-    starts = np.cumsum([0, *(count for _, count in before)])
+    starts = np.cumsum([0, *(count for _, count in requests)])
     for layer, out in zip(engine.layers, outs, strict=True):
         for index, position in positions:
-            row = int(starts[index]) + position - before[index][0]
+            row = int(starts[index]) + position - requests[index][0]
             keys = visible(position, images.get(index, ()))
             error = engine.error(layer, out, index, position, row, window_keys=keys)
             assert error < 0.012, (layer.prefix, index, position, error)
@@ -50,15 +50,15 @@ def check(
 
 def test_tokens_of_an_image_see_all_of_it(engine: Engine) -> None:
     """A decode, the next chunk of a prompt with an image larger than the window, and a fresh prompt with two images."""
-    before, images = [(150, 1), (129, 139), (0, 30)], {1: [(131, 265)], 2: [(3, 10), (11, 20)]}
-    work = [(engine.request(tokens), count) for tokens, count in before]
+    requests, images = [(150, 1), (129, 139), (0, 30)], {1: [(131, 265)], 2: [(3, 10), (11, 20)]}
+    work = [(engine.request(tokens), count) for tokens, count in requests]
 
     outs = engine.step(work, mm_req_doc_ranges=images)
 
     checked = [(0, 150)]
     checked += [(1, position) for position in (129, 130, 131, 200, 264, 265, 266, 267)]
     checked += [(2, position) for position in (0, 2, 3, 9, 10, 11, 20, 21, 29)]
-    check(engine, outs, before, images, checked)
+    check(engine, outs, requests, images, checked)
 
 
 def test_prompts_without_images_and_decodes_after_one_have_plain_windows(engine: Engine) -> None:
@@ -77,4 +77,6 @@ def test_rows_are_as_wide_as_was_planned_for(engine: Engine) -> None:
 
     assert window.dsv4attn.prefill_swa_indices.shape == (60, 1, 128 + LARGEST)
     assert layer._serving.limits.prefill_window_columns == 128 + LARGEST
-    assert {one.window_columns for one in layer._serving.problems if one.phase == "prefill"} == {128 + LARGEST}
+    assert {problem.window_columns for problem in layer._serving.problems if problem.phase == "prefill"} == {
+        128 + LARGEST
+    }

@@ -81,10 +81,10 @@ def index_key(engine: WholeEngine, request: int, entry: int) -> np.ndarray:
     return codes * np.float64(scale)
 
 
-def check_selection(engine: WholeEngine, seen: Seen, before: Sequence[tuple[int, int]]) -> None:
+def check_selection(engine: WholeEngine, seen: Seen, requests: Sequence[tuple[int, int]]) -> None:
     """Hold the last selection against scores in float64. before: tokens in the caches before the step, and new ones."""
     [*_, (q, weights, out)], row, chosen_of_many = seen.steps, 0, 0
-    for request, (tokens, count) in enumerate(before):
+    for request, (tokens, count) in enumerate(requests):
         keys = [index_key(engine, request, entry) for entry in range((tokens + count) // 4)]
         for position in range(tokens, tokens + count):
             visible, picked = (position + 1) // 4, [entry for entry in out[row].tolist() if entry >= 0]
@@ -101,7 +101,7 @@ def check_selection(engine: WholeEngine, seen: Seen, before: Sequence[tuple[int,
     assert chosen_of_many, "no token of this test had more entries than it selects"
 
 
-def check_against_vllms_scores(engine: WholeEngine, seen: Seen, before: Sequence[tuple[int, int]]) -> None:
+def check_against_vllms_scores(engine: WholeEngine, seen: Seen, contexts_and_counts: Sequence[tuple[int, int]]) -> None:
     """Hold the last selection against the largest scores of vLLM's `fp8_paged_mqa_logits_torch`. before: as above.
 
     Faked: vLLM calls this function on ROCm without AITER; on CUDA it calls DeepGEMM, which a CPU lacks. The pages are
@@ -110,8 +110,8 @@ def check_against_vllms_scores(engine: WholeEngine, seen: Seen, before: Sequence
     of the scores are computed here, not by vLLM.
     """
     [*_, (q, weights, out)] = seen.steps
-    requests = torch.tensor([request for request, (_, count) in enumerate(before) for _ in range(count)])
-    positions = torch.cat([torch.arange(tokens, tokens + count) for tokens, count in before])
+    requests = torch.tensor([request for request, (_, count) in enumerate(contexts_and_counts) for _ in range(count)])
+    positions = torch.cat([torch.arange(tokens, tokens + count) for tokens, count in contexts_and_counts])
     visible, table, rows = (positions + 1) // 4, index_table(engine)[requests], len(positions)
     pages = engine.layers[0].indexer.k_cache.kv_cache.contiguous()
     assert pages.shape[1:] == (64, 132)
@@ -144,49 +144,51 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_selected_are_the_entries_of_the_largest_scores(engine: WholeEngine, seen: Seen, case: str) -> None:
-    before, options = CASES[case]
-    work = [(engine.request(tokens), count) for tokens, count in before]
+    requests, options = CASES[case]
+    work = [(engine.request(tokens), count) for tokens, count in requests]
 
     engine.step(work, **options)
 
-    check_selection(engine, seen, before)
-    tokens = sum(count for _, count in before)
+    check_selection(engine, seen, requests)
+    tokens = sum(count for _, count in requests)
     assert (engine.topk[tokens : tokens + options.get("pad", 0)] == -1).all()
 
 
 @pytest.mark.parametrize(
-    "before", [[(70, 3), (41, 3)], [(70, 3), (41, 2), (37, 1), (0, 30)]], ids=["uniform", "different lengths"]
+    "contexts_and_counts",
+    [[(70, 3), (41, 3)], [(70, 3), (41, 2), (37, 1), (0, 30)]],
+    ids=["uniform", "different lengths"],
 )
 def test_drafts_that_are_verified_select_for_each_token(
-    mtp: WholeEngine, seen: Seen, before: list[tuple[int, int]]
+    mtp: WholeEngine, seen: Seen, contexts_and_counts: list[tuple[int, int]]
 ) -> None:
-    work = [(mtp.request(tokens), count) for tokens, count in before]
+    work = [(mtp.request(tokens), count) for tokens, count in contexts_and_counts]
 
     mtp.step(work)
 
-    check_selection(mtp, seen, before)
+    check_selection(mtp, seen, contexts_and_counts)
 
 
 @pytest.mark.parametrize(
-    "before",
+    "contexts_and_counts",
     [[(70, 1), (39, 1), (600, 1)], [(0, 50), (280, 30)], [(290, 1), (33, 20), (0, 40)]],
     ids=["decode", "prefill", "mixed"],
 )
 def test_selected_are_the_entries_of_vllms_largest_scores(
-    engine: WholeEngine, seen: Seen, before: list[tuple[int, int]]
+    engine: WholeEngine, seen: Seen, contexts_and_counts: list[tuple[int, int]]
 ) -> None:
     """Up to equal scores. Some requests have entries on several pages."""
-    work = [(engine.request(tokens), count) for tokens, count in before]
+    work = [(engine.request(tokens), count) for tokens, count in contexts_and_counts]
 
     engine.step(work)
 
-    check_against_vllms_scores(engine, seen, before)
+    check_against_vllms_scores(engine, seen, contexts_and_counts)
 
 
 def test_planted_bugs_of_scores_are_found(engine: WholeEngine, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the token before, and a selection that sees one entry less."""
-    steps, before = engine.layers[0]._serving.backend.layer_ops, [(70, 1), (60, 1)]
-    work = [(engine.request(tokens), count) for tokens, count in before]
+    steps, requests = engine.layers[0]._serving.backend.layer_ops, [(70, 1), (60, 1)]
+    work = [(engine.request(tokens), count) for tokens, count in requests]
     select = steps.select_topk
 
     def mixed_up(query: Any, *rest: Any) -> None:
@@ -205,11 +207,11 @@ def test_planted_bugs_of_scores_are_found(engine: WholeEngine, seen: Seen, monke
             request.tokens -= 1
         for check in (check_selection, check_against_vllms_scores):
             with pytest.raises(AssertionError):
-                check(engine, seen, before)
+                check(engine, seen, requests)
     with_op(monkeypatch, engine, select_topk=select)
     engine.step(work)
-    check_selection(engine, seen, before)
-    check_against_vllms_scores(engine, seen, before)
+    check_selection(engine, seen, requests)
+    check_against_vllms_scores(engine, seen, requests)
 
 
 def test_chunks_of_a_prompt_select_what_the_prompt_in_one_step_does(engine: WholeEngine, seen: Seen) -> None:
@@ -246,8 +248,8 @@ def test_queries_are_vllms_byte_for_byte(engine: WholeEngine) -> None:
 
 
 def test_short_contexts_select_everything_and_store_keys(engine: WholeEngine, seen: Seen) -> None:
-    before = [(31, 1), (0, 20), (2, 1)]
-    work = [(engine.request(tokens), count) for tokens, count in before]
+    requests = [(31, 1), (0, 20), (2, 1)]
+    work = [(engine.request(tokens), count) for tokens, count in requests]
     work = [work[0], work[2], work[1]]
     assert not seen.steps  # no request was longer than 35 tokens
 
@@ -268,19 +270,19 @@ def test_a_graph_is_captured_with_the_longest_context_and_without_the_short_way(
     """Faked: the capture, of which there is none on a CPU."""
     from dsv4attn_vllm import indexer
 
-    given: list[object] = []
+    widths: list[object] = []
     monkeypatch.setattr(indexer, "is_capturing", lambda _: True)
-    with_op(monkeypatch, engine, select_topk=lambda *all_of_them: given.append(all_of_them[-1]))
+    with_op(monkeypatch, engine, select_topk=lambda *all_of_them: widths.append(all_of_them[-1]))
 
     engine.step([(engine.request(), 1)])
 
-    assert given == [1024 // 4]
+    assert widths == [1024 // 4]
 
 
 def test_metadata_are_those_of_vllms_builder(mtp: WholeEngine) -> None:
     """Slots of entries, and the entries that each token sees, in decodes and in chunks of prefills."""
-    before = [(70, 3), (41, 2), (37, 1), (50, 30), (0, 9)]
-    work = [(mtp.request(tokens), count) for tokens, count in before[:4]]
+    requests = [(70, 3), (41, 2), (37, 1), (50, 30), (0, 9)]
+    work = [(mtp.request(tokens), count) for tokens, count in requests[:4]]
     ours, common, group = described(mtp, work)
     width = mtp.tables[0].shape[1]
     theirs_builder = DeepseekV32IndexerMetadataBuilder(
@@ -304,33 +306,33 @@ def test_metadata_are_those_of_vllms_builder(mtp: WholeEngine) -> None:
 
 def described(engine: WholeEngine, work: Sequence[Any]) -> tuple[IndexMetadata, Any, Any]:
     """The metadata of the index keys, what they were made from, and their group."""
-    found, build = [], IndexMetadataBuilder.build
+    common_metadata, build = [], IndexMetadataBuilder.build
 
     def wrapped(builder: Any, prefix: int, common: Any, *rest: Any, **options: Any) -> Any:
-        found.append(common)
+        common_metadata.append(common)
         return build(builder, prefix, common, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(IndexMetadataBuilder, "build", wrapped)
         metadata = engine.describe(work)
     group = next(group for groups in engine.groups for group in groups if KEYS in group.layer_names)
-    return metadata[KEYS], found[0], group
+    return metadata[KEYS], common_metadata[0], group
 
 
 def test_metadata_that_a_draft_updates_in_place_are_those_of_a_new_build(engine: WholeEngine) -> None:
-    before = [(70, 1), (42, 1)]
-    work = [(engine.request(tokens), count) for tokens, count in before]
+    requests = [(70, 1), (42, 1)]
+    work = [(engine.request(tokens), count) for tokens, count in requests]
     updated, _, group = described(engine, work)
     lens, slots = updated.visible_lens.tolist(), updated.slot_mapping.tolist()
     updated.seq_lens += 1
     group.get_metadata_builder(0).update_draft_decode_metadata(updated)
-    found = [tensor.clone() for tensor in (updated.visible_lens, updated.slot_mapping, updated.token_to_req)]
+    tensors = [tensor.clone() for tensor in (updated.visible_lens, updated.slot_mapping, updated.token_to_req)]
     for request, _ in work:
         request.tokens += 1
 
     built, _, _ = described(engine, work)
 
-    assert all(map(torch.equal, found, (built.visible_lens, built.slot_mapping, built.token_to_req)))
+    assert all(map(torch.equal, tensors, (built.visible_lens, built.slot_mapping, built.token_to_req)))
     assert lens != built.visible_lens.tolist()
     assert slots != built.slot_mapping.tolist()
 

@@ -53,7 +53,7 @@ def owners_of(entry: Any, name: str) -> list[Any]:
     """The module or classes in which a name would have to be removed, so that it is there no more."""
     owner = entry.find()
     owners = [owner] if inspect.ismodule(owner) else [base for base in owner.__mro__ if name in vars(base)]
-    return [each for each in owners if name in vars(each)]
+    return [owner for owner in owners if name in vars(owner)]
 
 
 def test_each_name_is_missed_and_said() -> None:
@@ -247,9 +247,9 @@ def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
             ):
                 continue
             read = {
-                each.attr
-                for each in ast.walk(node)
-                if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self"
+                part.attr
+                for part in ast.walk(node)
+                if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self"
             }
             assert sorted(read - known - names_of_ours() - OF_TORCH) == [], (path.stem, node.name)
 
@@ -275,12 +275,12 @@ def names_of_ours() -> set[str]:
     for path in OURS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                for each in node.body:
-                    names |= {getattr(each, "name", "")}
-                    if isinstance(each, ast.AnnAssign | ast.Assign):
-                        targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+                for statement in node.body:
+                    names |= {getattr(statement, "name", "")}
+                    if isinstance(statement, ast.AnnAssign | ast.Assign):
+                        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
                         names |= {target.id for target in targets if isinstance(target, ast.Name)}
-                for each in ast.walk(node):
-                    if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-                        names.add(each.attr)
+                for statement in ast.walk(node):
+                    if isinstance(statement, ast.Attribute) and isinstance(statement.ctx, ast.Store):
+                        names.add(statement.attr)
     return names

@@ -35,8 +35,8 @@ def xpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 def test_vllms_own_kernels_for_intel_gpus_say_the_same(xpu: Engine) -> None:
     """Insert, decode and prefill by vLLM's Triton kernels, on the same caches. They drop the sink, so there is none."""
-    before = [(150, 1), (40, 1), (0, 20)]
-    work = [(xpu.request(tokens), count) for tokens, count in before]
+    requests = [(150, 1), (40, 1), (0, 20)]
+    work = [(xpu.request(tokens), count) for tokens, count in requests]
     metadata, rows = xpu.describe(work), 22
     xpu.select(work)
     for layer in xpu.layers:
@@ -61,10 +61,10 @@ def test_a_cpu_is_served_by_vllms_layer_for_cpus() -> None:
     config = config_of()
     with world(config):
         engine = Engine(config, CPUAttention, layers=1)
-        before = [(150, 1), (0, 30)]
-        outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
+        requests = [(150, 1), (0, 30)]
+        outs = engine.step([(engine.request(tokens), count) for tokens, count in requests])
 
-        assert torch.equal(engine.of_own_builder(engine.layers[0], before, 31), outs[0])
+        assert torch.equal(engine.of_own_builder(engine.layers[0], requests, 31), outs[0])
 
 
 def test_a_backend_that_vllm_has_no_choice_of_is_said_to_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +73,9 @@ def test_a_backend_that_vllm_has_no_choice_of_is_said_to_be_ignored(monkeypatch:
     monkeypatch.setattr(LOG, "warning", lambda text, *values: said.append(text % values))
     config = config_of()
     with world(config):
-        for asked in (None, AttentionBackendEnum.CUSTOM, AttentionBackendEnum.ROCM_FLASHMLA_SPARSE_DSV4):
+        for requested in (None, AttentionBackendEnum.CUSTOM, AttentionBackendEnum.ROCM_FLASHMLA_SPARSE_DSV4):
             assert said == []
-            config.attention_config.backend = asked
+            config.attention_config.backend = requested
             config.compilation_config.static_forward_context.clear()
             CPUAttention(config, prefix="model.layers.0.attn")
 
@@ -106,7 +106,7 @@ def test_the_platform_of_this_machine_is_a_cpu_and_every_platform_has_its_class(
     }
 
 
-def check_rocm(model: Model, before: list[tuple[int, int]]) -> None:
+def check_rocm(model: Model, requests: list[tuple[int, int]]) -> None:
     """Run a step on a model's layers for ROCm, in a process that takes itself for one with an MI355."""
     torch.manual_seed(0)
     module, dspark = (import_module(f"vllm.models.{model.name}.amd.{name}") for name in ("model", "dspark"))
@@ -116,11 +116,11 @@ def check_rocm(model: Model, before: list[tuple[int, int]]) -> None:
     assert chosen.__module__ == "dsv4attn_vllm.rocm"
     assert dspark._insert_context_kv is insert_context_kv
     with world(config):
-        engine, rows = model.engine(config, chosen, layers=model.layers), sum(count for _, count in before)
-        outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
+        engine, rows = model.engine(config, chosen, layers=model.layers), sum(count for _, count in requests)
+        outs = engine.step([(engine.request(tokens), count) for tokens, count in requests])
         for layer, out in zip(engine.layers, outs, strict=True):
-            assert torch.equal(engine.of_own_builder(layer, before, rows), out), layer.prefix
-            assert engine.error(layer, out, 0, before[0][0], 0) < 0.012
+            assert torch.equal(engine.of_own_builder(layer, requests, rows), out), layer.prefix
+            assert engine.error(layer, out, 0, requests[0][0], 0) < 0.012
         assert engine.layers[1]._o_proj(outs[1], torch.arange(rows)).shape == (rows, 256)
         if model is V41:
             check_v41_on_rocm(engine, outs)
@@ -143,17 +143,17 @@ def check_v41_on_rocm(engine: Engine, outs: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "steps", "before"),
+    ("model", "steps", "requests"),
     [("V4", "auto", [(150, 1), (40, 1), (0, 20)]), ("V41", "all", [(40, 1), (20, 9)])],
 )
 def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355(
-    tmp_path: Path, model: str, steps: str, before: list[tuple[int, int]]
+    tmp_path: Path, model: str, steps: str, requests: list[tuple[int, int]]
 ) -> None:
     """Faked: what `run_on_rocm` says."""
     code = f"""
 import os
 os.environ["DSV4ATTN_VLLM_STEPS"] = {steps!r}
 import models, test_platforms
-test_platforms.check_rocm(models.{model}, {before})
+test_platforms.check_rocm(models.{model}, {requests})
 """
     run_on_rocm(tmp_path, code)

@@ -114,10 +114,10 @@ def test_a_deepseek_v4_of_other_dims(config: VllmConfig, changed: dict[str, obje
     assert said in refusal(config)
 
 
-@pytest.mark.parametrize("asked", ["reference", ""], ids=["asked for", "automatic"])
-def test_a_backend_that_cannot_run_here(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+@pytest.mark.parametrize("backend", ["reference", ""], ids=["asked for", "automatic"])
+def test_a_backend_that_cannot_run_here(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Torch's reference cannot be captured; on a CPU there is no other that is native."""
-    monkeypatch.setenv("DSV4ATTN_BACKEND", asked)
+    monkeypatch.setenv("DSV4ATTN_BACKEND", backend)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
     serving._serving.cache_clear()
 
@@ -125,7 +125,7 @@ def test_a_backend_that_cannot_run_here(config: VllmConfig, monkeypatch: pytest.
         CUDAAttention(config, prefix="model.layers.0.attn")
 
     assert "CAPTURE" in str(caught.value)
-    assert ("environment variable DSV4ATTN_BACKEND" in str(caught.value)) is bool(asked)
+    assert ("environment variable DSV4ATTN_BACKEND" in str(caught.value)) is bool(backend)
 
 
 def test_an_unknown_backend(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,14 +171,14 @@ def test_an_attention_backend_of_vllms_that_is_asked_for_is_used(model: Model, m
 def test_nothing_is_replaced_if_one_name_cannot_be(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that lacks the second name, or a module of this package that cannot be imported, keeps all of its own."""
     module, dspark = modules_for_cuda(model)
-    before = module._select_dsv4_attn_cls, dspark._insert_context_kv
+    functions = module._select_dsv4_attn_cls, dspark._insert_context_kv
     first, second = model.platforms["cuda"]
     monkeypatch.setattr(replacements, "_originals", {})
     for broken in (evolve(second, name="_insert"), evolve(second, by="dsv4attn_vllm.attention:insert")):
         with pytest.raises(RefusedError, match=rf"vllm.models.{model.name}.nvidia.dspark._insert.*: expected .* -> in"):
             replacements.replace((first, broken))
 
-        assert (module._select_dsv4_attn_cls, dspark._insert_context_kv) == before
+        assert (module._select_dsv4_attn_cls, dspark._insert_context_kv) == functions
         assert replacements._originals == {}
 
 

@@ -35,14 +35,14 @@ def dspark(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def test_verification_of_drafts_is_what_own_builder_and_oracle_say(mtp: Engine) -> None:
-    before = [(150, 3), (126, 2), (40, 1), (0, 30)]
-    work = [(mtp.request(tokens), count) for tokens, count in before]
+    requests = [(150, 3), (126, 2), (40, 1), (0, 30)]
+    work = [(mtp.request(tokens), count) for tokens, count in requests]
 
     outs = mtp.step(work)
 
     for layer, out in zip(mtp.layers, outs, strict=True):
-        assert torch.equal(mtp.of_own_builder(layer, before, len(out)), out), layer.prefix
-    mtp.check_rows(outs, before, [0, 2, 4, 5])
+        assert torch.equal(mtp.of_own_builder(layer, requests, len(out)), out), layer.prefix
+    mtp.check_rows(outs, requests, [0, 2, 4, 5])
 
 
 def test_rejected_drafts_leave_nothing_behind(mtp: Engine) -> None:
@@ -73,8 +73,8 @@ def test_a_draft_layer_is_window_only_and_shares_the_backend(mtp: Engine) -> Non
 
 def test_metadata_updated_in_place_are_seen_without_another_build(mtp: Engine) -> None:
     """What vLLM's speculator does between the steps of a draft, inside a captured graph."""
-    layer, before = mtp.layers[0], [(150, 1), (70, 1)]
-    work = [(mtp.request(tokens), count) for tokens, count in before]
+    layer, requests = mtp.layers[0], [(150, 1), (70, 1)]
+    work = [(mtp.request(tokens), count) for tokens, count in requests]
     metadata = mtp.describe(work)
     swa = metadata[layer.swa_cache_layer.prefix]
     with set_forward_context(metadata, mtp.config, num_tokens=2):
@@ -105,13 +105,13 @@ def check_rows_of(engine: Engine, layer: Any, out: torch.Tensor, rows: list[tupl
 
 
 def test_tokens_of_a_draft_block_see_each_other_and_the_window_before(dspark: Engine) -> None:
-    before, [layer] = [(150, 5), (40, 5)], dspark.layers
-    work = [(dspark.request(tokens), count) for tokens, count in before]
+    requests, [layer] = [(150, 5), (40, 5)], dspark.layers
+    work = [(dspark.request(tokens), count) for tokens, count in requests]
 
     [out] = dspark.step(work, causal=False)
 
     assert layer._geometry.kind is ds.LayerKind.SWA
-    for i, (tokens, count) in enumerate(before):
+    for i, (tokens, count) in enumerate(requests):
         block, window_keys = range(tokens, tokens + count), range(max(tokens - 128, 0), tokens + count)
         for j in range(count):
             error = dspark.error(layer, out, i, tokens + j, i * 5 + j, block=block, window_keys=window_keys)

@@ -56,22 +56,22 @@ STEPS_OF = [
 
 
 @pytest.mark.parametrize(
-    ("engine", "before", "extra_rows"),
+    ("engine", "requests", "extra_rows"),
     [pytest.param(pair, *STEPS[step], id=f"{name_of(pair)} {step}") for pair, several in STEPS_OF for step in several],
     indirect=["engine"],
 )
 def test_a_step_is_what_own_builder_and_oracle_say(
-    engine: Engine, before: list[tuple[int, int]], extra_rows: int
+    engine: Engine, requests: list[tuple[int, int]], extra_rows: int
 ) -> None:
-    work = [(engine.request(tokens), count) for tokens, count in before]
-    rows = sum(count for _, count in before)
+    work = [(engine.request(tokens), count) for tokens, count in requests]
+    rows = sum(count for _, count in requests)
 
     outs = engine.step(work, extra_rows=extra_rows)
 
     for layer, out in zip(engine.layers, outs, strict=True):
-        assert torch.equal(engine.of_own_builder(layer, before, rows + extra_rows), out), layer.prefix
+        assert torch.equal(engine.of_own_builder(layer, requests, rows + extra_rows), out), layer.prefix
         assert not out[rows:].any()
-    engine.check_rows(outs, before, [0, rows // 2, rows - 1])
+    engine.check_rows(outs, requests, [0, rows // 2, rows - 1])
 
 
 @on_v4
@@ -166,7 +166,7 @@ def test_an_insert_is_refused_before_anything_is_written(engine: Engine) -> None
     q, kv, _ = engine.inputs(layer, [(request, 2)], 2)
     slots = metadata[layer.swa_cache_layer.prefix].slot_mapping
     layer.insert(q, kv, engine.positions[:2], slots)
-    before = q.clone(), layer.swa_cache_layer.kv_cache.clone()
+    originals = q.clone(), layer.swa_cache_layer.kv_cache.clone()
     table = layer.rotary_emb.cos_sin_cache
 
     for changed, said in [
@@ -183,8 +183,8 @@ def test_an_insert_is_refused_before_anything_is_written(engine: Engine) -> None
         with pytest.raises(ArgumentError, match=rf"^{said}\b"):
             layer.insert_keys(**arguments)
 
-    assert torch.equal(q, before[0])
-    assert torch.equal(layer.swa_cache_layer.kv_cache, before[1])
+    assert torch.equal(q, originals[0])
+    assert torch.equal(layer.swa_cache_layer.kv_cache, originals[1])
 
 
 class Inserts:
@@ -245,9 +245,9 @@ def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
     assert all(space.locked for space in spaces)
     assert len({space.total_bytes for space in spaces}) == 1
     assert all(
-        torch.equal(one, other)
+        torch.equal(left, right)
         for outs_of_another in outs[1:]
-        for one, other in zip(outs[0], outs_of_another, strict=True)
+        for left, right in zip(outs[0], outs_of_another, strict=True)
     )
 
 

@@ -50,10 +50,10 @@ def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window
             for position in (start, start + 1, hit - 1, hit, start + count - 1):
                 error = engine.error(layer, out, 1, position, 1 + position - start, earliest=start)
                 assert error < 0.012, (layer.prefix, position, error)
-        for layer, before in zip((engine.layers[1], engine.layers[3]), written, strict=True):
+        for layer, old_bytes in zip((engine.layers[1], engine.layers[3]), written, strict=True):
             table = engine.tables[engine.group_of(layer.prefix)][1]
             pages = table[: hit // 128].long()
-            assert torch.equal(layer.kv_cache[pages], before[pages])
+            assert torch.equal(layer.kv_cache[pages], old_bytes[pages])
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_step_of_requests_without_memory_writes_nothing(with_steps: V41Engine)
     with_steps.describe([(request, 3)])
     for number in range(len(with_steps.block_sizes)):
         request.blocks[number] = [0] * len(request.blocks[number])
-    before = {name: bytes_of(cache) for name, cache in names.items()}
+    old_bytes = {name: bytes_of(cache) for name, cache in names.items()}
     build = engines.build_attn_metadata
 
     def without_slots(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_a_step_of_requests_without_memory_writes_nothing(with_steps: V41Engine)
         patch.setattr(engines, "build_attn_metadata", without_slots)
         with_steps.step([(request, 3)])
 
-    assert [name for name, cache in names.items() if not torch.equal(bytes_of(cache), before[name])] == []
+    assert [name for name, cache in names.items() if not torch.equal(bytes_of(cache), old_bytes[name])] == []
 
 
 WHOLE_STEPS = ([(0, 20)], [(0, 1), (1, 5)], [(0, 1), (1, 1)])

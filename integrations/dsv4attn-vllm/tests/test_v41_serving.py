@@ -77,8 +77,8 @@ def test_steps_run_where_vllm_has_no_indexer_and_elsewhere_if_asked(monkeypatch:
     amd, both = steps.Device("rocm", deep_gemm=False), {"indexer", "compressor"}
 
     assert (steps.v41_steps(ampere), steps.v41_steps(hopper), steps.v41_steps(amd)) == (both, set(), set())
-    for asked in ("all", "indexer,compressor"):
-        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", asked)
+    for steps_text in ("all", "indexer,compressor"):
+        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps_text)
         assert all(steps.v41_steps(device) == both for device in (ampere, hopper, amd))
         with pytest.raises(RefusedError, match="indexer_kv_dtype: expected fp8, for steps of dsv4attn on ROCm"):
             steps.v41_steps(evolve(amd, mxfp4=True))
@@ -118,14 +118,14 @@ def test_records_of_sm_100(config: VllmConfig, dtype: str, records: tuple[int, i
 @pytest.mark.usefixtures("blackwell")
 def test_a_step_on_records_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    config, before = v41_config(), [(40, 1), (20, 9)]
+    config, requests = v41_config(), [(40, 1), (20, 9)]
     with world(config):
         engine = V41Engine(config, V41CUDAAttention, layers=4)
-        outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
+        outs = engine.step([(engine.request(tokens), count) for tokens, count in requests])
 
         assert {layer.swa_cache_layer.kv_cache.shape[-1] for layer in engine.layers} == {528}
         for layer, out in zip(engine.layers, outs, strict=True):
-            assert torch.equal(engine.of_own_builder(layer, before, 10), out), layer.prefix
+            assert torch.equal(engine.of_own_builder(layer, requests, 10), out), layer.prefix
             for row, index, position in [(0, 0, 40), (1, 1, 20), (9, 1, 28)]:
                 assert engine.error(layer, out, index, position, row) < 0.012, (layer.prefix, row)
 

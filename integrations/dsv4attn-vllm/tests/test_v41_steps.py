@@ -113,9 +113,9 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert actual == {5}
 
 
-def written(cache: Tensor, before: Tensor) -> Tensor:
+def written(cache: Tensor, old_bytes: Tensor) -> Tensor:
     """Which pages of a cache were written, or which rows of a ring. before: bytes."""
-    changed = bytes_of(cache) != before
+    changed = bytes_of(cache) != old_bytes
     return changed.any(-1) if cache.dtype == torch.float32 else changed.flatten(1).any(-1)
 
 
@@ -126,14 +126,14 @@ def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: d
     with whole_engine() as engine:
         first, second = engine.request(), engine.request()
         engine.step([(first, 43), (second, 3)])
-        before = {name: bytes_of(cache) for name, cache in engine.bound().items()}
+        old_bytes = {name: bytes_of(cache) for name, cache in engine.bound().items()}
         states = {}
         for options in ({}, rows):
             for name, cache in engine.bound().items():
-                cache.copy_(before[name].view(cache.dtype))
+                cache.copy_(old_bytes[name].view(cache.dtype))
             first.tokens, second.tokens = 43, 3
             outs = engine.step([(first, 1), (second, 1)], **options)
-            changed = {name: written(cache, before[name]) for name, cache in engine.bound().items()}
+            changed = {name: written(cache, old_bytes[name]) for name, cache in engine.bound().items()}
             states[bool(options)] = [out[:2] for out in outs], changed
 
     (alone, rings), (padded, same) = states[False], states[True]
@@ -195,11 +195,11 @@ def test_kernels_of_steps_are_compiled_before_the_first_request(monkeypatch: pyt
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
     config, results = v41_config(CANDIDATES), {}
     with world(config):
-        for asked in ("all", "none"):
-            monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", asked)
-            made = serving.serving_of(config, v41=True)
-            variants = made.backend.kernel_variants(made.bounds(), DeviceFacts.named("a100"))
-            results[asked] = {one.name for one in variants}
+        for steps_text in ("all", "none"):
+            monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps_text)
+            serving_backend = serving.serving_of(config, v41=True)
+            variants = serving_backend.backend.kernel_variants(serving_backend.bounds(), DeviceFacts.named("a100"))
+            results[steps_text] = {variant.name for variant in variants}
 
     around = {"index_query_kernel", "score_kernel", "choose_kernel", "block_scores_kernel", "keep_kernel"}
     assert results["all"] - results["none"] == {*around, "latent_kernel", "ring_kernel", "store_kernel"}

@@ -50,11 +50,11 @@ def round_as_on_cuda(engine: WholeEngine) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_are_bit_for_bit_those_of_own_layers(engine: WholeEngine, case: str) -> None:
-    before = CASES[case]
-    steps = [[(i, tokens)] for i, (tokens, _) in enumerate(before) if tokens]
+    requests = CASES[case]
+    steps = [[(i, tokens)] for i, (tokens, _) in enumerate(requests) if tokens]
 
     for layer, of_vllm, of_dsv4attn in both(
-        engine, [*steps, [(i, n) for i, (_, n) in enumerate(before)]], last_alone=True
+        engine, [*steps, [(i, n) for i, (_, n) in enumerate(requests)]], last_alone=True
     ):
         assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
         assert of_vllm.float().std() > 1e-3
@@ -263,14 +263,14 @@ def test_weights_that_are_loaded_again_are_read_where_graphs_read_them(
         for one_layer in (layer, other):
             one_layer.process_weights_after_loading(torch.bfloat16)
         o, positions = torch.randn(5, 4, 512).bfloat16(), torch.zeros(5, dtype=torch.int64)
-        before, address = layer._o_proj(o, positions), steps == "none" and dense_weight(wo_a).data_ptr()
+        old_output, address = layer._o_proj(o, positions), steps == "none" and dense_weight(wo_a).data_ptr()
         for new, parameter in zip(both[1], (wo_a.weight, wo_a.weight_scale_inv), strict=True):
             parameter.data.copy_(new)
 
         layer.process_weights_after_loading(torch.bfloat16)
 
         after = layer._o_proj(o, positions)
-        assert not torch.equal(before, after)
+        assert not torch.equal(old_output, after)
         assert torch.equal(after, other._o_proj(o, positions))
         assert (steps == "none" and dense_weight(wo_a).data_ptr()) == address
 
