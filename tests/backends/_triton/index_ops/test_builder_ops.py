@@ -39,7 +39,7 @@ from tests.backends._triton.index_ops.index_trials import (
     small_rounds,
     spoiled,
     table_of,
-    there,
+    to_device,
 )
 from tests.core.attention.strategies import examples, other_windows, scenarios
 
@@ -161,7 +161,7 @@ def built(scenario: StepFixture, ops: BuilderOps, **options: Any) -> AttentionMe
         steps=ops,
         **options,
     )
-    return builder.build_for(moved(scenario.batch(), there), [scenario.kind])[scenario.kind]
+    return builder.build_for(moved(scenario.batch(), to_device), [scenario.kind])[scenario.kind]
 
 
 def moved(batch: Batch, move: Callable[[Any], Any]) -> Batch:
@@ -206,7 +206,7 @@ def flash() -> tuple[MetadataBuilder, Batch]:
     )
     limits = Limits(8, 512, 8192, num_speculative_tokens=2)
     builder = MetadataBuilder(ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=kernels.BUILDER_OPS)
-    return builder, moved(batch, there)
+    return builder, moved(batch, to_device)
 
 
 def test_a_build_of_all_kinds_is_a_handful_of_launches_of_foreseen_forms() -> None:
@@ -304,7 +304,7 @@ def test_a_batch_of_nothing_clears_what_the_last_one_left() -> None:
         compressed_block_table=table,
     )
 
-    assert builder.build_for(moved(empty, there), list(LayerKind))[LayerKind.SWA].swa.num_actual_tokens == 0
+    assert builder.build_for(moved(empty, to_device), list(LayerKind))[LayerKind.SWA].swa.num_actual_tokens == 0
     assert not any(bool(t.any()) for t in lens)
     assert bool((entries.slot_mapping == -1).all())
 
