@@ -20,10 +20,10 @@ if not torch.accelerator.is_available():
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     patch_interpreter()
 
-# the package that the sm120 backend can call stands beside the environment: see the Makefile.
+# the package that the sm120 backend can call stands next to the environment: see the Makefile.
 sys.path.append(str(Path(sys.prefix) / "flashinfer"))
 
-# tests leave few cycles behind, beside all that stays to the end: to look for them as often as Python does by itself
+# tests leave few cycles, in addition to all that stays to the end: to look for them as often as Python does by itself
 # takes 3 to 7 % of a run.
 gc.set_threshold(5_000, 20, 20)
 
@@ -32,6 +32,6 @@ settings.load_profile("repeatable")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave slow tests to whoever asks for them."""
+    """Skip slow tests unless they are asked for."""
     if item.get_closest_marker("slow") and "slow" not in item.config.option.markexpr:
         pytest.skip("minutes: run it with -m slow")

@@ -168,7 +168,7 @@ ALLOWED = {
 """Files that list built-in backends by name, and why they must."""
 NAMES = "|".join(map(re.escape, BUILT_IN))
 NAMED = re.compile(rf"({NAMES})(?:$|[ :-])")
-"""A backend's name, or a name with a form behind it: "xpu fused"."""
+"""A backend's name, or a name with a form after it: "xpu fused"."""
 ENUMERATED = re.compile(rf"(?:\b(?:{NAMES}), ){{2,}}(?:and |or )?(?:{NAMES})\b")
 """Three names or more in a text."""
 

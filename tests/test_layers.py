@@ -45,9 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {"errors", "core", "selection", "root", ORACLE},
     "replay": {"errors", "core", "serving", "selection", "root", "testing", ORACLE},
     "bench": {"errors", "core", "serving", "selection", "root"},
-    # other libraries' interfaces: front doors, so nobody inside goes through them.
+    # other libraries' interfaces: front doors, so no module inside goes through them.
     "compat": {"errors", "core", "config", "selection"},
-    # what plugs into other libraries: nobody inside goes through it either.
+    # what plugs into other libraries: no module inside goes through it either.
     "integrations": {"errors", "core", "serving", "config", "selection", "root"},
     "cli": {
         "errors",

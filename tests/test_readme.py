@@ -46,7 +46,7 @@ def printed(examples: list[str]) -> list[str]:
 
 
 def promised(examples: list[str]) -> list[str]:
-    """What comments behind `->` say is printed."""
+    """What comments say after `->` is printed."""
     return re.findall(r"# -> (.+)$", "\n".join(examples), re.MULTILINE)
 
 

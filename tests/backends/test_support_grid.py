@@ -189,7 +189,7 @@ def test_g3_a_yes_of_a_backend_with_kernels_never_fails_at_launch(
 def launches(
     config: BackendConfig, kind: LayerKind, heads: int, topk: int, pages: tuple[int, int], sink: bool, seed: int
 ) -> None:
-    """Ask, and unless told no, run and compare with the oracle."""
+    """Ask, and unless refused, run and compare with the oracle."""
     problem = problem_of(kind, config.phase, heads, topk, *pages, sink=sink)
     settings = load_settings()
     selection = explain(problem, backend=config.backend, device=config.device, settings=settings)
@@ -324,7 +324,7 @@ def formed(rows: DenseIndices, form: IndexForm) -> DenseIndices | RaggedIndices:
 
 
 def gathered(keys: list[np.ndarray[Any, Any]], width: int, form: IndexForm) -> GatheredKeys:
-    """The keys of all rows in contiguous memory, one after the other, and one row of NaN that nobody names."""
+    """The keys of all rows in contiguous memory, one after the other, and one row of NaN that no index names."""
     counts = [len(rows) for rows in keys]
     indices: Tensor = torch.full((ROWS, width), -1, dtype=torch.int32)
     for i, count in enumerate(counts):

@@ -39,7 +39,7 @@ GARBAGE = torch.tensor([-1, -1, -7, -(2**31), 2**31 - 1, 0x7FC00000], dtype=torc
 
 
 class Asked(NamedTuple):
-    """A call of the interface, on the CPU. Rows of kv that nobody names are NaN."""
+    """A call of the interface, on the CPU. Rows of kv that no index names are NaN."""
 
     q: Tensor
     kv: Tensor
@@ -144,7 +144,7 @@ def test_results_go_to_the_memory_that_is_given(dims: tuple[int, int]) -> None:
     assert torch.equal(results[1], max_logits.cpu())
     assert torch.equal(results[2], lse.cpu())
     out.fill_(-7.0)
-    assert bool((base == -7.0).all()), "memory beside out was written"
+    assert bool((base == -7.0).all()), "memory next to out was written"
 
 
 def test_rows_may_be_any_distance_apart() -> None:

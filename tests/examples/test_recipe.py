@@ -44,7 +44,7 @@ SPANS = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", TEXT, fla
 LINES = [line for block in BLOCKS for line in block.splitlines()]
 COMMANDS = [text for text in SPANS + LINES if re.match(r"(\w+=\S+ )?dsv4attn ", text)]
 MADE = ("dsv4attn-zephyr.json", FILE, "known.txt")
-"""What is not there before somebody makes it."""
+"""Files that the reader of the recipe makes."""
 
 SHORT = {
     "python -m pytest": "python -m pytest -q -p no:cacheprovider -k lse-decode",

@@ -36,7 +36,7 @@ from tests.fast_interpreter.recording import (
 _NOT_RECORDABLE = object()
 """Instead of a recording: the function cannot be recorded for these types."""
 _MAX_UNUSED = 200
-"""A function that gets so many new recordings in a row without one replay is recorded no more."""
+"""A function that gets this many new recordings in a row without one replay is recorded no more."""
 
 
 class Recordings:

@@ -54,7 +54,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's kit of tests, and SGLang told that this is a machine of CUDA."""
+    """SGLang's kit of tests, with SGLang configured for a machine of CUDA."""
     loaded_kit = sglang_kit.loaded()
     fakes.on_cuda(monkeypatch.setattr)
     return loaded_kit

@@ -4,7 +4,7 @@ Faked, for all tests and the processes they start:
 - `flash_mla._loader`: FlashMLA's libraries need CUDA. Its Python is FlashMLA's own; a call of one of its operators is
   recorded and raises `FlashMLACalled`.
 - `torchvision`: has no build for this torch that pip would take. SGLang imports it for images.
-- SGLang is told that this is a machine of CUDA (`is_cuda`) where it decides which functions its attention calls.
+- `is_cuda` of SGLang says that this is a machine of CUDA where it decides which functions its attention calls.
 - The cast to fp8 of Triton's interpreter, in which SGLang's kernels run: a mantissa that is rounded up to the next
   power of two loses its carry. torch's cast takes its place.
 - The plans of a step for compressor and indexer, made by compiled kernels: there are none. Both run before attention,

@@ -25,7 +25,7 @@ def loaded() -> Any:
         load_plugins()
         fakes.scheduler_made()
         import_module("sglang.srt.layers.attention.deepseek_v4_backend")
-        # before SGLang is told of CUDA: it would import CUDA's kernels
+        # before `is_cuda` says true: SGLang would import CUDA's kernels
         import_module(f"{KIT}.runner_modes.speculative_draft_extend_runner")
         dsv4_attention = import_module(f"{KIT}.attention_methods.dsv4_attention")
     dsv4_attention.ATTENTION_BACKENDS = {"dsv4": _built}

@@ -244,7 +244,7 @@ def test_on_intels_gpus_the_functions_of_sgl_kernel_are_replaced(
 
 
 def test_on_sm_120_sglangs_function_of_its_own_is_replaced_too(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not run on such a GPU: SGLang is told of one, and its own code path to it is real."""
+    """Not run on such a GPU: SGLang takes this machine for one, and its own code path to it is real."""
     from sglang.srt.runtime_context import override_platform
 
     served: list[Any] = []

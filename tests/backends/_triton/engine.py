@@ -201,7 +201,7 @@ class Engine:
     def metadata(
         self, batch: Batch, *, full_width: bool = False
     ) -> dict[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | None]:
-        """What the layers of the step are told."""
+        """Metadata of the layers of the step."""
         swa = self.builder.build(batch)
         part = None
         if self.kind is not LayerKind.SWA:
@@ -209,7 +209,7 @@ class Engine:
         return {PREFIX: part, f"{PREFIX}.swa_cache": swa}
 
     def insert(self, rows: int, metadata: dict[str, Any]) -> None:
-        """Write the keys of a step of so many rows, and make its queries ready."""
+        """Write the keys of a step of that many rows, and make its queries ready."""
         q, kv, positions = self.q[:rows], self.kv[:rows], self.positions[:rows]
         with set_forward_context(metadata):
             if self.device.type == "meta":  # where an op would be taken for a fake one, and do nothing
@@ -221,7 +221,7 @@ class Engine:
             self.backend.quantize_and_insert_k_cache(self.kv[:rows], self.compressed, part.slot_mapping)
 
     def attend(self, rows: int, metadata: dict[str, Any], lse: Tensor | None = None) -> Tensor:
-        """Attention of a step of so many rows; through the layer's own op, unless it cannot say what is wanted."""
+        """Attention of a step of that many rows, through the layer's own op, unless it cannot say what is wanted."""
         q, kv, out = self.q[:rows], self.kv[:rows], self.out[:rows]
         if lse is None and self.device.type != "meta":
             with set_forward_context(metadata):
@@ -261,7 +261,7 @@ class Engine:
 
 
 LONGEST = 800 if INTERPRETED else 2**18
-"""Tokens: so many that a row's entries are several parts in deterministic mode, and tables have several widths."""
+"""Number of tokens: a row's entries are then several parts in deterministic mode, and tables have several widths."""
 
 
 class Interpreted(GenericBackend):
@@ -284,7 +284,7 @@ def served(
 
 @contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Where kernels are interpreted, do all of a launch but the kernel: what a launcher does is told from its work."""
+    """Where kernels are interpreted, do all of a launch but the kernel: what a launcher does is seen in its work."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             from triton.runtime.interpreter import InterpretedFunction

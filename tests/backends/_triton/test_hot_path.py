@@ -1,6 +1,6 @@
 """What a step of the triton backend never does: read a value on the host, allocate, or launch what was not foreseen.
 
-Tensors on torch's "meta" device have no values: whoever reads one on the host fails, on any machine.
+Tensors on torch's "meta" device have no values: code that reads one on the host fails, on any machine.
 """
 
 from __future__ import annotations

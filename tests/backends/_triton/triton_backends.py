@@ -22,7 +22,7 @@ from tests.backends._triton.cache.caches import DEVICE
 __all__ = ["QuickHistory", "bounds_of", "planned", "problems"]
 
 MANY = 16
-"""Keys; more at once are history, since no step of the kit writes so many."""
+"""Keys; more at once are history, since no step of the kit writes that many."""
 
 
 class QuickHistory(TritonBackend):

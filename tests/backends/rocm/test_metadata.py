@@ -48,7 +48,7 @@ C128A = LayerKind.HCA
 GONE = [-1, -(2**31), 2**31 - 1]
 """Blocks whose slots do not exist."""
 GARBAGE = [0, 3, -1, -7, -(2**31), 2**31 - 1, 0x7FC00000]
-"""What may stand after the last row: slots of somebody, and numbers that are none."""
+"""What may stand after the last row: slots of other requests, and numbers that are none."""
 
 
 def builder(backend: Backend | None = None, **options: Any) -> MetadataBuilder:
@@ -64,7 +64,7 @@ def requests_of(rng: Random) -> list[tuple[int, int]]:
 
 
 def batch_of(requests: list[tuple[int, int]], rng: Random) -> Batch:
-    """A batch, now and then with tokens that are nobody's and with blocks that are gone."""
+    """A batch, now and then with tokens of no request and with blocks that are gone."""
     tokens = sum(count for _, count in requests)
     starts = torch.tensor([0, *(count for _, count in requests)], dtype=INT).cumsum(0).to(INT)
     lens = torch.tensor([context + count for context, count in requests], dtype=INT)

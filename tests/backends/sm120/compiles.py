@@ -19,7 +19,7 @@ if __name__ == "__main__":
         for copies in both
         for form in variants(both, both, padded=padded, copies=copies, aligned=False)
     ]
-    told = {}
+    results = {}
     for outcome in compile_all(dict.fromkeys(forms), TARGET):
         form = outcome.variant
         types, constants = dict(form.types), dict(form.constants)
@@ -28,5 +28,5 @@ if __name__ == "__main__":
         text = cross_compile(form, TARGET).asm["ptx"]
         wide = all(re.search(rf"{move}\.global.*\.v4\.b32", text) for move in ("ld", "st"))
         name = f"{form.name} {constants['UNIT']} {heads} {given}"
-        told[name] = {"reasons": [str(reason) for reason in outcome.reasons], "wide": wide}
-    print(json.dumps(told))
+        results[name] = {"reasons": [str(reason) for reason in outcome.reasons], "wide": wide}
+    print(json.dumps(results))

@@ -32,7 +32,7 @@ OUTSIDE = (10**6, 2**31 - 1, -7, -(2**31), -1)
 
 
 def layer_of(heads: int, *, window: int = 128, topk: int = 0) -> LayerGeometry:
-    """A layer of the model with so many heads."""
+    """A layer of the model with this number of heads."""
     kind, ratio = (LayerKind.CSA, 4) if topk else (LayerKind.SWA, 1)
     return LayerGeometry(kind, ratio, heads, 512, Rope(64, 10000.0), window, topk)
 

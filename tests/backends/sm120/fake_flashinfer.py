@@ -2,7 +2,7 @@
 
 Written from the documented contract. It asks for all that the compiled module asks for, and in two places for more: a
 slot outside its cache, of which the real one reads whatever stands there, is an error; and scratch is filled with NaN,
-so that whoever lets it overlap with anything else finds out. Arithmetic is fp32, without the rounding to fp8.
+so that a test fails if it overlaps with anything else. Arithmetic is fp32, without the rounding to fp8.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def wide(backend: Sm120Backend, trial: Trial) -> Any:
 
 
 ALONE = evolve(BASE, layouts=(OCP,), pages=(64,), widths=(192,))
-BESIDE = evolve(BASE, widths=(192, 40))
+WITH_ENTRIES = evolve(BASE, widths=(192, 40))
 
 
 @pytest.mark.parametrize("tokens", [2, 66])
@@ -209,11 +209,11 @@ def test_flashinfer_serves_wide_windows_of_layers_without_another_cache(
     assert flashinfer_calls.ran == 4
 
 
-@pytest.mark.parametrize(("trial", "columns"), [(BESIDE, 192), (evolve(ALONE, widths=(200,)), 200)])
+@pytest.mark.parametrize(("trial", "columns"), [(WITH_ENTRIES, 192), (evolve(ALONE, widths=(200,)), 200)])
 def test_wide_windows_that_flashinfer_does_not_serve_go_to_our_kernel(
     flashinfer_calls: type[Counting], monkeypatch: pytest.MonkeyPatch, trial: Trial, columns: int
 ) -> None:
-    """Beside another cache, or of a width that an old release has no kernel for."""
+    """With another cache, or of a width that an old release has no kernel for."""
     monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(Counting, old=True))
     trial = evolve(trial, pages=(64,) * len(trial.layouts))
     backend = Sm120Backend()

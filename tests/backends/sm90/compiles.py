@@ -31,7 +31,7 @@ def with_largest(form: Variant) -> Variant:
 
 
 def forms(heads: int, coded: Sequence[KeyFormat] = CODED) -> list[Variant]:
-    """With the largest logits where lse is told, as nobody asks for them alone. coded: records of V4.1 among them."""
+    """With the largest logits where lse is asked for, as no call wants them alone. coded: records of V4.1 among them."""
     all_forms = []
     for segments, kind in ((1, PAGES), (2, PAGES), (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
         for raw in (False, True) if kind == ROWS else (False,):
@@ -143,13 +143,13 @@ def tile_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     words = sys.argv[1:]
     if words[:1] == ["planted"]:
-        told: Any = planted(words[1])
+        results: Any = planted(words[1])
     elif words[:1] == ["tiles"]:
-        told = tile_forms([*map(int, words[1:])])
+        results = tile_forms([*map(int, words[1:])])
     elif words[:1] == ["fullest"]:
-        told = all_forms([*map(int, words[1:])], fullest)
+        results = all_forms([*map(int, words[1:])], fullest)
     elif words[:1] == ["barest"]:
-        told = all_forms([*map(int, words[1:])], barest)
+        results = all_forms([*map(int, words[1:])], barest)
     else:
-        told = all_forms([*map(int, words)] or HEADS)
-    print(json.dumps(told))
+        results = all_forms([*map(int, words)] or HEADS)
+    print(json.dumps(results))

@@ -44,7 +44,7 @@ PARTS = Trial(layouts=(OCP,), widths=(1400,), tokens=1, heads=65, seed=20)
 
 CODED = {arrangement: KVCacheLayout.v41_fp8(arrangement=arrangement) for arrangement in Arrangement}
 NIBBLES = {arrangement: KVCacheLayout.v41_fp4(arrangement=arrangement) for arrangement in Arrangement}
-BEHIND, WITHIN = Arrangement.SPLIT, Arrangement.INTERLEAVED
+SCALES_LAST, WITHIN = Arrangement.SPLIT, Arrangement.INTERLEAVED
 
 MORE = multiprocessors() + 9
 """More rows than programs of a block of heads, on any device."""
@@ -63,10 +63,10 @@ OWN: dict[str, Trial] = {
     "no window": evolve(BASE, widths=(0, 100), seed=10),
     "nobody": evolve(BASE, widths=(0, 0), seed=11),
     "codes, scales within": evolve(BASE, layouts=(CODED[WITHIN],) * 2, seed=21),
-    "codes, scales behind": evolve(BASE, layouts=(CODED[BEHIND],) * 2, pages=(5, 53), seed=22),
+    "codes, scales behind": evolve(BASE, layouts=(CODED[SCALES_LAST],) * 2, pages=(5, 53), seed=22),
     "codes, one segment": evolve(BASE, layouts=(CODED[WITHIN],), widths=(130, 0), seed=23),
     "nibbles, scales within": evolve(BASE, layouts=(CODED[WITHIN], NIBBLES[WITHIN]), seed=24),
-    "nibbles, scales behind": evolve(BASE, layouts=(CODED[BEHIND], NIBBLES[BEHIND]), pages=(5, 53), seed=25),
+    "nibbles, scales behind": evolve(BASE, layouts=(CODED[SCALES_LAST], NIBBLES[SCALES_LAST]), pages=(5, 53), seed=25),
     "nibbles, no window": evolve(BASE, layouts=(CODED[WITHIN], NIBBLES[WITHIN]), widths=(0, 100), seed=26),
     "rows of a cache": ROW,
     "rows of pages": evolve(ROW, pages=(64,)),
@@ -77,7 +77,7 @@ OWN: dict[str, Trial] = {
 SHARED: dict[str, Trial] = {
     "another dialect": evolve(BASE, layouts=(OCP, FNUZ)),
     "scales behind each record": evolve(BASE, layouts=(SPLIT_OCP, OCP)),
-    "arrangements that differ": evolve(BASE, layouts=(CODED[WITHIN], NIBBLES[BEHIND])),
+    "arrangements that differ": evolve(BASE, layouts=(CODED[WITHIN], NIBBLES[SCALES_LAST])),
     "other dims": evolve(BASE, layouts=(TINY, TINY)),
     "q in fp32": evolve(BASE, q_dtype=torch.float32),
     "not at 16 bytes": evolve(BASE, aligned=False, pages=(5, 3)),
@@ -131,7 +131,7 @@ def test_parts_are_added_up_alike_by_programs_of_any_size(
     of_program, parts = together
     monkeypatch.setattr(launch, "V4_PAGES_ROLES", evolve(V4_PAGES_ROLES, heads=of_program, parts=parts))
     monkeypatch.setattr(launch, "_constants", launch._constants.__wrapped__)
-    # one row, of so many parts that they take several rounds
+    # one row, whose parts take several rounds
     result = run(evolve(PARTS, heads=heads))
 
     assert result.is_gluon

@@ -112,7 +112,7 @@ def test_fewer_registers_for_a_role_are_found(keys: str) -> None:
 def test_a_block_s_roles_have_what_a_multiprocessor_has() -> None:
     assert V4_PAGES_ROLES.block == ((4, 160), (4, 224), (4, 72), (4, 56))
     assert V41_PAGES_ROLES.block == ((4, 160), (4, 224), (8, 64))
-    # twelve warps start with 168 each, of which 8 are nobody's
+    # twelve warps start with 168 each, of which 8 are unused
     assert BF16_ROWS_ROLES.block == ((4, 216), (4, 216), (4, 72))
     assert RAW_Q_ROLES.block == ((4, 208), (4, 216), (4, 80))
     for roles in (V4_PAGES_ROLES, V41_PAGES_ROLES, BF16_ROWS_ROLES, RAW_Q_ROLES):

@@ -116,7 +116,7 @@ def answers(drawn: DrawnCall, backend: Sm90Backend, *, straight: bool) -> list[T
         tensor.fill_(float("nan"))
     with observed() as seen:
         if straight:
-            # nobody reads the slots
+            # no kernel reads the slots
             unread = with_rows(call, torch.zeros_like(rows_of(call).indices))
             run: Any = backend.prepare_entries(unread, drawn.entries)
             run(call.tensors._replace(topk_indices=drawn.entries.indices))

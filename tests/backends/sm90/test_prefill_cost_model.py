@@ -76,12 +76,12 @@ def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, page
     """Of three steps. pages: what the rule answers, in turn."""
     answers: list[bool] = []
 
-    class Told:
+    class FixedAnswers:
         def prefers_pages(self, *_: object) -> bool:
             answers.append(pages[len(answers) % len(pages)])
             return answers[-1]
 
-    monkeypatch.setattr(launch, "PREFILL_COST_MODEL", Told())
+    monkeypatch.setattr(launch, "PREFILL_COST_MODEL", FixedAnswers())
     on, rng = Engine(Sm90Backend(prefill=prefill), FLASH, LIMITS, kind, DEVICE), Random(7)
     outputs_of_steps = []
     for requests in STEPS:

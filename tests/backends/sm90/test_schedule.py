@@ -123,7 +123,7 @@ def check(line: Line, kernel: Any = walk) -> None:
         for t, first, last, part in rows_:
             met[t].append((program, first, last, part))
             places += [part] if part >= 0 else []
-    assert sorted(met) == list(range(tokens)), "every row has somebody"
+    assert sorted(met) == list(range(tokens)), "every row has a program"
     assert len(places) == len({*places}), "no two parts have one place"
     for t, pieces in met.items():
         assert [first for _, first, _, _ in pieces] == [0, *(last for _, _, last, _ in pieces[:-1])]

@@ -67,7 +67,7 @@ PATIENT = {
     ),
     **dict.fromkeys(
         ("select-requests", "scores-fnuz", "scores-bf16", "cuts-*", "replay-*", "mhc-sinkhorn-*", "mhc-norm-*"),
-        "tests beside the kernels show it too, with smaller tiles",
+        "tests of the kernels show it too, with smaller tiles",
     ),
     "nan-*-prefill": "one kernel serves both phases; only the number of rows differs",
     "nan-interleaved-*": "where scales stand changes no code",

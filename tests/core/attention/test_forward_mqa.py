@@ -158,7 +158,7 @@ def test_a_window_only_layer_ignores_compressed_metadata_and_caches(kind: LayerK
 
 
 class CarefulBackend(ReferenceBackend):
-    """Refuses to gather from before the first token, where a kernel would read somebody else's block table."""
+    """Refuses to gather from before the first token, where a kernel would read another request's block table."""
 
     def dequantize_and_gather_k_cache(
         self,

@@ -132,7 +132,7 @@ def test_masking_the_weight_and_not_the_key_is_flagged_by_poison(monkeypatch: py
         return kernels.read_records(segments[0].cache, slots.flatten()).unflatten(0, slots.shape), present
 
     monkeypatch.setattr(kernels, "read_paged", unmasked)
-    # slot 0, which absent columns are read from, is in nobody's page
+    # slot 0, which absent columns are read from, is in no request's page
     poisoned = scenario_of("swa", spare_pages=40, pages_seed=3)
     assert not (poisoned.pages[0].table == 0).any()
     assert flagged(poisoned, REFERENCE_FORMS["paged-dense"])

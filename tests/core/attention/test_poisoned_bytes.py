@@ -191,7 +191,7 @@ def test_the_poison_is_really_there() -> None:
     assert problem.q[-1].isnan().all()
     for cache in problem.caches.segments(problem.layer):
         raw, layout = body(cache, 64), cache.layout
-        assert (raw[:, -64:] == 0xFF).all(), "the gap behind a page"
+        assert (raw[:, -64:] == 0xFF).all(), "the gap after a page"
         assert (cache.region("scale")[..., layout.num_groups :] == 0xFF).all(), "pad bytes of every record"
         dead = (cache.region("nope") == 0xFF).all(-1)
         assert dead.any()

@@ -130,7 +130,7 @@ def test_g21_rows_may_lie_apart_and_what_lies_between_them_stays(backend: Any, k
         dim = max(apart[name].ndim - 2, 1)
         size = apart[name].shape[dim]
         both = storage_of(apart[name]).view(*(n * (1 + (i == dim)) for i, n in enumerate(apart[name].shape)))
-        assert bool((both.narrow(dim, size, size) == 55).all()), f"{name}: written beside its rows"
+        assert bool((both.narrow(dim, size, size) == 55).all()), f"{name}: written next to its rows"
 
 
 FIELDS = ["query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "slot_mapping", "block_table"]

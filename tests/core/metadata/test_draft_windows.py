@@ -70,7 +70,7 @@ def test_rows_of_blocks_have_one_width_and_address_and_hide_what_was_there(steps
     assert causal.decode_swa_indices.stride() == rows.stride()
     assert again.decode_swa_indices.shape == (1, 1, 13)
     assert bool((again.decode_swa_indices == -1).all())
-    assert not bool(lens.any()), "lengths behind the batch are cleared"
+    assert not bool(lens.any()), "lengths past the batch are cleared"
 
 
 @pytest.mark.parametrize("validate", [True, False])

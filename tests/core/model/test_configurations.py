@@ -1,4 +1,4 @@
-"""Variants of a config.json beside transformers: the same geometry and RoPE tables, or a refusal, and few exceptions.
+"""Variants of a config.json, against transformers: the same geometry and RoPE tables, or a refusal, and few exceptions.
 
 Tables are those of the model of the release of transformers that is installed, compared to the rounding of fp32.
 """
@@ -133,7 +133,7 @@ SAME: dict[str, dict[str, Any]] = {
     "nested, without yarn": nested(MAIN, {**MAIN, "rope_theta": 160000.0}),
     "nested, a flat type left over": nested(rope_type="default"),
     "nested scaling": {"rope_scaling": {"main": MAIN, "compress": COMPRESS}},
-    # partial parameters beside the scaling, which does not lose its YaRN by them
+    # partial parameters with the scaling, which does not lose its YaRN by them
     "theta beside": {"rope_parameters": {"rope_theta": 10000.0}},
     "flat default beside": {"rope_parameters": PLAIN},
     "main beside": {"rope_parameters": {"main": PLAIN}},

@@ -41,7 +41,7 @@ class Scene:
         per_token = lens if lens.ndim == 2 else lens[:, None]
         requests, tokens = per_token.shape
         layout = KVCacheLayout.index_fp8(fp8_format=dialect)
-        counts = per_token.max(1).clip(0) + 7  # keys behind the visible ones, which are finite
+        counts = per_token.max(1).clip(0) + 7  # keys after the visible ones, which are finite
         self.pages = Pages([(0, int(n)) for n in counts], PAGE, spare=2, dead=-1, key=(1,))
         self.book = OracleCache.blank(layout, self.pages.count, PagePlacement(PAGE, gap), "cpu")
         for request, count in enumerate(counts):
@@ -69,7 +69,7 @@ class Scene:
     def judge(self, actual: Tensor) -> None:
         assert (tuple(actual.shape), actual.dtype) == (self.expected.shape, torch.float32)
         seen = np.isfinite(self.expected)
-        assert (np.isneginf(actual.numpy()) == ~seen).all(), "-inf exactly behind the visible entries"
+        assert (np.isneginf(actual.numpy()) == ~seen).all(), "-inf exactly after the visible entries"
         hold_values(actual[torch.from_numpy(seen)], Formula(self.expected[seen], self.errors[seen]), torch.float32, str)
 
 

@@ -217,7 +217,7 @@ def test_buffers_keep_their_addresses_and_their_tails_are_cleared(steps: str) ->
     assert (whole_lens[:3] > 0).all()
 
     assert addresses(build(small)) == old_addresses
-    assert whole_lens.tolist() == [8, 0, 0, 0, 0, 0], "rows behind the batch attend to nothing in a captured graph"
+    assert whole_lens.tolist() == [8, 0, 0, 0, 0, 0], "rows past the batch attend to nothing in a captured graph"
     assert table_lens.as_strided((6,), (1,)).tolist() == [2, 0, 0, 0, 0, 0]
     slots = compressed_of(build(small)).slot_mapping
     assert slots.as_strided((64,), (1,))[6:].tolist() == [-1] * 58
@@ -257,7 +257,7 @@ def test_translation_equals_the_formula(data: st.DataObject) -> None:
 
     assert slots.tolist() == expected
     for row, n in zip(expected, lens.tolist(), strict=True):
-        assert n == max((c + 1 for c, s in enumerate(row) if s >= 0), default=0), "no entry behind the length"
+        assert n == max((c + 1 for c, s in enumerate(row) if s >= 0), default=0), "no entry past the length"
 
 
 @given(data=st.data(), ratio=st.sampled_from([1, 2, 4, 16]), window=st.sampled_from([1, 3, 8]))

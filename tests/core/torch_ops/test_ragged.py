@@ -42,7 +42,7 @@ def test_packing_keeps_the_leading_columns_in_their_places(data: st.DataObject) 
     indices.build_ragged_indices_from_dense(table, int32(lens), slots, out=(flat, indptr))
 
     assert rows_of(flat, indptr) == expected
-    assert flat[rows * width :].tolist() == [99, 99], "nothing is written behind the last place there is"
+    assert flat[rows * width :].tolist() == [99, 99], "nothing is written past the last place there is"
 
 
 @given(data=st.data())

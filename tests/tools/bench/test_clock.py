@@ -57,7 +57,7 @@ class Device:
         self.log.append("flush")
 
     def caught_up(self) -> bool:
-        """Whether the device did all before an event by the time the host asks: so many flushes keep it busy."""
+        """Whether the device did all before an event by the time the host asks: flushes keep it busy."""
         flushes, self.flushes = self.flushes, 0
         return flushes < self.hides
 

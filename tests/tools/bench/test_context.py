@@ -1,4 +1,4 @@
-"""Decode over ranks beside one rank: sizes and memory, rounds on all ranks, what is wrong, and the tables."""
+"""Decode over ranks compared with one rank: sizes and memory, rounds on all ranks, what is wrong, and the tables."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ FNUZ = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ)
 SPLIT_OCP = evolve(OCP, arrangement=Arrangement.INTERLEAVED)
 BF16_ROWS, FP32_ROWS = KVCacheLayout.rows(), KVCacheLayout.rows(dtype=torch.float32)
 TINY = KVCacheLayout.fp8_ds_mla(24, 8, group_size=8)
-NOBODY = (-1, -1, -1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
+NO_SLOTS = (-1, -1, -1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
 SINKS = (-math.inf, math.inf, 0.0, 20.0, -20.0, 1e4, -1e4, 0.7, -1.3)
 UNTOUCHED = -7.0
 
@@ -121,7 +121,7 @@ class Trial:
         lens = np.resize(rng.permutation([width, width + 5, -3, 0, *rng.integers(0, width + 1, 3)]), self.tokens)
         place = np.random.default_rng((self.pages_seed, 2, number)).permutation(blocks * page)[:count]
         slots = np.where(slots < 0, -1, place[slots])
-        slots[hit] = rng.choice([*NOBODY, blocks * page, blocks * page + 1], int(hit.sum()))
+        slots[hit] = rng.choice([*NO_SLOTS, blocks * page, blocks * page + 1], int(hit.sum()))
         inside = np.arange(width) < lens[:, None]
         named = np.unique(slots[inside & (slots >= 0) & (slots < blocks * page)])
         cache = self._memory(layout, blocks, page, rng)
@@ -203,7 +203,7 @@ class Trial:
             return DenseIndices(wide.to(DEVICE)[:, :width], _ints(lens))
         counts = lens.clip(0, width)
         ends = np.concatenate([[0], np.cumsum(counts)])
-        flat = np.resize([0, 1, *NOBODY], tokens * width + 2)
+        flat = np.resize([0, 1, *NO_SLOTS], tokens * width + 2)
         flat[: ends[-1]] = np.concatenate([np.zeros(0, np.int64), *(s[:n] for s, n in zip(slots, counts, strict=True))])
         return RaggedIndices(_ints(flat), _ints(ends), width)
 
@@ -217,7 +217,7 @@ class Trial:
         for result in outs:
             if result is not None:
                 result.fill_(UNTOUCHED)
-        assert all(bool((base == UNTOUCHED).all()) for base in bases), "memory beside an output was written"
+        assert all(bool((base == UNTOUCHED).all()) for base in bases), "memory next to an output was written"
         assert all(torch.equal(memory(s.cache), old) for s, old in zip(self.segments, originals[0], strict=True))
         assert torch.equal(call.q, originals[1])
         return answer

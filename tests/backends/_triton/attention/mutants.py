@@ -82,7 +82,7 @@ class _Land:
 
 
 def far_away(trial: Trial) -> Answer:
-    """Run a trial with every tensor that has rows spread over gigabytes which nobody has touched. CPU only."""
+    """Run a trial with every tensor that has rows spread over gigabytes that were never touched. CPU only."""
     land, (call, _) = _Land(), trial.call()
     out, lse, top = (
         None if tensor is None else land.spread(tensor) for tensor in (call.out, call.lse, call.max_logits)

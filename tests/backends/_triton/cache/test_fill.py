@@ -270,7 +270,7 @@ def test_a_backend_with_a_gather_or_index_ops_of_its_own_has_them_called(attribu
 
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_a_cut_prompt_of_v41_on_gathered_rows_equals_the_oracle(ratio: int) -> None:
-    """Behind a prefix, in chunks as small as the index matrix makes them, on records of two formats."""
+    """After a prefix, in chunks as small as the index matrix makes them, on records of two formats."""
     geometry = tiny_geometry(num_heads=2, ratios=(ratio, 16))
     kinds = v41_layouts(geometry)
     scenario = StepFixture(

@@ -58,7 +58,7 @@ def _forget_constants(modules: Sequence[ModuleType]) -> None:
 
 
 def loose(values: Tensor, rng: Random) -> Tensor:
-    """Return the same values with other strides, and 3 or true everywhere between and behind them."""
+    """Return the same values with other strides, and 3 or true everywhere between and after them."""
     steps = [rng.randint(1, 2) for _ in values.shape]
     base = torch.full([n * s + rng.randint(0, 2) for n, s in zip(values.shape, steps, strict=True)], 3).to(values.dtype)
     view = base[tuple(slice(0, n * s, s) for n, s in zip(values.shape, steps, strict=True))]
@@ -78,7 +78,7 @@ def spoiled(rng: Random, good: int, bad: Sequence[int]) -> int:
 
 
 def ascending(rng: Random, counts: Sequence[int], base: int = 0) -> Tensor:
-    """Return query_start_loc of requests with so many tokens."""
+    """Return query_start_loc of requests with these numbers of tokens."""
     return loose(torch.tensor([base + sum(counts[:i]) for i in range(len(counts) + 1)], dtype=INT), rng)
 
 
@@ -126,7 +126,7 @@ class Trial:
         getattr(module, self.op)(*args, out=outs[0] if len(outs) == 1 else tuple(outs), **keywords)
 
     def _defined(self, outs: list[Tensor]) -> list[Tensor]:
-        """Outputs without what is undefined: a ragged list behind its last row."""
+        """Outputs without what is undefined: a ragged list past its last row."""
         return [outs[0][: _end(outs)], outs[1]] if self.op in _RAGGED else outs
 
     def _undefined(self, outs: list[Tensor]) -> list[Tensor]:

@@ -28,16 +28,16 @@ def translate_ragged(rng: Random) -> Trial:
     seen = numbers(rng, (rows,), lambda: rng.choice(usual if rng.random() < 0.7 else others))
     chosen = [row_of_entries(rng, width) for _ in range(rows)]
     topk = loose(torch.tensor(chosen, dtype=LONG).view(rows, width).to(INT), rng)
-    nobody = [-1, requests, 2**31 - 1]
+    no_request = [-1, requests, 2**31 - 1]
     request = numbers(
-        rng, (rows,), lambda: rng.randrange(requests) if requests and rng.random() < 0.9 else rng.choice(nobody)
+        rng, (rows,), lambda: rng.randrange(requests) if requests and rng.random() < 0.9 else rng.choice(no_request)
     )
     outs = ((rows * width + rng.randint(0, 2),), INT), ((rows + 1,), INT)
     return Trial("compute_global_topk_ragged_indices_and_indptr", (topk, seen, request, table, size), outs)
 
 
 def row_of_entries(rng: Random, width: int) -> list[int]:
-    """Entry numbers: any, one many times over, or distinct ones behind columns that name nothing."""
+    """Entry numbers: any, one many times over, or distinct ones after columns that name nothing."""
     kind = rng.choice(["any", "repeated", "behind", "behind"])
     if kind == "any":
         return [spoiled(rng, 40, NUMBERS) for _ in range(width)]

@@ -69,7 +69,7 @@ def tokens_of(rng: Random, counts: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def replayed(rng: Random, counts: list[int]) -> dict[str, Tensor]:
-    """Now and then the first position of each request that a window may have, and more elements behind."""
+    """Now and then the first position of each request that a window may have, and more elements after them."""
     if rng.random() < 0.5:
         return {}
     bounds = [rng.choice([0, 1, rng.randint(0, 50), 2**31 - 1]) for _ in range(len(counts) + rng.randint(0, 2))]
@@ -185,7 +185,7 @@ def tensors(metadata: AttentionMetadata) -> Iterator[tuple[str, Tensor]]:
 def test_a_build_with_kernels_equals_one_with_torch(scenario: StepFixture, validate: bool) -> None:
     expected = dict(tensors(built(scenario, BuilderOps(), validate=False)))
     for name, got in tensors(built(scenario, kernels.BUILDER_OPS, validate=validate)):
-        # behind its width the table of c128a is not cleared, and nobody sees it
+        # past its width the table of c128a is not cleared: no op reads it there
         assert torch.equal(got, expected[name]), name
 
 

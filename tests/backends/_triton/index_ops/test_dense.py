@@ -62,7 +62,7 @@ def translate(rng: Random) -> Trial:
 
 
 def combine(rng: Random) -> Trial:
-    """Combination for a ragged chunk, with or without entries and tables, and graph padding behind it."""
+    """Combination for a ragged chunk, with or without entries and tables, and graph padding after it."""
     counts = [rng.choice([0, 0, 1, 2, 4]) for _ in range(rng.randint(1, 5))]
     lens = [n + rng.choice([0, 1, rng.randint(0, 50)]) for n in counts]
     window, topk = rng.choice([1, 3, 8, 11]), rng.choice([0, 1, 4, 9])

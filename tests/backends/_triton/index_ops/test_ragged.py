@@ -26,7 +26,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cann
 def test_rows_begin_where_all_rows_before_them_end(
     make: Callable[[Random], Trial], few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of so many rows that their lengths are added up in three rounds, as on a device: by each program, or by one."""
+    """With enough rows their lengths are added up in three rounds, as on a device: by each program, or by one."""
     rows, width, g = 2100, 3, torch.Generator().manual_seed(0)
     assert rows > 2 * CONSTANTS["BLOCK"]
     monkeypatch.setattr(ragged, "FEW", few)
@@ -52,7 +52,7 @@ def test_a_scan_over_many_rows_says_where_each_begins(rows: int, monkeypatch: py
 
 @ragged_ops
 def test_every_row_keeps_to_its_own_places(make: Callable[[Random], Trial]) -> None:
-    """Rows are cut off one by one: what the last one wrote too far is seen, as nobody comes after it."""
+    """Rows are cut off one by one: what the last one wrote too far is seen, as no row comes after it."""
     with small_rounds(ragged):
         for seed in range(25):
             whole = make(Random(seed))
@@ -133,7 +133,7 @@ def test_a_copy_without_a_bug_is_right(make: Callable[[Random], Trial], tmp_path
 
 
 def test_the_inputs_of_ragged_ops_hold_what_they_should() -> None:
-    """Lengths of every kind, rows of several rounds, too many visible ones for their places, and ones far behind."""
+    """Lengths of every kind, rows of several rounds, too many visible ones for their places, and ones far past the others."""
     packs, others = ([make(Random(seed)) for seed in range(200)] for make in RAGGED)
     lens = torch.cat([trial.args[1] for trial in packs]).tolist()
     cut_rows, hidden_rows = 0, 0

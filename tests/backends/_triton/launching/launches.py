@@ -32,7 +32,7 @@ from tests.backends._triton.launching.kernels_small import careless, rows, value
 
 CONSTANTS = dict(rows_of().constants)
 METADATA = slice(6, 9)
-"""Of what a launcher is given: what hooks are told, and the hooks, which are none."""
+"""Arguments of a launcher: the metadata of hooks, and the hooks, which are none."""
 
 
 class Subclass(Tensor):

@@ -1,6 +1,6 @@
 """Launching again what was launched before: exactly what Triton would pass, and Triton's own road where in doubt.
 
-What is launched is told by a process of its own, since kernels are interpreted here, and by a driver without a device.
+Launches are recorded in a process of its own, since kernels are interpreted here, and by a driver without a device.
 """
 
 from __future__ import annotations

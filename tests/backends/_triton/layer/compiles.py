@@ -124,10 +124,10 @@ def wrong(variant: Variant, target: Target) -> list[str]:
 
 
 if __name__ == "__main__":
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, cases in CASES.items():
         for case in cases:
             forms = dict.fromkeys(case(name))
             reasons = [f"{form.name}: {reason}" for form in forms for reason in wrong(form, Target.named(name))]
-            told[f"{name} {case.__name__}"] = {"forms": len(forms), "reasons": reasons}
-    print(json.dumps(told))
+            results[f"{name} {case.__name__}"] = {"forms": len(forms), "reasons": reasons}
+    print(json.dumps(results))

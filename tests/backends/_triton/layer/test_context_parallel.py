@@ -41,7 +41,7 @@ def serve(rank: int, folder: str) -> None:
     said = ""
     try:
         compare()
-    except Exception:  # noqa: BLE001 - told by the parent
+    except Exception:  # noqa: BLE001 - reported by the parent
         said = traceback.format_exc()
     Path(folder, str(rank)).write_text(said, encoding="utf-8")
     os._exit(0)  # a group with a rank that has failed cannot be destroyed in order
@@ -50,7 +50,7 @@ def serve(rank: int, folder: str) -> None:
 def compare() -> None:
     """A prompt in two chunks, longer than the top-k, and a decode: all layers, and launches of the decode.
 
-    Beside those of one rank there are a merge, and on c4a layers the choice among candidates.
+    In addition to those of one rank there are a merge, and on c4a layers the choice among candidates.
     """
     everyone = distributed.group.WORLD
     assert everyone is not None

@@ -64,7 +64,7 @@ class Step:
                 rows[block, place % size] = torch.randn(2 * self.dim, generator=g).to(DEVICE)
 
     def run(self, steps: object = None) -> tuple[Tensor, Tensor]:
-        """Latents, and all bytes of the rings behind them, by the kernels if no steps are given."""
+        """Latents, and all bytes of the rings after them, by the kernels if no steps are given."""
         rings, score = None, None
         if self.ratio > 1:
             like = self.states.tensor

@@ -28,8 +28,8 @@ from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.index_trials import planted
 
 UNTOUCHED = 77
-BESIDE = 80
-"""Columns beside the rows of out; more than a program that goes wrong has entries in registers, if these are small."""
+FURTHER_COLUMNS = 80
+"""Columns next to the rows of out; more than a program that goes wrong has entries in registers, if these are small."""
 LOWEST = float(np.finfo(np.float32).min)
 ODD = np.array([0, -0.0, np.inf, -np.inf, LOWEST, -LOWEST, 1, -1, np.nan, 1e-45, -1e-45])
 Rng = np.random.Generator
@@ -139,14 +139,14 @@ class Case:
         return maxima
 
     def agrees(self, module: ModuleType = select) -> bool:
-        """Whether every row holds what the oracle selects, and nothing beside them was written."""
+        """Whether every row holds what the oracle selects, and nothing next to them was written."""
         scores = self.scores()
         wide = np.full((len(scores), self.max_entries + self.apart), np.nan, dtype=np.float32)
         wide[:, : self.max_entries] = scores
         given_maxima = None
         if self.maxima != "none" and self.max_entries:
             given_maxima = torch.from_numpy(self._maxima(module.LANES, scores)).to(DEVICE)
-        whole = torch.full((len(scores) + 1, self.topk + BESIDE), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+        whole = torch.full((len(scores) + 1, self.topk + FURTHER_COLUMNS), UNTOUCHED, dtype=torch.int32, device=DEVICE)
         out = whole[:-1, : self.topk]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "SPLIT_LENGTH", self.split)

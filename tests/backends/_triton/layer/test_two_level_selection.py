@@ -67,7 +67,7 @@ def test_blocks_of_the_largest_scores_are_published(kind: str, size: int) -> Non
     lens = torch.tensor([0, 1, 7, 8, 9, 150, 299, 300], dtype=torch.int32, device=DEVICE)
     scores = drawn(kind, len(lens), 300)
     for row, seen in enumerate(lens.tolist()):
-        scores[row, seen:] = inf if row % 2 else nan  # what nobody wrote
+        scores[row, seen:] = inf if row % 2 else nan  # what was never written
     for most in (1, 3, 400 // size):
         judge(published(scores, lens, most, size), scores, lens, size)
 
