@@ -31,7 +31,7 @@ def with_largest(form: Variant) -> Variant:
 
 
 def forms(heads: int, coded: Sequence[KeyFormat] = CODED) -> list[Variant]:
-    """With the largest logits where lse is asked for, as no call wants them alone. coded: records of V4.1 among them."""
+    """With the largest logits where lse is asked for, as no call has them alone. coded: records of V4.1 among them."""
     all_forms = []
     for segments, kind in ((1, PAGES), (2, PAGES), (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
         for raw in (False, True) if kind == ROWS else (False,):

@@ -133,7 +133,7 @@ def test_a_copy_without_a_bug_is_right(make: Callable[[Random], Trial], tmp_path
 
 
 def test_the_inputs_of_ragged_ops_hold_what_they_should() -> None:
-    """Lengths of every kind, rows of several rounds, too many visible ones for their places, and ones far past the others."""
+    """Lengths of every kind, rows of several rounds, too many visible ones, and hidden ones."""
     packs, others = ([make(Random(seed)) for seed in range(200)] for make in RAGGED)
     lens = torch.cat([trial.args[1] for trial in packs]).tolist()
     cut_rows, hidden_rows = 0, 0
