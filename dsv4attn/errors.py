@@ -33,7 +33,10 @@ __all__ = [
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the names this one begins, or the nearest one, or an empty string."""
+    """Return ``"; did you mean 'x'?"`` for the names that `name` begins, or the nearest one, or an empty string.
+
+    candidates: the names that there are.
+    """
     names = {candidate.lower(): candidate for candidate in sorted(candidates)}
     begun = [candidate for lower, candidate in names.items() if name and lower.startswith(name.lower())]
     close = begun or [names[hit] for hit in difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)]

@@ -121,6 +121,9 @@ def get_mla_decoding_metadata(
 ) -> tuple[None, None]:
     """The two fields of FlashMLASchedMeta that FlashMLA can plan ahead: None and None, backends plan by themselves.
 
+    topk: indices of a query. is_fp8_kvcache: must be True. seqlens_k, num_q_tokens_per_head_k, h_k, h_q and use_legacy
+    are not read.
+
     Raises UnsupportedError for dense attention (topk None) and for caches of bf16.
     """
     if topk is None:
@@ -249,6 +252,7 @@ def flash_mla_sparse_fwd(
     q: [s_q, h_q, 512] bf16 or fp32. kv: [s_kv, 1, 512] bf16. indices: [s_q, 1, topk] int32 - rows of kv; anything that
        is not a row is no key. All three with unit stride on the last dim.
     topk_length: [s_q] int32 in 0 .. topk - leading columns that count.
+    sm_scale: factor of the logits.
     attn_sink: [h_q] fp32, as in `flash_mla_with_kvcache`. d_v must be 512.
     out: where to write, like q. backend: name of the one to use.
     use_legacy is not read: there is one set of kernels.

@@ -82,6 +82,8 @@ def explain(
     problem: one, or several of one phase that one backend must run. backend: NAME, "auto", or
     "decode=NAME,prefill=NAME". device: of this machine, by default its first accelerator or the CPU; or facts of any
     other, `DeviceFacts.named("sm_120")`, whose packages are taken to be installed.
+    settings: by default those of the `DSV4ATTN_` variables and the configuration file. registry: the plugins to choose
+    from, by default those that are installed.
     """
     settings = _settings(settings)
     registry = registry_for(settings) if registry is None else registry
@@ -156,6 +158,8 @@ def resolve(
 
     Call it at plan time, not in a forward. An automatic choice is logged once, with its reason. If a built-in backend
     is requested by name and can run the problem, no plugin is loaded.
+
+    problem, backend, device, settings, registry: see `explain`.
     """
     settings, problems = _settings(settings), _problems(problem)
     requested = _request(problems, backend, settings).value
@@ -191,7 +195,8 @@ def select_backend(
     problems: decode and prefill problems in any order; one backend runs all problems of a phase. Give all layer kinds
     of a model at once to have one backend for the model, or call once for each kind. Phases are resolved separately;
     if they differ, the result is a `PhasedBackend` of both. If a problem is deterministic, the backend of its phase is
-    built with the option `deterministic=True`. Arguments are those of `explain`.
+    built with the option `deterministic=True`.
+    backend, device, settings, registry: see `explain`.
 
     Raises NoBackendError with the whole trace, also if a problem asks for determinism and an option of the settings
     switches it off. Raises BrokenBackendError if the chosen backend cannot be made.

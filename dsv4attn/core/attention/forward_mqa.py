@@ -50,10 +50,14 @@ def forward_mqa(
        padding and give exactly 0.
     out: like q, written in full; it shares no memory with q or another argument.
     lse: [T', H] fp32 or None - natural log, without the sink, -inf for rows without keys; shares no memory either.
+    caches: of the layer, with its compressed cache on layers that have one.
     metadata: None is the warm-up run: reserve the plan for `limits`, zero `out`, launch nothing, touch no cache.
     attn_sink: [H] fp32, or None. topk_indices: [>= T, K] int32, read on c4a layers only: entry
        numbers of each token, distinct, in any order, -1 for none.
     raw_q: given if q of prefill tokens is neither normalised nor rotated, for which `prefill_takes_raw_q` must be true.
+    backend: what `select_backend` or `load_backend` returned. workspace: memory for the call, reserved for `limits`.
+    layer: geometry of the layer.
+
     Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
     locked and too small.
     """

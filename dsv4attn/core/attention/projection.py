@@ -69,6 +69,7 @@ def output_projection(
 ) -> Tensor:
     """The whole output projection: z of `o_proj`, y = z wo_b^T, and the sum of y over the ranks of a process group.
 
+    backend: runs the inverse RoPE and `wo_a`. layer: geometry of the layer.
     o, positions, cos_sin_cache, wo_a, num_groups: see `o_proj`; of a rank that has some of the heads, its own.
     wo_b: [hidden, G * rank], in the forms of wo_a; of such a rank, the columns of its groups. If its dtype differs from
     o's, both are multiplied in fp32. process_group: ranks over which y is summed, in o's dtype; None: y is returned as

@@ -326,7 +326,7 @@ OPTIONAL_MEMBERS = tuple(name for name in vars(Backend) if not name.startswith("
 
 
 def missing_members(backend: object) -> list[str]:
-    """The names of required members that an object lacks, or has from `Backend` alone."""
+    """The names of required members that `backend` lacks, or has from `Backend` alone."""
 
     def is_missing(name: str) -> bool:
         member = getattr(backend, name, None)

@@ -65,8 +65,9 @@ def plan_workspace(
     prefill_keys: bool = True,
     q_dtype: torch.dtype | None = None,
 ) -> WorkspacePlan:
-    """Upper bound over every batch within `limits`, for layers like this one.
+    """Bytes of the workspace that are enough for every batch within `limits`, for layers like this one.
 
+    layer: geometry of the layer. limits: of every batch. backend: what will run the layer.
     layout: of the window cache; the compressed cache has the same row dtype. layer_steps: whether the steps around
     attention run too. ranks: those that share the compressed entries; None: no context parallelism. divides_heads:
     whether these ranks divide heads, and the layer has those of one (`ContextParallel.divides_heads`). prefill_keys:

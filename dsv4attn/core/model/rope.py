@@ -45,6 +45,10 @@ def inverse_frequencies(rope: Rope, device: torch.device | str = "cpu") -> Tenso
 def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "cpu") -> Tensor:
     """[max_position, dim] fp32: cosines of the dim/2 pairs, then their sines; row = position.
 
+    rope: frequencies of a kind of layers, `LayerGeometry.rope`.
+    max_position: rows of the table.
+    device: where the table is made.
+
     Angles are the fp32 product of position and frequency: near position 1M an fp64 angle differs visibly
     from what every engine computes.
     """
