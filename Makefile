@@ -29,7 +29,7 @@ ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check install -q
 VLLM := vllm==0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-parallel test test-transformers test-engines lint bench clean
+.PHONY: help run run-parallel test test-transformers test-engines lint bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -62,8 +62,11 @@ lint: $(VENV)/.stamp-dev ## ruff, codespell, mypy
 bench: $(VENV)/.stamp-run ## measure the backends of this machine
 	$(BIN)/dsv4attn bench $(ARGS)
 
+docs: $(VENV)/.stamp-docs ## build the pages of docs/ and an API reference in site/, without a warning
+	$(BIN)/mkdocs build --strict $(ARGS)
+
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(ENGINES) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dsv4attn tests integrations -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
@@ -91,6 +94,11 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(INPUTS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	$(PIP) $(FLASHINFER)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-venv $(INPUTS)
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mkdocstrings needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PIP) -e '.[docs]'
+	@touch $(VENV)/.stamp-run $@
 
 $(ENGINES)/.stamp-base: $(INPUTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the engines need Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -23,9 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LAYER = (ROOT / "docs" / "layer.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "engine-guide.md").read_text(encoding="utf-8")
+FLASH_MLA = (ROOT / "docs" / "flash-mla.md").read_text(encoding="utf-8")
 COMMANDS = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 OURS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
-PAGES = [*OURS, *sorted(ROOT.glob("examples/*/*.md"))]
+PAGES = [*OURS, *sorted(ROOT.glob("docs/api/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
 
 
 def python(page: str) -> list[str]:
@@ -50,7 +51,9 @@ def promised(examples: list[str]) -> list[str]:
     return re.findall(r"# -> (.+)$", "\n".join(examples), re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [README, GUIDE, LAYER], ids=["README.md", "engine-guide.md", "layer.md"])
+@pytest.mark.parametrize(
+    "page", [README, GUIDE, LAYER, FLASH_MLA], ids=["README.md", "engine-guide.md", "layer.md", "flash-mla.md"]
+)
 def test_the_python_examples_run_in_order_and_print_what_they_say(page: str) -> None:
     torch.manual_seed(0)
 
