@@ -29,7 +29,7 @@ ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check install -q
 VLLM := vllm==0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-parallel test test-transformers test-engines lint bench docs clean
+.PHONY: help run run-parallel test test-rest test-slow test-all test-transformers test-engines lint bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -42,8 +42,19 @@ run-parallel: $(VENV)/.stamp-run ## the same over two ranks with gloo, each with
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m dsv4attn run --context-parallel 2 $(ARGS)
 
 # one thread a worker: two workers with a thread pool each only fight over two cores.
-test: $(VENV)/.stamp-test ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test: $(VENV)/.stamp-test ## run the tests, without planted bugs, full products and slow ones
+	$(PYTEST) -m "not (mutation or matrix or slow)" $(ARGS)
+
+test-rest: $(VENV)/.stamp-test ## run planted bugs and full products, which `make test` leaves out
+	$(PYTEST) -m "(mutation or matrix) and not slow" $(ARGS)
+
+test-slow: $(VENV)/.stamp-test ## run the tests that take minutes each: hours in all
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: $(VENV)/.stamp-test ## run all of these
+	$(PYTEST) -m "slow or not slow" $(ARGS)
 
 test-transformers: $(VENV)/.stamp-transformers ## run the tests of the transformers integration with the oldest release
 	$(WITH_TRANSFORMERS) $(BIN)/python -c 'import transformers as t; print("transformers", t.__version__); assert "$(TRANSFORMERS)".endswith("==" + t.__version__)'

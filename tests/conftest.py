@@ -8,11 +8,13 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import settings
 
 from tests.fast_interpreter.patches import patch_interpreter
+from tests.marks import pytest_collection_modifyitems
+
+__all__ = ["pytest_collection_modifyitems"]
 
 # read by Triton when a kernel is defined, so it must stand before any test imports one.
 if not torch.accelerator.is_available():
@@ -29,9 +31,3 @@ gc.set_threshold(5_000, 20, 20)
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip slow tests unless they are asked for."""
-    if item.get_closest_marker("slow") and "slow" not in item.config.option.markexpr:
-        pytest.skip("minutes: run it with -m slow")

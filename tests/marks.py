@@ -1,0 +1,55 @@
+"""What a run of some targets of the Makefile leaves out: slow tests, and most of a product of several axes.
+
+The selection of a product keeps every pair of values that the product has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+
+import pytest
+
+__all__ = ["COLLECTED", "pairwise", "pytest_collection_modifyitems"]
+
+COLLECTED = pytest.StashKey[dict[str, set[str]]]()
+"""Every test that a run collects, by its name, with its markers, before an expression selects some."""
+
+
+def pairwise(rows: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Numbers of rows, in order, so that each pair of values of two columns is in one of these rows if in any.
+
+    Each next row is the first of those with the most new pairs. Rows of one or two columns all stay.
+    """
+    pairs = [{(*one, *other) for one, other in combinations(enumerate(row), 2)} or {row} for row in map(tuple, rows)]
+    missing, selected = set().union(*pairs), list[int]()
+    while missing:
+        best = max(range(len(pairs)), key=lambda number: len(pairs[number] & missing))
+        selected.append(best)
+        missing -= pairs[best]
+    return sorted(selected)
+
+
+def _mark_matrix(items: Sequence[pytest.Item]) -> None:
+    """Mark as `matrix` what the selection of a test marked `pairwise` leaves out; tests marked `slow` are no part."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "pairwise" in marks and not marks & {"slow", "matrix"}:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for functions in tests.values():
+        selected = {*pairwise([[*map(id, function.callspec.params.values())] for function in functions])}
+        for number, function in enumerate(functions):
+            if number not in selected:
+                function.add_marker("matrix")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what pairwise selections leave out. Leave slow tests to a run that says so (-m slow)."""
+    _mark_matrix(items)
+    config.stash[COLLECTED] = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
+    if "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]

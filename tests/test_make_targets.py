@@ -1,0 +1,105 @@
+"""`make test` and `make test-rest` run every test once, but for those marked `slow`; `make test-slow` runs these."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from tests.marks import COLLECTED, pairwise
+
+ROOT = Path(__file__).parents[1]
+KINDS = "mutation", "matrix", "slow"
+MARKS = [marks for count in range(4) for marks in combinations(KINDS, count)]
+OWN_SUBJECT_ELSEWHERE = re.compile(
+    r"tests/testing/test_kit_finds_\w+\.py|tests/core/attention/test_oracle_finds_mutants\.py"
+)
+"""Files that hold planted bugs only: other files of the same folder test what must find the bugs."""
+
+
+def expressions() -> dict[str, str]:
+    """The expression of markers of every target of the Makefile that runs tests by `$(PYTEST) -m`."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    found = re.findall(r'^([\w-]+): [^\n]*\n\t\$\(PYTEST\) -m ("[^"]+"|\w+) \$\(ARGS\)$', text, re.MULTILINE)
+    return {target: expression.strip('"') for target, expression in found}
+
+
+def targets_of(marks: set[str]) -> set[str]:
+    """The targets that run a test with these markers."""
+    values = {kind: kind in marks for kind in KINDS}
+    return {target for target, expression in expressions().items() if eval(expression, {}, values)}  # noqa: S307
+
+
+@pytest.mark.parametrize("marks", MARKS, ids=lambda marks: "-".join(marks) or "none")
+def test_two_targets_have_no_test_in_common_and_leave_out_slow_ones_only(marks: tuple[str, ...]) -> None:
+    expected = "test-slow" if "slow" in marks else "test-rest" if marks else "test"
+    assert targets_of({*marks}) == {expected, "test-all"}
+
+
+def test_every_collected_test_belongs_to_the_targets_that_its_markers_say(request: pytest.FixtureRequest) -> None:
+    collected, own = request.config.stash[COLLECTED], {item.nodeid for item in request.session.items}
+    by_target = {
+        target: {name for name, marks in collected.items() if target in targets_of(marks)} for target in expressions()
+    }
+
+    assert own <= {*collected}
+    assert by_target["test"] | by_target["test-rest"] == {n for n, marks in collected.items() if "slow" not in marks}
+    assert not by_target["test"] & by_target["test-rest"]
+    assert by_target["test-all"] == {*collected}
+    for target, expression in expressions().items():
+        if request.config.option.markexpr == expression and not request.config.option.keyword:
+            assert own == by_target[target]
+
+
+def test_every_file_keeps_tests_in_the_default_run(request: pytest.FixtureRequest) -> None:
+    collected = request.config.stash[COLLECTED]
+    files = {name.partition("::")[0] for name in collected}
+    kept = {name.partition("::")[0] for name, marks in collected.items() if not marks & {"mutation", "matrix"}}
+
+    assert [name for name in sorted(files - kept) if not OWN_SUBJECT_ELSEWHERE.fullmatch(name)] == []
+
+
+SAMPLE = """
+import pytest
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_product(a, b, c): ...
+
+@pytest.mark.mutation
+def test_bug(): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "count"), [("test", 9), ("test-rest", 10), ("test-slow", 9), ("test-all", 28), ("", 19)]
+)
+def test_a_target_collects_its_part_of_a_file(target: str, count: int, tmp_path: Path) -> None:
+    (tmp_path / "test_sample.py").write_text(SAMPLE, encoding="utf-8")
+    expression = ["-m", expressions()[target]] if target else []
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", str(ROOT / "pyproject.toml")]
+    command += ["-p", "tests.marks", "-p", "no:cacheprovider", str(tmp_path), *expression]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout
+
+    assert len(re.findall(r"test_sample\.py::", out)) == count
+
+
+def test_a_selection_keeps_every_pair_of_values() -> None:
+    rows = [(a, b, c, d) for a in range(4) for b in "xyz" for c in (False, True) for d in range(3) if (a, d) != (0, 0)]
+    selected = [rows[number] for number in pairwise(rows)]
+
+    def pairs(of: list[tuple[object, ...]]) -> set[object]:
+        return {pair for row in of for pair in combinations(enumerate(row), 2)}
+
+    assert pairs(selected) == pairs([*rows])
+    assert 12 <= len(selected) <= 16 < len(rows)
+
+
+@pytest.mark.parametrize("rows", [[(0, 0), (0, 1), (1, 0), (1, 1)], [("a",), ("b",)], [()]])
+def test_a_selection_of_one_or_two_axes_is_the_product(rows: list[tuple[object, ...]]) -> None:
+    assert pairwise(rows) == [*range(len(rows))]
