@@ -227,6 +227,7 @@ def with_scales_of_the_next_block(call: Asked) -> None:
     call.wo_a.weight_scale_inv = call.wo_a.weight_scale_inv.roll(1, 1)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     "change",
     [

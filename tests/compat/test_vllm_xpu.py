@@ -165,6 +165,7 @@ def test_indices_may_lack_the_middle_dimension() -> None:
     assert all(torch.equal(a, b) for a, b in zip(flat, deep, strict=True))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", [("", ""), *ATTENDING.values()], ids=["none", *ATTENDING])
 def test_a_planted_bug_of_the_interface_is_found(
     bug: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -254,6 +254,7 @@ BUGS: dict[str, tuple[tuple[LayerKind, ...], Callable[[], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.mutation
 @modes("single", "token")
 @pytest.mark.parametrize(
     ("bug", "kind"),

@@ -94,6 +94,7 @@ class FirstEntries(TorchOps):
         out.copy_(torch.where(numbers < token_map.visible_lens[:, None], numbers, -1))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("steps", "layers"), [(NoOverlap, (1,)), (LateRope, (1, 2)), (FirstEntries, (1,))])
 def test_a_planted_bug_is_seen(steps: type[TorchOps], layers: tuple[int, ...]) -> None:
     backend = load_backend("reference")

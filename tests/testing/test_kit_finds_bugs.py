@@ -242,11 +242,13 @@ def test_g22_the_kit_calls_the_fused_insert_as_the_contract_has_it() -> None:
     none_fail(with_op(INSERT, after=mutants.types_asserted), "I,dtype-*,layout-*,layers-*,dims-swa-*")
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mutant", UNSEEN)
 def test_g22_what_is_served_in_part_or_misread_fails_the_cases_that_are_about_it(mutant: str) -> None:
     all_fail(*UNSEEN[mutant])
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mutant", mutants_weights.SLIPS)
 def test_a_wrong_conversion_of_weights_in_core_fails_the_cases_that_are_about_it(
     mutant: str, monkeypatch: pytest.MonkeyPatch
@@ -257,11 +259,13 @@ def test_a_wrong_conversion_of_weights_in_core_fails_the_cases_that_are_about_it
     all_fail(ReferenceBackend, names)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_fails_the_kit_where_its_clause_is(mutant: str) -> None:
     breaks(*MUTANTS[mutant])
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("made", [Scratch, paged, with_op(GATHER, of=with_op(INSERT)), with_attention(mutants.attend)])
 def test_what_mutants_are_made_of_passes(made: Callable[[], Any]) -> None:
     none_fail(made, "I,W3,A3,A7,L1,L5,R3,P1")

@@ -231,6 +231,7 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_g23_a_wrong_layer_step_fails_the_cases_that_are_about_it(mutant: str) -> None:
     certificate = all_fail(*MUTANTS[mutant])

@@ -166,6 +166,7 @@ def with_groups_swapped(call: Call) -> None:
     call.wo_a = call.wo_a.roll(call.rank, 0)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("change", [with_rotation, with_other_positions, with_groups_swapped])
 def test_a_mutant_is_found(change: Change) -> None:
     call = Call((24, 8), torch.bfloat16, 6)

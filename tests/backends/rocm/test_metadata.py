@@ -281,6 +281,7 @@ def test_what_stands_behind_the_last_row_changes_no_bit(kind: LayerKind) -> None
     assert all(poisoned(kind))
 
 
+@pytest.mark.mutation
 @all_kinds
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
 def test_a_reader_behind_the_last_row_is_found(

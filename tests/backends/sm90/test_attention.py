@@ -277,6 +277,7 @@ HARD = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.skipif(not INTERPRETED, reason="the planted text is of the interpreted kernels")
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +328,7 @@ def test_columns_of_a_split_row_may_be_far_apart_in_size() -> None:
     assert far_apart() <= 2.0**-9
 
 
+@pytest.mark.mutation
 @pytest.mark.skipif(not INTERPRETED, reason="the planted text is of the interpreted kernels")
 @pytest.mark.parametrize(
     "wrong",
@@ -361,6 +363,7 @@ OF_ROWS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.skipif(not INTERPRETED, reason="the planted text is of the interpreted kernels")
 @pytest.mark.parametrize("bug", OF_ROWS)
 def test_a_bug_planted_in_how_gathered_rows_are_attended_is_found(

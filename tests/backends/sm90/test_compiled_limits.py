@@ -34,7 +34,12 @@ def test_every_kernel_keeps_every_limit(model: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["fullest 64", "barest 64", *(pytest.param(n, marks=pytest.mark.slow) for n in ("64", "128", "100"))]
+    "words",
+    [
+        "fullest 64",
+        pytest.param("barest 64", marks=pytest.mark.matrix),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("64", "128", "100")),
+    ],
 )
 def test_every_form_keeps_every_limit(words: str) -> None:
     """Slow but for eight forms of one block of heads that tell every result, and four that tell none, without sinks."""
@@ -98,6 +103,7 @@ def is_coded(name: str) -> bool:
     return "KIND=2" in name or "KIND=3" in name
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("keys", ["*bf16", pytest.param("*u8", marks=pytest.mark.slow)])
 def test_fewer_registers_for_a_role_are_found(keys: str) -> None:
     """Slow for keys on pages, as the same check finds it."""

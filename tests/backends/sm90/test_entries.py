@@ -161,6 +161,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.skipif(not INTERPRETED, reason="the planted text is of the interpreted kernels")
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.skipif(not INTERPRETED, reason="the mutants are in the interpreted kernels")
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

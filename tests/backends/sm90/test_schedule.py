@@ -270,6 +270,7 @@ HARD = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text")
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Any) -> None:

@@ -115,6 +115,7 @@ def test_the_order_of_pages_changes_no_bit(form: str) -> None:
 SMALL = [Trial(layouts=(TINY, TINY), pages=(5, 2), widths=(9, 11), tokens=7, heads=1, seed=seed) for seed in range(4)]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", [("", ""), *GATHERING.values()], ids=["none", *GATHERING])
 def test_a_planted_bug_of_gathering_is_found(
     bug: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

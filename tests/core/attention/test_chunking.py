@@ -63,6 +63,7 @@ def test_g16_any_cut_of_prompts_gives_the_same_bytes_and_the_right_rows(
     check_in_steps(whole, cuts, form)
 
 
+@pytest.mark.pairwise
 @all_forms
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("rows", ["clean", "holes", "garbage", "none"])

@@ -31,6 +31,7 @@ POSITIONS = [0, 1, 2, 3, 4, 5, 63, 64, 65, 79, 80, 81, 126, 127, 128, 129, 255, 
 """Around the edges of a page, of the window, of both ratios, of the 20 entries of the top-k, and of blocks of 128."""
 
 
+@pytest.mark.pairwise
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32], ids=["q_bf16", "q_fp32"])
@@ -70,6 +71,7 @@ def test_each_position_is_the_same_row_as_decode_and_as_prefill(kind: LayerKind,
     torch.testing.assert_close(decoded_lse[1:], prefilled_lse[2:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.pairwise
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("prefix", [0, 1, 126, 127, 128, 1000])

@@ -54,6 +54,7 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_batch(scenario: StepFixtur
         torch.testing.assert_close(part[0][: len(rows)], whole[0][rows], rtol=rtol, atol=atol)
 
 
+@pytest.mark.pairwise
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("prefix", [0, 1, 126, 127, 128, 1000])

@@ -24,6 +24,7 @@ HUGE = [2**31 - 1, 0x7FC00000, 10**6, -2, -(2**31)]
 REFERENCE = REFERENCE_FORMS["gathered-dense"]
 
 
+@pytest.mark.pairwise
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,6 +105,7 @@ def test_g4_lanes_past_the_length_are_never_looked_at(kind: LayerKind, form: str
         )
 
 
+@pytest.mark.pairwise
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF])
@@ -163,6 +165,7 @@ def test_g4_a_row_without_keys_is_zero_with_an_lse_of_minus_infinity(sink: str, 
             assert (lse == -math.inf).all()
 
 
+@pytest.mark.pairwise
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("sink", EMPTY_SINKS)

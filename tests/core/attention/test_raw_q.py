@@ -307,6 +307,7 @@ MUTANTS: dict[str, Callable[[AttentionCall, RawQuery], AttentionCall]] = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_found_by_the_kit(mutant: str) -> None:
     for kind in KINDS:

@@ -23,6 +23,7 @@ def scenario_of(kind: LayerKind, sinks: list[float] | None, dtype: torch.dtype =
     return StepFixture(kind=kind, requests=MIXED, geometry=GEOMETRY, layout=layout, sinks=sinks, q_dtype=dtype, seed=4)
 
 
+@pytest.mark.pairwise
 @all_forms
 @all_kinds
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ def test_g12_any_sink_equals_the_oracle(sinks: list[float], kind: LayerKind, for
         scenario_of(kind, sinks, dtype).check(REFERENCE_FORMS[form])
 
 
+@pytest.mark.pairwise
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -135,6 +135,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("steps", "expected"), BUGS, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_bug_around_attention_is_found_where_it_arises(
     steps: type[full_layer_bugs.Steps], expected: dict[str, set[str]]

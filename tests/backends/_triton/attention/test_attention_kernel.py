@@ -266,6 +266,7 @@ def test_without_a_bug_the_witnesses_are_right(witnesses: list[Trial]) -> None:
             assert sum(len(segment.named(row)) > 1 for row in range(trial.tokens)) > 1
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, witnesses: list[Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mutate(monkeypatch, tmp_path, *MUTANTS[name])
@@ -282,6 +283,7 @@ FAR_MUTANTS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.skipif(not INTERPRETED, reason="a wrong address ends a device's context")
 @pytest.mark.parametrize("name", FAR_MUTANTS)
 def test_an_address_of_32_bits_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

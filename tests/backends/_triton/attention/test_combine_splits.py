@@ -196,6 +196,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mutate(monkeypatch, tmp_path, "reduce", *MUTANTS[name])

@@ -121,6 +121,7 @@ def test_a_nan_of_a_part_with_keys_stays_in_its_row() -> None:
     assert int(lse.isnan().sum()) == 1
 
 
+@pytest.mark.mutation
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
 @pytest.mark.parametrize("bug", BUGS)
 def test_mutant_bugs_are_found(bug: str, tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trial = Trial(layouts=(FP8_SPLIT, FP4_SPLIT), widths=(20, 33), pages=(5, 53), tokens=2, tuning=SMALL, seed=8)

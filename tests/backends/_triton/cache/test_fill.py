@@ -207,6 +207,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("kernels", "right", "wrong"), MUTANTS, ids=[str(i) for i in range(len(MUTANTS))])
 def test_a_mutant_is_found(kernels: Any, right: str, wrong: str, tmp_path: Path) -> None:
     assert not trials(range(8), planted(fill, kernels, tmp_path, right, wrong).prepare_rows, PAIRS[:4])

@@ -184,6 +184,7 @@ MUTANTS: dict[str, Callable[[PagedKVCache], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "record_strides", MUTANTS[mutant])

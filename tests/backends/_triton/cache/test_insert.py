@@ -289,6 +289,7 @@ MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(LAYOUTS[3], torch.float32, 2)

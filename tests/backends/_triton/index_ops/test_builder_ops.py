@@ -357,6 +357,7 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Callable[..., tuple[Any, ...
 ]
 
 
+@pytest.mark.mutation
 @interpreted
 @pytest.mark.parametrize(("make", "name", "bug"), PLANTED, ids=[f"{i}-{p[0].__name__}" for i, p in enumerate(PLANTED)])
 def test_a_planted_bug_is_found(make: Any, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:

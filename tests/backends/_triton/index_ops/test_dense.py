@@ -256,6 +256,7 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Any]] = [
 ]
 
 
+@pytest.mark.mutation
 @interpreted
 @pytest.mark.parametrize(("make", "name", "bug"), PLANTED, ids=[f"{make.__name__}-{n}" for make, n, _ in PLANTED])
 def test_a_planted_bug_is_found(make: Any, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:

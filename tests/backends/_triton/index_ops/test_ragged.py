@@ -115,6 +115,7 @@ IN_RAGGED: dict[str, tuple[Callable[[Random], Trial], str, str]] = {
 }
 
 
+@pytest.mark.mutation
 @interpreted
 @pytest.mark.parametrize("name", IN_RAGGED)
 def test_a_bug_in_the_text_of_the_ragged_ops_is_found(name: str, tmp_path: Path) -> None:

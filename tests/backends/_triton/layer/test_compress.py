@@ -381,6 +381,7 @@ BUGS: dict[str, tuple[tuple[int, str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (ratio, function), changes = BUGS[bug]

@@ -377,6 +377,7 @@ def another_previous_pre(call: StreamsCall) -> None:
     call.previous_pre = call.previous_pre.roll(1, 1)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     "change", [another_previous_pre, transposed_comb, one_stream_off, a_column_of_the_mixes, another_eps]
 )

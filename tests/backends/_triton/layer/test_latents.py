@@ -253,6 +253,7 @@ def halves_changed(step: Step) -> None:
     step.kv, step.score = step.score, step.kv
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("plant", [one_place_off, another_request, halves_changed])
 def test_a_planted_bug_is_found(plant: Callable[[Step], None]) -> None:
     step, wrong = Step(2, 24, 4), Step(2, 24, 4)

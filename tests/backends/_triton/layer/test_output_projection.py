@@ -286,6 +286,7 @@ def with_other_positions(call: Call) -> None:
     call.positions = (call.positions + 1) % 11
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("change", [with_rotation, without_rotation, with_other_positions])
 def test_a_wrong_rotation_is_found(change: Callable[[Call], None]) -> None:
     call, wrong = Call(0), Call(0)
@@ -319,6 +320,7 @@ def with_groups_swapped(wrong: Call) -> None:
     wrong.wo_a = BlockScaledWeight(weight, wrong.wo_a.scale)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("seed", "change"), [(3, with_scales_of_other_rows), (0, with_scales_of_other_columns), (3, with_groups_swapped)]
 )

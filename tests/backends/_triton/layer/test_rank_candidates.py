@@ -124,6 +124,7 @@ def test_all_that_are_chosen_have_the_numbers_of_whole_sequences() -> None:
     assert len(seen) == 3
 
 
+@pytest.mark.mutation
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
 @pytest.mark.parametrize(("bug", "alone"), [*((bug, False) for bug in BUGS), *((bug, True) for bug in TOGETHER_BUGS)])
 def test_planted_bugs_are_found(bug: str, tmp_path: Path, *, alone: bool) -> None:

@@ -340,6 +340,7 @@ BUGS: dict[str, tuple[str, str]] = {
 """None of them reads or writes outside of the memory that a right kernel may use."""
 
 
+@pytest.mark.mutation
 @interpreted
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
