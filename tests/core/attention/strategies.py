@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import attrs
+import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4attn.testing.factories import layouts, tiny_geometry
@@ -17,6 +19,21 @@ from dsv4attn.testing.random_step import StepFixture
 def examples(n: int) -> settings:
     """`n` examples, the same in every run, on a machine of any speed."""
     return settings(max_examples=n, deadline=None, derandomize=True, database=None)
+
+
+def searched(n: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[int], None]]:
+    """A test of `n` examples, the same in every run: the default run takes a quarter, and a `matrix` test takes all."""
+
+    def decorate(test: Callable[..., None]) -> Callable[[int], None]:
+        @pytest.mark.parametrize("count", [n // 4, pytest.param(n, marks=pytest.mark.matrix)])
+        def run(count: int) -> None:
+            examples(count)(given(**strategies)(test))()
+
+        run.__name__, run.__qualname__, run.__module__ = test.__name__, test.__qualname__, test.__module__
+        run.__doc__ = test.__doc__
+        return run
+
+    return decorate
 
 
 def search(n: int) -> settings:

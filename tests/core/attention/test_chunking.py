@@ -9,7 +9,6 @@ from typing import Literal
 import attrs
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4attn.core.cache.layer_caches import LayerCaches
@@ -18,7 +17,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.factories import layouts, tiny_geometry
 from dsv4attn.testing.oracle_cache import body
 from dsv4attn.testing.random_step import StepFixture
-from tests.core.attention.strategies import examples, scenarios
+from tests.core.attention.strategies import scenarios, searched
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds
 
 TINY = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4)
@@ -43,14 +42,14 @@ def check_in_steps(whole: StepFixture, cuts: Sequence[Sequence[int]], *forms: st
         assert_same_caches(caches[form], whole.problem(REFERENCE_FORMS[form]).caches, whole)
 
 
-@given(
+@searched(
+    60,
     kind=st.sampled_from(list(LayerKind)),
     layout=st.sampled_from(sorted(layouts(TINY))),
     prompts=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     form=st.sampled_from(FORM_NAMES),
     data=st.data(),
 )
-@examples(60)
 def test_g16_any_cut_of_prompts_gives_the_same_bytes_and_the_right_rows(
     kind: LayerKind, layout: str, prompts: list[int], form: str, data: st.DataObject
 ) -> None:
@@ -135,8 +134,7 @@ def prefills(draw: st.DrawFn) -> tuple[list[int], list[int], StepFixture, ChunkB
     return [context + n for context, n in pairs], [n for _, n in pairs], scenario, bounds
 
 
-@given(problem=prefills())
-@examples(400)
+@searched(400, problem=prefills())
 def test_chunks_cover_every_token_once_and_keep_their_bounds(
     problem: tuple[list[int], list[int], StepFixture, ChunkBounds],
 ) -> None:
@@ -166,8 +164,7 @@ def test_chunks_cover_every_token_once_and_keep_their_bounds(
                 assert chunk.topk >= min(end // layer.compress_ratio, layer.topk or end)
 
 
-@given(problem=prefills())
-@examples(100)
+@searched(100, problem=prefills())
 def test_chunks_are_as_large_as_they_may_be(problem: tuple[list[int], list[int], StepFixture, ChunkBounds]) -> None:
     """Two neighbours that hold whole requests would not have fitted into one."""
     seq_lens, query_lens, scenario, bounds = problem
@@ -200,8 +197,7 @@ def test_short_prompts_share_a_chunk_and_a_long_one_does_not_claim_memory_for_fo
     assert max(c.num_requests * (c.entries + c.gather) for c in long) <= 200
 
 
-@given(scenario=scenarios(num_speculative_tokens=0), elements=st.sampled_from([1, 60, 300, 2000]))
-@examples(60)
+@searched(60, scenario=scenarios(num_speculative_tokens=0), elements=st.sampled_from([1, 60, 300, 2000]))
 def test_small_chunks_give_the_rows_of_large_ones(scenario: StepFixture, elements: int) -> None:
     limits = attrs.evolve(scenario.limits, max_index_elements=elements)
 

@@ -12,15 +12,14 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.factories import layouts, tiny_geometry
 from dsv4attn.testing.oracle_cache import body
 from dsv4attn.testing.random_step import StepFixture
-from tests.core.attention.strategies import examples, scenarios
+from tests.core.attention.strategies import examples, scenarios, searched
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 DENSE = REFERENCE_FORMS["gathered-dense"]
 REAL_WINDOW = tiny_geometry(num_heads=2, head_dim=16, rope_dim=4, window=128, topk=20, ratios=(4, 128))
 
 
-@given(scenario=scenarios())
-@examples(150)
+@searched(150, scenario=scenarios())
 def test_every_form_equals_the_oracle(scenario: StepFixture) -> None:
     results = {name: scenario.check(REFERENCE_FORMS[name]) for name in FORM_NAMES}
 
@@ -30,8 +29,7 @@ def test_every_form_equals_the_oracle(scenario: StepFixture) -> None:
             assert_same_bits(results[f"{keys}-ragged"], results[f"{keys}-dense"])
 
 
-@given(scenario=scenarios(poison=None), seed=st.integers(1, 99), padding=st.sampled_from([0, 32, 256]))
-@examples(60)
+@searched(60, scenario=scenarios(poison=None), seed=st.integers(1, 99), padding=st.sampled_from([0, 32, 256]))
 def test_pages_may_stand_anywhere(scenario: StepFixture, seed: int, padding: int) -> None:
     """Shuffled differently, more of them, further apart, in blocks of another size: the same bits."""
     other = attrs.evolve(scenario, pages_seed=seed, page_padding=padding, spare_pages=9, swa_block_size=8)
@@ -40,8 +38,7 @@ def test_pages_may_stand_anywhere(scenario: StepFixture, seed: int, padding: int
         assert_same_bits(other.run(REFERENCE_FORMS[name]), scenario.run(REFERENCE_FORMS[name]))
 
 
-@given(scenario=scenarios(num_speculative_tokens=0, poison=None), data=st.data())
-@examples(60)
+@searched(60, scenario=scenarios(num_speculative_tokens=0, poison=None), data=st.data())
 def test_a_row_does_not_depend_on_what_else_is_in_the_batch(scenario: StepFixture, data: st.DataObject) -> None:
     alone = data.draw(st.sampled_from(range(len(scenario.requests))))
     solo = scenario.at(*((b, n if i == alone else 0, *p) for i, (b, n, *p) in enumerate(scenario.requests)))

@@ -253,6 +253,7 @@ def test_the_measure_of_temporaries_sees_what_operators_hide() -> None:
     assert 8000 <= peak_temporaries(one_after_another) <= 8064
 
 
+@pytest.mark.pairwise
 @all_forms
 @all_kinds
 @pytest.mark.parametrize("tile", [1, 20_000])

@@ -31,6 +31,7 @@ def outputs(whole: LayerStack) -> list[torch.Tensor]:
     return outputs_of_steps
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("model", STACKS)

@@ -17,7 +17,7 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, FlashMLASp
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.random_step import StepFixture
-from tests.core.attention.strategies import examples, scenarios
+from tests.core.attention.strategies import examples, scenarios, searched
 from tests.harness import BUILDER_OPS, all_builder_ops
 
 INT = torch.int32
@@ -237,8 +237,7 @@ def random_topk(draw: st.DrawFn, rows: int, width: int, visible: Sequence[int]) 
     return rows_of_topk
 
 
-@given(data=st.data())
-@examples(150)
+@searched(150, data=st.data())
 def test_translation_equals_the_formula(data: st.DataObject) -> None:
     draw = data.draw
     rows, width, size = draw(st.integers(0, 5)), draw(st.integers(0, 6)), draw(st.sampled_from([1, 2, 8]))
@@ -260,8 +259,7 @@ def test_translation_equals_the_formula(data: st.DataObject) -> None:
         assert n == max((c + 1 for c, s in enumerate(row) if s >= 0), default=0), "no entry past the length"
 
 
-@given(data=st.data(), ratio=st.sampled_from([1, 2, 4, 16]), window=st.sampled_from([1, 3, 8]))
-@examples(150)
+@searched(150, data=st.data(), ratio=st.sampled_from([1, 2, 4, 16]), window=st.sampled_from([1, 3, 8]))
 def test_combination_equals_the_formula(data: st.DataObject, ratio: int, window: int) -> None:
     """Rows M*b + entry, then M*b + N + (position - gather start); what names no visible entry is left out."""
     draw = data.draw

@@ -5,12 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn.core.torch_ops import index_ops as indices
-from tests.core.attention.strategies import examples
+from tests.core.attention.strategies import searched
 
 INT = torch.int32
 LENGTHS = st.one_of(st.integers(-2, 8), st.sampled_from([2**31 - 1, -(2**31)]))
@@ -27,8 +26,7 @@ def int32(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=INT)
 
 
-@given(data=st.data())
-@examples(150)
+@searched(150, data=st.data())
 def test_packing_keeps_the_leading_columns_in_their_places(data: st.DataObject) -> None:
     draw = data.draw
     rows, width, slots = draw(st.integers(0, 5)), draw(st.integers(0, 6)), draw(st.sampled_from([0, 1, 5, 9, 2**31]))
@@ -45,8 +43,7 @@ def test_packing_keeps_the_leading_columns_in_their_places(data: st.DataObject) 
     assert flat[rows * width :].tolist() == [99, 99], "nothing is written past the last place there is"
 
 
-@given(data=st.data())
-@examples(150)
+@searched(150, data=st.data())
 def test_ragged_translation_equals_the_formula(data: st.DataObject) -> None:
     """As many places as entries are visible, or as are given, at most K: visible ones that exist, then -1."""
     draw = data.draw

@@ -44,6 +44,7 @@ def step(pair: tuple[str, str], geometry: ModelGeometry, **changes: Any) -> Step
     return StepFixture(**{**fields, **changes})
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: str(geometry.head_dim))
 @pytest.mark.parametrize(

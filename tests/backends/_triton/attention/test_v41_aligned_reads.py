@@ -40,6 +40,7 @@ pairs = pytest.mark.parametrize("layouts", PAIRS, ids=lambda p: "-".join(f"{x.na
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="addresses are known in the interpreter only")
 
 
+@pytest.mark.pairwise
 @pairs
 @pytest.mark.parametrize("form", ["dense", "ragged"])
 @pytest.mark.parametrize("aligned", [True, False], ids=["words", "bytes"])

@@ -217,6 +217,7 @@ def test_a_copy_of_the_launcher_without_a_bug_passes(tmp_path: Path) -> None:
     assert trials(range(2), planted(fill, kernels_gather, tmp_path, "", "").prepare_rows)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("wrong", [{"tail": 0}, {"window": 1}, {"offset": 0}, {"topk": 9}, {"compressed": None}])
 def test_each_number_of_a_chunk_matters(wrong: dict[str, Any]) -> None:
     def prepare(chunk: ChunkRows, topk: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> Any:

@@ -41,7 +41,7 @@ from tests.backends._triton.index_ops.index_trials import (
     table_of,
     to_device,
 )
-from tests.core.attention.strategies import examples, other_windows, scenarios
+from tests.core.attention.strategies import examples, other_windows, scenarios, searched
 
 RANDOMS = st.randoms(use_true_random=False)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
@@ -180,8 +180,7 @@ def tensors(metadata: AttentionMetadata) -> Iterator[tuple[str, Tensor]]:
                     yield f"{type(part).__name__}.{f.name}", value
 
 
-@given(scenario=st.one_of(scenarios(), other_windows()), validate=st.booleans())
-@examples(80)
+@searched(80, scenario=st.one_of(scenarios(), other_windows()), validate=st.booleans())
 def test_a_build_with_kernels_equals_one_with_torch(scenario: StepFixture, validate: bool) -> None:
     expected = dict(tensors(built(scenario, BuilderOps(), validate=False)))
     for name, got in tensors(built(scenario, kernels.BUILDER_OPS, validate=validate)):
