@@ -15,10 +15,6 @@ from tests.marks import COLLECTED, pairwise
 ROOT = Path(__file__).parents[1]
 KINDS = "mutation", "matrix", "slow"
 MARKS = [marks for count in range(4) for marks in combinations(KINDS, count)]
-OWN_SUBJECT_ELSEWHERE = re.compile(
-    r"tests/testing/test_kit_finds_\w+\.py|tests/core/attention/test_oracle_finds_mutants\.py"
-)
-"""Files that hold planted bugs only: other files of the same folder test what must find the bugs."""
 
 
 def expressions() -> dict[str, str]:
@@ -60,7 +56,7 @@ def test_every_file_keeps_tests_in_the_default_run(request: pytest.FixtureReques
     files = {name.partition("::")[0] for name in collected}
     kept = {name.partition("::")[0] for name, marks in collected.items() if not marks & {"mutation", "matrix"}}
 
-    assert [name for name in sorted(files - kept) if not OWN_SUBJECT_ELSEWHERE.fullmatch(name)] == []
+    assert sorted(files - kept) == []
 
 
 SAMPLE = """

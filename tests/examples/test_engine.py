@@ -38,6 +38,7 @@ def test_it_serves_mixed_batches_and_a_prefix_hit_and_generates_the_same_without
     assert done.output.splitlines()[-1].startswith("ok: ")
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("cache", [0, 1], ids=["window", "compressed"])
 def test_its_check_fails_if_a_prefix_hit_takes_over_pages_in_the_wrong_order(
     engine: ModuleType, cache: int, monkeypatch: pytest.MonkeyPatch

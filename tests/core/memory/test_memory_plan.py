@@ -164,7 +164,14 @@ def plan_of(problem: ForwardArgs, backend: ReferenceBackend) -> WorkspacePlan:
     return plan_workspace(problem.layer, problem.limits, backend, problem.caches.swa.layout)
 
 
-@pytest.mark.parametrize("problems", [PROBLEMS // 5, pytest.param(PROBLEMS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "problems",
+    [
+        PROBLEMS // 20,
+        pytest.param(PROBLEMS // 5, marks=pytest.mark.matrix),
+        pytest.param(PROBLEMS, marks=pytest.mark.slow),
+    ],
+)
 @all_forms
 @all_kinds
 def test_g11_the_plan_is_never_exceeded_by_10000_random_problems(kind: LayerKind, form: str, problems: int) -> None:

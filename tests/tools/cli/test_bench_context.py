@@ -144,6 +144,7 @@ def test_two_ranks_print_and_save_once_and_agree_with_one(tmp_path: Path) -> Non
     assert (c4a["share"], c4a["one_bytes"]["entries"], c4a["selected"]) == (5 / 9, 2 * 9 * 37440, 1024)
 
 
+@pytest.mark.mutation
 def test_a_disagreement_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     (tmp_path / "wrong_rank.py").write_text(WRONG_RANK, encoding="utf-8")
     done = torchrun(tmp_path, ["wrong_rank.py"])

@@ -81,6 +81,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("bug", "options", "found_in"), BUGS, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_bug_fails_the_checks(bug: type[ReferenceBackend], options: dict[str, Any], found_in: set[LayerKind]) -> None:
     report = run(bug(**options))

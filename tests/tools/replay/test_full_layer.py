@@ -164,6 +164,7 @@ ATTENTION_BUGS = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("bug", "options", "expected"), ATTENTION_BUGS, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_bug_of_attention_is_found_where_it_arises(
     bug: type[ReferenceBackend], options: dict[str, Any], expected: set[str]

@@ -78,6 +78,7 @@ _OPS = default_layer_ops()
 _LATENTS, _STORE = _OPS.compress_latents, _OPS.norm_rope_store
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("step", "bug", "stage"),
     [("compress_latents", own_first_token, "entry"), ("norm_rope_store", without_norm, "index_key")],
