@@ -47,7 +47,7 @@ def printed(examples: list[str]) -> list[str]:
 
 
 def promised(examples: list[str]) -> list[str]:
-    """What comments say after `->` is printed."""
+    """What comments after `->` say is printed."""
     return re.findall(r"# -> (.+)$", "\n".join(examples), re.MULTILINE)
 
 
@@ -58,6 +58,13 @@ def test_the_python_examples_run_in_order_and_print_what_they_say(page: str) -> 
     torch.manual_seed(0)
 
     assert promised(python(page)) == printed(python(page))
+
+
+@pytest.mark.parametrize("page", [GUIDE, LAYER], ids=["engine-guide.md", "layer.md"])
+def test_an_engine_built_from_the_page_obeys_the_variable(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "no-such-backend")
+    with pytest.raises(errors.NoBackendError, match="no-such-backend"):
+        printed(python(page)[:1])
 
 
 def test_the_readme_runs_a_prefill_and_a_decode_in_fifteen_lines() -> None:
@@ -81,7 +88,15 @@ def test_the_guide_shows_each_thing_an_engine_does() -> None:
     assert len(promised(python(GUIDE))) >= 9
     for name in (
         *('"swa", "c4a", "c128a"', "plan_workspace(", ".lock()", "Batch(", "pad_to=4", "num_speculative_tokens=2"),
-        *("set_forward_context(None)", "backend.warmup(bounds", "CUDAGraph()", "full_width=True", "PhasedBackend("),
+        *(
+            "select_backend(",
+            "device=device",
+            "set_forward_context(None)",
+            "backend.warmup(bounds",
+            "CUDAGraph()",
+            "full_width=True",
+            "PhasedBackend(",
+        ),
     ):
         assert name in text
 
