@@ -5,7 +5,7 @@ The selection of a product keeps every pair of values that the product has.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 
 import pytest
@@ -30,6 +30,14 @@ def pairwise(rows: Sequence[Sequence[Hashable]]) -> list[int]:
     return sorted(selected)
 
 
+def _values(params: Mapping[str, object]) -> list[int]:
+    """A number for each value of the parameters; each value of a dict, as of options of a backend, is a value."""
+    values = list[object]()
+    for value in params.values():
+        values += value.values() if isinstance(value, dict) else [value]
+    return [*map(id, values)]
+
+
 def _mark_matrix(items: Sequence[pytest.Item]) -> None:
     """Mark as `matrix` what the selection of a test marked `pairwise` leaves out; tests marked `slow` are no part."""
     tests: dict[str, list[pytest.Function]] = {}
@@ -38,7 +46,7 @@ def _mark_matrix(items: Sequence[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and "pairwise" in marks and not marks & {"slow", "matrix"}:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for functions in tests.values():
-        selected = {*pairwise([[*map(id, function.callspec.params.values())] for function in functions])}
+        selected = {*pairwise([_values(function.callspec.params) for function in functions])}
         for number, function in enumerate(functions):
             if number not in selected:
                 function.add_marker("matrix")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from attrs import asdict, frozen
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend, registry_for
 from dsv4attn.testing import oracle
 from tests.backends.built_in import known_devices
-from tests.core.attention.strategies import examples
+from tests.core.attention.strategies import searched
 
 FLASH = ModelGeometry.preset("flash")
 LAYOUT = KVCacheLayout.fp8_ds_mla()
@@ -170,16 +169,14 @@ SIZES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", [config for config in CONFIGS if config not in KERNELS], ids=str)
-@examples(24)
-@given(**SIZES)
+@searched(24, **SIZES)
 def test_g3_a_yes_never_fails_at_launch(config: BackendConfig, kind: LayerKind, **sizes: Any) -> None:
     launches(config, kind, **sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", KERNELS, ids=str)
-@examples(5)
-@given(**SIZES)
+@searched(5, **SIZES)
 def test_g3_a_yes_of_a_backend_with_kernels_never_fails_at_launch(
     config: BackendConfig, kind: LayerKind, **sizes: Any
 ) -> None:

@@ -48,6 +48,7 @@ def attention(backend: str | None) -> Any:
     return AttentionInterface()["dsv4attn"]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("queries", [1, 17])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", [None, *HERE])

@@ -134,6 +134,7 @@ def test_the_geometry_of_a_released_model_is_read_from_its_config(preset: str) -
 # fp32 rows: nothing is lost
 
 
+@pytest.mark.pairwise
 @every_seed
 @modes(*MODE)
 @every_kind
@@ -144,6 +145,7 @@ def test_fp32_rows_agree(kind: LayerKind, mode: Mode, seed: int) -> None:
     assert measured <= TOLERANCE
 
 
+@pytest.mark.pairwise
 @hf.each_form
 @modes("single", "sliced", "mixed", "verify")
 @every_kind
@@ -161,6 +163,7 @@ def judged(seen: hf.Trace, layout: KVCacheLayout) -> tuple[Tensor, Tensor, Tenso
     return hf.with_keys(seen, seen.keys), bound, hf.with_keys(seen, bounds.stored(seen.keys, layout))
 
 
+@pytest.mark.pairwise
 @every_seed
 @modes("single", "mixed", "verify")
 @every_kind

@@ -49,6 +49,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 # "single" is one sequence of "mixed"
+@pytest.mark.pairwise
 @modes("mixed", "verify")
 @every_kind
 def test_fp32_rows_agree_through_kernels(kind: LayerKind, mode: Mode, backend: Backend) -> None:
@@ -58,6 +59,7 @@ def test_fp32_rows_agree_through_kernels(kind: LayerKind, mode: Mode, backend: B
     assert measured <= TOLERANCE
 
 
+@pytest.mark.pairwise
 @every_kind
 @pytest.mark.parametrize("layout", ROUNDED.values(), ids=ROUNDED)
 def test_rounded_rows_agree_through_kernels(layout: KVCacheLayout, kind: LayerKind, backend: Backend) -> None:

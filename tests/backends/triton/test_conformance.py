@@ -10,7 +10,9 @@ more with every key written by the backend itself.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from fnmatch import fnmatch
+from typing import Any
 
 import pytest
 
@@ -87,6 +89,13 @@ def waits(case: Case) -> bool:
     return INTERPRETED and any(fnmatch(case.name, pattern) for pattern in PATIENT)
 
 
+def mark_of(case: Case, default: Collection[Case]) -> Any:
+    """Of the cases that do not wait, the default run takes the first of each area and set of clauses: `default`."""
+    if waits(case):
+        return pytest.mark.slow
+    return () if case in default or not INTERPRETED else pytest.mark.matrix
+
+
 class TritonFixtures(suite.Fixtures):
     @pytest.fixture
     def backend(self) -> Backend | str:
@@ -95,7 +104,8 @@ class TritonFixtures(suite.Fixtures):
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:
             cases = metafunc.cls.cases()
-            params = [pytest.param(c, id=c.id, marks=pytest.mark.slow if waits(c) else ()) for c in cases]
+            default = {(c.area, c.clauses): c for c in reversed(cases) if not waits(c)}.values()
+            params = [pytest.param(c, id=c.id, marks=mark_of(c, default)) for c in cases]
             metafunc.parametrize("case", params)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +22,29 @@ def examples(n: int) -> settings:
     return settings(max_examples=n, deadline=None, derandomize=True, database=None)
 
 
-def searched(n: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[int], None]]:
-    """A test of `n` examples, the same in every run: the default run takes a quarter, and a `matrix` test takes all."""
+def searched(n: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test of `n` examples, the same in every run: the default run takes a quarter, and a `matrix` test takes all.
 
-    def decorate(test: Callable[..., None]) -> Callable[[int], None]:
-        @pytest.mark.parametrize("count", [n // 4, pytest.param(n, marks=pytest.mark.matrix)])
-        def run(count: int) -> None:
-            examples(count)(given(**strategies)(test))()
+    Parameters of the test without a strategy are those of pytest.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(test).parameters
+        fixed = [one for name, one in parameters.items() if name not in strategies and one.kind is not one.VAR_KEYWORD]
+
+        @pytest.mark.parametrize("examples_count", [-(-n // 4), pytest.param(n, marks=pytest.mark.matrix)])
+        def run(examples_count: int, **params: Any) -> None:
+            def drawn(**values: Any) -> None:
+                test(**params, **values)
+
+            drawn.__name__, drawn.__qualname__ = test.__name__, test.__qualname__
+            examples(examples_count)(given(**strategies)(drawn))()
 
         run.__name__, run.__qualname__, run.__module__ = test.__name__, test.__qualname__, test.__module__
         run.__doc__ = test.__doc__
+        count = inspect.Parameter("examples_count", inspect.Parameter.KEYWORD_ONLY)
+        keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in fixed]
+        run.__signature__ = inspect.Signature([count, *keywords])  # type: ignore[attr-defined]
         return run
 
     return decorate

@@ -29,6 +29,7 @@ COMPRESSED = {LayerKind.CSA, LayerKind.HCA}
 # what passes
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("forms", FORMS, ids=lambda forms: "-".join(forms.values()))
 @pytest.mark.parametrize("cache", ["fp8_ds_mla", "bf16", "fp32"])
 def test_every_form_of_the_reference_passes_in_every_cache(cache: str, forms: dict[str, Any]) -> None:

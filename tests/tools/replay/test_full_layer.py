@@ -43,6 +43,7 @@ def stages_beyond(layer: LayerReport) -> set[str]:
 # what passes
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("forms", FORMS, ids=lambda forms: "-".join(forms.values()))
 def test_every_form_of_the_reference_passes(forms: dict[str, Any]) -> None:
     assert whole(ReferenceBackend(**forms)).ok
