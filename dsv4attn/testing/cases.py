@@ -27,7 +27,7 @@ from dsv4attn.testing.cases_layer import (
 from dsv4attn.testing.check_gather import fills, gathers, gathers_long, gathers_within
 from dsv4attn.testing.check_insert import FAR_POSITIONS, rows
 from dsv4attn.testing.check_projection import outputs, projects, projects_without_positions_of_padding
-from dsv4attn.testing.factories import KINDS, CaseInput, flash, layout, tiny_geometry
+from dsv4attn.testing.factories import GROUP_COUNTS, HEADS, KINDS, PAGE_SIZES, CaseInput, flash, layout, tiny_geometry
 from dsv4attn.testing.fp8_codes import (
     Fp8Codes,
     NanKeys,
@@ -74,7 +74,7 @@ GROUPS = {
 def cache_cases() -> Iterator[Case]:
     """Writing, reading and moving records, and the steps in front of attention."""
     for cache, page in (
-        ("ocp", 64),
+        *(("ocp", page) for page in PAGE_SIZES),
         ("fnuz", 64),
         ("interleaved", 64),
         ("bf16", 64),
@@ -118,7 +118,7 @@ def cache_cases() -> Iterator[Case]:
     says = "fp32 keys are rounded to bf16 before they are quantised"
     yield _cache("quantise-fp32-keys", "C1", says, rows("ocp", dtype=torch.float32), check_insert.quantises)
     for cache, page in (
-        ("ocp", 64),
+        *(("ocp", page) for page in PAGE_SIZES),
         ("fnuz", 64),
         ("interleaved", 16),
         ("bf16", 64),
@@ -128,12 +128,17 @@ def cache_cases() -> Iterator[Case]:
         ("v41-split", 16),
     ):
         says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
-        inputs = rows(cache, page=page, blocks=4, placement=PagePlacement(page, 4608))
+        inputs = rows(cache, page=page, blocks=4 if page <= 64 else 3, placement=PagePlacement(page, 4608))
         yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, inputs, gathers)
-    for cache, page in (("ocp", 16), ("fp32", 2), ("v41-fp4", 4)):
+    for cache, page in (("ocp", 16), ("fp32", 2), ("v41-fp4", 4), ("bf16", max(PAGE_SIZES))):
         says = f"rows and lists of a chunk are those of {cache} pages of {page}, of whole requests and of parts"
         inputs = rows(
-            cache, page=page, kind=LayerKind.CSA, geometry=flash("c4a"), placement=PagePlacement(page, 4608), blocks=5
+            cache,
+            page=page,
+            kind=LayerKind.CSA,
+            geometry=flash("c4a"),
+            placement=PagePlacement(page, 4608),
+            blocks=5 if page < 64 else 3,
         )
         yield _cache(f"fill-{cache}-{page}", "R5", says, inputs, fills)
     says = "records past the table, before the first position or past the output are absent, whatever lengths say"
@@ -225,10 +230,9 @@ def projection_cases() -> Iterator[Case]:
     """All cases of the output projection."""
     for name, dtype, cache in TYPES:
         says = f"{name} outputs are turned back at the query's position and projected group by group"
-        for groups in (1, 2, 8):
-            yield _projection(
-                f"project-{groups}-{name}", "P1 P2", says, rows(cache, dtype=dtype, groups=groups, count=9)
-            )
+        for groups in GROUP_COUNTS:
+            inputs = rows(cache, heads=max(HEADS, groups), dtype=dtype, groups=groups, count=9)
+            yield _projection(f"project-{groups}-{name}", "P1 P2", says, inputs)
     says = "1,031 outputs are turned back and projected in one step"
     yield _projection("project-1031", "P1 P2 F7", says, rows(count=1031, groups=8))
     says = "rows of o, of the table of angles, or of the weights lie apart, and the projection is the same"

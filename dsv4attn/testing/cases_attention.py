@@ -22,7 +22,16 @@ from dsv4attn.testing.check_attention import (
     sharded,
     step_by_step,
 )
-from dsv4attn.testing.factories import KINDS, CaseInput, flash, layout, tiny_geometry
+from dsv4attn.testing.factories import (
+    HEAD_COUNTS,
+    INDEX_TOPKS,
+    KINDS,
+    PAGE_SIZES,
+    CaseInput,
+    flash,
+    layout,
+    tiny_geometry,
+)
 from dsv4attn.testing.fp8_codes import Fp8Codes, reads_every_code
 from dsv4attn.testing.oracle_cache import PagePlacement
 from dsv4attn.testing.random_step import step
@@ -37,6 +46,8 @@ PREFILLS = ((0, 5), (60, 9), (122, 12), (252, 6), (1000, 2))
 MIXED = ((300, 1), (9, 1), (0, 7), (130, 6))
 BOTH = {Area.DECODE: ((300, 1), (70, 1), (9, 1)), Area.PREFILL: ((0, 7), (130, 6), (300, 3))}
 """A small batch of each phase."""
+ONE_CHUNK = ((0, 7), (20, 6), (30, 3))
+"""Prompts so short that one chunk of prefill has all of them."""
 SINKS = (-math.inf, math.inf, 20.0, -20.0, 1e4, -1e4, 0.0, 1.5)
 V41_PAIRS = {
     "v41-v41": ("v41", "v41"),
@@ -45,6 +56,8 @@ V41_PAIRS = {
     "ocp-fp4": ("ocp", "v41-fp4"),
 }
 """Records of window and compressed caches: pairs of V4.1, and V4's window with V4.1's smallest record."""
+OTHER_HEADS = (1, 3, 4, 80)
+"""Head counts that no preset gives: small ones, and one above 64 that is no multiple of 64."""
 PHASE = {Area.DECODE: Phase.DECODE, Area.PREFILL: Phase.PREFILL}
 
 
@@ -184,7 +197,7 @@ def _apart(area: Area) -> Iterator[Case]:
     check = each_strided("topk_indices block_table all", equals_oracle)
     # short prompts, so that all are in one chunk and a table of several rows is read
     decode = area is Area.DECODE
-    batch = BOTH[area] if decode else ((0, 7), (20, 6), (30, 3))
+    batch = BOTH[area] if decode else ONE_CHUNK
     inputs = step("c4a", *batch, select=65, topk="holes")
     yield _case(area, f"apart-step-{of}", "A7 A9" if decode else "A7", says, inputs, check)
     says = f"{of}, c128a: rows of block tables lie apart"
@@ -196,21 +209,29 @@ def _apart(area: Area) -> Iterator[Case]:
 def _shapes(area: Area) -> Iterator[Case]:
     """Numbers of heads and of selected entries, and sizes of pages: all are runtime values."""
     batch, of = BOTH[area], area.value
-    for heads in (1, 3, 4, 16, 64, 128):
+    for heads in sorted({*OTHER_HEADS, *HEAD_COUNTS}):
         says = f"{of} with {heads} heads equals the oracle"
         yield _case(area, f"heads-{heads}-{of}", "F5", says, step("c4a", *batch[:2], heads=heads))
     for select in (1, 3, 63, 64, 65):
         says = f"{of} with an indexer that keeps {select} of 75 entries equals the oracle"
         yield _case(area, f"topk-{select}-{of}", "F5", says, step("c4a", *batch, select=select))
-    says = f"{of} of Pro's 1024 selected entries equals the oracle"
-    yield _case(area, f"topk-1024-{of}", "F5", says, step("c4a", (4200, 1 if area is Area.DECODE else 2), select=1024))
+    tokens = 1 if area is Area.DECODE else 2
+    for select in INDEX_TOPKS:
+        says = f"{of} of a model's {select} selected entries, of {select + 26}, equals the oracle"
+        inputs = step("c4a", (4 * (select + 26), tokens), select=select)
+        yield _case(area, f"topk-{select}-{of}", "F5", says, inputs)
     says = f"{of} with an index matrix of no columns sees the window alone"
     none = step("c4a", *batch, topk="none")
     yield _case(area, f"topk-0-{of}", "B4 F5", says, none, check_attention.without_columns)
-    for swa, tokens in ((1, 256), (2, 4), (16, 8), (32, 64), (128, 128), (256, 1024)):
-        says = f"{of} on pages of {swa} and {tokens // 4} records equals the oracle"
-        inputs = step("c4a", *batch, pages=(swa, tokens))
-        yield _case(area, f"pages-{swa}-{tokens // 4}-{of}", "A4 F5", says, inputs)
+    for swa, page_tokens in ((1, 256), (2, 4), (16, 8), (32, 64), (128, 128)):
+        says = f"{of} on pages of {swa} and {page_tokens // 4} records equals the oracle"
+        inputs = step("c4a", *batch, pages=(swa, page_tokens))
+        yield _case(area, f"pages-{swa}-{page_tokens // 4}-{of}", "A4 F5", says, inputs)
+    for page in PAGE_SIZES:
+        # entries of the first request and the window of the second one are on two pages
+        says = f"{of} of keys of two pages of each cache, with {page} records a page, equals the oracle"
+        inputs = step("c4a", (4 * (page + 19), tokens), (page + 20, tokens), select=65, pages=(page, 4 * page))
+        yield _case(area, f"pages-{page}-{page}-{of}", "A4 F5", says, inputs)
     says = f"{of} on pages of 64 and 1 records equals the oracle"
     yield _case(area, f"pages-64-1-{of}", "A4 F5", says, step("c128a", (700, 1), *batch[1:], pages=(64, 128)))
     for dtype in (torch.float32, torch.bfloat16):
@@ -235,7 +256,9 @@ def _contents(area: Area) -> Iterator[Case]:
     fields: dict[str, Any]
     for index_lists, clause in (("holes", "A1"), ("garbage", "A2")):
         says = f"{of}: entries stand anywhere among {'-1' if index_lists == 'holes' else 'numbers that name nothing'}"
-        inputs = step("c4a", *batch, select=65, topk=index_lists, dead_block=2**30)
+        # a chunk of prefill has several requests: short ones, so that their gathered rows fit
+        requests = batch if area is Area.DECODE else (*batch, *ONE_CHUNK)
+        inputs = step("c4a", *requests, select=65, topk=index_lists, dead_block=2**30)
         entry_clause = " A9" if area is Area.DECODE else ""
         yield _case(area, f"indexer-{index_lists}-{of}", clause + entry_clause, says, inputs)
     for cache in ("fnuz", "interleaved"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -60,7 +61,15 @@ from dsv4attn.testing.check_selection import (
     shape_error,
     sum_bits,
 )
-from dsv4attn.testing.factories import flash, index_layout, layout, tiny_geometry
+from dsv4attn.testing.factories import (
+    INDEX_HEAD_COUNTS,
+    INDEX_TOPKS,
+    PAGE_SIZES,
+    flash,
+    index_layout,
+    layout,
+    tiny_geometry,
+)
 from dsv4attn.testing.strided import each_strided
 
 __all__ = ["compressor_cases", "hyper_cases", "indexer_cases", "selection_cases", "step_memory_cases", "v41_cases"]
@@ -149,6 +158,7 @@ def compressor_cases() -> Iterator[Case]:
         says = f"{kind}: a NaN of a token reaches the entries that the token counts in, and no other"
         inputs = compressing(kind, cache, requests=((0, 24), (0, 9)))
         yield _layer(f"compress-nan-{kind}-{cache}", "K8", says, inputs, spoils_own_entries)
+    yield from _compressor_page_cases()
     yield from _compressor_padding_cases()
     says = "1,031 tokens of 70 requests are saved and compressed in one step"
     many = compressing("index", "fp8", requests=(*[(i, 4) for i in range(69)], (40, 755)))
@@ -156,6 +166,14 @@ def compressor_cases() -> Iterator[Case]:
     says = "an entry of another model, of 32 dims, is compressed and rotated"
     tiny = CompressorStep(geometry=tiny_geometry(), layout=KVCacheLayout.rows(24, 8))
     yield _layer("dims-compress", "K2 K3 F5", says, tiny, compresses)
+
+
+def _compressor_page_cases() -> Iterator[Case]:
+    """Pages of entries of every size."""
+    for (kind, cache), page in product((("c4a", "ocp"), ("index", "fp8")), PAGE_SIZES):
+        says = f"{kind}: entries are written to the end of a page of {page} records, and to the next page"
+        inputs = compressing(kind, cache, requests=((4 * page - 6, 13),), entry_page=page)
+        yield _layer(f"compress-{kind}-pages-{page}", "K2 K3 K4 F5", says, inputs, compresses)
 
 
 def _compressor_padding_cases() -> Iterator[Case]:
@@ -203,6 +221,9 @@ def indexer_cases() -> Iterator[Case]:
         says = f"fp32 queries become {name} queries, with fp32 weights of 64 heads"
         inputs = queries(name, dtype=torch.float32, weight_dtype=torch.float32, heads=64, count=5)
         yield _layer(f"query-{name}-64", "X1 X2", says, inputs, quantises_queries)
+    for heads in INDEX_HEAD_COUNTS:
+        says = f"queries of {heads} heads, as many as a model has, are quantised with their weights"
+        yield _layer(f"query-heads-{heads}", "X1 X2 F5", says, queries("fp8", heads=heads, count=3), quantises_queries)
     says = "queries are rotated at positions beyond 65,536"
     yield _layer("query-positions", "X1", says, queries("fp8", table_rows=FAR_POSITIONS), quantises_queries)
     says = "no position of padding is looked up, and none changes another query"
@@ -240,6 +261,29 @@ def selection_cases() -> Iterator[Case]:
     says = "fewer entries than are to be selected: all of them, then -1; none are visible: -1"
     few = selecting(topk=512, requests=((0, 9), (1, 1), (40, 3)), padding=3)
     yield _layer("select-few", "T4", says, few, select_entries)
+    for topk in INDEX_TOPKS:
+        for name, says, entries in (
+            (
+                "few",
+                f"no token of a step sees more than half of the {topk} entries to be selected",
+                (0, 2, 10, topk // 2),
+            ),
+            (
+                "most",
+                f"tokens see one entry fewer than the {topk} to be selected, all, and one more",
+                range(topk - 1, topk + 2),
+            ),
+        ):
+            inputs = selecting(topk=topk, heads=2, requests=[(4 * count, 1) for count in entries])
+            yield _layer(f"select-{name}-{topk}", "T4 F5", says, inputs, select_entries)
+    for heads in INDEX_HEAD_COUNTS:
+        says = f"entries are selected by queries of {heads} heads, as many as a model has"
+        inputs = selecting(heads=heads, topk=16, requests=((300, 2), (70, 1)))
+        yield _layer(f"select-heads-{heads}", "T1 F5", says, inputs, select_entries)
+    for page in PAGE_SIZES:
+        says = f"entries are selected from two pages of {page} index keys"
+        inputs = selecting(heads=2, topk=16, requests=((4 * page + 76, 2), (70, 1)), page=page)
+        yield _layer(f"select-pages-{page}", "T1 F5", says, inputs, select_entries)
     says = "several tokens of a request each see their own entries"
     verify = selecting(topk=512, requests=((2, 4), (5, 3), (1021, 4), (1022, 2)))
     yield _layer("select-verify", "T5", says, verify, select_entries)

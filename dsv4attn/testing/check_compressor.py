@@ -134,6 +134,11 @@ class CompressorStep(CaseInput):
         """Layouts of both caches."""
         return [self.state_layout, self.layout]
 
+    @property
+    def index_page(self) -> int:
+        """Entries of a page."""
+        return self.entry_page
+
     def problems(self, *, lse: bool = True) -> list[Problem]:
         """Decode on the attention layer that the compressor belongs to."""
         if self.indexer:

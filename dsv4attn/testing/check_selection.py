@@ -219,6 +219,7 @@ class IndexSelection(CaseInput):
     more_entries: how far `max_entries` is above the largest count of visible entries.
     gap: bytes between pages, in addition to those that the layout asks for.
     unused: value of bytes of pages that belong to no key.
+    page: index keys of a page.
     """
 
     requests: Sequence[tuple[int, int]] = ((900, 1), (130, 3), (0, 6), (2100, 2))
@@ -231,6 +232,12 @@ class IndexSelection(CaseInput):
     more_entries: int = 0
     gap: int = 0
     unused: int = 0xFF
+    page: int = 64
+
+    @property
+    def index_page(self) -> int:
+        """Index keys of a page."""
+        return self.page
 
     @cached_property
     def tokens(self) -> list[tuple[int, int]]:
@@ -327,7 +334,7 @@ class IndexSelection(CaseInput):
     def pages(self) -> Pages:
         """Pages of the keys."""
         live = [(0, self.entries(i) + UNSEEN) for i in range(len(self.requests))]
-        return Pages(live, 64, spare=2, dead=-1, key=(self.seed, PAGES))
+        return Pages(live, self.page, spare=2, dead=-1, key=(self.seed, PAGES))
 
     def key_rows(self, request: int) -> F64:
         """[E, Di] keys of a request, before they are stored. Those after the visible ones have large scores."""
@@ -348,7 +355,7 @@ class IndexSelection(CaseInput):
     @cached_property
     def oracle_cache(self) -> OracleCache:
         """The cache."""
-        oracle_cache = OracleCache.blank(self.layout, self.pages.count, PagePlacement(64, self.gap), self.device)
+        oracle_cache = OracleCache.blank(self.layout, self.pages.count, PagePlacement(self.page, self.gap), self.device)
         oracle_cache.pages(4096).fill_(self.unused)
         for request in range(len(self.requests)):
             rows = self.key_rows(request)
@@ -400,10 +407,10 @@ class IndexSelection(CaseInput):
         if query is not None:
             q, weights = query_values(query, token, self.layout), query.weights[token].double().cpu().numpy()
         entries = np.arange(count)
-        block = self.table[request, entries // 64].astype(np.int64)
+        block = self.table[request, entries // self.page].astype(np.int64)
         exists = (block >= 0) & (block < self.pages.count)
         keys = np.full((count, self.layout.head_dim), math.nan)
-        keys[exists] = self.oracle_cache.values[(block * 64 + entries % 64)[exists]]
+        keys[exists] = self.oracle_cache.values[(block * self.page + entries % self.page)[exists]]
         scores = oracle_layer.index_scores(q, weights, keys)
         if self.nan and token == len(self.tokens) - 1:
             scores[:] = math.nan

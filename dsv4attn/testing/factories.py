@@ -10,6 +10,8 @@ its rows, whatever else is in the batch, and position 1,048,575 costs no more th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 
 import attrs
@@ -20,18 +22,42 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.problem import CacheFacts, Problem
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
+from dsv4attn.core.model.geometry import PRESETS, LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
+from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from dsv4attn.testing.tolerances import F64, rounded
 
 __all__ = [
-    "HEADS", "KINDS", "CaseInput", "cos_sin_table", "flash", "frequencies", "index_layout", "layout", "layouts",
-    "normal", "tiny_geometry", "v41_layouts",
+    "GROUP_COUNTS", "HEADS", "HEAD_COUNTS", "INDEX_HEAD_COUNTS", "INDEX_TOPKS", "KINDS", "PAGE_SIZES", "CaseInput",
+    "cos_sin_table", "flash", "frequencies", "index_layout", "layout", "layouts", "normal", "tiny_geometry",
+    "v41_layouts",
 ]  # fmt: skip
 
 KINDS = tuple(kind.value for kind in LayerKind)
 HEADS = 8
 GROUP = 64
+PAGE_SIZES = (64, 128, 256, 512)
+"""Records of a page that engines use."""
+MOST_RANKS = 16
+"""Largest size of tensor parallel whose head counts and group counts have cases."""
+
+
+def _ranks() -> Iterator[ModelGeometry]:
+    """The geometry of one rank, for each preset and each size of tensor parallel that the preset can be divided by."""
+    for model in PRESETS.values():
+        for size in range(1, MOST_RANKS + 1):
+            with suppress(ArgumentError):
+                yield model.tensor_parallel(size)
+
+
+HEAD_COUNTS = tuple(sorted({rank.num_heads for rank in _ranks()}))
+"""Heads of one rank."""
+GROUP_COUNTS = tuple(sorted({rank.o_groups for rank in _ranks()}))
+"""Output groups of one rank."""
+INDEX_TOPKS = tuple(sorted({model.index_topk for model in PRESETS.values()}))
+"""Entries that an indexer selects."""
+INDEX_HEAD_COUNTS = tuple(sorted({model.index_n_heads for model in PRESETS.values()}))
+"""Heads of an indexer; every rank has all of them."""
 
 
 def flash(kind: str, heads: int = HEADS, select: int = 512, ratio: int = 0) -> ModelGeometry:
@@ -168,13 +194,18 @@ class CaseInput:
         """Layouts of all caches; a subclass with more than one cache names them all."""
         return [self.layout]
 
+    @property
+    def index_page(self) -> int:
+        """Index keys of a page, and so entries of a page of the compressed cache of their layer."""
+        return 64
+
     def problems(self, *, lse: bool = True) -> list[Problem]:
         """The problems that a backend must support to run the case.
 
         Here: decode on the layer that an indexer belongs to. Its keys and the index keys have one dialect of fp8.
         """
         facts = CacheFacts.named((self.layout.fp8_format or Fp8Format.OCP).value, 64)
-        return [Problem("decode", self.layer, facts, facts, 128, lse=lse)]
+        return [Problem("decode", self.layer, facts, attrs.evolve(facts, page_size=self.index_page), 128, lse=lse)]
 
     def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
         """Values on the device."""

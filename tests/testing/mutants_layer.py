@@ -322,6 +322,29 @@ def never_written(_: None, given: dict[str, Any]) -> None:
     given["out"].masked_fill_(given["out"] < 0, 0x5A5A5A5A)
 
 
+def rest_of_1024_never_written(_: None, given: dict[str, Any]) -> None:
+    """As `never_written`, where 1,024 entries are selected and no token sees more than 512."""
+    if given["out"].shape[1] == 1024 and given["max_entries"] <= 512:
+        never_written(None, given)
+
+
+def rest_of_short_rows_never_written(_: None, given: dict[str, Any]) -> None:
+    """As `never_written`, in rows of 1,024 entries whose token sees at most 512."""
+    if given["out"].shape[1] == 1024:
+        short = given["token_map"].visible_lens <= 512
+        given["out"].masked_fill_((given["out"] < 0) & short[:, None], 0x5A5A5A5A)
+
+
+def later_keys_absent(_: None, given: dict[str, Any]) -> None:
+    """Keys of a page from the 256th on are not selected."""
+    given["out"].masked_fill_(given["out"] % given["cache"].block_size >= 256, -1)
+
+
+def zero_of_32_heads(weights: Tensor) -> Tensor:
+    """Weights of exactly 32 heads are taken to be zero."""
+    return weights * (weights.shape[1] != 32)
+
+
 def bits_ordered(q: Tensor, weights: Tensor, k: Tensor, *_: object) -> Tensor:
     """-0 is smaller than 0, as the bits of both are in a radix sort."""
     found = torch.bmm(weights[:, None], torch.bmm(q, k.mT).relu()).squeeze(1)

@@ -72,6 +72,64 @@ def only_keys(most: int) -> Callable[[AttentionCall], None]:
     return wrong
 
 
+def last_heads_zero_of(number: int) -> Callable[[AttentionCall], None]:
+    """With exactly this number of heads the last eight are left zero."""
+
+    def wrong(call: AttentionCall) -> None:
+        attend(call)
+        if call.q.shape[1] == number:
+            call.out[:, -8:] = 0
+
+    return wrong
+
+
+def whole_blocks_of_heads(call: AttentionCall) -> None:
+    """Above 64 heads, those after the last whole block of 64 are left zero."""
+    attend(call)
+    heads = call.q.shape[1]
+    if heads > 64:
+        call.out[:, heads // 64 * 64 :] = 0
+
+
+def zero_groups(which: Callable[[int], slice]) -> Callable[[Tensor, dict[str, Any]], Tensor]:
+    """Some groups of a projection are left zero. which: takes the number of groups."""
+
+    def zeroed(result: Tensor, _: dict[str, Any]) -> Tensor:
+        result[:, which(result.shape[1])] = 0
+        return result
+
+    return zeroed
+
+
+def of_8_bits(slots: Tensor, page: int) -> Tensor:
+    """Slots, of whose record in the page only 8 bits are kept."""
+    return torch.where(slots >= 0, slots // page * page + slots % page % 256, slots)
+
+
+def records_of_8_bits(call: AttentionCall) -> None:
+    assert not isinstance(call.keys, GatheredKeys)
+    segments = []
+    for segment in call.keys:
+        assert isinstance(segment.rows, DenseIndices)
+        slots = of_8_bits(segment.rows.indices, segment.cache.block_size)
+        segments.append(attrs.evolve(segment, rows=DenseIndices(slots, segment.rows.lens)))
+    attend(attrs.evolve(call, keys=segments))
+
+
+def slots_of_8_bits(arguments: dict[str, Any]) -> Tensor:
+    return of_8_bits(arguments["slot_mapping"], arguments["cache"].block_size)
+
+
+def later_records_absent(_: None, arguments: dict[str, Any]) -> None:
+    """Records of a page from the 256th on are not gathered."""
+    page, first, ends = arguments["cache"].block_size, arguments["offset"], arguments["seq_lens"]
+    counts = ends if arguments["gather_lens"] is None else arguments["gather_lens"]
+    for rows, end, count in zip(arguments["out"], ends.tolist(), counts.tolist(), strict=True):
+        gathered = rows[first : first + max(count, 0)]
+        positions = end - count + torch.arange(len(gathered))
+        gathered[positions % page >= 256] = torch.nan
+
+
 def clipped_windows(call: AttentionCall) -> None:
     """A window has the layer's columns, and keys behind them are forgotten."""
     assert not isinstance(call.keys, GatheredKeys)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dsv4attn.testing import factories
 from dsv4attn.testing.case import Area, Case
 from dsv4attn.testing.cases import CASES, GROUPS
 
@@ -63,10 +64,10 @@ def test_every_area_and_most_dims_a_real_kernel_has() -> None:
 def test_cases_cover_what_models_and_engines_bring() -> None:
     problems = [problem for case in CASES for problem in case.inputs.problems()]
 
-    assert {1, 3, 4, 8, 16, 64, 128} <= {p.layer.num_heads for p in problems}
+    assert {1, 3, 4, 8, 16, 32, 64, 80, 128} <= {p.layer.num_heads for p in problems}
     assert {0, 1, 3, 63, 64, 65, 128, 512, 1024} <= {p.topk for p in problems}
-    assert {1, 2, 16, 32, 64, 128, 256} <= {p.swa.page_size for p in problems}
-    assert {1, 2, 16, 32, 64, 256} <= {p.compressed.page_size for p in problems if p.compressed}
+    assert {1, 2, 16, 32, 64, 128, 256, 512} <= {p.swa.page_size for p in problems}
+    assert {1, 2, 16, 32, 64, 128, 256, 512} <= {p.compressed.page_size for p in problems if p.compressed}
     assert {1, 4} <= {p.query_len for p in problems}
     assert {p.swa.dtype for p in problems} == {"e4m3fn", "e4m3fnuz", "bfloat16", "float32"}
     assert {p.sink for p in problems} == {True, False}
@@ -74,3 +75,19 @@ def test_cases_cover_what_models_and_engines_bring() -> None:
     assert {(p.phase, p.layer.kind.value) for p in problems} == {
         (phase, kind) for phase in ("decode", "prefill") for kind in ("swa", "c4a", "c128a")
     }
+
+
+def test_counts_of_the_presets_under_tensor_parallel_are_those_that_the_released_models_have() -> None:
+    assert factories.HEAD_COUNTS == (8, 16, 32, 64, 128)
+    assert factories.GROUP_COUNTS == (1, 2, 4, 8, 16)
+    assert factories.INDEX_TOPKS == (512, 1024)
+    assert factories.INDEX_HEAD_COUNTS == (32, 64)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_attention_has_a_case_for_every_count_of_every_preset(phase: str) -> None:
+    names = {case.name for case in CASES}
+
+    assert {f"heads-{heads}-{phase}" for heads in factories.HEAD_COUNTS} <= names
+    assert {f"topk-{topk}-{phase}" for topk in factories.INDEX_TOPKS} <= names
+    assert {f"pages-{page}-{page}-{phase}" for page in factories.PAGE_SIZES} <= names

@@ -55,7 +55,7 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
         "C4 C7",
         "A4",
     ),
-    "another request's row read": (mutants.NeighbourRow, "layers-mixed,F1", "F8", "F1"),
+    "another request's row read": (mutants.NeighbourRow, "A1,A2,F1", "A1", "F1"),
     "int32 offsets": (mutants.Overflow, "far-decode,far-prefill,moved-swa-*", "A5", "C4"),
     "stale workspace": (lambda: Scratch(clears=False), "W2", "W2 D1", ""),
     "scratch beyond its bound": (lambda: Scratch(bound=0.9), "W1", "W1", ""),
@@ -168,6 +168,38 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
     "1024 blocks of a table": (
         lambda: mutants_sizes.with_arguments(lambda table: table[:, :1024], "block_table"),
         "million-c4a,million-c128a",
+    ),
+    "wrong for 32 heads": (
+        with_attention(mutants_sizes.last_heads_zero_of(32)),
+        "heads-32-decode,heads-32-prefill",
+    ),
+    "heads above a multiple of 64": (
+        with_attention(mutants_sizes.whole_blocks_of_heads),
+        "heads-80-decode,heads-80-prefill",
+    ),
+    "groups from the eighth on": (
+        with_op(PROJECT, after=mutants_sizes.zero_groups(lambda groups: slice(8, groups))),
+        "project-16-bf16,project-16-fp32",
+    ),
+    "wrong for 4 groups": (
+        with_op(PROJECT, after=mutants_sizes.zero_groups(lambda groups: slice(0, groups == 4))),
+        "project-4-bf16,project-4-fp32",
+    ),
+    "8 bits for a record of a page": (
+        with_attention(mutants_sizes.records_of_8_bits, of=paged),
+        "pages-512-512-decode,pages-512-512-prefill",
+    ),
+    "8 bits for a record of a page, written": (
+        with_op(
+            INSERT,
+            of=with_op(QUANTISE, slot_mapping=mutants_sizes.slots_of_8_bits),
+            slot_mapping=mutants_sizes.slots_of_8_bits,
+        ),
+        "quantise-ocp-512,insert-ocp-512,pages-512-512-decode",
+    ),
+    "256 records of a page of a gather": (
+        with_op(GATHER, after=mutants_sizes.later_records_absent),
+        "gather-ocp-512,fill-bf16-512,pages-512-512-prefill",
     ),
     "eps fixed at 1e-6": (with_op(INSERT, eps=lambda a: a["eps"] and 1e-6), "qnorm-eps-other"),
     "no eps": (with_op(INSERT, eps=lambda a: a["eps"] and 0.0), "qnorm-eps-default,qnorm-eps-other"),

@@ -17,6 +17,7 @@ from dsv4attn.core.contract.layer_ops import LAYER_OPS
 from dsv4attn.core.torch_ops import indexer, latents, selection
 from tests.layer_ops import TorchOps
 from tests.testing import mutants_layer as wrong
+from tests.testing import mutants_sizes
 from tests.testing.mutants import dense, packed_pages
 from tests.testing.mutants_layer import compress_with, slip, with_, with_field, with_weights
 from tests.testing.verdicts import all_fail, certificate_of, none_fail
@@ -177,6 +178,27 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
     "absent first": (slip(SELECT, behind=wrong.absent_first), "select-few,select-verify"),
     "not in ascending order": (slip(SELECT, behind=wrong.in_order_of_scores), "select-fp8,select-random"),
     "the rest not written": (slip(SELECT, behind=wrong.never_written), "select-few,select-verify"),
+    "the rest not written of 1,024 among at most 512": (
+        slip(SELECT, behind=wrong.rest_of_1024_never_written),
+        "select-few-1024",
+    ),
+    "the rest not written of 1,024, in rows of at most 512": (
+        slip(SELECT, behind=wrong.rest_of_short_rows_never_written),
+        "select-few-1024",
+    ),
+    "256 keys of a page": (slip(SELECT, behind=wrong.later_keys_absent), "select-pages-512"),
+    "wrong for 32 heads of the indexer": (
+        slip(SELECT, with_field("query", weights=lambda a: wrong.zero_of_32_heads(a["query"].weights))),
+        "select-heads-32",
+    ),
+    "wrong for queries of 32 heads": (
+        slip(QUERY, with_(weights=lambda a: wrong.zero_of_32_heads(a["weights"]))),
+        "query-heads-32",
+    ),
+    "256 entries of a page": (
+        slip(COMPRESS, with_(slot_mapping=mutants_sizes.slots_of_8_bits)),
+        "compress-c4a-pages-512,compress-index-pages-512",
+    ),
     "keys by token * 132": (slip(SELECT, with_(cache=wrong.interleaved)), "select-fp8,select-mxfp4"),
     "pages of keys taken to be packed": (slip(SELECT, with_(cache=lambda a: packed_pages(a["cache"]))), "select-gaps"),
     "blocks not checked": (
