@@ -7,7 +7,7 @@ backend's support about them before it runs the case. If the backend refuses, it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
@@ -177,22 +177,33 @@ def dtype_name(dtype: torch.dtype) -> str:
 def chosen(cases: Iterable[Case], patterns: str | None) -> list[Case]:
     """Cases that match one of some comma-separated patterns: a clause, its letter, an area, or a name with wildcards.
 
-    Raises ArgumentError for a pattern that matches nothing.
+    A pattern after "!" leaves out what it matches; if all patterns are such, they leave it out of all cases.
+    Raises ArgumentError for a pattern that matches nothing, and if all that match are left out.
     """
     cases = list(cases)
     if not patterns:
         return cases
-    matching = []
-    for pattern in filter(None, (text.strip() for text in patterns.split(","))):
-        hits = [case for case in cases if _matches(case, pattern)]
-        if not hits:
-            clauses = ", ".join(sorted({clause for case in cases for clause in case.clauses}))
-            areas = ", ".join(dict.fromkeys(case.area.value for case in cases))
-            expected = f"clauses ({clauses}), their letters, areas ({areas}), or names of cases such as {cases[0].name}"
-            hint = did_you_mean(pattern, {case.name for case in cases} | {area.value for area in Area})
-            raise ArgumentError("filter", expected=expected, actual=f"{pattern!r}, which none has{hint}")
-        matching += hits
-    return [case for case in cases if case in matching]
+    words = [text for text in (text.strip() for text in patterns.split(",")) if text]
+    wanted = [case for word in words if not word.startswith("!") for case in _matching(cases, word)]
+    left_out = [case for word in words if word.startswith("!") for case in _matching(cases, word[1:].strip())]
+    if all(word.startswith("!") for word in words):
+        wanted = cases
+    selected = [case for case in cases if case in wanted and case not in left_out]
+    if words and not selected:
+        raise ArgumentError("filter", expected="patterns that leave a case", actual=repr(patterns))
+    return selected if words else []
+
+
+def _matching(cases: Sequence[Case], pattern: str) -> list[Case]:
+    """Cases that match one pattern. Raises ArgumentError if there are none."""
+    matching = [case for case in cases if _matches(case, pattern)]
+    if not matching:
+        clauses = ", ".join(sorted({clause for case in cases for clause in case.clauses}))
+        areas = ", ".join(dict.fromkeys(case.area.value for case in cases))
+        expected = f"clauses ({clauses}), their letters, areas ({areas}), or names of cases such as {cases[0].name}"
+        hint = did_you_mean(pattern, {case.name for case in cases} | {area.value for area in Area})
+        raise ArgumentError("filter", expected=expected, actual=f"{pattern!r}, which none has{hint}")
+    return matching
 
 
 def _matches(case: Case, pattern: str) -> bool:

@@ -262,7 +262,7 @@ def selection_cases() -> Iterator[Case]:
     few = selecting(topk=512, requests=((0, 9), (1, 1), (40, 3)), padding=3)
     yield _layer("select-few", "T4", says, few, select_entries)
     for topk in INDEX_TOPKS:
-        for name, says, entries in (
+        for name, says, seen in (
             (
                 "few",
                 f"no token of a step sees more than half of the {topk} entries to be selected",
@@ -274,7 +274,7 @@ def selection_cases() -> Iterator[Case]:
                 range(topk - 1, topk + 2),
             ),
         ):
-            inputs = selecting(topk=topk, heads=2, requests=[(4 * count, 1) for count in entries])
+            inputs = selecting(topk=topk, heads=2, requests=[(4 * count, 1) for count in seen])
             yield _layer(f"select-{name}-{topk}", "T4 F5", says, inputs, select_entries)
     for heads in INDEX_HEAD_COUNTS:
         says = f"entries are selected by queries of {heads} heads, as many as a model has"

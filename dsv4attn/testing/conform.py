@@ -16,9 +16,9 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.tolerances import multiplying_in
 
 __all__ = [
-    "SCHEMA", "STATES", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "conform", "conform_all",
-    "environment", "parse_request", "run_case", "versions",
+    "SCHEMA", "STATES", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "certificates_of", "conform",
+    "conform_all", "environment", "parse_request", "run_case", "versions",
 ]  # fmt: skip
 
 
@@ -253,10 +253,10 @@ class Certificate:
     subject: the backend under test.
     outcomes: one for each case that ran, in order.
     date: start of the run, UTC.
-    seconds: duration of the run.
+    seconds: duration of all cases together.
     chosen: the filter, or None for all cases.
     asked: number of cases of the run.
-    interrupted: whether the run was stopped before all of them had run.
+    interrupted: whether Ctrl-C ended the run.
     """
 
     subject: Subject
@@ -277,6 +277,11 @@ class Certificate:
         return len(self.of("passed")) + len(self.of("failed"))
 
     @property
+    def complete(self) -> bool:
+        """Whether all cases of the run were run: neither Ctrl-C nor a first failed case ended it."""
+        return not self.interrupted and len(self.outcomes) == self.asked
+
+    @property
     def ok(self) -> bool:
         """Whether a case passed, none failed, and the run was not interrupted."""
         return self.executed > 0 and not self.of("failed") and not self.interrupted
@@ -292,7 +297,8 @@ class Certificate:
         if not self.executed:
             return f"{self.subject.label} proves nothing: none of {len(self.outcomes)} cases was executed"
         if failed:
-            return f"{self.subject.label} breaks the contract: {failed} of {self.executed} cases failed"
+            rest = "" if self.complete else f"; the run ended there, after {len(self.outcomes)} of {self.asked} cases"
+            return f"{self.subject.label} breaks the contract: {failed} of {self.executed} cases failed{rest}"
         part = f" of the filter {self.chosen!r}" if self.chosen else ""
         return f"{self.subject.label} keeps the contract: all {self.executed} cases{part} passed"
 
@@ -326,7 +332,7 @@ class Certificate:
             "ok": self.ok,
             "verdict": self.verdict,
             "schema": SCHEMA,
-            "complete": not self.interrupted,
+            "complete": self.complete,
             "asked": self.asked,
             "backend": subject.name,
             "options": dict(subject.options),
@@ -423,9 +429,13 @@ def conform(
     *,
     chosen: str | None = None,
     progress: Callable[[Outcome], None] = lambda _: None,
+    fail_fast: bool = False,
 ) -> Certificate:
-    """Run cases one after another, and call `progress` after each. Ctrl-C ends the run; outcomes up to then stay."""
-    return conform_all([subject], tuple(cases), chosen=chosen, progress=progress)[0]
+    """Run cases one after another, and call `progress` after each. Ctrl-C ends the run; outcomes up to then stay.
+
+    fail_fast: the first failed case ends the run.
+    """
+    return conform_all([subject], tuple(cases), chosen=chosen, progress=progress, fail_fast=fail_fast)[0]
 
 
 def conform_all(
@@ -434,17 +444,44 @@ def conform_all(
     *,
     chosen: str | None = None,
     progress: Callable[[Outcome], None] = lambda _: None,
+    fail_fast: bool = False,
 ) -> tuple[Certificate, ...]:
     """As `conform` on several backends, case by case, so that they share the oracle's answer."""
-    outcomes: list[list[Outcome]] = [[] for _ in trials]
+    outcomes = (run_case(subject, case) for case, subject in product(cases, trials))
+    return certificates_of(trials, cases, outcomes, chosen, progress, fail_fast=fail_fast)
+
+
+def certificates_of(
+    trials: Sequence[Subject],
+    cases: Sequence[Case],
+    outcomes: Generator[Outcome, None, None],
+    chosen: str | None,
+    progress: Callable[[Outcome], None],
+    *,
+    fail_fast: bool,
+) -> tuple[Certificate, ...]:
+    """Certificates of outcomes. Those of all subjects for one case follow each other.
+
+    trials: the subjects.
+    cases: the cases that were asked for.
+    outcomes: closed in the end, also if Ctrl-C or a first failure ended the run.
+    chosen: the filter, or None.
+    progress: called after each outcome.
+    fail_fast: whether the first failed case ends the run.
+    """
+    ran: list[list[Outcome]] = [[] for _ in trials]
     interrupted, date = False, dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
     try:
-        for case, (subject, of_subject) in product(cases, zip(trials, outcomes, strict=True)):
-            of_subject.append(run_case(subject, case))
-            progress(of_subject[-1])
+        for of_subject, outcome in zip(cycle(ran), outcomes):
+            of_subject.append(outcome)
+            progress(outcome)
+            if fail_fast and outcome.state == "failed":
+                break
     except KeyboardInterrupt:
         interrupted = True
+    finally:
+        outcomes.close()
     return tuple(
         Certificate(subject, tuple(done), date, sum(o.seconds for o in done), chosen, len(cases), interrupted)
-        for subject, done in zip(trials, outcomes, strict=True)
+        for subject, done in zip(trials, ran, strict=True)
     )

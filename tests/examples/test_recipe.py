@@ -48,7 +48,7 @@ MADE = ("dsv4attn-zephyr.json", FILE, "known.txt")
 
 SHORT = {
     "python -m pytest": "python -m pytest -q -p no:cacheprovider -k lse-decode",
-    "dsv4attn conform zephyr": "dsv4attn conform zephyr --filter lse-decode --output dsv4attn-zephyr.json",
+    "dsv4attn conform zephyr": "dsv4attn conform zephyr --filter lse-decode --certificate dsv4attn-zephyr.json",
     "dsv4attn conform zephyr --filter memory": "dsv4attn conform zephyr --filter scratch-swa,stale-swa",
     "dsv4attn run --backend zephyr --layers c4a": (
         "dsv4attn run --backend zephyr --layers c4a --max-requests 1 --max-tokens 40"

@@ -29,6 +29,7 @@ from dsv4attn.testing.conform import (
     parse_request,
     run_case,
 )
+from dsv4attn.testing.processes import conform_in_processes
 
 FEW = chosen(CASES, "lse-*,quantise-ocp-*,sink-none-*")
 REFERENCE = Subject.named("reference")
@@ -231,6 +232,18 @@ def test_cases_are_chosen_by_clause_letter_area_and_name() -> None:
     assert "sink-none-decode" in {case.name for case in chosen(CASES, "sink")}
 
 
+def test_a_pattern_after_an_exclamation_mark_leaves_cases_out() -> None:
+    names = [case.name for case in chosen(CASES, "!requests-*, !memory")]
+    expected = [c.name for c in CASES if c.area is not Area.MEMORY and not c.name.startswith("requests-")]
+    assert names == expected
+    both = {case.name for case in chosen(CASES, "L2,!decode")}
+    assert both == {case.name for case in CASES if "L2" in case.clauses and case.area is not Area.DECODE}
+    with pytest.raises(ArgumentError, match=r"expected patterns that leave a case, got 'A6,!call-plain-\*'"):
+        chosen(CASES, "A6,!call-plain-*")
+    with pytest.raises(ArgumentError, match="'millio', which none has"):
+        chosen(CASES, "!millio")
+
+
 def test_a_pattern_that_matches_nothing_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ArgumentError, match=r"'millio'.*did you mean 'million'"):
         chosen(CASES, "S1,millio")
@@ -389,3 +402,40 @@ def test_g22_a_run_that_is_interrupted_keeps_what_it_has_and_never_passes(*, fai
     values = "1 failed" if failing else "none of them failed"
     assert certificate.verdict == f"reference: interrupted, which proves nothing: 1 of 3 cases ran, {values}"
     assert json.loads(json.dumps(certificate.as_json()))["complete"] is False
+
+
+# how it ends early, and where it runs
+
+
+def test_the_first_failure_ends_a_run_that_is_asked_to_stop_there() -> None:
+    def broken(bench: Bench, inputs: object) -> Measure:
+        raise Wrong("it is not")
+
+    cases = [FEW[0], case_of(broken, name="broken"), *FEW[1:]]
+    certificate = conform(REFERENCE, cases, fail_fast=True)
+    values = certificate.as_json()
+
+    assert [(outcome.case.name, outcome.state) for outcome in certificate.outcomes] == [
+        (FEW[0].name, "passed"),
+        ("broken", "failed"),
+    ]
+    assert (values["ok"], values["complete"], values["asked"]) == (False, False, len(cases))
+    assert certificate.verdict == (
+        f"reference breaks the contract: 1 of 2 cases failed; the run ended there, after 2 of {len(cases)} cases"
+    )
+    assert conform(REFERENCE, FEW, fail_fast=True).as_json()["complete"], "nothing failed"
+    assert conform(REFERENCE, [*FEW[:1], cases[1]], fail_fast=True).complete, "no case was left"
+
+
+def test_processes_give_the_outcomes_of_one_process_in_the_same_order() -> None:
+    cases = chosen(CASES, "lse-decode,max-logits-decode,quantise-ocp-1,gather-ocp-2")
+    subject = Subject.named("reference", options={"prefill_keys": "paged"})
+
+    def without_times(certificate: Certificate) -> list[Outcome]:
+        return [attrs.evolve(outcome, seconds=0.0) for outcome in certificate.outcomes]
+
+    seen: list[Outcome] = []
+    in_two = conform_in_processes(subject, cases, 2, progress=seen.append)
+    assert without_times(in_two) == without_times(conform(subject, cases))
+    assert [outcome.state for outcome in in_two.outcomes] == ["passed", "passed", "passed", "skipped"]
+    assert seen == list(in_two.outcomes)

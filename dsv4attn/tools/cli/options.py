@@ -127,7 +127,12 @@ BENCH_JSON = text(
     help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
 )
 DECIDED_BACKEND = text("--backend", help="Backend.  [default: as `dsv4attn explain` says]")
-FILTER = text("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
+FILTER = text(
+    "--filter",
+    "chosen",
+    metavar="PATTERNS",
+    help="Clauses (S, A1), areas (decode) or cases (sink-*); after ! they are left out (!requests-*).",
+)
 MODEL = text("--model", default="flash", help="flash, pro, v4.1-flash, or a config.json.")
 OPTION = text(
     "--option", "backend_options", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Option of the backend."

@@ -57,7 +57,7 @@ def test_a_backend_that_passes_on_80_columns(machine: Machine) -> None:
     assert {line.removeprefix("refused ") for line in text if " x " in line} == refused
     assert f"acme keeps the contract: all 3 cases of the filter '{FEW}' passed" in " ".join(text)
     assert not list(Path.cwd().glob("*.json")), "a part of the kit makes no certificate unasked"
-    assert lines[-1] == "  no certificate with --filter; --output FILE writes one"
+    assert lines[-1] == "  no certificate with --filter; --certificate FILE writes one"
 
 
 def test_the_json_object(machine: Machine) -> None:
@@ -73,11 +73,11 @@ def test_the_json_object(machine: Machine) -> None:
 
 
 def test_the_certificate_is_written_where_it_is_asked_for(machine: Machine) -> None:
-    code, values = machine.json("conform", "reference", "--filter", "sink-none-*", "--output", "c.json")
+    code, values = machine.json("conform", "reference", "--filter", "sink-none-*", "--certificate", "c.json")
 
     assert code == 0
     assert json.loads(Path("c.json").read_text(encoding="utf-8")) == values
-    _, lines = machine.run("conform", "reference", "--filter", "sink-none-*", "--output", "c.json")
+    _, lines = machine.run("conform", "reference", "--filter", "sink-none-*", "--certificate", "c.json")
     assert lines[-1] == "  certificate: c.json"
 
 
@@ -146,7 +146,7 @@ def stops(machine: Machine) -> None:
 
 def test_g22_ctrl_c_keeps_what_ran_in_a_certificate_that_is_marked_incomplete(machine: Machine) -> None:
     stops(machine)
-    code, lines = machine.run("conform", "stop", "--filter", "call-*-decode", "--output", "c.json")
+    code, lines = machine.run("conform", "stop", "--filter", "call-*-decode", "--certificate", "c.json")
     values = json.loads(Path("c.json").read_text(encoding="utf-8"))
 
     assert code == 130
@@ -169,6 +169,48 @@ def test_an_incomplete_certificate_replaces_no_complete_one(machine: Machine, mo
     assert code == 130
     assert lines[-1] == "  certificate: dsv4attn-stop.incomplete.json"
     assert Path("dsv4attn-stop.json").read_text(encoding="utf-8") == "of yesterday"
+
+
+def test_the_first_failure_ends_a_run_with_fail_fast(machine: Machine) -> None:
+    wrong(machine)
+    code, values = machine.json("conform", "bad", "--filter", FEW, "--fail-fast")
+    _, lines = machine.run("conform", "bad", "--filter", FEW, "--fail-fast")
+
+    assert code == 1
+    assert (values["complete"], values["asked"], len(values["cases"])) == (False, 5, 1)
+    assert "the run ended there, after 1 of 5 cases" in " ".join(" ".join(lines).split())
+
+
+def test_cases_are_run_by_several_processes_of_a_backend_with_options(machine: Machine) -> None:
+    code, values = machine.json(
+        "conform", "reference", "--jobs", "2", "--option", "prefill_keys=paged", "--filter", "lse-decode,gather-ocp-2"
+    )
+
+    assert code == 0
+    assert {case["name"]: case["state"] for case in values["cases"]} == {
+        "lse-decode": "passed",
+        "gather-ocp-2": "skipped",
+    }
+
+
+def test_a_list_has_a_line_for_each_case_and_runs_nothing(machine: Machine) -> None:
+    code, lines = machine.run("conform", "--list")
+    names = [line.split()[0] for line in lines]
+
+    assert code == 0
+    assert names == [case.name for case in CASES]
+    assert [line.split()[1:] for line in lines] == [list(case.clauses) for case in CASES]
+    assert max(map(len, lines)) <= 80
+    assert not list(Path.cwd().glob("*.json"))
+
+
+def test_a_list_takes_a_filter_and_json(machine: Machine) -> None:
+    code, values = machine.json("conform", "--list", "--filter", "quantise-*,!quantise-ocp-*")
+    expected = chosen(CASES, "quantise-*,!quantise-ocp-*")
+
+    assert code == 0
+    assert [(case["name"], case["says"]) for case in values["cases"]] == [(case.name, case.says) for case in expected]
+    assert not any(case["name"].startswith("quantise-ocp-") for case in values["cases"])
 
 
 def test_a_backend_that_refuses_everything_ends_with_1(machine: Machine) -> None:
@@ -205,8 +247,10 @@ def test_a_backend_that_cannot_be_made_ends_with_1(machine: Machine) -> None:
         (["reference", "--option", "fast=1"], "option 'fast' of backend reference"),
         (["reference", "--option", "fast"], "expected key=value"),
         (["reference", "--filter", "S1,sinc"], "'sinc', which none has"),
-        (["reference", "--output", "nowhere/c.json"], "expected a file in a folder that exists"),
-        (["reference", "--output", "."], "expected a file in a folder that exists"),
+        (["reference", "--certificate", "nowhere/c.json"], "expected a file in a folder that exists"),
+        (["reference", "--certificate", "."], "expected a file in a folder that exists"),
+        (["reference", "--filter", "A6,!call-plain-*"], "expected patterns that leave a case"),
+        (["reference", "--jobs", "0"], "--jobs"),
         ([], "Missing argument 'BACKEND'"),
     ],
 )
@@ -229,11 +273,12 @@ def test_the_kit_runs_without_pytest() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_help_says_what_the_exit_codes_are(machine: Machine) -> None:
+def test_help_says_what_the_exit_codes_are_and_how_long_a_run_takes(machine: Machine) -> None:
     code, lines = machine.run("conform", "--help")
     text: Any = " ".join(" ".join(lines).split())
 
     assert code == 0
+    assert "All cases take about 40 seconds with the reference on one quiet core" in text
     assert (
         "Exit code 0: every case that was executed passed; 1: one failed, or none was executed; 2: bad input;"
         " 130: interrupted by Ctrl-C" in text
