@@ -37,8 +37,8 @@ from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.tolerances import multiplying_in
 
 __all__ = [
-    "SCHEMA", "STATES", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "certificates_of", "conform",
-    "conform_all", "environment", "parse_request", "run_case", "versions",
+    "SCHEMA", "STATES", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "certificates_of",
+    "conform", "conform_all", "environment", "parse_request", "run_case", "versions",
 ]  # fmt: skip
 
 
