@@ -21,8 +21,8 @@ def pairwise(rows: Sequence[Sequence[Hashable]]) -> list[int]:
 
     Each next row is the first of those with the most new pairs. Rows of one or two columns all stay.
     """
-    pairs = [{(*one, *other) for one, other in combinations(enumerate(row), 2)} or {row} for row in map(tuple, rows)]
-    missing, selected = set().union(*pairs), list[int]()
+    pairs: list[set[object]] = [{*combinations(enumerate(row), 2)} or {row} for row in map(tuple, rows)]
+    missing, selected = set[object]().union(*pairs), list[int]()
     while missing:
         best = max(range(len(pairs)), key=lambda number: len(pairs[number] & missing))
         selected.append(best)

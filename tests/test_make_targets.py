@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_a_selection_keeps_every_pair_of_values() -> None:
     rows = [(a, b, c, d) for a in range(4) for b in "xyz" for c in (False, True) for d in range(3) if (a, d) != (0, 0)]
     selected = [rows[number] for number in pairwise(rows)]
 
-    def pairs(of: list[tuple[object, ...]]) -> set[object]:
+    def pairs(of: Sequence[tuple[object, ...]]) -> set[object]:
         return {pair for row in of for pair in combinations(enumerate(row), 2)}
 
     assert pairs(selected) == pairs([*rows])

@@ -44,8 +44,9 @@ def searched(n: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable
         run.__doc__ = test.__doc__
         count = inspect.Parameter("examples_count", inspect.Parameter.KEYWORD_ONLY)
         keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in fixed]
-        run.__signature__ = inspect.Signature([count, *keywords])  # type: ignore[attr-defined]
-        return run
+        run.__signature__ = inspect.Signature([count, *keywords])
+        marked: Callable[..., None] = run
+        return marked
 
     return decorate
 
