@@ -10,6 +10,7 @@ from operator import not_
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from tests.compat.flash_mla_cases import (
     spread,
 )
 from tests.harness import same_memory_on
+from tests.marks import pairwise
 
 # every backend there is, and the reference in every form of keys and indices
 RAGGED = {"decode_indices": "ragged", "prefill_indices": "ragged"}
@@ -86,12 +88,14 @@ def few(case: DecodeCase | PrefillCase) -> bool:
 def decode_in_turn() -> list[Any]:
     """Cases of few rows on all targets, as parameters of a test."""
     cases = [case for case in SMALL_DECODE if few(case)]
-    return [
-        pytest.param(case, target, id=f"{case}-{target}", marks=marks)
-        for target in DECODE_TARGETS
-        for lane, marks in zip(in_turn(cases, target), ([], [pytest.mark.slow]), strict=True)
-        for case in lane
+    taken = [(case, target) for target in DECODE_TARGETS for case in in_turn(cases, target)[0]]
+    slow = [(case, target) for target in DECODE_TARGETS for case in in_turn(cases, target)[1]]
+    default = {*pairwise([(*attrs.astuple(case, recurse=False), target) for case, target in taken])}
+    marked = [
+        *((one, () if number in default else pytest.mark.matrix) for number, one in enumerate(taken)),
+        *((one, pytest.mark.slow) for one in slow),
     ]
+    return [pytest.param(*one, id=f"{one[0]}-{one[1]}", marks=marks) for one, marks in marked]
 
 
 def patient(targets: Iterable[str]) -> pytest.MarkDecorator:
@@ -104,8 +108,8 @@ def patient(targets: Iterable[str]) -> pytest.MarkDecorator:
 @pytest.fixture
 def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Name of a backend, which is built with the options of its target; big cases only run when asked for."""
-    is_slow_run = "slow" in request.config.option.markexpr
-    if request.node.get_closest_marker("slow") and not is_slow_run:
+    asked = "slow" in request.config.option.markexpr
+    if request.node.get_closest_marker("slow") and not asked:
         pytest.skip("minutes each: run them with -m slow")
     name, options = TARGETS[request.param]
     config = tmp_path / "dsv4attn.toml"
@@ -241,17 +245,17 @@ def test_every_lane_meets_every_shape_and_every_flag_and_every_case_some_kernels
     cases = [case for case in SMALL_DECODE if few(case)]
     quick = {target: in_turn(cases, target)[0] for target in KERNELS}
 
-    for target, lane in quick.items():
-        assert features(lane) == features(cases), target
-    assert not KERNELS or {str(case) for lane in quick.values() for case in lane} == {*map(str, cases)}
+    for target, taken in quick.items():
+        assert features(taken) == features(cases), target
+    assert not KERNELS or {str(case) for taken in quick.values() for case in taken} == {*map(str, cases)}
 
 
 def features(cases: Iterable[DecodeCase]) -> set[object]:
     """What cases have, each thing by itself, and the flags of a corner together."""
-    seen: set[object] = set()
+    found: set[object] = set()
     for case in cases:
         for scope in filter(None, (case.main, case.extra)):
-            seen |= {("page", scope.page), ("topk", scope.topk), ("lengths", scope.lengths)}
-        seen |= {("flags", case.zero_lengths, case.all_invalid, case.sink, case.extra is None)}
-        seen |= {("heads", case.heads), ("s_q", case.s_q), ("many", case.batch > 4)}
-    return seen
+            found |= {("page", scope.page), ("topk", scope.topk), ("lengths", scope.lengths)}
+        found |= {("flags", case.zero_lengths, case.all_invalid, case.sink, case.extra is None)}
+        found |= {("heads", case.heads), ("s_q", case.s_q), ("many", case.batch > 4)}
+    return found
