@@ -32,8 +32,8 @@ backends as their parent, provided that a plugin always returns the same descrip
 
 **Versions.** The contract is versioned (`contract.API_VERSION`). Minor versions only add: hooks may gain arguments,
 which an implementation is free not to declare, and classes may gain fields with defaults. A backend states the version
-it was written for in `BackendInfo.api`. A backend of another major version is refused, and the error names both
-versions.
+it was written for in `BackendInfo.api`. A backend of another major version, or of a newer minor version, is refused,
+and the error names both versions.
 """
 
 from __future__ import annotations

@@ -320,19 +320,28 @@ def _checked(source: _Source, offered: object, failures: list[PluginFailure]) ->
     if not issubclass(type(offered), (list, tuple)):
         raise _UnfitError(f"{_HOOK}: expected a list of BackendInfo, got {_kind(offered)}")
     accepted = []
-    major = API_VERSION.partition(".")[0]
+    major, minor = map(int, API_VERSION.split("."))
     for info in list(offered):  # type: ignore[call-overload]
         if not issubclass(type(info), BackendInfo):
             failures.append(source.failed("descriptor", f"{_HOOK}: expected a BackendInfo, got {_kind(info)}"))
-        elif info.api.partition(".")[0] != major:
+        elif (written_for := _contract(info.api)) is None or written_for[0] != major or written_for[1] > minor:
             why = f"backend {info.name!r} is written for contract {info.api}, this is {API_VERSION}"
-            failures.append(source.failed("version", why, f"install a release of it for contract {major}"))
+            cure = f"install a release of it for contract {major}"
+            if written_for is not None and written_for[0] == major:
+                cure = f"install a newer dsv4attn, or a release of it for contract {API_VERSION}"
+            failures.append(source.failed("version", why, cure))
         elif not _NAME.fullmatch(info.name) or info.name == AUTO:
             cure = f"use a-z 0-9 . _ - and not {AUTO!r}"
             failures.append(source.failed("name", f"a backend cannot be called {info.name!r}", cure))
         else:
             accepted.append(info)
     return accepted
+
+
+def _contract(version: str) -> tuple[int, int] | None:
+    """Major and minor version of a contract; (1, 0) for "1"; None for text that is no version."""
+    numbers = re.fullmatch(r"(\d+)(?:\.(\d+))?", version)
+    return (int(numbers[1]), int(numbers[2] or 0)) if numbers else None
 
 
 def _kind(value: object) -> str:

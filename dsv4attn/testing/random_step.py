@@ -61,6 +61,10 @@ class Token(NamedTuple):
     position: int
     valid: bool
 
+    def __str__(self) -> str:
+        """The row in messages."""
+        return f"{'the token' if self.valid else 'the padding'} at position {self.position} of request {self.request}"
+
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class RandomStep(CaseInput):

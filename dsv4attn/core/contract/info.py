@@ -34,7 +34,7 @@ COMPUTING = frozenset({
 """Methods of a backend that compute when they are called."""
 
 API_VERSION = "1.0"
-"""Version of this contract. A minor step only adds; a backend of another major version is refused."""
+"""Version of this contract. A minor step only adds. A backend of another major or a newer minor version is refused."""
 
 
 @frozen(kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from contextvars import ContextVar
@@ -79,7 +80,8 @@ class _Commands(click.Group):
         as_json = _prints_json(args)
         _stdout.set(sys.stdout)
         try:
-            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            with redirect_stdout(sys.stderr) if as_json else nullcontext(), warnings.catch_warnings():
+                _ignore_warnings()
                 code = super().main(args, *rest, **{**options, "standalone_mode": False})
         except click.ClickException as error:
             message = error.format_message()
@@ -96,7 +98,7 @@ class _Commands(click.Group):
             if as_json:
                 _print_error(error, str(error))
             else:
-                click.echo(f"error: {error}", err=True)
+                click.echo(f"Error: {error}", err=True)
             code = BAD_INPUT
         except (click.Abort, KeyboardInterrupt) as stop:
             # click wraps the interrupt; its message names the interrupted work if there is one
@@ -119,6 +121,12 @@ def _prints_json(args: Sequence[str]) -> bool:
         return False
     following = args[args.index("--json") + 1 :]
     return args[0] != "bench" or not following or following[0].startswith("-")
+
+
+def _ignore_warnings() -> None:
+    """Ignore what Triton's interpreter warns of, such as an overflow that a kernel masks, unless Python's -W asks."""
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
 
 
 def _print_error(error: Exception, message: str) -> None:

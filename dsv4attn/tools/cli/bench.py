@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve, frozen
 
-from dsv4attn.errors import NoBackendError
+from dsv4attn.errors import NoBackendError, UnknownNameError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
 from dsv4attn.tools.cli.bench_device import device_named
 from dsv4attn.tools.cli.common import console, write_file
-from dsv4attn.tools.cli.options import BENCH_JSON, STDOUT, command_line, integer, number_list, options, text
+from dsv4attn.tools.cli.options import (
+    BENCH_JSON,
+    STDOUT,
+    command_line,
+    integer,
+    named_words,
+    number_list,
+    options,
+    text,
+)
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -54,12 +63,20 @@ class _Bench(click.Command):
 
 
 @click.command(cls=_Bench, short_help="Time every kernel next to the roofline and other libraries.")
-@click.argument("what", nargs=-1)
+@click.argument("what", nargs=-1, callback=named_words)
 @options(
-    text("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]"),
+    text(
+        "--backend",
+        "--backends",
+        "backends",
+        metavar="NAMES",
+        callback=named_words,
+        help="Backends.  [default: those native here]",
+    ),
     text(
         "--cases",
         metavar="NAMES",
+        callback=named_words,
         help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2.  [default: all]",
     ),
     text("--batches", metavar="NUMBERS", callback=number_list, help="Requests of the decodes, as in 8,64,256."),
@@ -70,6 +87,7 @@ class _Bench(click.Command):
     text(
         "--peers",
         metavar="[NAMES]",
+        callback=named_words,
         is_flag=False,
         flag_value=ALL,
         help="Other libraries too: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk; without names, all.",
@@ -120,8 +138,7 @@ def bench(
     from dsv4attn.tools.bench import report
     from dsv4attn.tools.bench.result import load
 
-    if CONTEXT in what:
-        raise click.UsageError(f"{CONTEXT} comes first and alone: dsv4attn bench {CONTEXT} --help")
+    _check_what(what)
     if source is not None and (what or any(sizes.values())):
         raise click.UsageError("--from shows a saved run: it goes with --json, --compare and --plot only")
     old = load(compare, "--compare") if compare else None
@@ -150,6 +167,17 @@ def bench(
     if run.ran is not None and not source:
         ctx.exit(INTERRUPTED)
     ctx.exit(OK if run.ok and (compared is None or compared.ok) else FAILED)
+
+
+def _check_what(what: Sequence[str]) -> None:
+    """Raise for a word that is no measurement."""
+    from dsv4attn.tools.bench.cases import MEASUREMENTS
+
+    if CONTEXT in what:
+        raise click.UsageError(f"{CONTEXT} comes first and alone: dsv4attn bench {CONTEXT} --help")
+    for name in (part.strip() for word in what for part in word.split(",")):
+        if name and name not in MEASUREMENTS:
+            raise UnknownNameError("measurement", name, [*MEASUREMENTS, CONTEXT])
 
 
 def _json_of(run: Run, compared: Comparison | None) -> dict[str, Any]:

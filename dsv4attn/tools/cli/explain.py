@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 from attrs import evolve
 
-from dsv4attn.config import PHASES
+from dsv4attn.config import AUTO, PHASES, parse_request
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, print_json
@@ -94,6 +95,7 @@ def explain(
     problem = Problem.of(geometry, kind, phase, compress_ratio=ratio, sink=not no_sink, **facts)
     problem = _with_records(problem, records)
     settings = load_settings()
+    _check_backends(backend)
     selection = explained(problem, backend=backend, device=_device(device), settings=settings)
     if selection.request.source == "argument" and "=" in (backend or ""):
         selection = evolve(selection, request=evolve(selection.request, source=f"argument {backend}"))
@@ -104,6 +106,17 @@ def explain(
     else:
         _show(selection)
     ctx.exit(FAILED if selection.chosen is None else OK)
+
+
+def _check_backends(backend: str | None) -> None:
+    """Raise UnknownNameError for a name in `--backend` that no backend and no failed plugin has."""
+    from dsv4attn.errors import NoBackendError
+    from dsv4attn.selection import registered
+
+    for name in parse_request(backend or "", "argument backend").values():
+        if name != AUTO:
+            with suppress(NoBackendError):  # the trace has the failure of its plugin
+                registered(name)
 
 
 def _kind(geometry: ModelGeometry, layer: str | None, ratio: int | None) -> tuple[str, int | None]:

@@ -21,6 +21,7 @@ __all__ = [
     "command_line",
     "flag",
     "integer",
+    "named_words",
     "number_list",
     "options",
     "pairs",
@@ -97,6 +98,14 @@ def number_list(_: click.Context, parameter: click.Parameter, value: str | None)
     return tuple(int(part) for part in parts)
 
 
+def named_words(_: click.Context, parameter: click.Parameter, value: Any) -> Any:  # noqa: ANN401 - text, or a tuple of it
+    """Names, with commas between them. Text without a name would mean all of them."""
+    for text in value if isinstance(value, tuple) else (value,):
+        if text is not None and not text.replace(",", "").strip():
+            raise click.BadParameter(f"{text!r}: expected names; leave it out for all", param=parameter)
+    return value
+
+
 def target_file(_: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
     """The path of an output file in a folder that exists, checked before anything runs."""
     if value is None:
@@ -131,6 +140,7 @@ FILTER = text(
     "--filter",
     "chosen",
     metavar="PATTERNS",
+    callback=named_words,
     help="Clauses (S, A1), areas (decode) or cases (sink-*); after ! they are left out (!requests-*).",
 )
 MODEL = text("--model", default="flash", help="flash, pro, v4.1-flash, or a config.json.")

@@ -221,6 +221,10 @@ def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: P
     ("arguments", "said"),
     [
         (["decod"], "unknown measurement 'decod'; did you mean 'decode'?"),
+        (["foo"], "(known: compress, context, decode, gather"),
+        ([""], "'': expected names; leave it out for all"),
+        (["--cases", ","], "',': expected names; leave it out for all"),
+        (["--peers", ""], "'': expected names; leave it out for all"),
         (["--cases", "flash_c5"], "unknown case 'flash_c5'; did you mean 'flash_c4'?"),
         (["--backend", "reverence"], "unknown backend 'reverence'; did you mean 'reference'?"),
         (["--peers", "flashmla"], "unknown peer 'flashmla'; did you mean 'flash_mla'?"),

@@ -247,6 +247,7 @@ def test_a_backend_that_cannot_be_made_ends_with_1(machine: Machine) -> None:
         (["reference", "--option", "fast=1"], "option 'fast' of backend reference"),
         (["reference", "--option", "fast"], "expected key=value"),
         (["reference", "--filter", "S1,sinc"], "'sinc', which none has"),
+        (["reference", "--filter", ""], "'': expected names; leave it out for all"),
         (["reference", "--certificate", "nowhere/c.json"], "expected a file in a folder that exists"),
         (["reference", "--certificate", "."], "expected a file in a folder that exists"),
         (["reference", "--filter", "A6,!call-plain-*"], "expected patterns that leave a case"),

@@ -92,7 +92,7 @@ def test_a_missing_triton_is_one_verdict_in_every_command(
     refusal = "TRITON  no Triton, needs Triton 3.6 or newer -> pip install triton"
 
     assert code == 2
-    assert lines[0].startswith("error: backend 'rocm' cannot run ")
+    assert lines[0].startswith("Error: backend 'rocm' cannot run ")
     assert refusal in " ".join(lines)
     with pytest.raises(NoBackendError, match=r"^backend 'rocm' cannot run here: TRITON  no Triton, needs Triton 3\.6"):
         load_backend("rocm")

@@ -109,7 +109,7 @@ def test_a_backend_can_be_asked_for(machine: Machine) -> None:
 
 
 def test_g9_a_misspelt_backend_is_answered_with_the_right_one(machine: Machine) -> None:
-    code, values = machine.json("explain", "--backend", "refernz")
+    code, values = machine.json("explain", DSV4ATTN_BACKEND="refernz")
 
     assert (code, values["chosen"]) == (1, None)
     assert values["verdict"].endswith("no backend has this name; did you mean 'reference'?")
@@ -160,6 +160,8 @@ REFUSED = [
     (["--dtype", "fp4"], "'fp4' is not one of"),
     (["--phase", "both"], "'both' is not one of"),
     (["--layer", "swa", "--topk", "512"], "topk: expected 0 on a window-only layer"),
+    (["--backend", "refernz"], "unknown backend 'refernz'; did you mean 'reference'?"),
+    (["--backend", "decode=reference,prefill=foo"], "unknown backend 'foo'"),
     (["--backend", "decode="], "argument backend: expected NAME or"),
     # a suggestion is a close name of the same family
     (["--device", "v100"], "unknown device 'v100' (known: "),

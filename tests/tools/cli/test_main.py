@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -22,7 +24,6 @@ def invoke(*args: str) -> Any:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A command `run` that raises the error of `install`."""
-    import click
 
     def install(error: BaseException) -> None:
         @click.command()
@@ -73,7 +74,24 @@ def test_our_errors_are_one_line_and_code_2(failing: Any) -> None:
 
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr == "error: q: expected this, got that -> do so\n"
+    assert result.stderr == "Error: q: expected this, got that -> do so\n"
+
+
+def test_warnings_of_tritons_interpreter_do_not_reach_users(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    command = click.Command("run", callback=_warning_of_a_kernel)
+    monkeypatch.setattr(cli._Commands, "get_command", lambda *_: command)
+    monkeypatch.setattr(sys, "warnoptions", [])
+
+    assert invoke("run").exit_code == 0
+    assert [warning.category for warning in recwarn] == [UserWarning]
+
+
+def _warning_of_a_kernel() -> None:
+    interpreter: Any = {"__name__": "triton.runtime.interpreter"}
+    exec("import warnings\nwarnings.warn('overflow', RuntimeWarning)", interpreter)  # noqa: S102 - our own text
+    warnings.warn("of other code", stacklevel=1)
 
 
 def test_our_errors_are_one_object_with_json(failing: Any) -> None:

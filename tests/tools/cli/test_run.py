@@ -348,7 +348,7 @@ def test_a_bad_line_is_named_and_nothing_has_run(model: str, tmp_path: Path, mon
     result = invoke("--model", model, "--trace", tmp_path / "trace")
 
     assert result.exit_code == 2
-    assert re.match(r"error: .*trace:4: truncated or malformed JSON", result.stderr)
+    assert re.match(r"Error: .*trace:4: truncated or malformed JSON", result.stderr)
 
 
 def test_a_config_that_lacks_a_field_is_named(tmp_path: Path) -> None:
