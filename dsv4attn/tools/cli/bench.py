@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from dsv4attn.errors import NoBackendError, UnknownNameError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import console, write_file
+from dsv4attn.tools.cli.common import console, require_torch, write_file
 from dsv4attn.tools.cli.options import (
     BENCH_JSON,
     STDOUT,
@@ -134,6 +134,7 @@ def bench(
 
     Ctrl-C ends the run with the cases that were measured, marked incomplete, and exit code 130.
     """
+    require_torch(ctx)
     from dsv4attn.tools.bench import compare as comparing
     from dsv4attn.tools.bench import report
     from dsv4attn.tools.bench.result import load

@@ -15,7 +15,7 @@ from attrs import frozen
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, print_json
 from dsv4attn.tools.cli.bench_device import device_of_rank
-from dsv4attn.tools.cli.common import console, write_file
+from dsv4attn.tools.cli.common import console, require_torch, write_file
 from dsv4attn.tools.cli.options import (
     BENCH_JSON,
     DECIDED_BACKEND,
@@ -82,6 +82,7 @@ def context(
     exit code is 1 on all ranks. Rank 0 measures one rank while the others wait, and prints. Times over ranks are those
     of the slowest rank.
     """
+    require_torch(ctx)
     ranks = launched("bench context")
     place, group_backend = device_of_rank(device)
     if graph and place.type == "cpu":

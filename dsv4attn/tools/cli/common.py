@@ -20,6 +20,7 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
+    import click
     from rich.console import Console
     from rich.table import Table
 
@@ -38,6 +39,7 @@ __all__ = [
     "geometry_of",
     "grid",
     "reason_json",
+    "require_torch",
     "simple_table",
     "write_file",
 ]
@@ -90,6 +92,23 @@ def _family(name: str, names: Iterable[str]) -> list[str]:
         near = get_close_matches(name, names, n=1, cutoff=0.8)
     kinds = {device.kind for device in DEVICES for near_name in near if near_name in device.spellings}
     return near if len(kinds) == 1 else []
+
+
+def require_torch(ctx: click.Context) -> None:
+    """End a command with exit code 2 and one line if torch cannot be imported."""
+    import click
+
+    from dsv4attn.tools.cli import BAD_INPUT
+
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        why = "which is not installed" if missing else f"which cannot be imported: {lines[0]}"
+        problem = click.ClickException(f"`{ctx.command_path}` needs torch, {why} -> `dsv4attn doctor` says what to do")
+        problem.exit_code = BAD_INPUT
+        raise problem from None
 
 
 def chosen_backend(

@@ -14,7 +14,16 @@ from attrs import asdict, field, frozen
 
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.tools.cli import FAILED, OK, print_json
-from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json, simple_table
+from dsv4attn.tools.cli.common import (
+    console,
+    device_facts,
+    epilog,
+    geometry_of,
+    grid,
+    reason_json,
+    require_torch,
+    simple_table,
+)
 from dsv4attn.tools.cli.options import JSON, choice, command_line, options, text
 from dsv4attn.tools.cli.progress import progress_bar
 
@@ -109,6 +118,7 @@ def compile_(
     where a launch finds them. Exit code 0: nothing spills, every block fits, and 16-bit products use the matrix unit;
     1: a kernel spills, breaks a limit, or does not compile; 2: bad input.
     """
+    require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
     geometry = geometry_of(model)

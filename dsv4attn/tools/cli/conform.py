@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
-from dsv4attn.tools.cli.common import console, grid, simple_table, write_file
+from dsv4attn.tools.cli.common import console, grid, require_torch, simple_table, write_file
 from dsv4attn.tools.cli.options import FILTER, OPTION, flag, integer, options, target_file, text
 from dsv4attn.tools.cli.progress import progress_bar
 
@@ -70,6 +70,7 @@ def conform(
     failed, or none was executed; 2: bad input; 130: interrupted by Ctrl-C, which keeps what has run in a certificate
     that is marked incomplete. A certificate of --fail-fast is marked incomplete too, if cases are left.
     """
+    require_torch(ctx)
     from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES

@@ -12,7 +12,7 @@ import click
 from attrs import asdict, define, field, frozen
 
 from dsv4attn import __version__
-from dsv4attn.tools.cli import FAILED, OK, engines, print_json
+from dsv4attn.tools.cli import FAILED, OK, engines, installation, print_json
 from dsv4attn.tools.cli.backends import automatic, merged
 from dsv4attn.tools.cli.common import console, device_json, failure_json, grid
 from dsv4attn.tools.cli.options import JSON
@@ -47,13 +47,19 @@ class _Problem:
 
 @define
 class _Report:
-    """Facts of the installation, and its problems."""
+    """Facts of the installation, and its problems.
+
+    phases: the automatic choice. runs: the choice under the settings.
+    """
 
     versions: dict[str, str | None]
+    torch: installation.Attempt
+    system: dict[str, str]
     devices: list[DeviceFacts]
     settings: Settings
     registry: PluginRegistry
     phases: dict[str, Selection] = field(factory=dict)
+    runs: dict[str, Selection] = field(factory=dict)
     engines: list[engines.EngineState] = field(factory=list)
     problems: list[_Problem] = field(factory=list)
 
@@ -64,9 +70,11 @@ class _Report:
 def doctor(ctx: click.Context, *, as_json: bool) -> None:
     """Look for what is wrong with this installation, and say what to do.
 
-    Shows versions, devices, configuration and where it comes from, environment variables, every plugin that cannot be
-    used, with its traceback, and whether an installed vLLM or SGLang runs DeepSeek-V4 on dsv4attn. Nothing is launched,
-    and no engine is imported. Exit code 0: nothing is wrong; 1: something is.
+    Shows versions, operating system, CPU, driver, devices, configuration and where it comes from, environment
+    variables, the backend that will run, every plugin that cannot be used, with its traceback, and whether an installed
+    vLLM or SGLang runs DeepSeek-V4 on dsv4attn. It imports torch and Triton in processes of their own, compares device
+    nodes with the build of torch, and builds every plugin's backend that can run here. No kernel is launched, and no engine is
+    imported. Exit code 0: nothing is wrong; 1: something is.
     """
     report = _examine()
     if as_json:
@@ -90,8 +98,17 @@ def _examine() -> _Report:
     except ConfigError as error:
         settings = Settings()
         problems.append(_Problem(f"configuration: {error}", "correct it; everything above is without it"))
+    attempts = [installation.tried(package) for package in ("torch", "triton")]
+    torch = attempts[0]
+    if not torch.installed:
+        problems.append(_Problem("torch is not installed", torch.cure))
+    for attempt in attempts:
+        if attempt.error:
+            what = f"`import {attempt.package}` fails: {attempt.error}"
+            problems.append(_Problem(what, attempt.cure, attempt.trace))
+    problems += [_Problem(*found) for found in installation.devices_without_use(torch, os.environ)]
     try:
-        devices = DeviceFacts.all_here()
+        devices = DeviceFacts.all_here() if torch.works else [DeviceFacts.here("cpu")]
     except Exception as error:  # noqa: BLE001 - a broken torch or driver is a finding
         devices = [DeviceFacts.named("cpu")]
         cure, trace = "see whether `python -c 'import torch'` works", traceback.format_exc()
@@ -99,8 +116,10 @@ def _examine() -> _Report:
     registry = registry_for(settings)
     packages = {**versions, **{package: version_of(package) for package in _PACKAGES}}
     packages["triton"] = devices[0].triton_version
+    system = installation.system(torch)
     phases = automatic(registry, devices[0])
-    report = _Report(packages, devices, settings, registry, phases, engines.examine(), problems)
+    report = _Report(packages, torch, system, devices, settings, registry, phases)
+    report.engines, report.problems = engines.examine(), problems
     _judge(report)
     wrong = [state for state in report.engines if state.is_problem]
     report.problems += [_Problem(state.verdict, state.cure, state.traceback) for state in wrong]
@@ -110,10 +129,9 @@ def _examine() -> _Report:
 def _judge(report: _Report) -> None:
     """Add the problems of plugins, options and choices to the report."""
     from dsv4attn.config import AUTO
-    from dsv4attn.errors import BrokenBackendError, ConfigError, did_you_mean
+    from dsv4attn.errors import did_you_mean
     from dsv4attn.plugins import trace_of
     from dsv4attn.selection import explain
-    from dsv4attn.selection.build import check_options
 
     settings, registry, device = report.settings, report.registry, report.devices[0]
     for failure in registry.failures:
@@ -124,14 +142,8 @@ def _judge(report: _Report) -> None:
             what = f"options.{name} in {settings.file}: no backend has this name"
             cure = "correct the name, or remove the table: no backend reads it"
             report.problems.append(_Problem(f"{what}{did_you_mean(name, registry.backends)}", cure))
-            continue
-        try:
-            check_options(registry.backends[name].info, settings)
-        except ConfigError as error:
-            report.problems.append(_Problem(str(error), f"correct it: {name} refuses to load with these options"))
-        except BrokenBackendError as error:
-            cure = f"report it to the authors of {registry.backends[name].owner}"
-            report.problems.append(_Problem(str(error), cure, trace_of(error.__cause__) if error.__cause__ else ""))
+    if report.torch.works:
+        report.problems += filter(None, (_built(report, name) for name in registry.backends))
     broken = {c.name: c for selection in report.phases.values() for c in selection.trace if c.cause is not None}
     for candidate in broken.values():
         what, _, cure = candidate.lines[0].partition(" -> ")
@@ -143,10 +155,35 @@ def _judge(report: _Report) -> None:
             if is_requested
             else automatic_choice
         )
+        report.runs[phase] = selection
         if selection.chosen is None:
             verdict, _, cure = selection.verdict.partition(" -> ")
             cure = f"{cure}{'; ' if cure else ''}`dsv4attn explain --phase {phase}` says why"
             report.problems.append(_Problem(f"{phase}: {verdict}", cure))
+
+
+def _built(report: _Report, name: str) -> _Problem | None:
+    """Build a plugin's backend that can run here, or one that has options; the problem if that fails."""
+    from dsv4attn.errors import BrokenBackendError, ConfigError, Dsv4AttnError
+    from dsv4attn.plugins import BUILT_IN, trace_of
+    from dsv4attn.selection.build import check_options, configured
+
+    registration = report.registry.backends[name]
+    states = {c.state for selection in report.phases.values() for c in selection.trace if c.name == name}
+    try:
+        if name not in BUILT_IN and states - {"refused", "broken"}:
+            configured(registration.info, report.settings, {})
+        else:
+            check_options(registration.info, report.settings)
+    except ConfigError as error:
+        return _Problem(str(error), f"correct it: {name} refuses to load with these options")
+    except Dsv4AttnError as error:
+        cure = f"report it to the authors of {registration.owner}"
+        what, _, known_cure = str(error).splitlines()[0].partition(" -> ")
+        if not isinstance(error, BrokenBackendError):
+            return _Problem(what, known_cure or cure)
+        return _Problem(str(error), cure, trace_of(error.__cause__) if error.__cause__ else "")
+    return None
 
 
 def _values(settings: Settings) -> list[tuple[str, str, str]]:
@@ -182,10 +219,12 @@ def _as_json(report: _Report) -> dict[str, Any]:
     return {
         "ok": not report.problems,
         "versions": report.versions,
+        "system": report.system,
         "devices": [device_json(device) for device in report.devices],
         "configuration": {"file": report.settings.file, "values": values, "ignored": list(report.settings.ignored)},
         "environment": _environment(),
         "automatic": {p: s.chosen.info.name if s.chosen else None for p, s in report.phases.items()},
+        "runs": {p: s.chosen.info.name if s.chosen else None for p, s in report.runs.items()},
         "engines": [engines.as_json(state) for state in report.engines],
         "plugins": [failure_json(failure) for failure in report.registry.failures],
         "problems": [asdict(problem) for problem in report.problems],
@@ -209,11 +248,13 @@ def _show(report: _Report) -> None:
     environment = [f"{name}={value}" for name, value in _environment().items()]
     rows: list[tuple[str, Sequence[str]]] = [
         ("versions", ["  ".join(versions[:4]), "  ".join(versions[4:])]),
+        ("system", [f"{name}: {text}" for name, text in report.system.items()]),
         ("devices", [str(device) for device in report.devices]),
         ("configuration", [report.settings.file or "no file", *values, *ignored]),
         ("environment", environment or ["nothing that matters here"]),
         ("backends", [", ".join(report.registry.backends), *left_out]),
         ("automatic", merged({phase: selection.verdict for phase, selection in report.phases.items()})),
+        ("runs", merged({phase: selection.verdict for phase, selection in report.runs.items()})),
         ("engines", [line for state in report.engines for line in _lines_of(state)]),
     ]
     out = console()

@@ -60,7 +60,7 @@ class EngineState:
     @property
     def is_problem(self) -> bool:
         """Whether something is wrong; a wheel that is off or left out is what the user configured."""
-        return self.state in ("broken", "refused")
+        return self.state in ("broken", "refused") or (self.state == "absent" and self.wheel_version is not None)
 
     @property
     def verdict(self) -> str:
@@ -110,7 +110,8 @@ def _examined(engine: Engine) -> EngineState:
     state = EngineState(engine.name, engine.package, engine.wheel, "absent", "not installed")
     state = evolve(state, version=_version(installed), wheel_version=(_version(wheel) or "unknown") if wheel else None)
     if installed is None and not _is_module(engine.package):
-        return evolve(state, installed=False, why=f"not installed, but {named} is" if wheel else state.why)
+        why, cure = f"not installed, but {named} is", f"install {engine.package}, or uninstall {engine.wheel}"
+        return evolve(state, installed=False, why=why, cure=cure) if wheel else evolve(state, installed=False)
     if wheel is None:
         cure = f"to change that, install integrations/{engine.wheel} of dsv4attn's sources"
         return evolve(state, state="no wheel", why=f"{named} is not installed", cure=cure)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
-from dsv4attn.tools.cli.common import console, grid, simple_table, write_file
+from dsv4attn.tools.cli.common import console, grid, require_torch, simple_table, write_file
 from dsv4attn.tools.cli.conform import case_progress, grouped, show_failures
 from dsv4attn.tools.cli.options import FILTER, JSON, options, target_file, text
 
@@ -55,6 +55,7 @@ def parity(
     the formats; "same" means equal bits. Exit code 0: every case that was executed passed; 1: one failed, or a backend
     executed none; 2: bad input; 130: interrupted by Ctrl-C, which keeps what has run, marked incomplete.
     """
+    require_torch(ctx)
     from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES

@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 
 from dsv4attn.core.contract import device
-from tests.tools.cli.machine import Machine
+from dsv4attn.tools.cli import installation
+from tests.tools.cli.machine import Machine, imported
 from tests.vendor_wheel import VendorWheels
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """A machine without accelerators, with an empty working directory."""
+    """A machine without accelerators, with an empty working directory, and a torch for the CPU that can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
+    monkeypatch.setattr(installation, "tried", imported)
+    for folder in ("_DEV", "_SYS", "_PROC"):
+        monkeypatch.setattr(installation, folder, tmp_path / folder)
     for name in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "DSV4ATTN_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     with VendorWheels(tmp_path) as wheels:

@@ -12,9 +12,10 @@ from click.testing import CliRunner
 
 from dsv4attn.core.contract import device, devices
 from dsv4attn.tools.cli import main
+from dsv4attn.tools.cli.installation import Attempt
 from tests.vendor_wheel import VendorWheels, plugin
 
-__all__ = ["Machine", "device_of_no_backend", "plugin", "without_triton"]
+__all__ = ["Machine", "device_of_no_backend", "imported", "plugin", "without_triton"]
 
 
 @define
@@ -44,6 +45,12 @@ class Machine:
         values: dict[str, Any] = json.loads(lines[0])
         assert values["ok"] is (code == 0)
         return code, values
+
+
+def imported(package: str) -> Attempt:
+    """The import of torch for the CPU, and of Triton, where both work."""
+    facts = {"found": False, "memory": [], "version": "2.13.0+cpu", "cuda": None, "hip": None, "xpu": None}
+    return Attempt(package, facts=facts if package == "torch" else {})
 
 
 def device_of_no_backend(monkeypatch: pytest.MonkeyPatch) -> str:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 
 import dsv4attn
 from dsv4attn.core.contract.device import DeviceFacts
-from tests.tools.cli.machine import Machine, device_of_no_backend, plugin, without_triton
+from dsv4attn.tools.cli import installation
+from dsv4attn.tools.cli.installation import Attempt
+from tests.tools.cli.machine import Machine, device_of_no_backend, imported, plugin, without_triton
+
+TRIED = installation.tried
+"""The function before a test replaces it."""
 
 
 def problems(machine: Machine, **environ: str) -> list[tuple[str, str]]:
@@ -190,6 +196,163 @@ def test_everything_is_aligned(machine: Machine, width: int) -> None:
     names = [line[2:15].rstrip() for line in lines if line.startswith("  ") and line[2] not in " n"]
 
     assert code == 0
-    assert names == ["versions", "devices", "configuration", "environment", "backends", "automatic", "engines"]
+    assert names == [
+        "versions",
+        "system",
+        "devices",
+        "configuration",
+        "environment",
+        "backends",
+        "automatic",
+        "runs",
+        "engines",
+    ]
     assert max(map(len, lines)) <= width
     assert "                 acme not loaded: denied by DSV4ATTN_PLUGINS_DENY (dsv4attn-acme" in "\n".join(lines)
+
+
+def with_torch(monkeypatch: pytest.MonkeyPatch, *, installed: bool = True, found: bool = True, **builds: str) -> None:
+    """A torch of these builds, or none."""
+
+    def tried(package: str) -> Attempt:
+        attempt = imported(package)
+        if package != "torch":
+            return attempt
+        return evolve(attempt, installed=installed, facts={**attempt.facts, "found": found, **builds})
+
+    monkeypatch.setattr(installation, "tried", tried)
+
+
+def with_node(name: str, vendor: str = "") -> None:
+    """A device node, and the maker of a graphics device."""
+    node = installation._DEV / name
+    node.parent.mkdir(parents=True, exist_ok=True)
+    node.touch()
+    if vendor:
+        folder = installation._SYS / "class" / "drm" / node.name / "device"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n", encoding="ascii")
+
+
+def test_an_absent_torch_is_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_torch(monkeypatch, installed=False)
+
+    assert problems(machine)[0] == (
+        "torch is not installed",
+        "install the build of torch for this device: https://pytorch.org/get-started/locally",
+    )
+
+
+@pytest.mark.parametrize("package", ["torch", "triton"])
+def test_an_import_that_fails_is_a_problem_with_its_last_line(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    folder = machine.wheels.folder / "first"
+    (folder / package).mkdir(parents=True)
+    (folder / package / "__init__.py").write_text("raise ImportError('libcudnn.so.9: cannot open')", encoding="utf-8")
+    monkeypatch.setattr(installation, "tried", lambda name: (TRIED if name == package else imported)(name))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    code, values = machine.json("doctor")
+    problem = values["problems"][0]
+
+    assert code == 1
+    assert problem["what"] == f"`import {package}` fails: ImportError: libcudnn.so.9: cannot open"
+    assert problem["cure"].startswith(f"reinstall {package}, ")
+    assert "__init__.py" in problem["trace"]
+
+
+def test_a_torch_that_works_says_what_it_is_built_for() -> None:
+    attempt = TRIED("torch")
+
+    assert attempt.works
+    assert {*attempt.facts} == {"found", "memory", "version", "cuda", "hip", "xpu"}
+
+
+@pytest.mark.parametrize(
+    ("node", "vendor", "builds", "said"),
+    [
+        ("nvidia0", "", {}, "there is a device for CUDA, but torch 2.13.0+cpu is built for the CPU alone"),
+        ("kfd", "", {}, "there is a device for ROCm, but torch 2.13.0+cpu is built for the CPU alone"),
+        ("dri/renderD128", "0x8086", {}, "there is a device for XPU, but torch 2.13.0+cpu is built for the CPU alone"),
+        ("nvidia0", "", {"hip": "7.1"}, "there is a device for CUDA, but torch 2.13.0+cpu is built for ROCm 7.1"),
+        ("dri/renderD128", "0x1af4", {}, None),
+        ("nvidiactl", "", {}, None),
+        ("nvidia0", "", {"cuda": "12.8"}, None),
+        ("kfd", "", {"hip": "7.1"}, None),
+    ],
+)
+def test_a_device_that_torch_is_not_built_for_is_a_problem(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    node: str,
+    vendor: str,
+    builds: dict[str, str],
+    said: str | None,
+) -> None:
+    with_torch(monkeypatch, **builds)
+    with_node(node, vendor)
+
+    assert [what for what, _ in problems(machine)] == ([f"{installation._DEV / node}: {said}"] if said else [])
+
+
+def test_a_driver_with_which_torch_finds_no_device_is_a_problem(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_torch(monkeypatch, found=False, cuda="12.8")
+    with_node("nvidia0")
+    [(what, cure)] = problems(machine)
+
+    assert what.endswith("nvidia0: torch for CUDA 12.8 finds no device")
+    assert cure.startswith("`nvidia-smi` says whether the driver works")
+    assert problems(machine, CUDA_VISIBLE_DEVICES="") == []
+
+
+NO_MODULE = "dsv4attn_acme_kernels:Make: ModuleNotFoundError: No module named 'dsv4attn_acme_kernels'"
+MISSPELT = "dsv4attn_acme:Mak: AttributeError: module 'dsv4attn_acme' has no attribute 'Mak'"
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"), [("dsv4attn_acme_kernels:Make", NO_MODULE), ("dsv4attn_acme:Mak", MISSPELT)]
+)
+def test_a_plugin_whose_backend_cannot_be_made_is_a_problem(machine: Machine, factory: str, said: str) -> None:
+    machine.wheels.install("dsv4attn-acme", plugin(factory=factory))
+
+    assert problems(machine) == [
+        (f"backend 'acme' is broken: {said}", "report it to the authors of dsv4attn-acme 0.2"),
+    ]
+
+
+def test_a_plugin_that_brings_ops_which_its_descriptor_does_not_name_is_a_problem(machine: Machine) -> None:
+    source = """
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+
+
+class Acme(ReferenceBackend):
+    name = "acme"
+
+    @property
+    def layer_ops(self):
+        from attrs import evolve
+        return evolve(super().layer_ops, select_topk=lambda *args, **options: None)
+"""
+    machine.wheels.install("dsv4attn-acme", plugin(factory="dsv4attn_acme:Acme") + source)
+
+    assert "BackendInfo.layer_ops names none, and its layer_ops bring selection" in problems(machine)[0][0]
+
+
+def test_the_system_and_the_backend_that_runs_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_torch(monkeypatch, found=True, cuda="12.8", memory=[80 * 2**30])  # type: ignore[arg-type]
+    (installation._SYS / "module" / "nvidia").mkdir(parents=True)
+    (installation._SYS / "module" / "nvidia" / "version").write_text("580.95\n", encoding="ascii")
+    installation._PROC.mkdir()
+    (installation._PROC / "cpuinfo").write_text("model name\t: Acme 3000\n", encoding="ascii")
+    machine.install("acme", native=("cpu",))
+    _, values = machine.json("doctor", DSV4ATTN_BACKEND="decode=reference")
+
+    assert values["system"]["os"]
+    assert values["system"]["cpu"].startswith("Acme 3000, ")
+    assert values["system"]["driver"] == "nvidia 580.95"
+    assert values["system"]["torch build"] == "CUDA 12.8"
+    assert values["system"]["gpu memory"] == "80 GiB"
+    assert values["runs"] == {"decode": "reference", "prefill": "acme"}

@@ -88,7 +88,8 @@ class Place:
         code, values = self.machine.json("doctor", **environ)
         result: dict[str, Any]
         [result] = [one for one in values["engines"] if one["engine"] == engine.name]
-        wrong = result["state"] in ("broken", "refused")
+        without_engine = result["state"] == "absent" and result["wheel_version"] is not None
+        wrong = without_engine or result["state"] in ("broken", "refused")
         assert (code, len(values["problems"])) == ((1, 1) if wrong else (0, 0))
         if wrong:
             [problem] = values["problems"]
@@ -150,7 +151,10 @@ def test_without_an_engine_there_is_nothing_to_say(place: Place, engine: Engine)
     place.wheel(engine)
     said = place.said(engine)
 
-    assert said["text"] == f"{engine.name}: not installed, but {engine.wheel} 0.1.0 is"
+    assert said["text"] == (
+        f"{engine.name}: not installed, but {engine.wheel} 0.1.0 is "
+        f"-> install {engine.package}, or uninstall {engine.wheel}"
+    )
     assert (said["state"], said["installed"], said["is_tested"]) == ("absent", False, None)
     assert said["wheel_version"] == "0.1.0"
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import click
@@ -134,3 +135,25 @@ def test_misuse_is_code_2_and_json_when_asked_for(as_json: bool) -> None:
     else:
         assert result.stdout == ""
         assert "0 is not in the range x>=1" in result.stderr
+
+
+@pytest.mark.parametrize("how", ["missing", "broken"])
+@pytest.mark.parametrize(
+    "args",
+    [("bench", "decode"), ("bench", "context"), ("conform", "reference"), ("parity",), ("compile", "--target", "h200")],
+    ids=lambda args: " ".join(args[:2]),
+)
+def test_without_torch_a_command_is_one_clear_line_and_code_2(tmp_path: Path, args: tuple[str, ...], how: str) -> None:
+    hide = "sys.modules['torch'] = None"
+    if how == "broken":
+        hide = f"sys.path.insert(0, {str(tmp_path)!r})"
+        (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open')", encoding="utf-8")
+    code = f"import sys; {hide}; from dsv4attn.tools.cli import main; main({[*args]!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    why = "which is not installed" if how == "missing" else "which cannot be imported: libcudnn.so.9: cannot open"
+
+    assert (done.returncode, done.stdout) == (2, "")
+    command = " ".join(args[:2]) if args[1:] == ("context",) else args[0]
+    [line] = done.stderr.splitlines()
+    assert line.startswith("Error: `")
+    assert line.endswith(f"{command}` needs torch, {why} -> `dsv4attn doctor` says what to do")
