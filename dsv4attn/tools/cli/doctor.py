@@ -73,8 +73,8 @@ def doctor(ctx: click.Context, *, as_json: bool) -> None:
     Shows versions, operating system, CPU, driver, devices, configuration and where it comes from, environment
     variables, the backend that will run, every plugin that cannot be used, with its traceback, and whether an installed
     vLLM or SGLang runs DeepSeek-V4 on dsv4attn. It imports torch and Triton in processes of their own, compares device
-    nodes with the build of torch, and builds every plugin's backend that can run here. No kernel is launched, and no engine is
-    imported. Exit code 0: nothing is wrong; 1: something is.
+    nodes with the build of torch, and builds every plugin's backend that can run here. No kernel is launched, and no
+    engine is imported. Exit code 0: nothing is wrong; 1: something is.
     """
     report = _examine()
     if as_json:
