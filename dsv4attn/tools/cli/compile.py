@@ -43,6 +43,8 @@ __all__ = ["bounds_of", "compile_"]
 _SAID = {"spills": "spill", "limit": "break a limit", "failed": "do not compile"}
 """Words of the summary for each verdict but "ok"."""
 _STYLES = {"ok": "green", "spills": "yellow", "limit": "bold red", "failed": "bold red"}
+_COMPILED_FOR = tuple(device for device in DEVICES if device.kind in ("cuda", "hip"))
+"""Devices that have a `Target`. Kernels for Intel are compiled at their first launch, on the device."""
 _V41 = ("v41_fp8", "v41_fp4")
 _DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", *_V41)
 
@@ -75,7 +77,9 @@ class _Job:
         return f"{kernels}: no spills, largest shared memory {shared}, at least {blocks}"
 
 
-@click.command("compile", short_help="Compile every kernel for a device that need not be here.", epilog=epilog(DEVICES))
+@click.command(
+    "compile", short_help="Compile every kernel for a device that need not be here.", epilog=epilog(_COMPILED_FOR)
+)
 @options(
     text(
         "--target",
@@ -109,7 +113,7 @@ def compile_(
     kernels: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Compile every kernel that a model can ask for, with the Triton that is installed, for devices by name.
+    """Compile every kernel that a model can ask for, with the Triton that is installed, for GPUs of NVIDIA and AMD.
 
     Nothing is launched; no device or driver is needed. The table says what a kernel takes: registers of a thread, bytes
     that a thread spills, shared memory of a block, its warps and their threads, its matrix instructions, and how many
@@ -167,13 +171,13 @@ def _jobs(
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
     try:
-        from dsv4attn.backends._triton.compiling.targets import Target
+        from dsv4attn.backends._triton.compiling.targets import Target  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise click.UsageError("triton is not installed -> pip install 'dsv4attn[triton]'") from error
     require_release()
-    chosen = [Target.of(device_facts(name).arch) for name in targets]
+    chosen = [_target(name) for name in targets]
     bounds = [bounds_of(geometry, dtype) for dtype in dict.fromkeys(dtypes)]
     loaded, failed = _loaded(backend)
     if not loaded:
@@ -199,6 +203,25 @@ def _jobs(
         if name not in names:
             raise UnknownNameError("kernel", name, names)
     return jobs, failed
+
+
+def _target(name: str) -> Target:
+    """The target of a device's name. Raises unless there is one."""
+    from dsv4attn.backends._triton.compiling.targets import Target
+    from dsv4attn.errors import ArgumentError, UnknownNameError
+
+    try:
+        facts = device_facts(name)
+    except UnknownNameError as error:
+        known = [spelling for device in _COMPILED_FOR for spelling in device.spellings]
+        meant = [near for near in known if f"{near!r}" in str(error).partition(" (known: ")[0]]
+        raise UnknownNameError("target", name, known, str(error).split("\n  ")[1:], near=meant) from None
+    if facts.kind not in {device.kind for device in _COMPILED_FOR}:
+        hint = "its kernels are compiled on the device, at their first launch: `dsv4attn conform` runs all of them"
+        actual = f"{name!r} ({facts.name})" if facts.kind != "cpu" else repr(name)
+        hint = "" if facts.kind == "cpu" else hint
+        raise ArgumentError("--target", expected="a GPU of NVIDIA or AMD", actual=actual, hint=hint)
+    return Target.of(facts.arch)
 
 
 def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, Backend]], dict[str, str]]:

@@ -16,8 +16,9 @@ from dsv4attn import selection
 # imported here, while kernels are still interpreted: commands run in an environment of their own
 from dsv4attn.backends._triton.compiling import aot
 from dsv4attn.backends._triton.compiling.aot import Outcome, Resources
-from dsv4attn.backends._triton.compiling.targets import Target
+from dsv4attn.backends._triton.compiling.targets import TARGETS, Target
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.core.contract.problem import Reason
 from dsv4attn.plugins import PluginRegistry
 from tests.tools.cli.machine import Machine
@@ -134,6 +135,10 @@ def test_help_lists_the_devices(machine: Machine, command: str) -> None:
 
     assert code == 0
     assert [" ".join(line.split()) for line in lines if "h200" in line][-1].startswith("sm_90 h100, h200")
+    listed = {
+        line.split()[0] for line in lines[lines.index("  Devices, by architecture or by any of these names:") :][1:]
+    }
+    assert listed == ({*TARGETS} if command == "compile" else {device.arch for device in DEVICES})
 
 
 def test_caches_of_several_types_are_compiled_for_once_each(machine: Machine, compiler: list[tuple[str, int]]) -> None:
@@ -192,8 +197,10 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
     ("options", "said"),
     [
         (["--target", "gfx90"], "unknown target 'gfx90'; did you mean 'gfx90a'?"),
-        (["--target", "h2O0"], "unknown device 'h2O0'; did you mean 'h200'?"),
-        (["--target", "b580"], "unknown target 'xpu'"),
+        (["--target", "h2O0"], "unknown target 'h2O0'; did you mean 'h200'? (known: a10, a100, "),
+        (["--target", "b580"], "--target: expected a GPU of NVIDIA or AMD, got 'b580' (Intel GPU) -> its kernels are"),
+        (["--target", "ascend"], "expected a GPU of NVIDIA or AMD, got 'ascend' (Ascend NPU) -> its kernels are"),
+        (["--target", "cpu"], "--target: expected a GPU of NVIDIA or AMD, got 'cpu'"),
         ([], "Missing option '--target'"),
         (["--target", "sm_90", "--backend", "reference"], "expected one with kernels to compile, got 'reference'"),
         (["--target", "sm_90", "--backend", "acmee"], "did you mean 'acme'?"),
