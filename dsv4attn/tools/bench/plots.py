@@ -86,9 +86,40 @@ def _figures(run: Run) -> Iterator[tuple[str, Figure]]:
         rows = [row for row in plain if row.kernel in kernels]
         if rows:
             yield name, _bars(run, rows, colours, _TITLES[name], _TRAFFIC)
+    compared = [row for row in plain if row.vs.get("flash_mla")]
+    if compared:
+        yield "speed", _speed(run, compared)
     lines = [row for row in timed if row.series]
     if lines:
         yield "scaling", _scaling(run, lines, colours)
+
+
+def _speed(run: Run, rows: Sequence[BenchRow]) -> Figure:
+    """Bars of each backend's speed as a multiple of FlashMLA's, by kernel and case."""
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(row.case for row in rows))
+    backends = list(dict.fromkeys(row.by for row in rows))
+    width = 0.8 / len(backends)
+    figure = Figure(figsize=(8.6, 3.4), layout="constrained")
+    axis = figure.add_subplot()
+    for number, name in enumerate(backends):
+        speeds = {row.case: row.vs["flash_mla"] for row in rows if row.by == name}
+        places = [i + (number - (len(backends) - 1) / 2) * width for i, case in enumerate(cases) if case in speeds]
+        heights = [speeds[case] for case in cases if case in speeds]
+        axis.bar(places, heights, width * 0.94, color=_OURS[number % len(_OURS)], label=name)
+    axis.axhline(1, color=_INK, linewidth=1)
+    axis.text(len(cases) - 0.45, 1, " FlashMLA", ha="left", va="bottom", fontsize=8)
+    labels = [" ".join(case.split()[1:]) for case in cases]
+    axis.set_xticks(range(len(cases)), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_xlim(-0.6, len(cases) * 1.07)
+    axis.set_ylabel("times FlashMLA's speed")
+    axis.set_xlabel(f"{cases[0].split()[0]}: layer, requests of the batch (b) or tokens (t)")
+    axis.grid(axis="y", color="#E6E6E6")
+    axis.set_axisbelow(True)
+    axis.legend(frameon=False, ncols=len(backends), loc="upper right")
+    axis.set_title(f"{run.machine.name}, {run.date} UTC", loc="left", fontsize=8, color=_FAINT)
+    return figure
 
 
 _TITLES = {

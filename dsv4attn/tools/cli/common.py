@@ -107,7 +107,7 @@ def require_torch(ctx: click.Context) -> None:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         why = "which is not installed" if missing else f"which cannot be imported: {lines[0]}"
         problem = click.ClickException(f"`{ctx.command_path}` needs torch, {why} -> `dsv4attn doctor` says what to do")
-        problem.exit_code = BAD_INPUT
+        problem.exit_code = BAD_INPUT  # type: ignore[misc]
         raise problem from None
 
 

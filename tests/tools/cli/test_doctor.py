@@ -289,7 +289,7 @@ def test_a_device_that_torch_is_not_built_for_is_a_problem(
     builds: dict[str, str],
     said: str | None,
 ) -> None:
-    with_torch(monkeypatch, **builds)
+    with_torch(monkeypatch, **builds)  # type: ignore[arg-type]
     with_node(node, vendor)
 
     assert [what for what, _ in problems(machine)] == ([f"{installation._DEV / node}: {said}"] if said else [])
