@@ -181,7 +181,7 @@ def batch_of(query: Sequence[int], seq: Sequence[int], **changes: Any) -> Batch:
     """Return a batch of requests with these query and sequence lengths; `changes` replaces fields.
 
     Window blocks hold 4 tokens. Each request has 64 columns of its own in the table of the window and 8 in the
-    compressed table, and the slots of tokens are 0, 1, 2 and so on.
+    compressed table, and the slots of tokens are those of their positions in the table of the window.
     """
     starts, lens = torch.tensor([0, *query], dtype=I32).cumsum(0).to(I32), torch.tensor(seq, dtype=I32)
     fields: dict[str, Any] = {
@@ -190,11 +190,24 @@ def batch_of(query: Sequence[int], seq: Sequence[int], **changes: Any) -> Batch:
         "query_start_loc_cpu": starts.clone(),
         "seq_lens": lens,
         "seq_lens_cpu": lens.clone(),
-        "slot_mapping": torch.arange(sum(query)),
+        "slot_mapping": torch.tensor(slots_of(query, seq, changes.get("block_table")), dtype=torch.int64),
         "block_table": torch.arange(len(query) * 64, dtype=I32).view(-1, 64),
         "compressed_block_table": torch.arange(len(query) * 8, dtype=I32).view(-1, 8),
     }
     return Batch(**{**fields, **changes})
+
+
+def slots_of(query: Sequence[int], seq: Sequence[int], table: Tensor | None = None, block_size: int = 4) -> list[int]:
+    """Return the slots of tokens in the blocks of a window table; where it has no block, in those of `batch_of`."""
+    slots = []
+    for i, (query_len, seq_len) in enumerate(zip(query, seq, strict=True)):
+        for position in range(seq_len - query_len, seq_len):
+            column, offset = divmod(position, block_size)
+            block = -1
+            if table is not None and table.dim() == 2 and i < len(table) and 0 <= column < table.shape[1]:
+                block = int(table[i, column]) if table.device.type == "cpu" else -1
+            slots.append((64 * i + column if block < 0 else block) * block_size + offset)
+    return slots
 
 
 def metadata_of(

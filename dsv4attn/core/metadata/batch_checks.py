@@ -24,6 +24,7 @@ __all__ = [
     "check_blocks",
     "check_copies",
     "check_slots",
+    "check_slots_in_blocks",
     "check_states",
     "check_table",
     "check_windows",
@@ -135,6 +136,25 @@ def check_slots(batch: Batch, tokens: int, capacity: int | None) -> None:
         expected = f"a negative slot past the {tokens} tokens of the batch"
         hint = "fill what pads the batch with -1, or a key of padding is written to this slot"
         raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(batch.slot_mapping[t]), hint=hint)
+
+
+def check_slots_in_blocks(batch: Batch, tokens: int, block_size: int) -> None:
+    """Find slots of real tokens that are not those of their positions in the blocks of the window table."""
+    starts, slots = batch.query_start_loc, batch.slot_mapping[:tokens].long()
+    request = indices.token_to_req_indices(starts, tokens)
+    positions = indices.positions_of(starts, batch.seq_lens, request)
+    columns = (positions // block_size).clamp(0, max(batch.block_table.shape[1] - 1, 0))
+    blocks = batch.block_table[request, columns].long() if batch.block_table.shape[1] else torch.full_like(slots, -1)
+    wrong = (slots >= 0) & (slots != blocks * block_size + positions % block_size)
+    if bool(wrong.any()):
+        t = int(wrong.nonzero()[0])
+        i, place, block = int(request[t]), int(positions[t]), int(blocks[t])
+        slot, column = block * block_size + place % block_size, place // block_size
+        expected = f"{slot}, the slot of position {place} of request {i} in block {block} of block_table[{i}, {column}]"
+        if block < 0:
+            expected = f"a block in block_table[{i}, {column}] for position {place} of request {i}, which is {block}"
+        hint = "a slot is block * block size + position % block size; -1 for a token that is not stored"
+        raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(slots[t]), hint=hint)
 
 
 def check_blocks(

@@ -17,6 +17,7 @@ from dsv4attn.core.metadata.batch_checks import (
     check_batch,
     check_blocks,
     check_slots,
+    check_slots_in_blocks,
     check_states,
     check_table,
     check_windows,
@@ -152,6 +153,7 @@ class MetadataBuilder:
             check_table("block_table", batch.block_table, *real_lens(batch, query_lens), size)
             check_windows(batch, phases, window, size, blocks)
             check_slots(batch, tokens, None if blocks is None else blocks * size)
+            check_slots_in_blocks(batch, tokens, size)
 
         starts, lens, replay = batch.query_start_loc, batch.seq_lens, batch.replay_start
         # all rows: a captured graph may read rows that are not those of a token of this batch

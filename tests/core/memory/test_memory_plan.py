@@ -28,7 +28,16 @@ from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError, CanaryError, WorkspaceError
 from dsv4attn.testing.factories import tiny_geometry
 from dsv4attn.testing.random_step import ForwardArgs, StepFixture
-from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits, backend_of, batch_of
+from tests.harness import (
+    FORM_NAMES,
+    REFERENCE_FORMS,
+    all_forms,
+    all_kinds,
+    assert_same_bits,
+    backend_of,
+    batch_of,
+    slots_of,
+)
 
 BLOCKS, SWA_BLOCK = 3, 2
 INT = torch.int32
@@ -105,10 +114,12 @@ class Case:
         pairs = list(self.lengths())
         query_lens, total = [query for _, query in pairs], sum(query for _, query in pairs)
         table = torch.randint(0, BLOCKS, (len(pairs), -(-self.limits.max_model_len // SWA_BLOCK)), dtype=INT)
+        seq_lens = [before + query for before, query in pairs]
+        slots = torch.tensor(slots_of(query_lens, seq_lens, table, SWA_BLOCK), dtype=torch.int64)
         batch = batch_of(
             query_lens,
-            [context + query for context, query in pairs],
-            slot_mapping=torch.randint(-1, BLOCKS * SWA_BLOCK, (total,)),
+            seq_lens,
+            slot_mapping=torch.where(torch.rand(total) < 0.1, -1, slots),
             block_table=table,
             compressed_block_table=None if layer.kind is LayerKind.SWA else table,
         )

@@ -38,7 +38,7 @@ def test_the_step_itself_takes_tokens_past_the_slot_mapping_for_padding(steps: s
 @all_builder_ops
 def test_stale_slots_after_the_tokens_are_refused_where_values_are_checked(steps: str) -> None:
     def build(last: int) -> Batch:
-        return batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([4, 7, 8, -1, last]))
+        return batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([4, 263, 264, -1, last]))
 
     said = r"^slot_mapping\[4\]: expected a negative slot past the 3 tokens of the batch, got 0 -> fill .* with -1"
     refused(builder(steps=BUILDER_OPS[steps], validate=True), lambda: build(0), said)

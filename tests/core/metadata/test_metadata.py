@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -275,6 +276,39 @@ def test_a_slot_outside_the_cache_is_refused(slot: int) -> None:
     refused(builder(), lambda: batch_of([1, 2, 9], [40, 5, 29], slot_mapping=slots), said)
 
 
+@pytest.mark.parametrize(
+    ("token", "slot", "expected"),
+    [
+        (0, 40, "39, the slot of position 39 of request 0 in block 9 of block_table[0, 9]"),
+        (2, 4, "260, the slot of position 4 of request 1 in block 65 of block_table[1, 1]"),
+        (2, 261, "260, the slot of position 4 of request 1 in block 65 of block_table[1, 1]"),
+        (11, 0, "540, the slot of position 28 of request 2 in block 135 of block_table[2, 7]"),
+    ],
+)
+def test_a_slot_that_contradicts_the_block_table_is_refused(token: int, slot: int, expected: str) -> None:
+    def batch() -> Batch:
+        return batch_of([1, 2, 9], [40, 5, 29], slot_mapping=spoiled(GOOD.slot_mapping, token, slot))
+
+    refused(
+        builder(), batch, rf"^slot_mapping\[{token}\]: expected {re.escape(expected)}, got {slot} -> a slot is block"
+    )
+    assert builder(validate=False).build(batch()).num_actual_tokens == 12
+
+
+def test_slots_follow_tables_with_blocks_that_were_given_back_and_replayed_tokens() -> None:
+    table = torch.arange(192, 0, -1, dtype=I32).view(3, 64)
+    table[0, :8], table[2, :3] = -1, -1
+    replay = torch.tensor([0, 0, 20], dtype=I32)
+    good = batch_of([1, 2, 9], [40, 5, 29], block_table=table, replay_start=replay)
+    shared = attrs.evolve(good, block_table=table[[0, 1, 1]], replay_start=None)
+
+    assert builder().build(good).num_actual_tokens == 12
+    with pytest.raises(
+        ArgumentError, match=r"^slot_mapping\[3\]: expected .* of request 2 in block 123 of block_table\[2, 5\]"
+    ):
+        builder().build(shared)
+
+
 @all_builder_ops
 def test_blocks_no_window_reaches_may_be_stale(steps: str) -> None:
     table = GOOD.block_table.clone()
@@ -298,7 +332,7 @@ def test_padding_rows_may_name_no_block_at_all(steps: str) -> None:
 
 @all_builder_ops
 def test_tokens_with_a_negative_slot_are_padding(steps: str) -> None:
-    metadata = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([0, -1, -1])))
+    metadata = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([4, -1, -1])))
 
     assert metadata.is_valid_token.tolist() == [True, False, False]
     assert metadata.decode_swa_lens.tolist() == [5, 0, 0]

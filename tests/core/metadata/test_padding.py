@@ -74,7 +74,7 @@ def test_a_token_without_a_slot_has_no_request_and_no_entry(backend: str) -> Non
     whole = LayerStack(load_backend("reference"), swa_block_size=4)
     builder = MetadataBuilder(whole.geometry, whole.limits, swa_block_size=4, backend=load_backend(backend))
     batch = padded_batch(whole.manager.batch([(whole.manager.new(), 5)]), None, [4, 4], rows_after=2)
-    batch.slot_mapping[-3] = 0
+    batch.slot_mapping[-3] = 3  # of position 3 in block 0
 
     metadata_by_kind = builder.build_all(batch)
 

@@ -42,6 +42,7 @@ from tests.backends._triton.index_ops.index_trials import (
     to_device,
 )
 from tests.core.attention.strategies import examples, other_windows, scenarios, searched
+from tests.harness import slots_of
 
 RANDOMS = st.randoms(use_true_random=False)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
@@ -199,7 +200,7 @@ def flash() -> tuple[MetadataBuilder, Batch]:
         query_start_loc_cpu=starts,
         seq_lens=lens,
         seq_lens_cpu=lens,
-        slot_mapping=torch.arange(sum(query)),
+        slot_mapping=torch.tensor(slots_of(query, seq, table, 64)),
         block_table=table,
         compressed_block_table=table,
     )
