@@ -35,11 +35,11 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 	@echo '  ARGS="..." is passed on, as in: make test ARGS="-k layers"'
 
-run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked
+run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked (ARGS="--trace long": the longer one)
 	$(BIN)/dsv4attn run $(ARGS)
 
-run-parallel: $(VENV)/.stamp-run ## the same over two ranks with gloo, each with a part of the entries
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m dsv4attn run --context-parallel 2 $(ARGS)
+run-parallel: $(VENV)/.stamp-run ## serve the longer trace over two ranks with gloo, each with a part of the entries
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m dsv4attn run --verbose --trace long --context-parallel 2 $(ARGS)
 
 # one thread a worker: two workers with a thread pool each only fight over two cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ __all__ = [
     "MODEL",
     "OPTION",
     "STDOUT",
+    "TokenCount",
     "WholeNumber",
     "choice",
     "command_line",
@@ -27,6 +29,7 @@ __all__ = [
     "pairs",
     "target_file",
     "text",
+    "token_count",
 ]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -39,6 +42,22 @@ class WholeNumber(click.IntRange):
     """An integer within bounds that error messages call a whole number, not an integer range as click does."""
 
     name = "whole number"
+
+
+class TokenCount(WholeNumber):
+    """A number of tokens within bounds: 1k and 1K are 1,024, and 1M is 1,048,576."""
+
+    name = "number of tokens (such as 640, 4k or 1M)"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 - click's
+        """Parse the suffix, then check the bounds."""
+        return super().convert(_without_suffix(value) if isinstance(value, str) else value, param, ctx)
+
+
+def _without_suffix(text: str) -> str:
+    """The digits of a number that may end with k, K or M. Any other text stays as it is."""
+    match = re.fullmatch(r"\s*([0-9]+)([kKM])\s*", text)
+    return str(int(match[1]) * (2**20 if match[2] == "M" else 2**10)) if match else text
 
 
 def options(*table: Option) -> Callable[[_Command], _Command]:
@@ -68,11 +87,22 @@ def integer(
     least: int = 1,
     most: int | None = None,
     metavar: str | None = "N",
+    kind: type[WholeNumber] = WholeNumber,
     **extra: Any,  # noqa: ANN401 - click's own
 ) -> Option:
     """An option that takes a number from `least` to `most`. With a default, its help shows the default."""
-    kind = WholeNumber(min=least, max=most)
-    return click.option(*names, metavar=metavar, type=kind, help=help, **{"show_default": "default" in extra, **extra})
+    return click.option(
+        *names,
+        metavar=metavar,
+        type=kind(min=least, max=most),
+        help=help,
+        **{"show_default": "default" in extra, **extra},
+    )
+
+
+def token_count(*names: str, help: str, **extra: Any) -> Option:  # noqa: A002, ANN401 - click's names
+    """An option that takes a number of tokens, such as 640, 4k or 1M."""
+    return integer(*names, help=help, kind=TokenCount, **extra)
 
 
 def flag(*names: str, help: str, **extra: Any) -> Option:  # noqa: A002, ANN401 - click's names
@@ -89,10 +119,10 @@ def pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -
 
 
 def number_list(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Parse `8,64,256`."""
+    """Parse `8,64,256`. A number may end with k, K or M, as in 4k."""
     if value is None:
         return None
-    parts = [part.strip() for part in value.split(",")]
+    parts = [_without_suffix(part.strip()) for part in value.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise click.BadParameter(f"{value!r}: expected numbers above 0 with commas, as in 8,64,256", param=parameter)
     return tuple(int(part) for part in parts)
@@ -107,12 +137,19 @@ def named_words(_: click.Context, parameter: click.Parameter, value: Any) -> Any
 
 
 def target_file(_: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
-    """The path of an output file in a folder that exists, checked before anything runs."""
+    """The path of an output file that can be written, checked before anything runs."""
     if value is None:
         return None
     path = Path(value)
     if path.is_dir() or not path.parent.is_dir():
         raise click.BadParameter(f"{value!r}: expected a file in a folder that exists", param=parameter)
+    is_new = not path.exists()
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise click.BadParameter(f"{value!r} cannot be written: {error.strerror}", param=parameter) from error
+    if is_new:
+        path.unlink()
     return path
 
 

@@ -6,37 +6,54 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
-from dsv4attn.tools.cli.options import MODEL, OPTION, flag, integer, options, text
+from dsv4attn.tools.cli.options import MODEL, OPTION, flag, integer, options, target_file, text, token_count
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
+    from dsv4attn.core.contract.backend import Backend
     from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
     from dsv4attn.serving.request import Request
-    from dsv4attn.tools.replay.engine import Progress
+    from dsv4attn.tools.replay.engine import Progress, Replay, ReplayConfig
+    from dsv4attn.tools.replay.over_ranks import MeteredContext
+    from dsv4attn.tools.replay.results import Report
 
 __all__ = ["run"]
 
 
 _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_SHORT, _LONG = "short", "long"
+"""Names of the built-in traces."""
+_TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
+"""Defaults of --max-num-batched-tokens; the second is that of the short built-in trace of whole layers."""
 
 
 @click.command(short_help="Serve a request trace through attention layers, checked while it runs.")
 @options(
     MODEL,
-    text("--trace", metavar="FILE", help="Mooncake JSONL, or Azure or BurstGPT CSV.  [default: a small built-in one]"),
+    text(
+        "--trace",
+        metavar="FILE",
+        default=_SHORT,
+        help="Mooncake JSONL, Azure or BurstGPT CSV; - for standard input; or a built-in trace: short, or long, whose "
+        "prompts make the indexer select.",
+    ),
     text("--backend", help="Backend to run.  [default: as `dsv4attn explain` says]"),
     OPTION,
     text("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]"),
     text("--indexer", default="real", help="real: whole layers; random: attention alone."),
     text("--cache", default="fp8_ds_mla", help="fp8_ds_mla, bf16 or fp32."),
     integer("--max-requests", help="Read at most this many requests of the trace."),
-    integer("--max-tokens", least=2, help="Longest request; longer ones are shrunk."),
-    integer("--max-num-batched-tokens", default=1024, help="Tokens of a step."),
+    token_count("--max-tokens", least=2, help="Longest request; longer ones are shrunk. 4k and 1M are numbers too."),
+    token_count(
+        "--max-num-batched-tokens",
+        help=f"Tokens of a step.  [default: {_TOKENS_OF_A_STEP}; {_TOKENS_OF_A_SHORT_STEP} with the short trace]",
+    ),
     integer("--max-num-seqs", default=32, help="Requests running at once."),
     integer("--max-kv-mib", default=2048, help="Memory for KV pages."),
     integer("--block-size", default=64, help="Records in a window page."),
@@ -49,6 +66,8 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
         help="Divide compressed entries over the N processes that torchrun has started.",
     ),
     integer("--interleave", help="Consecutive entries of one rank, with --context-parallel.  [default: 1]"),
+    flag("--verbose", "-v", help="Print every operation, all memory, and the details of ranks."),
+    text("--html", "page", metavar="FILE", callback=target_file, help="Write the report as one page with pictures."),
     flag("--json", "as_json", help="Print one JSON object, and no progress."),
 )
 @click.pass_context
@@ -57,15 +76,18 @@ def run(
     /,
     *,
     model: str,
-    trace: str | None,
+    trace: str,
     backend: str | None,
     backend_options: dict[str, str],
     layers: str | None,
     max_requests: int | None,
     max_tokens: int | None,
+    max_num_batched_tokens: int | None,
     threads: int | None,
     context_parallel: int | None,
     interleave: int | None,
+    verbose: bool,
+    page: Path | None,
     as_json: bool,
     **settings: Any,  # noqa: ANN401 - what `ReplayConfig` takes
 ) -> None:
@@ -75,32 +97,31 @@ def run(
     projections, compressor, indexer, attention, output projection. With --indexer random it is attention alone, on
     random inputs; the built-in trace has more and shorter requests then. In every step --check-rows rows are
     computed again in float64, stage by stage, from raw inputs. There is one thread for each core that the process may
-    use. With --context-parallel, under torchrun, every rank serves the trace over its part of the compressed
-    entries and checks its own outputs; the first rank prints what all have found. Exit code 0: all rows agree; 1: some
-    do not; 2: bad input; 130: interrupted, with a report of what has run.
+    use. What is printed fits a screen; --verbose prints all. With --context-parallel, under torchrun, every rank
+    serves the trace over its part of the compressed entries and checks its own outputs; the first rank prints what all
+    have found. Exit code 0: all rows agree; 1: some do not; 2: bad input; 130: interrupted, with a report of what has
+    run.
     """
+    from dsv4attn.tools.cli.common import require_torch
     from dsv4attn.tools.cli.threads import Threads, wait_passively
 
     wait_passively()
+    require_torch(ctx)
     from attrs import evolve
 
-    from dsv4attn.errors import ArgumentError
-    from dsv4attn.tools.cli.common import chosen_backend, console, geometry_of
-    from dsv4attn.tools.cli.ranks import check_ranks, joined
-    from dsv4attn.tools.replay.engine import Replay, ReplayConfig
-    from dsv4attn.tools.replay.report import as_json as report_json
-    from dsv4attn.tools.replay.report import as_text
+    from dsv4attn.tools.cli.common import chosen_backend, geometry_of
+    from dsv4attn.tools.cli.ranks import joined
+    from dsv4attn.tools.replay.engine import ReplayConfig
 
     geometry = geometry_of(model)
-    if context_parallel is not None:
-        check_ranks(context_parallel, geometry)
-    elif interleave is not None:
-        hint = "add --context-parallel, or leave out --interleave"
-        raise ArgumentError("--interleave", expected="several ranks", actual="one process", hint=hint)
-    max_kv_mib = settings.pop("max_kv_mib")
-    config = ReplayConfig(kinds=_kinds(layers), max_kv_bytes=max_kv_mib * 2**20, **settings)
-    selecting = _tokens_to_select(geometry) if config.indexer == "real" else None
-    requests = _requests(trace, max_requests, max_tokens, config.seed, selecting)
+    _check_ranks(context_parallel, interleave, geometry, trace)
+    if max_num_batched_tokens is None:
+        is_short = trace == _SHORT and settings["indexer"] == "real"
+        max_num_batched_tokens = _TOKENS_OF_A_SHORT_STEP if is_short else _TOKENS_OF_A_STEP
+    max_kv_bytes = settings.pop("max_kv_mib") * 2**20
+    settings |= {"max_num_batched_tokens": max_num_batched_tokens, "max_kv_bytes": max_kv_bytes}
+    config = ReplayConfig(kinds=_kinds(layers), **settings)
+    requests = _requests(trace, max_requests, max_tokens, config, geometry)
     facts: dict[str, object] = {
         "swa_page_size": config.block_size,
         "dtype": _KV_DTYPES.get(config.cache, "e4m3fn"),
@@ -109,28 +130,73 @@ def run(
     facts["q_dtype"] = "float32" if config.cache == "fp32" else "bfloat16"
     chosen = chosen_backend(backend, backend_options, geometry, config.kinds or geometry.kinds, **facts)
     with joined(context_parallel, interleave or 1) if context_parallel else nullcontext() as context:
-        try:
-            replay = Replay(geometry, chosen, requests, config, context)
-        except ArgumentError as error:
-            if error.argument == "interleave":
-                actual, hint = error.actual, "larger pages have more records: --block-size"
-                raise ArgumentError("--interleave", expected=error.expected, actual=actual, hint=hint) from error
-            if error.argument != "max_kv_bytes":
-                raise
-            # named and in the unit of the command line's option
-            expected = re.sub(r"\d+", lambda number: str(-(-int(number[0]) // 2**20)), error.expected, count=1)
-            raise ArgumentError("--max-kv-mib", expected=expected, actual=max_kv_mib, hint=error.hint) from error
+        replay = _replay(geometry, chosen, requests, config, context)
         prints = context is None or context.ownership.rank == 0
         cpu_threads = Threads.chosen(threads)
         with cpu_threads.used(), _progress(replay.total_tokens, shown=prints and not as_json) as progress:
             report = replay.run(progress)
     setting = {**cpu_threads.as_json(), "text": str(cpu_threads)}
-    report = evolve(report, trace=trace or "generated", options=backend_options, threads=setting)
-    if prints and as_json:
-        print_json(report_json(report))
-    elif prints:
-        console().print(as_text(report))
+    name = {_SHORT: "generated", _LONG: "generated, long"}.get(trace, trace)
+    report = evolve(report, trace=name, options=backend_options, threads=setting)
+    if prints:
+        _show(report, page, verbose=verbose, as_json=as_json)
     ctx.exit(INTERRUPTED if report.interrupted else OK if report.ok else FAILED)
+
+
+def _check_ranks(ranks: int | None, interleave: int | None, geometry: ModelGeometry, trace: str) -> None:
+    """Refuse options that contradict the number of processes."""
+    from dsv4attn.errors import ArgumentError
+    from dsv4attn.tools.cli.ranks import check_ranks
+    from dsv4attn.tools.replay.trace import STDIN
+
+    if ranks is not None:
+        check_ranks(ranks, geometry)
+        if trace == STDIN:
+            raise ArgumentError("--trace", expected="a file that every rank can read", actual="standard input")
+    elif interleave is not None:
+        hint = "add --context-parallel, or leave out --interleave"
+        raise ArgumentError("--interleave", expected="several ranks", actual="one process", hint=hint)
+
+
+def _replay(
+    geometry: ModelGeometry,
+    backend: Backend,
+    requests: list[Request],
+    config: ReplayConfig,
+    context: MeteredContext | None,
+) -> Replay:
+    """A replay that has its memory. Errors name the options of the command line, in their units."""
+    from dsv4attn.errors import ArgumentError
+    from dsv4attn.tools.replay.engine import Replay
+
+    try:
+        return Replay(geometry, backend, requests, config, context)
+    except ArgumentError as error:
+        if error.argument == "interleave":
+            actual, hint = error.actual, "larger pages have more records: --block-size"
+            raise ArgumentError("--interleave", expected=error.expected, actual=actual, hint=hint) from error
+        if error.argument != "max_kv_bytes":
+            raise
+        expected = re.sub(r"\d+", lambda number: str(-(-int(number[0]) // 2**20)), error.expected, count=1)
+        actual = config.max_kv_bytes // 2**20
+        raise ArgumentError("--max-kv-mib", expected=expected, actual=actual, hint=error.hint) from error
+
+
+def _show(report: Report, page: Path | None, *, verbose: bool, as_json: bool) -> None:
+    """Print a report, and write its page."""
+    from dsv4attn.tools.cli.common import console, write_file
+    from dsv4attn.tools.replay.page import as_html
+    from dsv4attn.tools.replay.report import as_json as report_json
+    from dsv4attn.tools.replay.report import as_text
+
+    if as_json:
+        print_json(report_json(report))
+    else:
+        console().print(as_text(report, verbose=verbose))
+    if page:
+        write_file(page, as_html(report))
+    if page and not as_json:
+        console().print(f"page: {page}", soft_wrap=True)
 
 
 def _kinds(layers: str | None) -> list[LayerKind] | None:
@@ -159,17 +225,22 @@ def _tokens_to_select(geometry: ModelGeometry) -> int | None:
 
 
 def _requests(
-    trace: str | None, max_requests: int | None, max_tokens: int | None, seed: int, selecting: int | None
+    trace: str, max_requests: int | None, max_tokens: int | None, config: ReplayConfig, geometry: ModelGeometry
 ) -> list[Request]:
-    """Requests of a file, or of the built-in trace. selecting: tokens of its longest prompt, for whole layers."""
-    from dsv4attn.tools.replay.trace import generated_trace, read_trace, selecting_trace, shrink
+    """Requests of a file, of standard input, or of a built-in trace."""
+    from dsv4attn.tools.replay.trace import generated_trace, read_trace, selecting_trace, short_trace, shrink
 
-    if trace is None and selecting is not None:
-        requests = selecting_trace(seed, selecting, max_requests or 4)
-    elif trace is None:
-        requests = generated_trace(seed, max_requests or 6)
-    else:
+    selecting = _tokens_to_select(geometry)
+    if trace not in (_SHORT, _LONG):
         requests = read_trace(trace, max_requests=max_requests)
+    elif config.indexer != "real":
+        requests = generated_trace(config.seed, max_requests or (6 if trace == _SHORT else 12))
+    elif trace == _SHORT:
+        requests = short_trace(config.seed, max_requests or 4)
+    elif selecting is not None:
+        requests = selecting_trace(config.seed, selecting, max_requests or 4)
+    else:
+        requests = generated_trace(config.seed, max_requests or 6)
     return shrink(requests, max_tokens) if max_tokens else requests
 
 

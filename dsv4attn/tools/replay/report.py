@@ -1,4 +1,4 @@
-"""The report of a replay, as JSON and as a table."""
+"""The report of a replay, as JSON and as text. `page` makes a page of the same parts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ from typing import Any
 from attrs import asdict
 
 from dsv4attn.tools.replay.over_ranks import RanksReport, Traffic
-from dsv4attn.tools.replay.results import CheckResult, LayerReport, Report
+from dsv4attn.tools.replay.results import CheckResult, Errors, LayerReport, Report
 
-__all__ = ["as_json", "as_text"]
+__all__ = [
+    "ERRORS",
+    "OPERATIONS",
+    "SHARES",
+    "as_json",
+    "as_text",
+    "failures",
+    "head",
+    "notes",
+    "sections",
+    "verdict",
+]
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -36,8 +47,12 @@ def _is_number(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def as_text(report: Report) -> Any:  # noqa: ANN401 - a rich renderable; rich is imported when something is shown
-    """A report as text: totals, a table with a column for each layer type, and failed rows."""
+def as_text(report: Report, *, verbose: bool = False) -> Any:  # noqa: ANN401 - a rich renderable; rich is imported late
+    """A report as text: the verdict, failed rows, totals, and a table with a column for each layer type.
+
+    verbose: False: at most 40 lines of 80 columns for three layer types: one failed row of each layer type, and the
+    most important rows of the table.
+    """
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -47,23 +62,17 @@ def as_text(report: Report) -> Any:  # noqa: ANN401 - a rich renderable; rich is
     table.add_column("one layer of each type", style="default", no_wrap=True)
     for layer in report.layers:
         table.add_column(layer.kind, justify="right", no_wrap=True)
-    for title, lines in _sections(report):
+    for title, lines in sections(report, verbose=verbose):
         table.add_section()
         table.add_row(Text(title, style="bold"))
         for name, cells in lines:
             table.add_row(f"  {name}", *(Text(cell, style=_STYLES.get(cell, "")) for cell in cells))
-    failures = [
-        Text(f"{layer.kind}: {line}", style="red")
-        for layer in report.layers
-        if layer.check is not None
-        for line in [*layer.check.failures, *_more(layer.check)]
-    ]
-    failures += [Text(line, style="red") for line in _of_ranks(report.ranks)]
-    notes = [Text(note, style="yellow") for note in _not_exercised(report)]
-    return Group(*map(Text, _head(report)), Text(), table, Text(), *notes, *failures, _verdict(report))
+    failed = [Text(line, style="red") for line in failures(report, most=None if verbose else 1)]
+    remarks = [Text(note, style="yellow") for note in notes(report)]
+    return Group(verdict(report), *failed, *map(Text, head(report, verbose=verbose)), *remarks, Text(), table)
 
 
-_OPERATIONS = {
+OPERATIONS = {
     "projections": "projections of q and keys",
     "insert": "q-norm, RoPE, insert",
     "compressor": "compressor",
@@ -71,7 +80,8 @@ _OPERATIONS = {
     "attend": "attention",
     "project": "inverse RoPE, projection",
 }
-_SHARES = {
+"""Names of operations."""
+SHARES = {
     "key": "window keys",
     "query": "queries",
     "entry": "entries",
@@ -80,13 +90,35 @@ _SHARES = {
     "selection": "selection, of what fp32 sums allow",
 }
 """Rows of errors whose limit is 1, under a title that says so."""
-_ERRORS = {
+ERRORS = {
     "out": "out, relative",
     "lse": "lse, absolute",
     "projection": "projection, relative",
 }
 """Rows of errors that have a limit of their own."""
 _STYLES = {"ok": "green", "FAIL": "bold red", "not checked": "yellow"}
+
+
+def failures(report: Report, *, most: int | None = None) -> list[str]:
+    """Failed rows. most: rows of a layer type that are described; the others are counted. None: all that are known."""
+    lines = [
+        f"{layer.kind}: {line}"
+        for layer in report.layers
+        if layer.check is not None
+        for line in _described(layer.check, most)
+    ]
+    of_ranks = _of_ranks(report.ranks)
+    return [*lines, *(of_ranks if most is None else of_ranks[: most * len(report.layers)])]
+
+
+def _described(check: CheckResult, most: int | None) -> list[str]:
+    shown = check.failures[:most]
+    hidden = check.failed - len(shown)
+    if not hidden:
+        return shown
+    if most is None:
+        return [*shown, f"and {hidden} more rows"]
+    return [*shown[:-1], f"{shown[-1]}; and {hidden} more row{'s' * (hidden > 1)}"]
 
 
 def _of_ranks(ranks: RanksReport | None) -> list[str]:
@@ -102,38 +134,45 @@ def _of_ranks(ranks: RanksReport | None) -> list[str]:
     return [*failed, *(f"{kind}: attention is not the same bits on all ranks" for kind in ranks.differing)]
 
 
-def _more(check: CheckResult) -> list[str]:
-    hidden = check.failed - len(check.failures)
-    return [f"and {hidden} more rows"] if hidden > 0 else []
-
-
-def _not_exercised(report: Report) -> list[str]:
+def notes(report: Report) -> list[str]:
     """One line if no step computed the indexer's scores."""
     return [
-        f"selection was not exercised: no token saw more than {layer.topk:,} entries"
-        f" -> serve a prompt of {layer.selecting_tokens:,} tokens or more"
+        f"selection was not exercised: no token saw more than {layer.topk:,} entries -> "
+        + ("--trace long" if report.trace == "generated" else f"serve a prompt of {layer.selecting_tokens:,} tokens")
         for layer in report.layers
         if layer.selection_not_exercised
     ]
 
 
-def _head(report: Report) -> list[str]:
+def head(report: Report, *, verbose: bool = True) -> list[str]:
+    """What has run, where, in what time, and the limits of errors."""
+    count = report.threads.get("count")
+    threads = f" ({_counted(count, 'thread')})" if isinstance(count, int) else ""
+    limits = next((layer.check.tolerance for layer in report.layers if layer.check), None)
     options = ", ".join(f"{name}={value}" for name, value in report.options.items())
     total = report.prefill_tokens + report.decode_tokens
     again = f"; {report.preemptions} preemptions, {report.recomputed_tokens:,} tokens served again"
     phases = f"{report.prefill_tokens:,} prefill, {report.decode_tokens:,} decode"
     spent = {"layers": sum(layer.total_s for layer in report.layers), **report.other_s}
     return [
-        f"{report.model} on backend {report.backend}{f' ({options})' if options else ''}, cache {report.cache}",
+        f"backend {report.backend}{f' ({options})' if options else ''} on the CPU{threads}",
+        *([f"limits of errors: {_limits(report, limits)}"] if limits else []),
+        f"{report.model}, cache {report.cache}",
         *(["whole layers, with random weights"] if report.indexer == "real" else []),
-        *_cache_lines(report),
+        *(_cache_lines(report) if verbose else []),
         *([] if report.ranks is None else [f"compressed entries over {report.ranks.size} ranks"]),
         f"trace {report.trace} ({_counted(report.requests, 'request')}, longest {report.longest_request:,} tokens)",
-        *([str(report.threads["text"])] if report.threads else []),
+        *([str(report.threads["text"])] if report.threads and verbose else []),
         f"{report.finished} of {report.requests} requests finished in {report.steps:,} steps",
         f"{total:,} tokens: {phases}{again if report.preemptions else ''}",
         f"{report.wall_s:.1f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in spent.items())}",
     ]
+
+
+def _limits(report: Report, tolerance: Errors) -> str:
+    """The largest errors that are allowed, in one line."""
+    stages = ["stages 1"] if any(_any(report.layers, name) for name in SHARES) else []
+    return ", ".join([*stages, *(f"{name} {getattr(tolerance, name):.1e}" for name in ERRORS)])
 
 
 def _cache_lines(report: Report) -> list[str]:
@@ -152,7 +191,11 @@ Line = tuple[str, list[str]]
 """A line of the table: its name, and a cell for each layer type."""
 
 
-def _sections(report: Report) -> list[tuple[str, list[Line]]]:
+def sections(report: Report, *, verbose: bool = True) -> list[tuple[str, list[Line]]]:
+    """Titles of the table and the lines under each title.
+
+    verbose: False leaves out the indented lines, and speed and memory if a row failed.
+    """
     layers = report.layers
 
     def row(name: str, cell: Callable[[LayerReport], str]) -> tuple[str, list[str]]:
@@ -164,7 +207,7 @@ def _sections(report: Report) -> list[tuple[str, list[Line]]]:
     totals = {name: sum(part[name] for part in report.operation_shares()) for name in layers[0].seconds}
 
     def operation(name: str) -> tuple[str, list[str]]:
-        return row(f"  {_OPERATIONS[name]}", lambda x: f"{x.seconds[name]:.2f} s" if x.tokens else "-")
+        return row(f"  {OPERATIONS[name]}", lambda x: f"{x.seconds[name]:.2f} s" if x.tokens else "-")
 
     count = sum(layer.layers_in_model for layer in layers)
     alike = "layers that own what they read" if report.readers else "layers in the model"
@@ -175,7 +218,7 @@ def _sections(report: Report) -> list[tuple[str, list[Line]]]:
         row(alike, lambda x: str(x.layers_in_model)),
         shares(f"share of time in {'all ' * (count > 1)}{_counted(count, 'layer')}", report.model_shares()),
         *(
-            shares(f"  {_OPERATIONS[name]}: {total:.1%}", [part[name] for part in report.operation_shares()])
+            shares(f"  {OPERATIONS[name]}: {total:.1%}", [part[name] for part in report.operation_shares()])
             for name, total in totals.items()
             if report.indexer == "real"
         ),
@@ -194,17 +237,18 @@ def _sections(report: Report) -> list[tuple[str, list[Line]]]:
         row("  temporaries in addition, at most", lambda x: _size(x.transient_bytes_bound)),
     ]
     checks = [row("rows checked", lambda x: f"{x.check.rows:,}" if x.check else "0"), row("verdict", _layer_verdict)]
-    stages = [(_SHARES[name], [_error(x.check, name, ".2f") for x in layers]) for name in _SHARES if _any(layers, name)]
-    errors = [_error_row(name, layers) for name in _ERRORS if any(layer.check for layer in layers)]
-    sections = [
-        ("speed", speed),
-        ("memory", memory),
-        *([] if report.ranks is None else [_ranks_section(report.ranks)]),
+    stages = [(SHARES[name], [_error(x.check, name, ".2f") for x in layers]) for name in SHARES if _any(layers, name)]
+    errors = [_error_row(name, layers) for name in ERRORS if any(layer.check for layer in layers)]
+    table = [
         ("checks against the float64 oracle", checks),
         ("error, share of allowed rounding (≤1)", stages),
         ("largest error (≤limit)", errors),
+        *([] if report.ranks is None else [_ranks_section(report.ranks)]),
     ]
-    return [(title, lines) for title, lines in sections if lines]
+    if verbose or not any(layer.check and layer.check.failed for layer in layers):
+        table += [("speed", speed), ("memory", memory)]
+    shown = [(title, [line for line in lines if verbose or not line[0].startswith(" ")]) for title, lines in table]
+    return [(title, lines) for title, lines in shown if lines]
 
 
 def _ranks_section(ranks: RanksReport) -> tuple[str, list[Line]]:
@@ -246,7 +290,7 @@ def _any(layers: Sequence[LayerReport], name: str) -> bool:
 
 def _error_row(name: str, layers: Sequence[LayerReport]) -> tuple[str, list[str]]:
     limit = next((getattr(layer.check.tolerance, name) for layer in layers if layer.check), None)
-    return _ERRORS[name] + (f" (≤{limit:.1e})" if limit else ""), [_error(x.check, name, ".1e") for x in layers]
+    return ERRORS[name] + (f" (≤{limit:.1e})" if limit else ""), [_error(x.check, name, ".1e") for x in layers]
 
 
 def _error(check: CheckResult | None, name: str, form: str) -> str:
@@ -267,7 +311,8 @@ def _size(size: float) -> str:
     return f"{size:,.1f} TiB"
 
 
-def _verdict(report: Report) -> Any:  # noqa: ANN401 - as `as_text`
+def verdict(report: Report) -> Any:  # noqa: ANN401 - as `as_text`
+    """The first line of a report, as rich text: whether all is well, and how many rows were checked."""
     from rich.text import Text
 
     rows = sum(layer.check.rows for layer in report.layers if layer.check)
@@ -278,11 +323,11 @@ def _verdict(report: Report) -> Any:  # noqa: ANN401 - as `as_text`
     on_ranks = f", on {report.ranks.size} ranks" if report.ranks is not None else ""
     text = Text()
     if report.interrupted:
-        text.append("interrupted; the above is what had run until then. ", style="bold yellow")
+        text.append("interrupted; the report is what had run until then. ", style="bold yellow")
     if failed:
-        text.append(f"FAILED: {failed:,} of {rows:,} checked rows are beyond a limit", style="bold red")
+        text.append(f"not ok: {failed:,} of {rows:,} checked rows are beyond a limit", style="bold red")
     elif report.ranks is not None and report.ranks.differing:
-        text.append("FAILED: ranks differ", style="bold red")
+        text.append("not ok: ranks differ", style="bold red")
     elif rows:
         text.append(f"ok: all {rows:,} checked rows are within their limits{on_ranks}", style="green")
     else:

@@ -1,4 +1,4 @@
-"""Request traces: reading the published formats, shrinking them, and a small built-in one.
+"""Request traces: reading the published formats, shrinking them, and small built-in ones.
 
 The format is found by content, never by file name:
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -32,15 +33,19 @@ from dsv4attn.tools.replay.trace_formats import MAX_REQUEST_TOKENS, BadLineError
 __all__ = [
     "HASH_BLOCK_TOKENS",
     "MAX_REQUEST_TOKENS",
+    "STDIN",
     "Request",
     "Trace",
     "generated_trace",
     "load_trace",
     "read_trace",
     "selecting_trace",
+    "short_trace",
     "shrink",
 ]
 
+STDIN = "-"
+"""The path that means standard input."""
 _MAX_LINE_BYTES = 1 << 20
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"BZh")
 
@@ -65,7 +70,7 @@ def read_trace(path: str | os.PathLike[str], *, max_requests: int | None = None)
 
 
 def load_trace(path: str | os.PathLike[str], *, max_requests: int | None = None) -> Trace:
-    """Read and check a trace file; the text of this module describes the formats.
+    """Read and check a trace file, or standard input for `-`; the text of this module describes the formats.
 
     With `max_requests`, reading stops after that many requests in file order; later lines are not read.
     Raises `TraceError` with the 1-based line (0: the file as a whole) and the field at fault.
@@ -74,8 +79,12 @@ def load_trace(path: str | os.PathLike[str], *, max_requests: int | None = None)
         check_count("max_requests", max_requests, 1)
     name = os.fspath(path)
     try:
-        with Path(name).open("rb") as file:
-            form, rows, skipped = _read_rows(name, file, max_requests)
+        if name == STDIN:
+            name = "standard input"
+            form, rows, skipped = _read_rows(name, sys.stdin.buffer, max_requests)
+        else:
+            with Path(name).open("rb") as file:
+                form, rows, skipped = _read_rows(name, file, max_requests)
     except OSError as error:
         cure = "give a file: Mooncake JSON lines, or an Azure or BurstGPT CSV"
         raise TraceError(name, 0, f"cannot be read: {error.strerror or error} -> {cure}") from error
@@ -174,6 +183,16 @@ def generated_trace(seed: int, n: int = 6) -> list[Request]:
     return _arriving(lengths[:n], 24, rng)
 
 
+def short_trace(seed: int, n: int = 4) -> list[Request]:
+    """Return the smallest synthetic trace that has every kind of step, the same for the same arguments.
+
+    Every four requests hold a 1-token prompt, one that is a token short of the window, a short one, and one of more
+    than two 128-token entries. The longest prompt never comes first: others decode while it is prefilled.
+    """
+    check_count("n", n, 1)
+    return _with_long_prompts(seed, 264, n, most_outputs=4)
+
+
 def selecting_trace(seed: int, tokens: int, n: int = 4) -> list[Request]:
     """Return a small synthetic trace with prompts that are a little longer than `tokens`.
 
@@ -183,6 +202,11 @@ def selecting_trace(seed: int, tokens: int, n: int = 4) -> list[Request]:
     """
     check_count("tokens", tokens, 1)
     check_count("n", n, 1)
+    return _with_long_prompts(seed, tokens, n, most_outputs=8)
+
+
+def _with_long_prompts(seed: int, tokens: int, n: int, *, most_outputs: int) -> list[Request]:
+    """Return n requests: one in four has a prompt a little longer than `tokens`. most_outputs: tokens of an output."""
     rng = random.Random(seed)  # noqa: S311 - nothing secret
     lengths: list[int] = []
     while len(lengths) < n:
@@ -190,7 +214,7 @@ def selecting_trace(seed: int, tokens: int, n: int = 4) -> list[Request]:
         rng.shuffle(four)
         four.insert(rng.randint(1, 3), tokens + rng.randint(8, 40))
         lengths += four
-    return _arriving(lengths[:n], 8, rng)
+    return _arriving(lengths[:n], most_outputs, rng)
 
 
 def _arriving(lengths: list[int], most: int, rng: random.Random) -> list[Request]:

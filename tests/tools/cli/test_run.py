@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from dsv4attn import selection
 from dsv4attn.tools.cli import main
+from dsv4attn.tools.cli.options import TokenCount
 from dsv4attn.tools.cli.run import run
 from tests.tools.replay import bugs
 from tests.tools.replay.small import CONFIG
@@ -102,6 +103,93 @@ def test_the_built_in_trace_is_the_default(model: str) -> None:
     assert as_json("--model", model, "--max-requests", 2, "--max-tokens", 60)["requests"] == 2
 
 
+def test_the_long_trace_makes_the_indexer_select_and_the_short_one_is_chunked_and_mixed() -> None:
+    model = ["--model", "flash", "--layers", "c4a", "--check-rows", 0, "--max-kv-mib", 1]
+    short, long = (invoke(*model, "--trace", name).stderr for name in ("short", "long"))
+    lengths = [int(re.findall(r"request 2 \((\d+) tokens\)", text)[0]) for text in (short, long)]
+
+    assert lengths[0] < 400
+    assert lengths[1] > 2052
+
+
+def test_the_steps_of_the_short_trace_are_small_enough_to_divide_its_longest_prompt(model: str) -> None:
+    values = as_json("--model", model)
+    long = as_json("--model", model, "--trace", "long", "--layers", "swa")
+
+    assert values["trace"] == "generated"
+    assert values["max_num_batched_tokens"] < values["longest_request"]
+    assert values["decode_tokens"] > 0
+    assert (long["trace"], long["requests"]) == ("generated, long", 4)
+    assert as_json("--model", model, "--trace", "long", "--indexer", "random", "--max-tokens", 9)["requests"] == 12
+
+
+def test_a_trace_is_read_from_standard_input(model: str) -> None:
+    result = CliRunner().invoke(main, ["run", "--model", model, "--trace", "-", "--json"], input=MOONCAKE)
+    assert json.loads(result.stdout)["requests"] == 3
+
+    result = CliRunner().invoke(main, ["run", "--model", model, "--trace", "-"], input="{")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "standard input:1: truncated or malformed JSON" in result.stderr
+
+
+def test_numbers_of_tokens_take_k_and_m(model: str, trace: str) -> None:
+    sizes = ["--max-num-batched-tokens", "1k", "--max-tokens", "1M"]
+
+    assert as_json("--model", model, "--trace", trace, *sizes)["ok"]
+    assert [TokenCount().convert(x, None, None) for x in ("640", "4k", " 4K", "1M")] == [640, 4096, 4096, 2**20]
+
+
+def test_what_is_printed_fits_a_screen_and_begins_with_the_verdict(model: str) -> None:
+    env = {"COLUMNS": "80"}
+    lines = CliRunner().invoke(main, ["run", "--model", model], env=env).stdout.splitlines()
+    verbose = CliRunner().invoke(main, ["run", "--model", model, "-v"], env=env).stdout.splitlines()
+
+    assert lines[0] == "ok: all 24 checked rows are within their limits"
+    assert lines[1].startswith("backend reference on the CPU (")
+    assert lines[2] == "limits of errors: stages 1, out 5.5e-03, lse 1.5e-04, projection 1.1e-02"
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert len(verbose) > len(lines)
+    names, all_names = ({re.split(r"  +|:|\d", line.strip())[0] for line in text} for text in (lines, verbose))
+    assert {name.strip("─") for name in names} < {name.strip("─") for name in all_names}
+
+
+def test_a_page_is_written_next_to_what_is_printed(model: str, trace: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = invoke("--model", model, "--trace", trace, "--html", page)
+
+    assert result.exit_code == 0
+    assert result.stdout.endswith(f"page: {page}\n")
+    assert result.stdout.splitlines()[0] in page.read_text(encoding="utf-8")
+    page.unlink()
+    assert as_json("--model", model, "--trace", trace, "--html", page)["ok"]
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_page_that_was_there_is_kept_if_nothing_ran(model: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert invoke("--model", model, "--trace", "no/such/trace", "--html", page).exit_code == 2
+    assert not page.exists()
+    page.write_text("kept", encoding="utf-8")
+    assert invoke("--model", model, "--trace", "no/such/trace", "--html", page).exit_code == 2
+    assert page.read_text(encoding="utf-8") == "kept"
+
+
+@pytest.mark.parametrize("how", ["missing", "broken"])
+def test_without_torch_there_is_one_clear_line_and_code_2(tmp_path: Path, how: str) -> None:
+    hide = "sys.modules['torch'] = None"
+    if how == "broken":
+        hide = f"sys.path.insert(0, {str(tmp_path)!r})"
+        (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open')", encoding="utf-8")
+    code = f"import sys; {hide}; from dsv4attn.tools.cli import main; main(['run'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    why = "which is not installed" if how == "missing" else "which cannot be imported: libcudnn.so.9: cannot open"
+
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.endswith(f"run` needs torch, {why} -> `dsv4attn doctor` says what to do")
+
+
 def test_a_csv_trace_is_recognised(model: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(AZURE, encoding="utf-8")
     values = as_json("--model", model, "--trace", tmp_path / "log")
@@ -154,7 +242,7 @@ def test_the_number_of_threads_is_chosen_shown_and_put_back(model: str, monkeypa
 
     values = as_json(*small, "--threads", 1)["threads"]
     assert (values["count"], values["source"]) == (1, "--threads")
-    assert re.search(r"(?m)^threads 1 of \d+ cores? \(--threads\)$", invoke(*small, "--threads", 1).stdout)
+    assert re.search(r"(?m)^threads 1 of \d+ cores? \(--threads\)$", invoke(*small, "--threads", 1, "-v").stdout)
     assert as_json(*small)["threads"]["source"] == "OMP_NUM_THREADS"
     monkeypatch.delenv("OMP_NUM_THREADS")
     values = as_json(*small)["threads"]
@@ -190,7 +278,7 @@ def test_whole_layers_are_served_in_little_memory(model: str, trace: str) -> Non
 
 
 def test_the_table_of_whole_layers_has_each_operation_and_each_stage(model: str, trace: str) -> None:
-    text = invoke("--model", model, "--trace", trace).stdout
+    text = invoke("--model", model, "--trace", trace, "--verbose").stdout
 
     for name in ("projections of q and keys", "compressor", "indexer: scores, selection", "attention"):
         assert len(re.findall(rf"(?m)^    {name}(: [\d.]+%)? ", text)) == 2, name
@@ -202,7 +290,7 @@ def test_the_table_of_whole_layers_has_each_operation_and_each_stage(model: str,
 
 def test_short_requests_are_said_not_to_exercise_the_selection(model: str, trace: str) -> None:
     short = ["--model", model, "--trace", trace, "--max-tokens", 28]  # the last token is never fed back
-    line = "selection was not exercised: no token saw more than 6 entries -> serve a prompt of 28 tokens or more ok: "
+    line = "selection was not exercised: no token saw more than 6 entries -> serve a prompt of 28 tokens one layer of "
 
     assert line in " ".join(invoke(*short).stdout.split())
     assert as_json(*short)["layers"][1]["check"]["worst"]["selection"] is None
@@ -244,7 +332,7 @@ def test_a_failed_check_is_code_1(model: str, trace: str, monkeypatch: pytest.Mo
 
     assert values["code"] == result.exit_code == 1
     assert not any(layer["check"]["ok"] for layer in values["layers"])
-    assert "FAILED" in result.stdout
+    assert result.stdout.startswith("not ok: ")
 
 
 def test_ctrl_c_leaves_a_partial_report(model: str, trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +353,7 @@ def test_layers_that_have_not_run_have_no_speed(model: str, trace: str, monkeypa
             raise KeyboardInterrupt
 
     monkeypatch.setattr(selection, "load_backend", lambda *_, **__: Stopped(0))
-    result = invoke("--model", model, "--trace", trace)
+    result = invoke("--model", model, "--trace", trace, "--verbose")
     rows = {line.strip().split("  ")[0]: line.split()[-3:] for line in result.stdout.splitlines() if line.strip()}
 
     assert result.exit_code == 130
@@ -318,7 +406,8 @@ BAD = [
     (["--indexer", "nope"], "UnknownNameError", "unknown indexer 'nope' (known: random, real)"),
     (["--indexer", ""], "UnknownNameError", "unknown indexer ''"),
     (["--max-kv-mib", "1", "--indexer", "random"], "ArgumentError", "expected at least 5, so that request 1 (1064"),
-    (["--max-kv-mib", "1"], "ArgumentError", "--max-kv-mib: expected at least 22, so that request 2 (2096"),
+    (["--max-kv-mib", "1"], "ArgumentError", "--max-kv-mib: expected at least 6, so that request 2 (306"),
+    (["--max-kv-mib", "1", "--trace", "long"], "ArgumentError", "expected at least 22, so that request 2 (2096"),
     (["--max-kv-mib", "1"], "ArgumentError", "fits, got 1 -> allow more memory"),
     (["--max-tokens", "1"], "BadParameter", "1 is not in the range x>=2"),
     (["--max-requests", "0"], "BadParameter", "0 is not in the range x>=1"),
@@ -327,6 +416,11 @@ BAD = [
     (["--check-rows", "-1"], "BadParameter", "-1 is not in the range x>=0"),
     (["--threads", "0"], "BadParameter", "0 is not in the range x>=1"),
     (["--seed", "x"], "BadParameter", "'x' is not a valid whole number"),
+    (["--seed", "1k"], "BadParameter", "'1k' is not a valid whole number"),
+    (["--max-tokens", "4g"], "BadParameter", "'4g' is not a valid number of tokens (such as 640, 4k or 1M)"),
+    (["--max-tokens", "-1k"], "BadParameter", "'-1k' is not a valid number of tokens"),
+    (["--html", "no/such/page.html"], "BadParameter", "expected a file in a folder that exists"),
+    (["--html", "/proc/page.html"], "BadParameter", "'/proc/page.html' cannot be written: "),
 ]
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from html import escape
 
 import pytest
 from attrs import evolve
 from rich.console import Console
 
-from dsv4attn.tools.replay.report import as_json, as_text
+from dsv4attn.tools.replay.page import as_html
+from dsv4attn.tools.replay.report import as_json, as_text, sections
 from dsv4attn.tools.replay.results import CheckResult, Errors, LayerReport, Report
 
 LIMITS = Errors(4e-3, 8e-3, 8e-3)
@@ -58,9 +61,9 @@ def report_of(*errors: Errors, checked: bool = True, kinds: tuple[str, ...] = ("
     )
 
 
-def text_of(report: Report, width: int = 80) -> str:
+def text_of(report: Report, width: int = 80, *, verbose: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(as_text(report))
+    console.print(as_text(report, verbose=verbose))
     shown = console.file
     assert isinstance(shown, io.StringIO)
     return shown.getvalue()
@@ -83,7 +86,7 @@ def test_a_good_report_says_so() -> None:
     report = report_of(Errors(1e-3, 2e-3, 3e-3), Errors(2e-3, 1e-3, 1e-3))
 
     assert report.ok
-    assert text_of(report).endswith("ok: all 6 checked rows are within their limits\n")
+    assert text_of(report).startswith("ok: all 6 checked rows are within their limits\n")
     assert "399 of 400 requests finished in 123,456 steps" in text_of(report)
     assert "12,345,678 tokens: 12,000,000 prefill, 345,678 decode\n" in text_of(report)
 
@@ -91,7 +94,7 @@ def test_a_good_report_says_so() -> None:
 def test_a_failed_check_is_named_counted_and_described() -> None:
     text = text_of(report_of(*[Errors(0.5, 0.0, float("inf"))] * 8), 120)
 
-    assert "FAILED: 24 of 24 checked rows are beyond a limit" in text
+    assert "not ok: 24 of 24 checked rows are beyond a limit" in text
     assert text.count("FAIL ") + text.count("FAIL\n") == 3
     assert "c4a: step 0, request 3, position 4: out 0.5, projection inf" in text
     assert "c4a: and 3 more rows" in text
@@ -101,7 +104,7 @@ def test_what_was_not_checked_is_not_called_ok() -> None:
     for report in (report_of(checked=False), report_of()):
         assert report.ok
         assert text_of(report).count("not checked") == 3
-        assert text_of(report).endswith("nothing was checked\n")
+        assert text_of(report).startswith("nothing was checked\n")
     assert "relative" not in text_of(report_of(checked=False))
 
 
@@ -117,7 +120,7 @@ def test_options_and_preemptions_are_shown_when_there_are_any() -> None:
     plain = report_of(Errors())
     values = text_of(evolve(plain, options={"prefill_keys": "paged"}, preemptions=3, recomputed_tokens=77), 120)
 
-    assert "on backend reference (prefill_keys=paged), cache" in values
+    assert "\nbackend reference (prefill_keys=paged) on the CPU\n" in values
     assert "345,678 decode; 3 preemptions, 77 tokens served again" in values
     assert "preemptions" not in text_of(plain)
 
@@ -186,6 +189,43 @@ def test_whole_layers_have_a_row_for_each_operation_and_stage_within_80_columns(
     assert "ok: all 3 checked rows" in text
 
 
+def test_a_short_report_of_failed_rows_has_one_row_of_each_layer_type_and_fits_a_screen() -> None:
+    text = text_of(report_of(*[Errors(0.5, 0.0, float("inf"))] * 8), verbose=False)
+
+    assert text.startswith("not ok: 24 of 24 checked rows are beyond a limit\nswa: step 0, request 3, ")
+    assert text.count("; and 7 more rows") == 3
+    assert "tokens/s" not in text
+    assert "tokens/s" in text_of(whole_report(), verbose=False)
+    assert (
+        max(len(text_of(report, verbose=False).splitlines()) for report in (whole_report(), report_of(Errors()))) <= 40
+    )
+    assert len(text.splitlines()) <= 40
+
+
+def test_a_page_has_the_verdict_every_row_of_the_table_and_pictures_that_need_nothing_else() -> None:
+    report = whole_report()
+    page = as_html(evolve(report, trace="<trace>"))
+    failed = as_html(report_of(Errors(0.5, 0.0, float("inf"))))
+
+    for title, lines in sections(report):
+        assert escape(title) in page
+        assert all(f">{escape(name.strip())}</td>" in page for name, _ in lines)
+    assert '<h1 class="ok">ok: all 3 checked rows are within their limits</h1>' in page
+    assert page.count("<svg ") == 2
+    assert "trace &lt;trace&gt; (" in page
+    assert not re.search("<script|<link|<img|src=|href=|url\\(", page)
+    assert '<h1 class="bad">not ok: 3 of 3 checked rows are beyond a limit</h1>' in failed
+    assert failed.count('<p class="bad">') == 3
+    assert failed.count('class="over"') == 6
+    assert "<svg " not in as_html(evolve(report_of(), layers=[evolve(x, seconds={}) for x in report_of().layers]))
+
+
+def test_a_page_of_what_has_not_run_is_a_page() -> None:
+    report = evolve(report_of(checked=False), interrupted=True, wall_s=0.0)
+
+    assert "interrupted; the report is what had run until then." in as_html(report)
+
+
 def test_json_of_whole_layers_has_null_for_what_was_not_compared() -> None:
     values = json.loads(json.dumps(as_json(whole_report()), allow_nan=False))
     swa, c4a, _ = (layer["check"]["worst"] for layer in values["layers"])
@@ -213,9 +253,10 @@ def test_a_selection_without_scores_has_no_error_and_is_said_not_to_be_exercised
     c4a.topk, c4a.selecting_tokens = 512, 2052
     assert "not exercised" not in text_of(report)
     c4a.check.worst = Errors(1e-3, 2e-3, 3e-3, key=0.125, query=0.375, entry=0.25, index_key=0.5)
-    line = "selection was not exercised: no token saw more than 512 entries -> serve a prompt of 2,052 tokens or more"
+    line = "selection was not exercised: no token saw more than 512 entries -> serve a prompt of 2,052 tokens"
 
-    assert f"\n\n{line}\nok: all 3 " in text_of(report, 120)
+    assert f"\n{line}\n\none layer of each type " in text_of(report, 120)
+    assert "than 512 entries -> --trace long\n" in text_of(evolve(report, trace="generated"))
     assert [x.split()[-2] for x in text_of(report).splitlines() if x.startswith("  selection")] == ["-"]
     assert as_json(report)["layers"][1]["check"]["worst"]["selection"] is None
     c4a.check = None

@@ -17,6 +17,7 @@ from dsv4attn.tools.replay.trace import (
     generated_trace,
     load_trace,
     read_trace,
+    short_trace,
     shrink,
 )
 
@@ -382,6 +383,18 @@ def test_a_generated_trace_touches_the_interesting_lengths(seed: int) -> None:
     assert [request.arrival_s for request in requests] == sorted(request.arrival_s for request in requests)
     assert requests[-1].arrival_s <= 0.2
     assert requests == generated_trace(seed)
+
+
+@given(st.integers(0, 2**32))
+def test_a_short_trace_has_one_prompt_of_two_long_entries_that_does_not_come_first(seed: int) -> None:
+    requests = short_trace(seed)
+    lengths = [request.input_length for request in requests]
+
+    assert len(requests) == 4
+    assert 2 * 128 < max(lengths[1:]) <= 320
+    assert {1, 127} <= set(lengths)
+    assert all(2 <= request.output_length <= 4 for request in requests)
+    assert requests == short_trace(seed)
 
 
 def test_long_generated_requests_share_their_first_block_and_no_other() -> None:
