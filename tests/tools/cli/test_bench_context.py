@@ -66,7 +66,7 @@ def test_without_torchrun_the_error_has_the_command(absent: str, monkeypatch: py
 
 def test_bad_sizes_are_refused_with_the_option() -> None:
     assert "'--requests': 0 is not in the range" in refused("--requests", "0")
-    assert "'--context': '8k': expected numbers" in refused("--context", "8k")
+    assert "'--context': '8x': expected numbers" in refused("--context", "8x")
     assert "--context: expected at least 2,052 tokens on flash_c4, for more than 512 entries" in refused(
         "--device", "cpu", "--context", "8192,2051"
     )

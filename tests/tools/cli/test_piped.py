@@ -14,7 +14,10 @@ COMMANDS = {
     "backends": (["backends"], f"{LONG} 0.2"),
     "explain": (["explain", "--backend", "acme"], f"({LONG} 0.2)"),
     "doctor": (["doctor"], "decode and prefill: reference: the only backend native to cpu that can run this call"),
-    "run": (["run", "--max-requests", "1", "--max-tokens", "4", "--layers", "swa"], "temporaries in addition, at most"),
+    "run": (
+        ["run", "--max-requests", "1", "--max-tokens", "4", "--layers", "swa", "--verbose"],
+        "temporaries in addition, at most",
+    ),
     "bench": (["bench", "decode", "--cases", "flash_swa", "--batches", "1", "--rounds", "1"], "flash_swa"),
     "conform": (["conform", "reference", "--filter", "lse-decode"], "lse-decode"),
     "parity": (
