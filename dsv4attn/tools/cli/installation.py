@@ -100,7 +100,7 @@ def nodes() -> dict[str, str]:
     """Device nodes of this machine that torch has a build for, with the kind of device."""
     found = {str(node): "cuda" for node in sorted(_DEV.glob("nvidia[0-9]*"))}
     found |= {str(node): "hip" for node in sorted(_DEV.glob("kfd"))}
-    for node in sorted(_DEV.glob("dri/renderD*")):
+    for node in sorted(_DEV.glob("dri/render*")):
         kind = _MAKERS.get(_text(_SYS / "class" / "drm" / node.name / "device" / "vendor"))
         # NVIDIA's driver and ROCm need the nodes above, which a container may lack; Intel's needs this one
         if kind == "xpu":
