@@ -21,12 +21,12 @@ FLASH = ModelGeometry.preset("v4.1-flash")
 
 
 def text_of(report: Any) -> str:
-    """The report as printed."""
+    """The report as printed with --verbose."""
     from rich.console import Console
 
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(as_text(report))
+        console.print(as_text(report, verbose=True))
     return captured.get()
 
 
