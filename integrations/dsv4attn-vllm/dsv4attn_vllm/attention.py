@@ -30,7 +30,7 @@ from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, V41IndexCache, V41In
 from dsv4attn_vllm.metadata import Backend, SWABackend, V41Backend, V41SWABackend
 from dsv4attn_vllm.replacements import original
 from dsv4attn_vllm.serving import serving_of
-from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, without_warmup
+from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, register_remaining, without_warmup
 
 if TYPE_CHECKING:
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention as _Layer
@@ -69,8 +69,10 @@ class Dsv4Attention(_Layer):
                 GUARD.engine.switch,
             )
         self._serving = serving
-        with without_warmup(vllm_config, serving.steps):
+        with without_warmup(vllm_config, serving.steps) as others_remain:
             super().__init__(vllm_config, *args, **kwargs)
+        if others_remain:
+            register_remaining(self, vllm_config)
         self._geometry = serving.layer(self.compress_ratio)
         self._bound: LayerCaches | None = None
         self._raw_q_steps = RawQSteps()

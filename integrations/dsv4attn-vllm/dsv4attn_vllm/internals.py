@@ -87,6 +87,14 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
             "vllm.v1.attention.backend:AttentionMetadataBuilder",
             "kv_cache_spec supports_draft_decode_metadata_update vllm_config",
         ),
+        Called("vllm.model_executor.warmup.jit_warmup:VllmJitKernel", "register_warmup"),
+        Named("vllm.models.common.ops", "_FUSED_Q_KV_RMSNORM_KERNEL"),
+        Named(f"{_BACKENDS}.mla.compressor_utils", "_COMPRESSED_SLOT_MAPPING_KERNEL"),
+        Named(
+            f"{_BACKENDS}.mla.sparse_swa",
+            "_COMPUTE_DSPARK_NONCAUSAL_SWA_INDICES_KERNEL _COMPUTE_PREFILL_METADATA_KERNEL "
+            "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL",
+        ),
         Called(f"{_BACKENDS}.mla.compressor_utils", "get_compressed_slot_mapping", 7, "out"),
         Called(f"{_BACKENDS}.mla.compressor_utils", "get_dspark_swa_index_width", 2),
         Called(f"{_BACKENDS}.mla.indexer", "dsa_indexer_uses_fp4", 1),

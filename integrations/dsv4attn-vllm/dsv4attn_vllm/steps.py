@@ -24,6 +24,7 @@ __all__ = [
     "Device",
     "chosen",
     "is_named",
+    "register_remaining",
     "requested_steps",
     "v41_steps",
     "without_mhc_warmup",
@@ -144,19 +145,47 @@ _asked_for_warmup: ContextVar[bool | None] = ContextVar("asked_for_warmup", defa
 
 
 @contextmanager
-def without_warmup(vllm_config: Any, steps: frozenset[str]) -> Iterator[None]:  # noqa: ANN401 - vLLM's VllmConfig
+def without_warmup(vllm_config: Any, steps: frozenset[str]) -> Iterator[bool]:  # noqa: ANN401 - vLLM's VllmConfig
     """Let layers that are built here not register kernels that will not run, and do not compile on every GPU.
 
     vLLM compiles registered kernels ahead and fails if one of them cannot be. It registers those of indexer, compressor
-    and projection together with those that still run, which are then compiled when they run for the first time.
+    and projection together with those that still run. Where it must not register the former, the `with` statement gives
+    True if the latter are to be registered by `register_remaining`.
     """
     kernels, requested = vllm_config.kernel_config, _asked_for_warmup.get()
     was_enabled = kernels.enable_jit_warmup
-    kernels.enable_jit_warmup = (was_enabled if requested is None else requested) and not steps & {INDEXER, COMPRESSOR}
+    is_asked, replaces = was_enabled if requested is None else requested, bool(steps & {INDEXER, COMPRESSOR})
+    kernels.enable_jit_warmup = is_asked and not replaces
     try:
-        yield
+        yield is_asked and replaces
     finally:
         kernels.enable_jit_warmup = was_enabled
+
+
+def register_remaining(layer: Any, vllm_config: Any) -> None:  # noqa: ANN401 - vLLM's layer and VllmConfig
+    """Register the kernels of vLLM that a layer of attention runs though indexer and compressor are dsv4attn's.
+
+    They make the metadata of windows and of compressed caches, and the norms of q and kv. vLLM compiles them ahead.
+    """
+    from vllm.models.common.ops import _FUSED_Q_KV_RMSNORM_KERNEL
+    from vllm.v1.attention.backends.mla.compressor_utils import _COMPRESSED_SLOT_MAPPING_KERNEL
+    from vllm.v1.attention.backends.mla.sparse_swa import (
+        _COMPUTE_DSPARK_NONCAUSAL_SWA_INDICES_KERNEL,
+        _COMPUTE_PREFILL_METADATA_KERNEL,
+        _COMPUTE_SWA_INDICES_AND_LENS_KERNEL,
+    )
+
+    windows = {"window_size": layer.window_size, "block_size": layer.swa_cache_layer.block_size}
+    images = {"max_image_tokens": layer.max_image_tokens} if hasattr(layer, "max_image_tokens") else {}
+    _COMPUTE_PREFILL_METADATA_KERNEL.register_warmup()
+    _COMPUTE_SWA_INDICES_AND_LENS_KERNEL.register_warmup(**windows, **images)
+    _FUSED_Q_KV_RMSNORM_KERNEL.register_warmup()
+    if layer.compress_ratio > 1:
+        _COMPRESSED_SLOT_MAPPING_KERNEL.register_warmup()
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_dspark():
+        drafts = {"num_speculative_tokens": speculative.num_speculative_tokens}
+        _COMPUTE_DSPARK_NONCAUSAL_SWA_INDICES_KERNEL.register_warmup(**windows, **drafts)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import conftest  # noqa: F401 - Triton's interpreter and the variables of these 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
+from small_model import answers
 from torch import Tensor
 from torch.nn import functional
 
@@ -100,27 +101,6 @@ def engine(**arguments: Any) -> Any:
     EngineArgs.create_engine_config = configured
     options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "disable_log_stats": False}
     return LLM(**options, kv_cache_memory_bytes=2**28, **arguments)
-
-
-def answers(llm: Any, prompts: list[list[int]], tokens: int, *, of_prompts: bool) -> list[dict[str, Any]]:
-    """Generate a number of tokens greedily for all prompts at once. of_prompts: log-probabilities of prompts too.
-
-    Of each prompt: tokens, those that were generated. cached: tokens of the prompt that were in the prefix cache.
-    logprobs: [n, vocabulary] fp32, of the tokens after the first of the prompt, or of those after the whole prompt.
-    """
-    from vllm import SamplingParams
-
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    numbers = {"logprobs": vocabulary, "prompt_logprobs": vocabulary if of_prompts else None}
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **numbers)
-    results = []
-    for output in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False):
-        [completion] = output.outputs
-        rows = [*(output.prompt_logprobs or [None])[1:], *completion.logprobs]
-        logprobs = torch.tensor([[row[token].logprob for token in range(vocabulary)] for row in rows])
-        tokens = [*completion.token_ids]
-        results.append({"tokens": tokens, "cached": output.num_cached_tokens, "logprobs": logprobs})
-    return results
 
 
 def main(*, out: str, backend: str, rounds: list[list[list[int]]], tokens: int, **arguments: Any) -> None:

@@ -200,6 +200,42 @@ def test_kernels_that_will_not_run_are_not_compiled_ahead(
     assert config.kernel_config.enable_jit_warmup
 
 
+@pytest.mark.parametrize(
+    ("text", "asked", "names"),
+    [
+        ("indexer,compressor", True, {"prefill", "windows", "norms", "slots"}),
+        ("indexer,compressor", False, set()),
+    ],
+)
+def test_kernels_of_vllm_that_still_run_are_compiled_ahead(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, text: str, asked: bool, names: set[str]
+) -> None:
+    """Otherwise vLLM would compile them in a request, and its monitor of compilations would stop the engine."""
+    from vllm.models.common.ops import _FUSED_Q_KV_RMSNORM_KERNEL
+    from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
+
+    kernels = {
+        "prefill": sparse_swa._COMPUTE_PREFILL_METADATA_KERNEL,
+        "windows": sparse_swa._COMPUTE_SWA_INDICES_AND_LENS_KERNEL,
+        "norms": _FUSED_Q_KV_RMSNORM_KERNEL,
+        "slots": compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL,
+    }
+    registered: dict[str, object] = {}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(
+            type(kernel), "register_warmup", lambda *_, name=name, **options: registered.update({name: options})
+        )
+    monkeypatch.setenv(steps.VARIABLE, text)
+    config.kernel_config.enable_jit_warmup = asked
+
+    layer = layer_of(config)
+
+    assert set(registered) == names
+    if asked:
+        sizes = {"window_size": 128, "block_size": layer.swa_cache_layer.block_size, "max_image_tokens": 0}
+        assert registered["windows"] == sizes
+
+
 def test_the_log_says_once_which_steps_run(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     class Records(logging.Handler):
         emit = staticmethod(lambda record: said.append(record.getMessage()))

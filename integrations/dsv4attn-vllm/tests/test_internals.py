@@ -191,6 +191,17 @@ BY_ANOTHER_NAME = {
     ("vllm:ModelRegistry", "register_model"),
     ("vllm.model_executor.custom_op:op_registry_oot", "get"),
     ("vllm.model_executor.custom_op:op_registry_oot", "keys"),
+    # objects of a class whose method is in the table
+    *(
+        (kernel, "register_warmup")
+        for kernel in (
+            "vllm.models.common.ops:_FUSED_Q_KV_RMSNORM_KERNEL",
+            "vllm.v1.attention.backends.mla.compressor_utils:_COMPRESSED_SLOT_MAPPING_KERNEL",
+            "vllm.v1.attention.backends.mla.sparse_swa:_COMPUTE_DSPARK_NONCAUSAL_SWA_INDICES_KERNEL",
+            "vllm.v1.attention.backends.mla.sparse_swa:_COMPUTE_PREFILL_METADATA_KERNEL",
+            "vllm.v1.attention.backends.mla.sparse_swa:_COMPUTE_SWA_INDICES_AND_LENS_KERNEL",
+        )
+    ),
     # modules, whose names are in the table
     ("vllm.model_executor.layers", "mhc"),
     ("vllm.models.deepseek_v4", "sparse_mla"),

@@ -1,0 +1,110 @@
+"""Tests in which vLLM's engine serves requests on a GPU, with everything that vLLM compiles.
+
+They run from this folder alone, because the tests around it fake a CPU:
+
+    python -m pytest --confcutdir=. -n 6 .          in integrations/dsv4attn-vllm/tests/on_gpu
+
+Elsewhere, and where vLLM's compiled parts or a GPU are absent, they are skipped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+
+def _obstacle() -> str:
+    """Why vLLM's engine cannot run here, or an empty string."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return "the tests in the parent folder fake a CPU: run pytest here with --confcutdir=."
+    if find_spec("vllm") is None or find_spec("vllm._C_stable_libtorch") is None:
+        return "needs vLLM with its compiled parts"
+    import torch
+
+    return "" if torch.cuda.is_available() else "needs a GPU"
+
+
+OBSTACLE = _obstacle()
+if OBSTACLE:
+    collect_ignore_glob = ["worker.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what lies in this folder, with the reason."""
+    for item in items:
+        if OBSTACLE and HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=OBSTACLE))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where results and logs go, by default a folder of pytest's."""
+    parser.addoption("--results", type=Path, help="folder for results (JSON) and logs of engines")
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """One process of pytest at a time."""
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the model: "plain", "mtp" and "dspark". All processes of pytest share them."""
+    from scenarios import SIZES
+    from small_model import checkpoint, checkpoint_with_drafts
+
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    shared = Path(os.environ.get("TEST_CHECKPOINTS", shared / "checkpoints"))
+    shared.mkdir(parents=True, exist_ok=True)
+    folders = {name: shared / name for name in ("plain", "mtp", "dspark")}
+    with _locked(shared / "lock"):
+        if not (shared / "complete").exists():
+            checkpoint(folders["plain"], SIZES)
+            for method in ("mtp", "dspark"):
+                checkpoint_with_drafts(folders[method], folders["plain"], method)
+            (shared / "complete").touch()
+    return folders
+
+
+@pytest.fixture(scope="session")
+def transformers_model(checkpoints: dict[str, Path]) -> Any:
+    """Transformers' model of these weights in fp32. Its attention takes some queries at a time, for memory."""
+    import torch
+    from scenarios import SIZES
+    from small_model import random_model
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    attend, rows = modeling.eager_attention_forward, 512
+
+    def attend_in_parts(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> tuple[Any, None]:
+        parts = zip(query.split(rows, dim=2), attention_mask.split(rows, dim=2), strict=True)
+        return torch.cat([attend(module, q, key, value, mask, **options)[0] for q, mask in parts], dim=1), None
+
+    modeling.eager_attention_forward = attend_in_parts
+    return random_model(SIZES).cuda()
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The folder for results and logs of this test."""
+    folder: Path = request.config.getoption("--results") or tmp_path
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,186 @@
+"""What vLLM's engine is asked to do in the tests on a GPU: a table of scenarios."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import evolve, field, frozen
+from small_model import prompt_of
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 1024,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "q_lora_rank": 512,
+    "o_groups": 8,
+    "o_lora_rank": 128,
+    "index_topk": 512,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "max_position_embeddings": 16384,
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "dtype": "bfloat16",
+}
+"""A layer of each kind with 64 heads and Flash's selection. The rest is small, so that transformers can follow."""
+
+LENGTHS = (5, 300, 131, 2500, 2050)
+"""Of prompts: shorter than a window, longer than one, and long enough that 512 entries are selected from more."""
+
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "disable_log_stats": False,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 2**31,
+    "max_model_len": 4096,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 1024,
+    "max_logprobs": 256,
+}
+TOKENS = 32
+CAPTURED = [1, 2, 4, 8]
+
+
+def mixed(count: int, longest: int) -> list[list[int]]:
+    """Prompts of lengths that grow from 3 to the longest, in a shuffled order."""
+    lengths = [round(3 * (longest / 3) ** (i / (count - 1))) for i in range(count)]
+    return [prompt_of(lengths[i * 37 % count], i) for i in range(count)]
+
+
+@frozen
+class Round:
+    """Prompts that are given to the engine at once, and how many tokens each answer has.
+
+    of_prompts: whether log-probabilities of the prompts are asked for; vLLM then takes nothing from its prefix cache.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    tokens: int = TOKENS
+    of_prompts: bool = False
+
+
+FIRST = Round([prompt_of(length) for length in LENGTHS], of_prompts=True)
+
+
+@frozen
+class Scenario:
+    """One engine, and what it serves.
+
+    name: of the test. rounds: names of actions, or requests. options: of vLLM's `LLM`. environment: variables.
+    graphs: the mode of captured graphs, or "eager". checkpoint: the folder's name. capability: that of the GPU for
+    which vLLM takes this one. backend, steps: the variables of dsv4attn. gpus: how many.
+    """
+
+    name: str
+    rounds: Sequence[Round | str] = (FIRST,)
+    options: Mapping[str, Any] = field(factory=dict)
+    environment: Mapping[str, str] = field(factory=dict)
+    graphs: str = "FULL_AND_PIECEWISE"
+    checkpoint: str = "plain"
+    capability: str = ""
+    backend: str = ""
+    steps: str = "all"
+    gpus: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+    def input(self, folder: str, *, by_vllm: bool) -> dict[str, Any]:
+        """The input of worker.py. folder: of the checkpoint. by_vllm: serve with vLLM's own attention and steps."""
+        options = {**DEFAULTS, **self.options, "model": folder}
+        if self.gpus > 1:
+            options = {"tensor_parallel_size": self.gpus, **options}
+        if self.graphs == "eager":
+            options["enforce_eager"] = True
+        else:
+            graphs = {"mode": 0, "cudagraph_mode": self.graphs, "cudagraph_capture_sizes": CAPTURED}
+            options["compilation_config"] = {**graphs, **options.get("compilation_config", {})}
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **self.environment}
+        if by_vllm:
+            environment["DSV4ATTN_VLLM"] = "0"
+        else:
+            environment["DSV4ATTN_VLLM_STEPS"] = self.steps
+            if self.backend:
+                environment["DSV4ATTN_BACKEND"] = self.backend
+        rounds = [
+            step
+            if isinstance(step, str)
+            else {"prompts": [[*p] for p in step.prompts], "tokens": step.tokens, "of_prompts": step.of_prompts}
+            for step in self.rounds
+        ]
+        return {
+            "environment": environment,
+            "capability": "" if by_vllm else self.capability,
+            "options": options,
+            "rounds": rounds,
+        }
+
+
+def _speculative(method: str, tokens: int, **options: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "num_speculative_tokens": tokens, **options}}
+
+
+def _accepting(length: float) -> dict[str, Any]:
+    """Let vLLM accept drafts by chance, so many tokens a step in the mean; the drafts of random weights are wrong."""
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+
+
+PREFIX = prompt_of(2048, 1)
+SHARED = [*PREFIX, *prompt_of(100, 2)]
+MANY = Round([prompt_of(1000 + 7 * i, i) for i in range(8)])
+MIXED_8, MIXED_64 = Round(mixed(8, 8192), tokens=16), Round(mixed(64, 8192), tokens=16)
+LONG = {"max_model_len": 8448, "kv_cache_memory_bytes": 2**32, "max_num_batched_tokens": 2048}
+SHORT = Round([prompt_of(length) for length in LENGTHS[:3]], of_prompts=True)
+
+SCENARIOS = [
+    Scenario("eager", graphs="eager"),
+    Scenario("eager-triton", graphs="eager", backend="triton"),
+    Scenario("graphs-full", graphs="FULL"),
+    Scenario("graphs-full-decode-only", graphs="FULL_DECODE_ONLY"),
+    Scenario("graphs-piecewise", graphs="PIECEWISE"),
+    Scenario("graphs-mixed"),
+    Scenario("graphs-mixed-triton", backend="triton"),
+    *(Scenario(f"chunks-of-{n}", options={"max_num_batched_tokens": n}) for n in (64, 256, 2048)),
+    # the second request computes the 100 tokens after the prefix as the first one does, in a chunk of their own
+    Scenario("prefix-cache", (Round([SHARED]), Round([SHARED])), {"max_num_batched_tokens": 2048, "max_num_seqs": 1}),
+    Scenario("preemption", (MANY,), {"num_gpu_blocks_override": 300}),
+    Scenario("requests-come-and-go", (MIXED_64,), {**LONG, "max_num_seqs": 4}),
+    Scenario("async-scheduling", options={"async_scheduling": True}),
+    Scenario("sync-scheduling", options={"async_scheduling": False}),
+    Scenario("8-requests", (MIXED_8,), LONG),
+    Scenario("64-requests", (MIXED_64,), {**LONG, "max_num_seqs": 64}),
+    Scenario("mtp-1", options=_speculative("mtp", 1), checkpoint="mtp"),
+    Scenario("mtp-3", options=_speculative("mtp", 3), checkpoint="mtp"),
+    Scenario("mtp-1-accepted", options=_speculative("mtp", 1, **_accepting(1.6)), checkpoint="mtp"),
+    Scenario("mtp-3-accepted", options=_speculative("mtp", 3, **_accepting(2.5)), checkpoint="mtp"),
+    Scenario("mtp-3-accepted-eager", (FIRST,), _speculative("mtp", 3, **_accepting(2.5)), {}, "eager", "mtp"),
+    Scenario("dspark", options=_speculative("dspark", 5), checkpoint="dspark"),
+    Scenario("dspark-accepted", options=_speculative("dspark", 5, **_accepting(3.0)), checkpoint="dspark"),
+    Scenario("sleep-and-wake", (SHORT, "sleep", "wake", SHORT), {"enable_sleep_mode": True}),
+    Scenario("weights-again", (SHORT, "reload", SHORT), {"enable_sleep_mode": True}),
+    *(
+        Scenario(f"as-on-sm-{c.replace('.', '')}", capability=c, backend="triton", steps="all")
+        for c in ("8.0", "8.6", "8.9")
+    ),
+    *(Scenario(f"steps-{name}", steps=name) for name in ("none", "indexer", "compressor", "projection", "mhc", "auto")),
+]
+"""On one GPU."""
+
+PARALLEL = [
+    Scenario("tensor-parallel-2", gpus=2, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+    Scenario(
+        "pipeline-parallel-2",
+        options={"pipeline_parallel_size": 2, "tensor_parallel_size": 1},
+        gpus=2,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    ),
+]
+"""On two GPUs."""
+
+
+def without_compilation_while_serving(scenario: Scenario) -> Scenario:
+    """The same, in an engine that fails if it compiles a kernel once it is ready."""
+    return evolve(scenario, options={**scenario.options, "jit_monitor_mode": "error"})

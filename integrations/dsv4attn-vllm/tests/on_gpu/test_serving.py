@@ -1,0 +1,141 @@
+"""vLLM's engine on a GPU, against transformers in fp32 and against itself with its own attention."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scenarios import PARALLEL, SCENARIOS, Round, Scenario
+from small_model import logprobs, rms, worst_gap
+
+HERE = Path(__file__).parent
+RMS, GAP = 0.05, 0.1
+"""Bounds of the error of log-probabilities, which spread by 1.0, and of `worst_gap`. vLLM computes in bf16."""
+KERNELS_OF_VLLM = {"_topk_log_softmax_kernel", "fused_moe_kernel"}
+"""Kernels that vLLM compiles while it serves, with its own attention too: log-probabilities, and experts in bf16."""
+
+
+def serve(scenario: Scenario, folder: Path, results: Path, *, by_vllm: bool = False) -> dict[str, Any]:
+    """Run worker.py: the answers of each round, metrics, seconds, and the log."""
+    name = f"{scenario.name}{'-by-vllm' if by_vllm else ''}"
+    file, out, log = (results / f"{name}.{suffix}" for suffix in ("json", "pt", "log"))
+    file.write_text(json.dumps(scenario.input(str(folder), by_vllm=by_vllm)))
+    # several engines at once would otherwise have more threads than there are cores
+    environment = {"OMP_NUM_THREADS": "2", **os.environ}
+    begin = time.perf_counter()
+    with log.open("w") as stream:
+        code = subprocess.run(
+            [sys.executable, HERE / "worker.py", file, out],
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            timeout=420,
+            check=False,
+        ).returncode
+    text = log.read_text()
+    assert code == 0, f"{name}: exit code {code}\n" + text[-2500:]
+    found = torch.load(out)
+    out.unlink()
+    compiled = set(re.findall(r"JIT compilation during inference: (\w+)", text))
+    return {**found, "seconds": time.perf_counter() - begin, "log": text, "compiled": compiled - KERNELS_OF_VLLM}
+
+
+def expected_logprobs(model: Any, step: Round, answers: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """Transformers' log-probabilities of the rows that the engine returned."""
+    last = None if step.of_prompts else step.tokens
+    return logprobs(model, step.prompts, answers, last=last)
+
+
+def figures(model: Any, scenario: Scenario, served: dict[str, Any]) -> dict[str, float]:
+    """Worst error of a request, share of tokens that transformers would choose, and the worst gap of another one."""
+    steps = [step for step in scenario.rounds if isinstance(step, Round)]
+    errors, gaps, equal, total = [], [], 0, 0
+    for step, answers in zip(steps, served["rounds"], strict=True):
+        for expected, answer in zip(expected_logprobs(model, step, answers), answers, strict=True):
+            assert answer["logprobs"].shape == expected.shape
+            assert 0.9 < expected.std(dim=1).mean() < 1.1
+            errors.append(rms(answer["logprobs"] - expected))
+            gaps.append(worst_gap(expected, answer["tokens"]))
+            tail = expected[-len(answer["tokens"]) :].argmax(dim=1)
+            equal += int((tail == torch.tensor(answer["tokens"])).sum())
+            total += len(answer["tokens"])
+    return {"rms": max(errors), "gap": max(gaps), "equal": equal / total}
+
+
+def report(results: Path, scenario: Scenario, values: dict[str, Any]) -> None:
+    """Leave the figures of a scenario in the folder of results."""
+    (results / f"{scenario.name}.figures.json").write_text(json.dumps(values, indent=1))
+    print(scenario.name, values)
+
+
+def check_scenario(scenario: Scenario, folder: Path, model: Any, results: Path) -> dict[str, Any]:
+    """Serve a scenario with dsv4attn, hold its answers against transformers, and leave the figures."""
+    served = serve(scenario, folder, results)
+    found = figures(model, scenario, served)
+    backends = sorted(set(re.findall(r"dsv4attn-vllm: \w+ runs on (\w+):", served["log"])))
+    report(
+        results,
+        scenario,
+        {**found, "backend": backends, "ready_s": served["ready"], "wall_s": served["seconds"], **served["metrics"]},
+    )
+    assert backends == [scenario.backend or "sm90"]
+    assert not served["compiled"], "compiled while serving"
+    assert found["rms"] < RMS
+    assert found["gap"] < GAP
+    return served
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_requests_are_answered_as_by_transformers(
+    scenario: Scenario, checkpoints: dict[str, Path], transformers_model: Any, results: Path
+) -> None:
+    served = check_scenario(scenario, checkpoints[scenario.checkpoint], transformers_model, results)
+
+    metrics, rounds = served["metrics"], served["rounds"]
+    if scenario.name == "preemption":
+        assert metrics["vllm:num_preemptions"] > 0
+    if scenario.name == "prefix-cache":
+        [[first], [second]] = rounds
+        assert (first["cached"], second["cached"]) == (0, 2048)
+        assert torch.equal(first["logprobs"], second["logprobs"])
+    if scenario.name.endswith("-accepted"):
+        assert 0 < metrics["vllm:spec_decode_num_accepted_tokens"] < metrics["vllm:spec_decode_num_draft_tokens"]
+    if scenario.name in ("sleep-and-wake", "weights-again"):
+        before, after = rounds
+        for earlier, later in zip(before, after, strict=True):
+            assert earlier["tokens"] == later["tokens"]
+            assert torch.equal(earlier["logprobs"], later["logprobs"])
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+@pytest.mark.parametrize("scenario", PARALLEL, ids=str)
+def test_ranks_answer_as_transformers(
+    scenario: Scenario, checkpoints: dict[str, Path], transformers_model: Any, results: Path
+) -> None:
+    check_scenario(scenario, checkpoints[scenario.checkpoint], transformers_model, results)
+
+
+@pytest.mark.skipif(find_spec("tilelang") is None or find_spec("cutlass") is None, reason="needs tilelang and CuTeDSL")
+@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if not s.capability and not s.backend], ids=str)
+def test_vllms_own_attention_is_as_far_from_transformers(
+    scenario: Scenario, checkpoints: dict[str, Path], transformers_model: Any, results: Path
+) -> None:
+    """The same bounds hold for vLLM's own attention, so they are not those of a looser engine."""
+    served = serve(scenario, checkpoints[scenario.checkpoint], results, by_vllm=True)
+
+    found = figures(transformers_model, scenario, served)
+    (results / f"{scenario.name}-by-vllm.figures.json").write_text(
+        json.dumps({**found, "ready_s": served["ready"], "wall_s": served["seconds"], **served["metrics"]}, indent=1)
+    )
+    assert "runs on dsv4attn" not in served["log"]
+    assert found["rms"] < RMS
+    assert found["gap"] < GAP

@@ -1,0 +1,241 @@
+"""A small DeepSeek-V4 with random weights, transformers' answers in fp32, and those of vLLM's engine.
+
+The tests that serve requests use it, on a CPU (test_engine_run.py) and on a GPU (on_gpu/). It imports nothing of vLLM
+before `answers` is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+__all__ = [
+    "BUGS",
+    "answers",
+    "checkpoint",
+    "checkpoint_with_drafts",
+    "configuration",
+    "error_shares",
+    "logprobs",
+    "prompt_of",
+    "random_model",
+    "rms",
+    "worst_gap",
+]
+
+DSPARK_LAYERS = 3
+LAYER_TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+
+
+def prompt_of(length: int, seed: int | None = None) -> list[int]:
+    """A random prompt of the vocabulary's 256 tokens. seed: by default the length."""
+    generator = torch.Generator().manual_seed(length if seed is None else seed)
+    return torch.randint(256, (length,), generator=generator).tolist()
+
+
+def configuration(sizes: Mapping[str, Any]) -> DeepseekV4Config:
+    """Transformers' configuration of one layer of each kind.
+
+    Experts are chosen by token: a choice by score changes with the last bit of a score. There are as many of them as
+    vLLM's compiled router wants.
+    """
+    experts = {"n_routed_experts": 256, "num_experts_per_tok": 6}
+    types = {"layer_types": [*LAYER_TYPES], "mlp_layer_types": ["hash_moe"] * len(LAYER_TYPES)}
+    return DeepseekV4Config(**{**experts, **sizes}, **types, num_hidden_layers=len(LAYER_TYPES))
+
+
+def random_model(sizes: Mapping[str, Any]) -> Any:
+    """Transformers' model with random weights, in fp32. bf16 can represent the weights."""
+    torch.manual_seed(0)
+    model = DeepseekV4ForCausalLM(configuration(sizes)).float().eval()
+    for name, weight in model.named_parameters():
+        vectors = weight.dim() == 1 or "bias" in name
+        std = 1.0 if "embed" in name else 0.5 if vectors else weight.shape[-1] ** -0.5
+        random = torch.randn_like(weight) * std
+        weight.data = (1 + random / 5 if "norm" in name else random).bfloat16().float()
+    for layer in model.model.layers:
+        gate = layer.mlp.gate
+        gate.tid2eid.copy_(torch.rand(256, gate.num_experts).argsort(1)[:, : gate.top_k])
+    return model
+
+
+def checkpoint(folder: Path, sizes: Mapping[str, Any]) -> Any:
+    """Save the random model under DeepSeek's names of weights, and return it."""
+    model = random_model(sizes)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file({_name_of_deepseek(name): weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    return model
+
+
+def checkpoint_with_drafts(folder: Path, base: Path, method: str) -> None:
+    """Make a folder with the weights of another one (links) and those of draft layers for a method of vLLM.
+
+    base: as `checkpoint` saves it. method: "mtp", with one draft layer, or "dspark", with three.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((base / "config.json").read_text())
+    weights = load_file(base / "model.safetensors")
+    (folder / "model.safetensors").symlink_to(base / "model.safetensors")
+    save_file(_draft_weights(weights, config, method), folder / "drafts.safetensors", {"format": "pt"})
+    own = {
+        "mtp": {"num_nextn_predict_layers": 1},
+        "dspark": {
+            "n_mtp_layers": DSPARK_LAYERS,
+            "dspark_block_size": 5,
+            "dspark_target_layer_ids": [0, 1, 2],
+            "dspark_markov_rank": 16,
+            "dspark_noise_token_id": 0,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **own[method]}))
+
+
+def _name_of_deepseek(name: str) -> str:
+    """The name of a weight in DeepSeek's checkpoints, of which transformers writes a few in another way."""
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
+def _draft_weights(weights: Mapping[str, Tensor], config: Mapping[str, Any], method: str) -> dict[str, Tensor]:
+    """Weights of draft layers. Blocks are copies of the model's first layer, which has a window only."""
+    hidden, block, generator = config["hidden_size"], "layers.0.", torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+
+    out = {}
+    for draft in range(DSPARK_LAYERS if method == "dspark" else 1):
+        for name, weight in weights.items():
+            if name.startswith(block) and not name.endswith("tid2eid"):
+                out[f"mtp.{draft}.{name.removeprefix(block)}"] = weight.clone()
+        out[f"mtp.{draft}.ffn.gate.bias"] = torch.zeros(config["n_routed_experts"])
+    last = f"mtp.{draft}."
+    out |= {last + name: weights[name].clone() for name in ("hc_head_fn", "hc_head_base", "hc_head_scale")}
+    out[last + "norm.weight"] = weights["norm.weight"].clone()
+    if method == "mtp":
+        out |= {last + name: torch.ones(hidden).bfloat16() for name in ("enorm.weight", "hnorm.weight")}
+        out |= {last + name: random(hidden, hidden) for name in ("e_proj.weight", "h_proj.weight")}
+        out[last + "head.weight"] = weights["head.weight"].clone()
+        out[last + "emb.tok_emb.weight"] = weights["embed.weight"].clone()
+        return out
+    rank, vocabulary = 16, config["vocab_size"]
+    out |= {
+        "mtp.0.main_proj.weight": random(hidden, 3 * hidden),
+        "mtp.0.main_norm.weight": torch.ones(hidden).bfloat16(),
+    }
+    out |= {last + f"markov_head.markov_w{i}.weight": random(vocabulary, rank) for i in (1, 2)}
+    out[last + "confidence_head.proj.weight"] = random(1, hidden + rank).float()
+    return out
+
+
+# ---------------------------------------------------------------- answers of vLLM's engine
+
+
+def answers(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, *, of_prompts: bool) -> list[dict[str, Any]]:
+    """Generate a number of tokens greedily for all prompts at once. of_prompts: log-probabilities of prompts too.
+
+    Of each prompt: tokens, those that were generated. cached: tokens of the prompt that were in the prefix cache.
+    logprobs: [n, vocabulary] fp32, of the tokens after the first of the prompt, or of those after the whole prompt.
+    """
+    from vllm import SamplingParams
+
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    numbers = {"logprobs": vocabulary, "prompt_logprobs": vocabulary if of_prompts else None}
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **numbers)
+    results = []
+    for output in llm.generate([{"prompt_token_ids": [*prompt]} for prompt in prompts], sampling, use_tqdm=False):
+        [completion] = output.outputs
+        rows = [*(output.prompt_logprobs or [None])[1:], *completion.logprobs]
+        logprobs = torch.tensor([[row[token].logprob for token in range(vocabulary)] for row in rows])
+        generated = [*completion.token_ids]
+        results.append({"tokens": generated, "cached": output.num_cached_tokens, "logprobs": logprobs})
+    return results
+
+
+# ---------------------------------------------------------------- answers of transformers
+
+
+def logprobs(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]], *, last: int | None = None
+) -> list[Tensor]:
+    """Log-probabilities [n, vocabulary] of each prompt and its answer, after each token but the last, on the CPU.
+
+    last: how many rows at the end are computed, by default all.
+    """
+    device, results = next(model.parameters()).device, []
+    with torch.no_grad():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = torch.tensor([[*prompt, *answer["tokens"][:-1]]], device=device)
+            logits = model(tokens, logits_to_keep=last or 0).logits[0]
+            results.append(logits.log_softmax(dim=-1).cpu())
+    return results
+
+
+def rms(values: Tensor) -> float:
+    """The root of the mean square."""
+    return values.square().mean().sqrt().item()
+
+
+def worst_gap(expected: Tensor, tokens: Sequence[int]) -> float:
+    """How much less likely, in the logarithm, the least likely chosen token is than the best one at its place.
+
+    expected: [n, vocabulary], whose last rows are those of the tokens.
+    """
+    rows = expected[-len(tokens) :]
+    return (rows.max(dim=1).values - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max().item()
+
+
+# ---------------------------------------------------------------- bugs of which the answers must have nothing
+
+
+def _compressor(model: Any, layer: int) -> Any:
+    return model.model.layers[layer].self_attn.compressor
+
+
+def _bugs(topk: int) -> dict[str, Callable[[Any], object]]:
+    return {
+        "no sinks": lambda model: [layer.self_attn.sinks.data.fill_(-100) for layer in model.model.layers],
+        "a window of 127": lambda model: setattr(model.config, "sliding_window", 127),
+        "a window of 129": lambda model: setattr(model.config, "sliding_window", 129),
+        "the worst entries": lambda model: _compressor(model, 1).indexer.scorer.weights_proj.weight.data.neg_(),
+        "one entry less": lambda model: setattr(_compressor(model, 1).indexer, "index_topk", topk - 1),
+        "one entry more": lambda model: setattr(_compressor(model, 1).indexer, "index_topk", topk + 1),
+        "another theta": lambda model: model.model.rotary_emb.compress_inv_freq.mul_(1.05),
+        "no keys at ratio 4": lambda model: _compressor(model, 1).kv_norm.weight.data.zero_(),
+        "no keys at ratio 128": lambda model: _compressor(model, 2).kv_norm.weight.data.zero_(),
+    }
+
+
+BUGS = tuple(_bugs(0))
+"""Names of the bugs of `error_shares`."""
+
+
+def error_shares(
+    model: Any,
+    expected: Tensor,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Mapping[str, Any]],
+    bugs: Sequence[str] = BUGS,
+) -> dict[str, tuple[float, float]]:
+    """By name of a bug: rms of the difference that it makes to transformers' model, and its share in the answers.
+
+    The share is 1 for an engine with the bug, and near 0 for one without it. It sees what is smaller than the rounding
+    of single positions, as rounding has no direction.
+    """
+    error, shares = torch.cat([answer["logprobs"] for answer in answers]) - expected, {}
+    topk = model.config.index_topk
+    for name in bugs:
+        broken = copy.deepcopy(model)
+        _bugs(topk)[name](broken)
+        difference = torch.cat(logprobs(broken, prompts, answers)) - expected
+        shares[name] = rms(difference), ((error * difference).sum() / difference.square().sum()).item()
+    return shares
