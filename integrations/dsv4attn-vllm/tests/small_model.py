@@ -117,7 +117,6 @@ def _draft_weights(weights: Mapping[str, Tensor], config: Mapping[str, Any], met
         for name, weight in weights.items():
             if name.startswith(block) and not name.endswith("tid2eid"):
                 out[f"mtp.{draft}.{name.removeprefix(block)}"] = weight.clone()
-        out[f"mtp.{draft}.ffn.gate.bias"] = torch.zeros(config["n_routed_experts"])
     last = f"mtp.{draft}."
     out |= {last + name: weights[name].clone() for name in ("hc_head_fn", "hc_head_base", "hc_head_scale")}
     out[last + "norm.weight"] = weights["norm.weight"].clone()

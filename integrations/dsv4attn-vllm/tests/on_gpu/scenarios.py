@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
     "disable_log_stats": False,
-    "gpu_memory_utilization": 0.1,
+    "gpu_memory_utilization": 0.02,
     "kv_cache_memory_bytes": 2**31,
     "max_model_len": 4096,
     "max_num_seqs": 8,
@@ -146,7 +146,7 @@ SCENARIOS = [
     *(Scenario(f"chunks-of-{n}", options={"max_num_batched_tokens": n}) for n in (64, 256, 2048)),
     # the second request computes the 100 tokens after the prefix as the first one does, in a chunk of their own
     Scenario("prefix-cache", (Round([SHARED]), Round([SHARED])), {"max_num_batched_tokens": 2048, "max_num_seqs": 1}),
-    Scenario("preemption", (MANY,), {"num_gpu_blocks_override": 300}),
+    Scenario("preemption", (MANY,), {"num_gpu_blocks_override": 900, "max_model_len": 1200}),
     Scenario("requests-come-and-go", (MIXED_64,), {**LONG, "max_num_seqs": 4}),
     Scenario("async-scheduling", options={"async_scheduling": True}),
     Scenario("sync-scheduling", options={"async_scheduling": False}),

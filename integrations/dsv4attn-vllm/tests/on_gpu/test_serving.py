@@ -68,6 +68,8 @@ def figures(model: Any, scenario: Scenario, served: dict[str, Any]) -> dict[str,
             tail = expected[-len(answer["tokens"]) :].argmax(dim=1)
             equal += int((tail == torch.tensor(answer["tokens"])).sum())
             total += len(answer["tokens"])
+    # engines of other tests need the memory
+    torch.cuda.empty_cache()
     return {"rms": max(errors), "gap": max(gaps), "equal": equal / total}
 
 
