@@ -5,7 +5,7 @@ Engines bind layers themselves, with their own caches, workspace and batches: se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
+from dsv4attn.core.reprs import layer_text, one_line
 from dsv4attn.core.tensorspec import check_tensor, usable_device
 from dsv4attn.selection import select_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
@@ -110,10 +111,15 @@ class SingleLayer:
         by_request = dict(zip(order, out.split([count for _, count in counts]), strict=True))
         return [by_request[i] for i in range(len(requests))]
 
-    def __repr__(self) -> str:
-        """Model, kind, backend and device."""
-        kind = self.geometry.layers[0][0].value
-        return f"SingleLayer({self.geometry.name}, {kind}, backend={self.backend.name!r}, device={str(self.device)!r})"
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Model, kind, heads, backend and device."""
+        layer = self.geometry.layer(0)
+        yield self.geometry.name
+        yield layer_text(layer)
+        yield f"{layer.num_heads} heads"
+        yield f"backend {self.backend.name}"
+        yield f"on {self.device}"
 
 
 def _geometry(model: object) -> ModelGeometry:

@@ -57,7 +57,7 @@ def test_layers_of_v41_read_from_no_other_layer() -> None:
 
 
 def test_a_model_is_a_preset_or_a_configuration(tmp_path: Path) -> None:
-    assert "deepseek-v4-flash, swa, backend='reference', device='cpu'" in repr(
+    assert "SingleLayer deepseek-v4-flash, swa, 64 heads, backend reference, on cpu" in repr(
         SingleLayer("flash", "swa", device="cpu", max_tokens=8, max_model_len=64, max_requests=1)
     )
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))

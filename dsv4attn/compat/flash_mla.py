@@ -41,6 +41,7 @@ from dsv4attn.compat.flash_mla_arguments import (
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.contract.backend import KeyForm, Phase
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError
 
@@ -103,6 +104,8 @@ class FlashMLASchedMeta:
     config: Config | None = None
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
+
+    __repr__ = fields_repr
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:

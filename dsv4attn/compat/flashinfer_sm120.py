@@ -22,6 +22,7 @@ from dsv4attn.core.attention.checks import check_same_device
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import BufferSpec, check_tensor
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
@@ -48,6 +49,8 @@ class _Rows(NamedTuple):
     cache: PagedKVCache
     indices: Tensor
     lens: Tensor | None
+
+    __repr__ = fields_repr
 
 
 class SparseMLASm120Wrapper:

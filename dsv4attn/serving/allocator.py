@@ -7,9 +7,10 @@ tensors only when a step is built. Neither is thread-safe.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from dsv4attn.core.argument_checks import check_count
+from dsv4attn.core.reprs import one_line
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 
 __all__ = ["BlockAllocator", "BlockTable"]
@@ -27,6 +28,11 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._taken = bytearray(num_blocks)
         self._random = None if shuffle_seed is None else random.Random(shuffle_seed)  # noqa: S311 - nothing secret
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Blocks in use, and all blocks."""
+        yield f"{self.num_blocks - self.num_free} of {self.num_blocks} blocks in use"
 
     @property
     def num_free(self) -> int:
@@ -83,6 +89,12 @@ class BlockTable:
         self.blocks: list[int] = []
         self.first_token = 0
         self._released = 0
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Number of blocks, and tokens of each."""
+        yield f"{len(self.blocks)} blocks of {self.tokens_per_block} tokens"
+        yield f"without tokens before {self.first_token}" if self.first_token else ""
 
     def missing(self, num_tokens: int) -> int:
         """Return how many blocks `ensure(num_tokens)` would take."""

@@ -28,6 +28,7 @@ from dsv4attn.core.metadata.batch_checks import count_tokens, planned
 from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, LayerKey
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.reprs import limits_text, one_line
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 from dsv4attn.serving.allocator import BlockAllocator, BlockTable
 
@@ -122,6 +123,16 @@ class CacheManager:
             short_prefills=True,
             backend=backend,
         )
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Model, layers, limits, pages in use of each group, and device."""
+        yield self.geometry.name
+        yield f"{self.geometry.num_layers} layer{'s' * (self.geometry.num_layers != 1)}"
+        yield limits_text(self.limits)
+        pools = [f"{name} {pool.num_blocks - pool.num_free} of {pool.num_blocks}" for name, pool in self._pools.items()]
+        yield f"pages in use: {', '.join(pools)}"
+        yield f"on {self.device}"
 
     def new(self) -> CachedSequence:
         """A sequence without tokens, and without pages."""

@@ -36,6 +36,7 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope
 from dsv4attn.core.model.rope import cos_sin_cache
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.testing import oracle
 from dsv4attn.testing.case import Bench, dtype_name
 from dsv4attn.testing.factories import HEADS, CaseInput, flash, frequencies, layout, layouts, normal, tiny_geometry
@@ -298,6 +299,8 @@ class ForwardArgs:
     topk_indices: Tensor | None
     strided: str = ""
     raw_q: RawQuery | None = None
+
+    __repr__ = fields_repr
 
     def workspace(self, backend: Backend, *, debug: bool = True) -> WorkspaceManager:
         """A workspace as planned for the limits, locked; with canaries when debugging."""

@@ -18,6 +18,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import c128a_columns
 from dsv4attn.core.metadata.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import tensor
 from dsv4attn.errors import ArgumentError
 
@@ -40,6 +41,8 @@ class DeepseekV4ROCMAiterSparseSWAMetadata(DeepseekSparseSWAMetadata):
     """Slots of all windows, one after another; undefined from `decode_swa_ragged_indptr[-1]` on."""
     decode_swa_ragged_indptr: Tensor = tensor("Td+1", torch.int32)
 
+    __repr__ = fields_repr
+
     @property
     def decode_swa_ragged(self) -> RaggedIndices:
         """The decode windows."""
@@ -53,6 +56,8 @@ class DeepseekV4ROCMAiterMLASparseMetadata(FlashMLASparseMetadata):
 
     c128a_decode_topk_ragged_indices: Tensor | None = tensor("_", torch.int32, optional=True)
     c128a_decode_topk_ragged_indptr: Tensor | None = tensor("Td+1", torch.int32, optional=True)
+
+    __repr__ = fields_repr
 
     @property
     def c128a_decode_ragged(self) -> RaggedIndices | None:

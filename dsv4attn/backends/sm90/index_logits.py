@@ -20,6 +20,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launc
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
@@ -134,6 +135,8 @@ class _Keys:
     block_table: Tensor | None = None
     token_to_req: Tensor | None = None
     tokens_per_req: int = 0
+
+    __repr__ = fields_repr
 
 
 def _launch(

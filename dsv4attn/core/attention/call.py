@@ -29,6 +29,7 @@ from dsv4attn.core.memory.plan import gathers_keys, prefill_bounds
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import BufferSpec
 
 __all__ = ["INT", "MAX_PREPARED", "ForwardCall", "IndexRows", "PhaseCall", "PreparedCall", "PreparedForward"]
@@ -69,6 +70,8 @@ class ForwardCall:
     phase: Phase | None = None
     token_ranges: tuple[tuple[int, int], ...] | None = None
     result_buffers: tuple[Tensor, Tensor] | None = None
+
+    __repr__ = fields_repr
 
     @property
     def window_metadata(self) -> DeepseekSparseSWAMetadata:

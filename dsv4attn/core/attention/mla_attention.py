@@ -11,6 +11,7 @@ Eager calls go past torch's dispatcher, which takes a third of what core takes i
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -38,6 +39,7 @@ from dsv4attn.core.metadata.forward_context import get_forward_context
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.model.quantized_weight import Weight
 from dsv4attn.core.model.rope import is_rotation
+from dsv4attn.core.reprs import layer_text, one_line
 from dsv4attn.core.torch_modes import is_autocast_on, no_autocast, without_modes
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 
@@ -103,6 +105,16 @@ class DeepseekV4MLAAttention:
         self._takes_raw_q = raw_q and gathers and is_rotation(cos_sin_cache)
         self._raw_q_steps = RawQSteps()
         self._register()
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Prefix, kind, heads, backend, device and whether caches are bound."""
+        yield self.prefix
+        yield layer_text(self.geometry)
+        yield f"{self.geometry.num_heads} heads"
+        yield f"backend {self.backend.name}"
+        yield f"on {self.cos_sin_cache.device}"
+        yield "no caches" if self.caches is None else "caches bound"
 
     def _register(self) -> None:
         """Take a handle of its own."""

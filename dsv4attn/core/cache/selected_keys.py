@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from dsv4attn.core.reprs import fields_repr
+
 if TYPE_CHECKING:
     # descriptors must load where torch is not wanted yet
     from torch import Tensor
@@ -42,6 +44,8 @@ class DenseIndices:
     indices: Tensor
     lens: Tensor
 
+    __repr__ = fields_repr
+
     @cached_property
     def width(self) -> int:
         """K."""
@@ -65,6 +69,8 @@ class EntryIndices:
     token_to_req: Tensor
     pages: PageTable
 
+    __repr__ = fields_repr
+
 
 @frozen(slots=False)
 class RaggedIndices:
@@ -78,6 +84,8 @@ class RaggedIndices:
     indices: Tensor
     indptr: Tensor
     width: int
+
+    __repr__ = fields_repr
 
 
 @frozen
@@ -93,6 +101,8 @@ class PageTable:
     block_table: Tensor
     block_size: int
     num_blocks: int = 2**31 - 1
+
+    __repr__ = fields_repr
 
 
 @frozen
@@ -111,6 +121,8 @@ class StepTokens:
     token_to_req: Tensor
     is_valid: Tensor
     first: int = 0
+
+    __repr__ = fields_repr
 
 
 @frozen(slots=False)
@@ -135,6 +147,8 @@ class GatheredKeys:
 
     kv: Tensor
     rows: DenseIndices | RaggedIndices
+
+    __repr__ = fields_repr
 
 
 @frozen(slots=False, eq=False)
@@ -162,6 +176,8 @@ class ChunkTokens:
     topk: int
     rows: int
     offset: int
+
+    __repr__ = fields_repr
 
 
 @frozen(slots=False, eq=False)
@@ -196,3 +212,5 @@ class ChunkRows:
     ratio: int
     lengths: Tensor
     starts: Tensor
+
+    __repr__ = fields_repr

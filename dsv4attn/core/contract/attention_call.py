@@ -11,6 +11,7 @@ from attrs import frozen
 from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
 from dsv4attn.core.contract.raw_query import RawQuery
 from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.reprs import fields_repr
 
 if TYPE_CHECKING:
     # descriptors load where torch is not installed
@@ -35,6 +36,8 @@ class AttentionOptions:
     max_logits: Tensor | None = None
     empty_lse: float = -inf
     raw_q: RawQuery | None = None
+
+    __repr__ = fields_repr
 
 
 _PLAIN = AttentionOptions()
@@ -63,6 +66,8 @@ class AttentionTensors(NamedTuple):
     topk_indices: Tensor | None
     window: PagedKVCache
     compressed: PagedKVCache | None
+
+    __repr__ = fields_repr
 
     def of_tokens(self, tokens: slice) -> AttentionTensors:
         """The rows of some tokens, without topk_indices."""
@@ -95,6 +100,8 @@ class AttentionCall:
     lse: Tensor | None
     scratch: Sequence[Tensor] = ()
     options: AttentionOptions = _PLAIN
+
+    __repr__ = fields_repr
 
     @property
     def tensors(self) -> AttentionTensors:

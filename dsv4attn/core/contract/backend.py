@@ -16,7 +16,7 @@ A backend declares which indices and keys it takes (`Capabilities`). Core prepar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,6 +36,7 @@ from dsv4attn.core.contract.info import API_VERSION, COMPUTING, LAYER_PARTS, Bac
 from dsv4attn.core.contract.metadata_extension import MetadataExtension
 from dsv4attn.core.contract.raw_query import RawQuery
 from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.reprs import one_line
 from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -126,6 +127,20 @@ class Backend:
             from dsv4attn.core.torch_modes import guard_methods
 
             guard_methods(cls, COMPUTING)
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Name, forms of keys and indices, and the parts of the layer whose ops are the backend's own."""
+        yield self.name
+        forms = self.capabilities
+        yield f"decode on pages by {forms.decode_indices.value} indices"
+        yield f"prefill on {forms.prefill_keys.value} keys by {forms.prefill_indices.value} indices"
+        yield "deterministic" if self.deterministic else ""
+        # a table that was not asked for yet is not made for a repr: that may ask the driver for the device
+        layer_ops = vars(self).get("layer_ops") or getattr(type(self), "layer_ops", None)
+        if hasattr(layer_ops, "sources"):
+            own = [part for part, source in layer_ops.sources(self.name).items() if source == self.name]
+            yield f"layer ops: {' '.join(own) or 'of torch'}"
 
     # Every backend has these.
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from dsv4attn.core.reprs import fields_repr
+
 if TYPE_CHECKING:
     # types of the contract must load where torch is not wanted yet
     from torch import Tensor
@@ -31,6 +33,8 @@ class RawQuery:
     positions: Tensor
     cos_sin_cache: Tensor
     eps: float
+
+    __repr__ = fields_repr
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ the caches and the buffers that the layer shares with others; weights belong to 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakValueDictionary, ref
@@ -38,6 +38,7 @@ from dsv4attn.core.model.quantized_weight import check_weight
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.model.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.model.weights import AttentionWeights
+from dsv4attn.core.reprs import layer_text, one_line
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.compressor import rms_norm
@@ -176,6 +177,17 @@ class DeepseekV4Attention:
 
         self._op_tensors: tuple[Tensor | None, ...] = (None,) * 5
         self._register()
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Prefix, model, kind, heads, backend, device and whether caches are bound."""
+        yield self.prefix
+        yield f"layer {self.index} of {self.geometry.name}"
+        yield layer_text(self.layer)
+        yield f"{self.layer.num_heads} heads"
+        yield f"backend {self.backend.name}"
+        yield f"on {self.device}"
+        yield "no caches" if self.caches is None else "caches bound"
 
     def _register(self) -> None:
         """Take a handle of its own."""

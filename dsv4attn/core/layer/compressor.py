@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import CompressorWeights
+from dsv4attn.core.reprs import layer_text, one_line
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.core.torch_ops.tiles import Linear
@@ -40,6 +43,12 @@ class _Projecting:
         self._layer, self._table, self._ops, self._linear = layer, cos_sin_cache, ops, linear
         self.copies = WeightCopies()
         self.load(weights)
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Kind of the layer, and device."""
+        yield layer_text(self._layer)
+        yield f"on {self._table.device}"
 
     def load(self, weights: CompressorWeights) -> None:
         """Take weights with the shapes of those before; copies of them are made in the same memory."""

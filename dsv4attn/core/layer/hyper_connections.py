@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.model.weights import HyperConnectionWeights
+from dsv4attn.core.reprs import one_line
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.errors import ArgumentError
@@ -38,6 +41,12 @@ class HyperConnections:
     ) -> None:
         self._geometry, self._layer_ops, self._copies = geometry, layer_ops, WeightCopies()
         self._load(weights, norm_weight)
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Number and width of the streams, and device."""
+        yield f"{self._geometry.hc_mult} streams of {self._geometry.hidden_size}"
+        yield f"on {self._loaded_weights.fn.device}"
 
     def _load(self, weights: HyperConnectionWeights, norm_weight: Tensor | None) -> None:
         """Take weights, and make copies of those that are not fp32."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -16,6 +18,7 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import IndexerWeights
+from dsv4attn.core.reprs import fields_repr, one_line
 from dsv4attn.core.torch_modes import is_capturing, without_modes
 from dsv4attn.core.torch_ops.arguments import EntryNorm
 from dsv4attn.core.torch_ops.tiles import Linear
@@ -33,6 +36,8 @@ class Candidates:
 
     blocks: Tensor
     block_size: int
+
+    __repr__ = fields_repr
 
     def is_void(self, entries: int) -> bool:
         """Whether all blocks of a context of `entries` entries are candidates, so that nothing is restricted."""
@@ -76,6 +81,13 @@ class Indexer:
             self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, ops, linear)
         self.copies = WeightCopies()
         self._load_own(weights)
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Heads, entries that are selected, tokens of an entry, and device."""
+        yield f"{self._heads} heads"
+        yield f"{self._topk} entries of {self._ratio} tokens"
+        yield f"on {self._table.device}"
 
     def load(self, weights: IndexerWeights) -> None:
         """Take weights with the shapes of those before; copies of them are made in the same memory."""

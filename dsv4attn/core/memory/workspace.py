@@ -19,6 +19,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import round_up
+from dsv4attn.core.reprs import bytes_text, one_line
 from dsv4attn.core.tensorspec import BufferSpec, device_of
 from dsv4attn.errors import ArgumentError, CanaryError, Dsv4AttnError, WorkspaceError
 
@@ -136,6 +137,15 @@ class WorkspaceManager:
         vars(self).update(state)
         self._typed, self._made, self._holders, self._canaries = {arena: {} for arena in sizes}, {}, None, {}
         self._buffers = {arena: _aligned_bytes(size, self.device) for arena, size in sizes.items()}
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Bytes and device, and the bytes of each arena."""
+        yield f"{bytes_text(self.total_bytes)} on {self.device}"
+        arenas = [f"{arena} {bytes_text(buffer.numel())}" for arena, buffer in self._buffers.items()]
+        yield f"{len(arenas)} arena{'s' * (len(arenas) != 1)}{': ' * bool(arenas)}{' '.join(arenas)}"
+        yield "locked" if self._locked else ""
+        yield "debug" if self.debug else ""
 
     @property
     def locked(self) -> bool:

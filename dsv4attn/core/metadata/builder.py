@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -34,6 +34,7 @@ from dsv4attn.core.metadata.metadata import (
 )
 from dsv4attn.core.metadata.prefix_hits import PrefixHits, check_hits, hits_of
 from dsv4attn.core.model.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.reprs import limits_text, one_line
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["STATE_BLOCK_SIZES", "MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
@@ -135,6 +136,15 @@ class MetadataBuilder:
             self._c128a = self._buffer(decodes, 1, self._c128a_max), self._buffer(decodes)
             self._entry_numbers = self._buffer(self._c128a_max)
             torch.arange(self._c128a_max, device=self.device, out=self._entry_numbers)
+
+    @one_line
+    def __repr__(self) -> Iterator[str]:
+        """Model, limits, pages and device."""
+        yield self.geometry.name
+        yield limits_text(self.limits)
+        yield f"window pages of {self.swa_block_size} tokens"
+        yield f"compressed pages of {self.compressed_block_tokens} tokens"
+        yield f"on {self.device}"
 
     def _buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         with torch.inference_mode(False):  # written outside of the mode that it may be made in

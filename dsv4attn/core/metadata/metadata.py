@@ -22,6 +22,7 @@ from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import check_declared, check_tensor, size, tensor
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.errors import ArgumentError
@@ -97,6 +98,8 @@ class Batch:
     num_cached_states: Tensor | None = tensor("_", torch.int32, optional=True)
     causal: bool = True
 
+    __repr__ = fields_repr
+
     def __attrs_post_init__(self) -> None:
         check_declared(self)
         self.check_lengths()
@@ -168,6 +171,8 @@ class DeepseekSparseSWAMetadata:
     prefill_gather_lens: Tensor = tensor("Rp", torch.int32, none_without="Rp")
     prefill_seq_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
     prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
+
+    __repr__ = fields_repr
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)
@@ -241,6 +246,8 @@ class FlashMLASparseMetadata:
     c128a_decode_topk_lens: Tensor | None = tensor("Td", torch.int32, optional=True)
     c128a_prefill_topk_indices: Tensor | None = tensor("Tp K", torch.int32, optional=True)
 
+    __repr__ = fields_repr
+
     def __attrs_post_init__(self) -> None:
         check_declared(self)
 
@@ -280,6 +287,8 @@ class CompressorMetadata:
     block_table: Tensor = tensor("R N", torch.int32)
     slot_mapping: Tensor | None = tensor("S", torch.int64, optional=True)
     req_id_per_token: Tensor | None = tensor("T", torch.int32, optional=True)
+
+    __repr__ = fields_repr
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)
@@ -331,6 +340,8 @@ class SourceRows:
     source: DeepseekSparseSWAMetadata
     rows: Tensor
 
+    __repr__ = fields_repr
+
     def __attrs_post_init__(self) -> None:
         check_type("source", self.source, DeepseekSparseSWAMetadata, cure="give the swa of the step's metadata")
         check_tensor("rows", self.rows, "T", torch.int64, {})
@@ -359,3 +370,5 @@ class WholePrefill:
 
     metadata: AttentionMetadata
     pages: Tensor
+
+    __repr__ = fields_repr

@@ -19,6 +19,7 @@ from dsv4attn.core.model.weight_scales import BLOCKS, check_scale, checked_block
 from dsv4attn.core.model.weight_scales import alike as _alike
 from dsv4attn.core.model.weight_scales import factors_of as _factors
 from dsv4attn.core.model.weight_scales import product as _product
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import is_capturing, without_modes
 from dsv4attn.errors import ArgumentError
@@ -61,6 +62,8 @@ class BlockScaledWeight:
     weight: Tensor
     scale: Tensor
     block_size: tuple[int, int] = field(default=None, kw_only=True, converter=_given_block)
+
+    __repr__ = fields_repr
 
     def __attrs_post_init__(self) -> None:
         _check_matrix("weight", self.weight, _FP8)
@@ -214,6 +217,8 @@ class _Copy:
     by_number: bool
     states: tuple[TensorState, ...]
     copy: Tensor
+
+    __repr__ = fields_repr
 
     @classmethod
     def of(

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, LayerRole, ModelGeometry
 from dsv4attn.core.model.quantized_weight import Weight
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.errors import ArgumentError, did_you_mean
 
 __all__ = ["AttentionWeights", "CompressorWeights", "HyperConnectionWeights", "IndexerWeights", "weight_shapes"]
@@ -32,6 +33,8 @@ class CompressorWeights:
     ape: Tensor | None
     norm: Tensor
 
+    __repr__ = fields_repr
+
 
 @frozen(eq=False)
 class IndexerWeights:
@@ -49,6 +52,8 @@ class IndexerWeights:
     compressor: CompressorWeights | None = None
     wk: Weight | None = None
     k_norm: Tensor | None = None
+
+    __repr__ = fields_repr
 
 
 @frozen(eq=False)
@@ -77,6 +82,8 @@ class AttentionWeights:
     attn_sink: Tensor | None
     compressor: CompressorWeights | None = None
     indexer: IndexerWeights | None = None
+
+    __repr__ = fields_repr
 
     @classmethod
     def from_dict(
@@ -163,6 +170,8 @@ class HyperConnectionWeights:
     fn: Tensor
     base: Tensor
     scale: Tensor
+
+    __repr__ = fields_repr
 
     def check(self, geometry: ModelGeometry) -> None:
         """Raise ArgumentError unless all have the shapes of the model."""

@@ -6,6 +6,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.reprs import fields_repr
 
 __all__ = ["EntryNorm", "MixWeights", "StatePages", "TokenMap"]
 
@@ -26,6 +27,8 @@ class TokenMap:
     token_to_req: Tensor
     visible_lens: Tensor
 
+    __repr__ = fields_repr
+
     def tokens(self, part: slice) -> TokenMap:
         """The map of some of the tokens."""
         return TokenMap(self.block_table, self.token_to_req[part], self.visible_lens[part])
@@ -44,6 +47,8 @@ class StatePages:
     cache: PagedKVCache
     block_table: Tensor
 
+    __repr__ = fields_repr
+
 
 @frozen(slots=False, eq=False)
 class EntryNorm:
@@ -57,6 +62,8 @@ class EntryNorm:
     weight: Tensor | None
     eps: float
     cos_sin_cache: Tensor
+
+    __repr__ = fields_repr
 
 
 @frozen(eq=False)
@@ -88,3 +95,5 @@ class MixWeights:
     sinkhorn_repeat: int = 20
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6
+
+    __repr__ = fields_repr

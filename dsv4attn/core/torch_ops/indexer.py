@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4attn.core.cache.index_records import dequantize_index, power_of_two, quantize_index, read_index_keys, slots_of
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.model.rope import angles_at, apply_rope
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.errors import ArgumentError
@@ -47,6 +48,8 @@ class IndexQuery:
     values: Tensor
     weights: Tensor
     scales: Tensor | None = None
+
+    __repr__ = fields_repr
 
     def tokens(self, part: slice) -> IndexQuery:
         """The queries of some of the tokens."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.selected_keys import DenseIndices, RaggedIndices
 from dsv4attn.core.contract.backend import IndexForm
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["VisibleKeys"]
@@ -32,6 +33,8 @@ class VisibleKeys:
     query: Tensor
     counts: Tensor
     width: int
+
+    __repr__ = fields_repr
 
     @classmethod
     def of_mask(cls, mask: Tensor, sequences: int, queries: int, keys: int) -> VisibleKeys:

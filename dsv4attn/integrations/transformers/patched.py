@@ -18,6 +18,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Atten
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, OutOfPagesError, UnsupportedError
 from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
@@ -43,6 +44,8 @@ class _Step:
     metadata: Mapping[LayerKey, AttentionMetadata] | None
     positions: Tensor
     index: Tensor | None
+
+    __repr__ = fields_repr
 
 
 @frozen(eq=False)

@@ -17,6 +17,7 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.quantized_weight import Weight
 from dsv4attn.core.model.tensor_state import TensorState
 from dsv4attn.core.model.weights import AttentionWeights
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["WeightsWatch", "attention_weights"]
@@ -83,6 +84,8 @@ class _Seen:
 
     places: tuple[tuple[dict[str, Any], str, Tensor, TensorState], ...]
     samples: Tensor | None
+
+    __repr__ = fields_repr
 
     @classmethod
     def of(cls, modules: list[torch.nn.Module]) -> _Seen:

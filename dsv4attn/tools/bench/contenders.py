@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.rope import cos_sin_cache
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.attention_call import prepare_attention
 from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, KernelCase
@@ -40,6 +41,8 @@ class Contender:
     note: str = ""
     expected: Sequence[Tensor] | None = field(default=None, repr=False)
 
+    __repr__ = fields_repr
+
 
 @frozen(eq=False)
 class Task:
@@ -63,6 +66,8 @@ class Task:
     limit: float | None = None
     fp8: bool = False
     expected: Sequence[Tensor] = field(repr=False, kw_only=True)
+
+    __repr__ = fields_repr
 
     @expected.default
     def _results_of_the_reference(self) -> Sequence[Tensor]:

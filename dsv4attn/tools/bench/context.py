@@ -20,6 +20,7 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.tools.bench.accuracy import Error, error
 from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.context_cases import ContextCase
@@ -216,6 +217,8 @@ class _Results:
 
     out: Tensor
     topk_indices: Tensor | None
+
+    __repr__ = fields_repr
 
     @classmethod
     def of(cls, side: ContextStep) -> _Results:

@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, KernelCase
 
@@ -63,6 +64,8 @@ class CacheSegment:
     seq_lens: Tensor
     gather_lens: Tensor
 
+    __repr__ = fields_repr
+
 
 @frozen(eq=False)
 class Inputs:
@@ -92,6 +95,8 @@ class Inputs:
     keys: int
     records: int
     stored: int
+
+    __repr__ = fields_repr
 
     @property
     def flops(self) -> int:

@@ -24,6 +24,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights, weight_shapes
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.bench.clock import Clock
 from dsv4attn.tools.bench.layer_parts import LayerPart, MarkedBackend, Marks, measured
@@ -159,6 +160,8 @@ class _PreparedLayer:
     metadata: Mapping[LayerKey, AttentionMetadata]
     positions: Tensor
     hidden: Tensor
+
+    __repr__ = fields_repr
 
     def run(self) -> None:
         """The layer alone."""

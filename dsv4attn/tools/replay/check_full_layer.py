@@ -43,6 +43,7 @@ from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.check_attention import largest, relative
@@ -89,6 +90,8 @@ class CheckedStep:
     metadata: AttentionMetadata
     selected: Tensor | None
     output: Tensor
+
+    __repr__ = fields_repr
 
 
 class FullLayerChecker:

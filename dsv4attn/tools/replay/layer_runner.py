@@ -26,6 +26,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.replay.check_attention import AttentionChecker, choose_rows
@@ -163,6 +164,8 @@ class Buffers:
     q: Tensor
     out: Tensor
     lse: Tensor
+
+    __repr__ = fields_repr
 
     @classmethod
     def of(cls, settings: RunSettings) -> Buffers:

@@ -37,6 +37,7 @@ from dsv4attn.backends._triton.layer.kernels_hyper_connections import (
     post_products_kernel,
     products_kernel,
 )
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
 
@@ -57,6 +58,8 @@ class Delayed:
     previous_pre: Tensor | None
     pre: Tensor | None = None
 
+    __repr__ = fields_repr
+
 
 class MixResults(NamedTuple):
     """The dense tensors that `mix` writes; T tokens, n streams, d hidden size.
@@ -69,6 +72,8 @@ class MixResults(NamedTuple):
     post: Tensor | None
     comb: Tensor | None
     layer_input: Tensor
+
+    __repr__ = fields_repr
 
 
 FusedPostPre: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]

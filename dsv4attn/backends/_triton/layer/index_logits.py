@@ -26,6 +26,7 @@ from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE, 
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
@@ -193,6 +194,8 @@ class _Keys:
     strides: tuple[int, int, int, int]
     stride: int
 
+    __repr__ = fields_repr
+
     @property
     def aligned(self) -> int:
         """Bytes that divide the address of every record: those of the widest access, or those of an element."""
@@ -216,6 +219,8 @@ class _Rows:
     token_to_req: Tensor | None = None
     first: Tensor | None = None
     tokens_per_req: int = 1
+
+    __repr__ = fields_repr
 
 
 def _dense(layout: KVCacheLayout, stride: int) -> int:
