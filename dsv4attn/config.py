@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from attrs import field, frozen
 
 from dsv4attn.core.argument_checks import known_fields, shown
+from dsv4attn.core.contract.op_names import ALL, GROUPS, known_names
 from dsv4attn.errors import ArgumentError, ConfigError, did_you_mean
 
 if sys.version_info >= (3, 11):
@@ -73,6 +74,8 @@ VARIABLES: Mapping[str, Knob] = {
     "DSV4ATTN_CONFIG": Knob("unset", "path", "configuration file to read instead of looking for one"),
     "DSV4ATTN_PLUGINS_ALLOW": Knob("unset", "comma-separated names", "like `plugins.allow`, and instead of it"),
     "DSV4ATTN_PLUGINS_DENY": Knob("unset", "comma-separated names", "like `plugins.deny`, and instead of it"),
+    "DSV4ATTN_REFERENCE_OPS": Knob("unset", "comma-separated ops, or groups of ops", "ops that the reference computes"),
+    "DSV4ATTN_TRACE": Knob("0", "`0`, `1` or a path", "1: a line for each call of an op on stderr; path: into a file"),
 }
 """A variable with an empty value counts as unset. Adapters register theirs, and `known_variables` has both."""
 _ADAPTERS = "dsv4attn.integrations.variables"
@@ -133,6 +136,24 @@ def _options(value: object) -> Mapping[str, Mapping[str, Any]]:
     return value
 
 
+def _reference_ops(value: object) -> tuple[str, ...]:
+    names = _names(value) or ()
+    problem = _unknown_op(names)
+    if problem:
+        raise ArgumentError("Settings.reference_ops", expected="names of ops", actual=problem)
+    return names
+
+
+def _unknown_op(names: Sequence[str]) -> str:
+    """What is wrong with the first name that is no op and no group of ops; "" if all names are known."""
+    unknown = next((name for name in names if name not in known_names()), None)
+    if unknown is None:
+        return ""
+    groups = f"groups: {', '.join([ALL, *GROUPS])}"
+    ops = f"ops: {', '.join(op for of_group in GROUPS.values() for op in of_group)}"
+    return f"unknown op {unknown!r}{did_you_mean(unknown, known_names())} ({groups}; {ops})"
+
+
 @known_fields
 @frozen
 class Settings:
@@ -146,6 +167,8 @@ class Settings:
     file: configuration file that was read, or None.
     sources: origin of "plugins.allow" and "plugins.deny", in words; a key that is missing has its default.
     ignored: a line for each pyproject.toml that was skipped because it cannot be read: file, line and problem.
+    reference_ops: ops, and groups of ops, that the reference computes instead of the chosen backend.
+    trace: "1": every call of an op is written to stderr. Other text: to the file of this path. Empty: to nowhere.
     """
 
     decode: Setting = field(default=Setting(AUTO, "default"), converter=_setting)
@@ -156,6 +179,8 @@ class Settings:
     file: str | None = None
     sources: Mapping[str, str] = field(factory=dict)
     ignored: tuple[str, ...] = ()
+    reference_ops: tuple[str, ...] = field(default=(), converter=_reference_ops)
+    trace: str = ""
 
     def request(self, phase: str) -> Setting:
         """The requested backend of a phase."""
@@ -220,7 +245,18 @@ def load_settings(environ: Mapping[str, str] | None = None, directory: Path | No
         None if path is None else str(path),
         sources,
         ignored,
+        _ops_of(variables.get("DSV4ATTN_REFERENCE_OPS", "")),
+        "" if variables.get("DSV4ATTN_TRACE", "0") == "0" else variables["DSV4ATTN_TRACE"],
     )
+
+
+def _ops_of(text: str) -> tuple[str, ...]:
+    """The names in DSV4ATTN_REFERENCE_OPS, each once. Raises ConfigError for an unknown name."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    problem = _unknown_op(names)
+    if problem:
+        raise ConfigError("environment variable DSV4ATTN_REFERENCE_OPS", problem)
+    return names
 
 
 def switched_on(name: str, environ: Mapping[str, str] | None = None) -> bool:

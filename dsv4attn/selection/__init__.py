@@ -24,7 +24,7 @@ from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
 from dsv4attn.plugins import BUILT_IN, PluginRegistry, Registered
-from dsv4attn.selection.build import build, build_for, configured, conflict_of
+from dsv4attn.selection.build import build, build_for, check_reference_ops, configured, conflict_of
 from dsv4attn.selection.decision import Candidate, Selection, decide
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def explain(
         # builds of torch for ROCm and XPU contain Triton under another name
         installed["triton"] = facts.triton_version
     selection = decide(facts, registry.backends, problems, request, registry.failures, installed)
-    return evolve(_without_conflict(selection, settings), ignored=settings.ignored)
+    selection = evolve(selection, ignored=settings.ignored, reference_ops=settings.reference_ops)
+    return _without_conflict(selection, settings)
 
 
 def _without_conflict(selection: Selection, settings: Settings) -> Selection:
@@ -113,7 +114,8 @@ def _without_conflict(selection: Selection, settings: Settings) -> Selection:
         else candidate
         for candidate in selection.trace
     )
-    verdict = f"the options of backend {info.name!r} contradict the problem"
+    what = "ops of the reference in" if reason.code == "CAPTURE" else "the options of"
+    verdict = f"{what} backend {info.name!r} contradict the problem"
     return evolve(selection, chosen=None, trace=trace, verdict=verdict, error=NoBackendError)
 
 
@@ -199,11 +201,13 @@ def select_backend(
     backend, device, settings, registry: see `explain`.
 
     Raises NoBackendError with the whole trace, also if a problem asks for determinism and an option of the settings
-    switches it off. Raises BrokenBackendError if the chosen backend cannot be made.
+    switches it off. Raises ConfigError if DSV4ATTN_REFERENCE_OPS names an op that none of the layers has, and
+    BrokenBackendError if the chosen backend cannot be made.
     """
     for problem in problems:
         check_type("problems", problem, Problem, cure="pass Problem.of(layer, phase='decode') and one for 'prefill'")
     settings = _settings(settings)
+    check_reference_ops(settings, problems)
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
     by_phase = [[problem for problem in problems if problem.phase == phase] for phase in PHASES]
     choices = [

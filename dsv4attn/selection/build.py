@@ -12,8 +12,10 @@ from attrs import evolve
 from dsv4attn.config import Settings
 from dsv4attn.core.contract.backend import Backend, BackendInfo, Capabilities, missing_members
 from dsv4attn.core.contract.device import DeviceFacts, version_of
+from dsv4attn.core.contract.op_names import lacking
 from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.reprs import layer_text
 from dsv4attn.errors import (
     ArgumentError,
     BrokenBackendError,
@@ -23,10 +25,13 @@ from dsv4attn.errors import (
     UnknownNameError,
     did_you_mean,
 )
-from dsv4attn.plugins import PLUGIN_ERRORS, first_line
+from dsv4attn.plugins import PLUGIN_ERRORS, PluginRegistry, first_line
 from dsv4attn.selection.decision import install_cure
 
-__all__ = ["build", "build_for", "check_options", "configured", "conflict_of"]
+__all__ = ["build", "build_for", "check_options", "check_reference_ops", "configured", "conflict_of"]
+
+REFERENCE = "reference"
+"""The backend whose ops are the definitions."""
 
 
 def configured(
@@ -43,11 +48,27 @@ def configured(
             names = f"(known: {', '.join(info.options) or 'none'})"
             raise ConfigError(where, f"unknown option {option!r}{did_you_mean(option, info.options)} {names}")
     try:
-        return build(info, {**from_settings, **needed, **options})
+        backend = build(info, {**from_settings, **needed, **options})
     except (ArgumentError, UnknownNameError) as error:
         if from_settings and not options:
             raise ConfigError(where, str(error)) from error
         raise
+    return _watched(info, backend, settings)
+
+
+def _watched(info: BackendInfo, backend: Backend, settings: Settings) -> Backend:
+    """The backend, with the ops of the reference and the trace that the settings ask for."""
+    if settings.reference_ops and info.name != REFERENCE:
+        from dsv4attn.selection.reference_ops import ReferenceOpsBackend
+
+        descriptor = PluginRegistry.load(entry_points=()).backends[REFERENCE].info
+        reference = build(descriptor, {"deterministic": backend.deterministic})
+        backend = ReferenceOpsBackend(backend, reference, settings.reference_ops)
+    if settings.trace:
+        from dsv4attn.selection.tracing import TracedBackend
+
+        backend = TracedBackend(backend, settings.trace)
+    return backend
 
 
 def _where(info: BackendInfo, settings: Settings) -> str:
@@ -55,7 +76,15 @@ def _where(info: BackendInfo, settings: Settings) -> str:
 
 
 def conflict_of(info: BackendInfo, settings: Settings, problems: Sequence[Problem]) -> Reason | None:
-    """The reason against a backend that the settings build without determinism, if a problem asks for determinism."""
+    """The reason against a backend, if the settings contradict a problem.
+
+    They do if they build the backend without determinism, and a problem asks for determinism; and if they send ops to
+    the reference, and a problem is captured in a graph.
+    """
+    if settings.reference_ops and info.name != REFERENCE and any(problem.capture for problem in problems):
+        actual = f"a captured graph, with DSV4ATTN_REFERENCE_OPS={','.join(settings.reference_ops)}"
+        cure = "run eagerly, or take DSV4ATTN_REFERENCE_OPS away"
+        return Reason("CAPTURE", actual, "eager calls: ops of the reference read values on the host", cure)
     option = _typed(False, settings.options.get(info.name, {}).get("deterministic"))
     if option is not False or not any(problem.deterministic for problem in problems):
         return None
@@ -77,6 +106,16 @@ def build_for(info: BackendInfo, settings: Settings, problems: Sequence[Problem]
         class_name = type(backend).__name__
         raise _broken(info, f"it made {class_name}, which is not deterministic, for a deterministic problem")
     return backend
+
+
+def check_reference_ops(settings: Settings, problems: Sequence[Problem]) -> None:
+    """Raise ConfigError if the settings send an op to the reference that no layer of the problems has."""
+    missing = lacking(settings.reference_ops, [problem.layer for problem in problems])
+    if missing:
+        kinds = ", ".join(dict.fromkeys(layer_text(problem.layer) for problem in problems))
+        cure = "take it out, or choose the backend for all kinds of layers of the model at once"
+        problem = f"no layer of these kinds has {' or '.join(missing)}: {kinds} -> {cure}"
+        raise ConfigError("environment variable DSV4ATTN_REFERENCE_OPS", problem)
 
 
 def check_options(info: BackendInfo, settings: Settings) -> None:

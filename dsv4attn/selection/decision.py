@@ -9,6 +9,7 @@ from attrs import evolve, field, frozen
 from dsv4attn.config import AUTO, Setting
 from dsv4attn.core.contract.device import TRITON_SOURCES, DeviceFacts
 from dsv4attn.core.contract.info import BackendInfo
+from dsv4attn.core.contract.op_names import CANDIDATES, LAYER_OPS, expanded
 from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import (
@@ -76,6 +77,7 @@ class Selection:
     error: exception class that `require` raises.
     verdict: one sentence.
     ignored: `Settings.ignored`: files of other projects that cannot be read.
+    reference_ops: `Settings.reference_ops`: ops that the reference computes instead of the chosen backend.
     """
 
     problems: tuple[Problem, ...]
@@ -87,6 +89,7 @@ class Selection:
     error: type[NoBackendError] = field(default=NoBackendError, repr=False)
     verdict: str = ""
     ignored: tuple[str, ...] = ()
+    reference_ops: tuple[str, ...] = ()
 
     def require(self) -> Registered:
         """The chosen backend. Raises NoBackendError, with the whole trace, if no backend was chosen."""
@@ -111,7 +114,17 @@ class Selection:
         return {part: self._brings(self.chosen.info, part) for part in (*parts, "hyper_connections")}
 
     def _brings(self, info: BackendInfo, part: str) -> str:
+        ops = CANDIDATES if part == "candidates" else LAYER_OPS[part]
+        if {*ops} <= {*expanded(self.reference_ops)}:
+            return "reference"
         return info.name if ("selection" if part == "candidates" else part) in info.layer_ops else "reference"
+
+    @property
+    def replaced(self) -> str:
+        """Which ops of the chosen backend the reference computes, and why; "" if it computes none."""
+        if not self.reference_ops or self.chosen is None or self.chosen.info.name == "reference":
+            return ""
+        return f"computes {', '.join(self.reference_ops)}  (environment variable DSV4ATTN_REFERENCE_OPS)"
 
     @property
     def rows(self) -> list[tuple[str, list[str]]]:
@@ -124,6 +137,7 @@ class Selection:
             ("request", [f"{requested}  ({self.request.source})"]),
             *((candidate.name, candidate.lines) for candidate in self.trace),
             *([("layer", [", ".join(f"{part}: {name}" for part, name in layer_steps.items())])] if layer_steps else []),
+            *([("reference", [self.replaced])] if self.replaced else []),
             *((failure.plugin, [failure.summary]) for failure in self.failures),
             *([("ignored", list(self.ignored))] if self.ignored else []),
         ]

@@ -24,7 +24,9 @@ COLUMNS = ("backend", "device", "torch", "Triton", "date", "passed", "failed", "
 def _row(name: str, certificate: Mapping[str, Any]) -> list[str]:
     device, versions, counts = certificate["device"], certificate["versions"], certificate["counts"]
     options = [f"{key}={value}" for key, value in certificate["options"].items()]
-    notes = [] if certificate["complete"] else [f"incomplete: {len(certificate['cases'])} of {certificate['asked']}"]
+    replaced, ran, asked = certificate.get("reference_ops", []), len(certificate["cases"]), certificate["asked"]
+    notes = [f"with {' and '.join(replaced)} of the reference"] if replaced else []
+    notes += [f"incomplete: {ran} of {asked}"] if not certificate["complete"] and (ran < asked or not replaced) else []
     notes += [f"filter {certificate['filter']}"] if certificate["filter"] else []
     notes += ["interpreted"] if device["interpreted"] else []
     return [

@@ -32,6 +32,7 @@ from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
 from dsv4attn.selection import explain, load_backend, registered, registry_of
+from dsv4attn.selection.reference_ops import reference_ops_of
 from dsv4attn.testing.case import Bench, Case, Measure, SkipCase, Wrong
 from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.tolerances import multiplying_in
@@ -278,8 +279,21 @@ class Certificate:
 
     @property
     def complete(self) -> bool:
-        """Whether all cases of the run were run: neither Ctrl-C nor a first failed case ended it."""
-        return not self.interrupted and len(self.outcomes) == self.asked
+        """Whether all cases of the run were run on the backend alone.
+
+        They were not if Ctrl-C or a first failed case ended the run, or if the reference computed some of the ops.
+        """
+        return not self.interrupted and len(self.outcomes) == self.asked and not self.reference_ops
+
+    @property
+    def reference_ops(self) -> tuple[str, ...]:
+        """The ops that the reference computed instead of the backend, by DSV4ATTN_REFERENCE_OPS."""
+        return reference_ops_of(self.subject.backend)
+
+    @property
+    def _label(self) -> str:
+        replaced = f", with {' and '.join(self.reference_ops)} of the reference," if self.reference_ops else ""
+        return f"{self.subject.label}{replaced}"
 
     @property
     def ok(self) -> bool:
@@ -293,13 +307,16 @@ class Certificate:
         if self.interrupted:
             failures = f"{failed} failed" if failed else "none of them failed"
             ran = f"{len(self.outcomes)} of {self.asked} cases ran"
-            return f"{self.subject.label}: interrupted, which proves nothing: {ran}, {failures}"
+            return f"{self._label}: interrupted, which proves nothing: {ran}, {failures}"
         if not self.executed:
-            return f"{self.subject.label} proves nothing: none of {len(self.outcomes)} cases was executed"
+            return f"{self._label} proves nothing: none of {len(self.outcomes)} cases was executed"
         if failed:
-            rest = "" if self.complete else f"; the run ended there, after {len(self.outcomes)} of {self.asked} cases"
-            return f"{self.subject.label} breaks the contract: {failed} of {self.executed} cases failed{rest}"
+            is_whole = len(self.outcomes) == self.asked
+            rest = "" if is_whole else f"; the run ended there, after {len(self.outcomes)} of {self.asked} cases"
+            return f"{self._label} breaks the contract: {failed} of {self.executed} cases failed{rest}"
         part = f" of the filter {self.chosen!r}" if self.chosen else ""
+        if self.reference_ops:
+            return f"{self._label} proves nothing of its own: all {self.executed} cases{part} passed"
         return f"{self.subject.label} keeps the contract: all {self.executed} cases{part} passed"
 
     @property
@@ -336,6 +353,7 @@ class Certificate:
             "asked": self.asked,
             "backend": subject.name,
             "options": dict(subject.options),
+            "reference_ops": list(self.reference_ops),
             "products": subject.backend.capabilities.products.value,
             "distribution": subject.distribution,
             "version": subject.version,

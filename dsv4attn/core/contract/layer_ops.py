@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from attrs import fields_dict, frozen
 from torch import Tensor
 
+from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
 from dsv4attn.core.torch_ops import candidates, compressor, hyper_connections, indexer, latents, selection
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
 from dsv4attn.core.torch_ops.tiles import TILE_BYTES
@@ -27,20 +28,6 @@ __all__ = [
 ]  # fmt: skip
 
 Op: TypeAlias = Callable[..., Any]
-
-DELAYED = "mhc_pre_delayed", "mhc_fused_post_pre_delayed", "mhc_collapse"
-"""Hyper-connections of DeepSeek-V4.1."""
-LATENTS = "compress_latents", "norm_rope_store"
-"""Compressor of DeepSeek-V4.1."""
-CANDIDATES = "select_candidates", "select_topk_of_candidates"
-"""Selection in two levels of DeepSeek-V4.1."""
-LAYER_OPS: dict[str, tuple[str, ...]] = {
-    "compressor": ("save_partial_states", "compress_norm_rope_store", *LATENTS),
-    "indexer": ("indexer_q_rope_quant", "fp8_paged_mqa_logits", "fp8_mqa_logits"),
-    "selection": ("select_topk", *CANDIDATES),
-    "hyper_connections": ("mhc_pre", "mhc_post", "mhc_fused_post_pre", "hc_head", *DELAYED),
-}
-"""The parts of the layer around attention by the name that selection shows, with their ops."""
 
 
 def _torch_bytes(max_tokens: int) -> int:

@@ -114,6 +114,7 @@ class ContextRun:
     rounds: rounds of each median.
     graph: whether replays of captured graphs were timed.
     results: one for each case.
+    reference_ops: ops that the reference computed instead of the backend, by DSV4ATTN_REFERENCE_OPS.
     """
 
     machine: Machine
@@ -126,6 +127,7 @@ class ContextRun:
     rounds: int
     graph: bool
     results: tuple[ContextResult, ...]
+    reference_ops: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -135,7 +137,7 @@ class ContextRun:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         names = "date", "command", "backend", "process_group", "ranks", "interleave", "rounds", "graph"
-        facts = {name: getattr(self, name) for name in names}
+        facts = {name: getattr(self, name) for name in names} | {"reference_ops": list(self.reference_ops)}
         results = [result.as_json() for result in self.results]
         return {"ok": self.ok, "schema": CONTEXT_SCHEMA, "machine": asdict(self.machine), **facts, "results": results}
 

@@ -80,6 +80,7 @@ class Run:
     asked: number of cases of the command.
     ran: cases that were measured before the run was interrupted, or None for all of them.
     layers: times of whole layers, by backend.
+    reference_ops: ops that the reference computed instead of the backends, by DSV4ATTN_REFERENCE_OPS.
     """
 
     machine: Machine
@@ -95,6 +96,7 @@ class Run:
     asked: int = 0
     ran: int | None = None
     layers: tuple[Mapping[str, object], ...] = ()
+    reference_ops: tuple[str, ...] = ()
 
     @property
     def failures(self) -> list[BenchRow]:
@@ -135,6 +137,7 @@ class Run:
             "versions": dict(self.versions),
             "host": [dict(share) for share in self.host],
             "layers": [dict(time) for time in self.layers],
+            "reference_ops": list(self.reference_ops),
             "complete": self.ran is None,
             "asked": self.asked,
             "ran": self.asked if self.ran is None else self.ran,
@@ -169,6 +172,7 @@ def load(path: Path, option: str) -> Run:
             saved.get("asked", 0),
             None if saved.get("complete", True) else saved["ran"],
             tuple(saved.get("layers", ())),
+            tuple(saved.get("reference_ops", ())),
         )
     except (KeyError, TypeError) as error:
         actual = f"{path}, in which something is missing or too much: {error}"

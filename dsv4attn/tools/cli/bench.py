@@ -212,6 +212,7 @@ class _Asked:
 
 def _measured(options: _Asked, *, shown: bool) -> Run:
     """Check all options before anything slow, and measure."""
+    from dsv4attn.config import load_settings
     from dsv4attn.tools.bench.cases import KERNELS, MEASUREMENTS, PRESETS, host_cases, named, sizes, together
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
     from dsv4attn.tools.bench.runner import Runner
@@ -272,6 +273,7 @@ def _measured(options: _Asked, *, shown: bool) -> Run:
         asked=total,
         ran=ran if stopped else None,
         layers=tuple(times),
+        reference_ops=load_settings().reference_ops,
     )
 
 

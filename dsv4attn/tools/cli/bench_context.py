@@ -124,6 +124,7 @@ class _Asked:
 
 
 def _measured(group: MeteredContext, options: _Asked, group_backend: str) -> ContextRun:
+    from dsv4attn.config import load_settings
     from dsv4attn.tools.bench.context import ContextRun, measure
     from dsv4attn.tools.bench.context_cases import check_memory
     from dsv4attn.tools.bench.rank_clock import RankClock
@@ -152,6 +153,7 @@ def _measured(group: MeteredContext, options: _Asked, group_backend: str) -> Con
         options.rounds,
         options.graph,
         tuple(results),
+        load_settings().reference_ops,
     )
 
 

@@ -193,6 +193,10 @@ def _values(settings: Settings) -> list[tuple[str, str, str]]:
     for key, names in lists.items():
         shown = "all" if names is None else ", ".join(names) or "none"
         values.append((key, shown, settings.sources.get(key, "default")))
+    if settings.reference_ops:
+        values.append(("reference ops", ", ".join(settings.reference_ops), "DSV4ATTN_REFERENCE_OPS"))
+    if settings.trace:
+        values.append(("trace", "stderr" if settings.trace == "1" else settings.trace, "DSV4ATTN_TRACE"))
     for name, options in settings.options.items():
         shown = ", ".join(f"{option}={value!r}" for option, value in options.items())
         values.append((f"options.{name}", shown or "none", str(settings.file)))
