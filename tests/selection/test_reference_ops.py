@@ -263,3 +263,11 @@ def test_a_saved_benchmark_says_so(tmp_path: Path) -> None:
 
     assert json.loads(path.read_text(encoding="utf-8"))["reference_ops"] == ["attend"]
     assert load(path, "--from").reference_ops == ("attend",)
+
+
+def test_the_page_lists_every_group_with_its_ops() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "debugging.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `") and "DSV4ATTN" not in line]
+    listed = {group.strip(" `"): tuple(ops.strip().replace("`", "").split(", ")) for _, group, ops, _ in rows}
+
+    assert {group: ops for group, ops in listed.items() if group != "all"} == dict(GROUPS)

@@ -122,10 +122,13 @@ def chosen_backend(
 
     options: options of that backend. facts: arguments of `Problem.of` that differ from the model.
     """
+    from dsv4attn.config import load_settings
     from dsv4attn.selection import load_backend, registered, resolve, select_backend
+    from dsv4attn.selection.build import check_reference_ops
 
     layers = [layer for kind in kinds for layer in geometry.layers_of_kind(kind)]
     problems = [Problem.of(layer, phase=phase, **facts) for phase in PHASES for layer in layers]
+    check_reference_ops(load_settings(), problems)
     if name is not None and name != AUTO and "=" not in name:
         registered(name)
     chosen = {

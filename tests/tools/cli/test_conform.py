@@ -92,6 +92,22 @@ def test_a_whole_run_writes_its_certificate_unasked(machine: Machine, monkeypatc
     assert json.loads(Path("dsv4attn-reference.json").read_text(encoding="utf-8"))["ok"] is True
 
 
+def test_a_certificate_with_ops_of_the_reference_is_not_written_as_a_complete_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsv4attn.testing import cases
+
+    heads(machine)
+    monkeypatch.setattr(cases, "CASES", [case for case in cases.CASES if case.name == "sink-none-decode"])
+    code, lines = machine.run("conform", "acme", width=120, DSV4ATTN_REFERENCE_OPS="attend")
+
+    assert code == 0
+    assert "  acme, with attend of the reference, proves nothing of its own: all 1 cases passed" in lines[-2]
+    assert lines[-1] == "  certificate: dsv4attn-acme.incomplete.json"
+    values = json.loads(Path("dsv4attn-acme.incomplete.json").read_text(encoding="utf-8"))
+    assert (values["reference_ops"], values["complete"]) == (["attend"], False)
+
+
 def test_a_backend_that_is_wrong_ends_with_1_and_its_failures(machine: Machine) -> None:
     wrong(machine)
     code, lines = machine.run("conform", "bad", "--filter", FEW)

@@ -50,6 +50,17 @@ def test_every_value_has_its_source(machine: Machine) -> None:
     assert report["environment"] == {"DSV4ATTN_BACKEND": "decode=reference", "TRITON_INTERPRET": "0"}
 
 
+def test_ops_of_the_reference_and_the_trace_are_named(machine: Machine) -> None:
+    _, report = machine.json("doctor", DSV4ATTN_REFERENCE_OPS="attend,select_topk", DSV4ATTN_TRACE="1")
+    values = {row["key"]: (row["value"], row["source"]) for row in report["configuration"]["values"]}
+
+    assert values["reference ops"] == ("attend, select_topk", "DSV4ATTN_REFERENCE_OPS")
+    assert values["trace"] == ("stderr", "DSV4ATTN_TRACE")
+    code, report = machine.json("doctor", DSV4ATTN_REFERENCE_OPS="nothing")
+    assert code == 1
+    assert "environment variable DSV4ATTN_REFERENCE_OPS: unknown op 'nothing'" in report["problems"][0]["what"]
+
+
 def test_a_broken_pyproject_of_another_project_is_mentioned_and_no_problem(machine: Machine) -> None:
     path = machine.wheels.folder / "pyproject.toml"
     path.write_bytes(b'authors = ["Andr\xe9"]')

@@ -270,3 +270,17 @@ def test_records_that_a_backend_does_not_read_are_its_reason(machine: Machine) -
 def test_a_ratio_alone_names_the_kind(machine: Machine) -> None:
     assert "decode  c128a  " in machine.json("explain", "--ratio", "128")[1]["problem"]
     assert "decode  c4a  " in machine.json("explain")[1]["problem"]
+
+
+def test_ops_of_the_reference_are_named(machine: Machine) -> None:
+    machine.install("acme")
+    ops = {"DSV4ATTN_REFERENCE_OPS": "attend, select_topk"}
+    code, values = machine.json("explain", "--backend", "acme", **ops)
+
+    assert (code, values["reference_ops"]) == (0, ["attend", "select_topk"])
+    lines = machine.run("explain", "--backend", "acme", width=120, **ops)[1]
+    assert "reference  computes attend, select_topk  (environment variable DSV4ATTN_REFERENCE_OPS)" in str(lines)
+    assert machine.json("explain", "--backend", "acme")[1]["reference_ops"] == []
+    code, values = machine.json("explain", DSV4ATTN_REFERENCE_OPS="atend")
+    assert code == 2
+    assert "unknown op 'atend'; did you mean 'attend'? (groups: all, attend, " in values["error"]["message"]
