@@ -50,7 +50,9 @@ class _Rows(NamedTuple):
     indices: Tensor
     lens: Tensor | None
 
-    __repr__ = fields_repr
+    def __repr__(self) -> str:
+        """With dtypes and shapes of tensors."""
+        return fields_repr(self)
 
 
 class SparseMLASm120Wrapper:

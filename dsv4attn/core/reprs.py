@@ -40,7 +40,7 @@ def one_line(describe: Callable[[_T], Iterable[str]]) -> Callable[[_T], str]:
 def fields_repr(self: Any) -> str:  # noqa: ANN401 - of any class of attrs, or NamedTuple
     """The `__repr__` of a class of attrs, or of a NamedTuple, with tensors: of these dtype, shape and device."""
     attributes = getattr(type(self), "__attrs_attrs__", ())
-    names = [attribute.name for attribute in attributes if attribute.repr] or getattr(self, "_fields", ())
+    names = [attribute.name for attribute in attributes if attribute.repr] or [*getattr(self, "_fields", ())]
     missing = object()
     values = ((name, getattr(self, name, missing)) for name in names)
     shown = ", ".join(f"{name}={value_text(value)}" for name, value in values if value is not missing)

@@ -190,7 +190,7 @@ def _shown(name: str, value: object) -> Iterator[str]:
             yield from _shown(f"{name}.{i}", item)
     else:
         attributes = [each.name for each in getattr(type(value), "__attrs_attrs__", ())]
-        for attribute in attributes or getattr(value, "_fields", ()):
+        for attribute in attributes or [*getattr(value, "_fields", ())]:
             field_name = f"{name}.{attribute}" if name else attribute
             yield from _shown(field_name, getattr(value, attribute))
 

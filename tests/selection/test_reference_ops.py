@@ -179,7 +179,7 @@ def test_copies_have_the_same_ops() -> None:
         assert copied.reference.name == "reference"
         assert copied._raw_q is False
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
-        _ = backend.nothing_of_this_name  # type: ignore[attr-defined]
+        _ = backend.nothing_of_this_name
 
 
 def test_two_phases_have_the_ops_of_both(set_ops: SetOps) -> None:

@@ -167,7 +167,7 @@ def test_a_line_runs_no_op_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
     cache = layer.caches.caches[0].attention.swa
     backend = TracedBackend(Silent(), "1")
     keys, slots = torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
-    with NoOps():
+    with NoOps():  # type: ignore[no-untyped-call]
         backend.quantize_and_insert_k_cache(keys, cache, slots)
     written = capsys.readouterr()
 

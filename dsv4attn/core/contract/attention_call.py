@@ -67,7 +67,9 @@ class AttentionTensors(NamedTuple):
     window: PagedKVCache
     compressed: PagedKVCache | None
 
-    __repr__ = fields_repr
+    def __repr__(self) -> str:
+        """With dtypes and shapes of tensors."""
+        return fields_repr(self)
 
     def of_tokens(self, tokens: slice) -> AttentionTensors:
         """The rows of some tokens, without topk_indices."""

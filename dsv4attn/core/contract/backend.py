@@ -138,7 +138,7 @@ class Backend:
         yield "deterministic" if self.deterministic else ""
         # a table that was not asked for yet is not made for a repr: that may ask the driver for the device
         layer_ops = vars(self).get("layer_ops") or getattr(type(self), "layer_ops", None)
-        if hasattr(layer_ops, "sources"):
+        if layer_ops is not None and hasattr(layer_ops, "sources"):
             own = [part for part, source in layer_ops.sources(self.name).items() if source == self.name]
             yield f"layer ops: {' '.join(own) or 'of torch'}"
 

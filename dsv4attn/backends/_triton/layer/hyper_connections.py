@@ -73,7 +73,9 @@ class MixResults(NamedTuple):
     comb: Tensor | None
     layer_input: Tensor
 
-    __repr__ = fields_repr
+    def __repr__(self) -> str:
+        """With dtypes and shapes of tensors."""
+        return fields_repr(self)
 
 
 FusedPostPre: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
