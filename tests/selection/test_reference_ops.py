@@ -31,7 +31,9 @@ from dsv4attn.testing.certificates import table_of_certificates
 from dsv4attn.testing.conform import Subject, conform
 from dsv4attn.tools.bench.result import Machine, Run, load
 from dsv4attn.tools.bench.roofline import Roofline
+from tests.backends.built_in import triton_backends
 from tests.harness import SMALL
+from tests.harness_v41 import SMALL_V41
 from tests.selection.planted_ops import BUGS, install_planted
 from tests.vendor_wheel import VendorWheels
 
@@ -157,7 +159,7 @@ def test_the_reference_itself_is_not_changed(set_ops: SetOps) -> None:
     assert type(load_backend("reference")).__name__ == "ReferenceBackend"
 
 
-@pytest.mark.parametrize("name", ["triton", "rocm", "sm90"])
+@pytest.mark.parametrize("name", triton_backends())
 def test_all_ops_of_a_kernel_backend_can_be_the_references(set_ops: SetOps, name: str) -> None:
     """Forms, scratch and strategies stay those of the backend: only the functions are others."""
     set_ops("all")
@@ -167,6 +169,23 @@ def test_all_ops_of_a_kernel_backend_can_be_the_references(set_ops: SetOps, name
     assert {*backend.layer_ops.sources(name).values()} == {"reference"}
     for result, expected in zip(outputs(name), outputs("reference"), strict=True):
         torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_all_ops_of_v41_can_be_the_references(set_ops: SetOps) -> None:
+    """Latents, candidates and index keys of DeepSeek-V4.1, at both ratios."""
+
+    def output(backend: str, ratio: int) -> Tensor:
+        sizes = {"max_requests": 1, "max_tokens": 64, "max_model_len": 64}
+        made = load_backend(backend)
+        layer = SingleLayer(SMALL_V41, "c4a", compress_ratio=ratio, device="cpu", backend=made, **sizes)  # type: ignore[arg-type]
+        hidden = torch.randn(33, layer.hidden_size, generator=torch.Generator("cpu").manual_seed(1))
+        return layer.step((layer.new_request(), hidden.to(layer.dtype)))[0]
+
+    expected = [output("reference", ratio) for ratio in (1, 2)]
+    set_ops("all")
+    for name in triton_backends()[:1]:
+        for ratio, right in zip((1, 2), expected, strict=True):
+            torch.testing.assert_close(output(name, ratio), right, rtol=2e-2, atol=2e-2)
 
 
 def test_copies_have_the_same_ops() -> None:

@@ -19,6 +19,7 @@ from dsv4attn.config import Settings, load_settings
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ConfigError
 from dsv4attn.selection import load_backend, select_backend
@@ -150,6 +151,22 @@ def test_hyper_connections_are_traced_too(traced_lines: Lines) -> None:
 
     assert line[:4] == ("mhc_post", "reference", "no layer", "no phase")
     assert line[4].startswith(f"x=fp32[3, 8] residual=fp32[3, {geometry.hc_mult}, 8] ")
+
+
+def test_a_compiled_layer_is_traced_when_it_runs(traced_lines: Lines) -> None:
+    layer = layer_of(load_backend("reference"))
+    request = layer.new_request()
+    layer.step((request, layer.random_hidden(31)))
+    compiled = torch.compile(lambda hidden, positions: layer.layer(hidden, positions) + 1, backend="eager")
+    traced_lines()
+    for _ in range(2):
+        counts = [(request, 1)]
+        with torch.no_grad(), set_forward_context(layer.caches.metadata(layer.caches.batch(counts))):
+            compiled(layer.random_hidden(1), layer.caches.positions(counts))
+        layer.caches.advance(counts)
+        lines = traced_lines()
+        assert len([line for line in lines if line[0] == "decode"]) == 1
+        assert {line[2:4] for line in lines if line[2] != "no layer"} == {("layer c4a ratio 4 of layer", "decode")}
 
 
 def test_a_line_runs_no_op_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
