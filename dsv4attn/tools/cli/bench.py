@@ -95,7 +95,14 @@ class _Bench(click.Command):
     BENCH_JSON,
     text("--compare", metavar="OLD", type=_PATH, help="Name the rows that are slower than in that file."),
     text("--plot", metavar="DIR", type=_PATH, help="Draw pictures into a folder."),
-    text("--from", "source", metavar="FILE", type=_PATH, help="Measure nothing, show that file."),
+    text(
+        "--from",
+        "sources",
+        metavar="FILE",
+        type=_PATH,
+        multiple=True,
+        help="Measure nothing, show that file. Given several times: show all, and --plot draws them together.",
+    ),
 )
 @click.pass_context
 def bench(
@@ -105,7 +112,7 @@ def bench(
     save: str | Path | None,
     compare: Path | None,
     plot: Path | None,
-    source: Path | None,
+    sources: tuple[Path, ...],
     **sizes: Any,  # noqa: ANN401 - the fields of `_Asked`
 ) -> None:
     """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (by default), or those below.
@@ -132,6 +139,9 @@ def bench(
     --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
     something got slower by more than noise. Files of --json are read by --compare and --from, on any machine.
 
+    --plot draws a picture of each kernel, and one of speeds relative to FlashMLA's, decodes above prompts. Runs of
+    several commands on one machine get one picture of speeds with --from A --from B --plot DIR.
+
     Ctrl-C ends the run with the cases that were measured, marked incomplete, and exit code 130.
     """
     require_torch(ctx)
@@ -140,19 +150,22 @@ def bench(
     from dsv4attn.tools.bench.result import load
 
     _check_what(what)
-    if source is not None and (what or any(sizes.values())):
-        raise click.UsageError("--from shows a saved run: it goes with --json, --compare and --plot only")
+    _check_sources(sources, measures=bool(what or any(sizes.values())), one_run=bool(save or compare))
     old = load(compare, "--compare") if compare else None
     if plot:
         from dsv4attn.tools.bench.plots import check_folder
 
         check_folder(plot)
-    if source:
-        run = load(source, "--from")
-    else:
+    runs = [load(source, "--from") for source in sources]
+    if plot:
+        from dsv4attn.tools.bench.plots import check_together
+
+        check_together(runs)
+    if not runs:
         run = _measured(_Asked(what, **sizes), shown=save != STDOUT)
         words = command_line(ctx, "save", "compare", "plot")
-        run = evolve(run, command=shlex.join(["dsv4attn", "bench", *words]))
+        runs = [evolve(run, command=shlex.join(["dsv4attn", "bench", *words]))]
+    run = runs[0]
     compared = comparing.compare(old, run) if old else None
     if isinstance(save, Path):
         write_file(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
@@ -160,14 +173,23 @@ def bench(
         print_json(_json_of(run, compared))
     else:
         out = console()
-        out.print(report.run_text(run), crop=False)
+        for shown in runs:
+            out.print(report.run_text(shown), crop=False)
         if compared:
             out.print(report.comparison_text(compared))
     if plot:
-        _draw(run, plot)
-    if run.ran is not None and not source:
+        _draw(runs, plot)
+    if run.ran is not None and not sources:
         ctx.exit(INTERRUPTED)
-    ctx.exit(OK if run.ok and (compared is None or compared.ok) else FAILED)
+    ctx.exit(OK if all(run.ok for run in runs) and (compared is None or compared.ok) else FAILED)
+
+
+def _check_sources(sources: Sequence[Path], *, measures: bool, one_run: bool) -> None:
+    """Refuse options that contradict --from. measures: of a measurement. one_run: that take one run."""
+    if sources and measures:
+        raise click.UsageError("--from shows a saved run: it goes with --json, --compare and --plot only")
+    if len(sources) > 1 and one_run:
+        raise click.UsageError("--json and --compare go with one --from")
 
 
 def _check_what(what: Sequence[str]) -> None:
@@ -188,11 +210,14 @@ def _json_of(run: Run, compared: Comparison | None) -> dict[str, Any]:
     return values
 
 
-def _draw(run: Run, folder: Path) -> None:
+def _draw(runs: Sequence[Run], folder: Path) -> None:
     from dsv4attn.tools.bench.plots import draw
 
-    for path in draw(run, folder):
+    paths = draw(runs, folder)
+    for path in paths:
         click.echo(f"drawn: {path}", err=True)
+    if not paths:
+        click.echo("nothing drawn: there are pictures of kernels only", err=True)
 
 
 @frozen

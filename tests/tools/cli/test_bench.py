@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from dsv4attn.tools.cli import main
 from tests.tools.bench.sample_runs import HERE, ROOF, row, run
 from tests.tools.cli.machine import Machine
 
+ROOT = Path(__file__).resolve().parents[3]
 QUICK = ("decode", "--cases", "flash_swa", "--batches", "2", "--rounds", "2")
 
 
@@ -194,6 +196,67 @@ def test_a_saved_run_is_shown_compared_and_drawn_without_measuring(machine: Mach
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["decode.png"]
 
 
+def test_several_saved_runs_are_shown_and_drawn_together(machine: Machine, tmp_path: Path) -> None:
+    peer = {"flash_mla": 1.5}
+    decode = save(tmp_path / "decode.json", row(us=50, vs=peer), row(by="flash_mla", us=75, is_peer=True))
+    prefill = save(tmp_path / "prefill.json", row("prefill flash_c4 t=8", us=70, vs=peer))
+    code, lines = machine.run("bench", "--from", decode, "--from", prefill, "--plot", "pictures", width=200)
+
+    assert code == 0
+    assert [line for line in lines if line in ("decode", "prefill")] == ["decode", "prefill"]
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["decode.png", "prefill.png", "speed.png"]
+
+
+def test_one_failed_run_of_several_is_code_1(machine: Machine, tmp_path: Path) -> None:
+    good = save(tmp_path / "good.json", row())
+    bad = save(tmp_path / "bad.json", row("prefill flash_c4 t=8"), row("prefill flash_c4 t=8", by="b", state=WRONG))
+    assert machine.run("bench", "--from", good)[0] == 0
+    assert machine.run("bench", "--from", good, "--from", bad)[0] == 1
+
+
+def test_runs_that_cannot_be_drawn_together_are_refused(machine: Machine, tmp_path: Path) -> None:
+    first, second = save(tmp_path / "a.json", row()), save(tmp_path / "b.json", row())
+    other = save(tmp_path / "c.json", row("prefill flash_c4 t=8"), machine=evolve(HERE, name="Other"))
+    for file, said in ((second, "got two with decode"), (other, "expected files of one machine")):
+        code, lines = machine.run("bench", "--from", first, "--from", file, "--plot", "pictures", width=400)
+        assert code == 2
+        assert said in " ".join(lines)
+        assert machine.run("bench", "--from", first, "--from", file)[0] == 0
+
+
+def test_a_run_without_kernels_is_said_to_have_no_picture(machine: Machine, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        main, ["bench", "--from", str(ROOT / "docs" / "bench" / "layer.json"), "--plot", str(tmp_path)]
+    )
+    assert result.exit_code == 0
+    assert "nothing drawn: there are pictures of kernels only" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_the_command_of_a_page_draws_its_pictures(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.image import imread
+    from PIL import Image
+
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (command,) = re.findall(r"dsv4attn (bench (?:--from docs/bench/\S+ )+--plot docs/bench)", text)
+    shown = {Path(name).name for name in re.findall(r"!\[[^]]*]\(\S*?bench/(\S+[.]png)\)", text)}
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(main, [*command.split()[:-1], str(tmp_path)])
+
+    assert result.exit_code == 0
+    drawn = {path.name: path for path in tmp_path.iterdir()}
+    assert shown <= {*drawn}
+    for name, path in drawn.items():
+        kept = ROOT / "docs" / "bench" / name
+        with Image.open(kept) as old, Image.open(path) as new:
+            same_version = old.info["Software"] == new.info["Software"]
+        pictures = imread(kept), imread(path)
+        assert pictures[0].shape == pictures[1].shape, name
+        # other versions of matplotlib may set a letter a pixel further
+        assert abs(pictures[0] - pictures[1]).mean() <= (0 if same_version else 0.02), name
+
+
 def test_what_got_slower_is_named_with_code_1(machine: Machine, tmp_path: Path) -> None:
     old = save(tmp_path / "old.json", row(us=50), row("prefill a t=1", us=70))
     new = save(tmp_path / "new.json", row(us=100), row("gather a 8x1"))
@@ -235,6 +298,8 @@ def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: P
         (["--compare", "none.json"], "--compare: expected a file that `dsv4attn bench --json FILE` wrote"),
         (["--from", "none.json"], "--from: expected a file"),
         (["decode", "--from", "none.json"], "--from shows a saved run"),
+        (["--from", "a.json", "--from", "b.json", "--json"], "--json and --compare go with one --from"),
+        (["--from", "a.json", "--from", "b.json", "--compare", "c.json"], "--json and --compare go with one --from"),
         (["--plot", "file/below"], "--plot: expected a folder that can be written"),
         (["--json", "nowhere/run.json"], "expected a file in a folder that exists"),
         (["--json", "decode"], "'decode' would be its file"),

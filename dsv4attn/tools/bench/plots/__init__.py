@@ -1,0 +1,121 @@
+"""Pictures of runs: bars and the roofline for each kernel, speeds relative to FlashMLA's, lines of how time grows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsv4attn.errors import ArgumentError
+from dsv4attn.tools.bench.cases import ATTENTION, LAYER_OPS
+from dsv4attn.tools.bench.plots.bars import SPEED, TRAFFIC, bars
+from dsv4attn.tools.bench.plots.scaling import scaling
+from dsv4attn.tools.bench.plots.sheet import DPI, FAINT, INK, colours_of
+from dsv4attn.tools.bench.plots.speed import PEER, speed
+from dsv4attn.tools.bench.result import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["check_folder", "check_together", "draw"]
+
+_TITLES = {
+    "decode": "Decode on fp8 pages",
+    "prefill": "Prefill on fp8 pages",
+    "prefill-rows": "Prefill on gathered bf16 rows",
+    "memory": "Cache steps: insert, quantize, gather",
+    "step": "Whole steps of forward_mqa",
+    "index": "Index logits",
+    "select": "Index logits and selection of 512 entries",
+    "compress": "Compressor and index queries",
+    "mhc": "Hyper-connections; of DeepGEMM the product of pre alone",
+}
+_MEMORY = ("insert", "quantize", "gather")
+
+
+def check_folder(folder: Path) -> None:
+    """Check before measuring that matplotlib is installed and that the folder can be written."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import matplotlib as mpl  # noqa: F401
+    except ImportError as error:
+        hint = 'pip install "dsv4attn[plot]", or save with --json FILE and draw it elsewhere with --from FILE'
+        raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".dsv4attn-bench"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        actual = f"{folder}: {error.strerror}"
+        raise ArgumentError("--plot", expected="a folder that can be written", actual=actual) from error
+
+
+def check_together(runs: Sequence[Run]) -> None:
+    """Check that some runs can be drawn into one folder: of one machine, and with different measurements."""
+    machines = {str(run.machine): None for run in runs}
+    if len(machines) > 1:
+        raise ArgumentError("--from", expected="files of one machine", actual="; ".join(machines))
+    seen: set[str] = set()
+    for run in runs:
+        kernels = {"scaling" if row.series else row.kernel for row in run.rows}
+        if kernels & seen:
+            actual = f"two with {', '.join(sorted(kernels & seen))}"
+            raise ArgumentError("--from", expected="files with different measurements to --plot", actual=actual)
+        seen |= kernels
+
+
+def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Write a PNG for each kernel that was measured, one for memory steps, one for scaling; return where they are.
+
+    One more has the speeds relative to FlashMLA's of all runs together.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from matplotlib import rc_context
+
+        settings: Any = {
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.edgecolor": FAINT,
+            "text.color": INK,
+            "axes.labelcolor": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+        }
+        with rc_context(settings):
+            paths = []
+            for name, figure in _figures(runs):
+                path = folder / f"{name}.png"
+                figure.savefig(path, dpi=DPI, facecolor="white")
+                paths.append(path)
+            return paths
+
+
+def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
+    for run in runs:
+        yield from _of_run(run)
+    compared = [(run, [row for row in run.rows if row.median and not row.series and PEER in row.vs]) for run in runs]
+    compared = [(run, rows) for run, rows in compared if rows]
+    if compared:
+        yield "speed", speed(compared)
+
+
+def _of_run(run: Run) -> Iterator[tuple[str, Figure]]:
+    timed = [row for row in run.rows if row.median]
+    plain = [row for row in timed if not row.series]
+    colours = colours_of(timed)
+    for kernel in (*ATTENTION, "step"):
+        rows = [row for row in plain if row.kernel == kernel]
+        if rows:
+            yield kernel, bars(run, rows, colours, _TITLES[kernel], SPEED)
+    for name, kernels in {"memory": _MEMORY, **{kernel: (kernel,) for kernel in LAYER_OPS}}.items():
+        rows = [row for row in plain if row.kernel in kernels]
+        if rows:
+            yield name, bars(run, rows, colours, _TITLES[name], TRAFFIC)
+    lines = [row for row in timed if row.series]
+    if lines:
+        yield "scaling", scaling(run, lines, colours)
