@@ -22,6 +22,8 @@ _WIDTH, _HEIGHTS = 6.4, (2.8, 2.1)
 """Inches of the figure, whose text can be read on a telephone, and of its panels, labels included."""
 _WIDEST_BAR = 0.45
 """Inches."""
+_GROUP = 0.86
+"""The share of a shape's place that its bars take."""
 _KEYS = {"prefill": "fp8 pages", "prefill-rows": "bf16 rows"}
 """Where the keys of a prefill are."""
 _SHAPES = {
@@ -42,7 +44,7 @@ def speed(compared: Sequence[tuple[Run, Sequence[BenchRow]]]) -> Figure:
     panels = [(title, part) for title, part in (("Decode", decodes), ("Prefill", prompts)) if part]
     heights = _HEIGHTS[-len(panels) :]
     note = f"{runs[0].machine.name}, {days(runs)}. Higher is better."
-    width = max(_WIDTH, *(1.1 + _inches(_clusters(part)) for _, part in panels))
+    width = max(_WIDTH, *(1.1 + _inches(_clusters(part), len(names)) for _, part in panels))
     figure = sheet(runs, width, sum(heights), "Speed relative to FlashMLA's", note, names)
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).flatten()
     drawn = []
@@ -79,9 +81,9 @@ def _places(clusters: Clusters) -> list[tuple[float, dict[str, float]]]:
     return places
 
 
-def _inches(clusters: Clusters) -> float:
-    """Inches that the names of shapes and layers take."""
-    of_place = 0.0
+def _inches(clusters: Clusters, bars: int) -> float:
+    """Inches that names of shapes and layers, and turned labels, take. bars: of a shape."""
+    of_place = bars * 0.095 / _GROUP
     for layer, shapes in clusters.items():
         of_shape = max(text_width(line, 8) for shape in shapes for line in shape.split("\n")) + 0.02
         of_layer = max(text_width(line, 8, "bold") for line in layer.split("\n")) + 0.05
@@ -95,7 +97,7 @@ def _panel(axis: Axes, clusters: Clusters, colours: Mapping[str, str]) -> tuple[
 
     places, names = _places(clusters), list(colours)
     high = places[-1][0] + 0.6
-    width = min(0.86 / len(names), _WIDEST_BAR * (high + 0.6) / _WIDTH)
+    width = min(_GROUP / len(names), _WIDEST_BAR * (high + 0.6) / _WIDTH)
     marks = []
     for x, speeds in places:
         # a backend that was not measured leaves no room free
