@@ -29,6 +29,8 @@ __all__ = ["run"]
 _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _SHORT, _LONG = "short", "long"
 """Names of the built-in traces."""
+_SHORT_TOPK = 64
+"""Most entries that an indexer selects with the short built-in trace, so that its longest prompt has more."""
 _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
 """Defaults of --max-num-batched-tokens; the second is that of the short built-in trace of whole layers."""
 
@@ -41,7 +43,7 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
         metavar="FILE",
         default=_SHORT,
         help="Mooncake JSONL, Azure or BurstGPT CSV; - for standard input; or a built-in trace: short, or long, whose "
-        "prompts make the indexer select.",
+        "prompts are longer than what the model's indexer selects.",
     ),
     text("--backend", help="Backend to run.  [default: as `dsv4attn explain` says]"),
     OPTION,
@@ -53,6 +55,11 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
     token_count(
         "--max-num-batched-tokens",
         help=f"Tokens of a step.  [default: {_TOKENS_OF_A_STEP}; {_TOKENS_OF_A_SHORT_STEP} with the short trace]",
+    ),
+    integer(
+        "--index-topk",
+        help="Entries that the indexer selects.  [default: as the model says; at most "
+        f"{_SHORT_TOPK} with the short trace]",
     ),
     integer("--max-num-seqs", default=32, help="Requests running at once."),
     integer("--max-kv-mib", default=2048, help="Memory for KV pages."),
@@ -83,6 +90,7 @@ def run(
     max_requests: int | None,
     max_tokens: int | None,
     max_num_batched_tokens: int | None,
+    index_topk: int | None,
     threads: int | None,
     context_parallel: int | None,
     interleave: int | None,
@@ -115,8 +123,10 @@ def run(
 
     geometry = geometry_of(model)
     _check_ranks(context_parallel, interleave, geometry, trace)
+    is_short, model_topk = trace == _SHORT and settings["indexer"] == "real", geometry.index_topk
+    index_topk = index_topk or (min(_SHORT_TOPK, model_topk) if is_short else model_topk)
+    geometry = evolve(geometry, index_topk=index_topk)
     if max_num_batched_tokens is None:
-        is_short = trace == _SHORT and settings["indexer"] == "real"
         max_num_batched_tokens = _TOKENS_OF_A_SHORT_STEP if is_short else _TOKENS_OF_A_STEP
     max_kv_bytes = settings.pop("max_kv_mib") * 2**20
     settings |= {"max_num_batched_tokens": max_num_batched_tokens, "max_kv_bytes": max_kv_bytes}
@@ -137,7 +147,8 @@ def run(
             report = replay.run(progress)
     setting = {**cpu_threads.as_json(), "text": str(cpu_threads)}
     name = {_SHORT: "generated", _LONG: "generated, long"}.get(trace, trace)
-    report = evolve(report, trace=name, options=backend_options, threads=setting)
+    other_topk = model_topk if model_topk != index_topk else None
+    report = evolve(report, trace=name, options=backend_options, threads=setting, model_topk=other_topk)
     if prints:
         _show(report, page, verbose=verbose, as_json=as_json)
     ctx.exit(INTERRUPTED if report.interrupted else OK if report.ok else FAILED)
@@ -217,11 +228,11 @@ def _kinds(layers: str | None) -> list[LayerKind] | None:
 def _tokens_to_select(geometry: ModelGeometry) -> int | None:
     """Tokens from which on an indexer leaves entries out; None without an indexer."""
     from dsv4attn.core.model.geometry import LayerKind
+    from dsv4attn.tools.replay.check_attention import selecting_tokens
 
     if LayerKind.CSA not in geometry.kinds:
         return None
-    layers = (layer for layer in geometry.distinct_layers if layer.kind is LayerKind.CSA)
-    return max(layer.compress_ratio * (layer.topk + 1) for layer in layers)
+    return max(selecting_tokens(layer) for layer in geometry.distinct_layers if layer.kind is LayerKind.CSA)
 
 
 def _requests(

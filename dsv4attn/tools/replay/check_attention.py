@@ -40,7 +40,7 @@ from dsv4attn.tools.replay.random_weights import LOUDEST
 from dsv4attn.tools.replay.results import CheckResult, Errors
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
 
-__all__ = ["AttentionChecker", "choose_rows", "largest", "relative", "tolerance_of"]
+__all__ = ["AttentionChecker", "choose_rows", "largest", "relative", "selecting_tokens", "tolerance_of"]
 
 _SAMPLED_RANKS = 8
 """Projected values compared in each group."""
@@ -57,16 +57,23 @@ def tolerance_of(layer: LayerGeometry, dtype: torch.dtype) -> Errors:
     return Errors(out, 4 * step, 2 * out)
 
 
+def selecting_tokens(layer: LayerGeometry) -> int:
+    """Fewest tokens of a c4a layer whose last one sees more entries than its indexer selects."""
+    return layer.compress_ratio * (layer.topk + 1)
+
+
 def choose_rows(tokens: Tokens, layer: LayerGeometry, count: int, random: np.random.Generator) -> I64:
     """Up to `count` different rows of a step: half of them, rounded up, at edges if there are any, the rest random.
 
-    Edges, most important first: positions where the window fills up or begins to slide and the first of a sequence;
-    the first and last token of a chunk; tokens that complete an entry. Among equal ones the choice is random.
+    Edges, most important first: positions where the window fills up or begins to slide, the first of a sequence, and
+    the first whose indexer leaves an entry out; the first and last token of a chunk; tokens that complete an entry.
+    Among equal ones the choice is random.
     """
     position, row = tokens.positions, tokens.rows
     new_request = row[1:] != row[:-1]
     chunk_edge = np.concatenate([[True], new_request]) | np.concatenate([new_request, [True]])
-    window_edge = np.isin(position, (0, layer.window - 1, layer.window))
+    select_edge = (selecting_tokens(layer) - 1,) if layer.kind is LayerKind.CSA else ()
+    window_edge = np.isin(position, (0, layer.window - 1, layer.window, *select_edge))
     completes = (position + 1) % layer.compress_ratio == 0 if layer.has_entries else np.zeros_like(window_edge)
     rank = 4 * window_edge + 2 * chunk_edge + completes
     by_rank = np.argsort(-(rank + random.random(len(tokens))))

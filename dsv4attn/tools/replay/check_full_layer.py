@@ -46,7 +46,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
-from dsv4attn.tools.replay.check_attention import largest, relative
+from dsv4attn.tools.replay.check_attention import largest, relative, selecting_tokens
 from dsv4attn.tools.replay.oracle_full_layer import OracleLayer
 from dsv4attn.tools.replay.over_ranks import IndexKeyReaderOverRanks, KeyReaderOverRanks, selected_over_ranks
 from dsv4attn.tools.replay.read_back import BF16, SUMS, IndexKeyReader, KeyReader, rounding_bound, share_of_bound
@@ -129,7 +129,9 @@ class FullLayerChecker:
         for i in chosen.tolist():
             row, position = int(step.tokens.rows[i]), int(step.tokens.positions[i])
             where = f"request {self._workload.requests[row].index}, position {position}"
-            self.result.add(self._errors(step, i, row, position, random), f"step {step.number}, {where}")
+            errors = self._errors(step, i, row, position, random)
+            selecting = errors.selection is not None and position + 1 >= selecting_tokens(self._layer)
+            self.result.add(errors, f"step {step.number}, {where}", selecting=selecting)
 
     def _errors(self, step: CheckedStep, i: int, row: int, position: int, random: np.random.Generator) -> Errors:
         layer, exact, recorder, metadata = self._layer, self._exact, self._recorder, step.metadata

@@ -29,7 +29,7 @@ from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.serving.cache_manager import CacheManager
-from dsv4attn.tools.replay.check_attention import AttentionChecker, choose_rows
+from dsv4attn.tools.replay.check_attention import AttentionChecker, choose_rows, selecting_tokens
 from dsv4attn.tools.replay.check_full_layer import CheckedStep, FullLayerChecker, tolerance_of
 from dsv4attn.tools.replay.oracle_full_layer import OracleLayer
 from dsv4attn.tools.replay.over_ranks import LayerOnRank, MeteredContext, OutputDigest, Traffic
@@ -266,7 +266,7 @@ class FullLayerRunner(LayerRunner):
             steps_bytes = recorder.layer_ops.transient_bytes(limits.max_num_batched_tokens)
             self.report.transient_bytes_bound = max(plan.transient_bytes, steps_bytes)
         if layer.kind is LayerKind.CSA:
-            self.report.topk, self.report.selecting_tokens = layer.topk, layer.compress_ratio * (layer.topk + 1)
+            self.report.topk, self.report.selecting_tokens = layer.topk, selecting_tokens(layer)
 
     def step(self, number: int, tokens: Tokens, metadata: AttentionMetadata, other_s: dict[str, float]) -> None:
         """Run and check the tokens of a step."""

@@ -157,7 +157,7 @@ def head(report: Report, *, verbose: bool = True) -> list[str]:
     return [
         f"backend {report.backend}{f' ({options})' if options else ''} on the CPU{threads}",
         *([f"limits of errors: {_limits(report, limits)}"] if limits else []),
-        f"{report.model}, cache {report.cache}",
+        f"{report.model}{_selected(report)}, cache {report.cache}",
         *(["whole layers, with random weights"] if report.indexer == "real" else []),
         *(_cache_lines(report) if verbose else []),
         *([] if report.ranks is None else [f"compressed entries over {report.ranks.size} ranks"]),
@@ -167,6 +167,14 @@ def head(report: Report, *, verbose: bool = True) -> list[str]:
         f"{total:,} tokens: {phases}{again if report.preemptions else ''}",
         f"{report.wall_s:.1f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in spent.items())}",
     ]
+
+
+def _selected(report: Report) -> str:
+    """How many entries the indexer selects, if the model says another number."""
+    topk = next((layer.topk for layer in report.layers if layer.topk), None)
+    if topk is None or report.model_topk is None:
+        return ""
+    return f" with index_topk {topk} instead of {report.model_topk}"
 
 
 def _limits(report: Report, tolerance: Errors) -> str:
@@ -312,11 +320,12 @@ def _size(size: float) -> str:
 
 
 def verdict(report: Report) -> Any:  # noqa: ANN401 - as `as_text`
-    """The first line of a report, as rich text: whether all is well, and how many rows were checked."""
+    """The first line of a report, as rich text: whether all is well, and of how many rows."""
     from rich.text import Text
 
     rows = sum(layer.check.rows for layer in report.layers if layer.check)
     failed = sum(layer.check.failed for layer in report.layers if layer.check)
+    selecting = sum(layer.check.selecting for layer in report.layers if layer.check)
     if report.ranks is not None:
         layers = [layer for rank in report.ranks.ranks for layer in rank.layers]
         rows, failed = sum(layer.rows for layer in layers), sum(layer.failed for layer in layers)
@@ -329,7 +338,8 @@ def verdict(report: Report) -> Any:  # noqa: ANN401 - as `as_text`
     elif report.ranks is not None and report.ranks.differing:
         text.append("not ok: ranks differ", style="bold red")
     elif rows:
-        text.append(f"ok: all {rows:,} checked rows are within their limits{on_ranks}", style="green")
+        said = f"; selection exercised in {selecting:,}" if selecting and report.ranks is None else ""
+        text.append(f"ok: all {rows:,} checked rows are within their limits{said}{on_ranks}", style="green")
     else:
         text.append("nothing was checked", style="yellow")
     return text

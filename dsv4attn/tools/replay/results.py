@@ -90,6 +90,7 @@ class CheckResult:
     tolerance: largest errors allowed.
     rows: rows that were checked.
     failed: rows beyond a tolerance.
+    selecting: rows that saw more entries than the indexer selects, and whose selection was compared.
     worst: largest errors.
     failures: one line for each failed row, at most SHOWN_FAILURES.
     """
@@ -97,12 +98,14 @@ class CheckResult:
     tolerance: Errors
     rows: int = 0
     failed: int = 0
+    selecting: int = 0
     worst: Errors = field(factory=Errors)
     failures: list[str] = field(factory=list)
 
-    def add(self, errors: Errors, where: str) -> None:
-        """Account for one row."""
+    def add(self, errors: Errors, where: str, *, selecting: bool = False) -> None:
+        """Account for one row. selecting: whether its indexer left entries out."""
         self.rows += 1
+        self.selecting += selecting
         self.worst = self.worst.worst(errors)
         beyond = errors.beyond(self.tolerance)
         if beyond:
@@ -203,6 +206,7 @@ class Report:
     records_per_token: compressed records of all layers of the model for a token of context; 0 if not all layer types
     were run.
     readers: layers of the model that read the compressed cache of another, and were not run.
+    model_topk: entries that the model's indexer selects, if the run selected another number; else None.
     ranks: what each rank holds, sends and found, if ranks share the compressed entries and the run was not interrupted.
     """
 
@@ -231,6 +235,7 @@ class Report:
     longest_request: int = 0
     records_per_token: float = 0.0
     readers: int = 0
+    model_topk: int | None = None
     ranks: RanksReport | None = None
 
     @property

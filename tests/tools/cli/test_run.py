@@ -19,7 +19,7 @@ from dsv4attn import selection
 from dsv4attn.tools.cli import main
 from dsv4attn.tools.cli.options import TokenCount
 from dsv4attn.tools.cli.run import run
-from tests.tools.replay import bugs
+from tests.tools.replay import bugs, full_layer_bugs
 from tests.tools.replay.small import CONFIG
 
 MOONCAKE = """\
@@ -144,7 +144,7 @@ def test_what_is_printed_fits_a_screen_and_begins_with_the_verdict(model: str) -
     lines = CliRunner().invoke(main, ["run", "--model", model], env=env).stdout.splitlines()
     verbose = CliRunner().invoke(main, ["run", "--model", model, "-v"], env=env).stdout.splitlines()
 
-    assert lines[0] == "ok: all 24 checked rows are within their limits"
+    assert re.fullmatch(r"ok: all 24 checked rows are within their limits; selection exercised in \d", lines[0])
     assert lines[1].startswith("backend reference on the CPU (")
     assert lines[2] == "limits of errors: stages 1, out 5.5e-03, lse 1.5e-04, projection 1.1e-02"
     assert len(lines) <= 40
@@ -286,6 +286,43 @@ def test_the_table_of_whole_layers_has_each_operation_and_each_stage(model: str,
         assert re.search(rf"(?m)^ +{name}", text), name
     assert "whole layers, with random weights\n" in text
     assert "whole layers" not in invoke("--model", model, "--trace", trace, "--indexer", "random").stdout
+
+
+def test_the_default_trace_exercises_selection_on_the_default_model() -> None:
+    values = as_json("--layers", "c4a")
+    (layer,) = values["layers"]
+
+    assert values["code"] == 0
+    assert (layer["topk"], layer["selecting_tokens"], values["model_topk"]) == (64, 260, 512)
+    assert layer["check"]["selecting"] > 0
+    assert layer["check"]["worst"]["selection"] is not None
+    assert layer["check"]["worst"]["index_query"] > 0
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("steps", [full_layer_bugs.Worst, full_layer_bugs.NotSelected, full_layer_bugs.OneTwice])
+def test_the_default_trace_finds_a_wrong_selection(
+    monkeypatch: pytest.MonkeyPatch, steps: type[full_layer_bugs.Steps]
+) -> None:
+    monkeypatch.setattr(selection, "load_backend", lambda *_, **__: full_layer_bugs.backend_with(steps))
+    result = invoke("--layers", "c4a")
+
+    assert result.exit_code == 1
+    assert re.search(r"(?m)^c4a: .*selection ", result.stdout)
+
+
+def test_the_number_of_selected_entries_is_an_option_and_is_said(model: str, trace: str) -> None:
+    def topk(*options: object) -> tuple[int, int | None]:
+        values = as_json("--model", model, "--layers", "c4a", *options)
+        return values["layers"][0]["topk"], values["model_topk"]
+
+    assert topk() == (6, None)
+    assert topk("--index-topk", 4) == (4, 6)
+    assert topk("--trace", trace, "--index-topk", 3) == (3, 6)
+    said = invoke("--model", model, "--index-topk", 4).stdout
+    assert " with index_topk 4 instead of 6, cache fp8_ds_mla\n" in said
+    assert "instead of" not in invoke("--model", model, "--layers", "swa", "--index-topk", 4).stdout
+    assert "instead of" not in invoke("--model", model).stdout
 
 
 def test_short_requests_are_said_not_to_exercise_the_selection(model: str, trace: str) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.tools.replay.check_attention import choose_rows, tolerance_of
+from dsv4attn.tools.replay.check_attention import choose_rows, selecting_tokens, tolerance_of
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import SHOWN_FAILURES, CheckResult, Errors
 from dsv4attn.tools.replay.workload import Tokens, Workload
@@ -134,6 +134,14 @@ def test_rows_are_different_and_as_many_as_asked_for(
 
     assert len(chosen) == min(count, len(tokens)) == len(set(chosen.tolist()))
     assert all(0 <= row < len(tokens) for row in chosen.tolist())
+
+
+def test_the_first_row_that_leaves_an_entry_out_is_an_edge() -> None:
+    layer = GEOMETRY.layer_of_kind("c4a")
+    first = selecting_tokens(layer) - 1
+    for seed in range(20):
+        chosen = choose_rows(tokens_of((first - 3, 9)), layer, 2, np.random.default_rng(seed))
+        assert chosen[0] == 3
 
 
 def test_half_of_the_rows_stand_at_the_most_telling_edges() -> None:

@@ -93,6 +93,7 @@ def test_selection_counts_as_exercised_from_the_first_prompt_that_leaves_an_entr
     assert layer.check.ok
     assert (layer.topk, layer.selecting_tokens) == (6, 28)
     assert layer.selection_not_exercised is not scored
+    assert (layer.check.selecting > 0) is scored
     values = as_json(whole(None, requests_of((prompt, 1)), kinds=[LayerKind.CSA]))["layers"][0]["check"]["worst"]
     assert (values["selection"] is not None) is (values["index_query"] is not None) is scored
 
