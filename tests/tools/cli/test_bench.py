@@ -217,7 +217,13 @@ def test_one_failed_run_of_several_is_code_1(machine: Machine, tmp_path: Path) -
 def test_runs_that_cannot_be_drawn_together_are_refused(machine: Machine, tmp_path: Path) -> None:
     first, second = save(tmp_path / "a.json", row()), save(tmp_path / "b.json", row())
     other = save(tmp_path / "c.json", row("prefill flash_c4 t=8"), machine=evolve(HERE, name="Other"))
-    for file, said in ((second, "got two with decode"), (other, "expected files of one machine")):
+    insert, gather = save(tmp_path / "d.json", row("insert a t=1")), save(tmp_path / "e.json", row("gather a 8x1"))
+    refused = [
+        (first, second, "got two for decode.png"),
+        (insert, gather, "got two for memory.png"),
+        (first, other, "expected files of one machine"),
+    ]
+    for first, file, said in refused:
         code, lines = machine.run("bench", "--from", first, "--from", file, "--plot", "pictures", width=400)
         assert code == 2
         assert said in " ".join(lines)

@@ -14,6 +14,7 @@ from dsv4attn.tools.bench.plots.scaling import scaling
 from dsv4attn.tools.bench.plots.sheet import DPI, FAINT, INK, colours_of
 from dsv4attn.tools.bench.plots.speed import PEER, speed
 from dsv4attn.tools.bench.result import Run
+from dsv4attn.tools.bench.runner import BenchRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,17 +55,24 @@ def check_folder(folder: Path) -> None:
 
 
 def check_together(runs: Sequence[Run]) -> None:
-    """Check that some runs can be drawn into one folder: of one machine, and with different measurements."""
+    """Check that some runs can be drawn into one folder: of one machine, and each into pictures of its own."""
     machines = {str(run.machine): None for run in runs}
     if len(machines) > 1:
         raise ArgumentError("--from", expected="files of one machine", actual="; ".join(machines))
     seen: set[str] = set()
     for run in runs:
-        kernels = {"scaling" if row.series else row.kernel for row in run.rows}
-        if kernels & seen:
-            actual = f"two with {', '.join(sorted(kernels & seen))}"
-            raise ArgumentError("--from", expected="files with different measurements to --plot", actual=actual)
-        seen |= kernels
+        pictures = {_picture(row) for row in run.rows}
+        if pictures & seen:
+            actual = f"two for {', '.join(f'{name}.png' for name in sorted(pictures & seen))}"
+            raise ArgumentError("--from", expected="files that --plot draws into different pictures", actual=actual)
+        seen |= pictures
+
+
+def _picture(row: BenchRow) -> str:
+    """The name of the picture of a row's kernel."""
+    if row.series:
+        return "scaling"
+    return "memory" if row.kernel in _MEMORY else row.kernel
 
 
 def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
