@@ -1,4 +1,6 @@
-"""Who imports whom in the package, read from its syntax trees. `python -m tests.import_graph` prints what it finds.
+"""Who imports whom in the package, read from its syntax trees.
+
+`python -m tests.import_graph` prints what it finds. With `--draw` it writes docs/pictures/imports.svg.
 
 An import inside a function or under TYPE_CHECKING counts like any other: what a file knows matters, not when it loads.
 """
@@ -6,12 +8,13 @@ An import inside a function or under TYPE_CHECKING counts like any other: what a
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import dsv4attn
 
-__all__ = ["CORE_FOLDERS", "circles", "flowchart", "folder_of", "modules", "upward_imports"]
+__all__ = ["CORE_FOLDERS", "PICTURE", "arrows", "circles", "folder_of", "modules", "picture", "upward_imports"]
 
 PACKAGE = Path(dsv4attn.__file__).parent
 CORE_FOLDERS = (
@@ -28,9 +31,53 @@ CORE_FOLDERS = (
 )
 """Folders of `core`, each importing only what stands after it. "ground" is the files of `core` itself."""
 SELECTION = {"plugins", "config"}
-"""Modules of the top level that the flowchart draws as part of selection."""
+"""Modules of the top level that the picture shows as part of selection."""
 SHARED = {"__init__", "arguments", "numerics", "support", "tuning", "untyped"}
-"""Modules of `_triton` that all its folders import. The flowchart does not draw them."""
+"""Modules of `_triton` that all its folders import. The picture does not show them."""
+PICTURE = PACKAGE.parent / "docs" / "pictures" / "imports.svg"
+BOX = (144, 30)
+"""Width and height of a box of the picture, in pixels."""
+PLACES = {
+    "tools/cli": (3.0, 0),
+    "tools/replay": (0.7, 1.9),
+    "tools/bench": (1.75, 1.9),
+    "integrations": (2.8, 1.9),
+    "testing": (0.0, 3.1),
+    "compat": (3.15, 3.1),
+    "selection": (2.5, 4.2),
+    "serving": (1.0, 5.2),
+    "hookspecs": (3.4, 5.3),
+    "backends": (4.65, 0),
+    "_triton": (5.0, 1),
+    "_triton/layer": (5.0, 2),
+    "_triton/attention": (5.0, 3),
+    "_triton/cache": (5.0, 4),
+    "_triton/index_ops": (5.0, 5),
+    "_triton/compiling": (4.35, 6.1),
+    "_triton/launching": (5.6, 6.1),
+    "core": (3.4, 7.4),
+}
+"""Column and row of each part in the picture."""
+PICTURE_HEAD = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1030 510" width="1030" role="img" aria-labelledby="title">
+<title id="title">Which part of dsv4attn imports which</title>
+<style>
+  text { font: 12.5px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #1f2328; }
+  rect { fill: #f6f8fa; stroke: #8c959f; }
+  line { stroke: #59636e; }
+  .head { fill: #59636e; }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #f0f6fc; }
+    rect { fill: #161b22; stroke: #656c76; }
+    line { stroke: #9198a1; }
+    .head { fill: #9198a1; }
+  }
+</style>
+<defs>
+<marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto-start-reverse">
+<path class="head" d="M0 0.5 L8 4 L0 7.5 Z"/>
+</marker>
+</defs>"""
 
 Graph = dict[str, set[str]]
 """Modules that each module imports, both without the leading `dsv4attn.`."""
@@ -98,7 +145,7 @@ def upward_imports(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
 
 
 def _part_of(module: str) -> str | None:
-    """The part that the flowchart draws for a module; None for modules that it does not draw."""
+    """The part that the picture shows for a module; None for modules that it does not show."""
     first, *rest = module.split(".")
     if first == "backends":
         if not rest or rest[0] != "_triton":
@@ -113,28 +160,28 @@ def _part_of(module: str) -> str | None:
     return first if rest or first in {"hookspecs", "selection"} else None
 
 
-def flowchart() -> str:
-    """A Mermaid flowchart: an arrow from each part to those it imports, without arrows that follow from others."""
+def arrows() -> list[tuple[str, str, bool]]:
+    """(part, what it imports, whether that imports the part too), without arrows that follow from others."""
     edges: Graph = {}
     for module, others in modules().items():
         part = _part_of(module)
         for target in {_part_of(other) for other in others} - {None, part}:
             if part is not None and target is not None:
                 edges.setdefault(part, set()).add(target)
-    lines = ["flowchart TD"]
+    drawn = []
     for part in sorted(edges):
         for target in sorted(edges[part]):
             if part in edges.get(target, set()):
                 if part < target:
-                    lines.append(f"    {_node(part)} <--> {_node(target)}")
+                    drawn.append((part, target, True))
             elif not any(
                 target in _reached(edges, third, {part})
                 and part not in edges.get(third, set())
                 and third not in edges.get(target, set())
                 for third in edges[part] - {target}
             ):
-                lines.append(f"    {_node(part)} --> {_node(target)}")
-    return "\n".join(lines)
+                drawn.append((part, target, False))
+    return drawn
 
 
 def _reached(edges: Graph, part: str, seen: set[str]) -> set[str]:
@@ -145,12 +192,37 @@ def _reached(edges: Graph, part: str, seen: set[str]) -> set[str]:
     return seen
 
 
-def _node(part: str) -> str:
-    return f'{part.strip("_").replace("/", "_")}["{part}"]'
+def picture() -> str:
+    """The arrows as an SVG, which is docs/pictures/imports.svg. A part that has no place raises KeyError."""
+    lines = [PICTURE_HEAD]
+    for part, target, both in arrows():
+        (x1, y1), (x2, y2) = _center(part), _center(target)
+        if y1 == y2:
+            x1, x2 = x1 + BOX[0] / 2 + 9, x2 - BOX[0] / 2 - 1
+        else:
+            y1, y2 = y1 + BOX[1] / 2 + (9 if both else 1), y2 - BOX[1] / 2 - 1
+        marks = ' marker-start="url(#head)"' if both else ""
+        lines.append(f'<line x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" marker-end="url(#head)"{marks}/>')
+    for part in PLACES:
+        x, y = _center(part)
+        lines.append(
+            f'<rect x="{x - BOX[0] / 2:.0f}" y="{y - BOX[1] / 2:.0f}" width="{BOX[0]}" height="{BOX[1]}" rx="6"/>'
+        )
+        lines.append(f'<text x="{x:.0f}" y="{y + 4.5:.0f}" text-anchor="middle">{part}</text>')
+    return "\n".join([*lines, "</svg>\n"])
+
+
+def _center(part: str) -> tuple[float, float]:
+    """The middle of a part's box, in pixels."""
+    column, row = PLACES[part]
+    return 80 + column * 155, 30 + row * 62
 
 
 def main() -> None:
-    """Print core's folders in order, imports that run up, circles of the whole package, and the flowchart."""
+    """Print core's folders in order, imports that run up, and circles; with `--draw` write the picture of the docs."""
+    if sys.argv[1:] == ["--draw"]:
+        PICTURE.write_text(picture(), encoding="utf-8")
+        return
     graph = modules()
     print("folders of core, each imports only folders after it:")
     for folder in CORE_FOLDERS:
@@ -158,7 +230,6 @@ def main() -> None:
         print(f"  {folder:<17} {len(names):>2} modules")
     print("upward imports:", *(f"\n  {module} -> {other}" for module, other in upward_imports(graph) or [("none", "")]))
     print("circles:", *(f"\n  {', '.join(group)}" for group in circles(graph) or [["none"]]))
-    print(flowchart())
 
 
 if __name__ == "__main__":
