@@ -35,6 +35,7 @@ __all__ = [
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the names that `name` begins, or the nearest one, or an empty string.
 
+    name: the name that does not exist.
     candidates: the names that there are.
     """
     names = {candidate.lower(): candidate for candidate in sorted(candidates)}
@@ -67,7 +68,13 @@ class ArgumentError(Dsv4AttnError, ValueError):
     """
 
     def __init__(self, argument: str, *, expected: str, actual: object, hint: str = "") -> None:
-        """Build the message from its four parts: argument, expected value, actual value, cure."""
+        """Build the message from its four parts: argument, expected value, actual value, cure.
+
+        argument: name of the argument.
+        expected: what the argument must be.
+        actual: what it is.
+        hint: what to do, or "".
+        """
         self.argument, self.expected, self.actual, self.hint = argument, expected, actual, hint
         cure = f" -> {hint}" if hint else ""
         super().__init__(f"{argument}: expected {expected}, got {actual}{cure}")
@@ -99,6 +106,9 @@ class UnknownNameError(Dsv4AttnError, ValueError):
     ) -> None:
         """Build the message from the kind of name, the given name, and the names that exist.
 
+        kind: what has the name, such as "backend".
+        name: the name that does not exist.
+        known: the names that exist.
         others: a line for each candidate that is left out and may be the meant one, such as a failed plugin. near: the
         names that may be suggested, or None for all of `known`.
         """
@@ -112,7 +122,13 @@ class WorkspaceError(Dsv4AttnError, RuntimeError):
     """A locked workspace is too small for a request."""
 
     def __init__(self, *, needed: int, has: int, caller: str, arena: str) -> None:
-        """Build the message from needed bytes, available bytes, caller and arena."""
+        """Build the message from needed bytes, available bytes, caller and arena.
+
+        needed: bytes that the request needs.
+        has: bytes that the arena has.
+        caller: name of the caller.
+        arena: name of the arena.
+        """
         self.needed, self.has, self.caller, self.arena = needed, has, caller, arena
         super().__init__(
             f"workspace: {caller} needs {needed} bytes in arena {arena!r}, which is locked at {has} bytes "
@@ -132,7 +148,11 @@ class ConfigError(Dsv4AttnError, ValueError):
     """An environment variable or a configuration file has an invalid value."""
 
     def __init__(self, where: str, problem: str) -> None:
-        """Build the message from the variable or file, and the problem."""
+        """Build the message from the variable or file, and the problem.
+
+        where: the variable, or the file and the key.
+        problem: what is wrong with the value.
+        """
         self.where, self.problem = where, problem
         super().__init__(f"{where}: {problem}")
 
@@ -141,7 +161,13 @@ class ContextParallelError(Dsv4AttnError, RuntimeError):
     """An exchange between the ranks of a context-parallel group failed."""
 
     def __init__(self, rank: int, size: int, what: str, reason: str) -> None:
-        """Build the message from this rank, the number of ranks, what was exchanged, and torch's reason."""
+        """Build the message from this rank, the number of ranks, what was exchanged, and torch's reason.
+
+        rank: rank that raises the error.
+        size: number of ranks.
+        what: the exchange that failed.
+        reason: why it failed.
+        """
         self.rank, self.size, self.what, self.reason = rank, size, what, reason
         cure = "look at the logs of the other ranks: one has ended, hangs, or runs other steps; then restart the group"
         super().__init__(f"rank {rank} of {size}: the exchange of {what} failed: {reason.strip()} -> {cure}")
@@ -167,6 +193,11 @@ class TraceError(Dsv4AttnError, ValueError):
     """A request trace cannot be read; none of its requests has run."""
 
     def __init__(self, path: str, line: int, problem: str) -> None:
-        """Build the message from the file, the 1-based line, or 0 for the file as a whole, and the problem."""
+        """Build the message from the file, the 1-based line, or 0 for the file as a whole, and the problem.
+
+        path: path of the trace.
+        line: number of the line, from 1; 0: the whole file.
+        problem: what is wrong with the line.
+        """
         self.path, self.line, self.problem = path, line, problem
         super().__init__(f"{path}:{line}: {problem}" if line else f"{path}: {problem}")

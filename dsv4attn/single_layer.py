@@ -89,7 +89,10 @@ class SingleLayer:
         return self.caches.new()
 
     def random_hidden(self, num_tokens: int) -> Tensor:
-        """Random hidden states [num_tokens, hidden_size]."""
+        """Random hidden states [num_tokens, hidden_size].
+
+        num_tokens: number of rows.
+        """
         return torch.randn(num_tokens, self.hidden_size, device=self.device, dtype=torch.float32).to(self.dtype)
 
     def step(self, *requests: tuple[CachedSequence, Tensor]) -> list[Tensor]:

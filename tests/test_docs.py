@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import attrs
 import pytest
 
 import dsv4attn
@@ -31,7 +32,6 @@ API = {
     "errors": ("dsv4attn.errors",),
 }
 """Modules whose public names each API page has."""
-PUBLIC = ("dsv4attn", "dsv4attn.core.contract.backend", "dsv4attn.errors", "dsv4attn.compat.flash_mla")
 
 
 def first_sentence(page: str) -> str:
@@ -39,21 +39,51 @@ def first_sentence(page: str) -> str:
     return " ".join(page.split("\n\n")[1].split())
 
 
-def unnamed(function: Callable[..., object], docstring: str) -> list[str]:
-    """Arguments of a function that its docstring does not name."""
-    names = [name for name in inspect.signature(function).parameters if name not in {"args", "kwargs"}]
-    return [name for name in names if not re.search(rf"\b{name}\b", docstring)]
+def shown(page: str) -> list[str]:
+    """Names that an API page shows."""
+    text = (DOCS / "api" / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
 
 
-def public_functions() -> Iterable[tuple[str, Callable[..., object]]]:
-    """Functions among the public names, each once."""
-    seen = set()
-    for module in map(importlib.import_module, PUBLIC):
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.isfunction(value) and value not in seen:
-                seen.add(value)
-                yield name, value
+def explained(docstring: str, names: Iterable[str]) -> set[str]:
+    """Names that a docstring explains by "name: meaning", or several of them by "name, name: meaning"."""
+    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    begins = rf"(?<![\w.])(?:{known})(?:(?:, | and )(?:{known}))*: "
+    found = re.findall(begins, " ".join(docstring.split())) if known else []
+    return {name for item in found for name in re.findall(r"\w+", item)}
+
+
+def unexplained(function: Callable[..., object], docstring: str) -> list[str]:
+    """Arguments of a function that its docstring does not explain."""
+    parameters = inspect.signature(function).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [item.name for item in parameters if item.kind not in variadic and item.name not in {"self", "cls"}]
+    return [name for name in names if name not in explained(docstring, names)]
+
+
+def callables(name: str) -> Iterable[tuple[str, Callable[..., object], str]]:
+    """(name, function, docstring) of a function of an API page, or of the constructor and public methods of a class."""
+    module, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    if inspect.isfunction(value):
+        yield name, value, value.__doc__ or ""
+    elif inspect.isclass(value):
+        if "__init__" in vars(value) and not attrs.has(value):
+            yield name, value.__init__, f"{value.__doc__}\n\n{value.__init__.__doc__}"
+        for member, method in vars(value).items():
+            function = getattr(method, "__func__", method)
+            if not member.startswith("_") and inspect.isfunction(function):
+                yield f"{name}.{member}", function, function.__doc__ or ""
+
+
+def unexplained_fields(name: str) -> list[str]:
+    """Public fields of an attrs class of an API page that its docstring does not explain."""
+    module, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    if not (inspect.isclass(value) and attrs.has(value)):
+        return []
+    names = [field.name for field in attrs.fields(value) if not field.name.startswith("_")]
+    return [field for field in names if field not in explained(value.__doc__ or "", names)]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -68,31 +98,55 @@ def test_a_page_is_in_the_navigation_of_the_site(page: str) -> None:
 
 @pytest.mark.parametrize("page", API)
 def test_the_api_page_has_every_public_name(page: str) -> None:
-    shown = re.findall(r"^::: (\S+)$", (DOCS / "api" / f"{page}.md").read_text(encoding="utf-8"), re.MULTILINE)
+    names_of_page = shown(page)
     elsewhere = {"__version__", "Dsv4AttnError", "SCHEMA"}
     if page != "dsv4attn":
         elsewhere |= set(dsv4attn.__all__) - {"Dsv4AttnError"}
     names = {f"{module}.{name}" for module in API[page] for name in importlib.import_module(module).__all__}
 
-    assert len(shown) == len(set(shown))
-    assert {name for name in names if name.rpartition(".")[2] not in elsewhere} <= set(shown)
-    for name in shown:
+    assert len(names_of_page) == len(set(names_of_page))
+    assert {name for name in names if name.rpartition(".")[2] not in elsewhere} <= set(names_of_page)
+    for name in names_of_page:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
 
 
-def test_the_docstring_of_a_public_function_names_each_argument() -> None:
-    functions = dict(public_functions())
+@pytest.mark.parametrize("page", API)
+def test_a_docstring_that_the_api_page_shows_explains_each_argument_and_field(page: str) -> None:
+    missing = {
+        called: arguments
+        for name in shown(page)
+        for called, function, docstring in callables(name)
+        if (arguments := unexplained(function, docstring))
+    }
+    fields = {name: names for name in shown(page) if (names := unexplained_fields(name))}
 
-    assert len(functions) > 25
-    assert {name: args for name, f in functions.items() if (args := unnamed(f, f.__doc__ or ""))} == {}
+    assert missing == {}
+    assert fields == {}
 
 
-def test_an_argument_that_loses_its_line_is_found() -> None:
-    lines = (dsv4attn.cos_sin_cache.__doc__ or "").splitlines()
-    without = "\n".join(line for line in lines if not line.strip().startswith("max_position:"))
+def test_functions_and_methods_of_all_api_pages_are_held() -> None:
+    held = {called for page in API for name in shown(page) for called, _, _ in callables(name)}
 
-    assert unnamed(dsv4attn.cos_sin_cache, without.replace("[max_position", "[N")) == ["max_position"]
+    assert len(held) > 225
+    assert {"dsv4attn.forward_mqa", "dsv4attn.CacheManager", "dsv4attn.CacheManager.reserve"} <= held
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [
+        (dsv4attn.cos_sin_cache, "max_position"),
+        (dsv4attn.CacheManager.fork, "length"),
+        (dsv4attn.Backend.scratch, "width"),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", value),
+)
+def test_an_argument_that_loses_its_line_is_found(function: Callable[..., object], argument: str) -> None:
+    lines = (function.__doc__ or "").splitlines()
+    without = [line for line in lines if not line.strip().startswith(f"{argument}:")]
+
+    assert len(without) == len(lines) - 1
+    assert unexplained(function, "\n".join(without)) == [argument]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

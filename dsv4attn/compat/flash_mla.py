@@ -124,8 +124,8 @@ def get_mla_decoding_metadata(
 ) -> tuple[None, None]:
     """The two fields of FlashMLASchedMeta that FlashMLA can plan ahead: None and None, backends plan by themselves.
 
-    topk: indices of a query. is_fp8_kvcache: must be True. seqlens_k, num_q_tokens_per_head_k, h_k, h_q and use_legacy
-    are not read.
+    topk: indices of a query. is_fp8_kvcache: must be True.
+    seqlens_k, num_q_tokens_per_head_k, h_k, h_q, use_legacy: not read.
 
     Raises UnsupportedError for dense attention (topk None) and for caches of bf16.
     """
@@ -183,10 +183,13 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata: of `get_mla_metadata`, ours or FlashMLA's, whose first call had the same shapes. Of a
        foreign one only `have_initialized` and `config` are used.
     enable_batch_invariant: bits of a query do not depend on the rest of the batch: option `deterministic` of backends.
-    use_legacy: how pages of V4.1's records are arranged, nothing else. block_table, cache_seqlens are not read: indices
-    name all keys.
-    num_splits, descale_q, descale_k must be None, causal False, is_fp8_kvcache None or True, head_dim_v 512. kv_format:
-    None, or the name of the records in k_cache, "V4" or "V41".
+    use_legacy: how pages of V4.1's records are arranged, nothing else.
+    kv_format: None, or the name of the records in k_cache, "V4" or "V41".
+    block_table, cache_seqlens: not read, because indices name all keys.
+    head_dim_v: must be 512.
+    num_splits, descale_q, descale_k: must be None.
+    causal: must be False.
+    is_fp8_kvcache: must be None or True.
 
     Returns (out [b, s_q, h_q, 512] like q, lse [b, h_q, s_q] fp32: natural log, without the sink). A query without keys
     gets zeros and lse +inf. Records without an index have no effect, even with NaN.
@@ -256,12 +259,14 @@ def flash_mla_sparse_fwd(
        is not a row is no key. All three with unit stride on the last dim.
     topk_length: [s_q] int32 in 0 .. topk - leading columns that count.
     sm_scale: factor of the logits.
-    attn_sink: [h_q] fp32, as in `flash_mla_with_kvcache`. d_v must be 512.
+    attn_sink: [h_q] fp32, as in `flash_mla_with_kvcache`.
     out: where to write, like q. backend: name of the one to use.
-    use_legacy is not read: there is one set of kernels.
+
     return_log2_lse: None for natural logarithms in max_logits and lse, True for base 2, False for neither.
     need_max_logits: a backend that does not return largest logits leaves them to plain torch, which reads the selected
        keys once more and multiplies them with q in fp32. Engines that only use `out` say False.
+    d_v: must be 512.
+    use_legacy: not read, because there is one set of kernels.
 
     Returns (out [s_q, h_q, 512] like q, max_logits [s_q, h_q] fp32, lse [s_q, h_q] fp32), the last two with the scale
     and without the sink; both are None if return_log2_lse is False. A query without keys gets zeros, -inf and +inf.

@@ -36,7 +36,10 @@ _layout = cache(KVCacheLayout.fp8_ds_mla)
 
 
 def get_padded_num_q_heads(num_heads: int) -> int:
-    """Heads of q in FlashInfer's kernels. This backend pads by itself, and its own kernel takes any number of heads."""
+    """Heads of q in FlashInfer's kernels. This backend pads by itself, and its own kernel takes any number of heads.
+
+    num_heads: heads of the model on this rank.
+    """
     sizes = (8, 16, 32, 64, _MOST_HEADS)
     if not 1 <= num_heads <= sizes[-1]:
         raise ArgumentError("num_heads", expected=f"1 to {_MOST_HEADS}", actual=num_heads)
@@ -62,8 +65,14 @@ class SparseMLASm120Wrapper:
     here, on `device` or the current accelerator, and is never moved: any call within them can be captured, and a
     captured graph stays valid after any later call. Without them it is allocated on `device`, or in the first call on
     the device of its q; memory for lengths then grows outside captures, and memory of a captured graph is not freed.
-    The other arguments of the original must have the values of DeepSeek-V4's fp8 record: d_v 512, kv_scale_format
-    "auto", kv_cache_format "fp8"; compute_precision is "default" or "bf16", which are the same here.
+    d_v: must be 512.
+    kv_scale_format: must be "auto".
+    kv_cache_format: must be "fp8".
+    extra_kv_fp4: must be False.
+    compute_precision: "default" or "bf16", which are the same here.
+    device: where the memory is allocated; None: the current accelerator.
+    backend: name of the backend that runs the calls.
+
     Raises ArgumentError or UnsupportedError.
     """
 
@@ -136,6 +145,9 @@ class SparseMLASm120Wrapper:
         mid_out, mid_lse: memory for splits of rows, contiguous; num_splits is limited to what fits. Without it the
         wrapper's own. prefill_impl: None, "auto" or "mg"; there is one implementation. Up to 64 tokens several programs
         share a row, above 64 they do not; results are the same. Nothing is launched for no tokens.
+        sm_scale: factor of the logits.
+        return_lse: whether to return the lse.
+        lse_scale: factor of the lse.
         Raises ArgumentError or UnsupportedError before any launch: for a call past the maxima or on another device than
         the wrapper's memory; and, in a wrapper without maxima, for a captured call that needs memory first.
         """

@@ -64,9 +64,13 @@ def prefill(
 
     enable_q_norm, rms_norm_eps: whether each head of q is divided by the root of its mean square plus eps, which here
        scales its logits. token_positions: [s_q] int32. cos_sin_cache: [positions, 64] fp32, cosines before sines.
-       n_wv_group: groups of 8 heads. The other five switches have one value each: False, 64, 32, True, True, True.
+       n_wv_group: groups of 8 heads.
     q: [s_q, h_q, 512] bf16, in the order of permuted weights, before RoPE. kv: [s_kv, 1, 512] bf16, rotated. indices:
        [s_q, 1, topk] int32. sm_scale, d_v, attn_sink, topk_length, use_legacy, backend: of `flash_mla_sparse_fwd`.
+    is_rope_neox_style: must be False.
+    rope_dim: must be 64.
+    num_per_channels: must be 32.
+    use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0: must be True.
 
     Returns (out_fp8 [s_q, n_wv_group, 4096] e4m3, out_sf [s_q, n_wv_group, 32] int32, max_logits [s_q, h_q] fp32, lse
     [s_q, h_q] fp32). Rotated q is rounded to bf16. Each int32 has the UE8M0 exponents of four chunks, the first in its
@@ -112,11 +116,16 @@ def decode(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of queries over selected records of one or two paged caches; other arguments are those of `prefill`.
+    """Attention of queries over selected records of one or two paged caches.
 
-    k_cache, extra_k_cache: of V4.1's records, as `flash_mla_with_kvcache` takes them; with use_legacy the scales are
-       after all codes of a page. indices_in_kvcache, extra_indices_in_kvcache: [s_q, topk] int32. topk_length,
-       extra_topk_length: [s_q] int32.
+    k_cache, extra_k_cache: of V4.1's records, as `flash_mla_with_kvcache` takes them.
+    indices_in_kvcache, extra_indices_in_kvcache: [s_q, topk] int32.
+    topk_length, extra_topk_length: [s_q] int32.
+    enable_q_norm, rms_norm_eps, token_positions, is_rope_neox_style, rope_dim, cos_sin_cache: as in `prefill`.
+    n_wv_group, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0: as in `prefill`.
+    q: [s_q, h_q, 512] bf16, as in `prefill`.
+    use_legacy: whether the scales of a page are after all its codes.
+    sm_scale, d_v, attn_sink, backend: as in `flash_mla_with_kvcache`.
 
     Returns (out_fp8, out_sf, lse), as `prefill`. Raises as `prefill`.
     """
@@ -158,6 +167,7 @@ def permute_q_b_proj(weight_and_sf: tuple[Tensor, Tensor], h_q: int, d_q: int) -
     weight_and_sf: [h_q * d_q, lora] of any dtype, and its scales [h_q * d_q, n] int32. d_q: a multiple of 16. Row
     (d // 16) * h_q * 16 + h * 16 + d % 16 of the result is row h * d_q + d. Returns both, scales as contiguous along
     the rows as they came.
+    h_q: number of query heads.
     """
     if d_q % Q_CHUNK:
         raise ArgumentError("d_q", expected=f"a multiple of {Q_CHUNK}", actual=d_q)
@@ -175,6 +185,7 @@ def permute_wv_proj(weight_and_sf: tuple[Tensor, Tensor], wv_group_size: int, d_
     128] int32, each with the exponents of four times 32 columns. d_o: a multiple of 32. Column (d // 32) *
     wv_group_size * 32 + h * 32 + d % 32 of the result is column h * d_o + d. Returns both, scales as contiguous along
     the rows as they came.
+    wv_group_size: heads of a group.
     """
     chunks, columns = wv_group_size * d_o // O_CHUNK, wv_group_size * d_o
     if d_o % O_CHUNK or chunks % 4:

@@ -66,14 +66,25 @@ def rocm_sparse_attn_decode(
 ) -> int:
     """Attention of each row of q over its slots of the window cache and, unless swa_only, of the compressed one.
 
-    q, output: [T, H, head_dim] bf16 or fp32, H at most 128, head_dim at most 512; output is written in full. caches:
-    [B, P, bytes of a record] of one-byte type, or PagedKVCache. swa_fp8_format and fp8_format are their dialects; a
-    tensor of another fp8 type, or a layout of another dialect, is refused. Each has its own page size, stride and
-    capacity. Ragged rows, indices [capacity] and indptr [T + 1] int32, have precedence if both are given; else indices
-    [T, 1, K] or [T, K] int32 and lens [T] int32. The topk arguments and kv_cache are not read if swa_only. attn_sink:
+    q, output: [T, H, head_dim] bf16 or fp32, H at most 128, head_dim at most 512; output is written in full. attn_sink:
     [>= H] fp32.
-    Beyond the original: positions [T] int64 and cos_sin_cache [P, rope_head_dim] fp32, to undo the rotation of the
-    output in the launch that combines splits of rows; workspace, with which several programs can share a row.
+    Beyond the original: `positions`, `cos_sin_cache` and `workspace`.
+    swa_k_cache, kv_cache: [B, P, bytes of a record] of one-byte type, or PagedKVCache: the window cache and the
+    compressed cache. Each has its own page size, stride and capacity.
+    swa_only: whether the layer has no compressed cache; kv_cache and the topk arguments are then not read.
+    swa_indices, topk_indices: [T, 1, K] or [T, K] int32 slots, read unless there are ragged rows.
+    swa_lens, topk_lens: [T] int32, leading columns of the slots that count.
+    swa_ragged_indices, topk_ragged_indices: [capacity] int32 slots of all rows, or None.
+    swa_ragged_indptr, topk_ragged_indptr: [T + 1] int32 start of each row, or None. Ragged rows have precedence
+    if both are there.
+    scale: factor of the logits.
+    head_dim, nope_head_dim, rope_head_dim: dims of a key; the first is the sum of the others.
+    swa_fp8_format, fp8_format: fp8 dialects of the two caches. A tensor of another fp8 type, or a layout of
+    another dialect, is refused.
+    positions: [T] int64, or None. With cos_sin_cache the launch that combines splits of rows undoes the rotation
+    of the output.
+    cos_sin_cache: [P, rope_head_dim] fp32, or None.
+    workspace: memory with which several programs can share a row, or None.
     Returns the number of leading rows whose rotation was undone: T or 0. Values of indptr are checked on the CPU; on a
     device no value of it makes a kernel read outside the lists. Raises ArgumentError before any launch.
     """
@@ -112,10 +123,14 @@ def rocm_sparse_attn_prefill(
 ) -> None:
     """Attention of each row of q over the gathered keys it names.
 
-    q, output: [T, H, head_dim] bf16 or fp32. kv: [S, 1, head_dim] bf16 or fp32. Ragged rows have precedence if both are
-    given, and the dense ones may then have no columns; else indices [T, 1, K] or [T, K] int32 and topk_length [T]
-    int32, or None for all columns. An absent entry is skipped at any position, and no present entry is lost for it.
+    q, output: [T, H, head_dim] bf16 or fp32. kv: [S, 1, head_dim] bf16 or fp32.
     Everything else as in `rocm_sparse_attn_decode`.
+    indices: [T, 1, K] or [T, K] int32 rows of kv. It may have no columns if there are ragged rows. An absent
+    entry is skipped at any position, and no present entry is lost for it.
+    topk_length: [T] int32, leading columns of indices that count, or None for all.
+    ragged_indices, ragged_indptr: [capacity] and [T + 1] int32, or None. They have precedence over indices.
+    attn_sink: [>= H] fp32, or None.
+    scale, head_dim, nope_head_dim, rope_head_dim, workspace: as in `rocm_sparse_attn_decode`.
     """
     letters = _check_dims(q, head_dim, nope_head_dim, rope_head_dim)
     check_tensor("kv", kv, "_ 1 D", FLOATS, letters)

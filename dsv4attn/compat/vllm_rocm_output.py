@@ -31,8 +31,12 @@ def rocm_inv_rope_einsum(
     rotary_emb: has `cos_sin_cache`, [positions, rope_head_dim] fp32, cosines then sines. o: [T, H, D] bf16 or fp32, any
     strides but that of the last dimension; it stays as it is. positions: [T] int64; those of padding rows may be
     anything. wo_a: [G * o_lora_rank, H / G * D], see `core.model.quantized_weight.dense_weight`.
-    Beyond the original: turned_rows, the number of leading rows of o whose rotation the attention call has undone
-    already; their positions are not read.
+    Beyond the original: `turned_rows`.
+    rope_head_dim: dims that have RoPE.
+    n_local_groups: G, groups of heads on this rank.
+    o_lora_rank: outputs of a group.
+    turned_rows: number of leading rows of o whose rotation the attention call has undone already. Their positions
+    are not read.
     Raises ArgumentError before any launch.
     """
     table = _table_of(rotary_emb, rope_head_dim)

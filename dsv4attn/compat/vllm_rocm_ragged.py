@@ -66,6 +66,7 @@ def compute_global_topk_ragged_indices_and_indptr(
     original: number of entries that each token may see; its row has min(visible_lens, K) places. Without it, a row has
     as many places as topk_indices has entries of the table, numbers in [0, N * block_size), for its token.
     A row's slots are contiguous at its front; the rest of its length is -1.
+    block_size: entries of a page.
     Raises ArgumentError before any launch.
     """
     rows, letters = as_rows(topk_indices), dict[str, int]()
@@ -109,6 +110,9 @@ def combine_topk_swa_indices_ragged(
 
     topk_indices: [t, >= topk] int32 entry numbers; with topk 0 only its rows count. query_start_loc: [n + 1] int32 of
     any base. seq_lens, gather_lens: [n] int32. M: rows of each request. N: its first window row.
+    window_size: most window keys of a token.
+    compress_ratio: tokens of an entry.
+    topk: columns of topk_indices that count.
     Returns (flat [t * (topk + window_size)], indptr [t + 1], lens [t]). Raises ArgumentError before any launch.
     """
     letters: dict[str, int] = {}
@@ -167,6 +171,8 @@ def copy_ragged_to_graph_buffers(
 
     ragged_indices: [capacity] int32. ragged_indptr: [num_rows + 1] int32. indices_buffer: [>= num_rows *
     max_entries_per_row, and >= capacity] int32. indptr_buffer: [>= num_rows + 1] int32.
+    num_rows: rows of the list.
+    max_entries_per_row: most slots of a row.
     Returns (indices [max(num_rows * max_entries_per_row, 1)], indptr [num_rows + 1]), whose addresses and sizes depend
     on num_rows alone. Raises ArgumentError before anything is copied.
     """
@@ -191,7 +197,12 @@ def copy_ragged_to_graph_buffers(
 
 
 def check_indptr(name: str, indptr: Tensor, capacity: int) -> None:
-    """Check the starts of rows, if that needs no synchronisation with a device."""
+    """Check the starts of rows, if that needs no synchronisation with a device.
+
+    name: name of the argument in the error.
+    indptr: [rows + 1] int32 start of each row.
+    capacity: number of elements of the ragged list.
+    """
     if indptr.device.type != "cpu":
         return
     values = indptr.tolist()
@@ -205,7 +216,12 @@ def check_indptr(name: str, indptr: Tensor, capacity: int) -> None:
 
 
 def new_rows(like: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Memory of a ragged list of `rows` rows of at most `width` entries."""
+    """Memory of a ragged list of `rows` rows of at most `width` entries.
+
+    like: a tensor on the device of the list.
+    rows: number of rows.
+    width: most elements of a row.
+    """
     if rows * width > INT32_MAX:
         raise ArgumentError("indices", expected="fewer than 2^31 in all", actual=f"{rows} rows of {width}")
     flat, indptr = (like.new_empty(shape, dtype=dtype) for shape, dtype in ragged_specs(rows, width))

@@ -36,7 +36,10 @@ _backend = partial(device_backend, "xpu", decode="fused")
 
 
 def get_padded_num_q_heads(num_heads: int) -> int:
-    """Heads that q must have: `num_heads`, without padding."""
+    """Heads that q must have: `num_heads`, without padding.
+
+    num_heads: heads of the model on this rank.
+    """
     return num_heads
 
 
@@ -61,6 +64,8 @@ def triton_bf16_mla_sparse_interface(
     Beyond the original: any H, K and d_v up to 512; attn_sink: [H] fp32; topk_length: [T] int32, leading columns that
     count; memory for the results, out: [T, H, d_v] like q, max_logits and lse: [T, H] fp32, contiguous.
     lse is the natural logarithm, without the sink; rows without keys have lse and max_logits -inf, and out 0.
+    sm_scale: factor of the logits.
+    d_v: dims of the values and of out.
     Raises ArgumentError before any launch.
     """
     rows = as_rows(indices)
@@ -100,10 +105,16 @@ def xpu_sparse_decode_fp8(
 ) -> None:
     """Attention of each row of q over its slots of the window cache and, unless swa_only, of the compressed one.
 
-    q, out: [T, H, head_dim] bf16 or fp32; out is written in full. caches: uint8 [B, P, bytes of a record], pages any
-    even number of bytes apart; kv_cache and the topk arguments are not read if swa_only. indices: [T, 1, K] or [T, K]
-    int32 slots. lens: [T] int32, leading columns that count. attn_sink: [H] fp32, or None.
-    Beyond the original: workspace, with which several programs can share a row; without it no scratch is used.
+    q, out: [T, H, head_dim] bf16 or fp32; out is written in full. attn_sink: [H] fp32, or None.
+    swa_kv_cache, kv_cache: uint8 [B, P, bytes of a record], pages any even number of bytes apart: the window
+    cache and the compressed cache.
+    swa_only: whether the layer has no compressed cache; kv_cache and the topk arguments are then not read.
+    swa_indices, topk_indices: [T, 1, K] or [T, K] int32 slots.
+    swa_lens, topk_lens: [T] int32, leading columns that count.
+    softmax_scale: factor of the logits.
+    head_dim, nope_head_dim, rope_head_dim: dims of a key; the first is the sum of the others.
+    workspace: beyond the original: memory with which several programs can share a row; None: no scratch is used.
+
     Raises ArgumentError before any launch.
     """
     check_head_dims(head_dim, nope_head_dim, rope_head_dim)
@@ -137,6 +148,8 @@ def xpu_qnorm_rope_kv_fp8_insert(
     q: [T, H, D], kv: [T, D], both bf16 or fp32, any row stride. swa_kv_cache: uint8 [B, P, bytes of a record] or
     [B, bytes of a page]. slot_mapping: [<= T] int64, negative for none; rows after it have their q processed only.
     positions: [T] int64. cos_sin_cache: [positions, rope dims] fp32. No copy of kv is made in memory.
+    eps: of the norm of q.
+    block_size: P, records of a page.
     Raises ArgumentError before any launch.
     """
     letters: dict[str, int] = {}

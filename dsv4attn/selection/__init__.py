@@ -248,6 +248,7 @@ def load_backend(name: str = "reference", **options: Any) -> Backend:  # noqa: A
     An explicit choice never falls back, and the name of a built-in backend loads no plugin. Raises UnknownNameError for
     names that no backend has, NoBackendError for plugins that could not be loaded, ArgumentError for options that the
     backend does not take, BrokenBackendError if the backend cannot be made.
+    name: name of a built-in backend or of a plugin's.
     """
     check_type("name", name, str, cure=f"pass one of {', '.join(BUILT_IN)}, or a plugin's, or call select_backend")
     return configured(registered(name).info, load_settings(), options)

@@ -21,6 +21,8 @@ class BlockAllocator:
 
     With `shuffle_seed` ids come in a random order, reproducible from the seed, so that tables are not contiguous.
     Without it a fresh allocator counts upwards, and reuses first what was freed last.
+    num_blocks: number of blocks.
+    shuffle_seed: seed of a random order of ids; None: ascending.
     """
 
     def __init__(self, num_blocks: int, *, shuffle_seed: int | None = None) -> None:
@@ -40,7 +42,10 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self, n: int) -> list[int]:
-        """Take `n` blocks, or raise `OutOfPagesError` and take none."""
+        """Take `n` blocks, or raise `OutOfPagesError` and take none.
+
+        n: number of blocks.
+        """
         if check_count("n", n, 0) > len(self._free):
             cure = "give the cache more blocks, or serve fewer or shorter requests at a time"
             have = f"{len(self._free)} of {self.num_blocks} are free"
@@ -55,7 +60,10 @@ class BlockAllocator:
         return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Free blocks. Raises ArgumentError, and frees none, for a block that is free already or named twice."""
+        """Free blocks. Raises ArgumentError, and frees none, for a block that is free already or named twice.
+
+        blocks: ids that `allocate` returned.
+        """
         blocks = list(blocks)
         seen: set[int] = set()
         for block in blocks:
@@ -81,6 +89,8 @@ class BlockTable:
 
     first_token: the table has the contents of no token before this one. `release_before` gave their blocks back, or the
     table began later, with `skip_before`. A block may begin earlier: then its first records hold nothing.
+    allocator: where blocks come from and go to.
+    tokens_per_block: tokens of the request that one block stands for.
     """
 
     def __init__(self, allocator: BlockAllocator, tokens_per_block: int) -> None:
@@ -97,16 +107,25 @@ class BlockTable:
         yield f"without tokens before {self.first_token}" if self.first_token else ""
 
     def missing(self, num_tokens: int) -> int:
-        """Return how many blocks `ensure(num_tokens)` would take."""
+        """Return how many blocks `ensure(num_tokens)` would take.
+
+        num_tokens: tokens of the request, from its first token on.
+        """
         blocks_needed = -(-check_count("num_tokens", num_tokens, 0) // self.tokens_per_block)
         return max(blocks_needed - len(self.blocks), 0)
 
     def ensure(self, num_tokens: int) -> None:
-        """Grow until `num_tokens` tokens have a block, by all the blocks this takes or by none; never shrink."""
+        """Grow until `num_tokens` tokens have a block, by all the blocks this takes or by none; never shrink.
+
+        num_tokens: tokens of the request, from its first token on.
+        """
         self.blocks += self._allocator.allocate(self.missing(num_tokens))
 
     def skip_before(self, token: int) -> None:
-        """Begin an empty table at position `token`: blocks wholly before it are never allocated."""
+        """Begin an empty table at position `token`: blocks wholly before it are never allocated.
+
+        token: position of the first token that the cache holds.
+        """
         if self.blocks:
             raise ArgumentError("table", expected="an empty one", actual=f"{len(self.blocks)} blocks")
         self.first_token = check_count("token", token, 0)
@@ -117,6 +136,7 @@ class BlockTable:
         """Free the blocks that lie wholly before position `token`, leaving -1 in their place.
 
         A sliding window calls this with the oldest position that a later query can still see.
+        token: position of the first token that is still needed.
         """
         end = min(check_count("token", token, 0) // self.tokens_per_block, len(self.blocks))
         if end > self._released:

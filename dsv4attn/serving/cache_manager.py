@@ -65,6 +65,9 @@ class CacheManager:
     that it can be forked anywhere. attention_only: no index keys and no compressor states, for callers who make and
     select entries themselves. backend: its index kernels build metadata. context_parallel: ranks that share the
     compressed entries; a compressed page has those of as many tokens more. If one rank's manager fails, all ranks' do.
+    device: where all caches lie.
+    swa_block_size: records of a page of the window cache.
+    compressed_block_tokens: tokens whose entries share a page of a compressed cache.
     """
 
     @agreed("CacheManager")
@@ -140,7 +143,10 @@ class CacheManager:
         return CachedSequence(tables, owner=self)
 
     def free(self, sequence: CachedSequence) -> None:
-        """Give the pages of a sequence back; it cannot be used again."""
+        """Give the pages of a sequence back; it cannot be used again.
+
+        sequence: a sequence of this manager that was not freed.
+        """
         self._check(sequence)
         for table in sequence.tables.values():
             table.release()
@@ -151,6 +157,8 @@ class CacheManager:
 
         The fork has every page that its next tokens read. Of earlier pages it has those that a fork of this length may
         still need (for drafts that are rejected, or all with `keep_windows`) and that the source still has.
+        sequence: the sequence to copy; it stays as it is.
+        length: number of tokens of the fork; None: all.
 
         Raises ArgumentError if the source does not have pages that the next tokens read (see `keep_windows`), and
         OutOfPagesError, with nothing taken, if there are not enough.
@@ -180,6 +188,8 @@ class CacheManager:
         A sequence that is named is returned the first time and forked for every further time; those that are not named
         are freed. Raises ArgumentError for a sequence that is given twice, and OutOfPagesError, with nothing changed,
         if there are not enough pages for the forks.
+        sequences: the sequences to choose from.
+        rows: numbers of sequences, in the order of the result; a number may occur several times.
         """
         for name, argument in (("sequences", sequences), ("rows", rows)):
             if not isinstance(argument, Sequence):
@@ -211,6 +221,8 @@ class CacheManager:
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget the tokens from `length` on, such as rejected drafts; the next step writes their places again.
 
+        sequence: the sequence to shorten.
+        length: number of tokens that stay.
         Raises ArgumentError if pages that the next token reads are gone: see `fork`.
         """
         self._check(sequence)
@@ -225,6 +237,7 @@ class CacheManager:
         Sequences with few tokens run as decodes if they come first. Pages are taken for all of them or, with
         OutOfPagesError, for none. Lengths stay as they are until `advance`, so that a step which fails can be built
         again. padding: rows without a token after the others.
+        requests: (sequence, number of its next tokens), in the order of the rows.
         """
         rows = count_tokens(requests) + check_count("padding", padding, 0)
         for what, actual, limit in (
@@ -255,7 +268,10 @@ class CacheManager:
         )
 
     def reserve(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
-        """Take the pages that each sequence needs for that number of further tokens, or take none."""
+        """Take the pages that each sequence needs for that number of further tokens, or take none.
+
+        requests: (sequence, number of further tokens).
+        """
         self._check_requests(requests)
         for sequence, count in requests:
             if sequence.length + count > self.limits.max_model_len:
@@ -272,17 +288,28 @@ class CacheManager:
                 table.ensure(sequence.length + count)
 
     def metadata(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKey, AttentionMetadata]:
-        """Metadata of a batch for all layers, see `MetadataBuilder.build_all`."""
+        """Metadata of a batch for all layers, see `MetadataBuilder.build_all`.
+
+        batch: what `batch` returned.
+        full_width: see `MetadataBuilder.build_compressed`.
+        """
         return self.builder.build_all(batch, full_width=full_width)
 
     def positions(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Tensor:
-        """[T] int64 position of each token of a step; 0 for padding."""
+        """[T] int64 position of each token of a step; 0 for padding.
+
+        requests: (sequence, number of its next tokens), as in `batch`.
+        padding: rows without a token after the others.
+        """
         self._check_requests(requests)
         numbers = [p for sequence, count in requests for p in range(sequence.length, sequence.length + count)]
         return torch.tensor([*numbers, *[0] * padding], dtype=torch.int64, device=self.device)
 
     def advance(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
-        """Count the tokens of a step that has run, and give back pages that no later token reads."""
+        """Count the tokens of a step that has run, and give back pages that no later token reads.
+
+        requests: (sequence, number of tokens that ran), as in `batch`.
+        """
         self._check_requests(requests)
         for sequence, count in requests:
             if any(table.missing(sequence.length + count) for table in sequence.tables.values()):

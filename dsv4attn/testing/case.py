@@ -41,7 +41,11 @@ class Wrong(AssertionError):  # noqa: N818 - as SkipCase
     """The backend's answer breaks a clause."""
 
     def __init__(self, message: str, measure: Measure | None = None) -> None:
-        """Take the message, and the measure if the comparison gave a number."""
+        """Take the message, and the measure if the comparison gave a number.
+
+        message: the clause in words, and how the answer breaks it.
+        measure: the error and its budget, if there is one.
+        """
         self.measure = measure
         super().__init__(message)
 
@@ -74,7 +78,10 @@ class Measure:
         return f"{self.fraction:.2f}" if self.fraction < 10 else f"{self.fraction:.0f}"
 
     def hold(self, where: str) -> Measure:
-        """Return this measure if its error is within the budget; raise Wrong otherwise."""
+        """Return this measure if its error is within the budget; raise Wrong otherwise.
+
+        where: the place of the largest error, for the message.
+        """
         if not self.fraction <= 1:
             raise Wrong(where, self)
         return self
@@ -150,7 +157,16 @@ class Case:
         *,
         needs_lse: bool = False,
     ) -> Case:
-        """A case of an area. Modules of cases bind the area, so that each of their cases is one call."""
+        """A case of an area. Modules of cases bind the area, so that each of their cases is one call.
+
+        area: part of the contract.
+        name: name of the case, unique in the kit.
+        clauses: clauses that the case proves, with spaces between them.
+        says: one sentence about what must hold.
+        inputs: what `check` builds its tensors from.
+        check: runs the backend, and returns a `Measure` or raises `Wrong`.
+        needs_lse: whether the backend must return lse.
+        """
         return cls(name=name, area=area, clauses=clauses, says=says, inputs=inputs, check=check, needs_lse=needs_lse)
 
     @property
@@ -159,7 +175,10 @@ class Case:
         return f"{'.'.join(self.clauses)}-{self.name}"
 
     def run(self, bench: Bench) -> Measure:
-        """Run the case. Raises Wrong if a clause is broken, SkipCase if this machine cannot run it."""
+        """Run the case. Raises Wrong if a clause is broken, SkipCase if this machine cannot run it.
+
+        bench: the backend, its device and the oracle.
+        """
         return self.check(bench, _on(self, bench.device))
 
 
@@ -170,7 +189,10 @@ def _on(case: Case, device: str) -> Any:  # noqa: ANN401 - a `factories.CaseInpu
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype as problems spell it."""
+    """Name of a dtype as problems spell it.
+
+    dtype: a torch dtype.
+    """
     return str(dtype).removeprefix("torch.")
 
 
@@ -178,6 +200,7 @@ def chosen(cases: Iterable[Case], patterns: str | None) -> list[Case]:
     """Cases that match one of some comma-separated patterns: a clause, its letter, an area, or a name with wildcards.
 
     A pattern after "!" leaves out what it matches; if all patterns are such, they leave it out of all cases.
+    cases: the cases to choose from.
     Raises ArgumentError for a pattern that matches nothing, and if all that match are left out.
     """
     cases = list(cases)

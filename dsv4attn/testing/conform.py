@@ -83,6 +83,8 @@ class Subject:
     def named(cls, name: str, *, device: str | None = None, options: Mapping[str, Any] | None = None) -> Subject:
         """A backend by its name. Raises what `load_backend` raises.
 
+        name: name of a built-in backend or of a plugin's.
+        options: options of the backend.
         device: a torch device; by default the first accelerator, if the backend runs there, or the CPU.
         """
         options = dict(options or {})
@@ -99,7 +101,11 @@ class Subject:
 
     @classmethod
     def of(cls, backend: Backend | str, *, device: str | None = None) -> Subject:
-        """A backend object, or `NAME[,option=value]`. A backend object without a registered name refuses nothing."""
+        """A backend object, or `NAME[,option=value]`. A backend object without a registered name refuses nothing.
+
+        backend: the backend, or its name with options.
+        device: as in `named`.
+        """
         if isinstance(backend, str):
             name, options = parse_request(backend)
             return cls.named(name, device=device, options=options)
@@ -115,7 +121,11 @@ class Subject:
 
 
 def parse_request(text: str, separator: str = ",") -> tuple[str, dict[str, str]]:
-    """`NAME[,option=value]` in parts."""
+    """`NAME[,option=value]` in parts.
+
+    text: the request, as in `--backend`.
+    separator: what stands between name and options.
+    """
     name, *rest = (part.strip() for part in text.split(separator))
     for part in rest:
         if "=" not in part:
@@ -234,7 +244,10 @@ class Failures:
 
     @classmethod
     def grouped(cls, outcomes: Iterable[Outcome]) -> list[Failures]:
-        """Groups in the order of their first cases."""
+        """Groups in the order of their first cases.
+
+        outcomes: outcomes of a run; those that passed are skipped.
+        """
         groups: dict[str, list[Outcome]] = {}
         for outcome in outcomes:
             if outcome.state == "failed":
@@ -269,7 +282,10 @@ class Certificate:
     interrupted: bool = False
 
     def of(self, state: str) -> list[Outcome]:
-        """Outcomes of one state."""
+        """Outcomes of one state.
+
+        state: one of `STATES`.
+        """
         return [outcome for outcome in self.outcomes if outcome.state == state]
 
     @property
@@ -411,7 +427,11 @@ def environment() -> dict[str, str]:
 
 
 def run_case(subject: Subject, case: Case) -> Outcome:
-    """Ask the backend's support, then run. An exception of the backend becomes an outcome."""
+    """Ask the backend's support, then run. An exception of the backend becomes an outcome.
+
+    subject: the backend and its device.
+    case: the case to run.
+    """
     start = time.perf_counter()
     outcome = _tried(subject, case)
     return attrs.evolve(outcome, seconds=time.perf_counter() - start)
@@ -451,6 +471,10 @@ def conform(
 ) -> Certificate:
     """Run cases one after another, and call `progress` after each. Ctrl-C ends the run; outcomes up to then stay.
 
+    subject: the backend and its device.
+    cases: the cases; default: all of the kit.
+    chosen: the filter that chose the cases, which the certificate names; None: all cases.
+    progress: gets each outcome.
     fail_fast: the first failed case ends the run.
     """
     return conform_all([subject], tuple(cases), chosen=chosen, progress=progress, fail_fast=fail_fast)[0]
@@ -464,7 +488,14 @@ def conform_all(
     progress: Callable[[Outcome], None] = lambda _: None,
     fail_fast: bool = False,
 ) -> tuple[Certificate, ...]:
-    """As `conform` on several backends, case by case, so that they share the oracle's answer."""
+    """As `conform` on several backends, case by case, so that they share the oracle's answer.
+
+    trials: the backends and their devices.
+    cases: the cases.
+    chosen: the filter that chose the cases, which the certificate names; None: all cases.
+    progress: gets each outcome.
+    fail_fast: the first failed case ends the run.
+    """
     outcomes = (run_case(subject, case) for case, subject in product(cases, trials))
     return certificates_of(trials, cases, outcomes, chosen, progress, fail_fast=fail_fast)
 

@@ -105,7 +105,10 @@ def _result(outcome: Outcome) -> dict[str, Any]:
 
 
 def cell(outcome: Outcome | None) -> str:
-    """An outcome in a word: the part of the budget that it used, "same" for equal bits, or its state."""
+    """An outcome in a word: the part of the budget that it used, "same" for equal bits, or its state.
+
+    outcome: the outcome; None if the case did not run.
+    """
     if outcome is None:
         return "not run"
     if outcome.state in ("refused", "skipped"):
@@ -116,7 +119,11 @@ def cell(outcome: Outcome | None) -> str:
 
 
 def subjects(requests: str, *, device: str | None = None) -> list[Subject]:
-    """Backends of a comma-separated list, `NAME` or `NAME:option=value:...` each; no two alike."""
+    """Backends of a comma-separated list, `NAME` or `NAME:option=value:...` each; no two alike.
+
+    requests: the list, as in `--backends`.
+    device: a torch device; None: for each backend the one that `Subject.named` takes.
+    """
     trials: dict[str, Subject] = {}
     for text in filter(None, (part.strip() for part in requests.split(","))):
         name, options = parse_request(text, ":")
@@ -139,6 +146,10 @@ def compare(
     """Run every case on every backend, case by case, so that they share the oracle's answer.
 
     Ctrl-C ends the run; outcomes up to then are returned.
+    trials: the backends and their devices.
+    cases: the cases.
+    chosen: the filter that chose the cases, which the certificate names; None: all cases.
+    progress: gets each outcome.
     """
     cases = tuple(cases)
     certificates = conform_all(trials, cases, chosen=chosen, progress=progress)
@@ -203,7 +214,10 @@ $groups
 
 
 def as_html(parity: Parity) -> str:
-    """The whole page."""
+    """The whole page.
+
+    parity: the outcomes of all backends.
+    """
     environment_of_run = {"contract": API_VERSION, **versions(), **environment()}
     facts = [f"<span><b>{_text(name)}</b> {_text(value)}</span>" for name, value in environment_of_run.items()]
     facts.append(f"<span><b>date</b> <time>{_text(parity.date)}</time></span>")

@@ -43,14 +43,20 @@ class ExpectedFailure:
     reason: str
 
     def matches(self, item: pytest.Item) -> bool:
-        """Whether this line names a test."""
+        """Whether this line names a test.
+
+        item: the test.
+        """
         case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
         tail = item.nodeid == self.test or item.nodeid.endswith((f"::{self.test}", f"/{self.test}"))
         return tail or getattr(case, "name", None) == self.test
 
 
 def read_xfails(path: Path) -> list[ExpectedFailure]:
-    """The lines of a file of expected failures. The reason of a line follows ` #`."""
+    """The lines of a file of expected failures. The reason of a line follows ` #`.
+
+    path: path of the file.
+    """
     expected = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         test, _, reason = line.partition("#") if line.lstrip().startswith("#") else line.partition(" #")

@@ -57,6 +57,7 @@ def forward_mqa(
     raw_q: given if q of prefill tokens is neither normalised nor rotated, for which `prefill_takes_raw_q` must be true.
     backend: what `select_backend` or `load_backend` returned. workspace: memory for the call, reserved for `limits`.
     layer: geometry of the layer.
+    limits: of every batch; the workspace has a plan for them.
 
     Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
     locked and too small.

@@ -65,6 +65,9 @@ class DeepseekV4MLAAttention:
     context_parallel: ranks that share the compressed cache, with metadata of an `OwnedMetadataBuilder`; None: one has
     it all. raw_q: whether `fused_qnorm_rope_kv_insert` may leave q of prefill tokens as it is, and `forward_mqa`
     normalises and rotates it while it reads it: where the backend does, and its measured costs say that it is faster.
+    geometry: of the layer, on this rank.
+    limits: of every batch.
+    backend: runs attention, inserts and projection.
     Raises ArgumentError unless the arguments fit the layer.
     """
 
@@ -145,6 +148,8 @@ class DeepseekV4MLAAttention:
         With `context_parallel` all ranks must bind at the same time: each raises ArgumentError, with the rank that
         differs, unless all ranks have the same geometry, limits, layouts, page sizes and numbers of compressed pages,
         and a workspace that can hold its plan. If one rank refuses, all do.
+        swa: the window cache.
+        compressed: the compressed cache; None on window-only layers.
         """
         caches = LayerCaches(swa, compressed)
         exchange, has_sink = self.exchange, self.attn_sink is not None
@@ -165,6 +170,7 @@ class DeepseekV4MLAAttention:
     def raw_query(self, positions: Tensor, cos_sin_cache: Tensor | None = None) -> RawQuery | None:
         """What attention needs to normalise and rotate q of these positions; None if the insert always does it.
 
+        positions: [T'] int64 position of each row of q.
         cos_sin_cache: the table of the layer, or a copy of it in a compiled graph; None: that of the layer.
         """
         eps = self.geometry.q_eps
@@ -177,6 +183,8 @@ class DeepseekV4MLAAttention:
 
         Where the geometry says that queries have no norm (`q_norm`), q is rotated only. With `raw_q` rows of prefill
         tokens may keep their q, which is then for `forward_mqa` of the same step alone.
+        q: [T', H, D] bf16 or fp32, changed in place.
+        kv: [T', D] of q's dtype; it stays as it is.
         positions: [T'] int64; padding rows may have any. Call it for all tokens before `forward_mqa`. In a
         warm-up it does nothing. Autocast is off, and no gradients are recorded: the write to a q that requires grad is
         one of `torch.no_grad()`.
@@ -200,7 +208,13 @@ class DeepseekV4MLAAttention:
             _forward(self, self.caches, topk_indices, self.attn_sink, self.cos_sin_cache, q, positions, output)
 
     def insert_into(self, caches: LayerCaches | None, q: Tensor, kv: Tensor, positions: Tensor) -> None:
-        """`fused_qnorm_rope_kv_insert` into caches that are the bound ones, or copies of them in a compiled graph."""
+        """`fused_qnorm_rope_kv_insert` into caches that are the bound ones, or copies of them in a compiled graph.
+
+        caches: copies of the bound caches in a compiled graph; None: the bound caches.
+        q: [T', H, D] bf16 or fp32, changed in place.
+        kv: [T', D] of q's dtype; it stays as it is.
+        positions: [T'] int64.
+        """
         if is_grad_enabled():
             if getattr(q, "requires_grad", False) and not torch.compiler.is_compiling():
                 increment_version(q)  # a kernel's write is one that torch does not count
@@ -222,7 +236,15 @@ class DeepseekV4MLAAttention:
         positions: Tensor,
         output: Tensor,
     ) -> None:
-        """`forward_mqa` over caches and top-k indices that are the bound ones, or copies in a compiled graph."""
+        """`forward_mqa` over caches and top-k indices that are the bound ones, or copies in a compiled graph.
+
+        caches: copies of the bound caches in a compiled graph; None: the bound caches.
+        topk_indices: [max tokens, K] int32; None on layers without an indexer.
+        q: [T', H, D] bf16 or fp32, as the insert left it.
+        kv: not read; as in `forward_mqa`.
+        positions: [T'] int64.
+        output: [T', H, D] like q, written in full.
+        """
         if is_grad_enabled():
             if getattr(output, "requires_grad", False) and not torch.compiler.is_compiling():
                 increment_version(output)
@@ -248,6 +270,7 @@ class DeepseekV4MLAAttention:
         o: [T', H, D] bf16 or fp32. positions: [T'] int64; padding rows may have any. wo_a: [G * rank, H / G * D],
         bf16 or fp32, a `BlockScaledWeight`, or a module with an fp8 weight and its scales. Returns [T', G, rank] in
         the dtype of o. Raises ArgumentError before anything is converted or launched.
+        num_groups: G, which divides the heads.
         """
         table, layer = self.cos_sin_cache, self.geometry
         return o_proj(self.backend, o, positions, table, wo_a, num_groups, layer=layer)

@@ -53,7 +53,10 @@ class LayerCaches:
         return type(self), (self.swa, self.compressed)
 
     def segments(self, layer: LayerGeometry) -> Sequence[PagedKVCache]:
-        """The caches that a layer of this kind reads."""
+        """The caches that a layer of this kind reads.
+
+        layer: geometry of the layer.
+        """
         if layer.kind is LayerKind.SWA or self.compressed is None:
             return (self.swa,)
         return self.swa, self.compressed

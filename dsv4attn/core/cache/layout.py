@@ -31,6 +31,7 @@ class PagedKVCache:
             V4.1's interleaved records: with more than one page, stride(0) is a multiple of record_bytes.
             Rows: bf16 or fp32 [B, P, D] or [B, 1, P, D] with unit stride on the last dimension.
     layout: the meaning of the bytes.
+    block_size: records of a page; None: as the tensor's shape says.
     Raises ArgumentError if the tensor cannot be such a cache.
     """
 
@@ -87,6 +88,8 @@ class PagedKVCache:
     ) -> PagedKVCache:
         """A zeroed cache of our own, with the layout's page stride.
 
+        layout: layout of a record.
+        device: where the cache lies.
         num_blocks: pages; a cache of none is meant for runs that only measure memory, before there are pages.
         block_size: records of a page. Raises ArgumentError for a device that is not there.
         """
@@ -140,6 +143,7 @@ class PagedKVCache:
 
         A region that records do not have, such as "rope" where all dims are codes, raises KeyError. Raises
         ArgumentError if the tensor has got memory of another dtype, shape or strides.
+        name: the field.
         """
         # views stay with the storage that they were made of; the tensor may have got another one since
         memory = self.tensor.untyped_storage()._cdata, self.tensor.storage_offset()  # noqa: SLF001 - its identity
@@ -180,6 +184,7 @@ class PagedKVCache:
         """Whether some byte belongs to pages of both caches, exactly: pages of one may lie between those of the other.
 
         The padding between pages belongs to neither cache. Memory that is mapped at two addresses is not seen.
+        other: the other cache.
         """
         if self.device != other.device:
             return False

@@ -138,7 +138,15 @@ class KVCacheLayout:
         group_size: int = 64,
         arrangement: Arrangement = Arrangement.SPLIT,
     ) -> KVCacheLayout:
-        """Layout of the 584-byte record (FlashMLA's MODEL1), for any dims; pages are aligned to the data size."""
+        """Layout of the 584-byte record (FlashMLA's MODEL1), for any dims; pages are aligned to the data size.
+
+        nope_dim: dims without RoPE, stored as fp8 codes.
+        rope_dim: dims with RoPE, stored as bf16.
+        fp8_format: dialect of the codes.
+        fp8_max: largest magnitude of a code; None: the largest of the dialect.
+        group_size: dims that share a scale.
+        arrangement: where the scales of a page lie.
+        """
         fp8_max = fp8_format.max if fp8_max is None else fp8_max
         if group_size < 1:
             raise ArgumentError("group_size", expected="at least 1", actual=group_size)
@@ -161,6 +169,8 @@ class KVCacheLayout:
     ) -> KVCacheLayout:
         """Layout of V4.1's 528-byte record: e4m3fn codes of all dims, groups of 32.
 
+        nope_dim: dims without RoPE.
+        rope_dim: dims with RoPE. All dims are fp8 codes.
         arrangement: INTERLEAVED is what engines write now. Its pages are whole records, since kernels read a cache as
         one list of records. SPLIT is that of the first releases; its pages are aligned to 512 bytes.
         scale_floor: 0 is vLLM's rule, which puts a floor of 1e-4 under the maximum of a group. 1e-4 is FlashMLA's and
@@ -182,6 +192,8 @@ class KVCacheLayout:
 
         For compressed caches only. FlashMLA and vLLM put a window of `v41_fp8` of the same arrangement next to it. The
         backends here read each cache by its own layout, so another arrangement or record of the window works too.
+        nope_dim: dims without RoPE.
+        rope_dim: dims with RoPE. All dims are fp4 codes.
         arrangement: as in `v41_fp8`; pages of SPLIT are aligned to 256 bytes.
         """
         _check_dims(nope_dim, rope_dim)
@@ -196,12 +208,18 @@ class KVCacheLayout:
         """This layout with pages that are whole multiples of the other's alignment too.
 
         For caches that take pages of one block of memory: V4.1's interleaved pages are then whole records of either.
+        other: the layout of the other cache.
         """
         return evolve(self, page_alignment=lcm(self.page_alignment, other.page_alignment))
 
     @classmethod
     def rows(cls, nope_dim: int = 448, rope_dim: int = 64, *, dtype: torch.dtype = torch.bfloat16) -> KVCacheLayout:
-        """Layout of unquantised rows. nope_dim may be 0: in keys of an indexer, all dims may have RoPE."""
+        """Layout of unquantised rows.
+
+        nope_dim: dims without RoPE. It may be 0, because all dims of an indexer's keys may have RoPE.
+        rope_dim: dims with RoPE.
+        dtype: dtype of the rows, bf16 or fp32.
+        """
         check_count("nope_dim", nope_dim, 0)
         check_count("rope_dim", rope_dim, 0 if nope_dim else 1)
         if dtype not in (torch.bfloat16, torch.float32):
@@ -214,6 +232,8 @@ class KVCacheLayout:
 
         Scales lie after all codes of a page, at a multiple of 4 bytes. So head_dim times the records of a page must be
         one.
+        head_dim: dims of an index key.
+        fp8_format: dialect of the codes.
         """
         check_count("head_dim", head_dim, 1)
         quantised = torch.uint8, fp8_format, fp8_format.max, head_dim, Arrangement.SPLIT
@@ -221,7 +241,10 @@ class KVCacheLayout:
 
     @classmethod
     def index_mxfp4(cls, head_dim: int = 128) -> KVCacheLayout:
-        """Layout of the indexer's 68-byte record: e2m1 codes, groups of 32."""
+        """Layout of the indexer's 68-byte record: e2m1 codes, groups of 32.
+
+        head_dim: dims of an index key.
+        """
         if check_count("head_dim", head_dim, 1) % 32:
             raise ArgumentError("head_dim", expected="a multiple of 32, the dims under a scale", actual=head_dim)
         quantised = torch.uint8, None, _E2M1_MAX, 32, Arrangement.SPLIT
@@ -229,7 +252,10 @@ class KVCacheLayout:
 
     @classmethod
     def compressor_state(cls, width: int) -> KVCacheLayout:
-        """Layout of a token's state in a compressor: `width` fp32 values of kv, then as many scores."""
+        """Layout of a token's state in a compressor: `width` fp32 values of kv, then as many scores.
+
+        width: fp32 values of kv in a state.
+        """
         check_count("width", width, 1)
         return cls("compressor_state", 2 * width, 0, torch.float32, page_alignment=_INDEX_ALIGNMENT)
 
@@ -298,15 +324,24 @@ class KVCacheLayout:
         return self.data_bytes + self.scale_bytes
 
     def page_bytes(self, block_size: int) -> int:
-        """Bytes of a page of `block_size` records, without padding."""
+        """Bytes of a page of `block_size` records, without padding.
+
+        block_size: records of a page.
+        """
         return block_size * self.record_bytes
 
     def page_stride(self, block_size: int) -> int:
-        """Bytes from one page to the next in a cache of our own."""
+        """Bytes from one page to the next in a cache of our own.
+
+        block_size: records of a page.
+        """
         return round_up(self.page_bytes(block_size), self.page_alignment)
 
     def check_block_size(self, block_size: int) -> None:
-        """Raise ArgumentError unless the scales of a page of `block_size` records are aligned to their size."""
+        """Raise ArgumentError unless the scales of a page of `block_size` records are aligned to their size.
+
+        block_size: records of a page.
+        """
         size = self.scale_dtype.itemsize if self.is_quantised and self.arrangement is Arrangement.SPLIT else 1
         if block_size * self.data_bytes % size:
             count = size // gcd(self.data_bytes, size)
@@ -319,6 +354,7 @@ class KVCacheLayout:
         """The fields of a record and their offsets in a page of `block_size` records.
 
         "nope": bytes of codes, of all dims in V4.1's records. "rope": bf16 values, which may be none. "scale".
+        block_size: records of a page.
         """
         if not self.is_quantised:
             return (Region("row", self.dtype, self.head_dim, 0, self.data_bytes),)

@@ -33,7 +33,10 @@ class ContextParallel(RankExchange):
     """
 
     def attend(self, call: ForwardCall) -> None:
-        """`forward_mqa_over_ranks`."""
+        """Attend over the entries of all ranks, see `forward_mqa_over_ranks`.
+
+        call: the arguments of `forward_mqa` on this rank.
+        """
         forward_mqa_over_ranks(self, call)
 
     def check_layer(
@@ -47,7 +50,16 @@ class ContextParallel(RankExchange):
         *,
         has_sink: bool,
     ) -> None:
-        """Raise ArgumentError, on every rank, unless all ranks bind the same layer, and have memory for its plan."""
+        """Raise ArgumentError, on every rank, unless all ranks bind the same layer, and have memory for its plan.
+
+        prefix: name of the layer.
+        layer: geometry of the layer.
+        limits: of all batches.
+        backend: the backend of the layer.
+        caches: the caches to bind.
+        workspace: the workspace to hold the plan, or None.
+        has_sink: whether the layer has a sink.
+        """
         self.check_bound(prefix, layer, limits, caches, attn_sink=has_sink)
         if workspace is not None:
             plan = plan_workspace(

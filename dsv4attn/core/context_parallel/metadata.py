@@ -50,8 +50,10 @@ class OwnedMetadataBuilder(MetadataBuilder):
     is in column p // (compressed_block_tokens * ranks). `max_seq_len` stays that of the whole sequence. Layers with a
     compressed cache see their windows on rank 0 alone, so that ranks attend to disjoint keys; all ranks write windows.
 
-    ownership: of this rank. geometry, limits, options: of `MetadataBuilder`. prefill_keys, divides_heads: of
-    `ContextParallel`; with the first, metadata of a step whose prefill sends less that way have a `WholePrefill`.
+    ownership: of this rank.
+    geometry, limits: of `MetadataBuilder`. options: its other arguments.
+    prefill_keys, divides_heads: of `ContextParallel`; with the first, metadata of a step whose prefill sends less that
+    way have a `WholePrefill`.
     Raises ArgumentError for a geometry of DeepSeek-V4.1, and for an interleave that does not divide the records in a
     page.
     """
@@ -155,7 +157,10 @@ class OwnedMetadataBuilder(MetadataBuilder):
         return WholePrefill(AttentionMetadata(swa, part), pages)
 
     def without_windows(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
-        """The same batch, whose tokens see no window, without fields of a backend's own."""
+        """The same batch, whose tokens see no window, without fields of a backend's own.
+
+        swa: what `build` returned.
+        """
         kept = {attribute.name: getattr(swa, attribute.name) for attribute in fields(DeepseekSparseSWAMetadata)}
         decodes, prefills = swa.num_decode_tokens, swa.num_prefill_tokens
         empty = {

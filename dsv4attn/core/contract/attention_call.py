@@ -72,7 +72,10 @@ class AttentionTensors(NamedTuple):
         return fields_repr(self)
 
     def of_tokens(self, tokens: slice) -> AttentionTensors:
-        """The rows of some tokens, without topk_indices."""
+        """The rows of some tokens, without topk_indices.
+
+        tokens: rows of q that stay.
+        """
         q, out, lse, attn_sink, _, window, compressed = self
         lse = None if lse is None else lse[tokens]
         return AttentionTensors(q[tokens], out[tokens], lse, attn_sink, None, window, compressed)
@@ -115,7 +118,10 @@ class AttentionCall:
         return AttentionTensors(self.q, self.out, self.lse, self.attn_sink, None, window, compressed)  # type: ignore[arg-type]
 
     def with_tensors(self, tensors: AttentionTensors) -> AttentionCall:
-        """The same call on other tensors. Their rows after those of the call are cut off."""
+        """The same call on other tensors. Their rows after those of the call are cut off.
+
+        tensors: tensors of the new call. They have at least as many rows as the call.
+        """
         num_tokens, keys = self.q.shape[0], self.keys
         q, out, lse, attn_sink, _, window, compressed = tensors
         if num_tokens < q.shape[0]:

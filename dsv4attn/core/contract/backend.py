@@ -148,25 +148,41 @@ class Backend:
         """The workspace views of an attention call with `tokens` rows of at most `width` keys.
 
         The answer depends on the arguments alone.
+        phase: decode or prefill.
+        layer: the layers of the call.
+        tokens: rows of q.
+        width: most keys of a row, of both caches together.
         """
         raise NotImplementedError
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
-        """Upper bound in bytes of `scratch` over all smaller calls. It need not be tight."""
+        """Upper bound in bytes of `scratch` over all smaller calls. It need not be tight.
+
+        phase: decode or prefill.
+        layer: the layers of the calls.
+        max_tokens: most rows of q in a call.
+        max_width: most keys of a row, of both caches together.
+        """
         raise NotImplementedError
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
         """Upper bound in bytes on what any one method allocates with torch; 0 for kernels.
 
         `inv_rope_o_proj` is not included: its memory follows from weights that core never sees.
+        layer: the layers of the calls.
+        max_tokens: most rows of q in a call.
+        max_width: most keys of a row, of both caches together.
         max_rows: most cache records that one gather or insert touches.
         """
         raise NotImplementedError
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        """Write k [T, D], bf16 or fp32, to the slots; k is already rotated.
+        """Write rotated keys to their slots of a cache.
 
         Slots that are negative or do not exist are skipped.
+        k: [T, D] bf16 or fp32, rotated.
+        cache: the cache to write. Its layout says how a key becomes a record.
+        slot_mapping: [T] int64 slot of each row: page * page size + offset.
         """
         raise NotImplementedError
 
@@ -184,6 +200,12 @@ class Backend:
 
         Of rows at or past len(slot_mapping) q is processed, and kv is not inserted. For q without heads see
         `takes_raw_q`.
+        q: [T', H, D] bf16 or fp32, changed in place. H may be 0, see `takes_raw_q`.
+        kv: [T', D] of q's dtype.
+        cache: the window cache to write.
+        slot_mapping: [T] int64 slot of each row, T at most T'; negative for none.
+        positions: [T'] int64.
+        cos_sin_cache: [positions, rope dims] fp32, cosines then sines.
         eps: of the norm; None: q is rotated only, as in DeepSeek-V4.1.
         """
         raise NotImplementedError
@@ -204,15 +226,24 @@ class Backend:
         out: [n, M, D] in the layout's row dtype.
         gather_lens: None: all records of every request.
         offset: at least 0.
+        cache: the cache to read.
+        seq_lens: [n] int32 - records of each request in the cache.
+        block_table: [n, columns] int32 - pages of each request.
         """
         raise NotImplementedError
 
     def decode(self, call: AttentionCall) -> None:
-        """Attention of few rows over pages; each row may have any number of keys."""
+        """Attention of few rows over pages; each row may have any number of keys.
+
+        call: rows, key indices, caches and where to write.
+        """
         raise NotImplementedError
 
     def prefill(self, call: AttentionCall) -> None:
-        """Attention of many rows over keys in the form of `Capabilities.prefill_keys`."""
+        """Attention of many rows over keys in the form of `Capabilities.prefill_keys`.
+
+        call: rows, keys and where to write.
+        """
         raise NotImplementedError
 
     def inv_rope_o_proj(
@@ -220,6 +251,10 @@ class Backend:
     ) -> Tensor:
         """Undo the rotation of o [T, H, D] at the query's position, then project each group of heads.
 
+        o: [T, H, D] bf16 or fp32; it stays as it is.
+        positions: [T] int64.
+        cos_sin_cache: [positions, rope dims] fp32, cosines then sines.
+        num_groups: G, which divides the heads.
         wo_a: [G * rank, H / G * D], bf16 or fp32. Core converts block-scaled fp8 before the call, unless the backend
            `projects_fp8`.
         Returns [T, G, rank] in the dtype of o.
@@ -254,6 +289,8 @@ class Backend:
 
         The prepared call keeps index rows, scratch and options of the call. Each run gets the other tensors, see
         `AttentionTensors`. This default calls `decode` or `prefill` in each run.
+        phase: decode or prefill.
+        call: shapes, index rows, scratch and options; the tensors of the first run too.
         """
         attend: Callable[[AttentionCall], None] = getattr(self, phase.value)
         return lambda tensors: attend(call.with_tensors(tensors))
@@ -286,6 +323,7 @@ class Backend:
 
         Core asks backends whose prefill keys are GATHERED. A backend that answers True takes both forms in `prepare`,
         and needs no more memory for pages.
+        layer: the layers of the chunk.
         requests: per request (tokens before this chunk, tokens in it); the host may know upper bounds only.
         rows: number of rows that core would gather.
         """
@@ -296,6 +334,7 @@ class Backend:
 
         Core asks backends whose prefill keys are GATHERED. A backend that ever answers True has a
         `qnorm_rope_kv_insert` that takes q without heads, and then writes kv alone.
+        layer: the layers of the step.
         q: [T, H, D], of all tokens of a step. Core asks about out too. Only dtype, shape, strides and alignment count.
         row_dtype: dtype of the gathered rows.
         chunks: every chunk of the step. Return True only if raw q is faster overall; all chunks are then gathered.
@@ -306,18 +345,29 @@ class Backend:
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
     ) -> MetadataExtension[Any, Any] | None:
-        """Allocate the buffers of the backend's own metadata for batches within the limits; None if it has none."""
+        """Allocate the buffers of the backend's own metadata for batches within the limits; None if it has none.
+
+        geometry: of the model, on this rank.
+        limits: of all batches.
+        device: where the buffers lie.
+        """
         return None
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterable[object]:
         """Every kernel variant of calls within the bounds on a device, which need not be present.
 
         Variants are hashable. Two variants that are compiled as one are equal.
+        bounds: the calls: geometry, limits, layouts, dtypes.
+        device: facts of the device.
         """
         return ()
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
-        """Compile `kernel_variants` on a device of this machine, and return how many. Later calls compile nothing."""
+        """Compile `kernel_variants` on a device of this machine, and return how many. Later calls compile nothing.
+
+        bounds: the calls: geometry, limits, layouts, dtypes.
+        device: the device to compile for.
+        """
         return 0
 
 
@@ -341,7 +391,10 @@ OPTIONAL_MEMBERS = tuple(name for name in vars(Backend) if not name.startswith("
 
 
 def missing_members(backend: object) -> list[str]:
-    """The names of required members that `backend` lacks, or has from `Backend` alone."""
+    """The names of required members that `backend` lacks, or has from `Backend` alone.
+
+    backend: the backend to check.
+    """
 
     def is_missing(name: str) -> bool:
         member = getattr(backend, name, None)
@@ -351,7 +404,10 @@ def missing_members(backend: object) -> list[str]:
 
 
 def check_is_backend(value: object) -> None:
-    """Raise ArgumentError unless a value is a backend: a name, a class or an object of another class is none."""
+    """Raise ArgumentError unless a value is a backend: a name, a class or an object of another class is none.
+
+    value: what a user passed as a backend.
+    """
     if not isinstance(value, Backend):
         hint = "pass what load_backend(name) or select_backend(problem) returns"
         raise ArgumentError("backend", expected="a backend", actual=shown(value), hint=hint)

@@ -97,6 +97,7 @@ class DeviceFacts:
 
         torch is imported only if the machine may have an accelerator. Reading the facts of an accelerator starts its
         runtime, which does not survive a fork: fork before, or spawn.
+        device: a torch device or its name; None: the first accelerator, or the CPU.
         """
         if device == "cpu" or (device is None and not may_have_accelerator()):
             return cls._of("cpu", "cpu", "CPU")
@@ -130,7 +131,8 @@ class DeviceFacts:
     def named(cls, name: str) -> DeviceFacts:
         """Facts of a device that need not be here, by architecture or product: "cpu", "sm_120", "h200", "gfx942".
 
-        Names: see `devices.device_named`. On an accelerator Triton is assumed to be installed.
+         On an accelerator Triton is assumed to be installed.
+        name: an architecture or a product, see `devices.device_named`.
         """
         device = device_named(name)
         triton = _triton_version() or (None if device.kind == "cpu" else "any")
@@ -147,7 +149,10 @@ class DeviceFacts:
         return next((facts for facts in cls.all_here() if kind == facts.kind or named.arch == facts.arch), named)
 
     def matches(self, patterns: tuple[str, ...]) -> bool:
-        """Whether kind or arch matches one of the shell patterns, such as "sm_12*" or "cpu"."""
+        """Whether kind or arch matches one of the shell patterns, such as "sm_12*" or "cpu".
+
+        patterns: shell patterns, as in `BackendInfo.native_for`.
+        """
         return any(fnmatchcase(name, pattern) for name in (self.arch, self.kind) for pattern in patterns)
 
     @property

@@ -89,7 +89,10 @@ class IndexOps:
     transient_bytes: Callable[[int, int], int] = index_ops.transient_bytes
 
     def brings(self, name: str) -> bool:
-        """Whether the op of this name is another than torch's."""
+        """Whether the op of this name is another than torch's.
+
+        name: a field of this table.
+        """
         return bool(getattr(self, name) != getattr(_TORCH, name))
 
 

@@ -88,17 +88,26 @@ class LayerOps:
     most_over_ranks: int = 0
 
     def brings(self, name: str) -> bool:
-        """Whether the op of this name is another than torch's."""
+        """Whether the op of this name is another than torch's.
+
+        name: a field of this table.
+        """
         op = getattr(self, name)
         # torch's with an option is a partial of the definition
         return (op.func if isinstance(op, partial) else op) is not _DEFINITIONS[name]
 
     def sources(self, name: str) -> dict[str, str]:
-        """For each part in `LAYER_OPS` who runs its ops: `name` if one of them is the backend's, else "reference"."""
+        """For each part in `LAYER_OPS` who runs its ops: `name` if one of them is the backend's, else "reference".
+
+        name: name of the backend that has this table.
+        """
         return {part: name if any(map(self.brings, ops)) else "reference" for part, ops in LAYER_OPS.items()}
 
     def v41_sources(self, name: str) -> dict[str, str]:
-        """For each op that only DeepSeek-V4.1's layers have, who runs it: `name`, or "reference" for torch."""
+        """For each op that only DeepSeek-V4.1's layers have, who runs it: `name`, or "reference" for torch.
+
+        name: name of the backend that has this table.
+        """
         return {op: name if self.brings(op) else "reference" for op in (*LATENTS, *CANDIDATES, *DELAYED)}
 
 

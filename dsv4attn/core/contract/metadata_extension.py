@@ -17,7 +17,13 @@ class MetadataExtension(Protocol[_Window, _Compressed]):
     """
 
     def extend_swa(self, swa: _Window) -> _Window:
-        """Metadata of the windows, in a class of the backend's own."""
+        """Metadata of the windows, in a class of the backend's own.
+
+        swa: what core has built. Its tensors are read, not changed.
+        """
 
     def extend_compressed(self, compressed: _Compressed) -> _Compressed:
-        """The same for the compressed part of one kind of layers."""
+        """The same for the compressed part of one kind of layers.
+
+        compressed: what core has built for the layers of one kind and ratio.
+        """

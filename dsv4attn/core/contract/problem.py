@@ -83,7 +83,11 @@ class CacheFacts:
 
     @classmethod
     def of(cls, layout: KVCacheLayout, page_size: int) -> CacheFacts:
-        """Facts of a cache of this layout."""
+        """Facts of a cache of this layout.
+
+        layout: layout of a record.
+        page_size: records of a page.
+        """
         if not layout.is_quantised:
             return cls(layout.name, str(layout.dtype).removeprefix("torch."), page_size)
         codes = layout.fp8_format.value if layout.fp8_format else "e2m1"
@@ -101,7 +105,11 @@ class CacheFacts:
 
     @classmethod
     def named(cls, dtype: str, page_size: int) -> CacheFacts:
-        """Facts of the built-in layout that has this element type."""
+        """Facts of the built-in layout that has this element type.
+
+        dtype: "e4m3fn", "e4m3fnuz", "bfloat16" or "float32".
+        page_size: records of a page.
+        """
         dtype = _dtype(dtype)
         return cls("rows" if dtype in ("bfloat16", "float32") else "fp8_ds_mla", dtype, page_size)
 
@@ -221,6 +229,18 @@ class Problem:
     ) -> Problem:
         """The problem of one kind of layer of a model. Keywords override what the model says.
 
+        geometry: of the model, or of one layer.
+        phase: "decode" or "prefill".
+        heads: query heads; default: those of the geometry.
+        swa_page_size: records of a page of the window cache.
+        max_model_len: largest number of tokens of a sequence.
+        q_dtype: "bfloat16" or "float32".
+        sink: whether layers have a sink.
+        lse: whether the caller needs lse.
+        query_len: most query tokens of a decode request.
+        capture: whether decodes are captured in a graph.
+        deterministic: whether the bits of a token may not depend on the rest of the batch.
+        window_columns: columns of window rows, if more than the window; 0: the window.
         kind: which layers of a model; ignored for a LayerGeometry.
         topk: default: that of the indexer, or on c128a layers the width of the table for `max_model_len`.
         compressed_page_size: default: the entries of 256 tokens.

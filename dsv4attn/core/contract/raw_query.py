@@ -43,5 +43,8 @@ class RawQuery:
         return (self.eps, *((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
 
     def of(self, tokens: slice) -> RawQuery:
-        """The RawQuery of some rows of q."""
+        """The RawQuery of some rows of q.
+
+        tokens: rows of q that stay.
+        """
         return RawQuery(self.positions[tokens], self.cos_sin_cache, self.eps)

@@ -77,6 +77,7 @@ class DeepseekV4Attention:
     A layer keeps its weights. It reads them as they are, or copies of them, which it makes again when it sees in a step
     that a weight has changed: what it sees is the subject of `WeightCopies` and `TensorState`. After other writes, and
     before graphs are replayed, call `refresh`.
+    backend: runs attention, inserts, projection, and the ops that it brings.
     """
 
     @torch.inference_mode(mode=False)  # buffers are written in and out of the mode
@@ -274,6 +275,7 @@ class DeepseekV4Attention:
         A layer that reads the compressed cache of another takes that layer's, which is bound before. If that layer is
         bound to other caches later, this one takes them in its next step. With
         `context_parallel` all ranks must bind at the same time, and if one rank refuses, all do.
+        caches: window, compressed, index and state caches of this layer.
         """
         check_type("caches", caches, DeepseekV4Caches, cure="pass manager.caches[i], or DeepseekV4Caches(...)")
         context = self._context

@@ -25,6 +25,9 @@ class HyperConnections:
     In V4.1 the pre of the previous sublayer weighs the streams. `pre_delayed` and `after_delayed` take that pre and
     return their own, and the pre of the last sublayer of the network collapses the streams.
 
+    geometry: of the model.
+    weights: fn, base and scale of the sublayer.
+    layer_ops: the table of ops of the layer's backend.
     norm_weight: [d] - of the RMSNorm of the input of the sublayer, or None. Raises ArgumentError unless the weights
     have the shapes of the model.
 
@@ -90,36 +93,66 @@ class HyperConnections:
 
     @without_modes
     def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(post, comb, input of the sublayer [T, d]) of streams [T, n, d]."""
+        """(post, comb, input of the sublayer [T, d]) of streams [T, n, d].
+
+        streams: [T, n, d] residual streams.
+        """
         return self._layer_ops.mhc_pre(streams, self._mix_weights)
 
     @without_modes
     def after(
         self, previous_output: Tensor, streams: Tensor, post: Tensor, comb: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(new streams, post, comb, input) from the output [T, d] of the previous sublayer, and its post and comb."""
+        """(new streams, post, comb, input) from the output [T, d] of the previous sublayer, and its post and comb.
+
+        previous_output: [T, d] output of the previous sublayer.
+        streams: [T, n, d] that the previous sublayer began with.
+        post: [T, n, 1] fp32 of the previous sublayer.
+        comb: [T, n, n] fp32 of the previous sublayer.
+        """
         return self._layer_ops.mhc_fused_post_pre(previous_output, streams, post, comb, self._mix_weights)
 
     @without_modes
     def post(self, x: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """New streams [T, n, d] from the output x [T, d] of this sublayer."""
+        """New streams [T, n, d] from the output x [T, d] of this sublayer.
+
+        x: [T, d] output of this sublayer.
+        streams: [T, n, d] that this sublayer began with.
+        post: [T, n, 1] fp32 that `pre` or `after` returned.
+        comb: [T, n, n] fp32 that `pre` or `after` returned.
+        """
         return self._layer_ops.mhc_post(x, streams, post, comb)
 
     @without_modes
     def pre_delayed(self, streams: Tensor, previous_pre: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """V4.1: (pre [T, n], post, comb, input) of streams [T, n, d]. previous_pre: None in the first sublayer."""
+        """V4.1: (pre [T, n], post, comb, input) of streams [T, n, d].
+
+        streams: [T, n, d] residual streams.
+        previous_pre: [T, n] of the previous sublayer; None in the first sublayer.
+        """
         return self._layer_ops.mhc_pre_delayed(streams, previous_pre, self._mix_weights)
 
     @without_modes
     def after_delayed(
         self, previous_output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, previous_pre: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """V4.1: (new streams, pre, post, comb, input) from the output of the previous sublayer, and its mixes."""
+        """V4.1: (new streams, pre, post, comb, input) from the output of the previous sublayer, and its mixes.
+
+        previous_output: [T, d] output of the previous sublayer.
+        streams: [T, n, d] that the previous sublayer began with.
+        post: [T, n, 1] fp32 of the previous sublayer.
+        comb: [T, n, n] fp32 of the previous sublayer.
+        previous_pre: [T, n] of the previous sublayer; None after the first sublayer.
+        """
         return self._layer_ops.mhc_fused_post_pre_delayed(
             previous_output, streams, post, comb, previous_pre, self._mix_weights
         )
 
     @without_modes
     def collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
-        """V4.1: [T, d] of the last streams [T, n, d], by the pre [T, n] that the last sublayer returned."""
+        """V4.1: [T, d] of the last streams [T, n, d], by the pre [T, n] that the last sublayer returned.
+
+        streams: [T, n, d] after the last sublayer.
+        pre: [T, n] that the last sublayer returned.
+        """
         return self._layer_ops.mhc_collapse(streams, pre)

@@ -92,7 +92,10 @@ class WorkspacePlan:
         return sum(self.arenas.values()) + self.transient_bytes
 
     def union(self, other: WorkspacePlan) -> WorkspacePlan:
-        """A plan that covers both: layers run one after another, so the larger counts, not the sum."""
+        """A plan that covers both: layers run one after another, so the larger counts, not the sum.
+
+        other: the other plan.
+        """
         names = {*self.arenas, *other.arenas}
         arenas = {name: max(self.arenas.get(name, 0), other.arenas.get(name, 0)) for name in sorted(names)}
         return WorkspacePlan(arenas, max(self.transient_bytes, other.transient_bytes))
@@ -161,7 +164,10 @@ class WorkspaceManager:
         self._locked = False
 
     def size(self, arena: str = "default") -> int:
-        """Bytes that requests of a arena can use now."""
+        """Bytes that requests of a arena can use now.
+
+        arena: name of the arena.
+        """
         buffer = self._buffers.get(arena)
         return 0 if buffer is None else buffer.numel()
 
@@ -171,7 +177,11 @@ class WorkspaceManager:
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def reserve(self, plan: WorkspacePlan, *, caller: str = "reserve") -> None:
-        """Grow every arena to at least its planned size."""
+        """Grow every arena to at least its planned size.
+
+        plan: bytes of each arena, see `plan_workspace`.
+        caller: name of the caller in errors.
+        """
         for arena, size in plan.arenas.items():
             # canaries are extra: a plan that fits in production must fit in debug too
             self._ensure(size + (64 * ALIGNMENT if self.debug else 0), arena, caller)
@@ -180,6 +190,8 @@ class WorkspaceManager:
         """Make sure that a later `get_simultaneous` of these views succeeds, and hand out nothing.
 
         Views of the arena become garbage. Raises WorkspaceError when the arena is locked and too small.
+        arena: name of the arena.
+        caller: name of the caller in errors.
         """
         self._fit(specs, arena, caller)
 
@@ -189,6 +201,8 @@ class WorkspaceManager:
         """Return one uninitialised view per (shape, dtype), disjoint, each at a multiple of 256 bytes.
 
         Earlier views of the arena become garbage. Fetch everything needed at the same time in one call.
+        arena: name of the arena.
+        caller: name of the caller in errors.
         Raises WorkspaceError, with the caller's name, when a locked arena is too small.
         """
         if not specs and not self._canaries:
@@ -222,7 +236,10 @@ class WorkspaceManager:
         return not self.debug and type(self).get_simultaneous is WorkspaceManager.get_simultaneous
 
     def release_on_growth(self, holder: Holder) -> None:
-        """Call `holder.release()` when memory moves: its views are garbage then, and hold the old memory alive."""
+        """Call `holder.release()` when memory moves: its views are garbage then, and hold the old memory alive.
+
+        holder: an object with a method `release`. It is held by a weak reference.
+        """
         if self._holders is None:
             self._holders = WeakSet()
         self._holders.add(holder)
@@ -261,7 +278,10 @@ class WorkspaceManager:
                 canaries.append((place.end, guarded, f"{list(place.shape)} {place.dtype} of {caller}"))
 
     def check_canaries(self, arena: str | None = None) -> None:
-        """Raise CanaryError if bytes after a view changed since its request. Does nothing outside debug."""
+        """Raise CanaryError if bytes after a view changed since its request. Does nothing outside debug.
+
+        arena: name of the arena; None: all arenas.
+        """
         for name, canaries in self._canaries.items():
             if arena in (None, name):
                 for start, end, owner in canaries:
@@ -312,7 +332,10 @@ def current_workspace_manager() -> WorkspaceManager:
 
 @contextmanager
 def use_workspace(manager: WorkspaceManager) -> Iterator[WorkspaceManager]:
-    """Make a manager the current one for the duration of a `with` block."""
+    """Make a manager the current one for the duration of a `with` block.
+
+    manager: the workspace of layers that were bound without one.
+    """
     token = _current.set(manager)
     try:
         yield manager

@@ -78,6 +78,7 @@ class MetadataBuilder:
     short_prefills: see `split_decodes_and_prefills`. backend: its index kernels, if it has any, compute the metadata
     without an allocation on the device, and its metadata extension is applied. steps: replaces those kernels.
     state_block_sizes: records per block of the state caches of each kind. num_state_blocks: sizes of these caches.
+    device: where the metadata lie.
     """
 
     def __init__(
@@ -151,7 +152,10 @@ class MetadataBuilder:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def build(self, batch: Batch) -> DeepseekSparseSWAMetadata:
-        """Window metadata of a batch. Raises ArgumentError before it writes anything."""
+        """Window metadata of a batch. Raises ArgumentError before it writes anything.
+
+        batch: the requests of the step, with their block tables and lengths.
+        """
         query_lens, seq_lens = self._host_lens(batch)
         split = split_decodes_and_prefills(query_lens, self.limits.decode_threshold, short_prefills=self.short_prefills)
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
@@ -229,6 +233,9 @@ class MetadataBuilder:
     ) -> FlashMLASparseMetadata:
         """Compressed metadata of a batch for all layers of a kind; `swa` is what `build` made of the same batch.
 
+        batch: the requests of the step.
+        swa: what `build` made of the same batch.
+        kind: the kind of the layers.
         compress_ratio: of the layers, where the kind has several. full_width: give the C128A table the width of
         `max_model_len` in every step, as a captured graph requires.
         """
@@ -274,6 +281,7 @@ class MetadataBuilder:
     ) -> dict[LayerKind, AttentionMetadata]:
         """Metadata of a batch for several kinds of layers that share its block tables.
 
+        batch: the requests of the step.
         kinds: several of them, also by name, "c4a". full_width: see `build_compressed`. Raises ArgumentError for a
         kind that the model has with several ratios: `build_all` builds these.
         """
@@ -288,6 +296,7 @@ class MetadataBuilder:
         """Metadata of a batch for all layers of the model, by (kind, compress ratio), as `LayerGeometry.key` has it.
 
         A kind that has one ratio is a key too. full_width: see `build_compressed`.
+        batch: the requests of the step.
         """
         layers = self.geometry.distinct_layers
         in_order = self._build(batch, layers, full_width)
@@ -324,6 +333,9 @@ class MetadataBuilder:
     ) -> CompressorMetadata | None:
         """Compressor metadata of a batch for all layers of a kind; None without a table of states, or without states.
 
+        batch: the requests of the step.
+        swa: what `build` made of the same batch.
+        kind: the kind of the layers.
         compress_ratio: see `build_compressed`.
         """
         layer = self.geometry.layer_of_kind(kind, compress_ratio)

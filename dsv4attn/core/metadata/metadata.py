@@ -319,7 +319,10 @@ class AttentionMetadata:
     source_rows: SourceRows | None = None
 
     def check_owner(self, ownership: Ownership | None) -> None:
-        """Raise ArgumentError unless these metadata are of this ownership; None: of whole sequences."""
+        """Raise ArgumentError unless these metadata are of this ownership; None: of whole sequences.
+
+        ownership: entries that the caller's rank has; None if it has all.
+        """
         if self.ownership != ownership:
             expected, actual = (f"metadata of {owner or 'all entries'}" for owner in (ownership, self.ownership))
             hint = "give context_parallel to the layer and to the CacheManager, or to neither"

@@ -124,11 +124,17 @@ class ModelGeometry:
         return tuple(kind for kind in LayerKind if kind in present)
 
     def count(self, kind: LayerKind) -> int:
-        """Return how many layers are of this kind."""
+        """Return how many layers are of this kind.
+
+        kind: the kind to count.
+        """
         return sum(k is kind for k, _ in self.layers)
 
     def layer(self, index: int) -> LayerGeometry:
-        """Geometry of layer `index`; an index at or past the last layer is an MTP layer, which is window-only."""
+        """Geometry of layer `index`; an index at or past the last layer is an MTP layer, which is window-only.
+
+        index: number of the layer, from 0.
+        """
         check_count("layer index", index, 0)
         kind, ratio = self.layers[index] if index < self.num_layers else (LayerKind.SWA, 1)
         return self._layer(kind, ratio)
@@ -136,6 +142,8 @@ class ModelGeometry:
     def layer_of_kind(self, kind: LayerKind | str, compress_ratio: int | None = None) -> LayerGeometry:
         """Geometry shared by all layers of a kind, and of a ratio, which may be left out if the kind has one ratio.
 
+        kind: a kind, or its name, such as "c4a".
+        compress_ratio: tokens of an entry, if the kind has several ratios.
         Raises UnknownNameError for a kind that the model does not have, ArgumentError for the ratio.
         """
         try:
@@ -162,12 +170,18 @@ class ModelGeometry:
         )
 
     def layers_of_kind(self, kind: LayerKind | str) -> tuple[LayerGeometry, ...]:
-        """One layer of each ratio of a kind. Raises UnknownNameError as `layer_of_kind` does."""
+        """One layer of each ratio of a kind. Raises UnknownNameError as `layer_of_kind` does.
+
+        kind: a kind, or its name, such as "c4a".
+        """
         layers = tuple(layer for layer in self.distinct_layers if layer.kind == kind)
         return layers or (self.layer_of_kind(kind),)
 
     def sources(self, index: int) -> LayerSources:
-        """Whose compressed cache and selected entries layer `index` reads; by default its own."""
+        """Whose compressed cache and selected entries layer `index` reads; by default its own.
+
+        index: number of the layer, from 0.
+        """
         kind = self.layer(index).kind
         if kind is LayerKind.SWA:
             return LayerSources(index)
@@ -190,14 +204,20 @@ class ModelGeometry:
         return LayerGeometry(kind, ratio, *sizes, overlap=overlap, q_norm=self.q_norm)
 
     def with_own_layers(self, layers: Sequence[tuple[LayerKind, int]]) -> ModelGeometry:
-        """The model with other layers, (kind, ratio) of each, which read from no other layer."""
+        """The model with other layers, (kind, ratio) of each, which read from no other layer.
+
+        layers: kind and compress ratio of each layer.
+        """
         publishers = tuple(i for i, (kind, _) in enumerate(layers) if kind is not LayerKind.SWA)
         return evolve(
             self, layers=tuple(layers), sharing=LayerSharing(publishers, publishers) if self.shared_latent else None
         )
 
     def tensor_parallel(self, size: int) -> ModelGeometry:
-        """Geometry of one rank: heads and output groups are divided, everything else is replicated."""
+        """Geometry of one rank: heads and output groups are divided, everything else is replicated.
+
+        size: number of ranks. It divides the heads and the output groups.
+        """
         check_count("tensor parallel size", size, 1)
         if self.num_heads % size or self.o_groups % size:
             expected = f"a common divisor of {self.num_heads} heads and {self.o_groups} output groups"
@@ -209,6 +229,7 @@ class ModelGeometry:
         """Geometry of a released model: `deepseek-v4-flash`, `deepseek-v4-pro` or `deepseek-v4.1-flash`.
 
         Short names are `flash`, `pro` and `v4.1-flash`.
+        name: name of the model.
         """
         check_type("name", name, str, cure=f"pass one of {', '.join(PRESETS)}")
         short = {key.removeprefix("deepseek-").removeprefix("v4-"): key for key in PRESETS}
@@ -229,6 +250,7 @@ class ModelGeometry:
         transformers reads them: the first wins if both are there, and what the second says has to agree. Raises
         GeometryError for what is missing, wrong, contradicted or not understood, and ArgumentError for a configuration
         that does not say which of the two models it is.
+        name: name of the model for reports.
         """
         if isinstance(config, (str, Path)):
             path = Path(config)

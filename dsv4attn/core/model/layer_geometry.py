@@ -131,15 +131,24 @@ class LayerGeometry:
         return self.kind is not LayerKind.SWA
 
     def entries(self, tokens: int) -> int:
-        """Complete compressed entries of the first `tokens` tokens; 0 on window-only layers."""
+        """Complete compressed entries of the first `tokens` tokens; 0 on window-only layers.
+
+        tokens: number of tokens, from the first token of the sequence on.
+        """
         return tokens // self.compress_ratio if self.has_entries else 0
 
     def first_state(self, position: int) -> int:
-        """The first position whose compressor state is needed at or after a position."""
+        """The first position whose compressor state is needed at or after a position.
+
+        position: position of the next token.
+        """
         return max(position - position % self.compress_ratio - (self.compress_ratio if self.overlap else 0), 0)
 
     def table_columns(self, max_model_len: int) -> int:
-        """Columns of a c128a layer's widest table: an entry for every `compress_ratio` tokens, rounded up."""
+        """Columns of a c128a layer's widest table: an entry for every `compress_ratio` tokens, rounded up.
+
+        max_model_len: largest number of tokens of a sequence.
+        """
         return round_up(-(-max_model_len // self.compress_ratio), TABLE_COLUMNS)
 
     @property

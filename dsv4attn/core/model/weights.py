@@ -89,8 +89,11 @@ class AttentionWeights:
     def from_dict(
         cls, weights: Mapping[str, Weight], geometry: ModelGeometry, layer: LayerGeometry | int
     ) -> AttentionWeights:
-        """Weights by name, such as "wq_a" and "indexer.compressor.ape". layer: see `weight_shapes`.
+        """Weights by name, such as "wq_a" and "indexer.compressor.ape".
 
+        weights: tensors, block-scaled weights or modules by name, without the layer's prefix.
+        geometry: of the model, on this rank.
+        layer: number of the layer, or its geometry; see `weight_shapes`.
         Raises ArgumentError for a name that is missing or unknown, and for a weight of another shape.
         """
         check_type("weights", weights, Mapping, cure="pass a dict of weights by name")
@@ -120,7 +123,11 @@ class AttentionWeights:
         yield from _named(self, "")
 
     def check(self, geometry: ModelGeometry, layer: LayerGeometry | int) -> None:
-        """Raise ArgumentError for a weight that is missing or of another shape, naming it. See `weight_shapes`."""
+        """Raise ArgumentError for a weight that is missing or of another shape, naming it.
+
+        geometry: of the model, on this rank.
+        layer: number of the layer, or its geometry; see `weight_shapes`.
+        """
         unchecked = dict(self.named())
         for name, shape in weight_shapes(geometry, layer).items():
             value = unchecked.pop(name, None)
@@ -144,6 +151,8 @@ class AttentionWeights:
 
         Tensors only: a block-scaled weight is divided before it is given. All parts share the memory of the whole
         weights: a layer sees what is written there.
+        rank: 0 to `size` - 1.
+        size: number of tensor-parallel ranks. It divides the heads and the output groups.
         """
         parts: dict[str, Any] = {}
         for name, dim in _SHARDED.items():
@@ -174,7 +183,10 @@ class HyperConnectionWeights:
     __repr__ = fields_repr
 
     def check(self, geometry: ModelGeometry) -> None:
-        """Raise ArgumentError unless all have the shapes of the model."""
+        """Raise ArgumentError unless all have the shapes of the model.
+
+        geometry: of the model.
+        """
         n, d = geometry.hc_mult, geometry.hidden_size
         for name, shape in (("fn", (2 * n + n * n, n * d)), ("base", (2 * n + n * n,)), ("scale", (3,))):
             actual = _shape(getattr(self, name))

@@ -30,7 +30,10 @@ class TokenMap:
     __repr__ = fields_repr
 
     def tokens(self, part: slice) -> TokenMap:
-        """The map of some of the tokens."""
+        """The map of some of the tokens.
+
+        part: rows to keep.
+        """
         return TokenMap(self.block_table, self.token_to_req[part], self.visible_lens[part])
 
 

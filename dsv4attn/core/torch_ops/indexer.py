@@ -52,12 +52,18 @@ class IndexQuery:
     __repr__ = fields_repr
 
     def tokens(self, part: slice) -> IndexQuery:
-        """The queries of some of the tokens."""
+        """The queries of some of the tokens.
+
+        part: rows to keep.
+        """
         scales = None if self.scales is None else self.scales[part]
         return IndexQuery(self.values[part], self.weights[part], scales)
 
     def rows(self, part: slice) -> Tensor:
-        """[t, Hi, Di] fp32 values of some tokens."""
+        """[t, Hi, Di] fp32 values of some tokens.
+
+        part: rows to return.
+        """
         if self.scales is None:
             return self.values[part].float()
         return dequantize_index(
