@@ -24,6 +24,7 @@ from dsv4attn.errors import ArgumentError, GeometryError, UnknownNameError
 
 __all__ = [
     "PRESETS",
+    "SHORT_NAMES",
     "TABLE_COLUMNS",
     "LayerGeometry",
     "LayerKind",
@@ -232,11 +233,10 @@ class ModelGeometry:
         name: name of the model.
         """
         check_type("name", name, str, cure=f"pass one of {', '.join(PRESETS)}")
-        short = {key.removeprefix("deepseek-").removeprefix("v4-"): key for key in PRESETS}
         key = name.lower()
-        if short.get(key, key) not in PRESETS:
-            raise UnknownNameError("model", name, [*PRESETS, *short])
-        return PRESETS[short.get(key, key)]
+        if SHORT_NAMES.get(key, key) not in PRESETS:
+            raise UnknownNameError("model", name, [*PRESETS, *SHORT_NAMES])
+        return PRESETS[SHORT_NAMES.get(key, key)]
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, Any] | object, *, name: str = "") -> ModelGeometry:
@@ -305,3 +305,5 @@ PRESETS: Mapping[str, ModelGeometry] = {
     ),
 }
 """The released models, from their public config.json files."""
+SHORT_NAMES: Mapping[str, str] = {key.removeprefix("deepseek-").removeprefix("v4-"): key for key in PRESETS}
+"""Names of `PRESETS` by their short names: "flash", "pro"."""

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTENTION",
+    "CONTEXT_CASES",
     "KERNELS",
     "LAYER_OPS",
     "MEASUREMENTS",
     "PAIRED",
     "PAIRS",
+    "PEER_NAMES",
     "PRESETS",
     "CaseSizes",
     "KernelCase",
@@ -49,6 +51,8 @@ index queries. mhc: hyper-connections."""
 MEASUREMENTS = (*KERNELS, "step", "scaling", "host", "layer", *LAYER_OPS)
 """step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host.
 layer: whole layers, the price of deterministic ones, and the share of each step of a layer."""
+PEER_NAMES = ("flash_mla", "vllm", "flashinfer", "deep_gemm", "flashinfer_topk")
+"""Names of `peers.PEERS` and `layer_op_peers.LAYER_OP_PEERS`, which import torch."""
 HEAD_DIM, ROPE_DIM, WINDOW, WINDOW_PAGE = 512, 64, 128, 64
 
 
@@ -108,6 +112,8 @@ PRESETS = {
         Preset("v41_r2", LayerKind.CSA, 64, 2, 512, model="v4.1-flash"),
     )
 }
+CONTEXT_CASES = tuple(name for name, preset in PRESETS.items() if preset.kind is not LayerKind.SWA and not preset.v41)
+"""Names of the layers whose entries ranks can divide."""
 
 
 @frozen

@@ -13,9 +13,9 @@ import click
 from attrs import evolve, frozen
 
 from dsv4attn.errors import NoBackendError, UnknownNameError
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import console, require_torch, write_file
+from dsv4attn.tools.cli.common import BENCH_CONTEXT, console, require_torch, write_file
 from dsv4attn.tools.cli.options import (
     BENCH_JSON,
     STDOUT,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-ALL, CONTEXT = "all", "context"
+ALL = "all"
 _PATH = click.Path(path_type=Path)
 
 
@@ -55,15 +55,15 @@ class _Bench(click.Command):
         parent: click.Context | None = None,
         **extra: Any,  # noqa: ANN401 - click's own
     ) -> click.Context:
-        if args[:1] == [CONTEXT]:
+        if args[:1] == [BENCH_CONTEXT]:
             from dsv4attn.tools.cli.bench_context import context
 
-            return context.make_context(f"{info_name} {CONTEXT}", args[1:], parent, **extra)
+            return context.make_context(f"{info_name} {BENCH_CONTEXT}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
 @click.command(cls=_Bench, short_help="Time every kernel next to the roofline and other libraries.")
-@click.argument("what", nargs=-1, callback=named_words)
+@click.argument("what", nargs=-1, callback=named_words, shell_complete=complete.measurements)
 @options(
     text(
         "--backend",
@@ -71,25 +71,33 @@ class _Bench(click.Command):
         "backends",
         metavar="NAMES",
         callback=named_words,
+        shell_complete=complete.several(complete.backends),
         help="Backends.  [default: those native here]",
     ),
     text(
         "--cases",
         metavar="NAMES",
         callback=named_words,
+        shell_complete=complete.bench_cases,
         help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2.  [default: all]",
     ),
     text("--batches", metavar="NUMBERS", callback=number_list, help="Requests of the decodes, as in 8,64,256."),
     integer("--tokens", metavar=None, help="Query tokens of the prefills."),
     integer("--rounds", metavar=None, help="Rounds to take the median of."),
     integer("--threads", metavar=None, help="Of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
-    text("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator, or cpu]"),
+    text(
+        "--device",
+        metavar="DEVICE",
+        help="Torch device.  [default: the first accelerator, or cpu]",
+        shell_complete=complete.torch_devices,
+    ),
     text(
         "--peers",
         metavar="[NAMES]",
         callback=named_words,
         is_flag=False,
         flag_value=ALL,
+        shell_complete=complete.peers,
         help="Other libraries too: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk; without names, all.",
     ),
     BENCH_JSON,
@@ -196,11 +204,11 @@ def _check_what(what: Sequence[str]) -> None:
     """Raise for a word that is no measurement."""
     from dsv4attn.tools.bench.cases import MEASUREMENTS
 
-    if CONTEXT in what:
-        raise click.UsageError(f"{CONTEXT} comes first and alone: dsv4attn bench {CONTEXT} --help")
+    if BENCH_CONTEXT in what:
+        raise click.UsageError(f"{BENCH_CONTEXT} comes first and alone: dsv4attn bench {BENCH_CONTEXT} --help")
     for name in (part.strip() for word in what for part in word.split(",")):
         if name and name not in MEASUREMENTS:
-            raise UnknownNameError("measurement", name, [*MEASUREMENTS, CONTEXT])
+            raise UnknownNameError("measurement", name, [*MEASUREMENTS, BENCH_CONTEXT])
 
 
 def _json_of(run: Run, compared: Comparison | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import click
 from attrs import frozen
 
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.cli import FAILED, OK, print_json
+from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_of_rank
 from dsv4attn.tools.cli.common import console, require_torch, write_file
 from dsv4attn.tools.cli.options import (
@@ -43,7 +43,12 @@ __all__ = ["context"]
 @click.command("context")
 @options(
     DECIDED_BACKEND,
-    text("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128.  [default: those of Flash]"),
+    text(
+        "--cases",
+        metavar="NAMES",
+        help="flash_c4, pro_c4, flash_c128, pro_c128.  [default: those of Flash]",
+        shell_complete=complete.context_cases,
+    ),
     integer("--requests", metavar=None, help="Requests of a step.  [default: 8; on a CPU 2]"),
     text(
         "--context",
@@ -54,7 +59,12 @@ __all__ = ["context"]
     ),
     integer("--interleave", metavar=None, default=1, help="Consecutive entries of one rank."),
     integer("--rounds", metavar=None, help="Rounds to take the median of.  [default: 20; on a CPU 5]"),
-    text("--device", metavar="KIND", help="cpu or cuda.  [default: the accelerator that is here, or cpu]"),
+    text(
+        "--device",
+        metavar="KIND",
+        help="cpu or cuda.  [default: the accelerator that is here, or cpu]",
+        shell_complete=complete.words("cpu", "cuda"),
+    ),
     flag("--graph", help="Time replays of captured graphs."),
     BENCH_JSON,
 )
@@ -87,8 +97,8 @@ def context(
     place, group_backend = device_of_rank(device)
     if graph and place.type == "cpu":
         raise ArgumentError("--graph", expected="a device that captures graphs, with NCCL", actual="cpu with gloo")
-    from dsv4attn.tools.bench.cases import named
-    from dsv4attn.tools.bench.context_cases import CONTEXT_CASES, context_cases, context_size
+    from dsv4attn.tools.bench.cases import CONTEXT_CASES, named
+    from dsv4attn.tools.bench.context_cases import context_cases, context_size
 
     size, default = context_size(place.type), [name for name in CONTEXT_CASES if name.startswith("flash")]
     names = named("case", cases, list(CONTEXT_CASES), default)

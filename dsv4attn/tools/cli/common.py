@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
     from dsv4attn.plugins import PluginFailure
 
 __all__ = [
+    "BENCH_CONTEXT",
+    "COMPILED_FOR",
     "chosen_backend",
     "console",
     "device_facts",
     "device_json",
+    "devices_of_plugins",
     "epilog",
     "failure_json",
     "geometry_of",
@@ -51,6 +55,10 @@ _MAKERS = {
     "intel": "of Intel, name xpu",
 }
 """Hints for the name of a maker in place of a device."""
+COMPILED_FOR = tuple(device for device in DEVICES if device.kind in ("cuda", "hip"))
+"""Devices that `compile` has targets for. Kernels for Intel are compiled at their first launch, on the device."""
+BENCH_CONTEXT = "context"
+"""The first word of `dsv4attn bench context`."""
 _ENDLESS = 10_000
 """Columns of a console that is a pipe."""
 
@@ -69,17 +77,56 @@ def geometry_of(model: str) -> ModelGeometry:
 def device_facts(name: str) -> DeviceFacts:
     """Facts of a device by name. If this machine has such a device, they are its own facts.
 
-    sm_90a and sm_120f, which compilers use for features of one architecture or family, mean that architecture. For an
-    unknown name only close names of the same family are suggested: V100 is not a misspelt H100.
+    sm_90a and sm_120f, which compilers use for features of one architecture or family, mean that architecture. A name
+    that is not in the table of devices may be one that the backend of an installed plugin is native to. For an unknown
+    name only close names of the same family are suggested: V100 is not a misspelt H100.
     """
     from dsv4attn.core.contract.device import DeviceFacts
 
     try:
         return DeviceFacts.here_or_named(re.sub(r"^(\s*sm_?\d+)[af]\s*$", r"\1", name, flags=re.IGNORECASE))
     except UnknownNameError as error:
+        of_plugins = devices_of_plugins()
+        if facts := _plugin_device(name.strip().lower(), of_plugins):
+            return facts
         lower = re.sub(r"[\s_-]", "", name.lower())
         maker = next((line for word, line in _MAKERS.items() if lower.startswith(word)), "")
-        raise UnknownNameError("device", name, error.known, [maker or _ANY], near=_family(lower, error.known)) from None
+        others = [maker or _ANY]
+        if of_plugins:
+            listed = ", ".join(f"{pattern} ({owner})" for pattern, owner in of_plugins.items())
+            others.append(f"devices of installed plugins: {listed}")
+        near = _family(lower, error.known) or get_close_matches(lower, of_plugins, n=1, cutoff=0.8)
+        raise UnknownNameError("device", name, [*error.known, *of_plugins], others, near=near) from None
+
+
+def devices_of_plugins() -> dict[str, str]:
+    """Kinds and architectures, or shell patterns of them, that only backends of plugins are native to, with the owners.
+
+    Names of the table of devices, and any sm_* and gfx*, are left out.
+    """
+    from dsv4attn.config import load_settings
+    from dsv4attn.plugins import BUILT_IN
+    from dsv4attn.selection import registry_for
+
+    listed = {name for device in DEVICES for name in (device.kind, *device.spellings)}
+    owners: dict[str, str] = {}
+    for name, entry in registry_for(load_settings()).backends.items():
+        if name not in BUILT_IN:
+            names = (n for n in entry.info.native if n not in listed and not re.match(r"sm_|gfx|\*", n))
+            owners |= {n: owners.get(n, entry.owner) for n in names}
+    return owners
+
+
+def _plugin_device(name: str, of_plugins: Mapping[str, str]) -> DeviceFacts | None:
+    """Facts of a device that a plugin's backend is native to: read off this machine if it has such a device."""
+    from dsv4attn.core.contract.device import DeviceFacts, version_of
+
+    pattern = next((pattern for pattern in of_plugins if fnmatchcase(name, pattern.lower())), None)
+    if pattern is None:
+        return None
+    described_facts = DeviceFacts(name, name, f"of {of_plugins[pattern]}", version_of("torch"), present=False)
+    here = (facts for facts in DeviceFacts.all_here() if name in (facts.kind, facts.arch))
+    return next(here, described_facts)
 
 
 def _family(name: str, names: Iterable[str]) -> list[str]:

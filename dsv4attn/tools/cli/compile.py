@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import asdict, field, frozen
 
-from dsv4attn.core.contract.devices import DEVICES
-from dsv4attn.tools.cli import FAILED, OK, print_json
+from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
+    COMPILED_FOR,
     console,
     device_facts,
     epilog,
@@ -43,8 +43,6 @@ __all__ = ["bounds_of", "compile_"]
 _SAID = {"spills": "spill", "limit": "break a limit", "failed": "do not compile"}
 """Words of the summary for each verdict but "ok"."""
 _STYLES = {"ok": "green", "spills": "yellow", "limit": "bold red", "failed": "bold red"}
-_COMPILED_FOR = tuple(device for device in DEVICES if device.kind in ("cuda", "hip"))
-"""Devices that have a `Target`. Kernels for Intel are compiled at their first launch, on the device."""
 _V41 = ("v41_fp8", "v41_fp4")
 _DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", *_V41)
 
@@ -78,7 +76,7 @@ class _Job:
 
 
 @click.command(
-    "compile", short_help="Compile every kernel for a device that need not be here.", epilog=epilog(_COMPILED_FOR)
+    "compile", short_help="Compile every kernel for a device that need not be here.", epilog=epilog(COMPILED_FOR)
 )
 @options(
     text(
@@ -87,10 +85,13 @@ class _Job:
         "targets",
         multiple=True,
         required=True,
+        shell_complete=complete.targets,
         help="h200, mi300x, sm_90, ...: repeatable; see below.",
     ),
-    text("--backend", help="Whose kernels.  [default: every backend that runs there]"),
-    text("--model", "--preset", default="flash", help="flash, pro, or a file."),
+    text(
+        "--backend", help="Whose kernels.  [default: every backend that runs there]", shell_complete=complete.backends
+    ),
+    text("--model", "--preset", default="flash", help="flash, pro, or a file.", shell_complete=complete.models),
     choice(
         "--dtype",
         "dtypes",
@@ -213,10 +214,10 @@ def _target(name: str) -> Target:
     try:
         facts = device_facts(name)
     except UnknownNameError as error:
-        known = [spelling for device in _COMPILED_FOR for spelling in device.spellings]
+        known = [spelling for device in COMPILED_FOR for spelling in device.spellings]
         meant = [near for near in known if f"{near!r}" in str(error).partition(" (known: ")[0]]
         raise UnknownNameError("target", name, known, str(error).split("\n  ")[1:], near=meant) from None
-    if facts.kind not in {device.kind for device in _COMPILED_FOR}:
+    if facts.kind not in {device.kind for device in COMPILED_FOR}:
         hint = "its kernels are compiled on the device, at their first launch: `dsv4attn conform` runs all of them"
         actual = f"{name!r} ({facts.name})" if facts.kind != "cpu" else repr(name)
         hint = "" if facts.kind == "cpu" else hint

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.common import console, grid, require_torch, simple_table, write_file
 from dsv4attn.tools.cli.options import FILTER, OPTION, flag, integer, options, target_file, text
 from dsv4attn.tools.cli.progress import progress_bar
@@ -31,9 +31,14 @@ SHOWN = 8
 
 
 @click.command(short_help="Run the conformance kit on a backend, and write a certificate.")
-@click.argument("backend", required=False)
+@click.argument("backend", required=False, shell_complete=complete.backends)
 @options(
-    text("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator it runs on, or cpu]"),
+    text(
+        "--device",
+        metavar="DEVICE",
+        help="Torch device.  [default: the first accelerator it runs on, or cpu]",
+        shell_complete=complete.torch_devices,
+    ),
     OPTION,
     FILTER,
     flag("--list", "only_list", help="List the cases with their clauses, and run nothing. Takes no backend."),
@@ -44,6 +49,7 @@ SHOWN = 8
         "--certificate",
         metavar="FILE",
         callback=target_file,
+        shell_complete=complete.files,
         help="Where the certificate goes.  [default: dsv4attn-BACKEND.json, unless --filter or --json is given]",
     ),
 )

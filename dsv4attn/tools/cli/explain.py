@@ -11,7 +11,7 @@ from attrs import evolve
 from dsv4attn.config import AUTO, PHASES, parse_request
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.cli import FAILED, OK, print_json
+from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     console,
     device_facts,
@@ -38,9 +38,18 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
 
 @click.command(short_help="Say which backend would run a problem, and why not the others.", epilog=epilog(DEVICES))
 @options(
-    text("--device", help="h200, mi300x, sm_90, cpu, ...: see below.  [default: this one]"),
+    text(
+        "--device",
+        help="h200, mi300x, sm_90, cpu, ...: see below.  [default: this one]",
+        shell_complete=complete.devices,
+    ),
     MODEL,
-    text("--layer", metavar="KIND", help="swa, c4a or c128a.  [default: c4a, or the kind with that ratio]"),
+    text(
+        "--layer",
+        metavar="KIND",
+        help="swa, c4a or c128a.  [default: c4a, or the kind with that ratio]",
+        shell_complete=complete.layers,
+    ),
     integer("--ratio", least=0, help="Of V4.1's layers: 0, 1 or 2; 0 is swa.  [default: the kind's]"),
     choice("--phase", words=PHASES, default="decode", help="Which call."),
     integer("--heads", help="Query heads on this device.  [default: the model's]"),
@@ -49,7 +58,7 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
     integer("--compressed-page-size", help="Of the other.  [default: 256 tokens' entries]"),
     choice("--dtype", words=_DTYPES, default="e4m3fn", help="Of both caches."),
     choice("--records", words=_RECORDS, default=_RECORDS[0], help="Bytes of the records of both caches."),
-    text("--q-dtype", default="bfloat16", help="Of the queries."),
+    text("--q-dtype", default="bfloat16", help="Of the queries.", shell_complete=complete.words("bfloat16", "float32")),
     integer("--max-model-len", default=1_048_576, show_default=False, help="Longest sequence.  [default: 1,048,576]"),
     flag("--no-sink", help="The layer has no sinks."),
     integer("--query-len", default=1, help="Tokens of a decode."),
@@ -57,7 +66,11 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
     flag("--capture", help="The call is captured in a graph."),
     flag("--deterministic", help="Bits must not depend on the batch."),
     flag("--lse", help="The log-sum-exp is wanted too."),
-    text("--backend", help="Ask for this one.  [default: environment, configuration, automatic]"),
+    text(
+        "--backend",
+        help="Ask for this one.  [default: environment, configuration, automatic]",
+        shell_complete=complete.requests_of_backends,
+    ),
     JSON,
 )
 @click.pass_context

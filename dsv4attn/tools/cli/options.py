@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from dsv4attn.tools.cli import complete
+
 __all__ = [
     "BENCH_JSON",
     "DECIDED_BACKEND",
@@ -136,11 +138,13 @@ def named_words(_: click.Context, parameter: click.Parameter, value: Any) -> Any
     return value
 
 
-def target_file(_: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
-    """The path of an output file that can be written, checked before anything runs."""
+def target_file(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    """The path of an output file that can be written, checked before anything runs, but not for completion."""
     if value is None:
         return None
     path = Path(value)
+    if ctx.resilient_parsing:
+        return path
     if path.is_dir() or not path.parent.is_dir():
         raise click.BadParameter(f"{value!r}: expected a file in a folder that exists", param=parameter)
     is_new = not path.exists()
@@ -170,19 +174,31 @@ BENCH_JSON = text(
     is_flag=False,
     flag_value=STDOUT,
     callback=_file_or_stdout,
+    shell_complete=complete.files,
     help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
 )
-DECIDED_BACKEND = text("--backend", help="Backend.  [default: as `dsv4attn explain` says]")
+DECIDED_BACKEND = text(
+    "--backend", help="Backend.  [default: as `dsv4attn explain` says]", shell_complete=complete.requests_of_backends
+)
 FILTER = text(
     "--filter",
     "chosen",
     metavar="PATTERNS",
     callback=named_words,
+    shell_complete=complete.filters,
     help="Clauses (S, A1), areas (decode) or cases (sink-*); after ! they are left out (!requests-*).",
 )
-MODEL = text("--model", default="flash", help="flash, pro, v4.1-flash, or a config.json.")
+MODEL = text(
+    "--model", default="flash", help="flash, pro, v4.1-flash, or a config.json.", shell_complete=complete.models
+)
 OPTION = text(
-    "--option", "backend_options", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Option of the backend."
+    "--option",
+    "backend_options",
+    metavar="KEY=VALUE",
+    multiple=True,
+    callback=pairs,
+    help="Option of the backend.",
+    shell_complete=complete.backend_options,
 )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.common import console, grid, require_torch, simple_table, write_file
 from dsv4attn.tools.cli.conform import case_progress, grouped, show_failures
 from dsv4attn.tools.cli.options import FILTER, JSON, options, target_file, text
@@ -32,9 +32,15 @@ _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged
         metavar="NAME[:OPTION=VALUE],...",
         default=_FORMS,
         show_default=False,
+        shell_complete=complete.several(complete.backends),
         help="Backends to compare.  [default: the reference in three of its forms]",
     ),
-    text("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator each runs on, or cpu]"),
+    text(
+        "--device",
+        metavar="DEVICE",
+        help="Torch device.  [default: the first accelerator each runs on, or cpu]",
+        shell_complete=complete.torch_devices,
+    ),
     FILTER,
     JSON,
     text(
@@ -42,6 +48,7 @@ _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged
         "page",
         metavar="FILE",
         callback=target_file,
+        shell_complete=complete.files,
         help="Write a report to look at, in one file, and to send.",
     ),
 )

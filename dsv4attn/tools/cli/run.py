@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.options import MODEL, OPTION, flag, integer, options, target_file, text, token_count
 from dsv4attn.tools.cli.progress import progress_bar
 
@@ -42,14 +42,29 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
         "--trace",
         metavar="FILE",
         default=_SHORT,
+        shell_complete=complete.traces,
         help="Mooncake JSONL, Azure or BurstGPT CSV; - for standard input; or a built-in trace: short, or long, whose "
         "prompts are longer than what the model's indexer selects.",
     ),
-    text("--backend", help="Backend to run.  [default: as `dsv4attn explain` says]"),
+    text(
+        "--backend",
+        help="Backend to run.  [default: as `dsv4attn explain` says]",
+        shell_complete=complete.requests_of_backends,
+    ),
     OPTION,
-    text("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]"),
-    text("--indexer", default="real", help="real: whole layers; random: attention alone."),
-    text("--cache", default="fp8_ds_mla", help="fp8_ds_mla, bf16 or fp32."),
+    text(
+        "--layers",
+        metavar="KINDS",
+        help="Of swa,c4a,c128a.  [default: all that the model has]",
+        shell_complete=complete.several(complete.layers),
+    ),
+    text(
+        "--indexer",
+        default="real",
+        help="real: whole layers; random: attention alone.",
+        shell_complete=complete.indexers,
+    ),
+    text("--cache", default="fp8_ds_mla", help="fp8_ds_mla, bf16 or fp32.", shell_complete=complete.cache_formats),
     integer("--max-requests", help="Read at most this many requests of the trace."),
     token_count("--max-tokens", least=2, help="Longest request; longer ones are shrunk. 4k and 1M are numbers too."),
     token_count(
@@ -74,7 +89,14 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
     ),
     integer("--interleave", help="Consecutive entries of one rank, with --context-parallel.  [default: 1]"),
     flag("--verbose", "-v", help="Print every operation, all memory, and the details of ranks."),
-    text("--html", "page", metavar="FILE", callback=target_file, help="Write the report as one page with pictures."),
+    text(
+        "--html",
+        "page",
+        metavar="FILE",
+        callback=target_file,
+        shell_complete=complete.files,
+        help="Write the report as one page with pictures.",
+    ),
     flag("--json", "as_json", help="Print one JSON object, and no progress."),
 )
 @click.pass_context

@@ -31,6 +31,7 @@ from dsv4attn.tools.replay.layer_runner import (
     RunSettings,
     timed,
 )
+from dsv4attn.tools.replay.names import CACHES, INDEXERS
 from dsv4attn.tools.replay.over_ranks import MeteredContext, RanksReport
 from dsv4attn.tools.replay.pools import (
     COMPRESSED,
@@ -44,12 +45,7 @@ from dsv4attn.tools.replay.random_weights import RandomWeights
 from dsv4attn.tools.replay.results import Report
 from dsv4attn.tools.replay.workload import Workload
 
-__all__ = ["CACHES", "INDEXERS", "Progress", "Replay", "ReplayConfig"]
-
-CACHES = ("fp8_ds_mla", "bf16", "fp32")
-"""Names of `ReplayConfig.cache`. With `fp32`, hidden states, queries and keys are fp32 too: no format rounds."""
-INDEXERS = ("real", "random")
-"""Names of `ReplayConfig.indexer`."""
+__all__ = ["Progress", "Replay", "ReplayConfig"]
 
 
 def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], object]:
@@ -61,7 +57,7 @@ class ReplayConfig:
     """Settings of a replay.
 
     kinds: layer types to run; None means all of the model.
-    cache: one of CACHES.
+    cache: one of `names.CACHES`.
     block_size: records in a page of the window cache.
     max_num_batched_tokens: most tokens of a step.
     max_num_seqs: most requests that run at once.

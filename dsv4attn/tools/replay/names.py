@@ -1,0 +1,10 @@
+"""Words of a replay's settings. They stand alone, so that a command line can list them without importing torch."""
+
+from __future__ import annotations
+
+__all__ = ["CACHES", "INDEXERS"]
+
+CACHES = ("fp8_ds_mla", "bf16", "fp32")
+"""Names of `ReplayConfig.cache`. With `fp32`, hidden states, queries and keys are fp32 too: no format rounds."""
+INDEXERS = ("real", "random")
+"""Names of `ReplayConfig.indexer`."""
