@@ -22,6 +22,7 @@ from dsv4attn.errors import ArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
     import click
+    import torch
     from rich.console import Console
     from rich.table import Table
 
@@ -163,9 +164,10 @@ def chosen_backend(
     options: Mapping[str, str],
     geometry: ModelGeometry,
     kinds: Iterable[LayerKind],
+    device: torch.device | str = "cpu",
     **facts: Any,  # noqa: ANN401 - those of Problem.of
 ) -> Backend:
-    """The backend that runs these layers on the CPU: the named one, else that of the settings or of selection.
+    """The backend that runs these layers on a device: the named one, else that of the settings or of selection.
 
     options: options of that backend. facts: arguments of `Problem.of` that differ from the model.
     """
@@ -179,7 +181,7 @@ def chosen_backend(
     if name is not None and name != AUTO and "=" not in name:
         registered(name)
     chosen = {
-        resolve([p for p in problems if p.phase == phase], backend=name, device="cpu").require().info.name
+        resolve([p for p in problems if p.phase == phase], backend=name, device=device).require().info.name
         for phase in PHASES
     }
     if len(chosen) == 1:
@@ -187,7 +189,7 @@ def chosen_backend(
     if options:
         actual = f"{' and '.join(sorted(chosen))} sharing the work"
         raise ArgumentError("--option", expected="one backend", actual=actual, hint="set options in dsv4attn.toml")
-    return select_backend(*problems, backend=name, device="cpu")
+    return select_backend(*problems, backend=name, device=device)
 
 
 def console() -> Console:

@@ -16,6 +16,8 @@ from dsv4attn.tools.cli.options import MODEL, OPTION, flag, integer, options, ta
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
+    import torch
+
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
     from dsv4attn.serving.request import Request
@@ -52,6 +54,13 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
         shell_complete=complete.requests_of_backends,
     ),
     OPTION,
+    text(
+        "--device",
+        metavar="DEVICE",
+        default="cpu",
+        help="Torch device that serves the trace, such as cuda or cuda:1; selection chooses the backend for it.",
+        shell_complete=complete.torch_devices,
+    ),
     text(
         "--layers",
         metavar="KINDS",
@@ -108,6 +117,7 @@ def run(
     trace: str,
     backend: str | None,
     backend_options: dict[str, str],
+    device: str,
     layers: str | None,
     max_requests: int | None,
     max_tokens: int | None,
@@ -125,7 +135,8 @@ def run(
 
     One layer of each type is run, from hidden states to hidden states, with random weights of the model's sizes:
     projections, compressor, indexer, attention, output projection. With --indexer random it is attention alone, on
-    random inputs; the built-in trace has more and shorter requests then. In every step --check-rows rows are
+    random inputs; the built-in trace has more and shorter requests then. With --device, caches, weights and kernels are
+    on that device; the checks run on the CPU. In every step --check-rows rows are
     computed again in float64, stage by stage, from raw inputs. There is one thread for each core that the process may
     use. What is printed fits a screen; --verbose prints all. With --context-parallel, under torchrun, every rank
     serves the trace over its part of the compressed entries and checks its own outputs; the first rank prints what all
@@ -139,12 +150,14 @@ def run(
     require_torch(ctx)
     from attrs import evolve
 
+    from dsv4attn.tools.cli.bench_device import device_named
     from dsv4attn.tools.cli.common import chosen_backend, geometry_of
     from dsv4attn.tools.cli.ranks import joined
     from dsv4attn.tools.replay.engine import ReplayConfig
 
     geometry = geometry_of(model)
-    _check_ranks(context_parallel, interleave, geometry, trace)
+    place = device_named(device)
+    _check_ranks(context_parallel, interleave, geometry, trace, place)
     is_short, model_topk = trace == _SHORT and settings["indexer"] == "real", geometry.index_topk
     index_topk = index_topk or (min(_SHORT_TOPK, model_topk) if is_short else model_topk)
     geometry = evolve(geometry, index_topk=index_topk)
@@ -152,7 +165,7 @@ def run(
         max_num_batched_tokens = _TOKENS_OF_A_SHORT_STEP if is_short else _TOKENS_OF_A_STEP
     max_kv_bytes = settings.pop("max_kv_mib") * 2**20
     settings |= {"max_num_batched_tokens": max_num_batched_tokens, "max_kv_bytes": max_kv_bytes}
-    config = ReplayConfig(kinds=_kinds(layers), **settings)
+    config = ReplayConfig(kinds=_kinds(layers), device=place, **settings)
     requests = _requests(trace, max_requests, max_tokens, config, geometry)
     facts: dict[str, object] = {
         "swa_page_size": config.block_size,
@@ -160,14 +173,15 @@ def run(
         "lse": True,
     }
     facts["q_dtype"] = "float32" if config.cache == "fp32" else "bfloat16"
-    chosen = chosen_backend(backend, backend_options, geometry, config.kinds or geometry.kinds, **facts)
+    chosen = chosen_backend(backend, backend_options, geometry, config.kinds or geometry.kinds, place, **facts)
     with joined(context_parallel, interleave or 1) if context_parallel else nullcontext() as context:
         replay = _replay(geometry, chosen, requests, config, context)
         prints = context is None or context.ownership.rank == 0
         cpu_threads = Threads.chosen(threads)
         with cpu_threads.used(), _progress(replay.total_tokens, shown=prints and not as_json) as progress:
             report = replay.run(progress)
-    setting = {**cpu_threads.as_json(), "text": str(cpu_threads)}
+    # the CPU's threads do not matter for times on an accelerator
+    setting = {**cpu_threads.as_json(), "text": str(cpu_threads)} if place.type == "cpu" else {}
     name = {_SHORT: "generated", _LONG: "generated, long"}.get(trace, trace)
     other_topk = model_topk if model_topk != index_topk else None
     report = evolve(report, trace=name, options=backend_options, threads=setting, model_topk=other_topk)
@@ -176,7 +190,9 @@ def run(
     ctx.exit(INTERRUPTED if report.interrupted else OK if report.ok else FAILED)
 
 
-def _check_ranks(ranks: int | None, interleave: int | None, geometry: ModelGeometry, trace: str) -> None:
+def _check_ranks(
+    ranks: int | None, interleave: int | None, geometry: ModelGeometry, trace: str, device: torch.device
+) -> None:
     """Refuse options that contradict the number of processes."""
     from dsv4attn.errors import ArgumentError
     from dsv4attn.tools.cli.ranks import check_ranks
@@ -186,6 +202,9 @@ def _check_ranks(ranks: int | None, interleave: int | None, geometry: ModelGeome
         check_ranks(ranks, geometry)
         if trace == STDIN:
             raise ArgumentError("--trace", expected="a file that every rank can read", actual="standard input")
+        if device.type != "cpu":
+            hint = "`dsv4attn bench context --device cuda` measures ranks on GPUs"
+            raise ArgumentError("--device", expected="cpu, with --context-parallel", actual=str(device), hint=hint)
     elif interleave is not None:
         hint = "add --context-parallel, or leave out --interleave"
         raise ArgumentError("--interleave", expected="several ranks", actual="one process", hint=hint)

@@ -89,8 +89,8 @@ class AttentionChecker:
         """Take the sources of the rows. wo_a: [G * rank, H / G * D]."""
         self._layer, self._layout, self._workload = layer, layout, workload
         self._inv_freq = frequencies(layer.rope)
-        self._sink = workload.sink(layer.kind).double().numpy()
-        self._wo_a = wo_a.unflatten(0, (workload.geometry.o_groups, -1)).numpy()
+        self._sink = workload.sink(layer.kind).double().cpu().numpy()
+        self._wo_a = wo_a.unflatten(0, (workload.geometry.o_groups, -1)).cpu().numpy()
         self._window_keys: dict[tuple[int, int], F64] = {}
         self._entries: dict[int, F64] = {}
         self.result = CheckResult(tolerance=tolerance_of(layer, workload.dtype))
@@ -108,9 +108,9 @@ class AttentionChecker:
             weight = self._wo_a[:, ranks].astype(np.float64)
             projected = oracle.inverse_rope_project(expected, cos, sin, self._layer.rope_dim, weight, None)
             errors = Errors(
-                out=relative(out[i].double().numpy(), expected),
-                lse=largest(np.abs(lse[i].double().numpy() - expected_lse)),
-                projection=relative(z[i].double().numpy()[:, ranks].ravel(), projected.ravel()),
+                out=relative(out[i].double().cpu().numpy(), expected),
+                lse=largest(np.abs(lse[i].double().cpu().numpy() - expected_lse)),
+                projection=relative(z[i].double().cpu().numpy()[:, ranks].ravel(), projected.ravel()),
             )
             self.result.add(errors, f"step {step}, request {self._workload.requests[row].index}, position {position}")
 
@@ -118,7 +118,7 @@ class AttentionChecker:
         """The oracle's row: (out [H, D], lse [H])."""
         layer, workload = self._layer, self._workload
         token = _tokens(workload, row, [position])
-        raw = workload.q_rows(workload.q_numbers(layer.kind, token))[0].double().numpy()
+        raw = workload.q_rows(workload.q_numbers(layer.kind, token))[0].double().cpu().numpy()
         q = rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.q_eps), workload.dtype)
         selected = None
         if layer.kind is LayerKind.CSA:
@@ -137,7 +137,7 @@ class AttentionChecker:
         for number, position in numbers:
             if (number, position) not in self._window_keys:
                 cos, sin = oracle.rope_cos_sin(position, self._inv_freq)
-                raw = self._workload.key_rows(np.array([number]))[0].double().numpy()
+                raw = self._workload.key_rows(np.array([number]))[0].double().cpu().numpy()
                 rotated = rounded(oracle.apply_rope(raw, cos, sin, self._layer.rope_dim), self._workload.dtype)
                 self._window_keys[number, position] = stored(rotated, self._layout)
         return [self._window_keys[key] for key in numbers]
@@ -151,7 +151,7 @@ class AttentionChecker:
             self._entries.clear()
         for number in numbers:
             if number not in self._entries:
-                entry = self._workload.key_rows(np.array([number]))[0].double().numpy()
+                entry = self._workload.key_rows(np.array([number]))[0].double().cpu().numpy()
                 self._entries[number] = stored(entry, self._layout)
         return [self._entries[number] for number in numbers]
 

@@ -246,7 +246,7 @@ class FullLayerChecker:
         assert query is not None
         if layout.fp8_format is None:
             return _f64(query.values[i])
-        codes = query.values[i].view(torch.uint8).numpy()
+        codes = query.values[i].view(torch.uint8).cpu().numpy()
         return oracle.decode_e4m3(codes, layout.fp8_format is Fp8Format.FNUZ)
 
     def _query_error(self, q: F64, exact: F64, enlarged: F64) -> float:
@@ -282,4 +282,4 @@ class FullLayerChecker:
 
 
 def _f64(values: Tensor) -> F64:
-    return np.asarray(values.double().numpy())
+    return np.asarray(values.double().cpu().numpy())

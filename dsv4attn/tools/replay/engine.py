@@ -14,6 +14,7 @@ from attrs import Attribute, field, frozen
 from dsv4attn.core.argument_checks import check_count
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspacePlan
@@ -66,6 +67,7 @@ class ReplayConfig:
     seed: seed of all random numbers.
     indexer: `real`: whole layers with random weights, from hidden states to hidden states. `random`: attention alone,
        on random q, keys, entries and selections.
+    device: torch device of caches, weights, inputs and kernels. The checks run on the CPU.
     """
 
     kinds: Sequence[LayerKind] | None = None
@@ -77,6 +79,7 @@ class ReplayConfig:
     check_rows: int = field(default=2, validator=_at_least(0))
     seed: int = field(default=0, validator=_at_least(0))
     indexer: str = "real"
+    device: torch.device = field(default="cpu", converter=torch.device)
 
 
 @frozen
@@ -135,6 +138,7 @@ class Replay:
             compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
             attention_only=not full_layers,
             context_parallel=context,
+            device=config.device,
         )
         # a manager of two sequences of one token has pages as large as any other has
         pages = plan_pools(
@@ -153,10 +157,10 @@ class Replay:
             max_num_seqs=limits.max_num_reqs,
             blocks=self._pages,
         )
-        self._workload = Workload(geometry, self.requests, config.seed, dtype)
+        self._workload = Workload(geometry, self.requests, config.seed, dtype, config.device)
         ranks = None if context is None else context.ownership.size
         plans = [plan_workspace(layer, limits, backend, layout, ranks=ranks) for layer in layers]
-        workspace = MeteredWorkspace()
+        workspace = MeteredWorkspace(config.device)
         workspace.reserve(reduce(WorkspacePlan.union, plans), caller="replay")
         workspace.lock()
         settings = RunSettings(
@@ -172,7 +176,7 @@ class Replay:
         self._runners: Sequence[LayerRunner]
         self._full_layers: Sequence[FullLayerRunner] = ()
         if full_layers:
-            weights = RandomWeights(self._manager.geometry, config.seed)
+            weights = RandomWeights(self._manager.geometry, config.seed, config.device)
             self._full_layers = [FullLayerRunner(i, settings, plan, weights) for i, plan in enumerate(plans)]
             self._runners = self._full_layers
         else:
@@ -208,7 +212,7 @@ class Replay:
             metadata = self._manager.metadata(self._manager.batch(requests))
             rows = [self._workload.row_of[entry.request.index] for entry in step.scheduled]
             counts = [entry.query_len for entry in step.scheduled]
-            tokens = self._workload.tokens(np.repeat(rows, counts), self._manager.positions(requests).numpy())
+            tokens = self._workload.tokens(np.repeat(rows, counts), self._manager.positions(requests).cpu().numpy())
         done, running, waiting = self._scheduler.counters, self._scheduler.num_running, self._scheduler.num_waiting
         number, served = done.steps + 1, done.prefill_tokens + done.decode_tokens - done.recomputed_tokens
         for i, runner in enumerate(self._runners, 1):
@@ -250,11 +254,20 @@ class Replay:
             other_s=self._other_s,
             interrupted=interrupted,
             indexer=config.indexer,
+            device=_device_text(config.device),
             records_per_token=self.geometry.entries_per_token if all_types else 0.0,
             readers=sum(self.geometry.sources(i).kv not in (None, i) for i in range(self.geometry.num_layers)),
             longest_request=max(x.input_length + x.output_length for x in self.requests),
             ranks=ranks,
         )
+
+
+def _device_text(device: torch.device) -> str:
+    """A device in words."""
+    if device.type == "cpu":
+        return "the CPU"
+    facts = DeviceFacts.here(device)
+    return f"{facts.arch} ({facts.name})"
 
 
 def _layout_of(cache: str, geometry: ModelGeometry) -> tuple[KVCacheLayout, torch.dtype]:

@@ -35,7 +35,7 @@ from dsv4attn.tools.replay.oracle_full_layer import OracleLayer
 from dsv4attn.tools.replay.over_ranks import LayerOnRank, MeteredContext, OutputDigest, Traffic
 from dsv4attn.tools.replay.pools import COMPRESSED_BLOCK_TOKENS, PageBytes, PageGroup
 from dsv4attn.tools.replay.random_weights import RandomWeights
-from dsv4attn.tools.replay.recorder import RecordingBackend
+from dsv4attn.tools.replay.recorder import RecordingBackend, wait_for
 from dsv4attn.tools.replay.results import ATTENTION_OPERATIONS, LAYER_OPERATIONS, CheckResult, LayerReport
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
 
@@ -43,19 +43,21 @@ __all__ = ["AttentionRunner", "Buffers", "FullLayerRunner", "LayerRunner", "Mete
 
 
 @contextmanager
-def timed(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
-    """Add the time of a `with` block that does not raise."""
+def timed(seconds: MutableMapping[str, float], name: str, device: torch.device | None = None) -> Iterator[None]:
+    """Add the time of a `with` block that does not raise, with the work that it launches on a device."""
     start = time.perf_counter()
     yield
+    if device is not None:
+        wait_for(device)
     seconds[name] += time.perf_counter() - start
 
 
 class MeteredWorkspace(WorkspaceManager):
     """A workspace that records the largest request of each of its arenas since `peaks` was last cleared."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         """Start with no memory and no requests."""
-        super().__init__()
+        super().__init__(device)
         self.peaks: dict[str, int] = {}
 
     def get_simultaneous(
@@ -172,8 +174,9 @@ class Buffers:
         """Allocate the buffers, and draw the projection."""
         workload = settings.workload
         rows = settings.limits.max_num_batched_tokens, workload.geometry.num_heads
-        q, out = (torch.empty(*rows, workload.geometry.head_dim, dtype=workload.dtype, device="cpu") for _ in range(2))
-        return cls(workload.projection(), q, out, torch.empty(rows, dtype=torch.float32, device="cpu"))
+        dim, dtype, device = workload.geometry.head_dim, workload.dtype, workload.device
+        q, out = (torch.empty(*rows, dim, dtype=dtype, device=device) for _ in range(2))
+        return cls(workload.projection(), q, out, torch.empty(rows, dtype=torch.float32, device=device))
 
 
 class AttentionRunner(LayerRunner):
@@ -188,30 +191,32 @@ class AttentionRunner(LayerRunner):
         check = self._checker.result if self._checker else None
         super().__init__(index, settings, plan, ATTENTION_OPERATIONS, check)
         self._buffers = buffers
-        self._cos_sin = cos_sin_cache(layer.rope, settings.limits.max_model_len)
+        self._cos_sin = cos_sin_cache(layer.rope, settings.limits.max_model_len, settings.workload.device)
 
     def step(self, number: int, tokens: Tokens, metadata: AttentionMetadata, other_s: dict[str, float]) -> None:
         """Insert, attend, project and check the tokens of a step."""
         settings, buffers, caches, kind = self.settings, self._buffers, self.caches.attention, self.layer.kind
         backend, workload, compressed = settings.backend, settings.workload, metadata.compressed
+        device = workload.device
         q, out, lse = (buffer[: len(tokens)] for buffer in (buffers.q, buffers.out, buffers.lse))
-        with timed(other_s, "inputs"):
+        with timed(other_s, "inputs", device):
             workload.q_rows(workload.q_numbers(kind, tokens), out=q)
             kv = workload.key_rows(workload.kv_numbers(kind, tokens))
             entries = workload.key_rows(workload.entry_numbers(kind, tokens)) if compressed else None
             topk = workload.topk(kind, tokens) if kind is LayerKind.CSA else None
-            positions = torch.from_numpy(tokens.positions)
+            positions = workload.placed(tokens.positions)
             chosen, random = self._choose_rows(number, tokens)
             # a row that the backend does not write must not pass with values of an earlier step
-            out[chosen], lse[chosen] = torch.nan, torch.nan
+            rows = workload.placed(chosen)
+            out[rows], lse[rows] = torch.nan, torch.nan
         settings.workspace.peaks.clear()
         seconds = dict.fromkeys(ATTENTION_OPERATIONS, 0.0)
-        with timed(seconds, "insert"):
+        with timed(seconds, "insert", device):
             slots, eps = metadata.swa.slot_mapping, self.layer.q_eps
             backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, self._cos_sin, eps)
             if entries is not None and compressed is not None and caches.compressed is not None:
                 backend.quantize_and_insert_k_cache(entries, caches.compressed, compressed.slot_mapping[: len(tokens)])
-        with timed(seconds, "attend"):
+        with timed(seconds, "attend", device):
             forward_mqa(
                 q,
                 caches,
@@ -225,11 +230,11 @@ class AttentionRunner(LayerRunner):
                 topk_indices=topk,
                 lse=lse,
             )
-        with timed(seconds, "project"):
+        with timed(seconds, "project", device):
             z = backend.inv_rope_o_proj(out, positions, self._cos_sin, buffers.wo_a, workload.geometry.o_groups)
         self._count(len(tokens), seconds)
         if self._checker is not None:
-            with timed(other_s, "checks"):
+            with timed(other_s, "checks", device):
                 self._checker.check(number, tokens, chosen, out, lse, z, random)
 
 
@@ -240,7 +245,9 @@ class FullLayerRunner(LayerRunner):
         """Draw the weights and bind the caches."""
         manager, limits, workload, context = settings.manager, settings.limits, settings.workload, settings.context
         geometry, caches, layer = manager.geometry, manager.caches[index], manager.geometry.layer(index)
-        self._recorder = recorder = RecordingBackend(settings.backend, limits.max_num_batched_tokens, layer.num_heads)
+        self._recorder = recorder = RecordingBackend(
+            settings.backend, limits.max_num_batched_tokens, layer.num_heads, workload.device
+        )
         layer_weights = weights.of(layer, workload.sink(layer.kind))
         self._attention = DeepseekV4Attention(
             f"layers.{index}",
@@ -271,15 +278,16 @@ class FullLayerRunner(LayerRunner):
     def step(self, number: int, tokens: Tokens, metadata: AttentionMetadata, other_s: dict[str, float]) -> None:
         """Run and check the tokens of a step."""
         settings, attention, recorder = self.settings, self._attention, self._recorder
-        with timed(other_s, "inputs"):
+        device = settings.workload.device
+        with timed(other_s, "inputs", device):
             hidden = settings.workload.hidden_states(self.layer.kind, tokens)
-            positions = torch.from_numpy(tokens.positions)
+            positions = settings.workload.placed(tokens.positions)
             chosen, random = self._choose_rows(number, tokens)
             if attention.topk_indices is not None:
                 # a row that the indexer does not write must not pass with entries of an earlier step
-                attention.topk_indices[chosen] = -1
+                attention.topk_indices[settings.workload.placed(chosen)] = -1
         settings.workspace.peaks.clear()
-        recorder.start(torch.from_numpy(chosen))
+        recorder.start(settings.workload.placed(chosen))
         layers: dict[LayerKey, AttentionMetadata] = {self.layer.key: metadata}
         with set_forward_context(layers):
             output = attention(hidden, positions)
@@ -287,11 +295,11 @@ class FullLayerRunner(LayerRunner):
         if settings.context is not None and self.layer.has_entries:
             self._sent += settings.context.sent
             settings.context.sent.clear()
-            with timed(other_s, "checks"):
+            with timed(other_s, "checks", device):
                 self._digest.add(recorder.out)
         self._count(len(tokens), recorder.watch.seconds)
         if self._checker is not None:
-            with timed(other_s, "checks"):
+            with timed(other_s, "checks", device):
                 step = CheckedStep(number, tokens, metadata, attention.topk_indices, output)
                 self._checker.check(step, chosen, random)
 

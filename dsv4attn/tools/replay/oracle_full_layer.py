@@ -120,7 +120,7 @@ class OracleLayer:
         split = first.reshape(groups, -1, first.shape[1])
         z = oracle.inverse_rope_project(attended, *self._turn(position), self._layer.rope_dim, split, None)
         assert isinstance(weights.wo_b, Tensor)
-        return np.asarray(weights.wo_b[dims].double().numpy() @ z.reshape(-1))
+        return np.asarray(weights.wo_b[dims].double().cpu().numpy() @ z.reshape(-1))
 
     def _compressor(self, *, index: bool) -> CompressorWeights:
         weights = self._weights.indexer.compressor if index and self._weights.indexer else self._weights.compressor

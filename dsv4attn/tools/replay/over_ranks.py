@@ -153,7 +153,7 @@ class OutputDigest:
 
     def add(self, out: Tensor) -> None:
         """Add the rows of a step."""
-        self._hash.update(out.contiguous().view(torch.uint8).numpy().data)
+        self._hash.update(out.contiguous().view(torch.uint8).cpu().numpy().data)
         self.steps += 1
 
     def __str__(self) -> str:

@@ -35,9 +35,9 @@ _LAYER_TYPES = list(LayerKind)
 class RandomWeights:
     """Weights of one layer of each type, and their float64 copies. Equal arguments give equal numbers."""
 
-    def __init__(self, geometry: ModelGeometry, seed: int) -> None:
-        """Draw nothing yet."""
-        self._geometry, self._seed = geometry, seed
+    def __init__(self, geometry: ModelGeometry, seed: int, device: torch.device | str = "cpu") -> None:
+        """Draw nothing yet. device: where the weights will be; their numbers are drawn on the CPU."""
+        self._geometry, self._seed, self._device = geometry, seed, device
         self._shared: dict[str, Tensor] = {}
         self._exact: dict[int, F64] = {}
         self._norms: list[Tensor] = []
@@ -51,11 +51,11 @@ class RandomWeights:
             if name == "attn_sink":
                 weights[name] = sink
             elif "." in name:
-                weights[name] = _drawn(name, shape, of_layer)
+                weights[name] = _drawn(name, shape, of_layer).to(self._device)
             else:
                 # a window-only layer has the first names of every layer, so the order is the same
                 if name not in self._shared:
-                    self._shared[name] = _drawn(name, shape, common)
+                    self._shared[name] = _drawn(name, shape, common).to(self._device)
                 weights[name] = self._shared[name]
         self._norms += [weights[name] for name in _OF_KEYS if name in weights]
         return AttentionWeights.from_dict(weights, self._geometry, layer)
@@ -68,7 +68,7 @@ class RandomWeights:
     def exact(self, weight: Tensor) -> F64:
         """The float64 copy of a weight, made in the first call."""
         if id(weight) not in self._exact:
-            self._exact[id(weight)] = weight.numpy().astype(np.float64)
+            self._exact[id(weight)] = weight.cpu().numpy().astype(np.float64)
         return self._exact[id(weight)]
 
 

@@ -19,10 +19,11 @@ import math
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
-from dsv4attn.testing.oracle import F64, U8
+from dsv4attn.testing.oracle import F64
 
 __all__ = ["BF16", "SUMS", "IndexKeyReader", "KeyReader", "rounding_bound", "share_of_bound"]
 
@@ -38,7 +39,7 @@ class KeyReader:
     """Keys of one cache, in float64."""
 
     def __init__(self, cache: PagedKVCache) -> None:
-        """Look at the memory of a cache of keys; nothing is copied."""
+        """Look at the memory of a cache of keys; a page is copied when it is read, if it is not on the CPU."""
         self._layout, self._size = cache.layout, cache.block_size
         self._pages = _raw_pages(cache) if cache.layout.is_quantised else None
         self._rows = cache.tensor
@@ -49,10 +50,10 @@ class KeyReader:
 
     def _record(self, block: int, place: int) -> F64:
         if self._pages is None:
-            return self._rows[block, place].double().numpy()
+            return self._rows[block, place].double().cpu().numpy()
         layout = self._layout
         return oracle.read_record(
-            self._pages[block],
+            self._pages[block].cpu().numpy(),
             place,
             block_size=self._size,
             nope_dim=layout.nope_dim,
@@ -71,7 +72,7 @@ class IndexKeyReader:
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
-        """Look at the memory of a cache of index keys; nothing is copied."""
+        """Look at the memory of a cache of index keys; a page is copied when it is read, if it is not on the CPU."""
         self._layout, self._size = cache.layout, cache.block_size
         self._pages = _raw_pages(cache) if cache.layout.is_quantised else None
         self._rows = cache.tensor
@@ -85,18 +86,17 @@ class IndexKeyReader:
 
     def _page(self, block: int) -> F64:
         if self._pages is None:
-            return self._rows[block].double().numpy()
+            return self._rows[block].double().cpu().numpy()
         dim, fnuz = self._layout.head_dim, self._layout.fp8_format is Fp8Format.FNUZ
-        page, codes = self._pages[block], self._size * self._layout.head_dim
+        page, codes = self._pages[block].cpu().numpy(), self._size * self._layout.head_dim
         scales = np.ascontiguousarray(page[codes : codes + 4 * self._size]).view("<f4").astype(np.float64)
         return oracle.decode_e4m3(page[:codes], fnuz).reshape(self._size, dim) * scales[:, None]
 
 
-def _raw_pages(cache: PagedKVCache) -> U8:
-    """[B, bytes] of a quantised cache, without the padding between pages."""
+def _raw_pages(cache: PagedKVCache) -> Tensor:
+    """[B, bytes] uint8 of a quantised cache, without the padding between pages."""
     size = cache.num_blocks, cache.layout.page_bytes(cache.block_size)
-    raw: U8 = torch.as_strided(cache.tensor, size, (cache.page_stride, 1), cache.tensor.storage_offset()).numpy()
-    return raw
+    return torch.as_strided(cache.tensor, size, (cache.page_stride, 1), cache.tensor.storage_offset())
 
 
 def rounding_bound(exact: F64, layout: KVCacheLayout, rope_dim: int) -> F64:

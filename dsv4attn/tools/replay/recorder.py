@@ -23,24 +23,33 @@ from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.tools.replay.results import LAYER_OPERATIONS
 
-__all__ = ["RecordingBackend", "Stopwatch"]
+__all__ = ["RecordingBackend", "Stopwatch", "wait_for"]
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until an accelerator has done all work that was launched on it, so that times include that work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 class Stopwatch:
-    """Seconds of the operations of one step."""
+    """Seconds of the operations of one step, each with the work that it has launched on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         """Stand still."""
+        self._device = torch.device(device)
         self.seconds: dict[str, float] = {}
         self._last = 0.0
 
     def start(self) -> None:
         """Begin a step: all operations at 0."""
         self.seconds = dict.fromkeys(LAYER_OPERATIONS, 0.0)
+        wait_for(self._device)
         self._last = time.perf_counter()
 
     def lap(self, operation: str) -> None:
         """Add the time since the last lap to an operation."""
+        wait_for(self._device)
         now = time.perf_counter()
         self.seconds[operation] += now - self._last
         self._last = now
@@ -57,16 +66,16 @@ class RecordingBackend(WrappedBackend):
     query: the indexer's queries of the step; None if nothing was scored.
     """
 
-    def __init__(self, backend: Backend, max_tokens: int, heads: int) -> None:
-        """Wrap a backend for steps of at most `max_tokens` tokens."""
+    def __init__(self, backend: Backend, max_tokens: int, heads: int, device: torch.device | str = "cpu") -> None:
+        """Wrap a backend for steps of at most `max_tokens` tokens on a device."""
         super().__init__(backend)
-        self.watch = Stopwatch()
+        self.watch = Stopwatch(device)
         self.layer_ops = _recording(backend.layer_ops, self)
         self.rank_ops = _recording_merge(backend.rank_ops, self)
-        self.rows = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.q = self.out = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.rows = torch.empty(0, dtype=torch.int64, device=device)
+        self.q = self.out = torch.empty(0, dtype=torch.float32, device=device)
         self._attended: list[range] = []
-        self.lse = torch.empty(max_tokens, heads, dtype=torch.float32, device="cpu")
+        self.lse = torch.empty(max_tokens, heads, dtype=torch.float32, device=device)
         self.query: IndexQuery | None = None
 
     def start(self, rows: Tensor) -> None:

@@ -155,7 +155,7 @@ def head(report: Report, *, verbose: bool = True) -> list[str]:
     phases = f"{report.prefill_tokens:,} prefill, {report.decode_tokens:,} decode"
     spent = {"layers": sum(layer.total_s for layer in report.layers), **report.other_s}
     return [
-        f"backend {report.backend}{f' ({options})' if options else ''} on the CPU{threads}",
+        f"backend {report.backend}{f' ({options})' if options else ''} on {report.device}{threads}",
         *([f"limits of errors: {_limits(report, limits)}"] if limits else []),
         f"{report.model}{_selected(report)}, cache {report.cache}",
         *(["whole layers, with random weights"] if report.indexer == "real" else []),

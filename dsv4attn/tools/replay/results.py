@@ -200,6 +200,7 @@ class Report:
     interrupted: whether Ctrl-C ended the run.
     trace: name of the trace.
     options: options of the backend.
+    device: the device in words: "the CPU", or architecture and product.
     threads: threads of the CPU, cores that may be used, and where the number comes from; `text` has all in words.
     indexer: `real` for whole layers, `random` for attention on random inputs.
     longest_request: tokens of the longest request, prompt and output.
@@ -230,6 +231,7 @@ class Report:
     interrupted: bool = False
     trace: str = "generated"
     options: Mapping[str, str] = field(factory=dict)
+    device: str = "the CPU"
     threads: Mapping[str, object] = field(factory=dict)
     indexer: str = "random"
     longest_request: int = 0

@@ -61,11 +61,20 @@ class Tokens:
 class Workload:
     """Inputs of every layer type, for the tokens of a set of requests.
 
-    dtype: of q and keys, bf16 or fp32. Equal arguments give equal numbers on every machine with the same torch.
+    dtype: of q and keys, bf16 or fp32. device: where inputs are. Equal arguments give equal numbers on every machine
+    and device with the same torch, because they are drawn on the CPU.
     """
 
-    def __init__(self, geometry: ModelGeometry, requests: Sequence[Request], seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        requests: Sequence[Request],
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Draw the banks."""
+        self.device = torch.device(device)
         self.geometry, self.dtype, self.requests = geometry, dtype, tuple(requests)
         self.row_of = {request.index: row for row, request in enumerate(requests)}
         """Row number of each request in the tables below, by `Request.index`."""
@@ -78,22 +87,24 @@ class Workload:
 
         heads, dim = geometry.num_heads, geometry.head_dim
         random = torch.Generator().manual_seed(seed)
-        self._q_bank = torch.randn(_BANK_ROWS, dim, generator=random, dtype=torch.float32, device="cpu").to(dtype)
+        queries = torch.randn(_BANK_ROWS, dim, generator=random, dtype=torch.float32, device="cpu")
+        self._q_bank = queries.to(self.device, dtype)
         weights = norm_weights((dim,), random, loud=True)
         keys = torch.randn(_BANK_ROWS, dim, generator=random, dtype=torch.float32, device="cpu")
-        self._key_bank = (keys * keys.square().mean(-1, keepdim=True).rsqrt() * weights).to(dtype)
+        self._key_bank = (keys * keys.square().mean(-1, keepdim=True).rsqrt() * weights).to(self.device, dtype)
         self._sinks = {
-            kind: torch.randn(heads, generator=random, dtype=torch.float32, device="cpu") for kind in LayerKind
+            kind: torch.randn(heads, generator=random, dtype=torch.float32, device="cpu").to(self.device)
+            for kind in LayerKind
         }
         self._random = random
 
     @cached_property
     def _hidden_bank(self) -> Tensor:
-        return hidden_bank(self.geometry, _BANK_ROWS, self._number, self.dtype)
+        return hidden_bank(self.geometry, _BANK_ROWS, self._number, self.dtype).to(self.device)
 
     def hidden_states(self, kind: LayerKind, tokens: Tokens) -> Tensor:
         """[T, hidden] inputs of a whole layer, in `dtype`."""
-        return self._hidden_bank.index_select(0, torch.from_numpy(self._picked(kind, _KV, tokens.ids)))
+        return self._hidden_bank.index_select(0, self.placed(self._picked(kind, _KV, tokens.ids)))
 
     def projection(self) -> Tensor:
         """A new wo_a [G * rank, H / G * D] fp32, scaled to preserve magnitudes; the same for all layer types.
@@ -102,7 +113,12 @@ class Workload:
         """
         rows = self.geometry.o_groups * self.geometry.o_lora_rank
         columns = self.geometry.num_heads // self.geometry.o_groups * self.geometry.head_dim
-        return torch.randn(rows, columns, generator=self._random, dtype=torch.float32, device="cpu").mul_(columns**-0.5)
+        drawn = torch.randn(rows, columns, generator=self._random, dtype=torch.float32, device="cpu")
+        return drawn.mul_(columns**-0.5).to(self.device)
+
+    def placed(self, numbers: I64) -> Tensor:
+        """Host numbers as a tensor on the device."""
+        return torch.from_numpy(numbers).to(self.device)
 
     def tokens(self, rows: I64, positions: I64) -> Tokens:
         """The tokens at these positions [T] of these requests [T], given by row number."""
@@ -132,12 +148,12 @@ class Workload:
     def q_rows(self, numbers: I64, out: Tensor | None = None) -> Tensor:
         """[T, H, D] raw queries; `out`, if given, is filled and returned."""
         flat = None if out is None else out.view(-1, self.geometry.head_dim)
-        rows = torch.index_select(self._q_bank, 0, torch.from_numpy(numbers.reshape(-1)), out=flat)
+        rows = torch.index_select(self._q_bank, 0, self.placed(numbers.reshape(-1)), out=flat)
         return rows.view(*numbers.shape, -1)
 
     def key_rows(self, numbers: I64) -> Tensor:
         """[T, D] raw keys or entries."""
-        return self._key_bank.index_select(0, torch.from_numpy(numbers))
+        return self._key_bank.index_select(0, self.placed(numbers))
 
     def topk(self, kind: LayerKind, tokens: Tokens) -> Tensor:
         """[T, K] int32 entry numbers as an indexer leaves them.
@@ -154,7 +170,7 @@ class Workload:
         start = (drawn >> np.uint64(8)).astype(np.int64) % modulus
         columns = np.arange(layer.topk)
         chosen = (start + stride * columns) % modulus
-        return torch.from_numpy(np.where(columns < entries, chosen, -1).astype(np.int32))
+        return torch.from_numpy(np.where(columns < entries, chosen, -1).astype(np.int32)).to(self.device)
 
     def _salt(self, kind: LayerKind, stream: int) -> U64:
         number = 4 * list(LayerKind).index(kind) + stream + 1

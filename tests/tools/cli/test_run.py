@@ -132,6 +132,51 @@ def test_a_trace_is_read_from_standard_input(model: str) -> None:
     assert "standard input:1: truncated or malformed JSON" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["cuda:99", "h200", "meta"])
+def test_a_device_that_this_machine_lacks_is_bad_input_before_anything_runs(model: str, name: str) -> None:
+    result = invoke("--model", model, "--device", name)
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
+    assert line.startswith(f"Error: device: expected a device of this machine, got {name} (")
+    assert " -> give a name of torch; this machine has cpu" in line
+
+
+def test_the_device_decides_about_backend_caches_weights_and_report(
+    model: str, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    resolve = selection.resolve
+    monkeypatch.setattr(
+        selection, "resolve", lambda *problems, device, **args: asked.append(device) or resolve(*problems, **args)
+    )
+    assert as_json("--model", model, "--trace", trace, "--device", "cpu")["device"] == "the CPU"
+
+    assert asked == [torch.device("cpu")] * 2
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("indexer", ["real", "random"])
+def test_a_trace_is_served_and_checked_on_an_accelerator(model: str, trace: str, indexer: str) -> None:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    values = as_json("--model", "flash", "--trace", trace, "--device", kind.type, "--indexer", indexer)
+
+    assert values["ok"]
+    assert values["device"] != "the CPU"
+    assert values["threads"] == {}
+
+
+def test_ranks_do_not_take_a_device(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4attn.tools.cli.bench_device.device_named", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("dsv4attn.tools.cli.ranks.check_ranks", lambda *_: None)
+    result = invoke("--model", model, "--context-parallel", "2", "--device", "cuda")
+
+    assert result.exit_code == 2
+    assert "--device: expected cpu, with --context-parallel, got cuda:0 -> " in result.stderr
+
+
 def test_numbers_of_tokens_take_k_and_m(model: str, trace: str) -> None:
     sizes = ["--max-num-batched-tokens", "1k", "--max-tokens", "1M"]
 
