@@ -96,7 +96,7 @@ def device_facts(name: str) -> DeviceFacts:
         if of_plugins:
             listed = ", ".join(f"{pattern} ({owner})" for pattern, owner in of_plugins.items())
             others.append(f"devices of installed plugins: {listed}")
-        near = _family(lower, error.known) or get_close_matches(lower, of_plugins, n=1, cutoff=0.8)
+        near = _family(lower, error.known) or get_close_matches(name.strip().lower(), of_plugins, n=1, cutoff=0.8)
         raise UnknownNameError("device", name, [*error.known, *of_plugins], others, near=near) from None
 
 

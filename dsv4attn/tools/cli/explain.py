@@ -92,9 +92,10 @@ def explain(
     """Say which backend would run a problem, and why not the others.
 
     Nothing is launched, and the device need not be here: packages of a device that is only described are taken to be
-    installed. --model v4.1-flash with --ratio and --records asks about layers of DeepSeek-V4.1; its window-only layers
-    have the first of the two records. Exit code 0: a backend was chosen; 1: none can run it, or the choice is a tie;
-    2: bad input.
+    installed. A device that the backend of an installed plugin is native to is known by the name in its descriptor.
+    --model v4.1-flash with --ratio and --records asks about layers of DeepSeek-V4.1; its window-only layers have the
+    first of the two records. Exit code 0: a backend was chosen; 1: none can run it, or the choice is a tie; 2: bad
+    input.
     """
     from dsv4attn.config import load_settings
     from dsv4attn.core.contract.problem import Problem
@@ -174,8 +175,9 @@ def _device(name: str | None) -> DeviceFacts:
 
 
 def _assumed(device: DeviceFacts) -> str:
-    """A note for a described device whose architecture is not in the table of devices, else ""."""
-    if device.present or any(device.arch == listed.arch for listed in DEVICES):
+    """A note for a described GPU whose architecture is not in the table of devices, else ""."""
+    is_listed = any(device.arch == listed.arch for listed in DEVICES)
+    if device.present or is_listed or device.kind not in {listed.kind for listed in DEVICES}:
         return ""
     return "unknown architecture, served by the generic row of each backend"
 

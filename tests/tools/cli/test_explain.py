@@ -108,6 +108,39 @@ def test_a_backend_can_be_asked_for(machine: Machine) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["acme_1", "ACME_1", "acme_24"])
+def test_a_device_that_a_plugin_is_native_to_can_be_asked_about(machine: Machine, name: str) -> None:
+    machine.install("acme", native=("acme_1", "acme_2*"))
+    code, values = machine.json("explain", "--device", name)
+
+    assert (code, values["chosen"], values["assumed"]) == (0, "acme", "")
+    assert values["verdict"] == f"acme: the only backend native to {name.lower()} that can run this call"
+    assert (values["device"]["kind"], values["device"]["arch"]) == (name.lower(), name.lower())
+    assert (values["device"]["name"], values["device"]["present"]) == ("of dsv4attn-acme 0.2", False)
+
+
+def test_names_of_the_table_stay_what_they_are_if_a_plugin_is_native_to_them(machine: Machine) -> None:
+    machine.install("acme", native=("sm_90", "gfx*", "xpu", "h200", "*"))
+
+    assert machine.json("explain", "--device", "h200")[1]["device"]["name"] == "NVIDIA H100 or H200"
+    code, lines = machine.run("explain", "--device", "acme_9", width=400)
+    assert code == 2
+    assert "devices of installed plugins" not in " ".join(lines)
+
+
+def test_an_unknown_device_is_answered_with_those_of_plugins_too(machine: Machine) -> None:
+    machine.install("acme", native=("acme_1", "acme_2*"))
+    code, lines = machine.run("explain", "--device", "acme_3", width=2000)
+    said = " ".join(lines)
+
+    assert code == 2
+    assert said.startswith("Error: unknown device 'acme_3'; did you mean 'acme_1'? (known: a10, a100, ")
+    assert ", acme_1, acme_2*, " in said
+    assert "devices of installed plugins: acme_1 (dsv4attn-acme 0.2), acme_2* (dsv4attn-acme 0.2)" in said
+    # a plugin that is left out brings no device
+    assert "acme_1" not in " ".join(machine.run("explain", "--device", "x", DSV4ATTN_PLUGINS_DENY="acme")[1])
+
+
 def test_g9_a_misspelt_backend_is_answered_with_the_right_one(machine: Machine) -> None:
     code, values = machine.json("explain", DSV4ATTN_BACKEND="refernz")
 
