@@ -20,16 +20,19 @@ __all__ = ["main", "print_json"]
 
 _COMMANDS = {
     "backends": ("dsv4attn.tools.cli.backends:backends", "List the backends, and which of them run on this machine."),
-    "bench": ("dsv4attn.tools.cli.bench:bench", "Time every kernel next to the roofline and other libraries."),
-    "compile": ("dsv4attn.tools.cli.compile:compile_", "Compile every kernel for a device that need not be here."),
+    "bench": (
+        "dsv4attn.tools.cli.bench:bench",
+        "Time kernels, and compare them with the roofline and other libraries.",
+    ),
+    "compile": ("dsv4attn.tools.cli.compile:compile_", "Compile every kernel for devices that need not be here."),
     "conform": ("dsv4attn.tools.cli.conform:conform", "Run the conformance kit on a backend, and write a certificate."),
     "doctor": (
         "dsv4attn.tools.cli.doctor:doctor",
         "Look for what is wrong with this installation, and say what to do.",
     ),
     "explain": ("dsv4attn.tools.cli.explain:explain", "Say which backend would run a problem, and why not the others."),
-    "parity": ("dsv4attn.tools.cli.parity:parity", "Compare backends with the oracle, case by case."),
-    "run": ("dsv4attn.tools.cli.run:run", "Serve a request trace through the attention, checked while it runs."),
+    "parity": ("dsv4attn.tools.cli.parity:parity", "Compare backends with the float64 oracle, case by case."),
+    "run": ("dsv4attn.tools.cli.run:run", "Serve a request trace through attention layers, and check the results."),
 }
 """Commands by name: import path, and line in the list of commands."""
 
@@ -136,4 +139,7 @@ def _print_error(error: Exception, message: str) -> None:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dsv4attn")
 def main() -> None:
-    """DeepSeek-V4 attention: one device-neutral core, one thin backend for each accelerator."""
+    """DeepSeek-V4 attention, the same on every accelerator.
+
+    `dsv4attn COMMAND --help` has the options and exit codes of a command.
+    """

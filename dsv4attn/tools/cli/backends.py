@@ -30,18 +30,22 @@ MODEL = "flash"
 def backends(*, as_json: bool) -> None:
     """List the backends, and which of them run on this machine.
 
-    Asked for every kind of layer of DeepSeek-V4-Flash, decode and prefill; `dsv4attn explain` asks for one problem.
+    Every backend is asked about every kind of layer of DeepSeek-V4-Flash, in decode and prefill. `dsv4attn explain`
+    asks about one problem. The states are:
 
     \b
-    automatic    chosen when nothing is asked for
-    available    runs here when asked for by name
-    unavailable  cannot run here; the reasons say why
-    broken       raised, or answered nonsense, when asked
+    automatic    chosen if the user names no backend
+    available    runs here if the user names it
+    unavailable  cannot run here; the reasons are shown
+    broken       raised an error, or gave an answer of a wrong type
     failed       its plugin cannot be used; `dsv4attn doctor` has the traceback
-    denied       left out by configuration
-    absent       named by configuration, not installed
+    denied       left out by the configuration
+    absent       named by the configuration, but not installed
 
-    Exit code 0: listed, whatever the states; 2: bad input.
+    \b
+    Exit codes:
+      0    the list was printed, whatever the states
+      2    bad input
     """  # noqa: D301 - click wants the character
     from dsv4attn.config import load_settings
     from dsv4attn.core.contract.device import DeviceFacts

@@ -62,7 +62,7 @@ class _Bench(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
 
-@click.command(cls=_Bench, short_help="Time every kernel next to the roofline and other libraries.")
+@click.command(cls=_Bench, short_help="Time kernels, and compare them with the roofline and other libraries.")
 @click.argument("what", nargs=-1, callback=named_words, shell_complete=complete.measurements)
 @options(
     text(
@@ -72,19 +72,19 @@ class _Bench(click.Command):
         metavar="NAMES",
         callback=named_words,
         shell_complete=complete.several(complete.backends),
-        help="Backends.  [default: those native here]",
+        help="Backends to time, with commas.  [default: those that are native to the device]",
     ),
     text(
         "--cases",
         metavar="NAMES",
         callback=named_words,
         shell_complete=complete.bench_cases,
-        help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2.  [default: all]",
+        help="Layers: flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2, with commas.  [default: all]",
     ),
-    text("--batches", metavar="NUMBERS", callback=number_list, help="Requests of the decodes, as in 8,64,256."),
-    integer("--tokens", metavar=None, help="Query tokens of the prefills."),
-    integer("--rounds", metavar=None, help="Rounds to take the median of."),
-    integer("--threads", metavar=None, help="Of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
+    text("--batches", metavar="NUMBERS", callback=number_list, help="Numbers of requests in decodes, as in 8,64,256."),
+    integer("--tokens", metavar=None, help="Number of query tokens in prefills."),
+    integer("--rounds", metavar=None, help="Number of rounds. A time is the median of the rounds."),
+    integer("--threads", metavar=None, help="Threads of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
     text(
         "--device",
         metavar="DEVICE",
@@ -98,18 +98,24 @@ class _Bench(click.Command):
         is_flag=False,
         flag_value=ALL,
         shell_complete=complete.peers,
-        help="Other libraries too: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk; without names, all.",
+        help="Also time other libraries: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk. Without NAMES: all.",
     ),
     BENCH_JSON,
-    text("--compare", metavar="OLD", type=_PATH, help="Name the rows that are slower than in that file."),
-    text("--plot", metavar="DIR", type=_PATH, help="Draw pictures into a folder."),
+    text(
+        "--compare",
+        metavar="OLD",
+        type=_PATH,
+        help="List what is slower than in the file OLD, which --json has written.",
+    ),
+    text("--plot", metavar="DIR", type=_PATH, help="Draw pictures into the folder DIR."),
     text(
         "--from",
         "sources",
         metavar="FILE",
         type=_PATH,
         multiple=True,
-        help="Measure nothing, show that file. Given several times: show all, and --plot draws them together.",
+        help="Measure nothing, and show FILE, which --json has written. Given several times: show all of them, and "
+        "--plot draws them together.",
     ),
 )
 @click.pass_context
@@ -123,35 +129,48 @@ def bench(
     sources: tuple[Path, ...],
     **sizes: Any,  # noqa: ANN401 - the fields of `_Asked`
 ) -> None:
-    """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (by default), or those below.
+    """Time WHAT, and compare it with the roofline and with other libraries.
 
-    Every result is compared before and after it is timed with that of the reference backend, which computes in fp32 and
-    which `dsv4attn conform reference` proves. A wrong result gets no time, and the exit code is 1. Times are medians of
-    rounds in which all calls run in turn; the roofline is measured in the same run.
+    \b
+    decode, prefill, prefill-rows, insert, quantize, gather
+                  kernels of attention and caches; the default
+    step          whole steps of forward_mqa, and their matrix products alone
+    scaling       decodes while batch, context, top-k and requests grow; cliffs,
+                  where time grows faster than work, are listed
+    host          time that a bound layer takes on the host
+    layer         whole layers, also deterministic ones, and the time and the
+                  launches of each part of a layer
+    index         index logits, on pages and on gathered keys
+    select        scores and selection in one step
+    compress      states saved, entries stored, index queries
+    mhc           hyper-connections
+    context       decode over ranks, under torchrun, compared with one rank. It
+                  has options of its own: dsv4attn bench context --help
 
-    step: whole steps of forward_mqa, and their bare matrix products. scaling: batch, context, top-k and requests grow,
-    and cliffs are listed, where time grows faster than work. host: time of a bound layer on the host.
-    layer: whole layers from hidden states to hidden states, the price of deterministic ones, and time and launches of
-    each part of a layer.
+    Every result is compared with that of the reference backend, before and after it is timed. The reference computes in
+    fp32, and `dsv4attn conform reference` proves it. A wrong result gets no time. Times are medians of rounds in which
+    all calls run in turn. The roofline is measured in the same run. --cases, --batches and --tokens do not change
+    index, select, compress and mhc.
 
-    v41_r1 and v41_r2 are layers of DeepSeek-V4.1. Calls that read pages are timed there on records of 584/584, 528/528
-    and 528/288 bytes (window/compressed) in turn; the last column is the speed relative to 584/584.
-
-    index: index logits, on pages and gathered. select: scores and selection in one step. compress: states saved,
-    entries stored, index queries. mhc: hyper-connections. Sizes of these four are fixed: --cases, --batches and
-    --tokens are for the others.
+    v41_r1 and v41_r2 are layers of DeepSeek-V4.1. Calls that read pages are timed there with records of 584/584,
+    528/528 and 528/288 bytes (window/compressed). The last column is the speed as a multiple of that with 584/584.
 
     context: decode over ranks compared with one rank, under torchrun; it comes first, and has options of its own:
     `dsv4attn bench context --help`.
 
-    --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
-    something got slower by more than noise. Files of --json are read by --compare and --from, on any machine.
+    --peers calls other libraries through their public functions, if they can be imported. Files of --json are read by
+    --compare and --from, on any machine.
 
     --plot draws a picture of each kernel, and one of speeds relative to FlashMLA's, decodes above prompts. Runs of
     several commands on one machine get one picture of speeds with --from A --from B --plot DIR.
 
-    Ctrl-C ends the run with the cases that were measured, marked incomplete, and exit code 130.
-    """
+    \b
+    Exit codes:
+      0    all results are right, and with --compare nothing is slower
+      1    a result is wrong, or something is slower by more than noise
+      2    bad input
+      130  interrupted; what was measured is shown, marked incomplete
+    """  # noqa: D301 - click wants the character
     require_torch(ctx)
     from dsv4attn.tools.bench import compare as comparing
     from dsv4attn.tools.bench import report

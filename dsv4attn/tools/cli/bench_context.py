@@ -46,23 +46,27 @@ __all__ = ["context"]
     text(
         "--cases",
         metavar="NAMES",
-        help="flash_c4, pro_c4, flash_c128, pro_c128.  [default: those of Flash]",
+        help="Layers: flash_c4, pro_c4, flash_c128, pro_c128, with commas.  [default: those of Flash]",
         shell_complete=complete.context_cases,
     ),
-    integer("--requests", metavar=None, help="Requests of a step.  [default: 8; on a CPU 2]"),
+    integer("--requests", metavar=None, help="Number of requests in a step.  [default: 8; on a CPU 2]"),
     text(
         "--context",
         "contexts",
         metavar="NUMBERS",
         callback=number_list,
-        help="Tokens of each request.  [default: 8192,1048576; on a CPU 8192]",
+        help="Numbers of tokens of each request, with commas.  [default: 8192,1048576; on a CPU 8192]",
     ),
-    integer("--interleave", metavar=None, default=1, help="Consecutive entries of one rank."),
-    integer("--rounds", metavar=None, help="Rounds to take the median of.  [default: 20; on a CPU 5]"),
+    integer("--interleave", metavar=None, default=1, help="Consecutive entries on one rank."),
+    integer(
+        "--rounds",
+        metavar=None,
+        help="Number of rounds. A time is the median of the rounds.  [default: 20; on a CPU 5]",
+    ),
     text(
         "--device",
         metavar="KIND",
-        help="cpu or cuda.  [default: the accelerator that is here, or cpu]",
+        help="Kind of device: cpu or cuda.  [default: the accelerator of this machine, or cpu]",
         shell_complete=complete.words("cpu", "cuda"),
     ),
     flag("--graph", help="Time replays of captured graphs."),
@@ -82,16 +86,22 @@ def context(
     graph: bool,
     save: str | Path | None,
 ) -> None:
-    """Time decode under context parallelism and on one rank with all entries, in the same run.
+    """Time decode over the ranks that torchrun has started, and on one rank with all entries, in the same run.
 
-    Start it with torchrun: `torchrun --standalone --nproc-per-node 2 -m dsv4attn bench context`.
+    Start the command with torchrun: `torchrun --standalone --nproc-per-node 2 -m dsv4attn bench context`.
 
-    Scores, selection, attention and merge of one token of each request, of one layer. Rank r of a host has its device
-    r, with NCCL between them, or the CPU, with gloo. Results over ranks are checked against one rank's before and after
-    they are timed: attention, and that the same entries are selected. If any rank disagrees there are no times, and the
-    exit code is 1 on all ranks. Rank 0 measures one rank while the others wait, and prints. Times over ranks are those
-    of the slowest rank.
-    """
+    A measurement has scores, selection, attention and merge for one token of each request, in one layer. With --device
+    cuda, rank r of a host uses device r, and the ranks exchange over NCCL. With --device cpu they exchange over gloo.
+    Before and after the times, attention and selected entries of all ranks are compared with those of one rank. If a
+    rank differs, there are no times. Rank 0 measures one rank while the others wait, and prints. A time over ranks is
+    that of the slowest rank.
+
+    \b
+    Exit codes, the same on all ranks:
+      0    all ranks agree
+      1    a rank differs
+      2    bad input
+    """  # noqa: D301 - click wants the character
     require_torch(ctx)
     ranks = launched("bench context")
     place, group_backend = device_of_rank(device)

@@ -76,7 +76,7 @@ class _Job:
 
 
 @click.command(
-    "compile", short_help="Compile every kernel for a device that need not be here.", epilog=epilog(COMPILED_FOR)
+    "compile", short_help="Compile every kernel for devices that need not be here.", epilog=epilog(COMPILED_FOR)
 )
 @options(
     text(
@@ -86,21 +86,29 @@ class _Job:
         multiple=True,
         required=True,
         shell_complete=complete.targets,
-        help="h200, mi300x, sm_90, ...: repeatable; see below.",
+        help="Device to compile for, such as h200, mi300x or sm_90; may be repeated. All names are below.",
     ),
     text(
-        "--backend", help="Whose kernels.  [default: every backend that runs there]", shell_complete=complete.backends
+        "--backend",
+        help="Backend whose kernels are compiled.  [default: every backend that runs on the device]",
+        shell_complete=complete.backends,
     ),
-    text("--model", "--preset", default="flash", help="flash, pro, or a file.", shell_complete=complete.models),
+    text(
+        "--model",
+        "--preset",
+        default="flash",
+        help="Model: flash, pro, or the path of a config.json.",
+        shell_complete=complete.models,
+    ),
     choice(
         "--dtype",
         "dtypes",
         words=_DTYPES,
         multiple=True,
         default=_DTYPES[:1],
-        help="Of both caches, or V4.1's record of the compressed cache, with v41_fp8: repeatable.",
+        help="Element type of both caches, or V4.1's record of the compressed cache, with v41_fp8; may be repeated.",
     ),
-    text("--kernel", "kernels", multiple=True, help="This one only: repeatable.  [default: all]"),
+    text("--kernel", "kernels", multiple=True, help="Kernel to compile; may be repeated.  [default: all]"),
     JSON,
 )
 @click.pass_context
@@ -114,15 +122,20 @@ def compile_(
     kernels: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Compile every kernel that a model can ask for, with the Triton that is installed, for GPUs of NVIDIA and AMD.
+    """Compile every kernel of a model for GPUs of NVIDIA and AMD, with the Triton that is installed.
 
-    Nothing is launched; no device or driver is needed. The table says what a kernel takes: registers of a thread, bytes
-    that a thread spills, shared memory of a block, its warps and their threads, its matrix instructions, and how many
-    blocks fit an SM or CU. No compiler checks that against the device. A kernel that "spills" is right, but slow; one
-    over a "limit" may not launch; one that "failed" did not compile. Results go to Triton's cache (TRITON_CACHE_DIR),
-    where a launch finds them. Exit code 0: nothing spills, every block fits, and 16-bit products use the matrix unit;
-    1: a kernel spills, breaks a limit, or does not compile; 2: bad input.
-    """
+    Nothing is launched, and no device or driver is needed. The table has, for each kernel: registers of a thread, bytes
+    that a thread spills, shared memory of a block, warps of a block and threads of a warp, matrix instructions, and how
+    many blocks fit an SM or CU. Compilers do not compare these numbers with the device, so this command does. A kernel
+    that "spills" is right, but slow. A kernel that exceeds a "limit" may not launch. A kernel that "failed" did not
+    compile. Results go to Triton's cache (TRITON_CACHE_DIR), where a launch finds them.
+
+    \b
+    Exit codes:
+      0    nothing spills, every block fits, and 16-bit products use the matrix unit
+      1    a kernel spills, exceeds a limit, or does not compile
+      2    bad input
+    """  # noqa: D301 - click wants the character
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 

@@ -41,16 +41,18 @@ SHOWN = 8
     ),
     OPTION,
     FILTER,
-    flag("--list", "only_list", help="List the cases with their clauses, and run nothing. Takes no backend."),
+    flag("--list", "only_list", help="List the cases with their clauses, and run nothing. No BACKEND is needed."),
     flag("--fail-fast", help="Stop after the first case that fails."),
-    integer("--jobs", default=1, help="Processes that run cases. On a GPU one is best: all of them share the GPU."),
-    flag("--json", "as_json", help="Print the certificate, and nothing else."),
+    integer(
+        "--jobs", default=1, help="Processes that run cases. On a GPU one is best, because all of them share the GPU."
+    ),
+    flag("--json", "as_json", help="Print the certificate as one JSON object, and nothing else."),
     text(
         "--certificate",
         metavar="FILE",
         callback=target_file,
         shell_complete=complete.files,
-        help="Where the certificate goes.  [default: dsv4attn-BACKEND.json, unless --filter or --json is given]",
+        help="File of the certificate.  [default: dsv4attn-BACKEND.json, unless --filter or --json is given]",
     ),
 )
 @click.pass_context
@@ -69,13 +71,21 @@ def conform(
 ) -> None:
     """Run the conformance kit on BACKEND, on this machine, and write a certificate.
 
-    Every case is judged by a float64 oracle that shares no code with any backend; the error budgets follow from the
-    formats. Cases that the backend's support refuses are not run, and its reasons are shown. docs/contract.md has the
-    clauses. All cases take about 40 seconds with the reference on one quiet core of a CPU. A backend whose kernels are
-    compiled on first use takes longer the first time. Exit code 0: every case that was executed passed; 1: one
-    failed, or none was executed; 2: bad input; 130: interrupted by Ctrl-C, which keeps what has run in a certificate
-    that is marked incomplete. A certificate of --fail-fast is marked incomplete too, if cases are left.
-    """
+    A float64 oracle, which shares no code with any backend, judges every case. The limits of errors follow from the
+    formats of the caches. docs/contract.md has the clauses. Cases that the backend's support refuses are not run, and
+    the reasons are shown.
+
+    All cases take about 40 seconds with the reference on one quiet core of a CPU. A backend that compiles its kernels
+    on first use takes longer the first time. After Ctrl-C, and after --fail-fast with cases left, the certificate is
+    marked incomplete.
+
+    \b
+    Exit codes:
+      0    every case that ran has passed
+      1    a case has failed, or no case has run
+      2    bad input
+      130  interrupted; the certificate has what has run
+    """  # noqa: D301 - click wants the character
     require_torch(ctx)
     from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching

@@ -70,12 +70,17 @@ class _Report:
 def doctor(ctx: click.Context, *, as_json: bool) -> None:
     """Look for what is wrong with this installation, and say what to do.
 
-    Shows versions, operating system, CPU, driver, devices, configuration and where it comes from, environment
-    variables, the backend that will run, every plugin that cannot be used, with its traceback, and whether an installed
-    vLLM or SGLang runs DeepSeek-V4 on dsv4attn. It imports torch and Triton in processes of their own, compares device
-    nodes with the build of torch, and builds every plugin's backend that can run here. No kernel is launched, and no
-    engine is imported. Exit code 0: nothing is wrong; 1: something is.
-    """
+    The report has versions, operating system, CPU, driver, devices, the configuration and its sources, environment
+    variables, the backend that will run, plugins that cannot be used, with their tracebacks, and whether an installed
+    vLLM or SGLang runs DeepSeek-V4 on dsv4attn. The command imports torch and Triton in processes of their own,
+    compares device nodes with the build of torch, and makes the backend of every plugin that can run here. It launches
+    no kernel and imports no engine.
+
+    \b
+    Exit codes:
+      0    nothing is wrong
+      1    something is wrong
+    """  # noqa: D301 - click wants the character
     report = _examine()
     if as_json:
         print_json(_as_json(report))

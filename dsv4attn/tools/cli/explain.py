@@ -40,35 +40,63 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
 @options(
     text(
         "--device",
-        help="h200, mi300x, sm_90, cpu, ...: see below.  [default: this one]",
+        help="Device, such as h200, mi300x, sm_90 or cpu. All names are below.  [default: the device of this machine]",
         shell_complete=complete.devices,
     ),
     MODEL,
     text(
         "--layer",
         metavar="KIND",
-        help="swa, c4a or c128a.  [default: c4a, or the kind with that ratio]",
+        help="Kind of layer: swa, c4a or c128a.  [default: c4a, or the kind that has --ratio]",
         shell_complete=complete.layers,
     ),
-    integer("--ratio", least=0, help="Of V4.1's layers: 0, 1 or 2; 0 is swa.  [default: the kind's]"),
-    choice("--phase", words=PHASES, default="decode", help="Which call."),
+    integer(
+        "--ratio",
+        least=0,
+        help="Tokens of an entry in layers of V4.1: 0, 1 or 2. 0 is swa.  [default: that of the kind]",
+    ),
+    choice("--phase", words=PHASES, default="decode", help="Phase of the call."),
     integer("--heads", help="Query heads on this device.  [default: the model's]"),
-    integer("--topk", least=0, help="Selected entries.  [default: the model's]"),
-    integer("--page-size", "swa_page_size", default=64, help="Of the window cache."),
-    integer("--compressed-page-size", help="Of the other.  [default: 256 tokens' entries]"),
-    choice("--dtype", words=_DTYPES, default="e4m3fn", help="Of both caches."),
-    choice("--records", words=_RECORDS, default=_RECORDS[0], help="Bytes of the records of both caches."),
-    text("--q-dtype", default="bfloat16", help="Of the queries.", shell_complete=complete.words("bfloat16", "float32")),
-    integer("--max-model-len", default=1_048_576, show_default=False, help="Longest sequence.  [default: 1,048,576]"),
+    integer("--topk", least=0, help="Entries that the indexer selects.  [default: the model's]"),
+    integer("--page-size", "swa_page_size", default=64, help="Records of a page of the window cache."),
+    integer(
+        "--compressed-page-size",
+        help="Records of a page of the compressed cache.  [default: the entries of 256 tokens]",
+    ),
+    choice("--dtype", words=_DTYPES, default="e4m3fn", help="Element type of both caches."),
+    choice(
+        "--records",
+        words=_RECORDS,
+        default=_RECORDS[0],
+        help="Bytes of a record of the window cache and of the compressed cache.",
+    ),
+    text(
+        "--q-dtype",
+        default="bfloat16",
+        help="Dtype of the queries: bfloat16 or float32.",
+        shell_complete=complete.words("bfloat16", "float32"),
+    ),
+    integer(
+        "--max-model-len",
+        default=1_048_576,
+        show_default=False,
+        help="Tokens of the longest sequence.  [default: 1,048,576]",
+    ),
     flag("--no-sink", help="The layer has no sinks."),
-    integer("--query-len", default=1, help="Tokens of a decode."),
-    integer("--window-columns", least=0, default=0, show_default=False, help="Of a row.  [default: the window]"),
+    integer("--query-len", default=1, help="Query tokens of a request in a decode."),
+    integer(
+        "--window-columns",
+        least=0,
+        default=0,
+        show_default=False,
+        help="Columns of a row of window slots.  [default: the window]",
+    ),
     flag("--capture", help="The call is captured in a graph."),
-    flag("--deterministic", help="Bits must not depend on the batch."),
-    flag("--lse", help="The log-sum-exp is wanted too."),
+    flag("--deterministic", help="The bits of a token must not depend on the rest of the batch."),
+    flag("--lse", help="The call also returns the log-sum-exp."),
     text(
         "--backend",
-        help="Ask for this one.  [default: environment, configuration, automatic]",
+        help="Backend to ask.  [default: the variable DSV4ATTN_BACKEND, the configuration, the automatic choice]",
         shell_complete=complete.requests_of_backends,
     ),
     JSON,
@@ -91,12 +119,16 @@ def explain(
 ) -> None:
     """Say which backend would run a problem, and why not the others.
 
-    Nothing is launched, and the device need not be here: packages of a device that is only described are taken to be
-    installed. A device that the backend of an installed plugin is native to is known by the name in its descriptor.
-    --model v4.1-flash with --ratio and --records asks about layers of DeepSeek-V4.1; its window-only layers have the
-    first of the two records. Exit code 0: a backend was chosen; 1: none can run it, or the choice is a tie; 2: bad
-    input.
-    """
+    Nothing is launched, and the device need not be here. The packages of a device that is only described are taken to
+    be installed. A device that only a plugin knows has the name that the plugin gives it. For layers of DeepSeek-V4.1
+    use --model v4.1-flash with --ratio and --records. Window-only layers have the first of the two records.
+
+    \b
+    Exit codes:
+      0    a backend was chosen
+      1    no backend can run the problem, or two are equally good
+      2    bad input
+    """  # noqa: D301 - click wants the character
     from dsv4attn.config import load_settings
     from dsv4attn.core.contract.problem import Problem
     from dsv4attn.selection import explain as explained

@@ -175,10 +175,12 @@ BENCH_JSON = text(
     flag_value=STDOUT,
     callback=_file_or_stdout,
     shell_complete=complete.files,
-    help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
+    help="Write the numbers to FILE. Without FILE, print one JSON object and nothing else.",
 )
 DECIDED_BACKEND = text(
-    "--backend", help="Backend.  [default: as `dsv4attn explain` says]", shell_complete=complete.requests_of_backends
+    "--backend",
+    help="Backend to run.  [default: as `dsv4attn explain` says]",
+    shell_complete=complete.requests_of_backends,
 )
 FILTER = text(
     "--filter",
@@ -186,10 +188,13 @@ FILTER = text(
     metavar="PATTERNS",
     callback=named_words,
     shell_complete=complete.filters,
-    help="Clauses (S, A1), areas (decode) or cases (sink-*); after ! they are left out (!requests-*).",
+    help="Clauses (S, A1), areas (decode) or names (sink-*) of cases, with commas; ! leaves cases out (!requests-*).",
 )
 MODEL = text(
-    "--model", default="flash", help="flash, pro, v4.1-flash, or a config.json.", shell_complete=complete.models
+    "--model",
+    default="flash",
+    help="Model: flash, pro, v4.1-flash, or the path of a config.json.",
+    shell_complete=complete.models,
 )
 OPTION = text(
     "--option",
@@ -197,7 +202,7 @@ OPTION = text(
     metavar="KEY=VALUE",
     multiple=True,
     callback=pairs,
-    help="Option of the backend.",
+    help="Option of the backend; may be repeated.",
     shell_complete=complete.backend_options,
 )
 

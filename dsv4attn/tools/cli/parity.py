@@ -25,7 +25,7 @@ _STYLES = {"passed": "", "failed": "bold red", "refused": "yellow", "skipped": "
 _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged:prefill_indices=ragged"
 
 
-@click.command(short_help="Compare backends with the oracle, case by case.")
+@click.command(short_help="Compare backends with the float64 oracle, case by case.")
 @options(
     text(
         "--backends",
@@ -33,7 +33,7 @@ _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged
         default=_FORMS,
         show_default=False,
         shell_complete=complete.several(complete.backends),
-        help="Backends to compare.  [default: the reference in three of its forms]",
+        help="Backends to compare, with commas.  [default: the reference with three sets of options]",
     ),
     text(
         "--device",
@@ -49,19 +49,25 @@ _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged
         metavar="FILE",
         callback=target_file,
         shell_complete=complete.files,
-        help="Write a report to look at, in one file, and to send.",
+        help="Write the report as one HTML page.",
     ),
 )
 @click.pass_context
 def parity(
     ctx: click.Context, backends: str, device: str | None, chosen: str | None, page: Path | None, *, as_json: bool
 ) -> None:
-    """Run the cases of the conformance kit on several backends.
+    """Run the cases of the conformance kit on several backends, and compare the errors.
 
-    Each number is the largest error of a case against a float64 oracle, as a fraction of the budget that follows from
-    the formats; "same" means equal bits. Exit code 0: every case that was executed passed; 1: one failed, or a backend
-    executed none; 2: bad input; 130: interrupted by Ctrl-C, which keeps what has run, marked incomplete.
-    """
+    Each number is the largest error of a case against a float64 oracle, as a fraction of the limit that follows from
+    the formats of the caches. "same" means equal bits.
+
+    \b
+    Exit codes:
+      0    every case that ran has passed
+      1    a case has failed, or a backend ran no case
+      2    bad input
+      130  interrupted; what has run is shown, marked incomplete
+    """  # noqa: D301 - click wants the character
     require_torch(ctx)
     from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching

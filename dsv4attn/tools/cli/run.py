@@ -37,7 +37,7 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
 """Defaults of --max-num-batched-tokens; the second is that of the short built-in trace of whole layers."""
 
 
-@click.command(short_help="Serve a request trace through attention layers, checked while it runs.")
+@click.command(short_help="Serve a request trace through attention layers, and check the results.")
 @options(
     MODEL,
     text(
@@ -45,8 +45,8 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
         metavar="FILE",
         default=_SHORT,
         shell_complete=complete.traces,
-        help="Mooncake JSONL, Azure or BurstGPT CSV; - for standard input; or a built-in trace: short, or long, whose "
-        "prompts are longer than what the model's indexer selects.",
+        help="A file (Mooncake JSONL, Azure or BurstGPT CSV), - for standard input, or a built-in trace: short, or long, "
+        "whose prompts are longer than what the model's indexer selects.",
     ),
     text(
         "--backend",
@@ -64,49 +64,60 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
     text(
         "--layers",
         metavar="KINDS",
-        help="Of swa,c4a,c128a.  [default: all that the model has]",
+        help="Kinds of layers: swa, c4a, c128a, with commas.  [default: all kinds of the model]",
         shell_complete=complete.several(complete.layers),
     ),
     text(
         "--indexer",
         default="real",
-        help="real: whole layers; random: attention alone.",
+        help="real runs whole layers. random runs attention and output projection on random entries.",
         shell_complete=complete.indexers,
     ),
-    text("--cache", default="fp8_ds_mla", help="fp8_ds_mla, bf16 or fp32.", shell_complete=complete.cache_formats),
+    text(
+        "--cache",
+        default="fp8_ds_mla",
+        help="Format of the KV caches: fp8_ds_mla, bf16 or fp32.",
+        shell_complete=complete.cache_formats,
+    ),
     integer("--max-requests", help="Read at most this many requests of the trace."),
-    token_count("--max-tokens", least=2, help="Longest request; longer ones are shrunk. 4k and 1M are numbers too."),
+    token_count(
+        "--max-tokens",
+        least=2,
+        help="Tokens of the longest request. Longer requests are shrunk. N may end with k or M.",
+    ),
     token_count(
         "--max-num-batched-tokens",
-        help=f"Tokens of a step.  [default: {_TOKENS_OF_A_STEP}; {_TOKENS_OF_A_SHORT_STEP} with the short trace]",
+        help=f"Most tokens of a step.  [default: {_TOKENS_OF_A_STEP}; {_TOKENS_OF_A_SHORT_STEP} with the short trace]",
     ),
     integer(
         "--index-topk",
         help="Entries that the indexer selects.  [default: as the model says; at most "
         f"{_SHORT_TOPK} with the short trace]",
     ),
-    integer("--max-num-seqs", default=32, help="Requests running at once."),
-    integer("--max-kv-mib", default=2048, help="Memory for KV pages."),
-    integer("--block-size", default=64, help="Records in a window page."),
-    integer("--check-rows", least=0, default=2, help="Rows checked per step; 0: none."),
-    integer("--seed", least=0, most=2**32 - 1, default=0, help="Of every number."),
-    integer("--threads", help="Of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
+    integer("--max-num-seqs", default=32, help="Most requests that run at once."),
+    integer("--max-kv-mib", default=2048, help="Memory for KV pages in MiB."),
+    integer("--block-size", default=64, help="Records of a page of the window cache."),
+    integer(
+        "--check-rows", least=0, default=2, help="Rows that are checked in each step and kind of layer. 0 checks none."
+    ),
+    integer("--seed", least=0, most=2**32 - 1, default=0, help="Seed of all random numbers."),
+    integer("--threads", help="Threads of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
     integer(
         "--context-parallel",
         least=2,
-        help="Divide compressed entries over the N processes that torchrun has started.",
+        help="Divide the compressed entries over the N processes that torchrun has started.",
     ),
-    integer("--interleave", help="Consecutive entries of one rank, with --context-parallel.  [default: 1]"),
-    flag("--verbose", "-v", help="Print every operation, all memory, and the details of ranks."),
+    integer("--interleave", help="Consecutive entries on one rank, with --context-parallel.  [default: 1]"),
+    flag("--verbose", "-v", help="Also print the time of every operation, all memory, and the details of ranks."),
     text(
         "--html",
         "page",
         metavar="FILE",
         callback=target_file,
         shell_complete=complete.files,
-        help="Write the report as one page with pictures.",
+        help="Write the report as one HTML page with pictures.",
     ),
-    flag("--json", "as_json", help="Print one JSON object, and no progress."),
+    flag("--json", "as_json", help="Print one JSON object, and show no progress."),
 )
 @click.pass_context
 def run(
@@ -131,18 +142,25 @@ def run(
     as_json: bool,
     **settings: Any,  # noqa: ANN401 - what `ReplayConfig` takes
 ) -> None:
-    """Serve the requests of a trace through the attention layers of a model: paged caches, chunked prefill, decode.
+    """Serve the requests of a trace through the attention layers of a model, and check the results.
 
-    One layer of each type is run, from hidden states to hidden states, with random weights of the model's sizes:
-    projections, compressor, indexer, attention, output projection. With --indexer random it is attention alone, on
-    random inputs; the built-in trace has more and shorter requests then. With --device, caches, weights and kernels are
-    on that device; the checks run on the CPU. In every step --check-rows rows are
-    computed again in float64, stage by stage, from raw inputs. There is one thread for each core that the process may
-    use. What is printed fits a screen; --verbose prints all. With --context-parallel, under torchrun, every rank
-    serves the trace over its part of the compressed entries and checks its own outputs; the first rank prints what all
-    have found. Exit code 0: all rows agree; 1: some do not; 2: bad input; 130: interrupted, with a report of what has
-    run.
-    """
+    One layer of each kind runs, from hidden states to hidden states, with random weights of the model's sizes:
+    projections, compressor, indexer, attention and output projection, over paged caches. In every step some rows are
+    computed again in float64, stage by stage. The report begins with the verdict and fits a screen.
+
+    With --device, caches, weights and kernels are on that device. The checks run on the CPU. --indexer random runs
+    attention and output projection alone, on random inputs; the built-in trace has more and shorter requests then.
+
+    Under torchrun with --context-parallel, every rank serves the trace with its part of the compressed entries and
+    checks its own outputs. The first rank prints the results of all ranks.
+
+    \b
+    Exit codes:
+      0    all checked rows agree
+      1    a checked row does not agree
+      2    bad input
+      130  interrupted; the report of what has run is printed
+    """  # noqa: D301 - click wants the character
     from dsv4attn.tools.cli.common import require_torch
     from dsv4attn.tools.cli.threads import Threads, wait_passively
 

@@ -399,8 +399,8 @@ def test_the_head_counts_the_requests_and_names_the_longest(
 def test_help_says_what_bounds_a_request_and_that_nothing_may_be_checked() -> None:
     text = " ".join(invoke("--help").output.split())
 
-    assert "Longest request; longer ones are shrunk." in text
-    assert "Rows checked per step; 0: none." in text
+    assert "Tokens of the longest request. Longer requests are shrunk." in text
+    assert "Rows that are checked in each step and kind of layer. 0 checks none." in text
     assert "the built-in trace has more and shorter requests then" in text
 
 
