@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import attrs
+import click
 import pytest
+from click.testing import CliRunner
 
 import dsv4attn
+from dsv4attn.tools import cli
+from dsv4attn.tools.cli.bench_context import context as bench_context
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -147,6 +151,46 @@ def test_an_argument_that_loses_its_line_is_found(function: Callable[..., object
 
     assert len(without) == len(lines) - 1
     assert unexplained(function, "\n".join(without)) == [argument]
+
+
+def command_named(name: str) -> click.Command:
+    """A command of `dsv4attn`."""
+    command = cli.main.get_command(click.Context(cli.main), name)
+    assert command is not None
+    return command
+
+
+def options_of(command: click.Command) -> set[str]:
+    """The long options of a command."""
+    return {name for item in command.params for name in item.opts if name.startswith("--")}
+
+
+def options_in(title: str) -> set[str]:
+    """The options that the page of commands has between a heading and the next one."""
+    text = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    return set(re.findall(r"`(--[a-z-]+)", text.split(f"# {title}\n")[1].split("\n#")[0]))
+
+
+COMMANDS = cli.main.list_commands(click.Context(cli.main))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_of_commands_has_every_option(command: str) -> None:
+    assert options_of(command_named(command)) <= options_in(f"dsv4attn {command}")
+
+
+def test_the_page_of_commands_has_every_option_of_bench_context() -> None:
+    assert options_of(bench_context) <= options_in("Decode over ranks")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_exit_codes_and_says_a_sentence_for_each_option(command: str) -> None:
+    text = CliRunner().invoke(cli.main, [command, "--help"]).output
+    options = [item for item in command_named(command).params if isinstance(item, click.Option)]
+    sentences = [re.sub(r"\s*\[default: .*\]$", "", item.help or "") for item in options]
+
+    assert "Exit codes:\n    0 " in text
+    assert [sentence for sentence in sentences if not sentence.endswith(".")] == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

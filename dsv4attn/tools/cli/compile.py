@@ -126,9 +126,9 @@ def compile_(
 
     Nothing is launched, and no device or driver is needed. The table has, for each kernel: registers of a thread, bytes
     that a thread spills, shared memory of a block, warps of a block and threads of a warp, matrix instructions, and how
-    many blocks fit an SM or CU. Compilers do not compare these numbers with the device, so this command does. A kernel
-    that "spills" is right, but slow. A kernel that exceeds a "limit" may not launch. A kernel that "failed" did not
-    compile. Results go to Triton's cache (TRITON_CACHE_DIR), where a launch finds them.
+    many blocks fit an SM or CU. The number of blocks is computed here, and no compiler has confirmed it. A kernel that
+    "spills" is right, but slow. A kernel that exceeds a "limit" may not launch. A kernel that "failed" did not compile.
+    Results go to Triton's cache (TRITON_CACHE_DIR), where a launch finds them.
 
     \b
     Exit codes:
