@@ -17,6 +17,8 @@ from typing import Any
 
 from attrs import frozen
 
+import dsv4attn
+
 ROOT = Path(__file__).resolve().parents[2]
 ACME = ROOT / "examples" / "dsv4attn-acme"
 BROKEN = ROOT / "examples" / "dsv4attn-broken"
@@ -31,7 +33,8 @@ def environment(sites: Sequence[Path] = (), **variables: str) -> dict[str, str]:
     """Variables of a clean environment with these folders on the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-    added = {"PATH": path, "PYTHONPATH": os.pathsep.join(map(str, sites)), "OMP_NUM_THREADS": "1"}
+    packages = os.pathsep.join(map(str, [*sites, Path(dsv4attn.__file__).parents[1]]))
+    added = {"PATH": path, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
     return {**kept, **NO_DEVICES, **added, **variables}
 
 

@@ -31,6 +31,10 @@ _COMMANDS = {
         "Look for what is wrong with this installation, and say what to do.",
     ),
     "explain": ("dsv4attn.tools.cli.explain:explain", "Say which backend would run a problem, and why not the others."),
+    "new-plugin": (
+        "dsv4attn.tools.cli.new_plugin:new_plugin",
+        "Write the package of a new backend, to start from.",
+    ),
     "parity": ("dsv4attn.tools.cli.parity:parity", "Compare backends with the float64 oracle, case by case."),
     "run": ("dsv4attn.tools.cli.run:run", "Serve a request trace through attention layers, and check the results."),
 }

@@ -1,6 +1,7 @@
-"""DeepSeek-V4 attention for Acme chips.
+"""DeepSeek-V4 attention on `acme1` devices.
 
-Hardware: the made-up `acme`, and any CPU when asked for by name. Status: a template; passes the conformance kit on CPU.
+Hardware: `acme1`, and any CPU when asked for by name. Status: as `dsv4attn new-plugin` wrote it, with kernels in torch;
+passes the conformance kit on a CPU.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ INFO = BackendInfo(
     api="1.0",
     factory="dsv4attn_acme.launch:AcmeBackend",
     support=support,
-    summary="plain torch in tiles; a template",
-    native=("acme",),
+    summary="plain torch in tiles, to start from",
+    native=("acme1",),
     runs_on=("cpu",),
     options={"tile_tokens": None},
 )

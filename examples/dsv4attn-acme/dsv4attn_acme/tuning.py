@@ -26,7 +26,7 @@ class Row:
 
 
 ROWS = (
-    Row(("acme",), 64, 256, "never: there is no such chip"),
+    Row(("acme1",), 64, 256, "never: begin here"),
     Row(
         ("cpu",),
         16,
