@@ -120,10 +120,16 @@ def template_folder() -> Path:
 @options(
     text(
         "--device",
-        help="Kind or architecture of its devices, such as sm_90, gfx942 or my_chip.  [default: NAME]",
+        help="Kind or architecture of the devices of the backend, such as sm_90, gfx942 or my_chip.  [default: NAME]",
         shell_complete=complete.devices,
     ),
-    text("--dir", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Where.  [default: dsv4attn-NAME]"),
+    text(
+        "--dir",
+        "folder",
+        metavar="DIR",
+        type=click.Path(path_type=Path),
+        help="Folder to write.  [default: dsv4attn-NAME]",
+    ),
     JSON,
 )
 def new_plugin(name: str, device: str | None, folder: Path | None, *, as_json: bool) -> None:
@@ -132,9 +138,13 @@ def new_plugin(name: str, device: str | None, folder: Path | None, *, as_json: b
     The folder has a pyproject.toml with the entry point, the descriptor with its support answers, a backend that
     derives from the base class and computes with torch, a row of tuning, a test that runs the conformance kit, and a
     README. The backend passes the kit on a CPU as it is; you then replace its kernels one by one, which
-    docs/writing-a-backend.md explains. On the devices of --device it is chosen automatically. Exit code 0: written; 2:
-    bad input, or the folder has files already.
-    """
+    docs/writing-a-backend.md explains. On the devices of --device it is chosen automatically.
+
+    \b
+    Exit codes:
+      0    the package was written
+      2    bad input, or the folder has files already
+    """  # noqa: D301 - click wants the character
     plugin = NewPlugin.of(name, device)
     target = folder or Path(plugin.distribution)
     written = _write(plugin, target)
