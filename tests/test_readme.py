@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,31 @@ def test_an_engine_built_from_the_page_obeys_the_variable(page: str, monkeypatch
     monkeypatch.setenv("DSV4ATTN_BACKEND", "no-such-backend")
     with pytest.raises(errors.NoBackendError, match="no-such-backend"):
         printed(python(page)[:1])
+
+
+@pytest.mark.parametrize("page", [README, GUIDE, LAYER], ids=["README.md", "engine-guide.md", "layer.md"])
+def test_the_layers_of_the_page_run_on_the_backend_of_the_variable(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    # up to the line after the layers are bound: whole prompts take minutes in Triton's interpreter
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(python(page)[0].partition("request =")[0], "a page", "exec"), names)  # noqa: S102 - our own text
+    layers = names.get("layers") or [names["layer"]]
+
+    assert {layer.backend.name for layer in layers} == {"triton"}
+
+
+@pytest.mark.matrix  # each page on two backends
+@pytest.mark.parametrize("page", [README, GUIDE, LAYER], ids=["README.md", "engine-guide.md", "layer.md"])
+def test_the_python_examples_print_the_same_on_the_backend_of_the_variable(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    torch.manual_seed(0)
+    expected = [line.replace("reference [", "triton [") for line in promised(python(page))]
+
+    assert printed(python(page)) == expected
 
 
 def test_the_readme_runs_a_prefill_and_a_decode_in_fifteen_lines() -> None:
