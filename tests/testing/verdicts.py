@@ -8,6 +8,7 @@ from typing import Any
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Certificate, Subject, conform
+from tests.reprs import reprs_in
 
 __all__ = ["all_fail", "breaks", "certificate_of", "none_fail"]
 
@@ -17,10 +18,14 @@ _SLIPS = "TypeError", "AttributeError", "NameError", "ImportError", "UnboundLoca
 
 
 def certificate_of(make: Callable[[], Any], patterns: str) -> Certificate:
-    """The verdict of the kit on a backend, by some cases. No case may fail by a slip in the mutant itself."""
+    """The verdict of the kit on a backend, by some cases.
+
+    No case may fail by a slip in the mutant itself, and no message may show a repr, such as that of a token.
+    """
     certificate = conform(Subject.of(make()), chosen(CASES, patterns))
     failed = [(outcome.case.name, outcome.trace.strip().splitlines()[-1:]) for outcome in certificate.of("failed")]
     assert [(name, last) for name, last in failed if last and last[0].startswith(_SLIPS)] == []
+    assert [text for outcome in certificate.of("failed") if (text := reprs_in(outcome.message))] == []
     return certificate
 
 

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from dsv4attn.core.contract import device, devices
 from dsv4attn.tools.cli import main
 from dsv4attn.tools.cli.installation import Attempt
+from tests.reprs import reprs_in
 from tests.vendor_wheel import VendorWheels, plugin
 
 __all__ = ["Machine", "device_of_no_backend", "imported", "plugin", "without_triton"]
@@ -36,6 +37,7 @@ class Machine:
         result = CliRunner().invoke(main, list(args), env={"COLUMNS": str(width), **environ})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
+        assert reprs_in(result.stdout + result.stderr) == []
         return result.exit_code, [line.rstrip() for line in (result.stdout or result.stderr).splitlines()]
 
     def json(self, *args: str, **environ: Any) -> tuple[int, dict[str, Any]]:
