@@ -74,9 +74,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fail early on an unknown backend, a device that this machine lacks, or a file that cannot be read."""
-    from dsv4attn.errors import Dsv4AttnError
+    """Fail early on an unknown backend, a device that this machine lacks, or a file that cannot be read.
 
+    Warnings of Triton's interpreter are ignored: a vendor's settings may make warnings errors.
+    """
+    from dsv4attn.errors import Dsv4AttnError
+    from dsv4attn.testing.interpreter_warnings import MODULE
+
+    config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{MODULE}")
     try:
         config.stash[_SUBJECT] = _subject(config)
         path: Path | None = config.getoption("dsv4_xfails")

@@ -15,6 +15,7 @@ import torch
 from dsv4attn.testing.case import Case
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Certificate, Outcome, Subject, certificates_of, run_case
+from dsv4attn.testing.interpreter_warnings import ignore_interpreter_warnings
 
 __all__ = ["conform_in_processes"]
 
@@ -29,6 +30,7 @@ class _Worker:
 def _start(name: str, device: str, options: Mapping[str, Any], jobs: int) -> None:
     """Make the backend in a new process. The first process alone answers Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interpreter_warnings()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     _Worker.subject = Subject.named(name, device=device, options=options)
     _Worker.cases = {case.name: case for case in CASES}

@@ -48,6 +48,15 @@ def run(pytester: pytest.Pytester) -> Run:
     return run
 
 
+def test_warnings_of_tritons_interpreter_are_no_errors_of_a_vendors_tests(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nfilterwarnings = error")
+    quiet = "-W", "ignore::pytest.PytestAssertRewriteWarning"
+    config = pytester.parseconfigure("-p", plugin.__name__, *quiet)
+
+    # the last line wins
+    assert config.getini("filterwarnings") == ["error", r"ignore::RuntimeWarning:triton\.runtime\.interpreter"]
+
+
 def test_a_backend_needs_twelve_lines_and_has_every_case(run: Run) -> None:
     assert len([line for line in TWELVE_LINES.splitlines() if line.strip()]) <= 12
     result = run("--collect-only", "-q")

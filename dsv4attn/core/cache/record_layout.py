@@ -402,6 +402,11 @@ def check_window(layout: KVCacheLayout, argument: str) -> None:
         raise LayoutMismatchError(argument, expected="a layout of window caches", actual=layout.fingerprint, hint=hint)
 
 
+def _plain(value: object) -> object:
+    """A field's value for messages: the text of an enum's member."""
+    return value.value if isinstance(value, Enum) else value
+
+
 def check_layout(actual: KVCacheLayout, expected: KVCacheLayout, argument: str) -> None:
     """Raise `LayoutMismatchError` naming every differing field unless both mean the same bytes."""
     if actual.fingerprint == expected.fingerprint:
@@ -409,7 +414,7 @@ def check_layout(actual: KVCacheLayout, expected: KVCacheLayout, argument: str) 
     expected_fields, actual_fields = asdict(expected), asdict(actual)
     ignored = {"fp8_max", "page_alignment", "scale_floor", "rounds_to_fp4"}
     fields = ", ".join(
-        f"{k}={actual_fields[k]!r} not {expected_fields[k]!r}"
+        f"{k}={_plain(actual_fields[k])!r} not {_plain(expected_fields[k])!r}"
         for k in expected_fields
         if expected_fields[k] != actual_fields[k] and k not in ignored
     )

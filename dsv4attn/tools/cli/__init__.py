@@ -15,6 +15,7 @@ import click
 
 from dsv4attn import __version__
 from dsv4attn.errors import Dsv4AttnError, did_you_mean
+from dsv4attn.testing.interpreter_warnings import ignore_interpreter_warnings
 
 __all__ = ["main", "print_json"]
 
@@ -88,7 +89,7 @@ class _Commands(click.Group):
         _stdout.set(sys.stdout)
         try:
             with redirect_stdout(sys.stderr) if as_json else nullcontext(), warnings.catch_warnings():
-                _ignore_warnings()
+                ignore_interpreter_warnings()
                 code = super().main(args, *rest, **{**options, "standalone_mode": False})
         except click.ClickException as error:
             message = error.format_message()
@@ -128,12 +129,6 @@ def _prints_json(args: Sequence[str]) -> bool:
         return False
     following = args[args.index("--json") + 1 :]
     return args[0] != "bench" or not following or following[0].startswith("-")
-
-
-def _ignore_warnings() -> None:
-    """Ignore what Triton's interpreter warns of, such as an overflow that a kernel masks, unless Python's -W asks."""
-    if not sys.warnoptions:
-        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
 
 
 def _print_error(error: Exception, message: str) -> None:

@@ -156,7 +156,7 @@ def test_g2_a_mismatch_names_exactly_the_fields_that_differ() -> None:
     with pytest.raises(LayoutMismatchError) as info:
         check_layout(FNUZ, FLASH, "cache")
 
-    assert "fp8_format=<Fp8Format.FNUZ: 'e4m3fnuz'> not <Fp8Format.OCP: 'e4m3fn'>" in str(info.value)
+    assert "fp8_format='e4m3fnuz' not 'e4m3fn'" in str(info.value)
     assert "group_size" not in str(info.value)
     assert "fp8_max" not in str(info.value)
     with pytest.raises(LayoutMismatchError, match=r"dtype=torch\.float32 not torch\.bfloat16") as info:

@@ -30,6 +30,18 @@ class Wrong(ReferenceBackend):
 """
 
 
+WARNS = """
+import warnings
+from dsv4attn.backends.reference.launch import ReferenceBackend
+
+class Warns(ReferenceBackend):
+    def decode(self, call):
+        super().decode(call)
+        exec("import warnings; warnings.warn('overflow', RuntimeWarning)", {"__name__": "triton.runtime.interpreter"})
+        warnings.warn("of other code", RuntimeWarning)
+"""
+
+
 def heads(machine: Machine) -> None:
     """Install a backend that takes multiples of 8 heads, and no lse."""
     support = "return [Reason('HEADS', problem.layer.num_heads, 'a multiple of 8', 'pad q')]"
@@ -207,6 +219,19 @@ def test_cases_are_run_by_several_processes_of_a_backend_with_options(machine: M
         "lse-decode": "passed",
         "gather-ocp-2": "skipped",
     }
+
+
+def test_warnings_of_tritons_interpreter_do_not_reach_users_from_other_processes(
+    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.install("warns", WARNS, factory="warns_kernels:Warns")
+    monkeypatch.setattr(sys, "warnoptions", [])
+    code, values = machine.json("conform", "warns", "--jobs", "2", "--filter", "lse-decode")
+
+    assert (code, values["counts"]["passed"]) == (0, 1)
+    shown = capfd.readouterr().err
+    assert "overflow" not in shown
+    assert "of other code" in shown
 
 
 def test_a_list_has_a_line_for_each_case_and_runs_nothing(machine: Machine) -> None:

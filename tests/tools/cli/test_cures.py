@@ -33,6 +33,16 @@ PROBLEMS = {
     ),
     "a plugin that is denied": (plugin(), {"DSV4ATTN_PLUGINS_DENY": "acme"}, "take it off that list to use it"),
     "a plugin that is not allowed": (plugin(), {"DSV4ATTN_PLUGINS_ALLOW": "bolt"}, "add it to that list to use it"),
+    "a plugin for a newer minor contract": (
+        plugin(api="1.7"),
+        {},
+        "install a newer dsv4attn, or a release of it for contract 1.0",
+    ),
+    "a plugin for a newer major contract": (
+        plugin(api="2.0"),
+        {},
+        "install a release of it for contract 1",
+    ),
     "a backend whose support raises": (
         plugin(support="raise KeyError('boom')"),
         {},
@@ -96,6 +106,29 @@ def test_a_missing_triton_is_one_verdict_in_every_command(
     assert refusal in " ".join(lines)
     with pytest.raises(NoBackendError, match=r"^backend 'rocm' cannot run here: TRITON  no Triton, needs Triton 3\.6"):
         load_backend("rocm")
+
+
+@pytest.mark.parametrize("api", ["1.7", "2.0"])
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("conform", "acme"), 2),
+        (("explain", "--backend", "acme"), 1),
+        (("run", "--backend", "acme"), 2),
+        (("bench", "decode", "--backends", "acme"), 2),
+        (("doctor",), 1),
+        (("backends",), 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_plugin_for_a_newer_contract_is_refused_by_every_command(
+    machine: Machine, api: str, args: tuple[str, ...], code: int
+) -> None:
+    machine.install("acme", api=api)
+    ended, lines = machine.run(*args, width=400)
+
+    assert ended == code
+    assert f"'acme' is written for contract {api}, this is 1.0" in " ".join(lines)
 
 
 # names that exist
