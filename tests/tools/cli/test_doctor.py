@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from attrs import evolve
 
@@ -252,6 +258,23 @@ def test_an_absent_torch_is_a_problem(machine: Machine, monkeypatch: pytest.Monk
         "torch is not installed",
         "install the build of torch for this device: https://pytorch.org/get-started/locally",
     )
+
+
+@pytest.mark.parametrize("how", ["missing", "broken"])
+def test_without_torch_the_doctor_ends_with_its_report(tmp_path: Path, how: str) -> None:
+    what = "torch is not installed"
+    code = "import sys; sys.modules['torch'] = None; "
+    if how == "broken":
+        (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open')", encoding="utf-8")
+        what, code = "`import torch` fails: ImportError: libcudnn.so.9: cannot open", ""
+    path = os.pathsep.join([str(tmp_path), str(Path(dsv4attn.__file__).parents[1])])
+    code += "from dsv4attn.tools.cli import main; main(['doctor', '--json'])"
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    values = json.loads(done.stdout)
+
+    assert (done.returncode, done.stderr) == (1, "")
+    assert what in [problem["what"] for problem in values["problems"]]
 
 
 @pytest.mark.parametrize("package", ["torch", "triton"])

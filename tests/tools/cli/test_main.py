@@ -95,6 +95,38 @@ def _warning_of_a_kernel() -> None:
     warnings.warn("of other code", stacklevel=1)
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("rnu",),
+        ("--bad",),
+        ("run", "--bakend", "x"),
+        ("run", "--block-size", "0"),
+        ("run", "--trace", "no.jsonl"),
+        ("run", "--html", "no/folder/page.html"),
+        ("run", "--device", "tpu"),
+        ("bench", "foo"),
+        ("bench", "--compare", "no.json"),
+        ("compile", "--target", "h200", "--model", "x"),
+        ("conform",),
+        ("conform", "refernz"),
+        ("conform", "reference", "--filter", "x"),
+        ("explain", "--device", "tpu"),
+        ("new-plugin", "triton"),
+    ],
+    ids=" ".join,
+)
+def test_every_error_begins_with_the_same_word(args: tuple[str, ...]) -> None:
+    result = invoke(*args)
+    lines = result.stderr.splitlines()
+    # click puts a line on the usage before an error about the command line
+    first = next(i for i, line in enumerate(lines) if not line.startswith(("Usage: ", "Try ")) and line)
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert lines[first].startswith("Error: ")
+    assert [line for line in lines if line.startswith("error")] == []
+
+
 def test_our_errors_are_one_object_with_json(failing: Any) -> None:
     failing(ArgumentError("q", expected="this", actual="that"))
     result = invoke("run", "--json")
@@ -140,7 +172,14 @@ def test_misuse_is_code_2_and_json_when_asked_for(as_json: bool) -> None:
 @pytest.mark.parametrize("how", ["missing", "broken"])
 @pytest.mark.parametrize(
     "args",
-    [("bench", "decode"), ("bench", "context"), ("conform", "reference"), ("parity",), ("compile", "--target", "h200")],
+    [
+        ("run",),
+        ("bench", "decode"),
+        ("bench", "context"),
+        ("conform", "reference"),
+        ("parity",),
+        ("compile", "--target", "h200"),
+    ],
     ids=lambda args: " ".join(args[:2]),
 )
 def test_without_torch_a_command_is_one_clear_line_and_code_2(tmp_path: Path, args: tuple[str, ...], how: str) -> None:
