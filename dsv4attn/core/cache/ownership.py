@@ -36,6 +36,10 @@ class Ownership:
         if check_count("rank", self.rank, 0) >= self.size:
             raise ArgumentError("rank", expected=f"a rank in [0, {self.size})", actual=self.rank)
 
+    def __str__(self) -> str:
+        """The entries in messages."""
+        return f"the entries of rank {self.rank} of {self.size}, interleave {self.interleave}"
+
     def owner(self, entry: _Number) -> _Number:
         """The rank that holds an entry; entry numbers are not negative, here and below.
 

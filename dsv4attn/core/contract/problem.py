@@ -202,7 +202,8 @@ class Problem:
             raise ArgumentError("topk", expected="0 on a window-only layer", actual=self.topk)
         if window_only is not (self.compressed is None):
             expected = "none on a window-only layer" if window_only else f"a cache on a {self.layer.kind.value} layer"
-            raise ArgumentError("compressed", expected=expected, actual=self.compressed)
+            actual = "none" if self.compressed is None else f"a cache of {self.compressed.shown}"
+            raise ArgumentError("compressed", expected=expected, actual=actual)
 
     @classmethod
     @known_keywords

@@ -149,7 +149,9 @@ def test_slices_of_a_prompt_without_windows_gather_no_negative_number_of_rows() 
     caches = LayerCaches(PagedKVCache.allocate(FP32, 80, 16), PagedKVCache.allocate(FP32, 20, 2))
     q = torch.randn(45, 4, 32)
     options: dict[str, Any] = {"layer": layer, "limits": limits, "attn_sink": None}
-    with pytest.raises(ArgumentError, match=r"^metadata: expected metadata of all entries, got metadata of Ownership"):
+    with pytest.raises(
+        ArgumentError, match=r"^metadata: expected metadata of all entries, got metadata of the entries of rank "
+    ):
         forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **options)
     assert not least
     # a part for `merge_over_ranks`
