@@ -121,7 +121,7 @@ def _requests(_: click.Context, incomplete: str) -> Words:
 
     names = {**_registered(), AUTO: "as selection decides"}
     before, comma, last = incomplete.rpartition(",")
-    phase, equals, _ = last.partition("=")
+    phase, equals = last.partition("=")[:2]
     if equals:
         return {f"{before}{comma}{phase}={name}": text for name, text in names.items()}
     phases = {f"{before}{comma}{phase}=": f"backend of {phase}" for phase in PHASES if f"{phase}=" not in before}

@@ -79,7 +79,7 @@ class ReplayConfig:
     check_rows: int = field(default=2, validator=_at_least(0))
     seed: int = field(default=0, validator=_at_least(0))
     indexer: str = "real"
-    device: torch.device = field(default="cpu", converter=torch.device)
+    device: torch.device = field(default=torch.device("cpu"), converter=torch.device)
 
 
 @frozen

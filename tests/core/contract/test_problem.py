@@ -86,7 +86,9 @@ def test_values_that_do_not_fit_each_other_are_errors() -> None:
         Problem.of(FLASH, "swa", topk=512)
     with pytest.raises(ArgumentError, match=r"^compressed: expected none on a window-only layer, got a page size of 4"):
         Problem.of(FLASH, "swa", compressed_page_size=4)
-    with pytest.raises(ArgumentError, match=r"^compressed: expected none on a window-only layer, got a cache of e4m3fn"):
+    with pytest.raises(
+        ArgumentError, match=r"^compressed: expected none on a window-only layer, got a cache of e4m3fn"
+    ):
         Problem("decode", swa, compressed=CacheFacts())
     with pytest.raises(ArgumentError, match=r"^compressed: expected a cache on a c4a layer, got none"):
         Problem("decode", FLASH.layer_of_kind("c4a"))

@@ -147,9 +147,12 @@ def test_the_device_decides_about_backend_caches_weights_and_report(
 ) -> None:
     asked: list[object] = []
     resolve = selection.resolve
-    monkeypatch.setattr(
-        selection, "resolve", lambda *problems, device, **args: asked.append(device) or resolve(*problems, **args)
-    )
+
+    def recorded(*problems: Any, device: object, **options: Any) -> Any:
+        asked.append(device)
+        return resolve(*problems, **options)
+
+    monkeypatch.setattr(selection, "resolve", recorded)
     assert as_json("--model", model, "--trace", trace, "--device", "cpu")["device"] == "the CPU"
 
     assert asked == [torch.device("cpu")] * 2
