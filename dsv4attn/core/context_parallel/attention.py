@@ -32,7 +32,6 @@ from dsv4attn.core.memory.rank_buffers import (
     piece_bytes,
 )
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.metadata.metadata import WholePrefill
 from dsv4attn.core.tensorspec import ALIGNMENT
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError
@@ -71,7 +70,7 @@ def forward_mqa_over_ranks(context: RankExchange, call: ForwardCall) -> None:
     if metadata.whole is None:
         _attend_to_own_entries(context, call)
         return
-    _check_whole(context, metadata.whole)
+    _check_whole(context)
     check_forward_call(call)
     whole_metadata = metadata.whole.metadata
     check_forward_call(evolve(call, metadata=whole_metadata))
@@ -128,11 +127,11 @@ def _attend_to_own_entries(context: RankExchange, call: ForwardCall) -> None:
     merging.finish()
 
 
-def _check_whole(context: RankExchange, whole: WholePrefill) -> None:
+def _check_whole(context: RankExchange) -> None:
     """Raise ArgumentError unless the layer's ranks gather keys, as the metadata say."""
     if not context.prefill_keys:
         hint = "build the metadata without prefill_keys, or give the layer a context with it"
-        raise ArgumentError("metadata", expected="metadata without a WholePrefill", actual=repr(whole), hint=hint)
+        raise ArgumentError("metadata", expected="metadata without a WholePrefill", actual="one with it", hint=hint)
 
 
 @without_modes

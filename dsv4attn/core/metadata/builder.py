@@ -286,7 +286,8 @@ class MetadataBuilder:
         kind that the model has with several ratios: `build_all` builds these.
         """
         if isinstance(kinds, str) or not isinstance(kinds, Iterable):
-            raise ArgumentError("kinds", expected="a list of kinds", actual=repr(kinds), hint="pass a list, ['c4a']")
+            actual = repr(kinds.value if isinstance(kinds, LayerKind) else kinds)
+            raise ArgumentError("kinds", expected="a list of kinds", actual=actual, hint="pass a list, ['c4a']")
         layers = [self.geometry.layer_of_kind(kind) for kind in kinds]
         return {
             layer.kind: metadata for layer, metadata in zip(layers, self._build(batch, layers, full_width), strict=True)

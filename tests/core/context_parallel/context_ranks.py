@@ -338,7 +338,7 @@ def half_divided(group: Any) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"context_parallel": context}, "expected metadata of all entries"),
         ({"layer_options": {"context_parallel": context}}, "got metadata of all entries"),
-        ({"context_parallel": context_over(group, 2), "layer_options": {"context_parallel": context}}, "interleave=2"),
+        ({"context_parallel": context_over(group, 2), "layer_options": {"context_parallel": context}}, "interleave 2"),
     ]
     for options, said in cases:
         model = LayerStack(load_backend("reference"), compressed_block_tokens=64, **options)

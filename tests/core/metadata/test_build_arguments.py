@@ -70,7 +70,7 @@ def test_a_builder_takes_kinds_by_name_and_answers_by_kind() -> None:
     ("kinds", "error", "said"),
     [
         ("swa", ArgumentError, r"^kinds: expected a list of kinds, got 'swa' -> pass a list, \['c4a'\]"),
-        (SWA, ArgumentError, r"^kinds: expected a list of kinds, got <LayerKind.SWA: 'swa'> -> pass a list"),
+        (SWA, ArgumentError, r"^kinds: expected a list of kinds, got 'swa' -> pass a list"),
         (None, ArgumentError, r"^kinds: expected a list of kinds, got None -> pass a list"),
         (["swa", "c5a"], UnknownNameError, r"^unknown layer kind 'c5a'; did you mean .* \(known: c128a, c4a, swa\)"),
         ([None], UnknownNameError, r"^unknown layer kind 'None' \(known: c128a, c4a, swa\)"),
