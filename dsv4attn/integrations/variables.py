@@ -7,13 +7,14 @@ another distribution calls `config.register_variables` when it is imported.
 from __future__ import annotations
 
 from dsv4attn.config import Knob, register_variables
-from dsv4attn.integrations.engines import ENGINES, VLLM
+from dsv4attn.integrations.engines import ENGINES, SGLANG, VLLM
 
-__all__ = ["TRANSFORMERS", "TRANSFORMERS_ANY_VERSION", "VLLM_STEPS"]
+__all__ = ["SGLANG_STEPS", "TRANSFORMERS", "TRANSFORMERS_ANY_VERSION", "VLLM_STEPS"]
 
 TRANSFORMERS = "DSV4ATTN_TRANSFORMERS"
 TRANSFORMERS_ANY_VERSION = f"{TRANSFORMERS}_ANY_VERSION"
 VLLM_STEPS = f"{VLLM.prefix}_STEPS"
+SGLANG_STEPS = f"{SGLANG.prefix}_STEPS"
 _FLAG = "`0` or `1`"
 
 for _engine in ENGINES:
@@ -29,6 +30,14 @@ register_variables(
             "auto",
             "`auto`, `all`, `none`, or some of `indexer,compressor,projection,mhc`",
             f"steps around attention that `{VLLM.wheel}` runs",
+        )
+    },
+)
+register_variables(
+    SGLANG.prefix,
+    {
+        SGLANG_STEPS: Knob(
+            "auto", "`auto`, `all`, `none`, or `indexer`", f"steps around attention that `{SGLANG.wheel}` runs"
         )
     },
 )

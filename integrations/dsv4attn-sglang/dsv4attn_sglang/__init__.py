@@ -9,6 +9,8 @@ DeepSeek-V4.
     hooks      what is replaced in SGLang, and when
     serving    whether dsv4attn can run a model's attention, before its first token
     attention  FlashMLA's two functions on dsv4attn
+    steps      whether the indexer runs on dsv4attn too
+    indexer    SGLang's indexer without DeepGEMM
 """
 
 from __future__ import annotations

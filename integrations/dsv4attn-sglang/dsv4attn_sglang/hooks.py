@@ -3,23 +3,24 @@
 1. SGLang loads the plugin: a hook on the constructor of the scheduler, in processes that have imported one. Nothing is
    imported for it.
 2. A scheduler is made: a hook on the function that builds attention. The scheduler imports its module anyway.
-3. Attention of DeepSeek-V4 is built: the model and the backends are checked, then FlashMLA's functions are replaced.
-   SGLang binds one of them in the constructor of its attention, so this happens before. Models of other kinds never
-   come here, and for them nothing is replaced.
+3. Attention of DeepSeek-V4 is built: the model and the backends are checked, then FlashMLA's functions are replaced,
+   and methods of the indexer where `steps` asks for it. SGLang binds one of the functions in the constructor of its
+   attention, so this happens before. Models of other kinds never come here, and for them nothing is replaced.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dsv4attn_sglang import __version__
 from dsv4attn_sglang.guard import GUARD, LOG, RefusedError
 
-__all__ = ["ATTENTION", "CUDA", "SCHEDULER", "SM120", "XPU", "watch_scheduler"]
+__all__ = ["ATTENTION", "CUDA", "INDEXER", "SCHEDULER", "SM120", "XPU", "watch_scheduler"]
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 ATTENTION = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
@@ -37,6 +38,11 @@ XPU = {
     "sgl_kernel.flash_mla_sparse_fwd": "flash_mla_sparse_fwd",
 }
 """On Intel's GPUs the functions have the same names and arguments."""
+INDEXER = {
+    "sglang.srt.layers.attention.dsv4.metadata.PagedIndexerMetadata.__post_init__": "plan_selection",
+    "sglang.srt.layers.attention.dsv4.indexer.C4IndexerBackendMixin.forward_c4_indexer": "forward_c4_indexer",
+}
+"""Methods of SGLang's indexer, and the names in `indexer` of the functions that replace them."""
 
 _registered: set[str] = set()
 """Targets for which this package has registered a hook. SGLang would call a second hook too."""
@@ -88,13 +94,16 @@ def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
 
     internals.check(version, runner)
     # it imports what was checked
-    from dsv4attn_sglang import serving
+    from dsv4attn_sglang import attention, serving, steps
 
-    chosen = serving.check(runner)
-    targets = serving.targets(runner.device)
-    internals.check_functions(version, targets)
-    new_targets = [target for target in targets if target not in _registered]
-    _replace({target: targets[target] for target in new_targets})
+    targets, served_steps = serving.targets(runner.device), steps.chosen(steps.Device.here())
+    internals.check_functions(version, targets, served_steps)
+    chosen = serving.check(runner, served_steps)
+    new_targets = _replace(targets, attention, "AROUND")
+    if steps.INDEXER in served_steps:
+        from dsv4attn_sglang import indexer
+
+        new_targets += _replace(INDEXER, indexer, "REPLACE")
     if new_targets:
         way_out = f"set {GUARD.engine.switch}=0 for SGLang's own"
         text = "SGLang %s attends for DeepSeek-V4 on dsv4attn, by version %s of this wheel (%s)"
@@ -104,25 +113,32 @@ def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
         LOG.info("%s", line)
 
 
-def _replace(targets: dict[str, str]) -> None:
-    """Replace SGLang's functions by those of `attention`. Raises RefusedError if one of them is not there."""
-    from dsv4attn_sglang import attention
+def _replace(targets: Mapping[str, str], module: ModuleType, kind: str) -> list[str]:
+    """Replace functions of SGLang by those of a module, unless they are replaced. Returns those that were not.
 
-    functions = {target: _find(target) for target in targets}
-    for target, name in targets.items():
-        _hook(target, getattr(attention, name), "AROUND")
+    targets: names in the module by what they replace. kind: of the hooks. Raises RefusedError if a function is not
+    there.
+    """
+    new_targets = [target for target in targets if target not in _registered]
+    functions = {target: _find(target) for target in new_targets}
+    for target in new_targets:
+        _hook(target, getattr(module, targets[target]), kind)
     _apply()
     for target, function in functions.items():
         if _find(target) is function:
             cure = "see what SGLang logged above, or remove the plugin that hooks it already"
             raise RefusedError(target, expected="a function that SGLang replaces", actual="the same one", cure=cure)
+    return new_targets
 
 
 def _find(target: str) -> Any:  # noqa: ANN401 - a function of SGLang
     """The function at a dotted path. Raises RefusedError with the cause if its module cannot be imported."""
-    module, _, name = target.rpartition(".")
+    owner, _, name = target.rpartition(".")
+    module, _, class_name = owner.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        if class_name[0].isupper():
+            return getattr(getattr(importlib.import_module(module), class_name), name)
+        return getattr(importlib.import_module(owner), name)
     except (ImportError, AttributeError, OSError) as error:
         cure = f"{GUARD.install}, which was tested"
         raise RefusedError(target, expected="a function of SGLang", actual=str(error), cure=cure) from error

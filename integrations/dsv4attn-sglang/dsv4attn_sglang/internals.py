@@ -7,14 +7,14 @@ attention in place, or fail in the first request.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 from attrs import frozen
 
 from dsv4attn.integrations import engine_internals
-from dsv4attn.integrations.engine_internals import Called, Internal, Named, Stored
+from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored, Written
 from dsv4attn_sglang.guard import GUARD
 from dsv4attn_sglang.hooks import CUDA, SM120, XPU
 
@@ -31,7 +31,12 @@ _NAMES: tuple[Internal, ...] = (
     Called("sglang.srt.plugins.hook_registry:HookRegistry", "register", 3, ("source",)),
     Called("sglang.srt.plugins.hook_registry:HookRegistry", "apply_hooks"),
     Called("sglang.srt.plugins.hook_registry", "HookSource", 2),
-    Named("sglang.srt.plugins.hook_registry:HookType", ("AROUND", "BEFORE")),
+    Named("sglang.srt.plugins.hook_registry:HookType", ("AROUND", "BEFORE", "REPLACE")),
+    Named(
+        "sglang.srt.environ:Envs",
+        "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH SGLANG_OPT_USE_AITER_INDEXER SGLANG_OPT_USE_TILELANG_INDEXER",
+    ),
+    Named("sglang.srt.environ", "envs"),
     Called("sglang.srt.layers.attention.dsv4.sparse_prefill_utils", "use_dsv4_q8kv8_sparse_prefill", 1),
     Named("sglang.srt.layers.attention.dsv4.sparse_prefill_utils", ("DSV4_Q8KV8_PREFILL_ENV",)),
     Called("sglang.srt.runtime_context", "get_exec"),
@@ -44,6 +49,7 @@ _NAMES: tuple[Internal, ...] = (
 RUNNER = (
     "decode_attention_backend_str",
     "device",
+    "hisparse_coordinator",
     "model_config.context_len",
     "model_config.head_dim",
     "model_config.hf_text_config",
@@ -52,8 +58,10 @@ RUNNER = (
     "prefill_attention_backend_str",
     "token_to_kv_pool._unified_kv",
     "token_to_kv_pool.compressed_kv_layout",
+    "token_to_kv_pool.get_index_k_with_scale_buffer",
     "token_to_kv_pool.get_swa_key_page_size",
     "token_to_kv_pool.kv_layout",
+    "token_to_kv_pool.layer_mapping",
     "token_to_kv_pool.present_ratios",
     "token_to_kv_pool.uniform_fp8",
 )
@@ -102,14 +110,48 @@ class Hooked(Internal):
         return (self.function,)
 
 
+_DSV4, _BACKEND = "sglang.srt.layers.attention.dsv4", "sglang.srt.layers.attention.deepseek_v4_backend"
+_INDEXER: tuple[Internal, ...] = (
+    Named(f"{_DSV4}.metadata:PagedIndexerMetadata", "__post_init__ max_compressed_seq_len"),
+    Stored(f"{_DSV4}.metadata:PagedIndexerMetadata", "compressed_page_size compressed_seq_lens page_size page_table"),
+    Written(f"{_DSV4}.metadata:PagedIndexerMetadata", "deep_gemm_metadata topk_metadata use_topk_v2"),
+    Overridden(
+        f"{_DSV4}.indexer:C4IndexerBackendMixin", "dsv4attn_sglang.indexer:forward_c4_indexer", "forward_c4_indexer"
+    ),
+    Called(
+        f"{_DSV4}.indexer:C4IndexerBackendMixin",
+        "_forward_prepare_multi_stream",
+        keywords="x q_lora c4_indexer positions forward_batch alt_streams q_lora_ready",
+    ),
+    Called(
+        f"{_DSV4}.indexer:C4IndexerBackendMixin",
+        "_forward_prepare_normal",
+        keywords="x q_lora c4_indexer positions forward_batch skip_compressor q_lora_quant",
+    ),
+    Stored(f"{_DSV4}.indexer:C4IndexerBackendMixin", "debug_use_external_c4_sparse_indices"),
+    Stored(f"{_DSV4}.indexer:C4Indexer", "layer_id"),
+    Stored(f"{_BACKEND}:DeepseekV4AttnBackend", "forward_metadata token_to_kv_pool"),
+    Named(f"{_BACKEND}:DSV4Metadata", "core_metadata"),
+    Stored(f"{_BACKEND}:DSV4Metadata", "indexer_metadata"),
+    Named(f"{_BACKEND}:DSV4AttnMetadata", "positions"),
+    Stored(
+        f"{_BACKEND}:DSV4AttnMetadata",
+        "c4_sparse_page_indices c4_sparse_raw_indices",
+    ),
+    Called("sglang.srt.state_capturer.indexer_topk", "get_global_indexer_capturer"),
+    Called("sglang.srt.state_capturer.base:BaseTopkCapturer", "capture", 2),
+)
+
 TABLE: Mapping[str, tuple[Internal, ...]] = {
     "all": _NAMES,
     "runner": (Stored("sglang.srt.model_executor.model_runner:ModelRunner", RUNNER),),
     "cuda": Hooked.of(CUDA),
     "sm120": Hooked.of({target: by for target, by in SM120.items() if target not in CUDA}),
     "xpu": Hooked.of(XPU),
+    "indexer": _INDEXER,
 }
-"""What each part of this package needs: all devices, the runner of a model, and the functions replaced on a device."""
+"""What each part of this package needs: all devices, the runner of a model, the functions replaced on a device, and a
+step of `steps`."""
 
 
 def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
@@ -120,9 +162,10 @@ def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRu
     GUARD.refuse_missing(version, [*engine_internals.lacking(TABLE["all"], "sglang"), *_of_runner(runner)])
 
 
-def check_functions(version: str, targets: Mapping[str, str]) -> None:
-    """Raise RefusedError for functions that cannot be replaced. targets: see `serving.targets`."""
-    GUARD.refuse_missing(version, engine_internals.lacking(Hooked.of(targets), "sglang"))
+def check_functions(version: str, targets: Mapping[str, str], steps: Iterable[str] = ()) -> None:
+    """Raise RefusedError for functions that cannot be replaced. targets: see `serving.targets`. steps: of `steps`."""
+    of_steps = [entry for step in sorted(steps) for entry in TABLE[step]]
+    GUARD.refuse_missing(version, engine_internals.lacking([*Hooked.of(targets), *of_steps], "sglang"))
 
 
 def _of_runner(runner: Any) -> Iterator[str]:  # noqa: ANN401

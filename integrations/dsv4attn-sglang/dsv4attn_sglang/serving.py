@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from dsv4attn.compat.direct import PAGE_SIZE, CallKind, plan
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.selection import explain
-from dsv4attn_sglang import hooks
+from dsv4attn_sglang import hooks, indexer, steps
 from dsv4attn_sglang.guard import RefusedError
 
 __all__ = ["check", "targets"]
@@ -36,26 +37,33 @@ def targets(device: str) -> dict[str, str]:
     raise RefusedError("device", expected=expected, actual=actual, cure="use such a GPU")
 
 
-def check(runner: Any) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
+def check(runner: Any, served_steps: Collection[str] = ()) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
     """Check options, caches and backends of a model. A line for each phase: which backend runs it, and why.
 
-    runner: SGLang's ModelRunner with its caches in place. Raises RefusedError for what dsv4attn does not serve in
-    SGLang; NoBackendError, with all reasons, if no backend, or not the one that was asked for, can run a call.
+    runner: SGLang's ModelRunner with its caches in place. served_steps: of `steps`, those that run on dsv4attn; a line
+    for each of them. Raises RefusedError for what dsv4attn does not serve in SGLang; NoBackendError, with all reasons,
+    if no backend, or not the one that was asked for, can run a call.
     """
     targets(runner.device)
     _check_both_phases(runner)
     _check_options()
     _check_caches(runner.token_to_kv_pool)
+    if steps.INDEXER in served_steps:
+        steps.check(runner)
     device, heads = torch.empty(0, device=runner.device, dtype=torch.float32).device, _heads(runner)
     facts = (heads, torch.bfloat16, runner.model_config.head_dim**-0.5, True, 1)
     lines: dict[str, list[str]] = {}
+    selects = ""
     for phase, layers, sizes in _calls(runner):
         # what the calls themselves ask: it raises, and loads the backend
         kind = CallKind(phase, *facts, sizes)
-        plan(kind, device, None)
+        backend, _ = plan(kind, device, None)
+        if layers == "c4a" and steps.INDEXER in served_steps:
+            indexer.serve(runner.token_to_kv_pool, backend)
+            selects = f"indexer: scores and selection of {backend.name} ({steps.VARIABLE})"
         chosen = explain(kind.problem, device=device)
         lines.setdefault(f"{phase.value}, {heads} heads: {chosen.verdict} ({chosen.request.source})", []).append(layers)
-    return [f"{line}; {', '.join(layers)}" for line, layers in lines.items()]
+    return [*(f"{line}; {', '.join(layers)}" for line, layers in lines.items()), *filter(None, [selects])]
 
 
 def _check_both_phases(runner: Any) -> None:  # noqa: ANN401

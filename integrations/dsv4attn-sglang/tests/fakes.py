@@ -4,7 +4,8 @@ Faked, for all tests and the processes they start:
 - `flash_mla._loader`: FlashMLA's libraries need CUDA. Its Python is FlashMLA's own; a call of one of its operators is
   recorded and raises `FlashMLACalled`.
 - `torchvision`: has no build for this torch that pip would take. SGLang imports it for images.
-- `is_cuda` of SGLang says that this is a machine of CUDA where it decides which functions its attention calls.
+- `is_cuda` of SGLang says that this is a machine of CUDA where it decides which functions its attention calls. Its
+  capability is 9.0, and DeepGEMM is installed, unless a test says otherwise.
 - The cast to fp8 of Triton's interpreter, in which SGLang's kernels run: a mantissa that is rounded up to the next
   power of two loses its carry. torch's cast takes its place.
 - The plans of a step for compressor and indexer, made by compiled kernels: there are none. Both run before attention,
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import sys
 import types
@@ -98,8 +100,8 @@ def flash_mla_calls() -> list[str]:
     return _CALLS
 
 
-def on_cuda(put: Callable[[Any, str, Any], None]) -> None:
-    """Fake what is faked in SGLang's modules. put: sets an attribute."""
+def on_cuda(put: Callable[[Any, str, Any], None], sm: int = 90, *, deep_gemm: bool = True) -> None:
+    """Fake what is faked in SGLang's modules. put: sets an attribute. deep_gemm: whether it is installed."""
     import sglang.srt.utils
     import torch
     from sglang.srt.layers.attention import deepseek_v4_backend
@@ -108,6 +110,12 @@ def on_cuda(put: Callable[[Any, str, Any], None]) -> None:
 
     for module in (sglang.srt.utils, deepseek_v4_backend):
         put(module, "is_cuda", lambda: True)
+    put(sglang.srt.utils.common, "get_device_sm", lambda: sm)
+    if importlib.util.find_spec("dsv4attn_sglang") is not None:
+        # it is not in the process of a test that uninstalls it
+        from dsv4attn_sglang import steps
+
+        put(steps, "find_spec", lambda name: deep_gemm or None)
     for module in (deepseek_v4_backend, compressor_v2):
         put(module, "create_paged_compressor_data", lambda **arguments: None)
     put(PagedIndexerMetadata, "__post_init__", lambda self: None)

@@ -14,7 +14,7 @@ from typing import Any
 import fakes
 import pytest
 import torch
-from dsv4attn_sglang import hooks, serving
+from dsv4attn_sglang import attention, hooks, serving
 from dsv4attn_sglang.guard import RefusedError
 from kit import case
 from torch import Tensor
@@ -189,7 +189,7 @@ def test_calls_of_other_models_go_on_to_flash_mla(interface: Any, name: str, cha
 def test_a_function_that_is_not_there_is_refused_by_name() -> None:
     for target in ("nothing.f", "math.nothing"):
         with pytest.raises(RefusedError, match=rf"^dsv4attn-sglang: {target}: expected a function of SGLang, got "):
-            hooks._replace({target: "flash_mla_with_kvcache"})
+            hooks._replace({target: "flash_mla_with_kvcache"}, attention, "AROUND")
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_a_function_that_another_plugin_has_hooked_is_refused(kit: Any, module: 
     HookRegistry.apply_hooks()
 
     with pytest.raises(RefusedError, match=r"taken\.f: .* got the same one -> .* remove the plugin that hooks it"):
-        hooks._replace({"taken.f": "flash_mla_with_kvcache"})
+        hooks._replace({"taken.f": "flash_mla_with_kvcache"}, attention, "AROUND")
 
 
 def test_on_intels_gpus_the_functions_of_sgl_kernel_are_replaced(

@@ -17,9 +17,11 @@ from attrs import evolve
 from dsv4attn_sglang import hooks, internals
 from dsv4attn_sglang.guard import RefusedError
 from dsv4attn_sglang.internals import NEEDED, RUNNER, TABLE
+from dsv4attn_sglang.steps import STEPS
 from kit import case, runner_of
 
 from dsv4attn.integrations import engine_internals
+from dsv4attn.integrations.engine_internals import Stored
 
 OURS = sorted(Path(next(iter(dsv4attn_sglang.__path__))).glob("*.py"))
 
@@ -31,21 +33,27 @@ def runner(kit: Any) -> Any:
 
 def test_the_installed_sglang_has_every_name(runner: Any) -> None:
     internals.check("0.5.23", runner)
-    internals.check_functions("0.5.23", hooks.SM120)
+    internals.check_functions("0.5.23", hooks.SM120, STEPS)
     assert set(NEEDED) == set(hooks.SM120.values()) | set(hooks.XPU.values())
 
 
-def test_each_name_is_missed_and_said(kit: Any) -> None:
-    for entry in TABLE["all"]:
+@pytest.mark.parametrize("group", ["all", "indexer"])
+def test_each_name_is_missed_and_said(kit: Any, group: str) -> None:
+    for entry in TABLE[group]:
         for name in entry.names():
             owner = entry.find()
+            if isinstance(entry, Stored):
+                # of objects: another name, which they do not have
+                said = f"{entry.owner}: its objects have no absent"
+                assert [*evolve(entry, attributes=("absent",)).lacking()] == [said]
+                continue
             if inspect.isclass(owner) and issubclass(owner, Enum):
                 # its members cannot be removed: another name, which nothing has
                 assert [*evolve(entry, attributes=("absent",)).lacking()] == [f"{entry.owner}.absent is not there"]
                 continue
             with pytest.MonkeyPatch.context() as patch:
                 patch.delattr(owner, name)
-                assert engine_internals.lacking(TABLE["all"], "sglang") == [f"{entry.owner}.{name} is not there"]
+                assert engine_internals.lacking(TABLE[group], "sglang") == [f"{entry.owner}.{name} is not there"]
 
 
 def without(runner: Any, path: str) -> Any:
@@ -128,7 +136,8 @@ def used() -> Iterator[tuple[str, str]]:
 
 
 def test_every_import_from_sglang_is_in_the_table() -> None:
-    listed = {(entry.owner, name) for entry in TABLE["all"] for name in entry.names()}
-    owners = {tuple(entry.owner.split(":")) for entry in TABLE["all"] if ":" in entry.owner}
+    entries = [*TABLE["all"], *TABLE["indexer"]]
+    listed = {(entry.owner, name) for entry in entries for name in entry.names()}
+    owners = {tuple(entry.owner.split(":")) for entry in entries if ":" in entry.owner}
 
     assert sorted(set(used()) - listed - owners) == []

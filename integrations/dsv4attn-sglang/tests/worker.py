@@ -57,3 +57,34 @@ def scheduler(*, hidden: bool = False, builds: int = 3) -> dict[str, Any]:
     load_plugins()
     hooked = sorted(name for name in sys.modules if name.startswith("dsv4attn"))
     return {"lines": lines, "flash_mla": called, "modules": hooked}
+
+
+def older_gpu(sm: int) -> dict[str, Any]:
+    """A process on a GPU without DeepGEMM: attention of a model with c4a layers is built, as SGLang builds it."""
+    fakes.install()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    import kit
+
+    loaded_kit = kit.loaded()
+    fakes.on_cuda(setattr, sm)
+    attention = loaded_kit.ATTENTION_BACKENDS["dsv4"](kit.runner_of(kit.case("decode", "DECODE", (5,)), (0, 4, 128)))
+    from dsv4attn_sglang import indexer
+    from sglang.srt.layers.attention.dsv4.metadata import PagedIndexerMetadata
+
+    replaced = {
+        "forward_c4_indexer": type(attention).forward_c4_indexer,
+        "plan_selection": PagedIndexerMetadata.__post_init__,
+    }
+    return {
+        "lines": lines,
+        "replaced": [name for name, wrapper in replaced.items() if _wraps(wrapper, indexer, name)],
+    }
+
+
+def _wraps(wrapper: Any, module: Any, name: str) -> bool:
+    """Whether SGLang's wrapper of a hook calls a function of a module."""
+    return any(cell.cell_contents is getattr(module, name) for cell in wrapper.__closure__ or ())
