@@ -34,8 +34,12 @@ _NAMES: tuple[Internal, ...] = (
     Named("sglang.srt.plugins.hook_registry:HookType", ("AROUND", "BEFORE", "REPLACE")),
     Named(
         "sglang.srt.environ:Envs",
-        "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH SGLANG_OPT_USE_AITER_INDEXER SGLANG_OPT_USE_TILELANG_INDEXER",
+        "SGLANG_DSV4_FP4_DEQUANT SGLANG_FP8_PAGED_MQA_LOGITS_TORCH SGLANG_OPT_USE_AITER_INDEXER "
+        "SGLANG_OPT_USE_TILELANG_INDEXER",
     ),
+    Stored("sglang.srt.configs.model_config:ModelConfig", "is_fp4_experts"),
+    Called("sglang.srt.layers.moe.utils", "get_moe_runner_backend"),
+    Named("sglang.srt.layers.moe.utils:MoeRunnerBackend", ("is_humming",)),
     Named("sglang.srt.environ", "envs"),
     Called("sglang.srt.layers.attention.dsv4.sparse_prefill_utils", "use_dsv4_q8kv8_sparse_prefill", 1),
     Named("sglang.srt.layers.attention.dsv4.sparse_prefill_utils", ("DSV4_Q8KV8_PREFILL_ENV",)),

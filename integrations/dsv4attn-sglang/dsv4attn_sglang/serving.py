@@ -46,6 +46,7 @@ def check(runner: Any, served_steps: Collection[str] = ()) -> list[str]:  # noqa
     """
     targets(runner.device)
     _check_both_phases(runner)
+    _check_experts(runner)
     _check_options()
     _check_caches(runner.token_to_kv_pool)
     if steps.INDEXER in served_steps:
@@ -81,6 +82,26 @@ def _check_both_phases(runner: Any) -> None:  # noqa: ANN401
             actual=f"{prefill} and {decode}",
             cure=cure,
         )
+
+
+def _check_experts(runner: Any) -> None:  # noqa: ANN401
+    """Experts in MXFP4 run on Humming alone before sm_90, for which SGLang refuses Marlin and chooses Triton by itself.
+
+    Its Triton kernels multiply no codes of 4 bits. From sm_89 on they multiply fp8, to which SGLang converts MXFP4 if
+    it is told to.
+    """
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend
+    from sglang.srt.runtime_context import get_platform
+    from sglang.srt.utils import is_cuda
+
+    if not is_cuda() or not getattr(runner.model_config, "is_fp4_experts", False):
+        return
+    sm, experts = get_platform().device_sm, get_moe_runner_backend()
+    if sm < 90 and not experts.is_humming() and not (sm == 89 and envs.SGLANG_DSV4_FP4_DEQUANT.get()):
+        expected = f"humming on sm_{sm}, as SGLang has nothing else there for experts in MXFP4"
+        cure = "start SGLang with --moe-runner-backend humming"
+        raise RefusedError("--moe-runner-backend", expected=expected, actual=experts.value, cure=cure)
 
 
 def _check_options() -> None:

@@ -382,6 +382,49 @@ def test_index_keys_of_four_bits_are_refused(older: Any, monkeypatch: pytest.Mon
         steps.check(runner)
 
 
+@pytest.mark.parametrize(
+    ("sm", "experts", "dequantised", "is_served"),
+    [
+        (80, "auto", False, False),
+        (86, "marlin", False, False),
+        (89, "flashinfer_mxfp4", False, False),
+        (80, "humming", False, True),
+        (89, "humming", False, True),
+        # to fp8, which Triton multiplies from sm_89 on
+        (86, "auto", True, False),
+        (89, "auto", True, True),
+        (90, "auto", False, True),
+    ],
+)
+def test_experts_in_mxfp4_that_would_not_run_are_refused(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, sm: int, experts: str, dequantised: bool, is_served: bool
+) -> None:
+    from sglang.srt.layers.moe import utils
+
+    fakes.on_cuda(monkeypatch.setattr, sm)
+    monkeypatch.setattr(utils, "get_moe_runner_backend", lambda: utils.MoeRunnerBackend(experts))
+    monkeypatch.setenv("SGLANG_DSV4_FP4_DEQUANT", str(int(dequantised)))
+    runner = runner_of(case("decode", "DECODE", (5,)))
+    runner.model_config.is_fp4_experts = True
+    if is_served:
+        serving._check_experts(runner)
+        return
+    words = (
+        f"--moe-runner-backend: expected humming on sm_{sm}, .*, got {experts} -> start SGLang with --moe-runner-back"
+    )
+    with pytest.raises(RefusedError, match=words):
+        serving.check(runner)
+
+
+def test_sglangs_marlin_refuses_experts_in_mxfp4_there(kit: Any) -> None:
+    """The reason of that refusal. If this fails, SGLang serves such GPUs with more than Humming."""
+    from inspect import getsource
+
+    from sglang.srt.layers.quantization.mxfp4_marlin_moe import Mxfp4MarlinMoEMethod
+
+    assert "MXFP4 Marlin requires SM90 or SM120." in getsource(Mxfp4MarlinMoEMethod.process_weights_after_loading)
+
+
 @pytest.mark.parametrize("sm", [80, 89])
 def test_a_process_on_such_a_gpu_replaces_the_indexer_and_says_so(sm: int) -> None:
     result = run(f"older_gpu({sm})", DSV4ATTN_BACKEND="reference")
