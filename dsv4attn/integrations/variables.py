@@ -37,7 +37,9 @@ register_variables(
     SGLANG.prefix,
     {
         SGLANG_STEPS: Knob(
-            "auto", "`auto`, `all`, `none`, or `indexer`", f"steps around attention that `{SGLANG.wheel}` runs"
+            "auto",
+            "`auto`, `all`, `none`, or some of `indexer,gather`",
+            f"steps around attention that `{SGLANG.wheel}` runs",
         )
     },
 )

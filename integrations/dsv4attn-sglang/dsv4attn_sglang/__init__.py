@@ -9,8 +9,9 @@ DeepSeek-V4.
     hooks      what is replaced in SGLang, and when
     serving    whether dsv4attn can run a model's attention, before its first token
     attention  FlashMLA's two functions on dsv4attn
-    steps      whether the indexer runs on dsv4attn too
+    steps      which steps around attention run on dsv4attn too
     indexer    SGLang's indexer without DeepGEMM
+    gather     the keys of a prompt, without a type for fp8
 """
 
 from __future__ import annotations

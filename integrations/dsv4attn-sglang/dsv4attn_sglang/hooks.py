@@ -4,7 +4,7 @@
    imported for it.
 2. A scheduler is made: a hook on the function that builds attention. The scheduler imports its module anyway.
 3. Attention of DeepSeek-V4 is built: the model and the backends are checked, then FlashMLA's functions are replaced,
-   and methods of the indexer where `steps` asks for it. SGLang binds one of the functions in the constructor of its
+   and what `steps` asks for. SGLang binds one of the functions in the constructor of its
    attention, so this happens before. Models of other kinds never come here, and for them nothing is replaced.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from dsv4attn_sglang import __version__
 from dsv4attn_sglang.guard import GUARD, LOG, RefusedError
 
-__all__ = ["ATTENTION", "CUDA", "INDEXER", "SCHEDULER", "SM120", "XPU", "watch_scheduler"]
+__all__ = ["ATTENTION", "CUDA", "GATHER", "INDEXER", "SCHEDULER", "SM120", "XPU", "watch_scheduler"]
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 ATTENTION = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
@@ -43,6 +43,10 @@ INDEXER = {
     "sglang.srt.layers.attention.dsv4.indexer.C4IndexerBackendMixin.forward_c4_indexer": "forward_c4_indexer",
 }
 """Methods of SGLang's indexer, and the names in `indexer` of the functions that replace them."""
+GATHER = {f"{_OPS}.dsv4.dequant_k_cache.dequantize_k_cache_paged_dsv4": "dequantize_k_cache_paged_dsv4"}
+"""The function that gathers the keys of a prompt, and its name in `gather`."""
+_STEPS = {"indexer": (INDEXER, "REPLACE"), "gather": (GATHER, "AROUND")}
+"""For each of `steps.STEPS`, which is also the name of a module, what it replaces, and how."""
 
 _registered: set[str] = set()
 """Targets for which this package has registered a hook. SGLang would call a second hook too."""
@@ -100,10 +104,9 @@ def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
     internals.check_functions(version, targets, served_steps)
     chosen = serving.check(runner, served_steps)
     new_targets = _replace(targets, attention, "AROUND")
-    if steps.INDEXER in served_steps:
-        from dsv4attn_sglang import indexer
-
-        new_targets += _replace(INDEXER, indexer, "REPLACE")
+    for step in filter(served_steps.__contains__, steps.STEPS):
+        of_step, kind = _STEPS[step]
+        new_targets += _replace(of_step, importlib.import_module(f"dsv4attn_sglang.{step}"), kind)
     if new_targets:
         way_out = f"set {GUARD.engine.switch}=0 for SGLang's own"
         text = "SGLang %s attends for DeepSeek-V4 on dsv4attn, by version %s of this wheel (%s)"

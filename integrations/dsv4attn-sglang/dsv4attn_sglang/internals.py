@@ -153,9 +153,18 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
     "sm120": Hooked.of({target: by for target, by in SM120.items() if target not in CUDA}),
     "xpu": Hooked.of(XPU),
     "indexer": _INDEXER,
+    "gather": (
+        Called(
+            "sglang.kernels.ops.attention.dsv4.dequant_k_cache",
+            "dequantize_k_cache_paged_dsv4",
+            2,
+            ("page_size", "out", "layout"),
+        ),
+        Named("sglang.kernels.ops.attention.dsv4.kv_layout:KVLayout", ("V4",)),
+    ),
 }
-"""What each part of this package needs: all devices, the runner of a model, the functions replaced on a device, and a
-step of `steps`."""
+"""What each part of this package needs: all devices, the runner of a model, the functions replaced on a device, and
+the steps of `steps`."""
 
 
 def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner

@@ -10,7 +10,7 @@ import torch
 from dsv4attn.compat.direct import PAGE_SIZE, CallKind, plan
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.selection import explain
-from dsv4attn_sglang import hooks, indexer, steps
+from dsv4attn_sglang import gather, hooks, indexer, steps
 from dsv4attn_sglang.guard import RefusedError
 
 __all__ = ["check", "targets"]
@@ -54,17 +54,20 @@ def check(runner: Any, served_steps: Collection[str] = ()) -> list[str]:  # noqa
     device, heads = torch.empty(0, device=runner.device, dtype=torch.float32).device, _heads(runner)
     facts = (heads, torch.bfloat16, runner.model_config.head_dim**-0.5, True, 1)
     lines: dict[str, list[str]] = {}
-    selects = ""
+    of_steps: list[str] = []
     for phase, layers, sizes in _calls(runner):
         # what the calls themselves ask: it raises, and loads the backend
         kind = CallKind(phase, *facts, sizes)
         backend, _ = plan(kind, device, None)
         if layers == "c4a" and steps.INDEXER in served_steps:
             indexer.serve(runner.token_to_kv_pool, backend)
-            selects = f"indexer: scores and selection of {backend.name} ({steps.VARIABLE})"
+            of_steps.append(f"indexer: scores and selection of {backend.name} ({steps.VARIABLE})")
+        if kind.phase is Phase.PREFILL and steps.GATHER in served_steps:
+            gather.serve(device, backend)
+            of_steps.append(f"gather: keys of prompts by {backend.name} ({steps.VARIABLE})")
         chosen = explain(kind.problem, device=device)
         lines.setdefault(f"{phase.value}, {heads} heads: {chosen.verdict} ({chosen.request.source})", []).append(layers)
-    return [*(f"{line}; {', '.join(layers)}" for line, layers in lines.items()), *filter(None, [selects])]
+    return [*(f"{line}; {', '.join(layers)}" for line, layers in lines.items()), *of_steps]
 
 
 def _check_both_phases(runner: Any) -> None:  # noqa: ANN401

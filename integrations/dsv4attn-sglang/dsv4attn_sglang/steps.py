@@ -11,13 +11,14 @@ from dsv4attn.integrations.engines import steps_named
 from dsv4attn.integrations.variables import SGLANG_STEPS
 from dsv4attn_sglang.guard import RefusedError
 
-__all__ = ["INDEXER", "STEPS", "VARIABLE", "Device", "check", "chosen"]
+__all__ = ["GATHER", "INDEXER", "STEPS", "VARIABLE", "Device", "check", "chosen"]
 
 VARIABLE = SGLANG_STEPS
 """Steps by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
 
-(INDEXER,) = STEPS = ("indexer",)
-"""indexer: scores of index keys, selection, and their metadata. Queries and index keys stay SGLang's."""
+INDEXER, GATHER = STEPS = ("indexer", "gather")
+"""indexer: scores of index keys, selection, and their metadata. Queries and index keys stay SGLang's. gather: the keys
+of a prompt are read from their pages."""
 
 _VARIABLE = f"environment variable {VARIABLE}"
 
@@ -26,11 +27,12 @@ _VARIABLE = f"environment variable {VARIABLE}"
 class Device:
     """What the choice of steps depends on.
 
-    cuda: whether this is a GPU of NVIDIA. deep_gemm: whether DeepGEMM is installed and has kernels for this GPU, which
-    is sm_90 or newer. other_scores: whether SGLang's variables choose scores in torch, TileLang or AITER instead.
+    sm: capability of a GPU of NVIDIA, as in 89; 0: another device. deep_gemm: whether DeepGEMM is installed and has
+    kernels for this GPU, which is sm_90 or newer. other_scores: whether SGLang's variables choose scores in torch,
+    TileLang or AITER instead.
     """
 
-    cuda: bool
+    sm: int
     deep_gemm: bool
     other_scores: bool = False
 
@@ -41,38 +43,45 @@ class Device:
         from sglang.srt.runtime_context import get_platform
         from sglang.srt.utils import is_cuda
 
-        cuda = is_cuda()
+        sm = get_platform().device_sm if is_cuda() else 0
         others = (
             envs.SGLANG_FP8_PAGED_MQA_LOGITS_TORCH,
             envs.SGLANG_OPT_USE_AITER_INDEXER,
             envs.SGLANG_OPT_USE_TILELANG_INDEXER,
         )
         return cls(
-            cuda,
-            deep_gemm=cuda and get_platform().device_sm >= 90 and find_spec("deep_gemm") is not None,
+            sm,
+            deep_gemm=sm >= 90 and find_spec("deep_gemm") is not None,
             other_scores=any(variable.get() for variable in others),
         )
 
     @property
-    def lacks_indexer(self) -> bool:
-        """Whether SGLang's own indexer does not run here."""
-        return self.cuda and not self.deep_gemm and not self.other_scores
+    def lacking(self) -> frozenset[str]:
+        """The steps for which SGLang has nothing that runs here."""
+        if not self.sm:
+            return frozenset()
+        lacks_indexer = not self.deep_gemm and not self.other_scores
+        # Triton has a type for e4m3 from sm_89 on
+        return frozenset([INDEXER] * lacks_indexer + [GATHER] * (self.sm < 89))
 
 
 def chosen(device: Device) -> frozenset[str]:
     """The steps that run on dsv4attn on a device.
 
-    Raises RefusedError for a step that is not served there, and for none where SGLang's own does not run.
+    Raises RefusedError for a step that is not served there, and if one is left out that SGLang cannot run.
     """
     named = steps_named(VARIABLE, STEPS, RefusedError)
-    steps = frozenset({INDEXER} if device.lacks_indexer else ()) if named is None else named
-    if INDEXER in steps and not device.cuda:
-        cure = f"leave {VARIABLE} out"
-        raise RefusedError(_VARIABLE, expected="none on this device", actual=INDEXER, cure=cure)
-    if device.lacks_indexer and INDEXER not in steps:
-        expected, cure = "indexer, as SGLang's needs DeepGEMM", f"leave {VARIABLE} out"
-        raise RefusedError(_VARIABLE, expected=expected, actual="none", cure=cure)
+    steps, cure = device.lacking if named is None else named, f"leave {VARIABLE} out"
+    if steps and not device.sm:
+        raise RefusedError(_VARIABLE, expected="none on this device", actual=_text(steps), cure=cure)
+    if not steps >= device.lacking:
+        expected = f"{_text(device.lacking)}, which SGLang's own kernels cannot do on this GPU"
+        raise RefusedError(_VARIABLE, expected=expected, actual=_text(steps) or "none", cure=cure)
     return steps
+
+
+def _text(steps: frozenset[str]) -> str:
+    return ",".join(step for step in STEPS if step in steps)
 
 
 def check(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner

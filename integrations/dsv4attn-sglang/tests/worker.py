@@ -72,19 +72,50 @@ def older_gpu(sm: int) -> dict[str, Any]:
     loaded_kit = kit.loaded()
     fakes.on_cuda(setattr, sm)
     attention = loaded_kit.ATTENTION_BACKENDS["dsv4"](kit.runner_of(kit.case("decode", "DECODE", (5,)), (0, 4, 128)))
-    from dsv4attn_sglang import indexer
+    from dsv4attn_sglang import gather, indexer
+    from sglang.srt.layers.attention import deepseek_v4_backend
     from sglang.srt.layers.attention.dsv4.metadata import PagedIndexerMetadata
 
-    replaced = {
-        "forward_c4_indexer": type(attention).forward_c4_indexer,
-        "plan_selection": PagedIndexerMetadata.__post_init__,
-    }
+    replaced = [
+        (type(attention).forward_c4_indexer, indexer.forward_c4_indexer),
+        (PagedIndexerMetadata.__post_init__, indexer.plan_selection),
+        # the name in the module that calls it
+        (deepseek_v4_backend.dequantize_k_cache_paged_dsv4, gather.dequantize_k_cache_paged_dsv4),
+    ]
     return {
         "lines": lines,
-        "replaced": [name for name, wrapper in replaced.items() if _wraps(wrapper, indexer, name)],
+        "replaced": [function.__name__ for wrapper, function in replaced if _wraps(wrapper, function)],
     }
 
 
-def _wraps(wrapper: Any, module: Any, name: str) -> bool:
-    """Whether SGLang's wrapper of a hook calls a function of a module."""
-    return any(cell.cell_contents is getattr(module, name) for cell in wrapper.__closure__ or ())
+def _wraps(wrapper: Any, function: Any) -> bool:
+    """Whether SGLang's wrapper of a hook calls a function."""
+    return any(cell.cell_contents is function for cell in wrapper.__closure__ or ())
+
+
+def compiled_gather(*capabilities: int) -> dict[str, str]:
+    """For each capability, what Triton says when it compiles SGLang's kernel that gathers keys; empty: it does."""
+    import os
+
+    fakes.install()
+    os.environ.pop("TRITON_INTERPRET")
+    from sglang.kernels.ops.attention.dsv4 import dequant_k_cache
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+    from triton.errors import TritonError
+
+    kernel, page = dequant_k_cache._dequantize_k_cache_paged_kernel, 256
+    pointers = {"output_ptr": "*bf16", "buf_fp8_ptr": "*fp8e4nv", "buf_bf16_ptr": "*bf16", "buf_uint8_ptr": "*u8"}
+    types = {**pointers, "page_table_ptr": "*i32", "output_stride_0": "i32", "num_tokens": "i32"}
+    names = [name for name in kernel.arg_names if name not in types]
+    numbers = {"BYTES_PER_PAGE": 149760, "PAGE_SIZE": page, "S_OFFSET_BYTES": page * 576, "TOKENS_PER_PROG": 4}
+    constants = {name: numbers.get(name) or getattr(dequant_k_cache, name) for name in names}
+    source = compiler.ASTSource(kernel, types | dict.fromkeys(names, "constexpr"), constants)
+    said = {}
+    for capability in capabilities:
+        try:
+            compiler.compile(source, target=GPUTarget("cuda", capability, 32))
+            said[str(capability)] = ""
+        except TritonError as error:
+            said[str(capability)] = str(error)
+    return said

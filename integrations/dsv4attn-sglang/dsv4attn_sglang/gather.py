@@ -1,0 +1,51 @@
+"""The keys of a prompt as SGLang gathers them, on dsv4attn: for GPUs whose Triton has no type for fp8.
+
+SGLang reads the pages of a prompt's keys into bf16 rows with a Triton kernel that loads e4m3 as such, which Triton
+compiles from sm_89 on. This is a hook around that function. For records of other models it calls SGLang's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4attn import Backend, KVCacheLayout, PagedKVCache
+
+__all__ = ["dequantize_k_cache_paged_dsv4", "serve"]
+
+RECORD = 584
+_LAYOUT = KVCacheLayout.fp8_ds_mla()
+_backends: dict[torch.device, Backend] = {}
+
+
+def serve(device: torch.device, backend: Backend) -> None:
+    """Let a backend gather on a device."""
+    _backends[device] = backend
+
+
+def dequantize_k_cache_paged_dsv4(
+    original: Callable[..., Tensor],
+    quant_k_cache: Tensor,
+    page_table_1_flattened: Tensor,
+    page_size: int,
+    out: Tensor | None = None,
+    layout: Any = "v4",  # noqa: ANN401 - SGLang's KVLayout, or its name
+) -> Tensor:
+    """The records of slots, as rows.
+
+    quant_k_cache: [pages, bytes of a page], any dtype. page_table_1_flattened: [n] int32 or int64 - slots, at least 0.
+    out: [n, 1, 512] bf16, rows any distance apart. Returns it, or a new one.
+    """
+    if getattr(layout, "value", layout) != "v4":
+        return original(quant_k_cache, page_table_1_flattened, page_size, out=out, layout=layout)
+    slots, pages = page_table_1_flattened, quant_k_cache.view(torch.uint8)
+    if out is None:
+        out = torch.empty(slots.shape[0], 1, _LAYOUT.head_dim, dtype=torch.bfloat16, device=pages.device)
+    cache = PagedKVCache(pages[:, : page_size * RECORD].view(-1, page_size, RECORD), _LAYOUT)
+    # each slot is the last record of a request with one page
+    lens, table = (slots % page_size + 1).int(), (slots // page_size).int()[:, None]
+    _backends[pages.device].dequantize_and_gather_k_cache(out, cache, lens, torch.ones_like(lens), table, 0)
+    return out
