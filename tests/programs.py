@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.forked_programs import run_forked
+
 __all__ = ["ROOT", "import_text", "run_compiling", "told_by"]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,12 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 def run_compiling(*words: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments in a process that can compile kernels: it interprets none.
 
-    cache: folder for compiled kernels instead of Triton's own.
+    The process has imported torch already, unless the first argument is -W. cache: folder for compiled kernels instead
+    of Triton's own.
     """
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
     if cache is not None:
         environ["TRITON_CACHE_DIR"] = str(cache)
+    if words[0] != "-W":
+        return run_forked(words, folder=ROOT, environ=environ)
     command = [sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
 

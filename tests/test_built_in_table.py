@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from dsv4attn.plugins import BUILT_IN
+from tests.forked_programs import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW = "quartz"
@@ -78,14 +78,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(copy: Path, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run Python in the copy, on the copy's package and tests."""
-    return subprocess.run(
-        [sys.executable, *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "", **environ},
-    )
+    known = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": ""}
+    return run_forked(args, folder=copy, environ={**known, **environ})
 
 
 def printed(copy: Path, *args: str, **environ: str) -> Any:

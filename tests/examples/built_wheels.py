@@ -1,7 +1,8 @@
 """Real wheels, built from examples/ and installed into folders of their own, without a network.
 
-A clean environment is such a folder on PYTHONPATH of a fresh interpreter, in an empty directory and without any
-variable of ours. torch and dsv4attn are those of the tests. setuptools builds: it comes with torch.
+A clean environment is such a folder on PYTHONPATH, in an empty directory and without any variable of ours, in a fresh
+interpreter or in one that has imported torch alone. torch and dsv4attn are those of the tests. setuptools builds: it
+comes with torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from attrs import frozen
 
 import dsv4attn
+from tests.forked_programs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 ACME = ROOT / "examples" / "dsv4attn-acme"
@@ -64,18 +66,23 @@ class Place:
     folder: Path
     sites: tuple[Path, ...]
 
-    def run(self, *command: str, code: int | None = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run `python ...` here and expect an exit code."""
+    def run(
+        self, *command: str, code: int | None = 0, fresh: bool = False, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python ...` here and expect an exit code. fresh: in an interpreter that has imported nothing."""
         env = environment(self.sites, COLUMNS="200", **variables)
-        done = subprocess.run(
-            [sys.executable, *command], cwd=self.folder, env=env, capture_output=True, text=True, check=False
-        )
+        if fresh:
+            done = subprocess.run(
+                [sys.executable, *command], cwd=self.folder, env=env, capture_output=True, text=True, check=False
+            )
+        else:
+            done = run_forked(command, folder=self.folder, environ=env)
         assert code is None or done.returncode == code, f"{done.returncode}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
         return done
 
     def json(self, *command: str, code: int = 0, **variables: str) -> dict[str, Any]:
         """The one object that `dsv4attn ... --json` prints."""
-        done = self.run("-m", "dsv4attn", *command, "--json", code=code, **variables)
+        done = self.run("-m", "dsv4attn", *command, "--json", code=code, fresh=False, **variables)
         output: dict[str, Any] = json.loads(done.stdout)
         assert output["ok"] is (code == 0)
         return output

@@ -11,6 +11,7 @@ import pytest
 
 from dsv4attn import hookspecs
 from dsv4attn.core.contract import backend as contract
+from dsv4attn.plugins import PluginRegistry
 from tests.examples.built_wheels import ACME, BROKEN, Place, install, renamed
 from tests.vendor_wheel import VendorWheels
 
@@ -98,7 +99,7 @@ def test_g8_denying_the_broken_wheel_is_a_cure(mixed: Place) -> None:
 
 
 def test_the_descriptor_imports_neither_torch_nor_the_kernels(clean: Place) -> None:
-    output = clean.run("-c", "import sys, dsv4attn_acme; print(*sys.modules)").stdout.split()
+    output = clean.run("-c", "import sys, dsv4attn_acme; print(*sys.modules)", fresh=True).stdout.split()
 
     assert "dsv4attn_acme.support" in output
     assert {"torch", "triton", "dsv4attn_acme.launch", "dsv4attn_acme.kernels"}.isdisjoint(output)
@@ -260,6 +261,7 @@ def test_g8_a_plugin_of_contract_1_0_keeps_working_when_hooks_gain_arguments(
 
     monkeypatch.setattr(hookspecs, "dsv4attn_backends", dsv4attn_backends)
     monkeypatch.setattr("dsv4attn.plugins._call", lambda hook: hook(reason="new"))
+    PluginRegistry.load(entry_points=[])  # descriptors of the package, imported first, keep its version
     monkeypatch.setattr(contract, "API_VERSION", "1.9")
     monkeypatch.setattr("dsv4attn.plugins.API_VERSION", "1.9")
     with VendorWheels(sites["acme"]) as wheels:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from itertools import chain
@@ -24,6 +22,7 @@ from dsv4attn.errors import ArgumentError, ConfigError, NoBackendError, UnknownN
 from dsv4attn.integrations.transformers.masks import VisibleKeys
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import infos
+from tests.forked_programs import run_forked
 from tests.parity import hf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -351,13 +350,7 @@ except ImportError as error:
 
 
 def imported(version: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT, version],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_forked(["-c", IMPORT, version], folder=ROOT, environ={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from dsv4attn.errors import ArgumentError, BrokenBackendError, ConfigError, NoBa
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import build, load_backend, select_backend
 from tests.backends.built_in import triton_backends
+from tests.forked_programs import run_forked
 from tests.tools.cli.machine import device_of_no_backend
 from tests.vendor_wheel import VendorWheels, plugin
 
@@ -248,7 +247,7 @@ for name in outcomes:
         outcomes[name] = traceback.format_exc()
 print(json.dumps(outcomes))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_forked(["-c", code])
     assert done.returncode == 0, done.stderr
     outcomes: dict[str, str] = json.loads(done.stdout)
     return outcomes

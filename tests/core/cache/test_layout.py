@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import combinations
 
@@ -15,6 +13,7 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
+from tests.forked_programs import run_forked
 from tests.harness import bytes_of
 
 FLASH = KVCacheLayout.fp8_ds_mla()
@@ -125,7 +124,7 @@ def test_g2_a_fingerprint_never_changes_in_this_or_another_process() -> None:
     # engines store these strings: a change here breaks their caches.
     assert {layout.fingerprint: layout for layout in GOLDEN.values()} == GOLDEN
     code = "from dsv4attn.core.cache.layout import KVCacheLayout as K; print(K.fp8_ds_mla().fingerprint)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_forked(["-c", code])
 
     assert done.stdout.strip() == FLASH.fingerprint
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.core.contract.problem import Reason
 from dsv4attn.plugins import PluginRegistry
+from tests.forked_programs import run_forked
 from tests.tools.cli.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -227,8 +226,8 @@ def test_for_real_and_whatever_interprets_kernels_here(machine: Machine, tmp_pat
     path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environ.pop("DSV4ATTN_BACKEND", None)
-    command = [sys.executable, "-m", "dsv4attn", "compile", "--target", "sm_90", "--backend", "acme", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    command = ["-m", "dsv4attn", "compile", "--target", "sm_90", "--backend", "acme", "--json"]
+    done = run_forked(command, folder=ROOT, environ=environ)
     values = json.loads(done.stdout)
 
     assert done.returncode == (0 if values["ok"] else 1), done.stderr

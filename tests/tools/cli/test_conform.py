@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from click.testing import CliRunner
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.tools.cli import main
+from tests.forked_programs import run_forked
 from tests.tools.cli.machine import Machine
 
 FEW = "sink-none-*,quantise-ocp-64,lse-decode,heads-3-decode"
@@ -310,7 +309,7 @@ def test_the_kit_runs_without_pytest() -> None:
         "import sys; from dsv4attn.testing import cases, conform, parity; "
         "print([m for m in sys.modules if m.split('.')[0] in ('pytest', '_pytest', 'transformers', 'triton')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_forked(["-c", code])
 
     assert done.stdout.strip() == "[]"
 
