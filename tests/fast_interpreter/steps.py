@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ _SAME_FOR_BOOL = {
     np.greater_equal,
 }
 """Functions with the same result for booleans and for integers of one bit, as which the interpreter treats booleans."""
+_SMALL = 4096
+"""Elements of a block that is copied in less time than numpy takes to make a view of it."""
 _ADDRESS_BYTES = 1 << 30
 """Size limit of an address: an address is never made narrower."""
 
@@ -42,6 +45,12 @@ def replace_steps() -> None:
     if [field.name for field in dataclasses.fields(handle)] != ["data", "dtype", "attr"]:
         return
     dtype_of = interpreter._get_np_dtype
+    others = {
+        ("create_addptr", ("self", "ptr", "offset")): _add_to_pointer(handle),
+        ("create_expand_dims", ("self", "arg", "axis")): _expand(handle),
+        ("create_broadcast", ("self", "arg", "shape")): _broadcast(handle),
+        ("create_splat", ("self", "ret_ty", "arg")): _splat(handle, dtype_of),
+    }
     for name, step in list(vars(builder).items()):
         if not inspect.isfunction(step):
             continue
@@ -50,10 +59,8 @@ def replace_steps() -> None:
             _replace(builder, name, _binary(handle, getattr(np, words[2]), builder.binary_op, dtype_of))
         elif (name, words) == ("create_select", ("ternary_op", "np", "where")):
             _replace(builder, name, _select(handle, builder.ternary_op))
-        elif (name, parameters) == ("create_addptr", ("self", "ptr", "offset")):
-            _replace(builder, name, _add_to_pointer(handle))
-        elif (name, parameters) == ("create_expand_dims", ("self", "arg", "axis")):
-            _replace(builder, name, _expand(handle))
+        elif (name, parameters) in others:
+            _replace(builder, name, others[name, parameters])
     if REPLACED:
         _replace(handle, "__init__", _make_handle)
         _silence_warnings(interpreter.GridExecutor)
@@ -140,5 +147,27 @@ def _expand(handle: Any) -> Any:
         if not 0 <= axis <= data.ndim:
             return handle(np.expand_dims(data, axis), scalar)
         return handle(data.reshape(*data.shape[:axis], 1, *data.shape[axis:]), scalar)
+
+    return step
+
+
+def _broadcast(handle: Any) -> Any:
+    def step(self: Any, arg: Any, shape: Any) -> Any:
+        data = arg.data
+        if math.prod(shape) > _SMALL or data.ndim > len(shape):
+            return handle(np.broadcast_to(data, shape), arg.dtype.scalar)
+        out = np.empty(shape, data.dtype)
+        out[...] = data
+        return handle(out, arg.dtype.scalar)
+
+    return step
+
+
+def _splat(handle: Any, dtype_of: Any) -> Any:
+    def step(self: Any, ret_ty: Any, arg: Any) -> Any:
+        dtype, scalar = arg.dtype, arg.dtype.scalar
+        out = np.empty(ret_ty.shape, dtype_of(dtype))
+        out[...] = arg.data if dtype is scalar else arg.data[0]
+        return handle(out, scalar)
 
     return step

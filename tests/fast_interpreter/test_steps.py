@@ -24,6 +24,10 @@ SHAPES = ((1,), (4,), (2, 1), (2, 4))
 BITS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x7F80_0000, 0xFFC0_0000, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1)
 
 
+OTHERS = "__init__", "create_select", "create_addptr", "create_expand_dims", "create_broadcast", "create_splat"
+"""Replaced steps of other operands than two blocks of numbers."""
+
+
 def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> Iterator[Any]:
     """Two handles of random bit patterns from BITS: one with a scalar type, one with the type of a block."""
     import triton.language as tl
@@ -64,19 +68,19 @@ def assert_same(name: str, *args: Any) -> None:
     assert ours is not original
     assert answer(ours, *args) == answer(original, *args), (
         name,
-        [(operand.dtype, operand.data) for operand in args[:2]],
+        args,
     )
 
 
 def names() -> list[str]:
     """Names of the replaced steps that take two blocks of numbers."""
-    return [n for n in steps.REPLACED if n not in ("__init__", "create_select", "create_addptr", "create_expand_dims")]
+    return [name for name in steps.REPLACED if name not in OTHERS]
 
 
 def test_most_steps_on_two_blocks_are_replaced() -> None:
     """Otherwise a new Triton release has written its steps in another way, and tests run slower."""
     assert {"create_add", "create_mul", "create_fadd", "create_and", "create_shl", "create_icmpSLT"} <= {*names()}
-    assert {"__init__", "create_select", "create_addptr", "create_expand_dims"} <= {*steps.REPLACED}
+    assert {*OTHERS} <= {*steps.REPLACED}
 
 
 @pytest.mark.parametrize("left", KINDS)
@@ -103,6 +107,19 @@ def test_choices_addresses_and_new_axes_are_the_interpreter_s(kind: str) -> None
     for shape in SHAPES:
         for block, axis in product(blocks(kind, shape), range(-3, 3)):
             assert_same("create_expand_dims", block, axis)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_number_or_row_for_a_whole_block_is_the_interpreter_s(kind: str) -> None:
+    import triton.language as tl
+
+    for shape, wide in product((*SHAPES, (1, 4)), (*SHAPES, (3, 2, 4), (64, 128), (1, 8192))):
+        for block in blocks(kind, shape):
+            assert_same("create_broadcast", block, wide)
+    for shape, wide in product(((1,), (4,)), (*SHAPES, (64, 128))):
+        for block in blocks(kind, shape):
+            assert_same("create_splat", tl.block_type(getattr(tl, kind), [*wide]), block)
+    assert_same("create_splat", tl.block_type(tl.pointer_type(getattr(tl, kind)), [2, 4]), pointers(kind, (1,)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
