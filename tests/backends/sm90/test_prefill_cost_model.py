@@ -91,7 +91,10 @@ def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, page
     return outputs_of_steps
 
 
-@pytest.mark.parametrize("kind", [LayerKind.CSA, LayerKind.SWA] if INTERPRETED else list(LayerKind))
+@pytest.mark.parametrize(
+    "kind",
+    [LayerKind.CSA, pytest.param(LayerKind.SWA, marks=pytest.mark.matrix)] if INTERPRETED else list(LayerKind),
+)
 def test_each_chunk_has_the_result_of_pages_or_of_rows(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a workspace that is locked at the plan of rows."""
     paged, gathered = (outputs(form, kind, monkeypatch, [True]) for form in ("paged", "gathered"))

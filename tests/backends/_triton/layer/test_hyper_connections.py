@@ -27,6 +27,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
+from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.layer.kernels_factors import parts_kernel
 from tests.layer_ops import TorchOps
 
@@ -330,7 +331,7 @@ def test_warm_up_foresees_every_variant_that_is_launched(dtype: torch.dtype, ali
             norm_weight = call.weights.norm_weight
             streams = StreamForms(2, hidden, dtype, aligned=aligned, arch=architecture())
             with with_tuning(tuning):
-                with observed() as launched:
+                with launching_nothing(), observed() as launched:
                     call.run(KERNELS)
                     call.run(KERNELS, deterministic=True)
                 foreseen = {
