@@ -10,7 +10,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,12 @@ PACKAGE = Path(plugins.__file__).parent
 
 def infos() -> dict[str, BackendInfo]:
     """The descriptor of every built-in backend, by its name."""
+    return dict(_infos())
+
+
+@cache
+def _infos() -> Mapping[str, BackendInfo]:
+    """They are loaded once: neither the table nor a descriptor changes in a process."""
     registry = plugins.PluginRegistry.load(entry_points=[])
     assert sorted(registry.backends) == sorted(plugins.BUILT_IN), [str(failure) for failure in registry.failures]
     return {name: registration.info for name, registration in registry.backends.items()}
@@ -71,6 +77,7 @@ def triton_backends(device: DeviceFacts | None = None) -> list[str]:
     ]
 
 
+@cache
 def _imported(module: str) -> set[str]:
     spec = find_spec(module)
     assert spec is not None, module

@@ -45,7 +45,7 @@ def replace_steps() -> None:
     if [field.name for field in dataclasses.fields(handle)] != ["data", "dtype", "attr"]:
         return
     dtype_of = interpreter._get_np_dtype
-    others = {
+    others: dict[Any, Any] = {
         ("create_addptr", ("self", "ptr", "offset")): _add_to_pointer(handle),
         ("create_expand_dims", ("self", "arg", "axis")): _expand(handle),
         ("create_broadcast", ("self", "arg", "shape")): _broadcast(handle),

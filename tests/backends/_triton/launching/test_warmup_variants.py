@@ -33,6 +33,7 @@ from tests.backends._triton.engine import Engine, launching_nothing
 from tests.backends.built_in import forms
 
 META = torch.device("meta")
+HERE = DeviceFacts.here()
 BF16, FP32 = torch.bfloat16, torch.float32
 FLASH = ModelGeometry.preset("flash")
 LIMITS = Limits(max_num_reqs=5, max_num_batched_tokens=48, max_model_len=1024, num_speculative_tokens=1)
@@ -103,7 +104,7 @@ class Sliced(Engine):
 
 
 def foreseen(backend: Any, bounds: WarmupSpec) -> set[Variant]:
-    return {*backend.kernel_variants(bounds, DeviceFacts.here())}
+    return {*backend.kernel_variants(bounds, HERE)}
 
 
 def engine(name: str, layout: KVCacheLayout, dtype: torch.dtype, kind: LayerKind, geometry: Any = FLASH) -> Sliced:
