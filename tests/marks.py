@@ -1,6 +1,7 @@
 """What a run of some targets of the Makefile leaves out: slow tests, and most of a product of several axes.
 
-The selection of a product keeps every pair of values that the product has.
+The selection of a product of three or more axes keeps every pair of values that the product has (`pairwise`). That of
+two axes takes the values of one in turn with those of the other (`in_turn`): it has every value, and half of the pairs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from itertools import combinations
 
 import pytest
 
-__all__ = ["COLLECTED", "pairwise", "pytest_collection_modifyitems"]
+__all__ = ["COLLECTED", "in_turn", "pairwise", "pytest_collection_modifyitems"]
 
 COLLECTED = pytest.StashKey[dict[str, set[str]]]()
 """Every test that a run collects, by its name, with its markers, before an expression selects some."""
@@ -30,6 +31,13 @@ def pairwise(rows: Sequence[Sequence[Hashable]]) -> list[int]:
     return sorted(selected)
 
 
+def in_turn(rows: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Numbers of rows, in order, whose values stand at places of their columns that add up to an even number."""
+    columns: list[dict[Hashable, int]] = [{} for _ in rows[0]]
+    places = [[known.setdefault(value, len(known)) for known, value in zip(columns, row, strict=True)] for row in rows]
+    return [number for number, row in enumerate(places) if sum(row) % 2 == 0]
+
+
 def _values(params: Mapping[str, object]) -> list[int]:
     """A number for each value of the parameters; each value of a dict, as of options of a backend, is a value."""
     values = list[object]()
@@ -39,14 +47,16 @@ def _values(params: Mapping[str, object]) -> list[int]:
 
 
 def _mark_matrix(items: Sequence[pytest.Item]) -> None:
-    """Mark as `matrix` what the selection of a test marked `pairwise` leaves out; tests marked `slow` are no part."""
-    tests: dict[str, list[pytest.Function]] = {}
+    """Mark as `matrix` what the selection of a test leaves out; tests marked `slow` are no part of it."""
+    tests: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if isinstance(item, pytest.Function) and "pairwise" in marks and not marks & {"slow", "matrix"}:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for functions in tests.values():
-        selected = {*pairwise([_values(function.callspec.params) for function in functions])}
+        if isinstance(item, pytest.Function) and not marks & {"slow", "matrix"}:
+            for how in marks & {"pairwise", "in_turn"}:
+                tests.setdefault((item.nodeid.partition("[")[0], how), []).append(item)
+    for (_, how), functions in tests.items():
+        select = pairwise if how == "pairwise" else in_turn
+        selected = {*select([_values(function.callspec.params) for function in functions])}
         for number, function in enumerate(functions):
             if number not in selected:
                 function.add_marker("matrix")

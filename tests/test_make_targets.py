@@ -6,12 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
-from tests.marks import COLLECTED, pairwise
+from tests.marks import COLLECTED, in_turn, pairwise
 
 ROOT = Path(__file__).parents[1]
 KINDS = "mutation", "matrix", "slow"
@@ -68,13 +68,18 @@ import pytest
 @pytest.mark.parametrize("c", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_product(a, b, c): ...
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("a", "xyz")
+@pytest.mark.parametrize("b", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_turns(a, b): ...
+
 @pytest.mark.mutation
 def test_bug(): ...
 """
 
 
 @pytest.mark.parametrize(
-    ("target", "count"), [("test", 9), ("test-rest", 10), ("test-slow", 9), ("test-all", 28), ("", 19)]
+    ("target", "count"), [("test", 12), ("test-rest", 13), ("test-slow", 12), ("test-all", 37), ("", 25)]
 )
 def test_a_target_collects_its_part_of_a_file(target: str, count: int, tmp_path: Path) -> None:
     (tmp_path / "test_sample.py").write_text(SAMPLE, encoding="utf-8")
@@ -100,3 +105,12 @@ def test_a_selection_keeps_every_pair_of_values() -> None:
 @pytest.mark.parametrize("rows", [[(0, 0), (0, 1), (1, 0), (1, 1)], [("a",), ("b",)], [()]])
 def test_a_selection_of_one_or_two_axes_is_the_product(rows: list[tuple[object, ...]]) -> None:
     assert pairwise(rows) == [*range(len(rows))]
+
+
+@pytest.mark.parametrize(("lefts", "rights"), [(2, 2), (3, 4), (5, 2), (1, 1)])
+def test_a_selection_in_turn_has_half_of_a_product_and_every_value(lefts: int, rights: int) -> None:
+    rows = [*product(range(lefts), range(rights))]
+    selected = [rows[number] for number in in_turn(rows)]
+
+    assert len(selected) == -(-len(rows) // 2)
+    assert [{*axis} for axis in zip(*selected, strict=True)] == [{*range(lefts)}, {*range(rights)}]

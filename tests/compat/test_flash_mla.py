@@ -198,6 +198,7 @@ def test_decode_of_small_cases_is_right(case: DecodeCase, target: str) -> None:
     run_decode(case, target)
 
 
+@pytest.mark.in_turn
 @prefill_targets
 @pytest.mark.parametrize("case", [case for case in SMALL_PREFILL if few(case)], ids=str)
 def test_prefill_of_small_cases_is_right(case: PrefillCase, target: str) -> None:

@@ -57,6 +57,7 @@ SHORT = {
 """The long commands, with fewer cases and tokens: others run the whole kit, and serve long requests."""
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_recipe_works_as_it_stands(tmp_path: Path) -> None:
     folder, site, programs = tmp_path / "folder", tmp_path / "site", tmp_path / "bin"

@@ -30,6 +30,7 @@ def prompts(model: Any, *lengths: int) -> list[Tensor]:
 # logits
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("chunks", [(71,), (5, 18, 1, 17, 2, 27, 1), (1,) * 71], ids=["whole", "chunks", "tokens"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_logits_equal_transformers(chunks: tuple[int, ...], seed: int) -> None:
@@ -47,7 +48,9 @@ def test_logits_equal_transformers(chunks: tuple[int, ...], seed: int) -> None:
 LONG = {"whole": (640,), "chunks": (200, 100, 1, 1, 39, 299), "last 40 alone": (255, 345, *[1] * 40)}
 
 
-@pytest.mark.parametrize("mode", LONG)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode == "chunks" else pytest.mark.matrix) for mode in LONG]
+)
 def test_logits_of_large_heads_equal_transformers(mode: str) -> None:
     model = causal_model(large=True)
     ids = ids_of(model, 640)
@@ -73,7 +76,7 @@ def test_logits_of_large_heads_equal_transformers_in_every_mode_of_three_seeds()
             assert measured <= TOLERANCE
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_a_prefix_hit_and_a_fork_equal_transformers(large: bool) -> None:
     model = causal_model(large=large)
     total, shared = (640, 301) if large else (71, 37)

@@ -157,12 +157,14 @@ def bits(name: str, layout: str, mode: str) -> Tensor:
         return chunked(model, ids_of(model, 37), CHUNKS[mode])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("layout", ["fp32", "fp8_ds_mla"])
 @pytest.mark.parametrize("mode", ["chunks", "tokens"])
 def test_deterministic_bits_do_not_depend_on_chunks(mode: str, layout: str) -> None:
     assert torch.equal(bits("reference", layout, mode), bits("reference", layout, "whole"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("layout", ["fp32", "fp8_ds_mla"])
 @pytest.mark.parametrize("mode", CHUNKS)
 def test_deterministic_bits_do_not_depend_on_the_batch(mode: str, layout: str) -> None:

@@ -363,6 +363,7 @@ def test_modes_may_alternate() -> None:
     assert repr(handle).startswith("PatchedModel(backend='reference'")
 
 
+@pytest.mark.matrix
 def test_a_compiled_model_runs() -> None:
     model = fresh()
     want = call(model, ids_of(model, 12)).logits

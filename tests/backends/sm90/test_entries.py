@@ -132,6 +132,7 @@ def differs(trial: Trial, backend: Sm90Backend | None = None) -> bool:
     return any(not torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", TILE_SIZES, ids=str)
 @pytest.mark.parametrize("name", TRIALS)
 def test_entries_are_the_slots_that_core_translates(

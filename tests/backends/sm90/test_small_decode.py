@@ -62,6 +62,7 @@ TRIALS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", TILE_SIZES, ids=str)
 @pytest.mark.parametrize("name", TRIALS)
 def test_each_size_of_a_program_is_right(name: str, sizes: TileSizes, monkeypatch: pytest.MonkeyPatch) -> None:

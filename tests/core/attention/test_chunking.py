@@ -82,6 +82,7 @@ def test_selected_entries_of_any_ratio_are_attended_to(ratio: int, rows: Literal
     check_in_steps(prompt, [[0, 1, 2, 33, 34, 70], [0, 22, 23]], form)
 
 
+@pytest.mark.in_turn
 @all_kinds
 @pytest.mark.parametrize(
     "cuts",

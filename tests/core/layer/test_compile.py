@@ -156,7 +156,8 @@ def test_layers_of_v41_in_one_graph_equal_eager() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "compiler"), [*((kind, "aot_eager") for kind in LayerKind), (LayerKind.CSA, "inductor")]
+    ("kind", "compiler"),
+    [*((kind, "aot_eager") for kind in LayerKind), pytest.param(LayerKind.CSA, "inductor", marks=pytest.mark.matrix)],
 )
 def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, compiler: str) -> None:
     torch._dynamo.reset()
@@ -191,7 +192,10 @@ def memory(layer: object) -> list[Tensor]:
     return [*pages, layer.topk_indices_buffer]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("together", "compiler"), [(False, "inductor"), (True, "aot_eager"), (True, "inductor")])
+@pytest.mark.parametrize(
+    ("together", "compiler"),
+    [pytest.param(False, "inductor", marks=pytest.mark.matrix), (True, "aot_eager"), (True, "inductor")],
+)
 def test_caches_may_be_views_of_one_allocation_and_inductor_copies_none(
     together: bool, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def values_of(model: str) -> dict[str, Tensor]:
     return random_weights(geometry, index)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("shift", range(len(CHANGES)))
 @pytest.mark.parametrize("form", FORMS)
 def test_every_change_of_every_weight_is_seen(form: str, shift: int) -> None:

@@ -113,6 +113,7 @@ def test_context_comes_first() -> None:
     assert "context comes first and alone" in result.stderr
 
 
+@pytest.mark.matrix
 def test_two_ranks_print_and_save_once_and_agree_with_one(tmp_path: Path) -> None:
     done = torchrun(tmp_path, ["-m", "dsv4attn"], "--json", "run.json")
 

@@ -220,6 +220,7 @@ def test_bad_input_is_code_2(machine: Machine, options: list[str], said: str) ->
     assert said in values["error"]["message"]
 
 
+@pytest.mark.matrix
 def test_for_real_and_whatever_interprets_kernels_here(machine: Machine, tmp_path: Path) -> None:
     vendor(machine)
     vendor(machine, "bad", "Broken")

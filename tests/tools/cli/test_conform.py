@@ -208,6 +208,7 @@ def test_the_first_failure_ends_a_run_with_fail_fast(machine: Machine) -> None:
     assert "the run ended there, after 1 of 5 cases" in " ".join(" ".join(lines).split())
 
 
+@pytest.mark.matrix
 def test_cases_are_run_by_several_processes_of_a_backend_with_options(machine: Machine) -> None:
     code, values = machine.json(
         "conform", "reference", "--jobs", "2", "--option", "prefill_keys=paged", "--filter", "lse-decode,gather-ocp-2"

@@ -64,6 +64,7 @@ def test_any_page_size_serves(indexer: str, block_size: int) -> None:
     assert run(block_size=block_size, indexer=indexer).ok
 
 
+@pytest.mark.in_turn
 @both
 @pytest.mark.parametrize("kind", list(LayerKind))
 def test_one_layer_type_alone_computes_what_it_does_with_others(kind: LayerKind, indexer: str) -> None:

@@ -143,6 +143,7 @@ def test_scratch_of_small_decodes_keeps_within_its_bound(make: type[GenericBacke
         assert splits == 1 or tokens * splits <= UNITS
 
 
+@pytest.mark.in_turn
 @meta_only
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", forms())

@@ -210,6 +210,7 @@ SIZES = [(4, 96, 5), (4, 100, 9), (3, 50, 3), (8, 40, 2), (1, 33, 2), (2, 65, 1)
 """n, hidden, count."""
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @each_dtype
 def test_the_ops_are_those_of_torch(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:

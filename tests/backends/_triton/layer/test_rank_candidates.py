@@ -26,7 +26,8 @@ from tests.backends._triton.index_ops.index_trials import planted
 from tests.backends._triton.layer.test_select_topk import few_in_registers
 from tests.core.context_parallel.test_context_parallel_buffers import Alone
 
-sizes = pytest.mark.parametrize(("size", "topk"), [(1, 5), (2, 8), (3, 5), (8, 16), (5, 1)])
+SIZES = [(1, 5), (2, 8), (3, 5), (8, 16), (5, 1)]
+sizes = pytest.mark.parametrize(("size", "topk"), SIZES)
 LOWEST = float(torch.finfo(torch.float32).min)
 ORDER = "place += tl.where(other == rank, 0, low)"
 RUN = "the wrong run", ("local = number // (interleave * ranks) * interleave", "local = number // (interleave * ranks)")
@@ -101,7 +102,9 @@ def test_every_rank_keeps_its_part_of_the_best(size: int, topk: int, interleave:
         judge(size, topk, interleave, seed)
 
 
-@sizes
+@pytest.mark.parametrize(
+    ("size", "topk"), [pytest.param(*one, marks=pytest.mark.matrix if one == (8, 16) else []) for one in SIZES]
+)
 @pytest.mark.usefixtures("apart")
 def test_every_rank_keeps_the_same_part_if_candidates_are_too_many_for_a_program(size: int, topk: int) -> None:
     for seed, interleave in ((0, 1), (1, 3), (2, 2)):

@@ -203,6 +203,7 @@ def test_the_largest_are_selected_whatever_the_scores_are(case: Case) -> None:
         assert case.agrees()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", [32, 10_000])
 def test_every_kind_of_scores_in_parts_and_in_one(kind: str, split: int) -> None:
