@@ -15,7 +15,8 @@ COMMANDS = {
     "explain": (["explain", "--backend", "acme"], f"({LONG} 0.2)"),
     "doctor": (["doctor"], "decode and prefill: reference: the only backend native to cpu that can run this call"),
     "run": (
-        ["run", "--max-requests", "1", "--max-tokens", "4", "--layers", "swa", "--verbose"],
+        # attention alone has the same lines and signs, and no weights to make
+        ["run", "--max-requests", "1", "--max-tokens", "4", "--layers", "swa", "--verbose", "--indexer", "random"],
         "temporaries in addition, at most",
     ),
     "bench": (["bench", "decode", "--cases", "flash_swa", "--batches", "1", "--rounds", "1"], "flash_swa"),
@@ -59,8 +60,6 @@ def test_what_an_encoding_lacks_is_written_in_others(
     vendor: Machine, name: str, charset: str, columns: str | None
 ) -> None:
     args, environ = COMMANDS[name][0], {"COLUMNS": columns, "OMP_NUM_THREADS": "1"}
-    # attention alone has the same signs, and no weights to make
-    args = [*args, "--indexer", "random"] if name == "run" else args
     whole, plain = (CliRunner(charset=c).invoke(main, args, env=environ) for c in ("utf-8", charset))
     signs = {"run": ("(≤", "(<="), "bench": ("±", "+-")}[name]
 
