@@ -14,7 +14,7 @@ from hypothesis import settings
 from tests.fast_interpreter.patches import patch_interpreter
 from tests.marks import pytest_collection_modifyitems
 
-__all__ = ["pytest_collection_modifyitems"]
+__all__ = ["pytest_collection_finish", "pytest_collection_modifyitems", "pytest_unconfigure"]
 
 # read by Triton when a kernel is defined, so it must stand before any test imports one.
 if not torch.accelerator.is_available():
@@ -28,6 +28,18 @@ sys.path.append(str(Path(sys.prefix) / "flashinfer"))
 # tests leave few cycles, in addition to all that stays to the end: to look for them as often as Python does by itself
 # takes 3 to 7 % of a run.
 gc.set_threshold(5_000, 20, 20)
+
+
+def pytest_collection_finish() -> None:
+    """Look for cycles among the objects of tests alone, and no more among those of all modules and tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let Python give back all objects at its end: extension modules complain of those that are left."""
+    gc.unfreeze()
+
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")

@@ -74,11 +74,11 @@ def _end(request: dict[str, Any]) -> None:
     code: Any = None
     try:
         _become(request)
-        threading._shutdown()  # waits for threads
+        threading._shutdown()  # type: ignore[attr-defined] # waits for threads
     except SystemExit as asked:
         code = asked.code
     except BaseException:  # noqa: BLE001 - printed, as by any program
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):
