@@ -17,6 +17,7 @@ from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, strided
+from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.layer.fp8_projections import Call
 from tests.core.model.scaled import BLOCK, FNUZ, OCP, Scaled, each_dialect, each_form
 
@@ -202,7 +203,7 @@ def test_warm_up_foresees_every_form_that_is_launched(dialect: torch.dtype, dtyp
             call = Call(seed, dtype=dtype, dialect=dialect, form=form, tokens=tokens, block=(128, 32)[seed % 2])
             if seed == 2:
                 call.o = strided(call.o, 3)
-            with observed() as seen:
+            with launching_nothing(), observed() as seen:
                 call.project()
             sizes = call.heads, call.dim, call.rope, call.groups, call.rank, dtype
             arch = architecture()
