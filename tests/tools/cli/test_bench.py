@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.tools.bench import whole_layer
 from dsv4attn.tools.bench.cases import LAYER_OPS
 from dsv4attn.tools.bench.layer_ops import layer_op_cases
 from dsv4attn.tools.bench.overhead import overhead
@@ -124,6 +125,8 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
 ) -> None:
     one = LayerCase(LayerKind.HCA, 1, 2, 256)
     monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda *, small: [one] if small else [])
+    # to draw them takes longer than all runs
+    monkeypatch.setattr("dsv4attn.tools.bench.whole_layer._weights", cache(whole_layer._weights))
 
     code, values = machine.json("bench", "layer", "--rounds", "1")
 
