@@ -27,12 +27,19 @@ ENGINES := .venv-engines
 ENGINE_BIN := $(ENGINES)/bin
 ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 VLLM := vllm==0.33.0
+# the oldest vLLM that is served, and the newest engines that pip finds, stand in folders of their own, before the others
+# on the path.
+OLDEST_VLLM := vllm==0.32.0
+OLDEST := $(CURDIR)/$(ENGINES)/oldest
+NEWEST ?= $(CURDIR)/$(ENGINES)/newest
+# of vLLM's adapter, with $(OLDEST)
+OLDEST_PATH := PYTHONPATH=$(OLDEST):$(CURDIR)/integrations/dsv4attn-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-parallel test test-rest test-slow test-all test-transformers test-engines lint bench docs clean
+.PHONY: help run run-parallel test test-rest test-slow test-all test-transformers test-engines test-engines-oldest fetch-newest-engines check-engine-internals lint bench docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' Makefile
 	@echo '  ARGS="..." is passed on, as in: make test ARGS="-k layers"'
 
 run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked (ARGS="--trace long": the longer one)
@@ -63,6 +70,16 @@ test-transformers: $(VENV)/.stamp-transformers ## run the tests of the transform
 test-engines: $(ENGINES)/.stamp-vllm $(ENGINES)/.stamp-sglang ## run the tests of the engine adapters in integrations/
 	cd integrations/dsv4attn-vllm && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
 	cd integrations/dsv4attn-sglang && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
+
+test-engines-oldest: $(ENGINES)/.stamp-vllm-oldest ## run the tests of vLLM's adapter with the oldest release that is served
+	$(OLDEST_PATH) $(ENGINE_BIN)/python -c 'from importlib.metadata import version as v; print("vllm", v("vllm")); assert "$(OLDEST_VLLM)".endswith("==" + v("vllm"))'
+	cd integrations/dsv4attn-vllm && $(OLDEST_PATH) OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
+
+fetch-newest-engines: $(ENGINES)/.stamp-sglang ## unpack the Python files of pip's newest vLLM and SGLang for check-engine-internals
+	$(ENGINE_BIN)/python integrations/engine_python.py --target $(NEWEST) vllm sglang
+
+check-engine-internals: $(ENGINES)/.stamp-sglang ## name the internals that moved in the newest engines (NEWEST=FOLDER: of their Python files)
+	$(ENGINE_BIN)/python integrations/moved_internals.py $(NEWEST)
 
 lint: $(VENV)/.stamp-dev ## ruff, codespell, mypy
 	$(BIN)/ruff check .
@@ -123,7 +140,11 @@ $(ENGINES)/.stamp-vllm: $(ENGINES)/.stamp-base integrations/engine_python.py $(w
 	$(ENGINE_PIP) --no-deps -e integrations/dsv4attn-vllm
 	@touch $@
 
-# behind vLLM's, whose pins its own repeat
+$(ENGINES)/.stamp-vllm-oldest: $(ENGINES)/.stamp-vllm Makefile
+	$(ENGINE_BIN)/python integrations/engine_python.py --target $(OLDEST) $(OLDEST_VLLM)
+	@touch $@
+
+# after vLLM's, whose pins its own repeat
 $(ENGINES)/.stamp-sglang: $(ENGINES)/.stamp-vllm $(wildcard integrations/dsv4attn-sglang/*.t*)
 	$(ENGINE_PIP) --no-deps -r integrations/dsv4attn-sglang/requirements-test.txt
 	$(ENGINE_PIP) --no-deps -e integrations/dsv4attn-sglang

@@ -20,7 +20,7 @@ ADAPTERS = "dsv4attn_vllm", "dsv4attn_sglang"
 class Environment:
     """A virtual environment with all packages of this interpreter except the adapters, which are installed editable.
 
-    The packages are links to those of this interpreter.
+    The packages are links to those of this interpreter, and to those of folders in PYTHONPATH, which come first.
 
     python: its interpreter.
     packages: its folder of packages.
@@ -30,9 +30,15 @@ class Environment:
         venv.create(folder, symlinks=True)
         paths = sysconfig.get_paths("venv", {"base": str(folder), "platbase": str(folder)})
         self.python, self.packages = Path(paths["scripts"]) / "python", Path(paths["purelib"])
-        for source in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        sources = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+        sources = [folder for folder in sources if [*Path(folder).glob("*.dist-info")]]
+        seen = {"__pycache__"}
+        for source in dict.fromkeys([*sources, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]):
             for path in Path(source).iterdir():
-                if path.name != "__pycache__" and not any(adapter in path.name for adapter in ADAPTERS):
+                # of two versions of a distribution the first one counts
+                name = path.name.partition("-")[0] + ".dist-info" if path.suffix == ".dist-info" else path.name
+                if name not in seen and not any(adapter in name for adapter in ADAPTERS):
+                    seen.add(name)
                     (self.packages / path.name).symlink_to(path)
 
     def pip(self, *arguments: str) -> None:

@@ -187,7 +187,7 @@ class Stored(Internal):
     def lacking(self) -> Iterator[str]:
         """See `Internal`."""
         owner = self.find()
-        code = _code_of_bases(owner)
+        code = _code_of_bases(owner) if inspect.isclass(owner) else ""
         for name in self.attributes:
             if not hasattr(owner, name) and not re.search(rf"\bself\.{name}\b|^    {name}\s*:", code, re.MULTILINE):
                 yield f"{self.owner}: its objects have no {name}"
@@ -199,7 +199,7 @@ class Stored(Internal):
 
 @frozen
 class Written(Stored):
-    """Attributes of objects of a class that the adapter sets."""
+    """Attributes of objects of a class, or of a module, that the adapter sets."""
 
     use = "writes"
 

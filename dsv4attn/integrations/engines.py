@@ -132,6 +132,16 @@ class Guard:
         """Whether the wheel does nothing. A switch that is neither 0 nor 1 leaves it on: `check` refuses that value."""
         return os.environ.get(self.engine.switch, "").strip() == "0"
 
+    def installed(self) -> str:
+        """The version of the engine, or words for a missing one."""
+        engine = self.engine
+        try:
+            # metadata may lack a version, whatever the type of `version` says
+            installed = version(engine.package) or None
+        except PackageNotFoundError:  # a source tree on the path
+            installed = None
+        return installed or f"{engine.article} {engine.name} without version"
+
     def check(self) -> str:
         """The version of the engine, for the log.
 
@@ -140,12 +150,7 @@ class Guard:
         """
         engine = self.engine
         self._flag(engine.switch, default=True)
-        try:
-            # metadata may lack a version, whatever the type of `version` says
-            installed = version(engine.package) or None
-        except PackageNotFoundError:  # a source tree on the path
-            installed = None
-        installed = installed or f"{engine.article} {engine.name} without version"
+        installed = self.installed()
         if installed.partition("+")[0] not in self.tested and not self._flag(engine.any_version, default=False):
             cure = f"{self.install}, set {engine.any_version}=1 to try this version"
             what, expected = f"version of {engine.name}", " or ".join(self.tested)

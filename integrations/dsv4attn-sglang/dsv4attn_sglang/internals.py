@@ -18,7 +18,7 @@ from dsv4attn.integrations.engine_internals import Called, Internal, Named, Over
 from dsv4attn_sglang.guard import GUARD
 from dsv4attn_sglang.hooks import CUDA, SM120, XPU
 
-__all__ = ["NEEDED", "RUNNER", "TABLE", "Hooked", "check", "check_functions"]
+__all__ = ["NEEDED", "RUNNER", "TABLE", "Hooked", "check", "check_functions", "parts_of"]
 
 _NAMES: tuple[Internal, ...] = (
     Named("sglang.srt.managers.scheduler", ("Scheduler",)),
@@ -165,6 +165,15 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
 }
 """What each part of this package needs: all devices, the runner of a model, the functions replaced on a device, and
 the steps of `steps`."""
+
+
+def parts_of(version: str) -> tuple[str, ...]:
+    """The parts of TABLE that can be looked up in a version of SGLang without a device.
+
+    Not the runner of a model: it has attributes of attributes, which only an object has. Not the functions for Intel
+    GPUs, which are those of another package.
+    """
+    return tuple(part for part in TABLE if part not in ("runner", "xpu"))
 
 
 def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner

@@ -6,6 +6,7 @@ In DeepSeek-V4.1 layers read the compressed cache and the selection of another l
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,7 +27,15 @@ from dsv4attn.core.model.rope import apply_rope, is_rotation
 from dsv4attn.core.tensorspec import signature
 from dsv4attn_vllm.compressor import adopt
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
-from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, V41IndexCache, V41Indexer, check_selector, indexer_class
+from dsv4attn_vllm.indexer import (
+    IndexCache,
+    IndexerSteps,
+    V41IndexCache,
+    V41Indexer,
+    check_selector,
+    indexer_class,
+    indexer_globals,
+)
 from dsv4attn_vllm.metadata import Backend, SWABackend, V41Backend, V41SWABackend
 from dsv4attn_vllm.replacements import original
 from dsv4attn_vllm.serving import serving_of
@@ -69,7 +78,8 @@ class Dsv4Attention(_Layer):
                 GUARD.engine.switch,
             )
         self._serving = serving
-        with without_warmup(vllm_config, serving.steps) as others_remain:
+        indexer = indexer_globals() if INDEXER in serving.steps and not self.is_v41 else nullcontext()
+        with without_warmup(vllm_config, serving.steps) as others_remain, indexer:
             super().__init__(vllm_config, *args, **kwargs)
         if others_remain:
             register_remaining(self, vllm_config)

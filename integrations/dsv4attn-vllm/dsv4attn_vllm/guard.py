@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsv4attn.integrations.engines import VLLM, Guard, OnceLog
 from dsv4attn.integrations.engines import RefusedError as EngineRefusedError
 
-__all__ = ["GUARD", "LOG", "RefusedError"]
+__all__ = ["GUARD", "LOG", "RefusedError", "is_before_0_33"]
 
 LOG = OnceLog(VLLM, "vllm.dsv4attn")
 
@@ -16,5 +16,11 @@ class RefusedError(EngineRefusedError):
     engine = VLLM
 
 
-GUARD = Guard(RefusedError, tested=("0.33.0",))
+GUARD = Guard(RefusedError, tested=("0.32.0", "0.33.0"))
 """tested: the versions of vLLM whose classes the tests of this package ran with."""
+
+
+def is_before_0_33(version: str) -> bool:
+    """Whether a version of vLLM is older than 0.33. One without numbers, as a source tree has it, is not."""
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
+    return [] < numbers < [0, 33]

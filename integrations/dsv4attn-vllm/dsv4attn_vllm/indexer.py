@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.models.deepseek_v4 import attention as v4
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
 from vllm.models.deepseek_v41 import attention as v41
 from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
@@ -35,6 +38,7 @@ __all__ = [
     "V41Selector",
     "check_selector",
     "indexer_class",
+    "indexer_globals",
 ]
 
 
@@ -219,6 +223,26 @@ def check_selector(prefix: str, indexer: Any) -> None:  # noqa: ANN401 - an inde
 def indexer_class(engine_class: type[DeepseekV4Indexer]) -> type[DeepseekV4Indexer]:
     """A subclass of vLLM's class of a platform, with dsv4attn's steps."""
     return type(f"Dsv4{engine_class.__name__}", (IndexerSteps, engine_class), {"__doc__": "An indexer on dsv4attn."})
+
+
+@contextmanager
+def indexer_globals() -> Iterator[None]:
+    """While a layer of vLLM 0.32 is built: the names by which it finds the classes of its indexer are dsv4attn's.
+
+    vLLM 0.33 has methods instead of these names, `_get_indexer_cls` of the layer among them. There nothing is changed.
+    """
+    classes = {
+        "DeepseekV4Indexer": indexer_class(DeepseekV4Indexer),
+        "DeepseekV4IndexerCache": IndexCache,
+        "SparseAttnIndexer": Selector,
+    }
+    changed = {} if hasattr(v4.DeepseekV4Attention, "_get_indexer_cls") else classes
+    of_vllm = {name: getattr(v4, name) for name in changed}
+    vars(v4).update(changed)
+    try:
+        yield
+    finally:
+        vars(v4).update(of_vllm)
 
 
 # ---------------------------------------------------------------- DeepSeek-V4.1

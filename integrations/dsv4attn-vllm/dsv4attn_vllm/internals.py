@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from dsv4attn.integrations import engine_internals
 from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored, Written, names_of
-from dsv4attn_vllm.guard import GUARD
+from dsv4attn_vllm.guard import GUARD, is_before_0_33
 
-__all__ = ["TABLE", "check", "groups_of", "lacking"]
+__all__ = ["TABLE", "check", "groups_of", "lacking", "parts_of"]
 
 _V4, _V41 = "vllm.models.deepseek_v4", "vllm.models.deepseek_v41"
 _BACKENDS = "vllm.v1.attention.backends"
@@ -26,6 +26,7 @@ _COMPRESSOR = names_of(
 )
 _RUNNER = ("vllm.v1.worker.gpu.attn_utils",)
 _NAMES = ("vllm.v1.worker.utils",)
+_OLD, _NEW = "before 0.33", "since 0.33"
 _CLASS = "_select_dsv4_attn_cls"
 _INSERT = "_insert_context_kv"
 
@@ -67,7 +68,6 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
             "is_cpu is_device_capability_family is_fp8_fnuz is_rocm is_xpu support_deep_gemm",
         ),
         Called("vllm.utils.deep_gemm", "has_deep_gemm"),
-        Called("vllm.utils.deep_gemm", "mqa_logits_use_mx_scales"),
         Called("vllm.utils.multi_stream_utils", "maybe_execute_in_parallel", 5),
         Named("vllm.v1.attention.backend", "AttentionCGSupport AttentionMetadataBuilder"),
         Named("vllm.v1.attention.backend:AttentionCGSupport", "ALWAYS UNIFORM_BATCH"),
@@ -145,7 +145,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         _replaced(
             f"{_V4}.attention:DeepseekV4Attention",
             "attention:Dsv4Attention",
-            "_fused_qnorm_rope_kv_insert _get_indexer_cls _o_proj forward_mqa get_padded_num_q_heads",
+            "_fused_qnorm_rope_kv_insert _o_proj forward_mqa get_padded_num_q_heads",
         ),
         Stored(
             f"{_V4}.attention:DeepseekV4Attention",
@@ -153,11 +153,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         ),
         _replaced(f"{_V4}.attention:DeepseekV4IndexerCache", "indexer:IndexCache", "get_attn_backend", callers=_RUNNER),
         Stored(f"{_V4}.attention:DeepseekV4IndexerCache", "kv_cache prefix"),
-        _replaced(
-            f"{_V4}.attention:DeepseekV4Indexer",
-            "indexer:IndexerSteps",
-            "_get_attn_cls _get_cache_cls _q_rope_quant forward",
-        ),
+        _replaced(f"{_V4}.attention:DeepseekV4Indexer", "indexer:IndexerSteps", "forward"),
         Called(f"{_V4}.attention:DeepseekV4Indexer", "_wq_b_proj", 2),
         Stored(
             f"{_V4}.attention:DeepseekV4Indexer",
@@ -187,6 +183,16 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
             callers=_NAMES,
         ),
     ),
+    _OLD: (Written(f"{_V4}.attention", "DeepseekV4Indexer DeepseekV4IndexerCache SparseAttnIndexer"),),
+    _NEW: (
+        Called("vllm.utils.deep_gemm", "mqa_logits_use_mx_scales"),
+        _replaced(f"{_V4}.attention:DeepseekV4Attention", "attention:Dsv4Attention", "_get_indexer_cls"),
+        _replaced(
+            f"{_V4}.attention:DeepseekV4Indexer", "indexer:IndexerSteps", "_get_attn_cls _get_cache_cls _q_rope_quant"
+        ),
+    ),
+    f"rocm {_OLD}": (Named("vllm.envs", "VLLM_ROCM_MONO_DECODE"),),
+    f"rocm {_NEW}": (Stored("vllm.config:KernelConfig", "monokernel"),),
     "v4 cuda": (
         _replaced(f"{_V4}.nvidia.model", "cuda:select_attention", _CLASS),
         _replaced(f"{_V4}.nvidia.dspark", "attention:insert_context_kv", _INSERT),
@@ -197,7 +203,6 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         _replaced(f"{_V4}.amd.rocm:DeepseekV4ROCMAiterMLAAttention", "rocm:ROCmAttention", "_prepare_fp8_wo_a"),
         Called(f"{_V4}.amd.rocm:DeepseekV4ROCMAiterMLAAttention", "_bpre_attn_gemm", 3, "reduce_tp"),
         Stored(f"{_V4}.amd.rocm:DeepseekV4ROCMAiterMLAAttention", "_wo_b_scale"),
-        Stored("vllm.config:KernelConfig", "monokernel"),
     ),
     "v4 xpu": (
         Named(f"{_V4}.xpu.model", "DeepseekV4XPUAttention"),
@@ -298,7 +303,6 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Named(f"{_V41}.amd.rocm", "DeepseekV41ROCMAiterMLAAttention"),
         Called(f"{_V41}.amd.rocm:DeepseekV41ROCMAiterMLAAttention", "_wo_b_after_wo_a", 1),
         Called(f"{_V41}.attention:DeepseekV4Attention", "_alloc_attn_out", 2),
-        Stored("vllm.config:KernelConfig", "monokernel"),
     ),
     "mhc": (
         Named("vllm.model_executor.custom_op", "op_registry_oot"),
@@ -324,18 +328,33 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         ),
     ),
 }
-"""What each part of this package needs: all models, a version of the model, and with it a platform; see `groups_of`."""
+"""What each part of this package needs: all models, a version of the model, and with it a platform; versions of vLLM,
+and with them a platform. See `groups_of`."""
 
 
-def groups_of(model: str, platform: str, *, mhc: bool = False) -> tuple[str, ...]:
+def _since(version: str) -> str:
+    """How the parts of TABLE for versions like this one are named."""
+    return _OLD if is_before_0_33(version) else _NEW
+
+
+def parts_of(version: str) -> tuple[str, ...]:
+    """The parts of TABLE that a version of vLLM must have, of all platforms."""
+    other = _OLD if _since(version) == _NEW else _NEW
+    return tuple(part for part in TABLE if not part.endswith(other))
+
+
+def groups_of(model: str, platform: str, *, version: str, mhc: bool = False) -> tuple[str, ...]:
     """The parts of TABLE that a process needs.
 
     model: "v4" or "v41", whose names are replaced. The names of both are needed, because one module of this package has
         the layers of both.
     platform: as `replacements.platform_name` returns it.
+    version: of vLLM.
     mhc: whether hyper-connections run on dsv4attn.
     """
     layers = ("v4 rocm", "v41 rocm") if platform == "rocm" else (f"{model} {platform}",)
+    since = _since(version)
+    layers += (since, f"{platform} {since}")
     groups = ("all", "v4", "v41", *layers, *(("mhc", f"mhc {platform}") if mhc else ()))
     return tuple(group for group in groups if group in TABLE)
 

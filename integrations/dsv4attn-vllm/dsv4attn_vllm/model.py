@@ -54,7 +54,7 @@ def activate(model: str) -> None:
         LOG.info("not used: vLLM has no %s layers for this platform (%s)", title, platform)
         return
     runs_mhc = not is_v41 and MHC in (requested_steps() or ())
-    internals.check(version, internals.groups_of(model, platform, mhc=runs_mhc))
+    internals.check(version, internals.groups_of(model, platform, version=version, mhc=runs_mhc))
     names = [*map(str, replacements)]
     if runs_mhc:
         from dsv4attn_vllm.hyper_connections import install

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from vllm import envs
 from vllm.models.deepseek_v4.amd.rocm import DeepseekV4ROCMAiterMLAAttention
 from vllm.models.deepseek_v41.amd.rocm import DeepseekV41ROCMAiterMLAAttention
 from vllm.models.deepseek_v41.attention import DeepseekV4Attention as V41Attention
@@ -55,7 +56,10 @@ def select_v41_attention(vllm_config: Any) -> type:  # noqa: ANN401 - vLLM's Vll
 
 
 def refuse_monokernel(vllm_config: Any) -> None:  # noqa: ANN401 - vLLM's VllmConfig
-    """Raise RefusedError for `--monokernel`."""
-    if vllm_config.kernel_config.monokernel:
-        cure = "leave --monokernel out"
-        raise RefusedError("--monokernel", expected="off: it runs whole layers itself", actual="on", cure=cure)
+    """Raise RefusedError for `--monokernel`, which is an environment variable in vLLM 0.32."""
+    kernels = vllm_config.kernel_config
+    is_option = hasattr(kernels, "monokernel")
+    name = "--monokernel" if is_option else "environment variable VLLM_ROCM_MONO_DECODE"
+    if kernels.monokernel if is_option else envs.VLLM_ROCM_MONO_DECODE:
+        cure = f"leave {name.rsplit(maxsplit=1)[-1]} out"
+        raise RefusedError(name, expected="off: it runs whole layers itself", actual="on", cure=cure)

@@ -31,7 +31,7 @@ from dsv4attn import (
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
-from dsv4attn_vllm.guard import LOG, RefusedError
+from dsv4attn_vllm.guard import GUARD, LOG, RefusedError, is_before_0_33
 from dsv4attn_vllm.projection import settings_for, steps_with
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen, v41_steps
 
@@ -193,6 +193,10 @@ def _v41_records(vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401 - as abov
     from vllm.platforms import current_platform
 
     blackwell = current_platform.is_device_capability_family(100)
+    if blackwell and is_before_0_33(GUARD.installed()):
+        expected = "vLLM 0.33 or newer, whose pages are whole records of 528 bytes apart"
+        cure = "install such a vLLM"
+        raise RefusedError("DeepSeek-V4.1 on sm_100", expected=expected, actual=GUARD.installed(), cure=cure)
     if vllm_config.cache_config.cache_dtype == FP4_CACHE and blackwell:
         return 528, 288
     return (528, 528) if blackwell else (584, 584)

@@ -63,7 +63,7 @@ class Device:
         """The device of this process."""
         from vllm.config import CompilationMode
         from vllm.platforms import current_platform
-        from vllm.utils.deep_gemm import has_deep_gemm, mqa_logits_use_mx_scales
+        from vllm.utils import deep_gemm
         from vllm.v1.attention.backends.mla.indexer import dsa_indexer_uses_fp4
 
         from dsv4attn_vllm.replacements import platform_name
@@ -71,8 +71,9 @@ class Device:
         platform = platform_name()
         return cls(
             platform,
-            deep_gemm=platform == "cuda" and current_platform.support_deep_gemm() and has_deep_gemm(),
-            packed_scales=mqa_logits_use_mx_scales(),
+            deep_gemm=platform == "cuda" and current_platform.support_deep_gemm() and deep_gemm.has_deep_gemm(),
+            # vLLM 0.32 has an fp32 scale on every device
+            packed_scales=getattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: False)(),
             mxfp4=dsa_indexer_uses_fp4(vllm_config),
             compiled=vllm_config.compilation_config.mode != CompilationMode.NONE,
         )

@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ.update(
     # what vLLM remembers of model classes, which takes it a process of its own to find out
-    VLLM_CACHE_ROOT=str(Path(sys.prefix) / "vllm-cache"),
+    VLLM_CACHE_ROOT=str(Path(sys.prefix) / "vllm-cache" / version("vllm")),
     VLLM_TARGET_DEVICE="cpu",
     # set and empty: vLLM keeps Triton enabled on a machine without a driver
     CUDA_VISIBLE_DEVICES="",

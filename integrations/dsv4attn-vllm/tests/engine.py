@@ -7,12 +7,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from attrs import define, field
+from dsv4attn_vllm.guard import is_before_0_33
+from small_model import write_as_released
 from torch import Tensor
 from torch.nn import functional
 from transformers import DeepseekV4Config
@@ -27,7 +31,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, get_kv_cache_spec, init_attn_backend, init_kv_cache
@@ -35,6 +38,13 @@ from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_man
 
 import dsv4attn as ds
 from dsv4attn.testing import oracle
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    get_global_kv_cache_groups = None
 
 KINDS = {"swa": "sliding_attention", "c4a": "compressed_sparse_attention", "c128a": "heavily_compressed_attention"}
 SIZES = {
@@ -53,6 +63,7 @@ SIZES = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "dtype": "bfloat16",
 }
+BEFORE_0_33 = is_before_0_33(version("vllm"))
 PAGES, MOST_PAGES = 500, 1000
 """Pages of each cache, and pages whose order is drawn. A smaller cache then leaves later draws as they are."""
 CPU = torch.device("cpu")
@@ -71,6 +82,7 @@ def model_folder(kinds: tuple[str, ...] = ("swa", "c4a", "c128a"), **sizes: Any)
     )
     folder = tempfile.mkdtemp(prefix="dsv4attn-vllm-")
     config.save_pretrained(folder)
+    write_as_released(Path(folder))
     return folder
 
 
@@ -79,6 +91,15 @@ def config_of(folder: str | None = None, **arguments: Any) -> VllmConfig:
     defaults = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256, "enforce_eager": True}
     fixed = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "block_size": 256}
     return EngineArgs(model=folder or model_folder(), **{**defaults, **fixed, **arguments}).create_engine_config()
+
+
+def with_images(config: VllmConfig, most_tokens: int) -> VllmConfig:
+    """The configuration with a model that reads images of at most this many tokens."""
+    hf_config = config.model_config.hf_config
+    hf_config.update({"vision_n_layers": 2, "vision_max_n_token": most_tokens})
+    # what vLLM 0.32 derives from the first
+    hf_config.update({"mm_prefix_clamp_sliding_window": True})
+    return config
 
 
 @contextmanager
@@ -111,7 +132,8 @@ def planned_caches(config: VllmConfig, pages: int = PAGES) -> KVCacheConfig:
     names = [layout.name for layout in get_supported_kv_cache_layouts(get_current_attn_backends(config))]
     resolve_kv_cache_layout(config, [names], specs.values())
     config.cache_config.num_gpu_blocks_override = pages
-    [caches] = get_kv_cache_configs(config, [specs], [2**40], get_global_kv_cache_groups(config, [specs]))
+    groups = [get_global_kv_cache_groups(config, [specs])] if get_global_kv_cache_groups else []
+    [caches] = get_kv_cache_configs(config, [specs], [2**40], *groups)
     caches.kv_cache_layout = config.cache_config.kv_cache_layout
     return caches
 

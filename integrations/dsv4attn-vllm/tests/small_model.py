@@ -29,10 +29,12 @@ __all__ = [
     "random_model",
     "rms",
     "worst_gap",
+    "write_as_released",
 ]
 
 DSPARK_LAYERS = 3
-LAYER_TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+LAYER_TYPES = tuple(RATIOS)
 
 
 def prompt_of(length: int, seed: int | None = None) -> list[int]:
@@ -71,6 +73,7 @@ def checkpoint(folder: Path, sizes: Mapping[str, Any]) -> Any:
     """Save the random model under DeepSeek's names of weights, and return it."""
     model = random_model(sizes)
     model.save_pretrained(folder)
+    write_as_released(folder)
     file = folder / "model.safetensors"
     save_file({_name_of_deepseek(name): weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
     return model
@@ -97,6 +100,15 @@ def checkpoint_with_drafts(folder: Path, base: Path, method: str) -> None:
         },
     }
     (folder / "config.json").write_text(json.dumps({**config, **own[method]}))
+
+
+def write_as_released(folder: Path) -> None:
+    """Write a configuration of transformers as DeepSeek's checkpoints have it, which vLLM 0.32 reads too."""
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    fields["compress_ratios"] = [RATIOS[name] for name in fields.pop("layer_types")]
+    fields["num_hash_layers"] = fields.pop("mlp_layer_types").count("hash_moe")
+    file.write_text(json.dumps(fields))
 
 
 def _name_of_deepseek(name: str) -> str:

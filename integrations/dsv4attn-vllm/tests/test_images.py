@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dsv4attn_vllm import serving
 from dsv4attn_vllm.cuda import CUDAAttention
-from engine import Engine, config_of, world
+from engine import Engine, config_of, with_images, world
 from torch import Tensor
 
 LARGEST = 160
@@ -21,9 +21,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """A model that reads images, on backends that attend prefills on pages and (xpu) on gathered keys."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", request.param)
     serving._serving.cache_clear()
-    config = config_of()
-    config.model_config.hf_config.update({"vision_n_layers": 2, "vision_max_n_token": LARGEST})
-    with world(config):
+    with world(config := with_images(config_of(), LARGEST)):
         yield Engine(config, CUDAAttention)
 
 

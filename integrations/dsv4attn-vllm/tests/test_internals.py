@@ -1,4 +1,4 @@
-"""The table of vLLM's names: vLLM 0.33.0 has them, the table has all that this package uses, each is missed."""
+"""The table of vLLM's names: the tested vLLM has them, the table has all that this package uses, each is missed."""
 
 # ruff: noqa: ARG005 - a fake has the arguments of what it replaces
 
@@ -8,8 +8,11 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from enum import Enum
+from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from dsv4attn.integrations import engine_internals
 from dsv4attn.integrations.engine_internals import LackingError, Named, Overridden, Stored, Written
 from dsv4attn.tools.cli.engines import EngineState
 
-HERE = [group for group in TABLE if "rocm" not in group]
+VERSION = version("vllm")
+HERE = [group for group in internals.parts_of(VERSION) if "rocm" not in group]
 """VLLM's modules for ROCm want a GPU when they are imported: `test_layers_for_rocm` has their groups."""
 ENTRIES = [(group, entry) for group in HERE for entry in TABLE[group]]
 OURS = sorted(Path(next(iter(dsv4attn_vllm.__path__))).glob("*.py"))
@@ -36,10 +40,20 @@ OURS = sorted(Path(next(iter(dsv4attn_vllm.__path__))).glob("*.py"))
 
 def test_the_installed_vllm_has_every_name() -> None:
     assert internals.lacking(HERE) == []
-    assert internals.groups_of("v4", "cuda") == ("all", "v4", "v41", "v4 cuda")
-    assert internals.groups_of("v4", "xpu", mhc=True) == ("all", "v4", "v41", "v4 xpu", "mhc")
-    assert internals.groups_of("v41", "rocm") == ("all", "v4", "v41", "v4 rocm", "v41 rocm")
-    assert internals.groups_of("v41", "cpu") == ("all", "v4", "v41")
+
+
+@pytest.mark.parametrize(
+    ("version", "hooks"),
+    [("0.33.0", "since 0.33"), ("0.100.1", "since 0.33"), ("1.0.0rc1", "since 0.33"), ("0.32.0", "before 0.33")],
+)
+def test_parts_of_the_table_that_a_process_needs(version: str, hooks: str) -> None:
+    groups_of = partial(internals.groups_of, version=version)
+    assert groups_of("v4", "cuda") == ("all", "v4", "v41", "v4 cuda", hooks)
+    assert groups_of("v4", "xpu", mhc=True) == ("all", "v4", "v41", "v4 xpu", hooks, "mhc")
+    assert groups_of("v41", "rocm") == ("all", "v4", "v41", "v4 rocm", "v41 rocm", hooks, f"rocm {hooks}")
+    assert groups_of("v41", "cpu") == ("all", "v4", "v41", hooks)
+    assert hooks in internals.parts_of(version)
+    assert len(internals.parts_of(version)) == len(TABLE) - 2
 
 
 def test_the_page_on_engines_counts_the_names() -> None:
@@ -87,20 +101,20 @@ def test_a_class_or_module_that_is_not_there_is_said_once(monkeypatch: pytest.Mo
 def test_a_vllm_that_lacks_hooks_is_refused_by_name_before_anything_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
+    from vllm.models.deepseek_v4.attention import DeepseekV4Attention
     from vllm.utils import deep_gemm
 
-    monkeypatch.delattr(DeepseekV4Indexer, "_get_attn_cls")
-    monkeypatch.delattr(deep_gemm, "mqa_logits_use_mx_scales")
+    monkeypatch.delattr(DeepseekV4Attention, "_o_proj")
+    monkeypatch.delattr(deep_gemm, "has_deep_gemm")
 
     with pytest.raises(RefusedError) as caught:
-        internals.check("0.34.1", internals.groups_of("v4", "cuda"))
+        internals.check("0.34.1", internals.groups_of("v4", "cuda", version=VERSION))
 
     assert str(caught.value) == (
         "dsv4attn-vllm: vLLM 0.34.1: expected all names of vLLM that dsv4attn-vllm replaces, calls, writes or reads, "
         "got "
-        "vllm.utils.deep_gemm.mqa_logits_use_mx_scales is not there; "
-        "vllm.models.deepseek_v4.attention:DeepseekV4Indexer._get_attn_cls is not there -> install vllm==0.33.0, or a "
+        "vllm.utils.deep_gemm.has_deep_gemm is not there; "
+        "vllm.models.deepseek_v4.attention:DeepseekV4Attention._o_proj is not there -> install vllm==0.33.0, or a "
         "dsv4attn-vllm that was tested with vLLM 0.34.1, or set DSV4ATTN_VLLM=0 to run vLLM's own attention"
     )
 
@@ -139,6 +153,9 @@ def test_an_indexer_that_selects_by_another_class_is_refused_when_it_is_built(mo
             super().__init__()
 
     monkeypatch.setattr(IndexerSteps, "_get_attn_cls", lambda self: Other)
+    # vLLM 0.32 has no such method
+    monkeypatch.setattr("dsv4attn_vllm.attention.indexer_globals", nullcontext)
+    monkeypatch.setattr("vllm.models.deepseek_v4.attention.SparseAttnIndexer", Other)
     with world(config := config_of()):
         CUDAAttention(config, prefix="model.layers.0.attn")
         with pytest.raises(
@@ -203,6 +220,9 @@ BY_ANOTHER_NAME = {
         )
     ),
     # modules, whose names are in the table
+    ("vllm", "envs"),
+    ("vllm.models.deepseek_v4", "attention"),
+    ("vllm.utils", "deep_gemm"),
     ("vllm.model_executor.layers", "mhc"),
     ("vllm.models.deepseek_v4", "sparse_mla"),
     ("vllm.models.deepseek_v41", "attention"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ from dsv4attn_vllm.guard import LOG, RefusedError
 from dsv4attn_vllm.indexer import V41Indexer
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace
 from dsv4attn_vllm.xpu import XPUAttention
-from engine import Engine, config_of, world
+from engine import BEFORE_0_33, Engine, config_of, world
 from models import V41, Model
 from processes import run_on_rocm
 from vllm.forward_context import set_forward_context
@@ -124,12 +125,19 @@ def check_rocm(model: Model, requests: list[tuple[int, int]]) -> None:
         assert engine.layers[1]._o_proj(outs[1], torch.arange(rows)).shape == (rows, 256)
         if model is V41:
             check_v41_on_rocm(engine, outs)
-        config.kernel_config.monokernel = True
-        expected = "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out"
+        if hasattr(config.kernel_config, "monokernel"):
+            name = "--monokernel"
+            config.kernel_config.monokernel = True
+        else:
+            name = "environment variable VLLM_ROCM_MONO_DECODE"
+            os.environ["VLLM_ROCM_MONO_DECODE"] = "1"
+        cure = f"leave {name.split()[-1]} out"
+        expected = f"{name}: expected off: it runs whole layers itself, got on -> {cure}"
         with pytest.raises(RefusedError, match=expected):
             chosen(config, prefix="model.layers.9.attn")
     if model is V41:
-        config.attention_config.backend = AttentionBackendEnum.ROCM_FLASHMLA_SPARSE_DSV41
+        name = "ROCM_FLASHMLA_SPARSE_DSV4" if BEFORE_0_33 else "ROCM_FLASHMLA_SPARSE_DSV41"
+        config.attention_config.backend = AttentionBackendEnum[name]
         rocm = import_module("vllm.models.deepseek_v41.amd.rocm")
         assert module._select_dsv4_attn_cls(config) is rocm.DeepseekV41ROCMAiterMLAAttention
 

@@ -13,7 +13,7 @@ from dsv4attn_vllm import replacements, serving
 from dsv4attn_vllm.attention import insert_context_kv
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
-from engine import config_of, world
+from engine import KINDS, config_of, with_images, world
 from models import V4, V41, Model
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -108,8 +108,11 @@ def test_a_deepseek_v4_of_other_dims(config: VllmConfig, changed: dict[str, obje
     hf_config = config.model_config.hf_config
     hf_config.update(changed)
     # the rotated part of a head stands in the tables' parameters too
-    for parameters in hf_config.rope_parameters.values():
-        parameters["partial_rotary_factor"] = 64 / hf_config.head_dim
+    for parameters in (hf_config.rope_parameters, *hf_config.rope_parameters.values()):
+        if isinstance(parameters, dict) and "partial_rotary_factor" in parameters:
+            parameters["partial_rotary_factor"] = 64 / hf_config.head_dim
+    # rates belong to types, which vLLM 0.32 does not read
+    hf_config.update({"layer_types": [*KINDS.values()]})
 
     assert said in refusal(config)
 
@@ -193,8 +196,7 @@ def test_limits_hold_the_padding_of_captured_graphs(config: VllmConfig) -> None:
 
 def test_a_backend_is_asked_about_the_rows_of_images_and_of_draft_blocks() -> None:
     speculative = {"method": "dspark", "num_speculative_tokens": 5}
-    config = config_of(speculative_config=speculative)
-    config.model_config.hf_config.update({"vision_n_layers": 2, "vision_max_n_token": 64})
+    config = with_images(config_of(speculative_config=speculative), 64)
     with world(config):
         served = serving.serving_of(config)
 

@@ -10,9 +10,9 @@ import torch
 from attrs import evolve
 from dsv4attn_vllm import serving, steps
 from dsv4attn_vllm.cuda import V41CUDAAttention
-from dsv4attn_vllm.guard import RefusedError
-from engine import config_of, world
-from v41 import V41Engine, v41_config
+from dsv4attn_vllm.guard import GUARD, RefusedError
+from engine import config_of, with_images, world
+from v41 import V41Engine, since_0_33, v41_config
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
@@ -100,6 +100,7 @@ def test_records_that_vllm_has_and_dsv4attn_does_not_expect(config: VllmConfig, 
 
 
 @pytest.mark.parametrize(("dtype", "records"), [("auto", (528, 528)), ("nvfp4_ds_mla", (528, 288))])
+@since_0_33
 @pytest.mark.usefixtures("blackwell")
 def test_records_of_sm_100(config: VllmConfig, dtype: str, records: tuple[int, int]) -> None:
     config.cache_config.cache_dtype = dtype
@@ -115,6 +116,7 @@ def test_records_of_sm_100(config: VllmConfig, dtype: str, records: tuple[int, i
     assert {problem.swa.layout for problem in served.problems} == {"v41_fp8"}
 
 
+@since_0_33
 @pytest.mark.usefixtures("blackwell")
 def test_a_step_on_records_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
@@ -130,8 +132,17 @@ def test_a_step_on_records_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert engine.error(layer, out, index, position, row) < 0.012, (layer.prefix, row)
 
 
+@pytest.mark.usefixtures("blackwell")
+def test_records_of_vllm_0_32_on_sm_100_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages are not whole records apart."""
+    monkeypatch.setattr(type(GUARD), "installed", lambda _: "0.32.0")
+
+    with pytest.raises(RefusedError, match=r"V4.1 on sm_100: expected vLLM 0.33 or newer, .* got 0.32.0 -> in"):
+        serving.serving_of(config, v41=True)
+
+
 def test_one_problem_for_each_ratio_and_no_wider_rows_for_images(config: VllmConfig) -> None:
-    config.model_config.hf_config.update({"vision_n_layers": 2, "vision_max_n_token": 64})
+    with_images(config, 64)
 
     served = serving.serving_of(config, v41=True)
 

@@ -15,7 +15,7 @@ from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.indexer import V41Indexer
 from engine import Request, bytes_of, world
 from torch import Tensor
-from v41 import WholeV41Engine, v41_config, whole_v41_engine
+from v41 import WholeV41Engine, since_0_33, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
 from vllm.platforms import current_platform
@@ -65,6 +65,7 @@ def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[st
             assert of_vllm.float().std() > 1e-3
 
 
+@since_0_33
 def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compressed records of 288 bytes next to windows of 528, and index keys of 4 bits. Faked: that GPU."""
     from vllm.models.deepseek_v41 import attention
