@@ -59,7 +59,7 @@ def _look(engine: str) -> dict[str, Any]:
     lines: dict[str, None] = {}
     for rocm in (False, True):
         if rocm:
-            torch.cuda.get_device_properties = lambda *_: properties
+            torch.cuda.get_device_properties = lambda *_: properties  # type: ignore[assignment]
         entries = [entry for part in parts if ("rocm" in part) is rocm for entry in internals.TABLE[part]]
         lines.update(dict.fromkeys(engine_internals.lacking(entries, engine)))
     names = sum(len(entry.names()) for part in parts for entry in internals.TABLE[part])

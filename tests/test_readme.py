@@ -194,12 +194,12 @@ def test_the_table_of_commands_lists_exactly_the_commands_there_are() -> None:
 @pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_make_target_a_page_names_exists(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"(?:`|^)make (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE))
-    assert targets <= set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
+    targets = set(re.findall(r"(?:`|^)make ([\w-]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert targets <= set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
 
 
 def test_the_readme_has_the_two_commands_for_a_clone() -> None:
-    assert {"run", "test"} <= set(re.findall(r"(?:`|^)make (\w+)", README, re.MULTILINE))
+    assert {"run", "test"} <= set(re.findall(r"(?:`|^)make ([\w-]+)", README, re.MULTILINE))
 
 
 def test_the_picture_of_imports_is_drawn_from_the_code() -> None:

@@ -186,8 +186,9 @@ class Stored(Internal):
 
     def lacking(self) -> Iterator[str]:
         """See `Internal`."""
-        owner = self.find()
-        code = _code_of_bases(owner) if inspect.isclass(owner) else ""
+        owner: Any = self.find()
+        # of a module every name is an attribute
+        code = "" if inspect.ismodule(owner) else _code_of_bases(owner)
         for name in self.attributes:
             if not hasattr(owner, name) and not re.search(rf"\bself\.{name}\b|^    {name}\s*:", code, re.MULTILINE):
                 yield f"{self.owner}: its objects have no {name}"

@@ -51,7 +51,10 @@ class Engine:
 
     @property
     def switch(self) -> str:
-        """The variable of the wheel. 0: the engine runs as if the wheel were not installed. 1, or unset: it is used."""
+        """The variable of the wheel. 0: the engine runs as if the wheel were not installed. 1: it is used.
+
+        Unset: it is used, by vLLM where vLLM has no attention of its own for the device.
+        """
         return self.prefix
 
     @property
@@ -74,7 +77,7 @@ VLLM = Engine(
     "vllm.general_plugins",
     "VLLM_PLUGINS",
     lenient=False,
-    scope="unless --attention-backend names one of vLLM's for CUDA",
+    scope="where vLLM has no attention of its own, else if --attention-backend DSV4ATTN or DSV4ATTN_VLLM=1 asks for it",
 )
 SGLANG = Engine(
     "SGLang",
@@ -131,6 +134,10 @@ class Guard:
     def is_off(self) -> bool:
         """Whether the wheel does nothing. A switch that is neither 0 nor 1 leaves it on: `check` refuses that value."""
         return os.environ.get(self.engine.switch, "").strip() == "0"
+
+    def is_requested(self) -> bool:
+        """Whether the switch is 1. Raises RefusedError if it is neither 0 nor 1."""
+        return self._flag(self.engine.switch, default=False)
 
     def installed(self) -> str:
         """The version of the engine, or words for a missing one."""

@@ -18,8 +18,13 @@ SGLANG_STEPS = f"{SGLANG.prefix}_STEPS"
 _FLAG = "`0` or `1`"
 
 for _engine in ENGINES:
+    _switch = Knob("1", _FLAG, f"0: `{_engine.wheel}` does nothing")
+    if _engine is VLLM:
+        # what it is when unset depends on the device
+        meaning = f"0: `{_engine.wheel}` does nothing. 1: it is used on devices with an attention of vLLM's own too"
+        _switch = Knob("unset", _FLAG, meaning)
     _variables = {
-        _engine.switch: Knob("1", _FLAG, f"0: `{_engine.wheel}` does nothing"),
+        _engine.switch: _switch,
         _engine.any_version: Knob("0", _FLAG, f"1: `{_engine.wheel}` tries an untested {_engine.name}"),
     }
     register_variables(_engine.prefix, _variables)

@@ -22,6 +22,7 @@ from kit import case, runner_of
 
 from dsv4attn.integrations import engine_internals
 from dsv4attn.integrations.engine_internals import Stored
+from integrations.internals_table import PAGE, written
 
 OURS = sorted(Path(next(iter(dsv4attn_sglang.__path__))).glob("*.py"))
 
@@ -141,3 +142,9 @@ def test_every_import_from_sglang_is_in_the_table() -> None:
     owners = {tuple(entry.owner.split(":")) for entry in entries if ":" in entry.owner}
 
     assert sorted(set(used()) - listed - owners) == []
+
+
+def test_the_page_for_maintainers_has_the_names_of_this_wheel() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+
+    assert written(page, ("dsv4attn_sglang",)) == page, "run `python integrations/internals_table.py`"

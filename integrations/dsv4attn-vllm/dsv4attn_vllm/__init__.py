@@ -4,6 +4,7 @@
 torch nor vLLM's models: it tells vLLM's registry where the model classes are, and vLLM imports them only to serve such
 a model.
 
+    arguments     whether DeepSeek-V4 runs on dsv4attn, and refusals when vLLM has resolved its arguments
     guard         which versions of vLLM are served, refusals, the log
     internals     the names of vLLM that this package relies on, and their check
     model         the classes in the registry: vLLM's own, after the replacements of this platform
@@ -17,6 +18,7 @@ a model.
 
 from __future__ import annotations
 
+from dsv4attn_vllm.arguments import prepare
 from dsv4attn_vllm.guard import GUARD
 
 __all__ = ["ARCHITECTURES", "__version__", "register"]
@@ -37,8 +39,8 @@ ARCHITECTURES = {
 def register() -> None:
     """Register the architectures with vLLM, unless `DSV4ATTN_VLLM=0`. May be called any number of times.
 
-    Raises nothing about versions: other models must still be served. An untested vLLM is refused when it loads the
-    class of a DeepSeek-V4 model from `dsv4attn_vllm.model`.
+    Raises nothing about versions: other models must still be served. An untested vLLM is refused when it resolves the
+    arguments of a DeepSeek-V4 model, or loads its class from `dsv4attn_vllm.model`.
     """
     if GUARD.is_off():
         return
@@ -46,3 +48,4 @@ def register() -> None:
 
     for architecture, name in ARCHITECTURES.items():
         ModelRegistry.register_model(architecture, f"dsv4attn_vllm.{name}")
+    prepare()

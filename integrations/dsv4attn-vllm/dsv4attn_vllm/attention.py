@@ -14,7 +14,6 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dsv4attn import AttentionMetadata, LayerCaches, LayerKind, PagedKVCache, forward_mqa
 from dsv4attn.core.attention.call import ForwardCall
@@ -25,6 +24,7 @@ from dsv4attn.core.contract.backend import RawQuery
 from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_weight
 from dsv4attn.core.model.rope import apply_rope, is_rotation
 from dsv4attn.core.tensorspec import signature
+from dsv4attn_vllm.arguments import backend_of_vllm
 from dsv4attn_vllm.compressor import adopt
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 from dsv4attn_vllm.indexer import (
@@ -47,13 +47,7 @@ if TYPE_CHECKING:
 else:
     _Layer = _V41Layer = object
 
-__all__ = ["Dsv4Attention", "Dsv41Attention", "backend_of_vllm", "insert_context_kv"]
-
-
-def backend_of_vllm(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's VllmConfig
-    """The backend of vLLM's own that `--attention-backend` names."""
-    requested = vllm_config.attention_config.backend
-    return None if requested in (None, AttentionBackendEnum.CUSTOM) else str(requested.name)
+__all__ = ["Dsv4Attention", "Dsv41Attention", "insert_context_kv"]
 
 
 class Dsv4Attention(_Layer):

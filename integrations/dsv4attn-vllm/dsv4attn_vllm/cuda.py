@@ -7,7 +7,8 @@ from typing import Any
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 from vllm.models.deepseek_v41.attention import DeepseekV4Attention as V41Attention
 
-from dsv4attn_vllm.attention import Dsv4Attention, Dsv41Attention, backend_of_vllm
+from dsv4attn_vllm.arguments import backend_of_vllm, is_used, log_unused
+from dsv4attn_vllm.attention import Dsv4Attention, Dsv41Attention
 from dsv4attn_vllm.guard import LOG
 from dsv4attn_vllm.replacements import original
 
@@ -23,7 +24,7 @@ class V41CUDAAttention(Dsv41Attention, V41Attention):
 
 
 def select_attention(vllm_config: Any) -> type:  # noqa: ANN401 - vLLM's VllmConfig
-    """The class of the attention layers: vLLM's own if `--attention-backend` names one of vLLM's, else dsv4attn's."""
+    """The class of the attention layers: dsv4attn's, or vLLM's own, as `chosen_class` says."""
     engine_function = "vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls"
     return chosen_class(vllm_config, CUDAAttention, engine_function)
 
@@ -35,13 +36,17 @@ def select_v41_attention(vllm_config: Any) -> type:  # noqa: ANN401 - as above
 
 
 def chosen_class(vllm_config: Any, adapter_class: type, engine_function: str) -> type:  # noqa: ANN401 - as above
-    """The class of this package, or what vLLM's own function chooses if `--attention-backend` names one of vLLM's.
+    """The class of this package, or what vLLM's own function chooses.
 
+    It chooses if `--attention-backend` names one of vLLM's, and where dsv4attn is not used: see `arguments`.
     engine_function: the name of vLLM's function, "module.name".
     """
     requested = backend_of_vllm(vllm_config)
-    if requested is None:
+    if requested is None and is_used(vllm_config):
         return adapter_class
-    LOG.warning("not used, because --attention-backend asks for %s", requested)
+    if requested is None:
+        log_unused()
+    else:
+        LOG.warning("not used, because --attention-backend asks for %s", requested)
     chosen: type = original(engine_function)(vllm_config)
     return chosen

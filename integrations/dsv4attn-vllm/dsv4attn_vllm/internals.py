@@ -42,30 +42,31 @@ def _replaced(
 
 TABLE: Mapping[str, tuple[Internal, ...]] = {
     "all": (
-        Named("vllm.config", "CompilationMode get_current_vllm_config"),
+        Named("vllm.config", "CompilationMode get_current_vllm_config get_current_vllm_config_or_none"),
         Named("vllm.config:CompilationMode", "NONE"),
         Stored(
             "vllm.config:VllmConfig",
             "attention_config cache_config compilation_config device_config kernel_config "
             "model_config parallel_config scheduler_config speculative_config",
         ),
-        Stored("vllm.config:AttentionConfig", "backend"),
+        Written("vllm.config:AttentionConfig", "backend"),
         Stored("vllm.config:CacheConfig", "cache_dtype"),
         Stored("vllm.config:CompilationConfig", "cudagraph_mode max_cudagraph_capture_size mode"),
         Stored("vllm.config:DeviceConfig", "device_type"),
         Written("vllm.config:KernelConfig", "enable_jit_warmup"),
-        Stored("vllm.config:ModelConfig", "dtype hf_config max_model_len"),
+        Stored("vllm.config:ModelConfig", "architectures dtype hf_config max_model_len"),
         Stored(
             "vllm.config:ParallelConfig",
             "decode_context_parallel_size prefill_context_parallel_size tensor_parallel_size",
         ),
         Stored("vllm.config:SchedulerConfig", "max_num_batched_tokens max_num_seqs"),
         Stored("vllm.config:SpeculativeConfig", "num_speculative_tokens use_dspark"),
+        Written("vllm.engine.arg_utils:EngineArgs", "create_engine_config"),
         Named("vllm.forward_context", "get_forward_context"),
         Stored("vllm.forward_context:ForwardContext", "attn_metadata"),
         Named(
             "vllm.platforms.interface:Platform",
-            "is_cpu is_device_capability_family is_fp8_fnuz is_rocm is_xpu support_deep_gemm",
+            "get_device_capability is_cpu is_device_capability_family is_fp8_fnuz is_rocm is_xpu support_deep_gemm",
         ),
         Called("vllm.utils.deep_gemm", "has_deep_gemm"),
         Called("vllm.utils.multi_stream_utils", "maybe_execute_in_parallel", 5),
@@ -127,6 +128,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         ),
         _replaced(f"{_BACKENDS}.mla.sparse_swa:DeepseekSparseSWABackend", "metadata:SWABackend", "get_builder_cls"),
         Named(f"{_BACKENDS}.registry:AttentionBackendEnum", "CUSTOM"),
+        Called(f"{_BACKENDS}.registry:AttentionBackendEnum", "register", 2),
         Called(f"{_BACKENDS}.utils", "split_decodes_and_prefills", 1, "decode_threshold"),
         Named("vllm.v1.worker.workspace", "current_workspace_manager is_workspace_manager_initialized"),
         Called("vllm.v1.worker.workspace:WorkspaceManager", "get_persistent_resource", 2),
@@ -354,8 +356,7 @@ def groups_of(model: str, platform: str, *, version: str, mhc: bool = False) -> 
     """
     layers = ("v4 rocm", "v41 rocm") if platform == "rocm" else (f"{model} {platform}",)
     since = _since(version)
-    layers += (since, f"{platform} {since}")
-    groups = ("all", "v4", "v41", *layers, *(("mhc", f"mhc {platform}") if mhc else ()))
+    groups = ("all", "v4", "v41", *layers, since, f"{platform} {since}", *(("mhc", f"mhc {platform}") if mhc else ()))
     return tuple(group for group in groups if group in TABLE)
 
 

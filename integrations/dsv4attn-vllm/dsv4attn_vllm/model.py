@@ -6,12 +6,14 @@ a class raises RefusedError for a vLLM that is not served, and replaces the name
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 
+from vllm.config import get_current_vllm_config_or_none
+
 from dsv4attn_vllm import internals
+from dsv4attn_vllm.arguments import is_used, log_unused
 from dsv4attn_vllm.guard import GUARD, LOG
-from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace
+from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace, restore
 from dsv4attn_vllm.steps import MHC, requested_steps
 
 __all__ = ["V4_CLASSES", "V41_CLASSES", "activate"]
@@ -41,18 +43,31 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@cache
-def activate(model: str) -> None:
-    """Check the installed vLLM and replace its names for the layers of a model, "v4" or "v41"; once for each model.
+_active: set[str] = set()
+"""Models whose names are replaced."""
 
+
+def activate(model: str) -> None:
+    """Check the installed vLLM and replace its names for the layers of a model, "v4" or "v41".
+
+    A second call changes nothing, unless dsv4attn is not used for this configuration: then vLLM gets its names back.
     Raises RefusedError, with nothing replaced, for a vLLM that is not served and for a variable with a wrong value.
     """
-    version, platform, is_v41 = GUARD.check(), platform_name(), model == "v41"
+    platform, is_v41 = platform_name(), model == "v41"
     title = "DeepSeek-V4.1" if is_v41 else "DeepSeek-V4"
     replacements = (V41_PLATFORMS if is_v41 else PLATFORMS).get(platform, ())
     if not replacements:
         LOG.info("not used: vLLM has no %s layers for this platform (%s)", title, platform)
         return
+    if not is_used(get_current_vllm_config_or_none()):
+        log_unused()
+        if model in _active:
+            restore(replacements)
+            _active.discard(model)
+        return
+    if model in _active:
+        return
+    version = GUARD.check()
     runs_mhc = not is_v41 and MHC in (requested_steps() or ())
     internals.check(version, internals.groups_of(model, platform, version=version, mhc=runs_mhc))
     names = [*map(str, replacements)]
@@ -64,4 +79,5 @@ def activate(model: str) -> None:
             replacement.resolve()
         names += install(platform)
     replace(replacements)
+    _active.add(model)
     LOG.info("%s attention of vLLM %s runs on dsv4attn; replaced %s", title, version, ", ".join(names))

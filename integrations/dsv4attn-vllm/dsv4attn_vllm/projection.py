@@ -8,13 +8,14 @@ from attrs import evolve
 
 from dsv4attn import Backend, Problem, resolve
 from dsv4attn.config import PHASES, Settings, load_settings
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.steps import PROJECTION, VARIABLE, is_named
 
 __all__ = ["settings_for", "steps_with"]
 
 
-def settings_for(steps: frozenset[str], problems: Sequence[Problem], device: str) -> Settings:
+def settings_for(steps: frozenset[str], problems: Sequence[Problem], device: DeviceFacts | str) -> Settings:
     """The user's settings, with `projection=fp8` for the backends that will be chosen if that step is asked for.
 
     A value of the option in the configuration file stays.

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from dsv4attn_vllm.guard import GUARD, RefusedError
 
-__all__ = ["PLATFORMS", "V41_PLATFORMS", "Replacement", "original", "platform_name", "replace"]
+__all__ = ["PLATFORMS", "V41_PLATFORMS", "Replacement", "original", "platform_name", "replace", "restore"]
 
 _originals: dict[str, Any] = {}
 
@@ -27,6 +27,11 @@ class Replacement:
     module: str
     name: str
     by: str
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether the name is vLLM's choice of a class, which looks at `--attention-backend`."""
+        return self.name == "_select_dsv4_attn_cls"
 
     @property
     def attribute(self) -> str:
@@ -111,3 +116,10 @@ def replace(replacements: Sequence[Replacement]) -> None:
     for replacement, owner, value in resolved:
         _originals.setdefault(str(replacement), getattr(owner, replacement.attribute))
         setattr(owner, replacement.attribute, value)
+
+
+def restore(replacements: Sequence[Replacement]) -> None:
+    """Give vLLM its own under these names again."""
+    for replacement in replacements:
+        owner, _ = replacement.resolve()
+        setattr(owner, replacement.attribute, _originals[str(replacement)])

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from vllm import envs
 from vllm.models.deepseek_v4.amd.rocm import DeepseekV4ROCMAiterMLAAttention
 from vllm.models.deepseek_v41.amd.rocm import DeepseekV41ROCMAiterMLAAttention
 from vllm.models.deepseek_v41.attention import DeepseekV4Attention as V41Attention
 
+from dsv4attn_vllm.arguments import refuse_monokernel
 from dsv4attn_vllm.attention import Dsv4Attention, Dsv41Attention
 from dsv4attn_vllm.cuda import chosen_class
-from dsv4attn_vllm.guard import RefusedError
 
 __all__ = ["ROCmAttention", "V41ROCmAttention", "select_v41_attention"]
 
@@ -53,13 +52,3 @@ def select_v41_attention(vllm_config: Any) -> type:  # noqa: ANN401 - vLLM's Vll
     """The class of V4.1's layers: vLLM's own if `--attention-backend` names one of vLLM's, else dsv4attn's."""
     engine_function = "vllm.models.deepseek_v41.amd.model._select_dsv4_attn_cls"
     return chosen_class(vllm_config, V41ROCmAttention, engine_function)
-
-
-def refuse_monokernel(vllm_config: Any) -> None:  # noqa: ANN401 - vLLM's VllmConfig
-    """Raise RefusedError for `--monokernel`, which is an environment variable in vLLM 0.32."""
-    kernels = vllm_config.kernel_config
-    is_option = hasattr(kernels, "monokernel")
-    name = "--monokernel" if is_option else "environment variable VLLM_ROCM_MONO_DECODE"
-    if kernels.monokernel if is_option else envs.VLLM_ROCM_MONO_DECODE:
-        cure = f"leave {name.rsplit(maxsplit=1)[-1]} out"
-        raise RefusedError(name, expected="off: it runs whole layers itself", actual="on", cure=cure)

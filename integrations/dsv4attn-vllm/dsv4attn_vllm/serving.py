@@ -1,6 +1,6 @@
 """What dsv4attn reads from vLLM's configuration: the model, its limits, the layouts of its caches, its backend.
 
-Everything that cannot be served is refused here, when vLLM builds the layers.
+Everything that cannot be served is refused here: when vLLM has resolved its arguments, and again when it builds layers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from dsv4attn import (
     WorkspaceManager,
     explain,
     plan_workspace,
+    resolve,
     select_backend,
 )
+from dsv4attn.config import PHASES
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
@@ -35,7 +38,7 @@ from dsv4attn_vllm.guard import GUARD, LOG, RefusedError, is_before_0_33
 from dsv4attn_vllm.projection import settings_for, steps_with
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen, v41_steps
 
-__all__ = ["CACHE_DTYPES", "FP4_CACHE", "MOST_CHECKED", "V41_CACHE_DTYPES", "Serving", "serving_of"]
+__all__ = ["CACHE_DTYPES", "FP4_CACHE", "MOST_CHECKED", "V41_CACHE_DTYPES", "Serving", "check_arguments", "serving_of"]
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 """Values of --kv-cache-dtype that mean records of 584 bytes."""
@@ -178,14 +181,49 @@ def serving_of(vllm_config: Any, *, v41: bool = False) -> Serving:  # noqa: ANN4
     Raises RefusedError for what dsv4attn-vllm does not serve, and NoBackendError, with the reasons of every backend, if
     there is none for this device.
     """
-    records = _v41_records(vllm_config) if v41 else None
-    _check(vllm_config, v41=v41)
-    serving = _serving(_facts(vllm_config, records))
+    serving = _serving(_checked_facts(vllm_config, v41=v41))
     if MHC in serving.steps:
         from dsv4attn_vllm.hyper_connections import serve
 
         serve(serving.backend)
     return serving
+
+
+def check_arguments(vllm_config: Any, *, v41: bool) -> None:  # noqa: ANN401 - as above
+    """Raise what `serving_of` would raise, as far as it can be known before a device is used. Nothing is made.
+
+    v41: whether the model is DeepSeek-V4.1. The backend is checked on CUDA and on a CPU, whose facts vLLM knows without
+    a start of the device's runtime, which would not survive a fork.
+    """
+    facts = _checked_facts(vllm_config, v41=v41)
+    device = _described(facts.device)
+    if device is None:
+        return
+    _, _, problems = _planned(facts)
+    settings = settings_for(facts.steps, problems, device)
+    for phase in PHASES:
+        resolve([problem for problem in problems if problem.phase == phase], device=device, settings=settings)
+
+
+def _described(device: str) -> DeviceFacts | None:
+    """Facts of the device of this process by what vLLM knows; None if vLLM knows too little."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if device == "cuda" else None
+    if device == "cpu":
+        return DeviceFacts.here("cpu")
+    if capability is None or current_platform.is_rocm():
+        return None
+    try:
+        return evolve(DeviceFacts.named(f"sm_{capability.major}{capability.minor}"), present=True)
+    except Dsv4AttnError:  # a device that has no name yet
+        return None
+
+
+def _checked_facts(vllm_config: Any, *, v41: bool) -> _Facts:  # noqa: ANN401 - as above
+    records = _v41_records(vllm_config) if v41 else None
+    _check(vllm_config, v41=v41)
+    return _facts(vllm_config, records)
 
 
 def _v41_records(vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401 - as above
@@ -312,22 +350,27 @@ def _limits(vllm_config: Any, model: ModelGeometry) -> Limits:  # noqa: ANN401 -
     )
 
 
-@cache
-def _serving(facts: _Facts) -> Serving:
+def _planned(facts: _Facts) -> tuple[KVCacheLayout, KVCacheLayout, list[Problem]]:
+    """The layouts of windows and compressed caches, and the problems that a backend must run."""
     swa = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ if facts.fnuz else Fp8Format.OCP)
     # vLLM's compressor writes OCP codes on every device
     compressed = KVCacheLayout.fp8_ds_mla()
     if facts.records is not None and facts.records[0] == 528:
         swa = KVCacheLayout.v41_fp8()
         compressed = KVCacheLayout.v41_fp4() if facts.records[1] == 288 else swa
-    # and of index keys, but for their scales on sm_100
+    return swa, compressed, [problem for phase in PHASES for problem in _problems(facts, phase, swa, compressed)]
+
+
+@cache
+def _serving(facts: _Facts) -> Serving:
+    swa, compressed, problems = _planned(facts)
+    # vLLM's compressor writes OCP codes of index keys too, but for their scales on sm_100
     dim = facts.model.index_head_dim
     index = KVCacheLayout.index_mxfp4(dim) if facts.mxfp4 else KVCacheLayout.index_fp8(dim)
-    problems = [problem for phase in ("decode", "prefill") for problem in _problems(facts, phase, swa, compressed)]
     settings = settings_for(facts.steps, problems, facts.device)
     backend = select_backend(*problems, device=facts.device, settings=settings)
     steps = steps_with(facts.steps, backend)
-    for phase in ("decode", "prefill"):
+    for phase in PHASES:
         verdict = explain([problem for problem in problems if problem.phase == phase], device=facts.device).verdict
         LOG.info("%s runs on %s", phase, verdict)
     if steps:

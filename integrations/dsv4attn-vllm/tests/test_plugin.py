@@ -90,9 +90,8 @@ print(json.dumps([ours, found.module_name, model.DeepseekV4CPUAttention.__module
 
 def test_a_spawned_worker_has_the_plugin_and_refuses_an_untested_vllm(tmp_path: Path) -> None:
     untested = f"{version('vllm')}.post9+cu130"
-    code = (
-        f"UNTESTED = {untested!r}"
-         """
+    code = """
+UNTESTED = NAME
 import multiprocessing, os
 def work(queue):
     from vllm.plugins import load_general_plugins
@@ -119,8 +118,7 @@ if __name__ == "__main__":
     process.join()
     print()
     print(json.dumps(said))
-"""
-    )
+""".replace("NAME", repr(untested), 1)
     (refused, *tried), _ = run(tmp_path / "main.py", code)
 
     assert refused == (
