@@ -26,6 +26,7 @@ __all__ = [
     "prepare",
     "refuse_monokernel",
     "resolve",
+    "share_request",
 ]
 
 NAME = "DSV4ATTN"
@@ -33,7 +34,7 @@ NAME = "DSV4ATTN"
 
 _SWITCH = GUARD.engine.switch
 _set_here: list[str] = []
-"""The switch, if `resolve` has set it, for the processes that vLLM starts."""
+"""The switch, if `share_request` has set it, for drafts and for the processes that vLLM starts."""
 
 
 def has_attention_of_vllm() -> bool:
@@ -67,6 +68,13 @@ def is_requested(vllm_config: Any = None) -> bool:  # noqa: ANN401 - as above
 def is_used(vllm_config: Any = None) -> bool:  # noqa: ANN401 - as above
     """Whether layers of DeepSeek-V4 run on dsv4attn unless `--attention-backend` names one of vLLM's."""
     return is_requested(vllm_config) or not has_attention_of_vllm()
+
+
+def share_request(vllm_config: Any) -> None:  # noqa: ANN401 - as above
+    """Make a request by argument one by variable, until the arguments of the next model are resolved."""
+    if is_requested(vllm_config) and not GUARD.is_requested():
+        os.environ[_SWITCH] = "1"
+        _set_here.append(_SWITCH)
 
 
 def log_unused() -> None:
@@ -138,16 +146,24 @@ def resolve(vllm_config: Any) -> None:  # noqa: ANN401 - as above
             actual, cure = "another model", "name another --attention-backend"
             raise RefusedError(f"--attention-backend {NAME}", expected="DeepSeek-V4", actual=actual, cure=cure)
         return
+    v41 = any("V41" in name for name in architectures)
     if not is_used(vllm_config):
         log_unused()
+        _follow(vllm_config, v41=v41)
         return
     if is_named:
         # a member that every process has
         attention.backend = AttentionBackendEnum.CUSTOM
-    if is_requested(vllm_config) and not GUARD.is_requested():
-        os.environ[_SWITCH] = "1"
-        _set_here.append(_SWITCH)
-    _refuse(vllm_config, v41=any("V41" in name for name in architectures))
+    share_request(vllm_config)
+    _refuse(vllm_config, v41=v41)
+    _follow(vllm_config, v41=v41)
+
+
+def _follow(vllm_config: Any, *, v41: bool) -> None:  # noqa: ANN401 - as above
+    """Replace vLLM's names, or give them back, if an earlier model of this process was of the same kind."""
+    module = sys.modules.get("dsv4attn_vllm.model")
+    if module is not None:
+        module.follow("v41" if v41 else "v4", vllm_config)
 
 
 def _refuse(vllm_config: Any, *, v41: bool) -> None:  # noqa: ANN401 - as above

@@ -7,16 +7,17 @@ a class raises RefusedError for a vLLM that is not served, and replaces the name
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
 
 from dsv4attn_vllm import internals
-from dsv4attn_vllm.arguments import is_used, log_unused
+from dsv4attn_vllm.arguments import is_used, log_unused, share_request
 from dsv4attn_vllm.guard import GUARD, LOG
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace, restore
 from dsv4attn_vllm.steps import MHC, requested_steps
 
-__all__ = ["V4_CLASSES", "V41_CLASSES", "activate"]
+__all__ = ["V4_CLASSES", "V41_CLASSES", "activate", "follow"]
 
 V4_CLASSES = {
     "DeepseekV4ForCausalLM": "DeepseekV4ForCausalLM",
@@ -37,19 +38,29 @@ def __getattr__(name: str) -> object:
     """Return vLLM's class, after the replacements for its model."""
     for model, package, classes in (("v4", "deepseek_v4", V4_CLASSES), ("v41", "deepseek_v41", V41_CLASSES)):
         if name in classes:
-            activate(model)
+            _looked_up.add(model)
+            activate(model, get_current_vllm_config_or_none())
             # a vLLM that is not served may lack the class
             return getattr(import_module(f"vllm.models.{package}"), classes[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+_looked_up: set[str] = set()
+"""Models whose classes were looked up in this process."""
 _active: set[str] = set()
 """Models whose names are replaced."""
 
 
-def activate(model: str) -> None:
+def follow(model: str, vllm_config: Any) -> None:  # noqa: ANN401 - vLLM's VllmConfig
+    """Activate again for another configuration, if this process has looked up a class: vLLM remembers the class."""
+    if model in _looked_up:
+        activate(model, vllm_config)
+
+
+def activate(model: str, vllm_config: Any = None) -> None:  # noqa: ANN401 - as above
     """Check the installed vLLM and replace its names for the layers of a model, "v4" or "v41".
 
+    vllm_config: None if it is not known.
     A second call changes nothing, unless dsv4attn is not used for this configuration: then vLLM gets its names back.
     Raises RefusedError, with nothing replaced, for a vLLM that is not served and for a variable with a wrong value.
     """
@@ -59,12 +70,14 @@ def activate(model: str) -> None:
     if not replacements:
         LOG.info("not used: vLLM has no %s layers for this platform (%s)", title, platform)
         return
-    if not is_used(get_current_vllm_config_or_none()):
+    if not is_used(vllm_config):
         log_unused()
         if model in _active:
             restore(replacements)
             _active.discard(model)
         return
+    # drafts do not inherit the argument, and this process may have been started without the variable
+    share_request(vllm_config)
     if model in _active:
         return
     version = GUARD.check()

@@ -144,19 +144,22 @@ def test_nothing_is_replaced_or_refused_where_it_is_not_asked_for(
 
 
 def test_vllm_gets_its_names_back_for_a_model_that_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models in one process: the first asks, the second does not."""
+    """Models in one process, which ask and do not ask in turn. vLLM looks up their class once."""
+    from vllm.models.deepseek_v4.cpu import cpu_sparse
     from vllm.models.deepseek_v4.cpu import model as layers
 
-    monkeypatch.setattr(model, "_active", set())
+    monkeypatch.setattr(arguments, "has_attention_of_vllm", lambda: True)
+    for name, value in (("_active", set()), ("_looked_up", set())):
+        monkeypatch.setattr(model, name, value)
     monkeypatch.setattr(replacements, "_originals", {})
-    of_vllm = "vllm.models.deepseek_v4.cpu.cpu_sparse"
-    if layers.DeepseekV4CPUAttention.__module__ != of_vllm:
-        monkeypatch.setattr(layers, "DeepseekV4CPUAttention", layers.DeepseekV4CPUAttention.__mro__[3])
-    monkeypatch.setattr(layers, "DeepseekV4CPUAttention", layers.DeepseekV4CPUAttention)
-    for used in (True, True, False, True):
-        monkeypatch.setattr(model, "is_used", lambda _, used=used: used)
-        model.activate("v4")
-        assert layers.DeepseekV4CPUAttention.__module__ == ("dsv4attn_vllm.cpu" if used else of_vllm)
+    monkeypatch.setattr(layers, "DeepseekV4CPUAttention", cpu_sparse.DeepseekV4CPUAttention)
+
+    config_of(attention_backend=NAME)
+    assert layers.DeepseekV4CPUAttention is cpu_sparse.DeepseekV4CPUAttention
+    assert model.DeepseekV4ForCausalLM.__module__.startswith("vllm.")
+    for asks in (True, False, True, True):
+        config_of(**({"attention_backend": NAME} if asks else {}))
+        assert (layers.DeepseekV4CPUAttention.__module__ == "dsv4attn_vllm.cpu") is asks
 
 
 # ---------------------------------------------------------------- arguments
@@ -182,6 +185,17 @@ def test_a_request_by_argument_is_that_of_one_model() -> None:
     assert os.environ[SWITCH] == "1"
     config_of()
     assert SWITCH not in os.environ
+
+
+def test_a_worker_without_the_variable_gives_it_to_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts processes on another host copies no variable."""
+    monkeypatch.setattr(model, "_active", {"v4"})
+    config = config_of()
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+
+    model.activate("v4", config)
+
+    assert os.environ[SWITCH] == "1"
 
 
 def test_a_switch_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
