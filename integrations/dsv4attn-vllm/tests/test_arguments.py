@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from dsv4attn_vllm import arguments, model, replacements, serving
 from dsv4attn_vllm.arguments import NAME
 from dsv4attn_vllm.cuda import CUDAAttention, select_attention
@@ -267,14 +268,18 @@ def test_a_version_that_was_not_tested(monkeypatch: pytest.MonkeyPatch, version:
         config_of()
 
 
-def test_a_backend_that_does_not_run_on_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what vLLM knows of the device: its runtime does not start."""
+def test_a_backend_on_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what vLLM knows of the device: its runtime, which would not survive a fork, does not start."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "sm90")
+    monkeypatch.setenv(SWITCH, "1")
     monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("the runtime of CUDA was started"))
     config = config_of_unchecked(monkeypatch)
-    on_cuda(monkeypatch, (8, 0))
     object.__setattr__(config.device_config, "device_type", "cuda")
 
+    on_cuda(monkeypatch, (9, 0))
+    arguments.resolve(config)
+    on_cuda(monkeypatch, (8, 0))
     with pytest.raises(NoBackendError, match="sm_80"):
         arguments.resolve(config)
 
