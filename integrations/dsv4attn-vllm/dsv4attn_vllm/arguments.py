@@ -14,6 +14,7 @@ from functools import wraps
 from multiprocessing import parent_process
 from typing import Any
 
+from dsv4attn.integrations.variables import VLLM_STEPS
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 
 __all__ = [
@@ -78,13 +79,16 @@ def share_request(vllm_config: Any) -> None:  # noqa: ANN401 - as above
 
 
 def log_unused() -> None:
-    """Say that this package is installed and not asked for."""
-    LOG.info(
+    """Say that this package is installed and not asked for. A warning if the user has chosen something for it."""
+    without_effect = [name for name in ("DSV4ATTN_BACKEND", VLLM_STEPS) if os.environ.get(name, "").strip()]
+    text = (
         "installed, but not asked for: vLLM's own attention runs DeepSeek-V4 on this device; --attention-backend %s or "
-        "%s=1 asks for dsv4attn",
-        NAME,
-        _SWITCH,
+        "%s=1 asks for dsv4attn"
     )
+    if without_effect:
+        LOG.warning(text + "; until then %s has no effect", NAME, _SWITCH, " and ".join(without_effect))
+    else:
+        LOG.info(text, NAME, _SWITCH)
 
 
 def _requested(vllm_config: Any) -> str | None:  # noqa: ANN401 - as above

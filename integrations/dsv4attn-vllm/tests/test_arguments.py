@@ -123,6 +123,9 @@ def test_layers_on_a_hopper_are_vllms_until_asked(monkeypatch: pytest.MonkeyPatc
             "installed, but not asked for: vLLM's own attention runs DeepSeek-V4 on this device; --attention-backend "
             "DSV4ATTN or DSV4ATTN_VLLM=1 asks for dsv4attn"
         )
+        monkeypatch.setenv("DSV4ATTN_BACKEND", "sm90")
+        assert select_attention(config) is DeepseekV4FlashMLAAttention
+        assert said[1] == f"{line}; until then DSV4ATTN_BACKEND has no effect"
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
         assert select_attention(config) is CUDAAttention
 
