@@ -12,7 +12,8 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
-from dsv4attn.tools.replay.engine import INDEXERS, Progress
+from dsv4attn.tools.replay.engine import Progress
+from dsv4attn.tools.replay.names import INDEXERS
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.trace import generated_trace, shrink
 from tests.tools.replay.bugs import Interrupted, WithoutSink

@@ -1,0 +1,93 @@
+"""Collect the figures of a run of these tests: `python report.py RESULTS FILE.json [PAGE.md]`.
+
+RESULTS: the folder of `pytest --results`. PAGE.md: a page whose table between the two marks is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- vllm-serving: begin -->", "<!-- vllm-serving: end -->"
+BY_VLLM = "-by-vllm"
+KEPT = {
+    "rms": "rms",
+    "gap": "gap",
+    "equal": "equal",
+    "backend": "backend",
+    "vllm:num_preemptions": "preemptions",
+    "vllm:spec_decode_num_draft_tokens": "drafts",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
+"""Names of figures in the results, and in the file."""
+
+
+def collect(folder: Path) -> dict[str, dict[str, Any]]:
+    """The figures of each scenario, by its name."""
+    found = {}
+    for file in sorted(folder.glob("*.figures.json")):
+        figures = json.loads(file.read_text())
+        found[file.name.removesuffix(".figures.json")] = {
+            name: figures[key] for key, name in KEPT.items() if figures.get(key)
+        }
+    return found
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The results as a table in Markdown."""
+    scenarios = results["scenarios"]
+    lines = [
+        "| scenario | backend | rms | tokens equal | worst gap | vLLM's own: rms | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, figures in scenarios.items():
+        if name.endswith(BY_VLLM):
+            continue
+        own = scenarios.get(name + BY_VLLM)
+        notes = [f"{figures['preemptions']:.0f} preemptions"] if "preemptions" in figures else []
+        if "drafts" in figures:
+            notes.append(f"{figures.get('accepted', 0):.0f} of {figures['drafts']:.0f} drafts accepted")
+        cells = (
+            name,
+            ", ".join(figures["backend"]),
+            f"{figures['rms']:.4f}",
+            f"{figures['equal']:.1%}",
+            f"{figures['gap']:.3f}",
+            f"{own['rms']:.4f}" if own else "",
+            ", ".join(notes),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str, results: Mapping[str, Any]) -> str:
+    """The page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+
+
+def main(folder: str, file: str, page: str = "") -> None:
+    """See the module."""
+    import torch
+    import triton
+
+    results = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "scenarios": collect(Path(folder)),
+    }
+    Path(file).write_text(json.dumps(results, indent=1) + "\n")
+    if page:
+        path = Path(page)
+        path.write_text(with_table(path.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
