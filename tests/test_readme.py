@@ -15,9 +15,11 @@ import torch
 from click.testing import CliRunner
 
 from dsv4attn import errors
+from dsv4attn.core.contract.backend import Rank
 from dsv4attn.tools.cli import main
 from dsv4attn.tools.replay.trace import generated_trace, short_trace
 from tests import import_graph
+from tests.backends.built_in import of_rank
 from tests.tools.replay.small import CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,9 +88,10 @@ def test_the_python_examples_print_the_same_on_the_backend_of_the_variable(
     page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    [generic], [reference] = of_rank(Rank.GENERIC), of_rank(Rank.REFERENCE)
+    monkeypatch.setenv("DSV4ATTN_BACKEND", generic)
     torch.manual_seed(0)
-    expected = [line.replace("reference [", "triton [") for line in promised(python(page))]
+    expected = [line.replace(f"{reference} [", f"{generic} [") for line in promised(python(page))]
 
     assert printed(python(page)) == expected
 

@@ -25,7 +25,11 @@ class Pair:
     right: int
 
 
-@pytest.mark.parametrize("value", [Pair(1, 2), Color.RED, object(), Pair, reprs_in, torch.Size([2])], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [Pair(1, 2), Color.RED, object(), Pair, reprs_in, torch.Size([2])],
+    ids=["pair", "enum", "object", "class", "function", "size"],
+)
 def test_a_repr_is_found(value: object) -> None:
     assert reprs_in(f"expected this, got {value!r}") != []
 

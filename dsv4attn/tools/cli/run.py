@@ -45,8 +45,8 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
         metavar="FILE",
         default=_SHORT,
         shell_complete=complete.traces,
-        help="A file (Mooncake JSONL, Azure or BurstGPT CSV), - for standard input, or a built-in trace: short, or long, "
-        "whose prompts are longer than what the model's indexer selects.",
+        help="A file (Mooncake JSONL, Azure or BurstGPT CSV), - for standard input, or a built-in trace: short, or "
+        "long, whose prompts are longer than what the model's indexer selects.",
     ),
     text(
         "--backend",
