@@ -62,7 +62,7 @@ def plan_selection(metadata: Any) -> None:  # noqa: ANN401 - SGLang's PagedIndex
     """
     lens = metadata.compressed_seq_lens
     metadata.deep_gemm_metadata, metadata.use_topk_v2 = None, False
-    metadata.topk_metadata = torch.empty(0)
+    metadata.topk_metadata = torch.empty(0, dtype=torch.int32, device=lens.device)
     metadata.dsv4attn_rows = torch.arange(lens.shape[0], dtype=torch.int32, device=lens.device)
     metadata.dsv4attn_lens = torch.empty_like(metadata.dsv4attn_rows)
     assert (metadata.page_size, metadata.compressed_page_size) == (4 * PAGE, PAGE)
