@@ -19,11 +19,10 @@ from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.attention.launch import Segment
 from dsv4attn.backends._triton.cache import fill
-from dsv4attn.backends._triton.compiling.aot import Resources, cross_compile
+from dsv4attn.backends._triton.compiling.aot import Resources, cross_compile, threads
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import ragged
-from dsv4attn.backends._triton.launching.warmup import threads
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.rocm.tuning import TUNING
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout

@@ -1,12 +1,13 @@
 """Cross-compilation of kernels, and the resources that they need on the target.
 
 A form compiles as in a launch on the target, under the same key of Triton's cache: the JIT's own binder, which needs no
-driver, processes the arguments. Nothing is loaded and nothing runs. Kernels of one target are compiled in threads; most
-of the time is spent outside the interpreter lock.
+driver, processes the arguments. Nothing is loaded and nothing runs. `compile_all` uses threads, of which Python's lock
+lets one compile at a time for most of the work. `processes` has worker processes for a warm-up.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -15,22 +16,43 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import triton
 from attrs import frozen
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import create_function_from_signature
 
 from dsv4attn.backends._triton.compiling.gluon_exit import release_at_exit
 from dsv4attn.backends._triton.compiling.targets import MAX_THREADS, Target
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.backends._triton.launching.warmup import threads
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 from dsv4attn.core.contract.problem import Reason
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["Outcome", "Resources", "compile_all", "compile_near", "cross_compile", "distinctions"]
+__all__ = [
+    "Outcome",
+    "Resources",
+    "compile_all",
+    "compile_for_gpu",
+    "compile_near",
+    "cross_compile",
+    "distinctions",
+    "is_cached",
+    "threads",
+]
+
+_MAX_THREADS = 16
+
+
+def threads() -> int:
+    """Number of threads, or of processes, that compile: the cores that this process may use, at most 16."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MAX_THREADS)
 
 
 def cross_compile(variant: Variant, target: Target, *, far: bool = False) -> CompiledKernel:
@@ -39,16 +61,48 @@ def cross_compile(variant: Variant, target: Target, *, far: bool = False) -> Com
     far: the form for tensors beyond 2 GB, which differs on AMD only. Raises ArgumentError where kernels are
     interpreted, and for a parameter whose value would be compiled in; and whatever the compiler raises.
     """
+    return compile_for_gpu(variant, target.gpu, far=far)
+
+
+def compile_for_gpu(variant: Variant, gpu: GPUTarget, *, far: bool = False) -> CompiledKernel:
+    """`cross_compile` for any target that Triton describes."""
+    source, options = _source_and_options(variant, gpu, far=far)
+    return triton.compile(source, target=gpu, options=options)
+
+
+def is_cached(variant: Variant, gpu: GPUTarget, *, far: bool = False) -> bool:
+    """Whether Triton's disk cache has a form, so that a launch compiles nothing. Arguments: of `compile_for_gpu`."""
+    source, options = _source_and_options(variant, gpu, far=far)
+    backend = make_backend(gpu)
+    # what `triton.compile` does before it compiles
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    cached_files = get_cache_manager(hashlib.sha256(key.encode("utf-8")).hexdigest())
+    name = f"{source.name[:150]}.json"
+    return name in (cached_files.get_group(name) or {})
+
+
+def _source_and_options(variant: Variant, gpu: GPUTarget, *, far: bool) -> tuple[Any, dict[str, Any]]:
+    """What the compiler reads for a form, and its options, as in a launch."""
     _require_compiler()
     _require_unspecialised(variant)
-    kernel, backend = variant.kernel, make_backend(target.gpu)
+    kernel, backend = variant.kernel, make_backend(gpu)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    keywords = {**dict(variant.constants), **variant.options}
+    keywords = {**dict(variant.constants), **variant.options, **_options_of_every_launch(kernel)}
     bound, specialization, _ = bind(*variant.stand_ins(far=far), **keywords)
     packed = kernel._pack_args(backend, keywords, bound, specialization, None)  # noqa: SLF001 - no public name
     options, signature, constants, attributes = packed
-    source = _source_of(kernel)(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target.gpu, options=options.__dict__)
+    return _source_of(kernel)(kernel, signature, constants, attributes), options.__dict__
+
+
+def _options_of_every_launch(kernel: Kernel) -> dict[str, Any]:
+    """Options that Triton's launcher adds; Triton's environment variables set them, and they are in a form's key."""
+    chosen = {"debug": kernel.debug or triton.knobs.runtime.debug}
+    for name in ("instrumentation_mode", "fpsan_homomorphic_casts"):
+        # releases of Triton differ in these
+        if hasattr(triton.knobs.compilation, name):
+            chosen[name] = getattr(triton.knobs.compilation, name)
+    return chosen
 
 
 def _source_of(kernel: Kernel) -> Callable[..., object]:

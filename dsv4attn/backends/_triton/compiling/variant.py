@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -81,6 +84,21 @@ class Variant:
         types = tuple((name, _canonical(by_name[name], specialised=name not in generic)) for name in names)
         object.__setattr__(self, "types", types)
 
+    def __reduce__(self) -> tuple[Callable[..., Variant], tuple[object, ...]]:
+        """Pickle the variant with the kernel's module and name in the place of the kernel.
+
+        Raises PicklingError for a kernel that another process could not import.
+        """
+        module, name = self.kernel.fn.__module__, self.kernel.fn.__qualname__
+        try:
+            importable = module != "__main__" and _kernel_named(module, name) is self.kernel
+        except (ImportError, AttributeError):
+            importable = False
+        if not importable:
+            raise pickle.PicklingError(f"kernel {name} of module {module} cannot be imported by its name")
+        rest = self.types, self.constants, self.num_warps, self.num_stages, self.fp_fusion, self.extra
+        return _with_kernel_named, (module, name, *rest)
+
     @property
     def name(self) -> str:
         """Name of the kernel."""
@@ -136,6 +154,14 @@ class Variant:
             if p.name not in constants
         ]
         return cls(kernel, named, constants, num_warps, num_stages, fp_fusion, extra)
+
+
+def _kernel_named(module: str, name: str) -> Kernel:
+    return attrgetter(name)(importlib.import_module(module))
+
+
+def _with_kernel_named(module: str, name: str, *rest: Any) -> Variant:  # noqa: ANN401 - the other fields
+    return Variant(_kernel_named(module, name), *rest)
 
 
 def options(num_warps: int, num_stages: int, *, fp_fusion: bool = True, **extra: object) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Compiling every variant of every kernel before the first request, and a count of later compilations.
 
 Compiled kernels are stored in Triton's own cache on disk (TRITON_CACHE_DIR), which several processes may fill at once.
+Where the cache lacks many forms, worker processes compile them first.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,22 +15,18 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.driver import driver
 
+from dsv4attn.backends._triton.compiling.aot import threads
+from dsv4attn.backends._triton.compiling.processes import compile_in_processes
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching import runtime
 from dsv4attn.backends._triton.launching.runtime import device_context, require_driven
 from dsv4attn.backends._triton.untyped import CompiledKernel
 
-__all__ = ["compiled", "threads", "warm"]
+__all__ = ["compiled", "warm"]
 
 _log = logging.getLogger("dsv4attn")
-_MAX_THREADS = 16
-
-
-def threads() -> int:
-    """Number of threads that compile, in each process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MAX_THREADS)
 
 
 def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a backend") -> int:
@@ -46,13 +42,22 @@ def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a ba
     begin = time.perf_counter()
     forms = [(variant, far) for variant in distinct for far in ((False, True) if runtime.FAR_FORMS else (False,))]
     with device_context(device), compiled() as seen:
+        in_workers, workers = compile_in_processes(forms, driver.active.get_current_target())
         with ThreadPoolExecutor(threads()) as executor, triton.AsyncCompileMode(executor):
             kernels = [_compile(variant, far=far) for variant, far in forms]
         for kernel in kernels:
             _load(kernel)
-    seconds, new = time.perf_counter() - begin, sum(not hit for _, hit in seen)
-    text = "dsv4attn: %s is warm: %d kernels on %s, of which %d were compiled now, in %.1f s"
-    _log.info(text, name, len(forms), device, new, seconds)
+    seconds, in_this_process = time.perf_counter() - begin, sum(not hit for _, hit in seen)
+    new, processes = in_workers + in_this_process, workers + bool(in_this_process)
+    _log.info(
+        "dsv4attn: %s is warm: %d kernels on %s, of which %d were compiled now%s, in %.1f s",
+        name,
+        len(forms),
+        device,
+        new,
+        f" in {processes} process{'es' if processes > 1 else ''}" if new else "",
+        seconds,
+    )
     return len(forms)
 
 
