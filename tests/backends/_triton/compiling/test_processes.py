@@ -329,5 +329,7 @@ def test_what_workers_compile_is_what_a_warm_up_looks_up(tmp_path: Path) -> None
     (line,) = facts["log"]
     assert "acme is warm: 16 kernels on xpu, of which 16 were compiled now in 2 processes, in " in line
     assert facts["cross-compiled"] == {"looked up": 16, "compiled here": 0}
-    # one form among many does not compile: the compiler's error, as without workers
+    # forms that do not compile raise the compiler's error, as without workers
     assert "arange's range must be a power of 2" in facts["error"]
+    # the process that started the worker has died
+    assert facts["without input"] == 0

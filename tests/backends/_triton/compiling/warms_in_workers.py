@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
@@ -49,6 +51,8 @@ def main() -> dict[str, Any]:
         warmup.warm(variants, torch.device("xpu"))
     except Exception as error:  # noqa: BLE001 - the test reads it
         facts["error"] = str(error.__cause__ or error)
+    orphan = [sys.executable, "-c", processes._START, json.dumps(sys.path)]
+    facts["without input"] = subprocess.run(orphan, stdin=subprocess.DEVNULL, timeout=60, check=False).returncode
     return facts
 
 
