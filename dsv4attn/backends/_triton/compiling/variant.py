@@ -14,6 +14,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from dsv4attn.backends._triton.compiling.kernel_keys import settle_key
 from dsv4attn.backends._triton.launching.launch_cache import WIDE
 from dsv4attn.backends._triton.launching.pdl import launch_options
 from dsv4attn.backends._triton.untyped import Kernel
@@ -78,7 +79,8 @@ class Variant:
     extra: tuple[tuple[str, Any], ...] = field(default=(), converter=_freeze)
 
     def __attrs_post_init__(self) -> None:
-        """Put the types into the order of the parameters, without what compiles nothing."""
+        """Put the types into the order of the parameters, without what compiles nothing; settle the kernel's key."""
+        settle_key(self.kernel)
         by_name, generic = dict(self.types), _unspecialised(self.kernel)
         names = [name for name in self.kernel.arg_names if name in by_name]
         types = tuple((name, _canonical(by_name[name], specialised=name not in generic)) for name in names)
