@@ -99,7 +99,7 @@ def checkpoint_with_drafts(folder: Path, base: Path, method: str) -> None:
             "dspark_noise_token_id": 0,
         },
     }
-    (folder / "config.json").write_text(json.dumps({**config, **own[method]}))
+    (folder / "config.json").write_text(json.dumps({**config, "topk_method": "noaux_tc", **own[method]}))
 
 
 def write_as_released(folder: Path) -> None:
@@ -129,6 +129,8 @@ def _draft_weights(weights: Mapping[str, Tensor], config: Mapping[str, Any], met
         for name, weight in weights.items():
             if name.startswith(block) and not name.endswith("tid2eid"):
                 out[f"mtp.{draft}.{name.removeprefix(block)}"] = weight.clone()
+        # experts of a draft are chosen by score
+        out[f"mtp.{draft}.ffn.gate.bias"] = torch.zeros(config["n_routed_experts"])
     last = f"mtp.{draft}."
     out |= {last + name: weights[name].clone() for name in ("hc_head_fn", "hc_head_base", "hc_head_scale")}
     out[last + "norm.weight"] = weights["norm.weight"].clone()
