@@ -16,6 +16,7 @@ from dsv4attn.tools.cli import FAILED, OK, engines, installation, print_json
 from dsv4attn.tools.cli.backends import automatic, merged
 from dsv4attn.tools.cli.common import console, device_json, failure_json, grid
 from dsv4attn.tools.cli.options import JSON
+from dsv4attn.tools.cli.progress import working
 
 if TYPE_CHECKING:
     from dsv4attn.config import Settings
@@ -81,7 +82,8 @@ def doctor(ctx: click.Context, *, as_json: bool) -> None:
       0    nothing is wrong
       1    something is wrong
     """  # noqa: D301 - click wants the character
-    report = _examine()
+    with working("importing torch and Triton, and looking at devices, plugins and engines", shown=not as_json):
+        report = _examine()
     if as_json:
         print_json(_as_json(report))
     else:

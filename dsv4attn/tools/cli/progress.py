@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import click
 
-__all__ = ["LINE_SECONDS", "Advance", "progress_bar"]
+__all__ = ["LINE_SECONDS", "Advance", "progress_bar", "working"]
 
 LINE_SECONDS = 4.0
 """Seconds between lines of progress where stderr is no terminal."""
@@ -67,3 +67,16 @@ def progress_bar(
 
     with bar:
         yield advance
+
+
+@contextmanager
+def working(what: str, *, shown: bool) -> Iterator[None]:
+    """What a command is doing, while it does it, on a terminal. shown: False shows nothing."""
+    from rich.console import Console
+
+    out = Console(stderr=True)
+    if not (shown and out.is_terminal):
+        yield
+        return
+    with out.status(what):
+        yield

@@ -38,30 +38,25 @@ def collect(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The results as a table in Markdown."""
+    """The results as a table in Markdown. vLLM's own attention has a column if it was run."""
     scenarios = results["scenarios"]
-    lines = [
-        "| scenario | backend | rms | tokens equal | worst gap | vLLM's own: rms | |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ["scenario", "backend", "rms", "tokens equal", "gap"]
+    compares = any(name.endswith(BY_VLLM) for name in scenarios)
+    heads += ["rms of vLLM's own"] * compares + ["notes"]
+    rows = [heads, ["---"] * len(heads)]
     for name, figures in scenarios.items():
         if name.endswith(BY_VLLM):
             continue
-        own = scenarios.get(name + BY_VLLM)
         notes = [f"{figures['preemptions']:.0f} preemptions"] if "preemptions" in figures else []
         if "drafts" in figures:
             notes.append(f"{figures.get('accepted', 0):.0f} of {figures['drafts']:.0f} drafts accepted")
-        cells = (
-            name,
-            ", ".join(figures["backend"]),
-            f"{figures['rms']:.4f}",
-            f"{figures['equal']:.1%}",
-            f"{figures['gap']:.3f}",
-            f"{own['rms']:.4f}" if own else "",
-            ", ".join(notes),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        numbers = [f"{figures['rms']:.4f}", f"{figures['equal']:.1%}", f"{figures['gap']:.3f}"]
+        own = scenarios.get(name + BY_VLLM)
+        own_cells = [f"{own['rms']:.4f}" if own else ""] if compares else []
+        rows.append([name, ", ".join(figures["backend"]), *numbers, *own_cells, ", ".join(notes)])
+    if not any(row[-1] for row in rows[2:]):
+        rows = [row[:-1] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def with_table(page: str, results: Mapping[str, Any]) -> str:
