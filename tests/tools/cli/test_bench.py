@@ -262,8 +262,8 @@ def test_the_command_of_a_page_draws_its_pictures(page: str, tmp_path: Path, mon
             same_version = old.info["Software"] == new.info["Software"]
         pictures = imread(kept), imread(path)
         assert pictures[0].shape == pictures[1].shape, name
-        # other versions of matplotlib may set a letter a pixel further
-        assert abs(pictures[0] - pictures[1]).mean() <= (0 if same_version else 0.02), name
+        # the last bit of a colour may differ between processors, and with another matplotlib the place of a letter
+        assert abs(pictures[0] - pictures[1]).mean() <= (1e-6 if same_version else 0.02), name
 
 
 def test_what_got_slower_is_named_with_code_1(machine: Machine, tmp_path: Path) -> None:
