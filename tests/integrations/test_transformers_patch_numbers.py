@@ -75,7 +75,7 @@ def agreement(kv_layout: str, tokens: int, numbers: int) -> Agreement:
     [
         ("fp8_ds_mla", 640, 1, 0.9, 0.99, 0.08, 0.012),
         pytest.param("fp8_ds_mla", 2000, 2, 0.92, 0.99, 0.13, 0.013, marks=pytest.mark.slow),
-        ("bf16", 640, 1, 0.98, 1, 0.08, 0.003),
+        pytest.param("bf16", 640, 1, 0.98, 1, 0.08, 0.003, marks=pytest.mark.matrix),
     ],
 )
 def test_rounded_pages_agree_with_fp32_on_the_likeliest_token(
@@ -193,6 +193,7 @@ def test_rows_of_such_a_product_keep_their_bits() -> None:
         assert all((multiplied_alike(np.roll(rows, n, 0), other)[n] == whole[0]).all() for n in range(16))
 
 
+@pytest.mark.matrix
 def test_deterministic_bits_of_a_kernel_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     # by which Triton's interpreter multiplies

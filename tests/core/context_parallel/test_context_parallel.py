@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,38 +13,57 @@ from tests.core.context_parallel.context_ranks import CASES, SIZES, serve
 from tests.ranks import run_ranks
 from tests.tools.replay.rank_cases import REPLAYS
 
-Failed = dict[int, dict[tuple[int, str], str]]
-"""By rank, and by size and case: how it failed."""
+Failed = Callable[[int, str], dict[int, str]]
+"""Of a size and a case: by rank, how it failed; empty for a case that passed."""
+
+QUICK = 2
+"""The size of groups in `make test`. Larger groups are in `make test-rest`."""
+SIZED = [size if size == QUICK else pytest.param(size, marks=pytest.mark.matrix) for size in SIZES]
+REPLAYED = [
+    pytest.param(size, case, marks=[pytest.mark.matrix] * (size != QUICK))
+    for size, cases in REPLAYS.items()
+    for case in cases
+]
 
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Failed:
-    """The text of every failure by rank; an empty text is a case that passed. One pool of ranks runs all cases."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(serve, str(folder), size=max(SIZES))
-    return {rank: torch.load(Path(folder, f"{rank}.pt")) for rank in range(max(SIZES))}
+    """How a case failed. One pool of ranks runs all cases of the smallest groups, and another one the others."""
+
+    @cache
+    def results(sizes: tuple[int, ...]) -> list[dict[tuple[int, str], str]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        run_ranks(serve, str(folder), sizes, size=max(sizes))
+        return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(max(sizes))]
+
+    def of(size: int, case: str) -> dict[int, str]:
+        sizes = (QUICK,) if size == QUICK else tuple(other for other in SIZES if other != QUICK)
+        return {
+            rank: cases[size, case] for rank, cases in enumerate(results(sizes)) if rank < size and cases[size, case]
+        }
+
+    return of
 
 
-def assert_no_rank_failed(failed: Failed, size: int, case: str) -> None:
-    assert {rank: cases[size, case] for rank, cases in failed.items() if rank < size and cases[size, case]} == {}
-
-
-@pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in REPLAYS.items() for case in cases])
+@pytest.mark.parametrize(("size", "case"), REPLAYED)
 def test_a_replay_over_ranks_is_checked_on_each(failed: Failed, case: str, size: int) -> None:
-    assert_no_rank_failed(failed, size, case)
+    assert failed(size, case) == {}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZED)
 @pytest.mark.parametrize("case", CASES)
 def test_several_ranks_are_one(failed: Failed, case: str, size: int) -> None:
-    assert_no_rank_failed(failed, size, case)
+    assert failed(size, case) == {}
 
 
+@pytest.mark.matrix
 def test_entries_are_divided_over_one_group_and_heads_over_another(failed: Failed) -> None:
-    assert_no_rank_failed(failed, 4, "heads")
+    assert failed(4, "heads") == {}
 
 
+@pytest.mark.matrix
 def test_a_rank_that_does_not_come_is_an_error_on_the_others(failed: Failed) -> None:
+    texts = failed(3, "gone")
     for rank in (0, 1):
-        assert failed[rank][3, "gone"].startswith(f"rank {rank} of 3: the exchange of candidates failed: ")
-        assert "-> look at the logs of the other ranks" in failed[rank][3, "gone"]
+        assert texts[rank].startswith(f"rank {rank} of 3: the exchange of candidates failed: ")
+        assert "-> look at the logs of the other ranks" in texts[rank]
