@@ -140,6 +140,7 @@ def judged(copy: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.matrix
 def test_the_layer_rules_and_the_tests_of_lists_pass_with_it(judged: str) -> None:
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+?)::", judged, re.MULTILINE)
 
@@ -148,6 +149,7 @@ def test_the_layer_rules_and_the_tests_of_lists_pass_with_it(judged: str) -> Non
     assert all(f"{judge.rpartition('::')[2]}" in judged for judge in JUDGES)
 
 
+@pytest.mark.matrix
 def test_the_documents_that_lack_it_are_named_with_what_to_add(judged: str) -> None:
     assert "README.md, section Backends: add" in judged
     assert f"| `{NEW}` | " in judged

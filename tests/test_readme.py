@@ -205,6 +205,7 @@ def test_the_readme_has_the_two_commands_for_a_clone() -> None:
     assert {"run", "test"} <= set(re.findall(r"(?:`|^)make ([\w-]+)", README, re.MULTILINE))
 
 
+@pytest.mark.matrix
 def test_the_picture_of_imports_is_drawn_from_the_code() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 

@@ -90,7 +90,9 @@ def decode_in_turn() -> list[Any]:
     cases = [case for case in SMALL_DECODE if few(case)]
     taken = [(case, target) for target in DECODE_TARGETS for case in in_turn(cases, target)[0]]
     slow = [(case, target) for target in DECODE_TARGETS for case in in_turn(cases, target)[1]]
-    default = {*pairwise([(*attrs.astuple(case, recurse=False), target) for case, target in taken])}
+    targets = [target for _, target in taken]
+    # every pair of fields on some target, and every target
+    default = {*pairwise([attrs.astuple(case, recurse=False) for case, _ in taken]), *map(targets.index, targets)}
     marked = [
         *((one, () if number in default else pytest.mark.matrix) for number, one in enumerate(taken)),
         *((one, pytest.mark.slow) for one in slow),

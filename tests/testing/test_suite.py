@@ -48,6 +48,7 @@ def run(pytester: pytest.Pytester) -> Run:
     return run
 
 
+@pytest.mark.matrix
 def test_warnings_of_tritons_interpreter_are_no_errors_of_a_vendors_tests(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nfilterwarnings = error")
     quiet = "-W", "ignore::pytest.PytestAssertRewriteWarning"

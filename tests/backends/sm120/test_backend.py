@@ -240,7 +240,7 @@ THROUGH = "decode-*,prefill-*,mixed-*,sink-*,lse-*,call-empty-*,verify-*,call-ho
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tensors are on the CPU")
-@pytest.mark.parametrize("in_range", [False, True])
+@pytest.mark.parametrize("in_range", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_the_whole_of_forward_mqa_goes_through_flashinfers_contract(
     flashinfer_calls: type[Counting], *, in_range: bool
 ) -> None:

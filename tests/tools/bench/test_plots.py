@@ -88,7 +88,11 @@ def drawn_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict
     return drawn
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.matrix] * (name == "of many batches")) for name in RUNS])
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.matrix] * (name in {"of many batches", "committed"})) for name in RUNS
+    ]
+)
 def drawn(request: pytest.FixtureRequest, drawn_runs: Any) -> dict[str, Any]:
     """Figures of each of RUNS by the name of their file."""
     return {name: figure for name, (_, figure) in drawn_runs(request.param).items()}

@@ -222,6 +222,7 @@ def test_cases_are_run_by_several_processes_of_a_backend_with_options(machine: M
     }
 
 
+@pytest.mark.matrix
 def test_warnings_of_tritons_interpreter_do_not_reach_users_from_other_processes(
     machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

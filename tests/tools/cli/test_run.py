@@ -336,6 +336,7 @@ def test_the_table_of_whole_layers_has_each_operation_and_each_stage(model: str,
     assert "whole layers" not in invoke("--model", model, "--trace", trace, "--indexer", "random").stdout
 
 
+@pytest.mark.matrix
 def test_the_default_trace_exercises_selection_on_the_default_model() -> None:
     values = as_json("--layers", "c4a")
     (layer,) = values["layers"]

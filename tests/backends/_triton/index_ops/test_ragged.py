@@ -21,6 +21,7 @@ ragged_ops = pytest.mark.parametrize("make", RAGGED)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("few", [2100, 2099])
 @ragged_ops
 def test_rows_begin_where_all_rows_before_them_end(

@@ -112,6 +112,7 @@ def engine(name: str, layout: KVCacheLayout, dtype: torch.dtype, kind: LayerKind
 
 
 @meta_only
+@pytest.mark.in_turn
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_g18_slices_and_every_dtype_are_foreseen(name: str, layout: str) -> None:
@@ -143,6 +144,7 @@ ODD = (
 
 
 @meta_only
+@pytest.mark.in_turn
 @pytest.mark.parametrize("geometry", ODD, ids=lambda geometry: str(geometry.head_dim))
 @pytest.mark.parametrize("name", forms())
 def test_g18_slices_of_any_dims_are_foreseen(name: str, geometry: ModelGeometry) -> None:

@@ -218,6 +218,7 @@ def test_the_ops_are_those_of_torch(sizes: tuple[int, int, int], dtype: torch.dt
         StreamsCall(*sizes, dtype, seed, normed=normed, pad=pad).check()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 23])
 def test_every_edge_of_tiles_and_chunks(count: int, deterministic: bool) -> None:
