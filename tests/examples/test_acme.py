@@ -90,10 +90,12 @@ def test_g8_the_doctor_shows_the_broken_wheels_traceback_and_nothing_else(mixed:
     assert re.search(r'dsv4attn_broken.__init__.py", line \d+', problem["trace"])
 
 
+@pytest.mark.matrix
 def test_g8_without_the_broken_wheel_the_doctor_finds_nothing(clean: Place) -> None:
     assert clean.json("doctor")["problems"] == []
 
 
+@pytest.mark.matrix
 def test_g8_denying_the_broken_wheel_is_a_cure(mixed: Place) -> None:
     assert mixed.json("doctor", DSV4ATTN_PLUGINS_DENY="broken")["problems"] == []
 

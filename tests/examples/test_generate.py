@@ -39,6 +39,7 @@ def test_the_tokens_agree_and_bytes_are_counted(example: ModuleType) -> None:
     assert sizes["transformers, DynamicCache"] > 2 * 3 * 127 * 512 * 4
 
 
+@pytest.mark.matrix
 def test_differing_tokens_are_expected_where_pages_round(example: ModuleType) -> None:
     done = CliRunner().invoke(example.main, ["--backend", "reference", "--kv-layout", "fp8_ds_mla"])
 

@@ -120,6 +120,7 @@ def test_steps_around_attention_are_asked_for_by_name(machine: Machine, monkeypa
     assert set(values["unavailable"]) == {"deep_gemm", "flashinfer_topk"}, "peers that have one of these steps"
 
 
+@pytest.mark.matrix
 def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,15 @@ def together(step: Entries) -> Tensor:
 
 
 @each_layout
-@pytest.mark.parametrize(("ratio", "overlap"), [(128, False), (33, False), (17, True), (70, True)])
+@pytest.mark.parametrize(
+    ("ratio", "overlap"),
+    [
+        (128, False),
+        pytest.param(33, False, marks=pytest.mark.matrix),
+        (17, True),
+        pytest.param(70, True, marks=pytest.mark.matrix),
+    ],
+)
 def test_bits_are_those_of_one_program(
     layout: KVCacheLayout, ratio: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
