@@ -54,6 +54,10 @@ class NewPlugin:
         if not _NAME.fullmatch(name) or keyword.iskeyword(_class_of(name)):
             expected = "lower-case letters and digits that begin with a letter, in parts with - or _ between them"
             raise ArgumentError("NAME", expected=expected, actual=repr(name), hint="such as my-chip")
+        prefix, bare = name[:9], name[9:]
+        if prefix in {"dsv4attn-", "dsv4attn_"}:
+            expected = "the backend's name without dsv4attn-, which the package's name begins with"
+            raise ArgumentError("NAME", expected=expected, actual=repr(name), hint=f"dsv4attn new-plugin {bare}")
         if name in (AUTO, *BUILT_IN, *_ADAPTERS):
             what = (
                 "the word for automatic choice"

@@ -117,6 +117,7 @@ def test_a_bug_in_a_new_plugin_fails_the_kit(machine: Machine) -> None:
         *((name, f"got {name!r}, which is taken by dsv4attn") for name in BUILT_IN),
         ("vllm", "got 'vllm', which is taken by dsv4attn-vllm"),
         ("auto", "got 'auto', which is the word for automatic choice"),
+        ("dsv4attn-zephyr", "the backend's name without dsv4attn-"),
         *(
             (name, "lower-case letters and digits")
             for name in ("Zephyr", "9x", "a.b", "a b", "a--b", "-a", "../a", "none")
