@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent / "on_gpu"))
-from report import BEGIN, END, collect, table, with_table
+from on_gpu.report import BEGIN, END, collect, table, with_table
 
 DOCS = Path(__file__).parents[3] / "docs"
 

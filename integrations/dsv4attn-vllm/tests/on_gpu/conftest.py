@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -21,7 +20,6 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 
 def _obstacle() -> str:
@@ -36,8 +34,6 @@ def _obstacle() -> str:
 
 
 OBSTACLE = _obstacle()
-if OBSTACLE:
-    collect_ignore_glob = ["worker.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,8 +59,9 @@ def _locked(file: Path) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of the model: "plain", "mtp" and "dspark". All processes of pytest share them."""
-    from scenarios import SIZES
     from small_model import checkpoint, checkpoint_with_drafts
+
+    from on_gpu.scenarios import SIZES
 
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -85,9 +82,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def transformers_model(checkpoints: dict[str, Path]) -> Any:
     """Transformers' model of these weights in fp32. Its attention takes some queries at a time, for memory."""
     import torch
-    from scenarios import SIZES
     from small_model import random_model
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+    from on_gpu.scenarios import SIZES
 
     torch.backends.cuda.matmul.allow_tf32 = False
     attend, rows = modeling.eager_attention_forward, 512

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from scenarios import PARALLEL, SCENARIOS, Round, Scenario
 from small_model import logprobs, rms, worst_gap
+
+from on_gpu.scenarios import PARALLEL, SCENARIOS, Round, Scenario
 
 HERE = Path(__file__).parent
 RMS, GAP = 0.05, 0.1

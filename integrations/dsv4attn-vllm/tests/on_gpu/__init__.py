@@ -1,0 +1,1 @@
+"""Tests in which vLLM's engine serves requests on a GPU, see conftest.py."""
