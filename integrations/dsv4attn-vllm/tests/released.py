@@ -11,37 +11,12 @@ from typing import Any
 
 import torch
 from engine import Engine, Request, config_of, model_folder, world
+from released_sizes import FP8, MODELS, RELEASED
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
 GPU = torch.device("cuda")
-RELEASED = {"index_n_heads": 64, "index_head_dim": 128, "max_position_embeddings": 65536}
-MODELS: dict[str, dict[str, Any]] = {
-    "flash": {
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "q_lora_rank": 1024,
-        "o_groups": 8,
-        "o_lora_rank": 1024,
-        "index_topk": 512,
-    },
-    "pro": {
-        "hidden_size": 7168,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "o_groups": 16,
-        "o_lora_rank": 1024,
-        "index_topk": 1024,
-    },
-}
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-    "scale_fmt": "ue8m0",
-}
 KINDS = ("swa", "c4a", "c128a")
 LAYERS, TIMES = 4, 5
 """Layers of each kind, so that a layer does not find its own caches in the L2; and how often a step runs them, so that

@@ -223,21 +223,6 @@ def test_a_page_that_was_there_is_kept_if_nothing_ran(model: str, tmp_path: Path
     assert page.read_text(encoding="utf-8") == "kept"
 
 
-@pytest.mark.parametrize("how", ["missing", "broken"])
-def test_without_torch_there_is_one_clear_line_and_code_2(tmp_path: Path, how: str) -> None:
-    hide = "sys.modules['torch'] = None"
-    if how == "broken":
-        hide = f"sys.path.insert(0, {str(tmp_path)!r})"
-        (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open')", encoding="utf-8")
-    code = f"import sys; {hide}; from dsv4attn.tools.cli import main; main(['run'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    why = "which is not installed" if how == "missing" else "which cannot be imported: libcudnn.so.9: cannot open"
-
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
-    assert line.endswith(f"run` needs torch, {why} -> `dsv4attn doctor` says what to do")
-
-
 def test_a_csv_trace_is_recognised(model: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(AZURE, encoding="utf-8")
     values = as_json("--model", model, "--trace", tmp_path / "log")

@@ -27,51 +27,26 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+sys.path.append(str(Path(__file__).parents[1]))
+from released_sizes import FP8, MODELS, RELEASED
+
 OF_DSV4ATTN, OF_VLLM = "dsv4attn", "vllm"
 KINDS = {
     "swa": "sliding_attention",
     "c4a": "compressed_sparse_attention",
     "c128a": "heavily_compressed_attention",
 }
-COMMON = {
+ENTRIES: dict[str, Any] = {
+    **RELEASED,
     "head_dim": 512,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "o_lora_rank": 1024,
     "num_experts_per_tok": 6,
-    "max_position_embeddings": 65536,
     "vocab_size": 129280,
     "architectures": ["DeepseekV4ForCausalLM"],
     "dtype": "bfloat16",
 }
-MODELS: dict[str, dict[str, Any]] = {
-    "flash": {
-        **COMMON,
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "q_lora_rank": 1024,
-        "o_groups": 8,
-        "index_topk": 512,
-        "n_routed_experts": 256,
-        "moe_intermediate_size": 2048,
-    },
-    "pro": {
-        **COMMON,
-        "hidden_size": 7168,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "o_groups": 16,
-        "index_topk": 1024,
-        "n_routed_experts": 384,
-        "moe_intermediate_size": 3072,
-    },
-}
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-    "scale_fmt": "ue8m0",
+EXPERTS = {
+    "flash": {"n_routed_experts": 256, "moe_intermediate_size": 2048},
+    "pro": {"n_routed_experts": 384, "moe_intermediate_size": 3072},
 }
 LAYERS = {"flash": "swa c4a c128a c4a c128a c4a c128a c4a", "pro": "swa c4a c128a"}
 
@@ -81,9 +56,9 @@ def model_folder(model: str, kinds: Sequence[str]) -> str:
     from transformers import DeepseekV4Config
 
     types = [KINDS[kind] for kind in kinds]
-    config = DeepseekV4Config(
-        **MODELS[model], num_hidden_layers=len(types), layer_types=types, mlp_layer_types=["moe"] * len(types)
-    )
+    sizes = {**ENTRIES, **MODELS[model], **EXPERTS[model]}
+    layers = {"layer_types": types, "mlp_layer_types": ["moe"] * len(types)}
+    config = DeepseekV4Config(**sizes, **layers, num_hidden_layers=len(types))
     folder = tempfile.mkdtemp(prefix="dsv4attn-vllm-")
     config.save_pretrained(folder)
     file = Path(folder, "config.json")
