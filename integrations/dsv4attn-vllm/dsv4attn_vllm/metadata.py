@@ -16,6 +16,7 @@ from vllm.models.deepseek_v41 import compressor as v41_compressor
 from vllm.models.deepseek_v41 import sparse_mla as v41_sparse_mla
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, max_decode_query_len
 from vllm.v1.attention.backends.mla import sparse_swa
+from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 
 from dsv4attn import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, LayerKind
 from dsv4attn_vllm.guard import RefusedError
@@ -252,9 +253,18 @@ class Backend(AnyDevice, sparse_mla.DeepseekV4SparseMLABackend):
 
 
 class SWABackend(sparse_swa.DeepseekSparseSWABackend):
-    """vLLM's description of the window caches, with dsv4attn's builder."""
+    """vLLM's description of the window caches, with dsv4attn's builder.
+
+    All layers have one. Its layouts are those of the index keys' cache: of vLLM's descriptions only that of the index
+    keys names layouts, and stages of a pipeline that have no indexer would disagree with the others.
+    """
 
     builder_class: ClassVar[type[Any]] = SWAMetadataBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:  # noqa: ANN401 - vLLM's KVCacheLayout
+        """Return the orders of a cache's dimensions that layers can read, the preferred one first."""
+        return DeepseekV4IndexerBackend.supported_kv_cache_layouts()
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:

@@ -13,7 +13,9 @@ from dsv4attn_vllm.attention import insert_context_kv
 from dsv4attn_vllm.compressor import V41Compressor
 from dsv4attn_vllm.cpu import CPUAttention
 from dsv4attn_vllm.guard import LOG, RefusedError
+from dsv4attn_vllm.index_metadata import IndexBackend, V41IndexBackend
 from dsv4attn_vllm.indexer import V41Indexer
+from dsv4attn_vllm.metadata import Backend, SWABackend, V41Backend, V41SWABackend
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace
 from dsv4attn_vllm.xpu import XPUAttention
 from engine import BEFORE_0_33, Engine, config_of, world
@@ -22,6 +24,7 @@ from processes import run_on_rocm
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.xpu.xpu_sparse import DeepseekV4XPUAttention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 
 @pytest.fixture
@@ -66,6 +69,17 @@ def test_a_cpu_is_served_by_vllms_layer_for_cpus() -> None:
         outs = engine.step([(engine.request(tokens), count) for tokens, count in requests])
 
         assert torch.equal(engine.of_own_builder(engine.layers[0], requests, 31), outs[0])
+
+
+def test_stages_of_a_pipeline_agree_on_the_layouts_of_caches() -> None:
+    """VLLM refuses stages that name different layouts. A stage may have no layer with an indexer."""
+    for window, compressed, index in (
+        (SWABackend, Backend, IndexBackend),
+        (V41SWABackend, V41Backend, V41IndexBackend),
+    ):
+        without_indexer = get_supported_kv_cache_layouts([window, compressed])
+        assert without_indexer == get_supported_kv_cache_layouts([window, compressed, index])
+        assert len(without_indexer) == 2
 
 
 def test_a_backend_that_vllm_has_no_choice_of_is_said_to_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,3 +28,14 @@ def test_figures_of_vllms_own_attention_stand_in_the_row_of_their_scenario(tmp_p
 
     assert lines[0] == "| scenario | backend | rms | tokens equal | gap | rms of vLLM's own | notes |"
     assert lines[2:] == ["| one | sm90 | 0.0200 | 50.0% | 0.030 | 0.0400 | 2 preemptions |"]
+
+
+def test_drafts_that_are_accepted_by_chance_have_no_share_of_equal_tokens(tmp_path: Path) -> None:
+    figures = {"rms": 0.02, "backend": ["sm90"], "vllm:spec_decode_num_draft_tokens": 9.0, "vllm:num_preemptions": 0.0}
+    (tmp_path / "one.figures.json").write_text(json.dumps({**figures, "vllm:spec_decode_num_accepted_tokens": 4.0}))
+    (tmp_path / "two.figures.json").write_text(json.dumps({**figures, "gap": 0.0, "equal": 1.0}))
+
+    [_, _, one, two] = table({"scenarios": collect(tmp_path)}).splitlines()
+
+    assert one == "| one | sm90 | 0.0200 |  |  | 4 of 9 drafts accepted |"
+    assert two == "| two | sm90 | 0.0200 | 100.0% | 0.000 | 0 of 9 drafts accepted |"

@@ -2,7 +2,8 @@
 
 Both engines hold a model with the sizes of DeepSeek-V4-Flash or Pro and fewer layers, in the released formats (fp8 with
 a scale for each 128 x 128, experts in MXFP4) with random weights, and captured graphs. They are two processes on one
-GPU, which serve the same requests one after the other.
+GPU, which serve the same requests one after the other. Each has caches of its own for what it compiles, so that both
+start as on a new machine.
 
     first token   seconds from the arrival of all requests to the last first token
     per token     milliseconds between two tokens of a request, the median over requests
@@ -12,6 +13,7 @@ GPU, which serve the same requests one after the other.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -48,7 +50,11 @@ EXPERTS = {
     "flash": {"n_routed_experts": 256, "moe_intermediate_size": 2048},
     "pro": {"n_routed_experts": 384, "moe_intermediate_size": 3072},
 }
-LAYERS = {"flash": "swa c4a c128a c4a c128a c4a c128a c4a", "pro": "swa c4a c128a"}
+LAYERS = {"flash": "swa c4a c128a c4a c128a c4a", "pro": "c4a c128a"}
+CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+"""Numbers of tokens for which graphs are captured."""
+CACHES = "TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "TILELANG_CACHE_DIR", "TILELANG_TMP_DIR", "VLLM_CACHE_ROOT"
+"""Variables that name a folder for compiled code."""
 
 
 def model_folder(model: str, kinds: Sequence[str]) -> str:
@@ -62,9 +68,32 @@ def model_folder(model: str, kinds: Sequence[str]) -> str:
     folder = tempfile.mkdtemp(prefix="dsv4attn-vllm-")
     config.save_pretrained(folder)
     file = Path(folder, "config.json")
-    released = {"quantization_config": FP8, "expert_dtype": "fp4"}
+    released = {"quantization_config": FP8, "expert_dtype": "fp4", "topk_method": "noaux_tc"}
     file.write_text(json.dumps({**json.loads(file.read_text()), **released}))
     return folder
+
+
+def give_values(model: Any) -> None:
+    """Give fp8 and MXFP4 weights random values and small scales, as those of `load_format="dummy"` may not be finite.
+
+    All scales become one power of two, as kernels keep them in various orders.
+    """
+    import torch
+
+    for name, weight in model.named_parameters():
+        data = weight.data
+        if "tid2eid" in name:
+            continue
+        if "scale" in name and data.dtype in (torch.uint8, torch.float8_e8m0fnu):
+            data.view(torch.uint8).fill_(127 - 8)
+        elif "scale" in name and data.is_floating_point():
+            data.fill_(2.0**-12)
+        elif data.dtype is torch.float8_e4m3fn:
+            codes = data.view(torch.uint8)
+            # of either sign, and below 127, which is NaN
+            codes.random_(0, 127).add_(torch.randint_like(codes, 2) * 128)
+        elif data.dtype in (torch.uint8, torch.int32) and data.dim() > 1:
+            data.view(torch.uint8).random_(0, 256)
 
 
 def serve(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
@@ -77,7 +106,12 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
 
     begin = time.perf_counter()
     llm = LLM(**options)
-    link.send(time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    llm.apply_model(give_values)
+    [output] = llm.generate([{"prompt_token_ids": [*range(1000, 2000)]}], SamplingParams(max_tokens=2, logprobs=1))
+    values = [entry.logprob for row in output.outputs[0].logprobs for entry in row.values()]
+    assert all(map(math.isfinite, values)), values
+    link.send(seconds)
     while (work := link.recv()) is not None:
         prompts, tokens = work
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -101,6 +135,7 @@ class Engine:
     def __init__(self, plugin: str, options: dict[str, Any], folder: Path, steps: str) -> None:
         common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_STEPS": steps}
+        common |= {name: str(folder / f"{plugin}-caches" / name.lower()) for name in CACHES}
         self.link, theirs = multiprocessing.Pipe()
         self.log = folder / f"{plugin}.log"
         inputs = theirs, str(self.log), {**common, **chosen}, options
@@ -150,6 +185,7 @@ def case_of(text: str) -> tuple[int, int]:
 @click.option("--tokens", default=64, show_default=True, help="that each request generates")
 @click.option("--turns", default=3, show_default=True, help="of each engine, after one that is not counted")
 @click.option("--steps", default="all", show_default=True, help="DSV4ATTN_VLLM_STEPS")
+@click.option("--linear-backend", default="auto", show_default=True, help="of vLLM, in both engines")
 @click.option("--only", type=click.Choice([OF_DSV4ATTN, OF_VLLM]), help="one engine alone")
 @click.option("--json", "out", type=Path, help="file for the results")
 def main(
@@ -160,6 +196,7 @@ def main(
     tokens: int,
     turns: int,
     steps: str,
+    linear_backend: str,
     only: str | None,
     out: Path | None,
 ) -> None:
@@ -176,8 +213,11 @@ def main(
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,
+        "linear_backend": linear_backend,
+        "compilation_config": {"cudagraph_capture_sizes": CAPTURED},
     }
-    folder = out.parent if out else Path(tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp(prefix="dsv4attn-vllm-"))
+    print(f"logs: {folder}", file=sys.stderr)
     engines: dict[str, Engine] = {}
     ready: dict[str, float] = {}
     for plugin in (OF_DSV4ATTN, OF_VLLM) if only is None else (only,):
@@ -204,7 +244,15 @@ def main(
     import torch
 
     context = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    report = {**context, "model": model, "layers": kinds, "tokens": tokens, "ready_s": ready, "cases": results}
+    report = {
+        **context,
+        "model": model,
+        "layers": kinds,
+        "tokens": tokens,
+        "linears": linear_backend,
+        "ready_s": ready,
+        "cases": results,
+    }
     if out:
         out.write_text(json.dumps(report, indent=1) + "\n")
     Console().print(table_of(report))

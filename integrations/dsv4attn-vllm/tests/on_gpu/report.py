@@ -32,7 +32,7 @@ def collect(folder: Path) -> dict[str, dict[str, Any]]:
     for file in sorted(folder.glob("*.figures.json")):
         figures = json.loads(file.read_text())
         found[file.name.removesuffix(".figures.json")] = {
-            name: figures[key] for key, name in KEPT.items() if figures.get(key)
+            name: figures[key] for key, name in KEPT.items() if key in figures
         }
     return found
 
@@ -47,10 +47,11 @@ def table(results: Mapping[str, Any]) -> str:
     for name, figures in scenarios.items():
         if name.endswith(BY_VLLM):
             continue
-        notes = [f"{figures['preemptions']:.0f} preemptions"] if "preemptions" in figures else []
-        if "drafts" in figures:
+        notes = [f"{figures['preemptions']:.0f} preemptions"] if figures.get("preemptions") else []
+        if figures.get("drafts"):
             notes.append(f"{figures.get('accepted', 0):.0f} of {figures['drafts']:.0f} drafts accepted")
-        numbers = [f"{figures['rms']:.4f}", f"{figures['equal']:.1%}", f"{figures['gap']:.3f}"]
+        chosen = [f"{figures['equal']:.1%}", f"{figures['gap']:.3f}"] if "equal" in figures else ["", ""]
+        numbers = [f"{figures['rms']:.4f}", *chosen]
         own = scenarios.get(name + BY_VLLM)
         own_cells = [f"{own['rms']:.4f}" if own else ""] if compares else []
         rows.append([name, ", ".join(figures["backend"]), *numbers, *own_cells, ", ".join(notes)])

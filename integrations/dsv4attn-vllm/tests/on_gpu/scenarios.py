@@ -88,6 +88,11 @@ class Scenario:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def is_accepting(self) -> bool:
+        """Whether vLLM accepts drafts by chance, so that tokens are not those of the highest probability."""
+        return "rejection_sample_method" in self.options.get("speculative_config", {})
+
     def input(self, folder: str, *, by_vllm: bool) -> dict[str, Any]:
         """The input of worker.py. folder: of the checkpoint. by_vllm: serve with vLLM's own attention and steps."""
         options = {**DEFAULTS, **self.options, "model": folder}
@@ -130,7 +135,14 @@ def _accepting(length: float) -> dict[str, Any]:
 
 PREFIX = prompt_of(2048, 1)
 SHARED = [*PREFIX, *prompt_of(100, 2)]
-MANY = Round([prompt_of(1000 + 7 * i, i) for i in range(8)])
+CROSSING = Round([prompt_of(length) for length in (252, 253, 254, 255)])
+FEW_PAGES = {
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "num_gpu_blocks_override": 110,
+}
+"""For `CROSSING`: too few pages once all four requests are longer than a page of 256 tokens."""
 MIXED_8, MIXED_64 = Round(mixed(8, 8192), tokens=16), Round(mixed(64, 8192), tokens=16)
 LONG = {"max_model_len": 8448, "kv_cache_memory_bytes": 2**32, "max_num_batched_tokens": 2048}
 SHORT = Round([prompt_of(length) for length in LENGTHS[:3]], of_prompts=True)
@@ -146,7 +158,7 @@ SCENARIOS = [
     *(Scenario(f"chunks-of-{n}", options={"max_num_batched_tokens": n}) for n in (64, 256, 2048)),
     # the second request computes the 100 tokens after the prefix as the first one does, in a chunk of their own
     Scenario("prefix-cache", (Round([SHARED]), Round([SHARED])), {"max_num_batched_tokens": 2048, "max_num_seqs": 1}),
-    Scenario("preemption", (MANY,), {"num_gpu_blocks_override": 900, "max_model_len": 1200}),
+    Scenario("preemption", (CROSSING,), FEW_PAGES),
     Scenario("requests-come-and-go", (MIXED_64,), {**LONG, "max_num_seqs": 4}),
     Scenario("async-scheduling", options={"async_scheduling": True}),
     Scenario("sync-scheduling", options={"async_scheduling": False}),

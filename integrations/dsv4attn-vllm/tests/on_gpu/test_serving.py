@@ -21,8 +21,9 @@ from on_gpu.scenarios import PARALLEL, SCENARIOS, Round, Scenario
 HERE = Path(__file__).parent
 RMS, GAP = 0.05, 0.1
 """Bounds of the error of log-probabilities, which spread by 1.0, and of `worst_gap`. vLLM computes in bf16."""
-KERNELS_OF_VLLM = {"_topk_log_softmax_kernel", "fused_moe_kernel"}
-"""Kernels that vLLM compiles while it serves, with its own attention too: log-probabilities, and experts in bf16."""
+KERNELS_OF_VLLM = {"_topk_log_softmax_kernel", "fused_moe_kernel", "_prepare_dflash_inputs_kernel"}
+"""Kernels that vLLM compiles while it serves, with its own attention too: log-probabilities, experts in bf16, and the
+inputs of DSpark's drafts."""
 
 
 def serve(scenario: Scenario, folder: Path, results: Path, *, by_vllm: bool = False) -> dict[str, Any]:
@@ -57,7 +58,10 @@ def expected_logprobs(model: Any, step: Round, answers: list[dict[str, Any]]) ->
 
 
 def figures(model: Any, scenario: Scenario, served: dict[str, Any]) -> dict[str, float]:
-    """Worst error of a request, share of tokens that transformers would choose, and the worst gap of another one."""
+    """Worst error of a request, share of tokens that transformers would choose, and the worst gap of another one.
+
+    The last two are absent where drafts are accepted by chance.
+    """
     steps = [step for step in scenario.rounds if isinstance(step, Round)]
     errors, gaps, equal, total = [], [], 0, 0
     for step, answers in zip(steps, served["rounds"], strict=True):
@@ -71,7 +75,8 @@ def figures(model: Any, scenario: Scenario, served: dict[str, Any]) -> dict[str,
             total += len(answer["tokens"])
     # engines of other tests need the memory
     torch.cuda.empty_cache()
-    return {"rms": max(errors), "gap": max(gaps), "equal": equal / total}
+    chosen = {} if scenario.is_accepting else {"gap": max(gaps), "equal": equal / total}
+    return {"rms": max(errors), **chosen}
 
 
 def report(results: Path, scenario: Scenario, values: dict[str, Any]) -> None:
@@ -93,7 +98,7 @@ def check_scenario(scenario: Scenario, folder: Path, model: Any, results: Path) 
     assert backends == [scenario.backend or "sm90"]
     assert not served["compiled"], "compiled while serving"
     assert found["rms"] < RMS
-    assert found["gap"] < GAP
+    assert found.get("gap", 0) < GAP
     return served
 
 
@@ -110,7 +115,7 @@ def test_requests_are_answered_as_by_transformers(
         [[first], [second]] = rounds
         assert (first["cached"], second["cached"]) == (0, 2048)
         assert torch.equal(first["logprobs"], second["logprobs"])
-    if scenario.name.endswith("-accepted"):
+    if scenario.is_accepting:
         assert 0 < metrics["vllm:spec_decode_num_accepted_tokens"] < metrics["vllm:spec_decode_num_draft_tokens"]
     if scenario.name in ("sleep-and-wake", "weights-again"):
         before, after = rounds
@@ -141,4 +146,4 @@ def test_vllms_own_attention_is_as_far_from_transformers(
     )
     assert "runs on dsv4attn" not in served["log"]
     assert found["rms"] < RMS
-    assert found["gap"] < GAP
+    assert found.get("gap", 0) < GAP
