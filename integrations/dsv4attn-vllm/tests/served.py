@@ -4,7 +4,7 @@ vLLM's scheduler, cache manager with prefix caching, worker and model runner (ve
 as they are. A DeepSeek-V4 model runs its attention with all steps around it, and its hyper-connections, on dsv4attn.
 
 Faked, next to the interpreter of conftest.py:
-- Four compiled ops that are not attention's are written in torch below (`OPS`), unless vLLM's `_C` is installed.
+- Five compiled ops that are not attention's are written in torch below (`OPS`), unless vLLM's `_C` is installed.
 - The CPU has AMX while vLLM makes its configuration: without AMX it forbids chunks and prefix caching for this model.
 - The engine, its worker and the caller are one process.
 """
@@ -43,6 +43,24 @@ def hash_topk_cpu(
     return weights / weights.sum(1, keepdim=True) * scale, tid2eid.int()
 
 
+def biased_topk_cpu(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    correction_bias: Tensor,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str,
+    fused: int,
+    scale: float | None,
+    scaled: bool,
+) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the experts with the largest scores and biases."""
+    scores = functional.softplus(gating_output.float()).sqrt()
+    experts = (scores + correction_bias).topk(topk, dim=1)[1]
+    weights = scores.gather(1, experts)
+    return weights / weights.sum(1, keepdim=True) * (scale or 1.0), experts.int()
+
+
 def cpu_fused_moe(
     out: Tensor,
     x: Tensor,
@@ -66,7 +84,13 @@ def cpu_fused_moe(
     out.copy_(total)
 
 
-OPS = {init_cpu_memory_env: (), prepack_moe_weight: ("packed",), hash_topk_cpu: (), cpu_fused_moe: ("out",)}
+OPS = {
+    init_cpu_memory_env: (),
+    prepack_moe_weight: ("packed",),
+    hash_topk_cpu: (),
+    biased_topk_cpu: (),
+    cpu_fused_moe: ("out",),
+}
 """Ops of vLLM's `_C`, and the arguments that each writes."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "prompt_of",
     "random_model",
     "rms",
+    "shares_of_bugs",
     "worst_gap",
     "write_as_released",
 ]
@@ -82,24 +83,27 @@ def checkpoint(folder: Path, sizes: Mapping[str, Any]) -> Any:
 def checkpoint_with_drafts(folder: Path, base: Path, method: str) -> None:
     """Make a folder with the weights of another one (links) and those of draft layers for a method of vLLM.
 
-    base: as `checkpoint` saves it. method: "mtp", with one draft layer, or "dspark", with three.
+    base: as `checkpoint` saves it, or `checkpoint_v41` with "dspark". method: "mtp", with one draft layer, or "dspark",
+    with three.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((base / "config.json").read_text())
-    weights = load_file(base / "model.safetensors")
+    # a configuration of V4.1 has that of text inside
+    text, weights = config.get("text_config", config), load_file(base / "model.safetensors")
     (folder / "model.safetensors").symlink_to(base / "model.safetensors")
-    save_file(_draft_weights(weights, config, method), folder / "drafts.safetensors", {"format": "pt"})
+    save_file(_draft_weights(weights, text, method), folder / "drafts.safetensors", {"format": "pt"})
     own = {
         "mtp": {"num_nextn_predict_layers": 1},
         "dspark": {
             "n_mtp_layers": DSPARK_LAYERS,
             "dspark_block_size": 5,
-            "dspark_target_layer_ids": [0, 1, 2],
+            "dspark_target_layer_ids": [*range(text["num_hidden_layers"])][-3:],
             "dspark_markov_rank": 16,
             "dspark_noise_token_id": 0,
         },
     }
-    (folder / "config.json").write_text(json.dumps({**config, "topk_method": "noaux_tc", **own[method]}))
+    text |= {"topk_method": "noaux_tc", **own[method]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_as_released(folder: Path) -> None:
@@ -132,7 +136,9 @@ def _draft_weights(weights: Mapping[str, Tensor], config: Mapping[str, Any], met
         # experts of a draft are chosen by score
         out[f"mtp.{draft}.ffn.gate.bias"] = torch.zeros(config["n_routed_experts"])
     last = f"mtp.{draft}."
-    out |= {last + name: weights[name].clone() for name in ("hc_head_fn", "hc_head_base", "hc_head_scale")}
+    # V4.1 has no head of hyper-connections
+    heads = {"hc_head_fn", "hc_head_base", "hc_head_scale"} & weights.keys()
+    out |= {last + name: weights[name].clone() for name in sorted(heads)}
     out[last + "norm.weight"] = weights["norm.weight"].clone()
     if method == "mtp":
         out |= {last + name: torch.ones(hidden).bfloat16() for name in ("enorm.weight", "hnorm.weight")}
@@ -244,11 +250,26 @@ def error_shares(
     The share is 1 for an engine with the bug, and near 0 for one without it. It sees what is smaller than the rounding
     of single positions, as rounding has no direction.
     """
+
+    def broken_models() -> Iterator[tuple[str, Any]]:
+        topk = model.config.index_topk
+        for name in bugs:
+            broken = copy.deepcopy(model)
+            _bugs(topk)[name](broken)
+            yield name, broken
+
+    return shares_of_bugs(broken_models(), expected, prompts, answers)
+
+
+def shares_of_bugs(
+    broken_models: Iterable[tuple[str, Any]],
+    expected: Tensor,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Mapping[str, Any]],
+) -> dict[str, tuple[float, float]]:
+    """What `error_shares` returns. broken_models: models with a bug, and its name."""
     error, shares = torch.cat([answer["logprobs"] for answer in answers]) - expected, {}
-    topk = model.config.index_topk
-    for name in bugs:
-        broken = copy.deepcopy(model)
-        _bugs(topk)[name](broken)
+    for name, broken in broken_models:
         difference = torch.cat(logprobs(broken, prompts, answers)) - expected
         shares[name] = rms(difference), ((error * difference).sum() / difference.square().sum()).item()
     return shares

@@ -57,25 +57,60 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of the model: "plain", "mtp" and "dspark". All processes of pytest share them."""
-    from small_model import checkpoint, checkpoint_with_drafts
-
-    from on_gpu.scenarios import SIZES
-
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of checkpoints. All processes of pytest share it."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     shared = Path(os.environ.get("TEST_CHECKPOINTS", shared / "checkpoints"))
     shared.mkdir(parents=True, exist_ok=True)
-    folders = {name: shared / name for name in ("plain", "mtp", "dspark")}
-    with _locked(shared / "lock"):
-        if not (shared / "complete").exists():
+    return shared
+
+
+@pytest.fixture(scope="session")
+def checkpoints(shared_folder: Path) -> dict[str, Path]:
+    """Folders of the model: "plain", "mtp" and "dspark"."""
+    from small_model import checkpoint, checkpoint_with_drafts
+
+    from on_gpu.scenarios import SIZES
+
+    folders = {name: shared_folder / name for name in ("plain", "mtp", "dspark")}
+    with _locked(shared_folder / "lock"):
+        if not (shared_folder / "complete").exists():
             checkpoint(folders["plain"], SIZES)
             for method in ("mtp", "dspark"):
                 checkpoint_with_drafts(folders[method], folders["plain"], method)
-            (shared / "complete").touch()
+            (shared_folder / "complete").touch()
     return folders
+
+
+@pytest.fixture(scope="session")
+def v41_checkpoints(shared_folder: Path) -> dict[str, Path]:
+    """Folders of DeepSeek-V4.1: "v41", and "v41-dspark" with drafts."""
+    from small_model import checkpoint_with_drafts
+    from small_v41 import checkpoint_v41
+
+    from on_gpu.scenarios import V41_SIZES
+
+    folders = {name: shared_folder / name for name in ("v41", "v41-dspark")}
+    with _locked(shared_folder / "lock-v41"):
+        if not (shared_folder / "complete-v41").exists():
+            checkpoint_v41(folders["v41"], V41_SIZES)
+            checkpoint_with_drafts(folders["v41-dspark"], folders["v41"], "dspark")
+            (shared_folder / "complete-v41").touch()
+    return folders
+
+
+@pytest.fixture(scope="session")
+def v41_model() -> Any:
+    """The reference of its weights in fp32."""
+    import torch
+    from small_v41 import random_v41
+
+    from on_gpu.scenarios import V41_SIZES
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return random_v41(V41_SIZES).to("cuda")
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ KEPT = {
     "equal": "equal",
     "backend": "backend",
     "vllm:num_preemptions": "preemptions",
+    "vllm:external_prefix_cache_hits": "from_cpu",
     "vllm:spec_decode_num_draft_tokens": "drafts",
     "vllm:spec_decode_num_accepted_tokens": "accepted",
 }
@@ -48,6 +49,8 @@ def table(results: Mapping[str, Any]) -> str:
         if name.endswith(BY_VLLM):
             continue
         notes = [f"{figures['preemptions']:.0f} preemptions"] if figures.get("preemptions") else []
+        if figures.get("from_cpu"):
+            notes.append(f"{figures['from_cpu']:.0f} tokens from the CPU")
         if figures.get("drafts"):
             notes.append(f"{figures.get('accepted', 0):.0f} of {figures['drafts']:.0f} drafts accepted")
         chosen = [f"{figures['equal']:.1%}", f"{figures['gap']:.3f}"] if "equal" in figures else ["", ""]

@@ -119,6 +119,7 @@ class Scenario:
         return {
             "environment": environment,
             "capability": "" if by_vllm else self.capability,
+            "is_v41": self.checkpoint.startswith("v41"),
             "options": options,
             "rounds": rounds,
         }
@@ -143,6 +144,15 @@ FEW_PAGES = {
     "num_gpu_blocks_override": 110,
 }
 """For `CROSSING`: too few pages once all four requests are longer than a page of 256 tokens."""
+OTHERS = [Round([prompt_of(2148, seed)], tokens=1) for seed in range(10, 16)]
+OFFLOADING = {
+    "kv_offloading_size": 1.0,
+    "num_gpu_blocks_override": 1000,
+    "max_model_len": 2304,
+    "max_num_batched_tokens": 2048,
+    "max_num_seqs": 1,
+}
+"""GiB of the CPU, and so few blocks on the GPU that the other requests take all."""
 MIXED_8, MIXED_64 = Round(mixed(8, 8192), tokens=16), Round(mixed(64, 8192), tokens=16)
 LONG = {"max_model_len": 8448, "kv_cache_memory_bytes": 2**32, "max_num_batched_tokens": 2048}
 SHORT = Round([prompt_of(length) for length in LENGTHS[:3]], of_prompts=True)
@@ -158,6 +168,8 @@ SCENARIOS = [
     *(Scenario(f"chunks-of-{n}", options={"max_num_batched_tokens": n}) for n in (64, 256, 2048)),
     # the second request computes the 100 tokens after the prefix as the first one does, in a chunk of their own
     Scenario("prefix-cache", (Round([SHARED]), Round([SHARED])), {"max_num_batched_tokens": 2048, "max_num_seqs": 1}),
+    # the prefix goes to the CPU, the GPU's blocks are taken by other requests, and it comes back
+    Scenario("offload", (Round([SHARED]), *OTHERS, Round([SHARED])), OFFLOADING),
     Scenario("preemption", (CROSSING,), FEW_PAGES),
     Scenario("requests-come-and-go", (MIXED_64,), {**LONG, "max_num_seqs": 4}),
     Scenario("async-scheduling", options={"async_scheduling": True}),
@@ -180,6 +192,44 @@ SCENARIOS = [
     *(Scenario(f"steps-{name}", steps=name) for name in ("none", "indexer", "compressor", "projection", "mhc", "auto")),
 ]
 """On one GPU."""
+
+V41_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 1024,
+    "num_attention_heads": 64,
+    "q_lora_rank": 512,
+    "o_groups": 8,
+    "o_lora_rank": 128,
+    "index_n_heads": 32,
+    "index_topk": 512,
+    "candidate_topk_blocks": 128,
+    "candidate_block_size": 8,
+    "moe_intermediate_size": 128,
+    "max_position_embeddings": 16384,
+}
+"""Six layers of DeepSeek-V4.1, see small_v41.py. Of the longer prompts some entries are not candidates."""
+
+V41_OPTIONS = {
+    "max_num_batched_tokens": 4096,
+    "kv_cache_memory_bytes": 2**30,
+    "limit_mm_per_prompt": {"image": 0},
+}
+V41_ROUNDS = (FIRST, Round([prompt_of(2000, 3)]), Round([prompt_of(2000, 3)]), Round([prompt_of(250, 4)]))
+"""Prompts of later rounds are prefilled in one chunk, the third round's after a hit in the prefix cache."""
+
+V41_SCENARIOS = [
+    evolve(scenario, name=f"v41-{scenario.name}", options={**V41_OPTIONS, **scenario.options})
+    for scenario in (
+        Scenario("eager", V41_ROUNDS, graphs="eager", checkpoint="v41"),
+        Scenario("eager-triton", V41_ROUNDS, graphs="eager", checkpoint="v41", backend="triton"),
+        Scenario("graphs-full-decode-only", V41_ROUNDS, graphs="FULL_DECODE_ONLY", checkpoint="v41"),
+        Scenario("graphs-mixed", V41_ROUNDS, checkpoint="v41"),
+        Scenario("chunks-of-256", options={"max_num_batched_tokens": 256}, checkpoint="v41"),
+        Scenario("dspark", V41_ROUNDS, _speculative("dspark", 5), checkpoint="v41-dspark"),
+        Scenario("dspark-accepted", V41_ROUNDS, _speculative("dspark", 5, **_accepting(3.0)), checkpoint="v41-dspark"),
+    )
+]
+"""DeepSeek-V4.1 on one GPU, with dsv4attn's indexer and compressor."""
 
 PARALLEL = [
     Scenario("tensor-parallel-2", gpus=2, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,18 @@ ACTIONS = {"sleep": sleep, "wake": wake, "reload": reload}
 def main(scenario: dict[str, Any], out: str) -> None:
     """Serve the rounds, and save answers of each, metrics, and seconds until the engine was ready.
 
-    scenario: environment, variables. capability: of the GPU that vLLM sees, or empty. options: of `LLM`. rounds: each
+    scenario: environment, variables. capability: of the GPU that vLLM sees, or empty. is_v41: whether the model is
+    DeepSeek-V4.1, whose hyper-connections are in torch where TileLang is not installed. options: of `LLM`. rounds: each
     the name of an action, or prompts (lists of tokens), tokens to generate, of_prompts and together: whether all
     prompts are given to the engine at once.
     """
     os.environ.update(scenario["environment"])
     if scenario["capability"]:
         take_for(scenario["capability"])
+    if scenario["is_v41"] and find_spec("tilelang") is None:
+        import torch_mhc
+
+        torch_mhc.install()
     import torch
     from small_model import answers
     from vllm import LLM

@@ -1,0 +1,69 @@
+"""Requests that vLLM's own engine serves with DeepSeek-V4.1 on a CPU, against a reference in fp32.
+
+served_v41.py says what is faked, small_v41.py what the reference is.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from processes import execute, run
+from small_model import logprobs, prompt_of
+from small_v41 import checkpoint_v41, error_shares_v41
+from test_engine_run import check_answers
+from v41 import since_0_33
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "index_n_heads": 16,
+    "index_topk": 16,
+    "candidate_topk_blocks": 4,
+    "candidate_block_size": 8,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 4096,
+}
+TOKENS = 6
+CHUNK = 256
+TOGETHER, ALONE = [prompt_of(length) for length in (5, 300, 131)], prompt_of(250, 7)
+"""The second one of these prompts is prefilled in two chunks. The other prompt is longer than a window."""
+
+
+def serve(folder: Path, backend: str, rounds: list[Any]) -> tuple[list[list[dict[str, Any]]], str]:
+    """The answers in each round of an engine in a process of its own, and its log."""
+    limits = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "max_logprobs": 256}
+    given = {"model": str(folder), "out": str(folder / "answers.pt"), "backend": backend, "rounds": rounds}
+    given |= {"tokens": TOKENS, "num_gpu_blocks_override": 200, **limits}
+    log = run(folder, execute, {"code": "import served_v41\nserved_v41.main(**given)", "given": given})
+    return torch.load(folder / "answers.pt")[0], log
+
+
+@since_0_33
+def test_requests_are_answered_as_by_the_reference(tmp_path: Path) -> None:
+    """Three rounds: ragged prompts, one in chunks; a prompt alone; and one with pages from the prefix cache.
+
+    Where log-probabilities of a prompt are not asked for, vLLM leaves out what `ReferenceV41.replayed` says.
+    """
+    model, backend = checkpoint_v41(tmp_path, SIZES), "reference"
+
+    (together, [alone], [again]), log = serve(tmp_path, backend, [TOGETHER, [ALONE], [TOGETHER[1]]])
+
+    assert re.findall(r"dsv4attn-vllm: (\w+) runs on (\w+):", log) == [("decode", backend), ("prefill", backend)]
+    assert "DeepSeek-V4.1 attention of vLLM 0.33.0 runs on dsv4attn" in log
+    assert "Using V2 Model Runner" in log
+    expected = logprobs(model, TOGETHER, together)
+    check_answers(expected, together)
+    for name, (size, share) in error_shares_v41(model, torch.cat(expected), TOGETHER, together).items():
+        assert size > 0.02, name
+        assert abs(share) < 0.2, (name, share)
+    assert (alone["cached"], again["cached"]) == (0, 256)
+    for prompt, answer in ((ALONE, alone), (TOGETHER[1], again)):
+        replayed = model.replayed(len(prompt), answer["cached"])
+        check_answers(logprobs(replayed, [prompt], [answer], last=TOKENS), [answer])
