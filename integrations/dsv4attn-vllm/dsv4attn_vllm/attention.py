@@ -36,6 +36,7 @@ from dsv4attn_vllm.indexer import (
     indexer_class,
     indexer_globals,
 )
+from dsv4attn_vllm.invariance import scores_of
 from dsv4attn_vllm.metadata import Backend, SWABackend, V41Backend, V41SWABackend
 from dsv4attn_vllm.replacements import original
 from dsv4attn_vllm.serving import serving_of
@@ -104,6 +105,22 @@ class Dsv4Attention(_Layer):
         """The layer's compressor and that of its indexer, if the layer has them."""
         compressors = [self.compressor, None if self.indexer is None else self.indexer.compressor]
         return [compressor for compressor in compressors if compressor is not None]
+
+    def _run_parallel_input_projections(self, hidden_states: Tensor) -> tuple[Tensor | None, ...]:
+        """Queries and keys, scores of the layer's compressor and of its indexer's, weights of the indexer.
+
+        On a deterministic backend scores are multiplied here, one product after another.
+        """
+        if not self._serving.backend.deterministic:
+            results: tuple[Tensor | None, ...] = super()._run_parallel_input_projections(hidden_states)
+            return results
+        compressors = (self.compressor, None if self.indexer is None else self.indexer.compressor)
+        scores, index_scores = (
+            None if compressor is None else scores_of(hidden_states, compressor.fused_wkv_wgate.weight)
+            for compressor in compressors
+        )
+        weights = None if self.indexer is None else self.indexer.weights_proj(hidden_states)[0]
+        return self._fused_wqa_wkv_gemm(hidden_states), scores, index_scores, weights
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
-from vllm.models.deepseek_v4.compressor import DeepseekCompressor
+from vllm.models.deepseek_v4.compressor import CompressorStateCache, DeepseekCompressor
 from vllm.models.deepseek_v41 import compressor as v41
 
 from dsv4attn import EntryNorm, KVCacheLayout, PagedKVCache, StatePages
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.metadata import V41StateBackend
+from dsv4attn_vllm.metadata import StateBackend, V41StateBackend
 
 if TYPE_CHECKING:
     from dsv4attn_vllm.serving import Serving
@@ -108,6 +108,14 @@ class Compressor(OnDsv4attn, DeepseekCompressor):
         )
 
 
+class StateCache(CompressorStateCache):
+    """The states of V4's requests, where the backend is deterministic."""
+
+    def get_attn_backend(self) -> type[StateBackend]:
+        """Return the backend that says that the mode is served."""
+        return StateBackend
+
+
 class V41StateCache(v41.CompressorStateCache):
     """The rings of the requests; their metadata are made by dsv4attn's builder."""
 
@@ -171,11 +179,16 @@ def bound_cache(bound: PagedKVCache | None, tensor: Tensor, layout: KVCacheLayou
 
 
 def adopt(compressor: DeepseekCompressor | v41.DeepseekCompressor, serving: Serving) -> None:
-    """Turn a compressor that vLLM has built, and in V4.1 its rings, into those of dsv4attn."""
+    """Turn a compressor that vLLM has built into one of dsv4attn.
+
+    So are its rings in V4.1, and its states where the backend is deterministic.
+    """
     if isinstance(compressor, v41.DeepseekCompressor):
         compressor.__class__ = V41Compressor
         if compressor.state_cache is not None:
             compressor.state_cache.__class__ = V41StateCache
     else:
         compressor.__class__ = Compressor
+        if serving.backend.deterministic:
+            compressor.state_cache.__class__ = StateCache
     compressor._serving = serving  # noqa: SLF001 - of this module

@@ -133,6 +133,11 @@ class IndexBackend(DeepseekV4IndexerBackend):
         """Return the builder."""
         return IndexMetadataBuilder
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Whether vLLM's batch-invariant mode is served: `invariance` refuses what is not."""
+        return True
+
 
 class V41IndexMetadataBuilder(IndexMetadataBuilder):
     """Builds metadata of V4.1's index keys, for steps on dsv4attn."""

@@ -193,10 +193,11 @@ def quantized_query(
 def all_are_selected(indexer: Any, device: torch.device) -> bool:  # noqa: ANN401 - an indexer of vLLM
     """Select all entries, and return True, if every token of the step sees at most K of them.
 
-    Never in a captured graph, which may be replayed with longer contexts.
+    Never in a captured graph, which may be replayed with longer contexts, nor on a deterministic backend: a selection
+    leaves out entries whose score is NaN.
     """
     by_prefix = get_forward_context().attn_metadata
-    if not isinstance(by_prefix, dict) or is_capturing(device):
+    if not isinstance(by_prefix, dict) or is_capturing(device) or indexer.indexer_op.serving.backend.deterministic:
         return False
     metadata = by_prefix[indexer.k_cache.prefix]
     if metadata.max_seq_len // indexer.compress_ratio > indexer.topk_tokens:

@@ -54,6 +54,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Stored("vllm.config:CompilationConfig", "cudagraph_mode max_cudagraph_capture_size mode"),
         Stored("vllm.config:DeviceConfig", "device_type"),
         Written("vllm.config:KernelConfig", "enable_jit_warmup"),
+        Stored("vllm.config:KernelConfig", "moe_backend"),
         Stored("vllm.config:ModelConfig", "architectures dtype hf_config max_model_len"),
         Stored(
             "vllm.config:ParallelConfig",
@@ -62,6 +63,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Stored("vllm.config:SchedulerConfig", "max_num_batched_tokens max_num_seqs"),
         Stored("vllm.config:SpeculativeConfig", "num_speculative_tokens use_dspark"),
         Written("vllm.engine.arg_utils:EngineArgs", "create_engine_config"),
+        Named("vllm.envs", "VLLM_BATCH_INVARIANT"),
         Named("vllm.forward_context", "get_forward_context"),
         Stored("vllm.forward_context:ForwardContext", "attn_metadata"),
         Named(
@@ -106,7 +108,10 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         ),
         Named(f"{_BACKENDS}.mla.indexer", "DeepseekV4IndexerBackend"),
         _replaced(
-            f"{_BACKENDS}.mla.indexer:DeepseekV4IndexerBackend", "index_metadata:IndexBackend", "get_builder_cls"
+            f"{_BACKENDS}.mla.indexer:DeepseekV4IndexerBackend",
+            "index_metadata:IndexBackend",
+            "get_builder_cls supports_batch_invariance",
+            callers=_RUNNER,
         ),
         Stored(
             f"{_BACKENDS}.mla.sparse_swa:DeepseekSparseSWAMetadata",
@@ -129,8 +134,8 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         _replaced(
             f"{_BACKENDS}.mla.sparse_swa:DeepseekSparseSWABackend",
             "metadata:SWABackend",
-            "get_builder_cls supported_kv_cache_layouts",
-            callers=(f"{_BACKENDS}.utils",),
+            "get_builder_cls supported_kv_cache_layouts supports_batch_invariance",
+            callers=(*_RUNNER, f"{_BACKENDS}.utils"),
         ),
         Called(f"{_BACKENDS}.mla.indexer:DeepseekV4IndexerBackend", "supported_kv_cache_layouts"),
         Named(f"{_BACKENDS}.registry:AttentionBackendEnum", "CUSTOM"),
@@ -153,8 +158,9 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         _replaced(
             f"{_V4}.attention:DeepseekV4Attention",
             "attention:Dsv4Attention",
-            "_fused_qnorm_rope_kv_insert _o_proj forward_mqa get_padded_num_q_heads",
+            "_fused_qnorm_rope_kv_insert _o_proj _run_parallel_input_projections forward_mqa get_padded_num_q_heads",
         ),
+        Called(f"{_V4}.attention:DeepseekV4Attention", "_fused_wqa_wkv_gemm", 1),
         Stored(
             f"{_V4}.attention:DeepseekV4Attention",
             (*_LAYER, "backend_cls", "kv_cache", "swa_backend_cls", "use_fp8_ds_mla_layout"),
@@ -166,11 +172,20 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Stored(
             f"{_V4}.attention:DeepseekV4Indexer",
             "aux_stream compress_ratio compressor head_dim indexer_op k_cache ln_events "
-            "n_head topk_indices_buffer topk_tokens",
+            "n_head topk_indices_buffer topk_tokens weights_proj",
         ),
         _replaced(_INDEXER, "indexer:Selector", "forward", like="forward_cuda"),
         _replaced(f"{_V4}.compressor:DeepseekCompressor", "compressor:Compressor", "forward"),
-        Stored(f"{_V4}.compressor:DeepseekCompressor", (*_COMPRESSOR, "ape", "coff", "overlap")),
+        Stored(f"{_V4}.compressor:DeepseekCompressor", (*_COMPRESSOR, "ape", "coff", "fused_wkv_wgate", "overlap")),
+        _replaced(
+            f"{_V4}.compressor:CompressorStateCache", "compressor:StateCache", "get_attn_backend", callers=_RUNNER
+        ),
+        _replaced(
+            f"{_V4}.compressor:CompressorBackend",
+            "metadata:StateBackend",
+            "supports_batch_invariance",
+            callers=_RUNNER,
+        ),
         Stored(f"{_V4}.compressor:CompressorMetadata", "block_table c128_boundary slot_mapping token_to_req_indices"),
         _replaced(
             f"{_V4}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder", "metadata:CompressedMetadataBuilder", "build"
@@ -187,8 +202,8 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         _replaced(
             f"{_V4}.sparse_mla:DeepseekV4SparseMLABackend",
             "metadata:Backend",
-            "get_builder_cls get_name supports_compute_capability",
-            callers=_NAMES,
+            "get_builder_cls get_name supports_batch_invariance supports_compute_capability",
+            callers=(*_NAMES, *_RUNNER),
         ),
     ),
     _OLD: (Written(f"{_V4}.attention", "DeepseekV4Indexer DeepseekV4IndexerCache SparseAttnIndexer"),),

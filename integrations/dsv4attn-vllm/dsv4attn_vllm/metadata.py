@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.models.deepseek_v4 import compressor as v4_compressor
 from vllm.models.deepseek_v4 import sparse_mla
 from vllm.models.deepseek_v41 import compressor as v41_compressor
 from vllm.models.deepseek_v41 import sparse_mla as v41_sparse_mla
@@ -32,6 +33,7 @@ __all__ = [
     "CompressedMetadata",
     "SWABackend",
     "SWAMetadata",
+    "StateBackend",
     "V41Backend",
     "V41SWABackend",
     "V41StateBackend",
@@ -245,6 +247,11 @@ class AnyDevice:
         """Whether a device is served: dsv4attn's own selection decides when the layers are built."""
         return True
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Whether vLLM's batch-invariant mode is served: `invariance` refuses what is not."""
+        return True
+
 
 class Backend(AnyDevice, sparse_mla.DeepseekV4SparseMLABackend):
     """vLLM's description of a DeepSeek-V4 backend."""
@@ -270,6 +277,20 @@ class SWABackend(sparse_swa.DeepseekSparseSWABackend):
     def get_builder_cls(cls) -> type[Any]:
         """Return the builder of window metadata."""
         return cls.builder_class
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Whether vLLM's batch-invariant mode is served, see `AnyDevice`."""
+        return True
+
+
+class StateBackend(v4_compressor.CompressorBackend):
+    """vLLM's description of the states of V4's compressors, for its batch-invariant mode."""
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Whether the mode is served, see `AnyDevice`."""
+        return True
 
 
 # ---------------------------------------------------------------- DeepSeek-V4.1

@@ -35,6 +35,7 @@ from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError, is_before_0_33
+from dsv4attn_vllm.invariance import check_invariance, is_invariant
 from dsv4attn_vllm.projection import settings_for, steps_with
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen, v41_steps
 
@@ -66,7 +67,8 @@ class _Facts:
 
     model: geometry of this rank. device: type of the device. capture: whether graphs are captured. fnuz: whether vLLM's
     fp8 type is e4m3fnuz, as on gfx942. steps: see `steps.chosen`. mxfp4: whether index keys have 4 bits. records: of
-    V4.1, by their bytes, those of windows and those of compressed caches; None: a model of V4.
+    V4.1, by their bytes, those of windows and those of compressed caches; None: a model of V4. invariant: whether
+    vLLM's batch-invariant mode is on, which wants a deterministic backend.
     """
 
     model: ModelGeometry
@@ -77,6 +79,7 @@ class _Facts:
     steps: frozenset[str]
     mxfp4: bool
     records: tuple[int, int] | None = None
+    invariant: bool = False
 
 
 @define(eq=False)
@@ -277,6 +280,9 @@ def _facts(vllm_config: Any, records: tuple[int, int] | None) -> _Facts:  # noqa
     if records is not None and INDEXER in steps and vllm_config.attention_config.indexer_sparse_logits:
         cure = "leave indexer_sparse_logits out"
         raise RefusedError("indexer_sparse_logits", expected="off, for an indexer on dsv4attn", actual="on", cure=cure)
+    invariant = is_invariant()
+    if invariant:
+        check_invariance(vllm_config, steps, device.platform, v41=records is not None)
     return _Facts(
         model,
         _limits(vllm_config, model),
@@ -286,6 +292,7 @@ def _facts(vllm_config: Any, records: tuple[int, int] | None) -> _Facts:  # noqa
         steps=steps,
         mxfp4=device.mxfp4,
         records=records,
+        invariant=invariant,
     )
 
 
@@ -396,6 +403,7 @@ def _problems(facts: _Facts, phase: str, swa: KVCacheLayout, compressed: KVCache
             query_len=limits.decode_threshold if decode else 1,
             capture=facts.capture and decode,
             window_columns=0 if decode and layer.has_entries else wide,
+            deterministic=facts.invariant,
         )
         entries = CacheFacts.of(compressed, tokens // layer.compress_ratio) if layer.has_entries else None
         problems.append(evolve(problem, swa=CacheFacts.of(swa, page), compressed=entries))

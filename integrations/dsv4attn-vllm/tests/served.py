@@ -7,6 +7,8 @@ Faked, next to the interpreter of conftest.py:
 - Five compiled ops that are not attention's are written in torch below (`OPS`), unless vLLM's `_C` is installed.
 - The CPU has AMX while vLLM makes its configuration: without AMX it forbids chunks and prefix caching for this model.
 - The engine, its worker and the caller are one process.
+- In vLLM's batch-invariant mode, which the wheel refuses on a CPU: its overrides of torch's ops are for GPUs, and are
+  not installed; linears multiply some rows at a time (`batch_invariant_linear`); experts are taken for invariant.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import torch
 from small_model import answers
 from torch import Tensor
 from torch.nn import functional
+
+from dsv4attn.core.torch_ops.tiles import batch_invariant_linear
 
 
 def init_cpu_memory_env(nodes: list[int]) -> None:
@@ -84,6 +88,24 @@ def cpu_fused_moe(
     out.copy_(total)
 
 
+def take_mode_for_served() -> None:
+    """Let this process run in vLLM's batch-invariant mode on a CPU."""
+    from dsv4attn_vllm import invariance
+    from vllm.model_executor.determinism import batch_invariant
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+
+    os.environ[invariance.SWITCH] = "1"
+    invariance.PLATFORMS = ("cpu",)
+    batch_invariant.init_batch_invariance = lambda: None
+    FusedMoEExperts._supports_batch_invariance = staticmethod(lambda: True)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = batch_invariant_linear(x, weight)
+        return out if bias is None else out + bias
+
+    functional.linear = linear
+
+
 OPS = {
     init_cpu_memory_env: (),
     prepack_moe_weight: ("packed",),
@@ -127,14 +149,26 @@ def engine(**arguments: Any) -> Any:
     return LLM(**options, kv_cache_memory_bytes=2**28, **arguments)
 
 
-def main(*, out: str, backend: str, rounds: list[list[list[int]]], tokens: int, **arguments: Any) -> None:
+def main(
+    *,
+    out: str,
+    backend: str,
+    rounds: list[list[list[int]]],
+    tokens: int,
+    of_prompts: int = 1,
+    invariant: bool = False,
+    **arguments: Any,
+) -> None:
     """Serve rounds of prompts, one round after another, and save their `answers`, and how many requests were preempted.
 
-    The first round has log-probabilities of prompts too, which vLLM does not take from the prefix cache.
+    of_prompts: the first rounds, which have log-probabilities of prompts too; vLLM does not take these prompts from the
+    prefix cache. invariant: in the batch-invariant mode.
     """
     os.environ.update(DSV4ATTN_BACKEND=backend, DSV4ATTN_VLLM_STEPS="all")
+    if invariant:
+        take_mode_for_served()
     with _ops():
         llm = engine(**arguments)
-        results = [answers(llm, prompts, tokens, of_prompts=not i) for i, prompts in enumerate(rounds)]
+        results = [answers(llm, prompts, tokens, of_prompts=i < of_prompts) for i, prompts in enumerate(rounds)]
         [preempted] = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     torch.save((results, preempted), out)

@@ -31,7 +31,7 @@ SIZES_OF_MODEL = {**SIZES, "moe_intermediate_size": 32, "index_topk": 16, "index
 
 
 def serve(
-    folder: Path, backend: str, rounds: Sequence[Sequence[list[int]]]
+    folder: Path, backend: str, rounds: Sequence[Sequence[list[int]]], **options: Any
 ) -> tuple[list[list[dict[str, Any]]], int, str]:
     """The answers in each round (see served.py) of an engine in a process of its own, its preemptions, and its log."""
     limits = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "max_logprobs": 256}
@@ -44,6 +44,7 @@ def serve(
         "rounds": rounds,
         "tokens": TOKENS,
         **limits,
+        **options,
     }
     log = run(folder, execute, {"code": "import served\nserved.main(**given)", "given": arguments})
     return *torch.load(out), log
@@ -109,3 +110,18 @@ def test_requests_are_answered_by_triton_too(tmp_path: Path) -> None:
 
     check_log(log, "triton")
     check_answers(logprobs(model, prompts, answers), answers)
+
+
+def test_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """Prompts together, and each of them alone, in vLLM's batch-invariant mode. The second one is cut elsewhere."""
+    checkpoint(tmp_path, SIZES_OF_MODEL)
+    prompts = [SHORT, MIDDLE]
+
+    (together, *alone), _, log = serve(
+        tmp_path, "reference", [prompts, *([prompt] for prompt in prompts)], of_prompts=3, invariant=True
+    )
+
+    check_log(log, "reference")
+    for first, [second] in zip(together, alone, strict=True):
+        assert first["tokens"] == second["tokens"]
+        assert torch.equal(first["logprobs"], second["logprobs"])

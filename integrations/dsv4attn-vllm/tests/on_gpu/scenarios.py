@@ -155,6 +155,12 @@ OFFLOADING = {
 """GiB of the CPU, and so few blocks on the GPU that the other requests take all."""
 MIXED_8, MIXED_64 = Round(mixed(8, 8192), tokens=16), Round(mixed(64, 8192), tokens=16)
 LONG = {"max_model_len": 8448, "kv_cache_memory_bytes": 2**32, "max_num_batched_tokens": 2048}
+AT_ONCE_AND_ALONE = (
+    FIRST,
+    Round([*reversed(FIRST.prompts)], of_prompts=True),
+    *(Round([prompt], of_prompts=True) for prompt in FIRST.prompts),
+)
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 SHORT = Round([prompt_of(length) for length in LENGTHS[:3]], of_prompts=True)
 
 SCENARIOS = [
@@ -176,6 +182,9 @@ SCENARIOS = [
     Scenario("sync-scheduling", options={"async_scheduling": False}),
     Scenario("8-requests", (MIXED_8,), LONG),
     Scenario("64-requests", (MIXED_64,), {**LONG, "max_num_seqs": 64}),
+    Scenario("batch-invariant", AT_ONCE_AND_ALONE, environment=INVARIANT),
+    Scenario("batch-invariant-eager", AT_ONCE_AND_ALONE, environment=INVARIANT, graphs="eager"),
+    Scenario("batch-invariant-triton", AT_ONCE_AND_ALONE, environment=INVARIANT, backend="triton"),
     Scenario("mtp-1", options=_speculative("mtp", 1), checkpoint="mtp"),
     Scenario("mtp-3", options=_speculative("mtp", 3), checkpoint="mtp"),
     Scenario("mtp-1-accepted", options=_speculative("mtp", 1, **_accepting(1.6)), checkpoint="mtp"),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,22 @@ from on_gpu.scenarios import PARALLEL, SCENARIOS, V41_SCENARIOS, Round, Scenario
 HERE = Path(__file__).parent
 RMS, GAP = 0.05, 0.1
 """Bounds of the error of log-probabilities, which spread by 1.0, and of `worst_gap`. vLLM computes in bf16."""
-KERNELS_OF_VLLM = {"_topk_log_softmax_kernel", "fused_moe_kernel", "_prepare_dflash_inputs_kernel"}
-"""Kernels that vLLM compiles while it serves, with its own attention too: log-probabilities, experts in bf16, and the
-inputs of DSpark's drafts."""
+KERNELS_OF_VLLM = {
+    "_topk_log_softmax_kernel",
+    "fused_moe_kernel",
+    "_prepare_dflash_inputs_kernel",
+    "_rms_norm_kernel",
+    "_softmax_kernel",
+    "bmm_kernel",
+    "matmul_kernel_descriptor_persistent",
+    "matmul_kernel_persistent",
+    "mean_kernel",
+}
+"""Kernels that vLLM compiles while it serves, with its own attention too: log-probabilities, experts in bf16, and
+inputs of DSpark's drafts. The others are those of its batch-invariant mode."""
+
+OF_VLLM_TOO = [s for s in SCENARIOS if not (s.capability or s.backend or "VLLM_BATCH_INVARIANT" in s.environment)]
+"""What vLLM's own attention can serve. It has no batch-invariant mode for this model."""
 
 
 def serve(scenario: Scenario, folder: Path, results: Path, *, by_vllm: bool = False) -> dict[str, Any]:
@@ -87,6 +101,20 @@ def figures(model: Any, scenario: Scenario, served: dict[str, Any]) -> dict[str,
     return {"rms": max(errors), **chosen}
 
 
+def check_equal_bits(steps: Sequence[Round], rounds: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """The answer to a prompt has the same bits in each round as in the first one."""
+    first = {tuple(prompt): answer for prompt, answer in zip(steps[0].prompts, rounds[0], strict=True)}
+    unequal = {}
+    for number, (step, answers) in enumerate(zip(steps, rounds, strict=True)):
+        for prompt, answer in zip(step.prompts, answers, strict=True):
+            expected = first[tuple(prompt)]["logprobs"]
+            rows = (answer["logprobs"] != expected).any(dim=1).nonzero()[:, 0].tolist()
+            if rows:
+                worst = (answer["logprobs"] - expected).abs().max().item()
+                unequal[number, len(prompt)] = f"{len(rows)} of {len(expected)} rows from row {rows[0]}, by {worst:.2g}"
+    assert not unequal, f"by round and tokens of the prompt: {unequal}"
+
+
 def report(results: Path, scenario: Scenario, values: dict[str, Any]) -> None:
     """Leave the figures of a scenario in the folder of results."""
     (results / f"{scenario.name}.figures.json").write_text(json.dumps(values, indent=1))
@@ -133,6 +161,8 @@ def test_requests_are_answered_as_by_transformers(
         [[first], [second]] = rounds
         assert (first["cached"], second["cached"]) == (0, 2048)
         assert torch.equal(first["logprobs"], second["logprobs"])
+    if scenario.environment.get("VLLM_BATCH_INVARIANT"):
+        check_equal_bits(scenario.rounds, rounds)
     if scenario.name == "offload":
         [[first], *_, [again]] = rounds
         assert again["cached"] == metrics["vllm:external_prefix_cache_hits"] == 2048
@@ -167,7 +197,7 @@ def test_ranks_answer_as_transformers(
 
 
 @pytest.mark.skipif(find_spec("tilelang") is None or find_spec("cutlass") is None, reason="needs tilelang and CuTeDSL")
-@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if not s.capability and not s.backend], ids=str)
+@pytest.mark.parametrize("scenario", OF_VLLM_TOO, ids=str)
 def test_vllms_own_attention_is_as_far_from_transformers(
     scenario: Scenario, checkpoints: dict[str, Path], transformers_model: Any, results: Path
 ) -> None:
