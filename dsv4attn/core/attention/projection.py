@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dsv4attn.core.argument_checks import shown
 from dsv4attn.core.attention.checks import check_backend, check_output, check_projection
+from dsv4attn.core.attention.rank_sum import sum_over_ranks
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import Weight, dense_weight, scaled_weight
@@ -72,8 +73,9 @@ def output_projection(
     backend: runs the inverse RoPE and `wo_a`. layer: geometry of the layer.
     o, positions, cos_sin_cache, wo_a, num_groups: see `o_proj`; of a rank that has some of the heads, its own.
     wo_b: [hidden, G * rank], in the forms of wo_a; of such a rank, the columns of its groups. If its dtype differs from
-    o's, both are multiplied in fp32. process_group: ranks over which y is summed, in o's dtype; None: y is returned as
-    it is. linear: the product with wo_b; it gets both operands in one dtype.
+    o's, both are multiplied in fp32. process_group: ranks over which y is summed, in o's dtype, on a deterministic
+    backend by `sum_over_ranks`; None: y is returned as it is. linear: the product with wo_b; it gets both operands in
+    one dtype.
     Returns y [T, hidden] in the dtype of o.
     Raises ArgumentError before anything is converted, launched or sent.
     """
@@ -88,6 +90,8 @@ def output_projection(
     dtype = torch.promote_types(z.dtype, second.dtype)
     y = linear(z.to(dtype), second.to(dtype)).to(o.dtype)
     if process_group is not None:
+        if backend.deterministic:
+            return sum_over_ranks(y, process_group)
         y = y.contiguous()
         torch.distributed.all_reduce(y, group=process_group)
     return y

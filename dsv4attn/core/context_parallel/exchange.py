@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 
 from dsv4attn.core.argument_checks import at_least, shown
 from dsv4attn.core.attention.exchange import Exchange
+from dsv4attn.core.attention.rank_sum import start_all_gather
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract.limits import Limits
@@ -27,13 +28,6 @@ __all__ = ["RankExchange", "agreed"]
 
 _Object = TypeVar("_Object")
 _P = ParamSpec("_P")
-
-
-def _all_gather(*tensors: Tensor, group: ProcessGroup) -> distributed.Work:
-    """Begin to gather one tensor of every rank in another, by torch's name for it; newer releases call the first so."""
-    name = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
-    work: distributed.Work = getattr(distributed, name)(*tensors, group=group, async_op=True)
-    return work
 
 
 @frozen(eq=False, slots=False)
@@ -87,7 +81,7 @@ class RankExchange(Exchange):
         ranks = self.ownership.size
         gathered = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:]) if out is None else out
         with self._explained(what):
-            work = _all_gather(gathered, mine, group=self.group)
+            work = start_all_gather(gathered, mine, group=self.group)
 
         def finish() -> Tensor:
             with self._explained(what):

@@ -14,6 +14,7 @@ from torch import Tensor, distributed
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.projection import output_projection
+from dsv4attn.core.attention.rank_sum import sum_over_ranks
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing import oracle
 from dsv4attn.testing.tolerances import F64
@@ -31,6 +32,30 @@ def project(rank: int, world: int, folder: str) -> None:
             torch.save(y, Path(folder, f"{dtype}-{rank}.pt"))
     finally:
         distributed.destroy_process_group()
+
+
+def add_rows(rank: int, world: int, folder: str) -> None:
+    """Add random rows over the ranks, some rows at a time and all at once, and write both to a file of the rank."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
+    distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=60), **store)
+    try:
+        group, results = distributed.group.WORLD, {}
+        assert group is not None
+        for dtype in (torch.float32, torch.bfloat16):
+            # every second row of a wider tensor
+            rows = rows_of_rank(rank).to(dtype).repeat_interleave(2, 0)[::2]
+            parts = [sum_over_ranks(part, group) for part in rows.split([0, 1, 3, 60])]
+            results[dtype] = sum_over_ranks(rows, group), torch.cat(parts)
+        torch.save(results, Path(folder, f"sum-{rank}.pt"))
+    finally:
+        distributed.destroy_process_group()
+
+
+def rows_of_rank(rank: int) -> Tensor:
+    """[64, 33] fp32 of many magnitudes."""
+    g = torch.Generator().manual_seed(rank)
+    return torch.randn(64, 33, generator=g) * torch.exp2(torch.randint(-9, 9, (64, 33), generator=g).float())
 
 
 def project_share(args: ProjectionArgs, rank: int, world: int, group: Any = None) -> Tensor:

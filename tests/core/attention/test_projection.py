@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.attention import projection
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.attention.projection import o_proj, output_projection
 from dsv4attn.core.contract.backend import Backend, Capabilities
@@ -30,8 +31,10 @@ from tests.core.attention.projections import (
     WO_A,
     WO_B,
     ProjectionArgs,
+    add_rows,
     project,
     project_share,
+    rows_of_rank,
 )
 from tests.core.model.scaled import CPU, OCP, Scaled, each_dialect, each_form
 from tests.harness import LIMITS
@@ -244,6 +247,33 @@ def test_two_ranks_add_up_to_one(tmp_path: Path) -> None:
         parts = [project_share(args, rank, 2) for rank in range(2)]
         assert off(shares[0], (parts[0].double() + parts[1].double()).numpy()) < close
         assert off(parts[0], args.answer()) > 0.1
+
+
+def test_rows_are_added_in_the_order_of_ranks(tmp_path: Path) -> None:
+    """Of three ranks, as two numbers have one sum: the same bits on all ranks, for all rows at once and for some."""
+    run_ranks(add_rows, 3, str(tmp_path), size=3)
+
+    results = [torch.load(tmp_path / f"sum-{rank}.pt") for rank in range(3)]
+    for dtype in (F32, BF16):
+        first, second, third = (rows_of_rank(rank).to(dtype).float() for rank in range(3))
+        expected = ((first + second) + third).to(dtype)
+        if dtype is F32:
+            assert not torch.equal(expected, first + (second + third))
+        for rank in range(3):
+            assert all(torch.equal(found, expected) for found in results[rank][dtype])
+
+
+def test_a_deterministic_backend_sums_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, group, summed = ProjectionArgs.draw(F32), object(), []
+    monkeypatch.setattr(projection, "_check_group", lambda _: None)
+    monkeypatch.setattr(projection, "sum_over_ranks", lambda *given: summed.append(given) or given[0])
+    monkeypatch.setattr(distributed, "all_reduce", lambda *_, **__: pytest.fail("the library sums"))
+
+    y = run(args, ReferenceBackend(deterministic=True), process_group=group)
+
+    [given] = summed
+    assert given[0] is y
+    assert given[1] is group
 
 
 def test_a_group_of_one_rank_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

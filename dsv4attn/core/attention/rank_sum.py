@@ -1,0 +1,49 @@
+"""Sums over the ranks of a process group whose order is that of the ranks.
+
+The order in which a communication library adds depends on the size of a message, and so on the other tokens of a step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, distributed
+
+from dsv4attn.core.torch_ops.tiles import tiles
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["start_all_gather", "sum_over_ranks"]
+
+
+def start_all_gather(*tensors: Tensor, group: ProcessGroup) -> distributed.Work:
+    """Begin to gather one tensor of every rank in another, by torch's name for it; newer releases call the first so."""
+    name = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+    work: distributed.Work = getattr(distributed, name)(*tensors, group=group, async_op=True)
+    return work
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of x [T, d] over the ranks of a group, in the order of ranks: the same bits on all ranks.
+
+    x: of the same shape and dtype on all ranks; it is not changed. The bits of a row depend on that row of the ranks
+    alone. Sums are fp32, and rounded to the dtype of x once. Every rank receives the tensors of all ranks, TILE_BYTES
+    at a time: the price is as many bytes as there are ranks, where a library sends about two.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return x
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    for rows in tiles(x.shape[0], ranks * x.shape[1] * x.element_size()):
+        mine = x[rows].contiguous()
+        gathered = mine.new_empty(ranks * mine.shape[0], mine.shape[1])
+        start_all_gather(gathered, mine, group=group).wait()
+        first, *others = gathered.view(ranks, *mine.shape)
+        total = first.to(wide, copy=True)
+        for other in others:
+            total += other
+        out[rows] = total
+    return out
