@@ -120,7 +120,7 @@ def test_g4_slots_that_do_not_exist_are_skipped(layout: KVCacheLayout) -> None:
     assert int((written.tensor != 0xFF).sum()) > 0
 
 
-@pytest.mark.parametrize("arrangement", [*Arrangement])
+@pytest.mark.parametrize("arrangement", [Arrangement.SPLIT, Arrangement.INTERLEAVED])
 def test_every_code_under_every_scale_reads_as_the_packer_says(arrangement: Arrangement) -> None:
     """256 records, one for each byte as a scale, that hold all codes: NaN, subnormal, negative scales of fp4 too."""
     fp8, fp4 = (make(arrangement=arrangement) for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4))

@@ -219,7 +219,7 @@ LAYOUTS: list[tuple[Callable[[], Any], str]] = [
     (partial(V41_LAYOUT, 447, 64), "nope_dim: expected an even number of dims, two to a byte, got 511"),
     (
         lambda: PagedKVCache.allocate(ds.KVCacheLayout.v41_fp8(), 1, 4).with_layout(fp8_format=Fp8Format.FNUZ),
-        "fp8_format: expected e4m3fn, the only one of V4.1's records",
+        "fp8_format: expected e4m3fn, as v41_fp8 has it",
     ),
     *(
         (partial(ds.KVCacheLayout.index_fp8, dim), "head_dim: expected an integer of at least 1")

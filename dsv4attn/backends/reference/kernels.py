@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.cache import fp4
-from dsv4attn.core.cache.index_records import power_of_two, quantize_keys
+from dsv4attn.core.cache.key_codecs import dequantize_keys, quantize_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.model.rope import angles_at, apply_rope
@@ -26,25 +26,13 @@ TILE_BYTES = 64 * 2**20
 # records
 
 
-def dequantize(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
-    """[n, dims] fp32: each code times the scale of its group, 2^(byte - 127) of fp8; byte 255 reads as NaN."""
-    if layout.fp8_format is None:
-        return fp4.dequantize(codes, scales)
-    scale, values = power_of_two(scales[:, : layout.num_groups].int()), codes.view(layout.fp8_format.dtype).float()
-    whole = layout.coded_dims // layout.group_size
-    end = whole * layout.group_size
-    values[:, :end].unflatten(-1, (whole, layout.group_size)).mul_(scale[:, :whole, None])
-    values[:, end:].mul_(scale[:, whole:])  # the last group may be short
-    return values
-
-
 def read_records(cache: PagedKVCache, slots: Tensor) -> Tensor:
     """[n, D] fp32 keys in `slots` [n]; every slot must exist."""
     block, offset = slots // cache.block_size, slots % cache.block_size
     if not cache.layout.is_quantised:
         return cache.region("row")[block, offset].float()
     codes, scales = (cache.region(name)[block, offset] for name in ("nope", "scale"))
-    values = dequantize(codes, scales, cache.layout)
+    values = dequantize_keys(codes, scales, cache.layout)
     if not cache.layout.plain_dims:
         return values
     return torch.cat([values, cache.region("rope")[block, offset].float()], dim=-1)

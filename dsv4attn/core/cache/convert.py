@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4attn.core.cache import fp4
-from dsv4attn.core.cache.index_records import dequantize_index
+from dsv4attn.core.cache.key_codecs import dequantize_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
@@ -59,8 +58,8 @@ def convert_cache(source: PagedKVCache, target: PagedKVCache, slots: Tensor | No
     becomes 0, which is all FNUZ has), and fp32 rows become bf16 rows if they hold nothing finer. Rows never become
     quantised records: that is for a backend to do, and loses bits.
 
-    V4's record, V4.1's fp8 and V4.1's fp4 record never become one another: their groups or coded dims differ, and a
-    second rounding changes keys. Gather the keys and insert them with a backend where that is wanted.
+    Records of two rows of `KEY_RECORDS` never become one another: groups, codes or coded dims differ, and a second
+    rounding changes keys. Gather the keys and insert them with a backend where that is wanted.
 
     Raises LayoutMismatchError, before anything is written, if a key would change; ArgumentError for slots or memory.
     """
@@ -119,18 +118,11 @@ def _rows(values: Tensor, layout: KVCacheLayout, slots: Tensor) -> Tensor:
 
 
 def _dequantised(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
-    """[n, dims] fp32: each code times the scale of its group: of fp8, the fp32 that has the byte as exponent."""
-    if layout.name == "v41_fp4":
-        return fp4.dequantize(codes, scales)
-    if layout.fp8_format is None:
-        return dequantize_index(codes, scales[:, : layout.num_groups], layout)
+    """[n, dims] fp32: each code times the scale of its group."""
     if layout.scale_dtype == torch.float32:
+        assert layout.fp8_format is not None
         return codes.view(layout.fp8_format.dtype).float() * scales[:, :1]
-    byte = scales[:, : layout.num_groups].int()
-    # 0 is the subnormal 2^-127, 255 is NaN
-    bits = (byte << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == NAN_EXPONENT, 0x7FC00000)
-    scale = bits.view(torch.float32).repeat_interleave(layout.group_size, dim=-1)[:, : layout.coded_dims]
-    return codes.view(layout.fp8_format.dtype).float() * scale
+    return dequantize_keys(codes, scales, layout)
 
 
 def _recoded(

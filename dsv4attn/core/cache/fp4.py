@@ -1,4 +1,4 @@
-"""Groups of 16 values as e2m1 codes under a scale in e4m3fn: the arithmetic of `KVCacheLayout.v41_fp4`, in torch.
+"""Values as e2m1 codes under scales, in torch. `quantize`: groups of 16 under a scale in e4m3fn, as in `v41_fp4`.
 
 Values: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 by code, bit 3 is the sign. The scale has no second level above it.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["GROUP", "dequantize", "quantize"]
+__all__ = ["GROUP", "decode", "dequantize", "encode", "quantize"]
 
 GROUP = 16
 """Values under one scale."""
@@ -33,25 +33,39 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     dim = values.shape[-1]
     groups = pad(values.bfloat16().float(), (0, -dim % GROUP)).unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1)
-    is_number = ~amax.isnan()
     scale = (amax.nan_to_num(posinf=torch.inf) / _LARGEST_CODE).clamp(_LEAST_SCALE, _LARGEST_SCALE)
     byte = scale.to(torch.float8_e4m3fn)
-    size, unit, code = groups.abs(), byte.float()[..., None], torch.zeros_like(groups, dtype=torch.uint8)
+    return encode(groups, byte.float(), dim), byte.view(torch.uint8).masked_fill(amax.isnan(), _NAN_SCALE)
+
+
+def encode(groups: Tensor, scales: Tensor, dim: int) -> Tensor:
+    """Packed codes [..., dim / 2] uint8, the even dim low, of groups [..., G, S] fp32 of bf16 values.
+
+    scales: [..., G] fp32, of at most four significant bits. dim: values of a row; the last group may be padded. A zero
+    keeps its sign. A group that holds a NaN has codes of zero.
+    """
+    size, unit, code = groups.abs(), scales[..., None], torch.zeros_like(groups, dtype=torch.uint8)
     for i, end in enumerate(_ENDS):
         # exact: a midpoint has three significant bits, and a scale four; a division would have to be rounded
         code += (size > end * unit) if i % 2 == 0 else (size >= end * unit)
     code |= groups.signbit().to(torch.uint8) << 3
-    code.masked_fill_(~is_number[..., None], 0)
+    code.masked_fill_(groups.isnan().any(-1, keepdim=True), 0)
     low, high = code.flatten(-2)[..., :dim].unflatten(-1, (-1, 2)).unbind(-1)
     packed: Tensor = low | high << 4
-    return packed, byte.view(torch.uint8).masked_fill(~is_number, _NAN_SCALE)
+    return packed
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """[..., D] fp32 of packed codes [..., D / 2] uint8 and scale bytes [..., groups] uint8: code times scale, exact."""
+    groups = -(-2 * codes.shape[-1] // GROUP)
+    return decode(codes, scales[..., :groups].view(torch.float8_e4m3fn).float(), GROUP)
+
+
+def decode(codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """[..., D] fp32 of packed codes [..., D / 2] uint8 under scales [..., groups] fp32 of `group` codes each."""
     values, dim = _pairs(codes.device)[codes.int()].flatten(-2), 2 * codes.shape[-1]
-    groups = pad(values, (0, -dim % GROUP)).unflatten(-1, (-1, GROUP))
-    scaled: Tensor = (groups * scales[..., : groups.shape[-2]].view(torch.float8_e4m3fn).float()[..., None]).flatten(-2)
+    groups = pad(values, (0, -dim % group)).unflatten(-1, (-1, group))
+    scaled: Tensor = (groups * scales[..., None]).flatten(-2)
     return scaled[..., :dim]
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4attn.core.cache import fp4
+from dsv4attn.core.cache.key_codecs import dequantize_keys, exponents_of, power_of_two, quantize_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.cache.record_layout import KEY_RECORDS
 from dsv4attn.core.torch_modes import without_modes
 
 __all__ = [
@@ -29,15 +29,9 @@ __all__ = [
     "store_rows",
 ]
 
-_LARGEST_EXPONENT, _NAN_EXPONENT = 254, 255
+_NAN_EXPONENT = 255
 _E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Ties go to the even code: up from every second one."""
-
-
-def power_of_two(byte: Tensor) -> Tensor:
-    """2^(byte - 127) as fp32, made of bits: byte is the exponent field. 0 is the subnormal 2^-127, 255 reads as NaN."""
-    bits = (byte.int() << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == _NAN_EXPONENT, 0x7FC00000)
-    return bits.view(torch.float32)
 
 
 def quantize_index(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
@@ -45,14 +39,12 @@ def quantize_index(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tenso
 
     A scale is the smallest power of two with amax / scale <= the largest code, read off the bits of that quotient.
     """
-    groups = values.bfloat16().float().unflatten(-1, (-1, layout.group_size))
-    amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
-    bits = (amax / layout.fp8_max).view(torch.int32)
-    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, _LARGEST_EXPONENT)
-    scaled = groups * power_of_two(254 - exponent)[..., None]
     if layout.fp8_format is not None:
-        codes = scaled.clamp(-layout.fp8_max, layout.fp8_max).to(layout.fp8_format.dtype).view(torch.uint8)
-        return codes.flatten(-2), exponent
+        codes, exponent = quantize_keys(values, layout)
+        return codes, exponent[..., : layout.num_groups].int()
+    groups = values.bfloat16().float().unflatten(-1, (-1, layout.group_size))
+    exponent = exponents_of(groups, layout)
+    scaled = groups * power_of_two(254 - exponent)[..., None]
     # e2m1 has no NaN: the scale of the group is NaN instead
     exponent = exponent.masked_fill(groups.isnan().any(-1), _NAN_EXPONENT)
     return _packed(scaled.flatten(-2)), exponent
@@ -72,15 +64,7 @@ def _packed(values: Tensor) -> Tensor:
 
 def dequantize_index(codes: Tensor, exponent: Tensor, layout: KVCacheLayout) -> Tensor:
     """[..., Di] fp32 of `quantize_index`: each code times the scale of its group."""
-    if layout.fp8_format is not None:
-        values = codes.view(layout.fp8_format.dtype).float()
-    else:
-        nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()
-        half, exponent_bits = (nibbles & 1) * 0.5, nibbles >> 1 & 3  # s e e m
-        size = torch.where(exponent_bits == 0, half, (1 + half) * (1 << exponent_bits >> 1))
-        values = torch.where(nibbles > 7, -size, size)
-    scaled: Tensor = values.unflatten(-1, (-1, layout.group_size)) * power_of_two(exponent)[..., None]
-    return scaled.flatten(-2)
+    return dequantize_keys(codes, exponent, layout)
 
 
 def slots_of(records: Tensor, block_table: Tensor, request: Tensor, cache: PagedKVCache) -> Tensor:
@@ -148,26 +132,6 @@ def read_index_keys(cache: PagedKVCache, slots: Tensor) -> Tensor:
     return dequantize_index(codes, scale[..., : layout.num_groups], layout)
 
 
-def quantize_keys(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
-    """Coded parts [n, dims] to codes [n, dims * bits / 8] uint8 and scale bytes [n, scale_bytes] uint8, pad bytes 0.
-
-    Each group of `group_size` bf16-rounded values shares a scale. fp8: 2^e, the smallest power of two with
-    amax / 2^e <= fp8_max. The exponent is read off the bits of amax / fp8_max: biased exponent, plus one unless the
-    mantissa is zero. No logarithm, so no device rounds it differently. e2m1: see `fp4.quantize`.
-    """
-    if layout.fp8_format is None:
-        return fp4.quantize(values)
-    rounded = values.bfloat16().float()
-    padded = pad(rounded, (0, layout.num_groups * layout.group_size - layout.coded_dims))
-    groups = padded.unflatten(-1, (layout.num_groups, layout.group_size))
-    amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
-    bits = (amax / layout.fp8_max).view(torch.int32)
-    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, _LARGEST_EXPONENT)
-    scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
-    codes = scaled.flatten(-2)[..., : layout.coded_dims].to(layout.fp8_format.dtype).view(torch.uint8)
-    return codes, pad(exponent.to(torch.uint8), (0, layout.scale_bytes - layout.num_groups))
-
-
 @without_modes
 def store_keys(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
     """Write keys k [n, D], rotated, to slots [n]; slots that do not exist are skipped."""
@@ -187,5 +151,5 @@ def store_keys(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
 
 def store_entries(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
     """`store_keys` to a cache of keys, `store_index_keys` to a cache of index keys."""
-    store = store_keys if cache.layout.name in KEY_RECORDS else store_index_keys
+    store = store_index_keys if cache.layout.key_record is None else store_keys
     store(k, cache, slot_mapping)

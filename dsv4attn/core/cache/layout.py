@@ -9,13 +9,20 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_count, check_type, round_up
-from dsv4attn.core.cache.record_layout import Arrangement, Fp8Format, KVCacheLayout, Region, check_layout
+from dsv4attn.core.cache.record_layout import (
+    Arrangement,
+    Coding,
+    Fp8Format,
+    KVCacheLayout,
+    Region,
+    check_layout,
+)
 from dsv4attn.core.tensorspec import has_dense_rows, usable_device
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["Arrangement", "Fp8Format", "KVCacheLayout", "PagedKVCache", "Region", "check_layout"]
+__all__ = ["Arrangement", "Coding", "Fp8Format", "KVCacheLayout", "PagedKVCache", "Region", "check_layout"]
 
-_LAYOUTS = "pass KVCacheLayout.fp8_ds_mla(), .v41_fp8(), .v41_fp4() or .rows()"
+_LAYOUTS = "pass KVCacheLayout.fp8_ds_mla(), .v41_fp8(), .v41_fp4(), .of_record(name) or .rows()"
 
 
 class PagedKVCache:
@@ -124,8 +131,7 @@ class PagedKVCache:
         stride = tensor.stride(0) if self.num_blocks > 1 else round_up(page, 4)
         if stride < page:
             raise ArgumentError("cache tensor", expected=f"a page stride of at least {page} bytes", actual=stride)
-        whole = layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED
-        if whole and self.num_blocks > 1 and stride % layout.record_bytes:
+        if layout.has_whole_record_pages and self.num_blocks > 1 and stride % layout.record_bytes:
             expected = f"a page stride of whole records, a multiple of {layout.record_bytes} bytes for {layout.name}"
             near = round_up(stride, layout.record_bytes)
             hint = f"allocate pages {near} bytes apart; arrangement='split' names pages with all scales last"

@@ -13,13 +13,13 @@ import torch
 from attrs import asdict, evolve, field, frozen, validators
 
 from dsv4attn.core.argument_checks import at_least, check_count, round_up
-from dsv4attn.errors import ArgumentError, LayoutMismatchError
+from dsv4attn.core.cache.key_records import DATA, KEY_RECORDS, RECORD, KeyRecord
+from dsv4attn.errors import ArgumentError, LayoutMismatchError, UnknownNameError
 
-__all__ = ["KEY_RECORDS", "Arrangement", "Fp8Format", "KVCacheLayout", "Region", "check_layout", "check_window"]
+__all__ = ["Arrangement", "Coding", "Fp8Format", "KVCacheLayout", "Region", "check_layout", "check_window"]
 
-KEY_RECORDS = ("fp8_ds_mla", "v41_fp8", "v41_fp4")
-"""Names of the quantised records of keys; other quantised records are those of index keys."""
 _E2M1_MAX = 6.0
+_SCALE_DTYPES = {"ue8m0": torch.uint8, "float32": torch.float32, "e4m3fn": torch.float8_e4m3fn}
 _INDEX_ALIGNMENT = 576
 """Bytes to which vLLM rounds the pages of index keys and of states up, as those of fp8_ds_mla."""
 
@@ -48,10 +48,24 @@ class Arrangement(str, Enum):
     """The place of the scales of a quantised record.
 
     SPLIT: all token data of the page first, then all scales. INTERLEAVED: each token's scales directly after its data.
+    INLINE: each token's scales between its codes and its bf16 values.
     """
 
     SPLIT = "split"
     INTERLEAVED = "interleaved"
+    INLINE = "inline"
+
+
+class Coding(str, Enum):
+    """How a group of values becomes codes under a scale; see `core.cache.key_codecs`.
+
+    FP8: fp8 codes under a power of two. NVFP4: e2m1 codes under a scale in e4m3fn. MXFP4: e2m1 codes under a power of
+    two.
+    """
+
+    FP8 = "fp8"
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
 
 
 @frozen
@@ -69,8 +83,9 @@ class Region:
 class KVCacheLayout:
     """Bytes of one record and their place in a page. Build it with one of the class methods.
 
-    Keys: `fp8_ds_mla`, `v41_fp8`, `v41_fp4`, `rows`. Keys of the indexer: `index_fp8`, `index_mxfp4`, `rows`. States of
-    a compressor: `compressor_state`.
+    Keys: `of_record` for every record of the table `KEY_RECORDS`, among these `fp8_ds_mla`, `v41_fp8` and `v41_fp4`,
+    which have class methods with more arguments; and `rows`. Keys of the indexer: `index_fp8`, `index_mxfp4`, `rows`.
+    States of a compressor: `compressor_state`.
 
     `fp8_ds_mla` (448 + 64 dims): 448 fp8 codes and 64 little-endian bf16 RoPE values, 576 bytes of data, then 8 scale
     bytes: one power-of-two exponent (biased by 127) per group of 64 codes and a pad byte. `rows`: plain bf16 or fp32.
@@ -81,12 +96,18 @@ class KVCacheLayout:
     only): e2m1 codes, two to a byte, the even dim in the low half, then a scale in e4m3fn per group of 16. A scale that
     is NaN makes the key NaN.
 
+    V4's records of 4 bits: 448 e2m1 codes, two to a byte, the even dim in the low half, and 64 bf16 RoPE values.
+    `v4_nvfp4` (384 bytes; FlashInfer's "nvfp4"): 224 bytes of codes and the RoPE values, and after all of these of a
+    page 28 scales in e4m3fn, of 16 codes each, and 4 bytes of padding per record. `v4_mxfp4` (368 bytes; SGLang's
+    "mxfp4"): 224 bytes of codes, 14 exponents, of 32 codes each, 2 bytes of padding, and the RoPE values. A scale that
+    is NaN makes the key NaN, and so does a NaN RoPE value.
+
     `index_fp8` (132 bytes for 128 dims): a code for each dim, then one fp32 scale, a power of two. `index_mxfp4` (68
     bytes): e2m1 codes, two to a byte, the even dim in the low half, then a scale byte for each group of 32.
 
-    name: "fp8_ds_mla", "v41_fp8", "v41_fp4", "rows", "index_fp8", "index_mxfp4" or "compressor_state".
+    name: of a row of `KEY_RECORDS`, or "rows", "index_fp8", "index_mxfp4" or "compressor_state".
     nope_dim: elements of a key without a position, the leading ones.
-    rope_dim: elements of a key with RoPE, the trailing ones; bf16 in fp8_ds_mla, codes in V4.1's records.
+    rope_dim: elements of a key with RoPE, the trailing ones; bf16 in V4's records, codes in V4.1's.
     dtype: element type of the cache tensor: uint8 for quantised records.
     fp8_format: dialect of fp8 codes; None for others.
     fp8_max: largest magnitude the writer emits: 448 (OCP), 240 (FNUZ), or the 224 that vLLM writes on gfx942. Readers
@@ -118,14 +139,65 @@ class KVCacheLayout:
     rounds_to_fp4: bool = False
 
     def __attrs_post_init__(self) -> None:
-        """Check that a writer stays within its dialect: 448 written as FNUZ is NaN."""
-        if self.name == "v41_fp8" and self.fp8_format is not Fp8Format.OCP:
-            raise ArgumentError("fp8_format", expected="e4m3fn, the only one of V4.1's records", actual=self.fp8_format)
+        """Check that a writer stays within its dialect, as 448 written as FNUZ is NaN, and a record within its row."""
+        record = self.key_record
+        if record is not None:
+            codes = self.fp8_format.value if self.fp8_format else "e2m1"
+            if codes not in record.codes:
+                expected = f"{' or '.join(record.codes)}, as {self.name} has it"
+                raise ArgumentError("fp8_format", expected=expected, actual=codes)
+            if self.arrangement.value not in record.pages:
+                expected = f"{' or '.join(record.pages)}, as {self.name} has it"
+                raise ArgumentError("arrangement", expected=expected, actual=self.arrangement.value)
         plain = (_E2M1_MAX,) if self.group_size else (0.0,)
         allowed = {Fp8Format.OCP: (448.0,), Fp8Format.FNUZ: (240.0, 224.0), None: plain}[self.fp8_format]
         if self.fp8_max not in allowed:
             dialect = self.fp8_format.value if self.fp8_format else "rows"
             raise ArgumentError("fp8_max", expected=f"one of {allowed} for {dialect}", actual=self.fp8_max)
+
+    @classmethod
+    def of_record(
+        cls,
+        name: str,
+        nope_dim: int = 448,
+        rope_dim: int = 64,
+        *,
+        arrangement: Arrangement | None = None,
+        fp8_format: Fp8Format | None = None,
+    ) -> KVCacheLayout:
+        """Layout of a record of the table `KEY_RECORDS`, for any dims that it can hold.
+
+        name: of its row.
+        nope_dim: dims without RoPE, stored as codes.
+        rope_dim: dims with RoPE; the row says whether they are codes or bf16 values.
+        arrangement: where the scales of a page lie; None: the row's first.
+        fp8_format: dialect of fp8 codes; None: the row's first. Raises UnknownNameError for a name that is no row.
+        """
+        if name not in KEY_RECORDS:
+            raise UnknownNameError("record", name, tuple(KEY_RECORDS))
+        record = KEY_RECORDS[name]
+        check_count("nope_dim", nope_dim, 1)
+        check_count("rope_dim", rope_dim, 0)
+        packed, codes = record.codes[0] == "e2m1", nope_dim + rope_dim if record.codes_rope else nope_dim
+        unit = (2 if packed else 1) * (1 if record.codes_rope else 2)
+        if codes % unit:
+            expected = f"a multiple of {unit}, so that the bf16 part is aligned"
+            if record.codes_rope:
+                expected = "an even number of dims, two to a byte"
+            elif unit == 2:
+                expected = "an even number, so that the bf16 part is aligned"
+            raise ArgumentError("nope_dim", expected=expected, actual=codes)
+        if not packed:
+            fp8_format = Fp8Format(record.codes[0]) if fp8_format is None else fp8_format
+        largest = _E2M1_MAX if fp8_format is None else fp8_format.max
+        scales = _SCALE_DTYPES[record.scale], record.scale_padding
+        arrangement = Arrangement(next(iter(record.pages))) if arrangement is None else arrangement
+        quantised = torch.uint8, fp8_format, largest, record.group_size, arrangement, 1
+        layout = cls(name, nope_dim, rope_dim, *quantised, *scales)
+        alignment = record.pages[arrangement.value]
+        if not isinstance(alignment, int):
+            alignment = {DATA: layout.data_bytes, RECORD: layout.record_bytes}[alignment]
+        return evolve(layout, page_alignment=alignment)
 
     @classmethod
     def fp8_ds_mla(
@@ -147,15 +219,10 @@ class KVCacheLayout:
         group_size: dims that share a scale.
         arrangement: where the scales of a page lie.
         """
-        fp8_max = fp8_format.max if fp8_max is None else fp8_max
         if group_size < 1:
             raise ArgumentError("group_size", expected="at least 1", actual=group_size)
-        _check_dims(nope_dim, rope_dim)
-        if nope_dim % 2:
-            expected = "an even number, so that the bf16 part is aligned"
-            raise ArgumentError("nope_dim", expected=expected, actual=nope_dim)
-        quantised = fp8_format, fp8_max, group_size, arrangement, nope_dim + 2 * rope_dim
-        return cls("fp8_ds_mla", nope_dim, rope_dim, torch.uint8, *quantised)
+        layout = cls.of_record("fp8_ds_mla", nope_dim, rope_dim, arrangement=arrangement, fp8_format=fp8_format)
+        return evolve(layout, fp8_max=fp8_format.max if fp8_max is None else fp8_max, group_size=group_size)
 
     @classmethod
     def v41_fp8(
@@ -178,11 +245,8 @@ class KVCacheLayout:
         rounds_to_fp4: see `KVCacheLayout`. SGLang does so in compressed caches, as the published model does; vLLM does
         not. The window is never rounded.
         """
-        _check_dims(nope_dim, rope_dim)
-        dim, codes = nope_dim + rope_dim, (Fp8Format.OCP, Fp8Format.OCP.max, 32)
-        alignment = dim + -(-dim // 32) if arrangement is Arrangement.INTERLEAVED else 512
-        scales: tuple[torch.dtype, int, float] = torch.uint8, 1, scale_floor
-        return cls("v41_fp8", nope_dim, rope_dim, torch.uint8, *codes, arrangement, alignment, *scales, rounds_to_fp4)
+        layout = cls.of_record("v41_fp8", nope_dim, rope_dim, arrangement=arrangement)
+        return evolve(layout, scale_floor=scale_floor, rounds_to_fp4=rounds_to_fp4)
 
     @classmethod
     def v41_fp4(
@@ -196,13 +260,7 @@ class KVCacheLayout:
         rope_dim: dims with RoPE. All dims are fp4 codes.
         arrangement: as in `v41_fp8`; pages of SPLIT are aligned to 256 bytes.
         """
-        _check_dims(nope_dim, rope_dim)
-        dim = nope_dim + rope_dim
-        if dim % 2:
-            raise ArgumentError("nope_dim", expected="an even number of dims, two to a byte", actual=dim)
-        alignment = dim // 2 + -(-dim // 16) if arrangement is Arrangement.INTERLEAVED else 256
-        quantised = torch.uint8, None, _E2M1_MAX, 16, arrangement, alignment
-        return cls("v41_fp4", nope_dim, rope_dim, *quantised, torch.float8_e4m3fn, 1)
+        return cls.of_record("v41_fp4", nope_dim, rope_dim, arrangement=arrangement)
 
     def page_aligned_with(self, other: KVCacheLayout) -> KVCacheLayout:
         """This layout with pages that are whole multiples of the other's alignment too.
@@ -260,6 +318,23 @@ class KVCacheLayout:
         return cls("compressor_state", 2 * width, 0, torch.float32, page_alignment=_INDEX_ALIGNMENT)
 
     @property
+    def key_record(self) -> KeyRecord | None:
+        """The row of `KEY_RECORDS` with this name; None for rows, index keys and states."""
+        return KEY_RECORDS.get(self.name)
+
+    @property
+    def coding(self) -> Coding:
+        """How groups become codes under scales; of a quantised record."""
+        if self.fp8_format is not None:
+            return Coding.FP8
+        return Coding.NVFP4 if self.scale_dtype == torch.float8_e4m3fn else Coding.MXFP4
+
+    @property
+    def has_whole_record_pages(self) -> bool:
+        """Whether kernels read pages as one list of records, so that the page stride is a multiple of a record."""
+        return self.key_record is not None and self.key_record.pages[self.arrangement.value] == RECORD
+
+    @property
     def amax_floor(self) -> float:
         """Smallest group maximum a writer assumes, so that a group of zeros has a scale. This is vLLM's rule.
 
@@ -284,7 +359,7 @@ class KVCacheLayout:
         """Leading elements of a key that a quantised record holds as codes; 0 for rows."""
         if not self.is_quantised:
             return 0
-        return self.head_dim if self.name.startswith("v41") else self.nope_dim
+        return self.head_dim if self.key_record is not None and self.key_record.codes_rope else self.nope_dim
 
     @property
     def plain_dims(self) -> int:
@@ -307,11 +382,21 @@ class KVCacheLayout:
         return -(-self.coded_dims // self.group_size) if self.is_quantised else 0
 
     @property
+    def code_bytes(self) -> int:
+        """Bytes of codes of one record; 0 for rows."""
+        return self.coded_dims * self.code_bits // 8
+
+    @property
+    def tail_offset(self) -> int:
+        """Bytes from the first code of a record to its first bf16 value."""
+        return self.code_bytes + (self.scale_bytes if self.arrangement is Arrangement.INLINE else 0)
+
+    @property
     def data_bytes(self) -> int:
         """Bytes of codes and bf16 values of one record."""
         if not self.is_quantised:
             return self.head_dim * self.dtype.itemsize
-        return self.coded_dims * self.code_bits // 8 + 2 * self.plain_dims
+        return self.code_bytes + 2 * self.plain_dims
 
     @property
     def scale_bytes(self) -> int:
@@ -358,15 +443,18 @@ class KVCacheLayout:
         """
         if not self.is_quantised:
             return (Region("row", self.dtype, self.head_dim, 0, self.data_bytes),)
-        split = self.arrangement is Arrangement.SPLIT
+        split, codes = self.arrangement is Arrangement.SPLIT, self.code_bytes
         stride = self.data_bytes if split else self.record_bytes
-        scales = block_size * self.data_bytes if split else self.data_bytes
-        codes = self.coded_dims * self.code_bits // 8
+        scales = {
+            Arrangement.SPLIT: block_size * self.data_bytes,
+            Arrangement.INTERLEAVED: self.data_bytes,
+            Arrangement.INLINE: codes,
+        }[self.arrangement]
         # scales of a byte are bytes: not every device indexes fp8
         scale = torch.uint8 if self.scale_dtype.itemsize == 1 else self.scale_dtype
         return (
             Region("nope", torch.uint8, codes, 0, stride),
-            Region("rope", torch.bfloat16, self.plain_dims, codes, stride),
+            Region("rope", torch.bfloat16, self.plain_dims, self.tail_offset, stride),
             Region("scale", scale, self.scale_bytes // scale.itemsize, scales, self.scale_bytes if split else stride),
         )
 
@@ -380,25 +468,20 @@ class KVCacheLayout:
         if not self.is_quantised:
             return f"{self.name}/1:{str(self.dtype).removeprefix('torch.')}:{dims}"
         codes = self.fp8_format.value if self.fp8_format else "e2m1"
-        scale = {torch.uint8: "ue8m0", torch.float32: "float32", torch.float8_e4m3fn: "e4m3fn"}[self.scale_dtype]
-        if self.name.startswith("v41"):
-            scales = f"{scale}x{self.group_size}:scales{self.scale_bytes}:{self.arrangement.value}"
-            return f"{self.name}/1:{codes}:{dims}:coded:{scales}"
-        if self.name != "fp8_ds_mla":
+        scale = {dtype: name for name, dtype in _SCALE_DTYPES.items()}[self.scale_dtype]
+        if self.key_record is None:
             return f"{self.name}/1:{codes}:dim{self.nope_dim}:{scale}x{self.group_size}:{self.arrangement.value}"
-        scales = f"ue8m0x{self.group_size}:scales{self.scale_bytes}:{self.arrangement.value}"
-        return f"{self.name}/1:{codes}:{dims}:bf16:{scales}"
-
-
-def _check_dims(nope_dim: int, rope_dim: int) -> None:
-    check_count("nope_dim", nope_dim, 1)
-    check_count("rope_dim", rope_dim, 0)
+        rope = "coded" if self.key_record.codes_rope else "bf16"
+        scales = f"{scale}x{self.group_size}:scales{self.scale_bytes}:{self.arrangement.value}"
+        return f"{self.name}/1:{codes}:{dims}:{rope}:{scales}"
 
 
 def check_window(layout: KVCacheLayout, argument: str) -> None:
-    """Raise `LayoutMismatchError` for the layout that window caches never have."""
-    if layout.name == "v41_fp4":
-        hint = "keep the window in v41_fp8 of the same arrangement: v41_fp4 is for compressed caches only"
+    """Raise `LayoutMismatchError` for a layout that window caches never have."""
+    record = layout.key_record
+    if record is not None and record.window_record:
+        hint = f"keep the window in {record.window_record} of the same arrangement: "
+        hint += f"{layout.name} is for compressed caches only"
         raise LayoutMismatchError(argument, expected="a layout of window caches", actual=layout.fingerprint, hint=hint)
 
 

@@ -19,6 +19,7 @@ from dsv4attn.core.argument_checks import (
     known_keywords,
     shown,
 )
+from dsv4attn.core.cache.key_records import KEY_RECORDS
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
@@ -66,10 +67,11 @@ def _dtype(value: object) -> str:
 class CacheFacts:
     """A paged cache, described.
 
-    layout: "fp8_ds_mla", "v41_fp8" or "v41_fp4" (quantised records), or "rows".
+    layout: the name of a quantised record in `KEY_RECORDS`, or "rows".
     dtype: of codes, "e4m3fn", "e4m3fnuz" or "e2m1"; of rows, "bfloat16" or "float32".
     page_size: records per page. Pages may lie any distance apart: a kernel follows the tensor's stride.
-    arrangement: place of the scales, "split" (after all data of a page) or "interleaved" (after each record's data).
+    arrangement: place of the scales, "split" (after all data of a page), "interleaved" (after each record's data) or
+       "inline" (after each record's codes).
     group_size: number of codes that share a scale; ignored for rows.
     rounds_to_fp4: whether writers first round keys to what `v41_fp4` holds; readers do not need to know.
     """
@@ -100,8 +102,8 @@ class CacheFacts:
 
     @property
     def shown(self) -> str:
-        """The element type, with the name of the layout for V4.1's, which the type does not tell apart."""
-        return f"{self.layout} {self.dtype}" if self.layout.startswith("v41") else self.dtype
+        """The element type, with the name of the layout where the type does not tell it apart."""
+        return self.dtype if self.layout in ("fp8_ds_mla", "rows") else f"{self.layout} {self.dtype}"
 
     @classmethod
     def named(cls, dtype: str, page_size: int) -> CacheFacts:
@@ -114,16 +116,11 @@ class CacheFacts:
         return cls("rows" if dtype in ("bfloat16", "float32") else "fp8_ds_mla", dtype, page_size)
 
 
-KEY_LAYOUTS: Mapping[str, tuple[str, ...]] = {
-    "fp8_ds_mla": ("e4m3fn", "e4m3fnuz"),
-    "v41_fp8": ("e4m3fn",),
-    "v41_fp4": ("e2m1",),
-    "rows": ("bfloat16", "float32"),
-}
+_QUANTISED = {name: record.codes for name, record in KEY_RECORDS.items()}
+KEY_LAYOUTS: Mapping[str, tuple[str, ...]] = {**_QUANTISED, "rows": ("bfloat16", "float32")}
 """Every layout of keys, and its element types."""
 _ROWS = "allocate the cache as bfloat16 rows"
 _ROUNDS = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
-_WINDOW = "keep the window in v41_fp8: v41_fp4 is for compressed caches only"
 
 
 def layout_reasons(
@@ -140,8 +137,10 @@ def layout_reasons(
             yield Reason("LAYOUT", f"{name} {cache.layout} of {cache.dtype}", allowed, _ROWS)
         elif cache is not None and cache.rounds_to_fp4 and not rounds_to_fp4:
             yield Reason("LAYOUT", f"{name} that rounds to fp4 first", "a writer that rounds to fp8 alone", _ROUNDS)
-    if problem.swa.layout == "v41_fp4":
-        yield Reason("LAYOUT", "window cache v41_fp4", "another layout of windows", _WINDOW)
+    record = KEY_RECORDS.get(problem.swa.layout)
+    if record is not None and record.window_record:
+        cure = f"keep the window in {record.window_record}: {problem.swa.layout} is for compressed caches only"
+        yield Reason("LAYOUT", f"window cache {problem.swa.layout}", "another layout of windows", cure)
     if problem.compressed is not None and problem.compressed.row_dtype != problem.swa.row_dtype:
         both = f"{problem.swa.dtype} with {problem.compressed.dtype}"
         yield Reason("LAYOUT_PAIR", both, "two caches that read as the same type", "use one row type for both")
@@ -270,8 +269,11 @@ class Problem:
         return cls(phase, layer, swa, compressed, columns, q_dtype, sink, lse, query_len, *flags)
 
     def __str__(self) -> str:
-        layer, fp8 = self.layer, self.swa.layout == "fp8_ds_mla"
-        dims = f"{layer.nope_dim} fp8 + {layer.rope_dim} bf16" if fp8 else f"{layer.nope_dim} + {layer.rope_dim}"
+        layer, record = self.layer, KEY_RECORDS.get(self.swa.layout)
+        dims = f"{layer.nope_dim} + {layer.rope_dim}"
+        if record is not None and not record.codes_rope:
+            codes = "e2m1" if "e2m1" in record.codes else "fp8"
+            dims = f"{layer.nope_dim} {codes} + {layer.rope_dim} bf16"
         pages = f"{self.swa.page_size}" + (f"+{self.compressed.page_size}" if self.compressed else "")
         kv = self.swa.shown
         if self.compressed and self.compressed.shown != kv:

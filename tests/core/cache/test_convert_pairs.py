@@ -25,10 +25,16 @@ NOPE, ROPE, DIM = 32, 16, 128
 LAYOUTS = {
     **{
         f"{f.value}-{a.value}": KVCacheLayout.fp8_ds_mla(NOPE, ROPE, fp8_format=f, arrangement=a, group_size=16)
-        for f, a in product(Fp8Format, Arrangement)
+        for f, a in product(Fp8Format, (Arrangement.SPLIT, Arrangement.INTERLEAVED))
     },
-    **{f"v41-fp8-{a.value}": KVCacheLayout.v41_fp8(NOPE, ROPE, arrangement=a) for a in Arrangement},
-    **{f"v41-fp4-{a.value}": KVCacheLayout.v41_fp4(NOPE, ROPE, arrangement=a) for a in Arrangement},
+    **{
+        f"v41-fp8-{a.value}": KVCacheLayout.v41_fp8(NOPE, ROPE, arrangement=a)
+        for a in (Arrangement.SPLIT, Arrangement.INTERLEAVED)
+    },
+    **{
+        f"v41-fp4-{a.value}": KVCacheLayout.v41_fp4(NOPE, ROPE, arrangement=a)
+        for a in (Arrangement.SPLIT, Arrangement.INTERLEAVED)
+    },
     "rows-bf16": KVCacheLayout.rows(NOPE, ROPE),
     "rows-fp32": KVCacheLayout.rows(NOPE, ROPE, dtype=torch.float32),
     **{f"index-{f.value}": KVCacheLayout.index_fp8(DIM, fp8_format=f) for f in Fp8Format},

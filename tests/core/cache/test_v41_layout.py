@@ -98,7 +98,7 @@ def test_what_a_writer_does_is_not_part_of_a_fingerprint() -> None:
 # a record of V4's kind that has as many bytes, groups and dims as each of V4.1's
 LOOK_ALIKES = [
     KVCacheLayout("fp8_ds_mla", 512, 0, torch.uint8, Fp8Format.OCP, 448.0, 32, arrangement)
-    for arrangement in Arrangement
+    for arrangement in (Arrangement.SPLIT, Arrangement.INTERLEAVED)
 ]
 
 

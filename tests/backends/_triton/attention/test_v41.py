@@ -104,7 +104,7 @@ def test_the_reader_follows_from_the_name_of_the_record_not_from_its_dims() -> N
 
     assert kind(record) == WORDS.value
     assert kind(KVCacheLayout.fp8_ds_mla(24, 8)) == BYTES.value
-    for arrangement in Arrangement:
+    for arrangement in (Arrangement.SPLIT, Arrangement.INTERLEAVED):
         fp8, fp4 = KVCacheLayout.v41_fp8(arrangement=arrangement), KVCacheLayout.v41_fp4(arrangement=arrangement)
         assert (kind(fp8), kind(fp8, aligned=False)) == (CODE_WORDS.value, CODES.value)
         assert (kind(fp4), kind(fp4, aligned=False)) == (NIBBLE_WORDS.value, NIBBLES.value)

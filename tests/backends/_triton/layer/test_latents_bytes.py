@@ -25,7 +25,7 @@ STORES = {"kernel": latents.norm_rope_store, "torch": TorchOps().norm_rope_store
 LAYOUTS = [
     make(arrangement=arrangement)
     for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4)
-    for arrangement in Arrangement
+    for arrangement in (Arrangement.SPLIT, Arrangement.INTERLEAVED)
 ]
 TOKENS = [(6, 4), (7, 0), (3, 8), (11, -1), (1, 5), (12, 2), (9, BLOCKS * PAGE), (13, 7)]
 """(position, slot) of each token. At ratio 2 the even positions complete no entry."""

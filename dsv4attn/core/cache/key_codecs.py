@@ -1,0 +1,123 @@
+"""Codecs: groups of values to codes under scales, and back, in torch. `CODECS` has one for each `Coding`.
+
+FP8: a scale is the smallest power of two with amax / scale <= the largest code, where amax is at least the layout's
+floor. vLLM's and FlashMLA's writers do so. NVFP4: see `core.cache.fp4`. MXFP4: e2m1 codes under a power of two that
+follows the rule of FP8, with 6 as the largest code; so vLLM, SGLang and transformers quantise index keys of MXFP4.
+
+For V4's records of 4 bits these are our definition of the writer, and readers do not depend on it:
+- v4_nvfp4: FlashInfer 0.7.2.post1 (`sparse_mla_sm120/dsv4_nvfp4_cache_ops.cu`) has the same scale, but 0 where amax / 6
+  is at most 2^-10, so that the group is lost. There and below, ours is 2^-9. Its codes are those of value * (1 / scale)
+  in fp32. Ours are those of the quotient, so that a few values between two codes go to the other one. A group that
+  holds a NaN has a number for a scale there; here it is NaN, and so is the key.
+- v4_mxfp4: SGLang's writer (pull request 37136) rounds log2(amax / 6) to the nearest integer, so that values up to 8.49
+  times the scale become 6. Ours rounds up, so that none is cut. docs/records.md has the errors of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4attn.core.cache import fp4
+from dsv4attn.core.cache.record_layout import Coding, KVCacheLayout
+
+__all__ = ["CODECS", "Codec", "dequantize_keys", "exponents_of", "power_of_two", "quantize_keys"]
+
+_LARGEST_EXPONENT, _NAN_EXPONENT = 254, 255
+
+
+@frozen
+class Codec:
+    """A packer and a decoder.
+
+    quantize: values [..., dims] of any float dtype, rounded to bf16 first, to codes [..., dims * bits / 8] uint8 and
+       scale bytes [..., groups] uint8. The last group may be short.
+    dequantize: these codes and scale bytes [..., at least groups] to values [..., dims] fp32, exactly.
+    """
+
+    quantize: Callable[[Tensor, KVCacheLayout], tuple[Tensor, Tensor]]
+    dequantize: Callable[[Tensor, Tensor, KVCacheLayout], Tensor]
+
+
+def power_of_two(byte: Tensor) -> Tensor:
+    """2^(byte - 127) as fp32, made of bits: byte is the exponent field. 0 is the subnormal 2^-127, 255 reads as NaN."""
+    bits = (byte.int() << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == _NAN_EXPONENT, 0x7FC00000)
+    return bits.view(torch.float32)
+
+
+def quantize_keys(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
+    """Coded parts [..., dims] to codes [..., code_bytes] and scale bytes [..., scale_bytes], uint8; pad bytes are 0."""
+    codes, scales = CODECS[layout.coding].quantize(values, layout)
+    return codes, pad(scales, (0, layout.scale_bytes - layout.num_groups))
+
+
+def dequantize_keys(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
+    """[..., dims] fp32 of codes [..., code_bytes] uint8 and scale bytes [..., at least groups]; exact."""
+    return CODECS[layout.coding].dequantize(codes, scales, layout)
+
+
+def _grouped(values: Tensor, group: int) -> Tensor:
+    """[..., dims] as [..., groups, group], with zeros after the last value."""
+    return pad(values, (0, -values.shape[-1] % group)).unflatten(-1, (-1, group))
+
+
+def exponents_of(groups: Tensor, layout: KVCacheLayout) -> Tensor:
+    """[..., groups] int32 biased exponents of the scales of groups [..., groups, group] of bf16 values.
+
+    The exponent is read off the bits of amax / largest code: biased exponent, plus one unless the mantissa is zero. No
+    logarithm, so no device rounds it differently.
+    """
+    amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
+    bits = (amax / layout.fp8_max).view(torch.int32)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, _LARGEST_EXPONENT)
+
+
+def _quantize_fp8(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
+    assert layout.fp8_format is not None
+    groups = _grouped(values.bfloat16().float(), layout.group_size)
+    exponent = exponents_of(groups, layout)
+    scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
+    codes = scaled.flatten(-2)[..., : values.shape[-1]].to(layout.fp8_format.dtype).view(torch.uint8)
+    return codes, exponent.to(torch.uint8)
+
+
+def _dequantize_fp8(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
+    assert layout.fp8_format is not None
+    scale, values = power_of_two(scales[..., : layout.num_groups]), codes.view(layout.fp8_format.dtype).float()
+    whole = values.shape[-1] // layout.group_size
+    end = whole * layout.group_size
+    values[..., :end].unflatten(-1, (whole, layout.group_size)).mul_(scale[..., :whole, None])
+    values[..., end:].mul_(scale[..., whole:])  # the last group may be short
+    return values
+
+
+def _quantize_mxfp4(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
+    """A zero keeps its sign; a group that holds a NaN has a NaN for a scale, and codes of zero."""
+    groups = _grouped(values.bfloat16().float(), layout.group_size)
+    exponent = exponents_of(groups, layout)
+    codes = fp4.encode(groups, power_of_two(exponent), values.shape[-1])
+    return codes, exponent.masked_fill(groups.isnan().any(-1), _NAN_EXPONENT).to(torch.uint8)
+
+
+def _dequantize_mxfp4(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
+    return fp4.decode(codes, power_of_two(scales[..., : layout.num_groups]), layout.group_size)
+
+
+def _quantize_nvfp4(values: Tensor, _: KVCacheLayout) -> tuple[Tensor, Tensor]:
+    return fp4.quantize(values)
+
+
+def _dequantize_nvfp4(codes: Tensor, scales: Tensor, _: KVCacheLayout) -> Tensor:
+    return fp4.dequantize(codes, scales)
+
+
+CODECS: Mapping[Coding, Codec] = {
+    Coding.FP8: Codec(_quantize_fp8, _dequantize_fp8),
+    Coding.NVFP4: Codec(_quantize_nvfp4, _dequantize_nvfp4),
+    Coding.MXFP4: Codec(_quantize_mxfp4, _dequantize_mxfp4),
+}
+"""A codec for each coding."""
