@@ -23,6 +23,7 @@ from dsv4attn.testing.check_attention import (
     step_by_step,
 )
 from dsv4attn.testing.factories import (
+    FOUR_BITS,
     HEAD_COUNTS,
     INDEX_TOPKS,
     KINDS,
@@ -250,6 +251,25 @@ def _shapes(area: Area) -> Iterator[Case]:
     yield _case(area, f"flash-{of}", "M1 M2 C6", says, full)
 
 
+def _pairs(area: Area) -> Iterator[Case]:
+    """Window and compressed caches of two layouts."""
+    batch, of = BOTH[area], area.value
+    short = ((70, 1), (9, 1)) if area is Area.DECODE else ((0, 7), (63, 6))
+    for first, second in (("fnuz", "ocp"), ("ocp", "fnuz"), ("ocp", "bf16"), ("interleaved", "ocp")):
+        says = f"{of}: a window cache of {first} with a compressed one of {second}, each read its own way"
+        inputs = step("c4a", *batch, cache=first, compressed=second)
+        yield _case(area, f"pair-{first}-{second}-{of}", "C3", says, inputs)
+    for name, (first, second) in V41_PAIRS.items():
+        says = f"{of}: a window cache of {first} records with a compressed one of {second}, each read its own way"
+        inputs = step("c4a", *batch, cache=first, compressed=second)
+        yield _case(area, f"pair-{name}-{of}", "C3", says, inputs)
+    for first, second in (("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("ocp", "nvfp4")):
+        says = f"{of}: a window cache of {first} with a compressed one of {second}, each read its own way"
+        # everything but the keys that queries name is NaN, padding of records too
+        inputs = step("c4a", *short, cache=first, compressed=second, topk="holes", poison=0xFF)
+        yield _case(area, f"pair-{first}-{second}-{of}", "C3 C6", says, inputs)
+
+
 def _contents(area: Area) -> Iterator[Case]:
     """Contents of caches and indices."""
     batch, of = BOTH[area], area.value
@@ -264,14 +284,7 @@ def _contents(area: Area) -> Iterator[Case]:
     for cache in ("fnuz", "interleaved"):
         says = f"{of} on {cache} records equals the oracle"
         yield _case(area, f"layout-{cache}-{of}", "C2 C5", says, step("c4a", *batch, cache=cache))
-    for first, second in (("fnuz", "ocp"), ("ocp", "fnuz"), ("ocp", "bf16"), ("interleaved", "ocp")):
-        says = f"{of}: a window cache of {first} with a compressed one of {second}, each read its own way"
-        inputs = step("c4a", *batch, cache=first, compressed=second)
-        yield _case(area, f"pair-{first}-{second}-{of}", "C3", says, inputs)
-    for name, (first, second) in V41_PAIRS.items():
-        says = f"{of}: a window cache of {first} records with a compressed one of {second}, each read its own way"
-        inputs = step("c4a", *batch, cache=first, compressed=second)
-        yield _case(area, f"pair-{name}-{of}", "C3", says, inputs)
+    yield from _pairs(area)
     for ratio in (1, 2):
         says = f"{of}: entries of {ratio} tokens each, on V4.1's records, equal the oracle"
         for name in ("v41-v41", "v41-fp4-split"):
@@ -367,8 +380,10 @@ def _calls(area: Area) -> Iterator[Case]:
     yield _case(
         area, f"lse-empty-{of}", "L6", says, call(phase, "empty"), check_attention.lse_of_empty_rows, needs_lse=True
     )
-    for cache in ("ocp", "fnuz", "interleaved", "v41", "v41-split"):
+    for cache in ("ocp", "fnuz", "interleaved", "v41", "v41-split", *FOUR_BITS):
         says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
+        if cache in FOUR_BITS:
+            says = f"{of} reads all 16 codes of {cache} under every scale byte exactly"
         inputs = Fp8Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
         yield _case(area, f"codes-{cache}-{of}", "C2", says, inputs, reads_every_code)
     # many rows, and so few that a backend may have other kernels for them

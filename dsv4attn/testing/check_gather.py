@@ -19,7 +19,7 @@ from dsv4attn.core.contract.backend import IndexForm
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.check_insert import CacheRows
-from dsv4attn.testing.factories import normal
+from dsv4attn.testing.factories import normal, window_of
 from dsv4attn.testing.oracle_cache import OracleCache
 from dsv4attn.testing.tolerances import F64, hold_equal
 
@@ -147,7 +147,7 @@ NONE = np.array([-1, -9, 2**31 - 1, -(2**31)])
 def fills(bench: Bench, rows: CacheRows) -> Measure:
     """Rows and lists of chunks of whole requests, and of a part of one, for two layers that share them."""
     bench.require_gathering()
-    window = KVCacheLayout.v41_fp8() if rows.layout.name == "v41_fp4" else rows.layout
+    window = window_of(rows.layout)
     size = rows.placement.block_size
     oracle_caches = [
         _full_cache(attrs.evolve(rows, seed=rows.seed + i), cache_layout)

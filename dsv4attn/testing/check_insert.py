@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.testing import oracle
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name, worst_of
-from dsv4attn.testing.factories import HEADS, CaseInput, cos_sin_table, flash, layout, normal
+from dsv4attn.testing.factories import HEADS, CaseInput, cos_sin_table, flash, layout, normal, window_of
 from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
 from dsv4attn.testing.random_step import STALE_POSITIONS
 from dsv4attn.testing.strided import StridedTensors, unchanged
@@ -84,8 +84,7 @@ class CacheRows(CaseInput):
         facts, layer = CacheFacts.of(self.layout, self.placement.block_size), self.layer_of_rank
         if self.kind is LayerKind.SWA:
             return [Problem("decode", layer, facts, q_dtype=dtype_name(self.dtype), lse=lse)]
-        # a window cache has no fp4 records
-        window = KVCacheLayout.v41_fp8() if self.layout.name == "v41_fp4" else self.layout
+        window = window_of(self.layout)
         swa = CacheFacts.of(window, self.placement.block_size)
         return [Problem("decode", layer, swa, facts, 128, dtype_name(self.dtype), lse=lse)]
 
@@ -248,8 +247,8 @@ def judge_records(rows: CacheRows, oracle_cache: OracleCache, slots: NDArray[np.
     turned = np.stack([oracle.apply_rope(row, *rows.turn(i), rope) for i, row in enumerate(rows.keys)])
     expected = rows.blank().write(rows.slots, turned)
     size, unit = rows.placement.block_size, FP32_STEPS if rows.layout.dtype == torch.float32 else 2 * BF16
-    width = rows.layout.dtype.itemsize if not rows.layout.is_quantised else 1
-    tail = slice(nope * width, rows.layout.data_bytes)
+    codes = rows.layout.code_bytes if rows.layout.is_quantised else nope * rows.layout.dtype.itemsize
+    tail = slice(codes, rows.layout.data_bytes)
     rope_dtype = torch.bfloat16 if rows.layout.is_quantised else rows.layout.dtype
     worst = Measure(0.0, unit)
     got_pages, want_pages = oracle_cache.bytes(), expected.bytes()

@@ -28,11 +28,13 @@ from dsv4attn.testing import oracle
 from dsv4attn.testing.tolerances import F64, rounded
 
 __all__ = [
-    "GROUP_COUNTS", "HEADS", "HEAD_COUNTS", "INDEX_HEAD_COUNTS", "INDEX_TOPKS", "KINDS", "PAGE_SIZES", "CaseInput",
-    "cos_sin_table", "flash", "frequencies", "index_layout", "layout", "layouts", "normal", "tiny_geometry",
-    "v41_layouts",
+    "FOUR_BITS", "GROUP_COUNTS", "HEADS", "HEAD_COUNTS", "INDEX_HEAD_COUNTS", "INDEX_TOPKS", "KINDS", "PAGE_SIZES",
+    "CaseInput", "cos_sin_table", "flash", "four_bit_layouts", "frequencies", "index_layout", "layout", "layouts",
+    "normal", "tiny_geometry", "v41_layouts", "window_of",
 ]  # fmt: skip
 
+FOUR_BITS = ("nvfp4", "mxfp4")
+"""Short names of V4's records of 4 bits."""
 KINDS = tuple(kind.value for kind in LayerKind)
 HEADS = 8
 GROUP = 64
@@ -71,9 +73,10 @@ def flash(kind: str, heads: int = HEADS, select: int = 512, ratio: int = 0) -> M
 
 
 def layout(name: str, geometry: ModelGeometry | None = None) -> KVCacheLayout:
-    """A built-in layout by its short name: ocp, fnuz, interleaved, bf16, fp32, or one of `v41_layouts`."""
+    """A layout by its short name: ocp, fnuz, interleaved, bf16, fp32, or of `v41_layouts` or `four_bit_layouts`."""
     geometry = geometry or flash("swa")
-    return {**layouts(geometry, GROUP), **v41_layouts(geometry)}[name]
+    named = {**layouts(geometry, GROUP), **v41_layouts(geometry)}
+    return (named if name in named else four_bit_layouts(geometry))[name]
 
 
 def tiny_geometry(
@@ -125,6 +128,18 @@ def v41_layouts(geometry: ModelGeometry) -> dict[str, KVCacheLayout]:
         "v41-fp4": KVCacheLayout.v41_fp4(*dims),
         "v41-fp4-split": KVCacheLayout.v41_fp4(*dims, arrangement=split),
     }
+
+
+def four_bit_layouts(geometry: ModelGeometry) -> dict[str, KVCacheLayout]:
+    """V4's records of 4 bits for the dims of a model, by a short name."""
+    dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
+    return {name: KVCacheLayout.of_record(f"v4_{name}", *dims) for name in FOUR_BITS}
+
+
+def window_of(compressed: KVCacheLayout) -> KVCacheLayout:
+    """The layout of the window next to a compressed cache: the same, if windows have it."""
+    record = compressed.key_record
+    return KVCacheLayout.of_record(record.window_record) if record and record.window_record else compressed
 
 
 @cache

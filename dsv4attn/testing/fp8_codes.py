@@ -1,4 +1,4 @@
-"""Calls whose records have chosen bytes: every fp8 code under every scale byte (promise G5), and NaN keys.
+"""Calls whose records have chosen bytes: every code under every scale byte (promise G5), and NaN keys.
 
 A row that selects a NaN key is NaN throughout, and no other row changes.
 """
@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Coding, Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import KeyForm, Phase
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.check_attention import judged
 from dsv4attn.testing.factories import flash, layout, normal
+from dsv4attn.testing.oracle import pack_e2m1
 from dsv4attn.testing.oracle_cache import OracleCache
 from dsv4attn.testing.single_call import IndexLists, SingleCall
 from dsv4attn.testing.strided import bits
@@ -27,14 +28,18 @@ from dsv4attn.testing.tolerances import F64, U8, hold_equal, worst_error, writte
 __all__ = ["Fp8Codes", "NanKeys", "gathers_every_code", "gathers_nan", "inserts_nan", "reads_every_code", "shows_nan"]
 
 SCALES = range(10, 246)
-"""Scale bytes under which every code is a normal bf16 number. A writer emits 105 to 254."""
+"""Scale bytes under which every fp8 code is a normal bf16 number. A writer emits 105 to 254."""
+E2M1_SCALES = {Coding.NVFP4: (*range(0x7F), *range(0x80, 0xFF)), Coding.MXFP4: tuple(range(2, 253))}
+"""Scale bytes under which every e2m1 code is a normal bf16 number, or zero: all e4m3fn numbers, subnormal ones and
+negative ones too, which no writer emits; and nearly all powers of two."""
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class Fp8Codes(SingleCall):
     """A call with one key a row and q = 0, so that the output is the key.
 
-    Row t has the scale byte SCALES[t] over all 256 codes, and other scale bytes over the rest of its codes.
+    Row t of fp8 has the scale byte SCALES[t] over all 256 codes, and other scale bytes over the rest of its codes.
+    Groups of e2m1 have all 16 codes each, and the scale bytes of E2M1_SCALES in turn.
 
     copies: more than one is how often a row lists its key at most, so that some rows are long enough to be split. Then
     every group has a scale byte of its own, far from those of its neighbours, and RoPE values of a row differ in size
@@ -45,18 +50,28 @@ class Fp8Codes(SingleCall):
 
     @classmethod
     def of(cls, **fields: object) -> Fp8Codes:
-        """A window-only call with a row for each scale byte."""
-        return cls(kind="swa", pattern="one", rows=len(SCALES), **fields)  # type: ignore[arg-type]
+        """A window-only call with a row for each scale byte, or of e2m1 with a group for each."""
+        records, rows = fields["layout"], len(SCALES)
+        assert isinstance(records, KVCacheLayout)
+        if records.fp8_format is None:
+            rows = -(-len(E2M1_SCALES[records.coding]) // records.num_groups)
+        return cls(kind="swa", pattern="one", rows=rows, **fields)  # type: ignore[arg-type]
 
     @classmethod
     def repeated(cls, rows: int, copies: int, **fields: object) -> Fp8Codes:
         """A window-only call whose rows list one key up to `copies` times."""
         return cls(kind="swa", pattern="one", rows=rows, copies=copies, window_columns=copies, **fields)  # type: ignore[arg-type]
 
+    def named(self, row: int) -> str:
+        """A row, for messages."""
+        return f"scale byte {SCALES[row]}" if self.layout.fp8_format else f"row {row}"
+
     @cached_property
     def records(self) -> list[U8]:
         """Bytes of each record, without NaN codes, which `NanKeys` tests."""
         layout = self.layout
+        if layout.fp8_format is None:
+            return self._records_of_e2m1()
         nans = (0x80,) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
         codes = np.arange(layout.coded_dims, dtype=np.int64) % 256
         codes[np.isin(codes, nans)] = 0
@@ -75,6 +90,20 @@ class Fp8Codes(SingleCall):
             data = [codes.astype(np.uint8), rope[row].astype("<u2").view(np.uint8), scales]
             lines.append(np.concatenate(data))
         return lines
+
+    def _records_of_e2m1(self) -> list[U8]:
+        layout, scales = self.layout, np.array(E2M1_SCALES[self.layout.coding], dtype=np.uint8)
+        random = np.random.default_rng((self.seed, 30))
+        rope = random.integers(0x3F00, 0x4200, (self.rows, layout.plain_dims))
+        records = []
+        for row in range(self.rows):
+            groups = range(row * layout.num_groups, (row + 1) * layout.num_groups)
+            codes = [random.permutation(np.arange(layout.group_size) % 16) for _ in groups]
+            packed = pack_e2m1(np.concatenate(codes).astype(np.uint8))
+            scale = np.zeros(layout.scale_bytes, dtype=np.uint8)
+            scale[: layout.num_groups] = scales[[group % len(scales) for group in groups]]
+            records.append(np.concatenate([packed, rope[row].astype("<u2").view(np.uint8), scale]))
+        return records
 
     @cached_property
     def oracle_caches(self) -> list[OracleCache]:
@@ -108,13 +137,13 @@ def reads_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
         error, (row, head, dim) = worst_error(
             np.abs(read - written_values) / np.maximum(np.abs(written_values), 2.0**-126)
         )
-    where = f"scale byte {SCALES[row]}, dim {dim}: read {read[row, head, dim]:.6g}"
+    where = f"{codes.named(row)}, dim {dim}: read {read[row, head, dim]:.6g}"
     return Measure(error, 2.0**-9).hold(f"{where}, wrote {written_values[row, 0, dim]:.6g}")
 
 
 def gathers_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
     """A gathered row has the bits of the key."""
-    return _gathers(bench, codes.oracle_caches[0], codes.rows, lambda row: f"scale byte {SCALES[row]}")
+    return _gathers(bench, codes.oracle_caches[0], codes.rows, codes.named)
 
 
 def _gathers(bench: Bench, oracle_cache: OracleCache, count: int, where: Callable[[int], str]) -> Measure:
@@ -136,18 +165,25 @@ Spoil = tuple[str, int, bytes]
 
 
 def spoils(layout: KVCacheLayout) -> list[Spoil]:
-    """A NaN code in each group and at each place of a word, NaN scales of some groups, and NaN RoPE values."""
+    """A NaN code in each group and at each place of a word, NaN scales of some groups, and NaN RoPE values.
+
+    Codes of e2m1 have no NaN: NaN scales of all groups, then.
+    """
     if not layout.is_quantised:
         size = layout.dtype.itemsize
         nan = b"\xc0\x7f" if size == 2 else b"\x00\x00\xc0\x7f"
         return [(f"value of dim {dim}", dim * size, nan) for dim in (0, layout.nope_dim, layout.head_dim - 1)]
+    scale = b"\x7f" if layout.coding is Coding.NVFP4 else b"\xff"
+    groups, tail = layout.num_groups, [(0, b"\xc1\xff"), (layout.rope_dim - 1, b"\x81\x7f")]
+    ropes = [(f"RoPE value {i}", layout.code_bytes + 2 * i, nan) for i, nan in tail]
+    if layout.fp8_format is None:
+        return [(f"scale of group {g}", layout.data_bytes + g, scale) for g in range(groups)] + ropes
     codes = (0x80, 0x80) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
-    groups, last = layout.num_groups, layout.nope_dim - 1
+    last = layout.nope_dim - 1
     dims = [min(g * layout.group_size + 5 * g % 4, last) for g in range(groups)] + [last]
     parts = [(f"code 0x{codes[i % 2]:02X} of dim {dim}", dim, bytes([codes[i % 2]])) for i, dim in enumerate(dims)]
-    parts += [(f"scale of group {g}", layout.data_bytes + g, b"\xff") for g in (0, groups // 2, groups - 1)]
-    tail = [(0, b"\xc1\xff"), (layout.rope_dim - 1, b"\x81\x7f")]
-    return parts + [(f"RoPE value {i}", layout.nope_dim + 2 * i, nan) for i, nan in tail]
+    parts += [(f"scale of group {g}", layout.data_bytes + g, scale) for g in (0, groups // 2, groups - 1)]
+    return parts + ropes
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)

@@ -97,7 +97,7 @@ class PagePlacement:
     def memory(self, layout: KVCacheLayout, blocks: int, device: str, fill: int = UNWRITTEN) -> PagedKVCache:
         """Pages and the starts of their gaps, filled with a byte. Raises SkipCase if there is too little memory."""
         stride = layout.page_stride(self.block_size) + self.gap
-        if layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED:
+        if layout.has_whole_record_pages:
             stride = round_up(stride, layout.record_bytes)
         element, last = layout.dtype.itemsize, layout.record_bytes // layout.dtype.itemsize
         total = self.bytes_before + max(blocks - 1, 0) * stride + layout.page_bytes(self.block_size) + AFTER_PAGE
@@ -112,12 +112,16 @@ class PagePlacement:
 
 
 def place_of(layout: KVCacheLayout, offset: int, block_size: int) -> NDArray[np.int64]:
-    """Offset in a page of each byte of its `offset`-th record: data first, then scales."""
+    """Offset in a page of each byte of its `offset`-th record: data first, then scales, wherever they stand."""
     data, scales = np.arange(layout.data_bytes), np.arange(layout.scale_bytes)
     if layout.is_quantised and layout.arrangement is Arrangement.SPLIT:
         return np.concatenate(
             [offset * layout.data_bytes + data, block_size * layout.data_bytes + offset * layout.scale_bytes + scales]
         )
+    if layout.is_quantised and layout.arrangement is Arrangement.INLINE:
+        codes = layout.data_bytes - 2 * layout.plain_dims
+        parts = data + np.where(data < codes, 0, layout.scale_bytes), codes + scales
+        return offset * layout.record_bytes + np.concatenate(parts)
     return offset * layout.record_bytes + np.concatenate([data, layout.data_bytes + scales])
 
 

@@ -112,33 +112,43 @@ def _written(row: bytes, layout: KVCacheLayout) -> U8:
 
 
 def _record(row: F64, layout: KVCacheLayout) -> U8:
-    if layout.name == "index_fp8":
-        fnuz = layout.fp8_format is Fp8Format.FNUZ
-        return oracle_layer.index_record_fp8(row, fnuz=fnuz, floor=oracle.MIN_AMAX, largest=layout.fp8_max)
-    if layout.name == "index_mxfp4":
-        return oracle_layer.index_record_fp4(row)
-    if layout.name == "v41_fp8":
-        return oracle.record_fp8(row, layout.scale_floor)
-    if layout.name == "v41_fp4":
-        return oracle.record_fp4(row)
     if layout.is_quantised:
-        return oracle.quantize_record(row, **_sizes(layout))
+        return _quantised_record(row, layout)
     values = rounded(row, layout.dtype).astype(np.float32).view(np.uint32)
     halves = (values >> 16).astype("<u2") if layout.dtype == torch.bfloat16 else values.astype("<u4")
     return halves.view(np.uint8)
 
 
+def _quantised_record(row: F64, layout: KVCacheLayout) -> U8:
+    fnuz = layout.fp8_format is Fp8Format.FNUZ
+    writers: dict[str, Callable[[], U8]] = {
+        "index_fp8": lambda: oracle_layer.index_record_fp8(
+            row, fnuz=fnuz, floor=oracle.MIN_AMAX, largest=layout.fp8_max
+        ),
+        "index_mxfp4": lambda: oracle_layer.index_record_fp4(row),
+        "v41_fp8": lambda: oracle.record_fp8(row, layout.scale_floor),
+        "v41_fp4": lambda: oracle.record_fp4(row),
+        "fp8_ds_mla": lambda: oracle.quantize_record(row, **_sizes(layout)),
+    }
+    if layout.name in writers:
+        return writers[layout.name]()
+    return oracle.record_four_bits(row, layout.nope_dim, oracle.FOUR_BITS[layout.name])
+
+
 def read_row(record: U8, layout: KVCacheLayout) -> F64:
     """Row [D] that a reader finds in the bytes of a record."""
-    if layout.name == "index_fp8":
-        return oracle_layer.read_index_fp8(record, fnuz=layout.fp8_format is Fp8Format.FNUZ)
-    if layout.name == "index_mxfp4":
-        return oracle_layer.read_index_fp4(record)
-    if layout.name in ("v41_fp8", "v41_fp4"):
-        return (oracle.read_fp8 if layout.fp8_format else oracle.read_fp4)(record, layout.head_dim)
     if not layout.is_quantised:
         return floats(record, layout.dtype)
-    return oracle.dequantize_record(record, **_sizes(layout))
+    readers: dict[str, Callable[[], F64]] = {
+        "index_fp8": lambda: oracle_layer.read_index_fp8(record, fnuz=layout.fp8_format is Fp8Format.FNUZ),
+        "index_mxfp4": lambda: oracle_layer.read_index_fp4(record),
+        "v41_fp8": lambda: oracle.read_fp8(record, layout.head_dim),
+        "v41_fp4": lambda: oracle.read_fp4(record, layout.head_dim),
+        "fp8_ds_mla": lambda: oracle.dequantize_record(record, **_sizes(layout)),
+    }
+    if layout.name in readers:
+        return readers[layout.name]()
+    return oracle.read_four_bits(record, layout.nope_dim, layout.rope_dim, oracle.FOUR_BITS[layout.name])
 
 
 def floats(data: U8, dtype: torch.dtype) -> F64:

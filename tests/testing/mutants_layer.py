@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import index_records as records
+from dsv4attn.core.cache import key_codecs
 from dsv4attn.core.cache.layout import Arrangement, PagedKVCache
 from dsv4attn.core.torch_ops import compressor
 from dsv4attn.core.torch_ops.arguments import MixWeights, StatePages
@@ -229,14 +230,14 @@ def no_temporaries() -> Any:
 # index keys and queries
 
 
-def swapped_nibbles(values: Tensor, packed: Callable[[Tensor], Tensor] = records._packed) -> Tensor:
+def swapped_nibbles(values: Tensor, packed: Callable[[Tensor], Tensor] = key_codecs._packed) -> Tensor:
     made = packed(values)
     return torch.as_tensor(made >> 4 | made << 4)
 
 
 def half_up(values: Tensor) -> Tensor:
     """To nearest, ties away from zero."""
-    code = sum((values.abs() >= end).to(torch.uint8) for end in records._E2M1_ENDS)
+    code = sum((values.abs() >= end).to(torch.uint8) for end in key_codecs._E2M1_ENDS)
     assert isinstance(code, Tensor)
     low, high = (code | (values < 0).to(torch.uint8) << 3).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.as_tensor(low | high << 4)

@@ -11,7 +11,7 @@ import torch
 
 from dsv4attn.backends.reference import kernels as reference_kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.cache import index_records as records
+from dsv4attn.core.cache import key_codecs
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.layer_ops import LAYER_OPS
 from dsv4attn.core.torch_ops import indexer, latents, selection
@@ -115,9 +115,12 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
         slip(COMPRESS, patched=((KVCacheLayout, "amax_floor", 0.0),)),
         "compress-index-fp8,compress-index-mxfp4",
     ),
-    "nibbles swapped": (slip(COMPRESS, patched=((records, "_packed", wrong.swapped_nibbles),)), "compress-index-mxfp4"),
+    "nibbles swapped": (
+        slip(COMPRESS, patched=((key_codecs, "_packed", wrong.swapped_nibbles),)),
+        "compress-index-mxfp4",
+    ),
     "ties of e2m1 away from zero": (
-        slip(COMPRESS, patched=((records, "_packed", wrong.half_up),)),
+        slip(COMPRESS, patched=((key_codecs, "_packed", wrong.half_up),)),
         "compress-index-mxfp4",
     ),
     # queries
@@ -126,8 +129,8 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
         slip(QUERY, patched=((KVCacheLayout, "amax_floor", 0.0),)),
         "query-fp8,query-mxfp4",
     ),
-    "nibbles of q swapped": (slip(QUERY, patched=((records, "_packed", wrong.swapped_nibbles),)), "query-mxfp4"),
-    "ties of q away from zero": (slip(QUERY, patched=((records, "_packed", wrong.half_up),)), "query-mxfp4"),
+    "nibbles of q swapped": (slip(QUERY, patched=((key_codecs, "_packed", wrong.swapped_nibbles),)), "query-mxfp4"),
+    "ties of q away from zero": (slip(QUERY, patched=((key_codecs, "_packed", wrong.half_up),)), "query-mxfp4"),
     "RoPE on the leading dims": (slip(QUERY, with_(q=wrong.rolled), behind=wrong.leading), "query-fp8,query-bf16"),
     "q rotated at positions of 16 bits": (slip(QUERY, with_(positions=wrong.of_16_bits)), "query-positions"),
     "no 1 / sqrt of the heads": (

@@ -15,6 +15,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(-1e30)
 """Where a running maximum starts: finite, so that a tile without keys makes no NaN."""
+FP8, NVFP4, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Codings, as in `core.cache.record_layout.Coding`: which codes a record has, and under which scales."""
 
 
 @triton.jit
@@ -38,15 +40,28 @@ def dequantize(code, byte, fnuz):
 
 
 @triton.jit
-def decode_e2m1(code, byte):
-    """fp32 value of e2m1 codes (int32, 0..15) under scale bytes in e4m3fn (int32, 0..255); exact, NaN if the scale is.
+def decode_e2m1(code, byte, CODING: tl.constexpr):
+    """fp32 value of e2m1 codes (int32, 0..15) under scale bytes (int32, 0..255); exact, NaN if the scale is.
 
-    A code's three low bits, put where fp32 has exponent and mantissa, are its value times 2^-126.
+    A code's three low bits, put where fp32 has exponent and mantissa, are its value times 2^-126. CODING: NVFP4, bytes
+    in e4m3fn, or MXFP4, exponents.
     """
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     unit = tl.full((), 253 << 23, tl.int32).to(tl.float32, bitcast=True)
     # 127 is the byte of 2^0
-    return (bits.to(tl.float32, bitcast=True) * unit) * dequantize(byte, 127 + tl.zeros_like(byte), False)
+    scale = dequantize(byte, 127 + tl.zeros_like(byte), False) if CODING == NVFP4 else scale_of_byte(byte)
+    return (bits.to(tl.float32, bitcast=True) * unit) * scale
+
+
+@triton.jit
+def decode(code, byte, place, CODING: tl.constexpr, fnuz):
+    """fp32 value of the codes at some places, under scale bytes, both int32, 0..255; exact, NaN if code or scale is.
+
+    code: of e2m1 the byte of two codes, of which an odd place is the upper one.
+    """
+    if CODING != FP8:
+        return decode_e2m1((code >> (place % 2 * 4)) & 15, byte, CODING)
+    return dequantize(code, byte, fnuz)
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def read_coded_page(data, scale, ok, inside, KIND: tl.constexpr):
     if (KIND == NIBBLE_PAGES) & (inside == 0):
         code = tl.load(data + column // 2, mask=there, other=0).to(tl.int32) >> (column % 2 * 4)
         byte = tl.load(scale + column // 16, mask=there, other=0)
-        value = numerics.decode_e2m1(code & 15, byte.to(tl.int32))
+        value = numerics.decode_e2m1(code & 15, byte.to(tl.int32), numerics.NVFP4)
     else:
         code = tl.load(data + column, mask=there, other=0)
         byte = tl.load(scale + column // 32, mask=there, other=127)

@@ -38,7 +38,8 @@ def gather_selected(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     GROUP: tl.constexpr,
-    FP4: tl.constexpr,
+    CODING: tl.constexpr,
+    TAIL: tl.constexpr,
     FNUZ: tl.constexpr,
     EXACT_CASTS: tl.constexpr,
 ):
@@ -69,7 +70,7 @@ def gather_selected(
         copy_records(
             tl.multiple_of(KV + row * kv_stride, ROW_ALIGNED), exists, CACHE, block.to(tl.int64),
             (slot % block_size).to(tl.int64), exists, page_stride, data_stride, scale_offset, scale_stride,
-            ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
+            ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ, EXACT_CASTS,
         )  # fmt: skip
 
 

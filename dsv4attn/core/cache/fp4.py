@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["GROUP", "decode", "dequantize", "encode", "quantize"]
+__all__ = ["GROUP", "decode", "dequantize", "quantize"]
 
 GROUP = 16
 """Values under one scale."""
@@ -35,24 +35,16 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     amax = groups.abs().amax(-1)
     scale = (amax.nan_to_num(posinf=torch.inf) / _LARGEST_CODE).clamp(_LEAST_SCALE, _LARGEST_SCALE)
     byte = scale.to(torch.float8_e4m3fn)
-    return encode(groups, byte.float(), dim), byte.view(torch.uint8).masked_fill(amax.isnan(), _NAN_SCALE)
-
-
-def encode(groups: Tensor, scales: Tensor, dim: int) -> Tensor:
-    """Packed codes [..., dim / 2] uint8, the even dim low, of groups [..., G, S] fp32 of bf16 values.
-
-    scales: [..., G] fp32, of at most four significant bits. dim: values of a row; the last group may be padded. A zero
-    keeps its sign. A group that holds a NaN has codes of zero.
-    """
-    size, unit, code = groups.abs(), scales[..., None], torch.zeros_like(groups, dtype=torch.uint8)
+    is_number = ~amax.isnan()
+    size, unit, code = groups.abs(), byte.float()[..., None], torch.zeros_like(groups, dtype=torch.uint8)
     for i, end in enumerate(_ENDS):
         # exact: a midpoint has three significant bits, and a scale four; a division would have to be rounded
         code += (size > end * unit) if i % 2 == 0 else (size >= end * unit)
     code |= groups.signbit().to(torch.uint8) << 3
-    code.masked_fill_(groups.isnan().any(-1, keepdim=True), 0)
+    code.masked_fill_(~is_number[..., None], 0)
     low, high = code.flatten(-2)[..., :dim].unflatten(-1, (-1, 2)).unbind(-1)
     packed: Tensor = low | high << 4
-    return packed
+    return packed, byte.view(torch.uint8).masked_fill(~is_number, _NAN_SCALE)
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4attn.core.cache import fp4
-from dsv4attn.core.cache.key_codecs import dequantize_keys, exponents_of, power_of_two, quantize_keys
+from dsv4attn.core.cache.key_codecs import dequantize_keys, power_of_two, quantize_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_modes import without_modes
 
@@ -29,37 +29,14 @@ __all__ = [
     "store_rows",
 ]
 
-_NAN_EXPONENT = 255
-_E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Midpoints between 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Ties go to the even code: up from every second one."""
-
 
 def quantize_index(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
     """Rows [..., Di] to codes [..., Di * bits / 8] uint8 and biased exponents of their scales [..., groups] int32.
 
-    A scale is the smallest power of two with amax / scale <= the largest code, read off the bits of that quotient.
+    A scale is the smallest power of two with amax / scale <= the largest code; see `key_codecs`.
     """
-    if layout.fp8_format is not None:
-        codes, exponent = quantize_keys(values, layout)
-        return codes, exponent[..., : layout.num_groups].int()
-    groups = values.bfloat16().float().unflatten(-1, (-1, layout.group_size))
-    exponent = exponents_of(groups, layout)
-    scaled = groups * power_of_two(254 - exponent)[..., None]
-    # e2m1 has no NaN: the scale of the group is NaN instead
-    exponent = exponent.masked_fill(groups.isnan().any(-1), _NAN_EXPONENT)
-    return _packed(scaled.flatten(-2)), exponent
-
-
-def _packed(values: Tensor) -> Tensor:
-    """Scaled values [..., Di] as e2m1, two to a byte: [..., Di / 2] uint8. To nearest, ties to even, saturating."""
-    size = values.abs()
-    code = torch.zeros_like(size, dtype=torch.uint8)
-    for i, end in enumerate(_E2M1_ENDS):
-        code += (size > end) if i % 2 == 0 else (size >= end)
-    code |= (values < 0).to(torch.uint8) << 3
-    low, high = code.unflatten(-1, (-1, 2)).unbind(-1)
-    packed: Tensor = low | high << 4
-    return packed
+    codes, exponent = quantize_keys(values, layout)
+    return codes, exponent[..., : layout.num_groups].int()
 
 
 def dequantize_index(codes: Tensor, exponent: Tensor, layout: KVCacheLayout) -> Tensor:

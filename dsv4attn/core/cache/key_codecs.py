@@ -25,9 +25,11 @@ from torch.nn.functional import pad
 from dsv4attn.core.cache import fp4
 from dsv4attn.core.cache.record_layout import Coding, KVCacheLayout
 
-__all__ = ["CODECS", "Codec", "dequantize_keys", "exponents_of", "power_of_two", "quantize_keys"]
+__all__ = ["CODECS", "Codec", "dequantize_keys", "power_of_two", "quantize_keys"]
 
 _LARGEST_EXPONENT, _NAN_EXPONENT = 254, 255
+_E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Midpoints between 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Ties go to the even code: up from every second one."""
 
 
 @frozen
@@ -65,7 +67,7 @@ def _grouped(values: Tensor, group: int) -> Tensor:
     return pad(values, (0, -values.shape[-1] % group)).unflatten(-1, (-1, group))
 
 
-def exponents_of(groups: Tensor, layout: KVCacheLayout) -> Tensor:
+def _exponents(groups: Tensor, layout: KVCacheLayout) -> Tensor:
     """[..., groups] int32 biased exponents of the scales of groups [..., groups, group] of bf16 values.
 
     The exponent is read off the bits of amax / largest code: biased exponent, plus one unless the mantissa is zero. No
@@ -79,7 +81,7 @@ def exponents_of(groups: Tensor, layout: KVCacheLayout) -> Tensor:
 def _quantize_fp8(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
     assert layout.fp8_format is not None
     groups = _grouped(values.bfloat16().float(), layout.group_size)
-    exponent = exponents_of(groups, layout)
+    exponent = _exponents(groups, layout)
     scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
     codes = scaled.flatten(-2)[..., : values.shape[-1]].to(layout.fp8_format.dtype).view(torch.uint8)
     return codes, exponent.to(torch.uint8)
@@ -96,11 +98,27 @@ def _dequantize_fp8(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Ten
 
 
 def _quantize_mxfp4(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
-    """A zero keeps its sign; a group that holds a NaN has a NaN for a scale, and codes of zero."""
     groups = _grouped(values.bfloat16().float(), layout.group_size)
-    exponent = exponents_of(groups, layout)
-    codes = fp4.encode(groups, power_of_two(exponent), values.shape[-1])
-    return codes, exponent.masked_fill(groups.isnan().any(-1), _NAN_EXPONENT).to(torch.uint8)
+    exponent = _exponents(groups, layout)
+    scaled = (groups * power_of_two(254 - exponent)[..., None]).flatten(-2)[..., : values.shape[-1]]
+    # e2m1 has no NaN: the scale of the group is NaN instead
+    exponent = exponent.masked_fill(groups.isnan().any(-1), _NAN_EXPONENT)
+    return _packed(scaled), exponent.to(torch.uint8)
+
+
+def _packed(values: Tensor) -> Tensor:
+    """Scaled values [..., dims] as e2m1, two to a byte: [..., dims / 2] uint8. To nearest, ties to even, saturating.
+
+    A negative value that is rounded to zero keeps its sign; a negative zero does not.
+    """
+    size = values.abs()
+    code = torch.zeros_like(size, dtype=torch.uint8)
+    for i, end in enumerate(_E2M1_ENDS):
+        code += (size > end) if i % 2 == 0 else (size >= end)
+    code |= (values < 0).to(torch.uint8) << 3
+    low, high = code.unflatten(-1, (-1, 2)).unbind(-1)
+    packed: Tensor = low | high << 4
+    return packed
 
 
 def _dequantize_mxfp4(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:

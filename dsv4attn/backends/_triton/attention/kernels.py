@@ -95,8 +95,8 @@ def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.
 def read(
     slot, ok, fnuz, segment, nothing,
     KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, C: tl.constexpr, PIECES: tl.constexpr, N: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr,
+    PIECES: tl.constexpr, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Both pieces of a tile of keys of any kind but WORDS; a narrow key's second piece is its first.
 
@@ -107,15 +107,20 @@ def read(
         left, right = keys.read_code_words(base, slot, ok, size, stride, INTERLEAVED, N, DT, ASM)
     elif KIND == keys.NIBBLE_WORDS:
         left, right = keys.read_nibble_words(base, slot, ok, size, stride, nothing, INTERLEAVED, N, DT, ASM)
+    elif KIND == keys.FP4_WORDS:
+        left, right = keys.read_fp4_words(
+            base, slot, ok, size, stride, nothing, INTERLEAVED, CODING, TAIL, SCALES, N, DT, ASM
+        )
     else:
         left = keys.read_piece(
-            base, slot, ok, size, stride, row_stride, fnuz, 0, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES, DT
-        )
+            base, slot, ok, size, stride, row_stride, fnuz, 0, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES,
+            CODING, TAIL, DT,
+        )  # fmt: skip
         right = left
         if PIECES == 2:
             right = keys.read_piece(
                 base, slot, ok, size, stride, row_stride, fnuz, C, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP,
-                SCALES, DT,
+                SCALES, CODING, TAIL, DT,
             )  # fmt: skip
     return left, right
 
@@ -158,7 +163,8 @@ def product_in_halves(
 def product_in_steps(
     q_row, live, slot, ok, fnuz, segment, acc,
     KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, C: tl.constexpr, DT: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
     """Acc + q @ key^T with both read from memory, 64 columns at a time.
 
@@ -173,7 +179,7 @@ def product_in_steps(
         part = tl.load(q_row[:, None] + column[None, :], mask=there, other=0.0).to(DT)
         key = keys.read_piece(
             base, slot, ok, size, stride, row_stride, fnuz, step * W, W, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP,
-            SCALES, DT,
+            SCALES, CODING, TAIL, DT,
         )  # fmt: skip
         acc = tl.dot(part, tl.trans(key), acc, input_precision="ieee")
     return acc
@@ -205,7 +211,8 @@ def attention(
     H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, SEGMENTS: tl.constexpr,
     KIND0: tl.constexpr, KIND1: tl.constexpr, INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr,
     FNUZ0: tl.constexpr, FNUZ1: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
-    SCALES0: tl.constexpr, SCALES1: tl.constexpr, UNIT0: tl.constexpr, UNIT1: tl.constexpr,
+    SCALES0: tl.constexpr, SCALES1: tl.constexpr, CODING0: tl.constexpr, CODING1: tl.constexpr,
+    TAIL0: tl.constexpr, TAIL1: tl.constexpr, UNIT0: tl.constexpr, UNIT1: tl.constexpr,
     RAGGED: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
     C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
     PREFETCH: tl.constexpr, RELOAD: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
@@ -222,13 +229,15 @@ def attention(
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
     SAME: tl.constexpr = SEGMENTS == 1 or (
         KIND0 == KIND1 and INTERLEAVED0 == INTERLEAVED1 and UNIT0 == UNIT1 and GROUP0 == GROUP1
-    )
+        and CODING0 == CODING1 and TAIL0 == TAIL1
+    )  # fmt: skip
     pid = tl.program_id(0)
     head = (pid % BLOCKS) * BH + tl.arange(0, BH)
     split = (pid // BLOCKS) % splits
     token = (pid // (BLOCKS * splits)).to(tl.int64)
     live = head < H
-    left_column, right_column = keys.columns(C, KIND0 == keys.WORDS)
+    IN_TURN: tl.constexpr = KIND0 == keys.WORDS or KIND0 == keys.FP4_WORDS  # noqa: PLR1714 - a language without `in`
+    left_column, right_column = keys.columns(C, IN_TURN)
 
     # strides and addresses are multiples of UNIT elements; with this hint the compiler uses wide loads
     WIDE: tl.constexpr = UNIT * (q.dtype.element_ty.primitive_bitwidth // 8)
@@ -314,21 +323,21 @@ def attention(
                     if RELOAD:
                         z = product_in_steps(
                             again, live, slot, here, dialect, segment, z, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE,
-                            GROUP0, SCALES0, C * PIECES, DT,
+                            GROUP0, SCALES0, CODING0, TAIL0, C * PIECES, DT,
                         )  # fmt: skip
                     left, right = read(
                         slot, here, dialect, segment, once - 1, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0,
-                        C, PIECES, N, DT, ASM,
+                        CODING0, TAIL0, C, PIECES, N, DT, ASM,
                     )  # fmt: skip
                 else:
                     if RELOAD:
                         z = product_in_steps(
                             again, live, slot, here, FNUZ1, segment, z, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1,
-                            SCALES1, C * PIECES, DT,
+                            SCALES1, CODING1, TAIL1, C * PIECES, DT,
                         )  # fmt: skip
                     left, right = read(
                         slot, here, FNUZ1, segment, once - 1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1,
-                        C, PIECES, N, DT, ASM,
+                        CODING1, TAIL1, C, PIECES, N, DT, ASM,
                     )  # fmt: skip
                 slot = load_slots(tile + 1, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
             if RELOAD and WORDS:

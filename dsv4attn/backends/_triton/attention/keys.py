@@ -1,10 +1,13 @@
 """Reading keys inside an attention loop: from slots to a tile of rows, in the dtype of the matrix product.
 
 A tile is two pieces of C columns side by side (one, if a key is narrow), since a register file holds no whole tile.
-KIND chooses one of the readers: WORDS for V4's own 448 + 64 record on aligned pages, four codes at a time; BYTES for
-V4's record of other dims or alignment, whose last ROPE dims are bf16; CODES and NIBBLES for V4.1's records, whose dims
-are all codes, of fp8 and of e2m1; CODE_WORDS and NIBBLE_WORDS for those of 512 dims on aligned pages, four and eight
-codes at a time; ROWS for plain rows. A row that is not `ok` reads as zeros and touches no memory.
+KIND chooses one of the readers: WORDS for V4's own 448 + 64 record on aligned pages, four codes at a time; FP4_WORDS
+for V4's records of 4 bits and these dims, eight codes at a time; BYTES for V4's records of other dims or alignment,
+whose last ROPE dims are bf16; CODES and NIBBLES for V4.1's records, whose dims are all codes, of fp8 and of e2m1;
+CODE_WORDS and NIBBLE_WORDS for those of 512 dims on aligned pages, four and eight codes at a time; ROWS for plain rows.
+CODING and TAIL say more of a record: how codes are read (`numerics.decode`), and how many bytes after the first code
+its bf16 values begin: more than the bytes of codes if the scales stand between both. A row that is not `ok` reads as
+zeros and touches no memory.
 
 A NaN code is decoded to NaN; unless ASM is CONVERTED, so is its whole word. Which values of a key are NaN does not
 matter: each of its logits is then, and with it the whole row of the output.
@@ -30,6 +33,7 @@ CODES = tl.constexpr(3)
 NIBBLES = tl.constexpr(4)
 CODE_WORDS = tl.constexpr(5)
 NIBBLE_WORDS = tl.constexpr(6)
+FP4_WORDS = tl.constexpr(7)
 
 SHIFTED = tl.constexpr(1)
 CONVERTED = tl.constexpr(2)
@@ -99,9 +103,9 @@ def scale_of(bits, ASM: tl.constexpr):
 
 
 @triton.jit
-def spread(scale, N: tl.constexpr, G: tl.constexpr):
-    """[N, G] as [N, 32], each over 32 / G words."""
-    return tl.reshape(tl.broadcast_to(scale[:, :, None], [N, G, 32 // G]), [N, 32])
+def spread(scale, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr = 32):
+    """[N, G] as [N, W], each over W / G words."""
+    return tl.reshape(tl.broadcast_to(scale[:, :, None], [N, G, W // G]), [N, W])
 
 
 @triton.jit
@@ -151,11 +155,15 @@ def unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N: tl.constexpr, DT: tl.
     k1 = codes(x1, spread(scale_of(low[:, None] >> (shift + 16), ASM), N, 2), fnuz, N, 32, ASM)
     k2 = codes(x2, spread(scale_of(high[:, None] >> shift, ASM), N, 2), fnuz, N, 32, ASM)
     k3 = codes(x3, tl.broadcast_to(scale_of(high >> 16, ASM)[:, None], [N, 16]), fnuz, N, 16, ASM)
-    # eight columns of codes, then eight of the rope, in each thread: see `columns`
-    pair = tl.join(tl.reshape(k3, [N, 8, 4]), tl.reshape(rope, [N, 8, 4]))
-    k3 = tl.reshape(tl.permute(pair, (0, 1, 3, 2)), [N, 64])
-    left, right = beside(k0, k1, N, 64), beside(k2, k3, N, 64)
+    left, right = beside(k0, k1, N, 64), beside(k2, in_turn(k3, rope, N), N, 64)
     return halves(left, N, 128, DT), halves(right, N, 128, DT)
+
+
+@triton.jit
+def in_turn(codes, rope, N: tl.constexpr):
+    """[N, 32] and [N, 32] as [N, 64]: eight columns of codes, then eight of the rope, in each thread; see `columns`."""
+    pair = tl.join(tl.reshape(codes, [N, 8, 4]), tl.reshape(rope, [N, 8, 4]))
+    return tl.reshape(tl.permute(pair, (0, 1, 3, 2)), [N, 64])
 
 
 @triton.jit
@@ -195,6 +203,12 @@ def scales_of_codes(bits, N: tl.constexpr, ASM: tl.constexpr):
     """The e4m3fn values [N, 16] of the bytes of int64 [N, 2]: fp32, or for ASM int32 of the same bf16 twice."""
     shift = (tl.arange(0, 8) * 8).to(tl.int64)[None, None, :]
     byte = tl.reshape(bits[:, :, None] >> shift, [N, 16]).to(tl.int32) & 255
+    return scale_of_code(byte, ASM)
+
+
+@triton.jit
+def scale_of_code(byte, ASM: tl.constexpr):
+    """The e4m3fn value of bytes, int32: fp32, or for ASM int32 of the same bf16 twice."""
     scale = numerics.dequantize(byte, 127 + tl.zeros_like(byte), False)
     if ASM:
         half = (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
@@ -266,15 +280,67 @@ def read_nibble_words(
 
 
 @triton.jit
-def columns(C: tl.constexpr, AS_WORDS: tl.constexpr):
+def read_fp4_words(
+    base, slot, ok, paging, page_stride16, nothing,
+    INTERLEAVED: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, SCALES: tl.constexpr, N: tl.constexpr,
+    DT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Both pieces, [N, 256] each in DT, of records of 448 e2m1 codes and 64 bf16 values, in the order of `columns`.
+
+    CODING: NVFP4 has 28 scales in e4m3fn, MXFP4 has 14 exponents. SCALES: bytes of scales with their padding.
+    """
+    if TAIL > 224:
+        # scales stand between codes and bf16 values
+        data, _ = record_words(base, slot, ok, paging, page_stride16, TAIL + 128, 0, True)
+        scale = tl.multiple_of(data + 224, 16)
+    else:
+        data, scale = record_words(base, slot, ok, paging, page_stride16, 352, SCALES, INTERLEAVED)
+    words, of, mask = data.to(tl.pointer_type(tl.int32))[:, None], tl.arange(0, 32)[None, :], ok[:, None]
+    # `nothing` is 0, which the compiler cannot prove: each thread loads two words, and of the last codes one, which
+    # are those next to its RoPE values
+    x0 = tl.load(words + (2 * nothing + of), mask=mask, other=0)
+    x1 = tl.load(words + (2 * nothing + 32 + tl.arange(0, 16)[None, :]), mask=mask, other=0)
+    x2 = tl.load(words + (nothing + 48 + tl.arange(0, 8)[None, :]), mask=mask, other=0)
+    rope = tl.load(words + (TAIL // 4 + of), mask=mask, other=0)
+    part = scale.to(tl.pointer_type(tl.int32))
+    if CODING == numerics.NVFP4:
+        # a scale serves two words
+        s0 = tl.load(scale.to(tl.pointer_type(tl.int64))[:, None] + tl.arange(0, 2)[None, :], mask=mask, other=0)
+        s1 = tl.load(part + 4, mask=ok, other=0)
+        s2 = tl.load(part + 5, mask=ok, other=0)
+        s3 = tl.load(part + 6, mask=ok, other=0)
+        shift = (tl.arange(0, 4) * 8)[None, :]
+        upper = tl.reshape(tl.permute(tl.join(s1[:, None] >> shift, s2[:, None] >> shift), (0, 2, 1)), [N, 8])
+        scale0 = spread(scales_of_codes(s0, N, ASM), N, 16)
+        scale1 = spread(scale_of_code(upper & 255, ASM), N, 8, 16)
+        scale2 = spread(scale_of_code((s3[:, None] >> shift) & 255, ASM), N, 4, 8)
+    else:
+        # a scale serves four words; the upper half of the last word of scales is padding
+        s0 = tl.load(part, mask=ok, other=0)
+        s1 = tl.load(part + 1, mask=ok, other=0)
+        s2 = tl.load(part + 2, mask=ok, other=0)
+        s3 = tl.load(part + 3, mask=ok, other=0)
+        shift = (tl.arange(0, 4) * 8)[None, :]
+        lower = tl.reshape(tl.permute(tl.join(s0[:, None] >> shift, s1[:, None] >> shift), (0, 2, 1)), [N, 8])
+        scale0 = spread(scale_of(lower, ASM), N, 8)
+        scale1 = spread(scale_of(s2[:, None] >> shift, ASM), N, 4, 16)
+        scale2 = spread(scale_of(s3[:, None] >> (tl.arange(0, 2) * 8)[None, :], ASM), N, 2, 8)
+    left = pairs(x0, scale0, N, 32, ASM)
+    right = beside(pairs(x1, scale1, N, 16, ASM), in_turn(pairs(x2, scale2, N, 8, ASM), rope, N), N, 64)
+    return halves(left, N, 128, DT), halves(right, N, 128, DT)
+
+
+@triton.jit
+def columns(C: tl.constexpr, IN_TURN: tl.constexpr):
     """Which column of a key stands at each place of the left and of the right piece.
 
-    The last 128 of a record read as words alternate, eight columns of codes and eight of the rope: in their order they
-    would have to change threads, and a product does not mind theirs, as long as q and the output have the same.
+    IN_TURN: the last 128 of a record read by WORDS or FP4_WORDS alternate, eight columns of codes and eight of the
+    rope: in their order they would have to change threads, and a product does not mind theirs, as long as q and the
+    output have the same.
     """
     left = tl.arange(0, C)
     right = C + left
-    if AS_WORDS:
+    if IN_TURN:
         turn = left - 128
         right = tl.where(left < 128, right, 384 + turn // 8 % 2 * 64 + turn // 16 * 8 + turn % 8)
     return left, right
@@ -298,7 +364,8 @@ def widen(values, DT: tl.constexpr):
 def read_piece(
     base, slot, ok, paging, page_stride, row_stride, fnuz,
     FIRST: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, DT: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr,
+    TAIL: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Columns FIRST .. FIRST + C of each slot's key, [N, C] in DT; columns past the last are zero.
 
@@ -315,25 +382,25 @@ def read_piece(
         values = widen(tl.load(row[:, None] + column[None, :], mask=mask, other=0.0), DT)
     else:
         CODED: tl.constexpr = NOPE if KIND == BYTES else NOPE + ROPE
-        DATA: tl.constexpr = (NOPE + ROPE) // 2 if KIND == NIBBLES else NOPE + ROPE + (NOPE + ROPE - CODED)
-        if INTERLEAVED:
+        PACKED: tl.constexpr = CODED if CODING == numerics.FP8 else CODED // 2
+        DATA: tl.constexpr = PACKED + 2 * (NOPE + ROPE - CODED)
+        if KIND == BYTES and TAIL > PACKED:
+            data = page + of * (DATA + SCALES)
+            scale = data + PACKED
+        elif INTERLEAVED:
             data = page + of * (DATA + SCALES)
             scale = data + DATA
         else:
             data = page + of * DATA
             scale = page + paging[0].to(tl.int64) * DATA + of * SCALES
         is_code = ok[:, None] & (column < CODED)[None, :]
-        at = column // 2 if KIND == NIBBLES else column
+        at = column if CODING == numerics.FP8 else column // 2
         code = tl.load(base + (data[:, None] + at[None, :]), mask=is_code, other=0).to(tl.int32)
         byte = tl.load(base + (scale[:, None] + (column // GROUP)[None, :]), mask=is_code, other=127).to(tl.int32)
-        if KIND == NIBBLES:
-            value = numerics.decode_e2m1((code >> (column % 2 * 4)[None, :]) & 15, byte)
-        else:
-            value = numerics.dequantize(code, byte, fnuz)
-        values = tl.where(is_code, value, 0.0)
+        values = tl.where(is_code, numerics.decode(code, byte, column[None, :], CODING, fnuz), 0.0)
         if KIND != BYTES:
             return values.to(DT)
-        rope = (base + (data + NOPE)).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - NOPE)[None, :]
+        rope = (base + (data + TAIL)).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - NOPE)[None, :]
         is_rope = ok[:, None] & ((column >= NOPE) & (column < NOPE + ROPE))[None, :]
         values = tl.where(is_code, values, tl.load(rope, mask=is_rope, other=0.0).to(tl.float32)).to(DT)
     return values

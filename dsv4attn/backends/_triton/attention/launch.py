@@ -19,17 +19,19 @@ from dsv4attn.backends._triton.attention.keys import (
     CODE_WORDS,
     CODES,
     CONVERTED,
+    FP4_WORDS,
     NIBBLE_WORDS,
     NIBBLES,
     ROWS,
     SHIFTED,
     WORDS,
 )
+from dsv4attn.backends._triton.cache.records import CODINGS
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
 from dsv4attn.backends._triton.tuning import Tuning, padded
 from dsv4attn.core.attention.checks import check_attention_strides
-from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Arrangement, Coding, Fp8Format, KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Run
 from dsv4attn.core.memory.workspace import ALIGNMENT
@@ -42,14 +44,19 @@ MOST_SLOTS = 2**31
 """Slots of a cache that indices in int32 can name."""
 
 
-_BY_BYTE = {"fp8_ds_mla": BYTES.value, "v41_fp8": CODES.value, "v41_fp4": NIBBLES.value}
-"""Readers of quantised records that take a byte at a time, for any dims."""
 _BY_WORD = {
-    "fp8_ds_mla": (WORDS.value, (448, 64, 64)),
-    "v41_fp8": (CODE_WORDS.value, (512, 0, 32)),
-    "v41_fp4": (NIBBLE_WORDS.value, (512, 0, 16)),
+    (Coding.FP8, (448, 64, 64)): WORDS.value,
+    (Coding.NVFP4, (448, 64, 16)): FP4_WORDS.value,
+    (Coding.MXFP4, (448, 64, 32)): FP4_WORDS.value,
+    (Coding.FP8, (512, 0, 32)): CODE_WORDS.value,
+    (Coding.NVFP4, (512, 0, 16)): NIBBLE_WORDS.value,
 }
-"""Readers of aligned records that take whole words, and the codes, bf16 values and codes of a scale that they know."""
+"""Readers of aligned records that take whole words, and the records that they know: their coding, and numbers of codes,
+of bf16 values, and of codes of a scale."""
+_IN_TURN = (WORDS.value, FP4_WORDS.value)
+"""Readers whose columns alternate, see `keys.columns`."""
+_BY_BYTE = {CODE_WORDS.value: CODES.value, NIBBLE_WORDS.value: NIBBLES.value, **dict.fromkeys(_IN_TURN, BYTES.value)}
+"""The reader of the same records that takes a byte at a time, for any dims."""
 
 
 @frozen
@@ -58,7 +65,8 @@ class Segment:
 
     kind: one of the readers in `keys`. unit: elements; page and row strides are multiples of them, so that
     loads can be wide.
-    group, scales: codes of a scale, and bytes of a record's scales. dtype: of the cache's elements.
+    group, scales: codes of a scale, and bytes of a record's scales. coding, tail: as CODING and TAIL in `keys`.
+    dtype: of the cache's elements.
     """
 
     kind: int
@@ -67,6 +75,8 @@ class Segment:
     fnuz: bool = False
     group: int = 0
     scales: int = 0
+    coding: int = CODINGS[Coding.FP8]
+    tail: int = 0
     dtype: torch.dtype = torch.uint8
 
     @classmethod
@@ -74,22 +84,27 @@ class Segment:
         """The segment of a cache. aligned: whether its pages and rows begin at multiples of 16 bytes."""
         if not layout.is_quantised:
             return cls(ROWS.value, WIDE // layout.dtype.itemsize if aligned else 1, dtype=layout.dtype)
-        kind, dims = _BY_WORD[layout.name]
-        words = aligned and dims == (layout.coded_dims, layout.plain_dims, layout.group_size)
-        kind, unit = (kind, WIDE) if words else (_BY_BYTE[layout.name], 1)
+        record, dims = layout.key_record, (layout.coded_dims, layout.plain_dims, layout.group_size)
+        by_word = _BY_WORD.get((layout.coding, dims)) if aligned else None
+        if by_word is not None:
+            kind, unit = by_word, WIDE
+        elif record is None or not record.codes_rope:
+            kind, unit = BYTES.value, 1
+        else:
+            kind, unit = CODES.value if layout.fp8_format else NIBBLES.value, 1
         interleaved, fnuz = layout.arrangement is Arrangement.INTERLEAVED, layout.fp8_format is Fp8Format.FNUZ
-        return cls(kind, unit, interleaved, fnuz, layout.group_size, layout.scale_bytes)
+        scales = layout.group_size, layout.scale_bytes, CODINGS[layout.coding], layout.tail_offset
+        return cls(kind, unit, interleaved, fnuz, *scales)
 
     @property
     def in_order(self) -> Segment:
-        """This segment with columns in their order: WORDS becomes BYTES."""
-        return evolve(self, kind=BYTES.value) if self.kind == WORDS.value else self
+        """This segment with columns in their order, read by the byte if need be."""
+        return self.by_byte if self.kind in _IN_TURN else self
 
     @property
     def by_byte(self) -> Segment:
-        """This segment of V4.1's records read by the byte, 64 columns at a time if need be."""
-        kinds = {CODE_WORDS.value: CODES.value, NIBBLE_WORDS.value: NIBBLES.value}
-        return evolve(self, kind=kinds.get(self.kind, self.kind))
+        """This segment read by the byte, 64 columns at a time if need be."""
+        return evolve(self, kind=_BY_BYTE.get(self.kind, self.kind))
 
 
 @frozen
@@ -114,9 +129,10 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
     width = padded(shape.nope + shape.rope)
     pieces = 1 if width <= 256 else 2
     first, second = shape.segments[0], shape.segments[-1]
-    words = all(s.kind == WORDS.value and s.interleaved == first.interleaved for s in shape.segments)
-    first, second = (s if words else s.in_order for s in (first, second))
-    if tuning.reload:
+    alike = all((s.kind, s.interleaved, s.tail) == (first.kind, first.interleaved, first.tail) for s in shape.segments)
+    first, second = (s if alike else s.in_order for s in (first, second))
+    words = first.kind == second.kind == WORDS.value
+    if tuning.reload and not words:
         first, second = first.by_byte, second.by_byte
     exact = torch.float32 in (shape.dtype, first.dtype, second.dtype)
     block = min(tuning.heads, padded(shape.heads))
@@ -135,6 +151,10 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
         "GROUP1": second.group,
         "SCALES0": first.scales,
         "SCALES1": second.scales,
+        "CODING0": first.coding,
+        "CODING1": second.coding,
+        "TAIL0": first.tail,
+        "TAIL1": second.tail,
         "UNIT0": first.unit,
         "UNIT1": second.unit,
         "RAGGED": shape.ragged,

@@ -14,20 +14,21 @@ import triton.language as tl
 from dsv4attn.backends._triton.index_ops.kernels_common import cut_lengths
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_rows
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import cast, decode_e2m1, dequantize
+from dsv4attn.backends._triton.numerics import FP8, cast, decode
 
 
 @triton.jit
 def copy_records(
     target, written, CACHE, block, row, exists, page_stride, data_stride, scale_offset, scale_stride,
     ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
-    FP4: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write records to rows that begin at target [R] pointers, where written [R]; those that do not exist are zeros.
 
     block, row: [R] int64. Nothing is read of a record that does not exist. ALIGNED: as in `insert_key`.
     CACHE: pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
-    NOPE, ROPE: dims that are codes, and bf16 values after them. FP4: e2m1 codes, two to a byte, scales in e4m3fn.
+    NOPE, ROPE: dims that are codes, and bf16 values, which begin TAIL bytes after the first code. CODING: of
+    `numerics`.
     """
     dtype: tl.constexpr = target.dtype.element_ty
     page = CACHE + block * page_stride
@@ -42,15 +43,11 @@ def copy_records(
         member = tl.arange(0, triton.next_power_of_2(GROUP))
         column = (group[:, None] * GROUP + member[None, :])[None, :, :]
         live = ((member < GROUP)[None, :])[None, :, :] & (column < NOPE)
-        at = column // 2 if FP4 else column
+        at = column if CODING == FP8 else column // 2
         code = tl.load(record[:, None, None] + at, mask=exists[:, None, None] & live, other=0).to(tl.int32)
-        if FP4:
-            value = decode_e2m1((code >> (column % 2 * 4)) & 15, byte[:, :, None])
-        else:
-            value = dequantize(code, byte[:, :, None], FNUZ)
-        value = cast(value, dtype, EXACT_CASTS)
+        value = cast(decode(code, byte[:, :, None], column, CODING, FNUZ), dtype, EXACT_CASTS)
         tl.store(target[:, None, None] + column, value, mask=written[:, None, None] & live)
-        tail = (record + NOPE).to(tl.pointer_type(tl.bfloat16))
+        tail = (record + TAIL).to(tl.pointer_type(tl.bfloat16))
     else:
         # [R, D]
         column = tl.arange(0, triton.next_power_of_2(NOPE))[None, :]
@@ -70,7 +67,7 @@ def copy_tile(
     rows_of, CACHE, blocks, first, seq_len, count, rows, row_stride, table_width, num_blocks, block_size,
     page_stride, data_stride, scale_offset, scale_stride, BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr,
     ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
-    FP4: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Copy BLOCK_R of a request's last `count` records, of seq_len >= 0, from number `first` of them on.
 
@@ -87,7 +84,8 @@ def copy_tile(
         target = tl.multiple_of(rows_of + row.to(tl.int64) * row_stride, ROW_ALIGNED)
         copy_records(
             target, exists, CACHE, block.to(tl.int64), (position % block_size).to(tl.int64), exists,
-            page_stride, data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
+            page_stride, data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ,
+            EXACT_CASTS,
         )  # fmt: skip
 
 
@@ -102,7 +100,8 @@ def gather_kernel(
     table_stride: tl.int64, table_width: tl.int32, num_blocks: tl.int32, block_size: tl.int32,
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr,
-    ROPE: tl.constexpr, GROUP: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    ROPE: tl.constexpr, GROUP: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n * ceil(rows / BLOCK_R),): BLOCK_R rows of one request, the first one at `offset`."""
     tiles = tl.cdiv(rows, BLOCK_R)
@@ -117,7 +116,7 @@ def gather_kernel(
         OUT + request * out_stride + offset.to(tl.int64) * row_stride, CACHE, BLOCK_TABLE + request * table_stride,
         first, seq_len, count, rows, row_stride, table_width, num_blocks, block_size,
         page_stride, data_stride, scale_offset, scale_stride,
-        BLOCK_R, ROW_ALIGNED, ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
+        BLOCK_R, ROW_ALIGNED, ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ, EXACT_CASTS,
     )  # fmt: skip
 
 
@@ -130,7 +129,8 @@ def gather_slots_kernel(
     num_blocks: tl.int32, block_size: tl.int32,
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr,
-    ROPE: tl.constexpr, GROUP: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    ROPE: tl.constexpr, GROUP: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (ceil(rows / BLOCK_R),): BLOCK_R rows."""
     # [R]
@@ -141,7 +141,7 @@ def gather_slots_kernel(
     copy_records(
         tl.multiple_of(OUT + row * row_stride, ROW_ALIGNED), row < rows, CACHE, block.to(tl.int64),
         (slot % block_size).to(tl.int64), exists, page_stride, data_stride, scale_offset, scale_stride,
-        ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
+        ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ, EXACT_CASTS,
     )  # fmt: skip
 
 
@@ -168,9 +168,9 @@ def fill_kernel(
     packers: tl.int32, group: tl.int32, tokens: tl.int32, width: tl.int32, rows_stride: tl.int64, num_slots: tl.int64,
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
     ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
-    FP4: tl.constexpr, FNUZ: tl.constexpr,
+    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
     ENTRY_ALIGNED: tl.constexpr, ENTRY_NOPE: tl.constexpr, ENTRY_ROPE: tl.constexpr, ENTRY_GROUP: tl.constexpr,
-    ENTRY_FP4: tl.constexpr, ENTRY_FNUZ: tl.constexpr,
+    ENTRY_CODING: tl.constexpr, ENTRY_TAIL: tl.constexpr, ENTRY_FNUZ: tl.constexpr,
 ):  # fmt: skip
     """Grid: (packers + n * (ceil(offset / BLOCK_R) + ceil(window_rows / BLOCK_R)),): all of a chunk after its lists.
 
@@ -201,12 +201,12 @@ def fill_kernel(
                     row_stride, entry_width, entry_blocks, entry_block_size,
                     entry_page_stride, entry_data_stride, entry_scale_offset, entry_scale_stride,
                     BLOCK_R, ROW_ALIGNED, ENTRY_ALIGNED, ENTRY_NOPE, ENTRY_ROPE, ENTRY_GROUP,
-                    ENTRY_FP4, ENTRY_FNUZ, EXACT_CASTS,
+                    ENTRY_CODING, ENTRY_TAIL, ENTRY_FNUZ, EXACT_CASTS,
                 )  # fmt: skip
         if first >= entry_tiles:
             copy_tile(
                 rows_of + offset.to(tl.int64) * row_stride, CACHE, BLOCK_TABLE + request * table_stride,
                 (first - entry_tiles) * BLOCK_R, seq_len, gather_len, window_rows,
                 row_stride, table_width, num_blocks, block_size, page_stride, data_stride, scale_offset, scale_stride,
-                BLOCK_R, ROW_ALIGNED, ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
+                BLOCK_R, ROW_ALIGNED, ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ, EXACT_CASTS,
             )  # fmt: skip

@@ -13,7 +13,17 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import angles_of, cast, dequantize, rotate, round_to, scale_of_byte
+from dsv4attn.backends._triton.numerics import (
+    FP8,
+    MXFP4,
+    NVFP4,
+    angles_of,
+    cast,
+    dequantize,
+    rotate,
+    round_to,
+    scale_of_byte,
+)
 
 
 @triton.jit
@@ -105,6 +115,18 @@ def quantize_fp4(x):
 
 
 @triton.jit
+def encode(x, CODING: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
+    """Codes [G, S] and scale bytes [G], int32, of groups x [G, S] fp32 that are bf16 values. CODING: of `numerics`."""
+    if CODING == NVFP4:
+        codes, byte = quantize_fp4(x)
+    elif CODING == MXFP4:
+        codes, byte = quantize_e2m1(x, LARGEST, FLOOR)
+    else:
+        codes, byte = quantize(x, FNUZ, LARGEST, FLOOR)
+    return codes, byte
+
+
+@triton.jit
 def turned(x, key, angles, column, live, NOPE: tl.constexpr, ROPE: tl.constexpr, EXACT_CASTS: tl.constexpr):
     """Values x of a key's columns, rotated from NOPE on, rounded to their own type. Arguments as in `insert_key`."""
     place = column - NOPE
@@ -129,14 +151,15 @@ def pack_pairs(code, ROWS: tl.constexpr, BYTES: tl.constexpr):
 def insert_key(
     key, angles, CACHE, slot, num_blocks, block_size, page_stride, data_stride, scale_offset, scale_stride,
     ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, CODED: tl.constexpr,
-    FP4: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write the key at `key` to its slot, if there is such a slot.
 
     key: pointer to [NOPE + ROPE], bf16 or fp32. angles: pointer to [ROPE] fp32, its cosines before its sines; None if
     it is rotated. ALIGNED: bytes that divide the address of every record. CACHE: num_blocks pages, `page_stride`
     elements apart: uint8, or bf16 or fp32 where keys are plain rows. CODED: leading dims that a record holds as codes,
-    NOPE or all. FP4: codes are e2m1, two to a byte, and scales e4m3fn.
+    NOPE or all. CODING: of `numerics`. TAIL: bytes from the first code to the bf16 values.
     """
     block, row = slot // block_size, slot % block_size
     if (slot >= 0) & (block < num_blocks):
@@ -154,18 +177,16 @@ def insert_key(
             if CODED > NOPE and angles is not None:
                 x = turned(x, key, angles, column, live, NOPE, ROPE, EXACT_CASTS)
             x = cast(x, tl.bfloat16, EXACT_CASTS).to(tl.float32)
-            if FP4:
-                codes, byte = quantize_fp4(x)
+            codes, byte = encode(x, CODING, FNUZ, LARGEST, FLOOR)
+            if CODING != FP8:
                 codes = pack_pairs(codes, triton.next_power_of_2(scales), size // 2)
                 # [G, S / 2]
                 column = group[:, None] * (GROUP // 2) + tl.arange(0, size // 2)[None, :]
                 live = column < CODED // 2
-            else:
-                codes, byte = quantize(x, FNUZ, LARGEST, FLOOR)
             tl.store(record + column, codes.to(tl.uint8), mask=live)
             byte = tl.where(group < groups, byte, 0).to(tl.uint8)
             tl.store(page + scale_offset + row * scale_stride + group, byte, mask=group < scales)
-            tail = (record + NOPE).to(tl.pointer_type(tl.bfloat16))
+            tail = (record + TAIL).to(tl.pointer_type(tl.bfloat16))
         else:
             # [D]
             column = tl.arange(0, triton.next_power_of_2(NOPE))
@@ -198,8 +219,8 @@ def insert_kernel(
     k_stride: tl.int64, num_blocks: tl.int32, block_size: tl.int32,
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, CODED: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
-    FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, CODED: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
+    LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): each program writes one key. ROW_ALIGNED: bytes that divide the address of every row of K."""
     wait_then_launch_dependents(PDL)
@@ -207,7 +228,7 @@ def insert_kernel(
     key = tl.multiple_of(K + token * k_stride, ROW_ALIGNED)
     insert_key(
         key, None, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride, data_stride,
-        scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, FP4, FNUZ, LARGEST, FLOOR, EXACT_CASTS,
+        scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, CODING, TAIL, FNUZ, LARGEST, FLOOR, EXACT_CASTS,
     )  # fmt: skip
 
 
@@ -224,7 +245,7 @@ def qnorm_rope_kv_insert_kernel(
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, ROW_ALIGNED: tl.constexpr,
     ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, CODED: tl.constexpr,
-    FP4: tl.constexpr, FNUZ: tl.constexpr,
+    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each.
@@ -241,7 +262,7 @@ def qnorm_rope_kv_insert_kernel(
             key = tl.multiple_of(KV + token * kv_stride, ROW_ALIGNED)
             insert_key(
                 key, angles, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride,
-                data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, FP4, FNUZ, LARGEST,
+                data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, CODING, TAIL, FNUZ, LARGEST,
                 FLOOR, EXACT_CASTS,
             )  # fmt: skip
     else:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
-from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Coding, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
+    "CODINGS",
     "alignment_of_records",
     "alignment_of_rows",
     "check_writer",
@@ -28,6 +30,10 @@ __all__ = [
     "stored_dims",
     "writer_constants",
 ]
+
+
+CODINGS = {Coding.FP8: numerics.FP8.value, Coding.NVFP4: numerics.NVFP4.value, Coding.MXFP4: numerics.MXFP4.value}
+"""The constants of kernels for each coding."""
 
 
 def record_strides(cache: PagedKVCache) -> tuple[int, int, int, int]:
@@ -100,13 +106,17 @@ def _bits(x: float) -> int:
 
 @cache
 def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
-    """Constants of kernels that read records. GROUP is 0 if records are not quantised. FP4: e2m1, scales in e4m3fn."""
+    """Constants of kernels that read records. GROUP is 0 if records are not quantised.
+
+    CODING: of `numerics`. TAIL: bytes from the first code of a record to its bf16 values.
+    """
     nope, rope = stored_dims(layout)
     return {
         "NOPE": nope,
         "ROPE": rope,
         "GROUP": layout.group_size,
-        "FP4": layout.name == "v41_fp4",
+        "CODING": CODINGS[layout.coding] if layout.is_quantised else numerics.FP8.value,
+        "TAIL": layout.tail_offset if layout.is_quantised else 0,
         "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
         "EXACT_CASTS": not INTERPRETED,
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.cache.kernels_insert import pack_pairs, quantize, quantize_e2m1, quantize_fp4
+from dsv4attn.backends._triton.cache.kernels_insert import encode, pack_pairs
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import rotate, round_to, scale_of_byte
 
@@ -159,12 +159,13 @@ def pool(
 def store_entry(
     x, dim, live, CACHE, slot, block_size, page_stride, data_stride, scale_offset, scale_stride,
     D: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, SCALES: tl.constexpr,
-    SCALE_BITS: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
+    SCALE_BITS: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
+    FLOOR: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write an entry x [GROUPS * SIZE] fp32, at the places of `dims_at`, to a slot that exists.
 
-    FP4: whether scales of codes of 4 bits are e4m3fn numbers, and not exponents.
+    CODING: of `numerics`. TAIL: bytes from the first code to the bf16 values.
     """
     row = slot % block_size
     page = CACHE + slot // block_size * page_stride
@@ -176,20 +177,16 @@ def store_entry(
         rounded = round_to(x, tl.bfloat16, EXACT_CASTS)
         # [GROUPS, SIZE], [GROUPS]
         values, group = tl.reshape(rounded.to(tl.float32), (GROUPS, SIZE)), tl.arange(0, GROUPS)
+        codes, byte = encode(values, CODING, FNUZ, LARGEST, FLOOR)
         if CODE_BITS == 8:
-            codes, byte = quantize(values, FNUZ, LARGEST, FLOOR)
             codes = tl.reshape(codes, (GROUPS * SIZE,))
             tl.store(record + dim, codes.to(tl.uint8), mask=live & (dim < NOPE))
         else:
-            if FP4:
-                codes, byte = quantize_fp4(values)
-            else:
-                codes, byte = quantize_e2m1(values, LARGEST, FLOOR)
             packed = pack_pairs(codes, GROUPS, SIZE // 2)
             at = group[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
             tl.store(record + at, packed.to(tl.uint8), mask=at < NOPE // 2)
         if NOPE < D:
-            tail = (record + NOPE).to(tl.pointer_type(tl.bfloat16))
+            tail = (record + TAIL).to(tl.pointer_type(tl.bfloat16))
             tl.store(tail + (dim - NOPE), rounded, mask=live & (dim >= NOPE))
         scales = page + scale_offset + row * scale_stride
         if SCALE_BITS == 32:
@@ -207,7 +204,8 @@ def make_entry(
     num_positions, angle_stride, block_size, page_stride, data_stride, scale_offset, scale_stride,
     D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STATES_ALIGNED: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
-    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr,
+    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr,
+    FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, IN_ORDER: tl.constexpr,
     ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +237,7 @@ def make_entry(
     x = tl.join(tl.where(turned, turned_even, even), tl.where(turned, turned_odd, odd))
     store_entry(
         tl.reshape(x, (block,)), dim, live, CACHE, slot, block_size, page_stride, data_stride, scale_offset,
-        scale_stride, D, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, FP4, FNUZ, LARGEST, FLOOR, GROUPS, SIZE,
+        scale_stride, D, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, CODING, TAIL, FNUZ, LARGEST, FLOOR, GROUPS, SIZE,
         ALIGNED, EXACT_CASTS,
     )  # fmt: skip
 
@@ -314,7 +312,8 @@ def compress_kernel(
     scale_offset: tl.int64, scale_stride: tl.int64,
     D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STATES_ALIGNED: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
-    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr,
+    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr,
+    FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, IN_ORDER: tl.constexpr,
     TOKENS: tl.constexpr, ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
@@ -335,6 +334,6 @@ def compress_kernel(
             WEIGHT, ANGLES, CACHE, eps, num_requests, num_columns, table_stride, state_blocks, state_size,
             state_inverse, state_page, state_stride, num_positions, angle_stride, block_size, page_stride, data_stride,
             scale_offset, scale_stride, D, ROPE, RATIO, OVERLAP, ROWS, LANES, STATES_ALIGNED, NOPE, GROUP, CODE_BITS,
-            SCALES, SCALE_BITS, FP4, FNUZ, LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
+            SCALES, SCALE_BITS, CODING, TAIL, FNUZ, LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
         )  # fmt: skip
         found = tl.min(tl.where(completes & (index > found), index, TOKENS), 0)

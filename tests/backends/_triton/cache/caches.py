@@ -34,6 +34,10 @@ LAYOUTS = [
     KVCacheLayout.v41_fp4(arrangement=Arrangement.SPLIT),
     KVCacheLayout.v41_fp8(31, 10),
     KVCacheLayout.v41_fp4(34, 6),
+    KVCacheLayout.of_record("v4_nvfp4"),
+    KVCacheLayout.of_record("v4_mxfp4"),
+    KVCacheLayout.of_record("v4_nvfp4", 36, 6),
+    KVCacheLayout.of_record("v4_mxfp4", 76, 10),
 ]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.fingerprint}:{layout.fp8_max:g}")
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -62,7 +66,7 @@ def poisoned(
     assert not start % max(element, 2)
     apart = layout.record_bytes if layout.is_quantised else layout.record_bytes + gap % 16
     page = size * apart + (size * apart) % 2 + gap
-    if layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED:
+    if layout.has_whole_record_pages:
         page = round_up(page, layout.record_bytes)
     raw = torch.full((start + blocks * page + 64,), 0xFF, dtype=torch.uint8, device=device).view(layout.dtype)
     shape, strides = (blocks, size, layout.record_bytes // element), (page // element, apart // element, 1)
