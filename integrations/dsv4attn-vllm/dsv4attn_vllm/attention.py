@@ -25,7 +25,7 @@ from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_wei
 from dsv4attn.core.model.rope import apply_rope, is_rotation
 from dsv4attn.core.tensorspec import signature
 from dsv4attn_vllm.arguments import backend_of_vllm
-from dsv4attn_vllm.compressor import adopt
+from dsv4attn_vllm.compressor import adopt, adopt_insert
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 from dsv4attn_vllm.indexer import (
     IndexCache,
@@ -38,6 +38,7 @@ from dsv4attn_vllm.indexer import (
 )
 from dsv4attn_vllm.invariance import scores_of
 from dsv4attn_vllm.metadata import Backend, SWABackend, V41Backend, V41SWABackend
+from dsv4attn_vllm.records import V41IndexPages, v41_records
 from dsv4attn_vllm.replacements import original
 from dsv4attn_vllm.serving import serving_of
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, register_remaining, without_warmup
@@ -316,7 +317,8 @@ class Dsv41Attention(Dsv4Attention, _V41Layer):
     _dense: Tensor | None = None
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
-        super().__init__(vllm_config, *args, **kwargs)
+        with v41_records(vllm_config):
+            super().__init__(vllm_config, *args, **kwargs)
         serving = self._serving
         for cache, actual, layout in (
             ("window", self.swa_bytes_per_token, serving.swa_layout),
@@ -329,16 +331,22 @@ class Dsv41Attention(Dsv4Attention, _V41Layer):
     # ---------------------------------------------------------------- steps around attention, see `steps`
 
     def _indexer_cls(self, k_cache: Any) -> Any:  # noqa: ANN401 - a cache and a class of vLLM's
-        if INDEXER not in self._serving.steps:
-            return super()._indexer_cls(k_cache)
-        k_cache.__class__ = V41IndexCache
-        return V41Indexer
+        if INDEXER in self._serving.steps:
+            k_cache.__class__ = V41IndexCache
+            return V41Indexer
+        if self._serving.is_fp4:
+            k_cache.__class__ = V41IndexPages
+        return super()._indexer_cls(k_cache)
 
     def _put_steps(self) -> None:
         if INDEXER in self._serving.steps and self.indexer is not None:
             check_selector(self.prefix, self.indexer)
-        if COMPRESSOR in self._serving.steps and self.compressor is not None:
+        if self.compressor is None:
+            return
+        if COMPRESSOR in self._serving.steps:
             adopt(self.compressor, self._serving)
+        elif self._serving.inserts_entries:
+            adopt_insert(self.compressor, self._serving)
 
     # ---------------------------------------------------------------- caches
 

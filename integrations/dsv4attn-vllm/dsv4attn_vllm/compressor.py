@@ -18,7 +18,7 @@ from dsv4attn_vllm.metadata import StateBackend, V41StateBackend
 if TYPE_CHECKING:
     from dsv4attn_vllm.serving import Serving
 
-__all__ = ["Compressor", "V41Compressor", "adopt", "bound_cache", "in_fp32"]
+__all__ = ["Compressor", "V41Compressor", "V41Insert", "adopt", "adopt_insert", "bound_cache", "in_fp32"]
 
 _LONG = 128
 """For this ratio vLLM's metadata say whether any request completes an entry."""
@@ -124,7 +124,20 @@ class V41StateCache(v41.CompressorStateCache):
         return V41StateBackend
 
 
-class V41Compressor(OnDsv4attn, v41.DeepseekCompressor):
+class V41Insert(OnDsv4attn, v41.DeepseekCompressor):
+    """vLLM's compressor of V4.1, whose entries are stored by dsv4attn: vLLM's kernel for 4 bits is one of sm_100."""
+
+    def insert_cache(self, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Store the entries that the tokens of a step complete. Rows after the tokens of the step are not read."""
+        if latent is None:
+            return
+        slots = get_forward_context().attn_metadata[self.k_cache_prefix].slot_mapping[: len(latent)]
+        tokens, norm = len(slots), EntryNorm(None, self.rms_norm_eps, rotary_emb.cos_sin_cache)
+        store = self._serving.layer_ops.norm_rope_store
+        store(latent[:tokens], positions[:tokens], slots, norm, self.compress_ratio, self._bound_entries())
+
+
+class V41Compressor(V41Insert):
     """A compressor of V4.1: it makes latents, from which entries and index keys are made."""
 
     def forward(self, kv_score: Tensor, positions: Tensor) -> Tensor | None:
@@ -150,16 +163,6 @@ class V41Compressor(OnDsv4attn, v41.DeepseekCompressor):
         kv, score = kv_score[:tokens].split(self.head_dim, -1)
         rings = StatePages(self._bound_states(self.state_cache.kv_cache, self.head_dim), state.ring_table)
         return steps.compress_latents(kv, score, positions[:tokens], state.requests, weight, eps, ratio, rings)
-
-    def insert_cache(self, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Store the entries that the tokens of a step complete."""
-        if latent is None:
-            return
-        tokens = len(latent)
-        slots = get_forward_context().attn_metadata[self.k_cache_prefix].slot_mapping[:tokens]
-        norm = EntryNorm(None, self.rms_norm_eps, rotary_emb.cos_sin_cache)
-        store = self._serving.layer_ops.norm_rope_store
-        store(latent, positions[:tokens], slots, norm, self.compress_ratio, self._bound_entries())
 
 
 def in_fp32(weight: Tensor, copy: Tensor | None) -> Tensor:
@@ -191,4 +194,10 @@ def adopt(compressor: DeepseekCompressor | v41.DeepseekCompressor, serving: Serv
         compressor.__class__ = Compressor
         if serving.backend.deterministic:
             compressor.state_cache.__class__ = StateCache
+    compressor._serving = serving  # noqa: SLF001 - of this module
+
+
+def adopt_insert(compressor: v41.DeepseekCompressor, serving: Serving) -> None:
+    """Let a compressor that vLLM has built store its entries by dsv4attn; all else stays vLLM's."""
+    compressor.__class__ = V41Insert
     compressor._serving = serving  # noqa: SLF001 - of this module

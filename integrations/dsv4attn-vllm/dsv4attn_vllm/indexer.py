@@ -22,6 +22,7 @@ from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn_vllm.compressor import bound_cache, in_fp32
 from dsv4attn_vllm.guard import GUARD, RefusedError
 from dsv4attn_vllm.index_metadata import IndexBackend, V41IndexBackend
+from dsv4attn_vllm.records import V41IndexPages
 from dsv4attn_vllm.serving import serving_of
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def indexer_globals() -> Iterator[None]:
 # ---------------------------------------------------------------- DeepSeek-V4.1
 
 
-class V41IndexCache(v41.DeepseekV4IndexerCache):
+class V41IndexCache(V41IndexPages):
     """The cache of index keys; its metadata are made by dsv4attn's builder."""
 
     def get_attn_backend(self) -> type[V41IndexBackend]:

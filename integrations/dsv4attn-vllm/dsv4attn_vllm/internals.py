@@ -271,6 +271,10 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         _replaced(
             f"{_V41}.attention:DeepseekV4IndexerCache", "indexer:V41IndexCache", "get_attn_backend", callers=_RUNNER
         ),
+        _replaced(
+            f"{_V41}.attention:DeepseekV4IndexerCache", "records:V41IndexPages", "get_kv_cache_spec", callers=_RUNNER
+        ),
+        Written(f"{_V41}.attention", "_use_v41_mxfp8_kv_record"),
         _replaced(f"{_V41}.attention:DeepseekV4Indexer", "indexer:V41Indexer", "_produce_k forward forward_q"),
         Called(f"{_V41}.attention:DeepseekV4Indexer", "_wq_b_proj", 2),
         Stored(
@@ -282,7 +286,13 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         _replaced(
             f"{_V41}.compressor:DeepseekCompressor",
             "compressor:V41Compressor",
-            "forward insert_cache",
+            "forward",
+            callers=(f"{_V41}.attention",),
+        ),
+        _replaced(
+            f"{_V41}.compressor:DeepseekCompressor",
+            "compressor:V41Insert",
+            "insert_cache",
             callers=(f"{_V41}.attention",),
         ),
         Stored(f"{_V41}.compressor:DeepseekCompressor", _COMPRESSOR),

@@ -37,9 +37,10 @@ from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError, is_before_0_33
 from dsv4attn_vllm.invariance import check_invariance, is_invariant
 from dsv4attn_vllm.projection import settings_for, steps_with
+from dsv4attn_vllm.records import FP4_CACHE, are_of_v41
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen, v41_steps
 
-__all__ = ["CACHE_DTYPES", "FP4_CACHE", "MOST_CHECKED", "V41_CACHE_DTYPES", "Serving", "check_arguments", "serving_of"]
+__all__ = ["CACHE_DTYPES", "MOST_CHECKED", "V41_CACHE_DTYPES", "Serving", "check_arguments", "serving_of"]
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 """Values of --kv-cache-dtype that mean records of 584 bytes."""
@@ -47,15 +48,14 @@ CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 V41_CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla")
 """The same for DeepSeek-V4.1, where they mean records of 528 bytes on sm_100."""
 
-FP4_CACHE = "nvfp4_ds_mla"
-"""On sm_100, for DeepSeek-V4.1: compressed records of 288 bytes."""
-
 MOST_CHECKED = 64
 """Most keys that are remembered: sizes of the last steps x kinds of layers."""
 
 _NOPE, _ROPE = 448, 64
 _V41_PAGE = 32
 """Tokens of a page of V4.1's window caches."""
+_V41_RECORD, _FP4_RECORD = 528, 288
+"""Bytes of V4.1's own records: of 8 bits a value, and of 4."""
 _KIND_OF_RATIO = {1: LayerKind.SWA, 4: LayerKind.CSA, 128: LayerKind.HCA}
 _V41_KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.CSA, 2: LayerKind.CSA}
 _PARTS = {COMPRESSOR: ("compressor",), INDEXER: ("indexer", "selection"), MHC: ("hyper_connections",)}
@@ -87,6 +87,7 @@ class Serving:
     """How the layers of one model are served: one object for all layers, so that they share prepared calls.
 
     swa_layout, compressed_layout, index_layout: of the caches. steps: those around attention that run on dsv4attn.
+    inserts_entries: whether V4.1's compressed entries are stored by dsv4attn though the compressor is vLLM's.
     problems: what the backend was chosen for. warm: whether its kernels were compiled. scratch: memory of a process
     for which vLLM has no workspace. checked: keys of inserts whose arguments were checked, at most MOST_CHECKED.
     """
@@ -99,6 +100,7 @@ class Serving:
     compressed_layout: KVCacheLayout
     index_layout: KVCacheLayout
     steps: frozenset[str] = frozenset()
+    inserts_entries: bool = False
     problems: Sequence[Problem] = ()
     warm: bool = False
     scratch: WorkspaceManager | None = None
@@ -108,6 +110,11 @@ class Serving:
     def layer_ops(self) -> LayerOps:
         """The backend's table of ops around attention."""
         return self.backend.layer_ops
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether compressed records have 4 bits a value."""
+        return self.compressed_layout.record_bytes == _FP4_RECORD
 
     def know(self, key: tuple[object, ...]) -> None:
         """Remember that the arguments of this key were checked."""
@@ -158,7 +165,8 @@ class Serving:
     def bounds(self) -> WarmupSpec:
         """What is compiled ahead: kernels of attention, and of the steps around it that run on dsv4attn."""
         layouts = {"swa": self.swa_layout, "compressed": self.compressed_layout, "index": self.index_layout}
-        parts = tuple(part for step, several in _PARTS.items() if step in self.steps for part in several)
+        steps = self.steps | {COMPRESSOR} if self.inserts_entries else self.steps
+        parts = tuple(part for step, several in _PARTS.items() if step in steps for part in several)
         return WarmupSpec.of(self.model, self.limits, layer_steps=bool(parts), parts=parts, **layouts)
 
     def warm_up(self, layer: LayerGeometry, device: torch.device) -> None:
@@ -230,28 +238,35 @@ def _checked_facts(vllm_config: Any, *, v41: bool) -> _Facts:  # noqa: ANN401 - 
 
 
 def _v41_records(vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401 - as above
-    """Bytes of the records of V4.1's window caches and compressed caches, as vLLM chooses them."""
-    from vllm.platforms import current_platform
-
-    blackwell = current_platform.is_device_capability_family(100)
-    if blackwell and is_before_0_33(GUARD.installed()):
+    """Bytes of the records of V4.1's window caches and compressed caches: those named, else as vLLM chooses them."""
+    blackwell, named = _is_blackwell(), are_of_v41(vllm_config)
+    if (blackwell or named) and is_before_0_33(GUARD.installed()):
+        what = f"--kv-cache-dtype {FP4_CACHE}" if named else "DeepSeek-V4.1 on sm_100"
         expected = "vLLM 0.33 or newer, whose pages are whole records of 528 bytes apart"
         cure = "install such a vLLM"
-        raise RefusedError("DeepSeek-V4.1 on sm_100", expected=expected, actual=GUARD.installed(), cure=cure)
-    if vllm_config.cache_config.cache_dtype == FP4_CACHE and blackwell:
-        return 528, 288
-    return (528, 528) if blackwell else (584, 584)
+        raise RefusedError(what, expected=expected, actual=GUARD.installed(), cure=cure)
+    if named:
+        return _V41_RECORD, _FP4_RECORD
+    return (_V41_RECORD, _V41_RECORD) if blackwell else (584, 584)
+
+
+def _is_blackwell() -> bool:
+    """Whether this GPU is one of sm_100, for which vLLM chooses V4.1's own records, and has kernels for them."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_device_capability_family(100))
 
 
 def _check(vllm_config: Any, *, v41: bool) -> None:  # noqa: ANN401 - as above
     """Refuse what has no counterpart in dsv4attn, and a vLLM whose metadata lack what the builders read."""
+    from vllm.platforms import current_platform
     from vllm.v1.attention import backend as attention_backend
 
     if "positions" not in attention_backend.CommonAttentionMetadata.__dataclass_fields__:
         expected, cure = "a field of vLLM's metadata", "install a version of vLLM that was tested"
         raise RefusedError("CommonAttentionMetadata.positions", expected=expected, actual="none", cure=cure)
     dtype, served = vllm_config.cache_config.cache_dtype, V41_CACHE_DTYPES if v41 else CACHE_DTYPES
-    if v41 and _v41_records(vllm_config)[0] == 528:
+    if v41 and not current_platform.is_rocm():
         served = (*served, FP4_CACHE)
     if dtype not in served:
         cure = "leave --kv-cache-dtype out, or pass fp8"
@@ -362,9 +377,9 @@ def _planned(facts: _Facts) -> tuple[KVCacheLayout, KVCacheLayout, list[Problem]
     swa = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ if facts.fnuz else Fp8Format.OCP)
     # vLLM's compressor writes OCP codes on every device
     compressed = KVCacheLayout.fp8_ds_mla()
-    if facts.records is not None and facts.records[0] == 528:
+    if facts.records is not None and facts.records[0] == _V41_RECORD:
         swa = KVCacheLayout.v41_fp8()
-        compressed = KVCacheLayout.v41_fp4() if facts.records[1] == 288 else swa
+        compressed = KVCacheLayout.v41_fp4() if facts.records[1] == _FP4_RECORD else swa
     return swa, compressed, [problem for phase in PHASES for problem in _problems(facts, phase, swa, compressed)]
 
 
@@ -382,7 +397,12 @@ def _serving(facts: _Facts) -> Serving:
         LOG.info("%s runs on %s", phase, verdict)
     if steps:
         LOG.info("%s on dsv4attn (%s)", ", ".join(sorted(steps)), VARIABLE)
-    return Serving(facts.model, facts.limits, facts.device, backend, swa, compressed, index, steps, problems)
+    if facts.records is not None:
+        LOG.info("a token has %d bytes in window caches, an entry %d in compressed ones", *facts.records)
+    # vLLM's kernel for 4 bits has an instruction that other GPUs lack
+    inserts = compressed.record_bytes == _FP4_RECORD and COMPRESSOR not in steps and not _is_blackwell()
+    sizes, layouts = (facts.model, facts.limits, facts.device), (swa, compressed, index)
+    return Serving(*sizes, backend, *layouts, steps, inserts, problems)
 
 
 def _problems(facts: _Facts, phase: str, swa: KVCacheLayout, compressed: KVCacheLayout) -> list[Problem]:

@@ -69,6 +69,8 @@ PAGES, MOST_PAGES = 500, 1000
 CPU = torch.device("cpu")
 RECORDS = {584: (64, 8, True), 528: (32, 16, False)}
 """Codes under a scale, bytes of scales, and whether they come after all codes of a page, by bytes of a record."""
+FP4_RECORD = 288
+"""Bytes of a record of 4 bits a value."""
 WINDOWS = "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL"
 """VLLM's kernel that lists the window of each token."""
 
@@ -125,15 +127,18 @@ def world(
         torch.set_default_dtype(old_dtype)
 
 
-def planned_caches(config: VllmConfig, pages: int = PAGES) -> KVCacheConfig:
-    """What vLLM's engine core plans for the layers that were built with this configuration."""
+def planned_caches(config: VllmConfig, pages: int | None = PAGES, memory: int = 2**40) -> KVCacheConfig:
+    """What vLLM's engine core plans for the layers that were built with this configuration.
+
+    pages: None: as many as fit in the memory, in bytes.
+    """
     register_all_kvcache_specs(config)
     specs = get_kv_cache_spec(config)
     names = [layout.name for layout in get_supported_kv_cache_layouts(get_current_attn_backends(config))]
     resolve_kv_cache_layout(config, [names], specs.values())
     config.cache_config.num_gpu_blocks_override = pages
     groups = [get_global_kv_cache_groups(config, [specs])] if get_global_kv_cache_groups else []
-    [caches] = get_kv_cache_configs(config, [specs], [2**40], *groups)
+    [caches] = get_kv_cache_configs(config, [specs], [memory], *groups)
     caches.kv_cache_layout = config.cache_config.kv_cache_layout
     return caches
 
@@ -381,6 +386,9 @@ class Engine:
     def records(self, cache: Tensor, prefix: str, index: int, numbers: Sequence[int]) -> list[np.ndarray]:
         """Records of a request in float64, read from a cache by its block table."""
         (page, record), table = cache.shape[1:], self.tables[self.group_of(prefix)]
+        if record == FP4_RECORD:
+            rows = [cache[int(table[index][number // page]), number % page].numpy() for number in numbers]
+            return [oracle.read_fp4(row, 512) for row in rows]
         group, scales, split = RECORDS[record]
         rope = 64 if split else 0
         shape = {"block_size": page, "nope_dim": 512 - rope, "rope_dim": rope, "group_size": group, "fnuz": False}

@@ -11,6 +11,7 @@ import pytest
 from attrs import evolve, frozen
 from dsv4attn_vllm import replacements, serving
 from dsv4attn_vllm.cuda import CUDAAttention, V41CUDAAttention, select_attention, select_v41_attention
+from dsv4attn_vllm.records import FP4_CACHE
 from engine import Engine, config_of, world
 from v41 import RATIOS, V41Engine, v41_config
 from vllm.config import VllmConfig
@@ -73,7 +74,7 @@ V41 = Model(
     select=select_v41_attention,
     platforms=replacements.V41_PLATFORMS,
     flash_mla="FLASHMLA_SPARSE_DSV41",
-    dtypes=serving.V41_CACHE_DTYPES,
+    dtypes=(*serving.V41_CACHE_DTYPES, FP4_CACHE),
 )
 V41_WITH_STEPS = evolve(V41, steps="indexer,compressor")
 """V4.1 with dsv4attn's compressor and indexer, which on a CPU are the default of V4 alone."""

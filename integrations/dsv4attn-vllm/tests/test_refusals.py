@@ -13,6 +13,7 @@ from dsv4attn_vllm import replacements, serving
 from dsv4attn_vllm.attention import insert_context_kv
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.records import FP4_CACHE
 from engine import KINDS, config_of, with_images, world
 from models import V4, V41, Model
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -38,7 +39,7 @@ CONTEXT = "expected 1, as vLLM's layers of DeepSeek-V4 exchange nothing among ra
 OPTIONS: list[tuple[str, object, str]] = [
     *(
         ("cache_config.cache_dtype", dtype, f"--kv-cache-dtype: expected {{dtypes}}, got {dtype} -> leave")
-        for dtype in ("bfloat16", "fp8_e5m2", "nvfp4_ds_mla")
+        for dtype in ("bfloat16", "fp8_e5m2")
     ),
     *(
         (
@@ -60,6 +61,12 @@ def test_an_option_that_is_not_served(model: Model, path: str, value: object, sa
         setattr(getattr(config, owner), name, value)
 
         assert said.format(dtypes=" or ".join(model.dtypes)) in refusal(config, model.layer)
+
+
+def test_records_of_v41_are_refused_for_v4(config: VllmConfig) -> None:
+    config.cache_config.cache_dtype = FP4_CACHE
+
+    assert "--kv-cache-dtype: expected auto or fp8 or fp8_e4m3 or fp8_ds_mla, got nvfp4" in refusal(config)
 
 
 @pytest.mark.parametrize("dtype", serving.CACHE_DTYPES)

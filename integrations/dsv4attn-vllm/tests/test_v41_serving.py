@@ -12,9 +12,8 @@ from dsv4attn_vllm import serving, steps
 from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import GUARD, RefusedError
 from engine import config_of, with_images, world
-from v41 import V41Engine, since_0_33, v41_config
+from v41 import V41Engine, fake_family, since_0_33, v41_config
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
 import dsv4attn as ds
 
@@ -29,8 +28,7 @@ def config() -> Iterator[VllmConfig]:
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faked: that this is a GPU of sm_100."""
-    is_blackwell = classmethod(lambda _, family, *__: family == 100)
-    monkeypatch.setattr(type(current_platform), "is_device_capability_family", is_blackwell)
+    fake_family(monkeypatch, 100)
 
 
 def layer_of(config: VllmConfig, index: int = 0) -> Any:

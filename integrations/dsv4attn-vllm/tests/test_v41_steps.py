@@ -15,10 +15,9 @@ from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.indexer import V41Indexer
 from engine import Request, bytes_of, world
 from torch import Tensor
-from v41 import WholeV41Engine, since_0_33, v41_config, whole_v41_engine
+from v41 import WholeV41Engine, fake_family, since_0_33, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
-from vllm.platforms import current_platform
 from whole import OwnLayers, both
 
 from dsv4attn.core.contract.device import DeviceFacts
@@ -72,8 +71,7 @@ def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> No
     from vllm.v1.attention.backends.mla import indexer
 
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    is_blackwell = classmethod(lambda _, family, *__: family == 100)
-    monkeypatch.setattr(type(current_platform), "is_device_capability_family", is_blackwell)
+    fake_family(monkeypatch, 100)
     for module in (attention, indexer):
         monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
     with whole_engine(CANDIDATES, kv_cache_dtype="nvfp4_ds_mla") as engine:

@@ -1,7 +1,7 @@
 """Steps of vLLM's DeepSeek-V4.1 layers.
 
-Faked, next to what conftest.py says: blocks have 128 tokens, as on GPUs, because vLLM sets 16 on a CPU. Each index
-source has a random selection of its own, because vLLM's indexer needs DeepGEMM.
+Faked, next to what conftest.py says: blocks have the tokens that they have on GPUs, 64 on sm_90 and else 128, because
+vLLM sets 16 on a CPU. Each index source has a random selection of its own, because vLLM's indexer needs DeepGEMM.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from dsv4attn_vllm.metadata import V41Backend
 from engine import BEFORE_0_33, Engine, Request, config_of, generator, world
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from whole import HiddenStates, products_in_fp64
 
 RATIOS = (0, 2, 2, 1, 1, 1)
@@ -57,7 +59,6 @@ TEXT: dict[str, Any] = {
     "dspark_block_size": 5,
     "dspark_target_layer_ids": [3, 4, 5],
 }
-BLOCK = 128
 since_0_33 = pytest.mark.skipif(BEFORE_0_33, reason="records of 528 bytes of vLLM 0.32 are refused")
 
 
@@ -73,15 +74,24 @@ def model_folder(**changed: Any) -> str:
 def v41_config(sizes: dict[str, Any] | None = None, **arguments: Any) -> VllmConfig:
     """VLLM's own configuration of that model, with other sizes."""
     config = config_of(model_folder(**(sizes or {})), **arguments)
-    config.cache_config.block_size = BLOCK
+    [config.cache_config.block_size] = V41Backend.get_supported_kernel_block_sizes()
     return config
+
+
+def fake_family(monkeypatch: pytest.MonkeyPatch, family: int) -> None:
+    """Fake that this is a GPU of a family, such as 90."""
+    is_family = classmethod(lambda _, other, *__: other == family)
+    monkeypatch.setattr(type(current_platform), "is_device_capability_family", is_family)
 
 
 class V41Engine(Engine):
     """Layers of V4.1. chosen: the selection [rows, 32] that each layer read in the last step, by prefix."""
 
     WINDOW_PAGE = 32
-    BLOCK = BLOCK
+
+    def __init__(self, config: VllmConfig, *args: Any, **options: Any) -> None:
+        self.BLOCK = config.cache_config.block_size
+        super().__init__(config, *args, **options)
 
     def select(self, work: Sequence[tuple[Request, int]]) -> None:
         """Leave the selection to the index sources; rows that they do not write have an earlier step's selection."""
