@@ -5,6 +5,7 @@ Everything that cannot be served is refused here: when vLLM has resolved its arg
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -175,8 +176,9 @@ class Serving:
         for space in self._workspaces():
             space.reserve(plan, caller="profiling")
         if not self.warm and device.type != "cpu":
+            begin = time.perf_counter()
             count = self.backend.warmup(self.bounds(), device)
-            LOG.info("compiled %d kernels of %s", count, self.backend.name)
+            LOG.info("compiled %d kernels of %s in %.1f s", count, self.backend.name, time.perf_counter() - begin)
         self.warm = True
 
 

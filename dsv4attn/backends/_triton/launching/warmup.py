@@ -43,8 +43,11 @@ def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a ba
     forms = [(variant, far) for variant in distinct for far in ((False, True) if runtime.FAR_FORMS else (False,))]
     with device_context(device), compiled() as seen:
         in_workers, workers = compile_in_processes(forms, driver.active.get_current_target())
-        with ThreadPoolExecutor(threads()) as executor, triton.AsyncCompileMode(executor):
-            kernels = [_compile(variant, far=far) for variant, far in forms]
+        with ThreadPoolExecutor(threads()) as executor:
+            with triton.AsyncCompileMode(executor):
+                kernels = [_compile(variant, far=far) for variant, far in forms]
+            # all of them, and the first error
+            list(executor.map(_build_launcher, kernels))
         for kernel in kernels:
             _load(kernel)
     seconds, in_this_process = time.perf_counter() - begin, sum(not hit for _, hit in seen)
@@ -65,11 +68,24 @@ def _compile(variant: Variant, *, far: bool) -> CompiledKernel:
     return variant.kernel.warmup(*variant.stand_ins(far=far), grid=(1,), **dict(variant.constants), **variant.options)
 
 
+def _finished(kernel: CompiledKernel) -> CompiledKernel:
+    return kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
+
+
+def _build_launcher(kernel: CompiledKernel) -> None:
+    """Have Triton put the kernel's launcher into its disk cache.
+
+    Triton 3.6 compiles a launcher in C for each signature. Where kernels are loaded one after the other, 200 launchers
+    take a minute; a C compiler is a process of its own, so that threads can wait for several.
+    """
+    compiled_kernel = _finished(kernel)
+    driver.active.launcher_cls(compiled_kernel.src, compiled_kernel.metadata)
+
+
 def _load(kernel: CompiledKernel) -> None:
     """Load a binary. Otherwise the first launch loads it, perhaps while a graph is captured."""
-    compiled_kernel = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
     # reading this property loads the binary
-    compiled_kernel.run  # noqa: B018
+    _finished(kernel).run  # noqa: B018
 
 
 @contextmanager
