@@ -50,7 +50,7 @@ class WatchedLayerOps(LayerOps):
     @classmethod
     def around(cls, plain: LayerOps, wrap: Callable[[str, Any], Any]) -> WatchedLayerOps:
         """`wrap(name, op)` of each op, and the other fields as they are."""
-        ops = {op for group in (*_LAYER_GROUPS,) for op in GROUPS[group]}
+        ops = {op for group in (*_LAYER_GROUPS, "products") for op in GROUPS[group]}
         values = {each.name: getattr(plain, each.name) for each in fields(LayerOps)}
         changed = {name: wrap(name, op) for name, op in values.items() if name in ops and op is not None}
         return cls(**{**values, **changed}, plain=plain)

@@ -19,7 +19,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.launching.warmup import warm
-from dsv4attn.backends._triton.layer import ops, output
+from dsv4attn.backends._triton.layer import ops, output, products
 from dsv4attn.backends._triton.layer.variants import variants as layer_variants
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.cache.layout import KVCacheLayout
@@ -202,6 +202,8 @@ class TritonBackend(Backend):
             yield from self._attention_variants(bounds, layer, tuning)
         if bounds.model is not None:
             yield from layer_variants(bounds, device.arch)
+            if self.deterministic:
+                yield from products.variants(device.arch)
 
     def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Variants of the attention kernel in both phases."""

@@ -20,6 +20,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_align
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.kernels_projection import project_kernel
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
+from dsv4attn.backends._triton.support import ONE_ORDER
 
 __all__ = ["inv_rope_o_proj", "variants"]
 
@@ -53,11 +54,17 @@ def tiles_for(arch: str) -> tuple[Tile, Tile, Tile]:
     return TILES.get(arch, (SMALL, MIDDLE, LARGE))
 
 
-def tile_of(tokens: int, dtype: torch.dtype, aligned: int, arch: str = "") -> Tile:
-    """Tile of a product in this dtype. With 129 tokens of the model or more, LARGE tiles fill a device of 128 cores."""
+def tile_of(tokens: int, dtype: torch.dtype, aligned: int, arch: str = "", *, deterministic: bool = False) -> Tile:
+    """Tile of a product in this dtype. With 129 tokens of the model or more, LARGE tiles fill a device of 128 cores.
+
+    deterministic: bits of a row must not depend on the tile. Middle and large tiles sum the same columns in one order,
+    and where they use one matrix instruction too, their bits are equal.
+    """
     if dtype == torch.float32 or aligned < WIDE:
         return PLAIN
     small, middle, large = tiles_for(arch)
+    if deterministic:
+        return large if tokens > 128 and arch in ONE_ORDER else middle
     return small if tokens <= 16 else middle if tokens <= 128 else large
 
 
@@ -74,8 +81,8 @@ def inv_rope_o_proj(
 ) -> Tensor:
     """Undo the rotation of o [T, H, D] and project each group of its heads; see `contract.Backend`.
 
-    out: [T, G, rank] like o, any strides but that of the last dimension; made here if it is None. deterministic: every
-    row is summed in one order, whatever T; otherwise tiles, and with them the order, follow T. turned: leading tokens
+    out: [T, G, rank] like o, any strides but that of the last dimension; made here if it is None. deterministic: bits
+    of a row do not depend on T; otherwise tiles, and with them the order of sums, follow T. turned: leading tokens
     whose rotation is undone already; they are projected as they are.
     """
     tokens, heads, dim = o.shape
@@ -83,7 +90,7 @@ def inv_rope_o_proj(
     out = o.new_empty(tokens, num_groups, rank) if out is None else out
     dtype = torch.promote_types(o.dtype, wo_a.dtype)
     aligned = alignment_of_rows(o, wo_a)
-    tile = tile_of(MIDDLE.tokens if deterministic else tokens, dtype, aligned, architecture())
+    tile = tile_of(tokens, dtype, aligned, architecture(), deterministic=deterministic)
     launch(
         project_kernel,
         (num_groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),

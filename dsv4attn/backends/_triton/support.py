@@ -10,12 +10,19 @@ from dsv4attn.core.contract.problem import Problem, Reason, layout_reasons
 from dsv4attn.core.model.layer_geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["FP8_UNITS", "index_notes", "require_release", "support"]
+__all__ = ["FP8_UNITS", "ONE_ORDER", "index_notes", "require_release", "support"]
 
 INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
 _WIDEST = 512
 FP8_UNITS = "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"
 """Architectures that convert to e4m3 codes of OCP, and multiply them, in one instruction."""
+ONE_ORDER = frozenset({"sm_90"})
+"""Architectures where products of codes, and of bf16, have equal bits in all tiles with 64 rows or more of one operand.
+
+All of these tiles use one matrix instruction there, which adds the products of its columns in an order that does not
+depend on its rows. A test on the device compares the bits (`tests/backends/_triton/layer/test_products.py`). Elsewhere
+deterministic products have one tile.
+"""
 _OLDEST = 80
 _OLDEST_TRITON = 3, 6
 """Releases 3.2 and 3.3 have no `triton.knobs`. Releases 3.2 to 3.4 lack the packing of arguments in the JIT, by which

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from attrs import fields_dict, frozen
+from attrs import evolve, fields_dict, frozen
 from torch import Tensor
 
 from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
 from dsv4attn.core.torch_ops import candidates, compressor, hyper_connections, indexer, latents, selection
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
-from dsv4attn.core.torch_ops.tiles import TILE_BYTES
+from dsv4attn.core.torch_ops.tiles import TILE_BYTES, Arithmetic, arithmetic_of, batch_invariant_linear, linear
 
 __all__ = [
     "CANDIDATES", "DELAYED", "LATENTS", "LAYER_OPS", "EntryNorm", "LayerOps", "StatePages", "TokenMap",
@@ -48,6 +48,9 @@ class LayerOps:
     select_topk: exact selection. select_candidates, select_topk_of_candidates: V4.1's, in two levels.
     mhc_pre, mhc_post, mhc_fused_post_pre, hc_head: hyper-connections. mhc_pre_delayed, mhc_fused_post_pre_delayed,
        mhc_collapse: V4.1's. `MixWeights` has the weights of those that make mixes.
+    linear: products of a layer with its weights, see `torch_ops.tiles.Linear`. A table for deterministic layers brings
+       one whose row bits do not depend on the number of rows, or leaves torch's, for which
+       `batch_invariant_linear` stands in such layers.
     transient_bytes: `transient_bytes(max_tokens)`, an upper bound on temporaries of the framework's allocator in any
        one op; 0 for kernels.
     sum_bits: bits that sums of products of index codes keep, 24 in fp32. Some matrix units keep fewer of fp8 products.
@@ -81,6 +84,7 @@ class LayerOps:
         hyper_connections.mhc_fused_post_pre_delayed
     )
     mhc_collapse: Callable[..., Tensor] = hyper_connections.mhc_collapse
+    linear: Callable[..., Tensor] = linear
     transient_bytes: Callable[[int], int] = _torch_bytes
     sum_bits: int = 24
     propose_candidates: Op | None = None
@@ -94,7 +98,15 @@ class LayerOps:
         """
         op = getattr(self, name)
         # torch's with an option is a partial of the definition
-        return (op.func if isinstance(op, partial) else op) is not _DEFINITIONS[name]
+        return (op.func if isinstance(op, partial) else op) not in (_DEFINITIONS[name], _INVARIANT.get(name))
+
+    def arithmetic(self, *, deterministic: bool) -> Arithmetic:
+        """What a layer multiplies with: the product of this table if it brings one, and else torch's.
+
+        deterministic: whether bits of a row depend neither on other rows nor on how many there are.
+        """
+        arithmetic = arithmetic_of(deterministic)
+        return evolve(arithmetic, linear=self.linear) if self.brings("linear") else arithmetic
 
     def sources(self, name: str) -> dict[str, str]:
         """For each part in `LAYER_OPS` who runs its ops: `name` if one of them is the backend's, else "reference".
@@ -117,7 +129,10 @@ _CHANGES = (
 )  # fmt: skip
 """Ops of torch with an option `deterministic`."""
 _DEFINITIONS: dict[str, Any] = {name: field.default for name, field in fields_dict(LayerOps).items()}
-_INVARIANT: dict[str, Any] = {name: partial(_DEFINITIONS[name], deterministic=True) for name in _CHANGES}
+_INVARIANT: dict[str, Any] = {
+    **{name: partial(_DEFINITIONS[name], deterministic=True) for name in _CHANGES},
+    "linear": batch_invariant_linear,
+}
 _TORCH = LayerOps(), LayerOps(**_INVARIANT)
 
 

@@ -34,6 +34,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "projection": ("inv_rope_o_proj",),
     **LAYER_OPS,
     "selection": (*LAYER_OPS["selection"], *_OVER_RANKS),
+    "products": ("linear",),
     "index_ops": (
         "compute_global_topk_indices_and_lens",
         "combine_topk_swa_indices",

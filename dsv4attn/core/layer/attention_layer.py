@@ -42,7 +42,6 @@ from dsv4attn.core.reprs import layer_text, one_line
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.compressor import rms_norm
-from dsv4attn.core.torch_ops.tiles import INVARIANT, PLAIN
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, NoForwardContextError
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class DeepseekV4Attention:
         self.device = device = self._wq_a.device
         self._sources = bound = BoundSources.find(self.sources, sources, geometry, limits, device)
         table = _table(layer.rope, limits, device) if cos_sin_cache is None else cos_sin_cache
-        self._arithmetic = INVARIANT if backend.deterministic else PLAIN
+        self._arithmetic = backend.layer_ops.arithmetic(deterministic=backend.deterministic)
         product = self._arithmetic.linear
         self.topk_indices = topk_indices_buffer
         if layer.kind is LayerKind.CSA:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from attrs import field, frozen
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4attn.backends._triton.compiling.kernel_keys import settle_key
 from dsv4attn.backends._triton.launching.launch_cache import WIDE
 from dsv4attn.backends._triton.launching.pdl import launch_options
 from dsv4attn.backends._triton.untyped import Kernel
 
-__all__ = ["StandIn", "Variant", "options", "pointer_type"]
+__all__ = ["StandIn", "Variant", "descriptor_type", "options", "pointer_type"]
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -32,6 +33,8 @@ _POINTERS = {
     torch.bool: "*u1",
 }
 _DTYPES = {name: dtype for dtype, name in _POINTERS.items()}
+_DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]>")
+"""A type of `descriptor_type`."""
 _NUMBERS = {"tl.int32": "int", "tl.int64": "int", "tl.float32": "fp32"}
 """Types of numbers, by annotation."""
 _VALUES: Mapping[str, float | None] = {"none": None, "int": 1, "fp32": 1.0}
@@ -112,7 +115,7 @@ class Variant:
         extra = {**dict(self.extra), **launch_options(dict(self.constants))}
         return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion, **extra)
 
-    def stand_ins(self, *, far: bool = False) -> list[StandIn | float | None]:
+    def stand_ins(self, *, far: bool = False) -> list[StandIn | TensorDescriptor | float | None]:
         """Arguments that compile to this form, in order. far: as of `StandIn`, which makes a difference on AMD."""
         return [_stand_in(text, far=far) for _, text in self.types]
 
@@ -184,9 +187,14 @@ def _canonical(text: str, *, specialised: bool) -> str:
     return text if specialised else text.removesuffix(":1")
 
 
-def _stand_in(text: str, *, far: bool) -> StandIn | float | None:
+def _stand_in(text: str, *, far: bool) -> StandIn | TensorDescriptor | float | None:
     if text in _VALUES:
         return _VALUES[text]
+    described = _DESCRIPTOR.fullmatch(text)
+    if described is not None:
+        block = [int(size) for size in described[2].split(", ")]
+        base = StandIn(_DTYPES[f"*{described[1]}"])
+        return TensorDescriptor(base, block, [*block[1:], 1], block)
     dtype, _, unaligned = text.partition(":")
     return StandIn(_DTYPES[dtype], 1 if unaligned else 0, far)
 
@@ -194,9 +202,16 @@ def _stand_in(text: str, *, far: bool) -> StandIn | float | None:
 def _type_of(arg: object) -> str:
     if arg is None:
         return "none"
+    if isinstance(arg, TensorDescriptor):
+        return descriptor_type(arg.base.dtype, arg.block_shape)
     if isinstance(arg, Tensor):
         return _POINTERS[arg.dtype] + ("" if arg.data_ptr() % WIDE == 0 else ":1")
     return "fp32" if isinstance(arg, float) else "int"
+
+
+def descriptor_type(dtype: torch.dtype, block_shape: Sequence[int]) -> str:
+    """The text in `Variant.types` of a descriptor of a matrix of this dtype, which is read in blocks of this shape."""
+    return f"tensordesc<{_POINTERS[dtype].removeprefix('*')}{list(block_shape)}>"
 
 
 def pointer_type(dtype: torch.dtype) -> str:

@@ -18,6 +18,7 @@ from dsv4attn.backends._triton.layer import (
     index_logits,
     index_query,
     latents,
+    products,
     ranks,
     select,
 )
@@ -33,6 +34,7 @@ from dsv4attn.core.torch_ops import selection as torch_selection
 from dsv4attn.core.torch_ops.arguments import StatePages, TokenMap
 from dsv4attn.core.torch_ops.candidates import check_block_size
 from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.tiles import linear as torch_linear
 
 __all__ = ["SCORES_BYTES", "layer_ops"]
 
@@ -41,7 +43,7 @@ SCORES_BYTES = 128 * 2**20
 
 
 def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None = None) -> LayerOps:
-    """All layer ops by kernels.
+    """All layer ops by kernels, but for products, which a library multiplies where bits may depend on a step.
 
     deterministic: no token's bits depend on the other tokens of a step. score: what computes scores, with the arguments
     of `index_logits.score`, which is the default.
@@ -68,6 +70,7 @@ def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None =
         mhc_pre_delayed=partial(hyper_connections.mhc_pre_delayed, deterministic=deterministic),
         mhc_fused_post_pre_delayed=partial(hyper_connections.mhc_fused_post_pre_delayed, deterministic=deterministic),
         mhc_collapse=hyper_connections.mhc_collapse,
+        linear=products.linear if deterministic else torch_linear,
         transient_bytes=transient_bytes,
         sum_bits=14 if index_logits.multiplies_codes(KVCacheLayout.index_fp8(), architecture()) else 24,
         propose_candidates=partial(propose_candidates, **scoring),

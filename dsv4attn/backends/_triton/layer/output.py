@@ -23,7 +23,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
-from dsv4attn.backends._triton.support import FP8_UNITS
+from dsv4attn.backends._triton.support import FP8_UNITS, ONE_ORDER
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.tensorspec import check_strides, check_tensor
@@ -82,9 +82,17 @@ def tiles_for(fp8_format: Fp8Format, arch: str) -> Tiles:
     return NATIVE_TILES if is_native(fp8_format, arch) else DECODED.get(arch, DECODED_TILES)
 
 
-def tile_of(tokens: int, fp8_format: Fp8Format, arch: str) -> Tile:
-    """Tile of a product."""
+def tile_of(
+    tokens: int, fp8_format: Fp8Format, arch: str, *, deterministic: bool = False, one_scale: bool = True
+) -> Tile:
+    """Tile of a product.
+
+    deterministic: bits of a row must not depend on the tile. one_scale: whether no tile has two blocks of weights; the
+    factors of others are multiplied in another order in swapped tiles.
+    """
     small, middle, large = tiles_for(fp8_format, arch)
+    if deterministic and not (one_scale and arch in ONE_ORDER and is_native(fp8_format, arch)):
+        return middle
     return small if tokens <= small.tokens else middle if tokens <= 128 else large
 
 
@@ -148,8 +156,8 @@ def fp8_o_proj(
     codes, scales: as `inv_rope_fp8_quant` returns them, in the fp8 dtype of the weight; rows may lie apart. wo_a:
     [G * rank, K] in blocks of 128 x 128 or 32 x 32, whose rows begin at multiples of 16 bytes. Codes have a scale for
     as many columns. Sums of the columns under one scale, times both factors, are added in fp32; a NaN code of either
-    makes what it is multiplied into NaN. deterministic: every row is summed in one order, whatever T; otherwise tiles,
-    and with them the order, follow T.
+    makes what it is multiplied into NaN. deterministic: bits of a row do not depend on T; otherwise tiles, and with
+    them the order of sums, follow T.
     Raises ArgumentError unless K is a multiple of these columns, both are of one fp8 dtype, and rows are aligned.
     """
     weight, w_scales = wo_a.weight, wo_a.scale
@@ -158,7 +166,8 @@ def fp8_o_proj(
     _check_operands(codes, scales, weight, num_groups, block)
     fp8_format, arch = FORMATS[weight.dtype], architecture()
     out = torch.empty(tokens, num_groups, rank, dtype=dtype, device=codes.device)
-    tile = tiles_for(fp8_format, arch)[1] if deterministic else tile_of(tokens, fp8_format, arch)
+    one_scale = block == 128 and rank % block == 0
+    tile = tile_of(tokens, fp8_format, arch, deterministic=deterministic, one_scale=one_scale)
     launch(
         project_codes_kernel,
         (num_groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),

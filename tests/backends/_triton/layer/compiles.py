@@ -22,6 +22,7 @@ from dsv4attn.backends._triton.layer import (
     index_query,
     latents,
     output,
+    products,
     ranks,
     select,
 )
@@ -68,6 +69,14 @@ def decoded_codes(arch: str) -> Iterator[Variant]:
     return codes(arch, Fp8Format.FNUZ)
 
 
+def multiplied(arch: str) -> Iterator[Variant]:
+    """Products of bf16: the base tile, of rows of any form, and the largest tile that a copy engine reads."""
+    for variant in products.variants(arch, (BF16,)):
+        constants = dict(variant.constants)
+        if constants.get("WHOLE") is False or constants["BLOCK_N"] == 256:
+            yield variant
+
+
 def selection(arch: str) -> Iterator[Variant]:
     """Scores with maxima, of pages of any size, and the selection of 512 entries in rows that do not fit registers."""
     for variant in index_logits.variants(KVCacheLayout.index_fp8(), 64, arch, aligned=True):
@@ -104,12 +113,12 @@ def latest(arch: str) -> Iterator[Variant]:
 
 CASES: dict[str, tuple[Callable[[str], Iterator[Variant]], ...]] = {
     "sm_80": (decoded_codes, candidates_of_ranks),
-    "sm_90": (streams, native_codes, decoded_codes),
+    "sm_90": (streams, native_codes, decoded_codes, multiplied),
     "sm_100": (selection, latest),
-    "sm_120": (streams, native_codes),
+    "sm_120": (streams, native_codes, multiplied),
     "gfx942": (streams, decoded_codes, compressor),
     "gfx950": (streams,),
-    "gfx1100": (decoded_codes,),
+    "gfx1100": (decoded_codes, multiplied),
 }
 """By target, so that each row of a tuning table, and each way to compile, is there. Of targets with one row that one
 has most registers in use, or least shared memory."""

@@ -1,0 +1,248 @@
+"""Matrix products whose row bits do not depend on the number of rows: the launchers of `kernels_products`.
+
+Every tile sums over k in one order. So the tile may follow the number of rows, where the tiles use one kind of matrix
+instruction. That is compared on a device, not assumed: `TILES` has the architectures on which a test has found the
+bits of all tiles equal. Everywhere else all products have one tile, that of `base_tile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dsv4attn.backends._triton.cache.records import alignment_of_rows
+from dsv4attn.backends._triton.compiling.variant import Variant, descriptor_type, pointer_type
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.layer.kernels_products import described_product_kernel, product_kernel
+from dsv4attn.core.tensorspec import check_strides, check_tensor
+from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.tiles import batch_invariant_linear
+
+__all__ = ["TILES", "Tile", "Tiles", "base_tile", "linear", "product", "tile_for", "variants", "variants_of"]
+
+
+@frozen
+class Tile:
+    """Rows, columns and summed columns of a tile, and warps and pipeline stages of its program.
+
+    swapped: whether weights are the left operand, which has 64 rows or more in the instructions of Hopper.
+    described: whether a copy engine reads the tiles. A program then makes several of them.
+    programs: of a described tile, that a multiprocessor holds at once.
+    cost: time of a tile of many rows in units of the time that a multiprocessor's share of a full device needs for
+        each element.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    swapped: bool = False
+    described: bool = False
+    programs: int = 1
+    cost: float = 1.0
+
+
+@frozen
+class Tiles:
+    """Tiles of an architecture, whose bits are equal.
+
+    few: for up to `few.rows` rows.
+    small: for up to `small.rows` rows; the last for products of any number of columns, each other one for products with
+        tiles of it for all multiprocessors.
+    large: for more rows.
+    """
+
+    few: Tile
+    small: tuple[Tile, ...]
+    large: tuple[Tile, ...]
+
+    @property
+    def every(self) -> tuple[Tile, ...]:
+        """All of them."""
+        return tuple(dict.fromkeys((self.few, *self.small, *self.large)))
+
+
+BASE = Tile(64, 64, 64, 4, 4)
+BASES: Mapping[str, Tile] = {
+    **dict.fromkeys(("sm_120", "sm_121"), Tile(64, 64, 64, 8, 3)),
+    **dict.fromkeys(("gfx1100", "gfx1151", "gfx1201"), Tile(64, 64, 64, 8, 4)),
+}
+"""Base tiles of architectures where `BASE` spills registers (compiled with Triton 3.6 and 3.9; not measured)."""
+TILES: Mapping[str, Tiles] = {
+    "sm_90": Tiles(
+        Tile(16, 64, 128, 4, 4, swapped=True),
+        (Tile(64, 64, 128, 4, 4, swapped=True), Tile(64, 32, 128, 4, 4)),
+        (
+            Tile(128, 256, 64, 8, 4, described=True),
+            Tile(128, 128, 64, 4, 3, described=True, programs=2, cost=1.15),
+            Tile(64, 64, 128, 4, 3, described=True, programs=2, cost=1.6),
+        ),
+    )
+}
+GROUP = 8
+"""Tiles of rows that share the weights that the cache of the device holds."""
+UNIT = 16
+"""Divides the columns of every product of a model, and the addresses of the rows of its result."""
+
+
+def base_tile(arch: str) -> Tile:
+    """The tile for operands of all forms, and for all products of architectures that `TILES` does not have."""
+    return BASES.get(arch, BASE)
+
+
+@lru_cache(4096)
+def tile_for(rows: int, columns: int, arch: str) -> Tile:
+    """Tile of a product. No bits depend on it."""
+    tiles = TILES.get(arch)
+    if tiles is None:
+        return base_tile(arch)
+    if rows <= tiles.few.rows:
+        return tiles.few
+    if rows <= tiles.small[0].rows:
+        full = (tile for tile in tiles.small if triton.cdiv(columns, tile.columns) >= multiprocessors())
+        return next(full, tiles.small[-1])
+    return min(tiles.large, key=lambda tile: _time(tile, rows, columns))
+
+
+def _time(tile: Tile, rows: int, columns: int) -> float:
+    """Estimate of the time of a product with many rows: whole rounds of tiles on all multiprocessors."""
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    rounds = triton.cdiv(tiles, multiprocessors() * tile.programs)
+    return rounds * tile.programs * tile.rows * tile.columns * tile.cost
+
+
+@without_modes
+def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+    """X [..., K] times weight [N, K] transposed, with fp32 sums: [..., N].
+
+    Bits of a row depend neither on the other rows nor on how many there are.
+
+    x: bf16; rows may lie apart. weight: bf16; rows may lie apart. Other dtypes, and elements that lie apart, are
+        multiplied by torch, see `torch_ops.tiles.batch_invariant_linear`.
+    out_dtype: of the result: bf16 or fp32; default: bf16.
+    out: memory of the result, [..., N]; its dtype is that of the result.
+    """
+    if out is not None:
+        out_dtype = out.dtype
+    elif out_dtype is None:
+        out_dtype = torch.promote_types(x.dtype, weight.dtype)
+    if not _is_served(x, weight, out_dtype):
+        wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), out_dtype)
+        result = batch_invariant_linear(x.to(wide), weight.to(wide)).to(out_dtype)
+        return result if out is None else out.copy_(result)
+    if out is None:
+        out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype)
+    else:
+        check_tensor("out", out, " ".join(map(str, (*x.shape[:-1], weight.shape[0]))), out_dtype, {})
+        check_strides(out=out)
+    if out.numel():
+        rows, columns = x.shape[:-1].numel(), weight.shape[0]
+        product(x.reshape(rows, x.shape[-1]), weight, out.view(rows, columns), tile_for(rows, columns, architecture()))
+    return out
+
+
+def _is_served(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether the kernels multiply these."""
+    return (
+        x.dtype == weight.dtype == torch.bfloat16
+        and out_dtype in (torch.bfloat16, torch.float32)
+        and (x.stride(-1) == 1 or x.shape[-1] <= 1)
+        and (weight.stride(-1) == 1 or weight.shape[-1] <= 1)
+    )
+
+
+def product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> None:
+    """Write x [T, K] times weight [N, K] transposed to out [T, N]. tile: of rows that can be read fast."""
+    (rows, depth), columns, arch = x.shape, weight.shape[0], architecture()
+    fast = columns % UNIT == 0 and depth > 0 and alignment_of_rows(x, weight, out) == WIDE
+    if tile.described and fast:
+        x_rows, w_rows = (
+            TensorDescriptor(matrix, [*matrix.shape], [matrix.stride(0), 1], [size, tile.depth])
+            for matrix, size in ((x, tile.rows), (weight, tile.columns))
+        )
+        m_tiles, n_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)
+        launch(
+            described_product_kernel,
+            (min(m_tiles * n_tiles, multiprocessors() * tile.programs),),
+            (out, x_rows, w_rows, rows, columns // UNIT, depth, out.stride(0)),
+            _described_constants(tile, arch),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        return
+    fast = fast and depth % tile.depth == 0
+    tile = tile if fast else base_tile(arch)
+    launch(
+        product_kernel,
+        (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),),
+        (
+            x, weight, out, rows, columns // UNIT if fast else columns, depth, x.stride(0), weight.stride(0),
+            out.stride(0),
+        ),
+        _constants(tile, fast, rows < tile.rows or not fast, arch),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@cache
+def _constants(
+    tile: Tile,
+    fast: bool,  # noqa: FBT001 - constants of a launch
+    few: bool,  # noqa: FBT001 - as above
+    arch: str,
+) -> dict[str, Any]:
+    of_operands = {"FEW": few, "WHOLE": fast, "ALIGNED": WIDE if fast else 1}
+    return {**_common_constants(tile, arch), **of_operands, "UNIT": UNIT if fast else 1}
+
+
+@cache
+def _described_constants(tile: Tile, arch: str) -> dict[str, Any]:
+    return {**_common_constants(tile, arch), "UNIT": UNIT}
+
+
+def _common_constants(tile: Tile, arch: str) -> dict[str, Any]:
+    return {
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "GROUP": GROUP,
+        "SWAPPED": tile.swapped,
+        # interpreted bf16 is multiplied as bit patterns, and sums of fp32 depend on the place of a row in its tile
+        "DT": tl.float64 if INTERPRETED else tl.bfloat16,
+        "EXACT_CASTS": not INTERPRETED,
+        "PDL": uses_pdl(arch) and not INTERPRETED,
+    }
+
+
+def variants(arch: str, out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) -> Iterator[Variant]:
+    """Every variant that `linear` can need on an architecture. out_dtypes: of results."""
+    for out_dtype in out_dtypes:
+        every = TILES[arch].every if arch in TILES else ()
+        for tile in dict.fromkeys((*every, base_tile(arch))):
+            yield from variants_of(tile, out_dtype, arch)
+
+
+def variants_of(tile: Tile, out_dtype: torch.dtype, arch: str) -> Iterator[Variant]:
+    """Every variant of a tile; those of the base tile have all forms of operands."""
+    dtype, options = torch.bfloat16, {"num_warps": tile.warps, "num_stages": tile.stages}
+    out = {"OUT": pointer_type(out_dtype)}
+    if tile.described:
+        blocks = {"X": tile.rows, "W": tile.columns}
+        types = {name: descriptor_type(dtype, [size, tile.depth]) for name, size in blocks.items()}
+        constants = _described_constants(tile, arch)
+        yield Variant.from_types(described_product_kernel, types | out, constants, **options)
+        return
+    types = dict.fromkeys(("X", "W"), pointer_type(dtype)) | out
+    for fast, few in ((True, True), (True, False), *([(False, True)] if tile == base_tile(arch) else [])):
+        yield Variant.from_types(product_kernel, types, _constants(tile, fast, few, arch), **options)
