@@ -45,9 +45,9 @@ PAIRED = ("decode", "prefill", "step")
 """Kernels that read the pages of a layer's caches."""
 PAIRS = ("584/584", "528/528", "528/288")
 """Bytes of the records of a V4.1 layer's window and compressed cache. Times are compared with those of the first."""
-LAYER_OPS = ("index", "select", "compress", "mhc")
+LAYER_OPS = ("index", "select", "compress", "mhc", "products")
 """Ops around attention. index: logits of index keys. select: scores and selection. compress: states, entries and
-index queries. mhc: hyper-connections."""
+index queries. mhc: hyper-connections. products: products with the weights of deterministic layers."""
 MEASUREMENTS = (*KERNELS, "step", "scaling", "host", "layer", *LAYER_OPS)
 """step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host.
 layer: whole layers, the price of deterministic ones, and the share of each step of a layer."""

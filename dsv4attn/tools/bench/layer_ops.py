@@ -1,4 +1,4 @@
-"""Cases of the ops around attention: index logits, selection, compressor, hyper-connections."""
+"""Cases of the ops around attention: index logits, selection, compressor, hyper-connections, products."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from attrs import frozen
+
+from dsv4attn.core.model.geometry import ModelGeometry
 
 __all__ = ["LayerOpCase", "layer_op_cases"]
 
@@ -32,13 +34,14 @@ _STREAMS = ("pre", "post", "post+pre", "head")
 class LayerOpCase:
     """An op around attention on one shape.
 
-    kernel: index, select, compress or mhc.
+    kernel: index, select, compress, mhc or products.
     step: which step of them, or the form of its keys: "paged" or "gathered".
     label: name of the shape.
     requests: R - requests.
     tokens: tokens of each request in this step.
     keys: index keys of each request.
-    hidden: d - hidden size.
+    hidden: d - hidden size. Of products: elements of a row of both factors.
+    columns: of products, elements of a row of the result.
     seed: seed of the inputs.
     """
 
@@ -52,6 +55,7 @@ class LayerOpCase:
     tokens: int = 1
     keys: int = 0
     hidden: int = 0
+    columns: int = 0
     seed: int = 0
 
     @property
@@ -67,7 +71,7 @@ class LayerOpCase:
 
 def layer_op_cases(kernels: Sequence[str], *, small: bool) -> list[LayerOpCase]:
     """Cases of some kernels. small: for a CPU."""
-    makers = {"index": _index, "select": _select, "compress": _compress, "mhc": _mhc}
+    makers = {"index": _index, "select": _select, "compress": _compress, "mhc": _mhc, "products": _products}
     return [case for kernel in kernels for case in makers[kernel](small=small)]
 
 
@@ -101,3 +105,27 @@ def _mhc(*, small: bool) -> Iterator[LayerOpCase]:
         for step in _STREAMS:
             for tokens in (8, 64) if small else (8, 64, 2048, 8192):
                 yield LayerOpCase("mhc", step, f"t={tokens} d={hidden}", 1, tokens, hidden=hidden, seed=tokens)
+
+
+def _products(*, small: bool) -> Iterator[LayerOpCase]:
+    for model in ("flash",) if small else ("flash", "pro"):
+        for step, (columns, depth) in _weights(ModelGeometry.preset(model)).items():
+            for tokens in (16, 64) if small else (1, 16, 64, 2048, 8192):
+                if not small or step == "wkv":
+                    label = f"t={tokens} {model} {columns}x{depth}"
+                    yield LayerOpCase("products", step, label, 1, tokens, hidden=depth, seed=tokens, columns=columns)
+
+
+def _weights(model: ModelGeometry) -> dict[str, tuple[int, int]]:
+    """Rows and columns of weights of a c4a layer. inputs: all that multiply hidden states, together."""
+    hidden, latent, dim, index = model.hidden_size, model.q_lora_rank, model.head_dim, model.index_head_dim
+    # keys and scores of the compressor, and of the indexer's, have two halves each
+    inputs = latent + dim + 4 * dim + 4 * index + model.index_n_heads
+    return {
+        "inputs": (inputs, hidden),
+        "wq_a": (latent, hidden),
+        "wkv": (dim, hidden),
+        "wq_b": (model.num_heads * dim, latent),
+        "index-wq_b": (model.index_n_heads * index, latent),
+        "wo_b": (hidden, model.o_groups * model.o_lora_rank),
+    }

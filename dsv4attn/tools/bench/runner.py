@@ -25,6 +25,7 @@ from dsv4attn.tools.bench.index_ops import index_task, select_task
 from dsv4attn.tools.bench.inputs import Inputs, make_inputs
 from dsv4attn.tools.bench.layer_op_peers import DeepGEMM
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
+from dsv4attn.tools.bench.layer_products import ProductInputs, products_task, torch_product
 from dsv4attn.tools.bench.overhead import overhead
 from dsv4attn.tools.bench.peers import Peer, peer_contender
 from dsv4attn.tools.bench.roofline import Roofline
@@ -125,7 +126,13 @@ class BenchRow:
 
 _Judged: TypeAlias = "tuple[Contender, float, bool]"
 """A contender, its largest error that is right, and whether it is a peer."""
-_LAYER_OPS = {"index": index_task, "select": select_task, "compress": compressor_task, "mhc": mhc_task}
+_LAYER_OPS = {
+    "index": index_task,
+    "select": select_task,
+    "compress": compressor_task,
+    "mhc": mhc_task,
+    "products": products_task,
+}
 _C4A = KernelCase("decode", PRESETS["flash_c4"], "", ((8191, 1),))
 
 
@@ -313,6 +320,8 @@ def _makers(
     if task.case.kernel == "step" and isinstance(task.inputs, Inputs) and first:
         bare = partial(Contender, "products", products(task.inputs), lambda: None, list)
         yield "products", True, Products.BF16, bare
+    if isinstance(task.inputs, ProductInputs):
+        yield "torch", True, Products.BF16, partial(torch_product, task.inputs)
     for peer in peers:
         if task.case.kernel in peer.kernels:
             coarsest = Products.FP8 if peer.name == "flashinfer" else Products.BF16

@@ -144,13 +144,14 @@ def bench(
     select        scores and selection in one step
     compress      states saved, entries stored, index queries
     mhc           hyper-connections
+    products      products with the weights of deterministic layers, and torch's
     context       decode over ranks, under torchrun, compared with one rank. It
                   has options of its own: dsv4attn bench context --help
 
     Every result is compared with that of the reference backend, before and after it is timed. The reference computes in
     fp32, and `dsv4attn conform reference` proves it. A wrong result gets no time. Times are medians of rounds in which
     all calls run in turn. The roofline is measured in the same run. --cases, --batches and --tokens do not change
-    index, select, compress and mhc.
+    index, select, compress, mhc and products.
 
     v41_r1 and v41_r2 are layers of DeepSeek-V4.1. Calls that read pages are timed there with records of 584/584,
     528/528 and 528/288 bytes (window/compressed). The last column is the speed as a multiple of that with 584/584.

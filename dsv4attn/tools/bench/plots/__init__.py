@@ -31,6 +31,7 @@ _TITLES = {
     "select": "Index logits and selection of 512 entries",
     "compress": "Compressor and index queries",
     "mhc": "Hyper-connections; of DeepGEMM the product of pre alone",
+    "products": "Products with the weights of deterministic layers",
 }
 _MEMORY = ("insert", "quantize", "gather")
 

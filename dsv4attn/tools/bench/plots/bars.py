@@ -100,9 +100,12 @@ def _shape(kernel: str) -> str:
         return "requests of the batch (b)" + (", tokens (t) after a context (n)" if kernel == "step" else "")
     if kernel not in LAYER_OPS:
         return "layer and shape of the case"
-    return {"index": _SCORED, "select": _SCORED, "mhc": "tokens (t), hidden size (d)"}.get(
-        kernel, "requests (b) or tokens (t)"
-    )
+    return {
+        "index": _SCORED,
+        "select": _SCORED,
+        "mhc": "tokens (t), hidden size (d)",
+        "products": "tokens (t), weight",
+    }.get(kernel, "requests (b) or tokens (t)")
 
 
 def _described(panel: str) -> str:
