@@ -116,8 +116,8 @@ def tile_for(rows: int, columns: int, arch: str) -> Tile:
 
 def _time(tile: Tile, rows: int, columns: int) -> float:
     """Estimate of the time of a product with many rows: whole rounds of tiles on all multiprocessors."""
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    rounds = triton.cdiv(tiles, multiprocessors() * tile.programs)
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+    rounds = -(-tiles // (multiprocessors() * tile.programs))
     return rounds * tile.programs * tile.rows * tile.columns * tile.cost
 
 
@@ -235,8 +235,8 @@ def variants(arch: str, out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, t
 
 def variants_of(tile: Tile, out_dtype: torch.dtype, arch: str) -> Iterator[Variant]:
     """Every variant of a tile; those of the base tile have all forms of operands."""
-    dtype, options = torch.bfloat16, {"num_warps": tile.warps, "num_stages": tile.stages}
-    out = {"OUT": pointer_type(out_dtype)}
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+    dtype, out = torch.bfloat16, {"OUT": pointer_type(out_dtype)}
     if tile.described:
         blocks = {"X": tile.rows, "W": tile.columns}
         types = {name: descriptor_type(dtype, [size, tile.depth]) for name, size in blocks.items()}

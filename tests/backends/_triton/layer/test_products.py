@@ -72,7 +72,7 @@ def test_linear_takes_any_number_of_rows_and_nothing_past_them(rows: int) -> Non
     x[rows:] = torch.nan
     for out_dtype in (None, FP32):
         result = linear(x[:rows], weight, out_dtype)
-        assert result.dtype == out_dtype or BF16
+        assert result.dtype == (out_dtype or BF16)
         check(x[:rows], weight, result)
     out = torch.empty(rows, 64, dtype=FP32, device=DEVICE)[:, 8:56]
 
