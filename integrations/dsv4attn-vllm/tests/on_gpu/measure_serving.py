@@ -3,7 +3,8 @@
 Both engines hold a model with the sizes of DeepSeek-V4-Flash or Pro and fewer layers, in the released formats (fp8 with
 a scale for each 128 x 128, experts in MXFP4) with random weights, and captured graphs. They are two processes on one
 GPU, which serve the same requests one after the other. Each has caches of its own for what it compiles, so that both
-start as on a new machine.
+start as on a new machine; but DeepGEMM's kernels, which both need, are compiled by the engine that starts first, that
+with dsv4attn.
 
     first token   seconds from the arrival of all requests to the last first token
     per token     milliseconds between two tokens of a request, the median over requests
@@ -53,7 +54,7 @@ EXPERTS = {
 LAYERS = {"flash": "swa c4a c128a c4a c128a c4a", "pro": "c4a c128a"}
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 """Numbers of tokens for which graphs are captured."""
-CACHES = "TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "TILELANG_CACHE_DIR", "TILELANG_TMP_DIR", "VLLM_CACHE_ROOT"
+CACHES = "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TILELANG_TMP_DIR", "VLLM_CACHE_ROOT"
 """Variables that name a folder for compiled code."""
 
 
@@ -136,6 +137,7 @@ class Engine:
         common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_STEPS": steps}
         common |= {name: str(folder / f"{plugin}-caches" / name.lower()) for name in CACHES}
+        common["DG_JIT_CACHE_DIR"] = str(folder / "deep-gemm")
         self.link, theirs = multiprocessing.Pipe()
         self.log = folder / f"{plugin}.log"
         inputs = theirs, str(self.log), {**common, **chosen}, options
