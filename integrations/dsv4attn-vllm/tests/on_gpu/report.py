@@ -1,6 +1,7 @@
 """Collect the figures of a run of these tests: `python report.py RESULTS FILE.json [PAGE.md]`.
 
-RESULTS: the folder of `pytest --results`. PAGE.md: a page whose table between the two marks is replaced.
+RESULTS: the folder of `pytest --results`. FILE.json keeps what it has of scenarios that were not run, if it is of the
+same device and day. PAGE.md: a page whose table between the two marks is replaced.
 """
 
 from __future__ import annotations
@@ -80,8 +81,12 @@ def main(folder: str, file: str, page: str = "") -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "scenarios": collect(Path(folder)),
     }
+    earlier = json.loads(Path(file).read_text()) if Path(file).exists() else {}
+    if not earlier.items() >= results.items():
+        earlier = {}
+    scenarios = {**earlier.pop("scenarios", {}), **collect(Path(folder))}
+    results = {**earlier, **results, "scenarios": dict(sorted(scenarios.items()))}
     Path(file).write_text(json.dumps(results, indent=1) + "\n")
     if page:
         path = Path(page)
