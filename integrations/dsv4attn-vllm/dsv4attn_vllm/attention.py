@@ -84,6 +84,7 @@ class Dsv4Attention(_Layer):
         self._raw_q_steps = RawQSteps()
         self._keep_wo_a()
         self._put_steps()
+        serving.start_compiling()
 
     # ---------------------------------------------------------------- steps around attention, see `steps`
 

@@ -6,8 +6,10 @@ Everything that cannot be served is refused here: when vLLM has resolved its arg
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cache, partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -89,8 +91,9 @@ class Serving:
 
     swa_layout, compressed_layout, index_layout: of the caches. steps: those around attention that run on dsv4attn.
     inserts_entries: whether V4.1's compressed entries are stored by dsv4attn though the compressor is vLLM's.
-    problems: what the backend was chosen for. warm: whether its kernels were compiled. scratch: memory of a process
-    for which vLLM has no workspace. checked: keys of inserts whose arguments were checked, at most MOST_CHECKED.
+    problems: what the backend was chosen for. warm: whether its kernels were compiled. compiling: their number, which
+    another thread will know. scratch: memory of a process for which vLLM has no workspace. checked: keys of inserts
+    whose arguments were checked, at most MOST_CHECKED.
     """
 
     model: ModelGeometry
@@ -104,6 +107,7 @@ class Serving:
     inserts_entries: bool = False
     problems: Sequence[Problem] = ()
     warm: bool = False
+    compiling: Future[int] | None = None
     scratch: WorkspaceManager | None = None
     checked: set[tuple[object, ...]] = field(factory=set)
 
@@ -170,16 +174,43 @@ class Serving:
         parts = tuple(part for step, several in _PARTS.items() if step in steps for part in several)
         return WarmupSpec.of(self.model, self.limits, layer_steps=bool(parts), parts=parts, **layouts)
 
+    def start_compiling(self) -> None:
+        """Compile all kernels in another thread, the first time this is called. vLLM loads weights meanwhile."""
+        if self.compiling is None and not self.warm and self.device != "cpu" and torch.accelerator.is_available():
+            device = torch.device(self.device, torch.accelerator.current_device_index())
+            self.compiling = in_background(self._compile, device)
+
     def warm_up(self, layer: LayerGeometry, device: torch.device) -> None:
-        """Reserve the memory of a layer's largest batch; compile all kernels the first time. No cache is touched."""
+        """Reserve the memory of a layer's largest batch; wait until all kernels are compiled. No cache is touched.
+
+        Raises what the compiler raised.
+        """
         plan = plan_workspace(layer, self.limits, self.backend, self.swa_layout)
         for space in self._workspaces():
             space.reserve(plan, caller="profiling")
         if not self.warm and device.type != "cpu":
             begin = time.perf_counter()
-            count = self.backend.warmup(self.bounds(), device)
-            LOG.info("compiled %d kernels of %s in %.1f s", count, self.backend.name, time.perf_counter() - begin)
-        self.warm = True
+            count = self._compile(device) if self.compiling is None else self.compiling.result()
+            waited = time.perf_counter() - begin
+            LOG.info("%d kernels of %s are compiled; start-up waited %.1f s for them", count, self.backend.name, waited)
+        self.warm, self.compiling = True, None
+
+    def _compile(self, device: torch.device) -> int:
+        return self.backend.warmup(self.bounds(), device)
+
+
+def in_background(function: Callable[..., int], *arguments: Any) -> Future[int]:  # noqa: ANN401 - of the function
+    """Call a function in another thread, which does not keep the process from ending."""
+    future: Future[int] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - who waits for the result raises it
+            future.set_exception(error)
+
+    Thread(target=run, name="dsv4attn-compiles", daemon=True).start()
+    return future
 
 
 @cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -307,6 +309,70 @@ def test_kernels_of_steps_are_compiled_before_the_first_request(
     around = {name for several in STEP_KERNELS.values() for name in several}
     assert kernels & around == {name for step in serving_backend.steps for name in STEP_KERNELS[step]}
     assert "attention" in kernels
+
+
+class SlowBackend:
+    """A backend whose kernels take a while to compile, or do not compile."""
+
+    name = "slow"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.may_end, self.devices = error, threading.Event(), []
+
+    def warmup(self, bounds: object, device: torch.device) -> int:
+        """Wait until the test lets it end."""
+        assert self.may_end.wait(timeout=60)
+        self.devices.append(device)
+        if self.error is not None:
+            raise self.error
+        return 7
+
+
+@pytest.fixture
+def compiles(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., serving.Serving]:
+    """The serving of this model on a GPU that is faked, with a slow backend."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(serving, "plan_workspace", lambda *_: None)
+    monkeypatch.setattr(serving.Serving, "_workspaces", lambda _: [])
+    return lambda backend: evolve(serving.serving_of(config), device="cuda", backend=backend, warm=False)
+
+
+def test_kernels_are_compiled_while_weights_are_loaded(compiles: Callable[..., serving.Serving]) -> None:
+    backend = SlowBackend()
+    served = compiles(backend)
+
+    for _ in range(3):  # layers
+        served.start_compiling()
+    backend.may_end.set()
+    for _ in range(3):
+        served.warm_up(served.layer(4), torch.device("cuda"))
+    served.start_compiling()
+
+    assert backend.devices == [torch.device("cuda", 1)]
+    assert served.warm
+
+
+def test_a_kernel_that_does_not_compile_is_raised_where_start_up_waits(
+    compiles: Callable[..., serving.Serving],
+) -> None:
+    backend = SlowBackend(RuntimeError("no such instruction"))
+    served = compiles(backend)
+    served.start_compiling()
+    backend.may_end.set()
+
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        served.warm_up(served.layer(4), torch.device("cuda"))
+    assert not served.warm
+
+
+def test_nothing_is_compiled_on_a_cpu(compiles: Callable[..., serving.Serving]) -> None:
+    backend = SlowBackend()
+    served = evolve(compiles(backend), device="cpu")
+
+    served.start_compiling()
+
+    assert served.compiling is None
 
 
 def test_the_device_of_this_machine(config: VllmConfig) -> None:
