@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import asdict, field, frozen
 
+from dsv4attn.core.cache.key_records import KEY_RECORDS
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     COMPILED_FOR,
@@ -43,8 +44,8 @@ __all__ = ["bounds_of", "compile_"]
 _SAID = {"spills": "spill", "limit": "break a limit", "failed": "do not compile"}
 """Words of the summary for each verdict but "ok"."""
 _STYLES = {"ok": "green", "spills": "yellow", "limit": "bold red", "failed": "bold red"}
-_V41 = ("v41_fp8", "v41_fp4")
-_DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", *_V41)
+_RECORDS = tuple(name for name in KEY_RECORDS if name != "fp8_ds_mla")
+_DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", *_RECORDS)
 
 
 @frozen
@@ -106,7 +107,7 @@ class _Job:
         words=_DTYPES,
         multiple=True,
         default=_DTYPES[:1],
-        help="Element type of both caches, or V4.1's record of the compressed cache, with v41_fp8; may be repeated.",
+        help="Element type of both caches, or their record, where a window of v41_fp4 is v41_fp8; may be repeated.",
     ),
     text("--kernel", "kernels", multiple=True, help="Kernel to compile; may be repeated.  [default: all]"),
     JSON,
@@ -276,14 +277,15 @@ def bounds_of(geometry: ModelGeometry, dtype: str) -> WarmupSpec:
 
     dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
     limits = Limits(256, 8192, geometry.max_position)
-    if dtype in _V41:
-        # the kernels of the compressor do not write these records
-        parts = tuple(part for part in LAYER_PARTS if part != "compressor")
-        compressed = {"compressed": KVCacheLayout.v41_fp4(*dims)} if dtype == "v41_fp4" else {}
-        window = KVCacheLayout.v41_fp8(*dims)
-        return WarmupSpec.of(
-            geometry, limits, swa=window, aligned_rows=True, layer_steps=True, parts=parts, **compressed
-        )
+    if dtype in _RECORDS:
+        record = KEY_RECORDS[dtype]
+        # V4's compressor does not write V4.1's records
+        parts = tuple(part for part in LAYER_PARTS if part != "compressor" or not record.codes_rope)
+        compressed, window = KVCacheLayout.of_record(dtype, *dims), record.window_record or dtype
+        caches = {"swa": KVCacheLayout.of_record(window, *dims)}
+        if record.window_record:
+            caches["compressed"] = compressed
+        return WarmupSpec.of(geometry, limits, aligned_rows=True, layer_steps=True, parts=parts, **caches)
     if dtype in tuple(Fp8Format):
         layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
     else:

@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-_DTYPES, _RECORDS = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32"), ("584/584", "528/528", "528/288")
+_DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32")
+_RECORDS = {
+    "584/584": ("fp8_ds_mla", "fp8_ds_mla"),
+    "528/528": ("v41_fp8", "v41_fp8"),
+    "528/288": ("v41_fp8", "v41_fp4"),
+    "384/384": ("v4_nvfp4", "v4_nvfp4"),
+    "368/368": ("v4_mxfp4", "v4_mxfp4"),
+}
+"""Records of both caches by their bytes."""
+_PLAIN = next(iter(_RECORDS))
 _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
 
 
@@ -66,8 +75,8 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
     choice("--dtype", words=_DTYPES, default="e4m3fn", help="Element type of both caches."),
     choice(
         "--records",
-        words=_RECORDS,
-        default=_RECORDS[0],
+        words=tuple(_RECORDS),
+        default=_PLAIN,
         help="Bytes of a record of the window cache and of the compressed cache.",
     ),
     text(
@@ -136,8 +145,8 @@ def explain(
 
     geometry = geometry_of(model)
     kind, ratio = _kind(geometry, layer, ratio)
-    if records != _RECORDS[0] and facts["dtype"] != "e4m3fn":
-        raise click.UsageError(f"--records {records} are of e4m3fn: leave out --dtype {facts['dtype']}")
+    if records != _PLAIN and facts["dtype"] != "e4m3fn":
+        raise click.UsageError(f"--records {records} say the type: leave out --dtype {facts['dtype']}")
     problem = Problem.of(geometry, kind, phase, compress_ratio=ratio, sink=not no_sink, **facts)
     problem = _with_records(problem, records)
     settings = load_settings()
@@ -184,17 +193,17 @@ def _kind(geometry: ModelGeometry, layer: str | None, ratio: int | None) -> tupl
 
 
 def _with_records(problem: Problem, records: str) -> Problem:
-    """The problem with caches of these records, of interleaved scales if they are V4.1's."""
-    if records == _RECORDS[0]:
+    """The problem with caches of these records, in the first arrangement that each has."""
+    if records == _PLAIN:
         return problem
     from dsv4attn.core.cache.layout import KVCacheLayout
     from dsv4attn.core.contract.problem import CacheFacts
 
     swa, compressed = problem.swa, problem.compressed
-    entries = KVCacheLayout.v41_fp4() if records == "528/288" else KVCacheLayout.v41_fp8()
+    window, entries = map(KVCacheLayout.of_record, _RECORDS[records])
     return evolve(
         problem,
-        swa=CacheFacts.of(KVCacheLayout.v41_fp8(), swa.page_size),
+        swa=CacheFacts.of(window, swa.page_size),
         compressed=compressed and CacheFacts.of(entries, compressed.page_size),
     )
 

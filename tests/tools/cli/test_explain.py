@@ -212,7 +212,7 @@ REFUSED = [
     ([*V41], "--ratio: expected one of [1, 2], the ratios of the c4a layers of deepseek-v4.1-flash, got none"),
     ([*V41, "--ratio", "4"], "--ratio: expected one of [0, 1, 2], the ratios of deepseek-v4.1-flash, got 4"),
     ([*V41, "--ratio", "1", "--layer", "swa"], "--ratio 1 is not of swa layers of deepseek-v4.1-flash"),
-    ([*V41, "--ratio", "1", "--records", "528/288", "--dtype", "bfloat16"], "--records 528/288 are of e4m3fn"),
+    ([*V41, "--ratio", "1", "--records", "528/288", "--dtype", "bfloat16"], "--records 528/288 say the type"),
     ([*V41, "--ratio", "1", "--records", "288/288"], "'288/288' is not one of"),
 ]
 

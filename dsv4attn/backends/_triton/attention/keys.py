@@ -155,7 +155,8 @@ def unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N: tl.constexpr, DT: tl.
     k1 = codes(x1, spread(scale_of(low[:, None] >> (shift + 16), ASM), N, 2), fnuz, N, 32, ASM)
     k2 = codes(x2, spread(scale_of(high[:, None] >> shift, ASM), N, 2), fnuz, N, 32, ASM)
     k3 = codes(x3, tl.broadcast_to(scale_of(high >> 16, ASM)[:, None], [N, 16]), fnuz, N, 16, ASM)
-    left, right = beside(k0, k1, N, 64), beside(k2, in_turn(k3, rope, N), N, 64)
+    k3 = in_turn(k3, rope, N)
+    left, right = beside(k0, k1, N, 64), beside(k2, k3, N, 64)
     return halves(left, N, 128, DT), halves(right, N, 128, DT)
 
 
@@ -199,16 +200,10 @@ def _pair(words, scale, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def scales_of_codes(bits, N: tl.constexpr, ASM: tl.constexpr):
-    """The e4m3fn values [N, 16] of the bytes of int64 [N, 2]: fp32, or for ASM int32 of the same bf16 twice."""
-    shift = (tl.arange(0, 8) * 8).to(tl.int64)[None, None, :]
-    byte = tl.reshape(bits[:, :, None] >> shift, [N, 16]).to(tl.int32) & 255
-    return scale_of_code(byte, ASM)
-
-
-@triton.jit
-def scale_of_code(byte, ASM: tl.constexpr):
-    """The e4m3fn value of bytes, int32: fp32, or for ASM int32 of the same bf16 twice."""
+def scales_of_codes(bits, N: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr):
+    """The e4m3fn values [N, G] of the lowest bytes of int64 [N, K]: fp32, or for ASM int32 of the same bf16 twice."""
+    shift = (tl.arange(0, G // bits.shape[1]) * 8).to(tl.int64)[None, None, :]
+    byte = tl.reshape(bits[:, :, None] >> shift, [N, G]).to(tl.int32) & 255
     scale = numerics.dequantize(byte, 127 + tl.zeros_like(byte), False)
     if ASM:
         half = (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
@@ -274,8 +269,8 @@ def read_nibble_words(
     x1 = tl.load(data + 32, mask=mask, other=0)
     s0 = tl.load(scale, mask=mask, other=0)
     s1 = tl.load(scale + 2, mask=mask, other=0)
-    left = pairs(x0, spread(scales_of_codes(s0, N, ASM), N, 16), N, 32, ASM)
-    right = pairs(x1, spread(scales_of_codes(s1, N, ASM), N, 16), N, 32, ASM)
+    left = pairs(x0, spread(scales_of_codes(s0, N, 16, ASM), N, 16), N, 32, ASM)
+    right = pairs(x1, spread(scales_of_codes(s1, N, 16, ASM), N, 16), N, 32, ASM)
     return halves(left, N, 128, DT), halves(right, N, 128, DT)
 
 
@@ -305,15 +300,13 @@ def read_fp4_words(
     part = scale.to(tl.pointer_type(tl.int32))
     if CODING == numerics.NVFP4:
         # a scale serves two words
-        s0 = tl.load(scale.to(tl.pointer_type(tl.int64))[:, None] + tl.arange(0, 2)[None, :], mask=mask, other=0)
-        s1 = tl.load(part + 4, mask=ok, other=0)
-        s2 = tl.load(part + 5, mask=ok, other=0)
-        s3 = tl.load(part + 6, mask=ok, other=0)
-        shift = (tl.arange(0, 4) * 8)[None, :]
-        upper = tl.reshape(tl.permute(tl.join(s1[:, None] >> shift, s2[:, None] >> shift), (0, 2, 1)), [N, 8])
-        scale0 = spread(scales_of_codes(s0, N, ASM), N, 16)
-        scale1 = spread(scale_of_code(upper & 255, ASM), N, 8, 16)
-        scale2 = spread(scale_of_code((s3[:, None] >> shift) & 255, ASM), N, 4, 8)
+        wide = scale.to(tl.pointer_type(tl.int64))
+        s0 = tl.load(wide[:, None] + tl.arange(0, 2)[None, :], mask=mask, other=0)
+        s1 = tl.load(wide + 2, mask=ok, other=0)
+        s2 = tl.load(part + 6, mask=ok, other=0)
+        scale0 = spread(scales_of_codes(s0, N, 16, ASM), N, 16)
+        scale1 = spread(scales_of_codes(s1[:, None], N, 8, ASM), N, 8, 16)
+        scale2 = spread(scales_of_codes(s2.to(tl.int64)[:, None], N, 4, ASM), N, 4, 8)
     else:
         # a scale serves four words; the upper half of the last word of scales is padding
         s0 = tl.load(part, mask=ok, other=0)
@@ -326,7 +319,8 @@ def read_fp4_words(
         scale1 = spread(scale_of(s2[:, None] >> shift, ASM), N, 4, 16)
         scale2 = spread(scale_of(s3[:, None] >> (tl.arange(0, 2) * 8)[None, :], ASM), N, 2, 8)
     left = pairs(x0, scale0, N, 32, ASM)
-    right = beside(pairs(x1, scale1, N, 16, ASM), in_turn(pairs(x2, scale2, N, 8, ASM), rope, N), N, 64)
+    k2, k3 = pairs(x1, scale1, N, 16, ASM), pairs(x2, scale2, N, 8, ASM)
+    right = beside(k2, in_turn(k3, rope, N), N, 64)
     return halves(left, N, 128, DT), halves(right, N, 128, DT)
 
 
@@ -397,7 +391,8 @@ def read_piece(
         at = column if CODING == numerics.FP8 else column // 2
         code = tl.load(base + (data[:, None] + at[None, :]), mask=is_code, other=0).to(tl.int32)
         byte = tl.load(base + (scale[:, None] + (column // GROUP)[None, :]), mask=is_code, other=127).to(tl.int32)
-        values = tl.where(is_code, numerics.decode(code, byte, column[None, :], CODING, fnuz), 0.0)
+        value = numerics.decode(code, byte, column[None, :], CODING, fnuz)
+        values = tl.where(is_code, value, 0.0)
         if KIND != BYTES:
             return values.to(DT)
         rope = (base + (data + TAIL)).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - NOPE)[None, :]
