@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from dsv4attn.backends._triton.support import index_notes
-from dsv4attn.backends.sm120.probe import HEADS, OLDEST, InstalledFlashInfer, reasons
+from dsv4attn.backends.sm120.probe import FORMATS, HEADS, OLDEST, InstalledFlashInfer, reasons
 from dsv4attn.core.contract.device import DeviceFacts, version_of
 from dsv4attn.core.contract.problem import Problem
 
@@ -43,8 +43,18 @@ def _attends(device: DeviceFacts, problem: Problem) -> str:
 
 
 def _assumed(version: str) -> InstalledFlashInfer:
-    config = SimpleNamespace(supports_decode=lambda *_, **__: True)
-    return InstalledFlashInfer(version, None, config, frozenset(HEADS))
+    """Formats whose kernels round queries to 4 bits are left out: they are used only if FlashInfer is asked for."""
+    config, formats = SimpleNamespace(supports_decode=lambda *_, **__: True), FORMATS if _is_newest(version) else ()
+    others = tuple(
+        InstalledFlashInfer(version, None, config, frozenset(HEADS), format=cache_format)
+        for cache_format in formats[1:]
+        if not cache_format.is_lossy
+    )
+    return InstalledFlashInfer(version, None, config, frozenset(HEADS), others=others)
+
+
+def _is_newest(version: str) -> bool:
+    return _numbers(version) >= _numbers(_NEWEST)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

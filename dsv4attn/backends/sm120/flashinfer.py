@@ -12,23 +12,24 @@ from math import inf, log
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
-from dsv4attn.backends.sm120.probe import TILE, InstalledFlashInfer, find, forget, reasons
+from dsv4attn.backends.sm120.probe import TILE, InstalledFlashInfer, find, forget, reasons, record_of
 from dsv4attn.core.cache.layout import KVCacheLayout, check_layout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, Run
+from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.chunking import round_up
-from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec, signature
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 
 __all__ = ["FlashInferAttention", "InstalledFlashInfer", "find", "forget", "reasons", "remember"]
 
 _LAYOUT = KVCacheLayout.fp8_ds_mla()
-_DIM, _RECORD = _LAYOUT.head_dim, _LAYOUT.record_bytes
+_DIM = _LAYOUT.head_dim
 _LN2 = log(2.0)
 _COPY = "pass contiguous memory"
 _Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -65,11 +66,13 @@ class _Plan:
 class _Form:
     """What follows from the shapes and strides of a call.
 
+    installed: FlashInfer for the format of the caches.
     pages: for each cache with keys, its number and the sizes of its view.
     direct: whether FlashInfer writes lse to the call's tensor, and not to scratch memory. copies, results: launches
     before and after FlashInfer. ran: whether all of them have run.
     """
 
+    installed: InstalledFlashInfer
     plan: _Plan
     direct: bool
     pages: tuple[tuple[int, _Sizes], ...]
@@ -84,18 +87,24 @@ class FlashInferAttention:
     in_range: a promise that no index is at or past the capacity of its cache. Indices are then passed as they are.
     Without the promise they are copied, since FlashInfer reads whatever memory they address.
     capturing: whether the current stream is being captured; the default asks the device's own module.
+    lossy: whether formats are served whose kernels round queries and weights to 4 bits.
 
     Layers share one wrapper for each device. Calls give it all memory that it writes, so it stores only plans by shape,
     which serve every layer and stream. Plans and forms of the last `MOST_SHAPES` shapes are cached.
     """
 
     def __init__(
-        self, installed: InstalledFlashInfer, *, in_range: bool = False, capturing: Callable[[], bool] | None = None
+        self,
+        installed: InstalledFlashInfer,
+        *,
+        in_range: bool = False,
+        capturing: Callable[[], bool] | None = None,
+        lossy: bool = False,
     ) -> None:
         """Touch no device."""
         self.installed, self.in_range = installed, in_range
-        self._capturing = capturing
-        self._wrappers: dict[torch.device, Any] = {}
+        self._capturing, self._lossy = capturing, lossy
+        self._wrappers: dict[tuple[torch.device, str], Any] = {}
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._forms: dict[tuple[object, ...], _Form] = {}
         self._views: dict[int, _View] = {}
@@ -169,7 +178,8 @@ class FlashInferAttention:
             _nothing(call)
             return
         mid_out, mid_lse, scratch_lse, rest, *views = scratch
-        wrapper, plan, keys = self._wrapper(call.q.device), form.plan, cast("Sequence[PagedKeys]", call.keys)
+        wrapper, plan = self._wrapper(call.q.device, form.installed), form.plan
+        keys = cast("Sequence[PagedKeys]", call.keys)
         q, output, sink, lse = call.q, call.out, call.attn_sink, call.lse
         rows = [segment.rows.indices for segment in keys]
         if plan.padded:
@@ -231,12 +241,13 @@ class FlashInferAttention:
         is_capturing = self._capturing or getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
         return is_capturing is not None and is_capturing()
 
-    def _wrapper(self, device: torch.device) -> Any:  # noqa: ANN401 - of a package without types
-        """FlashInfer's wrapper for a device."""
-        wrapper = self._wrappers.get(device)
+    def _wrapper(self, device: torch.device, installed: InstalledFlashInfer) -> Any:  # noqa: ANN401 - without types
+        """FlashInfer's wrapper for a device and a format."""
+        key = device, installed.format.name
+        wrapper = self._wrappers.get(key)
         if wrapper is None:
             try:
-                wrapper = self._wrappers[device] = self.installed.wrapper(device=device)
+                wrapper = self._wrappers[key] = installed.wrapper(device=device)
             except Exception as error:
                 actual = f"{type(error).__name__}: {error}"
                 raise UnsupportedError("flashinfer", expected=f"a wrapper for {device}", actual=actual) from error
@@ -256,8 +267,7 @@ class FlashInferAttention:
     def _formed(self, call: AttentionCall) -> _Form:
         """The form of a call. Raises ArgumentError for what FlashInfer refuses, wherever the tensors stand."""
         q, lse, keys = call.q, call.lse, _paged(call)
-        for segment in keys:
-            check_layout(segment.cache.layout, _LAYOUT, "cache")
+        installed = self._installed_for(call)
         begins = [q, call.out, *(segment.cache.tensor for segment in keys)]
         if any(tensor.data_ptr() % 16 for tensor in begins):
             actual = [tensor.data_ptr() % 16 for tensor in begins]
@@ -271,22 +281,54 @@ class FlashInferAttention:
         for name, tensor in (("q", q), ("out", call.out), ("attn_sink", call.attn_sink)):
             if tensor is not None and not plan.padded and not tensor.is_contiguous():
                 raise ArgumentError(name, expected="contiguous", actual=tensor.stride(), hint=_COPY)
-        pages = tuple(self._pages(keys, copies=plan.copies))
+        pages = tuple(self._pages(installed, keys, copies=plan.copies))
         direct = lse is not None and not plan.padded and lse.stride(1) == 1 and lse.stride(0) >= q.shape[1]
         copied = [(i, keys[i], plan.specs[i - 2][0][1]) for i, *_ in pages] if plan.copies else []
         copies = Copies.of(call, plan.heads if plan.padded else 0, copied) if plan.padded or copied else None
         rewritten = None if direct and call.empty_lse == -inf else lse
         results = Results.of(call, plan.heads, rewritten, out=plan.padded, direct=direct)
-        return _Form(plan, direct, pages, copies, results if plan.padded or rewritten is not None else None)
+        return _Form(installed, plan, direct, pages, copies, results if plan.padded or rewritten is not None else None)
 
-    def _pages(self, keys: Sequence[PagedKeys], *, copies: bool) -> Iterator[tuple[int, _Sizes]]:
+    def _installed_for(self, call: AttentionCall) -> InstalledFlashInfer:
+        """FlashInfer for the format of the caches that have keys. Raises for formats and shapes that it does not have.
+
+        Scratch was planned by shapes, for the first format; that of others is the same for as many heads.
+        """
+        segments = _paged(call)
+        present = [segment for segment in segments if segment.rows.indices.shape[1] and segment.cache.num_blocks]
+        facts = [CacheFacts.of(segment.cache.layout, segment.cache.block_size) for segment in present or segments]
+        second = None if len(facts) == 1 else facts[1]
+        chosen = self.installed.for_caches(record_of(facts[0]), second and record_of(second))
+        if chosen is None or chosen is self.installed:
+            for segment in segments:
+                check_layout(segment.cache.layout, _LAYOUT, "cache")
+            return self.installed
+        if chosen.format.is_lossy and not self._lossy:
+            hint = "ask for option kernel=flashinfer"
+            name = chosen.format.name
+            raise UnsupportedError(name, expected="a format that keeps queries in fp8", actual=name, hint=hint)
+        layer = evolve(call.layer, kind=LayerKind.CSA if second else LayerKind.SWA)
+        columns = present[0].rows.indices.shape[1]
+        layer = evolve(layer, window=columns, topk=layer.topk if second else 0)
+        problem = Problem("decode", layer, facts[0], second, layer.topk)
+        for reason in reasons(self.installed, problem, tokens=call.q.shape[0], in_range=self.in_range):
+            raise UnsupportedError(reason.code, expected=reason.allowed, actual=reason.actual, hint=reason.cure)
+        if chosen.padded(layer.num_heads) != self.installed.padded(layer.num_heads):
+            expected = f"as many heads after padding as of {self.installed.format.name}"
+            raise UnsupportedError("HEADS", expected=expected, actual=layer.num_heads)
+        return chosen
+
+    def _pages(
+        self, installed: InstalledFlashInfer, keys: Sequence[PagedKeys], *, copies: bool
+    ) -> Iterator[tuple[int, _Sizes]]:
         main = True
         for i, segment in enumerate(keys):
             rows, cache = segment.rows, segment.cache
             assert isinstance(rows, DenseIndices)
             if not rows.lens.is_contiguous():
                 raise ArgumentError("lens", expected="contiguous", actual=rows.lens.stride(), hint=_COPY)
-            blocks, size, sizes = cache.num_blocks, cache.block_size, self.installed.page_sizes
+            blocks, size, record = cache.num_blocks, cache.block_size, cache.layout.record_bytes
+            sizes = installed.extra_page_sizes if i else installed.page_sizes
             if sizes is not None and size not in sizes:
                 expected = f"pages of {', '.join(map(str, sorted(sizes)))} with flashinfer {self.installed.version}"
                 raise ArgumentError("cache", expected=expected, actual=size)
@@ -294,19 +336,24 @@ class FlashInferAttention:
                 raise ArgumentError("cache", expected="pages at multiples of 16 bytes", actual=cache.page_stride)
             if rows.indices.shape[1] and blocks:
                 if not copies:
-                    self._check_indices(rows.indices, main=main)
+                    self._check_indices(rows.indices, main=main, dense=installed.format.dense_rows)
                 # the stride of a single page, which says nothing, must be one that is accepted
-                stride = cache.page_stride if blocks > 1 else round_up(size * _RECORD, 16)
-                yield i, ((blocks, size, 1, _RECORD), (stride, _RECORD, _RECORD, 1))
+                stride = cache.page_stride if blocks > 1 else round_up(size * record, 16)
+                yield i, ((blocks, size, 1, record), (stride, record, record, 1))
                 main = False
 
-    def _check_indices(self, indices: Tensor, *, main: bool) -> None:
+    def _check_indices(self, indices: Tensor, *, main: bool, dense: bool) -> None:
         """What is passed as it is must be what it takes: decode any rows, prefill dense ones, and whole tiles first."""
         (tokens, width), (row, column) = indices.shape, indices.stride()
         many = tokens > self.installed.max_decode_tokens
-        if column != 1 or row < width or (many and (row != width or (main and width % TILE))):
-            whole = f" of whole tiles of {TILE}" if main else ""
-            expected = f"dense rows{whole}" if many else "rows that do not overlap"
+        if (
+            column != 1
+            or row < width
+            or (dense and row != width)
+            or (many and (row != width or (main and width % TILE)))
+        ):
+            whole = f" of whole tiles of {TILE}" if main and many else ""
+            expected = f"dense rows{whole}" if many or dense else "rows that do not overlap"
             actual = f"shape {[tokens, width]}, strides {[row, column]}"
             raise ArgumentError("indices", expected=expected, actual=actual, hint="do not promise in_range")
 

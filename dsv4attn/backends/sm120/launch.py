@@ -84,7 +84,7 @@ class Sm120Backend(TritonBackend):
                     "kernel=flashinfer", expected=installed.allowed, actual=installed.actual, hint=installed.cure
                 )
             return installed
-        return FlashInferAttention(installed, in_range=self._in_range)
+        return FlashInferAttention(installed, in_range=self._in_range, lossy=self._kernel == FLASHINFER)
 
     @cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]

@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
 from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 
-__all__ = ["HEADS", "TILE", "InstalledFlashInfer", "find", "forget", "reasons"]
+__all__ = ["FORMATS", "HEADS", "TILE", "Format", "InstalledFlashInfer", "find", "forget", "reasons", "record_of"]
 
 HEADS = (8, 16, 32, 64, 128)
 """Head counts with kernels in both of its phases; others are padded to the next one."""
@@ -27,6 +27,7 @@ OLDEST = (0, 6, 18)
 """First release whose interface was read for this module."""
 
 _MODULE = "flashinfer.mla"
+_CACHES = ("window cache", "compressed cache")
 _CURE = "pip install -U flashinfer-python"
 _PASSED = (
     *("q", "kv_cache", "indices", "output", "sm_scale", "topk_length", "attn_sink", "extra_kv_cache"),
@@ -35,9 +36,53 @@ _PASSED = (
 """Arguments of `SparseMLASm120Wrapper.run` that this backend passes."""
 
 
+Record: TypeAlias = tuple[str, str, str, int]
+"""Layout, element type, arrangement and group size of a cache's records, as `CacheFacts` has them."""
+_V4, _NVFP4 = ("fp8_ds_mla", "e4m3fn", "split", 64), ("v4_nvfp4", "e2m1", "split", 16)
+_V41, _V41_FP4 = ("v41_fp8", "e4m3fn", "split", 32), ("v41_fp4", "e2m1", "split", 16)
+
+
+@frozen
+class Format:
+    """A format of FlashInfer's caches, as `kv_cache_format` of its function names it. Read in 0.7.2.post1.
+
+    name: FlashInfer's name.
+    window, compressed: records of the window cache and of the compressed cache.
+    record_bytes: bytes of a record of the window cache.
+    family: name of its limits in FlashInfer's description.
+    question: arguments with which the description is asked for.
+    arguments: arguments of the wrapper for it.
+    most_prefill_heads: most heads of calls of more tokens than decode kernels take.
+    dense_rows: whether rows of indices must be dense in calls of few tokens too.
+    is_lossy: whether queries and weights are rounded to 4 bits, so that it is used only if it is asked for by name.
+    """
+
+    name: str
+    window: Record
+    compressed: Record
+    record_bytes: int
+    family: str = "dsv4"
+    question: Mapping[str, str] = field(factory=dict, hash=False)
+    arguments: Mapping[str, object] = field(factory=dict, hash=False)
+    most_prefill_heads: int = 128
+    dense_rows: bool = False
+    is_lossy: bool = False
+
+
+_SCALES = {"kv_scale_format": "ue8m0_g32"}
+_NVFP4_ARGUMENT = {"kv_cache_format": "nvfp4"}
+FORMATS = (
+    Format("fp8", _V4, _V4, 584),
+    Format("fp8_dsv41", _V41, _V41, 528, "dsv4_1", {}, _SCALES, 64),
+    Format("fp8_dsv41_fp4_ca", _V41, _V41_FP4, 528, "dsv4_1", {}, {**_SCALES, "extra_kv_fp4": True}, 64),
+    Format("nvfp4", _NVFP4, _NVFP4, 384, "dsv4", _NVFP4_ARGUMENT, _NVFP4_ARGUMENT, dense_rows=True, is_lossy=True),
+)
+"""The first is that of every release."""
+
+
 @frozen(eq=False)
 class InstalledFlashInfer:
-    """FlashInfer's attention and its own description of its limits.
+    """FlashInfer's attention on caches of one format, and its own description of its limits.
 
     version: version of FlashInfer.
     wrapper: the class `SparseMLASm120Wrapper`.
@@ -45,7 +90,10 @@ class InstalledFlashInfer:
     heads: head counts with kernels.
     topks: widths of index rows with kernels; None means every positive number.
     page_sizes: records of a page with kernels; None means every positive number.
+    extra_page_sizes: the same of the compressed cache.
     max_decode_tokens: most tokens of a call of its decode kernels; larger calls of either phase run prefill kernels.
+    format: of the caches.
+    others: the same for other formats that this version has.
     """
 
     version: str
@@ -54,23 +102,46 @@ class InstalledFlashInfer:
     heads: frozenset[int] = frozenset(HEADS)
     topks: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
+    extra_page_sizes: frozenset[int] | None = None
     max_decode_tokens: int = 64
+    format: Format = FORMATS[0]
+    others: tuple[InstalledFlashInfer, ...] = ()
 
     @classmethod
-    def of(cls, version: str, wrapper: Any, config: Any) -> InstalledFlashInfer:  # noqa: ANN401 - of a package without types
+    def of(
+        cls,
+        version: str,
+        wrapper: Any,  # noqa: ANN401 - of a package without types
+        config: Any,  # noqa: ANN401 - as above
+        format: Format = FORMATS[0],  # noqa: A002 - FlashInfer's word
+        others: tuple[InstalledFlashInfer, ...] = (),
+    ) -> InstalledFlashInfer:
         """Read the limits from its own description. Limits that an old release does not describe are a fixed set."""
         any_topk = getattr(config, "topk_is_runtime", False) and config.min_topk <= 1
         any_page = getattr(config, "page_block_size_is_runtime", False)
         pages = getattr(config, "page_block_sizes", ()) or (config.page_block_size,)
+        sizes = None if any_page else frozenset(pages)
+        extra_pages = getattr(config, "extra_page_block_sizes", ())
         return cls(
             version,
             wrapper,
             config,
             frozenset(HEADS).intersection(config.supported_num_heads()),
             None if any_topk else frozenset(config.supported_topk()),
-            None if any_page else frozenset(pages),
+            sizes,
+            frozenset(extra_pages) if extra_pages else sizes,
             int(config.max_num_tokens),
+            format,
+            others,
         )
+
+    def for_caches(self, window: Record, compressed: Record | None) -> InstalledFlashInfer | None:
+        """FlashInfer for caches of these records; None if it has no such format."""
+        for candidate in (self, *self.others):
+            records = candidate.format
+            if records.window == window and compressed in (None, records.compressed):
+                return candidate
+        return None
 
     def padded(self, heads: int) -> int | None:
         """Heads of q after padding: the next count with kernels, or None if there is none."""
@@ -117,11 +188,27 @@ def _read_installed() -> InstalledFlashInfer | Reason:
     configs = module.supported_sparse_mla_sm120_configs()
     if "dsv4" not in configs:
         return _reason(f"flashinfer {version} for {', '.join(configs)}", "a release with kernels for dsv4")
-    installed = InstalledFlashInfer.of(version, wrapper, configs["dsv4"])
+    others = tuple(_other_formats(module, version))
+    installed = InstalledFlashInfer.of(version, wrapper, configs["dsv4"], others=others)
     width = getattr(installed.config, "bytes_per_token", 0)
     if width not in (0, 584):
         return _reason(f"flashinfer {version} with records of {width} bytes", "584-byte records")
     return installed
+
+
+def _other_formats(module: Any, version: str) -> Iterator[InstalledFlashInfer]:  # noqa: ANN401 - without types
+    """The formats besides the first that this version has, by its wrapper's arguments and its own description."""
+    wrapper = module.SparseMLASm120Wrapper
+    parameters = inspect.signature(wrapper).parameters
+    for cache_format in FORMATS[1:]:
+        if not all(name in parameters for name in cache_format.arguments):
+            continue
+        try:
+            config = module.supported_sparse_mla_sm120_configs(**cache_format.question)[cache_format.family]
+            if config.bytes_per_token == cache_format.record_bytes:
+                yield InstalledFlashInfer.of(version, partial(wrapper, **cache_format.arguments), config, cache_format)
+        except Exception:  # noqa: BLE001, S112 - a broken package may raise anything: it does not have the format
+            continue
 
 
 def _reason(actual: str, allowed: str) -> Reason:
@@ -148,7 +235,12 @@ def _reasons(
     installed: InstalledFlashInfer, problem: Problem, tokens: int | None, page_strides: Sequence[int], *, in_range: bool
 ) -> Iterator[Reason]:
     layer = problem.layer
+    chosen = installed.for_caches(record_of(problem.swa), problem.compressed and record_of(problem.compressed))
+    if chosen is None:
+        yield from _of_layouts(installed, problem)
+    installed = chosen or installed
     heads = installed.padded(layer.num_heads)
+    yield from _of_prefill_heads(installed, heads, tokens)
     if heads is None:
         yield Reason(
             "HEADS", layer.num_heads, f"at most {max(installed.heads, default=0)}", "shard heads over more ranks"
@@ -160,24 +252,51 @@ def _reasons(
     if problem.deterministic:
         actual = "rows whose bits do not depend on the batch"
         yield Reason("DETERMINISTIC", actual, "any order of sums: parts follow from the tokens of a call")
-    names = ("window cache", "compressed cache")
-    for name, cache in zip(names, (problem.swa, problem.compressed), strict=True):
-        if cache is not None:
-            yield from _of_cache(installed, name, cache)
+    yield from _of_pages(installed, problem)
     for stride in page_strides:
         if stride % 16:
             yield Reason("PAGE_STRIDE", f"{stride} bytes", "a multiple of 16", "pad pages")
     yield from _of_width(installed, problem, heads, tokens, in_range=in_range)
 
 
-def _of_cache(installed: InstalledFlashInfer, name: str, cache: CacheFacts) -> Iterator[Reason]:
-    layout = (cache.layout, cache.dtype, cache.arrangement, cache.group_size)
-    if layout != ("fp8_ds_mla", "e4m3fn", "split", 64):
-        actual = f"{name} {cache.layout} of {cache.dtype}, {cache.arrangement}, groups of {cache.group_size}"
-        yield Reason("LAYOUT", actual, "fp8_ds_mla of e4m3fn, split, groups of 64")
-    if installed.page_sizes is not None and cache.page_size not in installed.page_sizes:
-        allowed = f"{_listed(installed.page_sizes)} with flashinfer {installed.version}"
-        yield Reason("PAGE_SIZE", f"{name} with pages of {cache.page_size}", allowed, _CURE)
+def _of_prefill_heads(installed: InstalledFlashInfer, heads: int | None, tokens: int | None) -> Iterator[Reason]:
+    most = installed.format.most_prefill_heads
+    if heads is not None and heads > most and (tokens is None or tokens > installed.max_decode_tokens):
+        allowed = f"at most {most} for more than {installed.max_decode_tokens} tokens of {installed.format.name}"
+        yield Reason("HEADS", heads, allowed, "shard heads over more ranks")
+
+
+def _of_pages(installed: InstalledFlashInfer, problem: Problem) -> Iterator[Reason]:
+    sizes = installed.page_sizes, installed.extra_page_sizes
+    for name, cache, allowed_sizes in zip(_CACHES, (problem.swa, problem.compressed), sizes, strict=True):
+        if cache is not None and allowed_sizes is not None and cache.page_size not in allowed_sizes:
+            allowed = f"{_listed(allowed_sizes)} with flashinfer {installed.version}"
+            yield Reason("PAGE_SIZE", f"{name} with pages of {cache.page_size}", allowed, _CURE)
+
+
+def record_of(cache: CacheFacts) -> Record:
+    """The records of a cache."""
+    return cache.layout, cache.dtype, cache.arrangement, cache.group_size
+
+
+def _of_layouts(installed: InstalledFlashInfer, problem: Problem) -> Iterator[Reason]:
+    """Reasons against records of which FlashInfer has no format, or not in this pair."""
+    formats = [candidate.format for candidate in (installed, *installed.others)]
+    allowed = " or ".join(dict.fromkeys(_described(cache_format.window) for cache_format in formats))
+    named = False
+    for name, cache in zip(_CACHES, (problem.swa, problem.compressed), strict=True):
+        known = [cache_format.window if name == _CACHES[0] else cache_format.compressed for cache_format in formats]
+        if cache is not None and record_of(cache) not in known:
+            named = True
+            yield Reason("LAYOUT", f"{name} {_described(record_of(cache))}", allowed)
+    if not named:
+        pair = " with ".join(_described(record_of(cache)) for cache in (problem.swa, problem.compressed) if cache)
+        yield Reason("LAYOUT", pair, "a pair of records that one of FlashInfer's formats has")
+
+
+def _described(record: Record) -> str:
+    layout, dtype, arrangement, group = record
+    return f"{layout} of {dtype}, {arrangement}, groups of {group}"
 
 
 def _of_width(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import inf
-from typing import Any
 
 import attrs
 import numpy as np
@@ -21,13 +20,12 @@ from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.testing import oracle
-from dsv4attn.testing.tolerances import Expected
+from dsv4attn.testing.oracle_cache import place_of
+from dsv4attn.testing.tolerances import Expected, read_row, written
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm120.fake_flashinfer import Config, RecordingWrapper
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()
-RECORD: dict[str, Any] = {"nope_dim": 448, "rope_dim": 64, "group_size": 64, "fnuz": False, "scale_bytes": 8}
 OUTSIDE = (10**6, 2**31 - 1, -7, -(2**31), -1)
 
 
@@ -57,6 +55,7 @@ class Trial:
     outside: bool = True
     seed: int = 0
     blocks: tuple[int, int] = (5, 7)
+    layouts: tuple[KVCacheLayout, KVCacheLayout] = (LAYOUT, LAYOUT)
 
     @property
     def layer(self) -> LayerGeometry:
@@ -66,7 +65,7 @@ class Trial:
     @property
     def problem(self) -> Problem:
         """The same as a question."""
-        facts = [CacheFacts(page_size=size) for size in self.pages]
+        facts = [CacheFacts.of(layout, size) for layout, size in zip(self.layouts, self.pages, strict=True)]
         second = facts[1] if self.widths[1] else None
         return Problem("decode", self.layer, facts[0], second, self.widths[1])
 
@@ -85,16 +84,14 @@ class Trial:
     def caches(self) -> list[tuple[PagedKVCache, NDArray[np.float64]]]:
         """Each cache, its even slots written by the oracle and everything else NaN, and its keys."""
         rng, drawn = np.random.default_rng((self.seed, 1)), []
-        for size, blocks in zip(self.pages, self.blocks, strict=True):
-            cache = PagedKVCache.allocate(LAYOUT, blocks, size, DEVICE)
+        for layout, size, blocks in zip(self.layouts, self.pages, self.blocks, strict=True):
+            cache = PagedKVCache.allocate(layout, blocks, size, DEVICE)
             raw = cache.tensor.as_strided((blocks, cache.page_stride), (cache.page_stride, 1)).fill_(0xFF)
             keys = np.full((blocks * size, 512), np.nan)
             for slot in range(0, blocks * size, 2):
-                record = oracle.quantize_record(rng.standard_normal(512), **RECORD)
-                block, place = divmod(slot, size)
-                raw[block, place * 576 : place * 576 + 576] = torch.from_numpy(record[:576])
-                raw[block, size * 576 + place * 8 :][:8] = torch.from_numpy(record[576:])
-                keys[slot] = oracle.dequantize_record(record, **RECORD)
+                record, (block, place) = written(rng.standard_normal(512), layout), divmod(slot, size)
+                raw[block, torch.from_numpy(place_of(layout, place, size))] = torch.from_numpy(record.copy()).to(DEVICE)
+                keys[slot] = read_row(record, layout)
             drawn.append((cache, keys))
         return drawn
 

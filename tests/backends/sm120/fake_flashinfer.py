@@ -7,7 +7,8 @@ so that a test fails if it overlaps with anything else. Arithmetic is fp32, with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf, log2, nan
 from typing import Any, NamedTuple, Optional
 
@@ -73,8 +74,9 @@ def inspected(
     lse: Tensor | None,
     mid: Tensor | None,
     mlse: Tensor | None,
+    records: tuple[int, int] = (RECORD, RECORD),
 ) -> Facts:
-    """Everything that is asked of tensors. Raises ValueError."""
+    """Everything that is asked of tensors. Raises ValueError. records: bytes of a record of each cache."""
     need(q.ndim == 3 and q.dtype == torch.bfloat16 and q.is_contiguous(), "q: contiguous [T, H, D] bf16")
     tokens, heads, dim = q.shape
     need(tokens > 0 and 0 < heads <= 128 and dim == 512, "q: 1 .. 128 heads of 512")
@@ -100,13 +102,13 @@ def inspected(
             need(good, f"scratch: contiguous aligned {dtype}")
     tensors = (cache, indices, output, lengths, sink, extra, extra_indices, extra_lengths, lse, mid, mlse)
     need(all(tensor is None or tensor.device == q.device for tensor in tensors), "tensors: on one device")
-    main = segment(tokens, cache, indices)
-    second = None if extra is None or extra_indices is None else segment(tokens, extra, extra_indices)
+    main = segment(tokens, cache, indices, records[0])
+    second = None if extra is None or extra_indices is None else segment(tokens, extra, extra_indices, records[1])
     return Facts(tokens, heads, main, second, heads if lse is None else lse.stride(0), sink is not None)
 
 
-def segment(tokens: int, cache: Tensor, indices: Tensor) -> Segment:
-    """A cache [B, P, 1, 584] or [B, 1, P, 584] and its rows of slots."""
+def segment(tokens: int, cache: Tensor, indices: Tensor, record: int = RECORD) -> Segment:
+    """A cache [B, P, 1, record] or [B, 1, P, record] and its rows of slots."""
     need(indices.dtype == torch.int32 and indices.ndim == 2 and indices.shape[0] == tokens, "indices: [T, K] int32")
     need(indices.shape[1] > 0, "indices: at least one column")
     need(indices.stride(1) == 1 and indices.stride(0) >= indices.shape[1], "indices: rows that do not overlap")
@@ -115,8 +117,9 @@ def segment(tokens: int, cache: Tensor, indices: Tensor) -> Segment:
     need(1 in cache.shape[1:3], "cache: one head")
     axis = 2 if cache.shape[1] == 1 else 1
     size = cache.shape[axis]
-    need(size > 0 and cache.shape[3] == RECORD and cache.stride(axis) == RECORD, "cache: packed rows of 584 bytes")
-    need(cache.stride(0) >= size * RECORD, "cache: pages that do not overlap")
+    good = size > 0 and cache.shape[3] == record and cache.stride(axis) == record
+    need(good, f"cache: packed rows of {record} bytes")
+    need(cache.stride(0) >= size * record, "cache: pages that do not overlap")
     return Segment(indices.shape[1], size, cache.stride(0), indices.stride(0))
 
 
@@ -138,6 +141,8 @@ class RecordingWrapper:
 
     refuses: Exception | None = None
     """Raised on construction."""
+    records: tuple[int, int] = (RECORD, RECORD)
+    readers: tuple[Callable[..., Tensor], Callable[..., Tensor]] = (rows_of, rows_of)
 
     def __init__(
         self, max_num_tokens: int | None = None, max_num_heads: int | None = None, *, device: Any = None
@@ -173,7 +178,8 @@ class RecordingWrapper:
         need(all(type(number) is float for number in (sm_scale, lse_scale)), "scales: floats")
         need(q.device == self.device, "q: on the wrapper's device")
         caches = (extra_kv_cache, extra_indices, extra_topk_length)
-        facts = inspected(q, kv_cache, indices, output, topk_length, attn_sink, *caches, out_lse, mid_out, mid_lse)
+        written = attn_sink, *caches, out_lse, mid_out, mid_lse
+        facts = inspected(q, kv_cache, indices, output, topk_length, *written, self.records)
         need(bool(list(facts.phases())), f"no kernel for {facts}")
         # the real one would allocate what it is not given
         assert out_lse is not None
@@ -190,7 +196,7 @@ class RecordingWrapper:
         if facts.extra is not None:
             pairs.append((extra_kv_cache, facts.extra, extra_indices, extra_topk_length))  # type: ignore[arg-type]
         for token in range(facts.tokens):
-            keys = torch.cat([self._keys(*pair, token) for pair in pairs])
+            keys = torch.cat([self._keys(i, *pair, token) for i, pair in enumerate(pairs)])
             z = q[token].float() @ keys.T * (sm_scale * LOG2E)
             logits = z if attn_sink is None else torch.cat([z, attn_sink[:, None] * LOG2E], 1)
             top = logits.amax(1, keepdim=True) if logits.shape[1] else logits.new_zeros(facts.heads, 1)
@@ -200,13 +206,61 @@ class RecordingWrapper:
             lse[token] = (finite[:, 0] + total.log2()).masked_fill(total == 0, -inf) * lse_scale
         return lse if return_lse else None
 
-    @staticmethod
-    def _keys(cache: Tensor, facts: Segment, indices: Tensor, lengths: Tensor | None, token: int) -> Tensor:
+    def _keys(
+        self, number: int, cache: Tensor, facts: Segment, indices: Tensor, lengths: Tensor | None, token: int
+    ) -> Tensor:
         count = facts.width if lengths is None else min(max(int(lengths[token]), 0), facts.width)
         slots = indices[token, :count].long()
         slots = slots[slots >= 0]
         assert (slots < cache.shape[0] * facts.page_size).all(), "memory outside of the cache is read"
-        return rows_of(cache, facts.page_size, slots)
+        return self.readers[number](cache, facts.page_size, slots)
+
+
+def rows_of_codes(cache: Tensor, size: int, slots: Tensor, codes: int, group: int, width: int = 512) -> Tensor:
+    """[n, 512] fp32 keys of a page of codes, and bf16 values, of all records, then their scales.
+
+    codes: bytes of codes of a record: as many as values of fp8 under powers of two, or half as many of e2m1 under e4m3.
+    width: values that are codes; the others are bf16.
+    """
+    data, count = codes + 2 * (512 - width), -(-width // group)
+    scales_of = {528: 16, 288: 32, 384: 32}[cache.shape[3]]
+    page = cache.as_strided((cache.shape[0], size * cache.shape[3]), (cache.stride(0), 1))
+    block, place = (slots // size)[:, None], (slots % size)[:, None]
+    record = page[block, place * data + torch.arange(data)]
+    scale = page[block, size * data + place * scales_of + torch.arange(count)]
+    if codes == width:
+        values, scales = record[:, :codes].contiguous().view(torch.float8_e4m3fn).double(), scale.double() - 127
+        scales = torch.exp2(scales).masked_fill(scale == 255, nan)
+    else:
+        grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        grid = torch.cat([grid, -grid])
+        pairs = record[:, :codes].long()
+        values = torch.stack([grid[pairs % 16], grid[pairs // 16]], -1).flatten(1)
+        scales = scale.contiguous().view(torch.float8_e4m3fn).double()
+    coded = (values.unflatten(1, (-1, group)) * scales[..., None]).flatten(1).float()
+    return torch.cat([coded, record[:, codes:].contiguous().view(torch.bfloat16).float()], 1)
+
+
+class FormatsWrapper(RecordingWrapper):
+    """The wrapper of a release that has all formats of FlashInfer's caches."""
+
+    def __init__(
+        self,
+        max_num_tokens: int | None = None,
+        max_num_heads: int | None = None,
+        *,
+        kv_scale_format: str = "auto",
+        kv_cache_format: str = "fp8",
+        extra_kv_fp4: bool = False,
+        device: Any = None,
+    ) -> None:
+        super().__init__(max_num_tokens, max_num_heads, device=device)
+        main = partial(rows_of_codes, codes=512, group=32)
+        fp4, nvfp4 = partial(rows_of_codes, codes=256, group=16), partial(rows_of_codes, codes=224, group=16, width=448)
+        if kv_cache_format == "nvfp4":
+            self.records, self.readers = (384, 384), (nvfp4, nvfp4)
+        elif kv_scale_format == "ue8m0_g32":
+            self.records, self.readers = (528, 288 if extra_kv_fp4 else 528), (main, fp4 if extra_kv_fp4 else main)
 
 
 class Config:
@@ -233,3 +287,28 @@ class Config:
         """Whether decode kernels take a call."""
         known = not self.old or (topk in self.supported_topk() and page_block_size in (None, 64))
         return known and num_heads in self.supported_num_heads() and num_tokens <= DECODE
+
+
+class NarrowConfig(Config):
+    """What the package says of the format "nvfp4": fixed sets."""
+
+    bytes_per_token, extra_page_block_sizes = 384, frozenset({2, 32, 64})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.topk_is_runtime = False
+
+    def supported_topk(self) -> tuple[int, ...]:
+        """Widths with kernels."""
+        return (128, 512)
+
+
+class WideConfig(Config):
+    """What the package says of V4.1's records."""
+
+    bytes_per_token = 528
+
+
+def all_configs(*, kv_cache_format: str = "fp8") -> dict[str, Config]:
+    """What a release with all formats says of itself."""
+    return {"dsv4": NarrowConfig()} if kv_cache_format == "nvfp4" else {"dsv4": Config(), "dsv4_1": WideConfig()}
