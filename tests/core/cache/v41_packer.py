@@ -1,10 +1,13 @@
-"""An independent packer and reader of DeepSeek-V4.1's records, from the written format alone.
+"""An independent packer and reader of DeepSeek-V4.1's records, and of V4's of 4 bits, from the written format alone.
 
 It imports nothing of the library. Values are exact fractions, codes are found by the distance to every value of the
 grid, and bytes are placed one record at a time, so that it is slow and has no code in common with what it judges.
 
     fp8, 528 bytes: a code of e4m3fn for each of 512 dims, RoPE dims too; then 16 exponents biased by 127, of 32 dims.
     fp4, 288 bytes: e2m1 codes, the even dim in the low half; then 32 scales in e4m3fn, of 16 dims.
+    nvfp4, 384 bytes: e2m1 codes of 448 dims as above, 64 bf16 values; after all of these of a page 28 scales in e4m3fn,
+        of 16 dims, and 4 bytes of padding, for each record.
+    mxfp4, 368 bytes: e2m1 codes of 448 dims, 14 exponents biased by 127, of 32 dims, 2 of padding, 64 bf16 values.
     "interleaved": record i of a page begins at i * record. "split": all codes of the page, then all scales.
 """
 
@@ -88,6 +91,52 @@ def pack_fp4(row: Sequence[float]) -> U8:
     codes = [code for codes, _ in groups for code in codes]
     pairs = [codes[i] + 16 * codes[i + 1] for i in range(0, len(codes), 2)]
     return np.array(pairs + [byte for _, byte in groups], dtype=np.uint8)
+
+
+def mxfp4_group(values: Sequence[float]) -> tuple[list[int], int]:
+    """Codes of a group, 0 to 15, and its scale byte: the smallest power of two that leaves no value beyond 6."""
+    top, exponent = max(abs(Fraction(v)) for v in values), -126
+    while 6 * Fraction(2) ** exponent < top:
+        exponent += 1
+    signs = [8 if v < 0 else 0 for v in values]
+    return [
+        nearest(abs(Fraction(v)) / Fraction(2) ** exponent, E2M1) | s for v, s in zip(values, signs, strict=True)
+    ], (exponent + 127)
+
+
+def pack_four_bits(row: Sequence[float], nope: int, *, nvfp4: bool) -> U8:
+    """The record of a row of bf16 values: codes, bf16 values, and then scales, with zeros up to a multiple of 8 bytes.
+
+    Scales of mxfp4 stand before the bf16 values in a page.
+    """
+    size, group = (16, fp4_group) if nvfp4 else (32, mxfp4_group)
+    groups = [group(row[i : min(i + size, nope)]) for i in range(0, nope, size)]
+    codes = [code for codes, _ in groups for code in codes]
+    pairs = [codes[i] + 16 * codes[i + 1] for i in range(0, nope, 2)]
+    scales = [byte for _, byte in groups] + [0] * (-len(groups) % 8)
+    plain = (np.array(row[nope:], dtype=np.float32).view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+    return np.concatenate([np.array(pairs, dtype=np.uint8), plain, np.array(scales, dtype=np.uint8)])
+
+
+def _unpack_four_bits(record: U8, nope: int, rope: int, size: int, scales: Sequence[float]) -> F64:
+    row, end = np.empty(nope + rope), nope // 2 + 2 * rope
+    for d in range(nope):
+        code = int(record[d // 2]) // (16 if d % 2 else 1) % 16
+        row[d] = math.copysign(float(E2M1[code % 8]), -1.0 if code > 7 else 1.0) * scales[int(record[end + d // size])]
+    plain = np.ascontiguousarray(record[nope // 2 : end]).view("<u2").astype(np.uint32) << 16
+    row[nope:] = plain.view(np.float32)
+    return row
+
+
+def unpack_nvfp4(record: U8, nope: int, rope: int) -> F64:
+    """[nope + rope] values of what `pack_four_bits` makes, exact in float64; a scale may have a sign, or be NaN."""
+    return _unpack_four_bits(record, nope, rope, 16, [decode_e4m3(byte) for byte in range(256)])
+
+
+def unpack_mxfp4(record: U8, nope: int, rope: int) -> F64:
+    """The same of mxfp4; byte 255 is NaN."""
+    powers = [math.ldexp(1.0, byte - 127) for byte in range(255)]
+    return _unpack_four_bits(record, nope, rope, 32, [*powers, math.nan])
 
 
 def decode_e4m3(code: int) -> float:

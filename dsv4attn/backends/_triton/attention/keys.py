@@ -297,10 +297,9 @@ def read_fp4_words(
     x1 = tl.load(words + (2 * nothing + 32 + tl.arange(0, 16)[None, :]), mask=mask, other=0)
     x2 = tl.load(words + (nothing + 48 + tl.arange(0, 8)[None, :]), mask=mask, other=0)
     rope = tl.load(words + (TAIL // 4 + of), mask=mask, other=0)
-    part = scale.to(tl.pointer_type(tl.int32))
+    wide, part = scale.to(tl.pointer_type(tl.int64)), scale.to(tl.pointer_type(tl.int32))
     if CODING == numerics.NVFP4:
         # a scale serves two words
-        wide = scale.to(tl.pointer_type(tl.int64))
         s0 = tl.load(wide[:, None] + tl.arange(0, 2)[None, :], mask=mask, other=0)
         s1 = tl.load(wide + 2, mask=ok, other=0)
         s2 = tl.load(part + 6, mask=ok, other=0)
@@ -308,16 +307,14 @@ def read_fp4_words(
         scale1 = spread(scales_of_codes(s1[:, None], N, 8, ASM), N, 8, 16)
         scale2 = spread(scales_of_codes(s2.to(tl.int64)[:, None], N, 4, ASM), N, 4, 8)
     else:
-        # a scale serves four words; the upper half of the last word of scales is padding
-        s0 = tl.load(part, mask=ok, other=0)
-        s1 = tl.load(part + 1, mask=ok, other=0)
-        s2 = tl.load(part + 2, mask=ok, other=0)
-        s3 = tl.load(part + 3, mask=ok, other=0)
-        shift = (tl.arange(0, 4) * 8)[None, :]
-        lower = tl.reshape(tl.permute(tl.join(s0[:, None] >> shift, s1[:, None] >> shift), (0, 2, 1)), [N, 8])
-        scale0 = spread(scale_of(lower, ASM), N, 8)
-        scale1 = spread(scale_of(s2[:, None] >> shift, ASM), N, 4, 16)
-        scale2 = spread(scale_of(s3[:, None] >> (tl.arange(0, 2) * 8)[None, :], ASM), N, 2, 8)
+        # a scale serves four words; two bytes of padding come after the last scale
+        s0 = tl.load(wide, mask=ok, other=0)
+        s1 = tl.load(part + 2, mask=ok, other=0)
+        s2 = tl.load(scale.to(tl.pointer_type(tl.int16)) + 6, mask=ok, other=0).to(tl.int32)
+        shift = (tl.arange(0, 8) * 8).to(tl.int64)[None, :]
+        scale0 = spread(scale_of((s0[:, None] >> shift).to(tl.int32), ASM), N, 8)
+        scale1 = spread(scale_of(s1[:, None] >> (tl.arange(0, 4) * 8)[None, :], ASM), N, 4, 16)
+        scale2 = spread(scale_of(s2[:, None] >> (tl.arange(0, 2) * 8)[None, :], ASM), N, 2, 8)
     left = pairs(x0, scale0, N, 32, ASM)
     k2, k3 = pairs(x1, scale1, N, 16, ASM), pairs(x2, scale2, N, 8, ASM)
     right = beside(k2, in_turn(k3, rope, N), N, 64)

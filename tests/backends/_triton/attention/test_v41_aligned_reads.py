@@ -65,6 +65,34 @@ def test_bytes_of_named_records_are_read_and_no_others(
         ]
 
 
+NVFP4, MXFP4 = (KVCacheLayout.of_record(f"v4_{name}") for name in ("nvfp4", "mxfp4"))
+FOUR_BITS = [(NVFP4, NVFP4), (MXFP4, MXFP4), (MXFP4, NVFP4), (OCP, MXFP4), (NVFP4, FP8)]
+four_bits = pytest.mark.parametrize("layouts", FOUR_BITS, ids=lambda p: "-".join(layout.name for layout in p))
+
+
+@four_bits
+@interpreted
+def test_records_of_four_bits_are_read_without_their_padding(
+    layouts: tuple[KVCacheLayout, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for aligned, reload, splits in ((True, False, 0), (True, True, 3), (False, False, 0)):
+        options = {"aligned": aligned, "splits": splits, "tuning": evolve(SMALL, reload=reload), "seed": 3 + splits}
+        trial = Trial(layouts=layouts, widths=(20, 33), pages=(5, 64), tokens=2, **options)  # type: ignore[arg-type]
+
+        with observed() as seen:
+            read = bytes_read(trial, monkeypatch)
+
+        assert np.array_equal(read, may_read(trial))
+        trial.check()
+        (kinds,) = ({**dict(variant.constants)} for variant in seen if variant.name == "attention")
+        words = aligned and not reload
+        alike = words and layouts[0] == layouts[1]
+        by_byte = {**dict.fromkeys(("fp8_ds_mla", "v4_nvfp4", "v4_mxfp4"), keys.BYTES.value)}
+        by_byte["v41_fp8"] = keys.CODE_WORDS.value if words else keys.CODES.value
+        expected = [keys.FP4_WORDS.value] * 2 if alike else [by_byte[layout.name] for layout in layouts]
+        assert [kinds["KIND0"], kinds["KIND1"]] == expected
+
+
 @pytest.mark.parametrize("layout", [FP8, FP8_SPLIT], ids=lambda layout: layout.arrangement.value)
 @pytest.mark.parametrize("form", ["dense", "ragged", "gathered", "gathered-ragged"])
 def test_a_single_cache_is_read_in_every_form(layout: KVCacheLayout, form: str) -> None:
