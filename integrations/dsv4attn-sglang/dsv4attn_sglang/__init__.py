@@ -11,7 +11,8 @@ DeepSeek-V4.
     attention  FlashMLA's two functions on dsv4attn
     steps      which steps around attention run on dsv4attn too
     indexer    SGLang's indexer without DeepGEMM
-    gather     the keys of a prompt, without a type for fp8
+    gather     the keys of a prompt, on GPUs on which SGLang cannot read them
+    records    V4.1's own records on Hopper
 """
 
 from __future__ import annotations

@@ -12,23 +12,31 @@ from typing import Any
 
 from dsv4attn.compat import flash_mla
 
-__all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache"]
+__all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "serve"]
 
-HEAD_DIM, RECORD = 512, 584
+HEAD_DIM = 512
+_records = {584}
+"""Bytes of the window records that are read here."""
 _DEFAULTS = {"block_table": None, "cache_seqlens": None, "is_fp8_kvcache": True}
 """Arguments that some of SGLang's functions do not have."""
+
+
+def serve(record: int) -> None:
+    """Let calls with window caches of these records come here. Other models may have records of as many bytes."""
+    _records.add(record)
 
 
 def flash_mla_with_kvcache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Attention over paged caches: decode, and prefill of few tokens.
 
-    q [T, 1, H, 512] bf16; k_cache and extra_k_cache [pages, page, 1, 584], pages any distance apart; indices [T, 1, n]
+    q [T, 1, H, 512] bf16; k_cache and extra_k_cache [pages, page, 1, 584], or 528 and 288 of V4.1's own records, pages
+    any distance apart; indices [T, 1, n]
     int32, -1 is absent; topk_length [T] int32. SGLang fills T up to a captured size with rows of index 0 and length 1.
     Returns (out like q, lse [T, H, 1]).
     """
     arguments = _by_name(original, args, kwargs)
     indices, cache = arguments.get("indices"), arguments["k_cache"]
-    if indices is None or arguments["q"].shape[-1] != HEAD_DIM or cache.shape[-1] != RECORD:
+    if indices is None or arguments["q"].shape[-1] != HEAD_DIM or cache.shape[-1] not in _records:
         return original(*args, **kwargs)
     if arguments.get("tile_scheduler_metadata") is None:
         # on XPU and sm_120 SGLang has none

@@ -2,7 +2,8 @@
 
 1. SGLang loads the plugin: a hook on the constructor of the scheduler, in processes that have imported one. Nothing is
    imported for it.
-2. A scheduler is made: a hook on the function that builds attention. The scheduler imports its module anyway.
+2. A scheduler is made: a hook on the function that builds attention. The scheduler imports its module anyway. If
+   V4.1's own records are asked for by name, also one on the function that chooses records, before pools are made.
 3. Attention of DeepSeek-V4 is built: the model and the backends are checked, then FlashMLA's functions are replaced,
    and what `steps` asks for. SGLang binds one of the functions in the constructor of its
    attention, so this happens before. Models of other kinds never come here, and for them nothing is replaced.
@@ -20,7 +21,7 @@ from typing import Any
 from dsv4attn_sglang import __version__
 from dsv4attn_sglang.guard import GUARD, LOG, RefusedError
 
-__all__ = ["ATTENTION", "CUDA", "GATHER", "INDEXER", "SCHEDULER", "SM120", "XPU", "watch_scheduler"]
+__all__ = ["ATTENTION", "CUDA", "GATHER", "INDEXER", "RECORDS", "SCHEDULER", "SM120", "XPU", "watch_scheduler"]
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 ATTENTION = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
@@ -45,6 +46,8 @@ INDEXER = {
 """Methods of SGLang's indexer, and the names in `indexer` of the functions that replace them."""
 GATHER = {f"{_OPS}.dsv4.dequant_k_cache.dequantize_k_cache_paged_dsv4": "dequantize_k_cache_paged_dsv4"}
 """The function that gathers the keys of a prompt, and its name in `gather`."""
+RECORDS = "sglang.srt.mem_cache.deepseek_v4_memory_pool.select_dsv4_kv_layout"
+"""The function that chooses the records of caches, which the plan of their memory follows."""
 _STEPS = {"indexer": (INDEXER, "REPLACE"), "gather": (GATHER, "AROUND")}
 """For each of `steps.STEPS`, which is also the name of a module, what it replaces, and how."""
 
@@ -80,6 +83,10 @@ def _scheduler_is_made(*args: object, **kwargs: object) -> None:
         LOG.error("not used: %s", error)
         return
     _hook(ATTENTION, _attention_is_built, "AROUND")
+    from dsv4attn_sglang import records
+
+    if records.are_named():
+        _hook(RECORDS, records.select_dsv4_kv_layout, "AROUND")
     _apply()
 
 
@@ -98,10 +105,11 @@ def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
 
     internals.check(version, runner)
     # it imports what was checked
-    from dsv4attn_sglang import attention, serving, steps
+    from dsv4attn_sglang import attention, records, serving, steps
 
     targets, served_steps = serving.targets(runner.device), steps.chosen(steps.Device.here())
-    internals.check_functions(version, targets, served_steps)
+    parts = {*served_steps, "records"} if records.are_asked_for() else served_steps
+    internals.check_functions(version, targets, parts)
     chosen = serving.check(runner, served_steps)
     new_targets = _replace(targets, attention, "AROUND")
     for step in filter(served_steps.__contains__, steps.STEPS):

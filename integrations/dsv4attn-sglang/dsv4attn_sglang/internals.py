@@ -162,6 +162,12 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         ),
         Named("sglang.kernels.ops.attention.dsv4.kv_layout:KVLayout", ("V4",)),
     ),
+    "records": (
+        Called("sglang.srt.mem_cache.deepseek_v4_memory_pool", "select_dsv4_kv_layout"),
+        Named("sglang.kernels.ops.attention.dsv4.kv_layout", ("KVLayout",)),
+        Named("sglang.kernels.ops.attention.dsv4.kv_layout:KVLayout", ("V41_FP4_NEW", "V41_NEW")),
+        Named("sglang.srt.environ:Envs", ("SGLANG_DSV4_COMPRESSED_KV_LAYOUT", "SGLANG_DSV4_KV_LAYOUT")),
+    ),
 }
 """What each part of this package needs: all devices, the runner of a model, the functions replaced on a device, and
 the steps of `steps`."""
@@ -185,7 +191,10 @@ def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRu
 
 
 def check_functions(version: str, targets: Mapping[str, str], steps: Iterable[str] = ()) -> None:
-    """Raise RefusedError for functions that cannot be replaced. targets: see `serving.targets`. steps: of `steps`."""
+    """Raise RefusedError for functions that cannot be replaced. targets: see `serving.targets`. steps: parts of TABLE.
+
+    Those of `steps`, and "records".
+    """
     of_steps = [entry for step in sorted(steps) for entry in TABLE[step]]
     GUARD.refuse_missing(version, engine_internals.lacking([*Hooked.of(targets), *of_steps], "sglang"))
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from dsv4attn import KVCacheLayout
 from dsv4attn.compat.direct import PAGE_SIZE, CallKind, plan
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.selection import explain
-from dsv4attn_sglang import gather, hooks, indexer, steps
+from dsv4attn_sglang import attention, gather, hooks, indexer, records, steps
 from dsv4attn_sglang.guard import RefusedError
 
 __all__ = ["check", "targets"]
@@ -55,9 +56,9 @@ def check(runner: Any, served_steps: Collection[str] = ()) -> list[str]:  # noqa
     facts = (heads, torch.bfloat16, runner.model_config.head_dim**-0.5, True, 1)
     lines: dict[str, list[str]] = {}
     of_steps: list[str] = []
-    for phase, layers, sizes in _calls(runner):
+    for phase, layers, sizes, layouts in _calls(runner):
         # what the calls themselves ask: it raises, and loads the backend
-        kind = CallKind(phase, *facts, sizes)
+        kind = CallKind(phase, *facts, sizes, layouts)
         backend, _ = plan(kind, device, None)
         if layers == "c4a" and steps.INDEXER in served_steps:
             indexer.serve(runner.token_to_kv_pool, backend)
@@ -125,14 +126,19 @@ def _check_options() -> None:
 
 
 def _check_caches(pool: Any) -> None:  # noqa: ANN401 - SGLang's DeepSeekV4TokenToKVPool
-    """Caches of other records than the 584 bytes of V4 are refused."""
+    """Caches of other records than the 584 bytes of V4 are refused, but for V4.1's own where they are asked for."""
     cure = "set SGLANG_DSV4_KV_LAYOUT=v4 and SGLANG_DSV4_COMPRESSED_KV_LAYOUT=auto"
     if pool._unified_kv or pool.uniform_fp8:  # noqa: SLF001 - SGLang has no other name for it
         actual = "one pool of plain rows" if pool._unified_kv else "uniform fp8 rows"  # noqa: SLF001
         raise RefusedError("KV cache", expected="pages of 584-byte records", actual=actual, cure=cure)
     layouts = {"window": pool.kv_layout}
     layouts |= {f"c{ratio}": pool.compressed_kv_layout(ratio) for ratio in pool.present_ratios}
-    other = [f"{name} {layout.value}" for name, layout in layouts.items() if layout.value != "v4"]
+    served = {"v4"}
+    if records.are_asked_for():
+        served = records.LAYOUTS.keys()
+        records.check(pool)
+        attention.serve(records.LAYOUTS[records.NAME].record_bytes)
+    other = [f"{name} {layout.value}" for name, layout in layouts.items() if layout.value not in served]
     if other:
         raise RefusedError(
             "layout of the KV cache", expected="v4, 584-byte records", actual=", ".join(other), cure=cure
@@ -148,21 +154,27 @@ def _heads(runner: Any) -> int:  # noqa: ANN401
     return 64 if local <= 64 else heads
 
 
-def _calls(runner: Any) -> list[tuple[Phase, str, tuple[tuple[int, int], ...]]]:  # noqa: ANN401
+_Call = tuple[Phase, str, tuple[tuple[int, int], ...], tuple[KVCacheLayout, ...]]
+
+
+def _calls(runner: Any) -> list[_Call]:  # noqa: ANN401
     """The kinds of calls: decode of each kind of layer, and prefill over gathered rows; with the name of the layers.
 
-    Sizes are columns and page size of the window, then those of the compressed cache.
+    Sizes are columns and page size of the window, then those of the compressed cache. Layouts are those of both.
     """
     pool, config = runner.token_to_kv_pool, runner.model_config
     window = (WINDOW, pool.get_swa_key_page_size())
     widths = {ratio: getattr(config.hf_text_config, "index_topk", 512) for ratio in pool.present_ratios}
     if 128 in widths:
         widths[128] = config.context_len // 128
-    calls: list[tuple[Phase, str, tuple[tuple[int, int], ...]]] = [(Phase.DECODE, "swa", (window,))]
+    swa = records.LAYOUTS[pool.kv_layout.value]
+    calls: list[_Call] = [(Phase.DECODE, "swa", (window,), (swa,))]
     for ratio, width in widths.items():
-        calls.append((Phase.DECODE, f"c{ratio}a", (window, (_filled(width), max(runner.page_size // ratio, 1)))))
+        sizes = window, (_filled(width), max(runner.page_size // ratio, 1))
+        layouts = swa, records.LAYOUTS[pool.compressed_kv_layout(ratio).value]
+        calls.append((Phase.DECODE, f"c{ratio}a", sizes, layouts))
     gathered = _filled(WINDOW + max(widths.values(), default=0))
-    return [*calls, (Phase.PREFILL, f"up to {gathered} of the gathered rows", ((gathered, PAGE_SIZE),))]
+    return [*calls, (Phase.PREFILL, f"up to {gathered} of the gathered rows", ((gathered, PAGE_SIZE),), ())]
 
 
 def _filled(width: int) -> int:

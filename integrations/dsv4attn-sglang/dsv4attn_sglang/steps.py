@@ -9,6 +9,7 @@ from attrs import frozen
 
 from dsv4attn.integrations.engines import steps_named
 from dsv4attn.integrations.variables import SGLANG_STEPS
+from dsv4attn_sglang import records
 from dsv4attn_sglang.guard import RefusedError
 
 __all__ = ["GATHER", "INDEXER", "STEPS", "VARIABLE", "Device", "check", "chosen"]
@@ -29,12 +30,13 @@ class Device:
 
     sm: capability of a GPU of NVIDIA, as in 89; 0: another device. deep_gemm: whether DeepGEMM is installed and has
     kernels for this GPU, which is sm_90 or newer. other_scores: whether SGLang's variables choose scores in torch,
-    TileLang or AITER instead.
+    TileLang or AITER instead. v41_records: see `records.are_asked_for`.
     """
 
     sm: int
     deep_gemm: bool
     other_scores: bool = False
+    v41_records: bool = False
 
     @classmethod
     def here(cls) -> Device:
@@ -53,6 +55,7 @@ class Device:
             sm,
             deep_gemm=sm >= 90 and find_spec("deep_gemm") is not None,
             other_scores=any(variable.get() for variable in others),
+            v41_records=records.are_asked_for(),
         )
 
     @property
@@ -62,7 +65,7 @@ class Device:
             return frozenset()
         lacks_indexer = not self.deep_gemm and not self.other_scores
         # Triton has a type for e4m3 from sm_89 on
-        return frozenset([INDEXER] * lacks_indexer + [GATHER] * (self.sm < 89))
+        return frozenset([INDEXER] * lacks_indexer + [GATHER] * (self.sm < 89 or self.v41_records))
 
 
 def chosen(device: Device) -> frozenset[str]:
