@@ -27,7 +27,7 @@ from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear
 
-__all__ = ["TILES", "Tile", "Tiles", "base_tile", "linear", "product", "tile_for", "variants", "variants_of"]
+__all__ = ["TILES", "Tile", "Tiles", "base_tile", "holds", "linear", "product", "tile_for", "variants", "variants_of"]
 
 
 @frozen
@@ -39,6 +39,7 @@ class Tile:
     programs: of a described tile, that a multiprocessor holds at once.
     cost: time of a tile of many rows in units of the time that a multiprocessor's share of a full device needs for
         each element.
+    wide_results: whether shared memory holds the tile's results in fp32 next to its operands.
     """
 
     rows: int
@@ -50,6 +51,7 @@ class Tile:
     described: bool = False
     programs: int = 1
     cost: float = 1.0
+    wide_results: bool = True
 
 
 @frozen
@@ -83,7 +85,7 @@ TILES: Mapping[str, Tiles] = {
         Tile(16, 64, 128, 4, 4, swapped=True),
         (Tile(64, 64, 128, 4, 4, swapped=True), Tile(64, 32, 128, 4, 4)),
         (
-            Tile(128, 256, 64, 8, 4, described=True),
+            Tile(128, 256, 64, 8, 4, described=True, wide_results=False),
             Tile(128, 128, 64, 4, 3, described=True, programs=2, cost=1.15),
             Tile(64, 64, 128, 4, 3, described=True, programs=2, cost=1.6),
         ),
@@ -101,7 +103,7 @@ def base_tile(arch: str) -> Tile:
 
 
 @lru_cache(4096)
-def tile_for(rows: int, columns: int, arch: str) -> Tile:
+def tile_for(rows: int, columns: int, arch: str, out_dtype: torch.dtype) -> Tile:
     """Tile of a product. No bits depend on it."""
     tiles = TILES.get(arch)
     if tiles is None:
@@ -111,7 +113,13 @@ def tile_for(rows: int, columns: int, arch: str) -> Tile:
     if rows <= tiles.small[0].rows:
         full = (tile for tile in tiles.small if triton.cdiv(columns, tile.columns) >= multiprocessors())
         return next(full, tiles.small[-1])
-    return min(tiles.large, key=lambda tile: _time(tile, rows, columns))
+    possible = [tile for tile in tiles.large if holds(tile, out_dtype)]
+    return min(possible, key=lambda tile: _time(tile, rows, columns))
+
+
+def holds(tile: Tile, out_dtype: torch.dtype) -> bool:
+    """Whether a multiprocessor has the memory for a tile with results of this dtype."""
+    return tile.wide_results or out_dtype.itemsize <= 2
 
 
 def _time(tile: Tile, rows: int, columns: int) -> float:
@@ -147,7 +155,8 @@ def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, *, o
         check_strides(out=out)
     if out.numel():
         rows, columns = x.shape[:-1].numel(), weight.shape[0]
-        product(x.reshape(rows, x.shape[-1]), weight, out.view(rows, columns), tile_for(rows, columns, architecture()))
+        tile = tile_for(rows, columns, architecture(), out.dtype)
+        product(x.reshape(rows, x.shape[-1]), weight, out.view(rows, columns), tile)
     return out
 
 
@@ -230,7 +239,8 @@ def variants(arch: str, out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, t
     for out_dtype in out_dtypes:
         every = TILES[arch].every if arch in TILES else ()
         for tile in dict.fromkeys((*every, base_tile(arch))):
-            yield from variants_of(tile, out_dtype, arch)
+            if holds(tile, out_dtype):
+                yield from variants_of(tile, out_dtype, arch)
 
 
 def variants_of(tile: Tile, out_dtype: torch.dtype, arch: str) -> Iterator[Variant]:

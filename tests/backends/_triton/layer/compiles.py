@@ -70,10 +70,12 @@ def decoded_codes(arch: str) -> Iterator[Variant]:
 
 
 def multiplied(arch: str) -> Iterator[Variant]:
-    """Products of bf16: the base tile, of rows of any form, and the largest tile that a copy engine reads."""
-    for variant in products.variants(arch, (BF16,)):
-        constants = dict(variant.constants)
-        if constants.get("WHOLE") is False or constants["BLOCK_N"] == 256:
+    """Products of bf16: the base tile, of rows of any form, and the largest tiles of results in bf16 and in fp32."""
+    for variant in products.variants(arch):
+        constants, of_fp32 = dict(variant.constants), dict(variant.types)["OUT"] == "*fp32"
+        # of fp32 results the largest tile alone, for its shared memory
+        largest = constants["BLOCK_M"] * constants["BLOCK_N"] >= (128 * 128 if of_fp32 else 128 * 256)
+        if largest or (constants.get("WHOLE") is False and not of_fp32):
             yield variant
 
 

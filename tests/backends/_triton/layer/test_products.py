@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer import output, products
-from dsv4attn.backends._triton.layer.products import TILES, Tile, base_tile, linear, product, tile_for
+from dsv4attn.backends._triton.layer.products import TILES, Tile, base_tile, holds, linear, product, tile_for
 from dsv4attn.backends._triton.support import ONE_ORDER
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
@@ -179,9 +179,10 @@ class TestOnADevice:
             check(x, weight, expected)
             for rows in (1, 2, 7, 16, 33, 64, 100, 2043):
                 for first in (0, 5):
-                    out = torch.empty(rows, shape[0], device=DEVICE)
+                    out = torch.empty(rows, shape[0], device=DEVICE, dtype=FP32 if holds(tile, FP32) else BF16)
                     product(x[first : first + rows], weight, out, tile)
-                    assert torch.equal(out.view(torch.int32), expected[first : first + rows].view(torch.int32)), rows
+                    same = expected[first : first + rows].to(out.dtype)
+                    assert torch.equal(out.view(torch.uint8), same.view(torch.uint8)), rows
 
 
 class TestOtherProductsOnADevice:
@@ -220,7 +221,7 @@ class TestOtherProductsOnADevice:
 
 def test_an_architecture_whose_bits_were_not_compared_has_one_tile() -> None:
     for arch in ("sm_80", "sm_100", "sm_120", "gfx942", "xpu", "cpu"):
-        assert {tile_for(rows, 4096, arch) for rows in (1, 16, 64, 65, 8192)} == {base_tile(arch)}
+        assert {tile_for(rows, 4096, arch, FP32) for rows in (1, 16, 64, 65, 8192)} == {base_tile(arch)}
         tiles = {projection.tile_of(rows, BF16, 16, arch, deterministic=True) for rows in (1, 16, 64, 300)}
         assert tiles == {projection.tiles_for(arch)[1]}
     assert {*TILES} == ONE_ORDER
@@ -229,13 +230,16 @@ def test_an_architecture_whose_bits_were_not_compared_has_one_tile() -> None:
 def test_tiles_of_hopper_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "multiprocessors", lambda: 132)
     tile_for.cache_clear()
-    chosen = {rows: tile_for(rows, 4096, "sm_90") for rows in (1, 16, 17, 64, 65, 2048, 8192)}
+    chosen = {rows: tile_for(rows, 4096, "sm_90", BF16) for rows in (1, 16, 17, 64, 65, 2048, 8192)}
+    of_fp32_results = tile_for(8192, 4096, "sm_90", FP32)
     tile_for.cache_clear()
 
     assert {*chosen.values()} <= {*HOPPER}
     assert [tile.rows <= 64 for tile in chosen.values()] == [True] * 5 + [False] * 2
     assert all(tile.rows >= rows for rows, tile in chosen.items() if rows <= 64)
     assert chosen[8192].rows * chosen[8192].columns == max(tile.rows * tile.columns for tile in HOPPER)
+    assert holds(of_fp32_results, FP32)
+    assert not holds(chosen[8192], FP32)
     wo_a = [projection.tile_of(rows, BF16, 16, "sm_90", deterministic=True) for rows in (1, 128, 129)]
     assert wo_a == [projection.MIDDLE, projection.MIDDLE, projection.LARGE]
 
@@ -246,7 +250,8 @@ def test_warm_up_foresees_every_form_that_is_launched(tile: Tile) -> None:
     with observed() as seen:
         for seed, (rows, columns, depth, pad) in enumerate([(1, 16, 128, 8), (300, 32, 128, 0), (5, 33, 100, 3)]):
             x, weight = factors(rows, columns, depth, seed, pad)
-            product(x, weight, torch.empty(rows, columns, dtype=(BF16, FP32)[seed % 2], device=DEVICE), tile)
+            out_dtype = FP32 if seed % 2 and holds(tile, FP32) else BF16
+            product(x, weight, torch.empty(rows, columns, dtype=out_dtype, device=DEVICE), tile)
     # this machine's architecture is not Hopper, which has one constant of its own
     known = {(v.name, v.types, without_pdl(v), v.num_warps, v.num_stages) for v in foreseen}
 
