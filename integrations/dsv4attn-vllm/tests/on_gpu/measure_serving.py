@@ -109,7 +109,8 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
     llm = LLM(**options)
     seconds = time.perf_counter() - begin
     llm.apply_model(give_values)
-    [output] = llm.generate([{"prompt_token_ids": [*range(1000, 2000)]}], SamplingParams(max_tokens=2, logprobs=1))
+    few = SamplingParams(max_tokens=2, logprobs=1, detokenize=False)
+    [output] = llm.generate([{"prompt_token_ids": [*range(1000, 2000)]}], few, use_tqdm=False)
     values = [entry.logprob for row in output.outputs[0].logprobs for entry in row.values()]
     assert all(map(math.isfinite, values)), values
     link.send(seconds)
