@@ -135,7 +135,7 @@ def _check_caches(pool: Any) -> None:  # noqa: ANN401 - SGLang's DeepSeekV4Token
     layouts |= {f"c{ratio}": pool.compressed_kv_layout(ratio) for ratio in pool.present_ratios}
     served = {"v4"}
     if records.are_asked_for():
-        served = records.LAYOUTS.keys()
+        served = set(records.LAYOUTS)
         records.check(pool)
         attention.serve(records.LAYOUTS[records.NAME].record_bytes)
     other = [f"{name} {layout.value}" for name, layout in layouts.items() if layout.value not in served]
