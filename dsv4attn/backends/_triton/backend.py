@@ -201,7 +201,7 @@ class TritonBackend(Backend):
                 )
             yield from self._attention_variants(bounds, layer, tuning)
         if bounds.model is not None:
-            yield from layer_variants(bounds, device.arch)
+            yield from layer_variants(bounds, device.arch, deterministic=self.deterministic)
             if self.deterministic:
                 yield from products.variants(device.arch)
 

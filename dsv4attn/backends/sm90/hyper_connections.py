@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
@@ -24,11 +25,35 @@ from dsv4attn.core.torch_ops.arguments import MixWeights
 __all__ = ["fused_post_pre", "variants"]
 
 STREAMS, TOKENS, COLUMNS, WARPS = 4, 64, 64, 8
-SLICES, STAGES = 2, 2
-"""SLICES: slices of COLUMNS columns whose products a program adds up. STAGES: tiles in flight.
 
-H200, torch 2.11, Triton 3.6, 2026-11-23: 8,192 tokens of 4,096 take 187 us. With one slice and three stages they take
-224 us.
+
+@frozen
+class Pipeline:
+    """How a program goes through its tiles.
+
+    slices: of COLUMNS columns, whose products a program adds up.
+    stages: tiles in flight.
+    """
+
+    slices: int
+    stages: int
+
+
+MANY = Pipeline(2, 2)
+"""Of plain calls. H200, torch 2.11, Triton 3.6, 2026-11-23: 8,192 tokens of 4,096 take 187 us. With one slice and three
+stages they take 224 us.
+"""
+FIXED = Pipeline(1, 3)
+"""Of deterministic calls, for any number of tokens. H100, torch 2.11, Triton 3.6, 2026-11-27, us of both launches:
+
+| tokens, hidden size | these, with the blocks of deterministic calls | MANY, with those of plain calls | plain calls |
+|---|---|---|---|
+| 64, 4,096 | 14.2 | 19.4 | 10.8 |
+| 2,048, 4,096 | 114.9 | 103.5 | 102.7 |
+| 64, 7,168 | 17.0 | 22.2 | 15.3 |
+| 2,048, 7,168 | 208.9 | 188.1 | 188.4 |
+
+The second launch has the blocks: see `_triton.layer.hyper_connections_tuning`.
 """
 FEW = 256
 """Largest number of tokens for which the shared kernels are faster."""
@@ -49,13 +74,14 @@ def fused_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `_triton.layer.hyper_connections.fused_post_pre`, which runs the calls that this kernel does not serve."""
     count, hidden = x.shape
-    fn = weights.fn
-    if not (_serves(x, residual, post, comb, fn) and (deterministic or count > FEW)):
+    fn, pipeline = weights.fn, _pipeline_of(deterministic=deterministic)
+    if not (_serves(x, residual, post, comb, fn, pipeline) and (deterministic or count > FEW)):
         return hyper_connections.fused_post_pre(x, residual, post, comb, weights, delayed, deterministic=deterministic)
     new_residual = torch.empty_like(residual, memory_format=torch.contiguous_format)
     new_post, new_comb, layer_input = hyper_connections.empty_results(residual)
     results = MixResults(new_post, new_comb, layer_input)
-    groups = hidden // (COLUMNS * SLICES)
+    tuning = hyper_connections.tuning_of_calls(deterministic=deterministic)
+    groups = hidden // (COLUMNS * pipeline.slices)
     products = fn.new_empty(min(count, CHUNK), groups, 32, dtype=torch.float32)
     for first in range(0, count, CHUNK):
         end = min(first + CHUNK, count)
@@ -72,45 +98,55 @@ def fused_post_pre(
                 x, residual, post, comb, fn, new_residual, products, first, end, hidden, tiles_per_program,
                 x.stride(0), residual.stride(0), residual.stride(1), fn.stride(0),
             ),
-            _constants(),
+            _constants(pipeline),
             num_warps=WARPS,
         )  # fmt: skip
-        hyper_connections.mix(new_residual, products, weights, results, delayed, first, end, CHUNK)
+        hyper_connections.mix(new_residual, products, weights, results, delayed, first, end, CHUNK, tuning)
     return new_residual, new_post, new_comb, layer_input
 
 
-def _serves(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, fn: Tensor) -> bool:
+def _pipeline_of(*, deterministic: bool) -> Pipeline:
+    return FIXED if deterministic else MANY
+
+
+def _serves(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, fn: Tensor, pipeline: Pipeline) -> bool:
     """Whether the kernel reads inputs of these shapes, dtypes and alignments."""
     hidden, n = x.shape[1], residual.shape[1]
-    if INTERPRETED or x.dtype != torch.bfloat16 or n != STREAMS or hidden % (COLUMNS * SLICES):
+    if INTERPRETED or x.dtype != torch.bfloat16 or n != STREAMS or hidden % (COLUMNS * pipeline.slices):
         return False
     dense = post.is_contiguous() and comb.is_contiguous()
     return dense and alignment_of_rows(x, residual, post[:, :, 0], comb, fn) == WIDE
 
 
 @cache
-def _constants() -> dict[str, Any]:
-    return {"SLICES": SLICES, "STAGES": STAGES}
+def _constants(pipeline: Pipeline) -> dict[str, Any]:
+    return {"SLICES": pipeline.slices, "STAGES": pipeline.stages}
 
 
-def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
+def variants(bounds: WarmupSpec, arch: str, *, deterministic: bool = False) -> Iterator[Variant]:
     """Every variant that `fused_post_pre` can need in addition to the variants of the shared kernels."""
     model = bounds.model
     if model is None or "hyper_connections" not in bounds.parts:
         return
     if INTERPRETED or bounds.q_dtype != torch.bfloat16 or model.hc_mult != STREAMS:
         return
-    hidden = model.hidden_size
-    if hidden % (COLUMNS * SLICES):
+    hidden, pipeline = model.hidden_size, _pipeline_of(deterministic=deterministic)
+    if hidden % (COLUMNS * pipeline.slices):
         return
     from dsv4attn.backends.sm90.kernels_hyper_connections import (
         post_products_tiles,  # not where kernels are interpreted
     )
 
     types = dict.fromkeys(("X", "STREAMS", "OUT"), "*bf16") | dict.fromkeys(("POST", "COMB", "FN", "PRODUCTS"), "*fp32")
-    yield Variant.from_types(post_products_tiles, types, _constants(), num_warps=WARPS)
+    yield Variant.from_types(post_products_tiles, types, _constants(pipeline), num_warps=WARPS)
     streams = StreamForms(
-        STREAMS, hidden, bounds.q_dtype, delayed=model.shared_latent, aligned=bounds.aligned_rows, arch=arch
+        STREAMS,
+        hidden,
+        bounds.q_dtype,
+        delayed=model.shared_latent,
+        aligned=bounds.aligned_rows,
+        arch=arch,
+        deterministic=deterministic,
     )
     for norm_dtype in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
-        yield from mix_variants(streams, norm_dtype, hidden // (COLUMNS * SLICES), WIDE, CHUNK)
+        yield from mix_variants(streams, norm_dtype, hidden // (COLUMNS * pipeline.slices), WIDE, CHUNK)

@@ -242,7 +242,7 @@ class Sm90Backend(TritonBackend):
                 yield from insert.variants(bounds.swa, 0, bounds.q_dtype, **alignments, arch=device.arch)
         if bounds.model is not None and not self.deterministic and index_logits.may_serve(bounds):
             yield from index_logits.variants()
-        yield from hyper_connections.variants(bounds, device.arch)
+        yield from hyper_connections.variants(bounds, device.arch, deterministic=self.deterministic)
 
     def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the Gluon kernels, and of the shared kernel for the calls that it may serve."""

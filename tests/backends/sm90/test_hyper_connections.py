@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
+from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
+from dsv4attn.backends._triton.layer import hyper_connections_tuning as hc_tuning
+from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.backends.sm90 import hyper_connections
+from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.ops import layer_ops
-from tests.backends._triton.compiling.gates import broken_limits
-from tests.backends._triton.layer.test_hyper_connections import MIXES, StreamsCall, check_near, named
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import ModelGeometry
+from tests.backends._triton.cache.caches import DEVICE
+from tests.backends._triton.engine import launching_nothing
+from tests.backends._triton.layer.test_hyper_connections import MIXES, StreamsCall, check_near, named, with_tuning
 from tests.layer_ops import TorchOps
+from tests.programs import told_by
 
+FLASH, LIMITS = ModelGeometry.preset("flash"), Limits(4, 64, 4096)
 TORCH = TorchOps()
 
 
@@ -109,7 +122,8 @@ def break_alignment(call: StreamsCall, case: str) -> None:
         ("post", 4, 128, 5, torch.bfloat16),
         ("comb", 4, 128, 5, torch.bfloat16),
         ("streams", 3, 128, 5, torch.bfloat16),
-        ("columns", 4, 192, 5, torch.bfloat16),
+        ("columns", 4, 160, 5, torch.bfloat16),
+        ("slices", 4, 192, 5, torch.bfloat16),
         ("fp32", 4, 128, 5, torch.float32),
         ("few", 4, 128, 5, torch.bfloat16),
     ],
@@ -122,14 +136,71 @@ def test_what_it_does_not_serve_is_left_to_the_shared_kernels(
 
     monkeypatch.setattr(hyper_connections, "INTERPRETED", False)
     monkeypatch.setattr(hyper_connections, "launch", refuse)
+    if case == "slices":
+        # plain calls have two slices, also of many tokens
+        monkeypatch.setattr(hyper_connections, "FEW", 0)
     call = StreamsCall(n, hidden, count, dtype)
     break_alignment(call, case)
-    results, kernels = run_fused(call, deterministic=case != "few")
+    results, kernels = run_fused(call, deterministic=case not in ("few", "slices"))
 
     assert [name.split("[")[0] for name in kernels] == ["post_products_kernel", "mix_kernel"]
     check_near(results, expected_of(call, results["residual"]))
 
 
-def test_its_variant_keeps_every_limit() -> None:
-    """Warm-up also foresees the variant: the command fails for a kernel that no backend names."""
-    assert broken_limits("sm90", ["sm_90"], "--kernel", "post_products_tiles") == []
+class Launches:
+    """What stands for `launch` of Hopper's own kernel, and launches nothing."""
+
+    def __init__(self) -> None:
+        self.variants, self.products_bytes = set[Variant](), 0
+
+    def note(
+        self, kernel: Kernel, _: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any], *, num_warps: int
+    ) -> None:
+        """See `runtime.launch`."""
+        self.variants.add(Variant.of(kernel, args, constants, num_warps, 1))
+        self.products_bytes = args[6].nbytes
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernel that is launched here reads nothing")
+@pytest.mark.parametrize("hidden", [4096, 7168])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_warm_up_foresees_the_variants_that_are_launched_and_no_others(
+    deterministic: bool, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, ops = Launches(), layer_ops(deterministic=deterministic)
+    monkeypatch.setattr(hyper_connections, "INTERPRETED", False)
+    monkeypatch.setattr(hyper_connections, "launch", own.note)
+    monkeypatch.setattr(hyper_connections, "FEW", 0)
+    bounds = WarmupSpec.of(evolve(FLASH, hidden_size=hidden), LIMITS, aligned_rows=True, layer_steps=True)
+    call, norm = StreamsCall(4, hidden, 3), torch.ones(hidden, device=DEVICE)
+    fixed = hc_tuning.FIXED["sm_90"]
+    with with_tuning(hc_tuning.HOPPER, fixed=fixed), launching_nothing(), observed() as mixes:
+        for norm_weight in (None, norm, norm.bfloat16()):
+            call.change_weights(norm_weight=norm_weight)
+            ops.mhc_fused_post_pre(call.x, call.residual, call.post, call.comb, call.weights)
+        foreseen = {*hyper_connections.variants(bounds, "sm_90", deterministic=deterministic)}
+
+    assert own.variants | {*mixes} == foreseen
+    tiles = [dict(variant.constants) for variant in own.variants]
+    assert tiles == [{"SLICES": 1, "STAGES": 3} if deterministic else {"SLICES": 2, "STAGES": 2}]
+    assert hyper_connections.CHUNK * own.products_bytes // 3 <= ops.transient_bytes(hyper_connections.CHUNK)
+
+
+def test_a_deterministic_backend_foresees_the_shared_kernels_for_one_number_of_tokens() -> None:
+    bounds = WarmupSpec.of(FLASH, LIMITS, aligned_rows=True, layer_steps=True)
+    variants = {*Sm90Backend(deterministic=True).kernel_variants(bounds, DeviceFacts.named("sm_90"))}
+    constants: dict[str, Any] = {
+        name: [dict(variant.constants) for variant in variants if variant.name == name]
+        for name in ("products_kernel", "post_products_kernel", "mix_kernel")
+    }
+
+    assert {(c["BLOCK_M"], c["BLOCK_K"], c["STAGES"]) for c in constants["products_kernel"]} == {(64, 32, 3)}
+    assert len(constants["post_products_kernel"]) == 1
+    assert {c["BLOCK_R"] for c in constants["mix_kernel"]} == {2}
+
+
+def test_its_variants_keep_every_limit() -> None:
+    """Warm-up also foresees them, and the products that only deterministic calls have."""
+    forms = told_by("-m", "tests.backends.sm90.compiles_streams")
+
+    assert forms == [["post_products_tiles"], ["products_kernel"], ["post_products_tiles"]]

@@ -43,7 +43,7 @@ from dsv4attn.core.torch_ops.arguments import MixWeights
 
 __all__ = [
     "Delayed", "MixResults", "empty_results", "fused_post_pre", "hc_head", "mhc_collapse", "mhc_fused_post_pre",
-    "mhc_fused_post_pre_delayed", "mhc_post", "mhc_pre", "mhc_pre_delayed", "mix", "transient_bytes",
+    "mhc_fused_post_pre_delayed", "mhc_post", "mhc_pre", "mhc_pre_delayed", "mix", "transient_bytes", "tuning_of_calls",
 ]  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `torch_ops.hyper_connections`."""
     count, n, hidden = residual.shape
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    block, aligned = _tuning().post, alignment_of_rows(x, residual)
+    block, aligned = tuning_of_calls().post, alignment_of_rows(x, residual)
     launch(
         post_kernel,
         (-(-count // block.tokens) * -(-hidden // block.columns),),
@@ -138,10 +138,11 @@ def fused_post_pre(
     results = MixResults(new_post, new_comb, layer_input)
     fn, dtype = weights.fn, residual.dtype
     aligned, tokens = alignment_of_rows(x, residual), _tokens(residual, deterministic=deterministic)
-    tile = tile_of(_tuning(), tokens, n, dtype, aligned, fused=True)
+    tuning = tuning_of_calls(deterministic=deterministic)
+    tile = tile_of(tuning, tokens, n, dtype, aligned, fused=True)
     fn_aligned, out_aligned = _fn_alignment(fn, hidden), alignment(hidden, dtype)
     constants = fused_constants(tile, n, hidden, fn.shape[0], dtype, aligned, fn_aligned, out_aligned)
-    for first, end, products, groups in _chunks(residual, fn, tile):
+    for first, end, products, groups in _chunks(residual, fn, tile, tuning.chunk):
         launch(
             post_products_kernel,
             (groups * products.shape[1],),
@@ -154,7 +155,7 @@ def fused_post_pre(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
-        mix(new_residual, products, weights, results, delayed, first, end, tokens)
+        mix(new_residual, products, weights, results, delayed, first, end, tokens, tuning)
     return new_residual, new_post, new_comb, layer_input
 
 
@@ -198,7 +199,7 @@ def mhc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """See `torch_ops.hyper_connections`."""
     count, _, hidden = streams.shape
     out = streams.new_empty(count, hidden)
-    mix(streams, None, None, MixResults(None, None, out), Delayed(pre), 0, count, FEW + 1)
+    mix(streams, None, None, MixResults(None, None, out), Delayed(pre), 0, count, FEW + 1, tuning_of_calls())
     return out
 
 
@@ -226,10 +227,12 @@ def hc_head(
 
 def transient_bytes(max_tokens: int, n: int, hidden: int) -> int:
     """Upper bound on the temporaries of an op: the products of a chunk of tokens."""
-    tuning = _tuning()
-    tiles = tuning.few, tuning.many, tuning.fused_few, tuning.fused_many, tuning.plain
-    splits = -(-hidden // min(tile.columns for tile in tiles))
-    return 4 * min(max_tokens, tuning.chunk) * splits * _width(2 * n + n * n)
+    most = 0
+    for tuning in (tuning_of_calls(), tuning_of_calls(deterministic=True)):
+        tiles = tuning.few, tuning.many, tuning.fused_few, tuning.fused_many, tuning.plain
+        splits = -(-hidden // min(tile.columns for tile in tiles))
+        most = max(most, 4 * min(max_tokens, tuning.chunk) * splits * _width(2 * n + n * n))
+    return most
 
 
 def empty_results(residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,8 +242,9 @@ def empty_results(residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return post, post.new_empty(count, n, n), residual.new_empty(count, hidden)
 
 
-def _tuning() -> Tuning:
-    return tuning_for(architecture())
+def tuning_of_calls(*, deterministic: bool = False) -> Tuning:
+    """The tuning of plain or deterministic calls on this device."""
+    return tuning_for(architecture(), deterministic=deterministic)
 
 
 def _tokens(streams: Tensor, *, deterministic: bool) -> int:
@@ -255,9 +259,10 @@ def _pre(
     _, n, hidden = streams.shape
     fn, dtype = weights.fn, streams.dtype
     aligned, tokens = alignment_of_rows(streams), _tokens(streams, deterministic=deterministic)
-    tile = tile_of(_tuning(), tokens, n, dtype, aligned, fused=False)
+    tuning = tuning_of_calls(deterministic=deterministic)
+    tile = tile_of(tuning, tokens, n, dtype, aligned, fused=False)
     constants = products_constants(tile, n, hidden, fn.shape[0], dtype, aligned, _fn_alignment(fn, hidden))
-    for first, end, products, groups in _chunks(streams, fn, tile):
+    for first, end, products, groups in _chunks(streams, fn, tile, tuning.chunk):
         launch(
             products_kernel,
             (groups * products.shape[1],),
@@ -266,7 +271,7 @@ def _pre(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        mix(streams, products, weights, results, delayed, first, end, tokens)
+        mix(streams, products, weights, results, delayed, first, end, tokens, tuning)
 
 
 def _fn_alignment(fn: Tensor, hidden: int) -> int:
@@ -279,10 +284,13 @@ def _width(mixes: int) -> int:
     return 8 * (mixes // 8 + 1)
 
 
-def _chunks(streams: Tensor, fn: Tensor, tile: Tile) -> Iterator[tuple[int, int, Tensor, int]]:
-    """(first token, end token, memory for products, groups of programs) of each pair of launches."""
+def _chunks(streams: Tensor, fn: Tensor, tile: Tile, chunk: int) -> Iterator[tuple[int, int, Tensor, int]]:
+    """(first token, end token, memory for products, groups of programs) of each pair of launches.
+
+    chunk: tokens of such a pair.
+    """
     count, _, hidden = streams.shape
-    chunk, splits = _tuning().chunk, -(-hidden // tile.columns)
+    splits = -(-hidden // tile.columns)
     products = fn.new_empty(min(count, chunk), splits, _width(fn.shape[0]), dtype=torch.float32)
     groups = max(tile.programs * multiprocessors() // splits, 1) if tile.held else count
     for first in range(0, count, chunk):
@@ -299,15 +307,16 @@ def mix(
     first: int,
     end: int,
     tokens: int,
+    tuning: Tuning,
 ) -> None:
     """Launch `mix_kernel`, which fills the rows first .. end of results.
 
     products: [end - first or more, splits, width] fp32 - of the streams with the mixes; see `store_products`.
     weights: of the mixes. products and weights are None where `delayed.previous_pre` collapses the streams.
-    tokens: the number of tokens that the block is chosen for.
+    tokens: the number of tokens that the blocks of `tuning` are chosen for.
     """
     _, n, hidden = streams.shape
-    tuning, (post, comb, out) = _tuning(), results
+    post, comb, out = results
     scale = base = norm = None
     mixes, splits, repeat = n, 1, 0
     rms_eps = pre_eps = comb_eps = factor = norm_eps = 0.0

@@ -25,7 +25,7 @@ MOST_SPLITS = 128
 """Largest number of splits that are added at a time."""
 
 __all__ = [
-    "FEW", "TUNINGS", "Block", "Tile", "Tuning", "alignment", "fused_constants", "heads_of", "mix_block",
+    "FEW", "FIXED", "TUNINGS", "Block", "Tile", "Tuning", "alignment", "fused_constants", "heads_of", "mix_block",
     "mix_constants", "post_constants", "products_constants", "tile_of", "tuning_for",
 ]  # fmt: skip
 
@@ -135,15 +135,31 @@ TUNINGS: Mapping[str, Tuning] = {
     "gfx1201": RDNA,
     "cpu": INTERPRETER,
 }
+FIXED: Mapping[str, Tuning] = {
+    "sm_90": evolve(HOPPER, many=Tile(64, 32, 4, 3, held=True, programs=2), heads_many=2),
+}
+"""Of deterministic calls, which take tiles and blocks of many tokens for any number of tokens. An architecture without
+a row has that of `TUNINGS`.
+
+H100, torch 2.11, Triton 3.6, 2026-11-27, us of `mhc_pre`:
+
+| tokens, hidden size | this row | that of `TUNINGS`, for many tokens | plain calls |
+|---|---|---|---|
+| 64, 4,096 | 11.1 | 15.5 | 11.1 |
+| 2,048, 4,096 | 92.3 | 78.0 | 77.7 |
+| 64, 7,168 | 13.5 | 17.0 | 13.5 |
+| 2,048, 7,168 | 163.0 | 125.9 | 125.7 |
+"""
 MOST_STREAMS = 4
 """Largest number of streams of the large tiles."""
 FEW = 64
 """Largest number of tokens of the tiles for a few tokens."""
 
 
-def tuning_for(arch: str) -> Tuning:
-    """The tuning of an architecture."""
-    return TUNINGS.get(arch, DEFAULT)
+def tuning_for(arch: str, *, deterministic: bool = False) -> Tuning:
+    """The tuning of plain or deterministic calls on an architecture."""
+    tuning = TUNINGS.get(arch, DEFAULT)
+    return FIXED.get(arch, tuning) if deterministic else tuning
 
 
 def tile_of(tuning: Tuning, tokens: int, n: int, dtype: torch.dtype, aligned: int, *, fused: bool) -> Tile:

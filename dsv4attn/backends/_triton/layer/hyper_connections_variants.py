@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.cache.records import row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
@@ -15,6 +15,7 @@ from dsv4attn.backends._triton.launching.runtime import WIDE
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     FEW,
     Tile,
+    Tuning,
     alignment,
     fused_constants,
     heads_of,
@@ -46,6 +47,7 @@ class StreamForms:
     delayed: whether the ops are those of DeepSeek-V4.1 instead of V4's.
     aligned: whether rows of streams, x and fn begin at multiples of 16 bytes.
     arch: the architecture.
+    deterministic: whether the calls are.
     """
 
     n: int
@@ -54,18 +56,27 @@ class StreamForms:
     delayed: bool = False
     aligned: bool = True
     arch: str = ""
+    deterministic: bool = False
+
+    @property
+    def tuning(self) -> Tuning:
+        """Of these calls."""
+        return tuning_for(self.arch, deterministic=self.deterministic)
 
 
 def variants(streams: StreamForms, norm_dtype: torch.dtype | None = None) -> Iterator[Variant]:
     """Every variant that the ops can need. norm_dtype: of the weight of the norm, or None without a norm."""
-    n, hidden, dtype, tuning = streams.n, streams.hidden, streams.dtype, tuning_for(streams.arch)
+    n, hidden, dtype, tuning = streams.n, streams.hidden, streams.dtype, streams.tuning
+    # these ops have one form for plain and deterministic calls
+    plain = evolve(streams, deterministic=False)
     mixes, out_aligned, types = 2 * n + n * n, alignment(hidden, dtype), _types(dtype)
     alignments = row_alignments(hidden, dtype, aligned=streams.aligned)
     fn_alignments = row_alignments(hidden, torch.float32, aligned=streams.aligned)
     for row in alignments:
-        constants = post_constants(tuning.post, n, hidden, row, out_aligned)
-        yield Variant.from_types(post_kernel, types, constants, num_warps=tuning.post.warps)
-    for tokens, row, fn_row in product((FEW, FEW + 1), alignments, fn_alignments):
+        constants = post_constants(plain.tuning.post, n, hidden, row, out_aligned)
+        yield Variant.from_types(post_kernel, types, constants, num_warps=plain.tuning.post.warps)
+    counts = (FEW + 1,) if streams.deterministic else (FEW, FEW + 1)
+    for tokens, row, fn_row in product(counts, alignments, fn_alignments):
         tile = tile_of(tuning, tokens, n, dtype, row, fused=False)
         fused_tile = tile_of(tuning, tokens, n, dtype, row, fused=True)
         for width in (mixes,) if streams.delayed else (mixes, n):
@@ -74,11 +85,11 @@ def variants(streams: StreamForms, norm_dtype: torch.dtype | None = None) -> Ite
         constants = fused_constants(fused_tile, n, hidden, mixes, dtype, row, fn_row, out_aligned)
         yield _products_variant(post_products_kernel, types, constants, fused_tile)
         splits, fused_splits = -(-hidden // tile.columns), -(-hidden // fused_tile.columns)
-        for mix_tokens in (FEW, FEW + 1):
+        for mix_tokens in counts:
             yield from mix_variants(streams, norm_dtype, splits, row, mix_tokens)
             yield from mix_variants(streams, norm_dtype, fused_splits, out_aligned, mix_tokens)
             if streams.delayed:
-                yield from mix_variants(streams, None, 1, row, mix_tokens, last="collapse")
+                yield from mix_variants(plain, None, 1, row, mix_tokens, last="collapse")
             else:
                 yield from mix_variants(streams, None, splits, row, mix_tokens, last="head")
 
@@ -91,7 +102,7 @@ def mix_variants(
     norm_dtype: of the weight of the norm, or None without a norm. splits: of the products. row: bytes that divide the
     address of every row of the streams. last: "head", or V4.1's "collapse", after the last layer; "" elsewhere.
     """
-    n, hidden, dtype, tuning = streams.n, streams.hidden, streams.dtype, tuning_for(streams.arch)
+    n, hidden, dtype, tuning = streams.n, streams.hidden, streams.dtype, streams.tuning
     types = {**_types(dtype), "NORM": "none" if norm_dtype is None else pointer_type(norm_dtype)}
     if last:
         types |= {"POST": "none", "COMB": "none"}

@@ -26,8 +26,11 @@ NORMS = torch.bfloat16, torch.float32
 """Dtypes of the weights of norms."""
 
 
-def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
-    """Every variant that the steps of a model within the bounds can need on an architecture."""
+def variants(bounds: WarmupSpec, arch: str, *, deterministic: bool = False) -> Iterator[Variant]:
+    """Every variant that the steps of a model within the bounds can need on an architecture.
+
+    deterministic: whether the backend is.
+    """
     model = bounds.model
     assert model is not None
     for layer in bounds.layers:
@@ -45,6 +48,7 @@ def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
             delayed=model.shared_latent,
             aligned=bounds.aligned_rows,
             arch=arch,
+            deterministic=deterministic,
         )
         for norm_dtype in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
             yield from hyper_connections_variants.variants(streams, norm_dtype)

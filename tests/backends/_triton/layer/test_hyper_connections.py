@@ -15,6 +15,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import architecture, launch, observed
 from dsv4attn.backends._triton.layer import hyper_connections as hc
 from dsv4attn.backends._triton.layer import hyper_connections_tuning as hc_tuning
@@ -49,12 +50,32 @@ TINY = Tuning(
 """A few tokens of a few columns have several splits, tiles of a program, chunks and blocks."""
 
 
+FIXED = evolve(
+    TINY,
+    many=Tile(2, 32, 4, held=True, programs=2),
+    fused_many=Tile(4, 32, 4),
+    chunk=5,
+    mix_many=Block(1, 64, 4),
+    whole_many=Block(2, 32, 4),
+    heads_many=2,
+    summed=128,
+)
+"""Differs from TINY in each tile and block that deterministic calls of four streams or fewer take."""
+
+
 @contextmanager
-def with_tuning(tuning: Tuning, few: int = 4) -> Iterator[None]:
-    """Use this tuning in the ops and for their variants, with the tiles for few tokens up to `few` tokens."""
+def with_tuning(tuning: Tuning, few: int = 4, fixed: Tuning | None = None) -> Iterator[None]:
+    """Use this tuning in the ops and for their variants, with the tiles for few tokens up to `few` tokens.
+
+    fixed: the tuning of deterministic calls; None: the same.
+    """
+
+    def tuning_for(_: str, *, deterministic: bool = False) -> Tuning:
+        return fixed if deterministic and fixed is not None else tuning
+
     with ExitStack() as stack:
         for module in (hc, hc_variants):
-            stack.enter_context(mock.patch.object(module, "tuning_for", return_value=tuning))
+            stack.enter_context(mock.patch.object(module, "tuning_for", tuning_for))
         for module in (hc, hc_variants, hc_tuning):
             stack.enter_context(mock.patch.object(module, "FEW", few))
         yield
@@ -222,7 +243,7 @@ def test_the_ops_are_those_of_torch(sizes: tuple[int, int, int], dtype: torch.dt
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 23])
 def test_every_edge_of_tiles_and_chunks(count: int, deterministic: bool) -> None:
-    with with_tuning(TINY):
+    with with_tuning(TINY, fixed=FIXED):
         for seed, hidden in enumerate((32, 48, 40)):
             call = StreamsCall(4, hidden, count, seed=seed, normed=bool(seed % 2), pad=8 * seed)
             call.check(deterministic=deterministic)
@@ -291,15 +312,38 @@ def test_what_is_no_number_reaches_its_own_token_as_in_torch(spoil: Change, tuni
         assert torch.equal(result[2].isnan(), expected[name][2].isnan()), name
 
 
-def test_bits_of_a_token_do_not_depend_on_the_number_of_tokens_if_deterministic() -> None:
-    call = StreamsCall(4, 48, 9, normed=True)
-    with with_tuning(TINY):
-        results, *results_of_more = (
-            call.tokens(slice(first, None)).run(KERNELS, deterministic=True) for first in (8, 5, 0)
-        )
+def unequal_names(results: dict[str, Tensor], expected: dict[str, Tensor], tokens: slice) -> list[str]:
+    """Names of results whose bits are not those of the tokens in `expected`."""
+    return [name for name, result in results.items() if not torch.equal(result, expected[name][tokens])]
 
-    for other_results in results_of_more:
-        assert [name for name in other_results if not torch.equal(other_results[name][-1], results[name][-1])] == []
+
+@pytest.mark.parametrize("tuning", [FIXED, hc_tuning.FIXED["sm_90"]], ids=["tiny", "hopper"])
+def test_bits_of_a_token_are_the_same_for_every_number_of_tokens_if_deterministic(tuning: Tuning) -> None:
+    call = StreamsCall(4, 48, 7, normed=True)
+    with with_tuning(TINY, few=3, fixed=tuning):
+        expected = call.run(KERNELS, deterministic=True)
+        for count in range(1, 7):
+            results = call.tokens(slice(count)).run(KERNELS, deterministic=True)
+            assert unequal_names(results, expected, slice(count)) == [], count
+
+
+def test_bits_of_a_token_do_not_depend_on_its_place_if_deterministic() -> None:
+    """Tiles are small, because numpy's products in large ones depend on the place of a row."""
+    call = StreamsCall(4, 48, 9, normed=True)
+    with with_tuning(TINY, fixed=FIXED):
+        expected = call.run(KERNELS, deterministic=True)
+        for first in (8, 5):
+            tokens = slice(first, None)
+            assert unequal_names(call.tokens(tokens).run(KERNELS, deterministic=True), expected, tokens) == [], first
+
+
+def test_deterministic_calls_have_tiles_and_blocks_of_their_own_on_hopper() -> None:
+    hopper, fixed = (hc_tuning.tuning_for("sm_90", deterministic=exact) for exact in (False, True))
+
+    assert hopper == hc_tuning.TUNINGS["sm_90"]
+    assert fixed == evolve(hopper, many=fixed.many, heads_many=fixed.heads_many) != hopper
+    for arch in ("sm_80", "sm_100", "gfx942", "gfx1100", "cpu"):
+        assert hc_tuning.tuning_for(arch, deterministic=True) is hc_tuning.tuning_for(arch)
 
 
 def test_parts_of_a_factor_are_bf16_numbers_whose_sum_it_is() -> None:
@@ -317,35 +361,68 @@ def test_parts_of_a_factor_are_bf16_numbers_whose_sum_it_is() -> None:
 def test_temporaries_stay_within_their_bound() -> None:
     for n, hidden, count in ((4, 96, 5), (4, 300, 70), (8, 64, 3), (4, 16, 20)):
         call = StreamsCall(n, hidden, count)
-        for tile in (TINY.few, TINY.many, TINY.plain):
-            with with_tuning(TINY):
-                chunks = [*hc._chunks(call.residual, call.weights.fn, tile)]
-                assert [first for first, *_ in chunks] == [*range(0, count, TINY.chunk)]
-                assert max(products.nbytes for *_, products, _ in chunks) <= hc.transient_bytes(count, n, hidden)
+        for tuning in (TINY, FIXED):
+            for tile in (tuning.few, tuning.many, tuning.fused_many, tuning.plain):
+                with with_tuning(TINY, fixed=FIXED):
+                    chunks = [*hc._chunks(call.residual, call.weights.fn, tile, tuning.chunk)]
+                    assert [first for first, *_ in chunks] == [*range(0, count, tuning.chunk)]
+                    assert max(products.nbytes for *_, products, _ in chunks) <= hc.transient_bytes(count, n, hidden)
 
 
+def foreseen_variants(call: StreamsCall, **forms: Any) -> set[Variant]:
+    """Those of V4 and V4.1 for streams and a norm like these. forms: more fields of `StreamForms`."""
+    _, n, hidden = call.residual.shape
+    norm_dtype = None if call.weights.norm_weight is None else call.weights.norm_weight.dtype
+    streams = StreamForms(n, hidden, call.residual.dtype, arch=architecture(), **forms)
+    return {
+        variant
+        for delayed in (False, True)
+        for variant in hc_variants.variants(evolve(streams, delayed=delayed), norm_dtype)
+    }
+
+
+def launched_variants(call: StreamsCall, **options: Any) -> set[Variant]:
+    """Those that all ops launch, also where no sublayer has run before."""
+    with launching_nothing(), observed() as launched:
+        call.run(KERNELS, **options)
+        KERNELS.mhc_fused_post_pre_delayed(call.x, call.residual, call.post, call.comb, None, call.weights, **options)
+    return set(launched)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("aligned", [False, True])
 @each_dtype
-def test_warm_up_foresees_every_variant_that_is_launched(dtype: torch.dtype, aligned: bool) -> None:
-    for tuning in (TINY, hc_tuning.HOPPER):
+def test_warm_up_foresees_every_variant_that_is_launched(
+    dtype: torch.dtype, aligned: bool, deterministic: bool
+) -> None:
+    for tuning, fixed in ((TINY, FIXED), (hc_tuning.HOPPER, hc_tuning.FIXED["sm_90"])):
         for seed, (count, hidden) in enumerate(((3, 64), (1, 64), (9, 64), (2, 30), (9, 30))):
             call = StreamsCall(2, hidden, count, dtype, seed, pad=8 * seed if aligned else seed, normed=bool(seed % 2))
-            norm_weight = call.weights.norm_weight
-            streams = StreamForms(2, hidden, dtype, aligned=aligned, arch=architecture())
-            with with_tuning(tuning):
-                with launching_nothing(), observed() as launched:
-                    call.run(KERNELS)
-                    call.run(KERNELS, deterministic=True)
-                foreseen = {
-                    variant
-                    for delayed in (False, True)
-                    for variant in hc_variants.variants(
-                        evolve(streams, delayed=delayed), None if norm_weight is None else norm_weight.dtype
-                    )
-                }
+            with with_tuning(tuning, fixed=fixed):
+                launched = launched_variants(call, deterministic=deterministic)
+                foreseen = foreseen_variants(call, aligned=aligned, deterministic=deterministic)
 
             assert len({variant.name for variant in launched}) == 4
-            assert set(launched) <= foreseen
+            assert launched <= foreseen
+
+
+@pytest.mark.parametrize(("n", "normed"), [(4, False), (4, True), (8, True)])
+@each_dtype
+def test_warm_up_of_a_deterministic_backend_foresees_only_what_is_launched(
+    dtype: torch.dtype, n: int, normed: bool
+) -> None:
+    for tuning, fixed in ((TINY, FIXED), (hc_tuning.HOPPER, hc_tuning.FIXED["sm_90"])):
+        launched = set[Variant]()
+        for count in (1, 3, 9):
+            call = StreamsCall(n, 64, count, dtype, normed=normed)
+            with with_tuning(tuning, fixed=fixed):
+                now = launched_variants(call, deterministic=True)
+                foreseen = foreseen_variants(call, deterministic=True)
+            # one form for every number of tokens
+            assert not launched or now == launched
+            launched = now
+
+        assert launched == foreseen
 
 
 def test_promises_of_alignment_only_take_variants_away() -> None:
