@@ -118,7 +118,7 @@ class Entries:
 def values_of(cache: PagedKVCache) -> Tensor:
     """[slots, D] fp32."""
     slots = torch.arange(cache.capacity, device=cache.device)
-    if cache.layout.name in ("fp8_ds_mla", "v41_fp8", "v41_fp4"):
+    if cache.layout.key_record is not None:
         return reference.read_records(cache, slots).cpu()
     return records.read_index_keys(cache, slots).cpu()
 
