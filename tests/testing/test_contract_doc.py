@@ -69,7 +69,7 @@ def test_cases_cover_what_models_and_engines_bring() -> None:
     assert {1, 2, 16, 32, 64, 128, 256, 512} <= {p.swa.page_size for p in problems}
     assert {1, 2, 16, 32, 64, 128, 256, 512} <= {p.compressed.page_size for p in problems if p.compressed}
     assert {1, 4} <= {p.query_len for p in problems}
-    assert {p.swa.dtype for p in problems} == {"e4m3fn", "e4m3fnuz", "bfloat16", "float32"}
+    assert {p.swa.dtype for p in problems} == {"e4m3fn", "e4m3fnuz", "e2m1", "bfloat16", "float32"}
     assert {p.sink for p in problems} == {True, False}
     assert {p.q_dtype for p in problems} == {"bfloat16", "float32"}
     assert {(p.phase, p.layer.kind.value) for p in problems} == {

@@ -6,6 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from dsv4attn.core.cache.key_records import KEY_RECORDS
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
@@ -18,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()
-_LAYOUTS = {"584": LAYOUT, "528": KVCacheLayout.v41_fp8(), "288": KVCacheLayout.v41_fp4()}
+_LAYOUTS = {str(layout.record_bytes): layout for layout in map(KVCacheLayout.of_record, KEY_RECORDS)}
 _CHUNK = 65536
 """Records that are written at a time."""
 _ELEMENTS = 2**24
@@ -132,7 +133,7 @@ def read_records(cache: PagedKVCache, slots: Tensor) -> Tensor:
 
 
 def layouts(case: KernelCase) -> tuple[KVCacheLayout, KVCacheLayout]:
-    """Layouts of the window cache and of the compressed cache, with interleaved scales in V4.1's records."""
+    """Layouts of the window cache and of the compressed cache, each in the first arrangement that it has."""
     window, compressed = (case.records or "584/584").split("/")
     return _LAYOUTS[window], _LAYOUTS[compressed]
 

@@ -108,7 +108,7 @@ def test_records_have_the_published_sizes_places_and_names() -> None:
 
 
 @each_layout
-@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "triton"])
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
 def test_records_are_those_of_the_packer_and_no_other_byte_is_written(layout: KVCacheLayout, kernel: bool) -> None:
     rows, size = draws(layout), 4
     records = [packed(row, layout) for row in rows]
@@ -137,7 +137,7 @@ def test_bytes_of_a_record_never_change() -> None:
 
 
 @both
-@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "triton"])
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
 def test_every_code_is_exact_under_every_scale_and_padding_is_not_read(layout: KVCacheLayout, kernel: bool) -> None:
     rng, groups = np.random.default_rng(1), layout.num_groups
     count = -(-256 // groups)
