@@ -56,7 +56,7 @@ class WatchedLayerOps(LayerOps):
         return cls(**{**values, **changed}, plain=plain)
 
 
-_LAYER_GROUPS = "compressor", "indexer", "selection", "hyper_connections"
+_LAYER_GROUPS = "norms", "compressor", "indexer", "selection", "hyper_connections"
 
 
 @frozen

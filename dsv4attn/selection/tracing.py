@@ -143,7 +143,7 @@ class TracedBackend(AroundBackend):
         print(f"dsv4attn: {op} by {source}, {where}, {phase}: {' '.join(arguments)}", file=out, flush=True)
 
 
-_DEFAULTS = frozenset(expanded(["compressor", "indexer", "selection", "hyper_connections"])) - {
+_DEFAULTS = frozenset(expanded(["norms", "compressor", "indexer", "selection", "hyper_connections"])) - {
     "propose_candidates", "choose_candidates",
 }  # fmt: skip
 """Layer ops that torch has."""

@@ -74,6 +74,7 @@ def test_each_call_of_an_op_is_one_line(traced_lines: Lines) -> None:
 
     assert all(prefill)
     assert [line[0] for line in prefill if line[2] != "no layer"] == [
+        "norm_q_kv",
         "qnorm_rope_kv_insert",
         "save_partial_states", "compress_norm_rope_store", "save_partial_states", "compress_norm_rope_store",
         "indexer_q_rope_quant", "select_topk", "compute_global_topk_indices_and_lens", "prefill", "inv_rope_o_proj",

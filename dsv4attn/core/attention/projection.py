@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dsv4attn.core.argument_checks import shown
 from dsv4attn.core.attention.checks import check_backend, check_output, check_projection
@@ -20,6 +19,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import Weight, dense_weight, scaled_weight
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import Linear
+from dsv4attn.core.torch_ops.tiles import linear as torch_linear
 from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def output_projection(
     *,
     layer: LayerGeometry,
     process_group: ProcessGroup | None = None,
-    linear: Linear = functional.linear,
+    linear: Linear = torch_linear,
 ) -> Tensor:
     """The whole output projection: z of `o_proj`, y = z wo_b^T, and the sum of y over the ranks of a process group.
 

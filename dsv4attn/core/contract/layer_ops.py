@@ -18,7 +18,7 @@ from attrs import evolve, fields_dict, frozen
 from torch import Tensor
 
 from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
-from dsv4attn.core.torch_ops import candidates, compressor, hyper_connections, indexer, latents, selection
+from dsv4attn.core.torch_ops import candidates, compressor, hyper_connections, indexer, latents, norms, selection
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
 from dsv4attn.core.torch_ops.tiles import TILE_BYTES, Arithmetic, arithmetic_of, batch_invariant_linear, linear
 
@@ -42,6 +42,7 @@ class LayerOps:
     A backend that brings an op has `evolve(LayerOps(), select_topk=my_select_topk)` as its `layer_ops`. Arguments and
     results are those of the definition. Core calls ops with autocast off and without gradients.
 
+    norm_q_kv: norms between the projections.
     save_partial_states, compress_norm_rope_store: the compressor. compress_latents, norm_rope_store: V4.1's.
     indexer_q_rope_quant: queries of the indexer. fp8_paged_mqa_logits, fp8_mqa_logits: logits for engines that select
        by themselves; core calls `select_topk` instead.
@@ -65,6 +66,7 @@ class LayerOps:
     most_over_ranks: the largest K that both take; 0 without them.
     """
 
+    norm_q_kv: Callable[..., tuple[Tensor, Tensor]] = norms.norm_q_kv
     save_partial_states: Op = compressor.save_partial_states
     compress_norm_rope_store: Op = compressor.compress_norm_rope_store
     compress_latents: Callable[..., Tensor] = latents.compress_latents
@@ -124,8 +126,8 @@ class LayerOps:
 
 
 _CHANGES = (
-    "compress_norm_rope_store", "compress_latents", "norm_rope_store", "select_topk", *CANDIDATES, "mhc_pre",
-    "mhc_fused_post_pre", "hc_head", "mhc_pre_delayed", "mhc_fused_post_pre_delayed",
+    "norm_q_kv", "compress_norm_rope_store", "compress_latents", "norm_rope_store", "select_topk", *CANDIDATES,
+    "mhc_pre", "mhc_fused_post_pre", "hc_head", "mhc_pre_delayed", "mhc_fused_post_pre_delayed",
 )  # fmt: skip
 """Ops of torch with an option `deterministic`."""
 _DEFINITIONS: dict[str, Any] = {name: field.default for name, field in fields_dict(LayerOps).items()}

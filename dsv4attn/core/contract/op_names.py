@@ -33,6 +33,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "gather": ("dequantize_and_gather_k_cache", "prepare_rows"),
     "projection": ("inv_rope_o_proj",),
     **LAYER_OPS,
+    "norms": ("norm_q_kv",),
     "selection": (*LAYER_OPS["selection"], *_OVER_RANKS),
     "products": ("linear",),
     "index_ops": (

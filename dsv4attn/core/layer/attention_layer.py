@@ -7,7 +7,7 @@ the caches and the buffers that the layer shares with others; weights belong to 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakValueDictionary, ref
@@ -29,6 +29,7 @@ from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.compressor import Compressor, LatentCompressor
 from dsv4attn.core.layer.indexer import Candidates, Indexer
+from dsv4attn.core.layer.projections import Projections
 from dsv4attn.core.layer.shared_sources import BoundSources, own_buffer
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.forward_context import ForwardContext, get_forward_context
@@ -41,7 +42,6 @@ from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.core.reprs import layer_text, one_line
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes
-from dsv4attn.core.torch_ops.compressor import rms_norm
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, NoForwardContextError
 
 if TYPE_CHECKING:
@@ -53,6 +53,21 @@ _layers: WeakValueDictionary[str, DeepseekV4Attention] = WeakValueDictionary()
 """Layers by the handle that a compiled graph holds. Handles are unique, also if two models have equal prefixes."""
 
 _count = itertools.count()
+
+_OF_HIDDEN_STATES = (
+    "wq_a",
+    "wkv",
+    "compressor.wkv",
+    "compressor.wgate",
+    "indexer.compressor.wkv",
+    "indexer.compressor.wgate",
+    "indexer.weights_proj",
+)
+"""Weights that multiply hidden states."""
+_OF_LATENT = "wq_b", "indexer.wq_b"
+"""Weights that multiply the latent of q. Queries of the indexer come last: a step may do without them."""
+_IN_FP32 = frozenset(name for name in _OF_HIDDEN_STATES if "compressor." in name)
+"""Weights whose products are fp32 in every model: states of compressors."""
 
 
 class DeepseekV4Attention:
@@ -73,9 +88,10 @@ class DeepseekV4Attention:
     A layer says by `role` what it has of its own, and by `sources` whose caches and entries it reads. Layers run in
     order: a layer reads what its sources left in the same step.
 
-    A layer keeps its weights. It reads them as they are, or copies of them, which it makes again when it sees in a step
-    that a weight has changed: what it sees is the subject of `WeightCopies` and `TensorState`. After other writes, and
-    before graphs are replayed, call `refresh`.
+    A layer keeps its weights. Tensors that multiply the same input become views of one memory (`WeightCopies.joined`).
+    A layer reads weights as they are, or copies of them, which it makes again when it sees in a step that a weight has
+    changed: what it sees is the subject of `WeightCopies` and `TensorState`. After other writes, and before graphs are
+    replayed, call `refresh`.
     backend: runs attention, inserts, projection, and the ops that it brings.
     """
 
@@ -116,12 +132,14 @@ class DeepseekV4Attention:
         self.geometry, self.layer, self.limits, self.backend = geometry, layer, limits, backend
         self._copies, self._group = WeightCopies(), process_group
         self._context = context_parallel if layer.has_entries else None
+        self._arithmetic = backend.layer_ops.arithmetic(deterministic=backend.deterministic)
+        self._linear = product = self._arithmetic.linear
+        self._of_hidden_states = Projections("hidden_states", self._copies, product, _IN_FP32)
+        self._of_latent = Projections("latent", self._copies, product)
         sink = self._load_own(weights)
-        self.device = device = self._wq_a.device
+        self.device = device = self._wo_b.device
         self._sources = bound = BoundSources.find(self.sources, sources, geometry, limits, device)
         table = _table(layer.rope, limits, device) if cos_sin_cache is None else cos_sin_cache
-        self._arithmetic = backend.layer_ops.arithmetic(deterministic=backend.deterministic)
-        product = self._arithmetic.linear
         self.topk_indices = topk_indices_buffer
         if layer.kind is LayerKind.CSA:
             shape, chosen = (limits.max_num_batched_tokens, layer.topk), None
@@ -146,7 +164,7 @@ class DeepseekV4Attention:
         self.indexer: Indexer | None = None
         if weights.compressor is not None:
             compressor_class = LatentCompressor if geometry.shared_latent else Compressor
-            self.compressor = compressor_class(layer, weights.compressor, table, ops, product)
+            self.compressor = compressor_class(layer, weights.compressor, table, ops)
         if weights.indexer is not None:
             select = None
             if context_parallel is not None:
@@ -170,6 +188,7 @@ class DeepseekV4Attention:
         self.selected_in: tuple[ReferenceType[DeepseekSparseSWAMetadata], ReferenceType[ForwardContext]] | None = None
         """Metadata and context of the step in which the indexer selected last, on layers that others read from."""
         self._weights, self._forms = weights, _forms(weights)
+        self._weight_dtype = self._forms["wq_a"][0]
         parts = self._copies, *(part.copies for part in (self.compressor, self.indexer) if part is not None)
         if self.indexer is not None and self.indexer.compressor is not None:
             parts = *parts, self.indexer.compressor.copies
@@ -202,10 +221,11 @@ class DeepseekV4Attention:
         self._register()
 
     def _load_own(self, weights: AttentionWeights) -> Tensor | None:
-        """Take all weights but those of the compressor and the indexer. Returns the sinks."""
-        copies = self._copies
-        self._wq_a, self._wq_b = copies.dense("wq_a", weights.wq_a), copies.dense("wq_b", weights.wq_b)
-        self._wkv, self._wo_b = copies.dense("wkv", weights.wkv), copies.dense("wo_b", weights.wo_b)
+        """Take all weights but those that the compressor and the indexer read themselves. Returns the sinks."""
+        copies, named = self._copies, dict(weights.named())
+        self._of_hidden_states.load({name: named.get(name) for name in _OF_HIDDEN_STATES})
+        self._of_latent.load({name: named.get(name) for name in _OF_LATENT})
+        self._wo_b = copies.dense("wo_b", weights.wo_b)
         keeps_codes = self.backend.projects_fp8
         self._wo_a = (copies.scaled if keeps_codes else copies.dense)("wo_a", weights.wo_a)
         self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
@@ -218,7 +238,7 @@ class DeepseekV4Attention:
 
         Call it after writes that a step does not see, such as `parameter.data.copy_` on a GPU, and after any write that
         only graphs are replayed after. weights: others to take from now on, with the shapes, dtypes and device of those
-        before; those that are read as they are lie elsewhere then, so that graphs must be captured again.
+        before; those that are read as they are may lie elsewhere then, so that graphs must be captured again.
         Raises ArgumentError, and changes nothing, for weights that do not fit, and while a graph is captured.
         """
         weights = self._weights if weights is None else weights
@@ -379,13 +399,13 @@ class DeepseekV4Attention:
         self._see_weights()
         attention, size = self.attention, self.geometry.hidden_size
         letters: dict[str, int] = {}
-        weight_dtype = self._wq_a.dtype
+        weight_dtype = self._weight_dtype
         dtypes, like = (
             ((weight_dtype, torch.bfloat16), "") if weight_dtype == torch.float32 else ((weight_dtype,), "the weights")
         )
         check_tensor("hidden_states", hidden_states, f"T {size}", dtypes, letters, like=like)
         check_tensor("positions", positions, "T", torch.int64, letters)
-        check_same_device(hidden_states, positions=positions, weights=self._wq_a)
+        check_same_device(hidden_states, positions=positions, weights=self._wo_b)
         bound = self.caches
         if caches is None or bound is None:
             raise Dsv4AttnError(f"layer {attention.prefix} has no caches -> call bind_kv_cache first")
@@ -403,35 +423,16 @@ class DeepseekV4Attention:
         if metadata is not None:
             self._check_step(metadata, bound, hidden_states.shape[0])
             rows = self._sources.rows(metadata, context, self.prefix)
-        arithmetic, eps, dtype = self._arithmetic, self.geometry.eps, hidden_states.dtype
-        linear = arithmetic.linear
-        qr = rms_norm(linear(hidden_states, self._wq_a), self._q_norm, eps, arithmetic).to(dtype)
-        kv = rms_norm(linear(hidden_states, self._wkv), self._kv_norm, eps, arithmetic).to(dtype)
-        q = linear(qr, self._wq_b).to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
+        products, q, kv = self._project(hidden_states, metadata)
         # what attention is bound to, unless a compiled graph has copies of it
         keys = attention.caches if caches is bound else caches.attention
         chosen = attention.topk_indices_buffer if topk_indices is self.topk_indices else topk_indices
         attention.insert_into(keys, q, kv, positions)
         latents = None
         if metadata is not None and self.compressor is not None:
-            latents = self._compress(hidden_states, positions, metadata, caches)
+            latents = self._compress(products, positions, metadata, caches)
         if metadata is not None and self.indexer is not None:
-            assert caches.index is not None
-            assert topk_indices is not None
-            if self.selected_in is not None:
-                self.selected_in = None  # also if this raises
-            self.indexer(
-                hidden_states,
-                qr,
-                positions,
-                metadata,
-                caches.index_state,
-                caches.index,
-                topk_indices,
-                latents=latents,
-                candidate_rows=rows,
-                candidates=candidates,
-            )
+            self._select(products, latents, positions, metadata, caches, topk_indices, rows, candidates)
             if self.geometry.sharing is not None:
                 self.selected_in = ref(metadata.swa), ref(context)
         elif rows is not None:
@@ -448,21 +449,70 @@ class DeepseekV4Attention:
             self.geometry.o_groups,
             layer=self.layer,
             process_group=self._group,
-            linear=linear,
+            linear=self._linear,
         )
 
+    def _project(
+        self, hidden_states: Tensor, metadata: AttentionMetadata | None
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """(products by the name of the weight, q [T', H, D], kv [T', D]): all that follows from hidden states alone.
+
+        Queries of the indexer are among the products where the step needs them.
+        """
+        products, dtype, indexer = self._of_hidden_states(hidden_states), hidden_states.dtype, self.indexer
+        latent, keys, eps = products["wq_a"], products["wkv"], self.geometry.eps
+        qr, kv = self.backend.layer_ops.norm_q_kv(latent, keys, self._q_norm, self._kv_norm, eps, dtype)
+        needs_queries = metadata is not None and indexer is not None and not indexer.takes_all(metadata)
+        products |= self._of_latent(qr, None if needs_queries else _OF_LATENT[:1])
+        return products, products["wq_b"].to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim)), kv
+
     def _compress(
-        self, hidden_states: Tensor, positions: Tensor, metadata: AttentionMetadata, caches: DeepseekV4Caches
+        self, products: Mapping[str, Tensor], positions: Tensor, metadata: AttentionMetadata, caches: DeepseekV4Caches
     ) -> Tensor | None:
         """Store the entries of a step. Returns the latents that index keys are made of, in V4.1."""
         compressor, compressed = self.compressor, caches.attention.compressed
         assert compressed is not None
+        kv = products["compressor.wkv"]
         if isinstance(compressor, LatentCompressor):
-            return compressor(hidden_states, positions, metadata, caches.state, compressed)
+            return compressor(kv, products.get("compressor.wgate"), positions, metadata, caches.state, compressed)
         assert compressor is not None
         assert caches.state is not None
-        compressor(hidden_states, positions, metadata, caches.state, compressed)
+        compressor(kv, products["compressor.wgate"], positions, metadata, caches.state, compressed)
         return None
+
+    def _select(
+        self,
+        products: Mapping[str, Tensor],
+        latents: Tensor | None,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        caches: DeepseekV4Caches,
+        topk_indices: Tensor | None,
+        rows: Tensor | None,
+        candidates: Tensor | None,
+    ) -> None:
+        """Store the index keys of a step, and select."""
+        indexer, kv_and_score = self.indexer, None
+        assert indexer is not None
+        assert caches.index is not None
+        assert topk_indices is not None
+        if self.selected_in is not None:
+            self.selected_in = None  # also if this raises
+        if indexer.compressor is not None:
+            kv_and_score = products["indexer.compressor.wkv"], products["indexer.compressor.wgate"]
+        indexer(
+            products.get("indexer.wq_b"),
+            products["indexer.weights_proj"],
+            kv_and_score,
+            positions,
+            metadata,
+            caches.index_state,
+            caches.index,
+            topk_indices,
+            latents=latents,
+            candidate_rows=rows,
+            candidates=candidates,
+        )
 
     def _check_step(self, metadata: AttentionMetadata, caches: DeepseekV4Caches, rows: int) -> None:
         """Check metadata before anything is written: rows for all tokens, and states where this layer has them."""

@@ -1,4 +1,4 @@
-"""`Compressor`: entries of a compressed cache, or index keys, from the hidden states of a step."""
+"""`Compressor`: entries of a compressed cache, or index keys, from the projected hidden states of a step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from dsv4attn.core.model.weights import CompressorWeights
 from dsv4attn.core.reprs import layer_text, one_line
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
-from dsv4attn.core.torch_ops.tiles import Linear
 
 __all__ = ["Compressor", "LatentCompressor"]
 
 
-class _Projecting:
-    """What compressors of both versions share. Projections, sums and the norm are fp32, whatever the model's dtype is.
+class _Compressing:
+    """What compressors of both versions share. Projected kv and scores, sums and the norm are fp32 in every model.
 
     layer: ratio and kind.
-    weights: of this compressor.
+    weights: of this compressor; the layer multiplies by `wkv` and `wgate`.
     cos_sin_cache: [positions, rope] fp32 of the layer.
     ops: of the backend.
-    linear: product with a weight, see `torch_ops.tiles`.
-    `copies` sees whether the weights change.
+    `copies` sees whether the other weights change.
     """
 
     def __init__(
@@ -38,9 +36,8 @@ class _Projecting:
         weights: CompressorWeights,
         cos_sin_cache: Tensor,
         ops: LayerOps,
-        linear: Linear,
     ) -> None:
-        self._layer, self._table, self._ops, self._linear = layer, cos_sin_cache, ops, linear
+        self._layer, self._table, self._ops = layer, cos_sin_cache, ops
         self.copies = WeightCopies()
         self.load(weights)
 
@@ -52,19 +49,14 @@ class _Projecting:
 
     def load(self, weights: CompressorWeights) -> None:
         """Take weights with the shapes of those before; copies of them are made in the same memory."""
-        projections = {"wkv": weights.wkv, "wgate": weights.wgate}
-        # the weights of kv, followed by those of the scores
-        self._projection = self.copies.merged(
-            "projection", {name: value for name, value in projections.items() if value is not None}
-        )
+        raise NotImplementedError
 
 
-class Compressor(_Projecting):
+class Compressor(_Compressing):
     """A compressor of one layer of DeepSeek-V4, of its keys or of its index keys."""
 
     def load(self, weights: CompressorWeights) -> None:
         """Take weights with the shapes of those before; copies of them are made in the same memory."""
-        super().load(weights)
         assert weights.ape is not None
         self._ape = self.copies.plain("ape", weights.ape, torch.float32)
         self._norm = EntryNorm(self.copies.plain("norm", weights.norm, None), self._layer.eps, self._table)
@@ -77,7 +69,8 @@ class Compressor(_Projecting):
     @without_modes
     def __call__(
         self,
-        hidden_states: Tensor,
+        kv: Tensor,
+        score: Tensor,
         positions: Tensor,
         metadata: AttentionMetadata,
         states: PagedKVCache,
@@ -85,7 +78,7 @@ class Compressor(_Projecting):
     ) -> None:
         """Save the states of all tokens of a step, then store the entries that they complete.
 
-        hidden_states: [T', hidden], rows after the tokens of the step are not read. positions: [T'] int64. states: the
+        kv, score: [T', W] fp32, rows after the tokens of the step are not read. positions: [T'] int64. states: the
         state cache. cache: of keys, or of index keys. `metadata.state` has the slots of states, `metadata.compressed`
         those of entries.
         """
@@ -94,9 +87,8 @@ class Compressor(_Projecting):
         assert state is not None
         assert state.slot_mapping is not None
         tokens, layer = swa.num_actual_tokens, self._layer
-        positions = positions[:tokens]
-        kv, score = self._linear(hidden_states[:tokens].float(), self._projection).split(self.width, -1)
-        self._ops.save_partial_states(kv, score, self._ape, positions, states, state.slot_mapping[:tokens])
+        positions, slots = positions[:tokens], state.slot_mapping[:tokens]
+        self._ops.save_partial_states(kv[:tokens], score[:tokens], self._ape, positions, states, slots)
         self._ops.compress_norm_rope_store(
             StatePages(states, state.block_table),
             swa.token_to_req_indices,
@@ -109,12 +101,11 @@ class Compressor(_Projecting):
         )
 
 
-class LatentCompressor(_Projecting):
+class LatentCompressor(_Compressing):
     """The compressor of a layer of DeepSeek-V4.1: latents, from which keys and index keys are stored."""
 
     def load(self, weights: CompressorWeights) -> None:
         """Take weights with the shapes of those before; copies of them are made in the same memory."""
-        super().load(weights)
         self._norm_weight = self.copies.plain("norm", weights.norm, torch.float32)
         self._key_norm = EntryNorm(None, self._layer.eps, self._table)
 
@@ -126,7 +117,8 @@ class LatentCompressor(_Projecting):
     @without_modes
     def __call__(
         self,
-        hidden_states: Tensor,
+        kv: Tensor,
+        score: Tensor | None,
         positions: Tensor,
         metadata: AttentionMetadata,
         states: PagedKVCache | None,
@@ -134,18 +126,18 @@ class LatentCompressor(_Projecting):
     ) -> Tensor:
         """Latents [T, D] bf16 of the tokens of a step, whose entries are stored.
 
-        Rows of tokens that complete no entry are zero. states: the ring of each request, on layers whose entries have
-        several tokens; `metadata.state` has its blocks. Other arguments are those of `Compressor`.
+        kv, score: [T', D] fp32, rows after the tokens of the step are not read; no score with ratio 1. Rows of tokens
+        that complete no entry are zero. states: the ring of each request, on layers whose entries have several tokens;
+        `metadata.state` has its blocks. Other arguments are those of `Compressor`.
         """
         swa, compressed, state, layer = metadata.swa, metadata.compressed, metadata.state, self._layer
         assert compressed is not None
         tokens = swa.num_actual_tokens
         positions, token_to_req = positions[:tokens], swa.token_to_req_indices
-        kv, score, pages = self._linear(hidden_states[:tokens].float(), self._projection), None, None
+        kv, score, pages = kv[:tokens], None if score is None else score[:tokens], None
         if layer.has_states:
             assert states is not None
             assert state is not None
-            kv, score = kv.split(self.width, -1)
             pages = StatePages(states, state.block_table)
             if state.req_id_per_token is not None:
                 token_to_req = state.req_id_per_token

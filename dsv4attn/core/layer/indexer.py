@@ -50,8 +50,9 @@ class Indexer:
     shortcut: whether selection is skipped where every token sees at most K entries: all of them are selected then. Not
     for deterministic layers, as it also selects entries whose score is NaN. latents: compressor of the layer, where
     index keys are made of its latents (V4.1). publishes: candidates that this indexer writes. restricts: candidates
-    of another indexer that this one selects from. select_topk: instead of that of `ops`. `copies` sees whether the
-    weights change, but for those of the compressor; `load` takes all of them, or others, again.
+    of another indexer that this one selects from. select_topk: instead of that of `ops`. weights: the layer multiplies
+    by `wq_b`, `weights_proj` and the matrices of the compressor. `copies` sees whether the other weights change, but
+    for those of the compressor; `load` takes all of them, or others, again.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Indexer:
         self._latents, self._publishes, self._restricts = latents, publishes, restricts
         self.compressor = None
         if weights.compressor is not None:
-            self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, ops, linear)
+            self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, ops)
         self.copies = WeightCopies()
         self._load_own(weights)
 
@@ -97,19 +98,24 @@ class Indexer:
             self.compressor.load(weights.compressor)
 
     def _load_own(self, weights: IndexerWeights) -> None:
-        """Take all weights but those of the compressor."""
+        """Take all weights but those of the compressor, and those by which the layer multiplies."""
         copies = self.copies
-        self._wq_b = copies.dense("indexer.wq_b", weights.wq_b)
-        self._weights_proj = copies.dense("indexer.weights_proj", weights.weights_proj)
         self._wk = None if weights.wk is None else copies.dense("indexer.wk", weights.wk)
         k_norm = None if weights.k_norm is None else copies.plain("k_norm", weights.k_norm, torch.float32)
         self._key_norm = EntryNorm(k_norm, self._eps, self._table)
 
+    def takes_all(self, metadata: AttentionMetadata) -> bool:
+        """Whether every token of a step sees at most K entries, which are all selected: queries are not needed then."""
+        capturing = is_capturing(self._table.device)
+        longest, (publishes, restricts) = self._longest(metadata), self._levels(metadata)
+        return self._shortcut and not capturing and longest <= self._topk and publishes is restricts is None
+
     @without_modes
     def __call__(
         self,
-        hidden_states: Tensor,
-        qr: Tensor,
+        q: Tensor | None,
+        weights: Tensor,
+        kv_and_score: tuple[Tensor, Tensor] | None,
         positions: Tensor,
         metadata: AttentionMetadata,
         states: PagedKVCache | None,
@@ -121,15 +127,17 @@ class Indexer:
     ) -> None:
         """Store the index keys of a step, and write the selected entries of each token to `topk_indices` [>= T, K].
 
-        hidden_states: [T', hidden]. qr: [T', q_lora_rank], the normalised latent of q. positions: [T'] int64. states:
-        of the indexer's compressor, if it has one. keys: index keys; an indexer over the keys of another layer stores
-        none. latents: [T, D] of the layer's compressor (V4.1). candidate_rows: [T] int64 - rows of the candidates that
-        are those of the step's tokens; None: the same rows. candidates: the blocks of the candidates that it publishes,
-        or is restricted to, or a copy of them in a compiled graph; None: the blocks themselves.
+        q: [T', Hi * Di]; None where `takes_all` says so. weights: [T', Hi] of the heads. kv_and_score: [T', W] fp32
+        each, of the indexer's compressor, if it has one. positions: [T'] int64. states: of the indexer's compressor.
+        keys: index keys; an indexer over the keys of another layer stores none. latents: [T, D] of the layer's
+        compressor (V4.1). candidate_rows: [T] int64 - rows of the candidates that are those of the step's tokens; None:
+        the same rows. candidates: the blocks of the candidates that it publishes, or is restricted to, or a copy of
+        them in a compiled graph; None: the blocks themselves.
         """
         if self.compressor is not None:
+            assert kv_and_score is not None
             assert states is not None
-            self.compressor(hidden_states, positions, metadata, states, keys)
+            self.compressor(*kv_and_score, positions, metadata, states, keys)
         elif self._latents is not None:
             assert latents is not None
             assert self._wk is not None
@@ -137,17 +145,13 @@ class Indexer:
         compressed = metadata.compressed
         assert compressed is not None
         tokens, out = metadata.swa.num_actual_tokens, topk_indices[: metadata.swa.num_actual_tokens]
-        capturing = is_capturing(hidden_states.device)
-        # a graph is replayed with longer contexts
-        longest = (self._limits.max_model_len if capturing else compressed.max_seq_len) // self._ratio
-        publishes, restricts = _restricting(self._publishes, longest), _restricting(self._restricts, longest)
-        if self._shortcut and not capturing and longest <= self._topk and publishes is restricts is None:
+        if q is None:
             numbers = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
             out.copy_(torch.where(numbers < _lens(metadata)[:, None], numbers, -1))
             return
-        q = self._linear(qr[:tokens], self._wq_b).unflatten(-1, (self._heads, -1))
-        weights = self._linear(hidden_states[:tokens], self._weights_proj)
-        query = self._ops.indexer_q_rope_quant(q, weights, positions[:tokens], self._table, keys.layout)
+        longest, (publishes, restricts) = self._longest(metadata), self._levels(metadata)
+        q = q[:tokens].unflatten(-1, (self._heads, -1))
+        query = self._ops.indexer_q_rope_quant(q, weights[:tokens], positions[:tokens], self._table, keys.layout)
         token_map = compressed.token_map
         if publishes is not None:
             blocks = publishes.blocks if candidates is None else candidates
@@ -161,6 +165,19 @@ class Indexer:
             self._select_topk(query, keys, token_map, out, longest, whole_from=whole_from)
         else:
             self._ops.select_topk(query, keys, token_map, out, longest)
+
+    def _longest(self, metadata: AttentionMetadata) -> int:
+        """The most entries that a token of the step sees, or of any step that replays a graph."""
+        compressed = metadata.compressed
+        assert compressed is not None
+        # a graph is replayed with longer contexts
+        capturing = is_capturing(self._table.device)
+        return (self._limits.max_model_len if capturing else compressed.max_seq_len) // self._ratio
+
+    def _levels(self, metadata: AttentionMetadata) -> tuple[Candidates | None, Candidates | None]:
+        """Candidates that are published in a step, and those that restrict its selection."""
+        longest = self._longest(metadata)
+        return _restricting(self._publishes, longest), _restricting(self._restricts, longest)
 
 
 def _restricting(candidates: Candidates | None, entries: int) -> Candidates | None:

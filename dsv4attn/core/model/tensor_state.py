@@ -28,17 +28,20 @@ class TensorState:
     On the CPU also writes that torch does not count (`tensor.data.copy_`, inference mode, numpy, other processes): 256
     bytes, spread over the tensor, are compared; of up to 2,048 bytes all are. A write that changes none of these bytes
     is not seen, so a write of few elements of a large matrix may be missed.
+
+    values: whether writes are to be seen. Without them only other memory, and another dtype, shape or stride, count as
+    changes: for a tensor that is read where it lies.
     """
 
     __slots__ = ("_dtype", "_memory", "_pointer", "_sample", "_shape", "_storage", "_stride", "_version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, values: bool = True) -> None:
         storage = tensor.untyped_storage()
         self._pointer, self._storage = tensor.data_ptr(), storage._cdata  # noqa: SLF001 - the address of its record
         # while this exists, no other storage gets that address
-        self._memory: Any = StorageWeakRef(storage), _view(tensor)
+        self._memory: Any = StorageWeakRef(storage), _view(tensor) if values else None
         # torch counts no writes to tensors of inference mode
-        self._version = None if tensor.is_inference() else tensor._version  # noqa: SLF001
+        self._version = tensor._version if values and not tensor.is_inference() else None  # noqa: SLF001
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         view = self._memory[1]
         self._sample = None if view is None else view.tobytes()

@@ -1,26 +1,53 @@
 """`WeightCopies`: what a layer computes from its weights once, and how it notices that a weight has changed.
 
 One rule for every weight. A weight that has the form in which it is multiplied is read as it is, in every step. Of
-others there are copies: bf16 of fp8, fp32 of bf16, matrices put together. Every copy is registered with the tensors
-that it was made of. Before a step the layer asks `changed`, and if a tensor has changed it makes all copies again, in
-the same memory, which captured graphs read. `TensorState` says what is seen; after any other write `refresh` of the
-layer does the same.
+others there are copies: bf16 of fp8, fp32 of bf16. Every copy is registered with the tensors that it was made of.
+Before a step the layer asks `changed`, and if a tensor has changed it makes all copies again, in the same memory, which
+captured graphs read. `TensorState` says what is seen; after any other write `refresh` of the layer does the same.
+
+Matrices that multiply the same input are joined: they lie one after the other in one memory, so that one product reads
+them all. None is held twice, as the tensors that were given become views of that memory (`joined_memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
+from dsv4attn.core.model.joined_memory import can_move, follow_each_other, lies_in, users_of
 from dsv4attn.core.model.quantized_weight import Weight, converted, scaled_weight, tensors_of
 from dsv4attn.core.model.tensor_state import TensorState
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["WeightCopies", "check_not_captured"]
+__all__ = ["JoinedMatrix", "WeightCopies", "check_not_captured"]
+
+
+@frozen(eq=False)
+class JoinedMatrix:
+    """What multiplies an input at once: a weight, or several that follow each other.
+
+    matrix: [rows of all, columns].
+    rows: of each weight by its name, in order.
+    out_dtype: of the product; None: the wider of both factors.
+    """
+
+    matrix: Tensor
+    rows: Mapping[str, int]
+    out_dtype: torch.dtype | None
+
+    __repr__ = fields_repr
+
+    def first(self, names: Collection[str]) -> JoinedMatrix | None:
+        """The part of the matrix from its beginning to the last of the named weights; None if it has none of them."""
+        kept = max((place for place, name in enumerate(self.rows, 1) if name in names), default=0)
+        named = dict([*self.rows.items()][:kept])
+        return JoinedMatrix(self.matrix[: sum(named.values())], named, self.out_dtype) if kept else None
 
 
 class WeightCopies:
@@ -32,6 +59,7 @@ class WeightCopies:
     def __init__(self) -> None:
         self._made: dict[str, Tensor] = {}
         self._sources: dict[str, list[tuple[Any, str, Tensor, TensorState]]] = {}
+        self._groups: dict[str, list[_Group]] = {}
 
     def changed(self) -> bool:
         """Whether a tensor that a copy was made of has changed, or a module has another tensor. Reads no device."""
@@ -80,8 +108,36 @@ class WeightCopies:
         out = self._memory(name, value.shape, dtype, value.device)
         return out.copy_(value)
 
-    def merged(self, name: str, values: Mapping[str, Weight]) -> Tensor:
-        """Matrices with as many columns, fp32, one after the other."""
+    def joined(
+        self, name: str, values: Mapping[str, Weight], in_fp32: Collection[str], *, gives_fp32: bool
+    ) -> tuple[JoinedMatrix, ...]:
+        """Matrices that multiply the same input, as few as their dtypes allow.
+
+        values: weights with as many columns, by name. in_fp32: names of those whose products are fp32; others are too
+        where they share a matrix with these. gives_fp32: whether bf16 factors can be multiplied into fp32; if not, bf16
+        weights of `in_fp32` have fp32 copies.
+
+        A weight whose memory others use too stays where it is, as a matrix of its own: a part of a larger tensor, one
+        that has aliases, or memory which torch does not own. Which weights share a matrix is decided in the first call.
+        """
+        groups = self._groups.get(name)
+        if groups is None:
+            groups = self._groups[name] = _groups(values, in_fp32, gives_fp32=gives_fp32)
+        matrices = []
+        for number, group in enumerate(groups):
+            of_group, label = {part: values[part] for part in group.parts}, f"{name} {number}"
+            if group.copies:
+                matrix = self._fp32(label, of_group)
+            elif len(group.parts) == 1:
+                matrix = self.dense(label, *of_group.values())
+            else:
+                matrix = self._together(label, of_group)
+            rows = {part: _matrix(value).shape[0] for part, value in of_group.items()}
+            matrices.append(JoinedMatrix(matrix, rows, group.out_dtype))
+        return tuple(matrices)
+
+    def _fp32(self, name: str, values: Mapping[str, Weight]) -> Tensor:
+        """fp32 copies of matrices, one after the other."""
         sources = self._states(values)
         parts = [converted(value, part) for part, value in values.items()]
         shape = torch.Size((sum(part.shape[0] for part in parts), parts[0].shape[1]))
@@ -90,6 +146,37 @@ class WeightCopies:
             target.copy_(part)
         self._sources[name] = sources
         return out
+
+    def _together(self, name: str, values: Mapping[str, Weight]) -> Tensor:
+        """Matrices of one dtype in one memory, in which tensors that are not fp8 lie from now on."""
+        tensors = [_matrix(value) for value in values.values()]
+        rows, dtype = [tensor.shape[0] for tensor in tensors], _dense_dtype(tensors[0])
+        shape = torch.Size((sum(rows), tensors[0].shape[1]))
+        if follow_each_other(tensors):
+            self._sources[name] = self._states(values, written=False)
+            memory = self._made[name] = tensors[0].detach().as_strided(shape, tensors[0].stride())
+            return memory
+        sources = self._states(values)
+        # they may be all that keeps tensors alive which lay in the memory before
+        self._sources.pop(name, None)
+        known = self._made.get(name)
+        if known is not None and users_of(known) > 1 + sum(map(lies_in, tensors, known.split(rows))):
+            # who has kept a tensor that lay there keeps its values
+            del self._made[name]
+        memory = self._memory(name, shape, dtype, tensors[0].device)
+        for number, (place, (part, value)) in enumerate(zip(memory.split(rows), values.items(), strict=True)):
+            tensor = tensors[number]
+            if tensor.element_size() == 1:
+                converted(value, part, place)
+            elif not lies_in(tensor, place):
+                place.copy_(tensor.detach())
+                if can_move(tensor):
+                    tensor.data = place
+        self._sources[name] = [
+            (owner, attribute, tensor, TensorState(tensor, values=False) if _is_within(tensor, memory) else state)
+            for owner, attribute, tensor, state in sources
+        ]
+        return memory
 
     def alias(self, name: str, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """`plain` without gradients. What shares the memory of a weight is made again when that has other memory."""
@@ -107,13 +194,71 @@ class WeightCopies:
         return memory
 
     @staticmethod
-    def _states(values: Mapping[str, Weight]) -> list[tuple[Any, str, Tensor, TensorState]]:
-        """The tensors of weights, with the places where modules have them, and their states."""
+    def _states(values: Mapping[str, Weight], *, written: bool = True) -> list[tuple[Any, str, Tensor, TensorState]]:
+        """The tensors of weights, with the places where modules have them, and their states.
+
+        written: whether writes are changes.
+        """
         return [
-            (owner, attribute, tensor, TensorState(tensor))
+            (owner, attribute, tensor, TensorState(tensor, values=written))
             for value in values.values()
             for owner, attribute, tensor in tensors_of(value)
         ]
+
+
+@frozen
+class _Group:
+    """Weights that share a matrix. copies: whether that is a copy in fp32. out_dtype: see `JoinedMatrix`."""
+
+    parts: tuple[str, ...]
+    out_dtype: torch.dtype | None
+    copies: bool = False
+
+
+def _groups(values: Mapping[str, Weight], in_fp32: Collection[str], *, gives_fp32: bool) -> list[_Group]:
+    """Which weights share a matrix: those of a dtype, but for those that cannot be moved."""
+    by_dtype: dict[tuple[torch.dtype, bool], list[str]] = {}
+    for part, value in values.items():
+        dtype = _dense_dtype(_matrix(value))
+        copies = part in in_fp32 and dtype != torch.float32 and not gives_fp32
+        by_dtype.setdefault((dtype, copies), []).append(part)
+    groups = []
+    for (_, copies), parts in by_dtype.items():
+        alone: list[str] = []
+        if not copies:
+            alone = _not_joined({part: _matrix(values[part]) for part in parts})
+        for shared in ([part for part in parts if part not in alone], *([part] for part in alone)):
+            if shared:
+                out_dtype = torch.float32 if any(part in in_fp32 for part in shared) else None
+                groups.append(_Group(tuple(shared), out_dtype, copies))
+    return groups
+
+
+def _not_joined(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the matrices that stay where they are, unless all of them follow each other already."""
+    if follow_each_other([*tensors.values()]):
+        return []
+    addresses: Sequence[int] = [tensor.data_ptr() for tensor in tensors.values()]
+    return [
+        name
+        for name, tensor in tensors.items()
+        if tensor.element_size() > 1 and (not can_move(tensor) or addresses.count(tensor.data_ptr()) > 1)
+    ]
+
+
+def _matrix(value: Weight) -> Tensor:
+    """The matrix of a weight, or its codes."""
+    return tensors_of(value)[0][2]
+
+
+def _dense_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a matrix is multiplied."""
+    return torch.bfloat16 if tensor.element_size() == 1 else tensor.dtype
+
+
+def _is_within(tensor: Tensor, memory: Tensor) -> bool:
+    """Whether a tensor lies in a memory, so that what is written to it is written there."""
+    return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
 def check_not_captured(device: torch.device, name: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from functools import cache
+from typing import Protocol
 
 import torch
 from attrs import frozen
@@ -19,12 +20,21 @@ __all__ = [
     "Linear",
     "arithmetic_of",
     "batch_invariant_linear",
+    "gives_fp32",
     "linear",
     "tiles",
 ]
 
-Linear: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""`linear(x, weight)`: x [..., K] times weight [N, K] transposed."""
+
+class Linear(Protocol):
+    """`linear(x, weight)`: x [..., K] times weight [N, K] transposed, with fp32 sums.
+
+    out_dtype: of the result; default: the wider dtype of both. fp32 of bf16 factors is the sum as it is, unrounded.
+    """
+
+    def __call__(self, x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """The product: [..., N]."""
+
 
 TILE_BYTES = 64 * 2**20
 """Most bytes of temporaries of a tile; large enough that matrix products dominate."""
@@ -40,13 +50,31 @@ def tiles(n: int, row_bytes: int) -> Iterator[slice]:
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """X [..., K] times weight [N, K] transposed, in the wider of both dtypes: [..., N]."""
+@cache
+def gives_fp32(device_type: str) -> bool:
+    """Whether torch multiplies bf16 on a device into an fp32 result, without fp32 copies of the factors.
+
+    torch 2.8 and later do so on some devices. A product is tried once.
+    """
+    try:
+        x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device_type)
+        return bool(torch.mm(x, x, out_dtype=torch.float32).dtype == torch.float32)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """See `Linear`. Where torch does not multiply into out_dtype, both factors are converted to it before."""
     dtype = torch.promote_types(x.dtype, weight.dtype)
-    return torch_linear(x.to(dtype), weight.to(dtype))
+    if out_dtype is None or out_dtype == dtype:
+        return torch_linear(x.to(dtype), weight.to(dtype))
+    if out_dtype == torch.float32 and gives_fp32(x.device.type):
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        return torch.mm(rows, weight.to(dtype).t(), out_dtype=out_dtype).view(*x.shape[:-1], weight.shape[0])
+    return torch_linear(x.to(out_dtype), weight.to(out_dtype))
 
 
-def batch_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
+def batch_invariant_linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """As `linear`, with bits of a row that do not depend on the other rows, nor on how many there are.
 
     A library picks a kernel, and with it the order of its sums, by the shape of a product. Here every product has
@@ -55,9 +83,9 @@ def batch_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     rows = x.reshape(-1, x.shape[-1])
     if not rows.shape[0]:
-        return linear(x, weight)
+        return linear(x, weight, out_dtype)
     rows = pad(rows, (0, 0, 0, -rows.shape[0] % INVARIANT_ROWS))
-    parts = [linear(part.contiguous(), weight) for part in rows.split(INVARIANT_ROWS)]
+    parts = [linear(part.contiguous(), weight, out_dtype) for part in rows.split(INVARIANT_ROWS)]
     return torch.cat(parts)[: x.shape[:-1].numel()].reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -12,8 +12,10 @@ import torch
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.layer.compressor import LatentCompressor
+from dsv4attn.core.layer.projections import Projections
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerRole
+from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.core.torch_ops.tiles import linear
 from dsv4attn.errors import ArgumentError
@@ -140,7 +142,11 @@ def consumer_inserts(whole: LayerStack) -> None:
     weights = AttentionWeights.from_dict(drawn, SMALL_V41, 3).compressor
     assert weights is not None
     table, steps = reuse.attention.cos_sin_cache, reuse.backend.layer_ops
-    reuse.compressor = LatentCompressor(attrs.evolve(reuse.layer, compress_ratio=2), weights, table, steps, linear)
+    reuse.compressor = LatentCompressor(attrs.evolve(reuse.layer, compress_ratio=2), weights, table, steps)
+    products, more = reuse._of_hidden_states, {"compressor.wkv": weights.wkv, "compressor.wgate": weights.wgate}
+    all_products = Projections("hidden_states", WeightCopies(), linear)
+    all_products.load(more)
+    reuse._of_hidden_states = lambda x: products(x) | all_products(x)  # type: ignore[assignment]
     assert reuse.caches is not None
     reuse.caches = attrs.evolve(reuse.caches, state=whole.manager.caches[3].state)
 

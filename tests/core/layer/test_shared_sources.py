@@ -171,8 +171,9 @@ def test_a_step_may_be_run_again_with_the_same_metadata_or_after_an_exception(mo
         raise RuntimeError("out of memory")
 
     fourth = whole.layers[4]
+    assert fourth.indexer is not None
     with monkeypatch.context() as patch:
-        patch.setattr(fourth, "indexer", fails)
+        patch.setattr(fourth.indexer, "_ops", attrs.evolve(fourth.indexer._ops, indexer_q_rope_quant=fails))
         with pytest.raises(RuntimeError, match="out of memory"):
             run(whole, range(8), metadata, hidden, positions)
     refused(whole, 5, metadata, hidden, positions, "but it has not run with them")

@@ -18,6 +18,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer import attention_layer as attention
 from dsv4attn.core.layer.indexer import Indexer
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops import norms
 from dsv4attn.core.torch_ops.compressor import rms_norm
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.replay.report import as_json
@@ -186,7 +187,7 @@ def test_a_bug_of_the_last_projection_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_norm_without_weight_is_found_in_keys_and_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "rms_norm", lambda x, _, *norm: rms_norm(x, None, *norm))
+    monkeypatch.setattr(norms, "rms_norm", lambda x, _, *norm: rms_norm(x, None, *norm))
     for layer in whole(check_rows=8).layers:
         assert stages_beyond(layer) == {"key", "query"} | ({"index_query"} if layer.kind == "c4a" else set())
 

@@ -98,7 +98,7 @@ def test_a_selection_of_others_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     def last(self: Any, *args: Any, **options: Any) -> None:
         select(self, *args, **options)
-        args[6].copy_(args[6].roll(1, 0))
+        args[7].copy_(args[7].roll(1, 0))
 
     monkeypatch.setattr(indexer.Indexer, "__call__", last)
 

@@ -18,6 +18,7 @@ from dsv4attn.backends._triton.layer import (
     index_logits,
     index_query,
     latents,
+    norms,
     products,
     ranks,
     select,
@@ -53,6 +54,7 @@ def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None =
     }
     fallback: dict[str, Any] = {"deterministic": deterministic}
     return LayerOps(
+        norm_q_kv=norms.norm_q_kv,
         save_partial_states=compress.save_partial_states,
         compress_norm_rope_store=compress.compress_norm_rope_store,
         compress_latents=partial(compress_latents, **fallback),

@@ -14,9 +14,11 @@ from dsv4attn.backends._triton.layer import (
     index_logits,
     index_query,
     latents,
+    norms,
     ranks,
     select,
 )
+from dsv4attn.core.contract.info import LAYER_PARTS
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 
@@ -33,6 +35,9 @@ def variants(bounds: WarmupSpec, arch: str, *, deterministic: bool = False) -> I
     """
     model = bounds.model
     assert model is not None
+    if {*LAYER_PARTS} <= {*bounds.parts}:  # whole layers; engines have norms of their own
+        dims = model.q_lora_rank, bounds.layers[0].head_dim
+        yield from norms.variants(*dims, bounds.q_dtype, NORMS, aligned_rows=bounds.aligned_rows)
     for layer in bounds.layers:
         if layer.kind is LayerKind.SWA:
             continue

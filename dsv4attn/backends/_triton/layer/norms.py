@@ -1,0 +1,85 @@
+"""The op that normalises the latent of q and the key between the projections of a layer, in one launch.
+
+This file launches `kernels_norms`. Bits of a row depend on that row alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
+from dsv4attn.backends._triton.layer.kernels_norms import norm_kernel
+from dsv4attn.core.tensorspec import check_norm_weight, check_strides
+from dsv4attn.core.torch_modes import without_modes
+
+__all__ = ["norm_q_kv", "variants"]
+
+WARPS = 4
+
+
+@without_modes
+def norm_q_kv(
+    q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `torch_ops.norms`. Of two dtypes of q and kv, or of the weights, the narrower is widened before."""
+    check_strides(q=q, kv=kv)
+    q, kv = _alike(q, kv)
+    weights = _alike(check_norm_weight(q_weight, q.shape[1]), check_norm_weight(kv_weight, kv.shape[1]))
+    (count, q_dim), kv_dim = q.shape, kv.shape[1]
+    q_out, kv_out = q.new_empty(count, q_dim, dtype=dtype), q.new_empty(count, kv_dim, dtype=dtype)
+    launch(
+        norm_kernel,
+        (count,),
+        (q, kv, *weights, q_out, kv_out, q.stride(0), kv.stride(0), float(eps)),
+        _constants(q_dim, kv_dim, alignment_of_rows(q, kv), dtype),
+        num_warps=WARPS,
+        fp_fusion=False,
+    )
+    return q_out, kv_out
+
+
+def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Both tensors in the wider dtype of both."""
+    if first.dtype == second.dtype:
+        return first, second
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    return first.to(dtype), second.to(dtype)
+
+
+@cache
+def _constants(q_dim: int, kv_dim: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    # memory of our own begins at a multiple of 16
+    aligned = math.gcd(q_dim * dtype.itemsize, kv_dim * dtype.itemsize, WIDE)
+    return {
+        "Q_DIM": q_dim,
+        "KV_DIM": kv_dim,
+        "ROW_ALIGNED": rows,
+        "OUT_ALIGNED": aligned,
+        "EXACT_CASTS": not INTERPRETED,
+    }
+
+
+def variants(
+    q_dim: int, kv_dim: int, dtype: torch.dtype, norms: tuple[torch.dtype, ...], *, aligned_rows: bool = True
+) -> Iterator[Variant]:
+    """Every variant that the op can need with results of a dtype; products are of that dtype, or fp32.
+
+    norms: dtypes of the weights. aligned_rows: whether rows of products begin at multiples of 16 bytes.
+    """
+    out = pointer_type(dtype)
+    for source in dict.fromkeys((dtype, torch.float32)):
+        both = [row_alignments(dim, source, aligned=aligned_rows) for dim in (q_dim, kv_dim)]
+        for rows in dict.fromkeys(both[0] + both[1]):
+            for norm in norms:
+                types = dict.fromkeys(("Q", "KV"), pointer_type(source)) | {"Q_OUT": out, "KV_OUT": out}
+                types |= dict.fromkeys(("Q_WEIGHT", "KV_WEIGHT"), pointer_type(norm))
+                constants = _constants(q_dim, kv_dim, rows, dtype)
+                yield Variant.from_types(norm_kernel, types, constants, num_warps=WARPS, fp_fusion=False)
