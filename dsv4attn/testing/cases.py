@@ -21,6 +21,7 @@ from dsv4attn.testing.cases_layer import (
     compressor_cases,
     hyper_cases,
     indexer_cases,
+    norm_cases,
     selection_cases,
     step_memory_cases,
     v41_cases,
@@ -73,6 +74,7 @@ GROUPS = {
     "P": "projection",
     "W": "workspace",
     "D": "same bits again",
+    "N": "norms",
     "K": "compressor",
     "X": "index scores",
     "T": "selection",
@@ -333,7 +335,7 @@ def _projection(name: str, clauses: str, says: str, inputs: CaseInput, check: Ch
     return _cache(name, clauses, says, inputs, check)
 
 
-LAYER = (compressor_cases, indexer_cases, selection_cases, hyper_cases, step_memory_cases, v41_cases)
+LAYER = (norm_cases, compressor_cases, indexer_cases, selection_cases, hyper_cases, step_memory_cases, v41_cases)
 """Cases of the layer around attention."""
 CASES: tuple[Case, ...] = (
     *attention_cases(),

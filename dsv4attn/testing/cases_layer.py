@@ -43,6 +43,7 @@ from dsv4attn.testing.check_hyper_connections import (
 )
 from dsv4attn.testing.check_insert import FAR_POSITIONS
 from dsv4attn.testing.check_memory import layer_temporaries
+from dsv4attn.testing.check_norms import NormRows, normalises, norms_no_rows
 from dsv4attn.testing.check_selection import (
     CandidateSelection,
     IndexQueries,
@@ -72,7 +73,10 @@ from dsv4attn.testing.factories import (
 )
 from dsv4attn.testing.strided import each_strided
 
-__all__ = ["compressor_cases", "hyper_cases", "indexer_cases", "selection_cases", "step_memory_cases", "v41_cases"]
+__all__ = [
+    "compressor_cases", "hyper_cases", "indexer_cases", "norm_cases", "selection_cases", "step_memory_cases",
+    "v41_cases",
+]  # fmt: skip
 
 _layer = partial(Case.of, Area.LAYER)
 LONG = ((69_974, 10), (65_535, 1), (65_528, 17))
@@ -239,6 +243,31 @@ def indexer_cases() -> Iterator[Case]:
         requests, heads = ((900, 2), (4000, 1)), 64 if name == "fp8" else 8
         keys = selecting(name, whole=False, requests=requests, heads=heads, topk=40)
         yield _layer(f"scores-{name}", "X3", says, keys, scores_through)
+
+
+def norming(**fields: object) -> NormRows:
+    """Products of hidden states."""
+    return NormRows(**{"geometry": flash("c4a"), "layout": layout("ocp"), **fields})  # type: ignore[arg-type]
+
+
+def norm_cases() -> Iterator[Case]:
+    """Norms between the projections."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for name, dtype, weight_dtype, out_dtype in (
+        ("bf16", bf16, bf16, bf16),
+        ("mixed", fp32, bf16, bf16),
+        ("fp32", fp32, fp32, fp32),
+    ):
+        says = f"{name}: the latent of q and the key are normalised with their own weights, and rounded once"
+        inputs = norming(dtype=dtype, weight_dtype=weight_dtype, out_dtype=out_dtype)
+        yield _layer(f"norms-{name}", "N1", says, inputs, normalises)
+    says = "an eps of 0.02 is the one that is added"
+    yield _layer("norms-eps", "N1", says, norming(eps=0.02), normalises)
+    says = "1,031 tokens are normalised in one step"
+    yield _layer("norms-1031", "N1 F7", says, norming(count=1031), normalises)
+    says = "rows of products lie apart, as parts of one product do, and results are the same"
+    yield _layer("apart-norms", "N1 A7", says, norming(), each_strided("q kv all", normalises))
+    yield _layer("norms-none", "N1", "no tokens have no results", norming(), norms_no_rows)
 
 
 def selection_cases() -> Iterator[Case]:

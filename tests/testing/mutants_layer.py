@@ -23,6 +23,7 @@ from tests.layer_ops import TorchOps
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 STEPS: dict[str, tuple[str, ...]] = {
+    "norm_q_kv": ("q", "kv", "q_weight", "kv_weight", "eps", "dtype"),
     "save_partial_states": ("kv", "score", "ape", "positions", "cache", "slot_mapping"),
     "compress_norm_rope_store": (
         "states", "token_to_req", "positions", "slot_mapping", "norm", "ratio", "cache",

@@ -34,6 +34,20 @@ ONE_EPS = with_weights(hc_pre_eps=lambda w: w.rms_eps, hc_sinkhorn_eps=lambda w:
 
 # a mutant, and the cases of which each must fail.
 MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
+    # norms
+    "keys normed without their weight": (
+        slip("norm_q_kv", with_(kv_weight=lambda a: a["kv_weight"] * 0 + 1)),
+        "norms-bf16,norms-mixed,norms-fp32,norms-1031,apart-norms",
+    ),
+    "an eps of the norms that is 1e-6": (slip("norm_q_kv", with_(eps=lambda _: 1e-6)), "norms-eps"),
+    "products rounded before the norm": (
+        slip("norm_q_kv", with_(q=lambda a: a["q"].bfloat16(), kv=lambda a: a["kv"].bfloat16())),
+        "norms-mixed,norms-fp32",
+    ),
+    "results of the norms that are products": (
+        slip("norm_q_kv", behind=lambda result, a: (a["q"].to(a["dtype"]), result[1])),
+        "norms-bf16,norms-fp32",
+    ),
     # compressor
     "no overlap": (compress_with(alone=True), "compress-c4a-ocp,compress-index-fp8,cuts-c4a"),
     "halves of the channels swapped": (compress_with(swapped=1), "compress-c4a-ocp,compress-index-mxfp4"),

@@ -19,7 +19,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.model.joined_memory import can_move, follow_each_other, lies_in, users_of
-from dsv4attn.core.model.quantized_weight import Weight, converted, scaled_weight, tensors_of
+from dsv4attn.core.model.quantized_weight import Weight, check_weight, converted, scaled_weight, tensors_of
 from dsv4attn.core.model.tensor_state import TensorState
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import is_capturing
@@ -119,7 +119,10 @@ class WeightCopies:
 
         A weight whose memory others use too stays where it is, as a matrix of its own: a part of a larger tensor, one
         that has aliases, or memory which torch does not own. Which weights share a matrix is decided in the first call.
+        Raises ArgumentError as `weights.dense_weight` does.
         """
+        for part, value in values.items():
+            check_weight(part, value)
         groups = self._groups.get(name)
         if groups is None:
             groups = self._groups[name] = _groups(values, in_fp32, gives_fp32=gives_fp32)

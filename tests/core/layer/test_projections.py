@@ -22,6 +22,7 @@ from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.core.torch_ops import tiles
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear, linear
+from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.core.layer.weight_changes import changed
 from tests.harness import FP32 as FP32_ROWS
@@ -43,7 +44,7 @@ class Products(TorchDispatchMode):
     """Counts products with weights, and other operations on weights."""
 
     def __init__(self, weights: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.of_weights = {weight.untyped_storage().data_ptr() for weight in weights}
         self.products, self.others = list[tuple[int, ...]](), list[str]()
 
@@ -267,7 +268,7 @@ def test_a_weight_that_got_other_memory_is_taken_back_into_the_same() -> None:
     whole = layer_of(model.weights())
     before = run(whole, 0)[0]
     matrices = [matrix.data_ptr() for matrix in matrices_of(whole.layers[0])[:2]]
-    model._apply(lambda tensor: tensor.clone())
+    model._apply(lambda tensor: tensor.clone())  # type: ignore[no-untyped-call]
     assert torch.equal(run(whole, 0)[0], before)
     assert [matrix.data_ptr() for matrix in matrices_of(whole.layers[0])[:2]] == matrices
     assert held(whole.layers[0]) == own_bytes(model.parameters())
@@ -357,6 +358,7 @@ def test_parts_of_ranks_stay_parts_of_the_whole() -> None:
     layer = DeepseekV4Attention("layer", geometry.tensor_parallel(2), 0, limits, backend, weights)
     assert [[*joined.rows] for joined in layer._of_latent.matrices] == [["indexer.wq_b"], ["wq_b"]]
     assert len(layer._of_hidden_states.matrices) == 1
+    assert isinstance(weights.wq_b, Tensor)
     assert layer._of_latent.matrices[1].matrix.data_ptr() == weights.wq_b.data_ptr()
 
 
@@ -395,6 +397,18 @@ def test_weights_of_all_forms(gives_fp32: bool) -> None:
         exact = x.double() @ weight.double().t()
         torch.testing.assert_close(products[name].double(), exact, rtol=1e-5 if wide else 2.0**-8, atol=1e-4)
     assert weights["module"].weight.requires_grad
+
+
+def test_what_is_no_weight_is_refused_by_its_name() -> None:
+    for wrong in (
+        torch.randn(2, 8, dtype=torch.float64),
+        torch.zeros(2, 8, dtype=torch.int8),
+        torch.ones(2, 8).to(OCP),
+    ):
+        with pytest.raises(ArgumentError, match=r"^b: expected"):
+            project({"a": torch.randn(2, 8), "b": wrong}, torch.ones(1, 8))
+    with pytest.raises(ArgumentError, match=r"^b: expected a tensor"):
+        project({"a": torch.randn(2, 8), "b": object()}, torch.ones(1, 8))
 
 
 def test_one_tensor_under_two_names_is_held_once() -> None:

@@ -167,7 +167,7 @@ def test_a_step_may_be_run_again_with_the_same_metadata_or_after_an_exception(mo
     again = run(whole, range(8), metadata, hidden, positions)
     assert all(map(torch.equal, right, again))
 
-    def fails(*_: Any, **__: Any) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of memory")
 
     fourth = whole.layers[4]
