@@ -24,9 +24,10 @@ from dsv4attn.core.torch_ops import tiles
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear, linear
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
+from tests.backends.built_in import EVERYWHERE
 from tests.core.layer.weight_changes import changed
+from tests.harness import FP8, SMALL, LayerStack, deterministic, random_weights
 from tests.harness import FP32 as FP32_ROWS
-from tests.harness import SMALL, LayerStack, deterministic, random_weights
 from tests.harness_v41 import SMALL_V41, v41_stack
 
 BF16, FP32, OCP = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -162,6 +163,19 @@ def test_a_layer_of_bf16_is_the_same_with_results_in_fp32(exact: bool, monkeypat
     for exact_out, copies, results in zip(outs["fp32"], outs["copies"], outs["results"], strict=True):
         errors = [float((out - exact_out).norm() / exact_out.norm()) for out in (copies, results)]
         assert errors[1] < 1.1 * errors[0] < 0.05, errors
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_kernels_take_parts_of_one_product(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of fp32 products lie apart, and so do queries."""
+    monkeypatch.setattr(projections, "gives_fp32", lambda _: True)
+    index = next(i for i, (kind, _) in enumerate(SMALL.layers) if kind is LayerKind.CSA)
+    geometry, outs = attrs.evolve(SMALL, layers=(SMALL.layers[index],)), []
+    for name in ("reference", backend):
+        whole = LayerStack(load_backend(name), FP8, geometry=geometry, dtype=BF16)
+        outs.append(whole.cut(whole.hidden(3, 19), [17, 2])[1][0].float())
+        assert [joined.out_dtype for joined in whole.layers[0]._of_hidden_states.matrices] == [FP32]
+    assert float((outs[1] - outs[0]).norm() / outs[0].norm()) < 4e-3
 
 
 def test_products_in_fp32_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
