@@ -149,7 +149,7 @@ class LayerStack:
 
 
 def deterministic(limits: Limits) -> Limits:
-    """Limits for a deterministic backend."""
+    """Limits with which deterministic ranks give a token the same bits in any cut."""
     return evolve(limits, single_phase=True)
 
 

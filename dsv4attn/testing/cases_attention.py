@@ -111,11 +111,20 @@ def _steps() -> Iterator[Case]:
     for kind in KINDS:
         says = f"{kind}: if deterministic, bits of a row depend neither on the cut of its request nor on other requests"
         inputs = step(kind, (140, 4), (0, 3), topk="holes", extra_rows=2)
-        check = any_cut_same_bits((4,), (1, 2, 1))
+        check = any_cut_same_bits((1, 1, 1, 1), (1, 2, 1))
         yield _case(Area.DECODE, f"any-cut-{kind}", "D2", says, inputs, check)
     says = "on V4.1's records, if deterministic, bits of a row depend neither on the cut of its request nor on others"
     inputs = step("c4a", (140, 4), (0, 3), topk="holes", extra_rows=2, cache="v41", compressed="v41-fp4", ratio=1)
-    yield _case(Area.DECODE, "any-cut-v41", "D2", says, inputs, any_cut_same_bits((4,), (1, 2, 1)))
+    yield _case(Area.DECODE, "any-cut-v41", "D2", says, inputs, any_cut_same_bits((1, 2, 1)))
+    says = "without sinks, if deterministic, bits of a row depend neither on the cut of its request nor on others"
+    inputs = step("c4a", (140, 3), (0, 3), sinks=None)
+    yield _case(Area.DECODE, "any-cut-no-sink", "D2", says, inputs, any_cut_same_bits((1, 2), random_cuts=0))
+    # rows of more than 640 keys, next to short ones
+    for kind, fields in (("c4a", {"select": 1200, "topk": "holes"}), ("c128a", {})):
+        context = 4000 if kind == "c4a" else 90_000
+        says = f"{kind}: if deterministic, long rows and short ones of a batch have the bits that they have alone"
+        inputs = step(kind, (context, 2), (30, 2), **fields)
+        yield _case(Area.DECODE, f"any-cut-long-{kind}", "D2", says, inputs, any_cut_same_bits((1, 1), random_cuts=0))
     says = "layers of one step with decode and prefill requests each equal the oracle, twice"
     inputs = step("c4a", (40, 1), (9, 1), (0, 7), (30, 6), topk="holes", select=9)
     yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, inputs, layers_share)

@@ -12,6 +12,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract import RankOps
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, worst_of
@@ -226,39 +227,108 @@ RowBits = dict[tuple[int, int], Tensor]
 """Bits of out and lse of a row, by request and position."""
 
 
-def any_cut_same_bits(*cuts: Sequence[int]) -> Callable[[Bench, StepFixture], Measure]:
-    """All tokens in one step, and cut into steps, of all requests together and of each request alone.
+@attrs.frozen
+class Way:
+    """A way to compute the tokens of a step, which must not matter to their bits.
 
-    Limits have one phase. The one step equals the oracle too.
+    cut: tokens of every request in each step.
+    only: the only request of the steps; None: all requests together.
+    single_phase: whether every request is a decode.
+    moved: whether the pages of the caches have another order.
+    narrow: whether index rows of selected entries have no more columns than they need.
+    """
+
+    cut: Sequence[int]
+    only: int | None = None
+    single_phase: bool = False
+    moved: bool = False
+    narrow: bool = False
+
+    def __str__(self) -> str:
+        """The way, in words."""
+        words = ["requests together" if self.only is None else f"request {self.only} alone"]
+        words += ["all as decodes"] * self.single_phase
+        words += ["other pages"] * self.moved
+        words += ["narrow index rows"] * self.narrow
+        return f"steps of {list(self.cut)} tokens, {', '.join(words)}"
+
+
+def any_cut_same_bits(*cuts: Sequence[int], random_cuts: int = 1) -> Callable[[Bench, StepFixture], Measure]:
+    """All tokens in one step, and cut into steps; and each request alone, by the last of the cuts.
+
+    A token is then a decode in one way and a part of a prompt in another. The order of pages and the width of index
+    rows differ too. Where decode and prefill are of different backends, every request is a decode. The one step equals
+    the oracle too.
+
+    cuts: tokens of every request in each step.
+    random_cuts: number of further cuts, drawn at random.
     """
 
     def check(bench: Bench, inputs: StepFixture) -> Measure:
         if not bench.backend.deterministic:
             raise SkipCase("does not apply: the backend was not built with deterministic=true")
-        expected, measure = _rows_of(bench, inputs, [max(n for _, n in inputs.requests)], None)
-        for cut in cuts:
-            for only in (None, *range(len(inputs.requests))):
-                rows, _ = _rows_of(bench, inputs, cut, only, judge=False)
-                wrong = [key for key, row in rows.items() if not torch.equal(row, expected[key])]
-                if wrong:
-                    how = "together" if only is None else "alone"
-                    place = "first request {}, position {}".format(*wrong[0])
-                    what = f"{len(wrong)} rows have other bits, {place}"
-                    raise Wrong(f"steps of {list(cut)} tokens, requests {how}: {what}")
+        longest = max(n for _, n in inputs.requests)
+        drawn = [_random_cut(longest, inputs.seed + i) for i in range(random_cuts)]
+        moved = attrs.evolve(inputs, pages_seed=inputs.pages_seed + 1)
+        history, moved_history = (_History.of(bench, fixture) for fixture in (inputs, moved))
+        expected, measure = _rows_of(bench, history, Way([longest]))
+        ways = [Way(cut) for cut in (*cuts, *drawn)]
+        ways += [Way(cuts[-1], only) for only in range(len(inputs.requests))]
+        ways += [Way([longest], single_phase=True), Way([longest], narrow=True), Way(cuts[-1], moved=True)]
+        for way in ways:
+            rows, _ = _rows_of(bench, moved_history if way.moved else history, way, judge=False)
+            wrong = [key for key, row in rows.items() if not torch.equal(row, expected[key])]
+            if wrong:
+                place = "first request {}, position {}".format(*wrong[0])
+                raise Wrong(f"{way}: {len(wrong)} rows have other bits, {place}")
         return measure
 
     return check
 
 
-def _rows_of(
-    bench: Bench, inputs: StepFixture, cut: Sequence[int], only: int | None, *, judge: bool = True
-) -> tuple[RowBits, Measure]:
-    """Rows of all requests, or of the request `only`, cut into steps with limits of one phase; and the last verdict."""
+def _random_cut(tokens: int, seed: int) -> list[int]:
+    """Numbers of tokens, at least one each, that add up to `tokens`."""
+    ends = np.flatnonzero(np.random.default_rng((seed, 17)).random(tokens - 1) < 0.5) + 1
+    return [int(n) for n in np.diff([0, *ends, tokens])]
+
+
+@attrs.frozen(eq=False)
+class _History:
+    """A step with the caches that it finds.
+
+    inputs: the step.
+    caches: caches of its requests.
+    contents: what the caches hold before the step.
+    """
+
+    inputs: StepFixture
+    caches: LayerCaches
+    contents: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, bench: Bench, inputs: StepFixture) -> _History:
+        """The history of a step, written once."""
+        caches = inputs.history(bench.backend, inputs.allocate())
+        return cls(inputs, caches, [body(cache).clone() for cache in caches.segments(inputs.layer)])
+
+    def restored(self) -> LayerCaches:
+        """The caches, as they were before the step."""
+        for cache, content in zip(self.caches.segments(self.inputs.layer), self.contents, strict=True):
+            body(cache).copy_(content)
+        return self.caches
+
+
+def _rows_of(bench: Bench, history: _History, way: Way, *, judge: bool = True) -> tuple[RowBits, Measure]:
+    """Rows of the requests, computed in a way, and the verdict on its last step."""
     rows, measure = RowBits(), Measure()
-    caches = inputs.history(bench.backend, inputs.allocate())
-    limits = evolve(inputs.limits, single_phase=True)
-    for step in inputs.in_steps(cut, only):
-        out, lse = step.problem(bench.backend, caches, limits).answer(bench)
+    inputs, caches = history.inputs, history.restored()
+    limits = evolve(inputs.limits, single_phase=way.single_phase or not bench.backend.phases_agree)
+    for step in inputs.in_steps(way.cut, way.only):
+        problem = step.problem(bench.backend, caches, limits)
+        if way.narrow and problem.topk_indices is not None:
+            columns = (step.topk_rows[: len(step.tokens)] >= 0).any(0).nonzero()[0].max(initial=-1) + 1
+            problem = attrs.evolve(problem, topk_indices=problem.topk_indices[:, :columns])
+        out, lse = problem.answer(bench)
         if judge:
             measure = judged(step, (out, lse))
         for row, token in enumerate(step.tokens):

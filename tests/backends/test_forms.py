@@ -32,9 +32,10 @@ each_form = pytest.mark.parametrize("form", FORMS)
 each_mode = pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
 
 
+@each_mode
 @each_form
-def test_nothing_is_launched_that_was_not_announced(form: str) -> None:
-    backend, device, names = FORMS[form](), DeviceFacts.here(DEVICE), set[str]()
+def test_nothing_is_launched_that_was_not_announced(form: str, deterministic: bool) -> None:
+    backend, device, names = FORMS[form](deterministic=deterministic), DeviceFacts.here(DEVICE), set[str]()
     for scenario in problems():
         announced = set(backend.kernel_variants(bounds_of(scenario), device))
         with observed() as seen:

@@ -19,7 +19,7 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Yarn
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import triton_backends
-from tests.harness import LayerStack, deterministic, random_weights
+from tests.harness import LayerStack, random_weights
 
 pytestmark = [
     pytest.mark.device,
@@ -54,12 +54,11 @@ def whole(
     geometry: ModelGeometry = MODEL,
     **options: bool,
 ) -> LayerStack:
-    limits = deterministic(LIMITS) if options.get("deterministic") else LIMITS
     weights = {i: random_weights(geometry, i, dtype=dtype, device=device) for i in range(3)}
     sized = {
         "keep_windows": bool(options.get("deterministic")),
         "geometry": geometry,
-        "limits": limits,
+        "limits": LIMITS,
         "dtype": dtype,
         "device": device,
         "weights": weights,

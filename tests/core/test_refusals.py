@@ -28,6 +28,7 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.forward_context import set_forward_context
@@ -261,8 +262,8 @@ SERVING: list[tuple[Callable[[], Any], str]] = [
         for shape in ((64, 2), (63, 3))
     ),
     (
-        lambda: LayerStack(ds.load_backend("reference", deterministic=True)),
-        r"limits: expected Limits\(\.\.\., single_phase=True\) with",
+        lambda: LayerStack(PhasedBackend(*(ds.load_backend("reference", deterministic=True) for _ in range(2)))),
+        r"limits: expected Limits\(\.\.\., single_phase=True\) with one backend in decode and another in prefill",
     ),
     *(
         (

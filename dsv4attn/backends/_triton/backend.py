@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from inspect import unwrap
 from itertools import product
+from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton import projection
@@ -22,6 +24,7 @@ from dsv4attn.backends._triton.launching.warmup import warm
 from dsv4attn.backends._triton.layer import ops, output, products
 from dsv4attn.backends._triton.layer.variants import variants as layer_variants
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
+from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract import IndexOps, RankOps
 from dsv4attn.core.contract.backend import (
@@ -38,15 +41,18 @@ from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
-from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.memory.workspace import ALIGNMENT
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.model.quantized_weight import Weight, dense_weight, scaled_weight
 from dsv4attn.core.tensorspec import BufferSpec, check_strides
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["TritonBackend"]
+__all__ = ["TritonBackend", "with_keys_as_in_decode"]
 
 PRODUCTS = ("bf16", "fp8")
 """Values of option `projection`."""
+SPLITS_OF_MULTIPROCESSOR = 4
+"""Splits of fixed length of a launch, for each multiprocessor."""
 
 
 class TritonBackend(Backend):
@@ -55,8 +61,8 @@ class TritonBackend(Backend):
     name: name of the backend.
     tunings: tuning table of the backend, by architecture or kind of device.
     tuning: row of the tuning table. "auto": the row of the device.
-    deterministic: the bits of a row do not depend on the rest of the batch. A decode row is then cut into splits of
-    fixed length, and a prefill row is not cut.
+    deterministic: the bits of a row depend on its own query and keys alone, and they are the same in both phases. One
+    kernel then serves decode and prefill on pages, and a row is cut into splits of fixed length.
     projection: "fp8" multiplies block-scaled fp8 matrices of the output projection without conversion, and rounds the
     attention outputs to fp8. "bf16" converts the matrices.
     """
@@ -93,29 +99,44 @@ class TritonBackend(Backend):
         return row.on(device.arch)
 
     def tuning_of(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Tuning:
-        """The tuning of a call. It depends on shapes; with `deterministic` on the phase alone."""
-        if self.deterministic or phase is Phase.PREFILL:
+        """The tuning of a call. It depends on shapes; with `deterministic` all calls have the tuning of decode."""
+        if self.deterministic:
+            return self.tuning
+        if phase is Phase.PREFILL:
             return self.tuning.of(phase)
         return self.tuning.of_call(tokens, layer.num_heads, width, multiprocessors())
 
     def _splits(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> int:
-        """Number of splits of each row. It depends on shapes; with `deterministic` on the width of the row alone."""
-        if not self.deterministic:
-            tuning = self.tuning_of(phase, layer, tokens, width)
-            return attention_launch.splits_of(tokens, layer.num_heads, width, tuning, multiprocessors())
-        tiles = -(-width // self.tuning.keys) + 1
-        return -(-tiles // self.tuning.run) if phase is Phase.DECODE else 1
+        """Number of splits of each row. It depends on shapes."""
+        tuning = self.tuning_of(phase, layer, tokens, width)
+        return attention_launch.splits_of(tokens, layer.num_heads, width, tuning, multiprocessors())
+
+    def _fixed_splits(self, layer: LayerGeometry, width: int) -> int:
+        """Splits of fixed length that are enough for rows of `width` keys; 0 for a layer whose rows are never split.
+
+        A layer whose rows grow with the sequence has one kernel for rows of all lengths, also in a batch of short ones.
+        """
+        splits = attention_launch.fixed_splits(width, self.tuning, self.tuning.tiles_per_split(layer))
+        return splits if splits > 1 or layer.kind is LayerKind.HCA else 0
+
+    def _splits_at_once(self, layer: LayerGeometry) -> int:
+        """Splits of all rows of a launch, at most, unless one row has more: so many that they fill the device."""
+        return max(SPLITS_OF_MULTIPROCESSOR * multiprocessors() // self.tuning.blocks(layer.num_heads), 1)
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """Memory for the results of splits, where several programs share a row."""
-        splits, always = self._splits(phase, layer, tokens, width), self.deterministic and phase is Phase.DECODE
-        return attention_launch.scratch(tokens, layer, splits, always=always)
+        if self.deterministic:
+            splits, most = self._fixed_splits(layer, width), self._splits_at_once(layer)
+            return attention_launch.fixed_scratch(tokens, layer, splits, most)
+        return attention_launch.scratch(tokens, layer, self._splits(phase, layer, tokens, width))
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
         """Rows are split only if they do not fill the device. So there are at most as many splits as programs."""
         if self.deterministic:
-            parts = self._splits(phase, layer, max_tokens, max_width)
-            return attention_launch.scratch_bound(layer, max_tokens * parts if phase is Phase.DECODE else 0)
+            splits = self._fixed_splits(layer, max_width)
+            rows = min(max_tokens * splits, max(self._splits_at_once(layer), splits))
+            counts = round_up(4 * max(max_tokens, 1), ALIGNMENT) + ALIGNMENT
+            return attention_launch.scratch_bound(layer, max(rows, 1)) + counts if splits else 0
         return attention_launch.scratch_bound(layer, multiprocessors())
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
@@ -139,10 +160,11 @@ class TritonBackend(Backend):
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.Backend`. One kernel serves both phases, and gathered rows too."""
+        if self.deterministic:
+            return attention_launch.prepare_fixed(call, self.tuning, self.tuning.tiles_per_split(call.layer))
         width = sum(rows.width for rows in attention_launch.index_rows(call.keys))
         tuning = self.tuning_of(phase, call.layer, call.q.shape[0], width) if call.scratch else self.tuning.of(phase)
-        fixed_splits = self.deterministic and phase is Phase.DECODE
-        return attention_launch.prepare(call, tuning, tiles_per_split=tuning.run if fixed_splits else 0)
+        return attention_launch.prepare(call, tuning)
 
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
@@ -240,15 +262,33 @@ class TritonBackend(Backend):
         for rows in row_alignments(layer.head_dim, bounds.q_dtype, aligned=bounds.aligned_rows):
             unit = max(rows // itemsize, 1)
             shape = attention_launch.Shape(*dims, segments, bounds.q_dtype, unit, self._ragged)
+            options: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
+            if self.deterministic:
+                # rows of selected entries are split if they are longer than two splits, or have a wide window
+                splits = (True,) if layer.kind is LayerKind.HCA else (False, True)
+                yield from attention_launch.variants(shape, tuning, **options, splits=splits, counts=True)
+                continue
             for phase_tuning in dict.fromkeys(map(tuning.of, Phase)):
-                yield from attention_launch.variants(shape, phase_tuning, sinks=bounds.with_sink, lses=bounds.with_lse)
-            for small_tuning in tuning.small if decode and not self.deterministic else ():
-                options = {"sinks": bounds.with_sink, "lses": bounds.with_lse, "splits": (True,)}
-                yield from attention_launch.variants(shape, small_tuning, **options)
+                yield from attention_launch.variants(shape, phase_tuning, **options)
+            for small_tuning in tuning.small if decode else ():
+                yield from attention_launch.variants(shape, small_tuning, **options, splits=(True,))
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         """See `contract.Backend`."""
         return warm(self.kernel_variants(bounds, DeviceFacts.here(device)), device, name=self.name)
+
+
+def with_keys_as_in_decode(capabilities: Capabilities) -> Capabilities:
+    """Capabilities of a backend whose prefill gets keys as its decode does, so that tiles have the same keys.
+
+    capabilities: those without the option `deterministic`.
+    """
+    return evolve(
+        capabilities,
+        prefill_keys=KeyForm.PAGED,
+        prefill_pages=False,
+        prefill_indices=capabilities.decode_indices,
+    )
 
 
 def _possible_segments(layout: KVCacheLayout, *, aligned: bool) -> tuple[attention_launch.Segment, ...]:

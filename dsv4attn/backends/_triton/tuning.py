@@ -8,6 +8,7 @@ from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.model.geometry import LayerGeometry
 
 __all__ = ["CDNA", "COMPILED", "DEFAULT", "HOPPER", "INTERPRETER", "RDNA", "Tuning", "padded", "tuning_for"]
 
@@ -29,7 +30,7 @@ class Tuning:
     reload: whether to load q again for each tile, and plain keys for each product, where registers are too few.
     assembly: whether codes are decoded four at a time in PTX. Otherwise plain integer operations decode them.
     converts: whether that PTX uses instructions that convert OCP e4m3 codes.
-    run: tiles of a split when results must not depend on the batch.
+    split_keys: keys of a split when results must not depend on the batch; see `tiles_per_split`.
     pdl: whether kernels use programmatic dependent launch, see `launching.kernels_pdl`. Set by `on`.
     measured: hardware, versions, date and command of the measurement, or that nothing was measured.
     prefill: tuning of prefill, if it differs from the tuning of decode.
@@ -47,7 +48,7 @@ class Tuning:
     reload: bool = False
     assembly: bool = False
     converts: bool = False
-    run: int = 16
+    split_keys: int = 640
     pdl: bool = False
     measured: str = "not measured"
     prefill: Tuning | None = None
@@ -74,6 +75,18 @@ class Tuning:
     def blocks(self, heads: int) -> int:
         """Number of programs that share the heads of a token."""
         return -(-heads // min(self.heads, padded(heads)))
+
+    def tiles_per_split(self, layer: LayerGeometry) -> int:
+        """Tiles of a split of fixed length, so that results do not depend on the batch.
+
+        A layer's selected keys are one split unless they are more than twice `split_keys`: those of Flash and of Pro
+        then need no memory for splits, and nothing is combined. Each of two segments may end with a tile that is not
+        full.
+
+        layer: geometry of the layer.
+        """
+        splits = [keys for keys in (self.split_keys, layer.window + layer.topk) if keys <= 2 * self.split_keys]
+        return -(-max(splits) // self.keys) + 1
 
     def on(self, arch: str) -> Tuning:
         """This tuning for an architecture, which need not be the architecture of the measurement."""
@@ -118,7 +131,7 @@ HOPPER = evolve(
 
 # each block of heads unpacks keys anew, so 64 of them; 32 keys spill, with Triton 3.6 or where rows are gathered, and
 # 8 warps take 50 % more instructions for each key
-CDNA = Tuning(heads=64, keys=16, warps=4, run=32, measured=COMPILED)
+CDNA = Tuning(heads=64, keys=16, warps=4, measured=COMPILED)
 """gfx942 and gfx950."""
 
 # a thread has 256 registers, and operands of the matrix unit take many: q is not held, and a tile has 16 keys

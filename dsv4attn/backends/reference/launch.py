@@ -57,16 +57,22 @@ class ReferenceBackend(Backend):
     ) -> None:
         """Choose the forms that core prepares.
 
-        deterministic: rows are computed one by one. raw_q: see `takes_raw_q`.
+        deterministic: rows are computed one by one, and prefill reads pages by the indices of decode, whatever
+        `prefill_keys` and `prefill_indices` say, so that a token has the same bits in both phases.
+        raw_q: see `takes_raw_q`.
         """
         for option, value in (("deterministic", deterministic), ("raw_q", raw_q)):
             if not isinstance(value, bool):
                 raise ArgumentError(option, expected="true or false", actual=repr(value))
         self.deterministic, self._raw_q = deterministic, raw_q
         keys = _form(KeyForm, "prefill_keys", prefill_keys)
+        of_decode = _form(IndexForm, "decode_indices", decode_indices)
+        of_prefill = _form(IndexForm, "prefill_indices", prefill_indices)
+        if deterministic:
+            keys, of_prefill = KeyForm.PAGED, of_decode
         self.capabilities = Capabilities(
-            _form(IndexForm, "decode_indices", decode_indices),
-            _form(IndexForm, "prefill_indices", prefill_indices),
+            of_decode,
+            of_prefill,
             keys,
             max_logits=True,
             empty_lse=True,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.backend import TritonBackend, with_keys_as_in_decode
 from dsv4attn.backends.rocm.metadata import RocmMetadata
 from dsv4attn.backends.rocm.tuning import TUNING
 from dsv4attn.core.contract.backend import AttentionCall, Capabilities, IndexForm, KeyForm, Phase
@@ -19,7 +19,10 @@ __all__ = ["RocmBackend"]
 
 
 class RocmBackend(TritonBackend):
-    """Attention of decode on pages, of prefill on rows that core gathers; ragged in both."""
+    """Attention of decode on pages, of prefill on rows that core gathers; ragged in both.
+
+    With `deterministic` prefill reads pages too.
+    """
 
     name = "rocm"
     tunings = TUNING
@@ -32,6 +35,12 @@ class RocmBackend(TritonBackend):
         prefill_pages=True,
     )
 
+    def __init__(self, *, tuning: str = "auto", deterministic: bool = False, projection: str = "bf16") -> None:
+        """Check the options; no device is touched."""
+        super().__init__(tuning=tuning, deterministic=deterministic, projection=projection)
+        if deterministic:
+            self.capabilities = with_keys_as_in_decode(self.capabilities)
+
     def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> RocmMetadata:
         """See `contract.Backend`."""
         return RocmMetadata(geometry, limits, device)
@@ -40,8 +49,11 @@ class RocmBackend(TritonBackend):
         """Attend, and return how many leading rows of `out` have their rotation undone: all rows, or none.
 
         angles: positions [T] int64 and the table of cosines and sines, to undo the rotation where splits of rows are
-        combined; rows of one split stay rotated.
+        combined; rows of one split stay rotated, and so do all rows with `deterministic`.
         """
+        if self.deterministic:
+            self.prepare(phase, call)(call.tensors)
+            return 0
         width = sum(rows.width for rows in attention_launch.index_rows(call.keys))
         tuning = self.tuning_of(phase, call.layer, call.q.shape[0], width) if call.scratch else self.tuning.of(phase)
         return attention_launch.attend(call, tuning, angles=angles)

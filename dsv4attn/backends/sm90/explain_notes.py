@@ -24,8 +24,11 @@ def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
 
 
 def _prefill_notes(problem: Problem) -> Iterator[str]:
-    """From which prompt length on `prefill=auto` gathers keys, and takes raw q. Only for prefill from records."""
-    if problem.phase != "prefill" or problem.swa.layout == "rows" or _obstacles(problem):
+    """From which prompt length on `prefill=auto` gathers keys, and takes raw q. Only for prefill from records.
+
+    Deterministic prefill reads pages.
+    """
+    if problem.phase != "prefill" or problem.swa.layout == "rows" or _obstacles(problem) or problem.deterministic:
         return
     layer = problem.layer
 
@@ -61,8 +64,8 @@ def _attention_note(problem: Problem) -> str:
     obstacles = _obstacles(problem)
     if obstacles:
         return f"the shared Triton kernel: {'; '.join(obstacles)}"
-    for_few_tokens = ""
-    if problem.phase == "decode":
+    for_few_tokens = "; the same in both phases, and no row is split" if problem.deterministic else ""
+    if problem.phase == "decode" and not problem.deterministic:
         kernel = "its kernels of one tile" if problem.swa.layout == "fp8_ds_mla" else "the shared Triton kernel"
         for_few_tokens = f"; {kernel} for few tokens, unless small=gluon"
     return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{for_few_tokens}"
@@ -87,8 +90,6 @@ def _obstacles(problem: Problem) -> Sequence[str]:
         obstacles.append(
             "scales elsewhere: expected after the page's records in fp8_ds_mla, and alike in V4.1's two caches"
         )
-    if problem.deterministic:
-        obstacles.append("deterministic")
     return obstacles
 
 

@@ -44,14 +44,14 @@ def attention(
     angles_stride: tl.int64, num_positions: tl.int64, eps: tl.float32,
     tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
     SEGMENTS: gl.constexpr, KIND: gl.constexpr, INTERLEAVED: gl.constexpr, H: gl.constexpr, BT: gl.constexpr,
-    VALUES: gl.constexpr, PRODUCE: gl.constexpr, FETCH: gl.constexpr, PDL: gl.constexpr,
+    WHOLE_ROWS: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr, FETCH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs x blocks of 64 heads,), heads fastest, so that programs that share keys run together.
 
     KIND: FP8_PAGES, BF16_ROWS, CODE_PAGES or NIBBLE_PAGES; INTERLEAVED: as of `coded_page_of`. q, out, pages and rows
-    begin at multiples of 16 bytes. Arguments are as the fields of `Query`, `Segment` and `Results` have them; least and
-    BT, as `share` does; VALUES, PRODUCE, FETCH: registers of the second role and of those that produce keys. The first
-    role has what they leave.
+    begin at multiples of 16 bytes. Arguments are as the fields of `Query`, `Segment` and `Results` have them; least, BT
+    and WHOLE_ROWS, as `share` does; VALUES, PRODUCE, FETCH: registers of the second role and of those that produce
+    keys. The first role has what they leave.
     """
     wait_prior_grid(PDL)
     BLOCKS: gl.constexpr = (H + 63) // 64
@@ -70,7 +70,8 @@ def attention(
     bias = load_sink(sink, head0, H)
     ONCE: gl.constexpr = BT == SHORT
     at = gl.arange(0, BT, layout=SHORT_L if ONCE else LINE_L)
-    chunk, t, pos, count = share(keys, tokens, program // BLOCKS, gl.num_programs(0) // BLOCKS, least, at, BT, ONCE)
+    line_program, line_programs = program // BLOCKS, gl.num_programs(0) // BLOCKS
+    chunk, t, pos, count = share(keys, tokens, line_program, line_programs, least, at, BT, ONCE, WHOLE_ROWS)
     if KIND == BF16_ROWS:
         attend_rows(query, keys, results, bias, chunk, t, pos, H, VALUES, PRODUCE)
     else:

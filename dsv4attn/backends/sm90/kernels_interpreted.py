@@ -125,6 +125,7 @@ def attention(
     angles_stride: tl.int64, num_positions: tl.int64, eps: tl.float32,
     tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
     SEGMENTS: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, H: tl.constexpr, BT: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """See `kernels.attention`."""
     BLOCKS: tl.constexpr = (H + 63) // 64
@@ -144,7 +145,8 @@ def attention(
     )  # fmt: skip
     at = tl.arange(0, BT)
     ONCE: tl.constexpr = BT == SHORT
-    chunk, t, pos, count = share(keys, tokens, program // BLOCKS, tl.num_programs(0) // BLOCKS, least, at, BT, ONCE)
+    line_program, line_programs = program // BLOCKS, tl.num_programs(0) // BLOCKS
+    chunk, t, pos, count = share(keys, tokens, line_program, line_programs, least, at, BT, ONCE, WHOLE_ROWS)
     clear_split(table, chunk)
     # as the producer
     walk = begin(keys, chunk, t, pos)

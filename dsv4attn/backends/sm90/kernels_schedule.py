@@ -11,6 +11,8 @@ do not, chunks are whole rows, or equal parts of a row, whenever that is not muc
 Where there are enough programs, each row has a chunk of its own as long as the longest row, unless that is longer than
 the chunks of split rows and what their parts cost.
 
+Where bits must not depend on the batch, rows are not split: a row belongs to the program in whose chunk it begins.
+
 These are functions of plain Triton. Called from Gluon they are compiled as Gluon, so vectors come from the caller,
 which alone knows their layout; and no number here is a Python literal that a loop changes, since its type would.
 
@@ -135,11 +137,14 @@ def _tiles(n):
 
 
 @triton.jit
-def share(keys, tokens, part, parts, least, at, BT: tl.constexpr, ONCE: tl.constexpr):
+def share(
+    keys, tokens, part, parts, least, at, BT: tl.constexpr, ONCE: tl.constexpr, WHOLE_ROWS: tl.constexpr
+):  # fmt: skip
     """The chunk of program `part` of `parts`: (Chunk, t, pos, count).
 
     least: tiles of the shortest chunk. at: 0 .. BT. t: the first row with a tile in the chunk; pos: where on the line
-    that row begins. count: tiles of the chunk. ONCE: whether there are at most BT rows.
+    that row begins. count: tiles of the chunk. ONCE: whether there are at most BT rows. WHOLE_ROWS: whether the chunk
+    has all tiles of the rows that begin in it, and no others.
     """
     end_of_rows = BT if ONCE else tokens
     zero = tokens * 0
@@ -163,11 +168,13 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr, ONCE: tl.const
     extra = tl.where(uniform, 0, cost)
     length = tl.maximum(cdiv(work + cost * tokens, parts), least)
     length = tl.where(uniform, aligned, length + (length & odd))
-    whole = (tokens <= parts) & ((longest - length) * parts <= SPLIT * tokens)
+    whole = tokens <= parts
+    if not WHOLE_ROWS:
+        whole = whole & ((longest - length) * parts <= SPLIT * tokens)
     length = tl.where(whole, longest, length)
     lo = part * length
     hi = lo + length
-    first, pos, before, count = zero, zero, zero, zero
+    first, pos, before, count, of_chunk = zero, zero, zero, zero, zero
     for base in range(0, end_of_rows, BT):
         t = base + at
         there = t < tokens
@@ -176,12 +183,19 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr, ONCE: tl.const
         m = tl.where(there, tl.where(whole, length, room_of(keys, n) + extra), 0)
         end = before + tl.cumsum(m, 0)
         start = end - m
-        done = there & (end - tl.where(whole, 0, extra) <= lo)
+        done = there & (start < lo) if WHOLE_ROWS else there & (end - tl.where(whole, 0, extra) <= lo)
         first += tl.sum(done.to(tl.int32), 0)
         pos += tl.sum(tl.where(done, m, 0), 0)
-        mine = tl.maximum(tl.minimum(hi, start + n) - tl.maximum(lo, start), 0)
+        if WHOLE_ROWS:
+            begins = (start >= lo) & (start < hi)
+            mine = tl.where(begins, n, 0)
+            of_chunk += tl.sum(tl.where(there & begins, m, 0), 0)
+        else:
+            mine = tl.maximum(tl.minimum(hi, start + n) - tl.maximum(lo, start), 0)
         count += tl.sum(tl.where(there, mine, 0), 0)
         before += tl.sum(m, 0)
+    if WHOLE_ROWS:
+        lo, hi = pos, pos + of_chunk
     chunk = Chunk(tokens, parts, lo, hi, length, tl.where(whole, _MOST_TILES, extra))
     return chunk, first, pos, count
 

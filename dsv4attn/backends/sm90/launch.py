@@ -98,8 +98,8 @@ class Sm90Backend(TritonBackend):
     first. "auto" needs the workspace of "gathered" and chooses the faster way for each chunk, see
     `tuning.PrefillCostModel`.
     tuning: tuning of the shared kernel, see `TritonBackend`.
-    deterministic: the shared kernel serves every call, because the Gluon kernels split rows at places that depend on
-    the batch.
+    deterministic: no row is split, and the same kernel serves both phases on pages: the Gluon kernel, or the shared
+    kernel where the former does not read the pages. `prefill` and `small` then change nothing.
     projection: see `TritonBackend`.
     small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_small_decode` on V4's
     records, see `tuning.tile_sizes_of`, and on others the shared kernel, see `tuning.is_small`; "shared": the shared
@@ -127,9 +127,8 @@ class Sm90Backend(TritonBackend):
             expected = " or ".join(f"'{form}'" for form in ("auto", *(form.value for form in KeyForm)))
             raise ArgumentError("prefill", expected=expected, actual=repr(prefill))
         self._chooses = prefill == "auto"
-        # the shared kernel, which serves deterministic calls, gains nothing from rows
-        chosen = KeyForm.PAGED if deterministic else KeyForm.GATHERED
-        keys = chosen if self._chooses else KeyForm(prefill)
+        # tiles of gathered rows have other keys than those of a decode's pages
+        keys = KeyForm.PAGED if deterministic else KeyForm.GATHERED if self._chooses else KeyForm(prefill)
         self.capabilities = evolve(self.capabilities, prefill_keys=keys, prefill_pages=keys is KeyForm.GATHERED)
 
     @cached_property
@@ -139,7 +138,7 @@ class Sm90Backend(TritonBackend):
 
     def _may_serve(self, layer: LayerGeometry) -> bool:
         """Whether the Gluon kernels serve some calls of a layer."""
-        return not self.deterministic and layer.num_heads <= MOST_HEADS and layer.head_dim == DIM
+        return layer.num_heads <= MOST_HEADS and layer.head_dim == DIM
 
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
         """See `contract.Backend`."""
@@ -148,6 +147,8 @@ class Sm90Backend(TritonBackend):
     def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
         """See `contract.Backend`: where the Gluon kernel serves gathered rows."""
         dtypes = q.dtype == row_dtype == torch.bfloat16
+        if self.deterministic:
+            return False
         if not self._may_serve(layer) or layer.rope_dim != ROTATED or not dtypes or not _is_wide(q):
             return False
         return not (self._chooses and chunks) or PREFILL_COST_MODEL.prefers_raw_q(layer, chunks)
@@ -165,6 +166,9 @@ class Sm90Backend(TritonBackend):
         if not self._may_serve(layer):
             return super().scratch(phase, layer, tokens, width)
         lines = _programs(layer.num_heads) * 2 * HEADS
+        if self.deterministic:
+            splits = super().scratch(phase, layer, tokens, width)
+            lines = max(lines, -(-prod(splits[0][0]) // DIM) if splits else 0)
         return [
             ((lines, DIM), torch.float32),
             ((lines,), torch.float32),
@@ -176,7 +180,11 @@ class Sm90Backend(TritonBackend):
         """See `scratch`. Only the size of the last buffer depends on the call."""
         if not self._may_serve(layer):
             return super().scratch_bound(phase, layer, max_tokens, max_width)
-        return _programs(layer.num_heads) * 2 * HEADS * (DIM + 2) * 4 + max(max_tokens, 1) * 8 + 4 * ALIGNMENT
+        lines = _programs(layer.num_heads) * 2 * HEADS
+        if self.deterministic:
+            splits = super().scratch_bound(phase, layer, max_tokens, max_width)
+            lines = max(lines, -(-splits // (4 * DIM)))
+        return lines * (DIM + 2) * 4 + max(max_tokens, 1) * 8 + 4 * ALIGNMENT
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.Backend`. Pages and gathered rows are both served, whatever option `prefill` says."""
@@ -196,10 +204,9 @@ class Sm90Backend(TritonBackend):
             if not (
                 decode and self._may_use_shared_kernel(kind) and is_small(tokens, heads, sum(widths), multiprocessors())
             ):
-                return _prepare(call, kind, numbers)
+                return _prepare(call, kind, numbers, whole_rows=self.deterministic)
         # the splits of the shared kernel, in the same memory
-        splits = self._splits(phase, call.layer, tokens, sum(widths))
-        shapes = [shape for shape, _ in attention_launch.scratch(tokens, call.layer, splits)]
+        shapes = [shape for shape, _ in super().scratch(phase, call.layer, tokens, sum(widths))]
         pairs = zip(call.scratch, shapes, strict=False)
         parts = [buffer.view(-1)[: prod(shape)].view(*shape) for buffer, shape in pairs]
         return super().prepare(phase, evolve(call, scratch=parts))
@@ -226,11 +233,11 @@ class Sm90Backend(TritonBackend):
 
     def _may_use_small_decode(self, kind: KeyFormat) -> bool:
         """Whether `kernels_small_decode` may serve decodes on keys of this format."""
-        return self._small == "auto" and kind == PAGES
+        return self._small == "auto" and kind == PAGES and not self.deterministic
 
     def _may_use_shared_kernel(self, kind: KeyFormat) -> bool:
         """Whether the shared kernel may serve decodes that the Gluon kernels could serve, on keys of this format."""
-        return self._small == "shared" or (self._small == "auto" and kind != PAGES)
+        return not self.deterministic and (self._small == "shared" or (self._small == "auto" and kind != PAGES))
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.Backend`."""
@@ -264,7 +271,8 @@ class Sm90Backend(TritonBackend):
                     yield variant
             if kind is not None:
                 sinks_and_lses: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
-                yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses)
+                whole_rows = self.deterministic
+                yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, whole_rows=whole_rows)
                 if self._may_use_small_decode(kind):
                     yield from small_decode.variants(len(key_layouts), layer.num_heads, **sinks_and_lses)
                 if shared_variants == self._gathered_variants and self._may_leave_raw(bounds, layer):
@@ -277,14 +285,19 @@ def _programs(heads: int) -> int:
     return max(multiprocessors() // blocks, 1) * blocks
 
 
-def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int]) -> Run:
-    """Prepare both launches: the Gluon kernel, which writes rows and parts of rows, and `combine_parts`."""
+def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int], *, whole_rows: bool) -> Run:
+    """Prepare both launches: the Gluon kernel, which writes rows and parts of rows, and `combine_parts`.
+
+    whole_rows: whether no row is split; then nothing is combined.
+    """
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
     roles, raw = _warp_roles(kind, raw=call.raw_q is not None), call.raw_q
     segments = len(attention_launch.index_rows(keys))
     short = _has_short(segments, kind) and tokens <= SHORT.value
-    constants, combining, programs_per_row = _constants(segments, kind, heads, raw=raw is not None, short=short)
+    constants, combining, programs_per_row = _constants(
+        segments, kind, heads, raw=raw is not None, short=short, whole_rows=whole_rows
+    )
     programs = _programs(heads)
     lines = min(tokens, programs // -(-heads // HEADS))
     results = attention_launch.result_strides(call)
@@ -299,7 +312,7 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int]) -> Ru
     )
     combine_numbers = *results, empty_lse, int(tokens > lines)
     combine = Launch(combine_parts, combining, combine_numbers, roles.warps)
-    programs, combiners = programs if tokens else 0, lines * programs_per_row
+    programs, combiners = programs if tokens else 0, 0 if whole_rows else lines * programs_per_row
     part, part_lse, part_max, splits = call.scratch
     # other kernels fill this memory with fp32: parts in fp16 need half of it, and powers less than the rest
     part, part_powers = part.view(torch.float16), part.view(-1)[part.numel() // 2 :].view(torch.uint8)
@@ -321,7 +334,8 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int]) -> Ru
                 positions, table,
             ),
         )  # fmt: skip
-        combine(combiners, (part, part_powers, part_lse, maxima, splits, out, lse, top, attn_sink))
+        if combiners:
+            combine(combiners, (part, part_powers, part_lse, maxima, splits, out, lse, top, attn_sink))
 
     return run
 
@@ -350,16 +364,17 @@ def _has_short(segments: int, kind: KeyFormat) -> bool:
 
 @cache
 def _constants(
-    segments: int, kind: KeyFormat, heads: int, *, raw: bool = False, short: bool = False
+    segments: int, kind: KeyFormat, heads: int, *, raw: bool = False, short: bool = False, whole_rows: bool = False
 ) -> tuple[Constants, Constants, int]:
     """Constants of the Gluon kernel, constants of `combine_parts`, and programs of `combine_parts` for each row.
 
     raw: whether q is raw.
     short: whether the call has at most SHORT tokens. Only where `_has_short` is true.
+    whole_rows: whether no row is split.
     """
     roles = _warp_roles(kind, raw=raw)
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads}
-    chosen["BT"] = SHORT.value if short else LINE
+    chosen |= {"BT": SHORT.value if short else LINE, "WHOLE_ROWS": whole_rows}
     if not INTERPRETED:
         chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "FETCH": roles.fetch, "PDL": uses_pdl("sm_90")}
     combining = {"H": heads, "R": roles.heads, "N": roles.parts, "EXACT_CASTS": not INTERPRETED}
@@ -431,15 +446,28 @@ def _of_rows(keys: GatheredKeys) -> tuple[KeyFormat, tuple[int, ...]] | None:
 
 
 def variants(
-    segments: int, kind: KeyFormat, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool], raw: bool = False
+    segments: int,
+    kind: KeyFormat,
+    heads: int,
+    *,
+    sinks: Sequence[bool],
+    lses: Sequence[bool],
+    raw: bool = False,
+    whole_rows: bool = False,
 ) -> Iterator[Variant]:
-    """Every variant of these kernels that `forward_mqa` can need. raw: whether q is raw."""
-    constants, combining, _ = _constants(segments, kind, heads, raw=raw)
-    short = [_constants(segments, kind, heads, short=True)[0]] if _has_short(segments, kind) else []
+    """Every variant of these kernels that `forward_mqa` can need.
+
+    raw: whether q is raw.
+    whole_rows: whether no row is split; then nothing is combined.
+    """
+    constants, combining, _ = _constants(segments, kind, heads, raw=raw, whole_rows=whole_rows)
+    has_short = _has_short(segments, kind)
+    short = [_constants(segments, kind, heads, short=True, whole_rows=whole_rows)[0]] if has_short else []
     angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
     for call_types in attention_launch.call_types(torch.bfloat16, caches, sinks, lses):
         types = call_types | {"part": "*fp16", "part_powers": "*u8", "part_lse": "*fp32"} | angles
         for call_constants in (constants, *short):
             yield Variant.from_types(attention, types, call_constants)
-        yield Variant.from_types(combine_parts, types, combining, num_warps=_warp_roles(kind).warps)
+        if not whole_rows:
+            yield Variant.from_types(combine_parts, types, combining, num_warps=_warp_roles(kind).warps)

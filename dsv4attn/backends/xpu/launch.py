@@ -11,7 +11,7 @@ import triton
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.backend import TritonBackend, with_keys_as_in_decode
 from dsv4attn.backends._triton.cache.gather import TILE, WARPS
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
@@ -66,6 +66,8 @@ class GatherTile:
 class XpuBackend(TritonBackend):
     """Attention of decode on pages or on rows that it gathers, and of prefill on rows that core gathers.
 
+    With `deterministic` prefill runs as decode does.
+
     decode: "fused", "gathered", or "auto": the form that `DECODE` has for the device. tuning, deterministic,
     projection: see `TritonBackend`.
     """
@@ -86,6 +88,8 @@ class XpuBackend(TritonBackend):
         if decode not in ("auto", FUSED, GATHERED):
             raise ArgumentError("decode", expected=f"'auto', '{FUSED}' or '{GATHERED}'", actual=repr(decode))
         self._form = decode
+        if deterministic:
+            self.capabilities = with_keys_as_in_decode(self.capabilities)
 
     @cached_property
     def gathers(self) -> bool:
@@ -96,9 +100,13 @@ class XpuBackend(TritonBackend):
         form = DECODE.get(device.arch, DECODE[DEFAULT]) if self._form == "auto" else self._form
         return form == GATHERED
 
+    def _gathers_in(self, phase: Phase) -> bool:
+        """Whether the backend itself gathers keys in a phase."""
+        return self.gathers and (self.deterministic or phase is Phase.DECODE)
+
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """Splits of rows. Where decode gathers, the keys, packed indices and lengths of one run come before."""
-        if phase is Phase.PREFILL or not self.gathers:
+        if not self._gathers_in(phase):
             return super().scratch(phase, layer, tokens, width)
         run = GatherTile.of(tokens, width, layer.head_dim)
         gathered = [
@@ -110,7 +118,7 @@ class XpuBackend(TritonBackend):
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
         """A run is either one token, or at most RUN_BYTES of keys."""
-        if phase is Phase.PREFILL or not self.gathers:
+        if not self._gathers_in(phase):
             return super().scratch_bound(phase, layer, max_tokens, max_width)
         tokens, columns, row_bytes = max(max_tokens, 1), round_up(max(max_width, 1), COLUMNS), 2 * layer.head_dim
         rows = max(min(tokens * columns, RUN_BYTES // row_bytes), 2 * columns)
@@ -119,7 +127,7 @@ class XpuBackend(TritonBackend):
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.Backend`. Where keys are gathered: run after run, each in the same scratch memory."""
-        if phase is Phase.PREFILL or not self.gathers:
+        if not self._gathers_in(phase) or isinstance(call.keys, GatheredKeys):
             return super().prepare(phase, call)
         check_attention_strides(call)
         segments: Any = call.keys

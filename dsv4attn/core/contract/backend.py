@@ -111,6 +111,7 @@ class Backend:
     capabilities: the indices and keys that core prepares for this backend.
     builder_ops: the index arithmetic of `MetadataBuilder`; None: torch's.
     deterministic: whether no row's bits depend on the other rows of a call.
+    phases_agree: whether a deterministic row has the same bits in prefill as in decode.
     projects_fp8: whether `inv_rope_o_proj` takes a `BlockScaledWeight` as it is, and then rounds outputs to fp8.
     """
 
@@ -118,6 +119,7 @@ class Backend:
     capabilities: Capabilities
     builder_ops: BuilderOps | None = None
     deterministic: bool = False
+    phases_agree: bool = True
     projects_fp8: bool = False
 
     def __init_subclass__(cls, **options: object) -> None:

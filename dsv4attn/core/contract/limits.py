@@ -29,9 +29,9 @@ class Limits:
        see each other (`Batch.causal`), a row has the window and the block.
     prefill_window_columns: most columns of `prefill_swa_indices`; 0 is the model's window. An engine makes wider ones
        itself, for example for the tokens of an image, which see each other.
-    single_phase: whether every request is a decode, with any number of query tokens. With a deterministic backend a
-       token's bits then do not depend on how its request is cut into steps. Long prompts are slower, and index tables
-       larger.
+    single_phase: whether every request is a decode, with any number of query tokens. Where one deterministic backend
+       serves decode and another serves prefill, or ranks share entries, a token's bits then do not depend on how its
+       request is cut into steps. Long prompts are slower, and index tables larger.
     """
 
     max_num_reqs: int = field(validator=_positive)

@@ -70,6 +70,7 @@ class PhasedBackend(Backend):
         self.index_ops, self.builder_ops = decode.index_ops, decode.builder_ops
         self.rank_ops = decode.rank_ops
         self.deterministic = decode.deterministic and prefill.deterministic
+        self.phases_agree = decode is prefill and decode.phases_agree
         for backend, names in ((decode, _OF_DECODE), (prefill, _OF_PREFILL)):
             for name in names:
                 setattr(self, name, getattr(backend, name))

@@ -81,9 +81,10 @@ class DeepseekV4Attention:
     selected entries (V4.1), those that this one reads from are among them. candidates_buffer: [max tokens, candidate
     blocks] int32 of a layer that publishes candidates; made here if None. context_parallel: ranks that share the
     compressed entries of every sequence, or None; metadata and caches are of a `CacheManager` with the same. If they
-    divide heads, geometry and weights are of one rank, and process_group is usually the group of the context. A
-    deterministic backend wants `Limits.single_phase`: then a token's bits depend on the tokens before it and on nothing
-    else. Raises ArgumentError unless all of them fit each other.
+    divide heads, geometry and weights are of one rank, and process_group is usually the group of the context. With a
+    deterministic backend a token's bits depend on the tokens before it and on nothing else; with context_parallel, and
+    where one backend serves decode and another serves prefill, that takes `Limits.single_phase`. Raises ArgumentError
+    unless all of them fit each other.
 
     A layer says by `role` what it has of its own, and by `sources` whose caches and entries it reads. Layers run in
     order: a layer reads what its sources left in the same step.
@@ -125,10 +126,7 @@ class DeepseekV4Attention:
             raise ArgumentError("context_parallel", expected=f"None with {geometry.name}", actual="ranks", hint=hint)
         _check_limits(geometry, limits)
         weights.check(geometry, index)
-        if backend.deterministic and not limits.single_phase:
-            expected = "Limits(..., single_phase=True) with a deterministic backend"
-            hint = "or build the backend without deterministic"
-            raise ArgumentError("limits", expected=expected, actual="single_phase=False", hint=hint)
+        _check_phases(backend, limits, context_parallel)
         self.geometry, self.layer, self.limits, self.backend = geometry, layer, limits, backend
         self._copies, self._group = WeightCopies(), process_group
         self._context = context_parallel if layer.has_entries else None
@@ -560,6 +558,16 @@ def _forms(weights: AttentionWeights) -> dict[str, tuple[torch.dtype, torch.devi
 def _shown(form: tuple[torch.dtype, torch.device] | None) -> str:
     """A dtype and a device, as errors show them."""
     return "nothing" if form is None else f"{str(form[0]).removeprefix('torch.')} on {form[1]}, or its codes"
+
+
+def _check_phases(backend: Backend, limits: Limits, context_parallel: ContextParallel | None) -> None:
+    """Raise ArgumentError for a deterministic layer whose decode and prefill give a token other bits."""
+    if not backend.deterministic or limits.single_phase or (backend.phases_agree and context_parallel is None):
+        return
+    where = "over ranks" if backend.phases_agree else "with one backend in decode and another in prefill"
+    expected = f"Limits(..., single_phase=True) {where}, with deterministic backends"
+    hint = "or build the backend without deterministic"
+    raise ArgumentError("limits", expected=expected, actual="single_phase=False", hint=hint)
 
 
 def _check_limits(geometry: ModelGeometry, limits: Limits) -> None:

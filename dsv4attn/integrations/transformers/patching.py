@@ -84,7 +84,7 @@ def patch(
     layout = _layout(kv_layout, geometry)
     keys_layout = None if index_layout is None else _index_layout(index_layout, layout, geometry)
     loaded = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
-    limits = Limits(max_batch, tokens, max_len, single_phase=loaded.deterministic)
+    limits = Limits(max_batch, tokens, max_len, single_phase=loaded.deterministic and not loaded.phases_agree)
     names = [f"layers.{i}.self_attn" for i in range(geometry.num_layers)]
     weights = [
         attention_weights(layer.self_attn, geometry, geometry.layer(i), name)

@@ -173,8 +173,7 @@ def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> 
     index = next(i for i, (kind, _) in enumerate(_FLASH.layers) if kind is case.kind)
     geometry = evolve(_FLASH, layers=(_FLASH.layers[index],))
     longest = case.context + case.tokens
-    exact = backend.deterministic
-    limits = Limits(case.requests, case.requests * case.tokens, longest, single_phase=exact)
+    limits = Limits(case.requests, case.requests * case.tokens, longest)
     layout = KVCacheLayout.fp8_ds_mla()
     manager = CacheManager(geometry, limits, layout, device=device, backend=backend, keep_windows=True)
     tensors = _weights(geometry, torch.float32 if device.type == "cpu" else torch.bfloat16, device)

@@ -296,6 +296,6 @@ def _limits_of(requests: Sequence[Request], geometry: ModelGeometry, config: Rep
     # no step can be larger than all requests together
     tokens = min(config.max_num_batched_tokens, sum(request.attention_tokens for request in requests))
     seqs = min(config.max_num_seqs, tokens, len(requests))
-    # whole layers of a deterministic backend demand it
-    single_phase = config.indexer == "real" and backend.deterministic
+    # whole layers demand it
+    single_phase = config.indexer == "real" and backend.deterministic and not backend.phases_agree
     return Limits(seqs, tokens, longest.attention_tokens, single_phase=single_phase)

@@ -267,7 +267,7 @@ LONGEST = 800 if INTERPRETED else 2**18
 class Interpreted(GenericBackend):
     """the triton backend with tiles so small that the few keys of a quick test are many of them."""
 
-    tunings: Mapping[str, Tuning] = {DEFAULT: Tuning(heads=16, keys=16, run=12)}
+    tunings: Mapping[str, Tuning] = {DEFAULT: Tuning(heads=16, keys=16, split_keys=12 * 16)}
 
 
 def served(

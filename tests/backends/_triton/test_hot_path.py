@@ -225,7 +225,9 @@ def test_g19_a_wider_table_does_not_show_in_the_bits(columns: int, sink: bool) -
     for columns_added in (0, columns):
         wide = torch.cat([rows.indices, rows.indices.new_full((trial.tokens, columns_added), -1)], 1)
         specs = backend.scratch(Phase.DECODE, layer, trial.tokens, wide.shape[1])
-        scratch = [torch.full(tuple(shape), torch.nan, dtype=dtype, device=DEVICE) for shape, dtype in specs]
+        scratch = [torch.empty(tuple(shape), dtype=dtype, device=DEVICE) for shape, dtype in specs]
+        for memory in scratch:
+            memory.fill_(torch.nan if memory.is_floating_point() else -7)
         keys = [evolve(segment, rows=DenseIndices(wide, rows.lens))]
         backend.decode(evolve(call, keys=keys, scratch=scratch))
         outs.append(call.out.clone())
@@ -234,11 +236,16 @@ def test_g19_a_wider_table_does_not_show_in_the_bits(columns: int, sink: bool) -
     assert same_bits(*outs)
 
 
-def test_g19_prefill_rows_are_not_cut_and_decode_rows_always_are() -> None:
-    backend, layer = Interpreted(deterministic=True), Trial((TINY,), (64,), (60,)).layer
+@pytest.mark.parametrize("phase", Phase)
+def test_g19_rows_of_both_phases_are_cut_alike(phase: Phase) -> None:
+    backend, window = Interpreted(deterministic=True), Trial((TINY,), (64,), (60,)).layer
+    growing = evolve(window, kind=LayerKind.HCA, compress_ratio=128)
 
-    assert not backend.scratch(Phase.PREFILL, layer, 3, 600)
-    assert [backend.scratch(Phase.DECODE, layer, 3, width)[0][0][1] for width in (1, 60, 600)] == [1, 1, 4]
-    for width in (1, 60, 600):
-        needs = simultaneous_bytes(list(backend.scratch(Phase.DECODE, layer, 3, width)))
-        assert needs <= backend.scratch_bound(Phase.DECODE, layer, 3, 600)
+    assert [len(backend.scratch(phase, window, 3, width)) for width in (1, 60, 600)] == [0, 0, 4]
+    # rows of a layer that grow with the sequence have one kernel, whatever the longest row of a batch is
+    assert [backend.scratch(phase, growing, 3, width)[0][0][:2] for width in (1, 60, 600)] == [(1, 1), (1, 1), (3, 3)]
+    for layer in (window, growing):
+        for tokens in (0, 1, 3, 500):
+            for width in (1, 60, 600):
+                needs = simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width)))
+                assert needs <= backend.scratch_bound(phase, layer, 500, 600)

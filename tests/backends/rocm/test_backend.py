@@ -48,13 +48,16 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel is n
 
 
 def test_its_forms_are_ragged_on_pages_in_decode_and_on_gathered_rows_in_prefill() -> None:
-    backend: Any = load_backend("rocm", deterministic=True)
+    plain: Any = load_backend("rocm")
+    exact: Any = load_backend("rocm", deterministic=True)
 
-    assert backend.deterministic
-    assert backend.capabilities.decode_indices is backend.capabilities.prefill_indices is IndexForm.RAGGED
-    assert backend.capabilities.prefill_keys is KeyForm.GATHERED
-    assert backend.capabilities.max_logits
-    assert backend.capabilities.empty_lse
+    assert exact.deterministic
+    assert plain.capabilities.prefill_keys is KeyForm.GATHERED
+    assert exact.capabilities.prefill_keys is KeyForm.PAGED
+    for backend in (plain, exact):
+        assert backend.capabilities.decode_indices is backend.capabilities.prefill_indices is IndexForm.RAGGED
+        assert backend.capabilities.max_logits
+        assert backend.capabilities.empty_lse
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -85,7 +88,7 @@ def test_it_keeps_the_contract(case: Any, *, deterministic: bool) -> None:
 class InParts(RocmBackend):
     """The backend, with tiles so small that the keys of a quick test are several parts of several tiles."""
 
-    tunings = {DEFAULT: Tuning(heads=16, keys=16, run=1)}  # noqa: RUF012 - as backends declare it
+    tunings = {DEFAULT: Tuning(heads=16, keys=16, split_keys=16)}  # noqa: RUF012 - as backends declare it
 
 
 @all_kinds

@@ -52,6 +52,7 @@ def walk(
     BT: tl.constexpr,
     PAIRED: tl.constexpr,
     ONCE: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
 ):
     """Grid: (programs,). chunks: [P, 3], count, tiles walked, rows walked. tiles: [P, most, 3], row, tile, segment.
 
@@ -66,7 +67,7 @@ def walk(
     if SEGMENTS == 2:
         second = Segment(chunks, rows1, lens1, width1, stride1, none, none, none, none, none)
     keys = Keys(first, second, PAIRED)
-    chunk, t, pos, count = share(keys, tokens, program, tl.num_programs(0), least, at, BT, ONCE)
+    chunk, t, pos, count = share(keys, tokens, program, tl.num_programs(0), least, at, BT, ONCE, WHOLE_ROWS)
     step = begin(keys, chunk, t, pos)
     clear_split(table, chunk)
     walked = count * 0

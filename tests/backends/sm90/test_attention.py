@@ -14,7 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, multiprocessors, observed
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import V4_PAGES_ROLES
@@ -28,12 +28,14 @@ from tests.backends._triton.attention.attention_trials import (
     OCP,
     SPLIT_OCP,
     TINY,
+    Answer,
     Trial,
     rising,
 )
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import check_rows_without_keys, run
 from tests.backends.sm90.mutants import plant
+from tests.harness import same_bits
 
 BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 200), tokens=3, heads=8)
 ROW = Trial(layouts=(BF16_ROWS,), pages=(1,), widths=(200,), tokens=3, heads=8)
@@ -139,11 +141,53 @@ def test_parts_are_added_up_alike_by_programs_of_any_size(
     assert result.error <= 1
 
 
-def test_no_row_s_bits_depend_on_others_where_that_is_asked() -> None:
-    result = run(BASE, backend=Sm90Backend(deterministic=True))
+COMPANY: dict[str, Trial] = {
+    "pages": evolve(BASE, tokens=6, widths=(70, 400), seed=41),
+    "more rows than programs": evolve(BASE, tokens=MORE, widths=(70, 65), seed=42),
+    "two blocks of heads": evolve(BASE, layouts=(OCP,), heads=65, widths=(300, 0), seed=43),
+    "nibbles": evolve(BASE, layouts=(CODED[WITHIN], NIBBLES[WITHIN]), widths=(70, 150), sink=False, seed=44),
+    "a dialect that the shared kernel reads": evolve(BASE, layouts=(OCP, FNUZ), widths=(70, 650), seed=45),
+    "ragged": evolve(BASE, form="ragged", widths=(70, 650), seed=46),
+}
 
-    assert not result.is_gluon
-    assert result.error <= 1
+
+def differences(trial: Trial, backend: Sm90Backend) -> list[str]:
+    """The ways to compute the rows of a trial that give other bits than a decode of all rows."""
+
+    def answer(other: Trial, phase: Phase = Phase.DECODE) -> Answer:
+        result = run(other, phase, backend)
+        assert result.error <= 1
+        return Answer(result.call.out, result.call.lse, result.call.max_logits)
+
+    together = answer(trial)
+    ways = {
+        "prefill": together.equals(answer(trial, Phase.PREFILL)),
+        "other pages": together.equals(answer(evolve(trial, pages_seed=9))),
+    }
+    for row in range(min(trial.tokens, 4)):
+        ways[f"row {row} alone"] = together.equals(answer(trial.rows(row)), slice(row, row + 1))
+    return [way for way, is_equal in ways.items() if not is_equal]
+
+
+@pytest.mark.parametrize("name", COMPANY)
+def test_a_deterministic_row_has_the_same_bits_in_any_company_and_in_both_phases(name: str) -> None:
+    assert differences(COMPANY[name], Sm90Backend(deterministic=True)) == []
+
+
+def test_without_that_option_the_bits_of_a_row_depend_on_its_company() -> None:
+    assert differences(COMPANY["pages"], Sm90Backend(small="gluon"))
+
+
+def test_deterministic_calls_launch_the_gluon_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = COMPANY["pages"]
+    for phase in Phase:
+        with observed() as seen:
+            assert run(trial, phase, Sm90Backend(deterministic=True)).is_gluon
+        assert [dict(variant.constants).get("WHOLE_ROWS") for variant in seen] == [True]
+    # a device with another number of multiprocessors
+    usual = run(trial, backend=Sm90Backend(deterministic=True)).call
+    monkeypatch.setattr(launch, "multiprocessors", lambda: 3)
+    assert same_bits(usual.out, run(trial, backend=Sm90Backend(deterministic=True)).call.out)
 
 
 def test_a_call_without_scratch_goes_to_the_shared_kernel() -> None:

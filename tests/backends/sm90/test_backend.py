@@ -109,7 +109,6 @@ def of_v41(window: CacheFacts, entries: CacheFacts | None) -> Problem:
         (of_v41(CacheFacts(), CODES), "not all fp8_ds_mla"),
         (of_v41(evolve(CacheFacts(), arrangement="interleaved"), None), "scales elsewhere"),
         (Problem.of(FLASH, "swa", dtype="bfloat16"), OWN),
-        (Problem.of(FLASH, deterministic=True), "deterministic"),
     ],
 )
 def test_explain_says_which_kernel_serves_and_why(problem: Problem, said: str) -> None:
@@ -119,6 +118,22 @@ def test_explain_says_which_kernel_serves_and_why(problem: Problem, said: str) -
     assert (OWN in line) == (said == OWN)
     # only decodes are left to the shared kernel
     assert ("small=gluon" in line) == (said == OWN and problem.phase == "decode")
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_explain_says_that_deterministic_calls_have_one_kernel(phase: str) -> None:
+    said = notes(SM90, Problem.of(FLASH, "c4a", phase, deterministic=True))
+
+    assert OWN in said[0]
+    assert "the same in both phases, and no row is split" in said[0]
+    assert not any("small=" in line or "prefill=auto" in line for line in said)
+
+
+def test_deterministic_prefill_reads_pages() -> None:
+    for prefill in ("auto", "paged", "gathered"):
+        backend = Sm90Backend(deterministic=True, prefill=prefill)
+        assert backend.capabilities.prefill_keys is KeyForm.PAGED
+        assert not backend.capabilities.prefill_pages
 
 
 @pytest.mark.parametrize(

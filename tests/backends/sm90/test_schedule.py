@@ -30,13 +30,17 @@ LOOK = 4 if INTERPRETED else 128
 
 @frozen
 class Line:
-    """Lengths of rows in one or two segments, their widths, how many programs share them, and whether in pairs."""
+    """Lengths of rows in one or two segments, their widths, how many programs share them, and whether in pairs.
+
+    whole_rows: whether no row may be split.
+    """
 
     lens: tuple[tuple[int, ...], ...]
     widths: tuple[int, ...]
     programs: int
     least: int = 1
     paired: bool = False
+    whole_rows: bool = False
 
     @property
     def columns(self) -> list[list[int]]:
@@ -96,7 +100,8 @@ def walked(line: Line, kernel: Any = walk) -> Walk:
     ]
     once = tokens <= LOOK
     args = [*outs, *given_[0], *given_[1], *numbers, tokens, line.least, most]
-    launch(kernel, (line.programs,), args, {"SEGMENTS": len(lens), "BT": LOOK, "PAIRED": line.paired, "ONCE": once})
+    constants = {"SEGMENTS": len(lens), "BT": LOOK, "PAIRED": line.paired, "ONCE": once, "WHOLE_ROWS": line.whole_rows}
+    launch(kernel, (line.programs,), args, constants)
     return Walk(*(out.cpu().numpy() for out in outs))
 
 
@@ -133,7 +138,9 @@ def check(line: Line, kernel: Any = walk) -> None:
         sides = [2 * (first + i) + (i == 0) for i in range(count)]
         assert [part for *_, part in pieces] == ([-1] if count == 1 else sides)
         assert [program for program, *_ in pieces] == list(range(first, first + count))
-    if tokens <= line.programs:
+    if line.whole_rows:
+        assert all(len(pieces) == 1 for pieces in met.values()), "no row is split"
+    elif tokens <= line.programs:
         assert [tuple(said) for said in schedule.table] == [(met[t][0][0], len(met[t])) for t in range(tokens)]
     else:
         # a program's last row that begins in its chunk: no earlier one is split
@@ -165,7 +172,7 @@ def lines(draw: st.DrawFn) -> Line:
     length = st.tuples(*[lengths] * tokens)
     same = lengths.map(lambda n: (n,) * tokens)
     lens, paired = tuple(draw(st.one_of(length, same)) for _ in widths), segments == 1 and draw(st.booleans())
-    return Line(lens, widths, programs, draw(st.sampled_from([1, 1, 3])), paired)
+    return Line(lens, widths, programs, draw(st.sampled_from([1, 1, 3])), paired, draw(st.booleans()))
 
 
 @settings(max_examples=100 if INTERPRETED else 300)
@@ -174,6 +181,9 @@ def lines(draw: st.DrawFn) -> Line:
 @example(Line(((0, 0, -5),), (64,), 5))
 @example(Line(((400,), (400,)), (400, 400), 7))
 @example(Line(((1, 300, 0, 450, 65, 129, 0),), (450,), 3, 3, paired=True))
+@example(Line(((1, 300, 0, 450, 65, 129, 0),), (450,), 3, whole_rows=True))
+@example(Line(((640,) * 9,), (640,), 4, whole_rows=True))
+@example(Line(((64, 3000, 64),), (3000,), 7, whole_rows=True))
 @given(lines())
 def test_every_tile_is_attended_once_and_every_row_is_written_once(line: Line) -> None:
     check(line)
@@ -203,6 +213,17 @@ def test_rows_are_not_split_where_that_is_hardly_shorter(tokens: int) -> None:
     assert (schedule.table[:, 1] == 1).all()
     assert [list(chunk) for chunk in schedule.chunks[:tokens]] == [[len(t), len(t), 1] for t in line.tiles]
     assert not schedule.chunks[tokens:].any()
+
+
+def test_whole_rows_are_shared_as_evenly_as_they_can_be() -> None:
+    """A program's chunk is longer than the mean by less than a row."""
+    rng = np.random.default_rng(3)
+    for tokens in (1, 6, 7, 8, 60):
+        lens = tuple(int(n) for n in rng.integers(0, 700, tokens))
+        line = Line((lens,), (700,), 7, whole_rows=True)
+        mean = ceil((line.length + EXTRA * tokens) / 7)
+
+        assert longest_share(line) <= mean + max(len(tiles) for tiles in line.tiles) - 1
 
 
 def test_rows_that_differ_are_shared_evenly_with_what_a_row_costs() -> None:

@@ -135,7 +135,8 @@ def test_decode_in_many_runs_reads_no_value_and_allocates_nothing(monkeypatch: p
 def test_decode_on_gathered_rows_launches_once_a_segment_and_then_attends() -> None:
     backend = XpuBackend(decode="gathered", deterministic=True)
     call = planned(backend, Trial(layouts=(OCP, OCP), widths=(20, 30)))
-    with observed() as seen:
-        backend.decode(call)
+    for attend in (backend.decode, backend.prefill):
+        with observed() as seen:
+            attend(call)
 
-    assert [variant.name for variant in seen] == ["gather_selected", "gather_selected", "attention", "reduce"]
+        assert [variant.name for variant in seen] == ["gather_selected", "gather_selected", "attention"]

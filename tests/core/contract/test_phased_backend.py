@@ -230,7 +230,8 @@ def test_a_backend_may_warm_up_without_variants() -> None:
 
 def test_every_optional_part_of_the_contract_is_forwarded() -> None:
     """Whatever a later version of the contract adds to `Backend` needs a rule in `PhasedBackend`."""
-    attributes = {"builder_ops", "deterministic", "index_ops", "layer_ops", "prepare_rows", "projects_fp8", "rank_ops"}
+    attributes = {"builder_ops", "deterministic", "phases_agree", "index_ops", "layer_ops", "prepare_rows"}
+    attributes |= {"projects_fp8", "rank_ops"}
     assert {*OPTIONAL_MEMBERS} == attributes | {
         "metadata_extension",
         "kernel_variants",

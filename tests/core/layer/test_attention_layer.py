@@ -15,7 +15,7 @@ from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, OutOfPagesError
 from dsv4attn.selection import load_backend
-from tests.harness import FP8, FP32, SMALL, LayerStack, assert_outputs_close, deterministic, random_weights
+from tests.harness import FP8, FP32, SMALL, LayerStack, assert_outputs_close, random_weights
 
 LIMITS = Limits(4, 64, 256)
 LAYOUTS = {"fp32": FP32, "bf16": KVCacheLayout.rows(24, 8), "fp8": FP8}
@@ -24,7 +24,7 @@ LAYOUTS = {"fp32": FP32, "bf16": KVCacheLayout.rows(24, 8), "fp8": FP8}
 def invariant(layout: KVCacheLayout = FP32, **options: object) -> LayerStack:
     """Layers whose bits depend on a token's own history alone."""
     backend = load_backend("reference", deterministic=True)
-    return LayerStack(backend, layout, limits=deterministic(LIMITS), keep_windows=True, **options)  # type: ignore[arg-type]
+    return LayerStack(backend, layout, limits=LIMITS, keep_windows=True, **options)  # type: ignore[arg-type]
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> None:
@@ -112,7 +112,7 @@ def test_a_fork_at_any_length_continues_like_the_original(length: int) -> None:
 
 def test_windows_slide_and_a_fork_of_the_present_needs_nothing_else() -> None:
     backend = load_backend("reference", deterministic=True)
-    whole = LayerStack(backend, FP8, limits=deterministic(LIMITS), swa_block_size=4, compressed_block_tokens=64)
+    whole = LayerStack(backend, FP8, limits=LIMITS, swa_block_size=4, compressed_block_tokens=64)
     hidden = whole.hidden(0, 90)
     sequence, _ = whole.cut(hidden[:80], [64, 16])
     expected = invariant(FP8).cut(hidden, [64, 26])[1]

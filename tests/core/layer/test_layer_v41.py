@@ -106,7 +106,7 @@ def test_a_deterministic_network_has_the_same_bits_in_any_chunks() -> None:
     backend = load_backend("reference", deterministic=True)
     outputs = []
     for cuts in ([48], [7, 1, 40], [23, 25]):
-        whole = v41_stack(limits=attrs.evolve(LIMITS_V41, single_phase=True), loaded=backend, keep_windows=True)
+        whole = v41_stack(limits=LIMITS_V41, loaded=backend, keep_windows=True)
         sequence, outs = whole.cut(whole.hidden(1, 48), cuts)
         outputs.append([*outs, *whole.bytes_of(sequence)])
 

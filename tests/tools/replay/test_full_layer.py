@@ -70,7 +70,7 @@ def test_fp32_rows_leave_nothing_but_the_order_of_sums() -> None:
         assert max(error for error in worst if error is not None) < 0.25
 
 
-def test_a_deterministic_backend_runs_every_request_as_a_decode() -> None:
+def test_layers_of_a_deterministic_backend_run_prompts_and_decodes() -> None:
     assert whole(ReferenceBackend(deterministic=True), requests_of((40, 3), (9, 2)), check_rows=2).ok
 
 

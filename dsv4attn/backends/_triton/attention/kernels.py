@@ -3,6 +3,9 @@
 One program attends a block of heads of one token over a run of tiles of N keys, window first, then the compressed
 segment, in one softmax. Few tokens would leave a device idle, so their rows are split; a second kernel then combines
 the splits in their order, so that the same split gives the same bits.
+
+Where bits must not depend on the batch, every split has the same number of tiles. A row of one split is written as a
+row that is not split, and only longer rows are combined. So a row's own number of tiles decides how it is computed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -185,6 +188,72 @@ def product_in_steps(
     return acc
 
 
+@triton.jit
+def write_part(
+    results, split_row, has_keys, heads, sums, H: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Write what a program has of a row that is split, to part, part_lse and part_max, which are `results`.
+
+    split_row: number of the split among those of all rows. heads, sums: as of `write_row`.
+    """
+    part, part_lse, part_max = results
+    head, live, left_column, right_column = heads
+    largest, total, empty, acc_left, acc_right = sums
+    row = (split_row * H + head).to(tl.int64)
+    tl.store(part_lse + row, tl.where(empty, -float("inf"), largest + tl.log2(total)), mask=live)
+    if part_max is not None:
+        tl.store(part_max + row, tl.where(empty, -float("inf"), largest), mask=live)
+    factor = tl.where(empty, 0.0, 1.0 / total)
+    to, keep = tl.multiple_of(part + row * D, 4 * (16 if D % 16 == 0 else 1)), head < tl.where(has_keys, H, 0)
+    store_columns(to, keep, factor, left_column, right_column, acc_left, acc_right, D, PIECES, EXACT_CASTS)
+
+
+@triton.jit
+def write_row(
+    results, token, strides, empty_lse, heads, sums, D: tl.constexpr, PIECES: tl.constexpr, UNIT: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Write a row that one program attended, to out, lse and max_logits, the first three of `results`; then the sink.
+
+    strides: those of out in UNITs, of lse and of max_logits, by token and by head. heads: numbers of the program's
+    heads, which of them exist, and the columns of both pieces. sums: the largest logit in base 2, the total weight,
+    whether there is none, and both pieces of the weighted sum of keys.
+    """
+    out, lse, max_logits, sink = results
+    out_token, out_head, lse_token, lse_head, max_token, max_head = strides
+    head, live, left_column, right_column = heads
+    largest, total, empty, acc_left, acc_right = sums
+    factor = 1.0 / total
+    if sink is not None:
+        # one more logit of value zero; a sink of +inf leaves nothing
+        factor = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest))
+    factor = tl.where(empty, 0.0, factor)
+    at = token * lse_token + head.to(tl.int64) * lse_head
+    if lse is not None:
+        tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
+    if max_logits is not None:
+        at = token * max_token + head.to(tl.int64) * max_head
+        top = tl.where(empty, -float("inf"), numerics.or_nan(largest, total) * LN2)
+        tl.store(max_logits + at, top, mask=live)
+    WIDE: tl.constexpr = UNIT * (out.dtype.element_ty.primitive_bitwidth // 8)
+    to = tl.multiple_of(out + (token * out_token * UNIT + head.to(tl.int64) * out_head * UNIT), WIDE)
+    store_columns(to, live, factor, left_column, right_column, acc_left, acc_right, D, PIECES, EXACT_CASTS)
+
+
+@triton.jit
+def store_columns(
+    to, keep, factor, left_column, right_column, acc_left, acc_right, D: tl.constexpr, PIECES: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of the heads that are kept, times a factor of each, from the addresses `to` on."""
+    result = numerics.round_to(acc_left * factor[:, None], to.dtype.element_ty, EXACT_CASTS)
+    tl.store(to[:, None] + left_column[None, :], result, mask=keep[:, None] & (left_column < D)[None, :])
+    if PIECES == 2:
+        result = numerics.round_to(acc_right * factor[:, None], to.dtype.element_ty, EXACT_CASTS)
+        tl.store(to[:, None] + right_column[None, :], result, mask=keep[:, None] & (right_column < D)[None, :])
+
+
 @stable_kernel
 def attention(
     q,  # [T, H, D]
@@ -195,6 +264,7 @@ def attention(
     part,  # [T, splits, H, D] fp32, or None
     part_lse,  # [T, splits, H] fp32, base 2, or None
     part_max,  # [T, splits, H] fp32, base 2, or None
+    counts,  # [T] int32, or None
     cache0,  # pages of uint8, or of bf16 or fp32 rows; or gathered rows [N, D]
     rows0,  # [T, width0] int32, or RAGGED [index_stride0]
     lens0,  # [T] int32, or RAGGED [T + 1]
@@ -223,6 +293,8 @@ def attention(
     q_token, q_head, out_token, out_head: strides in UNITs.
     tiles_per_split: tiles of each split, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.
     SPLIT: write to part, part_lse and part_max instead of out, lse and max_logits.
+    counts: receives how many splits of tiles_per_split tiles each row has. A row of one split is then written to out,
+    lse and max_logits.
     """
     wait_prior_grid(PDL)
     D: tl.constexpr = NOPE + ROPE
@@ -258,6 +330,12 @@ def attention(
     if SEGMENTS == 2:
         row1, len1 = columns_of(rows1, lens1, token, width1, index_stride1, RAGGED)
         tiles += tl.cdiv(len1, N)
+    if counts is not None:
+        row_splits = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
+        if split >= row_splits:
+            return
+        # all programs of a row store the same number
+        tl.store(counts + token, row_splits)
     if tiles_per_split > 0:
         first = tl.minimum(split * tiles_per_split, tiles)
         last = tl.minimum(first + tiles_per_split, tiles)
@@ -361,32 +439,19 @@ def attention(
                 acc_right = tl.dot(weights, right, acc_right * shrink[:, None], input_precision="ieee")
             largest = grown
 
+    if PIECES == 1:
+        acc_right, right_column = acc_left, left_column
     empty = total == 0.0
     launch_dependents(PDL)
+    heads, sums = (head, live, left_column, right_column), (largest, total, empty, acc_left, acc_right)
+    to_part, to_row = (part, part_lse, part_max), (out, lse, max_logits, sink)
+    strides = out_token, out_head, lse_token, lse_head, max_token, max_head
     if SPLIT:
-        row = ((token * splits + split) * H + head).to(tl.int64)
-        tl.store(part_lse + row, tl.where(empty, -float("inf"), largest + tl.log2(total)), mask=live)
-        if part_max is not None:
-            tl.store(part_max + row, tl.where(empty, -float("inf"), largest), mask=live)
-        factor = tl.where(empty, 0.0, 1.0 / total)
-        to, keep = tl.multiple_of(part + row * D, 4 * (16 if D % 16 == 0 else 1)), head < tl.where(first < last, H, 0)
+        if counts is None:  # noqa: SIM114 - a constant, and a value
+            write_part(to_part, token * splits + split, first < last, heads, sums, H, D, PIECES, EXACT_CASTS)
+        elif row_splits > 1:
+            write_part(to_part, token * splits + split, first < last, heads, sums, H, D, PIECES, EXACT_CASTS)
+        else:
+            write_row(to_row, token, strides, empty_lse, heads, sums, D, PIECES, UNIT, EXACT_CASTS)
     else:
-        factor = 1.0 / total
-        if sink is not None:
-            # one more logit of value zero; a sink of +inf leaves nothing
-            factor = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest))
-        factor = tl.where(empty, 0.0, factor)
-        at = token * lse_token + head.to(tl.int64) * lse_head
-        if lse is not None:
-            tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
-        if max_logits is not None:
-            at = token * max_token + head.to(tl.int64) * max_head
-            top = tl.where(empty, -float("inf"), numerics.or_nan(largest, total) * LN2)
-            tl.store(max_logits + at, top, mask=live)
-        to = tl.multiple_of(out + (token * out_token * UNIT + head.to(tl.int64) * out_head * UNIT), WIDE)
-        keep = live
-    result = numerics.round_to(acc_left * factor[:, None], to.dtype.element_ty, EXACT_CASTS)
-    tl.store(to[:, None] + left_column[None, :], result, mask=keep[:, None] & (left_column < D)[None, :])
-    if PIECES == 2:
-        result = numerics.round_to(acc_right * factor[:, None], to.dtype.element_ty, EXACT_CASTS)
-        tl.store(to[:, None] + right_column[None, :], result, mask=keep[:, None] & (right_column < D)[None, :])
+        write_row(to_row, token, strides, empty_lse, heads, sums, D, PIECES, UNIT, EXACT_CASTS)

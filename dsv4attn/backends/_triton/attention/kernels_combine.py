@@ -21,6 +21,7 @@ def reduce(
     part,  # [T, splits, H, D] fp32
     part_lse,  # [T, splits, H] fp32, base 2
     part_max,  # [T, splits, H] fp32, base 2; None where max_logits is
+    counts,  # [T] int32, or None
     out,  # [T, H, D]
     lse,  # [T, H] fp32, or None
     max_logits,  # [T, H] fp32, or None
@@ -35,6 +36,7 @@ def reduce(
 ):  # fmt: skip
     """Grid: (T x H,). Combines the splits of a row, N at a time, and applies the sink.
 
+    counts: how many splits each row has. A row of one split is left as `attention` wrote it.
     out_token, out_head: in UNITs. positions, table: given to undo the rotation too.
     N: splits that are loaded together, a power of two: one after the other, each would wait for the one before it.
     """
@@ -45,15 +47,20 @@ def reduce(
     if sink is not None:
         bias = tl.load(sink + head) * LOG2E
     wait_then_launch_dependents(PDL)
+    count = splits
+    if counts is not None:
+        count = tl.load(counts + token)
+        if count <= 1:
+            return
     column = tl.arange(0, DP)
     largest, top = tl.full((), NOTHING, tl.float32), tl.full((), -float("inf"), tl.float32)
     acc, total = tl.zeros([DP], tl.float32), tl.zeros((), tl.float32)
-    for begin in range(0, splits, N):
+    for begin in range(0, count, N):
         split = begin + tl.arange(0, N)
         row = (token * splits + split) * H + head
-        its_lse = tl.load(part_lse + row, mask=split < splits, other=-float("inf"))
+        its_lse = tl.load(part_lse + row, mask=split < count, other=-float("inf"))
         if max_logits is not None:
-            top = tl.maximum(top, tl.max(tl.load(part_max + row, mask=split < splits, other=-float("inf")), 0))
+            top = tl.maximum(top, tl.max(tl.load(part_max + row, mask=split < count, other=-float("inf")), 0))
         # a part without keys was never written
         there = (its_lse > -float("inf"))[:, None] & (column < D)[None, :]
         values = tl.load(tl.multiple_of(part + row * D, PART)[:, None] + column[None, :], mask=there, other=0.0)

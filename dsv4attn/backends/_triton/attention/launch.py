@@ -38,7 +38,20 @@ from dsv4attn.core.memory.workspace import ALIGNMENT
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 
-__all__ = ["Segment", "Shape", "attend", "constants", "prepare", "scratch", "scratch_bound", "splits_of", "variants"]
+__all__ = [
+    "Segment",
+    "Shape",
+    "attend",
+    "constants",
+    "fixed_scratch",
+    "fixed_splits",
+    "prepare",
+    "prepare_fixed",
+    "scratch",
+    "scratch_bound",
+    "splits_of",
+    "variants",
+]
 
 MOST_SLOTS = 2**31
 """Slots of a cache that indices in int32 can name."""
@@ -199,15 +212,35 @@ def splits_of(tokens: int, heads: int, width: int, tuning: Tuning, programs: int
     return max(1, min(programs // max(tokens * tuning.blocks(heads), 1), -(-width // tuning.keys)))
 
 
-def scratch(tokens: int, layer: LayerGeometry, splits: int, *, always: bool = False) -> Sequence[BufferSpec]:
-    """Splits of each row, their lse and their largest logits, when programs share rows.
+def fixed_splits(width: int, tuning: Tuning, tiles_per_split: int) -> int:
+    """Splits of `tiles_per_split` tiles that are enough for rows of `width` keys of two segments."""
+    return -(-(-(-width // tuning.keys) + 1) // tiles_per_split)
 
-    always: also for rows of one split, so that a row's bits do not depend on how many programs share it.
-    """
-    if splits == 1 and not always:
+
+def scratch(tokens: int, layer: LayerGeometry, splits: int) -> Sequence[BufferSpec]:
+    """Splits of each row, their lse and their largest logits, when programs share rows."""
+    if splits == 1:
         return ()
     rows = tokens, splits, layer.num_heads
     return [((*rows, layer.head_dim), torch.float32), (rows, torch.float32), (rows, torch.float32)]
+
+
+def fixed_scratch(tokens: int, layer: LayerGeometry, splits: int, most: int) -> Sequence[BufferSpec]:
+    """Memory of `prepare_fixed`: splits of the rows of one launch, and the number of splits of every row.
+
+    splits: of `fixed_splits`; 0 for a layer whose rows are never split, which needs no memory.
+    most: splits of all rows of a launch, at most, unless one row has more.
+    """
+    if not splits:
+        return ()
+    # where no row has several splits, nothing is written to the memory for splits
+    rows = (max(min(tokens, most // splits), 1) if splits > 1 else 1), splits, layer.num_heads
+    return [
+        ((*rows, layer.head_dim), torch.float32),
+        (rows, torch.float32),
+        (rows, torch.float32),
+        ((max(tokens, 1),), torch.int32),
+    ]
 
 
 def scratch_bound(layer: LayerGeometry, rows: int) -> int:
@@ -228,18 +261,53 @@ def attend(
     return call.q.shape[0] if angles is not None and call.scratch else 0
 
 
+def prepare_fixed(call: AttentionCall, tuning: Tuning, tiles_per_split: int) -> Run:
+    """Plan the launches of a call whose rows have bits that do not depend on the batch.
+
+    Every row is cut after each `tiles_per_split` tiles of `tuning.keys` keys. The same kernel serves all calls of a
+    layer: the one without splits if `call.scratch` is empty, and otherwise the one that counts the splits of each row.
+    As many rows are launched together as `call.scratch` has memory for.
+    """
+    tokens = call.q.shape[0]
+    if not call.scratch:
+        return prepare(call, tuning)
+    *parts, counts = call.scratch
+    rows_at_once, splits = parts[0].shape[:2]
+    if splits == 1 or tokens <= rows_at_once:
+        return prepare(call, tuning, tiles_per_split=tiles_per_split)
+    check_attention_strides(call)
+    runs = []
+    for first in range(0, tokens, rows_at_once):
+        rows = slice(first, min(first + rows_at_once, tokens))
+        top = None if call.max_logits is None else call.max_logits[rows]
+        part = evolve(
+            call.with_tensors(call.tensors.of_tokens(rows)),
+            keys=rows_of(call.keys, rows),
+            scratch=[*parts, counts[rows]],
+            options=evolve(call.options, max_logits=top),
+        )
+        runs.append((rows, prepare(part, tuning, tiles_per_split=tiles_per_split)))
+
+    def run(tensors: AttentionTensors) -> None:
+        for rows, attend_rows in runs:
+            attend_rows(tensors.of_tokens(rows))
+
+    return run
+
+
 def prepare(
     call: AttentionCall, tuning: Tuning, *, tiles_per_split: int = 0, angles: tuple[Tensor, Tensor] | None = None
 ) -> Run:
     """Plan the launches of a call. As many programs share a row as `call.scratch` has splits for it.
 
     tiles_per_split: tiles of `tuning.keys` in each split, so that a row is cut the same whatever the batch; the splits
-    must be enough for the longest row. 0: a row's tiles are shared evenly. angles: see `attend`.
+    must be enough for the longest row, and `call.scratch` is of `fixed_scratch`. 0: a row's tiles are shared evenly.
+    angles: see `attend`.
     """
     check_attention_strides(call)
     q, layer, keys, top = call.q, call.layer, call.keys, call.max_logits
     tokens, heads, _ = q.shape
-    part, part_lse, part_max = (*call.scratch, None, None, None)[:3]
+    part, part_lse, part_max, counts = (*call.scratch, None, None, None, None)[:4]
     maxima = None if top is None else part_max
     splits = 1 if part is None else part.shape[1]
     segments, numbers = _segments(keys)
@@ -255,7 +323,9 @@ def prepare(
     positions, table = angles or (None, None)
     turns = (0, 0) if table is None else (table.stride(0), table.shape[0])
     combine = Launch(reduce, combine_constants, (*results, splits, *turns, call.empty_lse), tuning.reduce_warps)
-    programs, combining = tokens * splits * -(-heads // chosen["BH"]), 0 if part is None else tokens * heads
+    programs = tokens * splits * -(-heads // chosen["BH"])
+    # with counts, a row of one split is not combined
+    combining = 0 if part is None or (counts is not None and splits == 1) else tokens * heads
     window_indices, window_ends, compressed_indices, compressed_ends = index_tensors(keys)
     has_compressed, gathered = len(segments) > 1, keys.kv if isinstance(keys, GatheredKeys) else None
 
@@ -268,12 +338,12 @@ def prepare(
         attention_launch(
             programs,
             (
-                q, out, lse, top, attn_sink, part, part_lse, maxima,
+                q, out, lse, top, attn_sink, part, part_lse, maxima, counts,
                 window, window_indices, window_ends, compressed, compressed_indices, compressed_ends,
             ),
         )  # fmt: skip
         if combining:
-            combine(combining, (part, part_lse, maxima, out, lse, top, attn_sink, positions, table))
+            combine(combining, (part, part_lse, maxima, counts, out, lse, top, attn_sink, positions, table))
 
     return run
 
@@ -302,13 +372,19 @@ def variants(
     sinks: Sequence[bool],
     lses: Sequence[bool],
     splits: Sequence[bool] = (False, True),
+    counts: bool = False,
 ) -> Iterator[Variant]:
-    """Every variant that `attend` can need with a shape, without the rotation. splits: whether rows are split."""
+    """Every variant that `attend` can need with a shape, without the rotation.
+
+    splits: whether rows are split.
+    counts: whether splits have a fixed number of tiles, and are counted.
+    """
     chosen, reduced = constants(shape, tuning), _reduce_constants(constants(shape, tuning), tuning)
     caches = [segment.dtype for segment in shape.segments]
     for argument_types, split in product(call_types(shape.dtype, caches, sinks, lses), splits):
         absent = dict.fromkeys(("positions", "table"), "none")
         types = {**argument_types, **absent, **dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")}
+        types["counts"] = "*i32" if split and counts else "none"
         yield Variant.from_types(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
         if split:
             yield Variant.from_types(reduce, types, reduced, num_warps=tuning.reduce_warps)
@@ -335,6 +411,20 @@ def result_strides(call: AttentionCall, unit: int = 1) -> list[int]:
 def index_rows(keys: Sequence[PagedKeys] | GatheredKeys) -> list[Any]:
     """Indices of each segment."""
     return [keys.rows] if isinstance(keys, GatheredKeys) else [segment.rows for segment in keys]
+
+
+def rows_of(keys: Sequence[PagedKeys] | GatheredKeys, rows: slice) -> Sequence[PagedKeys] | GatheredKeys:
+    """Keys of some of the tokens of a call. rows: these tokens."""
+    if isinstance(keys, GatheredKeys):
+        return evolve(keys, rows=_part_of(keys.rows, rows))
+    return [evolve(segment, rows=_part_of(segment.rows, rows)) for segment in keys]
+
+
+def _part_of(indices: DenseIndices | RaggedIndices, rows: slice) -> DenseIndices | RaggedIndices:
+    """Indices of some of the tokens."""
+    if isinstance(indices, RaggedIndices):
+        return evolve(indices, indptr=indices.indptr[rows.start : rows.stop + 1])
+    return DenseIndices(indices.indices[rows], indices.lens[rows])
 
 
 def index_tensors(keys: Sequence[PagedKeys] | GatheredKeys) -> list[Tensor]:

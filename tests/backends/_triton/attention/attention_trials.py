@@ -182,6 +182,8 @@ class Trial:
             rows = self.tokens, self.splits, self.heads
             sizes = (*rows, self.layer.head_dim), rows, rows
             parts = [torch.full(size, math.nan, device=DEVICE) for size in sizes]
+            if self.run:
+                parts.append(torch.full((max(self.tokens, 1),), -1, dtype=torch.int32, device=DEVICE))
         return AttentionCall(
             self.layer, q, self._keys(), sink, out, maxima[0], parts, AttentionOptions(maxima[1])
         ), bases

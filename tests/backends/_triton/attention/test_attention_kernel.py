@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionOptions
 from dsv4attn.core.memory.workspace import simultaneous_bytes
-from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from tests.backends._triton.attention.attention_trials import (
     BF16_ROWS,
     FNUZ,
@@ -30,6 +30,7 @@ from tests.backends._triton.attention.attention_trials import (
     any_trial,
 )
 from tests.backends._triton.attention.mutants import far_away, mutate
+from tests.backends._triton.cache.caches import DEVICE
 
 SEEDS, BLOCK = 60 if INTERPRETED else 20, 10
 # on a device nearly every seed compiles kernels of its own
@@ -195,6 +196,48 @@ def test_with_parts_of_fixed_length_a_row_does_not_depend_on_anything_around_it(
         assert answer.equals(trial.rows(row).run_it(), slice(row, row + 1))
 
 
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+def test_rows_that_are_launched_in_parts_have_the_bits_of_one_launch(form: Any) -> None:
+    """As many rows are launched together as there is memory for their splits."""
+    trial = Trial(layouts=(OCP, OCP), widths=(60, 150), tokens=5, heads=17, form=form, tuning=SMALL, seed=12)
+    call, _ = trial.call()
+    splits, answers = attention_launch.fixed_splits(sum(trial.widths), SMALL, 2), []
+    for most in (1, 2 * splits, 3 * splits + 1, 5 * splits):
+        specs = attention_launch.fixed_scratch(trial.tokens, trial.layer, splits, most)
+        assert specs[0][0][0] == max(most // splits, 1)
+        scratch = [torch.full(tuple(shape), -1, dtype=dtype, device=DEVICE) for shape, dtype in specs]
+        for part in scratch[:-1]:
+            part.fill_(math.nan)
+        out, lse, top = (torch.full_like(tensor, math.nan) for tensor in (call.out, call.lse, call.max_logits))
+        changed = evolve(call, out=out, lse=lse, options=AttentionOptions(top), scratch=scratch)
+        attention_launch.prepare_fixed(changed, SMALL, 2)(changed.tensors)
+        answers.append(Answer(out, lse, top))
+        assert trial.error(answers[-1]) <= 1
+
+    assert splits > 2
+    assert all(answer.equals(answers[0]) for answer in answers)
+
+
+def test_a_row_of_one_split_has_the_bits_of_a_row_that_is_not_split() -> None:
+    """In a batch of long rows and in one of short rows."""
+    trial = Trial(layouts=(OCP, OCP), widths=(30, 30), tokens=3, tuning=SMALL, seed=13)
+    tiles = sum(-(-width // SMALL.keys) for width in trial.widths)
+
+    assert trial.check().equals(evolve(trial, splits=3, run=tiles).run_it())
+    assert not trial.check().equals(evolve(trial, splits=3, run=1).run_it())
+
+
+def test_flash_and_pro_have_selections_of_one_split() -> None:
+    for name, topk in (("flash", 512), ("pro", 1024)):
+        layer = ModelGeometry.preset(name).layer_of_kind("c4a")
+        assert layer.topk == topk
+        for keys in (16, 64, 128):
+            tuning = Tuning(keys=keys)
+            tiles = tuning.tiles_per_split(layer)
+            assert attention_launch.fixed_splits(layer.window + layer.topk, tuning, tiles) == 1
+            assert tuning.tiles_per_split(evolve(layer, topk=2048)) == -(-640 // keys) + 1
+
+
 def test_a_row_that_is_not_cut_does_not_depend_on_the_rows_beside_it() -> None:
     trial = Trial(layouts=(OCP, OCP), widths=(60, 50), tuning=SMALL, seed=8)
     answer = trial.check()
@@ -219,7 +262,7 @@ def test_scratch_is_what_its_bound_says_at_most() -> None:
     layer: LayerGeometry = Trial(layouts=(OCP, OCP)).layer
     for rows in (1, 2, 66, 132):
         for splits in {1, 2, rows}:
-            specs = attention_launch.scratch(rows // splits, layer, splits, always=True)
+            specs = attention_launch.scratch(rows // splits, layer, splits)
             assert simultaneous_bytes(list(specs)) <= attention_launch.scratch_bound(layer, rows)
     assert attention_launch.scratch(5, layer, 1) == ()
     assert attention_launch.scratch_bound(layer, 0) == 0
@@ -242,6 +285,8 @@ MUTANTS = {
     "sums not brought to the new maximum": ("attention", "acc_left * shrink[:, None]", "acc_left"),
     "parts without keys added": ("reduce", '(its_lse > -float("inf"))[:, None]', "(split < splits)[:, None]"),
     "parts not brought to the new maximum": ("reduce", "acc * shrink", "acc"),
+    "rows of one split combined": ("reduce", "if count <= 1:", "if count <= 0:"),
+    "last split forgotten": ("attention", "cdiv(tiles, tiles_per_split), 1)", "cdiv(tiles, tiles_per_split) - 1, 1)"),
     "lse in base 2": ("attention", "(largest + tl.log2(total)) * LN2", "(largest + tl.log2(total))"),
     "one dialect for both caches": ("attention", "else inside == FNUZ0", "else FNUZ0"),
     "one scale for two groups": ("keys", "shift + 16", "shift"),
