@@ -113,11 +113,13 @@ def score(
     maxima: [T, LANES * E / run] fp32 - receives the largest score of the entries e with the same e // run and
        e % LANES. None: not wanted.
     run: a multiple of 128, or 0 without maxima.
-    exact_rows: whether bits must not depend on how many tokens a request has.
+    exact_rows: whether bits must not depend on how many tokens a request has. All calls then have the tile of requests
+       of many tokens: a tile of one token reads the keys of a prompt once for each of its tokens, and two requests of
+       one token take little longer in one tile than in two.
     """
     tokens, entries = scores.shape
     tiles = tiles_for(cache.layout, architecture())
-    tile = tiles.of(1 if exact_rows else tokens / token_map.block_table.shape[0])
+    tile = tiles.many if exact_rows else tiles.of(tokens / token_map.block_table.shape[0])
     runs = max(run // tile.entries, 1)
     _launch(
         query,

@@ -136,16 +136,40 @@ def test_a_nan_reaches_its_own_scores(what: str) -> None:
     assert torch.equal(scores[~hit].nan_to_num(1e30), clean[~hit].nan_to_num(1e30))
 
 
-def test_bits_do_not_depend_on_other_tokens_if_asked() -> None:
-    keys = ScoredKeys(LAYOUTS["fp8"])
-    whole, _ = keys.score(exact_rows=True)
-    for token in (1, 2, 6):
-        row = slice(token, token + 1)
-        alone = torch.full((1, 300), 7.0, device=DEVICE)
-        token_map = TokenMap(keys.table, keys.token_to_req[row], keys.lens[row])
-        index_logits.score(keys.query.tokens(row), keys.cache, token_map, alone, None, 0, exact_rows=True)
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "bf16"])
+def test_bits_do_not_depend_on_other_tokens_if_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile has two tokens, of one request or of two.
 
-        assert torch.equal(alone.nan_to_num(1e30), whole[row].nan_to_num(1e30))
+    On a device a token is the first of its tile in one call and the second in another. Numpy's products, of which the
+    interpreter makes those of a tile, have other bits in other columns.
+    """
+    two = index_logits.Tile(2, 128, 4, 2)
+    tiles = index_logits.Tiles(index_logits.Tile(1, 64, 8, 2), index_logits.Tile(2, 64, 8, 2), two, "in a test")
+    if INTERPRETED:
+        monkeypatch.setattr(index_logits, "PLAIN", tiles)
+    keys = ScoredKeys(LAYOUTS[name])
+    whole, _ = keys.score(exact_rows=True)
+    spans = [(2, 3), (4, 5), (6, 7), (2, 7), (0, 6)]
+    for first, end in spans if INTERPRETED else [*spans, (1, 2), (3, 4), (1, 5)]:
+        rows = slice(first, end)
+        part = torch.full((end - first, 300), 7.0, device=DEVICE)
+        token_map = TokenMap(keys.table, keys.token_to_req[rows], keys.lens[rows])
+        index_logits.score(keys.query.tokens(rows), keys.cache, token_map, part, None, 0, exact_rows=True)
+
+        assert torch.equal(part.nan_to_num(1e30), whole[rows].nan_to_num(1e30))
+
+
+def test_all_calls_have_one_tile_if_bits_may_not_depend_on_other_tokens() -> None:
+    keys, sizes = ScoredKeys(LAYOUTS["fp8"]), set()
+    for tokens in (1, 3, 7):
+        rows = slice(0, tokens)
+        scores = torch.empty(tokens, 300, device=DEVICE)
+        token_map = TokenMap(keys.table, keys.token_to_req[rows], keys.lens[rows])
+        with observed() as seen:
+            index_logits.score(keys.query.tokens(rows), keys.cache, token_map, scores, None, 0, exact_rows=True)
+        sizes |= {(variant.constants, variant.num_warps) for variant in seen}
+
+    assert len(sizes) == 1
 
 
 def agree(actual: Tensor, expected: Tensor) -> None:

@@ -111,6 +111,27 @@ def test_many_steps_are_one_pass() -> None:
         near(torch.cat(chunks).cpu(), TORCH.compress_latents(*arguments, rings).cpu())
 
 
+def test_bits_of_a_latent_depend_on_its_own_tokens_alone() -> None:
+    for ratio in (1, 3):
+        step = Step(ratio, 33, 5)
+        together, _ = step.run()
+        for token in range(len(step.kv)):
+            single = Step(ratio, 33, 5)
+            if ratio > 1:
+                # what the tokens before it leave in the rings
+                before = Step(ratio, 33, 5)
+                before.kv, before.score = step.kv[:token], step.score[:token]
+                before.positions, before.request = step.positions[:token], step.request[:token]
+                latents.compress_latents(
+                    before.kv, before.score, before.positions, before.request, step.weight, 1e-20, ratio,
+                    StatePages(single.states, single.table),
+                )  # fmt: skip
+            for name in ("kv", "score", "positions", "request"):
+                setattr(single, name, getattr(step, name)[token : token + 1])
+
+            assert torch.equal(single.run()[0].view(torch.int16), together[token : token + 1].view(torch.int16))
+
+
 def test_blocks_that_do_not_exist_are_neither_read_nor_written() -> None:
     step = Step(2, 24, 2)
     step.table[0], step.table[1, 0] = -1, 1000
