@@ -60,7 +60,7 @@ def _count(tensor: Tensor) -> int:
 @cache
 def _count_of_one() -> int:
     """What torch counts for a tensor that has its memory for itself."""
-    return _count(torch.empty(1, device="cpu"))
+    return _count(torch.empty(1, dtype=torch.uint8, device="cpu"))
 
 
 def _is_plain(tensor: Tensor) -> bool:
