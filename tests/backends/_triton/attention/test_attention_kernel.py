@@ -201,6 +201,8 @@ def test_rows_that_are_launched_in_parts_have_the_bits_of_one_launch(form: Any) 
     """As many rows are launched together as there is memory for their splits."""
     trial = Trial(layouts=(OCP, OCP), widths=(60, 150), tokens=5, heads=17, form=form, tuning=SMALL, seed=12)
     call, _ = trial.call()
+    assert call.lse is not None
+    assert call.max_logits is not None
     splits, answers = attention_launch.fixed_splits(sum(trial.widths), SMALL, 2), []
     for most in (1, 2 * splits, 3 * splits + 1, 5 * splits):
         specs = attention_launch.fixed_scratch(trial.tokens, trial.layer, splits, most)
