@@ -32,6 +32,14 @@ from tests.testing.mutants import (
 from tests.testing.mutants_sizes import Direct, Hasty
 from tests.testing.verdicts import all_fail, breaks, certificate_of, none_fail
 
+
+def said_to_be_deterministic() -> ReferenceBackend:
+    """A backend that gathers keys in prefill, in another order than decode reads them, and says that bits are equal."""
+    backend = ReferenceBackend()
+    backend.deterministic = True
+    return backend
+
+
 # a mutant, the cases it is tried on, the clauses that must fail, and those that must still pass.
 MUTANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "sink ignored in decode": (with_attention(mutants.without_sink, "decode"), "S", "S1", "S2"),
@@ -57,6 +65,7 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     ),
     "another request's row read": (mutants.NeighbourRow, "A1,A2,F1", "A1", "F1"),
     "int32 offsets": (mutants.Overflow, "far-decode,far-prefill,moved-swa-*", "A5", "C4"),
+    "decode and prefill have other bits": (said_to_be_deterministic, "any-cut-*", "D2", ""),
     "stale workspace": (lambda: Scratch(clears=False), "W2", "W2 D1", ""),
     "scratch beyond its bound": (lambda: Scratch(bound=0.9), "W1", "W1", ""),
     "writes behind its scratch": (lambda: Scratch(past=3), "W3", "W3", ""),
