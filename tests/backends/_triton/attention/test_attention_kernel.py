@@ -277,7 +277,7 @@ MUTANTS = {
     "lengths ignored": ("attention", "tl.minimum(tl.maximum(count, 0), width)", "count * 0 + width"),
     "absent lanes are keys of zeros": ("attention", MASK, "z = z * (scale * LOG2E)"),
     "sink twice": ("attention", "tl.exp2(tl.load(sink", "2.0 * tl.exp2(tl.load(sink"),
-    "sink scaled": ("attention", "other=0.0) * LOG2E - largest", "other=0.0) * LOG2E * scale - largest"),
+    "sink scaled": ("attention", "other=0.0) * LOG2E - largest", "other=0.0) * LOG2E * 0.5 - largest"),
     "sink forgotten by the reduction": (
         "reduce",
         "tl.load(sink + head) * LOG2E",
@@ -303,7 +303,8 @@ def witnesses() -> list[Trial]:
     """Few trials, in which each of the kernel's ways is taken."""
     plain = Trial(layouts=(OCP, FNUZ), widths=(20, 33), pages=(5, 64), tokens=3, tuning=SMALL, seed=8)
     tiny = Trial(layouts=(TINY, TINY), widths=(40, 9), pages=(5, 2), tokens=3, tuning=SMALL, seed=3)
-    return [tiny, evolve(tiny, splits=4), plain]
+    counted = evolve(tiny, run=2)
+    return [tiny, evolve(tiny, splits=4), evolve(counted, splits=parts(counted)), plain]
 
 
 def test_without_a_bug_the_witnesses_are_right(witnesses: list[Trial]) -> None:
