@@ -120,7 +120,7 @@ def _steps() -> Iterator[Case]:
     inputs = step("c4a", (140, 3), (0, 3), sinks=None)
     yield _case(Area.DECODE, "any-cut-plain-softmax", "D2", says, inputs, any_cut_same_bits((1, 2), random_cuts=0))
     # rows of more than 640 keys, next to short ones
-    for kind, context in (("c4a", 4000), ("c128a", 90_000)):
+    for kind, context in (("c4a", 2800), ("c128a", 90_000)):
         says = f"{kind}: if deterministic, long rows and short ones of a batch have the bits that they have alone"
         inputs = step(kind, (context, 2), (30, 2), select=1200, topk="holes")
         yield _case(Area.DECODE, f"any-cut-long-{kind}", "D2", says, inputs, any_cut_same_bits((1, 1), random_cuts=0))

@@ -10,12 +10,17 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.contract.backend import IndexForm, KeyForm, Phase
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.testing.case import Bench
+from dsv4attn.testing.check_attention import any_cut_same_bits
+from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.random_step import StepFixture
 from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, launching_nothing
@@ -66,6 +71,25 @@ def test_scratch_keeps_within_its_bound(form: str, deterministic: bool, kind: La
             for tokens in (0, 1, 7, 63, 64, 65, 200):
                 for width in (0, 1, 128, 129, 640):
                     assert simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width))) <= bound
+
+
+@all_kinds
+@each_form
+def test_a_deterministic_token_has_the_same_bits_in_any_cut_and_company(form: str, kind: LayerKind) -> None:
+    """Rows of several splits, which only a small tuning makes of the few keys of a quick test."""
+    backend = FORMS[form](deterministic=True)
+    backend.tuning = Tuning(heads=16, keys=16, split_keys=16)
+    geometry = tiny_geometry(window=24, topk=20, ratios=(2, 4))
+    inputs = StepFixture(
+        kind=kind,
+        requests=[(90, 3), (0, 2)],
+        geometry=geometry,
+        topk="holes",
+        compressed_block_tokens=32,
+        device=DEVICE.type,
+    )
+
+    any_cut_same_bits((1, 2))(Bench(backend), inputs)
 
 
 def planned_decode(backend: Any) -> Any:
