@@ -36,6 +36,6 @@ def nibbles_kernel(WORDS, BYTES, OUT, W: tl.constexpr, ASM: tl.constexpr):
     """
     row, word, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, W), tl.arange(0, 4 * W)
     words = tl.load(WORDS + row[:, None] * W + word[None, :])
-    scale = keys.scales_of_codes(tl.load(BYTES + row[:, None] * 2 + tl.arange(0, 2)[None, :]), ROWS, ASM)
+    scale = keys.scales_of_codes(tl.load(BYTES + row[:, None] * 2 + tl.arange(0, 2)[None, :]), ROWS, 16, ASM)
     values = keys.pairs(words, keys.spread(scale, ROWS, 16), ROWS, W, ASM)
     tl.store(OUT + row[:, None] * (4 * W) + column[None, :], values)

@@ -210,6 +210,32 @@ def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert trial.error(trial.run_it()) > 1
 
 
+FOUR_BIT_MUTANTS = {
+    "bf16 values right after the codes": ("v4_mxfp4", "TAIL // 4 + of", "56 + of"),
+    "scales after the bf16 values": ("v4_mxfp4", "tl.multiple_of(data + 224, 16)", "tl.multiple_of(data + 352, 16)"),
+    "exponents of other groups": ("v4_mxfp4", "tl.load(part + 2, mask=ok", "tl.load(part + 1, mask=ok"),
+    "padding for an exponent": ("v4_mxfp4", "tl.pointer_type(tl.int16)) + 6", "tl.pointer_type(tl.int16)) + 7"),
+    "scales of other dims": ("v4_nvfp4", "tl.load(wide + 2, mask=ok", "tl.load(wide + 1, mask=ok"),
+    "the last codes from before": ("v4_nvfp4", "nothing + 48 + tl.arange(0, 8)", "nothing + 40 + tl.arange(0, 8)"),
+    "columns in order": ("v4_nvfp4", "right = tl.where(left < 128, right,", "right = tl.where(left < 256, right,"),
+}
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("name", FOUR_BIT_MUTANTS)
+def test_a_mutant_of_the_reader_of_four_bits_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layout, old, new = FOUR_BIT_MUTANTS[name]
+    layouts = (KVCacheLayout.of_record(layout),) * 2
+    trial = Trial(layouts=layouts, widths=(20, 33), pages=(5, 53), tokens=2, tuning=SMALL, seed=7)
+    assert trial.error(trial.run_it()) <= 1
+    mutate(monkeypatch, tmp_path, "keys", old, new)
+
+    error = trial.error(trial.run_it())
+    assert not error <= 1
+
+
 @interpreted
 @pytest.mark.parametrize("old", ["x0 = tl.load(data, mask=mask, other=0)", "s0 = tl.load(scale, mask=ok, other=0)"])
 def test_a_byte_too_many_is_seen(old: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
