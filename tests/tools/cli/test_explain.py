@@ -287,6 +287,17 @@ def test_v41_layers_are_asked_about_by_ratio_and_records(
     assert values["layer_steps"] == dict.fromkeys([*parts, "hyper_connections"], values["chosen"])
 
 
+@pytest.mark.parametrize(("records", "name"), [("384/384", "v4_nvfp4"), ("368/368", "v4_mxfp4")])
+def test_records_of_four_bits_go_to_the_shared_kernel_and_explain_says_so(
+    machine: Machine, records: str, name: str
+) -> None:
+    code, values = machine.json("explain", "--device", "h100", "--records", records)
+
+    assert code == 0
+    assert f"(448 e2m1 + 64 bf16)  window=128  compress_ratio=4  topk=512  pages=64+64  kv={name} e2m1" in str(values)
+    assert "the shared Triton kernel: caches that are not all fp8_ds_mla" in str(values)
+
+
 def test_records_that_a_backend_does_not_read_are_its_reason(machine: Machine) -> None:
     refuses = "problem.compressed.layout != 'fp8_ds_mla'"
     reason = "Reason('LAYOUT', problem.compressed.layout, 'fp8_ds_mla')"

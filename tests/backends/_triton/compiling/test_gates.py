@@ -57,5 +57,6 @@ def test_every_kernel_of_every_backend_keeps_every_limit(backend: str, target: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100"])
-def test_the_attention_over_v41s_records_keeps_every_limit(target: str) -> None:
-    assert broken_limits("triton", [target], "--dtype", "v41_fp4", "--kernel", "attention") == []
+@pytest.mark.parametrize("record", ["v41_fp4", "v4_nvfp4"])
+def test_the_attention_over_records_of_four_bits_keeps_every_limit(record: str, target: str) -> None:
+    assert broken_limits("triton", [target], "--dtype", record, "--kernel", "attention") == []
