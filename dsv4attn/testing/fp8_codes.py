@@ -62,7 +62,7 @@ class Fp8Codes(SingleCall):
         """A window-only call whose rows list one key up to `copies` times."""
         return cls(kind="swa", pattern="one", rows=rows, copies=copies, window_columns=copies, **fields)  # type: ignore[arg-type]
 
-    def named(self, row: int) -> str:
+    def label(self, row: int) -> str:
         """A row, for messages."""
         return f"scale byte {SCALES[row]}" if self.layout.fp8_format else f"row {row}"
 
@@ -137,13 +137,13 @@ def reads_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
         error, (row, head, dim) = worst_error(
             np.abs(read - written_values) / np.maximum(np.abs(written_values), 2.0**-126)
         )
-    where = f"{codes.named(row)}, dim {dim}: read {read[row, head, dim]:.6g}"
+    where = f"{codes.label(row)}, dim {dim}: read {read[row, head, dim]:.6g}"
     return Measure(error, 2.0**-9).hold(f"{where}, wrote {written_values[row, 0, dim]:.6g}")
 
 
 def gathers_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
     """A gathered row has the bits of the key."""
-    return _gathers(bench, codes.oracle_caches[0], codes.rows, codes.named)
+    return _gathers(bench, codes.oracle_caches[0], codes.rows, codes.label)
 
 
 def _gathers(bench: Bench, oracle_cache: OracleCache, count: int, where: Callable[[int], str]) -> Measure:

@@ -298,7 +298,7 @@ class FlashInferAttention:
         present = [segment for segment in segments if segment.rows.indices.shape[1] and segment.cache.num_blocks]
         facts = [CacheFacts.of(segment.cache.layout, segment.cache.block_size) for segment in present or segments]
         second = None if len(facts) == 1 else facts[1]
-        chosen = self.installed.for_caches(record_of(facts[0]), second and record_of(second))
+        chosen = self.installed.for_caches(record_of(facts[0]), None if second is None else record_of(second))
         if chosen is None or chosen is self.installed:
             for segment in segments:
                 check_layout(segment.cache.layout, _LAYOUT, "cache")

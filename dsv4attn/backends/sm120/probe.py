@@ -235,7 +235,8 @@ def _reasons(
     installed: InstalledFlashInfer, problem: Problem, tokens: int | None, page_strides: Sequence[int], *, in_range: bool
 ) -> Iterator[Reason]:
     layer = problem.layer
-    chosen = installed.for_caches(record_of(problem.swa), problem.compressed and record_of(problem.compressed))
+    compressed = None if problem.compressed is None else record_of(problem.compressed)
+    chosen = installed.for_caches(record_of(problem.swa), compressed)
     if chosen is None:
         yield from _of_layouts(installed, problem)
     installed = chosen or installed

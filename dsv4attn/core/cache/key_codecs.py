@@ -64,7 +64,8 @@ def dequantize_keys(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Ten
 
 def _grouped(values: Tensor, group: int) -> Tensor:
     """[..., dims] as [..., groups, group], with zeros after the last value."""
-    return pad(values, (0, -values.shape[-1] % group)).unflatten(-1, (-1, group))
+    groups: Tensor = pad(values, (0, -values.shape[-1] % group)).unflatten(-1, (-1, group))
+    return groups
 
 
 def _exponents(groups: Tensor, layout: KVCacheLayout) -> Tensor:
