@@ -7,6 +7,7 @@ needed: norms of keys, their rotation, and the attention around them are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -20,7 +21,7 @@ from dsv4attn.testing.tolerances import F64, read_row, written
 from tests.parity import hf
 
 TOKENS, SEEDS, ROPE = 320, (0, 1), 64
-DIMS = {"HEAD_DIM": 512, "ROPE_DIM": ROPE, "WINDOW": 128, "HEADS": 8, "LONGEST": TOKENS}
+DIMS: dict[str, Any] = {"HEAD_DIM": 512, "ROPE_DIM": ROPE, "WINDOW": 128, "HEADS": 8, "LONGEST": TOKENS}
 EXPONENTS: dict[str, Callable[[F64], F64]] = {
     "none is cut (ours)": lambda top: np.ceil(np.log2(top / 6)),
     "nearest exponent (SGLang)": lambda top: np.rint(np.log2(top / 6)),

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.call import ForwardCall
+from dsv4attn.core.cache.key_codecs import dequantize_keys
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.cache.selected_keys import ChunkTokens
 from dsv4attn.core.contract import IndexOps
@@ -274,7 +275,7 @@ def test_token_addresses_that_follow_the_shape_of_a_page_are_flagged(monkeypatch
         record = cache.tensor[slots // cache.block_size, slots % cache.block_size]
         codes, rest = record[:, : layout.nope_dim], record[:, layout.nope_dim :]
         rope = rest[:, : 2 * layout.rope_dim].contiguous().view(torch.bfloat16).float()
-        return torch.cat([kernels.dequantize_keys(codes, rest[:, 2 * layout.rope_dim :], layout), rope], dim=-1)
+        return torch.cat([dequantize_keys(codes, rest[:, 2 * layout.rope_dim :], layout), rope], dim=-1)
 
     monkeypatch.setattr(kernels, "read_records", by_shape)
     assert flagged(scenario_of("swa", poison=None), REFERENCE_FORMS["paged-dense"])
