@@ -48,20 +48,9 @@ def decode_e2m1(code, byte, CODING: tl.constexpr):
     """
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     unit = tl.full((), 253 << 23, tl.int32).to(tl.float32, bitcast=True)
+    value = bits.to(tl.float32, bitcast=True) * unit
     # 127 is the byte of 2^0
-    scale = dequantize(byte, 127 + tl.zeros_like(byte), False) if CODING == NVFP4 else scale_of_byte(byte)
-    return (bits.to(tl.float32, bitcast=True) * unit) * scale
-
-
-@triton.jit
-def decode(code, byte, place, CODING: tl.constexpr, fnuz):
-    """fp32 value of the codes at some places, under scale bytes, both int32, 0..255; exact, NaN if code or scale is.
-
-    code: of e2m1 the byte of two codes, of which an odd place is the upper one.
-    """
-    if CODING != FP8:
-        return decode_e2m1((code >> (place % 2 * 4)) & 15, byte, CODING)
-    return dequantize(code, byte, fnuz)
+    return value * (dequantize(byte, 127 + tl.zeros_like(byte), False) if CODING == NVFP4 else scale_of_byte(byte))
 
 
 @triton.jit

@@ -5,7 +5,7 @@ KIND chooses one of the readers: WORDS for V4's own 448 + 64 record on aligned p
 for V4's records of 4 bits and these dims, eight codes at a time; BYTES for V4's records of other dims or alignment,
 whose last ROPE dims are bf16; CODES and NIBBLES for V4.1's records, whose dims are all codes, of fp8 and of e2m1;
 CODE_WORDS and NIBBLE_WORDS for those of 512 dims on aligned pages, four and eight codes at a time; ROWS for plain rows.
-CODING and TAIL say more of a record: how codes are read (`numerics.decode`), and how many bytes after the first code
+CODING and TAIL say more of a record: its codes and scales (`numerics`), and how many bytes after the first code
 its bf16 values begin: more than the bytes of codes if the scales stand between both. A row that is not `ok` reads as
 zeros and touches no memory.
 
@@ -388,7 +388,10 @@ def read_piece(
         at = column if CODING == numerics.FP8 else column // 2
         code = tl.load(base + (data[:, None] + at[None, :]), mask=is_code, other=0).to(tl.int32)
         byte = tl.load(base + (scale[:, None] + (column // GROUP)[None, :]), mask=is_code, other=127).to(tl.int32)
-        value = numerics.decode(code, byte, column[None, :], CODING, fnuz)
+        if CODING == numerics.FP8:
+            value = numerics.dequantize(code, byte, fnuz)
+        else:
+            value = numerics.decode_e2m1((code >> (column % 2 * 4)[None, :]) & 15, byte, CODING)
         values = tl.where(is_code, value, 0.0)
         if KIND != BYTES:
             return values.to(DT)

@@ -14,7 +14,7 @@ import triton.language as tl
 from dsv4attn.backends._triton.index_ops.kernels_common import cut_lengths
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_rows
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import FP8, cast, decode
+from dsv4attn.backends._triton.numerics import FP8, cast, decode_e2m1, dequantize
 
 
 @triton.jit
@@ -45,7 +45,11 @@ def copy_records(
         live = ((member < GROUP)[None, :])[None, :, :] & (column < NOPE)
         at = column if CODING == FP8 else column // 2
         code = tl.load(record[:, None, None] + at, mask=exists[:, None, None] & live, other=0).to(tl.int32)
-        value = cast(decode(code, byte[:, :, None], column, CODING, FNUZ), dtype, EXACT_CASTS)
+        if CODING == FP8:
+            value = dequantize(code, byte[:, :, None], FNUZ)
+        else:
+            value = decode_e2m1((code >> (column % 2 * 4)) & 15, byte[:, :, None], CODING)
+        value = cast(value, dtype, EXACT_CASTS)
         tl.store(target[:, None, None] + column, value, mask=written[:, None, None] & live)
         tail = (record + TAIL).to(tl.pointer_type(tl.bfloat16))
     else:
