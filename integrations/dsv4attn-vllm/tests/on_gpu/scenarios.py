@@ -141,7 +141,7 @@ FEW_PAGES = {
     "max_model_len": 512,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 128,
-    "num_gpu_blocks_override": 110,
+    "num_gpu_blocks_override": 250,
 }
 """For `CROSSING`: too few pages once all four requests are longer than a page of 256 tokens."""
 OTHERS = [Round([prompt_of(2148, seed)], tokens=1) for seed in range(10, 16)]
