@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.core.torch_ops.compressor import rms_norm
-from dsv4attn.core.torch_ops.tiles import Arithmetic, arithmetic_of, tiles
+from dsv4attn.core.torch_ops.tiles import Arithmetic, arithmetic_of, sigmoid, tiles
 
 __all__ = [
     "hc_head",
@@ -102,7 +102,7 @@ def _mixes_of(streams: Tensor, weights: MixWeights, arithmetic: Arithmetic) -> t
         if i:
             comb = comb / (comb.sum(-1, keepdim=True) + eps)
         comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    return pre.sigmoid() + weights.hc_pre_eps, (weights.hc_post_mult_value * post.sigmoid())[..., None], comb
+    return sigmoid(pre) + weights.hc_pre_eps, (weights.hc_post_mult_value * sigmoid(post))[..., None], comb
 
 
 def _layer_input(collapsed: Tensor, weights: MixWeights, arithmetic: Arithmetic) -> Tensor:
@@ -153,7 +153,7 @@ def hc_head(
     out = streams.new_empty(count, d)
     for rows in tiles(count, _ROW_BYTES * n * d):
         products = _products(streams[rows], hc_fn, rms_eps, arithmetic)
-        pre = (products * hc_scale + hc_base).sigmoid() + hc_eps
+        pre = sigmoid(products * hc_scale + hc_base) + hc_eps
         out[rows] = _weighed(pre, streams[rows]).to(out.dtype)
     return out
 

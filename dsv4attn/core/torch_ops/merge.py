@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.tiles import sigmoid
 
 __all__ = ["apply_sink", "merge_lse", "merge_partials", "merge_scratch", "pack_partial"]
 
@@ -42,7 +43,7 @@ def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> Tensor:
 
     out: [T, H, D]. lse: [T, H] fp32, natural log, without the sink. attn_sink: [H] fp32. Returns [T, H, D] fp32.
     """
-    weight = torch.sigmoid(lse - attn_sink).masked_fill(lse == -torch.inf, 0)
+    weight = sigmoid(lse - attn_sink).masked_fill(lse == -torch.inf, 0)
     return out.float() * weight[..., None]
 
 
@@ -86,6 +87,6 @@ def merge_partials(
     lse.copy_(total.log_().add_(top))
     if attn_sink is not None:
         torch.eq(lse, -inf, out=mask)
-        torch.sub(lse, attn_sink, out=weight).sigmoid_().masked_fill_(mask, 0)
+        torch.sub(attn_sink, lse, out=weight).exp_().add_(1).reciprocal_().masked_fill_(mask, 0)
         merged.mul_(weight[..., None])
     out.copy_(merged)

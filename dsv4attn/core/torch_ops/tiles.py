@@ -22,6 +22,7 @@ __all__ = [
     "batch_invariant_linear",
     "gives_fp32",
     "linear",
+    "sigmoid",
     "tiles",
 ]
 
@@ -137,3 +138,11 @@ INVARIANT = Arithmetic(batch_invariant_linear, batch_invariant_mean_square, batc
 def arithmetic_of(deterministic: bool) -> Arithmetic:  # noqa: FBT001 - the option itself
     """The arithmetic of an op with option `deterministic`."""
     return INVARIANT if deterministic else PLAIN
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), with bits of an element that do not depend on its place in x.
+
+    On a CPU `torch.sigmoid` computes the elements that fill no vector register at the end of x by another exp.
+    """
+    return 1 / (1 + torch.exp(-x))
