@@ -26,6 +26,7 @@ from dsv4attn.testing.cases_layer import (
     step_memory_cases,
     v41_cases,
 )
+from dsv4attn.testing.cases_whole_layer import whole_layer_cases
 from dsv4attn.testing.check_gather import fills, gathers, gathers_long, gathers_within
 from dsv4attn.testing.check_insert import FAR_POSITIONS, rows
 from dsv4attn.testing.check_projection import outputs, projects, projects_without_positions_of_padding
@@ -335,7 +336,16 @@ def _projection(name: str, clauses: str, says: str, inputs: CaseInput, check: Ch
     return _cache(name, clauses, says, inputs, check)
 
 
-LAYER = (norm_cases, compressor_cases, indexer_cases, selection_cases, hyper_cases, step_memory_cases, v41_cases)
+LAYER = (
+    norm_cases,
+    compressor_cases,
+    indexer_cases,
+    selection_cases,
+    hyper_cases,
+    step_memory_cases,
+    v41_cases,
+    whole_layer_cases,
+)
 """Cases of the layer around attention."""
 CASES: tuple[Case, ...] = (
     *attention_cases(),

@@ -18,6 +18,9 @@ from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Yarn
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.selection import load_backend
+from dsv4attn.testing.case import chosen
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import Subject, conform
 from tests.backends.built_in import triton_backends
 from tests.harness import LayerStack, random_weights
 
@@ -128,6 +131,15 @@ def test_g24_hyper_connections_of_a_row_have_the_same_bits_in_any_call(rows: int
 
     for result, first_result in zip(results, first_results, strict=True):
         assert torch.equal(result[:rows], first_result)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_g24_the_kit_finds_the_clause_kept(name: str) -> None:
+    certificate = conform(Subject.of(f"{name},deterministic=true", device="cuda"), chosen(CASES, "D2"))
+
+    assert [(outcome.case.name, outcome.message) for outcome in certificate.of("failed")] == []
+    assert certificate.of("skipped") == []
+    assert certificate.ok
 
 
 class Graph:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from attrs import frozen
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.backends.built_in import EVERYWHERE
+from tests.fast_interpreter.products import multiplied_alike
 from tests.integrations.invariant import token_by_token
 from tests.integrations.paged import causal_model, chunked, ids_of, left_padded, logits_of, new_model, patched
 from tests.parity import hf
@@ -149,6 +151,15 @@ def test_a_kernel_on_fp8_pages_agrees_with_the_reference() -> None:
 CHUNKS = {"whole": (37,), "chunks": (5, 18, 1, 13), "tokens": (1,) * 37}
 
 
+def with_one_quick(modes: Iterable[str], quick: str) -> pytest.MarkDecorator:
+    """Modes and layouts, of which the default run takes one: the kit's cases of clause D2 run layers in any steps."""
+    every = itertools.product(modes, ("fp32", "fp8_ds_mla"))
+    params = [
+        pytest.param(*both, marks=[] if both == (quick, "fp8_ds_mla") else [pytest.mark.matrix]) for both in every
+    ]
+    return pytest.mark.parametrize(("mode", "layout"), params)
+
+
 @functools.cache
 def bits(name: str, layout: str, mode: str) -> Tensor:
     """Logits [1, 37, vocabulary] of a sequence alone."""
@@ -157,16 +168,12 @@ def bits(name: str, layout: str, mode: str) -> Tensor:
         return chunked(model, ids_of(model, 37), CHUNKS[mode])
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("layout", ["fp32", "fp8_ds_mla"])
-@pytest.mark.parametrize("mode", ["chunks", "tokens"])
+@with_one_quick(["chunks", "tokens"], "tokens")
 def test_deterministic_bits_do_not_depend_on_chunks(mode: str, layout: str) -> None:
     assert torch.equal(bits("reference", layout, mode), bits("reference", layout, "whole"))
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("layout", ["fp32", "fp8_ds_mla"])
-@pytest.mark.parametrize("mode", CHUNKS)
+@with_one_quick(CHUNKS, "chunks")
 def test_deterministic_bits_do_not_depend_on_the_batch(mode: str, layout: str) -> None:
     model = causal_model()
     batch = left_padded(*[ids_of(model, n, i) for i, n in enumerate((37, 20, 3))])
@@ -176,12 +183,6 @@ def test_deterministic_bits_do_not_depend_on_the_batch(mode: str, layout: str) -
         got = chunked(model, batch["input_ids"], CHUNKS[mode], mask=batch["attention_mask"])
 
     assert torch.equal(got[:1], bits("reference", layout, "whole"))
-
-
-def multiplied_alike(a: NDArray[Any], b: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
-    """Product of two matrices, whose bits in a row are the same at every place: numpy's own differ on some CPUs."""
-    product: NDArray[Any] = np.einsum("ik,kj->ij", a, b, dtype=dtype, casting="unsafe", optimize=False)
-    return product
 
 
 def test_rows_of_such_a_product_keep_their_bits() -> None:

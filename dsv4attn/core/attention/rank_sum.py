@@ -15,7 +15,7 @@ from dsv4attn.core.torch_ops.tiles import tiles
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["start_all_gather", "sum_over_ranks"]
+__all__ = ["start_all_gather", "sum_in_order", "sum_over_ranks"]
 
 
 def start_all_gather(*tensors: Tensor, group: ProcessGroup) -> distributed.Work:
@@ -36,14 +36,21 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     if ranks == 1:
         return x
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    wide = torch.promote_types(x.dtype, torch.float32)
     for rows in tiles(x.shape[0], ranks * x.shape[1] * x.element_size()):
         mine = x[rows].contiguous()
         gathered = mine.new_empty(ranks * mine.shape[0], mine.shape[1])
         start_all_gather(gathered, mine, group=group).wait()
-        first, *others = gathered.view(ranks, *mine.shape)
-        total = first.to(wide, copy=True)
-        for other in others:
-            total += other
-        out[rows] = total
+        out[rows] = sum_in_order(gathered.view(ranks, *mine.shape))
     return out
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """The sum of parts [ranks, T, d] over the first dimension, one after another, in fp32 or a wider dtype: [T, d].
+
+    parts: what each rank has.
+    """
+    first, *others = parts
+    total: Tensor = first.to(torch.promote_types(parts.dtype, torch.float32), copy=True)
+    for other in others:
+        total += other
+    return total

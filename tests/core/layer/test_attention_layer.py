@@ -39,7 +39,8 @@ def same(left: list[Tensor], right: list[Tensor]) -> None:
     "layout",
     [pytest.param(LAYOUTS[name], id=name, marks=[] if name == "fp8" else pytest.mark.matrix) for name in LAYOUTS],
 )
-@settings(max_examples=20)
+# the kit's cases of clause D2 draw steps too
+@settings(max_examples=8)
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=6), seed=st.integers(0, 3))
 def test_g23_any_cut_gives_the_same_bytes_and_outputs(layout: KVCacheLayout, cuts: list[int], seed: int) -> None:
     cuts = [*cuts, 1, 1][: next((i for i, _ in enumerate(cuts) if sum(cuts[: i + 1]) > 60), len(cuts))] or [5]

@@ -102,6 +102,7 @@ def test_one_buffer_of_selected_entries_serves_all_layers() -> None:
         assert torch.equal(left, right)
 
 
+@pytest.mark.matrix  # bytes of caches too; `any-cut-layer-v41` of the kit compares outputs
 def test_a_deterministic_network_has_the_same_bits_in_any_chunks() -> None:
     backend = load_backend("reference", deterministic=True)
     outputs = []
