@@ -27,7 +27,7 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "order of splits by the number of rows": (
         lambda: wrong.exact(wrong.combined_by_rows),
-        "any-cut-layer-fp32,any-cut-layer-v41",
+        "any-cut-layer-fp32",
     ),
     "one scale for all rows": (
         wrong.ScaleOfTheBatch,
