@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_layer_device runs 
 class Quick(QuickHistory, GenericBackend): ...
 
 
-DEFAULT = "any-cut-layer-c4a"
-"""The case of the default run: it has most parts of a layer."""
+DEFAULT = "any-cut-layer-swa"
+"""The case of the default run, which is the quickest one of a whole layer."""
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> None:
     [pytest.param(LAYOUTS[name], id=name, marks=[] if name == "fp8" else pytest.mark.matrix) for name in LAYOUTS],
 )
 # the kit's cases of clause D2 draw steps too
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=6), seed=st.integers(0, 3))
 def test_g23_any_cut_gives_the_same_bytes_and_outputs(layout: KVCacheLayout, cuts: list[int], seed: int) -> None:
     cuts = [*cuts, 1, 1][: next((i for i, _ in enumerate(cuts) if sum(cuts[: i + 1]) > 60), len(cuts))] or [5]
