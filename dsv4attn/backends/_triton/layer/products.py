@@ -59,19 +59,20 @@ class Tiles:
     """Tiles of an architecture, whose bits are equal.
 
     few: for up to `few.rows` rows.
-    small: for up to `small.rows` rows; the last for products of any number of columns, each other one for products with
-        tiles of it for all multiprocessors.
-    large: for more rows.
+    slim: for more rows, up to `slim.rows`, and at most SLIM columns.
+    small: the same for more columns.
+    large: for more rows than `small.rows`.
     """
 
     few: Tile
-    small: tuple[Tile, ...]
+    slim: Tile
+    small: Tile
     large: tuple[Tile, ...]
 
     @property
     def every(self) -> tuple[Tile, ...]:
         """All of them."""
-        return tuple(dict.fromkeys((self.few, *self.small, *self.large)))
+        return tuple(dict.fromkeys((self.few, self.slim, self.small, *self.large)))
 
 
 BASE = Tile(64, 64, 64, 4, 4)
@@ -82,15 +83,22 @@ BASES: Mapping[str, Tile] = {
 """Base tiles of architectures where `BASE` spills registers (compiled with Triton 3.6 and 3.9; not measured)."""
 TILES: Mapping[str, Tiles] = {
     "sm_90": Tiles(
-        Tile(16, 64, 128, 4, 4, swapped=True),
-        (Tile(64, 64, 128, 4, 4, swapped=True), Tile(64, 32, 128, 4, 4)),
+        Tile(16, 64, 128, 4, 6, swapped=True),
+        Tile(64, 16, 128, 4, 5),
+        Tile(64, 64, 128, 4, 6, described=True),
         (
-            Tile(128, 256, 64, 8, 4, described=True, wide_results=False),
-            Tile(128, 128, 64, 4, 3, described=True, programs=2, cost=1.15),
-            Tile(64, 64, 128, 4, 3, described=True, programs=2, cost=1.6),
+            Tile(128, 256, 64, 8, 3, described=True, wide_results=False),
+            Tile(256, 128, 64, 8, 4, described=True, cost=1.02, wide_results=False),
+            Tile(128, 128, 64, 8, 4, described=True, cost=1.3),
         ),
     )
 }
+"""Time of cuBLAS as a multiple of the time of the tile that is chosen, for V4's products in bf16 (H100, torch 2.11,
+Triton 3.6, 2026-11-27): 2,048 rows 0.81 to 1.00; 8,192 rows 0.92 to 1.05; 64 rows 0.99 to 1.07, and 0.86 to 0.96 for up
+to SLIM columns; 1 and 16 rows 1.02 to 1.21, and 0.75 to 0.95. The first two large tiles do not hold results in fp32.
+"""
+SLIM = 2048
+"""Columns of a product for which tiles of 64 columns are too few for all multiprocessors."""
 GROUP = 8
 """Tiles of rows that share the weights that the cache of the device holds."""
 UNIT = 16
@@ -110,9 +118,8 @@ def tile_for(rows: int, columns: int, arch: str, out_dtype: torch.dtype) -> Tile
         return base_tile(arch)
     if rows <= tiles.few.rows:
         return tiles.few
-    if rows <= tiles.small[0].rows:
-        full = (tile for tile in tiles.small if triton.cdiv(columns, tile.columns) >= multiprocessors())
-        return next(full, tiles.small[-1])
+    if rows <= tiles.small.rows:
+        return tiles.slim if columns <= SLIM else tiles.small
     possible = [tile for tile in tiles.large if holds(tile, out_dtype)]
     return min(possible, key=lambda tile: _time(tile, rows, columns))
 

@@ -22,7 +22,7 @@ FORMS = {
     "sm_90 streams": 3,
     "sm_90 native_codes": 1,
     "sm_90 decoded_codes": 1,
-    "sm_90 multiplied": 3,
+    "sm_90 multiplied": 4,
     "sm_100 selection": 4,
     "sm_100 latest": 6,
     "sm_120 streams": 3,

@@ -231,11 +231,13 @@ def test_tiles_of_hopper_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(products, "multiprocessors", lambda: 132)
     tile_for.cache_clear()
     chosen = {rows: tile_for(rows, 4096, "sm_90", BF16) for rows in (1, 16, 17, 64, 65, 2048, 8192)}
+    slim = tile_for(64, 1024, "sm_90", BF16)
     of_fp32_results = tile_for(8192, 4096, "sm_90", FP32)
     tile_for.cache_clear()
 
     assert {*chosen.values()} <= {*HOPPER}
-    assert [tile.rows <= 64 for tile in chosen.values()] == [True] * 5 + [False] * 2
+    assert [tile.rows <= 64 for tile in chosen.values()] == [True] * 4 + [False] * 3
+    assert slim.columns < chosen[64].columns
     assert all(tile.rows >= rows for rows, tile in chosen.items() if rows <= 64)
     assert chosen[8192].rows * chosen[8192].columns == max(tile.rows * tile.columns for tile in HOPPER)
     assert holds(of_fp32_results, FP32)
