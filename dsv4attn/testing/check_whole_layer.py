@@ -30,6 +30,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, LayerKey
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights, weight_shapes
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
@@ -389,6 +390,7 @@ class TokenBits(NamedTuple):
 
     streams: Tensor
     states: Tensor
+    __repr__ = fields_repr
 
 
 RowBits: TypeAlias = dict[tuple[int, int], TokenBits]
@@ -518,7 +520,8 @@ def replayed(
 def _padding_batch(manager: CacheManager, requests: int) -> Batch:
     """A batch of requests of one token that are padding, in buffers wide enough for any request."""
     device, longest = manager.device, manager.limits.max_model_len
-    starts, ones = torch.arange(requests + 1, dtype=torch.int32), torch.ones(requests, dtype=torch.int32)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device="cpu")
+    ones = torch.ones(requests, dtype=torch.int32, device="cpu")
     tables: dict[str, Any] = {
         _TABLES[name]: torch.full((requests, -(-longest // tokens)), -1, dtype=torch.int32, device=device)
         for name, tokens in manager.tokens_per_block.items()

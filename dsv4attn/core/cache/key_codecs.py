@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from dsv4attn.core.cache import fp4
 from dsv4attn.core.cache.record_layout import Coding, KVCacheLayout
+from dsv4attn.core.reprs import fields_repr
 
 __all__ = ["CODECS", "Codec", "dequantize_keys", "power_of_two", "quantize_keys"]
 
@@ -32,7 +33,7 @@ _E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Ties go to the even code: up from every second one."""
 
 
-@frozen
+@frozen(repr=False)
 class Codec:
     """A packer and a decoder.
 
@@ -43,6 +44,7 @@ class Codec:
 
     quantize: Callable[[Tensor, KVCacheLayout], tuple[Tensor, Tensor]]
     dequantize: Callable[[Tensor, Tensor, KVCacheLayout], Tensor]
+    __repr__ = fields_repr
 
 
 def power_of_two(byte: Tensor) -> Tensor:

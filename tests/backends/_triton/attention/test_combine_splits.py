@@ -99,7 +99,7 @@ class Sums:
             "EXACT_CASTS": not INTERPRETED,
             "PDL": False,
         }
-        args = (*parts, out, lse, top, sink, *angles, *numbers)
+        args = (*parts, None, out, lse, top, sink, *angles, *numbers)
         kernel = vars(attention_launch)["reduce"]  # which mutants replace
         launch(kernel, (tokens * HEADS,), args, constants, num_warps=4)
         return Answer(out.cpu(), lse.cpu(), top.cpu())
@@ -186,9 +186,9 @@ def test_a_tuning_says_how_many_are_loaded_together(parts: int) -> None:
 
 
 MUTANTS = {
-    "parts without keys read": ('(its_lse > -float("inf"))[:, None]', "(split < splits)[:, None]"),
-    "last parts forgotten": ("range(0, splits, N)", "range(0, splits - splits % N, N)"),
-    "first parts alone": ("range(0, splits, N)", "range(0, min(splits, N), N)"),
+    "parts without keys read": ('(its_lse > -float("inf"))[:, None]', "(split < count)[:, None]"),
+    "last parts forgotten": ("range(0, count, N)", "range(0, count - count % N, N)"),
+    "first parts alone": ("range(0, count, N)", "range(0, min(count, N), N)"),
     "every other part twice": ("begin + tl.arange(0, N)", "begin + tl.arange(0, N) // 2 * 2"),
     "sums not brought to the new maximum": ("acc * shrink", "acc"),
     "weights not brought to the new maximum": ("total * shrink", "total"),
@@ -207,7 +207,7 @@ def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_bits_that_depend_on_the_number_of_parts_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Steps from the last part to the first: right, but other parts go together if there are more of them."""
     lane, sums = "begin + tl.arange(0, N)", Sums()
-    mutate(monkeypatch, tmp_path, "reduce", lane, f"tl.where({lane} < splits, splits - 1 - ({lane}), splits)")
+    mutate(monkeypatch, tmp_path, "reduce", lane, f"tl.where({lane} < count, count - 1 - ({lane}), count)")
 
     assert sums.error() <= BUDGET
     assert not sums.run_it().equals(evolve(sums, trailing=1).run_it())
