@@ -390,7 +390,9 @@ class TokenBits(NamedTuple):
 
     streams: Tensor
     states: Tensor
-    __repr__ = fields_repr
+
+    def __repr__(self) -> str:
+        return fields_repr(self)
 
 
 RowBits: TypeAlias = dict[tuple[int, int], TokenBits]

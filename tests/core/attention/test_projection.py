@@ -264,9 +264,15 @@ def test_rows_are_added_in_the_order_of_ranks(tmp_path: Path) -> None:
 
 
 def test_a_deterministic_backend_sums_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    args, group, summed = ProjectionArgs.draw(F32), object(), []
+    args, group = ProjectionArgs.draw(F32), object()
+    summed: list[tuple[Tensor, object]] = []
+
+    def summed_over_ranks(x: Tensor, group: object) -> Tensor:
+        summed.append((x, group))
+        return x
+
     monkeypatch.setattr(projection, "_check_group", lambda _: None)
-    monkeypatch.setattr(projection, "sum_over_ranks", lambda *given: summed.append(given) or given[0])
+    monkeypatch.setattr(projection, "sum_over_ranks", summed_over_ranks)
     monkeypatch.setattr(distributed, "all_reduce", lambda *_, **__: pytest.fail("the library sums"))
 
     y = run(args, ReferenceBackend(deterministic=True), process_group=group)

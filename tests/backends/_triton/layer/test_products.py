@@ -283,9 +283,9 @@ def test_a_deterministic_layer_multiplies_with_the_op_of_its_backend() -> None:
 def test_a_layer_calls_the_product_that_a_table_brings() -> None:
     calls: list[tuple[int, ...]] = []
 
-    def counted(x: Tensor, weight: Tensor, *options: object) -> Tensor:
+    def counted(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         calls.append(tuple(weight.shape))
-        return PLAIN.linear(x, weight, *options)
+        return PLAIN.linear(x, weight, out_dtype)
 
     class OneOp(ReferenceBackend):
         layer_ops = evolve(LayerOps(), linear=counted)
