@@ -49,7 +49,9 @@ def can_move(tensor: Tensor) -> bool:
 
 
 def users_of(tensor: Tensor) -> int:
-    """How many tensors use the memory of a tensor, itself included."""
+    """How many tensors use the memory of a tensor, itself included; more than one where torch does not count them."""
+    if not hasattr(torch._C, "_storage_Use_Count"):  # noqa: SLF001 - no public name
+        return 2
     return _count(tensor) - _count_of_one() + 1
 
 

@@ -451,6 +451,18 @@ def test_weights_of_inference_mode_are_joined() -> None:
     assert all(torch.equal(products[name], value.t()) for name, value in values.items())
 
 
+def test_weights_stay_where_they_are_where_torch_does_not_count_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")  # no public name
+    weights = {"a": torch.randn(2, 8), "b": torch.randn(3, 8)}
+    places = {name: value.data_ptr() for name, value in weights.items()}
+
+    products, count = project(weights, torch.eye(8))
+
+    assert count == 2
+    assert {name: value.data_ptr() for name, value in weights.items()} == places
+    assert all(torch.equal(products[name], value.t()) for name, value in weights.items())
+
+
 def test_wanted_products_end_with_the_last_that_is_wanted() -> None:
     products = Projections("x", WeightCopies(), linear)
     products.load({"a": torch.randn(2, 8), "b": torch.randn(3, 8), "c": torch.randn(4, 8)})
