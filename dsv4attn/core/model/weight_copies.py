@@ -157,7 +157,11 @@ class WeightCopies:
         shape = torch.Size((sum(rows), tensors[0].shape[1]))
         if follow_each_other(tensors):
             self._sources[name] = self._states(values, written=False)
-            memory = self._made[name] = tensors[0].detach().as_strided(shape, tensors[0].stride())
+            first = tensors[0]
+            # not a view of the first: torch makes no views of tensors of inference mode whose memory was exchanged
+            memory = torch.empty(0, dtype=dtype, device=first.device)
+            memory.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
+            self._made[name] = memory
             return memory
         sources = self._states(values)
         # they may be all that keeps tensors alive which lay in the memory before
