@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from engine import Engine, Request, config_of, model_folder, world
 from torch import Tensor
 
 import dsv4attn as ds
-from dsv4attn.core.layer import attention_layer as attention
 
 SMALL = {"index_topk": 8, "index_n_heads": 16}
 """Few entries to select, so that short contexts have more; few heads, for Triton's interpreter."""
@@ -125,12 +125,18 @@ def norms_in_fp64(engine: Engine) -> Iterator[None]:
 
         return split_and_norm
 
-    def rms_norm(x: Tensor, weight: Tensor, eps: float, *rest: Any) -> Tensor:
-        return exact_norm(x, weight, eps, rms_norm_of_dsv4attn(x, weight, eps, *rest))
+    backend = engine.layers[0]._serving.backend
+    norm_of_backend = backend.layer_ops.norm_q_kv
 
-    rms_norm_of_dsv4attn = attention.rms_norm
+    def norm_q_kv(
+        q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        results = norm_of_backend(q, kv, q_weight, kv_weight, eps, dtype)
+        norms = map(exact_norm, (q, kv), (q_weight, kv_weight), [eps] * 2, results)
+        return tuple(norm.to(dtype) for norm in norms)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "rms_norm", rms_norm)
+        patch.setattr(backend, "layer_ops", evolve(backend.layer_ops, norm_q_kv=norm_q_kv))
         for layer in engine.layers:
             patch.setattr(layer, "_split_qkv_and_norm", replaced(layer))
         yield
