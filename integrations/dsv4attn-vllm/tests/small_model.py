@@ -90,6 +90,8 @@ def checkpoint_with_drafts(folder: Path, base: Path, method: str) -> None:
     config = json.loads((base / "config.json").read_text())
     # a configuration of V4.1 has that of text inside
     text, weights = config.get("text_config", config), load_file(base / "model.safetensors")
+    # left by a process that was killed
+    (folder / "model.safetensors").unlink(missing_ok=True)
     (folder / "model.safetensors").symlink_to(base / "model.safetensors")
     save_file(_draft_weights(weights, text, method), folder / "drafts.safetensors", {"format": "pt"})
     own = {

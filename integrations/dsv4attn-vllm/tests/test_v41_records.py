@@ -17,13 +17,13 @@ from dsv4attn_vllm.compressor import V41Compressor, V41Insert
 from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 from dsv4attn_vllm.records import FP4_CACHE, V41IndexPages
-from engine import Request, bytes_of, planned_caches, world
+from engine import bytes_of, planned_caches, world
 from v41 import RATIOS, V41Engine, WholeV41Engine, fake_family, since_0_33, v41_config, whole_v41_engine
 from vllm.config import VllmConfig
 from vllm.models.deepseek_v41 import attention, compressor
 from vllm.models.deepseek_v41.common.ops import fused_compress_quant_cache
 from vllm.platforms import current_platform
-from whole import OwnLayers, both
+from whole import both, check_rejected_drafts
 
 from dsv4attn.config import PHASES, Settings
 from dsv4attn.core.contract.device import DeviceFacts
@@ -250,15 +250,7 @@ def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.Monke
     """Windows of 528 bytes in a model with a draft, whose layers are window-only; vLLM's compressor and its rings."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine(NONE, drafts=5) as engine:
-        own_layers, request = OwnLayers(engine), engine.request()
-        for tokens, count in [(0, 15), (15, 6), (16, 6), (21, 6), (22, 1), (23, 2)]:
-            request.tokens, work = tokens, [(Request(request.name, tokens), count)]
-            hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
-            of_vllm = engine.step([(request, count)])
-            if request.name in own_layers.sequences:
-                own_layers.manager.truncate(own_layers.sequences[request.name], tokens)
-            for layer, a, b in zip(engine.layers, of_vllm, own_layers.step(work, hidden), strict=True):
-                assert torch.equal(a, b), (layer.prefix, tokens)
+        check_rejected_drafts(engine, [(0, 15), (15, 6), (16, 6), (21, 6), (22, 1), (23, 2)])
 
 
 # ---------------------------------------------------------------- which steps

@@ -13,12 +13,12 @@ from dsv4attn_vllm.compressor import V41Compressor
 from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.indexer import V41Indexer
-from engine import Request, bytes_of, world
+from engine import bytes_of, world
 from torch import Tensor
 from v41 import WholeV41Engine, fake_family, since_0_33, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
-from whole import OwnLayers, both
+from whole import both, check_rejected_drafts
 
 from dsv4attn.core.contract.device import DeviceFacts
 
@@ -86,15 +86,7 @@ def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.Monke
     """Rings hold the states of a step's drafts, and that before them."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine(CANDIDATES, drafts=5) as engine:
-        own_layers, request = OwnLayers(engine), engine.request()
-        for tokens, count in [(0, 37), (37, 6), (38, 6), (43, 6), (44, 1), (45, 2)]:
-            request.tokens, work = tokens, [(Request(request.name, tokens), count)]
-            hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
-            of_vllm = engine.step([(request, count)])
-            if request.name in own_layers.sequences:
-                own_layers.manager.truncate(own_layers.sequences[request.name], tokens)
-            for layer, a, b in zip(engine.layers, of_vllm, own_layers.step(work, hidden), strict=True):
-                assert torch.equal(a, b), (layer.prefix, tokens)
+        check_rejected_drafts(engine, [(0, 37), (37, 6), (38, 6), (43, 6), (44, 1), (45, 2)])
 
 
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

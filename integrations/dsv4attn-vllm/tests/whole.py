@@ -182,6 +182,22 @@ class OwnLayers:
         return outs
 
 
+def check_rejected_drafts(engine: WholeEngine, steps: Sequence[tuple[int, int]]) -> None:
+    """Run one request, and compare each layer's outputs with those of dsv4attn's own layer, bit for bit.
+
+    steps: (tokens that the request has, tokens to run). Tokens of the step before that are run again were rejected.
+    """
+    own_layers, request = OwnLayers(engine), engine.request()
+    for tokens, count in steps:
+        request.tokens, work = tokens, [(Request(request.name, tokens), count)]
+        hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
+        of_vllm = engine.step([(request, count)])
+        if request.name in own_layers.sequences:
+            own_layers.manager.truncate(own_layers.sequences[request.name], tokens)
+        for layer, a, b in zip(engine.layers, of_vllm, own_layers.step(work, hidden), strict=True):
+            assert torch.equal(a, b), (layer.prefix, tokens)
+
+
 def weights_of(layer: Any) -> dict[str, Tensor]:
     """The weights of a layer of vLLM, of V4 or V4.1, by the names of DeepSeek's checkpoints."""
     lora, fused, indexer = layer.q_lora_rank, layer.fused_wqa_wkv.weight, layer.indexer

@@ -75,8 +75,8 @@ def _finished(kernel: CompiledKernel) -> CompiledKernel:
 def _build_launcher(kernel: CompiledKernel) -> None:
     """Have Triton put the kernel's launcher into its disk cache.
 
-    Triton 3.6 compiles a launcher in C for each signature. Where kernels are loaded one after the other, 200 launchers
-    take a minute; a C compiler is a process of its own, so that threads can wait for several.
+    Triton 3.6 compiles a launcher in C for each signature, when a kernel is loaded. Kernels are loaded one after the
+    other. A C compiler is a process of its own, so threads can wait for several at once.
     """
     compiled_kernel = _finished(kernel)
     driver.active.launcher_cls(compiled_kernel.src, compiled_kernel.metadata)
