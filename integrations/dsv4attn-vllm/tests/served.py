@@ -130,6 +130,16 @@ def _ops() -> Iterator[None]:
     library._destroy()
 
 
+@contextmanager
+def configured_with_amx() -> Iterator[None]:
+    """Let vLLM find AMX, without which it forbids chunks and prefix caching for this model on a CPU."""
+    real, torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_tile_supported, lambda: True
+    try:
+        yield
+    finally:
+        torch.cpu._is_amx_tile_supported = real
+
+
 def engine(**arguments: Any) -> Any:
     """VLLM's `LLM` of these arguments."""
     from vllm import LLM
@@ -138,11 +148,8 @@ def engine(**arguments: Any) -> Any:
     make = EngineArgs.create_engine_config
 
     def configured(*inputs: Any, **options: Any) -> Any:
-        real, torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_tile_supported, lambda: True
-        try:
+        with configured_with_amx():
             return make(*inputs, **options)
-        finally:
-            torch.cpu._is_amx_tile_supported = real
 
     EngineArgs.create_engine_config = configured
     options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "disable_log_stats": False}

@@ -136,14 +136,15 @@ def _accepting(length: float) -> dict[str, Any]:
 
 PREFIX = prompt_of(2048, 1)
 SHARED = [*PREFIX, *prompt_of(100, 2)]
-CROSSING = Round([prompt_of(length) for length in (252, 253, 254, 255)])
+GROWING = Round([prompt_of(length) for length in (20, 30, 40, 50, 60, 70, 80, 100)], tokens=72)
+"""Prompts that all fit into the pool of `FEW_PAGES`. Decodes then add pages to windows and to states of compressors."""
 FEW_PAGES = {
     "max_model_len": 512,
-    "max_num_seqs": 4,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 128,
-    "num_gpu_blocks_override": 250,
+    "num_gpu_blocks_override": 160,
 }
-"""For `CROSSING`: too few pages once all four requests are longer than a page of 256 tokens."""
+"""For `GROWING`. vLLM wants 140 pages for one request of 512 tokens while two steps run at once, as on a GPU."""
 OTHERS = [Round([prompt_of(2148, seed)], tokens=1) for seed in range(10, 16)]
 OFFLOADING = {
     "kv_offloading_size": 1.0,
@@ -176,7 +177,7 @@ SCENARIOS = [
     Scenario("prefix-cache", (Round([SHARED]), Round([SHARED])), {"max_num_batched_tokens": 2048, "max_num_seqs": 1}),
     # the prefix goes to the CPU, the GPU's blocks are taken by other requests, and it comes back
     Scenario("offload", (Round([SHARED]), *OTHERS, Round([SHARED])), OFFLOADING),
-    Scenario("preemption", (CROSSING,), FEW_PAGES),
+    Scenario("preemption", (GROWING,), FEW_PAGES),
     Scenario("requests-come-and-go", (MIXED_64,), {**LONG, "max_num_seqs": 4}),
     Scenario("async-scheduling", options={"async_scheduling": True}),
     Scenario("sync-scheduling", options={"async_scheduling": False}),
