@@ -9,6 +9,9 @@ with dsv4attn.
     first token   seconds from the arrival of all requests to the last first token
     per token     milliseconds between two tokens of a request, the median over requests
     tokens/s      generated tokens of all requests in a second, prompts included in the time
+
+An engine that does not start, or ends, is left out: the end of its log is printed, and the other one is measured. The
+file of results is written after each case.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import click
+from attrs import define, field
 from rich.console import Console
 from rich.table import Table
 
@@ -56,6 +62,14 @@ CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 """Numbers of tokens for which graphs are captured."""
 CACHES = "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TILELANG_TMP_DIR", "VLLM_CACHE_ROOT"
 """Variables that name a folder for compiled code."""
+LOG_CHARACTERS = 3000
+"""At the end of the log of an engine that failed, which are printed and saved."""
+FIGURES = {
+    "first_token_s": ("first token, s", 3),
+    "per_token_ms": ("per token, ms", 2),
+    "tokens_per_s": ("tokens/s", 0),
+}
+"""Figures of a case: the head of the column, and how many decimals are shown."""
 
 
 def model_folder(model: str, kinds: Sequence[str]) -> str:
@@ -98,22 +112,31 @@ def give_values(model: Any) -> None:
 
 
 def serve(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
-    """What an engine's process does: it serves each (prompts, tokens) that arrives, and sends (arrival, metrics)."""
+    """What an engine's process does.
+
+    It sends the device, versions, and seconds until it was ready. Then it serves each (prompts, tokens) that arrives,
+    and sends figures.
+    """
     os.environ.update(environment)
     with open(log, "w") as file:  # noqa: PTH123 - a path that travels as text
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    import torch
+    import triton
+    import vllm
     from vllm import LLM, SamplingParams
 
     begin = time.perf_counter()
     llm = LLM(**options)
     seconds = time.perf_counter() - begin
+    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    versions = {"triton": triton.__version__, "vllm": vllm.__version__}
     llm.apply_model(give_values)
     few = SamplingParams(max_tokens=2, logprobs=1, detokenize=False)
     [output] = llm.generate([{"prompt_token_ids": [*range(1000, 2000)]}], few, use_tqdm=False)
     values = [entry.logprob for row in output.outputs[0].logprobs for entry in row.values()]
     assert all(map(math.isfinite, values)), values
-    link.send(seconds)
+    link.send((seconds, {**machine, **versions}))
     while (work := link.recv()) is not None:
         prompts, tokens = work
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -131,14 +154,22 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
         )
 
 
+class EngineError(Exception):
+    """An engine did not start, or ended. It has the end of its log."""
+
+
 class Engine:
-    """A process with an engine. plugin: `OF_DSV4ATTN` or `OF_VLLM`."""
+    """A process with an engine. plugin: `OF_DSV4ATTN` or `OF_VLLM`.
+
+    start: wait until it is ready. ready_s: seconds that its constructor took. context: the device, and versions.
+    """
 
     def __init__(self, plugin: str, options: dict[str, Any], folder: Path, steps: str) -> None:
         common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_STEPS": steps}
         common |= {name: str(folder / f"{plugin}-caches" / name.lower()) for name in CACHES}
         common["DG_JIT_CACHE_DIR"] = str(folder / "deep-gemm")
+        self.ready_s, self.context = math.nan, dict[str, str]()
         self.link, theirs = multiprocessing.Pipe()
         self.log = folder / f"{plugin}.log"
         inputs = theirs, str(self.log), {**common, **chosen}, options
@@ -146,23 +177,98 @@ class Engine:
         self.process.start()
         theirs.close()
 
-    def receive(self) -> Any:
-        """What the process sends next. Raises ClickException with the end of its log if it has ended."""
+    def _error(self, reason: str) -> EngineError:
+        """The error to raise. The process is ended."""
+        self.process.terminate()
+        self.process.join(30)
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return EngineError(f"{reason}\n{text[-LOG_CHARACTERS:]}".strip())
+
+    def _receive(self, limit: float | None) -> Any:
+        """What the process sends next, after this number of seconds at most."""
         try:
+            if not self.link.poll(limit):
+                raise self._error(f"no answer after {limit:.0f} s")
             return self.link.recv()
-        except EOFError:
-            raise click.ClickException(f"{self.log}:\n" + self.log.read_text()[-3000:]) from None
+        except (EOFError, ConnectionError):
+            raise self._error("the process ended") from None
+
+    def start(self, limit: float) -> None:
+        """Wait until the engine is ready, for this number of seconds at most. Raises EngineError."""
+        self.ready_s, self.context = self._receive(limit)
 
     def measure(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
-        """Serve these prompts at once."""
-        self.link.send((prompts, tokens))
-        result: dict[str, float] = self.receive()
-        return result
+        """Serve these prompts at once. Raises EngineError."""
+        try:
+            self.link.send((prompts, tokens))
+        except ConnectionError:
+            raise self._error("the process ended") from None
+        figures: dict[str, float] = self._receive(None)
+        return figures
 
     def close(self) -> None:
         """End the process."""
-        self.link.send(None)
+        with suppress(ConnectionError):
+            self.link.send(None)
         self.process.join(30)
+        self.process.terminate()
+
+
+@define
+class Run:
+    """Engines that serve by turns, and the report, which is written to a file after each step.
+
+    engines: those that run, by plugin.
+    """
+
+    report: dict[str, Any]
+    file: Path | None
+    engines: dict[str, Engine] = field(factory=dict)
+
+    def save(self) -> None:
+        """Write the report."""
+        if self.file:
+            self.file.write_text(json.dumps(self.report, indent=1) + "\n")
+
+    def leave_out(self, plugin: str, error: EngineError) -> None:
+        """Go on without an engine that failed."""
+        self.engines.pop(plugin, None)
+        self.report["failed"][plugin] = str(error)
+        say(f"{plugin}: {error}")
+
+    def start(self, plugin: str, engine: Engine, limit: float) -> None:
+        """Wait until an engine is ready, for this number of seconds at most."""
+        try:
+            engine.start(limit)
+        except EngineError as error:
+            self.leave_out(plugin, error)
+        else:
+            self.engines[plugin] = engine
+            self.report |= engine.context
+            self.report["ready_s"][plugin] = engine.ready_s
+            say(f"{plugin}: ready after {engine.ready_s:.1f} s")
+        self.save()
+
+    def measure(self, count: int, length: int) -> None:
+        """Serve so many prompts of this length. The first turn is not counted."""
+        measured: dict[str, list[dict[str, float]]] = {plugin: [] for plugin in self.engines}
+        for turn in range(self.report["turns"] + 1):
+            for plugin, engine in [*self.engines.items()]:
+                try:
+                    figures = engine.measure(prompts_of(count, length, turn), self.report["tokens"])
+                except EngineError as error:
+                    self.leave_out(plugin, error)
+                else:
+                    measured[plugin] += [figures] * (turn > 0)
+        medians = {
+            plugin: {name: statistics.median(figures[name] for figures in several) for name in FIGURES}
+            for plugin, several in measured.items()
+            if several
+        }
+        if medians:
+            self.report["cases"].append({"requests": count, "prompt": length, **medians})
+            say(json.dumps(self.report["cases"][-1]))
+        self.save()
 
 
 def prompts_of(count: int, length: int, turn: int) -> list[list[int]]:
@@ -189,6 +295,9 @@ def case_of(text: str) -> tuple[int, int]:
 @click.option("--turns", default=3, show_default=True, help="of each engine, after one that is not counted")
 @click.option("--steps", default="all", show_default=True, help="DSV4ATTN_VLLM_STEPS")
 @click.option("--linear-backend", default="auto", show_default=True, help="of vLLM, in both engines")
+@click.option("--max-num-batched-tokens", default=8192, show_default=True, help="of a step")
+@click.option("--memory", default=8.0, show_default=True, help="GiB of the caches of keys of each engine")
+@click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
 @click.option("--only", type=click.Choice([OF_DSV4ATTN, OF_VLLM]), help="one engine alone")
 @click.option("--json", "out", type=Path, help="file for the results")
 def main(
@@ -200,6 +309,9 @@ def main(
     turns: int,
     steps: str,
     linear_backend: str,
+    max_num_batched_tokens: int,
+    memory: float,
+    start_limit: float,
     only: str | None,
     out: Path | None,
 ) -> None:
@@ -211,70 +323,87 @@ def main(
         "load_format": "dummy",
         "disable_log_stats": False,
         "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": 8 * 2**30,
+        "kv_cache_memory_bytes": round(memory * 2**30),
         "max_model_len": 16384,
         "max_num_seqs": 256,
-        "max_num_batched_tokens": 8192,
+        "max_num_batched_tokens": max_num_batched_tokens,
         "enable_prefix_caching": False,
         "linear_backend": linear_backend,
         "compilation_config": {"cudagraph_capture_sizes": CAPTURED},
     }
     folder = Path(tempfile.mkdtemp(prefix="dsv4attn-vllm-"))
-    print(f"logs: {folder}", file=sys.stderr)
-    engines: dict[str, Engine] = {}
-    ready: dict[str, float] = {}
-    for plugin in (OF_DSV4ATTN, OF_VLLM) if only is None else (only,):
-        engines[plugin] = Engine(plugin, options, folder, steps)
-        ready[plugin] = engines[plugin].receive()
-        print(f"{plugin}: ready after {ready[plugin]:.1f} s", file=sys.stderr, flush=True)
-    results = []
-    for text in cases.split(","):
-        count, length = case_of(text)
-        found: dict[str, list[dict[str, float]]] = {plugin: [] for plugin in engines}
-        for turn in range(turns + 1):
-            for plugin, engine in engines.items():
-                figures = engine.measure(prompts_of(count, length, turn), tokens)
-                if turn:
-                    found[plugin].append(figures)
-        medians = {
-            plugin: {name: statistics.median(f[name] for f in several) for name in several[0]}
-            for plugin, several in found.items()
-        }
-        results.append({"requests": count, "prompt": length, **medians})
-        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    for engine in engines.values():
-        engine.close()
-    import torch
-
-    context = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    report = {
-        **context,
+    say(f"logs: {folder}")
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
         "model": model,
         "layers": kinds,
         "tokens": tokens,
+        "turns": turns,
+        "steps": steps,
         "linears": linear_backend,
-        "ready_s": ready,
-        "cases": results,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "memory_gib": memory,
+        "ready_s": {},
+        "failed": {},
+        "cases": [],
     }
-    if out:
-        out.write_text(json.dumps(report, indent=1) + "\n")
+    run = Run(report, out)
+    try:
+        for plugin in (OF_DSV4ATTN, OF_VLLM) if only is None else (only,):
+            run.start(plugin, Engine(plugin, options, folder, steps), start_limit)
+        for case in cases.split(","):
+            run.measure(*case_of(case))
+    finally:
+        for engine in run.engines.values():
+            engine.close()
     Console().print(table_of(report))
+    if not report["cases"]:
+        raise click.ClickException("no engine was measured")
 
 
-def table_of(report: dict[str, Any]) -> Table:
-    """The results as a table; ratios are those of dsv4attn to vLLM's own attention."""
-    title = f"{report['model']}, {len(report['layers'])} layers, {report['device']}, {report['date']}"
-    table = Table(title=title, caption="ratio: dsv4attn / vLLM's own attention")
-    for name in ("requests", "prompt", "first token, s", "ratio", "per token, ms", "ratio", "tokens/s", "ratio"):
-        table.add_column(name, justify="right")
+def say(text: str) -> None:
+    """Print a line to stderr at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def ratio(values: Mapping[str, float]) -> str:
+    """dsv4attn's value as a multiple of vLLM's, or empty where one is missing. values: by plugin."""
+    return f"{values[OF_DSV4ATTN] / values[OF_VLLM]:.3f}" if {OF_DSV4ATTN, OF_VLLM} <= values.keys() else ""
+
+
+def rows_of(report: Mapping[str, Any]) -> list[list[str]]:
+    """Cells of the table of a report, heads first: of each figure those of both engines, and the ratio."""
+    heads = [[head, "vLLM's own", "ratio"] for head, _ in FIGURES.values()]
+    rows = [["requests", "prompt", *chain.from_iterable(heads)]]
     for case in report["cases"]:
-        ours, own = case.get(OF_DSV4ATTN), case.get(OF_VLLM)
-        shown = ours or own
-        cells = []
-        for name, digits in (("first_token_s", 3), ("per_token_ms", 2), ("tokens_per_s", 0)):
-            ratio = f"{ours[name] / own[name]:.3f}" if ours and own else ""
-            cells += [f"{shown[name]:.{digits}f}", ratio]
-        table.add_row(str(case["requests"]), str(case["prompt"]), *cells)
+        row = [str(case["requests"]), str(case["prompt"])]
+        for name, (_, decimals) in FIGURES.items():
+            values = {plugin: case[plugin][name] for plugin in (OF_DSV4ATTN, OF_VLLM) if plugin in case}
+            row += [f"{values[p]:,.{decimals}f}" if p in values else "" for p in (OF_DSV4ATTN, OF_VLLM)]
+            row.append(ratio(values))
+        rows.append(row)
+    return rows
+
+
+def started(report: Mapping[str, Any]) -> str:
+    """How long both engines took to start."""
+    names = {OF_DSV4ATTN: "with dsv4attn", OF_VLLM: "with vLLM's own attention"}
+    ready, failed = report["ready_s"], [*report["failed"]]
+    parts = [f"{ready[plugin]:.1f} s {name}" for plugin, name in names.items() if plugin in ready]
+    text = "Start-up: " + ", ".join(parts) + (f" (ratio {ratio(ready)})" if ratio(ready) else "") if parts else ""
+    return " ".join([text + "."] * bool(text) + [f"The engine {names[plugin]} failed." for plugin in failed])
+
+
+def table_of(report: Mapping[str, Any]) -> Table:
+    """The results as a table."""
+    title = f"{report['model']}, {len(report['layers'])} layers, {report.get('device', 'no device')}, {report['date']}"
+    heads, *rows = rows_of(report)
+    caption = f"{started(report)} First of three: dsv4attn; ratio: dsv4attn / vLLM's own attention"
+    table = Table(title=title, caption=caption)
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

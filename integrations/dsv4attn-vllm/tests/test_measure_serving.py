@@ -1,0 +1,130 @@
+"""on_gpu/measure_serving.py with engines that are made up, and its tables in docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from on_gpu import measure_serving
+from on_gpu.measure_serving import OF_DSV4ATTN, OF_VLLM
+
+READY_S = {OF_DSV4ATTN: 12.0, OF_VLLM: 10.0}
+PER_TOKEN_MS = {OF_DSV4ATTN: 3.0, OF_VLLM: 4.0}
+FAILS = "FAILS"
+"""A variable that says how vLLM's engine fails."""
+
+
+def serve_made_up(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
+    """Take the place of `serve`: figures grow with each turn, and vLLM's engine fails if it is told to."""
+    plugin = OF_VLLM if environment["DSV4ATTN_VLLM"] == "0" else OF_DSV4ATTN
+    fails = os.environ.get(FAILS, "") if plugin == OF_VLLM else ""
+    # options of vLLM's arrive
+    Path(log).write_text(f"first line {json.dumps(options)}\nlast line of {plugin}\n")
+    if fails == "slowly":
+        time.sleep(60)
+    if fails == "at start":
+        raise SystemExit(1)
+    link.send((READY_S[plugin], {"device": "a device", "torch": "2", "triton": "3", "vllm": "0"}))
+    turn = 0
+    while (work := link.recv()) is not None:
+        prompts, tokens = work
+        turn += 1
+        if fails == "at turn 4" and turn == 4:
+            raise SystemExit(1)
+        figures = {"first_token_s": 0.5 * len(prompts), "per_token_ms": PER_TOKEN_MS[plugin] + turn % 3}
+        link.send({**figures, "tokens_per_s": 1000.0 * tokens})
+
+
+@pytest.fixture(autouse=True)
+def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_serving, "serve", serve_made_up)
+
+
+def run(tmp_path: Path, *options: str) -> tuple[dict[str, Any], Result]:
+    """The file of results, and what the command printed."""
+    file = tmp_path / "out.json"
+    result = CliRunner().invoke(
+        measure_serving.main, ["--json", str(file), "--cases", "1x8,2x8", "--turns", "2", *options]
+    )
+    return json.loads(file.read_text()), result
+
+
+def test_engines_are_measured_by_turns(tmp_path: Path) -> None:
+    report, result = run(tmp_path, "--memory", "1.5", "--max-num-batched-tokens", "512")
+
+    assert result.exit_code == 0
+    assert report["ready_s"] == READY_S
+    assert (report["device"], report["memory_gib"], report["max_num_batched_tokens"]) == ("a device", 1.5, 512)
+    first, second = report["cases"]
+    # turns 2 and 3, as the first one is not counted; then 5 and 6
+    assert first[OF_VLLM] == {"first_token_s": 0.5, "per_token_ms": 5.0, "tokens_per_s": 64000.0}
+    assert second[OF_DSV4ATTN] == {"first_token_s": 1.0, "per_token_ms": 4.0, "tokens_per_s": 64000.0}
+    assert "0.800" in result.output
+    assert "ratio 1.200" in " ".join(result.output.split())
+    [log] = Path(result.stderr.split("logs: ")[1].split("\n")[0]).glob("vllm.log")
+    options = json.loads(log.read_text().split("\n")[0].removeprefix("first line "))
+    assert (options["kv_cache_memory_bytes"], options["max_num_batched_tokens"]) == (3 * 2**29, 512)
+
+
+@pytest.mark.parametrize(("fails", "both"), [("at start", 0), ("at turn 4", 1)])
+def test_an_engine_that_fails_is_left_out_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, both: int
+) -> None:
+    monkeypatch.setenv(FAILS, fails)
+
+    report, result = run(tmp_path)
+
+    assert result.exit_code == 0
+    assert report["failed"][OF_VLLM].startswith("the process ended")
+    assert report["failed"][OF_VLLM].endswith("last line of vllm")
+    assert "last line of vllm" in result.output
+    assert [OF_DSV4ATTN in case for case in report["cases"]] == [True, True]
+    assert sum(OF_VLLM in case for case in report["cases"]) == both
+
+
+def test_an_engine_that_does_not_start_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAILS, "slowly")
+    engine = measure_serving.Engine(OF_VLLM, {}, tmp_path, "all")
+
+    with pytest.raises(measure_serving.EngineError, match="no answer after 1 s"):
+        engine.start(1)
+
+    assert not engine.process.is_alive()
+
+
+def test_one_engine_alone(tmp_path: Path) -> None:
+    report, result = run(tmp_path, "--only", OF_DSV4ATTN)
+
+    assert result.exit_code == 0
+    assert report["ready_s"] == {OF_DSV4ATTN: 12.0}
+    assert all(case.keys() == {"requests", "prompt", OF_DSV4ATTN} for case in report["cases"])
+
+
+def test_nothing_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAILS, "at start")
+
+    report, result = run(tmp_path, "--only", OF_VLLM)
+
+    assert result.exit_code == 1
+    assert report["cases"] == []
+
+
+def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = measure_serving.Run.measure
+
+    def measure_once(self: Any, count: int, length: int) -> None:
+        if self.report["cases"]:
+            raise KeyboardInterrupt
+        measure(self, count, length)
+
+    monkeypatch.setattr(measure_serving.Run, "measure", measure_once)
+
+    report, _ = run(tmp_path)
+
+    assert [case["requests"] for case in report["cases"]] == [1]
