@@ -13,9 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 from on_gpu import measure_serving
 from on_gpu.measure_serving import OF_DSV4ATTN, OF_VLLM
+from on_gpu.measured import BEGIN, END, main, with_tables
 
 READY_S = {OF_DSV4ATTN: 12.0, OF_VLLM: 10.0}
 PER_TOKEN_MS = {OF_DSV4ATTN: 3.0, OF_VLLM: 4.0}
+DOCS = Path(__file__).parents[3] / "docs"
 FAILS = "FAILS"
 """A variable that says how vLLM's engine fails."""
 
@@ -128,3 +130,114 @@ def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, monkeypatc
     report, _ = run(tmp_path)
 
     assert [case["requests"] for case in report["cases"]] == [1]
+
+
+def report_of(**changes: Any) -> dict[str, Any]:
+    """A report with figures that are made up."""
+    figures = {"first_token_s": 1.5, "per_token_ms": 10.0, "tokens_per_s": 20000.0}
+    own = {"first_token_s": 1.0, "per_token_ms": 8.0, "tokens_per_s": 25000.0}
+    return {
+        "device": "NVIDIA H100",
+        "torch": "2.11",
+        "triton": "3.6",
+        "vllm": "0.33.0",
+        "date": "2026-11-27",
+        "model": "flash",
+        "layers": ["swa", "c4a"],
+        "tokens": 64,
+        "turns": 3,
+        "steps": "all",
+        "linears": "auto",
+        "max_num_batched_tokens": 8192,
+        "memory_gib": 8.0,
+        "ready_s": {OF_DSV4ATTN: 30.0, OF_VLLM: 40.0},
+        "failed": {},
+        "cases": [{"requests": 64, "prompt": 1024, OF_DSV4ATTN: figures, OF_VLLM: own}],
+        **changes,
+    }
+
+
+def pages_of(tmp_path: Path, *reports: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The reports in the file, and the lines of the page, after all of these were put there one after another."""
+    file, page, new = (tmp_path / name for name in ("file.json", "page.md", "new.json"))
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for report in reports:
+        new.write_text(json.dumps(report))
+        main(str(file), str(page), str(new))
+    return json.loads(file.read_text())["reports"], page.read_text().splitlines()
+
+
+def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
+    _, lines = pages_of(tmp_path, report_of())
+
+    assert lines == [
+        "before",
+        BEGIN,
+        "",
+        (
+            "**Flash's sizes, 2 layers** (swa, c4a). NVIDIA H100, torch 2.11, Triton 3.6, vLLM 0.33.0, 2026-11-27; "
+            "steps `all`, 64 tokens of each answer, at most 8,192 tokens in a step, 8 GiB of caches, medians of 3 turns. "
+            "Start-up: 30.0 s with dsv4attn, 40.0 s with vLLM's own attention (ratio 0.750)."
+        ),
+        "",
+        (
+            "| requests | prompt | first token, s: dsv4attn | vLLM | ratio | per token, ms: dsv4attn | vLLM | ratio "
+            "| tokens/s: dsv4attn | vLLM | ratio |"
+        ),
+        f"|{' --- |' * 11}",
+        "| 64 | 1024 | 1.500 | 1.000 | 1.500 | 10.00 | 8.00 | 1.250 | 20,000 | 25,000 | 0.800 |",
+        "",
+        END,
+        "after",
+    ]
+
+
+def test_reports_of_models_machines_and_days_are_kept_apart(tmp_path: Path) -> None:
+    others = [{"model": "pro"}, {"device": "NVIDIA H200"}, {"date": "2026-11-28"}, {"memory_gib": 4.0}]
+
+    reports, lines = pages_of(tmp_path, report_of(), *(report_of(**changes) for changes in others))
+
+    known = [(r["date"], r["model"], r["device"]) for r in reports]
+    assert known == [
+        ("2026-11-28", "flash", "NVIDIA H100"),
+        ("2026-11-27", "flash", "NVIDIA H100"),
+        ("2026-11-27", "flash", "NVIDIA H100"),
+        ("2026-11-27", "flash", "NVIDIA H200"),
+        ("2026-11-27", "pro", "NVIDIA H100"),
+    ]
+    assert sum(line.startswith("| requests") for line in lines) == 5
+
+
+def test_a_second_report_of_the_same_run_adds_its_cases(tmp_path: Path) -> None:
+    [case] = report_of()["cases"]
+    longer, again = {**case, "prompt": 8192}, {**case, OF_VLLM: case[OF_DSV4ATTN]}
+
+    [report], _ = pages_of(tmp_path, report_of(), report_of(cases=[longer, again], ready_s={OF_DSV4ATTN: 20.0}))
+
+    assert report["cases"] == [again, longer]
+    assert report["ready_s"] == {OF_DSV4ATTN: 20.0, OF_VLLM: 40.0}
+
+
+def test_of_an_engine_that_failed_the_page_has_its_name_and_no_log(tmp_path: Path) -> None:
+    [case] = report_of()["cases"]
+    alone = {name: value for name, value in case.items() if name != OF_VLLM}
+    failed = report_of(cases=[alone], ready_s={OF_DSV4ATTN: 30.0}, failed={OF_VLLM: "a log with a folder"})
+
+    [report], lines = pages_of(tmp_path, failed)
+
+    assert report["failed"] == [OF_VLLM]
+    assert lines[3].endswith("Start-up: 30.0 s with dsv4attn. The engine with vLLM's own attention failed.")
+    assert lines[7] == "| 64 | 1024 | 1.500 |  |  | 10.00 |  |  | 20,000 |  |  |"
+
+
+def test_a_report_without_cases_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no case"):
+        pages_of(tmp_path, report_of(cases=[]))
+
+
+def test_the_tables_on_the_page_are_those_of_the_reports() -> None:
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    reports = json.loads((DOCS / "bench" / "vllm-measured.json").read_text(encoding="utf-8"))["reports"]
+
+    assert page.count(BEGIN) == page.count(END) == 1
+    assert with_tables(page, reports) == page

@@ -64,6 +64,8 @@ CACHES = "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TILELANG_TMP_DIR", "VLLM_CAC
 """Variables that name a folder for compiled code."""
 LOG_CHARACTERS = 3000
 """At the end of the log of an engine that failed, which are printed and saved."""
+WIDTH = 160
+"""Characters in a line of the table."""
 FIGURES = {
     "first_token_s": ("first token, s", 3),
     "per_token_ms": ("per token, ms", 2),
@@ -356,7 +358,7 @@ def main(
     finally:
         for engine in run.engines.values():
             engine.close()
-    Console().print(table_of(report))
+    Console(width=WIDTH).print(table_of(report))
     if not report["cases"]:
         raise click.ClickException("no engine was measured")
 
@@ -373,7 +375,7 @@ def ratio(values: Mapping[str, float]) -> str:
 
 def rows_of(report: Mapping[str, Any]) -> list[list[str]]:
     """Cells of the table of a report, heads first: of each figure those of both engines, and the ratio."""
-    heads = [[head, "vLLM's own", "ratio"] for head, _ in FIGURES.values()]
+    heads = [[f"{head}: dsv4attn", "vLLM", "ratio"] for head, _ in FIGURES.values()]
     rows = [["requests", "prompt", *chain.from_iterable(heads)]]
     for case in report["cases"]:
         row = [str(case["requests"]), str(case["prompt"])]
@@ -398,7 +400,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
     """The results as a table."""
     title = f"{report['model']}, {len(report['layers'])} layers, {report.get('device', 'no device')}, {report['date']}"
     heads, *rows = rows_of(report)
-    caption = f"{started(report)} First of three: dsv4attn; ratio: dsv4attn / vLLM's own attention"
+    caption = f"{started(report)} vLLM: with its own attention; ratio: dsv4attn / vLLM"
     table = Table(title=title, caption=caption)
     for head in heads:
         table.add_column(head, justify="right")

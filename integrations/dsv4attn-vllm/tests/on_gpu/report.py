@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def table(results: Mapping[str, Any]) -> str:
     heads = ["scenario", "backend", "rms", "tokens equal", "gap"]
     compares = any(name.endswith(BY_VLLM) for name in scenarios)
     heads += ["rms of vLLM's own"] * compares + ["notes"]
-    rows = [heads, ["---"] * len(heads)]
+    rows = [heads]
     for name, figures in scenarios.items():
         if name.endswith(BY_VLLM):
             continue
@@ -59,16 +59,27 @@ def table(results: Mapping[str, Any]) -> str:
         own = scenarios.get(name + BY_VLLM)
         own_cells = [f"{own['rms']:.4f}" if own else ""] if compares else []
         rows.append([name, ", ".join(figures["backend"]), *numbers, *own_cells, ", ".join(notes)])
-    if not any(row[-1] for row in rows[2:]):
+    if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown. rows: the first one has the heads."""
+    heads, *others = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *others))
+
+
+def between(page: str, begin: str, end: str, text: str) -> str:
+    """The page with a text between two marks."""
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def with_table(page: str, results: Mapping[str, Any]) -> str:
     """The page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+    return between(page, BEGIN, END, table(results))
 
 
 def main(folder: str, file: str, page: str = "") -> None:
