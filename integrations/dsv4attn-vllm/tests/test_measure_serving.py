@@ -40,7 +40,7 @@ def serve_made_up(link: Connection, log: str, environment: dict[str, str], optio
         if fails == "at turn 4" and turn == 4:
             raise SystemExit(1)
         figures = {"first_token_s": 0.5 * len(prompts), "per_token_ms": PER_TOKEN_MS[plugin] + turn % 3}
-        link.send({**figures, "tokens_per_s": 1000.0 * tokens})
+        link.send({**figures, "decode_ms": 2.0, "tokens_per_s": 1000.0 * tokens})
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +65,8 @@ def test_engines_are_measured_by_turns(tmp_path: Path) -> None:
     assert (report["device"], report["memory_gib"], report["max_num_batched_tokens"]) == ("a device", 1.5, 512)
     first, second = report["cases"]
     # turns 2 and 3, as the first one is not counted; then 5 and 6
-    assert first[OF_VLLM] == {"first_token_s": 0.5, "per_token_ms": 5.0, "tokens_per_s": 64000.0}
-    assert second[OF_DSV4ATTN] == {"first_token_s": 1.0, "per_token_ms": 4.0, "tokens_per_s": 64000.0}
+    assert first[OF_VLLM] == {"first_token_s": 0.5, "per_token_ms": 5.0, "decode_ms": 2.0, "tokens_per_s": 64000.0}
+    assert second[OF_DSV4ATTN] == {"first_token_s": 1.0, "per_token_ms": 4.0, "decode_ms": 2.0, "tokens_per_s": 64000.0}
     assert "0.800" in result.output
     assert "ratio 1.200" in " ".join(result.output.split())
     [log] = Path(result.stderr.split("logs: ")[1].split("\n")[0]).glob("vllm.log")
@@ -108,6 +108,19 @@ def test_one_engine_alone(tmp_path: Path) -> None:
     assert all(case.keys() == {"requests", "prompt", OF_DSV4ATTN} for case in report["cases"])
 
 
+def test_engines_that_start_at_once_have_no_time_of_start(tmp_path: Path) -> None:
+    """Their caches stay in the folder that is asked for, and more options reach both."""
+    folder = tmp_path / "kept"
+
+    report, result = run(tmp_path, "--at-once", "--folder", str(folder), "--options", '{"seed": 3}')
+
+    assert result.exit_code == 0
+    assert (report["ready_s"], report["options"]) == ({}, {"seed": 3})
+    assert report["cases"][0].keys() == {"requests", "prompt", OF_DSV4ATTN, OF_VLLM}
+    for plugin in (OF_DSV4ATTN, OF_VLLM):
+        assert '"seed": 3' in (folder / f"{plugin}.log").read_text()
+
+
 def test_nothing_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILS, "at start")
 
@@ -134,8 +147,8 @@ def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, monkeypatc
 
 def report_of(**changes: Any) -> dict[str, Any]:
     """A report with figures that are made up."""
-    figures = {"first_token_s": 1.5, "per_token_ms": 10.0, "tokens_per_s": 20000.0}
-    own = {"first_token_s": 1.0, "per_token_ms": 8.0, "tokens_per_s": 25000.0}
+    figures = {"first_token_s": 1.5, "per_token_ms": 10.0, "decode_ms": 6.0, "tokens_per_s": 20000.0}
+    own = {"first_token_s": 1.0, "per_token_ms": 8.0, "decode_ms": 5.0, "tokens_per_s": 25000.0}
     return {
         "device": "NVIDIA H100",
         "torch": "2.11",
@@ -150,6 +163,7 @@ def report_of(**changes: Any) -> dict[str, Any]:
         "linears": "auto",
         "max_num_batched_tokens": 8192,
         "memory_gib": 8.0,
+        "options": {},
         "ready_s": {OF_DSV4ATTN: 30.0, OF_VLLM: 40.0},
         "failed": {},
         "cases": [{"requests": 64, "prompt": 1024, OF_DSV4ATTN: figures, OF_VLLM: own}],
@@ -176,16 +190,16 @@ def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
         "",
         (
             "**Flash's sizes, 2 layers** (swa, c4a). NVIDIA H100, torch 2.11, Triton 3.6, vLLM 0.33.0, 2026-11-27; "
-            "steps `all`, 64 tokens of each answer, at most 8,192 tokens in a step, 8 GiB of caches, medians of 3 turns. "
-            "Start-up: 30.0 s with dsv4attn, 40.0 s with vLLM's own attention (ratio 0.750)."
+            "steps `all`, 64 tokens of each answer, at most 8,192 tokens in a step, 8 GiB of caches, medians of 3 "
+            "turns. Start-up: 30.0 s with dsv4attn, 40.0 s with vLLM's own attention (ratio 0.750)."
         ),
         "",
         (
             "| requests | prompt | first token, s: dsv4attn | vLLM | ratio | per token, ms: dsv4attn | vLLM | ratio "
-            "| tokens/s: dsv4attn | vLLM | ratio |"
+            "| in decode, ms: dsv4attn | vLLM | ratio | tokens/s: dsv4attn | vLLM | ratio |"
         ),
-        f"|{' --- |' * 11}",
-        "| 64 | 1024 | 1.500 | 1.000 | 1.500 | 10.00 | 8.00 | 1.250 | 20,000 | 25,000 | 0.800 |",
+        f"|{' --- |' * 14}",
+        "| 64 | 1024 | 1.500 | 1.000 | 1.500 | 10.00 | 8.00 | 1.250 | 6.00 | 5.00 | 1.200 | 20,000 | 25,000 | 0.800 |",
         "",
         END,
         "after",
@@ -227,7 +241,7 @@ def test_of_an_engine_that_failed_the_page_has_its_name_and_no_log(tmp_path: Pat
 
     assert report["failed"] == [OF_VLLM]
     assert lines[3].endswith("Start-up: 30.0 s with dsv4attn. The engine with vLLM's own attention failed.")
-    assert lines[7] == "| 64 | 1024 | 1.500 |  |  | 10.00 |  |  | 20,000 |  |  |"
+    assert lines[7] == "| 64 | 1024 | 1.500 |  |  | 10.00 |  |  | 6.00 |  |  | 20,000 |  |  |"
 
 
 def test_a_report_without_cases_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ start as on a new machine; but DeepGEMM's kernels, which both need, are compiled
 with dsv4attn.
 
     first token   seconds from the arrival of all requests to the last first token
-    per token     milliseconds between two tokens of a request, the median over requests
+    per token     milliseconds between two tokens of a request, the median over requests; prompts of others included
+    in decode     milliseconds between two tokens of the request whose first token came last: all prompts are done then
     tokens/s      generated tokens of all requests in a second, prompts included in the time
 
 An engine that does not start, or ends, is left out: the end of its log is printed, and the other one is measured. The
@@ -39,7 +40,7 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).parents[1]))
 from released_sizes import FP8, MODELS, RELEASED
 
-OF_DSV4ATTN, OF_VLLM = "dsv4attn", "vllm"
+PLUGINS = OF_DSV4ATTN, OF_VLLM = "dsv4attn", "vllm"
 KINDS = {
     "swa": "sliding_attention",
     "c4a": "compressed_sparse_attention",
@@ -69,6 +70,7 @@ WIDTH = 160
 FIGURES = {
     "first_token_s": ("first token, s", 3),
     "per_token_ms": ("per token, ms", 2),
+    "decode_ms": ("in decode, ms", 2),
     "tokens_per_s": ("tokens/s", 0),
 }
 """Figures of a case: the head of the column, and how many decimals are shown."""
@@ -147,10 +149,12 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
         seconds = time.perf_counter() - begin
         firsts = [output.metrics.first_token_latency for output in outputs]
         between = [(output.metrics.last_token_ts - output.metrics.first_token_ts) / (tokens - 1) for output in outputs]
+        last = max(range(len(outputs)), key=lambda i: outputs[i].metrics.first_token_ts)
         link.send(
             {
                 "first_token_s": max(firsts),
                 "per_token_ms": statistics.median(between) * 1e3,
+                "decode_ms": between[last] * 1e3,
                 "tokens_per_s": tokens * len(outputs) / seconds,
             }
         )
@@ -238,8 +242,8 @@ class Run:
         self.report["failed"][plugin] = str(error)
         say(f"{plugin}: {error}")
 
-    def start(self, plugin: str, engine: Engine, limit: float) -> None:
-        """Wait until an engine is ready, for this number of seconds at most."""
+    def start(self, plugin: str, engine: Engine, limit: float, *, is_alone: bool = True) -> None:
+        """Wait until an engine is ready, for this number of seconds at most. is_alone: no other starts meanwhile."""
         try:
             engine.start(limit)
         except EngineError as error:
@@ -247,7 +251,8 @@ class Run:
         else:
             self.engines[plugin] = engine
             self.report |= engine.context
-            self.report["ready_s"][plugin] = engine.ready_s
+            if is_alone:
+                self.report["ready_s"][plugin] = engine.ready_s
             say(f"{plugin}: ready after {engine.ready_s:.1f} s")
         self.save()
 
@@ -300,6 +305,9 @@ def case_of(text: str) -> tuple[int, int]:
 @click.option("--max-num-batched-tokens", default=8192, show_default=True, help="of a step")
 @click.option("--memory", default=8.0, show_default=True, help="GiB of the caches of keys of each engine")
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
+@click.option("--at-once", is_flag=True, help="start both engines at once; how long they take is then not measured")
+@click.option("--options", "more", default="{}", help="of vLLM's LLM, more for both engines, as JSON")
+@click.option("--folder", type=Path, help="for logs and compiled code; with that of an earlier run, both start warm")
 @click.option("--only", type=click.Choice([OF_DSV4ATTN, OF_VLLM]), help="one engine alone")
 @click.option("--json", "out", type=Path, help="file for the results")
 def main(
@@ -314,6 +322,9 @@ def main(
     max_num_batched_tokens: int,
     memory: float,
     start_limit: float,
+    at_once: bool,
+    more: str,
+    folder: Path | None,
     only: str | None,
     out: Path | None,
 ) -> None:
@@ -332,8 +343,10 @@ def main(
         "enable_prefix_caching": False,
         "linear_backend": linear_backend,
         "compilation_config": {"cudagraph_capture_sizes": CAPTURED},
+        **json.loads(more),
     }
-    folder = Path(tempfile.mkdtemp(prefix="dsv4attn-vllm-"))
+    folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-vllm-"))
+    folder.mkdir(parents=True, exist_ok=True)
     say(f"logs: {folder}")
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
@@ -345,14 +358,16 @@ def main(
         "linears": linear_backend,
         "max_num_batched_tokens": max_num_batched_tokens,
         "memory_gib": memory,
+        "options": json.loads(more),
         "ready_s": {},
         "failed": {},
         "cases": [],
     }
     run = Run(report, out)
     try:
-        for plugin in (OF_DSV4ATTN, OF_VLLM) if only is None else (only,):
-            run.start(plugin, Engine(plugin, options, folder, steps), start_limit)
+        engines = ((plugin, Engine(plugin, options, folder, steps)) for plugin in PLUGINS if only in (None, plugin))
+        for plugin, engine in [*engines] if at_once else engines:
+            run.start(plugin, engine, start_limit, is_alone=not at_once)
         for case in cases.split(","):
             run.measure(*case_of(case))
     finally:

@@ -54,8 +54,10 @@ def title_of(report: Mapping[str, Any]) -> str:
     steps = f"steps `{report['steps']}`, {report['tokens']} tokens of each answer"
     limits = f"at most {report['max_num_batched_tokens']:,} tokens in a step, {report['memory_gib']:g} GiB of caches"
     linears = "" if report["linears"] == "auto" else f"linears of vLLM by `{report['linears']}`, "
+    options = f"options `{json.dumps(report['options'])}`, " if report["options"] else ""
     machine = f"{report['device']}, {versions}, {report['date']}"
-    return f"{model}. {machine}; {steps}, {limits}, {linears}medians of {report['turns']} turns. {started(report)}"
+    turns = f"medians of {report['turns']} turns"
+    return f"{model}. {machine}; {steps}, {limits}, {linears}{options}{turns}. {started(report)}"
 
 
 def tables(reports: Sequence[Mapping[str, Any]]) -> str:
