@@ -36,7 +36,6 @@ from dsv4attn_vllm.indexer import (
     indexer_class,
     indexer_globals,
 )
-from dsv4attn_vllm.invariance import scores_of
 from dsv4attn_vllm.metadata import Backend, SWABackend, V41Backend, V41SWABackend
 from dsv4attn_vllm.records import V41IndexPages, v41_records
 from dsv4attn_vllm.replacements import original
@@ -82,6 +81,7 @@ class Dsv4Attention(_Layer):
         self._geometry = serving.layer(self.compress_ratio)
         self._bound: LayerCaches | None = None
         self._raw_q_steps = RawQSteps()
+        self._invariant_product = serving.layer_ops.arithmetic(deterministic=True).linear
         self._keep_wo_a()
         self._put_steps()
         serving.start_compiling()
@@ -109,20 +109,30 @@ class Dsv4Attention(_Layer):
         return [compressor for compressor in compressors if compressor is not None]
 
     def _run_parallel_input_projections(self, hidden_states: Tensor) -> tuple[Tensor | None, ...]:
-        """Queries and keys, scores of the layer's compressor and of its indexer's, weights of the indexer.
+        """What attention, compressors and indexer get, as vLLM's layer of this model returns it.
 
-        On a deterministic backend scores are multiplied here, one product after another.
+        vLLM makes scores of compressors by `torch.mm` with `out_dtype`, which its batch-invariant mode leaves as it is:
+        a library picks a kernel, and the order of its sums, by the number of rows. On a deterministic backend they are
+        products of dsv4attn's, and all products are computed one after another.
         """
         if not self._serving.backend.deterministic:
             results: tuple[Tensor | None, ...] = super()._run_parallel_input_projections(hidden_states)
             return results
-        compressors = (self.compressor, None if self.indexer is None else self.indexer.compressor)
-        scores, index_scores = (
-            None if compressor is None else scores_of(hidden_states, compressor.fused_wkv_wgate.weight)
-            for compressor in compressors
-        )
-        weights = None if self.indexer is None else self.indexer.weights_proj(hidden_states)[0]
-        return self._fused_wqa_wkv_gemm(hidden_states), scores, index_scores, weights
+        return self._invariant_inputs(hidden_states)
+
+    def _invariant_inputs(self, hidden_states: Tensor) -> tuple[Tensor | None, ...]:
+        """Queries and keys, scores of the layer's compressor and of its indexer's, weights of the indexer."""
+        indexer = self.indexer
+        index_scores = self._scores(hidden_states, None if indexer is None else indexer.compressor)
+        weights = None if indexer is None else indexer.weights_proj(hidden_states)[0]
+        queries_and_keys = self._fused_wqa_wkv_gemm(hidden_states)
+        return queries_and_keys, self._scores(hidden_states, self.compressor), index_scores, weights
+
+    def _scores(self, hidden_states: Tensor, compressor: Any) -> Tensor | None:  # noqa: ANN401 - vLLM's module
+        """What a compressor gets: [T, columns] fp32, whose row bits do not depend on the number of rows."""
+        if compressor is None:
+            return None
+        return self._invariant_product(hidden_states, compressor.fused_wkv_wgate.weight, torch.float32)
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
@@ -348,6 +358,11 @@ class Dsv41Attention(Dsv4Attention, _V41Layer):
             adopt(self.compressor, self._serving)
         elif self._serving.inserts_entries:
             adopt_insert(self.compressor, self._serving)
+
+    def _invariant_inputs(self, hidden_states: Tensor) -> tuple[Tensor | None, ...]:
+        """Queries and keys, scores of the compressor, weights of the indexer, which has no compressor of its own."""
+        weights = None if self.indexer is None else self.indexer.weights_proj(hidden_states)[0]
+        return self._fused_wqa_wkv_gemm(hidden_states), self._scores(hidden_states, self.compressor), weights
 
     # ---------------------------------------------------------------- caches
 

@@ -247,11 +247,11 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         _replaced(
             f"{_V41}.attention:DeepseekV4Attention",
             "attention:Dsv41Attention",
-            "_fused_qnorm_rope_kv_insert _indexer_cls _o_proj forward_kv forward_mqa",
+            "_fused_qnorm_rope_kv_insert _indexer_cls _o_proj _run_parallel_input_projections forward_kv forward_mqa",
             callers=(f"{_V41}.amd.model", f"{_V41}.nvidia.model"),
         ),
         Called(f"{_V41}.attention:DeepseekV4Attention", "_compressed_kv_cache"),
-        Called(f"{_V41}.attention:DeepseekV4Attention", "_run_parallel_input_projections", 1),
+        Called(f"{_V41}.attention:DeepseekV4Attention", "_fused_wqa_wkv_gemm", 1),
         Called(f"{_V41}.attention:DeepseekV4Attention", "_split_qkv_and_norm", 1),
         Called(f"{_V41}.attention:DeepseekV4Attention", "_wo_b_proj", 1),
         _replaced(f"{_V41}.attention:DeepseekV4Attention", "attention:Dsv41Attention", "get_padded_num_q_heads"),
@@ -280,7 +280,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Stored(
             f"{_V41}.attention:DeepseekV4Indexer",
             "attn_cls compress_ratio head_dim indexer_op k_cache k_norm n_head owns_k "
-            "topk_indices_buffer topk_tokens wk",
+            "topk_indices_buffer topk_tokens weights_proj wk",
         ),
         _replaced(_INDEXER, "indexer:V41Selector", "forward", like="forward_cuda"),
         _replaced(
@@ -295,7 +295,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
             "insert_cache",
             callers=(f"{_V41}.attention",),
         ),
-        Stored(f"{_V41}.compressor:DeepseekCompressor", _COMPRESSOR),
+        Stored(f"{_V41}.compressor:DeepseekCompressor", (*_COMPRESSOR, "fused_wkv_wgate")),
         _replaced(
             f"{_V41}.compressor:CompressorStateCache", "compressor:V41StateCache", "get_attn_backend", callers=_RUNNER
         ),

@@ -1,4 +1,4 @@
-"""vLLM's batch-invariant mode, `VLLM_BATCH_INVARIANT=1`: what refuses it, and the sums that vLLM leaves open there.
+"""vLLM's batch-invariant mode, `VLLM_BATCH_INVARIANT=1`: what refuses it.
 
 In this mode the bits of a request do not depend on the other requests of a step. vLLM changes its linears, norms,
 experts, sampler and all-reduce. Attention and the steps around it are invariant on a deterministic backend of dsv4attn.
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE
 
-__all__ = ["PLATFORMS", "ROWS", "SWITCH", "check_invariance", "is_invariant", "scores_of"]
+__all__ = ["PLATFORMS", "SWITCH", "check_invariance", "is_invariant"]
 
 SWITCH = "VLLM_BATCH_INVARIANT"
 """vLLM's variable."""
@@ -23,9 +19,6 @@ SWITCH = "VLLM_BATCH_INVARIANT"
 PLATFORMS = ("cuda",)
 """Where the mode is served, as `replacements.platform_name`. On other platforms vLLM's layers multiply by kernels that
 the mode does not change (ROCm, CPU), or nothing of it was tried (Intel GPUs)."""
-
-ROWS = 32
-"""Rows of every product of `scores_of`."""
 
 _NEEDED = (INDEXER, COMPRESSOR, MHC)
 _MEGA_MOE = "mega_moe"
@@ -60,16 +53,3 @@ def check_invariance(vllm_config: Any, steps: frozenset[str], platform: str, *, 
     if _MEGA_MOE in experts:
         expected = "experts that are routed in the same way for any number of tokens"
         raise RefusedError("--moe-backend", expected=expected, actual=experts, cure=f"leave it out, or {leave}")
-
-
-def scores_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """What a compressor gets: hidden [T, K] bf16 times weight [N, K] bf16 transposed, summed in fp32: [T, N] fp32.
-
-    vLLM calls `torch.mm` with all rows, which it leaves as it is in this mode: a library picks a kernel, and the order
-    of its sums, by the number of rows. Here every product has ROWS rows, those past the last row being zeros.
-    """
-    tokens = hidden.shape[0]
-    rows = pad(hidden, (0, 0, 0, -tokens % ROWS))
-    if not tokens:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return torch.cat([torch.mm(part, weight.T, out_dtype=torch.float32) for part in rows.split(ROWS)])[:tokens]

@@ -172,7 +172,9 @@ class Serving:
         layouts = {"swa": self.swa_layout, "compressed": self.compressed_layout, "index": self.index_layout}
         steps = self.steps | {COMPRESSOR} if self.inserts_entries else self.steps
         parts = tuple(part for step, several in _PARTS.items() if step in steps for part in several)
-        return WarmupSpec.of(self.model, self.limits, layer_steps=bool(parts), parts=parts, **layouts)
+        # a deterministic backend makes the inputs of compressors, whoever runs them
+        around = bool(parts) or self.backend.deterministic
+        return WarmupSpec.of(self.model, self.limits, layer_steps=around, parts=parts, **layouts)
 
     def start_compiling(self) -> None:
         """Compile all kernels in another thread, the first time this is called. vLLM loads weights meanwhile."""

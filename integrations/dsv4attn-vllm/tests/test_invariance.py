@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dsv4attn_vllm import arguments, attention, hyper_connections, invariance, serving
+from dsv4attn_vllm import arguments, hyper_connections, invariance, serving
 from dsv4attn_vllm.compressor import StateCache
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.invariance import SWITCH, scores_of
+from dsv4attn_vllm.invariance import SWITCH
 from engine import Request, config_of
-from models import V4, V41, Model
+from models import V4, V41, Model, engine_of
 from test_arguments import config_of_unchecked, on_cuda
 from torch import Tensor
 from vllm.config import VllmConfig
-from whole import WholeEngine, products_in_fp64, whole_engine
+from whole import WholeEngine, whole_engine
 
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.errors import NoBackendError
 
 STEPS = "DSV4ATTN_VLLM_STEPS"
@@ -151,26 +153,60 @@ def test_bits_of_a_request_are_those_that_it_has_alone(monkeypatch: pytest.Monke
 def test_a_sum_that_depends_on_the_number_of_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what the compressors get."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    monkeypatch.setattr(
-        attention, "scores_of", lambda hidden, weight: scores_of(hidden, weight) * (1 + 0.01 * len(hidden))
-    )
     with whole_engine(CUDAAttention, kinds=("c4a",)) as engine:
+        [layer] = engine.layers
+        product = layer._invariant_product
+        layer._invariant_product = lambda x, *options: product(x, *options) * (1 + 0.01 * len(x))
         assert equal_layers(engine) == [False]
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 33])
-def test_scores_are_products_of_one_shape(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    hidden, weight = torch.randn(tokens, 64).bfloat16(), torch.randn(48, 64).bfloat16()
-    shapes, product = set(), torch.mm
+def ask_for_deterministic(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
+    """Ask for a deterministic backend, without vLLM's mode."""
+    file = folder / "dsv4attn.toml"
+    file.write_text(f"[options.{name}]\ndeterministic = true\n")
+    for variable, value in {SWITCH: "0", "DSV4ATTN_BACKEND": name, "DSV4ATTN_CONFIG": str(file)}.items():
+        monkeypatch.setenv(variable, value)
 
-    def seen(a: Tensor, b: Tensor, **options: Any) -> Tensor:
-        shapes.add(tuple(a.shape))
-        return product(a, b, **options)
 
-    with products_in_fp64():
-        monkeypatch.setattr(torch, "mm", seen)
-        scores = scores_of(hidden, weight)
+CUTS = [[70], [1, 69], [32, 38], [7, 0, 57, 1, 5], [3, 64, 3]]
+"""Rows of each product."""
 
-    assert (scores.shape, scores.dtype) == ((tokens, 48), torch.float32)
-    assert torch.equal(scores, (hidden.double() @ weight.double().T).float())
-    assert shapes == {(32 if tokens else 0, 64)}
+
+@pytest.mark.parametrize("model", [V4, V41], ids=str)
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_bits_of_what_compressors_get_do_not_depend_on_the_rows_of_a_product(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Model, name: str
+) -> None:
+    """Scores of the compressors of a layer, of hidden states that are cut in several ways, in fp32.
+
+    V4.1 has such products too on a deterministic backend, though the mode is refused for it.
+    """
+    ask_for_deterministic(monkeypatch, tmp_path, name)
+    with engine_of(model, name) as engine:
+        layer = next(layer for layer in engine.layers if layer.compressor is not None and layer.indexer is not None)
+        compressors = [layer.compressor, layer.indexer.compressor] if model is V4 else [layer.compressor]
+        hidden = torch.randn(70, layer.hidden_size).bfloat16()
+        results = [[layer._run_parallel_input_projections(part) for part in hidden.split(rows)] for rows in CUTS]
+
+        # queries and keys, these scores, weights of the indexer
+        assert len(results[0][0]) == len(compressors) + 2
+        for number, compressor in enumerate(compressors, start=1):
+            first, *others = (torch.cat([inputs[number] for inputs in parts]) for parts in results)
+            exact = hidden.double() @ compressor.fused_wkv_wgate.weight.double().T
+            assert (first.dtype, first.shape) == (torch.float32, exact.shape)
+            assert (first - exact).abs().max() < 1e-5 * exact.abs().max()
+            assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("steps", ["none", "all"])
+def test_kernels_of_these_products_are_compiled_before_the_first_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: str
+) -> None:
+    """On a deterministic backend, whether compressors are vLLM's or not."""
+    ask_for_deterministic(monkeypatch, tmp_path, "triton")
+    monkeypatch.setenv(STEPS, steps)
+    served = serving.serving_of(config_of())
+
+    names = {v.name for v in served.backend.kernel_variants(served.bounds(), DeviceFacts.named("h100"))}
+
+    assert {"product_kernel", "described_product_kernel"} <= names

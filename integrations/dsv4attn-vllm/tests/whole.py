@@ -24,6 +24,7 @@ from engine import Engine, Request, config_of, model_folder, world
 from torch import Tensor
 
 import dsv4attn as ds
+from dsv4attn.core.torch_ops.tiles import gives_fp32
 
 SMALL = {"index_topk": 8, "index_n_heads": 16}
 """Few entries to select, so that short contexts have more; few heads, for Triton's interpreter."""
@@ -82,6 +83,8 @@ def products_in_fp64() -> Iterator[None]:
         return torch.from_numpy(wide).to(out_dtype or a.dtype)
 
     library = torch.library.Library("aten", "IMPL")
+    # whether torch multiplies into fp32 is tried once, and here it does
+    gives_fp32.cache_clear()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -90,6 +93,7 @@ def products_in_fp64() -> Iterator[None]:
         yield
     finally:
         library._destroy()
+        gives_fp32.cache_clear()
 
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
