@@ -51,7 +51,7 @@ index queries. mhc: hyper-connections. products: products with the weights of de
 MEASUREMENTS = (*KERNELS, "step", "scaling", "host", "layer", *LAYER_OPS)
 """step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host.
 layer: whole layers, the price of deterministic ones, and the share of each step of a layer."""
-PEER_NAMES = ("flash_mla", "vllm", "flashinfer", "deep_gemm", "flashinfer_topk")
+PEER_NAMES = ("flash_mla", "vllm", "flashinfer", "deep_gemm", "flashinfer_topk", "vllm_topk", "vllm_auto_topk")
 """Names of `peers.PEERS` and `layer_op_peers.LAYER_OP_PEERS`, which import torch."""
 HEAD_DIM, ROPE_DIM, WINDOW, WINDOW_PAGE = 512, 64, 128, 64
 
@@ -88,6 +88,11 @@ class Preset:
     def v41(self) -> bool:
         """Whether it is a layer of DeepSeek-V4.1, whose queries have no norm and whose caches have several records."""
         return self.model.startswith("v4.1")
+
+    @property
+    def selects(self) -> bool:
+        """Whether it selects entries, with an indexer of the heads that V4 has."""
+        return self.kind is LayerKind.CSA and not self.v41
 
     @property
     def columns(self) -> int:

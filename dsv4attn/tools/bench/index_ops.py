@@ -29,7 +29,7 @@ from dsv4attn.tools.bench.layer_ops import LayerOpCase
 __all__ = ["PAGE", "IndexInputs", "index_task", "select_task", "selection_bounds"]
 
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
-HEADS, DIM, TOPK = _FLASH.index_n_heads, _FLASH.index_head_dim, _FLASH.index_topk
+HEADS, DIM = _FLASH.index_n_heads, _FLASH.index_head_dim
 PAGE = 64
 _LAYOUT = KVCacheLayout.index_fp8(DIM)
 _LIMIT = 5e-3
@@ -66,7 +66,10 @@ class IndexInputs:
 
     @logits.default
     def _logits_of_the_reference(self) -> Tensor:
-        return self.logits_call(reference())()
+        if self.case.requests > 1:
+            return self.logits_call(reference())()
+        # the keys of one request are read once for all of its tokens
+        return self._of_one_request(reference().layer_ops.fp8_mqa_logits)()
 
     def logits_call(self, backend: Backend) -> Callable[[], Tensor]:
         """A backend's op on these inputs. Raises UnsupportedError if the backend has none."""
@@ -77,6 +80,10 @@ class IndexInputs:
         if self.cache is not None:
             # a plan is for engines that have one: our backends make none
             return partial(op, self.q, self.cache, self.weights, self.lens, self.table, None, self.case.keys)
+        return self._of_one_request(op)
+
+    def _of_one_request(self, op: Callable[..., Tensor]) -> Callable[[], Tensor]:
+        """An op on gathered keys, those of the first request."""
         first, keys = torch.zeros_like(self.lens[0]), (self.codes[0], self.scales[0])
         return partial(op, self.q[0], keys, self.weights, first, self.lens[0])
 
@@ -113,7 +120,7 @@ def select_task(case: LayerOpCase, device: torch.device) -> Task:
     request = torch.arange(case.requests, dtype=torch.int32, device=device).repeat_interleave(case.tokens)
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
-        out = torch.empty(case.count, TOPK, dtype=torch.int32, device=device)
+        out = torch.empty(case.count, case.topk, dtype=torch.int32, device=device)
         select = backend.layer_ops.select_topk
         token_map = TokenMap(inputs.table, request, inputs.lens.flatten())
 
@@ -122,8 +129,8 @@ def select_task(case: LayerOpCase, device: torch.device) -> Task:
 
         return Contender(name, run, lambda: out.fill_(-1), lambda: selection_bounds(inputs, out))
 
-    moved = inputs.bytes + 4 * TOPK * case.count
-    expected = [inputs.logits.topk(TOPK).values[:, -1:].expand(-1, 2)]
+    moved = inputs.bytes + 4 * case.topk * case.count
+    expected = [inputs.logits.topk(case.topk).values[:, -1:].expand(-1, 2)]
     return Task(case, inputs.flops, moved, contender, inputs, _LIMIT, fp8=True, expected=expected)
 
 

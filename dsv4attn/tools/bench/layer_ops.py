@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from dsv4attn.core.model.geometry import ModelGeometry
 
-__all__ = ["LayerOpCase", "layer_op_cases"]
+__all__ = ["LayerOpCase", "layer_op_cases", "selections"]
 
 _DECODES = (
     (1, 8192, 1),
@@ -26,6 +26,11 @@ _DECODES = (
 _PROMPTS = ((2048, 2048), (2048, 8192), (2048, 32768), (256, 32768))
 """(tokens, index keys) of one request."""
 _SMALL_DECODES = ((1, 1024, 1), (4, 1024, 1), (4, 1024, 2))
+_LENGTHS = (8192, 32768, 131072, 262144)
+"""Index keys of each request, in `selections`."""
+_SMALL_LENGTHS = (2048,)
+_BATCHES = (1, 8, 64)
+_FLASH_TOPK = ModelGeometry.preset("deepseek-v4-flash").index_topk
 _STEPS = ("save c4a", "save index", "save c128a", "store c4a", "store index", "store c128a", "query index")
 _STREAMS = ("pre", "post", "post+pre", "head")
 
@@ -40,6 +45,7 @@ class LayerOpCase:
     requests: R - requests.
     tokens: tokens of each request in this step.
     keys: index keys of each request.
+    topk: K - of select, entries that a token selects.
     hidden: d - hidden size. Of products: elements of a row of both factors.
     columns: of products, elements of a row of the result.
     seed: seed of the inputs.
@@ -57,6 +63,7 @@ class LayerOpCase:
     hidden: int = 0
     columns: int = 0
     seed: int = 0
+    topk: int = _FLASH_TOPK
 
     @property
     def name(self) -> str:
@@ -75,20 +82,34 @@ def layer_op_cases(kernels: Sequence[str], *, small: bool) -> list[LayerOpCase]:
     return [case for kernel in kernels for case in makers[kernel](small=small)]
 
 
+def selections(topks: Sequence[int], batches: Sequence[int] | None, tokens: int, *, small: bool) -> list[LayerOpCase]:
+    """Selections at several lengths, prompts first.
+
+    topks: numbers of selected entries, one for each layer. batches: requests of the decodes, or None for 1, 8 and 64.
+    tokens: of the prompts. small: for a CPU.
+    """
+    lengths = _SMALL_LENGTHS if small else _LENGTHS
+    shapes = [(1, keys, tokens) for keys in lengths]
+    shapes += [(requests, keys, 1) for requests in batches or _BATCHES for keys in lengths]
+    cases = (evolve(_index_inputs("select", "paged", *shape), topk=topk) for topk in topks for shape in shapes)
+    # the shorter name is that of Flash, as in the list of `layer_op_cases`
+    return [case if case.topk == _FLASH_TOPK else evolve(case, label=f"{case.label} K={case.topk}") for case in cases]
+
+
 def _index(*, small: bool) -> Iterator[LayerOpCase]:
     for requests, keys, tokens in _SMALL_DECODES if small else _DECODES:
-        yield _index_inputs("index", "paged", requests, tokens, keys)
+        yield _index_inputs("index", "paged", requests, keys, tokens)
     for tokens, keys in ((32, 1024),) if small else _PROMPTS:
         yield LayerOpCase("index", "gathered", f"t={tokens} k={keys}", 1, tokens, keys, seed=keys)
 
 
 def _select(*, small: bool) -> Iterator[LayerOpCase]:
     for requests, keys, tokens in _SMALL_DECODES if small else _DECODES:
-        yield _index_inputs("select", "paged", requests, tokens, keys)
-    yield _index_inputs("select", "paged", 1, *((32, 1024) if small else (2048, 8192)))
+        yield _index_inputs("select", "paged", requests, keys, tokens)
+    yield _index_inputs("select", "paged", 1, *((1024, 32) if small else (8192, 2048)))
 
 
-def _index_inputs(kernel: str, step: str, requests: int, tokens: int, keys: int) -> LayerOpCase:
+def _index_inputs(kernel: str, step: str, requests: int, keys: int, tokens: int) -> LayerOpCase:
     return LayerOpCase(kernel, step, f"b={requests} t={tokens} k={keys}", requests, tokens, keys, seed=keys + requests)
 
 

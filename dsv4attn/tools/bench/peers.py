@@ -7,7 +7,9 @@ the reason of its row. Results of peers are checked like those of backends. A pe
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from typing import Any, Protocol
 
@@ -52,8 +54,10 @@ def missing(module: str, *names: str) -> str | None:
     """Why functions of a module cannot be had, or None."""
     package = module.partition(".")[0]
     try:
-        importlib.import_module(package)
-        functions = importlib.import_module(module)
+        # what a library prints meanwhile is no result of ours
+        with redirect_stdout(sys.stderr):
+            importlib.import_module(package)
+            functions = importlib.import_module(module)
     except ModuleNotFoundError as error:
         return f"{package} is not installed" if error.name == package else f"{package} lacks a module: {error.name}"
     except Exception as error:  # noqa: BLE001 - importing another package may raise anything

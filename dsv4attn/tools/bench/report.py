@@ -14,7 +14,7 @@ from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.compare import Comparison
 from dsv4attn.tools.bench.context import ContextResult, ContextRun
 from dsv4attn.tools.bench.result import Run
-from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, BenchRow, geomeans, pair_means
+from dsv4attn.tools.bench.runner import BEST, FAILED, MEASURED, REFUSED, WRONG, BenchRow, geomeans, pair_means
 
 __all__ = ["comparison_text", "context_text", "layer_tables", "run_text"]
 
@@ -99,11 +99,13 @@ def _kernel_table(title: str, rows: Sequence[BenchRow]) -> Table:
     """One line for each row, without the reasons of rows that have no time: those are listed below the tables."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.vs))
     headings = ["case", "by", "time us", "spread", "TFLOP/s", "GB/s", "roofline", "error", *(f"x {p}" for p in peers)]
-    paired = any(row.records for row in rows)
+    several, paired = len(peers) > 1, any(row.records for row in rows)
+    headings += ["best peer", "x best"] if several else []
     headings += ["x 584/584"] if paired else []
     lines = []
     for row in rows:
         ratios = [f"{row.vs[peer]:.2f}" if peer in row.vs else "" for peer in peers]
+        ratios += [row.best_peer or "", f"{row.vs_best:.2f}" if row.vs_best else ""] if several else []
         ratios += [f"{row.vs_584:.2f}" if row.vs_584 else ""] if paired else []
         # the kernel is in the title
         lines.append([row.case.partition(" ")[2], row.by, *_numbers(row), *ratios])
@@ -134,7 +136,8 @@ def _rate(value: float | None) -> str:
 
 def _lines(run: Run) -> Iterator[Text]:
     for (kernel, by, peer), ratio in geomeans(run.rows).items():
-        count = sum(1 for row in run.rows if (row.series or row.kernel, row.by) == (kernel, by) and peer in row.vs)
+        rows = [row for row in run.rows if (row.series or row.kernel, row.by) == (kernel, by)]
+        count = sum(1 for row in rows if (row.vs if peer == BEST else peer in row.vs))
         yield Text(f"{kernel}: {by} runs at {ratio:.2f} of {peer}'s speed (geometric mean of {count} cases)")
     for (kernel, by, records), ratio in pair_means(run.rows).items():
         count = sum(bool(row.vs_584) for row in run.rows if (row.kernel, row.by, row.records) == (kernel, by, records))

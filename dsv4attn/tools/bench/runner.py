@@ -32,6 +32,7 @@ from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.whole_layer import LayerCase, layer_time
 
 __all__ = [
+    "BEST",
     "FAILED",
     "MEASURED",
     "REFUSED",
@@ -43,6 +44,8 @@ __all__ = [
     "time_what_is_right",
 ]
 
+BEST = "the best peer"
+"""Stands for the fastest peer of each case in means."""
 MEASURED, WRONG, FAILED, REFUSED = "measured", "wrong", "failed", "refused"
 """States of a row. wrong: its error is above the limit. failed: it raised. refused: its support said no."""
 
@@ -97,6 +100,16 @@ class BenchRow:
     vs_584: float | None = None
 
     @property
+    def best_peer(self) -> str | None:
+        """The fastest peer, if a peer was measured in the same rounds."""
+        return min(self.vs, key=self.vs.__getitem__, default=None)
+
+    @property
+    def vs_best(self) -> float | None:
+        """Speed relative to the fastest peer."""
+        return min(self.vs.values(), default=None)
+
+    @property
     def roofline(self) -> float | None:
         """Time that the roofline allows, as a fraction of the measured time."""
         return self.least / self.median if self.median else None
@@ -113,8 +126,8 @@ class BenchRow:
 
     def as_json(self) -> dict[str, object]:
         """Plain values. Numbers that are not finite are null."""
-        derived = {"roofline": self.roofline, "tflops": self.tflops, "gbytes": self.gbytes}
-        values = {**asdict(self), **derived}
+        derived = {"roofline": self.roofline, "tflops": self.tflops, "gbytes": self.gbytes, "vs_best": self.vs_best}
+        values = {**asdict(self), **derived, "best_peer": self.best_peer}
         return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
     @classmethod
@@ -362,12 +375,26 @@ def _relative_to_584(rows: list[BenchRow]) -> list[BenchRow]:
 
 
 def geomeans(rows: Sequence[BenchRow]) -> dict[tuple[str, str, str], float]:
-    """Geometric mean of the speed relative to a peer over all cases of a kernel: (kernel, by, peer) -> ratio."""
+    """Geometric mean of the speed relative to a peer over all cases of a kernel: (kernel, by, peer) -> ratio.
+
+    Of several peers there is also BEST, the fastest of each case.
+    """
     logs: dict[tuple[str, str, str], list[float]] = {}
+    several = _with_several_peers(rows)
     for row in rows:
-        for peer, ratio in row.vs.items():
-            logs.setdefault((row.series or row.kernel, row.by, peer), []).append(log(ratio))
+        kernel = row.series or row.kernel
+        best = {BEST: row.vs_best} if row.vs_best and kernel in several else {}
+        for peer, ratio in {**row.vs, **best}.items():
+            logs.setdefault((kernel, row.by, peer), []).append(log(ratio))
     return {key: exp(sum(values) / len(values)) for key, values in logs.items()}
+
+
+def _with_several_peers(rows: Sequence[BenchRow]) -> set[str]:
+    """Kernels, or lines of scaling, with times of more than one peer."""
+    peers: dict[str, set[str]] = {}
+    for row in rows:
+        peers.setdefault(row.series or row.kernel, set()).update(row.vs)
+    return {kernel for kernel, names in peers.items() if len(names) > 1}
 
 
 def pair_means(rows: Sequence[BenchRow]) -> dict[tuple[str, str, str], float]:

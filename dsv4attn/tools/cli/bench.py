@@ -98,7 +98,8 @@ class _Bench(click.Command):
         is_flag=False,
         flag_value=ALL,
         shell_complete=complete.peers,
-        help="Also time other libraries: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk. Without NAMES: all.",
+        help="Also time other libraries: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk, "
+        "vllm_topk, vllm_auto_topk. Without NAMES: all.",
     ),
     BENCH_JSON,
     text(
@@ -151,7 +152,10 @@ def bench(
     Every result is compared with that of the reference backend, before and after it is timed. The reference computes in
     fp32, and `dsv4attn conform reference` proves it. A wrong result gets no time. Times are medians of rounds in which
     all calls run in turn. The roofline is measured in the same run. --cases, --batches and --tokens do not change
-    index, select, compress, mhc and products.
+    index, compress, mhc and products.
+
+    select has a short list of cases. `--cases flash_c4,pro_c4` asks for selections of 512 or 1,024 entries from 8,192
+    to 262,144 index keys: prompts of --tokens, 2,048 by default, and decodes of --batches, 1, 8 and 64 by default.
 
     v41_r1 and v41_r2 are layers of DeepSeek-V4.1. Calls that read pages are timed there with records of 584/584,
     528/528 and 528/288 bytes (window/compressed). The last column is the speed as a multiple of that with 584/584.
@@ -279,7 +283,7 @@ def _measured(options: _Asked, *, shown: bool) -> Run:
     backends = _backends(options.backends, place)
     size = _size(options, sizes(place.type))
     small = place.type == "cpu"
-    cases = _cases(what, presets, size, small=small)
+    cases = _cases(options, what, presets, size, small=small)
     peers = _peers(options, {case.kernel for case in cases})
     hosts = host_cases() if "host" in what else []
     layers = layer_cases(small=small) if "layer" in what else []
@@ -331,17 +335,22 @@ def _measured(options: _Asked, *, shown: bool) -> Run:
 
 
 def _cases(
-    what: Sequence[str], presets: Sequence[str], size: CaseSizes, *, small: bool
+    options: _Asked, what: Sequence[str], presets: Sequence[str], size: CaseSizes, *, small: bool
 ) -> list[KernelCase | LayerOpCase]:
     """Cases whose results are rows: all but the host's and those of whole layers."""
-    from dsv4attn.tools.bench.cases import LAYER_OPS, cases_of
-    from dsv4attn.tools.bench.layer_ops import layer_op_cases
+    from dsv4attn.tools.bench.cases import LAYER_OPS, PRESETS, cases_of
+    from dsv4attn.tools.bench.layer_ops import layer_op_cases, selections
     from dsv4attn.tools.bench.scaling import scaling_cases
 
     kernels = [kernel for kernel in what if kernel not in (*LAYER_OPS, "scaling", "host", "layer")]
     lines = scaling_cases(small=small) if "scaling" in what else []
-    around = layer_op_cases([kernel for kernel in what if kernel in LAYER_OPS], small=small)
-    return [*cases_of(kernels, presets, size), *lines, *around]
+    around = [kernel for kernel in what if kernel in LAYER_OPS]
+    selected: list[LayerOpCase] = []
+    if options.cases and "select" in around:
+        topks = [PRESETS[name].topk for name in presets if PRESETS[name].selects]
+        selected = selections(topks, options.batches, size.tokens, small=small)
+    short = [kernel for kernel in around if kernel != "select" or not selected]
+    return [*cases_of(kernels, presets, size), *lines, *layer_op_cases(short, small=small), *selected]
 
 
 def _peers(options: _Asked, kernels: set[str]) -> list[Peer | DeepGEMM]:

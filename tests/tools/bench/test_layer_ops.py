@@ -11,9 +11,9 @@ from attrs import evolve
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.layer_ops import StatePages, TokenMap
-from dsv4attn.tools.bench.cases import LAYER_OPS
+from dsv4attn.tools.bench.cases import LAYER_OPS, PRESETS
 from dsv4attn.tools.bench.index_ops import index_task, select_task, selection_bounds
-from dsv4attn.tools.bench.layer_ops import LayerOpCase, layer_op_cases
+from dsv4attn.tools.bench.layer_ops import LayerOpCase, layer_op_cases, selections
 from dsv4attn.tools.bench.runner import MEASURED, WRONG, BenchRow, Runner
 from tests.layer_ops import TorchOps
 from tests.tools.bench.sample_runs import ROOF
@@ -190,6 +190,23 @@ def test_names_are_unique_and_cpu_cases_are_few() -> None:
     assert (1, 262144, 1) in paged
     assert (64, 32768, 2) in paged
     assert max(case.count * max(case.keys, 1) for case in layer_op_cases(LAYER_OPS, small=True)) <= 32 * 1024
+
+
+def test_selections_of_a_layer_are_prompts_and_decodes_at_several_lengths() -> None:
+    assert [name for name, preset in PRESETS.items() if preset.selects] == ["flash_c4", "pro_c4"]
+    cases = selections([512, 1024], None, 2048, small=False)
+
+    assert len({case.name for case in cases}) == len(cases)
+    lengths = [8192, 32768, 131072, 262144]
+    for topk in (512, 1024):
+        shapes = [(case.requests, case.tokens, case.keys) for case in cases if case.topk == topk]
+        decodes = [(requests, 1, keys) for requests in (1, 8, 64) for keys in lengths]
+        assert shapes == [*((1, 2048, keys) for keys in lengths), *decodes]
+    short = {case.name: case for case in layer_op_cases(["select"], small=False)}
+    assert all(short.get(case.name, case) == case for case in cases), "one name, one case"
+    assert "select paged b=1 t=2048 k=8192" in short
+    assert {case.requests for case in selections([512], (3,), 5, small=True)} == {1, 3}
+    assert selections([], None, 5, small=True) == []
 
 
 def test_work_is_counted_by_hand() -> None:

@@ -17,7 +17,7 @@ from dsv4attn.core.contract.backend import AttentionCall, Backend, GatheredKeys
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.cases import ATTENTION, KERNELS, PAIRS, CaseSizes, cases_of, decodes
 from dsv4attn.tools.bench.result import load
-from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, BenchRow, Runner, geomeans, pair_means
+from dsv4attn.tools.bench.runner import BEST, FAILED, MEASURED, REFUSED, WRONG, BenchRow, Runner, geomeans, pair_means
 from tests.tools.bench.sample_runs import ROOF, row, run
 
 SIZE = CaseSizes((2,), 3, 5, 20, 2)
@@ -318,6 +318,25 @@ def test_a_step_is_compared_with_its_bare_products() -> None:
 def test_geometric_means_are_by_kernel_and_peer() -> None:
     values = geomeans([row(vs={"p": 2.0}), row("decode x b=1", vs={"p": 8.0}), row("prefill x t=1", vs={"p": 3.0})])
     assert values == {("decode", "ours", "p"): pytest.approx(4.0), ("prefill", "ours", "p"): pytest.approx(3.0)}
+
+
+def test_of_several_peers_the_fastest_of_each_case_is_named(tmp_path: Path) -> None:
+    first, second = row("select a", vs={"p": 2.0, "q": 8.0}), row("select b", vs={"p": 2.0, "q": 0.5})
+    rows_of_p = [row("index a", vs={"p": 3.0}), row("mhc a")]
+
+    assert [(r.best_peer, r.vs_best) for r in (first, second, *rows_of_p)] == [
+        ("p", 2.0),
+        ("q", 0.5),
+        ("p", 3.0),
+        (None, None),
+    ]
+    means = geomeans([first, second, *rows_of_p])
+    assert means["select", "ours", BEST] == pytest.approx(1.0)
+    assert ("index", "ours", BEST) not in means, "there is one peer"
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(run([first, second]).as_json()))
+    assert [saved["best_peer"] for saved in json.loads(file.read_text())["rows"]] == ["p", "q"]
+    assert load(file, "--from").rows == (first, second)
 
 
 def test_decodes_of_one_token_are_decodes() -> None:

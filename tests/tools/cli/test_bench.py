@@ -20,6 +20,7 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.tools.bench import whole_layer
 from dsv4attn.tools.bench.cases import LAYER_OPS
+from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS
 from dsv4attn.tools.bench.layer_ops import layer_op_cases
 from dsv4attn.tools.bench.overhead import overhead
 from dsv4attn.tools.bench.report import comparison_text, run_text
@@ -109,7 +110,7 @@ def test_steps_scaling_and_the_host_are_asked_for_by_name(machine: Machine, monk
 def test_steps_around_attention_are_asked_for_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {case.kernel: case for case in layer_op_cases(LAYER_OPS, small=True)}
     monkeypatch.setattr("dsv4attn.tools.bench.layer_ops.layer_op_cases", lambda kernels, **_: [few[k] for k in kernels])
-    for name in ("deep_gemm", "flashinfer"):
+    for name in ("deep_gemm", "flashinfer", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
     code, values = machine.json("bench", *LAYER_OPS, "--rounds", "1", "--peers")
 
@@ -120,7 +121,7 @@ def test_steps_around_attention_are_asked_for_by_name(machine: Machine, monkeypa
     # torch is a peer of products alone, and is always there
     assert [row["kernel"] for row in values["rows"]].count("products") == 2
     assert values["roofline"]["fp8_flops_s"] is None
-    assert set(values["unavailable"]) == {"deep_gemm", "flashinfer_topk"}, "peers that have one of these steps"
+    assert set(values["unavailable"]) == {*LAYER_OP_PEERS}, "peers that have one of these steps"
 
 
 @pytest.mark.matrix
@@ -360,8 +361,8 @@ def test_a_peer_that_is_not_here_is_no_failure(machine: Machine, monkeypatch: py
     assert values["unavailable"] == {name: f"{name} is not installed" for name in ("flash_mla", "vllm", "flashinfer")}
 
 
-def printed(values: Any) -> list[str]:
-    out = Console(width=60, file=sys.stdout, no_color=True)
+def printed(values: Any, width: int = 60) -> list[str]:
+    out = Console(width=width, file=sys.stdout, no_color=True)
     with out.capture() as captured:
         out.print(values, crop=False)
     return [line.rstrip() for line in captured.get().splitlines()]
@@ -373,6 +374,29 @@ def test_no_number_is_cut_off_in_a_narrow_terminal() -> None:
 
     assert "…" not in "".join(shown)
     assert any({"123,456,789", "1.25", "2.0e-03"} <= {*line.split()} for line in shown)
+
+
+def test_a_table_of_several_peers_names_the_best_of_each_case() -> None:
+    rows = [row("select a", vs={"p": 2.0, "q": 8.0}), row("select b", vs={"q": 0.5}), row("index a", vs={"p": 3.0})]
+    lines = printed(run_text(run(rows)), width=200)
+    heads = [line.partition(" error ")[2] for line in lines if " error " in line]
+    cells = [line.partition(" 2.0e-03 ")[2].split() for line in lines if " 2.0e-03 " in line]
+
+    assert [" ".join(head.split()) for head in heads] == ["x p x q best peer x best", "x p"]
+    assert cells == [["2.00", "8.00", "p", "2.00"], ["0.50", "q", "0.50"], ["3.00"]]
+    assert "select: ours runs at 1.00 of the best peer's speed (geometric mean of 2 cases)" in lines
+
+
+def test_named_layers_have_selections_at_several_lengths(machine: Machine) -> None:
+    code, values = machine.json(
+        "bench", "select", "--cases", "flash_c4,pro_c4", "--batches", "1", "--tokens", "3", "--rounds", "1"
+    )
+
+    assert code == 0
+    shapes = ["b=1 t=3 k=2048", "b=1 t=1 k=2048"]
+    assert [row["case"] for row in values["rows"]] == [
+        f"select paged {shape}{model}" for model in ("", " K=1024") for shape in shapes
+    ]
 
 
 def test_the_end_names_ratios_cliffs_and_reasons() -> None:
