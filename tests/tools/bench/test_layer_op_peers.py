@@ -17,7 +17,7 @@ from dsv4attn.tools.bench.compressor import compressor_task
 from dsv4attn.tools.bench.contenders import Contender, Task
 from dsv4attn.tools.bench.hyper_connections import mhc_task
 from dsv4attn.tools.bench.index_ops import index_task, select_task
-from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS
+from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS, _whole_rows
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 from dsv4attn.tools.bench.peers import missing
 from dsv4attn.tools.bench.result import peer_versions
@@ -310,6 +310,18 @@ def test_deep_gemm_may_be_that_of_vllms_wheel(monkeypatch: pytest.MonkeyPatch) -
 
     assert contender is not None
     assert error_of(contender, task) < 1e-5
+
+
+def test_rows_with_gaps_are_widened_and_copied_only_if_they_must_be() -> None:
+    memory = torch.arange(24.0)
+    gaps = memory.view(4, 6)[1:, :5]
+    cut = memory[:23].as_strided((4, 5), (6, 1))
+
+    assert _whole_rows(gaps).data_ptr() == gaps.data_ptr()
+    assert _whole_rows(gaps).tolist() == memory.view(4, 6)[1:].tolist()
+    assert _whole_rows(cut).tolist() == cut.tolist(), "the last row ends with the memory"
+    assert _whole_rows(memory.view(6, 4).T).tolist() == memory.view(6, 4).T.tolist()
+    assert all(_whole_rows(rows).is_contiguous() for rows in (gaps, cut, memory.view(6, 4).T))
 
 
 def test_what_a_peer_prints_when_it_is_imported_is_no_result(
