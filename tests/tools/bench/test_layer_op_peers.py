@@ -315,7 +315,7 @@ def test_deep_gemm_may_be_that_of_vllms_wheel(monkeypatch: pytest.MonkeyPatch) -
 def test_rows_with_gaps_are_widened_and_copied_only_if_they_must_be() -> None:
     memory = torch.arange(24.0)
     gaps = memory.view(4, 6)[1:, :5]
-    cut = memory[:23].as_strided((4, 5), (6, 1))
+    cut = memory[:23].clone().as_strided((4, 5), (6, 1))
 
     assert _whole_rows(gaps).data_ptr() == gaps.data_ptr()
     assert _whole_rows(gaps).tolist() == memory.view(4, 6)[1:].tolist()
