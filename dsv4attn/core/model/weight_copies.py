@@ -158,9 +158,10 @@ class WeightCopies:
         if follow_each_other(tensors):
             self._sources[name] = self._states(values, written=False)
             first = tensors[0]
-            # not a view of the first: torch makes no views of tensors of inference mode whose memory was exchanged
+            # not a view of the first: torch makes no views of tensors of inference mode whose memory was exchanged.
+            # not with its strides: a single row is dense to torch whatever its stride is
             memory = torch.empty(0, dtype=dtype, device=first.device)
-            memory.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
+            memory.set_(first.untyped_storage(), first.storage_offset(), shape, (shape[1], 1))
             self._made[name] = memory
             return memory
         sources = self._states(values)
@@ -171,16 +172,19 @@ class WeightCopies:
             # who has kept a tensor that lay there keeps its values
             del self._made[name]
         memory = self._memory(name, shape, dtype, tensors[0].device)
-        for number, (place, (part, value)) in enumerate(zip(memory.split(rows), values.items(), strict=True)):
-            tensor = tensors[number]
+        places = memory.split(rows)
+        for tensor, place, (part, value) in zip(tensors, places, values.items(), strict=True):
             if tensor.element_size() == 1:
                 converted(value, part, place)
             elif not lies_in(tensor, place):
                 place.copy_(tensor.detach())
                 if can_move(tensor):
                     tensor.data = place
+        # one tensor under two names lies in one of two places, and what is written to it must be seen
+        copied = {id(tensor) for tensor, place in zip(tensors, places, strict=True) if not lies_in(tensor, place)}
+        read = {id(tensor) for tensor in tensors} - copied
         self._sources[name] = [
-            (owner, attribute, tensor, TensorState(tensor, values=False) if _is_within(tensor, memory) else state)
+            (owner, attribute, tensor, TensorState(tensor, values=False) if id(tensor) in read else state)
             for owner, attribute, tensor, state in sources
         ]
         return memory
@@ -261,11 +265,6 @@ def _matrix(value: Weight) -> Tensor:
 def _dense_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which a matrix is multiplied."""
     return torch.bfloat16 if tensor.element_size() == 1 else tensor.dtype
-
-
-def _is_within(tensor: Tensor, memory: Tensor) -> bool:
-    """Whether a tensor lies in a memory, so that what is written to it is written there."""
-    return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
 def check_not_captured(device: torch.device, name: str) -> None:

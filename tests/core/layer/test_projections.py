@@ -442,6 +442,33 @@ def test_weights_that_follow_each_other_are_read_where_they_are() -> None:
     assert not joined_memory.follow_each_other([parts["b"], parts["a"]])
 
 
+def test_modules_that_get_one_weight_later_see_what_is_written_to_it() -> None:
+    """The weight lies in the place of one module, and the other has a copy."""
+    modules = {name: nn.Linear(8, 4, bias=False).requires_grad_(requires_grad=False) for name in "ab"}
+    copies, x = WeightCopies(), torch.randn(3, 8)
+    products = Projections("x", copies, linear)
+    products.load(modules)
+    modules["b"].weight = modules["a"].weight
+    for _ in range(2):
+        assert copies.changed()
+        products.load(modules)
+        assert not copies.changed()
+        expected = x @ modules["a"].weight.t()
+        for product in products(x).values():
+            torch.testing.assert_close(product, expected)
+        modules["a"].weight.mul_(2)
+
+
+def test_the_stride_of_a_single_row_is_not_that_of_the_weights_after_it() -> None:
+    fused = torch.randn(9, 8)
+    parts = {"a": fused.as_strided((1, 8), (16, 1)), "b": fused[1:5]}
+    size = fused.untyped_storage().nbytes()
+    products, count = project(parts, torch.eye(8))
+    assert count == 1
+    assert all(torch.equal(products[name], part.t()) for name, part in parts.items())
+    assert fused.untyped_storage().nbytes() == size
+
+
 def test_weights_of_inference_mode_are_joined() -> None:
     with torch.inference_mode():
         weights = {"a": torch.randn(2, 8), "b": torch.randn(3, 8)}
