@@ -2,7 +2,8 @@
 
 A tensor that is moved keeps its object, name, shape, dtype and `requires_grad`; only its memory is another. Other
 tensors that share the old memory would no longer see what is written to it. So a tensor moves only if it has its memory
-for itself, as far as torch knows: no other tensor uses it, and neither numpy nor another process has it.
+for itself, as far as torch knows: no other tensor uses it, and neither numpy nor another process has it. Tensors that
+move together may have shared their memory before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["can_move", "follow_each_other", "lies_in", "users_of"]
+__all__ = ["follow_each_other", "lies_in", "movable", "users_of"]
 
 
 def follow_each_other(tensors: Sequence[Tensor]) -> bool:
@@ -41,11 +42,34 @@ def lies_in(tensor: Tensor, place: Tensor) -> bool:
     )
 
 
-def can_move(tensor: Tensor) -> bool:
-    """Whether the tensor can be given other memory, and nothing else notices."""
+def movable(tensors: Sequence[Tensor]) -> list[bool]:
+    """Which of the tensors can be given other memory together, so that nothing else notices.
+
+    Of a tensor that is named twice, only the first can: it has one memory. Tensors of one byte an element stay.
+    """
+    by_memory: dict[int, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        if tensor.element_size() > 1 and _has_own_memory(tensor):
+            by_memory.setdefault(tensor.untyped_storage().data_ptr(), {})[id(tensor)] = tensor
+    able: set[int] = set()
+    for sharing in by_memory.values():
+        ordered = sorted(sharing.values(), key=Tensor.data_ptr)
+        ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in ordered]
+        apart = all(end <= after.data_ptr() for end, after in zip(ends, ordered[1:], strict=False))
+        if apart and users_of(ordered[0]) == len(ordered):
+            able.update(sharing)
+    answers = []
+    for tensor in tensors:
+        answers.append(id(tensor) in able)
+        able.discard(id(tensor))
+    return answers
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is dense, is not computed from another, and torch manages its memory in this process alone."""
     if not _is_plain(tensor) or tensor.grad_fn is not None or (tensor.device.type == "cpu" and tensor.is_shared()):
         return False
-    return tensor.untyped_storage().resizable() and users_of(tensor) == 1
+    return tensor.untyped_storage().resizable()
 
 
 def users_of(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.model.joined_memory import can_move, follow_each_other, lies_in, users_of
+from dsv4attn.core.model.joined_memory import follow_each_other, lies_in, movable, users_of
 from dsv4attn.core.model.quantized_weight import Weight, check_weight, converted, scaled_weight, tensors_of
 from dsv4attn.core.model.tensor_state import TensorState
 from dsv4attn.core.reprs import fields_repr
@@ -173,12 +173,14 @@ class WeightCopies:
             del self._made[name]
         memory = self._memory(name, shape, dtype, tensors[0].device)
         places = memory.split(rows)
-        for tensor, place, (part, value) in zip(tensors, places, values.items(), strict=True):
+        # those that lie in their places stay; they are asked for too, as others may share their memory
+        moves = movable(tensors)
+        for tensor, place, moved, (part, value) in zip(tensors, places, moves, values.items(), strict=True):
             if tensor.element_size() == 1:
                 converted(value, part, place)
             elif not lies_in(tensor, place):
                 place.copy_(tensor.detach())
-                if can_move(tensor):
+                if moved:
                     tensor.data = place
         # one tensor under two names lies in one of two places, and what is written to it must be seen
         copied = {id(tensor) for tensor, place in zip(tensors, places, strict=True) if not lies_in(tensor, place)}
@@ -252,8 +254,8 @@ def _not_joined(tensors: Mapping[str, Tensor]) -> list[str]:
     addresses: Sequence[int] = [tensor.data_ptr() for tensor in tensors.values()]
     return [
         name
-        for name, tensor in tensors.items()
-        if tensor.element_size() > 1 and (not can_move(tensor) or addresses.count(tensor.data_ptr()) > 1)
+        for (name, tensor), moves in zip(tensors.items(), movable([*tensors.values()]), strict=True)
+        if tensor.element_size() > 1 and (not moves or addresses.count(tensor.data_ptr()) > 1)
     ]
 
 

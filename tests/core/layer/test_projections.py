@@ -305,6 +305,32 @@ def test_values_that_a_caller_keeps_are_not_overwritten() -> None:
     assert torch.equal(run(whole, 0)[0], before)
 
 
+def test_weights_are_held_once_again_when_who_kept_their_values_is_gone() -> None:
+    """Whoever keeps a `state_dict` while one weight gets other memory keeps the memory of all weights."""
+    model = Model(values_of())
+    whole = layer_of(model.weights())
+    before, kept = run(whole, 0)[0], model.state_dict()
+    model.wkv.data = model.wkv.data.clone()
+    assert torch.equal(run(whole, 0)[0], before)
+    assert held(whole.layers[0]) > own_bytes(model.parameters())
+    del kept
+    whole.layers[0].refresh()
+    assert held(whole.layers[0]) == own_bytes(model.parameters())
+    assert torch.equal(run(whole, 0)[0], before)
+
+
+def test_tensors_move_together_unless_others_use_their_memory() -> None:
+    wide, other = torch.empty(9, 4), torch.randn(2, 4)
+    parts = [torch.empty(0).set_(wide.untyped_storage(), start * 4, (rows, 4)) for start, rows in ((4, 5), (0, 3))]
+    assert joined_memory.movable([*parts, other]) == [False, False, True]
+    del wide
+    assert joined_memory.movable([*parts, other]) == [True, True, True]
+    assert joined_memory.movable(parts[:1]) == [False]
+    assert joined_memory.movable([other, other]) == [True, False]
+    parts.append(torch.empty(0).set_(parts[0].untyped_storage(), 8, (3, 4)))
+    assert joined_memory.movable([*parts, other]) == [False, False, False, True], "two of them overlap"
+
+
 def test_two_layers_of_the_same_weights_share_their_memory() -> None:
     values = values_of()
     first, second = layer_of(values), layer_of(values)
