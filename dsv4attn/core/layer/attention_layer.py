@@ -126,6 +126,8 @@ class DeepseekV4Attention:
             raise ArgumentError("context_parallel", expected=f"None with {geometry.name}", actual="ranks", hint=hint)
         _check_limits(geometry, limits)
         weights.check(geometry, index)
+        self._weights, self._forms = weights, _forms(weights)
+        _check_one_device(self._forms)
         _check_phases(backend, limits, context_parallel)
         self.geometry, self.layer, self.limits, self.backend = geometry, layer, limits, backend
         self._copies, self._group = WeightCopies(), process_group
@@ -185,7 +187,6 @@ class DeepseekV4Attention:
         self._source_caches: DeepseekV4Caches | None = None
         self.selected_in: tuple[ReferenceType[DeepseekSparseSWAMetadata], ReferenceType[ForwardContext]] | None = None
         """Metadata and context of the step in which the indexer selected last, on layers that others read from."""
-        self._weights, self._forms = weights, _forms(weights)
         self._weight_dtype = self._forms["wq_a"][0]
         parts = self._copies, *(part.copies for part in (self.compressor, self.indexer) if part is not None)
         if self.indexer is not None and self.indexer.compressor is not None:
@@ -553,6 +554,16 @@ def _forms(weights: AttentionWeights) -> dict[str, tuple[torch.dtype, torch.devi
         tensor = value if isinstance(value, Tensor) else value.weight
         forms[name] = torch.bfloat16 if tensor.element_size() == 1 else tensor.dtype, tensor.device
     return forms
+
+
+def _check_one_device(forms: Mapping[str, tuple[torch.dtype, torch.device]]) -> None:
+    """Raise ArgumentError unless all weights are on the device of the first: torch multiplies by a meta tensor too."""
+    (first, (_, device)), *others = forms.items()
+    for name, (_, other) in others:
+        if other != device:
+            hint = f"load weights.{name}" if other.type == "meta" else "move all weights to the device of the layer"
+            expected = f"a tensor on {device}, like weights.{first}"
+            raise ArgumentError(f"weights.{name}", expected=expected, actual=f"one on {other}", hint=hint)
 
 
 def _shown(form: tuple[torch.dtype, torch.device] | None) -> str:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dsv4attn.core.attention.checks import check_same_device
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.core.reprs import one_line
+from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.errors import ArgumentError
@@ -28,8 +30,8 @@ class HyperConnections:
     geometry: of the model.
     weights: fn, base and scale of the sublayer.
     layer_ops: the table of ops of the layer's backend.
-    norm_weight: [d] - of the RMSNorm of the input of the sublayer, or None. Raises ArgumentError unless the weights
-    have the shapes of the model.
+    norm_weight: [d] bf16 or fp32 - of the RMSNorm of the input of the sublayer, or None.
+    Raises ArgumentError unless the weights have the shapes of the model and are on one device.
 
     A change of a weight is noticed before each `pre` and `after`, as `DeepseekV4Attention` notices it. After other
     writes call `refresh`.
@@ -55,6 +57,14 @@ class HyperConnections:
         """Take weights, and make copies of those that are not fp32."""
         geometry, copies = self._geometry, self._copies
         weights.check(geometry)
+        if norm_weight is not None:
+            check_tensor("norm_weight", norm_weight, str(geometry.hidden_size), (torch.bfloat16, torch.float32), {})
+        check_same_device(
+            weights.fn,
+            "hyper_connections.fn",
+            **{"hyper_connections.base": weights.base, "hyper_connections.scale": weights.scale},
+            norm_weight=norm_weight,
+        )
         with torch.inference_mode(mode=False), torch.no_grad():
             self._loaded_weights = MixWeights(
                 fn=copies.alias("fn", weights.fn, torch.float32),
@@ -78,10 +88,10 @@ class HyperConnections:
         norm_weight = self._norm_weight if norm_weight is None else norm_weight
         device = self._loaded_weights.fn.device
         check_not_captured(device, "hyper-connections")
-        for name, weight in (("fn", weights.fn), ("scale", weights.scale), ("base", weights.base)):
-            if weight.device != device:
-                actual = f"one on {weight.device}"
-                raise ArgumentError(f"hyper_connections.{name}", expected=f"a tensor on {device}", actual=actual)
+        if weights.fn.device != device:
+            expected, actual = f"a tensor on {device}", f"one on {weights.fn.device}"
+            hint = "make the hyper-connections again"
+            raise ArgumentError("hyper_connections.fn", expected=expected, actual=actual, hint=hint)
         self._load(weights, norm_weight)
 
     @property

@@ -183,7 +183,7 @@ class HyperConnectionWeights:
     __repr__ = fields_repr
 
     def check(self, geometry: ModelGeometry) -> None:
-        """Raise ArgumentError unless all have the shapes of the model.
+        """Raise ArgumentError unless all have the shapes of the model, and two bytes or more an element.
 
         geometry: of the model.
         """
@@ -193,6 +193,10 @@ class HyperConnectionWeights:
             if actual != shape:
                 sizes = None if actual is None else list(actual)
                 raise ArgumentError(f"hyper_connections.{name}", expected=f"shape {list(shape)}", actual=sizes)
+            weight: Tensor = getattr(self, name)
+            if not weight.is_floating_point() or weight.element_size() == 1:
+                dtype = str(weight.dtype).removeprefix("torch.")
+                raise ArgumentError(f"hyper_connections.{name}", expected="float32 or bfloat16", actual=dtype)
 
 
 _SHARDED = {"wq_b": 0, "wo_a": 0, "wo_b": 1, "attn_sink": 0}
@@ -287,6 +291,7 @@ def _check_kind(name: str, value: Weight, *, vector: bool) -> None:
 
 
 def _shape(value: Weight) -> tuple[int, ...] | None:
-    """Shape of a tensor, or of the `weight` of something that has one; None of anything else."""
+    """Shape of a tensor, or of the `weight` of something that has one; None of anything else, or if it is not known."""
     tensor = value if isinstance(value, Tensor) else getattr(value, "weight", None)
-    return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+    known = isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor)
+    return tuple(tensor.shape) if known else None

@@ -80,6 +80,22 @@ def test_hyper_connections_are_refreshed(monkeypatch: pytest.MonkeyPatch) -> Non
         connections.refresh(attrs.evolve(new_weights, base=new_weights.scale))
 
 
+def test_weights_of_hyper_connections_that_do_not_fit_are_refused_by_their_names() -> None:
+    """Torch would multiply by memory that a meta tensor does not have, and by fp8 codes without their scales."""
+    weights, norm = random_weights(FP32)
+    for changes, other_norm, said in (
+        ({"base": weights.base.to("meta")}, norm, r"^hyper_connections\.base: expected a tensor on cpu.*on meta"),
+        ({"fn": weights.fn.to("meta")}, norm, r"^hyper_connections\.base: expected a tensor on meta.*got one on cpu"),
+        ({"fn": weights.fn.to(torch.float8_e4m3fn)}, norm, r"^hyper_connections\.fn: expected float32 or bf"),
+        ({"scale": weights.scale.long()}, norm, r"^hyper_connections\.scale: expected float32 or bfloat16, got int64"),
+        ({}, norm.to("meta"), r"^norm_weight: expected a tensor on cpu"),
+        ({}, norm[:1], r"^norm_weight: expected"),
+        ({}, [1.0], r"^norm_weight: expected a tensor"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            connected(attrs.evolve(weights, **changes), other_norm)  # type: ignore[arg-type]
+
+
 def test_an_op_gets_the_weights_as_one_struct_that_is_made_once() -> None:
     """A vendor imports the struct from the contract."""
     weights, norm = random_weights(FP32)

@@ -6,6 +6,7 @@ What a layer has to compute is what a layer computes that is made of the changed
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +240,19 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes() -> None:
         with pytest.raises(ArgumentError, match=said):
             subject.layer.refresh(weights)
         assert not differ(subject.run(), expected)
+
+
+@pytest.mark.parametrize("name", ["wkv", "q_norm", "wo_b", "attn_sink", "indexer.weights_proj", "compressor.ape"])
+def test_a_weight_that_was_not_loaded_is_refused_by_its_name(name: str) -> None:
+    """Torch multiplies by a meta tensor: the result is memory that was not written."""
+    weights = given_of(values_of("c4a"), "fp32")
+    weights[name] = weights[name].to("meta")
+    said = rf"^weights\.{re.escape(name)}: expected a tensor on cpu, like weights\.wq_a, got one on meta -> load"
+    with pytest.raises(ArgumentError, match=said):
+        Subject("c4a", "fp32", weights)
+    weights[name] = nn.parameter.UninitializedParameter()
+    with pytest.raises(ArgumentError, match=rf"^weights\.{re.escape(name)}: expected shape .* got Uninit"):
+        Subject("c4a", "fp32", weights)
 
 
 def test_a_module_whose_weight_becomes_another_dtype_is_refused_in_the_next_step() -> None:
