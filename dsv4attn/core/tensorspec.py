@@ -159,12 +159,12 @@ def check_strides(*, written: Container[str] = (), **tensors: Tensor | None) -> 
         raise ArgumentError(name, expected=dense, actual=actual, hint=hint)
 
 
-def check_norm_weight(weight: Tensor | None, dim: int) -> Tensor:
-    """The weight of a compressor's norm. Raises ArgumentError unless it is [dim], bf16 or fp32."""
+def check_norm_weight(weight: Tensor | None, dim: int, name: str = "norm.weight") -> Tensor:
+    """The weight of a norm. Raises ArgumentError, with the name of the weight, unless it is [dim], bf16 or fp32."""
     if weight is None or weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape != (dim,):
         actual = None if weight is None else f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
-        hint = "pass the weight of the norm of these entries, .float() if it has another dtype"
-        raise ArgumentError("norm.weight", expected=f"[{dim}] float32 or bfloat16", actual=actual, hint=hint)
+        hint = "pass the weight of the norm of these rows, .float() if it has another dtype"
+        raise ArgumentError(name, expected=f"[{dim}] float32 or bfloat16", actual=actual, hint=hint)
     return weight
 
 

@@ -40,7 +40,7 @@ from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.model.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.core.reprs import layer_text, one_line
-from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, NoForwardContextError
 
@@ -128,6 +128,7 @@ class DeepseekV4Attention:
         weights.check(geometry, index)
         self._weights, self._forms = weights, _forms(weights)
         _check_one_device(self._forms)
+        _check_output_weights(weights, backend)
         _check_phases(backend, limits, context_parallel)
         self.geometry, self.layer, self.limits, self.backend = geometry, layer, limits, backend
         self._copies, self._group = WeightCopies(), process_group
@@ -227,7 +228,7 @@ class DeepseekV4Attention:
         self._wo_b = copies.dense("wo_b", weights.wo_b)
         keeps_codes = self.backend.projects_fp8
         self._wo_a = (copies.scaled if keeps_codes else copies.dense)("wo_a", weights.wo_a)
-        self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
+        self._q_norm, self._kv_norm = (copies.plain(name, getattr(weights, name)) for name in ("q_norm", "kv_norm"))
         return None if weights.attn_sink is None else copies.plain("attn_sink", weights.attn_sink, torch.float32)
 
     @torch.inference_mode(mode=False)  # copies are written in and out of the mode
@@ -252,6 +253,7 @@ class DeepseekV4Attention:
         for name, value in weights.named():
             if not isinstance(value, Tensor) or value.element_size() == 1:
                 check_weight(name, value)
+        _check_output_weights(weights, self.backend)
         self.attention.attn_sink = self._load_own(weights)
         if self.compressor is not None:
             assert weights.compressor is not None
@@ -564,6 +566,17 @@ def _check_one_device(forms: Mapping[str, tuple[torch.dtype, torch.device]]) -> 
             hint = f"load weights.{name}" if other.type == "meta" else "move all weights to the device of the layer"
             expected = f"a tensor on {device}, like weights.{first}"
             raise ArgumentError(f"weights.{name}", expected=expected, actual=f"one on {other}", hint=hint)
+
+
+def _check_output_weights(weights: AttentionWeights, backend: Backend) -> None:
+    """Raise ArgumentError unless rows of the weights of the output projection that are read as they are, are dense.
+
+    The output projection would say so too, but after the caches of a step are written.
+    """
+    for name, value in (("wo_a", weights.wo_a), ("wo_b", weights.wo_b)):
+        tensor = value if isinstance(value, Tensor) else value.weight
+        if tensor.element_size() > 1 or (name == "wo_a" and backend.projects_fp8):
+            check_strides(**{f"weights.{name}": tensor})
 
 
 def _shown(form: tuple[torch.dtype, torch.device] | None) -> str:

@@ -178,6 +178,32 @@ def test_kernels_take_parts_of_one_product(backend: str, monkeypatch: pytest.Mon
     assert float((outs[1] - outs[0]).norm() / outs[0].norm()) < 4e-3
 
 
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_a_layer_is_the_same_with_weights_whose_elements_lie_apart(backend: str) -> None:
+    """Columns of tables, with NaN between their elements: kernels read dense vectors, and the layer makes them."""
+    index = next(i for i, (kind, _) in enumerate(SMALL.layers) if kind is LayerKind.CSA)
+    geometry, outs = attrs.evolve(SMALL, layers=(SMALL.layers[index],)), []
+    dense = {name: value.bfloat16() for name, value in values_of().items()}
+    apart = {}
+    for name, value in dense.items():
+        table = torch.full((*value.shape, 3), float("nan"), dtype=value.dtype)
+        table[..., 1] = value
+        apart[name] = value if name in ("wo_a", "wo_b") else table[..., 1]
+    for weights in (dense, apart):
+        whole = LayerStack(load_backend(backend), FP8, geometry=geometry, dtype=BF16, weights={0: weights})
+        outs.append(whole.cut(whole.hidden(3, 19), [17, 2])[1][0].float())
+    assert float((outs[1] - outs[0]).norm() / outs[0].norm()) < 4e-3
+    # these are refused before a step, which would write caches first
+    for name in ("wo_a", "wo_b"):
+        value = dense[name].t().contiguous().t()
+        said = rf"^weights\.{name}: expected stride 1 in the last dimension.* -> pass weights\.{name}\.contiguous\(\)"
+        with pytest.raises(ArgumentError, match=said):
+            LayerStack(load_backend(backend), FP8, geometry=geometry, dtype=BF16, weights={0: dense | {name: value}})
+        weights = AttentionWeights.from_dict(dense | {name: value}, geometry, 0)
+        with pytest.raises(ArgumentError, match=said):
+            whole.layers[0].refresh(weights)
+
+
 def test_products_in_fp32_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors of bf16 have products that fp32 holds, so that only sums round, in any order."""
     g = torch.Generator().manual_seed(1)

@@ -30,9 +30,10 @@ def norm_q_kv(
     q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """See `torch_ops.norms`. Of two dtypes of q and kv, or of the weights, the narrower is widened before."""
-    check_strides(q=q, kv=kv)
+    check_strides(q=q, kv=kv, q_weight=q_weight, kv_weight=kv_weight)
     q, kv = _alike(q, kv)
-    weights = _alike(check_norm_weight(q_weight, q.shape[1]), check_norm_weight(kv_weight, kv.shape[1]))
+    pairs = ("q_weight", q_weight, q), ("kv_weight", kv_weight, kv)
+    weights = _alike(*(check_norm_weight(weight, x.shape[1], name) for name, weight, x in pairs))
     (count, q_dim), kv_dim = q.shape, kv.shape[1]
     q_out, kv_out = q.new_empty(count, q_dim, dtype=dtype), q.new_empty(count, kv_dim, dtype=dtype)
     launch(

@@ -107,10 +107,12 @@ def test_two_dtypes_are_widened() -> None:
 def test_weights_of_other_sizes_and_rows_apart_in_the_last_dimension_are_refused_before_a_launch() -> None:
     rows = Rows()
     with observed() as seen:
-        with pytest.raises(ArgumentError, match=r"^norm\.weight: expected \[40\]"):
+        with pytest.raises(ArgumentError, match=r"^q_weight: expected \[40\]"):
             norms.norm_q_kv(rows.q, rows.kv, rows.weights[1], rows.weights[1], EPS, BF16)
         with pytest.raises(ArgumentError, match=r"^q: "):
             norms.norm_q_kv(rows.q[:, ::2], rows.kv, *rows.weights, EPS, BF16)
+        with pytest.raises(ArgumentError, match=r"^kv_weight: expected a dense tensor, of stride 1"):
+            norms.norm_q_kv(rows.q, rows.kv, rows.weights[0], rows.weights[0][:24].repeat_interleave(2)[::2], EPS, BF16)
     assert seen == []
 
 
