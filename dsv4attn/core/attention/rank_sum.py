@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed
 
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import tiles
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ def start_all_gather(*tensors: Tensor, group: ProcessGroup) -> distributed.Work:
     return work
 
 
+@without_modes
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of x [T, d] over the ranks of a group, in the order of ranks: the same bits on all ranks.
 
-    x: of the same shape and dtype on all ranks; it is not changed. The bits of a row depend on that row of the ranks
-    alone. Sums are fp32, and rounded to the dtype of x once. Every rank receives the tensors of all ranks, TILE_BYTES
-    at a time: the price is as many bytes as there are ranks, where a library sends about two.
+    x: of the same shape and dtype on all ranks; it is not changed, and no gradients are recorded. The bits of a row
+    depend on that row of the ranks alone. Sums are fp32, and rounded to the dtype of x once. Every rank receives the
+    tensors of all ranks, TILE_BYTES at a time: the price is as many bytes as there are ranks, where a library sends
+    about two.
     """
     ranks = group.size()
     if ranks == 1:

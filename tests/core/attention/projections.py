@@ -43,8 +43,8 @@ def add_rows(rank: int, world: int, folder: str) -> None:
         group, results = distributed.group.WORLD, {}
         assert group is not None
         for dtype in (torch.float32, torch.bfloat16):
-            # every second row of a wider tensor
-            rows = rows_of_rank(rank).to(dtype).repeat_interleave(2, 0)[::2]
+            # every second row of a wider tensor; gradients are not recorded
+            rows = rows_of_rank(rank).to(dtype).repeat_interleave(2, 0)[::2].requires_grad_(dtype == torch.float32)
             parts = [sum_over_ranks(part, group) for part in rows.split([0, 1, 3, 60])]
             results[dtype] = sum_over_ranks(rows, group), torch.cat(parts)
         torch.save(results, Path(folder, f"sum-{rank}.pt"))
