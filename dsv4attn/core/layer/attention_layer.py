@@ -188,6 +188,7 @@ class DeepseekV4Attention:
         self._source_caches: DeepseekV4Caches | None = None
         self.selected_in: tuple[ReferenceType[DeepseekSparseSWAMetadata], ReferenceType[ForwardContext]] | None = None
         """Metadata and context of the step in which the indexer selected last, on layers that others read from."""
+        self._is_part_loaded = False
         self._weight_dtype = self._forms["wq_a"][0]
         parts = self._copies, *(part.copies for part in (self.compressor, self.indexer) if part is not None)
         if self.indexer is not None and self.indexer.compressor is not None:
@@ -239,7 +240,8 @@ class DeepseekV4Attention:
         Call it after writes that a step does not see, such as `parameter.data.copy_` on a GPU, and after any write that
         only graphs are replayed after. weights: others to take from now on, with the shapes, dtypes and device of those
         before; those that are read as they are may lie elsewhere then, so that graphs must be captured again.
-        Raises ArgumentError, and changes nothing, for weights that do not fit, and while a graph is captured.
+        Raises ArgumentError, and changes nothing, for weights that do not fit, and while a graph is captured. After any
+        other error, such as that of full memory, the next step makes all copies again, of the weights before.
         """
         weights = self._weights if weights is None else weights
         prefix = self.prefix
@@ -254,6 +256,8 @@ class DeepseekV4Attention:
             if not isinstance(value, Tensor) or value.element_size() == 1:
                 check_weight(name, value)
         _check_output_weights(weights, self.backend)
+        # an error from here on, such as that of full memory, leaves copies of some of the weights
+        self._is_part_loaded = True
         self.attention.attn_sink = self._load_own(weights)
         if self.compressor is not None:
             assert weights.compressor is not None
@@ -261,10 +265,12 @@ class DeepseekV4Attention:
         if self.indexer is not None:
             assert weights.indexer is not None
             self.indexer.load(weights.indexer)
-        self._weights = weights
+        self._weights, self._is_part_loaded = weights, False
 
     def _see_weights(self) -> None:
-        """Make copies again if a weight has changed."""
+        """Make copies again if a weight has changed, or if they were not all made the last time."""
+        if self._is_part_loaded:
+            self.refresh()
         for copies in self._every_copies:
             if copies.changed():
                 self.refresh()

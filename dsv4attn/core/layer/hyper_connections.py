@@ -65,6 +65,7 @@ class HyperConnections:
             **{"hyper_connections.base": weights.base, "hyper_connections.scale": weights.scale},
             norm_weight=norm_weight,
         )
+        self._is_part_loaded = True
         with torch.inference_mode(mode=False), torch.no_grad():
             self._loaded_weights = MixWeights(
                 fn=copies.alias("fn", weights.fn, torch.float32),
@@ -77,7 +78,7 @@ class HyperConnections:
                 norm_weight=None if norm_weight is None else copies.alias("norm_weight", norm_weight),
                 norm_eps=geometry.eps,
             )
-        self._weights, self._norm_weight = weights, norm_weight
+        self._weights, self._norm_weight, self._is_part_loaded = weights, norm_weight, False
 
     def refresh(self, weights: HyperConnectionWeights | None = None, norm_weight: Tensor | None = None) -> None:
         """Make every copy of a weight again, in the same memory; see `DeepseekV4Attention.refresh`.
@@ -97,7 +98,7 @@ class HyperConnections:
     @property
     def _mix_weights(self) -> MixWeights:
         """The argument `weights` of the ops, from the weights as they are now."""
-        if not torch.compiler.is_compiling() and self._copies.changed():
+        if not torch.compiler.is_compiling() and (self._is_part_loaded or self._copies.changed()):
             self.refresh()
         return self._loaded_weights
 

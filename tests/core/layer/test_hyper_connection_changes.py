@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dsv4attn.core.contract import LayerOps, MixWeights
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.model import tensor_state
+from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
@@ -78,6 +79,17 @@ def test_hyper_connections_are_refreshed(monkeypatch: pytest.MonkeyPatch) -> Non
         connections.refresh(attrs.evolve(new_weights, fn=new_weights.fn.to("meta")))
     with pytest.raises(ArgumentError, match=r"^hyper_connections\.base: expected shape"):
         connections.refresh(attrs.evolve(new_weights, base=new_weights.scale))
+
+
+def test_after_an_error_while_copies_are_made_all_of_them_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, norm = random_weights(BF16)
+    connections = connected(weights, norm)
+    in_place(weights.fn, changed(weights.fn))
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightCopies, "_memory", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        with pytest.raises(torch.OutOfMemoryError):
+            results_of(connections)
+    assert not differ(results_of(connections), results_of(connected(weights, norm)))
 
 
 def test_weights_of_hyper_connections_that_do_not_fit_are_refused_by_their_names() -> None:

@@ -281,6 +281,52 @@ def test_scales_that_do_not_fit_are_refused_in_the_next_step_and_nothing_changes
     assert differ(subject.run(), expected)
 
 
+class FullMemory:
+    """Memory of copies is full in one of the places that ask for some, the first time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+        self.left = place
+        for owner, name in ((weight_copies.WeightCopies, "_memory"), (weight_copies, "converted")):
+            monkeypatch.setattr(owner, name, self.failing(getattr(owner, name)))
+
+    def failing(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any) -> Tensor:
+            self.left -= 1
+            if self.left == -1:
+                raise torch.OutOfMemoryError
+            return function(*args)
+
+        return run
+
+
+@pytest.mark.parametrize(
+    ("form", "place"), [("bf16", 1), ("bf16", 5), ("bf16", 9), *(("fp8 modules", place) for place in range(0, 16, 3))]
+)
+def test_after_an_error_while_copies_are_made_the_next_step_makes_all_of_them(
+    form: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once of the weights that have changed, and once of the weights that were to be replaced by others."""
+    weights = given_of(values_of("c4a"), form)
+    subject, other = Subject("c4a", form, weights), {name: plain(weight) for name, weight in weights.items()}
+    subject.run()
+    for seed, values in ((5, weights), (6, other)):
+        for weight in values.values():
+            for module, attribute, tensor in tensors_of(weight):
+                in_place(tensor, changed(tensor, seed), module, attribute)
+
+    with monkeypatch.context() as patch:
+        FullMemory(patch, place)
+        with pytest.raises(torch.OutOfMemoryError):
+            subject.run()
+    expected = Subject("c4a", form, {name: plain(weight) for name, weight in weights.items()}).run()
+    assert not differ(subject.run(), expected)
+    with monkeypatch.context() as patch:
+        FullMemory(patch, place)
+        with pytest.raises(torch.OutOfMemoryError):
+            subject.layer.refresh(AttentionWeights.from_dict(other, C4A, 0))
+    assert not differ(subject.run(), expected)
+
+
 def test_while_a_graph_is_captured_no_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = given_of(values_of("c4a"), "bf16")
     subject = Subject("c4a", "bf16", weights)
