@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_align
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
 from dsv4attn.backends._triton.layer.kernels_norms import norm_kernel
-from dsv4attn.core.tensorspec import check_norm_weight, check_strides
+from dsv4attn.core.tensorspec import check_norm_weight, check_strides, check_tensor
 from dsv4attn.core.torch_modes import without_modes
 
 __all__ = ["norm_q_kv", "variants"]
@@ -30,6 +30,7 @@ def norm_q_kv(
     q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """See `torch_ops.norms`. Of two dtypes of q and kv, or of the weights, the narrower is widened before."""
+    check_tensor("kv", kv, "T _", kv.dtype, {"T": q.shape[0]})
     check_strides(q=q, kv=kv, q_weight=q_weight, kv_weight=kv_weight)
     q, kv = _alike(q, kv)
     pairs = ("q_weight", q_weight, q), ("kv_weight", kv_weight, kv)

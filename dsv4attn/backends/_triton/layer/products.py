@@ -23,9 +23,10 @@ from dsv4attn.backends._triton.compiling.variant import Variant, descriptor_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_products import described_product_kernel, product_kernel
-from dsv4attn.core.tensorspec import check_strides, check_tensor
+from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear
+from dsv4attn.errors import ArgumentError
 
 __all__ = ["TILES", "Tile", "Tiles", "base_tile", "holds", "linear", "product", "tile_for", "variants", "variants_of"]
 
@@ -146,7 +147,11 @@ def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, *, o
         multiplied by torch, see `torch_ops.tiles.batch_invariant_linear`.
     out_dtype: of the result: bf16 or fp32; default: bf16.
     out: memory of the result, [..., N]; its dtype is that of the result.
+    Raises ArgumentError before a launch unless x fits the weight, and out the result.
     """
+    if weight.ndim != 2 or x.shape[-1:] != weight.shape[1:]:
+        expected = f"[..., columns], with the columns of a matrix weight {list(weight.shape)}"
+        raise ArgumentError("x", expected=expected, actual=list(x.shape))
     if out is not None:
         out_dtype = out.dtype
     elif out_dtype is None:
@@ -158,8 +163,8 @@ def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, *, o
     if out is None:
         out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype)
     else:
-        check_tensor("out", out, " ".join(map(str, (*x.shape[:-1], weight.shape[0]))), out_dtype, {})
-        check_strides(out=out)
+        shape = " ".join(map(str, (*x.shape[:-1], weight.shape[0])))
+        check_tensor("out", out, shape, out_dtype, {}, written=True)
     if out.numel():
         rows, columns = x.shape[:-1].numel(), weight.shape[0]
         tile = tile_for(rows, columns, architecture(), out.dtype)

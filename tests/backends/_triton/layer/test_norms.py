@@ -111,6 +111,8 @@ def test_weights_of_other_sizes_and_rows_apart_in_the_last_dimension_are_refused
             norms.norm_q_kv(rows.q, rows.kv, rows.weights[1], rows.weights[1], EPS, BF16)
         with pytest.raises(ArgumentError, match=r"^q: "):
             norms.norm_q_kv(rows.q[:, ::2], rows.kv, *rows.weights, EPS, BF16)
+        with pytest.raises(ArgumentError, match=r"^kv: expected \[T, _\] .* with T=5"):
+            norms.norm_q_kv(rows.q, rows.kv[:3], *rows.weights, EPS, BF16)
         with pytest.raises(ArgumentError, match=r"^kv_weight: expected a dense tensor, of stride 1"):
             norms.norm_q_kv(rows.q, rows.kv, rows.weights[0], rows.weights[0][:24].repeat_interleave(2)[::2], EPS, BF16)
     assert seen == []

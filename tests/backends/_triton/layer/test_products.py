@@ -92,6 +92,21 @@ def test_linear_of_more_dims_and_of_no_columns() -> None:
         linear(x, weight, out=whole[:5])
 
 
+def test_an_x_that_does_not_fit_the_weight_is_refused_before_a_launch() -> None:
+    """Kernels would read past the ends of rows, and of memory."""
+    x, weight = torch.ones(3, 16, dtype=BF16, device=DEVICE), torch.ones(5, 16, dtype=BF16, device=DEVICE)
+    with observed() as seen:
+        for left, right in ((x[:, :8], weight), (x.repeat(1, 2), weight), (x, weight[0]), (x, weight[None])):
+            with pytest.raises(
+                ArgumentError, match=r"^x: expected \[\.\.\., columns\], with the columns of a matrix weight"
+            ):
+                products.linear(left, right)
+        out = torch.empty(3, 10, device=DEVICE)[:, ::2]
+        with pytest.raises(ArgumentError, match=r"^out: .*write to a dense tensor and copy it to out"):
+            products.linear(x, weight, out=out)
+    assert seen == []
+
+
 def test_what_the_kernels_do_not_multiply_is_torchs() -> None:
     x, weight = factors(40, 32, 64)
     wide = linear(x.float(), weight.float())
