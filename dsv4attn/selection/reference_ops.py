@@ -126,6 +126,7 @@ class ReferenceOpsBackend(AroundBackend):
             setattr(self, name, _eager(name, getattr(reference, name)))
         if "inv_rope_o_proj" in ops:
             self.projects_fp8 = False
+        self.phases_agree = wrapped.phases_agree and len(ops & {"decode", "prefill"}) != 1
         self.layer_ops = self._replaced_layer_ops(wrapped.layer_ops)
         self.index_ops = self._replaced_index_ops(wrapped.index_ops)
         if wrapped.builder_ops is not None:

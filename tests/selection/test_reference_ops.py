@@ -32,7 +32,7 @@ from dsv4attn.testing.conform import Subject, conform
 from dsv4attn.tools.bench.result import Machine, Run, load
 from dsv4attn.tools.bench.roofline import Roofline
 from tests.backends.built_in import triton_backends
-from tests.harness import SMALL
+from tests.harness import SMALL, LayerStack
 from tests.harness_v41 import SMALL_V41
 from tests.selection.planted_ops import BUGS, install_planted
 from tests.vendor_wheel import VendorWheels
@@ -201,6 +201,20 @@ def test_copies_have_the_same_ops() -> None:
         assert copied._raw_q is False
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         _ = backend.nothing_of_this_name
+
+
+def test_one_phase_of_the_reference_does_not_agree_with_the_other_phase() -> None:
+    """A deterministic layer then asks for a single phase, as with two backends."""
+    kernels, reference = load_backend("triton", deterministic=True), ReferenceBackend(deterministic=True)
+    agree = {
+        names: ReferenceOpsBackend(kernels, reference, names).phases_agree
+        for names in (("decode",), ("prefill",), ("attend",), ("select_topk",))
+    }
+    assert agree == {("decode",): False, ("prefill",): False, ("attend",): True, ("select_topk",): True}
+    mixed = ReferenceOpsBackend(kernels, reference, ["decode"])
+    assert not copy.deepcopy(mixed).phases_agree
+    with pytest.raises(ArgumentError, match=r"^limits: expected Limits\(\.\.\., single_phase=True\)"):
+        LayerStack(mixed)
 
 
 def test_two_phases_have_the_ops_of_both(set_ops: SetOps) -> None:
