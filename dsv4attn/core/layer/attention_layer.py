@@ -412,7 +412,7 @@ class DeepseekV4Attention:
         )
         check_tensor("hidden_states", hidden_states, f"T {size}", dtypes, letters, like=like)
         check_tensor("positions", positions, "T", torch.int64, letters)
-        check_same_device(hidden_states, positions=positions, weights=self._wo_b)
+        check_same_device(hidden_states, "hidden_states", positions=positions, weights=self._wo_b)
         bound = self.caches
         if caches is None or bound is None:
             raise Dsv4AttnError(f"layer {attention.prefix} has no caches -> call bind_kv_cache first")
@@ -596,7 +596,7 @@ def _check_phases(backend: Backend, limits: Limits, context_parallel: ContextPar
         return
     where = "over ranks" if backend.phases_agree else "with one backend in decode and another in prefill"
     expected = f"Limits(..., single_phase=True) {where}, with deterministic backends"
-    hint = "or build the backend without deterministic"
+    hint = "pass such limits, or build the backend without deterministic"
     raise ArgumentError("limits", expected=expected, actual="single_phase=False", hint=hint)
 
 
