@@ -265,7 +265,7 @@ def test_caches_and_calls_that_do_not_fit_are_refused() -> None:
         layer(hidden[:, :40], positions)
     with pytest.raises(ArgumentError, match=r"^positions: expected \[T\] int64 with T=3"):
         layer(hidden, positions[:2])
-    with pytest.raises(ArgumentError, match=r"^positions: expected a tensor on cpu, like hidden_states, got one on meta"):
+    with pytest.raises(ArgumentError, match=r"^positions: expected a tensor on cpu, like hidden_states, got"):
         layer(hidden, positions.to("meta"))
     with pytest.raises(Dsv4AttnError, match="no step is being run"):
         layer(hidden, positions)
