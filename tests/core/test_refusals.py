@@ -263,7 +263,7 @@ SERVING: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: LayerStack(PhasedBackend(*(ds.load_backend("reference", deterministic=True) for _ in range(2)))),
-        r"limits: expected Limits\(.*=True\) with one backend in decode and another in prefill.*-> pass such limits, or",
+        r"limits: expected Limits\(.*=True\) with one backend in decode and another in prefill.*-> pass such limits",
     ),
     *(
         (
