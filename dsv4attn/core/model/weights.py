@@ -293,5 +293,6 @@ def _check_kind(name: str, value: Weight, *, vector: bool) -> None:
 def _shape(value: Weight) -> tuple[int, ...] | None:
     """Shape of a tensor, or of the `weight` of something that has one; None of anything else, or if it is not known."""
     tensor = value if isinstance(value, Tensor) else getattr(value, "weight", None)
-    known = isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor)
-    return tuple(tensor.shape) if known else None
+    if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
+        return None
+    return tuple(tensor.shape)

@@ -199,9 +199,9 @@ def test_a_layer_is_the_same_with_weights_whose_elements_lie_apart(backend: str)
         said = rf"^weights\.{name}: expected stride 1 in the last dimension.* -> pass weights\.{name}\.contiguous\(\)"
         with pytest.raises(ArgumentError, match=said):
             LayerStack(load_backend(backend), FP8, geometry=geometry, dtype=BF16, weights={0: dense | {name: value}})
-        weights = AttentionWeights.from_dict(dense | {name: value}, geometry, 0)
+        other = AttentionWeights.from_dict(dense | {name: value}, geometry, 0)
         with pytest.raises(ArgumentError, match=said):
-            whole.layers[0].refresh(weights)
+            whole.layers[0].refresh(other)
 
 
 def test_products_in_fp32_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,8 @@ def test_weights_are_held_once_again_when_who_kept_their_values_is_gone() -> Non
     model = Model(values_of())
     whole = layer_of(model.weights())
     before, kept = run(whole, 0)[0], model.state_dict()
-    model.wkv.data = model.wkv.data.clone()
+    wkv = model.get_parameter("wkv")
+    wkv.data = wkv.data.clone()
     assert torch.equal(run(whole, 0)[0], before)
     assert held(whole.layers[0]) > own_bytes(model.parameters())
     del kept
@@ -347,13 +348,15 @@ def test_weights_are_held_once_again_when_who_kept_their_values_is_gone() -> Non
 
 def test_tensors_move_together_unless_others_use_their_memory() -> None:
     wide, other = torch.empty(9, 4), torch.randn(2, 4)
-    parts = [torch.empty(0).set_(wide.untyped_storage(), start * 4, (rows, 4)) for start, rows in ((4, 5), (0, 3))]
+    parts = [
+        torch.empty(0).set_(wide.untyped_storage(), start * 4, (rows, 4), (4, 1)) for start, rows in ((4, 5), (0, 3))
+    ]
     assert joined_memory.movable([*parts, other]) == [False, False, True]
     del wide
     assert joined_memory.movable([*parts, other]) == [True, True, True]
     assert joined_memory.movable(parts[:1]) == [False]
     assert joined_memory.movable([other, other]) == [True, False]
-    parts.append(torch.empty(0).set_(parts[0].untyped_storage(), 8, (3, 4)))
+    parts.append(torch.empty(0).set_(parts[0].untyped_storage(), 8, (3, 4), (4, 1)))
     assert joined_memory.movable([*parts, other]) == [False, False, False, True], "two of them overlap"
 
 
