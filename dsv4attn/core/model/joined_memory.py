@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["follow_each_other", "lies_in", "movable", "users_of"]
+__all__ = ["follow_each_other", "has_own_memory", "lies_in", "movable", "users_of"]
 
 
 def follow_each_other(tensors: Sequence[Tensor]) -> bool:
@@ -49,7 +49,7 @@ def movable(tensors: Sequence[Tensor]) -> list[bool]:
     """
     by_memory: dict[int, dict[int, Tensor]] = {}
     for tensor in tensors:
-        if tensor.element_size() > 1 and _has_own_memory(tensor):
+        if tensor.element_size() > 1 and has_own_memory(tensor):
             by_memory.setdefault(tensor.untyped_storage().data_ptr(), {})[id(tensor)] = tensor
     able: set[int] = set()
     for sharing in by_memory.values():
@@ -65,7 +65,7 @@ def movable(tensors: Sequence[Tensor]) -> list[bool]:
     return answers
 
 
-def _has_own_memory(tensor: Tensor) -> bool:
+def has_own_memory(tensor: Tensor) -> bool:
     """Whether a tensor is dense, is not computed from another, and torch manages its memory in this process alone."""
     if not _is_plain(tensor) or tensor.grad_fn is not None or (tensor.device.type == "cpu" and tensor.is_shared()):
         return False

@@ -18,7 +18,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.model.joined_memory import follow_each_other, lies_in, movable, users_of
+from dsv4attn.core.model.joined_memory import follow_each_other, has_own_memory, lies_in, movable, users_of
 from dsv4attn.core.model.quantized_weight import Weight, check_weight, converted, scaled_weight, tensors_of
 from dsv4attn.core.model.tensor_state import TensorState
 from dsv4attn.core.reprs import fields_repr
@@ -168,8 +168,10 @@ class WeightCopies:
         # they may be all that keeps tensors alive which lay in the memory before
         self._sources.pop(name, None)
         known = self._made.get(name)
-        if known is not None and users_of(known) > 1 + sum(map(lies_in, tensors, known.split(rows))):
-            # who has kept a tensor that lay there keeps its values
+        if known is not None and (
+            not has_own_memory(known) or users_of(known) > 1 + sum(map(lies_in, tensors, known.split(rows)))
+        ):
+            # who has kept a tensor that lay there, or an array, keeps its values
             del self._made[name]
         memory = self._memory(name, shape, dtype, tensors[0].device)
         places = memory.split(rows)

@@ -514,6 +514,25 @@ def test_modules_that_get_one_weight_later_see_what_is_written_to_it() -> None:
         modules["a"].weight.mul_(2)
 
 
+def test_an_array_whose_rows_were_joined_keeps_its_values() -> None:
+    """Torch does not count numpy among the users of memory."""
+    array = np.arange(72, dtype=np.float32).reshape(9, 8)
+    memory, copies = torch.from_numpy(array).untyped_storage(), WeightCopies()
+    weights = {
+        "a": torch.empty(0).set_(memory, 0, (4, 8), (8, 1)),
+        "b": torch.empty(0).set_(memory, 32, (5, 8), (8, 1)),
+    }
+    del memory
+    products, values = Projections("x", copies, linear), array.copy()
+    products.load(weights)
+    assert len(products.matrices) == 1
+    weights["b"].data = torch.ones(5, 8)
+    assert copies.changed()
+    products.load(weights)
+    assert np.array_equal(array, values)
+    torch.testing.assert_close(products(torch.eye(8))["b"], torch.ones(8, 5))
+
+
 def test_the_stride_of_a_single_row_is_not_that_of_the_weights_after_it() -> None:
     fused = torch.randn(9, 8)
     parts = {"a": fused.as_strided((1, 8), (16, 1)), "b": fused[1:5]}
