@@ -1,9 +1,10 @@
 """Triton's interpreter, many times faster.
 
 Triton's interpreter searches and replaces the functions of the language at every call of a device function: here it
-does so once per launch. It computes overflow checks whose result is dropped: here it does not. It describes the type of
-every block again: here once per type. Then functions are recorded and replayed (`replay.py`), with faster steps
-(`steps.py`). A Triton release that has changed these internals runs as it is. FAST_INTERPRETER=0 skips the last two.
+does so once in a process. It reads the signature of a kernel at every launch: here once. It computes overflow checks
+whose result is dropped: here it does not. It describes the type of every block again: here once per type. Then
+functions are recorded and replayed (`replay.py`), with faster steps (`steps.py`). A Triton release that has changed
+these internals runs as it is. FAST_INTERPRETER=0 skips the last two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.fast_interpreter.steps import replace_steps
 
 def patch_interpreter() -> None:
     """Apply all patches. TRITON_INTERPRET=1 must be set when Triton is imported."""
-    patch_once_a_launch()
+    replace_language_once()
+    remember_signatures()
     forget_overflows()
     remember_dtypes()
     remember_blocks()
@@ -32,8 +34,8 @@ def patch_interpreter() -> None:
         replay_functions()
 
 
-def patch_once_a_launch() -> None:
-    """Let calls of device functions reuse what the launch, or an earlier call in the same launch, has replaced."""
+def replace_language_once() -> None:
+    """Replace the functions of the language at the first launch, and leave them replaced: only kernels call them."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -45,8 +47,7 @@ def patch_once_a_launch() -> None:
 
     class Once(scope):  # type: ignore[misc, valid-type]
         def restore(self) -> None:
-            done.clear()
-            super().restore()
+            self._changes.clear()
 
     def once(function: Any) -> Any:
         function = inspect.unwrap(function)
@@ -55,13 +56,35 @@ def patch_once_a_launch() -> None:
             # the dict is kept too, so that no other dict gets its id
             named[id(names)] = names, {m for m in names.values() if inspect.ismodule(m) and m in (tl, tl.core)}
         modules = named[id(names)][1]
-        if modules <= done and done:
+        if modules <= done and modules:
             return Once()
         done.update(modules)
         return patch(function)
 
     interpreter._LangPatchScope = Once
     interpreter._patch_lang = once
+
+
+def remember_signatures() -> None:
+    """Keep the signature of each function of a kernel, which is read at every launch."""
+    from triton.runtime import interpreter
+
+    function = interpreter.InterpretedFunction
+    start, rewrite = function.__init__, getattr(function, "rewrite", None)
+
+    def start_once(self: Any, fn: Any, **options: Any) -> None:
+        start(self, fn, **options)
+        fn.__signature__ = inspect.signature(fn)
+
+    def rewrite_once(self: Any) -> Any:
+        rewritten = rewrite(self)
+        if "__signature__" not in vars(rewritten):
+            rewritten.__signature__ = inspect.signature(rewritten)
+        return rewritten
+
+    function.__init__ = start_once
+    if rewrite is not None:
+        function.rewrite = rewrite_once
 
 
 def forget_overflows() -> None:

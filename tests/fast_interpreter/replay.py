@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from operator import is_
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -52,8 +53,10 @@ class Recordings:
         self.recorder: StepRecorder | None = None
         self._trees: dict[Any, Any] = {}
         self._types: dict[Any, int] = {}
-        self._read: dict[int, tuple[Any, list[tuple[dict[str, Any], str, Any]]]] = {}
+        self._read: dict[int, Any] = {}
+        self._watched: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._unused: dict[Any, int] = {}
+        self._launch: tuple[list[Any], tuple[Any, list[Any]]] | None = None
         self.disabled, self.replayed = False, 0
 
     # ------------------------------------------------------------ keys
@@ -117,16 +120,9 @@ class Recordings:
             if recorder is not None:
                 recorder.broken |= device_function is not None
             return function(*args, **options)
-        handles: list[Any] = []
-        try:
-            key = (
-                name,
-                *[self._key(item, handles) for item in args],
-                *[(word, self._key(item, handles)) for word, item in options.items()],
-                # a recording of two arguments that are one tensor cannot tell them apart
-                *_repeated_handles(handles),
-            )
-        except UnknownError:
+        is_program = name is device_function
+        key, handles = self._launch_key(name, options) if is_program else self._call_key(name, args, options)
+        if key is None:
             return function(*args, **options)
         root = self._trees.get(key)
         if root is _NOT_RECORDABLE:
@@ -142,6 +138,28 @@ class Recordings:
                     recorder.steps += steps
                 return result
         return self._recorded(key, function, args, options, handles, device_function)
+
+    def _call_key(self, name: Any, args: Any, options: Any) -> tuple[Any, list[Any]]:
+        """The key of a call's recording, and the handles of its tensors; a key of None for what cannot be recorded."""
+        handles: list[Any] = []
+        try:
+            key = (
+                name,
+                *[self._key(item, handles) for item in args],
+                *[(word, self._key(item, handles)) for word, item in options.items()],
+                # a recording of two arguments that are one tensor cannot tell them apart
+                *_repeated_handles(handles),
+            )
+        except UnknownError:
+            return None, handles
+        return key, handles
+
+    def _launch_key(self, kernel: Any, options: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """`_call_key` of a program, which all programs of a launch share: they have the same arguments."""
+        values = [kernel, *options.values()]
+        if self._launch is None or len(values) != len(self._launch[0]) or not all(map(is_, values, self._launch[0])):
+            self._launch = values, self._call_key(kernel, (), options)
+        return self._launch[1]
 
     def _recorded(
         self, key: Any, function: Any, args: Any, options: Any, handles: list[Any], device_function: Any
@@ -208,8 +226,7 @@ class Recordings:
         """Remember what every name means that a function, or a function that it calls, may read."""
         if id(function) in self._read:
             return
-        read: list[tuple[dict[str, Any], str, Any]] = []
-        self._read[id(function)] = function, read
+        self._read[id(function)] = function
         names, todo = set(), [function.__code__]
         while todo:
             code = todo.pop()
@@ -222,22 +239,23 @@ class Recordings:
             if isinstance(value, ModuleType) and not value.__name__.startswith("triton")
         ]
         for space in spaces:
+            watched = self._watched.setdefault(id(space), (space, {}))[1]
             for name in names & space.keys():
-                value = space[name]
-                read.append((space, name, value))
+                value = watched.setdefault(name, space[name])
                 if isinstance(value, self.function):
                     self._watch_names(value.fn)
 
-    def check_names(self) -> None:
+    def start_launch(self) -> None:
         """Drop all recordings if a name means something else than when a recording was made."""
-        if all(space.get(name) is value for _, read in self._read.values() for space, name, value in read):
-            return
-        self.forget()
+        self._launch = None
+        if not all(all(map(is_, map(space.get, read), read.values())) for space, read in self._watched.values()):
+            self.forget()
 
     def forget(self) -> None:
         """Drop all recordings."""
         self._trees.clear()
         self._read.clear()
+        self._watched.clear()
         self._unused.clear()
 
 
@@ -343,7 +361,7 @@ def _replay_functions(recordings: Recordings, interpreter: Any) -> None:
         self.fn = kernels.setdefault(fn, _as_kernel(recordings, fn))
 
     def run_grid(self: Any, *args: Any, **options: Any) -> None:
-        recordings.check_names()
+        recordings.start_launch()
         run(self, *args, **options)
 
     function.__call__ = call_device
