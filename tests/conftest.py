@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
 import sys
 from pathlib import Path
 
-import torch
-from hypothesis import settings
+import pytest
 
-from tests.fast_interpreter.patches import patch_interpreter
 from tests.marks import pytest_collection_modifyitems
 
-__all__ = ["pytest_collection_finish", "pytest_collection_modifyitems", "pytest_unconfigure"]
+__all__ = ["pytest_collection_finish", "pytest_collection_modifyitems", "pytest_configure", "pytest_unconfigure"]
 
-# read by Triton when a kernel is defined, so it must stand before any test imports one.
-if not torch.accelerator.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    patch_interpreter()
 
-# the package that the sm120 backend can call stands next to the environment: see the Makefile.
-sys.path.append(str(Path(sys.prefix) / "flashinfer"))
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that collects tests; the one that only hands tests out to workers imports no torch."""
+    hands_out = config.getoption("numprocesses", None) and not config.option.collectonly
+    if hasattr(config, "workerinput"):
+        # a worker has sent all that it says. To give back the objects of all tests would take seconds.
+        atexit.register(os._exit, 0)
+    if not hands_out:
+        _prepare()
 
-# tests leave few cycles, in addition to all that stays to the end: to look for them as often as Python does by itself
-# takes 3 to 7 % of a run.
-gc.set_threshold(5_000, 20, 20)
+
+def _prepare() -> None:
+    """Let kernels run wherever they can, make examples of property tests repeatable, and look for few cycles."""
+    import torch
+    from hypothesis import settings
+
+    # read by Triton when a kernel is defined, so it must stand before any test imports one.
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        from tests.fast_interpreter.patches import patch_interpreter
+
+        patch_interpreter()
+
+    # the package that the sm120 backend can call stands next to the environment: see the Makefile.
+    sys.path.append(str(Path(sys.prefix) / "flashinfer"))
+
+    # tests leave few cycles, in addition to all that stays to the end: to look for them as often as Python does by
+    # itself takes 3 to 7 % of a run.
+    gc.set_threshold(5_000, 20, 20)
+
+    settings.register_profile("repeatable", deadline=None, derandomize=True)
+    settings.load_profile("repeatable")
 
 
 def pytest_collection_finish() -> None:
@@ -39,7 +59,3 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let Python give back all objects at its end: extension modules complain of those that are left."""
     gc.unfreeze()
-
-
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
