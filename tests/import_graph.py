@@ -8,6 +8,7 @@ An import inside a function or under TYPE_CHECKING counts like any other: what a
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -103,8 +104,9 @@ def imported(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
                     yield alias.name.partition(".")[2]
 
 
+@functools.cache
 def modules() -> Graph:
-    """The import graph of the whole package."""
+    """The import graph of the whole package, which is read once in a process; callers change nothing in it."""
     trees = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
     return {name: {*imported(tree, trees)} & {*trees} - {name} for name, tree in trees.items()}
 

@@ -18,7 +18,7 @@ def test_folders_of_core_import_only_folders_after_them() -> None:
 
 
 def test_a_planted_circle_and_a_planted_upward_import_are_found() -> None:
-    graph = import_graph.modules()
+    graph = {**import_graph.modules()}
     low, high = "core.model.geometry", "core.layer.attention_layer"
     graph[low] = {*graph[low], high}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import subprocess
 import sys
@@ -18,6 +20,7 @@ KINDS = "mutation", "matrix", "slow"
 MARKS = [marks for count in range(4) for marks in combinations(KINDS, count)]
 
 
+@functools.cache
 def expressions() -> dict[str, str]:
     """The expression of markers of every target of the Makefile that runs tests by `$(PYTEST) -m`."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -25,7 +28,8 @@ def expressions() -> dict[str, str]:
     return {target: expression.strip('"') for target, expression in found}
 
 
-def targets_of(marks: set[str]) -> set[str]:
+@functools.cache
+def targets_of(marks: frozenset[str]) -> set[str]:
     """The targets that run a test with these markers."""
     values = {kind: kind in marks for kind in KINDS}
     return {target for target, expression in expressions().items() if eval(expression, {}, values)}  # noqa: S307
@@ -34,13 +38,14 @@ def targets_of(marks: set[str]) -> set[str]:
 @pytest.mark.parametrize("marks", MARKS, ids=lambda marks: "-".join(marks) or "none")
 def test_two_targets_have_no_test_in_common_and_leave_out_slow_ones_only(marks: tuple[str, ...]) -> None:
     expected = "test-slow" if "slow" in marks else "test-rest" if marks else "test"
-    assert targets_of({*marks}) == {expected, "test-all"}
+    assert targets_of(frozenset(marks)) == {expected, "test-all"}
 
 
 def test_every_collected_test_belongs_to_the_targets_that_its_markers_say(request: pytest.FixtureRequest) -> None:
     collected, own = request.config.stash[COLLECTED], {item.nodeid for item in request.session.items}
     by_target = {
-        target: {name for name, marks in collected.items() if target in targets_of(marks)} for target in expressions()
+        target: {name for name, marks in collected.items() if target in targets_of(frozenset(marks))}
+        for target in expressions()
     }
 
     assert own <= {*collected}
@@ -78,17 +83,38 @@ def test_bug(): ...
 """
 
 
+COLLECT = """
+import json, sys
+import pytest
+folder, config, *expressions = sys.argv[1:]
+for expression in expressions:
+    words = ["-m", expression] if expression else []
+    words += ["--collect-only", "-q", "-c", config, "-p", "tests.marks", "-p", "no:cacheprovider", folder]
+    print(json.dumps([expression, int(pytest.main(words))]))
+"""
+"""A program that collects a folder once for each expression of markers, and prints the expression after its tests."""
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Tests of the sample that each expression of markers selects; "" is a run without an expression."""
+    folder = tmp_path_factory.mktemp("sample")
+    (folder / "test_sample.py").write_text(SAMPLE, encoding="utf-8")
+    command = [sys.executable, "-c", COLLECT, str(folder), str(ROOT / "pyproject.toml"), *expressions().values(), ""]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout
+    *parts, rest = re.split(r"^(\[.*\])\n", out, flags=re.MULTILINE)
+    assert not rest
+    ends = [json.loads(end) for end in parts[1::2]]
+    assert [code for _, code in ends] == [0] * len(ends)
+    selected = [len(re.findall(r"test_sample\.py::", part)) for part in parts[::2]]
+    return dict(zip([expression for expression, _ in ends], selected, strict=True))
+
+
 @pytest.mark.parametrize(
     ("target", "count"), [("test", 12), ("test-rest", 13), ("test-slow", 12), ("test-all", 37), ("", 25)]
 )
-def test_a_target_collects_its_part_of_a_file(target: str, count: int, tmp_path: Path) -> None:
-    (tmp_path / "test_sample.py").write_text(SAMPLE, encoding="utf-8")
-    expression = ["-m", expressions()[target]] if target else []
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", str(ROOT / "pyproject.toml")]
-    command += ["-p", "tests.marks", "-p", "no:cacheprovider", str(tmp_path), *expression]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout
-
-    assert len(re.findall(r"test_sample\.py::", out)) == count
+def test_a_target_collects_its_part_of_a_file(target: str, count: int, counts: dict[str, int]) -> None:
+    assert counts[expressions()[target] if target else ""] == count
 
 
 def test_a_selection_keeps_every_pair_of_values() -> None:
