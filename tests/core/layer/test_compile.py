@@ -33,6 +33,8 @@ from tests.harness_v41 import v41_stack
 Steps = Sequence[Sequence[tuple[int, int]]]
 """For each step, (number of the sequence, tokens) of its requests."""
 PREFILL_DECODE_PREFILL: Steps = ([(0, 20)], [(0, 1)], [(0, 19), (1, 9)])
+TWO_PREFILLS: Steps = ([(0, 20)], [(0, 19), (1, 9)])
+"""Steps of one graph: that of one token is another."""
 
 
 @frozen
@@ -193,11 +195,16 @@ def memory(layer: object) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("together", "compiler"),
-    [pytest.param(False, "inductor", marks=pytest.mark.matrix), (True, "aot_eager"), (True, "inductor")],
+    ("together", "compiler", "steps"),
+    [
+        pytest.param(False, "inductor", PREFILL_DECODE_PREFILL, marks=pytest.mark.matrix),
+        (True, "aot_eager", PREFILL_DECODE_PREFILL),
+        (True, "inductor", TWO_PREFILLS),
+        pytest.param(True, "inductor", PREFILL_DECODE_PREFILL, marks=pytest.mark.matrix),
+    ],
 )
 def test_caches_may_be_views_of_one_allocation_and_inductor_copies_none(
-    together: bool, compiler: str, monkeypatch: pytest.MonkeyPatch
+    together: bool, compiler: str, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another dtype too: states are fp32 in an allocation of bytes."""
     copies, of = list[bool](), all_caches_of
@@ -210,11 +217,11 @@ def test_caches_may_be_views_of_one_allocation_and_inductor_copies_none(
     if together:
         put_in_one_allocation(first)
         put_in_one_allocation(second)
-    expected = run(first, None)
+    expected = run(first, None, steps)
     monkeypatch.setattr(attention_module, "all_caches_of", look)
 
-    assert run(second, compiler).same(expected)
-    assert len(copies) == 3 * len(PREFILL_DECODE_PREFILL)
+    assert run(second, compiler, steps).same(expected)
+    assert len(copies) == 3 * len(steps)
     assert not any(copies) or compiler == "aot_eager"
 
 
