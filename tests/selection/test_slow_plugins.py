@@ -19,7 +19,8 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import NoBackendError
 from dsv4attn.selection import backend_names, explain, load_backend, registered, resolve, select_backend
 from dsv4attn.testing.conform import Subject
-from tests.tools.cli.machine import Machine
+from dsv4attn.tools.cli import installation
+from tests.tools.cli.machine import Machine, imported
 from tests.vendor_wheel import VendorWheels, plugin
 
 FLASH = ModelGeometry.preset("flash")
@@ -95,7 +96,10 @@ def test_both_phases_chosen_from_different_registries_are_one_backend(wheels: Ve
     assert type(select_backend(DECODE, PREFILL, backend="decode=reference")) is type(load_backend("reference"))
 
 
-def test_a_plugin_that_claims_a_built_in_name_is_reported_where_plugins_are_looked_at(wheels: VendorWheels) -> None:
+def test_a_plugin_that_claims_a_built_in_name_is_reported_where_plugins_are_looked_at(
+    wheels: VendorWheels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "tried", imported)
     wheels.install("dsv4attn-acme", plugin("reference"))
     claim = "'reference' is the name of a built-in backend"
 
