@@ -28,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _prepare() -> None:
     """Let kernels run wherever they can, make examples of property tests repeatable, and look for few cycles."""
+    # tests leave few cycles, in addition to all that stays to the end: to look for them as often as Python does by
+    # itself takes 5 to 9 % of a run.
+    gc.set_threshold(20_000, 20, 50)
+
     import torch
     from hypothesis import settings
 
@@ -41,10 +45,6 @@ def _prepare() -> None:
 
     # the package that the sm120 backend can call stands next to the environment: see the Makefile.
     sys.path.append(str(Path(sys.prefix) / "flashinfer"))
-
-    # tests leave few cycles, in addition to all that stays to the end: to look for them as often as Python does by
-    # itself takes 3 to 7 % of a run.
-    gc.set_threshold(5_000, 20, 20)
 
     settings.register_profile("repeatable", deadline=None, derandomize=True)
     settings.load_profile("repeatable")

@@ -175,7 +175,7 @@ def lines(draw: st.DrawFn) -> Line:
     return Line(lens, widths, programs, draw(st.sampled_from([1, 1, 3])), paired, draw(st.booleans()))
 
 
-@settings(max_examples=100 if INTERPRETED else 300)
+@settings(max_examples=25 if INTERPRETED else 300)
 @example(Line(((640,) * 4,), (640,), 7))
 @example(Line(((128,) * 3, (0, 1, 64)), (128, 400), 1))
 @example(Line(((0, 0, -5),), (64,), 5))
@@ -186,6 +186,13 @@ def lines(draw: st.DrawFn) -> Line:
 @example(Line(((64, 3000, 64),), (3000,), 7, whole_rows=True))
 @given(lines())
 def test_every_tile_is_attended_once_and_every_row_is_written_once(line: Line) -> None:
+    check(line)
+
+
+@pytest.mark.matrix
+@settings(max_examples=100 if INTERPRETED else 300)
+@given(lines())
+def test_so_is_every_tile_of_more_lines(line: Line) -> None:
     check(line)
 
 
