@@ -179,7 +179,9 @@ def texts(nodes: Iterator[ast.expr | None]) -> set[str]:
 
 def lists_in(source: str) -> list[str]:
     """One line for each list, tuple, set, dict, call or text of a source that names two or more backends."""
-    lines = []
+    lines = list[str]()
+    if len({*re.findall(NAMES, source)}) < 2:
+        return lines  # most files; to read a syntax tree takes long
     for node in ast.walk(ast.parse(source)):
         parts: list[Any] = []
         if isinstance(node, ast.List | ast.Tuple | ast.Set):

@@ -70,7 +70,8 @@ def remember_signatures() -> None:
     from triton.runtime import interpreter
 
     function = interpreter.InterpretedFunction
-    start, rewrite = function.__init__, getattr(function, "rewrite", None)
+    start: Any = function.__init__
+    rewrite: Any = getattr(function, "rewrite", None)
 
     def start_once(self: Any, fn: Any, **options: Any) -> None:
         start(self, fn, **options)
