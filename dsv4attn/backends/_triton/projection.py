@@ -1,11 +1,11 @@
-"""Output projection: the launcher of `kernels_projection`, with tiles by architecture, dtype and alignment.
+"""Output projection: the launchers of `kernels_projection`, with tiles by architecture, dtype and alignment.
 
 The rotation of the outputs is undone, and each group of heads multiplied by its own matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import product
 from typing import Any
@@ -15,11 +15,14 @@ import triton
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.kernels_projection import project_kernel
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
+from dsv4attn.backends._triton.compiling.variant import Variant, descriptor_type, pointer_type
+from dsv4attn.backends._triton.kernels_projection import project_kernel, project_turned_kernel, turn_back_kernel
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.layer import products
 from dsv4attn.backends._triton.support import ONE_ORDER
 
 __all__ = ["inv_rope_o_proj", "variants"]
@@ -42,6 +45,9 @@ MIDDLE = Tile(64, 64, 64, 4, 4)
 LARGE = Tile(128, 128, 64, 8, 3)
 PLAIN = Tile(32, 32, 16, 4, 2)
 """For fp32, which uses no matrix unit, and for unaligned rows: it fits into the registers of every device."""
+MANY = 128
+"""Tokens up to which the rotation is undone by the kernel that multiplies."""
+TURNED_HEADS, TURNING_WARPS = 32, 4
 TILES: Mapping[str, tuple[Tile, Tile, Tile]] = dict.fromkeys(
     ("gfx1100", "gfx1151", "gfx1201"), (SMALL, Tile(64, 64, 64, 8, 4), Tile(128, 64, 32, 8, 3))
 )
@@ -90,6 +96,11 @@ def inv_rope_o_proj(
     out = o.new_empty(tokens, num_groups, rank) if out is None else out
     dtype = torch.promote_types(o.dtype, wo_a.dtype)
     aligned = alignment_of_rows(o, wo_a)
+    if tokens > MANY and not turned:
+        large = turned_tile(tokens, num_groups, rank, dim - rope, rope, architecture())
+        if large is not None and _is_dense(o, wo_a, out):
+            project_turned(o, turn_back(o, positions, cos_sin_cache), wo_a, out, large)
+            return out
     tile = tile_of(tokens, dtype, aligned, architecture(), deterministic=deterministic)
     launch(
         project_kernel,
@@ -105,6 +116,103 @@ def inv_rope_o_proj(
         num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+def turned_tile(tokens: int, groups: int, rank: int, nope: int, rope: int, arch: str) -> products.Tile | None:
+    """Tile of `project_turned` in bf16; None where `project_kernel` multiplies all numbers of tokens."""
+    tiles = products.TILES.get(arch)
+    if (
+        tiles is None
+        or rope & (rope - 1)
+        or any(t.depth > rope or rank % t.columns or nope % t.depth for t in tiles.large)
+    ):
+        return None
+    # one of the large tiles, which copy engines read
+    return products.tile_for(max(tokens, tiles.small.rows + 1), groups * rank, arch, torch.bfloat16)
+
+
+def _is_dense(o: Tensor, wo_a: Tensor, out: Tensor) -> bool:
+    """Whether `project_turned` reads and writes these: bf16, in rows that hold all heads or groups without gaps."""
+    return (
+        o.dtype == wo_a.dtype == out.dtype == torch.bfloat16
+        and (o.stride(1), o.stride(2)) == (o.shape[2], 1)
+        and wo_a.stride(1) == 1
+        and (out.stride(1), out.stride(2)) == (out.shape[2], 1)
+        and alignment_of_rows(o, wo_a, out) == WIDE
+    )
+
+
+def turn_back(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """The trailing columns of o [T, H, D] with their rotation undone, rounded to its dtype: [T, H, rope], dense."""
+    (tokens, heads, dim), rope = o.shape, cos_sin_cache.shape[1]
+    turned = o.new_empty(tokens, heads, rope)
+    constants = _turn_constants(heads, dim - rope, rope, architecture())
+    launch(
+        turn_back_kernel,
+        (tokens * (heads // constants["BLOCK_H"]),),
+        (
+            o,
+            positions,
+            cos_sin_cache,
+            turned,
+            o.stride(0),
+            o.stride(1),
+            cos_sin_cache.stride(0),
+            cos_sin_cache.shape[0],
+        ),
+        constants,
+        num_warps=TURNING_WARPS,
+    )
+    return turned
+
+
+def project_turned(o: Tensor, turned: Tensor, wo_a: Tensor, out: Tensor, tile: products.Tile) -> None:
+    """Write o [T, H, D], with `turned` in the place of its trailing columns, times wo_a to out [T, G, rank]."""
+    (tokens, heads, dim), rope, (_, groups, rank) = o.shape, turned.shape[2], out.shape
+    described = (
+        TensorDescriptor(matrix, [*matrix.shape], [matrix.stride(0), 1], [size, tile.depth])
+        for matrix, size in ((o.flatten(1), tile.rows), (turned.flatten(1), tile.rows), (wo_a, tile.columns))
+    )
+    tiles = triton.cdiv(tokens, tile.rows) * (groups * rank // tile.columns)
+    launch(
+        project_turned_kernel,
+        (min(tiles, multiprocessors() * tile.programs),),
+        (out, *described, tokens, groups, out.stride(0)),
+        _turned_constants(tile, heads // groups, rank, dim - rope, rope, architecture()),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@cache
+def _turn_constants(heads: int, nope: int, rope: int, arch: str) -> dict[str, Any]:
+    return {
+        "HEADS": heads,
+        "BLOCK_H": min(TURNED_HEADS, heads & -heads),
+        "NOPE": nope,
+        "ROPE": rope,
+        "EXACT_CASTS": not INTERPRETED,
+        "PDL": uses_pdl(arch) and not INTERPRETED,
+    }
+
+
+@cache
+def _turned_constants(tile: products.Tile, heads: int, rank: int, nope: int, rope: int, arch: str) -> dict[str, Any]:
+    return {
+        "HEADS": heads,
+        "RANK": rank,
+        "NOPE": nope,
+        "ROPE": rope,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "GROUP": products.GROUP,
+        "UNIT": products.UNIT,
+        # interpreted bf16 is multiplied as bit patterns
+        "DT": tl.float64 if INTERPRETED else tl.bfloat16,
+        "EXACT_CASTS": not INTERPRETED,
+        "PDL": uses_pdl(arch) and not INTERPRETED,
+    }
 
 
 @cache
@@ -153,3 +261,24 @@ def variants(
     for (tile, rows), out in product(dict.fromkeys(tiles), outs):
         constants = _constants(tile, heads // num_groups, rank, nope, rope, dtype, rows, out)
         yield Variant.from_types(project_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    if (
+        dtype == torch.bfloat16
+        and o_dtype == w_dtype
+        and aligned
+        and turned_tile(MANY + 1, num_groups, rank, nope, rope, arch)
+    ):
+        yield from turned_variants(heads, nope, rope, num_groups, rank, arch)
+
+
+def turned_variants(
+    heads: int, nope: int, rope: int, num_groups: int, rank: int, arch: str, tiles: Iterable[products.Tile] = ()
+) -> Iterator[Variant]:
+    """Every variant of `turn_back` and `project_turned`. tiles: of the product; default: those of the architecture."""
+    types = {"O": "*bf16", "POSITIONS": "*i64", "TABLE": "*fp32", "TURNED": "*bf16"}
+    constants = _turn_constants(heads, nope, rope, arch)
+    yield Variant.from_types(turn_back_kernel, types, constants, num_warps=TURNING_WARPS)
+    for tile in tiles or products.TILES[arch].large:
+        rows, columns = (descriptor_type(torch.bfloat16, [size, tile.depth]) for size in (tile.rows, tile.columns))
+        types = {"OUT": "*bf16", "O": rows, "TURNED": rows, "W": columns}
+        constants = _turned_constants(tile, heads // num_groups, rank, nope, rope, arch)
+        yield Variant.from_types(project_turned_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)

@@ -7,10 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton import projection
+from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import observed
+from dsv4attn.backends._triton.layer import products
+from dsv4attn.backends._triton.layer.products import Tile
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import DEVICE, draw, each_dtype, seeded, strided
 
@@ -183,3 +187,78 @@ def test_rounding_of_the_turned_values_is_part_of_the_result() -> None:
     unrounded = Call((24, 8), torch.bfloat16, 4)
     unrounded.o = unrounded.o.float()
     assert not torch.equal(unrounded.run().bfloat16(), rounded)
+
+
+# the rotation in a launch of its own
+
+
+TURNED_TILES = [Tile(64, 128, 64, 4, 3, described=True), Tile(128, 64, 32, 4, 3, described=True)]
+
+
+def turned_product(call: Call, tile: Tile) -> Tensor:
+    """The product of `call` with the rotation undone before; what lies after it stays."""
+    o, original = call.o, call.o.clone()
+    memory = torch.full((len(o) + 1, call.groups, call.rank), 77.0, dtype=o.dtype, device=DEVICE)
+    turned = projection.turn_back(o, call.positions, call.table)
+    projection.project_turned(o, turned, call.wo_a, memory[:-1], tile)
+    assert torch.equal(o, original)
+    assert (memory[-1] == 77).all()
+    return memory[:-1]
+
+
+@pytest.mark.parametrize("tile", TURNED_TILES, ids=str)
+def test_outputs_that_are_turned_back_before_are_projected_as_the_others(
+    tile: Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # programs have several tiles
+    monkeypatch.setattr(projection, "multiprocessors", lambda: 2)
+    for seed, tokens in enumerate((1, 70, 130)):
+        call = Call((448, 64), torch.bfloat16, 2 * seed + 1, tokens=tokens, rank=256)
+        call.o[:, :, 0] = 0
+        z = turned_product(call, tile)
+        call.check(z)
+        # of one order of sums: interpreted, sums are fp32 in one kernel and fp64 in the other
+        assert (z != call.run()).float().mean() < 0.01
+
+
+def test_a_rotation_of_other_positions_is_seen() -> None:
+    """A planted bug."""
+    call = Call((448, 64), torch.bfloat16, 1, tokens=20, rank=128)
+    call.positions = (call.positions + 1) % 11
+    z = turned_product(call, TURNED_TILES[0])
+    call.positions = (call.positions - 1) % 11
+    with pytest.raises(AssertionError):
+        call.check(z)
+
+
+def test_many_tokens_of_hopper_are_turned_back_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projection, "architecture", lambda: "sm_90")
+    for module in (projection, products):
+        monkeypatch.setattr(module, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(projection, "MANY", 3)
+    products.tile_for.cache_clear()
+    call = Call((448, 64), torch.bfloat16, 1, tokens=4, rank=256)
+    with observed() as seen:
+        call.check(call.run())
+        call.o = call.o[:3]
+        call.run()
+    products.tile_for.cache_clear()
+    heads = call.o.shape[1]
+    foreseen = {*projection.variants(heads, 448, 64, call.groups, 256, *[torch.bfloat16] * 2, arch="sm_90")}
+
+    assert [v.name for v in seen] == ["turn_back_kernel", "project_turned_kernel", "project_kernel"]
+    assert {*seen} <= {evolve(v, constants=without_pdl(v)) for v in foreseen}
+
+
+def without_pdl(variant: Variant) -> dict[str, object]:
+    """Constants as the interpreter has them, which knows no PDL."""
+    return {name: False if name == "PDL" else value for name, value in variant.constants}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx942"])
+def test_architectures_whose_tiles_were_not_compared_have_one_kernel(arch: str) -> None:
+    assert projection.turned_tile(2048, 8, 1024, 448, 64, arch) is None
+    assert projection.turned_tile(2048, 8, 1000, 448, 64, "sm_90") is None
+    assert projection.turned_tile(2048, 8, 1024, 440, 64, "sm_90") is None
+    kernels = {v.name for v in projection.variants(64, 448, 64, 8, 1024, *[torch.bfloat16] * 2, arch=arch)}
+    assert kernels == {"project_kernel"}
