@@ -105,17 +105,17 @@ def described_product_kernel(
     W,  # descriptor of [UNIT * units, depth], blocks of BLOCK_N x BLOCK_K
     rows: tl.int32, units: tl.int32, depth: tl.int32, out_stride: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SWAPPED: tl.constexpr,
-    UNIT: tl.constexpr, DT: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, FLAT: tl.constexpr, DT: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`product_kernel` with tiles that a copy engine reads. Grid: any number of programs, which share the tiles.
 
-    What a block has past the ends of X and W is zeros. The loads of a program's next tile begin before its tile is
-    stored.
+    What a block has past the ends of X and W is zeros. FLAT: the loads of a program's next tile begin before its tile
+    is stored.
     """
     wait_then_launch_dependents(PDL)
     columns = units * UNIT
     m_tiles, n_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0), flatten=FLAT):
         m_tile, n_tile = tile_numbers(tile, m_tiles, n_tiles, GROUP)
         acc = no_sums(BLOCK_M, BLOCK_N, SWAPPED, DT)
         for start in range(0, depth, BLOCK_K):

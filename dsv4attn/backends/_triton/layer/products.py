@@ -38,6 +38,8 @@ class Tile:
     swapped: whether weights are the left operand, which has 64 rows or more in the instructions of Hopper.
     described: whether a copy engine reads the tiles. A program then makes several of them.
     programs: of a described tile, that a multiprocessor holds at once.
+    flat: of a described tile: whether the loads of a program's next tile begin before its tile is stored, which takes
+        memory for both.
     cost: time of a tile of many rows in units of the time that a multiprocessor's share of a full device needs for
         each element.
     wide_results: whether shared memory holds the tile's results in fp32 next to its operands.
@@ -51,6 +53,7 @@ class Tile:
     swapped: bool = False
     described: bool = False
     programs: int = 1
+    flat: bool = True
     cost: float = 1.0
     wide_results: bool = True
 
@@ -229,7 +232,7 @@ def _constants(
 
 @cache
 def _described_constants(tile: Tile, arch: str) -> dict[str, Any]:
-    return {**_common_constants(tile, arch), "UNIT": UNIT}
+    return {**_common_constants(tile, arch), "UNIT": UNIT, "FLAT": tile.flat}
 
 
 def _common_constants(tile: Tile, arch: str) -> dict[str, Any]:
