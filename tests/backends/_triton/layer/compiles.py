@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.compiling.aot import compile_near
 from dsv4attn.backends._triton.compiling.targets import Target
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.layer import (
     candidates,
     compress,
+    few_rows,
     index_logits,
     index_query,
     latents,
@@ -79,6 +81,19 @@ def multiplied(arch: str) -> Iterator[Variant]:
             yield variant
 
 
+def turned(arch: str) -> Iterator[Variant]:
+    """The output projection of many tokens in bf16: the rotation, and the product with the largest tiles."""
+    yield from projection.turned_variants(64, 448, 64, 8, 1024, arch)
+
+
+def of_few_rows(arch: str) -> Iterator[Variant]:
+    """Products of codes with few rows, whose factors are powers of two; and of heads."""
+    yield from few_rows.variants_of(few_rows.FewTile(16, 64, 128, 4, 6, powers=True), BF16, torch.uint8, arch)
+    yield from few_rows.variants_of(few_rows.FewTile(64, 64, 128, 4, 6, powers=True), BF16, torch.float32, arch)
+    tile = few_rows.FewTile(64, 64, 64, 4, 8, powers=True)
+    yield from few_rows.variants_of(tile, BF16, torch.float32, arch, dims=(448, 64))
+
+
 def selection(arch: str) -> Iterator[Variant]:
     """Scores with maxima, of pages of any size, and the selection of 512 entries in rows that do not fit registers."""
     for variant in index_logits.variants(KVCacheLayout.index_fp8(), 64, arch, aligned=True):
@@ -115,7 +130,7 @@ def latest(arch: str) -> Iterator[Variant]:
 
 CASES: dict[str, tuple[Callable[[str], Iterator[Variant]], ...]] = {
     "sm_80": (decoded_codes, candidates_of_ranks),
-    "sm_90": (streams, native_codes, decoded_codes, multiplied),
+    "sm_90": (streams, native_codes, decoded_codes, multiplied, turned, of_few_rows),
     "sm_100": (selection, latest),
     "sm_120": (streams, native_codes, multiplied),
     "gfx942": (streams, decoded_codes, compressor),

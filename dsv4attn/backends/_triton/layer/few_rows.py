@@ -1,0 +1,156 @@
+"""Products of few rows with bf16 weights, or with e4m3 codes as they are: the launchers of `kernels_few_rows`.
+
+Bits of a row depend neither on the number of rows nor on the tile, where all tiles use one kind of instruction, and are
+those of a product with the bf16 copy of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton.cache.records import alignment_of_rows
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
+from dsv4attn.backends._triton.layer.kernels_few_rows import few_rows_kernel
+from dsv4attn.backends._triton.layer.products import GROUP, UNIT
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight
+
+__all__ = ["BLOCK", "FewTile", "is_served", "multiply", "variants_of"]
+
+BLOCK = 128
+"""Rows and columns under one scale of codes."""
+PLAIN_RUN = 128
+"""Columns that follow each other in every operand, of products whose inputs are not heads."""
+
+
+@frozen
+class FewTile:
+    """Rows, columns and summed columns of a tile, and warps and pipeline stages of its program.
+
+    powers: whether it takes factors that are powers of two alone, and sums in units of them.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    powers: bool = False
+
+
+@frozen
+class Heads:
+    """What the inputs of a product are: heads, of which the trailing columns are read from another tensor.
+
+    nope, rope: columns of a head. turned: [rows, groups * heads * rope], dense: the trailing columns.
+    """
+
+    nope: int
+    rope: int
+    turned: Tensor
+
+    @property
+    def run(self) -> int:
+        """Columns that follow each other in every operand."""
+        return 64
+
+
+def is_served(x: Tensor, weight: Tensor | BlockScaledWeight, out: Tensor, tile: FewTile, num_groups: int = 1) -> bool:
+    """Whether the kernel multiplies these."""
+    if isinstance(weight, BlockScaledWeight):
+        if weight.block_size != (BLOCK, BLOCK):
+            return False
+        codes, dtype = weight.weight, torch.float8_e4m3fn
+    else:
+        codes, dtype = weight, torch.bfloat16
+    columns, depth = codes.shape
+    return (
+        alignment_of_rows(x, codes, out) == WIDE
+        and x.stride(-1) == codes.stride(-1) == out.stride(-1) == 1
+        and depth > 0
+        and depth % tile.depth == 0
+        and columns % (num_groups * tile.columns) == 0
+        and codes.dtype == dtype
+    )
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor | BlockScaledWeight,
+    out: Tensor,
+    tile: FewTile,
+    num_groups: int = 1,
+    heads: Heads | None = None,
+) -> None:
+    """Write x [T, G * K] times each group's matrix of a weight [G * N, K], transposed, to out [T, G * N].
+
+    heads: of x, if some of their columns are read from another tensor.
+    """
+    if isinstance(weight, BlockScaledWeight):
+        codes, scales = weight.weight.view(torch.uint8), weight.scale
+        scales = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+    else:
+        codes = scales = weight
+    (columns, depth), rows = codes.shape, x.shape[0]
+    turned = x if heads is None else heads.turned
+    dims = (0, 0, PLAIN_RUN) if heads is None else (heads.nope, heads.rope, heads.run)
+    launch(
+        few_rows_kernel,
+        (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),),
+        (
+            x, turned, codes, scales, out, rows, columns // UNIT, depth, columns // num_groups // UNIT, x.stride(0),
+            turned.stride(0), codes.stride(0), scales.stride(0), scales.stride(1), out.stride(0),
+        ),
+        _constants(tile, *dims, codes is not weight, architecture()),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@cache
+def _constants(
+    tile: FewTile,
+    nope: int,
+    rope: int,
+    run: int,
+    coded: bool,  # noqa: FBT001 - constants of a launch
+    arch: str,
+) -> dict[str, Any]:
+    return {
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "GROUP": GROUP,
+        "NOPE": nope,
+        "ROPE": rope,
+        "RUN": run,
+        "CODED": coded,
+        "POWERS": coded and tile.powers,
+        "BLOCK": BLOCK,
+        "UNIT": UNIT,
+        # interpreted bf16 is multiplied as bit patterns
+        "DT": tl.float64 if INTERPRETED else tl.bfloat16,
+        "EXACT_CASTS": not INTERPRETED,
+        "PDL": uses_pdl(arch) and not INTERPRETED,
+    }
+
+
+def variants_of(
+    tile: FewTile, out_dtype: torch.dtype, scales: torch.dtype | None, arch: str, *, dims: tuple[int, int] | None = None
+) -> Iterator[Variant]:
+    """Every variant of a tile. scales: dtype of the scales of codes; None: bf16. dims: nope and rope of heads."""
+    weight = "*bf16" if scales is None else "*u8"
+    of_scales = weight if scales is None else pointer_type(scales)
+    types = {"X": "*bf16", "TURNED": "*bf16", "W": weight, "SCALES": of_scales, "OUT": pointer_type(out_dtype)}
+    run = (0, 0, PLAIN_RUN) if dims is None else (*dims, 64)
+    constants = _constants(tile, *run, scales is not None, arch)
+    yield Variant.from_types(few_rows_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
