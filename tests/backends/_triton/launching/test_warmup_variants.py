@@ -220,7 +220,7 @@ def test_g18_forms_of_a_model_stay_few(name: str) -> None:
 
         # of a pair the forms of both are compiled
         assert counts[0] <= (150 if " with " in name else 100), (arch, counts)
-        assert counts[1] <= (90 if " with " in name else 65), (arch, counts)
+        assert counts[1] <= (95 if " with " in name else 65), (arch, counts)
 
 
 def promised(bounds: WarmupSpec) -> WarmupSpec:
