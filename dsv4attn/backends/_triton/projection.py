@@ -127,8 +127,7 @@ def turned_tile(tokens: int, groups: int, rank: int, nope: int, rope: int, arch:
         or any(t.depth > rope or rank % t.columns or nope % t.depth for t in tiles.large)
     ):
         return None
-    # one of the large tiles, which copy engines read
-    return products.tile_for(max(tokens, tiles.small.rows + 1), groups * rank, arch, torch.bfloat16)
+    return products.large_tile(tokens, groups * rank, arch, torch.bfloat16)
 
 
 def _is_dense(o: Tensor, wo_a: Tensor, out: Tensor) -> bool:

@@ -28,7 +28,19 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["TILES", "Tile", "Tiles", "base_tile", "holds", "linear", "product", "tile_for", "variants", "variants_of"]
+__all__ = [
+    "TILES",
+    "Tile",
+    "Tiles",
+    "base_tile",
+    "large_tile",
+    "linear",
+    "parts_of",
+    "product",
+    "tile_for",
+    "variants",
+    "variants_of",
+]
 
 
 @frozen
@@ -42,7 +54,6 @@ class Tile:
         memory for both.
     cost: time of a tile of many rows in units of the time that a multiprocessor's share of a full device needs for
         each element.
-    wide_results: whether shared memory holds the tile's results in fp32 next to its operands.
     """
 
     rows: int
@@ -55,7 +66,6 @@ class Tile:
     programs: int = 1
     flat: bool = True
     cost: float = 1.0
-    wide_results: bool = True
 
 
 @frozen
@@ -64,19 +74,24 @@ class Tiles:
 
     few: for up to `few.rows` rows.
     slim: for more rows, up to `slim.rows`, and at most SLIM columns.
-    small: the same for more columns.
-    large: for more rows than `small.rows`.
+    small: the same for more columns; and for more rows where larger tiles are too few for all multiprocessors.
+    large: for more rows than `small.rows`, with results in bf16.
+    wide: the same with results in fp32, for which some of the others lack memory.
     """
 
     few: Tile
     slim: Tile
     small: Tile
     large: tuple[Tile, ...]
+    wide: tuple[Tile, ...]
 
-    @property
-    def every(self) -> tuple[Tile, ...]:
-        """All of them."""
-        return tuple(dict.fromkeys((self.few, self.slim, self.small, *self.large)))
+    def large_of(self, out_dtype: torch.dtype) -> tuple[Tile, ...]:
+        """Tiles of many rows with results of a dtype."""
+        return self.wide if out_dtype == torch.float32 else self.large
+
+    def every(self, out_dtype: torch.dtype) -> tuple[Tile, ...]:
+        """All tiles with results of a dtype."""
+        return tuple(dict.fromkeys((self.few, self.slim, self.small, *self.large_of(out_dtype))))
 
 
 BASE = Tile(64, 64, 64, 4, 4)
@@ -89,18 +104,29 @@ TILES: Mapping[str, Tiles] = {
     "sm_90": Tiles(
         Tile(16, 64, 128, 4, 6, swapped=True),
         Tile(64, 16, 128, 4, 5),
-        Tile(64, 64, 128, 4, 6, described=True),
+        Tile(64, 64, 128, 4, 6, described=True, cost=3.0),
         (
-            Tile(128, 256, 64, 8, 3, described=True, wide_results=False),
-            Tile(256, 128, 64, 8, 4, described=True, cost=1.02, wide_results=False),
+            Tile(128, 256, 64, 8, 3, described=True),
+            Tile(256, 128, 64, 8, 4, described=True, cost=1.02),
+            Tile(128, 128, 64, 8, 4, described=True, cost=1.3),
+        ),
+        (
+            Tile(128, 256, 64, 8, 3, described=True, flat=False),
+            Tile(256, 128, 64, 8, 4, described=True, flat=False, cost=1.02),
             Tile(128, 128, 64, 8, 4, described=True, cost=1.3),
         ),
     )
 }
 """Time of cuBLAS as a multiple of the time of the tile that is chosen, for V4's products in bf16 (H100, torch 2.11,
 Triton 3.6, 2026-11-27): 2,048 rows 0.81 to 1.00; 8,192 rows 0.92 to 1.05; 64 rows 0.99 to 1.07, and 0.86 to 0.96 for up
-to SLIM columns; 1 and 16 rows 1.02 to 1.21, and 0.75 to 0.95. The first two large tiles do not hold results in fp32.
+to SLIM columns; 1 and 16 rows 1.02 to 1.21, and 0.75 to 0.95. Inputs of layers with a compressor, with results in fp32,
+in another run: 2,048 rows 0.93, and 0.91 in two launches in Pro; 8,192 rows 0.95, and 0.89 in Pro. `small` for more
+rows than it has is chosen by its time for 64 rows.
 """
+TWO_LAUNCHES = 0.9
+"""Time of two launches, as a multiple of that of one, below which columns are divided between two tiles."""
+DIVIDED_ROWS = 1024
+"""Rows of a product from which columns may be divided: those of fewer take as long as their weights are read."""
 SLIM = 2048
 """Columns of a product for which tiles of 64 columns are too few for all multiprocessors."""
 GROUP = 8
@@ -124,13 +150,41 @@ def tile_for(rows: int, columns: int, arch: str, out_dtype: torch.dtype) -> Tile
         return tiles.few
     if rows <= tiles.small.rows:
         return tiles.slim if columns <= SLIM else tiles.small
-    possible = [tile for tile in tiles.large if holds(tile, out_dtype)]
-    return min(possible, key=lambda tile: _time(tile, rows, columns))
+    return _fastest((*tiles.large_of(out_dtype), tiles.small), rows, columns)
 
 
-def holds(tile: Tile, out_dtype: torch.dtype) -> bool:
-    """Whether a multiprocessor has the memory for a tile with results of this dtype."""
-    return tile.wide_results or out_dtype.itemsize <= 2
+def large_tile(rows: int, columns: int, arch: str, out_dtype: torch.dtype) -> Tile:
+    """Large tile of a product, on an architecture of `TILES`."""
+    return _fastest(TILES[arch].large_of(out_dtype), rows, columns)
+
+
+def _fastest(tiles: tuple[Tile, ...], rows: int, columns: int) -> Tile:
+    return min(tiles, key=lambda tile: _time(tile, rows, columns))
+
+
+@lru_cache(4096)
+def parts_of(rows: int, columns: int, arch: str, out_dtype: torch.dtype) -> tuple[tuple[Tile, int], ...]:
+    """Tiles of a product, and how many columns each one makes. No bits depend on it.
+
+    Where the last round of tiles would leave most multiprocessors without one, its columns have smaller tiles in a
+    launch of their own.
+    """
+    one = tile_for(rows, columns, arch, out_dtype)
+    tiles = TILES.get(arch)
+    if tiles is None or rows < DIVIDED_ROWS:
+        return ((one, columns),)
+    parts: tuple[tuple[Tile, int], ...] = ((one, columns),)
+    best = TWO_LAUNCHES * _time(one, rows, columns)
+    for tile in tiles.large_of(out_dtype):
+        in_round = multiprocessors() * tile.programs
+        whole = -(-rows // tile.rows) * (columns // tile.columns) // in_round * in_round
+        first = whole // -(-rows // tile.rows) * tile.columns
+        if 0 < first < columns:
+            last = tile_for(rows, columns - first, arch, out_dtype)
+            time = _time(tile, rows, first) + _time(last, rows, columns - first)
+            if time < best:
+                best, parts = time, ((tile, first), (last, columns - first))
+    return parts
 
 
 def _time(tile: Tile, rows: int, columns: int) -> float:
@@ -170,8 +224,10 @@ def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, *, o
         check_tensor("out", out, shape, out_dtype, {}, written=True)
     if out.numel():
         rows, columns = x.shape[:-1].numel(), weight.shape[0]
-        tile = tile_for(rows, columns, architecture(), out.dtype)
-        product(x.reshape(rows, x.shape[-1]), weight, out.view(rows, columns), tile)
+        flat, results, end = x.reshape(rows, x.shape[-1]), out.view(rows, columns), 0
+        for tile, count in parts_of(rows, columns, architecture(), out.dtype):
+            first, end = end, end + count
+            product(flat, weight[first:end], results[:, first:end], tile)
     return out
 
 
@@ -252,10 +308,9 @@ def _common_constants(tile: Tile, arch: str) -> dict[str, Any]:
 def variants(arch: str, out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) -> Iterator[Variant]:
     """Every variant that `linear` can need on an architecture. out_dtypes: of results."""
     for out_dtype in out_dtypes:
-        every = TILES[arch].every if arch in TILES else ()
+        every = TILES[arch].every(out_dtype) if arch in TILES else ()
         for tile in dict.fromkeys((*every, base_tile(arch))):
-            if holds(tile, out_dtype):
-                yield from variants_of(tile, out_dtype, arch)
+            yield from variants_of(tile, out_dtype, arch)
 
 
 def variants_of(tile: Tile, out_dtype: torch.dtype, arch: str) -> Iterator[Variant]:

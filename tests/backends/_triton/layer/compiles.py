@@ -75,10 +75,14 @@ def multiplied(arch: str) -> Iterator[Variant]:
     """Products of bf16: the base tile, of rows of any form, and the largest tiles of results in bf16 and in fp32."""
     for variant in products.variants(arch):
         constants, of_fp32 = dict(variant.constants), dict(variant.types)["OUT"] == "*fp32"
-        # of fp32 results the largest tile alone, for its shared memory
-        largest = constants["BLOCK_M"] * constants["BLOCK_N"] >= (128 * 128 if of_fp32 else 128 * 256)
-        if largest or (constants.get("WHOLE") is False and not of_fp32):
+        if is_large(variant) or (constants.get("WHOLE") is False and not of_fp32):
             yield variant
+
+
+def is_large(variant: Variant) -> bool:
+    """Whether a product has one of the largest tiles."""
+    constants = dict(variant.constants)
+    return bool(constants["BLOCK_M"] * constants["BLOCK_N"] >= 128 * 256)
 
 
 def turned(arch: str) -> Iterator[Variant]:

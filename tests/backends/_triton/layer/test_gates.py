@@ -22,7 +22,7 @@ FORMS = {
     "sm_90 streams": 3,
     "sm_90 native_codes": 1,
     "sm_90 decoded_codes": 1,
-    "sm_90 multiplied": 4,
+    "sm_90 multiplied": 5,
     "sm_90 turned": 4,
     "sm_90 of_few_rows": 3,
     "sm_100 selection": 4,

@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer import output, products
-from dsv4attn.backends._triton.layer.products import TILES, Tile, base_tile, holds, linear, product, tile_for
+from dsv4attn.backends._triton.layer.products import TILES, Tile, base_tile, linear, parts_of, product, tile_for
 from dsv4attn.backends._triton.support import ONE_ORDER
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
@@ -29,8 +29,14 @@ from tests.harness import LayerStack
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS = (0, 1, 15, 16, 17, 63, 64, 65, 200)
-HOPPER = (*TILES["sm_90"].every, base_tile("sm_90"))
+OF_HOPPER = TILES["sm_90"]
+HOPPER = tuple(dict.fromkeys((*OF_HOPPER.every(BF16), *OF_HOPPER.every(FP32), base_tile("sm_90"))))
 each_tile = pytest.mark.parametrize("tile", HOPPER, ids=str)
+
+
+def widest(tile: Tile) -> torch.dtype:
+    """The widest dtype of results for which a multiprocessor has the memory."""
+    return BF16 if tile in OF_HOPPER.large and tile not in OF_HOPPER.wide else FP32
 
 
 def factors(rows: int, columns: int, depth: int, seed: int = 0, pad: int = 0) -> tuple[Tensor, Tensor]:
@@ -187,14 +193,14 @@ class TestOnADevice:
 
     def test_d2_all_tiles_of_an_architecture_have_equal_bits(self, number: int, shape: tuple[int, int]) -> None:
         arch = architecture()
-        tile, base = [*TILES[arch].every, base_tile(arch)][number], base_tile(arch)
+        tile, base = HOPPER[number], base_tile(arch)
         for x, weight in hard_factors(2048, *shape):
             expected = torch.empty(2048, shape[0], device=DEVICE)
             product(x, weight, expected, base)
             check(x, weight, expected)
             for rows in (1, 2, 7, 16, 33, 64, 100, 2043):
                 for first in (0, 5):
-                    out = torch.empty(rows, shape[0], device=DEVICE, dtype=FP32 if holds(tile, FP32) else BF16)
+                    out = torch.empty(rows, shape[0], device=DEVICE, dtype=widest(tile))
                     product(x[first : first + rows], weight, out, tile)
                     same = expected[first : first + rows].to(out.dtype)
                     assert torch.equal(out.view(torch.uint8), same.view(torch.uint8)), rows
@@ -245,20 +251,45 @@ def test_an_architecture_whose_bits_were_not_compared_has_one_tile() -> None:
 def test_tiles_of_hopper_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "multiprocessors", lambda: 132)
     tile_for.cache_clear()
-    chosen = {rows: tile_for(rows, 4096, "sm_90", BF16) for rows in (1, 16, 17, 64, 65, 2048, 8192)}
+    chosen = {rows: tile_for(rows, 4096, "sm_90", BF16) for rows in (1, 16, 17, 64, 65, 300, 2048, 8192)}
     slim = tile_for(64, 1024, "sm_90", BF16)
     of_fp32_results = tile_for(8192, 4096, "sm_90", FP32)
     tile_for.cache_clear()
 
     assert {*chosen.values()} <= {*HOPPER}
-    assert [tile.rows <= 64 for tile in chosen.values()] == [True] * 4 + [False] * 3
+    assert [tile.rows <= 64 for tile in chosen.values()] == [True] * 5 + [False] * 3
     assert slim.columns < chosen[64].columns
     assert all(tile.rows >= rows for rows, tile in chosen.items() if rows <= 64)
     assert chosen[8192].rows * chosen[8192].columns == max(tile.rows * tile.columns for tile in HOPPER)
-    assert holds(of_fp32_results, FP32)
-    assert not holds(chosen[8192], FP32)
+    assert of_fp32_results in OF_HOPPER.wide
+    assert chosen[8192] in OF_HOPPER.large
+    assert chosen[65] == chosen[64]  # larger tiles leave most multiprocessors without one
     wo_a = [projection.tile_of(rows, BF16, 16, "sm_90", deterministic=True) for rows in (1, 128, 129)]
     assert wo_a == [projection.MIDDLE, projection.MIDDLE, projection.LARGE]
+
+
+def test_columns_of_a_last_round_have_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "multiprocessors", lambda: 132)
+    for cached in (tile_for, parts_of):
+        cached.cache_clear()
+    chosen = {rows: parts_of(rows, 4672, "sm_90", FP32) for rows in (512, 2048, 8192)}
+    whole = parts_of(2048, 4160, "sm_90", FP32)
+    for cached in (tile_for, parts_of):
+        cached.cache_clear()
+
+    assert [len(parts) for parts in chosen.values()] == [1, 2, 1]
+    assert [columns for _, columns in chosen[2048]] == [4096, 576]
+    assert {tile for parts in chosen.values() for tile, _ in parts} <= {*OF_HOPPER.every(FP32)}
+    assert [columns for _, columns in whole] == [4160]
+
+
+def test_parts_of_a_product_are_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_tile(architecture())
+    monkeypatch.setattr(products, "parts_of", lambda *_: ((base, 48), (base, 16)))
+    x, weight = factors(5, 64, 128)
+    check(x, weight, linear(x, weight))
+    out = torch.empty(5, 64, dtype=FP32, device=DEVICE)
+    check(x, weight, linear(x, weight, out=out))
 
 
 @each_tile
@@ -267,7 +298,7 @@ def test_warm_up_foresees_every_form_that_is_launched(tile: Tile) -> None:
     with observed() as seen:
         for seed, (rows, columns, depth, pad) in enumerate([(1, 16, 128, 8), (300, 32, 128, 0), (5, 33, 100, 3)]):
             x, weight = factors(rows, columns, depth, seed, pad)
-            out_dtype = FP32 if seed % 2 and holds(tile, FP32) else BF16
+            out_dtype = widest(tile) if seed % 2 or tile not in OF_HOPPER.every(BF16) else BF16
             product(x, weight, torch.empty(rows, columns, dtype=out_dtype, device=DEVICE), tile)
     # this machine's architecture is not Hopper, which has one constant of its own
     known = {(v.name, v.types, without_pdl(v), v.num_warps, v.num_stages) for v in foreseen}
