@@ -140,8 +140,11 @@ class TritonBackend(Backend):
         return attention_launch.scratch_bound(layer, multiprocessors())
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
-        """Zero, because kernels write to memory that the caller gives."""
-        return 0
+        """What the output projection makes of outputs. All other kernels write to memory that the caller gives."""
+        arch = DeviceFacts.here().arch
+        if self.projects_fp8:
+            return output.transient_bytes(max_tokens, layer.num_heads, layer.head_dim)
+        return projection.transient_bytes(max_tokens, layer.num_heads, layer.rope_dim, arch)
 
     @cached_property
     def layer_ops(self) -> LayerOps:

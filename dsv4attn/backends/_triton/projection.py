@@ -22,10 +22,10 @@ from dsv4attn.backends._triton.compiling.variant import Variant, descriptor_type
 from dsv4attn.backends._triton.kernels_projection import project_kernel, project_turned_kernel, turn_back_kernel
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer import products
+from dsv4attn.backends._triton.layer import few_rows, products
 from dsv4attn.backends._triton.support import ONE_ORDER
 
-__all__ = ["inv_rope_o_proj", "variants"]
+__all__ = ["inv_rope_o_proj", "transient_bytes", "variants"]
 
 
 @frozen
@@ -46,7 +46,13 @@ LARGE = Tile(128, 128, 64, 8, 3)
 PLAIN = Tile(32, 32, 16, 4, 2)
 """For fp32, which uses no matrix unit, and for unaligned rows: it fits into the registers of every device."""
 MANY = 128
-"""Tokens up to which the rotation is undone by the kernel that multiplies."""
+"""Tokens above which the rotation is undone in a launch of its own, as it is of few tokens (`few_rows.HEADS`).
+
+Times of an H100 (torch 2.11, Triton 3.6, 2026-11-27) with wo_a of Flash, both launches, and before of one: 1 token 29.0
+us (30.1, deterministic 42.7), 16 tokens 30.7 (30.5, 39.5), 64 tokens 32.2 (36.0, 36.1), 256 tokens 45.3 (52.8), 2,048
+tokens 216 (316), 8,192 tokens 831 (1,239). `torch.bmm`, which undoes no rotation, takes 27.7, 27.9, 30.2, 39.5, 178 and
+684 us.
+"""
 TURNED_HEADS, TURNING_WARPS = 32, 4
 TILES: Mapping[str, tuple[Tile, Tile, Tile]] = dict.fromkeys(
     ("gfx1100", "gfx1151", "gfx1201"), (SMALL, Tile(64, 64, 64, 8, 4), Tile(128, 64, 32, 8, 3))
@@ -96,9 +102,14 @@ def inv_rope_o_proj(
     out = o.new_empty(tokens, num_groups, rank) if out is None else out
     dtype = torch.promote_types(o.dtype, wo_a.dtype)
     aligned = alignment_of_rows(o, wo_a)
-    if tokens > MANY and not turned:
-        large = turned_tile(tokens, num_groups, rank, dim - rope, rope, architecture())
-        if large is not None and _is_dense(o, wo_a, out):
+    if not turned and _is_dense(o, wo_a, out):
+        few = few_tile(tokens, heads, num_groups, rank, dim - rope, rope, architecture())
+        if few is not None:
+            of_heads = few_rows.Heads(dim - rope, rope, turn_back(o, positions, cos_sin_cache).flatten(1))
+            few_rows.multiply(o.flatten(1), wo_a, out.flatten(1), few, num_groups, of_heads)
+            return out
+        large = turned_tile(tokens, num_groups, rank, dim - rope, rope, architecture()) if tokens > MANY else None
+        if large is not None:
             project_turned(o, turn_back(o, positions, cos_sin_cache), wo_a, out, large)
             return out
     tile = tile_of(tokens, dtype, aligned, architecture(), deterministic=deterministic)
@@ -116,6 +127,30 @@ def inv_rope_o_proj(
         num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+def transient_bytes(max_tokens: int, heads: int, rope: int, arch: str) -> int:
+    """Upper bound on the temporaries of a projection: the columns whose rotation a launch of its own undoes."""
+    is_turned = arch in products.TILES or arch in few_rows.HEADS
+    return max_tokens * heads * rope * torch.bfloat16.itemsize if is_turned else 0
+
+
+def few_tile(
+    tokens: int, heads: int, groups: int, rank: int, nope: int, rope: int, arch: str
+) -> few_rows.FewTile | None:
+    """Tile of a product of few tokens whose rotation is undone before; None where `project_kernel` multiplies them."""
+    tile = next((tile for tile in few_rows.HEADS.get(arch, ()) if tokens <= tile.rows), None)
+    if (
+        tile is None
+        or rope & (rope - 1)
+        or nope % few_rows.HEAD_RUN
+        or rope % few_rows.HEAD_RUN
+        or heads // groups * nope % tile.depth
+        or heads // groups * rope % tile.depth
+        or rank % tile.columns
+    ):
+        return None
+    return tile
 
 
 def turned_tile(tokens: int, groups: int, rank: int, nope: int, rope: int, arch: str) -> products.Tile | None:
@@ -260,23 +295,24 @@ def variants(
     for (tile, rows), out in product(dict.fromkeys(tiles), outs):
         constants = _constants(tile, heads // num_groups, rank, nope, rope, dtype, rows, out)
         yield Variant.from_types(project_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
-    if (
-        dtype == torch.bfloat16
-        and o_dtype == w_dtype
-        and aligned
-        and turned_tile(MANY + 1, num_groups, rank, nope, rope, arch)
-    ):
+    if dtype == torch.bfloat16 and o_dtype == w_dtype and aligned:
         yield from turned_variants(heads, nope, rope, num_groups, rank, arch)
 
 
 def turned_variants(
     heads: int, nope: int, rope: int, num_groups: int, rank: int, arch: str, tiles: Iterable[products.Tile] = ()
 ) -> Iterator[Variant]:
-    """Every variant of `turn_back` and `project_turned`. tiles: of the product; default: those of the architecture."""
-    types = {"O": "*bf16", "POSITIONS": "*i64", "TABLE": "*fp32", "TURNED": "*bf16"}
-    constants = _turn_constants(heads, nope, rope, arch)
-    yield Variant.from_types(turn_back_kernel, types, constants, num_warps=TURNING_WARPS)
-    for tile in tiles or products.TILES[arch].large:
+    """Every variant of `turn_back` and of the products after it. tiles: of many tokens; default: the architecture's."""
+    dims = num_groups, rank, nope, rope, arch
+    few = [tile for tile in few_rows.HEADS.get(arch, ()) if few_tile(tile.rows, heads, *dims)]
+    large = tiles or (products.TILES[arch].large if turned_tile(MANY + 1, *dims) else ())
+    if few or large:
+        types = {"O": "*bf16", "POSITIONS": "*i64", "TABLE": "*fp32", "TURNED": "*bf16"}
+        constants = _turn_constants(heads, nope, rope, arch)
+        yield Variant.from_types(turn_back_kernel, types, constants, num_warps=TURNING_WARPS)
+    for few_rows_tile in few:
+        yield from few_rows.variants_of(few_rows_tile, torch.bfloat16, None, arch, dims=(nope, rope))
+    for tile in large:
         rows, columns = (descriptor_type(torch.bfloat16, [size, tile.depth]) for size in (tile.rows, tile.columns))
         types = {"OUT": "*bf16", "O": rows, "TURNED": rows, "W": columns}
         constants = _turned_constants(tile, heads // num_groups, rank, nope, rope, arch)

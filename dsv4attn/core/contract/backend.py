@@ -170,7 +170,8 @@ class Backend:
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
         """Upper bound in bytes on what any one method allocates with torch; 0 for kernels.
 
-        `inv_rope_o_proj` is not included: its memory follows from weights that core never sees.
+        Of `inv_rope_o_proj` what it makes of outputs is included. Results and copies of weights are not: their memory
+        follows from weights that core never sees.
         layer: the layers of the calls.
         max_tokens: most rows of q in a call.
         max_width: most keys of a row, of both caches together.

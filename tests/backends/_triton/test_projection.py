@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import products
+from dsv4attn.backends._triton.layer import few_rows, products
 from dsv4attn.backends._triton.layer.products import Tile
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import DEVICE, draw, each_dtype, seeded, strided
@@ -192,7 +192,7 @@ def test_rounding_of_the_turned_values_is_part_of_the_result() -> None:
 # the rotation in a launch of its own
 
 
-TURNED_TILES = [Tile(64, 128, 64, 4, 3, described=True), Tile(128, 64, 32, 4, 3, described=True)]
+TURNED_TILES = [Tile(16, 64, 64, 4, 3, described=True), Tile(32, 64, 32, 4, 3, described=True)]
 
 
 def turned_product(call: Call, tile: Tile) -> Tensor:
@@ -212,8 +212,8 @@ def test_outputs_that_are_turned_back_before_are_projected_as_the_others(
 ) -> None:
     # programs have several tiles
     monkeypatch.setattr(projection, "multiprocessors", lambda: 2)
-    for seed, tokens in enumerate((1, 70, 130)):
-        call = Call((448, 64), torch.bfloat16, 2 * seed + 1, tokens=tokens, rank=256)
+    for seed, tokens in enumerate((1, 35)):
+        call = Call((128, 64), torch.bfloat16, 2 * seed + 1, tokens=tokens, rank=128)
         call.o[:, :, 0] = 0
         z = turned_product(call, tile)
         call.check(z)
@@ -223,7 +223,7 @@ def test_outputs_that_are_turned_back_before_are_projected_as_the_others(
 
 def test_a_rotation_of_other_positions_is_seen() -> None:
     """A planted bug."""
-    call = Call((448, 64), torch.bfloat16, 1, tokens=20, rank=128)
+    call = Call((128, 64), torch.bfloat16, 1, tokens=5, rank=64)
     call.positions = (call.positions + 1) % 11
     z = turned_product(call, TURNED_TILES[0])
     call.positions = (call.positions - 1) % 11
@@ -236,6 +236,7 @@ def test_many_tokens_of_hopper_are_turned_back_before(monkeypatch: pytest.Monkey
     for module in (projection, products):
         monkeypatch.setattr(module, "multiprocessors", lambda: 132)
     monkeypatch.setattr(projection, "MANY", 3)
+    monkeypatch.setattr(few_rows, "HEADS", {})
     products.tile_for.cache_clear()
     call = Call((448, 64), torch.bfloat16, 1, tokens=4, rank=256)
     with observed() as seen:
@@ -248,6 +249,27 @@ def test_many_tokens_of_hopper_are_turned_back_before(monkeypatch: pytest.Monkey
 
     assert [v.name for v in seen] == ["turn_back_kernel", "project_turned_kernel", "project_kernel"]
     assert {*seen} <= {evolve(v, constants=without_pdl(v)) for v in foreseen}
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_few_tokens_of_hopper_are_turned_back_before(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projection, "architecture", lambda: "sm_90")
+    call = Call((128, 64), torch.bfloat16, 1, tokens=tokens, rank=64)
+    groups, rank, heads = call.groups, call.rank, 2 * call.groups
+    call.o = call.o[:, :1].repeat(1, heads, 1) * torch.arange(1, heads + 1, device=DEVICE)[:, None]
+    call.wo_a = torch.randn(groups * rank, 2 * 192, generator=seeded(0)).to(DEVICE, torch.bfloat16)
+    with observed() as seen:
+        call.check(call.run())
+        apart = torch.empty(tokens, groups, 2 * rank, dtype=torch.bfloat16, device=DEVICE)[..., :rank]
+        call.check(call.run(apart))
+    foreseen = {*projection.variants(heads, 128, 64, groups, rank, *[torch.bfloat16] * 2, arch="sm_90")}
+
+    assert [v.name for v in seen] == ["turn_back_kernel", "few_rows_kernel", "project_kernel"]
+    assert {*seen[:2]} <= {evolve(v, constants=without_pdl(v)) for v in foreseen}
+    assert projection.few_tile(65, heads, groups, rank, 128, 64, "sm_90") is None
+    assert projection.few_tile(3, heads, groups, rank, 100, 64, "sm_90") is None
+    assert projection.few_tile(3, heads, groups, 40, 128, 64, "sm_90") is None
+    assert projection.few_tile(3, heads, heads, rank, 128, 64, "sm_90") is None
 
 
 def without_pdl(variant: Variant) -> dict[str, object]:

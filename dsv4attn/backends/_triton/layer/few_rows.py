@@ -6,7 +6,7 @@ those of a product with the bf16 copy of the weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -24,12 +24,14 @@ from dsv4attn.backends._triton.layer.kernels_few_rows import few_rows_kernel
 from dsv4attn.backends._triton.layer.products import GROUP, UNIT
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 
-__all__ = ["BLOCK", "FewTile", "is_served", "multiply", "variants_of"]
+__all__ = ["BLOCK", "HEADS", "HEAD_RUN", "FewTile", "Heads", "is_served", "multiply", "variants_of"]
 
 BLOCK = 128
 """Rows and columns under one scale of codes."""
 PLAIN_RUN = 128
 """Columns that follow each other in every operand, of products whose inputs are not heads."""
+HEAD_RUN = 64
+"""The same of products whose inputs are heads."""
 
 
 @frozen
@@ -47,6 +49,10 @@ class FewTile:
     powers: bool = False
 
 
+HEADS: Mapping[str, tuple[FewTile, ...]] = {"sm_90": (FewTile(16, 64, 128, 4, 6), FewTile(64, 64, 64, 4, 8))}
+"""Tiles of products of heads with bf16 weights, with ascending rows; `projection.MANY` has their times."""
+
+
 @frozen
 class Heads:
     """What the inputs of a product are: heads, of which the trailing columns are read from another tensor.
@@ -61,7 +67,7 @@ class Heads:
     @property
     def run(self) -> int:
         """Columns that follow each other in every operand."""
-        return 64
+        return HEAD_RUN
 
 
 def is_served(x: Tensor, weight: Tensor | BlockScaledWeight, out: Tensor, tile: FewTile, num_groups: int = 1) -> bool:
@@ -151,6 +157,6 @@ def variants_of(
     weight = "*bf16" if scales is None else "*u8"
     of_scales = weight if scales is None else pointer_type(scales)
     types = {"X": "*bf16", "TURNED": "*bf16", "W": weight, "SCALES": of_scales, "OUT": pointer_type(out_dtype)}
-    run = (0, 0, PLAIN_RUN) if dims is None else (*dims, 64)
+    run = (0, 0, PLAIN_RUN) if dims is None else (*dims, HEAD_RUN)
     constants = _constants(tile, *run, scales is not None, arch)
     yield Variant.from_types(few_rows_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)

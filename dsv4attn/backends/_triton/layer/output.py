@@ -29,7 +29,7 @@ from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["fp8_o_proj", "inv_rope_fp8_quant", "project_fp8", "variants"]
+__all__ = ["fp8_o_proj", "inv_rope_fp8_quant", "project_fp8", "transient_bytes", "variants"]
 
 AMAX_FLOOR = 1e-10
 """Smallest maximum of a group that is assumed, so that a group of zeros has a scale."""
@@ -202,6 +202,11 @@ def project_fp8(
     fp8_format = FORMATS[wo_a.weight.dtype]
     codes, scales = inv_rope_fp8_quant(o, positions, cos_sin_cache, num_groups, fp8_format=fp8_format, columns=columns)
     return fp8_o_proj(codes, scales, wo_a, num_groups, dtype=o.dtype, deterministic=deterministic)
+
+
+def transient_bytes(max_tokens: int, heads: int, dim: int) -> int:
+    """Upper bound on the temporaries of `project_fp8`: codes of outputs, and their scales in fp32."""
+    return max_tokens * heads * (dim + 4 * -(-dim // min(BLOCKS)))
 
 
 def _block_of(wo_a: BlockScaledWeight) -> int:

@@ -86,8 +86,10 @@ def is_large(variant: Variant) -> bool:
 
 
 def turned(arch: str) -> Iterator[Variant]:
-    """The output projection of many tokens in bf16: the rotation, and the product with the largest tiles."""
-    yield from projection.turned_variants(64, 448, 64, 8, 1024, arch)
+    """The output projection in bf16 whose rotation is undone before: its products with the largest tiles."""
+    for variant in projection.turned_variants(64, 448, 64, 8, 1024, arch):
+        if variant.name == "turn_back_kernel" or is_large(variant) or dict(variant.constants)["BLOCK_M"] == 64:
+            yield variant
 
 
 def of_few_rows(arch: str) -> Iterator[Variant]:
