@@ -21,7 +21,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.launching.warmup import warm
-from dsv4attn.backends._triton.layer import ops, output, products
+from dsv4attn.backends._triton.layer import few_rows, ops, output, products
 from dsv4attn.backends._triton.layer.variants import variants as layer_variants
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.argument_checks import round_up
@@ -39,6 +39,7 @@ from dsv4attn.core.contract.backend import (
 )
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.info import LAYER_PARTS
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.memory.workspace import ALIGNMENT
@@ -229,6 +230,8 @@ class TritonBackend(Backend):
             yield from layer_variants(bounds, device.arch, deterministic=self.deterministic)
             if self.deterministic:
                 yield from products.variants(device.arch)
+            if {*LAYER_PARTS} <= {*bounds.parts}:  # whole layers; engines multiply by themselves
+                yield from few_rows.variants(device.arch)
 
     def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Variants of the attention kernel in both phases."""

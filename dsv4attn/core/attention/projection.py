@@ -16,13 +16,15 @@ from dsv4attn.core.attention.checks import check_backend, check_output, check_pr
 from dsv4attn.core.attention.rank_sum import sum_over_ranks
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import LayerGeometry
-from dsv4attn.core.model.quantized_weight import Weight, dense_weight, scaled_weight
+from dsv4attn.core.model.quantized_weight import CodedMatrix, Weight, dense_weight, scaled_weight
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import Linear
 from dsv4attn.core.torch_ops.tiles import linear as torch_linear
 from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
 __all__ = ["o_proj", "output_projection"]
@@ -75,7 +77,7 @@ def output_projection(
     wo_b: [hidden, G * rank], in the forms of wo_a; of such a rank, the columns of its groups. If its dtype differs from
     o's, both are multiplied in fp32. process_group: ranks over which y is summed, in o's dtype, on a deterministic
     backend by `sum_over_ranks`; None: y is returned as it is. linear: the product with wo_b; it gets both operands in
-    one dtype.
+    one dtype, and a `CodedMatrix` as it is.
     Returns y [T, hidden] in the dtype of o.
     Raises ArgumentError before anything is converted, launched or sent.
     """
@@ -85,10 +87,14 @@ def output_projection(
     check_output(o, wo_a, wo_b, converts=converts)
     if process_group is not None:
         _check_group(process_group)
-    first, second = _given(wo_a, converts=converts), dense_weight(wo_b, "wo_b")
+    first = _given(wo_a, converts=converts)
     z = backend.inv_rope_o_proj(o, positions, cos_sin_cache, first, num_groups).flatten(1)
-    dtype = torch.promote_types(z.dtype, second.dtype)
-    y = linear(z.to(dtype), second.to(dtype)).to(o.dtype)
+    if isinstance(wo_b, CodedMatrix) and z.dtype == torch.bfloat16:
+        y = cast("Callable[[Tensor, CodedMatrix], Tensor]", linear)(z, wo_b)
+    else:
+        second = dense_weight(wo_b, "wo_b")
+        dtype = torch.promote_types(z.dtype, second.dtype)
+        y = linear(z.to(dtype), second.to(dtype)).to(o.dtype)
     if process_group is not None:
         if backend.deterministic:
             return sum_over_ranks(y, process_group)

@@ -18,13 +18,14 @@ from attrs import evolve, fields_dict, frozen
 from torch import Tensor
 
 from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.torch_ops import candidates, compressor, hyper_connections, indexer, latents, norms, selection
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
 from dsv4attn.core.torch_ops.tiles import TILE_BYTES, Arithmetic, arithmetic_of, batch_invariant_linear, linear
 
 __all__ = [
-    "CANDIDATES", "DELAYED", "LATENTS", "LAYER_OPS", "EntryNorm", "LayerOps", "StatePages", "TokenMap",
-    "default_layer_ops",
+    "CANDIDATES", "DELAYED", "LATENTS", "LAYER_OPS", "CodedProducts", "EntryNorm", "LayerOps", "StatePages",
+    "TokenMap", "default_layer_ops",
 ]  # fmt: skip
 
 Op: TypeAlias = Callable[..., Any]
@@ -33,6 +34,24 @@ Op: TypeAlias = Callable[..., Any]
 def _torch_bytes(max_tokens: int) -> int:
     """A tile, and what an op makes for each token."""
     return 2 * TILE_BYTES + 256 * max_tokens
+
+
+@frozen
+class CodedProducts:
+    """Products of few rows with the codes of fp8 weights, which are half of the bytes of their bf16 copies.
+
+    The bits of a product are those of the backend's deterministic product with the bf16 copy: each code times its
+    factor, rounded to bf16.
+
+    rows: `rows(weight)` of a `BlockScaledWeight`: the number of rows up to which a product with its codes takes less
+       time than one with its bf16 copy; 0 if it never does, and for weights that have no kernel. A layer asks when it
+       takes its weights. The answer may depend on the values of the scales.
+    multiply: `multiply(x, weight, out)` writes x [..., K] times weight [N, K] transposed to out [..., N]. x and out are
+       bf16, and their rows may lie apart.
+    """
+
+    rows: Callable[[BlockScaledWeight], int]
+    multiply: Callable[[Tensor, BlockScaledWeight, Tensor], None]
 
 
 @frozen
@@ -64,6 +83,8 @@ class LayerOps:
        [R, T, K] fp32 with equal strides, as `propose_candidates` wrote them on each rank. Of equal scores the lower
        entry number wins. max_entries: of whole sequences. None: torch chooses.
     most_over_ranks: the largest K that both take; 0 without them.
+    coded: products with the codes of fp8 weights, which stand for `linear` in steps of few tokens. None: fp8 weights
+       are multiplied as their bf16 copies.
     """
 
     norm_q_kv: Callable[..., tuple[Tensor, Tensor]] = norms.norm_q_kv
@@ -92,6 +113,7 @@ class LayerOps:
     propose_candidates: Op | None = None
     choose_candidates: Op | None = None
     most_over_ranks: int = 0
+    coded: CodedProducts | None = None
 
     def brings(self, name: str) -> bool:
         """Whether the op of this name is another than torch's.

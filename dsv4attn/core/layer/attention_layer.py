@@ -29,13 +29,13 @@ from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.compressor import Compressor, LatentCompressor
 from dsv4attn.core.layer.indexer import Candidates, Indexer
-from dsv4attn.core.layer.projections import Projections
+from dsv4attn.core.layer.projections import CodedLinear, Projections
 from dsv4attn.core.layer.shared_sources import BoundSources, own_buffer
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.forward_context import ForwardContext, get_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
 from dsv4attn.core.model.geometry import LayerKind, LayerRole, ModelGeometry, Rope
-from dsv4attn.core.model.quantized_weight import check_weight
+from dsv4attn.core.model.quantized_weight import CodedMatrix, check_weight
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.model.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.model.weights import AttentionWeights
@@ -134,11 +134,13 @@ class DeepseekV4Attention:
         self._copies, self._group = WeightCopies(), process_group
         self._context = context_parallel if layer.has_entries else None
         self._arithmetic = backend.layer_ops.arithmetic(deterministic=backend.deterministic)
-        self._linear = product = self._arithmetic.linear
-        self._of_hidden_states = Projections("hidden_states", self._copies, product, _IN_FP32)
-        self._of_latent = Projections("latent", self._copies, product)
+        product, coded = self._arithmetic.linear, backend.layer_ops.coded
+        self._linear = product if coded is None else CodedLinear(product, coded)
+        most_rows = None if coded is None else coded.rows
+        self._of_hidden_states = Projections("hidden_states", self._copies, self._linear, _IN_FP32, most_rows)
+        self._of_latent = Projections("latent", self._copies, self._linear, most_rows=most_rows)
         sink = self._load_own(weights)
-        self.device = device = self._wo_b.device
+        self.device = device = _matrix(self._wo_b).device
         self._sources = bound = BoundSources.find(self.sources, sources, geometry, limits, device)
         table = _table(layer.rope, limits, device) if cos_sin_cache is None else cos_sin_cache
         self.topk_indices = topk_indices_buffer
@@ -226,7 +228,8 @@ class DeepseekV4Attention:
         copies, named = self._copies, dict(weights.named())
         self._of_hidden_states.load({name: named.get(name) for name in _OF_HIDDEN_STATES})
         self._of_latent.load({name: named.get(name) for name in _OF_LATENT})
-        self._wo_b = copies.dense("wo_b", weights.wo_b)
+        coded = self.backend.layer_ops.coded
+        self._wo_b = copies.coded("wo_b", weights.wo_b, None if coded is None else coded.rows)
         keeps_codes = self.backend.projects_fp8
         self._wo_a = (copies.scaled if keeps_codes else copies.dense)("wo_a", weights.wo_a)
         self._q_norm, self._kv_norm = (copies.plain(name, getattr(weights, name)) for name in ("q_norm", "kv_norm"))
@@ -412,7 +415,7 @@ class DeepseekV4Attention:
         )
         check_tensor("hidden_states", hidden_states, f"T {size}", dtypes, letters, like=like)
         check_tensor("positions", positions, "T", torch.int64, letters)
-        check_same_device(hidden_states, "hidden_states", positions=positions, weights=self._wo_b)
+        check_same_device(hidden_states, "hidden_states", positions=positions, weights=_matrix(self._wo_b))
         bound = self.caches
         if caches is None or bound is None:
             raise Dsv4AttnError(f"layer {attention.prefix} has no caches -> call bind_kv_cache first")
@@ -553,6 +556,11 @@ class DeepseekV4Attention:
             if tokens and ring < least:
                 expected = f"blocks for at least {least} tokens of a request: a ring of the ratio and all drafts"
                 raise ArgumentError("metadata.state.block_table", expected=expected, actual=f"blocks for {ring}")
+
+
+def _matrix(weight: Tensor | CodedMatrix) -> Tensor:
+    """The bf16 copy of a weight that has codes too; any other as it is."""
+    return weight if isinstance(weight, Tensor) else weight.weight
 
 
 def _forms(weights: AttentionWeights) -> dict[str, tuple[torch.dtype, torch.device]]:

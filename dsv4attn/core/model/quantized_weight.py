@@ -27,8 +27,10 @@ from dsv4attn.errors import ArgumentError
 __all__ = [
     "BLOCKS",
     "BlockScaledWeight",
+    "CodedMatrix",
     "Weight",
     "check_weight",
+    "codes_of",
     "converted",
     "dense_weight",
     "forget",
@@ -82,6 +84,27 @@ class BlockScaledWeight:
         return cls(weight, scales[0], block_size=declared_block(module))
 
 
+@frozen(eq=False)
+class CodedMatrix:
+    """A bf16 matrix, and the fp8 weights that it is the copy of. Products of few rows read the codes.
+
+    weight: [rows, columns] bf16.
+    codes: weights that lie one after the other in the matrix; they are the caller's tensors.
+    most_rows: of the other factor of a product that reads the codes.
+    """
+
+    weight: Tensor
+    codes: tuple[BlockScaledWeight, ...]
+    most_rows: int
+
+    __repr__ = fields_repr
+
+    def first(self, count: int) -> CodedMatrix:
+        """The first `count` of the weights."""
+        codes = self.codes[:count]
+        return CodedMatrix(self.weight[: sum(part.weight.shape[0] for part in codes)], codes, self.most_rows)
+
+
 Weight: TypeAlias = "Tensor | BlockScaledWeight | Any"
 """A tensor, a `BlockScaledWeight`, or any module with `weight` and, if that is fp8, one of `BlockScaledWeight.of`."""
 
@@ -111,6 +134,15 @@ def scaled_weight(value: Weight, name: str = "wo_a") -> BlockScaledWeight | None
     if isinstance(value, BlockScaledWeight):
         return value
     return BlockScaledWeight(weight, scales[0], block_size=declared_block(value))
+
+
+def codes_of(value: Weight, name: str = "wo_a") -> BlockScaledWeight | None:
+    """`scaled_weight`, and None for a module with two scales that are not one tensor.
+
+    value, name: see `dense_weight`.
+    """
+    scales = {id(scale) for scale in _parts(value)[1].values()}
+    return scaled_weight(value, name) if len(scales) == 1 else None
 
 
 def converted(value: Weight, name: str = "wo_a", out: Tensor | None = None) -> Tensor:

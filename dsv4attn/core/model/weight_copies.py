@@ -7,37 +7,52 @@ captured graphs read. `TensorState` says what is seen; after any other write `re
 
 Matrices that multiply the same input are joined: they lie one after the other in one memory, so that one product reads
 them all. None is held twice, as the tensors that were given become views of that memory (`joined_memory`).
+
+Products of few rows may read the codes of fp8 weights (`CodedMatrix`): the caller's tensors, where they are. So an fp8
+weight takes one byte an element for its codes and two for its bf16 copy, with and without such products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.model.joined_memory import follow_each_other, has_own_memory, lies_in, movable, users_of
-from dsv4attn.core.model.quantized_weight import Weight, check_weight, converted, scaled_weight, tensors_of
+from dsv4attn.core.model.quantized_weight import (
+    BlockScaledWeight,
+    CodedMatrix,
+    Weight,
+    check_weight,
+    codes_of,
+    converted,
+    scaled_weight,
+    tensors_of,
+)
 from dsv4attn.core.model.tensor_state import TensorState
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["JoinedMatrix", "WeightCopies", "check_not_captured"]
+__all__ = ["JoinedMatrix", "MostRows", "WeightCopies", "check_not_captured"]
+
+MostRows: TypeAlias = Callable[[BlockScaledWeight], int]
+"""Rows of a product up to which the codes of a weight are read; 0: they never are."""
 
 
 @frozen(eq=False)
 class JoinedMatrix:
     """What multiplies an input at once: a weight, or several that follow each other.
 
-    matrix: [rows of all, columns].
+    matrix: [rows of all, columns]; with the codes of fp8 weights, if products read them.
     rows: of each weight by its name, in order.
     out_dtype: of the product; None: the wider of both factors.
     """
 
-    matrix: Tensor
+    matrix: Tensor | CodedMatrix
     rows: Mapping[str, int]
     out_dtype: torch.dtype | None
 
@@ -46,8 +61,11 @@ class JoinedMatrix:
     def first(self, names: Collection[str]) -> JoinedMatrix | None:
         """The part of the matrix from its beginning to the last of the named weights; None if it has none of them."""
         kept = max((place for place, name in enumerate(self.rows, 1) if name in names), default=0)
-        named = dict([*self.rows.items()][:kept])
-        return JoinedMatrix(self.matrix[: sum(named.values())], named, self.out_dtype) if kept else None
+        if not kept:
+            return None
+        named, matrix = dict([*self.rows.items()][:kept]), self.matrix
+        part = matrix[: sum(named.values())] if isinstance(matrix, Tensor) else matrix.first(kept)
+        return JoinedMatrix(part, named, self.out_dtype)
 
 
 class WeightCopies:
@@ -88,6 +106,10 @@ class WeightCopies:
             self._made[name] = converted_weight
         return converted_weight
 
+    def coded(self, name: str, value: Weight, most_rows: MostRows | None) -> Tensor | CodedMatrix:
+        """`dense`, with the codes of the weight if products of some rows read them. most_rows: see `joined`."""
+        return _with_codes(self.dense(name, value), {name: value}, most_rows)
+
     def scaled(self, name: str, value: Weight) -> Weight:
         """The codes and scales of a matrix that is fp8, as they are; `dense` of any other."""
         block_scaled = scaled_weight(value, name)
@@ -109,13 +131,20 @@ class WeightCopies:
         return out.copy_(value)
 
     def joined(
-        self, name: str, values: Mapping[str, Weight], in_fp32: Collection[str], *, gives_fp32: bool
+        self,
+        name: str,
+        values: Mapping[str, Weight],
+        in_fp32: Collection[str],
+        *,
+        gives_fp32: bool,
+        most_rows: MostRows | None = None,
     ) -> tuple[JoinedMatrix, ...]:
         """Matrices that multiply the same input, as few as their dtypes allow.
 
         values: weights with as many columns, by name. in_fp32: names of those whose products are fp32; others are too
         where they share a matrix with these. gives_fp32: whether bf16 factors can be multiplied into fp32; if not, bf16
-        weights of `in_fp32` have fp32 copies.
+        weights of `in_fp32` have fp32 copies. most_rows: the rows of a product up to which codes of a weight are read;
+        None: they never are. A matrix has codes if all of its weights are fp8 and its products are bf16.
 
         A weight whose memory others use too stays where it is, as a matrix of its own: a part of a larger tensor, one
         that has aliases, or memory which torch does not own. Which weights share a matrix is decided in the first call.
@@ -136,7 +165,8 @@ class WeightCopies:
             else:
                 matrix = self._together(label, of_group)
             rows = {part: _matrix(value).shape[0] for part, value in of_group.items()}
-            matrices.append(JoinedMatrix(matrix, rows, group.out_dtype))
+            both = _with_codes(matrix, of_group, most_rows if group.out_dtype is None else None)
+            matrices.append(JoinedMatrix(both, rows, group.out_dtype))
         return tuple(matrices)
 
     def _fp32(self, name: str, values: Mapping[str, Weight]) -> Tensor:
@@ -219,6 +249,17 @@ class WeightCopies:
             for value in values.values()
             for owner, attribute, tensor in tensors_of(value)
         ]
+
+
+def _with_codes(matrix: Tensor, values: Mapping[str, Weight], most_rows: MostRows | None) -> Tensor | CodedMatrix:
+    """A matrix and the codes of the weights that it is the copy of; itself if no product reads them."""
+    if most_rows is None:
+        return matrix
+    codes = tuple(weight for name, value in values.items() if (weight := codes_of(value, name)) is not None)
+    if len(codes) < len(values):
+        return matrix
+    most = min(map(most_rows, codes))
+    return CodedMatrix(matrix, codes, most) if most > 0 else matrix
 
 
 @frozen

@@ -428,7 +428,9 @@ def test_parts_of_ranks_stay_parts_of_the_whole() -> None:
     assert [[*joined.rows] for joined in layer._of_latent.matrices] == [["indexer.wq_b"], ["wq_b"]]
     assert len(layer._of_hidden_states.matrices) == 1
     assert isinstance(weights.wq_b, Tensor)
-    assert layer._of_latent.matrices[1].matrix.data_ptr() == weights.wq_b.data_ptr()
+    matrix = layer._of_latent.matrices[1].matrix
+    assert isinstance(matrix, Tensor)
+    assert matrix.data_ptr() == weights.wq_b.data_ptr()
 
 
 # `Projections` and `WeightCopies.joined`
@@ -572,3 +574,17 @@ def test_wanted_products_end_with_the_last_that_is_wanted() -> None:
     assert [*products(torch.ones(1, 8), ("a",))] == ["a"]
     assert [*products(torch.ones(1, 8), ("b",))] == ["a", "b"]
     assert not products(torch.ones(1, 8), ())
+
+
+def test_parts_of_a_matrix_do_not_keep_its_memory() -> None:
+    weights, x = {"a": torch.randn(2, 8), "b": torch.randn(3, 8)}, torch.randn(1, 8)
+    products = Projections("x", WeightCopies(), linear)
+    products.load(weights)
+    products(x, ("a",))
+    (place,) = (joined.matrix.data_ptr() for joined in products.matrices if isinstance(joined.matrix, Tensor))
+    for weight in weights.values():
+        weight.data = torch.randn_like(weight)
+    products.load(weights)
+
+    assert [joined.matrix.data_ptr() for joined in products.matrices if isinstance(joined.matrix, Tensor)] == [place]
+    assert torch.equal(products(x, ("a",))["a"], x @ weights["a"].t())

@@ -23,8 +23,23 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, archi
 from dsv4attn.backends._triton.layer.kernels_few_rows import few_rows_kernel
 from dsv4attn.backends._triton.layer.products import GROUP, UNIT
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
+from dsv4attn.core.model.weight_scales import factors_of
 
-__all__ = ["BLOCK", "HEADS", "HEAD_RUN", "FewTile", "Heads", "is_served", "multiply", "variants_of"]
+__all__ = [
+    "BLOCK",
+    "CODED",
+    "HEADS",
+    "HEAD_RUN",
+    "CodedTiles",
+    "FewTile",
+    "Heads",
+    "is_served",
+    "most_rows",
+    "multiply",
+    "multiply_codes",
+    "variants",
+    "variants_of",
+]
 
 BLOCK = 128
 """Rows and columns under one scale of codes."""
@@ -36,21 +51,40 @@ HEAD_RUN = 64
 
 @frozen
 class FewTile:
-    """Rows, columns and summed columns of a tile, and warps and pipeline stages of its program.
-
-    powers: whether it takes factors that are powers of two alone, and sums in units of them.
-    """
+    """Rows, columns and summed columns of a tile, and warps and pipeline stages of its program."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
-    powers: bool = False
 
 
+@frozen
+class CodedTiles:
+    """Tiles of products with codes on an architecture, and which of these products take less time than those of bf16.
+
+    tiles: with ascending rows; a product has the first tile that has as many rows, and none has more than the last.
+    least_columns: of a weight; tiles of fewer columns do not fill the device.
+    """
+
+    tiles: tuple[FewTile, ...]
+    least_columns: int
+
+    def of(self, rows: int) -> FewTile:
+        """The tile of a product."""
+        return next(tile for tile in self.tiles if rows <= tile.rows)
+
+
+CODED: Mapping[str, CodedTiles] = {}
+"""Tiles of products with codes by architecture. No codes are read on architectures that are not here.
+
+Bits of a tile are compared with those of `products` on a device before it is here.
+"""
 HEADS: Mapping[str, tuple[FewTile, ...]] = {"sm_90": (FewTile(16, 64, 128, 4, 6), FewTile(64, 64, 64, 4, 8))}
-"""Tiles of products of heads with bf16 weights, with ascending rows; `projection.MANY` has their times."""
+"""Tiles of products of heads with bf16 weights, as `CodedTiles.tiles`; `projection.MANY` has their times."""
+_POWERS = range(127 - 60, 127 + 61)
+"""Exponent fields of factors with which sums can be in units of a factor: no unit makes a sum too large or small."""
 
 
 @frozen
@@ -73,7 +107,7 @@ class Heads:
 def is_served(x: Tensor, weight: Tensor | BlockScaledWeight, out: Tensor, tile: FewTile, num_groups: int = 1) -> bool:
     """Whether the kernel multiplies these."""
     if isinstance(weight, BlockScaledWeight):
-        if weight.block_size != (BLOCK, BLOCK):
+        if weight.block_size != (BLOCK, BLOCK) or BLOCK % tile.depth or BLOCK % tile.columns:
             return False
         codes, dtype = weight.weight, torch.float8_e4m3fn
     else:
@@ -87,6 +121,35 @@ def is_served(x: Tensor, weight: Tensor | BlockScaledWeight, out: Tensor, tile: 
         and columns % (num_groups * tile.columns) == 0
         and codes.dtype == dtype
     )
+
+
+def most_rows(weight: BlockScaledWeight) -> int:
+    """See `CodedProducts.rows`. Waits for the device, as all factors must be powers of two."""
+    coded = CODED.get(architecture())
+    columns, depth = weight.weight.shape
+    if coded is None or columns < coded.least_columns:
+        return 0
+    x = weight.weight.new_empty(0, depth, dtype=torch.bfloat16)
+    if not all(is_served(x, weight, x.new_empty(0, columns), tile) for tile in coded.tiles):
+        return 0
+    return coded.tiles[-1].rows if _are_powers(weight.scale) else 0
+
+
+def _are_powers(scale: Tensor) -> bool:
+    """Whether all factors are powers of two, and none so large or small that sums cannot be in units of it."""
+    bits = factors_of(scale).view(torch.int32)
+    # the fields of negative factors are negative here
+    exponents = bits >> 23
+    is_power = ((bits & 0x7FFFFF) == 0) & (exponents >= _POWERS[0]) & (exponents <= _POWERS[-1])
+    return bool(is_power.all())
+
+
+def multiply_codes(x: Tensor, weight: BlockScaledWeight, out: Tensor) -> None:
+    """See `CodedProducts.multiply`. x has at most `most_rows(weight)` rows."""
+    rows, out = x.reshape(-1, x.shape[-1]), out.flatten(0, -2)
+    if rows.stride(-1) != 1 or alignment_of_rows(rows) < WIDE:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    multiply(rows, weight, out, CODED[architecture()].of(rows.shape[0]))
 
 
 def multiply(
@@ -140,7 +203,6 @@ def _constants(
         "ROPE": rope,
         "RUN": run,
         "CODED": coded,
-        "POWERS": coded and tile.powers,
         "BLOCK": BLOCK,
         "UNIT": UNIT,
         # interpreted bf16 is multiplied as bit patterns
@@ -160,3 +222,10 @@ def variants_of(
     run = (0, 0, PLAIN_RUN) if dims is None else (*dims, HEAD_RUN)
     constants = _constants(tile, *run, scales is not None, arch)
     yield Variant.from_types(few_rows_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """Every variant of products with codes that a layer can need on an architecture."""
+    for tile in CODED[arch].tiles if arch in CODED else ():
+        for scales in (torch.float32, torch.uint8):
+            yield from variants_of(tile, torch.bfloat16, scales, arch)

@@ -1,8 +1,11 @@
 """The kernel of matrix products of few rows, whose weights are bf16 or e4m3 codes under a scale for each block.
 
-A product of few rows takes as long as its weights are read, so codes take half of bf16's time. They are decoded as
-`quantized_weight.converted` converts them: code times factor in fp32, rounded to bf16. So a product has the bits of a
-product with that copy. Sums have the order of `kernels_products`.
+A product of few rows takes as long as its weights are read, and codes are half of the bytes of bf16. Factors are powers
+of two: a code times its factor is a bf16 value, and sums in units of a factor round as sums of these values do. So a
+product has the bits of a product with the bf16 copy. Sums have the order of `kernels_products`.
+
+Codes times factors as factors of a product were tried: ptxas then lets no two matrix instructions overlap, and products
+with long rows took half as long again.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -16,7 +19,6 @@ from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dep
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.kernels_output import factors
 from dsv4attn.backends._triton.layer.kernels_products import add_product, no_sums, store_tile, tile_numbers
-from dsv4attn.backends._triton.numerics import round_to
 
 
 @triton.jit
@@ -46,16 +48,15 @@ def few_rows_kernel(
     rows: tl.int32, units: tl.int32, depth: tl.int32, group_units: tl.int32, x_stride: tl.int64,
     turned_stride: tl.int64, w_stride: tl.int64, scale_stride: tl.int64, scale_step: tl.int64, out_stride: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NOPE: tl.constexpr,
-    ROPE: tl.constexpr, RUN: tl.constexpr, CODED: tl.constexpr, POWERS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, DT: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, RUN: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    DT: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles * column tiles,): a tile of X times W transposed, weights being the left operand.
 
     group_units: columns that multiply the same columns of X, in units; a multiple of a tile. depth: a multiple of
-    BLOCK_K. RUN: columns that follow each other in every operand. CODED: whether W is codes. POWERS: whether their
-    factors are powers of two, and of one block in each step: sums are then in units of the factor of a step, which
-    changes no bit of them. Rows of X, TURNED and W begin at multiples of 16 bytes, those of OUT at multiples of UNIT.
-    DT: what is multiplied; sums are fp32.
+    BLOCK_K. RUN: columns that follow each other in every operand. CODED: whether W is codes, of inputs without ROPE;
+    BLOCK_K and BLOCK_N divide BLOCK then, and sums are in units of the factor of a step. Rows of X, TURNED and W begin
+    at multiples of 16 bytes, those of OUT at multiples of UNIT. DT: what is multiplied; sums are fp32.
     """
     wait_then_launch_dependents(PDL)
     columns = units * UNIT
@@ -70,9 +71,8 @@ def few_rows_kernel(
     if CODED:
         column = column.to(tl.pointer_type(tl.float8e4nv))
         scale = SCALES + (n_tile * BLOCK_N // BLOCK) * scale_stride
-        first = tl.zeros([BLOCK_K], tl.int32) + k if BLOCK_K > RUN else 0
-        factor = factors(tl.load(scale + first // BLOCK * scale_step))
-        of_step = factor
+        factor = factors(tl.load(scale))
+        ratio = power_ratio(factor, factor)
     if ROPE:
         plain_depth = depth // (NOPE + ROPE) * NOPE
         turned = TURNED + token * turned_stride + group * (depth - plain_depth)
@@ -91,22 +91,17 @@ def few_rows_kernel(
         a = tl.load(a_row[:, None] + a_at[None, :], mask=is_row, other=0.0)
         b = tl.load(column[:, None] + of_weights[None, :])
         if CODED:
-            before, of_step = of_step, factor
-            # a step ahead, so that no product waits for them
+            # a step ahead, so that no product waits for them. The loop carries the ratio: of two names for one factor
+            # before a loop Triton 3.6 takes the one that gets the other's value in each step for a constant
             following = tl.minimum(start + BLOCK_K, depth - BLOCK_K)
-            if ROPE:
-                following_at = head_columns(following + k if BLOCK_K > RUN else following, depth, NOPE, ROPE)
-            else:
-                following_at = following + k if BLOCK_K > RUN else following
-            factor = factors(tl.load(scale + following_at // BLOCK * scale_step))
-            if POWERS:
-                acc *= power_ratio(before, of_step)
-                acc = add_product(acc, a, b.to(tl.float32).to(DT), True, DT)
-            else:
-                scaled = b.to(tl.float32) * (of_step[None, :] if BLOCK_K > RUN else of_step)
-                acc = add_product(acc, a, round_to(scaled, tl.bfloat16, EXACT_CASTS), True, DT)
+            following_factor = factors(tl.load(scale + following // BLOCK * scale_step))
+            acc *= ratio
+            acc = add_product(acc, a, b.to(tl.float32).to(DT), True, DT)
+            ratio = power_ratio(factor, following_factor)
+            factor = following_factor
         else:
             acc = add_product(acc, a, b, True, DT)
-    if CODED and POWERS:
-        acc *= of_step
+    if CODED:
+        # of the last step, which follows itself
+        acc *= factor
     store_tile(OUT, out_stride, acc, m, n, rows, columns, True, UNIT, EXACT_CASTS)

@@ -14,6 +14,7 @@ from dsv4attn.backends._triton.launching.runtime import architecture
 from dsv4attn.backends._triton.layer import (
     candidates,
     compress,
+    few_rows,
     hyper_connections,
     index_logits,
     index_query,
@@ -27,7 +28,7 @@ from dsv4attn.backends._triton.layer.candidates import keep_candidates
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.contract.layer_ops import CodedProducts, LayerOps
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops import candidates as torch_candidates
 from dsv4attn.core.torch_ops import latents as torch_latents
@@ -41,6 +42,7 @@ __all__ = ["SCORES_BYTES", "layer_ops"]
 
 SCORES_BYTES = 128 * 2**20
 """Most bytes of scores that a selection holds: those of all tokens, or of as many as fit, and of one at least."""
+_CODED = CodedProducts(few_rows.most_rows, few_rows.multiply_codes)
 
 
 def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None = None) -> LayerOps:
@@ -78,6 +80,7 @@ def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None =
         propose_candidates=partial(propose_candidates, **scoring),
         choose_candidates=ranks.choose,
         most_over_ranks=select.MOST,
+        coded=_CODED if architecture() in few_rows.CODED else None,
     )
 
 

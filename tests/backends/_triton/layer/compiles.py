@@ -93,11 +93,9 @@ def turned(arch: str) -> Iterator[Variant]:
 
 
 def of_few_rows(arch: str) -> Iterator[Variant]:
-    """Products of codes with few rows, whose factors are powers of two; and of heads."""
-    yield from few_rows.variants_of(few_rows.FewTile(16, 64, 128, 4, 6, powers=True), BF16, torch.uint8, arch)
-    yield from few_rows.variants_of(few_rows.FewTile(64, 64, 128, 4, 6, powers=True), BF16, torch.float32, arch)
-    tile = few_rows.FewTile(64, 64, 64, 4, 8, powers=True)
-    yield from few_rows.variants_of(tile, BF16, torch.float32, arch, dims=(448, 64))
+    """Products of codes with few rows."""
+    yield from few_rows.variants_of(few_rows.FewTile(16, 64, 128, 4, 4), BF16, torch.float32, arch)
+    yield from few_rows.variants_of(few_rows.FewTile(64, 64, 128, 4, 3), BF16, torch.uint8, arch)
 
 
 def selection(arch: str) -> Iterator[Variant]:

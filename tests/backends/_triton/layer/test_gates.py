@@ -24,7 +24,7 @@ FORMS = {
     "sm_90 decoded_codes": 1,
     "sm_90 multiplied": 5,
     "sm_90 turned": 4,
-    "sm_90 of_few_rows": 3,
+    "sm_90 of_few_rows": 2,
     "sm_100 selection": 4,
     "sm_100 latest": 6,
     "sm_120 streams": 3,
