@@ -44,9 +44,9 @@ def score(
 ) -> bool:
     """See `index_logits.score`. False if this kernel does not serve the call; nothing is written then."""
     tokens, entries = scores.shape
-    paging, run = _paging(cache), PAGE if maxima is None else run
+    paging, run = paging_of(cache), PAGE if maxima is None else run
     table = token_map.block_table
-    if paging is None or not _serves(query) or tokens < TOKENS * table.shape[0] or run & (run - 1):
+    if paging is None or not serves(query) or tokens < TOKENS * table.shape[0] or run & (run - 1):
         return False
     if tokens and entries:
         keys = _Keys(cache.tensor, paging, block_table=table, token_to_req=token_map.token_to_req)
@@ -66,8 +66,8 @@ def fp8_paged_mqa_logits(
     cache, lens = check_paged_logits(q, kv_cache, weights, context_lens)
     requests, tokens_per_req, _, _ = q.shape
     query = IndexQuery(q.flatten(0, 1), weights)
-    paging = _paging(cache)
-    if tokens_per_req < TOKENS or paging is None or not (_serves(query) and block_tables.numel()):
+    paging = paging_of(cache)
+    if tokens_per_req < TOKENS or paging is None or not (serves(query) and block_tables.numel()):
         return None
     logits = torch.empty(requests * tokens_per_req, max_model_len, dtype=torch.float32, device=q.device)
     if logits.numel():
@@ -76,7 +76,7 @@ def fp8_paged_mqa_logits(
     return logits
 
 
-def _paging(cache: PagedKVCache) -> tuple[int, ...] | None:
+def paging_of(cache: PagedKVCache) -> tuple[int, ...] | None:
     """Arguments of the kernel that describe the pages; None if the kernel does not read such pages."""
     page, data, scale_offset, scale = record_strides(cache)
     served = (
@@ -96,16 +96,16 @@ def fp8_mqa_logits(
     query = IndexQuery(q, weights)
     dense = rows.shape[1] == DIM and rows.stride() == (DIM, 1) and rows.data_ptr() % WIDE == 0
     same = dialect_of(q) is dialect_of(rows) is Fp8Format.OCP
-    if not (_serves(query) and dense and same and scales.stride(0) == 1):
+    if not (serves(query) and dense and same and scales.stride(0) == 1):
         return None
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     if logits.numel():
-        keys = _Keys(_raw(rows), (0, PAGE, *divider(PAGE), 0, 0), scales=scales)
+        keys = _Keys(raw(rows), (0, PAGE, *divider(PAGE), 0, 0), scales=scales)
         _launch(query, keys, cu_seqlen_ke, logits, first=cu_seqlen_ks)
     return logits
 
 
-def _serves(query: IndexQuery) -> bool:
+def serves(query: IndexQuery) -> bool:
     """Whether the kernel reads queries of these shapes, strides and alignments."""
     values, weights = query.values, query.weights
     step = values.data_ptr() | values.stride(0) | values.stride(1)
@@ -113,7 +113,7 @@ def _serves(query: IndexQuery) -> bool:
     return not INTERPRETED and known and step % WIDE == 0 and values.stride(2) == weights.stride(1) == 1
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def raw(tensor: Tensor) -> Tensor:
     """Codes as bytes."""
     return tensor.view(torch.uint8)
 
@@ -123,7 +123,7 @@ class _Keys:
     """Index keys as arguments of the kernel.
 
     tensor: pages, or gathered keys.
-    paging: arguments that describe the pages, see `_paging`.
+    paging: arguments that describe the pages, see `paging_of`.
     scales: of gathered keys; None on pages.
     block_table: blocks of each request; None for gathered keys.
     token_to_req: [T] int32 - None: every request has `tokens_per_req` tokens, or keys are gathered.
@@ -156,7 +156,7 @@ def _launch(
     """
     from dsv4attn.backends.sm90.kernels_index_logits import score_index  # not where kernels are interpreted
 
-    table, values = keys.block_table, _raw(query.values)
+    table, values = keys.block_table, raw(query.values)
     (tokens, entries), programs = out.shape, PROGRAMS * multiprocessors()
     blocks, tiles = triton.cdiv(tokens, TOKENS), triton.cdiv(entries, PAGE)
     span = triton.cdiv(tiles, max(programs // blocks, 1)) * PAGE

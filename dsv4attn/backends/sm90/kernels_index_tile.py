@@ -148,11 +148,11 @@ def store_best(args, rows, best, start, entry):
 
 
 @gluon.jit
-def score_tile(
-    args, keys, rows, part, q, w, acc, k_s, s_s, k_to, s_to, start, copied, best, entry, COPY: gl.constexpr,
-    FILL: gl.constexpr,
-):  # fmt: skip
-    """Score a tile, and start to copy the one AHEAD tiles later. w: half of the weights."""
+def scores_of_tile(args, keys, end, q, w, acc, k_s, s_s, k_to, s_to, start, copied, COPY: gl.constexpr):
+    """Scores [64, TOKENS] of a tile, and whether it has no page; starts to copy the one AHEAD tiles later.
+
+    w: half of the weights.
+    """
     async_copy.wait_group(AHEAD - 1)
     acc = warpgroup_mma(k_s, q, acc, use_acc=False, is_async=True)
     scale = s_s.load(gl.SliceLayout(1, ACC))
@@ -160,12 +160,22 @@ def score_tile(
     if keys.table is not None:
         gone = (copied.lost >> (AHEAD - 1)) & 1
     if COPY:
-        copied = copy_tile(args, keys, start + AHEAD * 64, part.end, copied, k_to, s_to)
+        copied = copy_tile(args, keys, start + AHEAD * 64, end, copied, k_to, s_to)
     acc = warpgroup_mma_wait(0, deps=[acc])
     # twice what is positive, and a NaN: an addition takes half the time of a maximum. Products of codes are finite
     acc = (acc + gl.abs(acc)) * gl.expand_dims(w, 0)
     score = gl.sum(gl.reshape(acc, [64, TOKENS, 64]), 2)
     score *= gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, score.type.layout)), 1)
+    return score, gone, copied
+
+
+@gluon.jit
+def score_tile(
+    args, keys, rows, part, q, w, acc, k_s, s_s, k_to, s_to, start, copied, best, entry, COPY: gl.constexpr,
+    FILL: gl.constexpr,
+):  # fmt: skip
+    """Score a tile, and start to copy the one AHEAD tiles later. w: half of the weights."""
+    score, gone, copied = scores_of_tile(args, keys, part.end, q, w, acc, k_s, s_s, k_to, s_to, start, copied, COPY)
     at = gl.expand_dims(start + entry, 1)
     place = args.out + (gl.expand_dims(rows.row, 0) + at)
     sees = gl.expand_dims(rows.mine, 0) & (at < gl.expand_dims(rows.lens, 0))
@@ -188,8 +198,17 @@ def score_tile(
 
 
 @gluon.jit
+def weights_of(args, block):
+    """Half of the weights of a block of tokens, as products are doubled."""
+    member = gl.arange(0, TOKENS * 64, layout=gl.SliceLayout(0, ACC))
+    own = block * TOKENS + member // 64
+    place = args.w + (own.to(gl.int64) * args.w_stride + member % 64)
+    return gl.load(place, mask=own < args.tokens, other=0.0) * 0.5
+
+
+@gluon.jit
 def queries_of(args, memory, block):
-    """Start to copy the queries of a block of tokens. Returns half of their weights, as products are doubled."""
+    """Start to copy the queries of a block of tokens. Returns their `weights_of`."""
     member = gl.arange(0, TOKENS * 64, layout=gl.SliceLayout(1, WIDE))
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE)), 0)
     own = block * TOKENS + member // 64
@@ -198,10 +217,7 @@ def queries_of(args, memory, block):
     # rows of another program's token may follow
     there = gl.expand_dims(own < args.tokens, 1) & (column < 128)
     copy_async(memory.q, gl.multiple_of(query, [1, 16]), mask=there)
-    member = gl.arange(0, TOKENS * 64, layout=gl.SliceLayout(0, ACC))
-    own = block * TOKENS + member // 64
-    place = args.w + (own.to(gl.int64) * args.w_stride + member % 64)
-    return gl.load(place, mask=own < args.tokens, other=0.0) * 0.5
+    return weights_of(args, block)
 
 
 @gluon.jit

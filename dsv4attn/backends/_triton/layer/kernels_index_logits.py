@@ -157,6 +157,48 @@ def fill_rows(OUT, row, mine, begin, end, BLOCK: tl.constexpr, TOKENS: tl.conste
 
 
 @triton.jit
+def scores_of_tile(
+    q, q_high, w, keys, SCALES, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
+    scale_stride, start, entry, lane, limit,
+    ALIGNED: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Scores [BLOCK, TOKENS] of the entries from `start` on, and [BLOCK] which of them have a block, else NaN."""
+    if table is None:
+        ok = entry < limit
+        step = STRIDE if STRIDE > 0 else data_stride
+        data = start.to(tl.int64) * step + lane * step
+        scale = start.to(tl.int64) * scale_stride + lane * scale_stride
+    elif STRIDE > 0:
+        data, scale, ok = place_in_page(
+            start, table, columns, num_blocks, paging, page_stride, scale_offset, scale_stride, BLOCK, STRIDE
+        )
+    else:
+        data, scale, ok = place_on_pages(
+            entry, entry < limit, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
+            scale_stride,
+        )  # fmt: skip
+    k = load_rows(keys + data, keys + scale, ok, ALIGNED, DIM, 0, KIND, FNUZ, DT)
+    acc = product(k, q, None)
+    if KIND == NIBBLES:
+        k = load_rows(keys + data, keys + scale, ok, ALIGNED, DIM, 1, KIND, FNUZ, DT)
+        acc = product(k, q_high, acc)
+    # a NaN must stay
+    acc = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
+    # [BLOCK, TOKENS]
+    score = tl.sum(tl.reshape(acc, (BLOCK, TOKENS, HEADS)), 2)
+    if KIND <= CODES:
+        if table is None:
+            unit = tl.load(SCALES + scale, mask=ok, other=float("nan"))
+        else:
+            unit = tl.load((keys + scale).to(tl.pointer_type(tl.float32)), mask=ok, other=float("nan"))
+        score *= unit[:, None]
+    else:
+        score = tl.where(ok[:, None], score, float("nan"))
+    return score, ok
+
+
+@triton.jit
 def score_keys(
     q, q_high, w, mine, lens, first, row, group,
     keys, SCALES, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset, scale_stride,
@@ -187,37 +229,10 @@ def score_keys(
     for tile in tl.range(tiles, num_stages=STAGES):
         start = begin + tile * BLOCK
         entry = start + lane
-        if table is None:
-            ok = entry < limit
-            step = STRIDE if STRIDE > 0 else data_stride
-            data = start.to(tl.int64) * step + lane * step
-            scale = start.to(tl.int64) * scale_stride + lane * scale_stride
-        elif STRIDE > 0:
-            data, scale, ok = place_in_page(
-                start, table, columns, num_blocks, paging, page_stride, scale_offset, scale_stride, BLOCK, STRIDE
-            )
-        else:
-            data, scale, ok = place_on_pages(
-                entry, entry < limit, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
-                scale_stride,
-            )  # fmt: skip
-        k = load_rows(keys + data, keys + scale, ok, ALIGNED, DIM, 0, KIND, FNUZ, DT)
-        acc = product(k, q, None)
-        if KIND == NIBBLES:
-            k = load_rows(keys + data, keys + scale, ok, ALIGNED, DIM, 1, KIND, FNUZ, DT)
-            acc = product(k, q_high, acc)
-        # a NaN must stay
-        acc = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
-        # [BLOCK, TOKENS]
-        score = tl.sum(tl.reshape(acc, (BLOCK, TOKENS, HEADS)), 2)
-        if KIND <= CODES:
-            if table is None:
-                unit = tl.load(SCALES + scale, mask=ok, other=float("nan"))
-            else:
-                unit = tl.load((keys + scale).to(tl.pointer_type(tl.float32)), mask=ok, other=float("nan"))
-            score *= unit[:, None]
-        else:
-            score = tl.where(ok[:, None], score, float("nan"))
+        score, ok = scores_of_tile(
+            q, q_high, w, keys, SCALES, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
+            scale_stride, start, entry, lane, limit, ALIGNED, STRIDE, TOKENS, HEADS, DIM, KIND, FNUZ, BLOCK, DT,
+        )  # fmt: skip
         sees = mine[None, :] & (entry[:, None] < lens[None, :])
         if first is not None:
             sees = sees & (entry[:, None] >= first[None, :])
