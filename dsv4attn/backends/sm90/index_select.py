@@ -10,23 +10,19 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
+from dsv4attn.backends._triton.layer.index_select import capacity_of
 from dsv4attn.backends._triton.layer.select import slack_of
 from dsv4attn.backends.sm90 import index_logits
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["MOST", "capacity_of", "scratch_bytes", "select", "variants"]
+__all__ = ["MOST", "scratch_bytes", "select", "variants"]
 
 MOST = 1024
 """Entries that can be selected in a row."""
 TOKENS, WARPS, REGISTERS, PROGRAMS = index_logits.TOKENS, index_logits.WARPS, index_logits.REGISTERS, 4
 """Tokens and warps of a program, registers of a thread, and programs of a multiprocessor."""
-
-
-def capacity_of(topk: int) -> int:
-    """Places of a token's list: at least 4 K, and four batches."""
-    return max(2048, 4 << (topk - 1).bit_length())
 
 
 def programs_of(tokens: int) -> int:

@@ -123,7 +123,7 @@ def score(
     runs = max(run // tile.entries, 1)
     _launch(
         query,
-        _pages(cache, tile),
+        pages_of(cache, tile),
         _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req),
         scores,
         tile,
@@ -153,7 +153,7 @@ def fp8_paged_mqa_logits(
     tile = tiles_for(cache.layout, architecture()).of(tokens_per_req)
     span = _span(tile, requests * tokens_per_req, max_model_len)
     rows = _Rows(lens.reshape(-1).contiguous(), block_tables, tokens_per_req=tokens_per_req)
-    _launch(IndexQuery(q.flatten(0, 1), weights), _pages(cache, tile), rows, logits, tile, span, fill=True)
+    _launch(IndexQuery(q.flatten(0, 1), weights), pages_of(cache, tile), rows, logits, tile, span, fill=True)
     return logits
 
 
@@ -167,7 +167,7 @@ def fp8_mqa_logits(
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     tile = tiles_for(layout, architecture()).many
     if logits.numel():
-        keys = _Keys(_raw(rows), scales, layout, 0, 1, (0, rows.stride(0), 0, 1), _dense(layout, rows.stride(0)))
+        keys = _Keys(raw(rows), scales, layout, 0, 1, (0, rows.stride(0), 0, 1), dense_stride(layout, rows.stride(0)))
         span = _span(tile, q.shape[0], rows.shape[0])
         _launch(IndexQuery(q, weights), keys, _Rows(cu_seqlen_ke, first=cu_seqlen_ks), logits, tile, span, fill=True)
     return logits
@@ -225,20 +225,20 @@ class _Rows:
     __repr__ = fields_repr
 
 
-def _dense(layout: KVCacheLayout, stride: int) -> int:
+def dense_stride(layout: KVCacheLayout, stride: int) -> int:
     """The stride of contiguous records, in elements; 0 if the records are not contiguous."""
     contiguous = layout.data_bytes // layout.dtype.itemsize
     return contiguous if stride == contiguous else 0
 
 
-def _pages(cache: PagedKVCache, tile: Tile) -> _Keys:
+def pages_of(cache: PagedKVCache, tile: Tile) -> _Keys:
     strides = record_strides(cache)
     whole = cache.block_size % min(tile.entries, PAGE) == 0
-    stride = _dense(cache.layout, strides[1]) if whole else 0
+    stride = dense_stride(cache.layout, strides[1]) if whole else 0
     return _Keys(cache.tensor, None, cache.layout, cache.num_blocks, cache.block_size, strides, stride)
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def raw(tensor: Tensor) -> Tensor:
     """Codes as bytes."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
@@ -255,7 +255,7 @@ def _launch(
     maxima: Tensor | None = None,
     run: int = 1,
 ) -> None:
-    (tokens, entries), values, scales = out.shape, _raw(query.values), query.scales
+    (tokens, entries), values, scales = out.shape, raw(query.values), query.scales
     table = rows.block_table
     requests, columns = (0, 0) if table is None else table.shape
     launch(
@@ -268,7 +268,7 @@ def _launch(
             columns, keys.num_blocks, keys.page_size, *divider(keys.page_size), *keys.strides, out.stride(0),
             0 if maxima is None else maxima.stride(0),
         ),
-        _constants(
+        constants_of(
             keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), fill,
             multiplies_codes(keys.layout, architecture()),
         ),
@@ -278,7 +278,7 @@ def _launch(
 
 
 @cache
-def _constants(
+def constants_of(
     layout: KVCacheLayout,
     heads: int,
     tile: Tile,
@@ -317,7 +317,7 @@ def variants(layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = Tr
     dtype = pointer_type(torch.uint8 if layout.is_quantised else layout.dtype)
     types = {"Q": dtype, "KEYS": dtype, "W": "*fp32", "OUT": "*fp32", "SCALES": "none", "FIRST": "none"}
     types["Q_SCALES"] = "*u8" if layout.is_quantised and layout.fp8_format is None else "none"
-    dense, item = _dense(layout, layout.data_bytes // layout.dtype.itemsize), layout.dtype.itemsize
+    dense, item = dense_stride(layout, layout.data_bytes // layout.dtype.itemsize), layout.dtype.itemsize
     packed = layout.head_dim * layout.code_bits // 8 if layout.is_quantised else layout.head_dim
     alignments = row_alignments(packed, torch.uint8 if layout.is_quantised else layout.dtype, aligned=aligned)
     steps = (WIDE,) if aligned and layout.data_bytes % WIDE == 0 else (WIDE, item)
@@ -325,7 +325,7 @@ def variants(layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = Tr
         for step in steps:
             for stride in (dense, 0):
                 for rows in alignments:
-                    constants = _constants(layout, heads, tile, step, stride, rows, False, native)
+                    constants = constants_of(layout, heads, tile, step, stride, rows, False, native)
                     for maxima in ("none", "*fp32"):
                         named = {**types, "MAXIMA": maxima}
                         yield Variant.from_types(
