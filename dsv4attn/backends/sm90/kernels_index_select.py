@@ -45,6 +45,8 @@ from dsv4attn.backends.sm90.kernels_index_tile import (
 
 BATCH = gl.constexpr(512)
 """Entries that are listed together; two tiles divide it."""
+PART = gl.constexpr(1024)
+"""Places of a list that are read together."""
 TILES = gl.constexpr(8)
 """Tiles of a batch."""
 LINES_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -79,8 +81,9 @@ def add_batch(memory, lists, lens, number, base, topk, CAPACITY: gl.constexpr):
     count, bound = lists.count + gl.max(seen, 0), lists.bound
     if gl.max(count, 0) > CAPACITY - BATCH:
         at = gl.arange(0, CAPACITY, layout=LISTED)
+        part = gl.arange(0, PART, layout=LISTED)
         count, bound = make_space(
-            lists.first, count, bound, number, topk.wanted, topk.slack, at, CAPACITY, TOKENS
+            lists.first, count, bound, number, topk.wanted, topk.slack, at, part, CAPACITY, PART, TOKENS
         )  # fmt: skip
     return Lists(lists.first, count, bound)
 
@@ -151,13 +154,13 @@ def select_block(args, memory, block, lists, topk, CAPACITY: gl.constexpr):
         r = gl.where(r < highest, highest, highest + 1)
     # members were written by all threads
     barrier()
-    at = gl.arange(0, CAPACITY, layout=LISTED)
+    at, part = gl.arange(0, CAPACITY, layout=LISTED), gl.arange(0, PART, layout=LISTED)
     for i in range(TOKENS):
         own = block * TOKENS + i
         if own < args.tokens:
             held = uniform(gl.sum(gl.where(number == i, kept.count, 0), 0))
             out = args.out + own.to(gl.int64) * args.out_stride
-            choose_listed(lists + i * CAPACITY, held, out, topk.wanted, at, CAPACITY)
+            choose_listed(lists + i * CAPACITY, held, out, topk.wanted, at, part, CAPACITY, PART)
     barrier()
 
 

@@ -34,6 +34,8 @@ __all__ = ["capacity_of", "scratch_bytes", "select", "variants"]
 
 SHORTEST = 2048
 """Places of a token's list, at least."""
+PART = 1024
+"""Places of a list that are read together."""
 
 
 def capacity_of(topk: int) -> int:
@@ -100,7 +102,10 @@ def _constants(
     native: bool,  # noqa: FBT001 - constants of a launch
 ) -> dict[str, Any]:
     shared = constants_of(layout, heads, tile, aligned, stride, q_aligned, False, native)
-    return {name: value for name, value in shared.items() if name not in {"LANES", "FILL"}} | {"SIZE": capacity}
+    return {name: value for name, value in shared.items() if name not in {"LANES", "FILL"}} | {
+        "SIZE": capacity,
+        "PART": min(PART, capacity),
+    }
 
 
 def variants(topk: int, layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = True) -> Iterator[Variant]:

@@ -35,7 +35,7 @@ def list_keys(
     scale_stride, LIST, count, bound, number, end, wanted, slack, limit,
     ALIGNED: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr,
-    ASM: tl.constexpr, SIZE: tl.constexpr,
+    ASM: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """List what may be selected of the entries 0 .. end - 1 of a request; (counts, bounds) [TOKENS] after that.
 
@@ -54,7 +54,8 @@ def list_keys(
         count = list_tile(keys_of(score, sees), entry, LIST, count, bound, number, SIZE)
         if tl.max(count, 0) > SIZE - BLOCK:
             count, bound = make_space(
-                LIST, count, bound, number, wanted, slack, tl.arange(0, SIZE), SIZE, TOKENS
+                LIST, count, bound, number, wanted, slack, tl.arange(0, SIZE), tl.arange(0, PART), SIZE, PART,
+                TOKENS,
             )  # fmt: skip
     return count, bound
 
@@ -76,10 +77,11 @@ def select_kernel(
     data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64, out_stride: tl.int64,
     ALIGNED: tl.constexpr, STRIDE: tl.constexpr, Q_ALIGNED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr, SIZE: tl.constexpr,
+    DT: tl.constexpr, ASM: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Grid: any. limit: most entries. SIZE: places of a list, at least 4 * wanted and 2 * BLOCK.
 
+    PART: places of a list that are read together.
     slack: entries more than `wanted`, at most as many, that may reach a bound, which is then found sooner.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -119,7 +121,7 @@ def select_kernel(
                     q, q_high, w, seen, KEYS, TABLE + r * table_stride, columns, num_blocks,
                     (page_size, factor, log), page_stride, data_stride, scale_offset, scale_stride, LIST, count,
                     bound, number, end, wanted, slack, limit, ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK,
-                    STAGES, DT, ASM, SIZE,
+                    STAGES, DT, ASM, SIZE, PART,
                 )  # fmt: skip
         # members were written by all threads
         tl.debug_barrier()
@@ -127,5 +129,5 @@ def select_kernel(
             if first + i < tokens:
                 listed = tl.sum(tl.where(number == i, count, 0), 0)
                 out = OUT + (first + i).to(tl.int64) * out_stride
-                choose_listed(LIST + i * SIZE, listed, out, wanted, tl.arange(0, SIZE), SIZE)
+                choose_listed(LIST + i * SIZE, listed, out, wanted, tl.arange(0, SIZE), tl.arange(0, PART), SIZE, PART)
         tl.debug_barrier()
