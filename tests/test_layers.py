@@ -217,7 +217,16 @@ def test_every_backend_has_the_same_files() -> None:
     needed, allowed = (
         {"__init__", "launch"},
         {"kernels", "tuning", "metadata", "explain_notes", "probe", "support"}
-        | {"compat", "hyper_connections", "index_logits", "leading_values", "ops", "ptx", "small_decode"},
+        | {
+            "compat",
+            "hyper_connections",
+            "index_logits",
+            "index_select",
+            "leading_values",
+            "ops",
+            "ptx",
+            "small_decode",
+        },
     )
     families = ("kernels_", "flashinfer")
     folders = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
@@ -27,7 +26,7 @@ TOKENS, WARPS, REGISTERS, PROGRAMS = index_logits.TOKENS, index_logits.WARPS, in
 
 def programs_of(tokens: int) -> int:
     """Programs of a launch."""
-    return min(PROGRAMS * multiprocessors(), triton.cdiv(tokens, TOKENS))
+    return min(PROGRAMS * multiprocessors(), -(-tokens // TOKENS))
 
 
 def scratch_bytes(tokens: int, topk: int) -> int:

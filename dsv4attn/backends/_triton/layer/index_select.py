@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
@@ -49,7 +48,7 @@ def tile_of(layout: KVCacheLayout, arch: str) -> Tile:
 
 
 def _programs(tile: Tile, tokens: int) -> int:
-    return min(tile.programs * multiprocessors(), triton.cdiv(tokens, tile.tokens))
+    return min(tile.programs * multiprocessors(), -(-tokens // tile.tokens))
 
 
 def scratch_bytes(layout: KVCacheLayout, tokens: int, topk: int) -> int:
