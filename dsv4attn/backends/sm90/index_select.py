@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
-from dsv4attn.backends._triton.layer.index_select import capacity_of
-from dsv4attn.backends._triton.layer.select import slack_of
+from dsv4attn.backends._triton.layer.index_select import capacity_of, slack_of
 from dsv4attn.backends.sm90 import index_logits
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap

@@ -21,8 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
-from dsv4attn.backends._triton.layer.kernels_lists import choose_listed, make_space
-from dsv4attn.backends._triton.layer.kernels_select import ABSENT, keys_of
+from dsv4attn.backends._triton.layer.kernels_lists import choose_listed, make_space, member_of
 from dsv4attn.backends.sm90.compat import barrier, reinterpret
 from dsv4attn.backends.sm90.kernels_index_logits import plus
 from dsv4attn.backends.sm90.kernels_index_tile import (
@@ -43,6 +42,10 @@ from dsv4attn.backends.sm90.kernels_index_tile import (
     weights_of,
 )
 
+WARPS = gl.constexpr(4)
+"""Warps of a program."""
+EACH = gl.constexpr(128)
+"""Entries of a batch that a warp lists."""
 BATCH = gl.constexpr(512)
 """Entries that are listed together; two tiles divide it."""
 PART = gl.constexpr(1024)
@@ -50,42 +53,72 @@ PART = gl.constexpr(1024)
 TILES = gl.constexpr(8)
 """Tiles of a batch."""
 LINES_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-"""Scores of a batch: [TILES, 64, TOKENS], or [BATCH, TOKENS]."""
-BATCHED = gl.constexpr(gl.BlockedLayout([4, 2], [32, 1], [4, 1], [1, 0]))
+"""Scores of the tiles of a batch, each [64, TOKENS]."""
+BATCHED_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+"""The same as [WARPS, EACH, TOKENS]."""
+BATCHED = gl.constexpr(gl.BlockedLayout([1, 4, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
 """Four entries of both tokens in each thread."""
+NUMBER = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(0, BATCHED)))
+"""Numbers of both tokens in each thread."""
+PLACES = gl.constexpr(gl.SliceLayout(2, BATCHED))
+"""[WARPS, EACH] numbers of both tokens' entries."""
+ENTRIES = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+"""Four entries in each thread."""
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+"""[WARPS, WARPS]: in each warp, a number for each warp."""
 LISTED = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-"""Members of a list, and entries of a batch."""
+"""Members of a list."""
 Memory = namedtuple("Memory", "q k_even k_odd s_even s_odd scores")
 """Shared memory: that of `kernels_index_tile.Memory`, and scores of a batch."""
-Lists = namedtuple("Lists", "first count bound")
-"""Lists of the tokens of a block, CAPACITY places apart. count, bound: [TOKENS] members, and a key that all later
-members are above."""
+Lists = namedtuple("Lists", "first count least")
+"""Lists of the tokens of a block, CAPACITY places apart. count, least: [TOKENS] members, and a score that all later
+members reach."""
+Seen = namedtuple("Seen", "lens number")
+"""[TOKENS] of each token: entries of a request that it sees, and its number in the block."""
 Wanted = namedtuple("Wanted", "wanted slack")
 """Entries to select, and how many more may reach a bound, which is then found sooner."""
 
 
 @gluon.jit
-def add_batch(memory, lists, lens, number, base, topk, CAPACITY: gl.constexpr):
-    """List what may be selected of the batch from entry `base` on. lens: [TOKENS] entries of each token."""
-    x = reinterpret(memory.scores, gl.float32, [BATCH, TOKENS], LINES_S).load(BATCHED)
-    entry = gl.expand_dims(base + gl.arange(0, BATCH, layout=gl.SliceLayout(1, BATCHED)), 1)
-    keys = keys_of(x, entry < gl.expand_dims(lens, 0))
-    above = keys > gl.expand_dims(lists.bound, 0)
-    # the counts of both tokens in one running sum
-    one = gl.sum(gl.where(above, gl.expand_dims(1 << (number * 16), 0), 0), 1)
-    both = gl.associative_scan(gl.convert_layout(one, LISTED), 0, plus)
-    both = gl.expand_dims(gl.convert_layout(both, gl.SliceLayout(1, BATCHED)), 1)
-    seen = (both >> gl.expand_dims(number * 16, 0)) & 0xFFFF
-    place = gl.expand_dims(lists.count + number * CAPACITY - 1, 0) + seen
-    gl.store(lists.first + place, (keys.to(gl.int64) << 32) | entry.to(gl.int64), mask=above)
-    count, bound = lists.count + gl.max(seen, 0), lists.bound
+def sum_before(totals):
+    """Of each warp's number: the sum of those of earlier warps [WARPS], and the sum of all."""
+    totals = gl.convert_layout(totals, gl.SliceLayout(0, PAIRS))
+    of = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(0, PAIRS)), 0)
+    warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, PAIRS)), 1)
+    before = gl.sum(gl.where(of < warp, gl.expand_dims(totals, 0), 0), 1)
+    return before, gl.sum(totals, 0)
+
+
+@gluon.jit
+def add_batch(args, memory, block, lists, seen, base, w, topk, CAPACITY: gl.constexpr):
+    """List what may be selected of the batch from entry `base` on. Returns the lists, and w, which may be read anew."""
+    x = reinterpret(memory.scores, gl.float32, [WARPS, EACH, TOKENS], BATCHED_S).load(BATCHED)
+    warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, PLACES)), 1)
+    lane = gl.expand_dims(gl.arange(0, EACH, layout=gl.SliceLayout(0, PLACES)), 0)
+    entry = gl.expand_dims(base + (warp * EACH + lane), 2)
+    # a NaN reaches nothing
+    reaches = (x >= gl.expand_dims(gl.expand_dims(lists.least, 0), 0)) & (
+        entry < gl.expand_dims(gl.expand_dims(seen.lens, 0), 0)
+    )
+    # the counts of both tokens in one number
+    shift = gl.expand_dims(gl.expand_dims(seen.number * 16, 0), 0)
+    one = gl.convert_layout(gl.sum(gl.where(reaches, 1 << shift, 0), 2), ENTRIES)
+    before, both = sum_before(gl.sum(one, 1))
+    before = gl.expand_dims(gl.convert_layout(before, gl.SliceLayout(1, ENTRIES)), 1)
+    until = gl.convert_layout(gl.associative_scan(one, 1, plus) + before, PLACES)
+    first = lists.first + (lists.count + (seen.number * CAPACITY - 1))
+    place = (gl.expand_dims(until, 2) >> shift) & 0xFFFF
+    gl.store(gl.expand_dims(gl.expand_dims(first, 0), 0) + place, member_of(x, entry), mask=reaches)
+    count, least = lists.count + ((both >> (seen.number * 16)) & 0xFFFF), lists.least
     if gl.max(count, 0) > CAPACITY - BATCH:
         at = gl.arange(0, CAPACITY, layout=LISTED)
         part = gl.arange(0, PART, layout=LISTED)
-        count, bound = make_space(
-            lists.first, count, bound, number, topk.wanted, topk.slack, at, part, CAPACITY, PART, TOKENS
+        count, least = make_space(
+            lists.first, count, least, seen.number, topk.wanted, topk.slack, at, part, CAPACITY, PART, TOKENS
         )  # fmt: skip
-    return Lists(lists.first, count, bound)
+        # not held meanwhile, which takes all registers
+        w = weights_of(args, block)
+    return Lists(lists.first, count, least), w
 
 
 @gluon.jit
@@ -97,9 +130,9 @@ def keep_scores(args, keys, end, q, w, acc, memory, k_s, s_s, k_to, s_to, start,
 
 
 @gluon.jit
-def list_tiles(args, keys, memory, block, lists, lens, number, end, topk, CAPACITY: gl.constexpr):
-    """List what may be selected of the entries 0 .. end - 1 of a request. lens: [TOKENS] entries of each token."""
-    queries_of(args, memory, block)
+def list_tiles(args, keys, memory, block, lists, seen, end, topk, CAPACITY: gl.constexpr):
+    """List what may be selected of the entries 0 .. end - 1 of a request."""
+    w = queries_of(args, memory, block)
     k_even, k_odd, s_even, s_odd = memory.k_even, memory.k_odd, memory.s_even, memory.s_odd
     q = memory.q.permute((1, 0))
     start = gl.to_tensor(0)
@@ -115,8 +148,6 @@ def list_tiles(args, keys, memory, block, lists, lens, number, end, topk, CAPACI
     # a tile past the end is scored with what is in shared memory, and no token sees it
     while start < end:
         base = start
-        # not held while a batch is listed, which takes all registers
-        w = weights_of(args, block)
         for _ in range(gl.minimum((end - start + 127) >> 7, TILES // 2)):
             copied = keep_scores(
                 args, keys, end, q, w, acc, memory, k_even.index(now), s_even.index(now), k_odd.index(last),
@@ -129,7 +160,7 @@ def list_tiles(args, keys, memory, block, lists, lens, number, end, topk, CAPACI
             last = now
             now = gl.where(now == STAGES - 1, 0, now + 1)
             start += 128
-        lists = add_batch(memory, lists, lens, number, base, topk, CAPACITY)
+        lists, w = add_batch(args, memory, block, lists, seen, base, w, topk, CAPACITY)
     async_copy.wait_group(0)
     return lists
 
@@ -137,7 +168,7 @@ def list_tiles(args, keys, memory, block, lists, lens, number, end, topk, CAPACI
 @gluon.jit
 def select_block(args, memory, block, lists, topk, CAPACITY: gl.constexpr):
     """Select for a block of tokens, which may be of two requests."""
-    number = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, BATCHED))
+    number = gl.arange(0, TOKENS, layout=NUMBER)
     token = block * TOKENS + number
     live = token < args.tokens
     lens = gl.minimum(gl.load(args.lens + token, mask=live, other=0), args.limit)
@@ -145,22 +176,23 @@ def select_block(args, memory, block, lists, topk, CAPACITY: gl.constexpr):
     known = live & (lens > 0) & (request >= 0) & (request < args.num_requests)
     lowest = uniform(gl.min(gl.where(known, request, 0x7FFFFFFF), 0))
     highest = uniform(gl.max(gl.where(known, request, -1), 0))
-    kept = Lists(lists, number * 0, number * 0 + ABSENT)
+    kept = Lists(lists, number * 0, gl.full([TOKENS], -float("inf"), gl.float32, layout=NUMBER))
     r = lowest
     while r <= highest:
-        seen = gl.where(known & (request == r), lens, 0)
+        seen = Seen(gl.where(known & (request == r), lens, 0), number)
         keys = Keys(args.table + r * args.table_stride, args.held)
-        kept = list_tiles(args, keys, memory, block, kept, seen, number, uniform(gl.max(seen, 0)), topk, CAPACITY)
+        kept = list_tiles(args, keys, memory, block, kept, seen, uniform(gl.max(seen.lens, 0)), topk, CAPACITY)
         r = gl.where(r < highest, highest, highest + 1)
     # members were written by all threads
     barrier()
-    at, part = gl.arange(0, CAPACITY, layout=LISTED), gl.arange(0, PART, layout=LISTED)
+    at, half = gl.arange(0, CAPACITY, layout=LISTED), gl.arange(0, CAPACITY // 2, layout=LISTED)
+    part = gl.arange(0, PART, layout=LISTED)
     for i in range(TOKENS):
         own = block * TOKENS + i
         if own < args.tokens:
             held = uniform(gl.sum(gl.where(number == i, kept.count, 0), 0))
             out = args.out + own.to(gl.int64) * args.out_stride
-            choose_listed(lists + i * CAPACITY, held, out, topk.wanted, at, part, CAPACITY, PART)
+            choose_listed(lists + i * CAPACITY, held, out, topk.wanted, at, half, part, CAPACITY, PART)
     barrier()
 
 
@@ -172,7 +204,7 @@ def select_index(
     TABLE,  # [R, columns] int32
     REQUESTS,  # [T] int32 of each token
     LENS,  # [T] int32 entries that each token sees
-    LISTS,  # [programs, TOKENS, CAPACITY] int64, memory: a member has its key in the high half, its entry in the low
+    LISTS,  # [programs, TOKENS, CAPACITY] int64, memory: see `kernels_lists`
     OUT,  # [T, wanted] int32
     tokens: tl.int32, requests: tl.int32, limit: tl.int32, held: tl.int32, wanted: tl.int32, slack: tl.int32,
     q_stride: tl.int64, q_head_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, last_column: tl.int32,

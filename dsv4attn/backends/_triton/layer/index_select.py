@@ -23,13 +23,12 @@ from dsv4attn.backends._triton.layer.index_logits import (
     tiles_for,
 )
 from dsv4attn.backends._triton.layer.kernels_index_select import select_kernel
-from dsv4attn.backends._triton.layer.select import MOST, slack_of
+from dsv4attn.backends._triton.layer.select import MOST
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["capacity_of", "scratch_bytes", "select", "variants"]
-
+__all__ = ["capacity_of", "scratch_bytes", "select", "slack_of", "variants"]
 
 SHORTEST = 2048
 """Places of a token's list, at least."""
@@ -40,6 +39,11 @@ PART = 1024
 def capacity_of(topk: int) -> int:
     """Places of a token's list: at least 4 K, so that a compacted list takes little more than a quarter."""
     return max(SHORTEST, 4 << (topk - 1).bit_length())
+
+
+def slack_of(topk: int) -> int:
+    """Entries more than K that a compacted list may keep, which is then found sooner."""
+    return topk // 2
 
 
 def tile_of(layout: KVCacheLayout, arch: str) -> Tile:

@@ -15,29 +15,29 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.kernels_index_logits import NIBBLES, load_rows, scores_of_tile, uniform
-from dsv4attn.backends._triton.layer.kernels_lists import choose_listed, make_space
-from dsv4attn.backends._triton.layer.kernels_select import ABSENT, keys_of
+from dsv4attn.backends._triton.layer.kernels_lists import choose_listed, make_space, member_of
 
 
 @triton.jit
-def list_tile(keys, entry, LIST, count, bound, number, SIZE: tl.constexpr):
-    """List the entries of a tile whose keys [N, TOKENS] are above each token's bound; the number of members then."""
-    above = keys > bound[None, :]
-    one = above.to(tl.int32)
+def list_tile(score, sees, entry, LIST, count, least, number, SIZE: tl.constexpr):
+    """List the visible entries of a tile whose scores [N, TOKENS] reach each token's least; members then."""
+    # a NaN reaches nothing
+    reaches = sees & (score >= least[None, :])
+    one = reaches.to(tl.int32)
     place = (number * SIZE + count - 1)[None, :] + tl.cumsum(one, 0)
-    tl.store(LIST + place, (keys.to(tl.int64) << 32) | entry.to(tl.int64)[:, None], mask=above)
+    tl.store(LIST + place, member_of(score, entry[:, None]), mask=reaches)
     return count + tl.sum(one, 0)
 
 
 @triton.jit
 def list_keys(
     q, q_high, w, lens, keys, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
-    scale_stride, LIST, count, bound, number, end, wanted, slack, limit,
+    scale_stride, LIST, count, least, number, end, wanted, slack, limit,
     ALIGNED: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr,
     ASM: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """List what may be selected of the entries 0 .. end - 1 of a request; (counts, bounds) [TOKENS] after that.
+    """List what may be selected of the entries 0 .. end - 1 of a request; (counts, least) [TOKENS] after that.
 
     lens: [TOKENS] entries of the request that each token sees.
     """
@@ -51,13 +51,13 @@ def list_keys(
             scale_stride, start, entry, lane, limit, ALIGNED, STRIDE, TOKENS, HEADS, DIM, KIND, FNUZ, BLOCK, DT,
         )  # fmt: skip
         sees = entry[:, None] < lens[None, :]
-        count = list_tile(keys_of(score, sees), entry, LIST, count, bound, number, SIZE)
+        count = list_tile(score, sees, entry, LIST, count, least, number, SIZE)
         if tl.max(count, 0) > SIZE - BLOCK:
-            count, bound = make_space(
-                LIST, count, bound, number, wanted, slack, tl.arange(0, SIZE), tl.arange(0, PART), SIZE, PART,
+            count, least = make_space(
+                LIST, count, least, number, wanted, slack, tl.arange(0, SIZE), tl.arange(0, PART), SIZE, PART,
                 TOKENS,
             )  # fmt: skip
-    return count, bound
+    return count, least
 
 
 @stable_kernel
@@ -69,7 +69,7 @@ def select_kernel(
     TABLE,  # [R, columns] int32
     REQUESTS,  # [T] int32 of each token
     LENS,  # [T] int32 entries that each token sees
-    LISTS,  # [programs, TOKENS, SIZE] int64, memory: of a member the key is in the high half, the entry in the low
+    LISTS,  # [programs, TOKENS, SIZE] int64, memory: see `kernels_lists`
     OUT,  # [T, wanted] int32
     tokens: tl.int32, requests: tl.int32, limit: tl.int32, wanted: tl.int32, slack: tl.int32, q_stride: tl.int64,
     q_head_stride: tl.int64, qs_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32,
@@ -112,15 +112,15 @@ def select_kernel(
         known = live & (lens > 0) & (request >= 0) & (request < requests)
         lowest = tl.min(tl.where(known, request, 0x7FFFFFFF), 0)
         highest = tl.max(tl.where(known, request, -1), 0)
-        count, bound = number * 0, number * 0 + ABSENT
+        count, least = number * 0, tl.full([TOKENS], float("-inf"), tl.float32)
         for r in range(uniform(lowest, ASM), uniform(highest + 1, ASM)):
             seen = tl.where(known & (request == r), lens, 0)
             end = tl.max(seen, 0)
             if end > 0:
-                count, bound = list_keys(
+                count, least = list_keys(
                     q, q_high, w, seen, KEYS, TABLE + r * table_stride, columns, num_blocks,
                     (page_size, factor, log), page_stride, data_stride, scale_offset, scale_stride, LIST, count,
-                    bound, number, end, wanted, slack, limit, ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK,
+                    least, number, end, wanted, slack, limit, ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK,
                     STAGES, DT, ASM, SIZE, PART,
                 )  # fmt: skip
         # members were written by all threads
@@ -129,5 +129,8 @@ def select_kernel(
             if first + i < tokens:
                 listed = tl.sum(tl.where(number == i, count, 0), 0)
                 out = OUT + (first + i).to(tl.int64) * out_stride
-                choose_listed(LIST + i * SIZE, listed, out, wanted, tl.arange(0, SIZE), tl.arange(0, PART), SIZE, PART)
+                choose_listed(
+                    LIST + i * SIZE, listed, out, wanted, tl.arange(0, SIZE), tl.arange(0, SIZE // 2),
+                    tl.arange(0, PART), SIZE, PART,
+                )  # fmt: skip
         tl.debug_barrier()

@@ -1,8 +1,8 @@
 """Lists of entries that may be selected, for kernels that score and select in one: compacted, and chosen from.
 
-A member is an int64: its key, see `kernels_select`, in the high half, and its entry in the low one. Members are in
-ascending order of their entries. These are functions of plain Triton that Gluon calls too, so vectors come from the
-caller, which alone knows their layout.
+A member is an int64: its score, which is fp32, in the high half, and its entry in the low one. Members are in ascending
+order of their entries. Keys are those of `kernels_select`. These are functions of plain Triton that Gluon calls too, so
+vectors come from the caller, which alone knows their layout.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -12,16 +12,47 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.layer.kernels_select import ABSENT, INFINITE, LOWEST, append, kth_largest
+from dsv4attn.backends._triton.layer.kernels_select import ABSENT, INFINITE, LOWEST, append, keys_of, narrowed, ordered
+
+
+@triton.jit
+def score_of(key):
+    """The score that has a key; NaN for a key above INFINITE."""
+    return tl.where(key < 0, -0x80000000 - key, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def kth_largest(keys, listed, wanted, slack):
+    """As `kernels_select.kth_largest` of the keys of `listed` scores, with another probe.
+
+    It is where the wanted key is if scores, not keys, are spread evenly. Of scores on both sides of zero that takes
+    half of the steps.
+    """
+    low, at_low, high, at_high = listed * 0 + LOWEST, listed, listed * 0 + (INFINITE + 1), listed * 0
+    step = 0
+    while (at_low > wanted + slack) & (high > low + 1):
+        if step % 4 == 0:
+            low = tl.min(tl.where(keys >= low, keys, INFINITE), 0)
+            high = tl.max(tl.where(keys < high, keys, ABSENT), 0) + 1
+        step += 1
+        share = (at_low - wanted - slack // 2) / (at_low - at_high)
+        lowest = score_of(low)
+        # a NaN, if there are infinite scores, is a key too
+        guess, _ = ordered(lowest + (score_of(high) - lowest) * share)
+        first = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        second = (low + (high.to(tl.int64) - low) // 2).to(tl.int32)
+        reached = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
+        low, at_low, high, at_high = narrowed(low, at_low, high, at_high, first, reached & 0xFFFF, wanted)
+        low, at_low, high, at_high = narrowed(low, at_low, high, at_high, second, reached >> 16, wanted)
+    return low, at_low, at_high
 
 
 @triton.jit
 def kth_listed(LIST, listed, wanted, slack, at):
     """`kth_largest` of the keys of a list's members. at: 0 and on, all places of a list."""
     live = at < listed
-    high = tl.load(LIST.to(tl.pointer_type(tl.int32)) + (2 * at + 1), mask=live, other=0)
-    lowest, infinite = listed * 0 + LOWEST, listed * 0 + (INFINITE + 1)
-    return kth_largest(tl.where(live, high, ABSENT), lowest, listed, infinite, listed * 0, wanted, slack)
+    scores = tl.load(LIST.to(tl.pointer_type(tl.float32)) + (2 * at + 1), mask=live, other=0.0)
+    return kth_largest(keys_of(scores, live), listed, wanted, slack)
 
 
 @triton.jit
@@ -29,7 +60,15 @@ def members_of(LIST, listed, at):
     """Members of a list at some places, and their keys, which are ABSENT past the last."""
     live = at < listed
     members = tl.load(LIST + at, mask=live, other=0)
-    return members, tl.where(live, (members >> 32).to(tl.int32), ABSENT)
+    return members, keys_of((members >> 32).to(tl.int32).to(tl.float32, bitcast=True), live)
+
+
+@triton.jit
+def member_of(score, entry):
+    """The member that lists an entry with its score."""
+    # neither half has a sign, so they are two registers
+    high, low = score.to(tl.uint32, bitcast=True), entry.to(tl.uint32, bitcast=True)
+    return ((high.to(tl.uint64) << 32) | low.to(tl.uint64)).to(tl.int64, bitcast=True)
 
 
 @triton.jit
@@ -54,11 +93,11 @@ def compact(LIST, listed, wanted, slack, at, part, SIZE: tl.constexpr, PART: tl.
 
 @triton.jit
 def make_space(
-    LIST, count, bound, number, wanted, slack, at, part, SIZE: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr
+    LIST, count, least, number, wanted, slack, at, part, SIZE: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """`compact` the lists of some tokens, SIZE places apart, that are more than half full; (count, bound) after that.
+    """`compact` the lists of some tokens, SIZE places apart, that are more than half full; (count, least) after that.
 
-    count, bound, number: [TOKENS] members of each, the key that later members are above, 0 .. TOKENS - 1.
+    count, least, number: [TOKENS] members of each, the score that later members reach, 0 .. TOKENS - 1.
     """
     # members were written by all threads
     tl.debug_barrier()
@@ -67,18 +106,22 @@ def make_space(
         listed = tl.sum(tl.where(mine, count, 0), 0)
         if listed > SIZE // 2:
             kept, key = compact(LIST + token * SIZE, listed, wanted, slack, at, part, SIZE, PART)
-            count, bound = tl.where(mine, kept, count), tl.where(mine, key, bound)
+            count, least = tl.where(mine, kept, count), tl.where(mine, score_of(key + 1), least)
     tl.debug_barrier()
-    return count, bound
+    return count, least
 
 
 @triton.jit
-def choose_listed(LIST, listed, out, wanted, at, part, SIZE: tl.constexpr, PART: tl.constexpr):
+def choose_listed(LIST, listed, out, wanted, at, half, part, SIZE: tl.constexpr, PART: tl.constexpr):
     """Write the entries, ascending, of the `wanted` members with the largest keys, and -1 after them.
 
-    Of equal keys the first are chosen. at, part: as of `compact`.
+    Of equal keys the first are chosen. at, part: as of `compact`. half: the first half of `at`.
     """
-    key, reached, above = kth_listed(LIST, listed, wanted, 0, at)
+    # most lists are at most half full then
+    if listed <= SIZE // 2:
+        key, reached, above = kth_listed(LIST, listed, wanted, 0, half)
+    else:
+        key, reached, above = kth_listed(LIST, listed, wanted, 0, at)
     ties = tl.where(reached > wanted, wanted - above, SIZE)
     counted, tied = listed * 0, listed * 0
     for start in range(0, listed, PART):
