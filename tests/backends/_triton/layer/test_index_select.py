@@ -193,7 +193,8 @@ BUGS = {
     "the first request of a tile only": (kernels_index_select, "uniform(highest + 1, ASM)", "uniform(lowest + 1, ASM)"),
     "a bound too high": (kernels_lists, "    return kept, key", "    return kept, key + (1 << 22)"),
     "members that are lost": (kernels_lists, "append(keys, members, key,", "append(keys, members, key + SIZE,"),
-    "one token's bound for all": (kernels_lists, "tl.where(mine, score_of(key + 1), least)", "score_of(key + 1 + number * 0)"),
+    "one token's bound for all": (kernels_lists, "tl.where(mine, score_of(key + 1), least)",
+                                  "score_of(key + 1 + number * 0)"),
 }  # fmt: skip
 
 
