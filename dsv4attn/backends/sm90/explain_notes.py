@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from dsv4attn.backends._triton.support import index_notes
-from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL
+from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL, least_in_one_launch
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import CacheFacts, Problem
-from dsv4attn.core.model.layer_geometry import LayerGeometry
+from dsv4attn.core.model.layer_geometry import LayerGeometry, LayerKind
 
 __all__ = ["MOST_HEADS", "notes"]
 
@@ -16,11 +16,27 @@ _V4, _CODES, _NIBBLES = ("fp8_ds_mla", "e4m3fn", 64), ("v41_fp8", "e4m3fn", 32),
 _RECORDS = {(_V4,), (_V4, _V4), (_CODES,), (_CODES, _CODES), (_CODES, _NIBBLES)}
 MOST_HEADS = 128
 """Most heads of a layer. More heads take more than two blocks of 64, which has not been tested."""
+UNITS = 132
+"""Multiprocessors of an H100 and an H200 with SXM."""
 
 
 def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
-    """The attention kernel, the choices of `prefill=auto`, and the kernel of the indexer's scores."""
-    return [_attention_note(problem), *_prefill_notes(problem), *index_notes(device, problem)]
+    """The attention kernel, the choices of `prefill=auto`, and the kernels of the indexer's scores and of selection."""
+    return [
+        _attention_note(problem),
+        *_prefill_notes(problem),
+        *index_notes(device, problem),
+        *_selection_notes(device, problem),
+    ]
+
+
+def _selection_notes(device: DeviceFacts, problem: Problem) -> Iterator[str]:
+    """When prompts are selected from without a matrix of scores. Deterministic selection has one."""
+    if problem.phase == "prefill" and problem.layer.kind is LayerKind.CSA and not problem.deterministic:
+        yield (
+            f"selection: scores and selection in one launch from {least_in_one_launch(UNITS):,} tokens on ({UNITS} "
+            "multiprocessors), for 64 index heads, fp8 index keys, at most 1,024 entries; in two steps otherwise"
+        )
 
 
 def _prefill_notes(problem: Problem) -> Iterator[str]:

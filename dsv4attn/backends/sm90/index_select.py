@@ -1,4 +1,7 @@
-"""Scores and selection in one launch on Hopper: the launcher of `kernels_index_select`."""
+"""Scores and selection in one launch on Hopper: the launcher of `kernels_index_select`.
+
+Where kernels are interpreted, the shared kernel `_triton.layer.index_select` stands for it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, multiprocessors
+from dsv4attn.backends._triton.layer import index_select as interpreted
 from dsv4attn.backends._triton.layer.index_select import capacity_of, slack_of
 from dsv4attn.backends.sm90 import index_logits
 from dsv4attn.core.cache.layout import PagedKVCache
@@ -20,7 +24,11 @@ __all__ = ["MOST", "scratch_bytes", "select", "variants"]
 MOST = 1024
 """Entries that can be selected in a row."""
 TOKENS, WARPS, REGISTERS, PROGRAMS = index_logits.TOKENS, index_logits.WARPS, index_logits.REGISTERS, 4
-"""Tokens and warps of a program, registers of a thread, and programs of a multiprocessor."""
+"""Tokens and warps of a program, registers of a thread, and programs of a multiprocessor.
+
+Four programs have 128 registers of each thread: with K = 512, 200 bytes are stored to local memory and 236 loaded
+(Triton 3.6; at most 432 and 488 with 3.9 and K = 1,024), nearly all once for a block of tokens. Three programs of 168
+registers are slower."""
 
 
 def programs_of(tokens: int) -> int:
@@ -29,24 +37,31 @@ def programs_of(tokens: int) -> int:
 
 
 def scratch_bytes(tokens: int, topk: int) -> int:
-    """Temporaries of `select`, at most: the lists of all tokens in flight."""
+    """Temporaries of `select`: the lists of all tokens in flight, on an H100 17 MB with K = 512 and 35 with 1,024."""
     return 8 * programs_of(tokens) * TOKENS * capacity_of(topk)
 
 
 def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Tensor, max_entries: int) -> bool:
     """Write the K entries with the largest scores of each token to out [T, K] int32, ascending, then -1.
 
-    The rule is that of `_triton.layer.select.select`. False if this kernel does not serve the call; nothing is written
-    then.
+    The rule, and the bits of the scores, are those of two steps. False if this kernel does not serve the call; nothing
+    is written then.
     """
-    from dsv4attn.backends.sm90.kernels_index_select import select_index  # not where kernels are interpreted
-
     (tokens, topk), table = out.shape, token_map.block_table
     paging = index_logits.paging_of(cache)
-    if paging is None or not index_logits.serves(query) or topk > MOST or not (max_entries > 0 and table.numel()):
+    # where the kernel of the scores alone does not serve requests of few tokens, this one does not either
+    many = tokens >= TOKENS * table.shape[0]
+    if paging is None or topk > MOST or not (many and max_entries > 0 and table.numel()):
+        return False
+    if INTERPRETED and query.values.shape[1:] == (index_logits.HEADS, index_logits.DIM):
+        interpreted.select(query, cache, token_map, out, max_entries)
+        return True
+    if not index_logits.serves(query):
         return False
     if not tokens or not topk:
         return True
+    from dsv4attn.backends.sm90.kernels_index_select import select_index  # not where kernels are interpreted
+
     programs, capacity = programs_of(tokens), capacity_of(topk)
     lists = out.new_empty(programs, TOKENS * capacity, dtype=torch.int64)
     values, (requests, columns) = index_logits.raw(query.values), table.shape

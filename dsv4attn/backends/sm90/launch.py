@@ -19,7 +19,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm90 import hyper_connections, index_logits, ops, small_decode
+from dsv4attn.backends.sm90 import hyper_connections, index_logits, index_select, ops, small_decode
 from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
@@ -51,7 +51,7 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.memory.workspace import ALIGNMENT
-from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError
 
@@ -249,6 +249,9 @@ class Sm90Backend(TritonBackend):
                 yield from insert.variants(bounds.swa, 0, bounds.q_dtype, **alignments, arch=device.arch)
         if bounds.model is not None and not self.deterministic and index_logits.may_serve(bounds):
             yield from index_logits.variants()
+            if "selection" in bounds.parts:
+                for topk in dict.fromkeys(layer.topk for layer in bounds.layers if layer.kind is LayerKind.CSA):
+                    yield from index_select.variants(topk)
         yield from hyper_connections.variants(bounds, device.arch, deterministic=self.deterministic)
 
     def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:

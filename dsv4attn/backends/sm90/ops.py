@@ -1,4 +1,7 @@
-"""The layer ops on Hopper: `index_logits` and `hyper_connections` serve what they can, the shared kernels the rest."""
+"""The layer ops on Hopper: kernels for Hopper serve what they can, the shared kernels the rest.
+
+The kernels for Hopper are those of `index_logits`, `index_select` and `hyper_connections`.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,25 @@ from functools import partial
 from attrs import evolve
 from torch import Tensor
 
+from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.layer import index_logits as shared_index_logits
 from dsv4attn.backends._triton.layer import ops
-from dsv4attn.backends.sm90 import hyper_connections, index_logits
+from dsv4attn.backends.sm90 import hyper_connections, index_logits, index_select
+from dsv4attn.backends.sm90.tuning import least_in_one_launch
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.contract.layer_ops import LayerOps, Op
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["layer_ops", "score"]
+__all__ = ["layer_ops", "score", "select_topk"]
 
 
 def layer_ops(*, deterministic: bool = False) -> LayerOps:
-    """The shared ops, with scores and hyper-connections of many tokens by the kernels for Hopper.
+    """The shared ops, with scores, selection and hyper-connections of many tokens by the kernels for Hopper.
 
-    Deterministic ops use the shared kernels for scores, because the kernel that serves a token depends on the number of
-    tokens of the request.
+    Deterministic ops use the shared kernels for scores and selection, because the kernel that serves a token depends on
+    the number of tokens of the request.
     """
     shared = ops.layer_ops(deterministic=True) if deterministic else ops.layer_ops(score=score)
     with_streams = evolve(
@@ -32,7 +38,12 @@ def layer_ops(*, deterministic: bool = False) -> LayerOps:
     )
     if deterministic:
         return with_streams
-    return evolve(with_streams, fp8_paged_mqa_logits=fp8_paged_mqa_logits, fp8_mqa_logits=fp8_mqa_logits)
+    return evolve(
+        with_streams,
+        fp8_paged_mqa_logits=fp8_paged_mqa_logits,
+        fp8_mqa_logits=fp8_mqa_logits,
+        select_topk=partial(select_topk, in_two_steps=shared.select_topk),
+    )
 
 
 def score(
@@ -41,6 +52,22 @@ def score(
     """See `_triton.layer.index_logits.score`."""
     if not index_logits.score(query, cache, token_map, scores, maxima, run):
         shared_index_logits.score(query, cache, token_map, scores, maxima, run)
+
+
+@without_modes
+def select_topk(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    token_map: TokenMap,
+    out: Tensor,
+    max_entries: int,
+    *,
+    in_two_steps: Op,
+) -> None:
+    """See `torch_ops.selection`. In one launch, without a matrix of scores, where that is faster; otherwise in two."""
+    arguments = query, cache, token_map, out, max_entries
+    if not (out.shape[0] >= least_in_one_launch(multiprocessors()) and index_select.select(*arguments)):
+        in_two_steps(*arguments)
 
 
 def fp8_paged_mqa_logits(

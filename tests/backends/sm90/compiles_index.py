@@ -1,15 +1,17 @@
 """Every form of the indexer's scores, compiled for Hopper: limits it breaks, and programs of a multiprocessor, as JSON.
 
-A program of its own, since a process that interprets kernels cannot compile them.
+So is the kernel that selects too, for the numbers of entries that arguments are. A program of its own, since a process
+that interprets kernels cannot compile them.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 
 from dsv4attn.backends._triton.compiling.aot import Outcome, compile_all
 from dsv4attn.backends._triton.compiling.targets import TARGETS
-from dsv4attn.backends.sm90 import index_logits
+from dsv4attn.backends.sm90 import index_logits, index_select
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.tools.cli.common import geometry_of
@@ -24,9 +26,13 @@ def read(outcome: Outcome) -> dict[str, object]:
 def foreseen() -> bool:
     """Whether the backend names the forms that selection can ask for, which are then compiled before the first step."""
     bounds, facts = bounds_of(geometry_of("flash"), "e4m3fn"), DeviceFacts.named("sm_90")
-    return {*index_logits.variants()} <= {*Sm90Backend().kernel_variants(bounds, facts)}
+    needed = {*index_logits.variants(), *index_select.variants(512)}
+    deterministic = {*Sm90Backend(deterministic=True).kernel_variants(bounds, facts)}
+    return needed <= {*Sm90Backend().kernel_variants(bounds, facts)} and not needed & deterministic
 
 
 if __name__ == "__main__":
     forms = [read(outcome) for outcome in compile_all(index_logits.variants(logits=True), TARGETS["sm_90"])]
-    print(json.dumps({"foreseen": foreseen(), "forms": forms}))
+    selecting = [variant for topk in sys.argv[1:] for variant in index_select.variants(int(topk))]
+    selected = [read(outcome) for outcome in compile_all(selecting, TARGETS["sm_90"])]
+    print(json.dumps({"foreseen": foreseen(), "forms": forms, "selecting": selected}))

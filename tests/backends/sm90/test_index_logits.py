@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer import index_logits as shared_index_logits
-from dsv4attn.backends.sm90 import index_logits
+from dsv4attn.backends.sm90 import index_logits, index_select
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -247,8 +248,13 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
     assert (logits == 0).all()
 
 
-def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit() -> None:
-    assert told_by("-m", "tests.backends.sm90.compiles_index") == {
-        "foreseen": True,
-        "forms": [{"reasons": [], "programs": index_logits.PROGRAMS}] * 4,
-    }
+@pytest.mark.parametrize("topk", ["512", pytest.param("1024", marks=pytest.mark.slow)])
+def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit(topk: str) -> None:
+    """The kernel that selects too spills, see `index_select.PROGRAMS`: less than what a fourth program brings."""
+    found = told_by("-m", "tests.backends.sm90.compiles_index", topk)
+    (selecting,) = found.pop("selecting")
+    (reason,) = selecting["reasons"]
+
+    assert found == {"foreseen": True, "forms": [{"reasons": [], "programs": index_logits.PROGRAMS}] * 4}
+    assert selecting["programs"] == index_select.PROGRAMS
+    assert re.match(r"SPILLS  [1-4]\d\d bytes stored and [1-4]\d\d loaded", reason)

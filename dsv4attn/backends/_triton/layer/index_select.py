@@ -1,8 +1,12 @@
-"""Scores and selection in one launch: the launcher of `kernels_index_select`."""
+"""Scores and selection in one launch: the launcher of `kernels_index_select`, for Triton's interpreter.
+
+Backends whose hardware has a kernel of its own for this, which the interpreter cannot run, take this one there. It is
+slower than two steps on an H100 (1.1 to 0.6 times as fast), and does not compile for every target, so no device takes
+it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -10,13 +14,11 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
-from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.cache.records import alignment_of_rows
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.index_logits import (
     Tile,
     constants_of,
-    dense_stride,
     multiplies_codes,
     pages_of,
     raw,
@@ -28,7 +30,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["capacity_of", "scratch_bytes", "select", "slack_of", "variants"]
+__all__ = ["capacity_of", "select", "slack_of"]
 
 SHORTEST = 2048
 """Places of a token's list, at least."""
@@ -53,12 +55,6 @@ def tile_of(layout: KVCacheLayout, arch: str) -> Tile:
 
 def _programs(tile: Tile, tokens: int) -> int:
     return min(tile.programs * multiprocessors(), -(-tokens // tile.tokens))
-
-
-def scratch_bytes(layout: KVCacheLayout, tokens: int, topk: int) -> int:
-    """Temporaries of `select`, at most: lists of the tokens that are in flight."""
-    tile = tile_of(layout, architecture())
-    return 8 * _programs(tile, tokens) * tile.tokens * capacity_of(topk)
 
 
 def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Tensor, max_entries: int) -> None:
@@ -109,22 +105,3 @@ def _constants(
         "SIZE": capacity,
         "PART": min(PART, capacity),
     }
-
-
-def variants(topk: int, layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = True) -> Iterator[Variant]:
-    """Every variant that `select` can need on an architecture, with keys of this layout.
-
-    aligned: whether caches, and rows of plain queries, are aligned to 16 bytes.
-    """
-    tile, native = tile_of(layout, arch), multiplies_codes(layout, arch)
-    dtype = pointer_type(torch.uint8 if layout.is_quantised else layout.dtype)
-    types = {"Q": dtype, "KEYS": dtype, "W": "*fp32", "LISTS": "*i64"}
-    types["Q_SCALES"] = "*u8" if layout.is_quantised and layout.fp8_format is None else "none"
-    item = layout.dtype.itemsize
-    packed = layout.head_dim * layout.code_bits // 8 if layout.is_quantised else layout.head_dim
-    alignments = row_alignments(packed, torch.uint8 if layout.is_quantised else layout.dtype, aligned=aligned)
-    for step in (WIDE,) if aligned and layout.data_bytes % WIDE == 0 else (WIDE, item):
-        for stride in (dense_stride(layout, layout.data_bytes // item), 0):
-            for rows in alignments:
-                constants = _constants(layout, heads, tile, step, stride, rows, capacity_of(topk), native)
-                yield Variant.from_types(select_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)

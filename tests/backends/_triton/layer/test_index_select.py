@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dsv4attn.backends._triton.launching.runtime import architecture, observed
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import index_logits, index_select, kernels_index_select, kernels_lists, select
 from dsv4attn.backends._triton.layer.index_query import indexer_q_rope_quant
 from dsv4attn.core.cache.index_records import store_index_keys
@@ -137,7 +137,7 @@ def test_rows_of_the_sizes_of_the_model(kind: str, topk: int, entries: int) -> N
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.index_fp8(128), KVCacheLayout.index_mxfp4(128)])
 @pytest.mark.parametrize("apart", [0, 3])
-def test_codes_are_selected_as_in_two_steps_by_a_foreseen_variant(layout: KVCacheLayout, apart: int) -> None:
+def test_codes_are_selected_as_in_two_steps(layout: KVCacheLayout, apart: int) -> None:
     torch.manual_seed(apart)
     cache = PagedKVCache.allocate(layout, 41, 64, DEVICE)
     slots = torch.arange(41 * 64, device=DEVICE)
@@ -149,14 +149,12 @@ def test_codes_are_selected_as_in_two_steps_by_a_foreseen_variant(layout: KVCach
     of = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32, device=DEVICE)
     lens = torch.tensor([700, 701, 1280, 3, 0], dtype=torch.int32, device=DEVICE)
     outs = []
-    with observed() as seen:
-        for step in (select_in_two_steps, index_select.select):
-            out = torch.full((5, 64 + apart), UNTOUCHED, dtype=torch.int32, device=DEVICE)[:, :64]
-            step(query, cache, TokenMap(table, of, lens), out, 1280)
-            outs.append(out)
+    for step in (select_in_two_steps, index_select.select):
+        out = torch.full((5, 64 + apart), UNTOUCHED, dtype=torch.int32, device=DEVICE)[:, :64]
+        step(query, cache, TokenMap(table, of, lens), out, 1280)
+        outs.append(out)
 
     assert torch.equal(*outs)
-    assert seen[-1] in {*index_select.variants(64, layout, 64, architecture())}
 
 
 def select_in_two_steps(
@@ -181,9 +179,6 @@ def test_nothing_happens_without_rows_or_columns() -> None:
 def test_a_list_has_space_for_what_is_kept_and_a_tile(topk: int) -> None:
     places = index_select.capacity_of(topk)
     assert topk + index_select.slack_of(topk) <= places // 2
-    assert index_select.scratch_bytes(KVCacheLayout.index_fp8(), 1 << 20, topk) == index_select.scratch_bytes(
-        KVCacheLayout.index_fp8(), 1 << 21, topk
-    )
 
 
 BUGS = {

@@ -1,0 +1,152 @@
+"""Scores and selection in one launch on Hopper: when it serves, and next to two steps on the same inputs.
+
+Where kernels are interpreted, the shared kernel of `_triton.layer.index_select` stands for Hopper's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.layer import ops as shared_ops
+from dsv4attn.backends.sm90 import index_select, ops
+from dsv4attn.backends.sm90.explain_notes import notes
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.tuning import least_in_one_launch
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+from tests.backends.sm90.calls import measured_lines
+from tests.backends.sm90.test_index_logits import DEVICE, drawn_call, hopper
+
+UNITS = 132
+FLASH = ModelGeometry.preset("deepseek-v4-flash")
+
+
+def selected(select: Any, arguments: dict[str, Any], topk: int) -> tuple[Tensor, set[str]]:
+    """What is selected, in rows that are apart, and names of the kernels that were launched."""
+    tokens, table = arguments["token_map"].visible_lens.shape[0], arguments["token_map"].block_table
+    whole = torch.full((tokens, topk + 3), 77, dtype=torch.int32, device=DEVICE)
+    with observed() as seen:
+        select(**arguments, out=whole[:, :topk], max_entries=table.shape[1] * arguments["cache"].block_size)
+    assert (whole[:, topk:] == 77).all()
+    return whole[:, :topk], {variant.name for variant in seen}
+
+
+def in_two_steps(**arguments: Any) -> None:
+    shared_ops.select_topk(**arguments, score=ops.score, deterministic=False)
+
+
+def of_whole_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same call, whose scores are exact in any order of their sums, and many of which are equal."""
+    q = torch.randint(-2, 3, arguments["query"].values.shape, device=DEVICE).float().to(torch.float8_e4m3fn)
+    arguments["cache"].region("nope").copy_(
+        torch.randint(-2, 3, arguments["cache"].region("nope").shape, device=DEVICE)
+        .float()
+        .to(torch.float8_e4m3fn)
+        .view(torch.uint8)
+    )
+    arguments["cache"].region("scale").fill_(1)
+    weights = torch.randint(-2, 3, arguments["query"].weights.shape, device=DEVICE).float()
+    return {**arguments, "query": IndexQuery(q, weights)}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a device has other kernels")
+@pytest.mark.parametrize(
+    ("case", "tokens", "topk"),
+    [("served", 14, 9), ("few tokens", 11, 9), ("tokens of few", 14, 9), ("heads", 14, 9), ("page", 14, 9),
+     ("many entries", 14, 1025), ("deterministic", 14, 9), ("none", 14, 0)],
+)  # fmt: skip
+def test_one_launch_serves_what_it_can_and_selects_what_two_steps_do(
+    case: str, tokens: int, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "least_in_one_launch", lambda _: 12)
+    arguments = drawn_call(tokens, 48 if case == "page" else 64, 32 if case == "heads" else 64)
+    if case != "page":
+        arguments = of_whole_numbers(arguments)
+    if case == "tokens of few":
+        token_map = arguments["token_map"]
+        arguments["token_map"] = evolve(token_map, block_table=token_map.block_table.repeat(3, 1)[:8])
+    steps = Sm90Backend(deterministic=case == "deterministic").layer_ops
+    actual, launched = selected(steps.select_topk, arguments, topk)
+    expected, _ = selected(in_two_steps, arguments, topk)
+
+    assert torch.equal(actual, expected)
+    assert ("select_kernel" in launched) is (case == "served")
+    assert case != "served" or launched == {"select_kernel"}
+
+
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize("topk", [1, 500, 512, 1024])
+@pytest.mark.parametrize("tokens", [6, 41, 1100])
+class TestOnDevice:
+    pytestmark = hopper
+
+    @pytest.mark.parametrize("lens", ["ragged", "alike"])
+    def test_the_same_entries_are_selected_as_in_two_steps(self, tokens: int, topk: int, page: int, lens: str) -> None:
+        arguments = drawn_call(tokens, page)
+        if lens == "alike":
+            arguments["token_map"].visible_lens.fill_(15 * page - 7)
+        actual, launched = selected(index_select.select, arguments, topk)
+        expected, _ = selected(in_two_steps, arguments, topk)
+
+        assert torch.equal(actual, expected)
+        assert launched == {"select_index"}
+
+    def test_equal_scores_are_selected_in_order(self, tokens: int, topk: int, page: int) -> None:
+        arguments = of_whole_numbers(drawn_call(tokens, page))
+        expected, _ = selected(in_two_steps, arguments, topk)
+        for _ in range(2):
+            assert torch.equal(selected(index_select.select, arguments, topk)[0], expected)
+
+    def test_what_is_launched_is_foreseen(self, tokens: int, topk: int, page: int) -> None:
+        arguments = drawn_call(tokens, page)
+        out = torch.empty(tokens, topk, dtype=torch.int32, device=DEVICE)
+        with observed() as seen:
+            assert index_select.select(**arguments, out=out, max_entries=900)
+
+        assert [*seen] == [*index_select.variants(topk)]
+
+
+def test_memory_does_not_grow_with_tokens_or_entries() -> None:
+    held = index_select.scratch_bytes(1 << 20, 1024)
+
+    assert held == index_select.scratch_bytes(1 << 21, 1024)
+    assert held <= Sm90Backend().layer_ops.transient_bytes(1)
+
+
+def regrets(units: int) -> dict[tuple[int, ...], float]:
+    """Time of the chosen form of each prompt, relative to the faster one. units: multiprocessors."""
+    lost = {}
+    for *sizes, two_steps, one_launch in measured_lines("select_h100.txt"):
+        topk, tokens, entries = map(int, sizes)
+        times = float(two_steps), float(one_launch)
+        lost[topk, tokens, entries] = times[tokens >= least_in_one_launch(units)] / min(times)
+    return lost
+
+
+def test_the_choice_is_that_of_the_measured_times() -> None:
+    assert max(regrets(UNITS).values()) < 1.03
+
+
+def test_another_limit_chooses_worse() -> None:
+    assert sum(loss > 1.03 for loss in regrets(10**6).values()) > 9
+
+
+def test_explain_says_when_prompts_are_selected_from_in_one_launch() -> None:
+    device = DeviceFacts.named("sm_90")
+    (line,) = [line for line in notes(device, Problem.of(FLASH, "c4a", "prefill")) if line.startswith("selection")]
+
+    assert f"from {least_in_one_launch(UNITS)} tokens on" in line
+    for problem in (
+        Problem.of(FLASH),
+        Problem.of(FLASH, "swa", "prefill"),
+        Problem.of(FLASH, "c4a", "prefill", deterministic=True),
+    ):
+        assert not any(line.startswith("selection") for line in notes(device, problem))
