@@ -90,8 +90,11 @@ def sum_before(totals):
 
 
 @gluon.jit
-def add_batch(args, memory, block, lists, seen, base, w, topk, CAPACITY: gl.constexpr):
-    """List what may be selected of the batch from entry `base` on. Returns the lists, and w, which may be read anew."""
+def add_batch(args, memory, block, lists, seen, base, end, w, topk, CAPACITY: gl.constexpr):
+    """List what may be selected of the batch from entry `base` on. Returns the lists, and w, which may be read anew.
+
+    end: of the request's entries; a token has one request, so its list needs no more space there.
+    """
     x = reinterpret(memory.scores, gl.float32, [WARPS, EACH, TOKENS], BATCHED_S).load(BATCHED)
     warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, PLACES)), 1)
     lane = gl.expand_dims(gl.arange(0, EACH, layout=gl.SliceLayout(0, PLACES)), 0)
@@ -110,7 +113,7 @@ def add_batch(args, memory, block, lists, seen, base, w, topk, CAPACITY: gl.cons
     place = (gl.expand_dims(until, 2) >> shift) & 0xFFFF
     gl.store(gl.expand_dims(gl.expand_dims(first, 0), 0) + place, member_of(x, entry), mask=reaches)
     count, least = lists.count + ((both >> (seen.number * 16)) & 0xFFFF), lists.least
-    if gl.max(count, 0) > CAPACITY - BATCH:
+    if (gl.max(count, 0) > CAPACITY - BATCH) & (base + BATCH < end):
         at = gl.arange(0, CAPACITY, layout=LISTED)
         part = gl.arange(0, PART, layout=LISTED)
         count, least = make_space(
@@ -160,7 +163,7 @@ def list_tiles(args, keys, memory, block, lists, seen, end, topk, CAPACITY: gl.c
             last = now
             now = gl.where(now == STAGES - 1, 0, now + 1)
             start += 128
-        lists, w = add_batch(args, memory, block, lists, seen, base, w, topk, CAPACITY)
+        lists, w = add_batch(args, memory, block, lists, seen, base, end, w, topk, CAPACITY)
     async_copy.wait_group(0)
     return lists
 

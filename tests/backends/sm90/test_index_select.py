@@ -123,7 +123,7 @@ def test_memory_does_not_grow_with_tokens_or_entries() -> None:
 
 def regrets(units: int) -> dict[tuple[int, ...], float]:
     """Time of the chosen form of each prompt, relative to the faster one. units: multiprocessors."""
-    lost = {}
+    lost: dict[tuple[int, ...], float] = {}
     for *sizes, two_steps, one_launch in measured_lines("select_h100.txt"):
         topk, tokens, entries = map(int, sizes)
         times = float(two_steps), float(one_launch)

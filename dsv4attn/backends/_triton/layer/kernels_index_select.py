@@ -52,7 +52,8 @@ def list_keys(
         )  # fmt: skip
         sees = entry[:, None] < lens[None, :]
         count = list_tile(score, sees, entry, LIST, count, least, number, SIZE)
-        if tl.max(count, 0) > SIZE - BLOCK:
+        # a token has one request, so its list needs no more space after the last tile
+        if (tl.max(count, 0) > SIZE - BLOCK) & (start + BLOCK < end):
             count, least = make_space(
                 LIST, count, least, number, wanted, slack, tl.arange(0, SIZE), tl.arange(0, PART), SIZE, PART,
                 TOKENS,
