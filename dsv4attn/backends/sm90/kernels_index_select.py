@@ -90,11 +90,9 @@ def sum_before(totals):
 
 
 @gluon.jit
-def add_batch(args, memory, block, lists, seen, base, end, w, topk, CAPACITY: gl.constexpr):
-    """List what may be selected of the batch from entry `base` on. Returns the lists, and w, which may be read anew.
-
-    end: of the request's entries; a token has one request, so its list needs no more space there.
-    """
+def add_batch(memory, lists, seen, start, CAPACITY: gl.constexpr):
+    """List what may be selected of the batch before entry `start`."""
+    base = (start - 1) & -BATCH
     x = reinterpret(memory.scores, gl.float32, [WARPS, EACH, TOKENS], BATCHED_S).load(BATCHED)
     warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, PLACES)), 1)
     lane = gl.expand_dims(gl.arange(0, EACH, layout=gl.SliceLayout(0, PLACES)), 0)
@@ -112,8 +110,14 @@ def add_batch(args, memory, block, lists, seen, base, end, w, topk, CAPACITY: gl
     first = lists.first + (lists.count + (seen.number * CAPACITY - 1))
     place = (gl.expand_dims(until, 2) >> shift) & 0xFFFF
     gl.store(gl.expand_dims(gl.expand_dims(first, 0), 0) + place, member_of(x, entry), mask=reaches)
-    count, least = lists.count + ((both >> (seen.number * 16)) & 0xFFFF), lists.least
-    if (gl.max(count, 0) > CAPACITY - BATCH) & (base + BATCH < end):
+    return Lists(lists.first, lists.count + ((both >> (seen.number * 16)) & 0xFFFF), lists.least)
+
+
+@gluon.jit
+def space_for_batch(args, block, lists, seen, w, topk, CAPACITY: gl.constexpr):
+    """Make space for a batch in each list, if there is not. Returns the lists, and w, which may be read anew."""
+    count, least = lists.count, lists.least
+    if gl.max(count, 0) > CAPACITY - BATCH:
         at = gl.arange(0, CAPACITY, layout=LISTED)
         part = gl.arange(0, PART, layout=LISTED)
         count, least = make_space(
@@ -150,7 +154,7 @@ def list_tiles(args, keys, memory, block, lists, seen, end, topk, CAPACITY: gl.c
     last = gl.to_tensor(STAGES - 1)
     # a tile past the end is scored with what is in shared memory, and no token sees it
     while start < end:
-        base = start
+        lists, w = space_for_batch(args, block, lists, seen, w, topk, CAPACITY)
         for _ in range(gl.minimum((end - start + 127) >> 7, TILES // 2)):
             copied = keep_scores(
                 args, keys, end, q, w, acc, memory, k_even.index(now), s_even.index(now), k_odd.index(last),
@@ -163,7 +167,7 @@ def list_tiles(args, keys, memory, block, lists, seen, end, topk, CAPACITY: gl.c
             last = now
             now = gl.where(now == STAGES - 1, 0, now + 1)
             start += 128
-        lists, w = add_batch(args, memory, block, lists, seen, base, end, w, topk, CAPACITY)
+        lists = add_batch(memory, lists, seen, start, CAPACITY)
     async_copy.wait_group(0)
     return lists
 

@@ -43,6 +43,10 @@ def list_keys(
     """
     lane = tl.arange(0, BLOCK)
     for tile in tl.range(uniform(tl.cdiv(end, BLOCK), ASM), num_stages=STAGES):
+        if tl.max(count, 0) > SIZE - BLOCK:
+            count, least = make_space(
+                LIST, count, least, number, wanted, slack, tl.arange(0, SIZE), tl.arange(0, PART), SIZE, PART, TOKENS
+            )  # fmt: skip
         start = tile * BLOCK
         entry = start + lane
         # NaN without a block
@@ -52,12 +56,6 @@ def list_keys(
         )  # fmt: skip
         sees = entry[:, None] < lens[None, :]
         count = list_tile(score, sees, entry, LIST, count, least, number, SIZE)
-        # a token has one request, so its list needs no more space after the last tile
-        if (tl.max(count, 0) > SIZE - BLOCK) & (start + BLOCK < end):
-            count, least = make_space(
-                LIST, count, least, number, wanted, slack, tl.arange(0, SIZE), tl.arange(0, PART), SIZE, PART,
-                TOKENS,
-            )  # fmt: skip
     return count, least
 
 
