@@ -26,9 +26,10 @@ MOST = 1024
 TOKENS, WARPS, REGISTERS, PROGRAMS = index_logits.TOKENS, index_logits.WARPS, index_logits.REGISTERS, 4
 """Tokens and warps of a program, registers of a thread, and programs of a multiprocessor.
 
-Four programs have 128 registers of each thread: with K = 512, 204 bytes are stored to local memory and 240 loaded
-(Triton 3.6; at most 392 and 452 with 3.9 and K = 1,024), nearly all once for a block of tokens; 12 are loaded for two
-tiles. Three programs of 168 registers are slower."""
+Four programs have 128 registers of each thread: with K = 512, 52 bytes are stored to local memory and 68 loaded (Triton
+3.6; at most 244 and 300 with 3.9 and K = 1,024), for a block of tokens and at the choice. Three programs of 168
+registers do not spill, and are slower.
+"""
 
 
 def programs_of(tokens: int) -> int:

@@ -36,6 +36,7 @@ from dsv4attn.backends.sm90.kernels_index_tile import (
     Keys,
     copy_tile,
     find,
+    later,
     queries_of,
     scores_of_tile,
     uniform,
@@ -124,7 +125,7 @@ def space_for_batch(args, block, lists, seen, w, topk, CAPACITY: gl.constexpr):
             lists.first, count, least, seen.number, topk.wanted, topk.slack, at, part, CAPACITY, PART, TOKENS
         )  # fmt: skip
         # not held meanwhile, which takes all registers
-        w = weights_of(args, block)
+        w = weights_of(args, later(block))
     return Lists(lists.first, count, least), w
 
 
@@ -139,7 +140,8 @@ def keep_scores(args, keys, end, q, w, acc, memory, k_s, s_s, k_to, s_to, start,
 @gluon.jit
 def list_tiles(args, keys, memory, block, lists, seen, end, topk, CAPACITY: gl.constexpr):
     """List what may be selected of the entries 0 .. end - 1 of a request."""
-    w = queries_of(args, memory, block)
+    # addresses are computed here, not before the loop over requests, where they would hold registers
+    w = queries_of(args, memory, later(block))
     k_even, k_odd, s_even, s_odd = memory.k_even, memory.k_odd, memory.s_even, memory.s_odd
     q = memory.q.permute((1, 0))
     start = gl.to_tensor(0)
@@ -173,20 +175,28 @@ def list_tiles(args, keys, memory, block, lists, seen, end, topk, CAPACITY: gl.c
 
 
 @gluon.jit
-def select_block(args, memory, block, lists, topk, CAPACITY: gl.constexpr):
-    """Select for a block of tokens, which may be of two requests."""
-    number = gl.arange(0, TOKENS, layout=NUMBER)
+def requests_of(args, block, number):
+    """[TOKENS] of each token: its request, and entries that it sees, none if the request does not exist."""
     token = block * TOKENS + number
     live = token < args.tokens
     lens = gl.minimum(gl.load(args.lens + token, mask=live, other=0), args.limit)
-    request = token // args.each if args.requests is None else gl.load(args.requests + token, mask=live, other=-1)
-    known = live & (lens > 0) & (request >= 0) & (request < args.num_requests)
-    lowest = uniform(gl.min(gl.where(known, request, 0x7FFFFFFF), 0))
-    highest = uniform(gl.max(gl.where(known, request, -1), 0))
+    request = gl.load(args.requests + token, mask=live, other=-1)
+    return request, gl.where((request >= 0) & (request < args.num_requests), gl.maximum(lens, 0), 0)
+
+
+@gluon.jit
+def select_block(args, memory, block, lists, topk, CAPACITY: gl.constexpr):
+    """Select for a block of tokens, which may be of two requests."""
+    number = gl.arange(0, TOKENS, layout=NUMBER)
+    request, lens = requests_of(args, block, number)
+    lowest = uniform(gl.min(gl.where(lens > 0, request, 0x7FFFFFFF), 0))
+    highest = uniform(gl.max(gl.where(lens > 0, request, -1), 0))
     kept = Lists(lists, number * 0, gl.full([TOKENS], -float("inf"), gl.float32, layout=NUMBER))
     r = lowest
     while r <= highest:
-        seen = Seen(gl.where(known & (request == r), lens, 0), number)
+        # read anew, as they would hold registers
+        request, lens = requests_of(args, later(block), number)
+        seen = Seen(gl.where(request == r, lens, 0), number)
         keys = Keys(args.table + r * args.table_stride, args.held)
         kept = list_tiles(args, keys, memory, block, kept, seen, uniform(gl.max(seen.lens, 0)), topk, CAPACITY)
         r = gl.where(r < highest, highest, highest + 1)

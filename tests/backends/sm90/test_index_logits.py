@@ -248,8 +248,10 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
     assert (logits == 0).all()
 
 
-@pytest.mark.parametrize("topk", ["512", pytest.param("1024", marks=pytest.mark.slow)])
-def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit(topk: str) -> None:
+@pytest.mark.parametrize(
+    ("topk", "most"), [("512", 99), pytest.param("1024", 399, marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit(topk: str, most: int) -> None:
     """The kernel that selects too spills, see `index_select.PROGRAMS`: less than what a fourth program brings."""
     found = told_by("-m", "tests.backends.sm90.compiles_index", topk)
     (selecting,) = found.pop("selecting")
@@ -257,4 +259,5 @@ def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit(top
 
     assert found == {"foreseen": True, "forms": [{"reasons": [], "programs": index_logits.PROGRAMS}] * 4}
     assert selecting["programs"] == index_select.PROGRAMS
-    assert re.match(r"SPILLS  [1-4]\d\d bytes stored and [1-4]\d\d loaded", reason)
+    stored, loaded = map(int, re.findall(r"(\d+) (?:bytes stored|loaded)", reason.removeprefix("SPILLS")))
+    assert 0 < stored <= loaded <= most
