@@ -2,11 +2,16 @@
 
 A builder runs once a step for all layers of its cache group. The conversion copies no tensor: the frozen metadata name
 the buffers that vLLM's kernels wrote, so what vLLM updates in place, for drafts and for captured graphs, is seen.
+
+dsv4attn's metadata are made when a layer first asks for them. In a step that replays one captured graph no layer does,
+and a builder does little more than vLLM's own: it writes the buffers at fixed addresses, which the graph reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -31,6 +36,7 @@ else:
 __all__ = [
     "Backend",
     "CompressedMetadata",
+    "Described",
     "SWABackend",
     "SWAMetadata",
     "StateBackend",
@@ -59,11 +65,24 @@ class VariableDecodes:
         return max_decode_query_len(vllm_config)
 
 
-@dataclass
-class SWAMetadata(sparse_swa.DeepseekSparseSWAMetadata):
-    """vLLM's window metadata. dsv4attn: the same step for dsv4attn."""
+class Described:
+    """What metadata of vLLM's are that dsv4attn's are made from."""
 
-    dsv4attn: DeepseekSparseSWAMetadata | None = None
+    describe: Callable[[Any], Any]
+
+    @cached_property
+    def dsv4attn(self) -> Any:  # noqa: ANN401 - what `describe` returns
+        """The same step for dsv4attn."""
+        return self.describe(self)
+
+
+@dataclass
+class SWAMetadata(Described, sparse_swa.DeepseekSparseSWAMetadata):
+    """vLLM's window metadata. max_query_len, max_seq_len: most new tokens, and most tokens, of a request."""
+
+    max_query_len: int = 0
+    max_seq_len: int = 0
+    describe: Callable[[Any], DeepseekSparseSWAMetadata] | None = None
 
 
 class Windows(VariableDecodes, _SWABuilder):
@@ -76,10 +95,15 @@ class Windows(VariableDecodes, _SWABuilder):
         fast_build: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
         **options: Any,  # noqa: ANN401 - replay_start
     ) -> SWAMetadata:
-        """Build vLLM's metadata of a step, and dsv4attn's."""
-        base = super().build(common_prefix_len, common_attn_metadata, fast_build, **options)
-        described = _window(base, common_attn_metadata, self.window_size, self.max_model_len)
-        return SWAMetadata(**vars(base), dsv4attn=described)
+        """Build vLLM's metadata of a step, from which dsv4attn's are made."""
+        common = common_attn_metadata
+        base = super().build(common_prefix_len, common, fast_build, **options)
+        # vLLM's length is an upper bound
+        longest = min(common.max_seq_len, self.max_model_len)
+        return SWAMetadata(**vars(base), max_query_len=common.max_query_len, max_seq_len=longest, describe=self._window)
+
+    def _window(self, step: SWAMetadata) -> DeepseekSparseSWAMetadata:
+        return window_of(step, self.window_size)
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, None]:
         """Return no plan of FlashMLA for any kind of layer. Some platforms of vLLM leave kinds out."""
@@ -104,46 +128,45 @@ _OF_PREFILL = (
 """Fields that vLLM fills in steps with prefill only."""
 
 
-def _window(
-    base: sparse_swa.DeepseekSparseSWAMetadata, common: CommonAttentionMetadata, window: int, max_model_len: int
-) -> DeepseekSparseSWAMetadata:
-    requests, tokens = base.num_decodes + base.num_prefills, base.num_decode_tokens + base.num_prefill_tokens
-    rows = base.decode_swa_indices
-    prefill_rows = rows.new_empty(0, 1, window) if base.prefill_swa_indices is None else base.prefill_swa_indices
+def window_of(step: SWAMetadata, window: int) -> DeepseekSparseSWAMetadata:
+    """dsv4attn's window metadata of a step."""
+    requests, tokens = step.num_decodes + step.num_prefills, step.num_decode_tokens + step.num_prefill_tokens
+    rows = step.decode_swa_indices
+    prefill_rows = rows.new_empty(0, 1, window) if step.prefill_swa_indices is None else step.prefill_swa_indices
     # what vLLM leaves out in a step without prefill is empty for dsv4attn
     of_prefill: dict[str, Tensor] = {}
     for name in _OF_PREFILL:
-        value, device = getattr(base, name), "cpu" if name.endswith("_cpu") else rows.device
+        value, device = getattr(step, name), "cpu" if name.endswith("_cpu") else rows.device
         of_prefill[name] = torch.empty(0, dtype=torch.int32, device=device) if value is None else value
     return DeepseekSparseSWAMetadata(
-        num_decodes=base.num_decodes,
-        num_prefills=base.num_prefills,
-        num_decode_tokens=base.num_decode_tokens,
-        num_prefill_tokens=base.num_prefill_tokens,
-        block_size=base.block_size,
+        num_decodes=step.num_decodes,
+        num_prefills=step.num_prefills,
+        num_decode_tokens=step.num_decode_tokens,
+        num_prefill_tokens=step.num_prefill_tokens,
+        block_size=step.block_size,
         window_size=window,
-        max_query_len=common.max_query_len,
-        # vLLM's is an upper bound
-        max_seq_len=min(common.max_seq_len, max_model_len),
-        block_table=base.block_table[:requests],
-        slot_mapping=base.slot_mapping,
-        seq_lens=base.seq_lens[:requests],
-        query_start_loc=base.query_start_loc[: requests + 1],
-        query_start_loc_cpu=base.query_start_loc_cpu[: requests + 1],
-        is_valid_token=base.is_valid_token[:tokens],
-        token_to_req_indices=base.token_to_req_indices[:tokens],
+        max_query_len=step.max_query_len,
+        max_seq_len=step.max_seq_len,
+        block_table=step.block_table[:requests],
+        slot_mapping=step.slot_mapping,
+        seq_lens=step.seq_lens[:requests],
+        query_start_loc=step.query_start_loc[: requests + 1],
+        query_start_loc_cpu=step.query_start_loc_cpu[: requests + 1],
+        is_valid_token=step.is_valid_token[:tokens],
+        token_to_req_indices=step.token_to_req_indices[:tokens],
         decode_swa_indices=rows,
-        decode_swa_lens=base.decode_swa_lens,
+        decode_swa_lens=step.decode_swa_lens,
         prefill_swa_indices=prefill_rows,
         **of_prefill,
     )
 
 
 @dataclass
-class CompressedMetadata(sparse_mla.DeepseekV4FlashMLAMetadata):
-    """vLLM's compressed metadata. dsv4attn: the same step for dsv4attn."""
+class CompressedMetadata(Described, sparse_mla.DeepseekV4FlashMLAMetadata):
+    """vLLM's compressed metadata. visible_lens: [T] int32 - entries that each token sees."""
 
-    dsv4attn: FlashMLASparseMetadata | None = None
+    visible_lens: Tensor | None = None
+    describe: Callable[[Any], FlashMLASparseMetadata] | None = None
 
 
 class CompressedBuilder(VariableDecodes, _CompressedBuilder):
@@ -163,33 +186,33 @@ class CompressedBuilder(VariableDecodes, _CompressedBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
     ) -> Any:  # noqa: ANN401 - metadata_class
-        """Build vLLM's metadata of a step, and dsv4attn's."""
+        """Build vLLM's metadata of a step, from which dsv4attn's are made."""
         base = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        described = self._compressed(base, self._entries(common_attn_metadata))
-        return self.metadata_class(**vars(base), dsv4attn=described)
+        visible = self._entries(common_attn_metadata)
+        return self.metadata_class(**vars(base), visible_lens=visible, describe=self._compressed)
 
     def _entries(self, common: CommonAttentionMetadata) -> Tensor:
         """[T] int32 - entries that each token sees."""
         return visible_entries(common, self.compress_ratio, self._visible)
 
-    def _compressed(self, base: Any, visible: Tensor) -> FlashMLASparseMetadata:  # noqa: ANN401 - vLLM's metadata
-        """dsv4attn's metadata of a step. visible: [T] int32 - entries that each token sees."""
+    def _compressed(self, step: Any) -> FlashMLASparseMetadata:  # noqa: ANN401 - metadata_class
+        """dsv4attn's metadata of a step."""
         kind = LayerKind.HCA if self.compress_ratio == 128 else LayerKind.CSA
         return FlashMLASparseMetadata(
             kind=kind,
             compress_ratio=self.compress_ratio,
-            num_reqs=base.num_reqs,
-            num_actual_tokens=base.num_actual_tokens,
-            max_query_len=base.max_query_len,
-            max_seq_len=min(base.max_seq_len, self.model_config.max_model_len),
-            block_size=base.block_size,
-            topk_tokens=base.topk_tokens if kind is LayerKind.CSA else 0,
-            query_start_loc=base.query_start_loc[: base.num_reqs + 1],
-            slot_mapping=base.slot_mapping,
-            block_table=base.block_table[: base.num_reqs],
-            req_id_per_token=base.req_id_per_token[: base.num_actual_tokens],
-            compressed_lens=visible,
-            **self._c128a_rows(base),
+            num_reqs=step.num_reqs,
+            num_actual_tokens=step.num_actual_tokens,
+            max_query_len=step.max_query_len,
+            max_seq_len=min(step.max_seq_len, self.model_config.max_model_len),
+            block_size=step.block_size,
+            topk_tokens=step.topk_tokens if kind is LayerKind.CSA else 0,
+            query_start_loc=step.query_start_loc[: step.num_reqs + 1],
+            slot_mapping=step.slot_mapping,
+            block_table=step.block_table[: step.num_reqs],
+            req_id_per_token=step.req_id_per_token[: step.num_actual_tokens],
+            compressed_lens=step.visible_lens,
+            **self._c128a_rows(step),
         )
 
     def _c128a_rows(self, base: Any) -> dict[str, Tensor | None]:  # noqa: ANN401 - vLLM's metadata
@@ -215,8 +238,8 @@ class CompressedMetadataBuilder(CompressedBuilder, sparse_mla.DeepseekV4SparseML
 def visible_entries(common: CommonAttentionMetadata, ratio: int, buffer: Tensor) -> Tensor:
     """[T] int32 - entries that each token sees, (position + 1) // ratio, 0 for padding; computed on the device."""
     tokens = common.num_actual_tokens
-    entries = (positions_of(common) + 1).div_(ratio, rounding_mode="floor")
-    return buffer[:tokens].copy_(entries.masked_fill_(common.slot_mapping[:tokens] < 0, 0))
+    seen = (positions_of(common) + 1).masked_fill_(common.slot_mapping[:tokens] < 0, 0)
+    return torch.div(seen, ratio, rounding_mode="floor", out=buffer[:tokens])
 
 
 def positions_of(common: CommonAttentionMetadata) -> Tensor:
@@ -297,10 +320,11 @@ class StateBackend(v4_compressor.CompressorBackend):
 
 
 @dataclass
-class V41CompressedMetadata(v41_sparse_mla.DeepseekV4FlashMLAMetadata):
-    """vLLM's compressed metadata of V4.1. dsv4attn: the same step for dsv4attn."""
+class V41CompressedMetadata(Described, v41_sparse_mla.DeepseekV4FlashMLAMetadata):
+    """vLLM's compressed metadata of V4.1. visible_lens: [T] int32 - entries that each token sees."""
 
-    dsv4attn: FlashMLASparseMetadata | None = None
+    visible_lens: Tensor | None = None
+    describe: Callable[[Any], FlashMLASparseMetadata] | None = None
 
 
 class V41CompressedMetadataBuilder(CompressedBuilder, v41_sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
@@ -322,8 +346,8 @@ def visible_entries_of_replayed(common: CommonAttentionMetadata, ratio: int, buf
     Such a token has a slot of -1 and sees its entries. Padding is what comes after the last request.
     numbers: 0, 1, 2, ...
     """
-    entries = (positions_of(common) + 1).div_(ratio, rounding_mode="floor")
-    return buffer[: len(entries)].copy_(entries.masked_fill_(_is_padding(common, numbers), 0))
+    seen = (positions_of(common) + 1).masked_fill_(_is_padding(common, numbers), 0)
+    return torch.div(seen, ratio, rounding_mode="floor", out=buffer[: len(seen)])
 
 
 def _is_padding(common: CommonAttentionMetadata, numbers: Tensor) -> Tensor:

@@ -6,12 +6,17 @@ They are compared with steps that dsv4attn's own builder describes, and with the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import attrs
+import dsv4attn_vllm
 import pytest
 import torch
 from dsv4attn_vllm.cuda import CUDAAttention
+from dsv4attn_vllm.metadata import Described
 from dsv4attn_vllm.serving import MOST_CHECKED
 from engine import PAGES, Engine, bytes_of, config_of, world
 from models import V4, V41, V41_WITH_STEPS, Model, engine_of
@@ -88,6 +93,82 @@ def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:
     assert swa.decode_swa_indices.data_ptr() == metadata["model.layers.1.attn.swa_cache"].decode_swa_indices.data_ptr()
     with pytest.raises(AttributeError):
         swa.block_size = 1
+
+
+of_both_models = pytest.mark.parametrize(
+    "engine", [(V4, "reference"), (V41_WITH_STEPS, "reference")], ids=name_of, indirect=True
+)
+
+WRITTEN = {
+    "is_valid_token",
+    "token_to_req_indices",
+    "decode_swa_indices",
+    "decode_swa_lens",
+    "req_id_per_token",
+    "compressed_lens",
+    "c128a_global_decode_topk_indices",
+    "c128a_decode_topk_lens",
+}
+"""Tensors that builders write to buffers of their own. engine.py makes all others anew in each step."""
+
+
+def written(by_prefix: Mapping[str, Any]) -> dict[tuple[str, str], Tensor]:
+    """These tensors of dsv4attn's metadata of a step, by prefix and name. The metadata were not made before."""
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for prefix, metadata in by_prefix.items():
+        if isinstance(metadata, Described):
+            fields = attrs.asdict(metadata.dsv4attn, recurse=False)
+            tensors |= {(prefix, name): fields[name] for name in WRITTEN & fields.keys() if fields[name] is not None}
+    return tensors
+
+
+@of_both_models
+def test_what_captured_graphs_read_is_written_before_a_layer_asks(engine: Engine) -> None:
+    """A graph was captured with the metadata of a first step. In a second one, where it is replayed, no layer asks."""
+    work = [(engine.request(150), 1), (engine.request(127), 1)]
+    captured = written(engine.describe(work))
+    before = {key: value.clone() for key, value in captured.items()}
+    for request, _ in work:
+        request.tokens += 1
+
+    replayed = engine.describe(work)
+
+    described = [metadata for metadata in replayed.values() if isinstance(metadata, Described)]
+    assert not any("dsv4attn" in vars(metadata) for metadata in described)
+    now = {key: value.clone() for key, value in captured.items()}
+    changed = {name for (prefix, name) in now if not torch.equal(before[prefix, name], now[prefix, name])}
+    assert {"decode_swa_indices", "compressed_lens"} <= changed
+    expected = written(replayed)
+    assert expected.keys() == captured.keys()
+    for key, value in expected.items():
+        assert value.data_ptr() == captured[key].data_ptr(), key
+        assert torch.equal(value, now[key]), key
+
+
+@of_both_models
+def test_builders_call_few_functions_of_dsv4attn_in_a_step(engine: Engine) -> None:
+    """As few for many requests as for one. A step that replays a captured graph waits for the host."""
+    ours = (*(str(Path(package.__file__).parent) for package in (ds, dsv4attn_vllm)), "<attrs generated")
+    calls: list[list[str]] = []
+
+    def note(frame: Any, event: str, _argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ours):
+            calls[-1].append(code.co_qualname)
+
+    for count in (1, 4):
+        work = [(engine.request(9), 1) for _ in range(count)]
+        calls.append([])
+        sys.setprofile(note)
+        try:
+            engine.describe(work)
+        finally:
+            sys.setprofile(None)
+
+    few, many = calls
+    assert few == many
+    builders = {builder for groups in engine.groups for group in groups for builder in group.metadata_builders}
+    assert 0 < len(few) <= 4 * len(builders), few
 
 
 def test_arguments_of_an_insert_are_checked_once_for_each_signature(
