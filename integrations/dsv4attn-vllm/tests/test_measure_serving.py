@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from on_gpu import measure_serving
 from on_gpu.measure_serving import OF_DSV4ATTN, OF_VLLM
@@ -17,6 +19,7 @@ from on_gpu.measured import BEGIN, END, main, with_tables
 
 READY_S = {OF_DSV4ATTN: 12.0, OF_VLLM: 10.0}
 PER_TOKEN_MS = {OF_DSV4ATTN: 3.0, OF_VLLM: 4.0}
+STEADY = {"decode_ms": 2.0, "step_ms": 1.5, "longest_step_ms": 90.0}
 DOCS = Path(__file__).parents[3] / "docs"
 FAILS = "FAILS"
 """A variable that says how vLLM's engine fails."""
@@ -35,12 +38,15 @@ def serve_made_up(link: Connection, log: str, environment: dict[str, str], optio
     link.send((READY_S[plugin], {"device": "a device", "torch": "2", "triton": "3", "vllm": "0"}))
     turn = 0
     while (work := link.recv()) is not None:
-        prompts, tokens = work
+        prompts, tokens, folder = work
+        if folder is not None:
+            link.send({"step_ms": 3.0, "prompts": len(prompts), "to": folder})
+            continue
         turn += 1
         if fails == "at turn 4" and turn == 4:
             raise SystemExit(1)
         figures = {"first_token_s": 0.5 * len(prompts), "per_token_ms": PER_TOKEN_MS[plugin] + turn % 3}
-        link.send({**figures, "decode_ms": 2.0, "tokens_per_s": 1000.0 * tokens})
+        link.send({**figures, **STEADY, "tokens_per_s": 1000.0 * tokens})
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +71,10 @@ def test_engines_are_measured_by_turns(tmp_path: Path) -> None:
     assert (report["device"], report["memory_gib"], report["max_num_batched_tokens"]) == ("a device", 1.5, 512)
     first, second = report["cases"]
     # turns 2 and 3, as the first one is not counted; then 5 and 6
-    assert first[OF_VLLM] == {"first_token_s": 0.5, "per_token_ms": 5.0, "decode_ms": 2.0, "tokens_per_s": 64000.0}
-    assert second[OF_DSV4ATTN] == {"first_token_s": 1.0, "per_token_ms": 4.0, "decode_ms": 2.0, "tokens_per_s": 64000.0}
+    turns = first[OF_VLLM].pop("of_turns"), second[OF_DSV4ATTN].pop("of_turns")
+    assert first[OF_VLLM] == {"first_token_s": 0.5, "per_token_ms": 5.0, "tokens_per_s": 64000.0, **STEADY}
+    assert second[OF_DSV4ATTN] == {"first_token_s": 1.0, "per_token_ms": 4.0, "tokens_per_s": 64000.0, **STEADY}
+    assert [[figures["per_token_ms"] for figures in several] for several in turns] == [[6.0, 4.0], [5.0, 3.0]]
     assert "0.800" in result.output
     assert "ratio 1.200" in " ".join(result.output.split())
     [log] = Path(result.stderr.split("logs: ")[1].split("\n")[0]).glob("vllm.log")
@@ -92,7 +100,7 @@ def test_an_engine_that_fails_is_left_out_with_the_end_of_its_log(
 
 def test_an_engine_that_does_not_start_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILS, "slowly")
-    engine = measure_serving.Engine(OF_VLLM, {}, tmp_path, "all")
+    engine = measure_serving.Engine(OF_VLLM, {}, tmp_path, "all", {})
 
     with pytest.raises(measure_serving.EngineError, match="no answer after 1 s"):
         engine.start(1)
@@ -121,6 +129,88 @@ def test_engines_that_start_at_once_have_no_time_of_start(tmp_path: Path) -> Non
         assert '"seed": 3' in (folder / f"{plugin}.log").read_text()
 
 
+def test_a_profile_is_of_the_first_case(tmp_path: Path) -> None:
+    _, result = run(tmp_path, "--profile", str(tmp_path / "profiles"), "--cases", "3x8,2x8")
+
+    lines = [line for line in result.stderr.splitlines() if "profile of" in line]
+    expected = {"step_ms": 3.0, "prompts": 3, "to": str(tmp_path / "profiles" / OF_VLLM)}
+    assert len(lines) == 2
+    assert json.loads(lines[1].removeprefix("vllm: profile of 3x8: ")) == expected
+
+
+def test_sizes_of_graphs_and_routing_are_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+
+    report, _ = run(tmp_path, "--captured", "8 16", "--routing", "model", "--folder", str(folder))
+
+    assert report["routing"] == "model"
+    assert '"cudagraph_capture_sizes": [8, 16]' in (folder / "vllm.log").read_text()
+
+
+def test_steps_of_decode_alone_are_those_between_the_last_first_token_and_the_first_last_token() -> None:
+    """Tokens come a little before a step ends. The step of 9 s is a stall; in the last two, requests are missing."""
+    ends = [1.0, 2.0, 4.0, 6.0, 15.0, 17.0, 18.0, 19.0]
+
+    assert measure_serving.decode_steps(ends, 1.9, 16.9) == [2.0, 2.0, 9.0, 2.0]
+    # the first request is done before the last one has a token
+    assert measure_serving.decode_steps(ends, 16.9, 5.9) == [1.0, 1.0]
+
+
+def test_time_of_overlapping_kernels_counts_once() -> None:
+    assert measure_serving.busy([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0
+    assert measure_serving.busy([]) == 0.0
+
+
+def test_functions_run_around_each_step_and_collections_are_timed() -> None:
+    class Engine:
+        def step(self) -> str:
+            calls.append("step")
+            return "outputs"
+
+    calls, engine = list[str](), Engine()
+    with measure_serving.around_steps(engine, lambda: calls.append("before"), lambda: calls.append("after")):
+        assert engine.step() == "outputs"
+    engine.step()
+    with measure_serving.collections() as seconds:
+        gc.collect()
+    gc.collect()
+    assert len(seconds) == 1
+
+    assert calls == ["before", "step", "after", "step"]
+
+
+def test_values_of_weights_follow_from_their_names() -> None:
+    """Finite ones of either sign, whatever was drawn before, and in whatever order weights come."""
+
+    def values(*names: str) -> dict[str, torch.Tensor]:
+        model = torch.nn.Module()
+        for name in names:
+            model.register_parameter(name, torch.nn.Parameter(torch.empty(64, 64).to(torch.float8_e4m3fn), False))
+        measure_serving.give_values(model)
+        return {name: weight.float() for name, weight in model.named_parameters()}
+
+    first, second = values("a", "b"), values("b", "a")
+
+    assert all(torch.equal(first[name], second[name]) for name in "ab")
+    assert not torch.equal(first["a"], first["b"])
+    assert first["a"].isfinite().all()
+    assert (first["a"] < 0).float().mean() == pytest.approx(0.5, abs=0.05)
+
+
+def test_tokens_are_spread_over_experts_evenly() -> None:
+    """Through vLLM's own router; a step may be larger than the first one."""
+    from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator
+
+    measure_serving.route_evenly()
+    strategy = RoutingSimulator.get_strategy(measure_serving.EVEN)
+    for tokens in (3, 8, 2):
+        weights, experts = strategy.route_tokens(torch.zeros(tokens, 4), torch.zeros(tokens, 16), 6, torch.int32)
+
+        assert experts.tolist() == [[(6 * token + i) % 16 for i in range(6)] for token in range(tokens)]
+        assert experts.dtype == torch.int32
+        assert torch.equal(weights, torch.full((tokens, 6), 1 / 6))
+
+
 def test_nothing_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILS, "at start")
 
@@ -147,8 +237,8 @@ def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, monkeypatc
 
 def report_of(**changes: Any) -> dict[str, Any]:
     """A report with figures that are made up."""
-    figures = {"first_token_s": 1.5, "per_token_ms": 10.0, "decode_ms": 6.0, "tokens_per_s": 20000.0}
-    own = {"first_token_s": 1.0, "per_token_ms": 8.0, "decode_ms": 5.0, "tokens_per_s": 25000.0}
+    figures = {"first_token_s": 1.5, "per_token_ms": 10.0, "decode_ms": 6.0, "step_ms": 4.0, "tokens_per_s": 20000.0}
+    own = {"first_token_s": 1.0, "per_token_ms": 8.0, "decode_ms": 5.0, "step_ms": 5.0, "tokens_per_s": 25000.0}
     return {
         "device": "NVIDIA H100",
         "torch": "2.11",
@@ -163,6 +253,7 @@ def report_of(**changes: Any) -> dict[str, Any]:
         "linears": "auto",
         "max_num_batched_tokens": 8192,
         "memory_gib": 8.0,
+        "routing": "even",
         "options": {},
         "ready_s": {OF_DSV4ATTN: 30.0, OF_VLLM: 40.0},
         "failed": {},
@@ -190,16 +281,21 @@ def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
         "",
         (
             "**Flash's sizes, 2 layers** (swa, c4a). NVIDIA H100, torch 2.11, Triton 3.6, vLLM 0.33.0, 2026-11-27; "
-            "steps `all`, 64 tokens of each answer, at most 8,192 tokens in a step, 8 GiB of caches, medians of 3 "
-            "turns. Start-up: 30.0 s with dsv4attn, 40.0 s with vLLM's own attention (ratio 0.750)."
+            "steps `all`, 64 tokens of each answer, at most 8,192 tokens in a step, 8 GiB of caches, tokens spread "
+            "over experts evenly, medians of 3 turns. Start-up: 30.0 s with dsv4attn, 40.0 s with vLLM's own "
+            "attention (ratio 0.750)."
         ),
         "",
         (
             "| requests | prompt | first token, s: dsv4attn | vLLM | ratio | per token, ms: dsv4attn | vLLM | ratio "
-            "| in decode, ms: dsv4attn | vLLM | ratio | tokens/s: dsv4attn | vLLM | ratio |"
+            "| in decode, ms: dsv4attn | vLLM | ratio | step, ms: dsv4attn | vLLM | ratio "
+            "| tokens/s: dsv4attn | vLLM | ratio |"
         ),
-        f"|{' --- |' * 14}",
-        "| 64 | 1024 | 1.500 | 1.000 | 1.500 | 10.00 | 8.00 | 1.250 | 6.00 | 5.00 | 1.200 | 20,000 | 25,000 | 0.800 |",
+        f"|{' --- |' * 17}",
+        (
+            "| 64 | 1024 | 1.500 | 1.000 | 1.500 | 10.00 | 8.00 | 1.250 | 6.00 | 5.00 | 1.200 | 4.00 | 5.00 | 0.800 "
+            "| 20,000 | 25,000 | 0.800 |"
+        ),
         "",
         END,
         "after",
@@ -241,7 +337,7 @@ def test_of_an_engine_that_failed_the_page_has_its_name_and_no_log(tmp_path: Pat
 
     assert report["failed"] == [OF_VLLM]
     assert lines[3].endswith("Start-up: 30.0 s with dsv4attn. The engine with vLLM's own attention failed.")
-    assert lines[7] == "| 64 | 1024 | 1.500 |  |  | 10.00 |  |  | 6.00 |  |  | 20,000 |  |  |"
+    assert lines[7] == "| 64 | 1024 | 1.500 |  |  | 10.00 |  |  | 6.00 |  |  | 4.00 |  |  | 20,000 |  |  |"
 
 
 def test_a_report_without_cases_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,18 @@ with dsv4attn.
     first token   seconds from the arrival of all requests to the last first token
     per token     milliseconds between two tokens of a request, the median over requests; prompts of others included
     in decode     milliseconds between two tokens of the request whose first token came last: all prompts are done then
+    step          milliseconds of a step in which all requests decode, the median over steps: a stall is not in it
     tokens/s      generated tokens of all requests in a second, prompts included in the time
+
+The file of results has the longest of these steps too (`longest_step_ms`), how long Python collected garbage in a turn
+(`gc_ms`), how often torch asked the device for memory (`device_allocations`), and the figures of each turn.
+
+Weights are equal in both engines, and tokens of a step are spread over the experts evenly, unless `--routing model` is
+passed: a model with random weights sends tokens to few experts or to many, by chance, and experts are most of a step.
+
+With `--profile` each engine then serves the first case once more, and writes files about steps of decode alone:
+summary.json (milliseconds of a step, and those in which the device was busy), kernels.txt, host.txt, python.txt,
+trace.json.gz; prefill.txt has Python's functions in the first step.
 
 An engine that does not start, or ends, is left out: the end of its log is printed, and the other one is measured. The
 file of results is written after each case.
@@ -17,6 +28,8 @@ file of results is written after each case.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import math
 import multiprocessing
@@ -25,9 +38,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from itertools import chain
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -65,15 +81,24 @@ CACHES = "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TILELANG_TMP_DIR", "VLLM_CAC
 """Variables that name a folder for compiled code."""
 LOG_CHARACTERS = 3000
 """At the end of the log of an engine that failed, which are printed and saved."""
-WIDTH = 160
+WIDTH = 200
 """Characters in a line of the table."""
 FIGURES = {
     "first_token_s": ("first token, s", 3),
     "per_token_ms": ("per token, ms", 2),
     "decode_ms": ("in decode, ms", 2),
+    "step_ms": ("step, ms", 2),
     "tokens_per_s": ("tokens/s", 0),
 }
 """Figures of a case: the head of the column, and how many decimals are shown."""
+EVEN, OF_MODEL = "even", "model"
+ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+PROFILED = 8
+"""Steps that torch's profiler sees, and as many that Python's sees."""
+BEFORE_PROFILE = 12
+"""Steps of decode before them, at least."""
+PROFILE_ROWS = 70
+"""Lines of a profile."""
 
 
 def model_folder(model: str, kinds: Sequence[str]) -> str:
@@ -95,12 +120,13 @@ def model_folder(model: str, kinds: Sequence[str]) -> str:
 def give_values(model: Any) -> None:
     """Give fp8 and MXFP4 weights random values and small scales, as those of `load_format="dummy"` may not be finite.
 
-    All scales become one power of two, as kernels keep them in various orders.
+    All scales become one power of two, as kernels keep them in various orders. Values follow from a weight's name.
     """
     import torch
 
     for name, weight in model.named_parameters():
         data = weight.data
+        draw = torch.Generator(data.device).manual_seed(zlib.crc32(name.encode()))
         if "tid2eid" in name:
             continue
         if "scale" in name and data.dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -110,16 +136,43 @@ def give_values(model: Any) -> None:
         elif data.dtype is torch.float8_e4m3fn:
             codes = data.view(torch.uint8)
             # of either sign, and below 127, which is NaN
-            codes.random_(0, 127).add_(torch.randint_like(codes, 2) * 128)
+            codes.random_(0, 254, generator=draw)
+            codes.add_(codes >= 127)
         elif data.dtype in (torch.uint8, torch.int32) and data.dim() > 1:
-            data.view(torch.uint8).random_(0, 256)
+            data.view(torch.uint8).random_(0, 256, generator=draw)
+
+
+def route_evenly() -> None:
+    """Let vLLM spread the tokens of a step over all experts: token t has experts k t, k t + 1, ..., modulo experts."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator, RoutingStrategy
+
+    class Even(RoutingStrategy):
+        """Tables are made when vLLM measures memory, for its largest step; graphs read parts of them."""
+
+        def __init__(self) -> None:
+            self.tables: dict[Any, Any] = {}
+
+        def route_tokens(
+            self, hidden_states: Any, router_logits: Any, top_k: int, indices_type: Any = None
+        ) -> tuple[Any, Any]:
+            tokens, experts = router_logits.shape
+            key = experts, top_k, indices_type, router_logits.device
+            if key not in self.tables or len(self.tables[key][0]) < tokens:
+                numbers = torch.arange(tokens * top_k, device=router_logits.device).view(tokens, top_k) % experts
+                weights = torch.full(numbers.shape, 1 / top_k, dtype=torch.float32, device=numbers.device)
+                self.tables[key] = weights, numbers.to(indices_type or torch.long)
+            weights, numbers = self.tables[key]
+            return weights[:tokens], numbers[:tokens]
+
+    RoutingSimulator.register_strategy(EVEN, Even())
 
 
 def serve(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
     """What an engine's process does.
 
-    It sends the device, versions, and seconds until it was ready. Then it serves each (prompts, tokens) that arrives,
-    and sends figures.
+    It sends the device, versions, and seconds until it was ready. Then it serves each (prompts, tokens, folder) that
+    arrives, and sends figures; with a folder it writes a profile there.
     """
     os.environ.update(environment)
     with open(log, "w") as file:  # noqa: PTH123 - a path that travels as text
@@ -130,6 +183,8 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
     import vllm
     from vllm import LLM, SamplingParams
 
+    if os.environ.get(ROUTING) == EVEN:
+        route_evenly()
     begin = time.perf_counter()
     llm = LLM(**options)
     seconds = time.perf_counter() - begin
@@ -142,22 +197,171 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
     assert all(map(math.isfinite, values)), values
     link.send((seconds, {**machine, **versions}))
     while (work := link.recv()) is not None:
-        prompts, tokens = work
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        firsts = [output.metrics.first_token_latency for output in outputs]
-        between = [(output.metrics.last_token_ts - output.metrics.first_token_ts) / (tokens - 1) for output in outputs]
-        last = max(range(len(outputs)), key=lambda i: outputs[i].metrics.first_token_ts)
-        link.send(
-            {
-                "first_token_s": max(firsts),
-                "per_token_ms": statistics.median(between) * 1e3,
-                "decode_ms": between[last] * 1e3,
-                "tokens_per_s": tokens * len(outputs) / seconds,
-            }
-        )
+        prompts, tokens, folder = work
+        if folder is None:
+            link.send(timed(llm, prompts, tokens))
+        else:
+            prefills = -(-sum(map(len, prompts)) // options["max_num_batched_tokens"])
+            link.send(profiled(llm, prompts, prefills + BEFORE_PROFILE, Path(folder)))
+
+
+def answers_of(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[Any]:
+    """What vLLM's `LLM` returns for these prompts."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    outputs: list[Any] = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return outputs
+
+
+@contextmanager
+def collections() -> Iterator[list[float]]:
+    """Seconds of each collection of garbage in the block."""
+    begins, seconds = list[float](), list[float]()
+
+    def note(phase: str, _info: object) -> None:
+        if phase == "start":
+            begins.append(time.perf_counter())
+        elif begins:
+            seconds.append(time.perf_counter() - begins.pop())
+
+    gc.callbacks.append(note)
+    try:
+        yield seconds
+    finally:
+        gc.callbacks.remove(note)
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+@contextmanager
+def around_steps(
+    engine: Any, before: Callable[[], None] = nothing, after: Callable[[], None] = nothing
+) -> Iterator[None]:
+    """Call functions before and after each step of vLLM's engine, which is in this process."""
+    original = engine.step
+
+    def step() -> Any:
+        before()
+        outputs = original()
+        after()
+        return outputs
+
+    engine.step = step
+    try:
+        yield
+    finally:
+        del engine.step
+
+
+def timed(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
+    """Serve prompts, and return figures."""
+    import torch
+
+    ends: list[float] = []
+    allocations = torch.cuda.memory_stats().get("num_device_alloc", 0)
+    begin = time.perf_counter()
+    with collections() as collected, around_steps(llm.llm_engine, after=lambda: ends.append(time.monotonic())):
+        outputs = answers_of(llm, prompts, tokens)
+    seconds = time.perf_counter() - begin
+    metrics = [output.metrics for output in outputs]
+    between = [(metric.last_token_ts - metric.first_token_ts) / (tokens - 1) for metric in metrics]
+    last = max(range(len(outputs)), key=lambda i: metrics[i].first_token_ts)
+    steps = decode_steps(ends, metrics[last].first_token_ts, min(metric.last_token_ts for metric in metrics))
+    return {
+        "first_token_s": max(metric.first_token_latency for metric in metrics),
+        "per_token_ms": statistics.median(between) * 1e3,
+        "decode_ms": between[last] * 1e3,
+        "tokens_per_s": tokens * len(outputs) / seconds,
+        "step_ms": statistics.median(steps) * 1e3,
+        "longest_step_ms": max(steps) * 1e3,
+        "gc_ms": sum(collected) * 1e3,
+        "device_allocations": torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations,
+    }
+
+
+def decode_steps(ends: Sequence[float], first: float, finish: float) -> list[float]:
+    """Seconds of the steps in which all requests decode; of all steps after the last first token if there are none.
+
+    ends: when each step ended, by the clock of vLLM's events. first: when the last of the requests had its first token.
+    finish: when the first of the requests had its last token.
+    """
+    begin, end = bisect_right(ends, first), bisect_right(ends, finish)
+    chosen = ends[begin : end + 1] if end > begin else ends[begin:]
+    return [after - before for before, after in pairwise(chosen)] or [math.nan]
+
+
+def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, folder: Path) -> dict[str, float]:
+    """Serve prompts; write profiles of PROFILED steps after the first ones, and return what `summary.json` has."""
+    import cProfile
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    folder.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    # the first start takes seconds
+    with profile(activities=activities):
+        torch.zeros(1, device="cuda")
+    of_torch, of_python, of_prefill = profile(activities=activities), cProfile.Profile(), cProfile.Profile()
+    clock: dict[str, float] = {}
+
+    def begin() -> None:
+        torch.cuda.synchronize()
+        clock["begin"] = time.perf_counter()
+
+    def end(name: str) -> None:
+        torch.cuda.synchronize()
+        clock[name] = (time.perf_counter() - clock.pop("begin")) * 1e3 / PROFILED
+
+    actions: dict[int, list[Callable[[], Any]]] = {
+        1: [of_prefill.enable],
+        2: [of_prefill.disable],
+        skipped: [begin],
+        skipped + PROFILED: [partial(end, "step_ms"), of_torch.start, begin],
+        skipped + 2 * PROFILED: [partial(end, "profiled_step_ms"), of_torch.stop, of_python.enable],
+        skipped + 3 * PROFILED: [of_python.disable],
+    }
+    steps = itertools.count(1)
+
+    def before() -> None:
+        for action in actions.get(next(steps), ()):
+            action()
+
+    with around_steps(llm.llm_engine, before):
+        answers_of(llm, prompts, skipped + 3 * PROFILED + 4)
+    on_device = [event for event in of_torch.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    intervals = [(event.time_range.start, event.time_range.end) for event in on_device]
+    summary = {**clock, "busy_ms": busy(intervals) / 1e3 / PROFILED, "launched": len(intervals) / PROFILED}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_profiles(folder, of_torch, {"python": of_python, "prefill": of_prefill})
+    return summary
+
+
+def write_profiles(folder: Path, of_torch: Any, of_python: Mapping[str, Any]) -> None:
+    """Write what the profilers saw."""
+    import pstats
+
+    means = of_torch.key_averages()
+    for name, order in (("kernels", "self_cuda_time_total"), ("host", "self_cpu_time_total")):
+        table = means.table(sort_by=order, row_limit=PROFILE_ROWS, max_name_column_width=90)
+        (folder / f"{name}.txt").write_text(table)
+    for name, python in of_python.items():
+        with (folder / f"{name}.txt").open("w") as stream:
+            for order in ("tottime", "cumtime"):
+                pstats.Stats(python, stream=stream).sort_stats(order).print_stats(PROFILE_ROWS)
+    of_torch.export_chrome_trace(str(folder / "trace.json.gz"))
+
+
+def busy(intervals: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of these (begin, end) lasts."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 class EngineError(Exception):
@@ -170,11 +374,13 @@ class Engine:
     start: wait until it is ready. ready_s: seconds that its constructor took. context: the device, and versions.
     """
 
-    def __init__(self, plugin: str, options: dict[str, Any], folder: Path, steps: str) -> None:
+    def __init__(
+        self, plugin: str, options: dict[str, Any], folder: Path, steps: str, environment: Mapping[str, str]
+    ) -> None:
         common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_STEPS": steps}
         common |= {name: str(folder / f"{plugin}-caches" / name.lower()) for name in CACHES}
-        common["DG_JIT_CACHE_DIR"] = str(folder / "deep-gemm")
+        common |= {"DG_JIT_CACHE_DIR": str(folder / "deep-gemm"), **environment}
         self.ready_s, self.context = math.nan, dict[str, str]()
         self.link, theirs = multiprocessing.Pipe()
         self.log = folder / f"{plugin}.log"
@@ -203,10 +409,10 @@ class Engine:
         """Wait until the engine is ready, for this number of seconds at most. Raises EngineError."""
         self.ready_s, self.context = self._receive(limit)
 
-    def measure(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
-        """Serve these prompts at once. Raises EngineError."""
+    def measure(self, prompts: Sequence[Sequence[int]], tokens: int, folder: Path | None = None) -> dict[str, float]:
+        """Serve these prompts at once; with a folder, write a profile there. Raises EngineError."""
         try:
-            self.link.send((prompts, tokens))
+            self.link.send((prompts, tokens, folder and str(folder)))
         except ConnectionError:
             raise self._error("the process ended") from None
         figures: dict[str, float] = self._receive(None)
@@ -268,14 +474,28 @@ class Run:
                 else:
                     measured[plugin] += [figures] * (turn > 0)
         medians = {
-            plugin: {name: statistics.median(figures[name] for figures in several) for name in FIGURES}
+            plugin: {name: statistics.median(figures[name] for figures in several) for name in several[0]}
             for plugin, several in measured.items()
             if several
         }
+        for plugin, several in measured.items():
+            if several:
+                medians[plugin]["of_turns"] = several
         if medians:
             self.report["cases"].append({"requests": count, "prompt": length, **medians})
             say(json.dumps(self.report["cases"][-1]))
         self.save()
+
+    def profile(self, count: int, length: int, folder: Path) -> None:
+        """Let each engine serve so many prompts of this length once more, with a profile in the folder of its name."""
+        for plugin, engine in [*self.engines.items()]:
+            turn = self.report["turns"] + 1
+            try:
+                summary = engine.measure(prompts_of(count, length, turn), self.report["tokens"], folder / plugin)
+            except EngineError as error:
+                self.leave_out(plugin, error)
+            else:
+                say(f"{plugin}: profile of {count}x{length}: {json.dumps(summary)}")
 
 
 def prompts_of(count: int, length: int, turn: int) -> list[list[int]]:
@@ -303,6 +523,15 @@ def case_of(text: str) -> tuple[int, int]:
 @click.option("--steps", default="all", show_default=True, help="DSV4ATTN_VLLM_STEPS")
 @click.option("--linear-backend", default="auto", show_default=True, help="of vLLM, in both engines")
 @click.option("--max-num-batched-tokens", default=8192, show_default=True, help="of a step")
+@click.option("--captured", default=" ".join(map(str, CAPTURED)), show_default=True, help="tokens of captured graphs")
+@click.option(
+    "--routing",
+    type=click.Choice([EVEN, OF_MODEL]),
+    default=EVEN,
+    show_default=True,
+    help="tokens are spread over experts evenly, or by the model's router, whose weights are random",
+)
+@click.option("--profile", type=Path, help="folder for a profile of each engine in the first case")
 @click.option("--memory", default=8.0, show_default=True, help="GiB of the caches of keys of each engine")
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
 @click.option("--at-once", is_flag=True, help="start both engines at once; how long they take is then not measured")
@@ -320,6 +549,9 @@ def main(
     steps: str,
     linear_backend: str,
     max_num_batched_tokens: int,
+    captured: str,
+    routing: str,
+    profile: Path | None,
     memory: float,
     start_limit: float,
     at_once: bool,
@@ -342,7 +574,7 @@ def main(
         "max_num_batched_tokens": max_num_batched_tokens,
         "enable_prefix_caching": False,
         "linear_backend": linear_backend,
-        "compilation_config": {"cudagraph_capture_sizes": CAPTURED},
+        "compilation_config": {"cudagraph_capture_sizes": [int(count) for count in captured.split()]},
         **json.loads(more),
     }
     folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-vllm-"))
@@ -358,18 +590,22 @@ def main(
         "linears": linear_backend,
         "max_num_batched_tokens": max_num_batched_tokens,
         "memory_gib": memory,
+        "routing": routing,
         "options": json.loads(more),
         "ready_s": {},
         "failed": {},
         "cases": [],
     }
-    run = Run(report, out)
+    run, environment = Run(report, out), {ROUTING: EVEN} if routing == EVEN else {}
     try:
-        engines = ((plugin, Engine(plugin, options, folder, steps)) for plugin in PLUGINS if only in (None, plugin))
+        chosen = [plugin for plugin in PLUGINS if only in (None, plugin)]
+        engines = ((plugin, Engine(plugin, options, folder, steps, environment)) for plugin in chosen)
         for plugin, engine in [*engines] if at_once else engines:
             run.start(plugin, engine, start_limit, is_alone=not at_once)
-        for case in cases.split(","):
+        for i, case in enumerate(cases.split(",")):
             run.measure(*case_of(case))
+            if profile is not None and i == 0:
+                run.profile(*case_of(case), profile)
     finally:
         for engine in run.engines.values():
             engine.close()

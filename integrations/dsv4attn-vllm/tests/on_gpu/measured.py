@@ -55,9 +55,10 @@ def title_of(report: Mapping[str, Any]) -> str:
     limits = f"at most {report['max_num_batched_tokens']:,} tokens in a step, {report['memory_gib']:g} GiB of caches"
     linears = "" if report["linears"] == "auto" else f"linears of vLLM by `{report['linears']}`, "
     options = f"options `{json.dumps(report['options'])}`, " if report["options"] else ""
+    routing = "tokens spread over experts evenly, " if report["routing"] == "even" else ""
     machine = f"{report['device']}, {versions}, {report['date']}"
     turns = f"medians of {report['turns']} turns"
-    return f"{model}. {machine}; {steps}, {limits}, {linears}{options}{turns}. {started(report)}"
+    return f"{model}. {machine}; {steps}, {limits}, {linears}{routing}{options}{turns}. {started(report)}"
 
 
 def tables(reports: Sequence[Mapping[str, Any]]) -> str:
