@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_ops import candidates, compressor, hyper_connections, indexer, latents, norms, selection
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
 from dsv4attn.core.torch_ops.tiles import TILE_BYTES, Arithmetic, arithmetic_of, batch_invariant_linear, linear
@@ -36,7 +37,7 @@ def _torch_bytes(max_tokens: int) -> int:
     return 2 * TILE_BYTES + 256 * max_tokens
 
 
-@frozen
+@frozen(repr=False)
 class CodedProducts:
     """Products of few rows with the codes of fp8 weights, which are half of the bytes of their bf16 copies.
 
@@ -52,6 +53,8 @@ class CodedProducts:
 
     rows: Callable[[BlockScaledWeight], int]
     multiply: Callable[[Tensor, BlockScaledWeight, Tensor], None]
+
+    __repr__ = fields_repr
 
 
 @frozen
