@@ -49,7 +49,7 @@ def factors(rows: int, columns: int, depth: int, seed: int = 0, pad: int = 0) ->
 
 
 SUMS = 2.0**-17 if DEVICE.type == "cuda" else 2.0**-20
-"""Error of sums, relative to the sum of magnitudes. Hopper's matrix instructions cut off what an fp32 sum cannot hold."""
+"""Error of sums, relative to the sum of magnitudes. Hopper cuts off what an fp32 sum cannot hold."""
 
 
 def check(x: Tensor, weight: Tensor, result: Tensor) -> None:
