@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from dsv4attn.backends._triton.support import index_notes
-from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL, least_in_one_launch
+from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL, in_one_launch
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.layer_geometry import LayerGeometry, LayerKind
@@ -32,10 +32,15 @@ def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
 
 def _selection_notes(device: DeviceFacts, problem: Problem) -> Iterator[str]:
     """When prompts are selected from without a matrix of scores. Deterministic selection has one."""
-    if problem.phase == "prefill" and problem.layer.kind is LayerKind.CSA and not problem.deterministic:
+    if problem.phase != "prefill" or problem.layer.kind is not LayerKind.CSA or problem.deterministic:
+        return
+    lengths = [8192 * 2**i for i in range(6)]
+    first = next((n for n in lengths if in_one_launch(2048, n, problem.topk, UNITS)), 0) if problem.topk <= 1024 else 0
+    if first:
+        of = "any" if first == lengths[0] else f"{first:,}"
         yield (
-            f"selection: scores and selection in one launch from {least_in_one_launch(UNITS):,} tokens on ({UNITS} "
-            "multiprocessors), for 64 index heads, fp8 index keys, at most 1,024 entries; in two steps otherwise"
+            f"selection: scores and selection of 2,048 tokens in one launch from {of} index keys on (by its model, "
+            f"{UNITS} multiprocessors), for 64 index heads and fp8 index keys; in two steps otherwise"
         )
 
 

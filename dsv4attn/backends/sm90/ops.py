@@ -14,7 +14,7 @@ from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.layer import index_logits as shared_index_logits
 from dsv4attn.backends._triton.layer import ops
 from dsv4attn.backends.sm90 import hyper_connections, index_logits, index_select
-from dsv4attn.backends.sm90.tuning import least_in_one_launch
+from dsv4attn.backends.sm90.tuning import in_one_launch
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.layer_ops import LayerOps, Op
 from dsv4attn.core.torch_modes import without_modes
@@ -66,7 +66,8 @@ def select_topk(
 ) -> None:
     """See `torch_ops.selection`. In one launch, without a matrix of scores, where that is faster; otherwise in two."""
     arguments = query, cache, token_map, out, max_entries
-    if not (out.shape[0] >= least_in_one_launch(multiprocessors()) and index_select.select(*arguments)):
+    faster = in_one_launch(out.shape[0], max_entries, out.shape[1], multiprocessors())
+    if not (faster and index_select.select(*arguments)):
         in_two_steps(*arguments)
 
 

@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.layer import ops as shared_ops
 from dsv4attn.backends.sm90 import index_select, ops
 from dsv4attn.backends.sm90.explain_notes import notes
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import least_in_one_launch
+from dsv4attn.backends.sm90.tuning import in_one_launch
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -66,7 +66,7 @@ def of_whole_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
 def test_one_launch_serves_what_it_can_and_selects_what_two_steps_do(
     case: str, tokens: int, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "least_in_one_launch", lambda _: 12)
+    monkeypatch.setattr(ops, "in_one_launch", lambda count, *_: count >= 12)
     arguments = drawn_call(tokens, 48 if case == "page" else 64, 32 if case == "heads" else 64)
     if case != "page":
         arguments = of_whole_numbers(arguments)
@@ -121,32 +121,44 @@ def test_memory_does_not_grow_with_tokens_or_entries() -> None:
     assert held <= Sm90Backend().layer_ops.transient_bytes(1)
 
 
-def regrets(units: int) -> dict[tuple[int, ...], float]:
-    """Time of the chosen form of each prompt, relative to the faster one. units: multiprocessors."""
+def regrets(units: int = UNITS, *, topk: int | None = None) -> dict[tuple[int, ...], float]:
+    """Time of the chosen form of each prompt, relative to the faster one.
+
+    units: multiprocessors. topk: what the choice is given instead of a prompt's own.
+    """
     lost: dict[tuple[int, ...], float] = {}
     for *sizes, two_steps, one_launch in measured_lines("select_h100.txt"):
-        topk, tokens, entries = map(int, sizes)
+        own, tokens, entries = map(int, sizes)
         times = float(two_steps), float(one_launch)
-        lost[topk, tokens, entries] = times[tokens >= least_in_one_launch(units)] / min(times)
+        lost[own, tokens, entries] = times[in_one_launch(tokens, entries, topk or own, units)] / min(times)
     return lost
 
 
 def test_the_choice_is_that_of_the_measured_times() -> None:
-    assert max(regrets(UNITS).values()) < 1.03
+    assert len(regrets()) == 32
+    assert max(regrets().values()) < 1.04
 
 
-def test_another_limit_chooses_worse() -> None:
-    assert sum(loss > 1.03 for loss in regrets(10**6).values()) > 9
+@pytest.mark.parametrize("change", [{"units": 16}, {"units": 10**6}, {"topk": 512}, {"topk": 1024}])
+def test_another_choice_is_worse(change: dict[str, int]) -> None:
+    assert max(regrets(**change).values()) > 1.1
+
+
+def test_nothing_is_launched_at_once_without_tokens() -> None:
+    assert not in_one_launch(0, 65536, 1024, UNITS)
 
 
 def test_explain_says_when_prompts_are_selected_from_in_one_launch() -> None:
     device = DeviceFacts.named("sm_90")
-    (line,) = [line for line in notes(device, Problem.of(FLASH, "c4a", "prefill")) if line.startswith("selection")]
+    for topk, said in ((512, "from 16,384 index keys on"), (1024, "from any index keys on")):
+        said_lines = notes(device, Problem.of(FLASH, "c4a", "prefill", topk=topk))
+        (line,) = [line for line in said_lines if line.startswith("selection")]
+        assert said in line
 
-    assert f"from {least_in_one_launch(UNITS)} tokens on" in line
     for problem in (
         Problem.of(FLASH),
         Problem.of(FLASH, "swa", "prefill"),
+        Problem.of(FLASH, "c4a", "prefill", topk=2048),
         Problem.of(FLASH, "c4a", "prefill", deterministic=True),
     ):
         assert not any(line.startswith("selection") for line in notes(device, problem))
