@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
@@ -30,6 +31,8 @@ Four programs have 128 registers of each thread: with K = 512, 52 bytes are stor
 3.6; at most 244 and 300 with 3.9 and K = 1,024), for a block of tokens and at the choice. Three programs of 168
 registers spill 20 bytes at most, and are slower.
 """
+SPILLS = 600
+"""Bytes that a thread of four programs may store and load in all."""
 
 
 def programs_of(tokens: int) -> int:
@@ -89,4 +92,6 @@ def variants(topk: int) -> Iterator[Variant]:
     if topk <= MOST:
         types = {"Q": "*u8", "KEYS": "*u8", "W": "*fp32", "LISTS": "*i64"}
         constants = {"CAPACITY": capacity_of(topk)}
-        yield Variant.from_types(select_index, types, constants, num_warps=WARPS, maxnreg=REGISTERS)
+        yield evolve(
+            Variant.from_types(select_index, types, constants, num_warps=WARPS, maxnreg=REGISTERS), spills=SPILLS
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -248,16 +247,13 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
     assert (logits == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("topk", "most"), [("512", 99), pytest.param("1024", 399, marks=pytest.mark.slow)]
-)  # fmt: skip
-def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit(topk: str, most: int) -> None:
-    """The kernel that selects too spills, see `index_select.PROGRAMS`: less than what a fourth program brings."""
+@pytest.mark.parametrize("topk", ["512", pytest.param("1024", marks=pytest.mark.slow)])
+def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit(topk: str) -> None:
+    """The kernel that selects too may spill `index_select.SPILLS` bytes."""
     found = told_by("-m", "tests.backends.sm90.compiles_index", topk)
-    (selecting,) = found.pop("selecting")
-    (reason,) = selecting["reasons"]
 
-    assert found == {"foreseen": True, "forms": [{"reasons": [], "programs": index_logits.PROGRAMS}] * 4}
-    assert selecting["programs"] == index_select.PROGRAMS
-    stored, loaded = map(int, re.findall(r"(\d+) (?:bytes stored|loaded)", reason.removeprefix("SPILLS")))
-    assert 0 < stored <= loaded <= most
+    assert found == {
+        "foreseen": True,
+        "forms": [{"reasons": [], "programs": index_logits.PROGRAMS}] * 4,
+        "selecting": [{"reasons": [], "programs": index_select.PROGRAMS}],
+    }

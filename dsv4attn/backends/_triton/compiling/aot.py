@@ -178,8 +178,11 @@ class Resources:
         need = registers, stores, loads, stack, shared, warps * wave, occupancy
         return cls(*need, wave, matrix, products, serialised, _role_registers(kernel))
 
-    def reasons(self, target: Target) -> list[Reason]:  # noqa: C901 - one limit after the other
-        """Every limit of the target that is broken; the compiler checks none of them."""
+    def reasons(self, target: Target, *, spills: int = 0) -> list[Reason]:  # noqa: C901 - one limit after the other
+        """Every limit of the target that is broken; the compiler checks none of them.
+
+        spills: bytes that a thread may store and load, see `Variant.spills`.
+        """
         allowed, failures = target.shared_per_block, []
         if self.shared > allowed:
             cure = "smaller tiles, or fewer stages"
@@ -192,10 +195,12 @@ class Resources:
         if used > file:
             cure = "fewer registers for one of the roles"
             failures.append(Reason("REGISTER_FILE", f"{used:,} in all roles", f"at most {file:,} in a block", cure))
-        if self.spill_stores or self.spill_loads:
+        spilled = self.spill_stores + self.spill_loads
+        if spilled > spills:
             actual = f"{self.spill_stores} bytes stored and {self.spill_loads} loaded per thread"
-            failures.append(Reason("SPILLS", actual, "none", "smaller tiles, or more warps"))
-        elif self.stack:
+            expected = f"at most {spills} in all" if spills else "none"
+            failures.append(Reason("SPILLS", actual, expected, "smaller tiles, or more warps"))
+        elif self.stack and not spilled:
             failures.append(Reason("SCRATCH", f"{self.stack} bytes of a thread", "none", "no arrays in memory"))
         if self.wave != target.warp_size:
             failures.append(Reason("WAVE", f"{self.wave} threads in a wave", target.warp_size))
@@ -334,7 +339,7 @@ def _outcome(variant: Variant, target: Target, *, far: bool) -> Outcome:
         resources = Resources.of(cross_compile(variant, target, far=far), target)
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises
         return Outcome(variant, far, None, (Reason("COMPILER", _said(error), "a kernel that compiles"),))
-    return Outcome(variant, far, resources, tuple(resources.reasons(target)))
+    return Outcome(variant, far, resources, tuple(resources.reasons(target, spills=variant.spills)))
 
 
 def _said(error: BaseException) -> str:

@@ -70,7 +70,8 @@ class Variant:
 
     types: of the parameters that are not constants: "*bf16"; "int" of any width; "fp32"; "none" for an optional pointer
     that is not given; ":1" after a pointer that is not aligned to 16 bytes, if the kernel is specialised on that.
-    extra: further options of the compiler, such as maxnreg.
+    extra: further options of the compiler, such as maxnreg. spills: bytes that a thread may store and load because
+    there are too few registers, where the kernel was measured to be faster so.
     """
 
     kernel: Kernel
@@ -80,6 +81,7 @@ class Variant:
     num_stages: int = 1
     fp_fusion: bool = True
     extra: tuple[tuple[str, Any], ...] = field(default=(), converter=_freeze)
+    spills: int = field(default=0, eq=False)
 
     def __attrs_post_init__(self) -> None:
         """Put the types into the order of the parameters, without what compiles nothing; settle the kernel's key."""
@@ -101,7 +103,7 @@ class Variant:
             importable = False
         if not importable:
             raise pickle.PicklingError(f"kernel {name} of module {module} cannot be imported by its name")
-        rest = self.types, self.constants, self.num_warps, self.num_stages, self.fp_fusion, self.extra
+        rest = self.types, self.constants, self.num_warps, self.num_stages, self.fp_fusion, self.extra, self.spills
         return _with_kernel_named, (module, name, *rest)
 
     @property

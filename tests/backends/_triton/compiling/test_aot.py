@@ -239,6 +239,9 @@ def test_every_broken_limit_is_told() -> None:
     codes = ["SHARED_MEMORY", "THREADS", "REGISTERS", "SPILLS", "WAVE", "MATRIX", "SERIALISED"]
     assert [line.split()[0] for line in messages] == codes
     assert Resources(64, 0, 0, 0, 0, 128, 8, 32).reasons(TARGETS["sm_90"]) == []
+    spilling = Resources(64, 60, 40, 64, 0, 128, 8, 32)
+    assert spilling.reasons(TARGETS["sm_90"], spills=100) == []
+    assert [reason.allowed for reason in spilling.reasons(TARGETS["sm_90"], spills=99)] == ["at most 99 in all"]
     assert Resources(64, 0, 0, 0, 0, 128, 8, 32, 24, 2).reasons(TARGETS["sm_90"]) == []
     assert [r.code for r in Resources(255, 0, 0, 0, 0, 512, 0, 32).reasons(TARGETS["sm_90"])] == ["OCCUPANCY"]
     assert [r.code for r in Resources(64, 0, 0, 16, 0, 256, 4, 64).reasons(TARGETS["gfx942"])] == ["SCRATCH"]
