@@ -161,7 +161,7 @@ def route_evenly() -> None:
             if key not in self.tables or len(self.tables[key][0]) < tokens:
                 numbers = torch.arange(tokens * top_k, device=router_logits.device).view(tokens, top_k) % experts
                 weights = torch.full(numbers.shape, 1 / top_k, dtype=torch.float32, device=numbers.device)
-                self.tables[key] = weights, numbers.to(indices_type or torch.long)
+                self.tables[key] = weights, numbers.to(indices_type or torch.int32)
             weights, numbers = self.tables[key]
             return weights[:tokens], numbers[:tokens]
 
