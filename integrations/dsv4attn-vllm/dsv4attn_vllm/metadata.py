@@ -10,7 +10,7 @@ and a builder does little more than vLLM's own: it writes the buffers at fixed a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -237,9 +237,36 @@ class CompressedMetadataBuilder(CompressedBuilder, sparse_mla.DeepseekV4SparseML
 
 def visible_entries(common: CommonAttentionMetadata, ratio: int, buffer: Tensor) -> Tensor:
     """[T] int32 - entries that each token sees, (position + 1) // ratio, 0 for padding; computed on the device."""
-    tokens = common.num_actual_tokens
-    seen = (positions_of(common) + 1).masked_fill_(common.slot_mapping[:tokens] < 0, 0)
-    return torch.div(seen, ratio, rounding_mode="floor", out=buffer[:tokens])
+    seen = _seen_tokens(common, buffer)
+    return torch.div(seen, ratio, rounding_mode="floor", out=buffer[: len(seen)])
+
+
+def _seen_tokens(common: CommonAttentionMetadata, buffer: Tensor) -> Tensor:
+    """[T] int64 - tokens that each token sees, 0 for padding; computed once for the builders of a cache group.
+
+    They are kept where all these builders find them. A builder, known by its buffer, that asks a second time builds
+    another step, for which vLLM has changed the same object.
+    """
+    slots, tokens, place = common.slot_mapping, common.num_actual_tokens, buffer.data_ptr()
+    kept: _Seen | None = vars(common).get(_SEEN)
+    # a copy of the object may be of another group, or of other tokens
+    if kept is None or place in kept.buffers or kept.slot_mapping is not slots or len(kept.tokens) != tokens:
+        kept = _Seen(slots, (positions_of(common) + 1).masked_fill_(slots[:tokens] < 0, 0))
+        vars(common)[_SEEN] = kept
+    kept.buffers.add(place)
+    return kept.tokens
+
+
+_SEEN = "_dsv4attn_seen"
+
+
+@dataclass
+class _Seen:
+    """What `_seen_tokens` keeps. buffers: addresses of those that were filled from it."""
+
+    slot_mapping: Tensor
+    tokens: Tensor
+    buffers: set[int] = field(default_factory=set)
 
 
 def positions_of(common: CommonAttentionMetadata) -> Tensor:

@@ -9,12 +9,14 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import dsv4attn_vllm
 import pytest
 import torch
+from dsv4attn_vllm import metadata
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.metadata import Described
 from dsv4attn_vllm.serving import MOST_CHECKED
@@ -115,9 +117,9 @@ WRITTEN = {
 def written(by_prefix: Mapping[str, Any]) -> dict[tuple[str, str], Tensor]:
     """These tensors of dsv4attn's metadata of a step, by prefix and name. The metadata were not made before."""
     tensors: dict[tuple[str, str], Tensor] = {}
-    for prefix, metadata in by_prefix.items():
-        if isinstance(metadata, Described):
-            fields = attrs.asdict(metadata.dsv4attn, recurse=False)
+    for prefix, described in by_prefix.items():
+        if isinstance(described, Described):
+            fields = attrs.asdict(described.dsv4attn, recurse=False)
             tensors |= {(prefix, name): fields[name] for name in WRITTEN & fields.keys() if fields[name] is not None}
     return tensors
 
@@ -133,8 +135,8 @@ def test_what_captured_graphs_read_is_written_before_a_layer_asks(engine: Engine
 
     replayed = engine.describe(work)
 
-    described = [metadata for metadata in replayed.values() if isinstance(metadata, Described)]
-    assert not any("dsv4attn" in vars(metadata) for metadata in described)
+    described = [step for step in replayed.values() if isinstance(step, Described)]
+    assert not any("dsv4attn" in vars(step) for step in described)
     now = {key: value.clone() for key, value in captured.items()}
     changed = {name for (prefix, name) in now if not torch.equal(before[prefix, name], now[prefix, name])}
     assert {"decode_swa_indices", "compressed_lens"} <= changed
@@ -169,6 +171,31 @@ def test_builders_call_few_functions_of_dsv4attn_in_a_step(engine: Engine) -> No
     assert few == many
     builders = {builder for groups in engine.groups for group in groups for builder in group.metadata_builders}
     assert 0 < len(few) <= 4 * len(builders), few
+
+
+def test_builders_of_a_group_count_the_tokens_of_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not so for another group or another number of tokens, nor where vLLM changes the same object for a next step."""
+    counted: list[int] = []
+    positions_of = metadata.positions_of
+    monkeypatch.setattr(metadata, "positions_of", lambda step: counted.append(1) or positions_of(step))
+    slots = torch.tensor([7, -1, 8, 9])
+    step = SimpleNamespace(positions=torch.tensor([3, 200, 511, 512]), slot_mapping=slots, num_actual_tokens=4)
+    first, second = (torch.full((6,), 99, dtype=torch.int32) for _ in range(2))
+
+    def entries(ratio: int, buffer: Tensor, step: Any = step) -> list[int]:
+        result: list[int] = metadata.visible_entries(step, ratio, buffer).tolist()
+        assert buffer.tolist() == [*result, *[99] * (6 - len(result))]
+        return result
+
+    assert (entries(4, first), entries(128, second)) == ([1, 0, 128, 128], [0, 0, 4, 4])
+    assert len(counted) == 1
+    of_other_group, shorter = SimpleNamespace(**vars(step)), SimpleNamespace(**vars(step))
+    of_other_group.slot_mapping, shorter.num_actual_tokens = torch.tensor([7, 5, 8, -1]), 2
+    assert entries(4, torch.full((6,), 99, dtype=torch.int32), of_other_group) == [1, 50, 128, 0]
+    assert entries(4, torch.full((6,), 99, dtype=torch.int32), shorter) == [1, 0]
+    step.positions += 100
+    assert (entries(4, first), entries(128, second)) == ([26, 0, 153, 153], [0, 0, 4, 4])
+    assert len(counted) == 4
 
 
 def test_arguments_of_an_insert_are_checked_once_for_each_signature(
