@@ -65,14 +65,16 @@ class VariableDecodes:
         return max_decode_query_len(vllm_config)
 
 
+@dataclass
 class Described:
-    """What metadata of vLLM's are that dsv4attn's are made from."""
+    """What metadata of vLLM's are that dsv4attn's are made from. describe: makes them."""
 
-    describe: Callable[[Any], Any]
+    describe: Callable[[Any], Any] | None = None
 
     @cached_property
     def dsv4attn(self) -> Any:  # noqa: ANN401 - what `describe` returns
         """The same step for dsv4attn."""
+        assert self.describe is not None
         return self.describe(self)
 
 
@@ -82,7 +84,6 @@ class SWAMetadata(Described, sparse_swa.DeepseekSparseSWAMetadata):
 
     max_query_len: int = 0
     max_seq_len: int = 0
-    describe: Callable[[Any], DeepseekSparseSWAMetadata] | None = None
 
 
 class Windows(VariableDecodes, _SWABuilder):
@@ -166,7 +167,6 @@ class CompressedMetadata(Described, sparse_mla.DeepseekV4FlashMLAMetadata):
     """vLLM's compressed metadata. visible_lens: [T] int32 - entries that each token sees."""
 
     visible_lens: Tensor | None = None
-    describe: Callable[[Any], FlashMLASparseMetadata] | None = None
 
 
 class CompressedBuilder(VariableDecodes, _CompressedBuilder):
@@ -351,7 +351,6 @@ class V41CompressedMetadata(Described, v41_sparse_mla.DeepseekV4FlashMLAMetadata
     """vLLM's compressed metadata of V4.1. visible_lens: [T] int32 - entries that each token sees."""
 
     visible_lens: Tensor | None = None
-    describe: Callable[[Any], FlashMLASparseMetadata] | None = None
 
 
 class V41CompressedMetadataBuilder(CompressedBuilder, v41_sparse_mla.DeepseekV4SparseMLAMetadataBuilder):

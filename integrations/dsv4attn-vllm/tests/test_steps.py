@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,13 +149,13 @@ def test_what_captured_graphs_read_is_written_before_a_layer_asks(engine: Engine
 @of_both_models
 def test_builders_call_few_functions_of_dsv4attn_in_a_step(engine: Engine) -> None:
     """As few for many requests as for one. A step that replays a captured graph waits for the host."""
-    ours = (*(str(Path(package.__file__).parent) for package in (ds, dsv4attn_vllm)), "<attrs generated")
+    ours = (*ds.__path__, *dsv4attn_vllm.__path__, "<attrs generated")
     calls: list[list[str]] = []
 
     def note(frame: Any, event: str, _argument: object) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(ours):
-            calls[-1].append(code.co_qualname)
+            calls[-1].append(code.co_name)
 
     for count in (1, 4):
         work = [(engine.request(9), 1) for _ in range(count)]
@@ -175,9 +174,14 @@ def test_builders_call_few_functions_of_dsv4attn_in_a_step(engine: Engine) -> No
 
 def test_builders_of_a_group_count_the_tokens_of_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not so for another group or another number of tokens, nor where vLLM changes the same object for a next step."""
-    counted: list[int] = []
+    counted: list[Tensor] = []
     positions_of = metadata.positions_of
-    monkeypatch.setattr(metadata, "positions_of", lambda step: counted.append(1) or positions_of(step))
+
+    def counting(step: Any) -> Tensor:
+        counted.append(positions_of(step))
+        return counted[-1]
+
+    monkeypatch.setattr(metadata, "positions_of", counting)
     slots = torch.tensor([7, -1, 8, 9])
     step = SimpleNamespace(positions=torch.tensor([3, 200, 511, 512]), slot_mapping=slots, num_actual_tokens=4)
     first, second = (torch.full((6,), 99, dtype=torch.int32) for _ in range(2))

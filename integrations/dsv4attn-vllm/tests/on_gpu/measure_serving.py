@@ -473,14 +473,13 @@ class Run:
                     self.leave_out(plugin, error)
                 else:
                     measured[plugin] += [figures] * (turn > 0)
-        medians = {
+        medians: dict[str, dict[str, Any]] = {
             plugin: {name: statistics.median(figures[name] for figures in several) for name in several[0]}
             for plugin, several in measured.items()
             if several
         }
-        for plugin, several in measured.items():
-            if several:
-                medians[plugin]["of_turns"] = several
+        for plugin, of_case in medians.items():
+            of_case["of_turns"] = measured[plugin]
         if medians:
             self.report["cases"].append({"requests": count, "prompt": length, **medians})
             say(json.dumps(self.report["cases"][-1]))
