@@ -129,22 +129,17 @@ def test_engines_that_start_at_once_have_no_time_of_start(tmp_path: Path) -> Non
         assert '"seed": 3' in (folder / f"{plugin}.log").read_text()
 
 
-def test_a_profile_is_of_the_first_case(tmp_path: Path) -> None:
-    _, result = run(tmp_path, "--profile", str(tmp_path / "profiles"), "--cases", "3x8,2x8")
+def test_profile_of_the_first_case_sizes_of_graphs_and_routing_are_asked_for(tmp_path: Path) -> None:
+    folder, profiles = tmp_path / "kept", tmp_path / "profiles"
+    options = ["--only", OF_DSV4ATTN, "--cases", "3x8,2x8", "--folder", str(folder), "--profile", str(profiles)]
 
-    lines = [line for line in result.stderr.splitlines() if "profile of" in line]
-    expected = {"step_ms": 3.0, "prompts": 3, "to": str(tmp_path / "profiles" / OF_VLLM)}
-    assert len(lines) == 2
-    assert json.loads(lines[1].removeprefix("vllm: profile of 3x8: ")) == expected
+    report, result = run(tmp_path, *options, "--captured", "8 16", "--routing", "model")
 
-
-def test_sizes_of_graphs_and_routing_are_asked_for(tmp_path: Path) -> None:
-    folder = tmp_path / "kept"
-
-    report, _ = run(tmp_path, "--captured", "8 16", "--routing", "model", "--folder", str(folder))
-
+    [line] = [line for line in result.stderr.splitlines() if "profile of" in line]
+    expected = {"step_ms": 3.0, "prompts": 3, "to": str(profiles / OF_DSV4ATTN)}
+    assert json.loads(line.removeprefix("dsv4attn: profile of 3x8: ")) == expected
     assert report["routing"] == "model"
-    assert '"cudagraph_capture_sizes": [8, 16]' in (folder / "vllm.log").read_text()
+    assert '"cudagraph_capture_sizes": [8, 16]' in (folder / "dsv4attn.log").read_text()
 
 
 def test_steps_of_decode_alone_are_those_between_the_last_first_token_and_the_first_last_token() -> None:
