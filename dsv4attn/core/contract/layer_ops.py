@@ -48,7 +48,7 @@ class CodedProducts:
        time than one with its bf16 copy; 0 if it never does, and for weights that have no kernel. A layer asks when it
        takes its weights. The answer may depend on the values of the scales.
     multiply: `multiply(x, weight, out)` writes x [..., K] times weight [N, K] transposed to out [..., N]. x and out are
-       bf16, and their rows may lie apart.
+       bf16. Rows of x may lie apart. Rows of out may too, all at one distance: `out.view(-1, N)` is possible.
     """
 
     rows: Callable[[BlockScaledWeight], int]

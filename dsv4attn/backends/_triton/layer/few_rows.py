@@ -160,7 +160,9 @@ def _are_powers(scale: Tensor) -> bool:
 
 def multiply_codes(x: Tensor, weight: BlockScaledWeight, out: Tensor) -> None:
     """See `CodedProducts.multiply`. x has at most `most_rows(weight)` rows."""
-    rows, out = x.reshape(-1, x.shape[-1]), out.flatten(0, -2)
+    rows = x.reshape(-1, x.shape[-1])
+    # not flatten, which copies where rows do not follow each other at one distance
+    out = out.view(rows.shape[0], out.shape[-1])
     if rows.stride(-1) != 1 or alignment_of_rows(rows) < WIDE:
         rows = rows.clone(memory_format=torch.contiguous_format)
     multiply(rows, weight, out, CODED[architecture()].of(rows.shape[0]))

@@ -121,6 +121,9 @@ def test_inputs_of_all_forms() -> None:
         assert torch.equal(out[..., 128:384], expected)
         assert (out[..., :128] == 77).all()
         assert (out[..., 384:] == 77).all()
+    # a result that cannot be written where it is wanted is not written elsewhere
+    with pytest.raises(RuntimeError, match="view"):
+        few_rows.multiply_codes(x, weight, torch.empty(2, 3, 256, dtype=BF16, device=DEVICE).transpose(0, 1))
 
 
 def test_warm_up_knows_products_of_codes() -> None:
