@@ -284,7 +284,8 @@ def variants(
 ) -> Iterator[Variant]:
     """Every variant that the step can need on an architecture. aligned: whether rows of outputs and matrices are."""
     dtype, width = torch.promote_types(o_dtype, w_dtype), nope + rope
-    aligned = aligned and all(width * dtype.itemsize % WIDE == 0 for dtype in (o_dtype, w_dtype))
+    may_align = all(width * dtype.itemsize % WIDE == 0 for dtype in (o_dtype, w_dtype))
+    aligned = aligned and may_align
     tiles = [(PLAIN if dtype == torch.float32 else tile, WIDE) for tile in tiles_for(arch)]
     if not aligned:
         tiles.append((PLAIN, 1))
@@ -295,7 +296,8 @@ def variants(
     for (tile, rows), out in product(dict.fromkeys(tiles), outs):
         constants = _constants(tile, heads // num_groups, rank, nope, rope, dtype, rows, out)
         yield Variant.from_types(project_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
-    if dtype == torch.bfloat16 and o_dtype == w_dtype and aligned:
+    # also where no alignment is promised: most rows are aligned
+    if dtype == torch.bfloat16 and o_dtype == w_dtype and may_align:
         yield from turned_variants(heads, nope, rope, num_groups, rank, arch)
 
 

@@ -284,3 +284,13 @@ def test_architectures_whose_tiles_were_not_compared_have_one_kernel(arch: str) 
     assert projection.turned_tile(2048, 8, 1024, 440, 64, "sm_90") is None
     kernels = {v.name for v in projection.variants(64, 448, 64, 8, 1024, *[torch.bfloat16] * 2, arch=arch)}
     assert kernels == {"project_kernel"}
+
+
+def test_launches_after_a_rotation_are_foreseen_where_no_alignment_is_promised() -> None:
+    """As vLLM's plugin warms up: rows may lie anywhere, and most are aligned."""
+    sizes = 64, 448, 64, 8, 1024, torch.bfloat16, torch.bfloat16
+    promised, other = ({*projection.variants(*sizes, aligned=aligned, arch="sm_90")} for aligned in (True, False))
+    assert {v.name for v in promised} >= {"turn_back_kernel", "few_rows_kernel", "project_turned_kernel"}
+    assert promised < other
+    narrow = projection.variants(2, 28, 4, 1, 64, torch.bfloat16, torch.bfloat16, aligned=False, arch="sm_90")
+    assert {v.name for v in narrow} == {"project_kernel"}
