@@ -101,6 +101,7 @@ def test_weights_without_a_kernel_have_no_rows(monkeypatch: pytest.MonkeyPatch) 
     assert few_rows.most_rows(weight) == MOST
     assert few_rows.most_rows(BlockScaledWeight(weight.weight[:, ::2], weight.scale[:, :1])) == 0
     assert few_rows.most_rows(BlockScaledWeight(weight.weight, torch.ones(8, 8, device=DEVICE))) == 0
+    assert few_rows.most_rows(BlockScaledWeight(weight.weight.to("meta"), weight.scale.to("meta"))) == 0
     monkeypatch.setattr(few_rows, "CODED", {ARCH: evolve(few_rows.CODED[ARCH], least_columns=257)})
     assert few_rows.most_rows(weight) == 0
     monkeypatch.setattr(few_rows, "CODED", {})
