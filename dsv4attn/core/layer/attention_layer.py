@@ -242,7 +242,9 @@ class DeepseekV4Attention:
 
         Call it after writes that a step does not see, such as `parameter.data.copy_` on a GPU, and after any write that
         only graphs are replayed after. weights: others to take from now on, with the shapes, dtypes and device of those
-        before; those that are read as they are may lie elsewhere then, so that graphs must be captured again.
+        before; those that are read as they are may lie elsewhere then, so that graphs must be captured again. So must
+        graphs of few tokens that read fp8 codes (`LayerOps.coded`), if codes or scales lie elsewhere now or the backend
+        no longer takes them.
         Raises ArgumentError, and changes nothing, for weights that do not fit, and while a graph is captured. After any
         other error, such as that of full memory, the next step makes all copies again, of the weights before.
         """
