@@ -73,7 +73,9 @@ class _Job:
         shared = f"{max(r.shared for r in needed):,} of {self.target.shared_per_block:,} bytes"
         fewest = min(r.occupancy for r in needed)
         blocks = f"{fewest} block{'s' if fewest > 1 else ''} per {unit}"
-        return f"{kernels}: no spills, largest shared memory {shared}, at least {blocks}"
+        admitted = sum(r.spill_stores + r.spill_loads > 0 for r in needed)
+        spills = f"{admitted} spill{'s' if admitted == 1 else ''} no more than expected" if admitted else "no spills"
+        return f"{kernels}: {spills}, largest shared memory {shared}, at least {blocks}"
 
 
 @click.command(
@@ -125,16 +127,17 @@ def compile_(
 ) -> None:
     """Compile every kernel of a model for GPUs of NVIDIA and AMD, with the Triton that is installed.
 
-    Nothing is launched, and no device or driver is needed. The table has, for each kernel: registers of a thread, bytes
-    that a thread spills, shared memory of a block, warps of a block and threads of a warp, matrix instructions, and how
-    many blocks fit an SM or CU. The number of blocks is computed here, and no compiler has confirmed it. A kernel that
-    "spills" is right, but slow. A kernel that exceeds a "limit" may not launch. A kernel that "failed" did not compile.
-    Results go to Triton's cache (TRITON_CACHE_DIR), where a launch finds them.
+    Nothing is launched, and no device or driver is needed. The table has, for each kernel: registers of a thread,
+    bytes that a thread spills, shared memory of a block, warps of a block and threads of a warp, matrix
+    instructions, and how many blocks fit an SM or CU. The number of blocks is computed here, and no compiler has
+    confirmed it. A kernel that "spills" more than its backend expects is right, but slow. A kernel that exceeds a
+    "limit" may not launch. A kernel that "failed" did not compile. Results go to Triton's cache (TRITON_CACHE_DIR),
+    where a launch finds them.
 
     \b
     Exit codes:
-      0    nothing spills, every block fits, and 16-bit products use the matrix unit
-      1    a kernel spills, exceeds a limit, or does not compile
+      0    no unexpected spills, every block fits, 16-bit products use matrix units
+      1    a kernel spills more, exceeds a limit, or does not compile
       2    bad input
     """  # noqa: D301 - click wants the character
     require_torch(ctx)

@@ -24,6 +24,7 @@ from tests.tools.cli.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = """
+from attrs import evolve
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from tests.backends._triton.launching.fake_drivers import attend_of, rows_of
@@ -35,6 +36,12 @@ class Acme(ReferenceBackend):
         yield rows_of(x="*fp32", scale="none" if bounds.swa.is_quantised else "*fp32")
         yield attend_of(64, 32, 8 if device.arch == "sm_90" else 4)
         yield rows_of(scale="none" if bounds.swa.is_quantised else "*fp32")
+
+
+class Expecting(ReferenceBackend):
+    def kernel_variants(self, bounds, device):
+        yield rows_of()
+        yield evolve(attend_of(64, 32, 8), spills=2944)
 
 
 class Odd(ReferenceBackend):
@@ -71,7 +78,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
                 need = Resources(96, 0, 0, 0, 73_728, 4 * wave, 2, wave)
                 if variant.name == "attend":
                     need = Resources(255, 2000, 944, 2944, 131_072, 4 * wave, 1, wave, 1024, 2)
-                outcomes.append(Outcome(variant, far, need, tuple(need.reasons(target))))
+                outcomes.append(Outcome(variant, far, need, tuple(need.reasons(target, spills=variant.spills))))
                 progress(outcomes[-1])
         return outcomes
 
@@ -94,6 +101,18 @@ def test_the_table_on_80_columns(machine: Machine) -> None:
     assert "attend 255 2,944 131,072 4x32 1,024 1 spills" in text
     assert "SPILLS 2000 bytes stored and 944 loaded per thread, needs none ->" in text
     assert text[-1] == "3 kernels of acme for sm_90: 1 spill"
+
+
+@pytest.mark.usefixtures("compiler")
+def test_spills_that_a_backend_expects_are_said_and_are_no_fault(machine: Machine) -> None:
+    vendor(machine, what="Expecting")
+    code, lines = machine.run("compile", "--target", "sm_90", "--backend", "acme")
+
+    assert code == 0
+    text = [" ".join(line.split()) for line in lines]
+    assert "attend 255 2,944 131,072 4x32 1,024 1 ok" in text
+    assert " ".join(text).endswith("of 232,448 bytes, at least 1 block per SM")
+    assert "2 kernels of acme for sm_90: 1 spills no more than expected, largest" in " ".join(text)
 
 
 def test_the_json_object(machine: Machine, compiler: list[tuple[str, int]]) -> None:
