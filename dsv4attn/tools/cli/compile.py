@@ -136,7 +136,7 @@ def compile_(
 
     \b
     Exit codes:
-      0    no unexpected spills, every block fits, 16-bit products use matrix units
+      0    no more spills than expected, every block fits, matrix units are used
       1    a kernel spills more, exceeds a limit, or does not compile
       2    bad input
     """  # noqa: D301 - click wants the character
