@@ -129,15 +129,16 @@ def test_engines_that_start_at_once_have_no_time_of_start(tmp_path: Path) -> Non
         assert '"seed": 3' in (folder / f"{plugin}.log").read_text()
 
 
-def test_profile_of_the_first_case_sizes_of_graphs_and_routing_are_asked_for(tmp_path: Path) -> None:
+def test_profiles_of_cases_sizes_of_graphs_and_routing_are_asked_for(tmp_path: Path) -> None:
     folder, profiles = tmp_path / "kept", tmp_path / "profiles"
     options = ["--only", OF_DSV4ATTN, "--cases", "3x8,2x8", "--folder", str(folder), "--profile", str(profiles)]
 
     report, result = run(tmp_path, *options, "--captured", "8 16", "--routing", "model")
 
-    [line] = [line for line in result.stderr.splitlines() if "profile of" in line]
-    expected = {"step_ms": 3.0, "prompts": 3, "to": str(profiles / OF_DSV4ATTN)}
-    assert json.loads(line.removeprefix("dsv4attn: profile of 3x8: ")) == expected
+    lines = [line.partition("profile of ")[2] for line in result.stderr.splitlines() if "profile of" in line]
+    for line, case, count in zip(lines, ("3x8", "2x8"), (3, 2), strict=True):
+        expected = {"step_ms": 3.0, "prompts": count, "to": str(profiles / case / OF_DSV4ATTN)}
+        assert json.loads(line.removeprefix(f"{case}: ")) == expected
     assert report["routing"] == "model"
     assert '"cudagraph_capture_sizes": [8, 16]' in (folder / "dsv4attn.log").read_text()
 

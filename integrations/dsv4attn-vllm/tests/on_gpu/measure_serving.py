@@ -18,9 +18,9 @@ The file of results has the longest of these steps too (`longest_step_ms`), how 
 Weights are equal in both engines, and tokens of a step are spread over the experts evenly, unless `--routing model` is
 passed: a model with random weights sends tokens to few experts or to many, by chance, and experts are most of a step.
 
-With `--profile` each engine then serves the first case once more, and writes files about steps of decode alone:
-summary.json (milliseconds of a step, and those in which the device was busy), kernels.txt, host.txt, python.txt,
-trace.json.gz; prefill.txt has Python's functions in the first step.
+With `--profile` each engine serves each case once more, and writes files about steps of decode alone: summary.json
+(milliseconds of a step, and those in which the device was busy), kernels.txt, host.txt, python.txt, trace.json.gz.
+Files that begin with prefill are about the first step, with prompts.
 
 An engine that does not start, or ends, is left out: the end of its log is printed, and the other one is measured. The
 file of results is written after each case.
@@ -294,7 +294,7 @@ def decode_steps(ends: Sequence[float], first: float, finish: float) -> list[flo
 
 
 def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, folder: Path) -> dict[str, float]:
-    """Serve prompts; write profiles of PROFILED steps after the first ones, and return what `summary.json` has."""
+    """Serve prompts; write profiles of the first step and of PROFILED later ones; return what `summary.json` has."""
     import cProfile
 
     import torch
@@ -305,7 +305,8 @@ def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, folder: P
     # the first start takes seconds
     with profile(activities=activities):
         torch.zeros(1, device="cuda")
-    of_torch, of_python, of_prefill = profile(activities=activities), cProfile.Profile(), cProfile.Profile()
+    of_torch, prefill_of_torch = profile(activities=activities), profile(activities=activities)
+    of_python, prefill_of_python = cProfile.Profile(), cProfile.Profile()
     clock: dict[str, float] = {}
 
     def begin() -> None:
@@ -317,8 +318,8 @@ def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, folder: P
         clock[name] = (time.perf_counter() - clock.pop("begin")) * 1e3 / PROFILED
 
     actions: dict[int, list[Callable[[], Any]]] = {
-        1: [of_prefill.enable],
-        2: [of_prefill.disable],
+        1: [prefill_of_torch.start, prefill_of_python.enable],
+        2: [torch.cuda.synchronize, prefill_of_python.disable, prefill_of_torch.stop],
         skipped: [begin],
         skipped + PROFILED: [partial(end, "step_ms"), of_torch.start, begin],
         skipped + 2 * PROFILED: [partial(end, "profiled_step_ms"), of_torch.stop, of_python.enable],
@@ -336,23 +337,23 @@ def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, folder: P
     intervals = [(event.time_range.start, event.time_range.end) for event in on_device]
     summary = {**clock, "busy_ms": busy(intervals) / 1e3 / PROFILED, "launched": len(intervals) / PROFILED}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    write_profiles(folder, of_torch, {"python": of_python, "prefill": of_prefill})
+    write_profiles(folder, "", of_torch, of_python)
+    write_profiles(folder, "prefill-", prefill_of_torch, prefill_of_python)
     return summary
 
 
-def write_profiles(folder: Path, of_torch: Any, of_python: Mapping[str, Any]) -> None:
-    """Write what the profilers saw."""
+def write_profiles(folder: Path, prefix: str, of_torch: Any, of_python: Any) -> None:
+    """Write what the profilers saw, to files whose names begin with the prefix."""
     import pstats
 
     means = of_torch.key_averages()
     for name, order in (("kernels", "self_cuda_time_total"), ("host", "self_cpu_time_total")):
         table = means.table(sort_by=order, row_limit=PROFILE_ROWS, max_name_column_width=90)
-        (folder / f"{name}.txt").write_text(table)
-    for name, python in of_python.items():
-        with (folder / f"{name}.txt").open("w") as stream:
-            for order in ("tottime", "cumtime"):
-                pstats.Stats(python, stream=stream).sort_stats(order).print_stats(PROFILE_ROWS)
-    of_torch.export_chrome_trace(str(folder / "trace.json.gz"))
+        (folder / f"{prefix}{name}.txt").write_text(table)
+    with (folder / f"{prefix}python.txt").open("w") as stream:
+        for order in ("tottime", "cumtime"):
+            pstats.Stats(of_python, stream=stream).sort_stats(order).print_stats(PROFILE_ROWS)
+    of_torch.export_chrome_trace(str(folder / f"{prefix}trace.json.gz"))
 
 
 def busy(intervals: Sequence[tuple[float, float]]) -> float:
@@ -530,7 +531,7 @@ def case_of(text: str) -> tuple[int, int]:
     show_default=True,
     help="tokens are spread over experts evenly, or by the model's router, whose weights are random",
 )
-@click.option("--profile", type=Path, help="folder for a profile of each engine in the first case")
+@click.option("--profile", type=Path, help="folder for profiles of each engine in each case")
 @click.option("--memory", default=8.0, show_default=True, help="GiB of the caches of keys of each engine")
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
 @click.option("--at-once", is_flag=True, help="start both engines at once; how long they take is then not measured")
@@ -601,10 +602,11 @@ def main(
         engines = ((plugin, Engine(plugin, options, folder, steps, environment)) for plugin in chosen)
         for plugin, engine in [*engines] if at_once else engines:
             run.start(plugin, engine, start_limit, is_alone=not at_once)
-        for i, case in enumerate(cases.split(",")):
+        for case in cases.split(","):
             run.measure(*case_of(case))
-            if profile is not None and i == 0:
-                run.profile(*case_of(case), profile)
+        if profile is not None:
+            for case in cases.split(","):
+                run.profile(*case_of(case), profile / case)
     finally:
         for engine in run.engines.values():
             engine.close()

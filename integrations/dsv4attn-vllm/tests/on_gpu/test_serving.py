@@ -186,7 +186,9 @@ def test_v41_is_answered_as_by_the_reference(
     assert "DeepSeek-V4.1 attention of vLLM" in served["log"]
     if len(served["rounds"]) > 1:
         _, [first], [again], _ = served["rounds"]
-        assert (first["cached"], again["cached"]) == (0, 1920)
+        # whole pages of the cache, whose size the engine chooses: 64 entries on a GPU
+        assert first["cached"] == 0
+        assert 1920 <= again["cached"] < 2000
 
 
 @pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
