@@ -69,6 +69,7 @@ def test_engines_are_measured_by_turns(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert report["ready_s"] == READY_S
     assert (report["device"], report["memory_gib"], report["max_num_batched_tokens"]) == ("a device", 1.5, 512)
+    assert report["experts"] == 256
     first, second = report["cases"]
     # turns 2 and 3, as the first one is not counted; then 5 and 6
     turns = first[OF_VLLM].pop("of_turns"), second[OF_DSV4ATTN].pop("of_turns")
@@ -106,6 +107,16 @@ def test_an_engine_that_does_not_start_in_time_is_ended(tmp_path: Path, monkeypa
         engine.start(1)
 
     assert not engine.process.is_alive()
+
+
+def test_a_model_has_the_experts_of_one_rank(tmp_path: Path) -> None:
+    report, result = run(tmp_path, "--model", "pro", "--layers", "c4a c128a c4a", "--experts", "48")
+
+    assert (report["layers"], report["experts"]) == (["c4a", "c128a", "c4a"], 48)
+    [log] = Path(result.stderr.split("logs: ")[1].split("\n")[0]).glob("vllm.log")
+    options = json.loads(log.read_text().split("\n")[0].removeprefix("first line "))
+    config = json.loads(Path(options["model"], "config.json").read_text())
+    assert (config["n_routed_experts"], config["num_hidden_layers"], config["moe_intermediate_size"]) == (48, 3, 3072)
 
 
 def test_one_engine_alone(tmp_path: Path) -> None:
@@ -242,7 +253,8 @@ def report_of(**changes: Any) -> dict[str, Any]:
         "vllm": "0.33.0",
         "date": "2026-11-27",
         "model": "flash",
-        "layers": ["swa", "c4a"],
+        "layers": ["swa", "c4a", "c4a"],
+        "experts": 256,
         "tokens": 64,
         "turns": 3,
         "steps": "all",
@@ -276,8 +288,9 @@ def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
         BEGIN,
         "",
         (
-            "**Flash's sizes, 2 layers** (swa, c4a). NVIDIA H100, torch 2.11, Triton 3.6, vLLM 0.33.0, 2026-11-27; "
-            "steps `all`, 64 tokens of each answer, at most 8,192 tokens in a step, 8 GiB of caches, tokens spread "
+            "**Flash's sizes, 3 layers** (1 swa, 2 c4a), 256 experts in each. NVIDIA H100, torch 2.11, Triton 3.6, "
+            "vLLM 0.33.0, 2026-11-27; steps `all`, 64 tokens of each answer, at most 8,192 tokens in a step, 8 GiB of "
+            "caches, tokens spread "
             "over experts evenly, medians of 3 turns. Start-up: 30.0 s with dsv4attn, 40.0 s with vLLM's own "
             "attention (ratio 0.750)."
         ),

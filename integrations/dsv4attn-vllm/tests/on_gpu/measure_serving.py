@@ -15,6 +15,9 @@ with dsv4attn.
 The file of results has the longest of these steps too (`longest_step_ms`), how long Python collected garbage in a turn
 (`gc_ms`), how often torch asked the device for memory (`device_allocations`), and the figures of each turn.
 
+With `--experts 32` a layer has an eighth of Flash's experts, as one of eight ranks of expert parallelism. More layers
+fit, and attention has its share of a step as there, where ranks exchange tokens besides.
+
 Weights are equal in both engines, and tokens of a step are spread over the experts evenly, unless `--routing model` is
 passed: a model with random weights sends tokens to few experts or to many, by chance, and experts are most of a step.
 
@@ -101,12 +104,12 @@ PROFILE_ROWS = 70
 """Lines of a profile."""
 
 
-def model_folder(model: str, kinds: Sequence[str]) -> str:
-    """A folder with the configuration of a model of these layers."""
+def model_folder(model: str, kinds: Sequence[str], experts: int) -> str:
+    """A folder with the configuration of a model of these layers, with a number of experts in each."""
     from transformers import DeepseekV4Config
 
     types = [KINDS[kind] for kind in kinds]
-    sizes = {**ENTRIES, **MODELS[model], **EXPERTS[model]}
+    sizes = {**ENTRIES, **MODELS[model], **EXPERTS[model], "n_routed_experts": experts}
     layers = {"layer_types": types, "mlp_layer_types": ["moe"] * len(types)}
     config = DeepseekV4Config(**sizes, **layers, num_hidden_layers=len(types))
     folder = tempfile.mkdtemp(prefix="dsv4attn-vllm-")
@@ -515,6 +518,7 @@ def case_of(text: str) -> tuple[int, int]:
 @click.command(help=__doc__)
 @click.option("--model", type=click.Choice([*MODELS]), default="flash", show_default=True)
 @click.option("--layers", help="kinds of layers, with spaces between them; by default those that fit twice in 80 GB")
+@click.option("--experts", type=int, help="in a layer, as one rank of expert parallelism has; by default all")
 @click.option(
     "--cases", default="1x1024,8x1024,64x1024,256x1024,1x8192,8x8192,64x8192", show_default=True, help="REQUESTSxTOKENS"
 )
@@ -543,6 +547,7 @@ def main(
     *,
     model: str,
     layers: str | None,
+    experts: int | None,
     cases: str,
     tokens: int,
     turns: int,
@@ -562,8 +567,9 @@ def main(
 ) -> None:
     """See the module."""
     kinds = (layers or LAYERS[model]).split()
+    experts = experts or EXPERTS[model]["n_routed_experts"]
     options = {
-        "model": model_folder(model, kinds),
+        "model": model_folder(model, kinds, experts),
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "disable_log_stats": False,
@@ -584,6 +590,7 @@ def main(
         "date": time.strftime("%Y-%m-%d"),
         "model": model,
         "layers": kinds,
+        "experts": experts,
         "tokens": tokens,
         "turns": turns,
         "steps": steps,

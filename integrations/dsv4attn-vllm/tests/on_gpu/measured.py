@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def merged(earlier: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> l
 def title_of(report: Mapping[str, Any]) -> str:
     """A paragraph: what was measured, where, and how long the engines took to start."""
     layers = report["layers"]
-    model = f"**{report['model'].capitalize()}'s sizes, {len(layers)} layers** ({', '.join(layers)})"
+    kinds = ", ".join(f"{number} {kind}" for kind, number in Counter(layers).items())
+    model = f"**{report['model'].capitalize()}'s sizes, {len(layers)} layers** ({kinds})"
+    experts = f"{report['experts']} experts in each"
     versions = f"torch {report['torch']}, Triton {report['triton']}, vLLM {report['vllm']}"
     steps = f"steps `{report['steps']}`, {report['tokens']} tokens of each answer"
     limits = f"at most {report['max_num_batched_tokens']:,} tokens in a step, {report['memory_gib']:g} GiB of caches"
@@ -58,7 +61,7 @@ def title_of(report: Mapping[str, Any]) -> str:
     routing = "tokens spread over experts evenly, " if report["routing"] == "even" else ""
     machine = f"{report['device']}, {versions}, {report['date']}"
     turns = f"medians of {report['turns']} turns"
-    return f"{model}. {machine}; {steps}, {limits}, {linears}{routing}{options}{turns}. {started(report)}"
+    return f"{model}, {experts}. {machine}; {steps}, {limits}, {linears}{routing}{options}{turns}. {started(report)}"
 
 
 def tables(reports: Sequence[Mapping[str, Any]]) -> str:
