@@ -95,8 +95,12 @@ of that of these on an H100, by rows (Triton 3.6, 2026-11-27):
 """
 HEADS: Mapping[str, tuple[FewTile, ...]] = {"sm_90": (FewTile(16, 64, 128, 4, 6), FewTile(64, 64, 64, 4, 8))}
 """Tiles of products of heads with bf16 weights, as `CodedTiles.tiles`; `projection.MANY` has their times."""
-_POWERS = range(127 - 60, 127 + 61)
-"""Exponent fields of factors with which sums can be in units of a factor: no unit makes a sum too large or small."""
+_POWERS = range(127 - 30, 127 + 31)
+"""Exponent fields of factors with which sums can be in units of a factor: no unit makes a sum too large or small.
+
+On an H100 (2026-11-27) bits were those of products with bf16 copies for factors of 2^-30 to 2^30, and not for those of
+2^-60 to 2^60, with which sums of small rows become subnormal in some unit.
+"""
 
 
 @frozen(repr=False)

@@ -86,6 +86,14 @@ def test_bits_do_not_depend_on_what_is_read(monkeypatch: pytest.MonkeyPatch) -> 
         assert "few_rows_kernel" not in names
 
 
+@pytest.mark.parametrize(("exponent", "rows"), [(-31, 0), (-30, MOST), (30, MOST), (31, 0)])
+def test_factors_that_are_very_large_or_small_are_left_to_the_copy(exponent: int, rows: int) -> None:
+    weight = coded(torch.randn(256, 128), 0)
+    weight.scale[1, 0] = 2.0**exponent
+
+    assert few_rows.most_rows(weight) == rows
+
+
 def test_factors_that_are_no_powers_of_two_are_left_to_the_copy() -> None:
     value = torch.randn(256, 128)
     assert few_rows.most_rows(coded(value, 0)) == MOST
