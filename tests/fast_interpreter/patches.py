@@ -3,8 +3,8 @@
 Triton's interpreter searches and replaces the functions of the language at every call of a device function: here it
 does so once in a process. It reads the signature of a kernel at every launch: here once. It computes overflow checks
 whose result is dropped: here it does not. It describes the type of every block again: here once per type. Then
-functions are recorded and replayed (`replay.py`), with faster steps (`steps.py`). A Triton release that has changed
-these internals runs as it is. FAST_INTERPRETER=0 skips the last two.
+functions are recorded and replayed (`replay.py`), with faster steps (`steps.py`) and loads (`memory.py`). A Triton
+release that has changed these internals runs as it is. FAST_INTERPRETER=0 skips the last three.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.fast_interpreter.memory import replace_loads
 from tests.fast_interpreter.replay import replay_functions
 from tests.fast_interpreter.steps import replace_steps
 
@@ -30,6 +31,7 @@ def patch_interpreter() -> None:
     remember_casts()
     remember_members()
     if os.environ.get("FAST_INTERPRETER") != "0":
+        replace_loads()
         replace_steps()
         replay_functions()
 
