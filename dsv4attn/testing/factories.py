@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 
 import attrs
 import numpy as np
@@ -200,7 +200,7 @@ class CaseInput:
     seed: int = 0
     device: str = "cpu"
 
-    @property
+    @cached_property
     def layer(self) -> LayerGeometry:
         """The layer's geometry."""
         return self.geometry.layer_of_kind(self.kind)

@@ -43,6 +43,11 @@ def version_of(distribution: str) -> str | None:
 
 
 @cache
+def _torch_version() -> str | None:
+    return version_of("torch")
+
+
+@cache
 def _triton_version() -> str | None:
     return next((version for name in ("triton", *_BUILDS) if (version := version_of(name))), None)
 
@@ -64,6 +69,7 @@ NEWER_TRITON = {
 """How to install a newer Triton, for each kind of device."""
 
 
+@cache
 def release_of(version: str | None) -> tuple[int, int] | None:
     """(3, 6) for "3.6.0+git1b2c"; None for text that does not begin with two numbers, such as "any"."""
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
@@ -125,7 +131,7 @@ class DeviceFacts:
     @classmethod
     def _of(cls, kind: str, arch: str, name: str) -> DeviceFacts:
         interpreted = os.environ.get("TRITON_INTERPRET", "").strip().lower() in _YES
-        return cls(kind, arch, name, version_of("torch"), _triton_version(), interpreted)
+        return cls(kind, arch, name, _torch_version(), _triton_version(), interpreted)
 
     @classmethod
     def named(cls, name: str) -> DeviceFacts:
@@ -136,7 +142,7 @@ class DeviceFacts:
         """
         device = device_named(name)
         triton = _triton_version() or (None if device.kind == "cpu" else "any")
-        return cls(device.kind, device.arch, device.text, version_of("torch"), triton, present=False)
+        return cls(device.kind, device.arch, device.text, _torch_version(), triton, present=False)
 
     @classmethod
     def here_or_named(cls, name: str) -> DeviceFacts:
@@ -171,11 +177,16 @@ def may_have_accelerator() -> bool:
     if not sys.platform.startswith("linux"):
         # elsewhere only torch can find out, except that macOS has no other GPU than Apple's
         return sys.platform != "darwin"
+    return _has_torch_plugins() or any(next(_DEV.glob(pattern), None) is not None for pattern in _NODES)
+
+
+@cache
+def _has_torch_plugins() -> bool:
+    """Whether distributions may add devices to torch, which looks for them once in a process."""
     try:
-        others = bool(importlib.metadata.entry_points(group="torch.backends"))
+        return bool(importlib.metadata.entry_points(group="torch.backends"))
     except Exception:  # noqa: BLE001 - the metadata of an installed distribution cannot be read
-        others = True
-    return others or any(next(_DEV.glob(pattern), None) is not None for pattern in _NODES)
+        return True
 
 
 def _first_device() -> torch.device:

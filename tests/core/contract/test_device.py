@@ -124,6 +124,7 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(device_module, "_DEV", tmp_path)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    monkeypatch.setattr(device_module, "_has_torch_plugins", device_module._has_torch_plugins.__wrapped__)
     return tmp_path
 
 
