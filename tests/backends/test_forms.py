@@ -73,6 +73,7 @@ def test_scratch_keeps_within_its_bound(form: str, deterministic: bool, kind: La
                     assert simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width))) <= bound
 
 
+@pytest.mark.in_turn
 @all_kinds
 @each_form
 def test_a_deterministic_token_has_the_same_bits_in_any_cut_and_company(form: str, kind: LayerKind) -> None:
@@ -133,6 +134,7 @@ LENGTHS = {"unbind", "copy_", "sub", "div", "clamp", "add_"}
 """What core works out of a chunk's requests before keys are gathered; on a device we see that it allocates nothing."""
 
 
+@pytest.mark.pairwise
 @pytest.mark.skipif(not INTERPRETED, reason="on a device steps are real: see test_device and test_hot_path")
 @each_form
 @pytest.mark.parametrize("step", STEPS)

@@ -62,6 +62,7 @@ def test_memory_that_cannot_be_had_is_a_reason_to_skip(monkeypatch: pytest.Monke
         OracleCache.blank(layout("ocp"), 3, PagePlacement(64), "cpu")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("pattern", ["plain", "behind", "holes", "outside", "empty", "one"])
 @pytest.mark.parametrize("kind", ["swa", "c4a"])
 def test_a_call_is_the_same_in_every_form(kind: str, pattern: str) -> None:

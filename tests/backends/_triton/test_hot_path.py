@@ -127,6 +127,7 @@ def foreseen(on: Engine) -> set[Variant]:
     return set(on.backend.kernel_variants(on.bounds(), DeviceFacts.here()))
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not INTERPRETED, reason="on a device the kernels run, in the test below")
 @pytest.mark.parametrize("layout", layouts().values(), ids=layouts())
 @all_kinds
@@ -149,6 +150,7 @@ ODD = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.skipif(not INTERPRETED, reason="on a device the kernels run, in the test below")
 @pytest.mark.parametrize("name", layouts())
 @pytest.mark.parametrize("geometry", ODD, ids=lambda geometry: str(geometry.head_dim))

@@ -76,6 +76,7 @@ SAMPLE = chosen(
 )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: str(case.id))
 def test_it_keeps_the_contract(case: Any, *, deterministic: bool) -> None:

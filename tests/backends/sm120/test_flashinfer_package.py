@@ -178,6 +178,7 @@ def test_the_real_package_serves_the_model(preset: str, kind: LayerKind, phase: 
     assert reasons(package, Problem.of(ModelGeometry.preset(preset), kind, phase)) == []
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("lse", [False, True], ids=["out", "lse"])
 @pytest.mark.parametrize("widths", [(6, 0), (6, 9), (64, 0), (128, 64)])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (5, 3), (5, 8), (5, 100), (5, 128), (64, 8), (65, 3), (65, 8)])

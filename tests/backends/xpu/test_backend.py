@@ -80,6 +80,7 @@ def test_no_file_names_a_vendors_part_of_torch() -> None:
 SAMPLE = chosen(CASES, "indexer-garbage-decode,max-logits-decode,lse-prefill,scratch-c4a,apart-call-decode")
 
 
+@pytest.mark.in_turn
 @each_form
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: str(case.id))
 def test_it_keeps_the_contract(form: str, case: Any) -> None:

@@ -86,13 +86,11 @@ def test_steps_of_any_layers_in_one_workspace_give_what_each_gives_in_its_own(fo
     keys, indices = form.split("-")
     options = {"prefill_keys": keys, "prefill_indices": indices, "decode_indices": indices}
     shared, rng = WorkspaceManager(), Random(form)
-    steps = [
-        (p, b) for b in (REFERENCE_FORMS[form], Particular(3, **options), Particular(5, **options)) for p in problems(b)
-    ]
+    backends = REFERENCE_FORMS[form], Particular(3, **options), Particular(5, **options)
+    steps = [(problem, backend, problem.run(backend)) for backend in backends for problem in problems(backend)]
     for _ in range(2):
         rng.shuffle(steps)
-        for problem, backend in steps:
-            alone = problem.run(backend)
+        for problem, backend, alone in steps:
             for _ in range(2):
                 assert_same_bits(problem.run(backend, shared), alone)
 

@@ -59,6 +59,7 @@ def widened(problem: ForwardArgs, columns_added: int = MORE) -> ForwardArgs:
     return evolve(problem, metadata=AttentionMetadata(wide, problem.metadata.compressed), limits=limits)
 
 
+@pytest.mark.in_turn
 @all_kinds
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_keys_in_further_columns_are_attended_to_within_the_planned_memory(name: str, kind: LayerKind) -> None:

@@ -36,6 +36,7 @@ SCHEDULES: list[Steps] = [
 ]
 
 
+@pytest.mark.in_turn
 @all_forms
 @pytest.mark.parametrize("steps", SCHEDULES)
 def test_every_role_attends_to_its_window_and_its_source_s_entries(steps: Steps, form: str) -> None:

@@ -43,6 +43,7 @@ def rows(backend: Backend, kernel: str, preset: str = "flash_swa", peers: Sequen
     return runner(backend, peers).run(case)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("keys", ["gathered", "paged"])
 @pytest.mark.parametrize("form", ["dense", "ragged"])
 def test_every_kernel_is_measured_in_every_form(form: str, keys: str) -> None:

@@ -136,6 +136,7 @@ def same_entries(actual: PagedKVCache, expected: PagedKVCache) -> None:
         assert (now != right).sum() <= max(2, len(now) // 500)
 
 
+@pytest.mark.in_turn
 @each_layout
 @each_overlap
 def test_entries_are_the_definition_s(layout: KVCacheLayout, overlap: bool) -> None:
