@@ -83,6 +83,7 @@ def check(actual: tuple[Tensor, Tensor], out: Any, lse: Any) -> None:
     assert np.abs(actual[1].double().numpy() - lse).max() < 1e-2
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("split", [False, True], ids=["interleaved", "split"])
 @pytest.mark.parametrize("extra", [None, 528, 288])

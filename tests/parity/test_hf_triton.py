@@ -73,6 +73,7 @@ def test_rounded_rows_agree_through_kernels(layout: KVCacheLayout, kind: LayerKi
         assert deviation(got, exact) <= TOLERANCE
 
 
+@pytest.mark.in_turn
 @every_kind
 def test_another_layers_sinks_are_seen_through_kernels(
     kind: LayerKind, backend: Backend, monkeypatch: pytest.MonkeyPatch

@@ -155,6 +155,7 @@ CASES = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", STACKS)
 def test_g27_replayed_tokens_write_no_page_that_the_hit_owns(model: str, case: str) -> None:
@@ -169,6 +170,7 @@ def test_g27_neither_do_kernels(model: str) -> None:
     Hit(model, "triton", 35, 26).run_changed([9, 4], padding=1)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("end", "start"), [(32, 24), (35, 26), (37, 24)])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("model", STACKS)

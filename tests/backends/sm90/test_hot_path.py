@@ -64,6 +64,7 @@ def foreseen(on: Engine) -> set[Variant]:
     return set(on.backend.kernel_variants(on.bounds(), DeviceFacts.here()))
 
 
+@pytest.mark.pairwise
 @meta_only
 @pytest.mark.parametrize(
     "layout", [OCP, BF16_ROWS, KVCacheLayout.rows(dtype=torch.float32)], ids=["pages", "rows", "fp32"]

@@ -103,6 +103,7 @@ def test_g16_cuts_at_the_edges_of_pages_windows_and_entries(cuts: list[int], kin
     check_in_steps(whole, [cuts], "gathered-dense", "paged-ragged")
 
 
+@pytest.mark.in_turn
 @all_forms
 @all_kinds
 def test_g16_token_by_token_equals_one_prefill(kind: LayerKind, form: str) -> None:

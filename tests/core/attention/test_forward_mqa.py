@@ -47,6 +47,7 @@ def test_a_mixed_batch_equals_the_oracle(layout: str, q_dtype: torch.dtype, kind
     assert (lse[padding] == -math.inf).all()
 
 
+@pytest.mark.in_turn
 @all_forms
 @all_kinds
 def test_each_position_is_the_same_row_as_decode_and_as_prefill(kind: LayerKind, form: str) -> None:
@@ -106,6 +107,7 @@ def test_real_flash_geometry_equals_the_oracle(kind: LayerKind) -> None:
     scenario.check(REFERENCE_FORMS["gathered-dense"])
 
 
+@pytest.mark.in_turn
 @all_forms
 @all_kinds
 def test_keys_with_large_outlier_channels_equal_the_oracle(kind: LayerKind, form: str) -> None:
@@ -176,6 +178,7 @@ class CarefulBackend(ReferenceBackend):
         super().dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, offset)
 
 
+@pytest.mark.in_turn
 @all_kinds
 @pytest.mark.parametrize("elements", [1, 100, 2**21])
 def test_lengths_on_the_host_may_be_upper_bounds(elements: int, kind: LayerKind) -> None:

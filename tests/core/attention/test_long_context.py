@@ -142,6 +142,7 @@ def test_g16_a_selection_from_a_quarter_million_entries_equals_the_oracle(prompt
         scenario.check(REFERENCE_FORMS[form])
 
 
+@pytest.mark.in_turn
 @all_forms
 @all_kinds
 def test_g16_every_position_around_the_edges_of_pages_and_windows_equals_the_oracle(kind: LayerKind, form: str) -> None:

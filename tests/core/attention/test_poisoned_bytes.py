@@ -93,6 +93,7 @@ def with_stale_columns(problem: ForwardArgs, value: int) -> ForwardArgs:
     return problem
 
 
+@pytest.mark.in_turn
 @all_forms
 @all_kinds
 def test_g4_lanes_past_the_length_are_never_looked_at(kind: LayerKind, form: str) -> None:

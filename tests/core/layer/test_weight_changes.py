@@ -141,6 +141,7 @@ def test_every_change_of_every_weight_is_seen(form: str, shift: int) -> None:
     assert not differ(expected, anew)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("form", FORMS)
 def test_all_weights_at_once(change: Callable[..., None], form: str) -> None:

@@ -231,6 +231,7 @@ def test_g11_many_short_prompts_before_their_first_entry_fit(window: int, kind: 
         scenario.compare(*problem.run(REFERENCE_FORMS[form], workspace))
 
 
+@pytest.mark.in_turn
 @all_forms
 @all_kinds
 def test_g11_canaries_survive_random_problems(kind: LayerKind, form: str) -> None:
@@ -363,6 +364,7 @@ def test_g11_the_plan_grows_with_its_limits(kind: LayerKind, form: str) -> None:
             assert grown.transient_bytes >= plan.transient_bytes
 
 
+@pytest.mark.in_turn
 @all_forms
 @all_kinds
 def test_g11_a_cap_makes_more_chunks_and_never_another_result(kind: LayerKind, form: str) -> None:

@@ -99,6 +99,7 @@ class Step:
             assert error.max() <= HALF_UNIT[q.dtype] * 1.001
 
 
+@pytest.mark.in_turn
 @each_layout
 @each_dtype
 def test_q_is_normalised_and_rotated_and_keys_are_the_reference_s_bytes(
@@ -142,6 +143,7 @@ def test_q_and_kv_may_have_different_dtypes() -> None:
         Step(LAYOUTS[9], torch.float32, seed, kv_dtype=torch.bfloat16).check()
 
 
+@pytest.mark.in_turn
 @each_layout
 @each_dtype
 def test_rotated_keys_are_written_as_they_are(layout: KVCacheLayout, dtype: torch.dtype) -> None:

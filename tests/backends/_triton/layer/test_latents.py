@@ -213,6 +213,7 @@ class Store:
         return cache
 
 
+@pytest.mark.in_turn
 @each_layout
 @each_ratio
 def test_rows_without_a_norm_are_stored_as_the_same_bytes(layout: KVCacheLayout, ratio: int) -> None:

@@ -84,6 +84,7 @@ each_layout = pytest.mark.parametrize(
 each_ratio = pytest.mark.parametrize("ratio", [1, 2])
 
 
+@pytest.mark.pairwise
 @each_store
 @each_layout
 @each_ratio

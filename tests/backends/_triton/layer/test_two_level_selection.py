@@ -61,6 +61,7 @@ def judge(selected: Tensor, scores: Tensor, lens: Tensor, size: int) -> None:
         assert min((best[b] for b in chosen_ones), default=inf) >= max(left, default=-inf)
 
 
+@pytest.mark.in_turn
 @each_kind
 @each_size
 def test_blocks_of_the_largest_scores_are_published(kind: str, size: int) -> None:
