@@ -51,7 +51,7 @@ def second_opinion() -> dict[str, Any]:
     """Registers and stack as another tool reads them off the binary, next to ours."""
     facts = {}
     for name in ("sm_80", "sm_90", "sm_120"):
-        kernel = cross_compile(attend_of(16, 16, 4), TARGETS[name])
+        kernel = cross_compile(attend_of(16, 16, 4, dims=256), TARGETS[name])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "kernel.cubin")
             path.write_bytes(kernel.asm["cubin"])
@@ -62,7 +62,7 @@ def second_opinion() -> dict[str, Any]:
         facts[name] = {"ours": [ours.registers, ours.stack], "theirs": theirs}
     for name in ("gfx90a", "gfx942", "gfx950", "gfx1201"):
         target = TARGETS[name]
-        kernel = cross_compile(attend_of(16, 16, 1), target)
+        kernel = cross_compile(attend_of(16, 16, 1, dims=256), target)
         waves = int(re.findall(r"; Occupancy: (\d+)", kernel.asm["amdgcn"])[-1])
         registers = Resources.of(kernel, target).registers
         facts[name] = {"ours": [target.occupancy(registers, 0, 1)], "theirs": [min(4 * waves, target.blocks_per_unit)]}

@@ -20,10 +20,10 @@ def rows_of(**types: str) -> Variant:
     return Variant(rows, {**plain, **types}, {"DT": tl.bfloat16, "BLOCK": 64})
 
 
-def attend_of(heads: int, keys: int, num_warps: int) -> Variant:
-    """A variant of `attend` with 512 dims."""
+def attend_of(heads: int, keys: int, num_warps: int, dims: int = 512) -> Variant:
+    """A variant of `attend`."""
     types = {"q": "*bf16", "k": "*bf16", "out": "*fp32", "n": "int"}
-    return Variant(attend, types, {"H": heads, "D": 512, "R": keys}, num_warps)
+    return Variant(attend, types, {"H": heads, "D": dims, "R": keys}, num_warps)
 
 
 class FakeDriver:
