@@ -40,6 +40,12 @@ def e4m3() -> tuple[Fraction, ...]:
     return tuple(values)
 
 
+@cache
+def power(exponent: int) -> Fraction:
+    """A power of two."""
+    return Fraction(2) ** exponent
+
+
 def nearest(value: Fraction, grid: Sequence[Fraction]) -> int:
     """Number of the nearest value of a grid, of the even number between two; beyond the last it is the last."""
     low, high = 0, len(grid) - 1
@@ -60,9 +66,9 @@ def fp8_group(values: Sequence[float], floor: str = VLLM) -> tuple[list[int], in
     tiny = Fraction("1e-4")
     scale = max(top, tiny) / 448 if floor == VLLM else max(top / 448, tiny)
     exponent = -127
-    while Fraction(2) ** exponent < scale:
+    while power(exponent) < scale:
         exponent += 1
-    codes = [nearest(abs(Fraction(v)) / Fraction(2) ** exponent, e4m3()) | _sign(v, 0x80) for v in values]
+    codes = [nearest(abs(Fraction(v)) / power(exponent), e4m3()) | _sign(v, 0x80) for v in values]
     return codes, exponent + 127
 
 
@@ -96,12 +102,12 @@ def pack_fp4(row: Sequence[float]) -> U8:
 def mxfp4_group(values: Sequence[float]) -> tuple[list[int], int]:
     """Codes of a group, 0 to 15, and its scale byte: the smallest power of two that leaves no value beyond 6."""
     top, exponent = max(abs(Fraction(v)) for v in values), -126
-    while 6 * Fraction(2) ** exponent < top:
+    while 6 * power(exponent) < top:
         exponent += 1
     signs = [8 if v < 0 else 0 for v in values]
-    return [
-        nearest(abs(Fraction(v)) / Fraction(2) ** exponent, E2M1) | s for v, s in zip(values, signs, strict=True)
-    ], (exponent + 127)
+    return [nearest(abs(Fraction(v)) / power(exponent), E2M1) | s for v, s in zip(values, signs, strict=True)], (
+        exponent + 127
+    )
 
 
 def pack_four_bits(row: Sequence[float], nope: int, *, nvfp4: bool) -> U8:
@@ -139,6 +145,7 @@ def unpack_mxfp4(record: U8, nope: int, rope: int) -> F64:
     return _unpack_four_bits(record, nope, rope, 32, [*powers, math.nan])
 
 
+@cache
 def decode_e4m3(code: int) -> float:
     """The value of a byte."""
     value = math.nan if code % 128 == 127 else float(e4m3()[code % 128])
