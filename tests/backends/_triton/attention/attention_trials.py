@@ -7,8 +7,8 @@ their ends; outputs stand inside larger memory that must not be written.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from random import Random
 from typing import Any, Literal, NamedTuple
 
@@ -42,6 +42,11 @@ TINY = KVCacheLayout.fp8_ds_mla(24, 8, group_size=8)
 NO_SLOTS = (-1, -1, -1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
 SINKS = (-math.inf, math.inf, 0.0, 20.0, -20.0, 1e4, -1e4, 0.7, -1.3)
 UNTOUCHED = -7.0
+FINITE = {
+    Fp8Format.OCP: np.setdiff1d(np.arange(256), [0x7F, 0xFF]),
+    Fp8Format.FNUZ: np.setdiff1d(np.arange(256), [0x80]),
+}
+"""Codes that are numbers."""
 
 
 class Answer(NamedTuple):
@@ -126,10 +131,10 @@ class Trial:
         named = np.unique(slots[inside & (slots >= 0) & (slots < blocks * page)])
         cache = self._memory(layout, blocks, page, rng)
         values = np.full((blocks * page, layout.head_dim), np.nan)
-        for slot, (record, value) in zip(place, keys, strict=True):
+        for slot, (record, read) in zip(place, keys, strict=True):
             if slot in named:
                 _write(cache, int(slot), record)
-                values[slot] = value
+                values[slot] = read()
         moved = PagedKVCache(same_memory_on(cache.tensor, DEVICE), layout, block_size=page)
         return Segment(moved, values, slots, lens)
 
@@ -263,38 +268,38 @@ class Trial:
         return answer
 
 
-def _record(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], F64]:
-    """What is written to a slot, bytes or a row, and the key it means. Bytes without a meaning are 0xFF."""
+def _record(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], Callable[[], F64]]:
+    """What is written to a slot, bytes or a row, and a reader of the key it means. Bytes without a meaning are 0xFF."""
     if not layout.is_quantised:
         row = rounded(rng.standard_normal(layout.head_dim), layout.dtype)
-        return row, row
+        return row, lambda: row
     if layout.name.startswith("v41"):
         return _record_of_codes(rng, layout)
     if layout.fp8_format is None:
         return _record_of_four_bits(rng, layout)
-    finite = np.setdiff1d(np.arange(256), [0x80] if layout.fp8_format is Fp8Format.FNUZ else [0x7F, 0xFF])
+    finite = FINITE[layout.fp8_format]
     rope = torch.from_numpy(rng.standard_normal(layout.rope_dim)).bfloat16().view(torch.uint8).numpy()
     scales = np.full(layout.scale_bytes, 0xFF)
     scales[: layout.num_groups] = rng.integers(116, 121, layout.num_groups)
     record = np.concatenate([rng.choice(finite, layout.nope_dim), rope, scales]).astype(np.uint8)
-    return record, read_row(record, layout)
+    return record, partial(read_row, record, layout)
 
 
-def _record_of_codes(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], F64]:
+def _record_of_codes(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], Callable[[], F64]]:
     """`_record` of V4.1, as an independent reader understands its bytes."""
     dim, fp8 = layout.head_dim, layout.name == "v41_fp8"
     if fp8:
-        codes = rng.choice(np.setdiff1d(np.arange(256), [0x7F, 0xFF]), dim)
+        codes = rng.choice(FINITE[Fp8Format.OCP], dim)
         scales = rng.integers(116, 121, layout.scale_bytes)
     else:
         codes = rng.integers(0, 256, dim // 2)
         # positive and negative, subnormal and not
         scales = rng.choice([3, 7, 40, 49, 55, 60, 62, 0x80 + 53], layout.scale_bytes)
     record = np.concatenate([codes, scales]).astype(np.uint8)
-    return record, (v41_packer.unpack_fp8 if fp8 else v41_packer.unpack_fp4)(record, dim)
+    return record, partial(v41_packer.unpack_fp8 if fp8 else v41_packer.unpack_fp4, record, dim)
 
 
-def _record_of_four_bits(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], F64]:
+def _record_of_four_bits(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], Callable[[], F64]]:
     """`_record` of V4's records of 4 bits, as an independent reader understands its bytes."""
     nvfp4, rope = layout.name == "v4_nvfp4", rng.standard_normal(layout.rope_dim)
     scales = np.full(layout.scale_bytes, 0xFF)
@@ -304,7 +309,7 @@ def _record_of_four_bits(rng: np.random.Generator, layout: KVCacheLayout) -> tup
     plain = torch.from_numpy(rope).bfloat16().view(torch.uint8).numpy()
     record = np.concatenate([codes, plain, scales]).astype(np.uint8)
     coded = v41_packer.unpack_nvfp4 if nvfp4 else v41_packer.unpack_mxfp4
-    return record, coded(record, layout.nope_dim, layout.rope_dim)
+    return record, partial(coded, record, layout.nope_dim, layout.rope_dim)
 
 
 def _write(cache: PagedKVCache, slot: int, record: NDArray[Any]) -> None:

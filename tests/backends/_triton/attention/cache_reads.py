@@ -21,19 +21,21 @@ def bytes_read(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> U64:
     """Addresses of all bytes in the caches of a call that its kernels load, masked lanes aside."""
     from triton.runtime import interpreter
 
-    byte_addresses: list[U64] = []
+    by_size: dict[int, list[U64]] = {}
     load = interpreter._interpreter.load
 
     def traced(addresses: U64, mask: NDArray[np.bool_], other: Any, dtype: Any) -> Any:
-        first = addresses[mask].astype(np.uint64).ravel()
-        byte_addresses.append(np.unique(first[:, None] + np.arange(np.dtype(dtype).itemsize, dtype=np.uint64)))
+        by_size.setdefault(np.dtype(dtype).itemsize, []).append(np.unique(addresses[mask]).astype(np.uint64))
         return load(addresses, mask, other, dtype)
 
     with monkeypatch.context() as patch:
         # where all loads end, those of recorded steps too
         patch.setattr(interpreter._interpreter, "load", traced)
         trial.run_it()
-    every = np.unique(np.concatenate(byte_addresses))
+    first = {size: np.unique(np.concatenate(parts)) for size, parts in by_size.items()}
+    every = np.unique(
+        np.concatenate([(at[:, None] + np.arange(size, dtype=np.uint64)).ravel() for size, at in first.items()])
+    )
     inside = np.zeros(len(every), dtype=bool)
     for begin, end in (_memory(segment.cache.tensor) for segment in trial.segments):
         inside |= (every >= begin) & (every < end)
