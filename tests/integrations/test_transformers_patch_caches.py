@@ -52,6 +52,7 @@ def failing(module: Any) -> Iterator[None]:
 # pages
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_pages_are_given_back_by_reset_deletion_and_calls_without_a_cache() -> None:
     model = causal_model()
     with patched(model) as handle:
@@ -200,6 +201,7 @@ def test_a_failed_call_can_be_made_again(used: bool) -> None:
         assert deviation(got, want[:, -rest.shape[1] :]) <= 1e-5
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_failed_call_without_a_cache_leaves_nothing(use_cache: bool) -> None:
     model = causal_model()

@@ -105,6 +105,7 @@ def test_training_mode_carries_over() -> None:
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_memory_goes_with_unpatch() -> None:
     model = fresh()
     manager = weakref.ref(patch(model, max_len=64).pages.manager)

@@ -196,6 +196,7 @@ def test_layers_with_equal_prefixes_and_threads_do_not_mix() -> None:
         assert torch.equal(want, got)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_a_layer_without_caches_or_workspace_or_owner_says_so() -> None:
     case = bound_layer(LayerKind.SWA)
     case.layer.caches = None

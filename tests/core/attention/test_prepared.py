@@ -229,6 +229,7 @@ def test_nothing_is_prepared_twice_for_views_that_each_call_has_to_ask_for() -> 
         assert problem.metadata.swa.prepared == {}
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_a_prepared_step_goes_when_the_memory_of_the_workspace_moves() -> None:
     backend, shared = Noting(), WorkspaceManager()
     problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
@@ -336,6 +337,7 @@ def test_an_index_op_is_prepared_once_and_run_for_every_layer() -> None:
     assert did == ["prepared", "ran", "ran", "ran", "ran"]
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_prepared_steps_go_with_their_metadata() -> None:
     shared, backend = WorkspaceManager(), ReferenceBackend(prefill_keys="paged")
     problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)

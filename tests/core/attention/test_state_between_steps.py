@@ -119,6 +119,7 @@ def test_more_tokens_read_more_rows_of_the_indexer_s_one_buffer(form: str) -> No
         assert_same_bits(same.run(REFERENCE_FORMS[form], shared), problem.run(REFERENCE_FORMS[form]))
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_a_backend_lives_as_long_as_metadata_that_it_is_prepared_for_and_no_longer() -> None:
     backend, shared = Particular(7), WorkspaceManager()
     alive, forwards = weakref.ref(backend), problems(backend)

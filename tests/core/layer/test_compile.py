@@ -225,6 +225,7 @@ def test_caches_may_be_views_of_one_allocation_and_inductor_copies_none(
     assert not any(copies) or compiler == "aot_eager"
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_bytes_of_an_allocation_live_as_long_as_a_cache_in_it_is_bound() -> None:
     pages = torch.zeros(4, 2, 8, 32)
     caches = [PagedKVCache(pages[:, i], KVCacheLayout.rows(24, 8, dtype=torch.float32)) for i in range(2)]
@@ -316,6 +317,7 @@ def test_caches_are_bound_again_without_a_new_graph() -> None:
     assert torch.equal(fresh.tensor, old.tensor)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_a_graph_of_a_layer_that_is_gone_says_so() -> None:
     stack = whole(0)
     handle = stack.layers[0]._handle

@@ -277,6 +277,7 @@ def test_another_shape_gets_other_memory() -> None:
     assert_worth(copy, first.values)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_a_copy_dies_with_its_weight() -> None:
     module = Scaled.draw(10, 40, 50, OCP, "fp32").module()
     copy, scale = weakref.ref(dense_weight(module)), weakref.ref(module.weight_scale_inv)
