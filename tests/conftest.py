@@ -59,9 +59,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    """Let Python give back all objects at its end: extension modules complain of those that are left."""
-    gc.unfreeze()
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let Python give back all objects at its end, unless it is a worker's, which gives back none.
+
+    Extension modules complain of objects that are left.
+    """
+    if not hasattr(config, "workerinput"):
+        gc.unfreeze()
 
 
 @pytest.fixture
