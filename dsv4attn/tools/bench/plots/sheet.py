@@ -67,6 +67,7 @@ def _empty() -> Figure:
     return New(dpi=DPI)
 
 
+@lru_cache(maxsize=1024)
 def text_width(text: str, points: float, weight: str = "normal") -> float:
     """Inches of a line of text."""
     measured = _empty().text(0, 0, text, fontsize=points, fontweight=weight)
