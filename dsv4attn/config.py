@@ -13,6 +13,8 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -360,7 +362,7 @@ def _own_table(path: Path, *, asked_for: bool = False) -> dict[str, Any] | None:
         letters = data.lstrip(b"\xff\xfe\xef\xbb\xbf").replace(b"\0", b"").decode("latin-1")
         foreign = foreign and not _OURS.search(letters)
         text = data.decode("utf-8-sig")
-        table: Any = tomllib.loads(text)
+        table: Any = _parsed(text)
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(str(path), f"cannot be read: {error}", foreign=foreign) from error
     except (ValueError, RecursionError) as error:
@@ -373,7 +375,13 @@ def _own_table(path: Path, *, asked_for: bool = False) -> dict[str, Any] | None:
         table = tool.get("dsv4attn") if isinstance(tool, dict) else None
         if table is not None and not isinstance(table, dict):
             raise ConfigError(str(path), f"tool.dsv4attn: expected a table, got {table!r}")
-    return table  # type: ignore[no-any-return]
+    return deepcopy(table)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> dict[str, Any]:
+    """The table of a file with this text, not to be changed. A file is read for each backend, and seldom changes."""
+    return tomllib.loads(text)
 
 
 def _unreadable(where: str, problem: str, *, foreign: bool) -> Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,15 @@ def test_a_file_names_both_phases_or_each(tmp_path: Path) -> None:
     assert settings.decode == Setting("acme", f"backend in {path}")
     assert settings.prefill == Setting("reference", f"prefill in {path}")
     assert (settings.request("decode"), settings.request("prefill")) == (settings.decode, settings.prefill)
+
+
+def test_every_call_reads_the_file_and_gives_its_own_tables(tmp_path: Path) -> None:
+    text = "[options.acme]\nlevels = [1, 2]"
+    options: Any = settings_of(tmp_path, text).options
+    options["acme"]["levels"].append(3)
+
+    assert settings_of(tmp_path, text).options == {"acme": {"levels": [1, 2]}}
+    assert settings_of(tmp_path, text.replace("2", "4")).options == {"acme": {"levels": [1, 4]}}
 
 
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
