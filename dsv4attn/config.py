@@ -381,7 +381,8 @@ def _own_table(path: Path, *, asked_for: bool = False) -> dict[str, Any] | None:
 @lru_cache(maxsize=8)
 def _parsed(text: str) -> dict[str, Any]:
     """The table of a file with this text, not to be changed. A file is read for each backend, and seldom changes."""
-    return tomllib.loads(text)
+    parsed: dict[str, Any] = tomllib.loads(text)
+    return parsed
 
 
 def _unreadable(where: str, problem: str, *, foreign: bool) -> Exception:
