@@ -111,7 +111,7 @@ def choose(
     )  # fmt: skip
 
 
-def options_of(form: Form) -> dict[str, int]:
+def options_of(form: Form) -> dict[str, Any]:
     """Further options of the compiler. Without them the assembler of Triton 3.9 takes 128 registers, and spills."""
     return {"maxnreg": 200} if form.groups and form.warps == 8 else {}
 
