@@ -219,6 +219,7 @@ def test_every_backend_has_the_same_files() -> None:
         {"kernels", "tuning", "metadata", "explain_notes", "probe", "support"}
         | {
             "compat",
+            "group_select",
             "hyper_connections",
             "index_logits",
             "index_select",

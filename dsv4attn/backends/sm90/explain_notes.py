@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from dsv4attn.backends._triton.support import index_notes
-from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL, in_one_launch
+from dsv4attn.backends.sm90.tuning import MOST_BY_GROUPS, PREFILL_COST_MODEL, in_one_launch
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.layer_geometry import LayerGeometry, LayerKind
@@ -16,6 +16,8 @@ _V4, _CODES, _NIBBLES = ("fp8_ds_mla", "e4m3fn", 64), ("v41_fp8", "e4m3fn", 32),
 _RECORDS = {(_V4,), (_V4, _V4), (_CODES,), (_CODES, _CODES), (_CODES, _NIBBLES)}
 MOST_HEADS = 128
 """Most heads of a layer. More heads take more than two blocks of 64, which has not been tested."""
+MOST_TOPK = 1024
+"""Most entries that the kernels for Hopper select."""
 UNITS = 132
 """Multiprocessors of an H100 and an H200 with SXM."""
 
@@ -26,21 +28,23 @@ def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
         _attention_note(problem),
         *_prefill_notes(problem),
         *index_notes(device, problem),
-        *_selection_notes(device, problem),
+        *_selection_notes(problem),
     ]
 
 
-def _selection_notes(device: DeviceFacts, problem: Problem) -> Iterator[str]:
-    """When prompts are selected from without a matrix of scores. Deterministic selection has one."""
-    if problem.phase != "prefill" or problem.layer.kind is not LayerKind.CSA or problem.deterministic:
+def _selection_notes(problem: Problem) -> Iterator[str]:
+    """When selection is by groups, or in one launch. Deterministic selection is in two steps."""
+    if problem.layer.kind is not LayerKind.CSA or problem.deterministic or problem.topk > MOST_TOPK:
         return
-    lengths = [8192 * 2**i for i in range(6)]
-    first = next((n for n in lengths if in_one_launch(2048, n, problem.topk, UNITS)), 0) if problem.topk <= 1024 else 0
-    if first:
-        of = "any" if first == lengths[0] else f"{first:,}"
+    served = "for 64 index heads and fp8 index keys; in two steps otherwise"
+    if problem.phase == "decode":
+        keys = f"{MOST_BY_GROUPS:,} index keys at most"
+        yield f"selection: by groups of entries with {keys}, or 64 requests or more, {served}"
+    else:
+        first = next(n for n in (8192 * 2**i for i in range(6)) if in_one_launch(2048, 1, n, problem.topk, UNITS))
         yield (
-            f"selection: scores and selection of 2,048 tokens in one launch from {of} index keys on (by its model, "
-            f"{UNITS} multiprocessors), for 64 index heads and fp8 index keys; in two steps otherwise"
+            f"selection: 2,048 tokens by groups of entries with {first // 2:,} index keys at most, in one launch with "
+            f"{first:,} or more (by its model, {UNITS} multiprocessors), {served}"
         )
 
 

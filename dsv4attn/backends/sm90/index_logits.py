@@ -106,11 +106,16 @@ def fp8_mqa_logits(
 
 
 def serves(query: IndexQuery) -> bool:
-    """Whether the kernel reads queries of these shapes, strides and alignments."""
+    """Whether the kernel of this file serves queries of these shapes, strides and alignments."""
+    return not INTERPRETED and reads(query)
+
+
+def reads(query: IndexQuery) -> bool:
+    """Whether kernels for Hopper read queries of these shapes, strides and alignments."""
     values, weights = query.values, query.weights
     step = values.data_ptr() | values.stride(0) | values.stride(1)
     known = values.shape[1:] == (HEADS, DIM) and values.element_size() == 1 and query.scales is None
-    return not INTERPRETED and known and step % WIDE == 0 and values.stride(2) == weights.stride(1) == 1
+    return known and step % WIDE == 0 and values.stride(2) == weights.stride(1) == 1
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -182,9 +187,9 @@ def _launch(
 
 
 def may_serve(bounds: WarmupSpec) -> bool:
-    """Whether the kernel serves some calls of a model within the bounds."""
+    """Whether kernels for Hopper serve some calls of a model within the bounds."""
     model = bounds.model
-    if INTERPRETED or model is None or not {"indexer", "selection"} & set(bounds.parts):
+    if model is None or not {"indexer", "selection"} & set(bounds.parts):
         return False
     if all(layer.kind is not LayerKind.CSA for layer in bounds.layers):
         return False

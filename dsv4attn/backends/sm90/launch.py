@@ -19,7 +19,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm90 import hyper_connections, index_logits, index_select, ops, small_decode
+from dsv4attn.backends.sm90 import group_select, hyper_connections, index_logits, index_select, ops, small_decode
 from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
@@ -248,10 +248,10 @@ class Sm90Backend(TritonBackend):
                 alignments = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
                 yield from insert.variants(bounds.swa, 0, bounds.q_dtype, **alignments, arch=device.arch)
         if bounds.model is not None and not self.deterministic and index_logits.may_serve(bounds):
-            yield from index_logits.variants()
+            if not INTERPRETED:
+                yield from index_logits.variants()
             if "selection" in bounds.parts:
-                for topk in dict.fromkeys(layer.topk for layer in bounds.layers if layer.kind is LayerKind.CSA):
-                    yield from index_select.variants(topk)
+                yield from _selection_variants(bounds)
         yield from hyper_connections.variants(bounds, device.arch, deterministic=self.deterministic)
 
     def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
@@ -280,6 +280,15 @@ class Sm90Backend(TritonBackend):
                     yield from small_decode.variants(len(key_layouts), layer.num_heads, **sinks_and_lses)
                 if shared_variants == self._gathered_variants and self._may_leave_raw(bounds, layer):
                     yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, raw=True)
+
+
+def _selection_variants(bounds: WarmupSpec) -> Iterator[Variant]:
+    """Forms of selection in one launch and by groups."""
+    for layer in bounds.layers:
+        if layer.kind is LayerKind.CSA:
+            yield from group_select.variants(layer.topk, layer.entries(bounds.limits.max_model_len))
+            if not INTERPRETED:
+                yield from index_select.variants(layer.topk)
 
 
 def _programs(heads: int) -> int:

@@ -1,6 +1,6 @@
 """The layer ops on Hopper: kernels for Hopper serve what they can, the shared kernels the rest.
 
-The kernels for Hopper are those of `index_logits`, `index_select` and `hyper_connections`.
+The kernels for Hopper are those of `index_logits`, `index_select`, `group_select` and `hyper_connections`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.layer import index_logits as shared_index_logits
 from dsv4attn.backends._triton.layer import ops
-from dsv4attn.backends.sm90 import hyper_connections, index_logits, index_select
+from dsv4attn.backends.sm90 import group_select, hyper_connections, index_logits, index_select
 from dsv4attn.backends.sm90.tuning import in_one_launch
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.layer_ops import LayerOps, Op
@@ -64,10 +64,12 @@ def select_topk(
     *,
     in_two_steps: Op,
 ) -> None:
-    """See `torch_ops.selection`. In one launch, without a matrix of scores, where that is faster; otherwise in two."""
-    arguments = query, cache, token_map, out, max_entries
-    faster = in_one_launch(out.shape[0], max_entries, out.shape[1], multiprocessors())
-    if not (faster and index_select.select(*arguments)):
+    """See `torch_ops.selection`. In one launch, without a matrix of scores, or by groups of entries, where faster."""
+    arguments, (tokens, topk) = (query, cache, token_map, out, max_entries), out.shape
+    together = in_one_launch(tokens, token_map.block_table.shape[0], max_entries, topk, multiprocessors())
+    if together and index_select.select(*arguments):
+        return
+    if not group_select.select(*arguments, score_rows=score):
         in_two_steps(*arguments)
 
 

@@ -16,6 +16,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 __all__ = [
     "BF16_ROWS_ROLES",
     "COMBINE_ROUNDS",
+    "MOST_BY_GROUPS",
     "PREFILL_COST_MODEL",
     "RAW_Q_ROLES",
     "TILE_SIZES",
@@ -25,6 +26,7 @@ __all__ = [
     "PrefillCostModel",
     "TileSizes",
     "WarpRoles",
+    "by_groups",
     "combine_rounds_of",
     "in_one_launch",
     "is_small",
@@ -174,18 +176,38 @@ def tile_sizes_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) 
     return best if best is not None and best.time(tokens, heads, widths, units) < pages else None
 
 
-def in_one_launch(tokens: int, entries: int, topk: int, units: int) -> bool:
-    """Whether scores and selection of a prompt are faster in one launch than in two steps.
+MOST_BY_GROUPS = 32768
+"""Entries of rows of which some are selected by groups whatever their number is."""
 
-    entries: of the longest row. units: number of multiprocessors. A program of the launch has two tokens and all their
-    keys, and a multiprocessor four programs, so that a launch takes as long as its last round of programs is full or
-    not. With few entries to select the second of two steps takes little time, unless rows are long.
+
+def by_groups(tokens: int, requests: int, entries: int) -> bool:
+    """Whether selection by groups is faster than selection in two steps.
+
+    tokens, requests: of the call. entries: of the longest row, K at most 1,024.
+    Measured on an H100, torch 2.11, Triton 3.6, 2026-11-27: 24 decodes of 1, 8 and 64 requests, 8,192 to 262,144
+    entries, K 512 and 1,024, of which the choice is always the faster one; and four prompts of 2,048 tokens, 8,192 and
+    32,768 entries. Longer rows of prompts, and of fewer tokens above 8,192 entries, were not measured.
+    """
+    if tokens <= requests:
+        return entries <= MOST_BY_GROUPS or tokens >= 64
+    return entries <= 8192 or (entries <= MOST_BY_GROUPS and tokens >= 1024)
+
+
+def in_one_launch(tokens: int, requests: int, entries: int, topk: int, units: int) -> bool:
+    """Whether scores and selection of a prompt are faster in one launch than in two steps, and by groups.
+
+    requests: of the call. entries: of the longest row. units: number of multiprocessors. A program of the launch has
+    two tokens and all their keys, and a multiprocessor four programs, so that a launch takes as long as its last round
+    of programs is full or not. With few entries to select the second of two steps takes little time, unless rows are
+    long. With many to select, selection by groups is faster where it serves.
     Measured on an H100, torch 2.11, Triton 3.6, 2026-11-27: 32 prompts of 128 to 8,192 tokens, 2,048 to 65,536 entries,
-    K 512 and 1,024; the choice is at most 4 % slower than the better one.
+    K 512 and 1,024, four of them by groups too; the choice is at most 4 % slower than the best one.
     """
     together = 8 * units
     filled = tokens / (-(-tokens // together) * together) if tokens else 0.0
-    return filled >= 0.7 if topk > 512 else filled >= 0.9 and entries >= 16384
+    if topk > 512:
+        return filled >= 0.7 and not by_groups(tokens, requests, entries)
+    return filled >= 0.9 and entries >= 16384
 
 
 COMBINE_ROUNDS = ((10, 1), (5, 2), (10, 2), (2, 8))

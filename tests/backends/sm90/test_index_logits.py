@@ -247,11 +247,14 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
     assert (logits == 0).all()
 
 
-@pytest.mark.parametrize("topk", ["512", pytest.param("1024", marks=pytest.mark.slow)])
-def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit(topk: str) -> None:
-    """The kernel that selects too may spill `index_select.SPILLS` bytes."""
-    found = told_by("-m", "tests.backends.sm90.compiles_index", topk)
+@pytest.mark.parametrize("words", [["512"], pytest.param(["1024", "all"], marks=pytest.mark.slow)])
+def test_every_form_keeps_every_limit_and_four_programs_fit_a_multiprocessor(words: list[str]) -> None:
+    """The kernel that selects too may spill `index_select.SPILLS` bytes. Selection by groups has fewer programs."""
+    found = told_by("-m", "tests.backends.sm90.compiles_index", *words)
+    groups = found.pop("groups")
 
+    assert [form for form in groups if form["reasons"] or not form["programs"]] == []
+    assert len(groups) == (13 if "all" in words else 3)
     assert found == {
         "foreseen": True,
         "forms": [{"reasons": [], "programs": index_logits.PROGRAMS}] * 4,

@@ -5,6 +5,7 @@ Where kernels are interpreted, the shared kernel of `_triton.layer.index_select`
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from dsv4attn.backends._triton.layer import ops as shared_ops
 from dsv4attn.backends.sm90 import index_select, ops
 from dsv4attn.backends.sm90.explain_notes import notes
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import in_one_launch
+from dsv4attn.backends.sm90.tuning import by_groups, in_one_launch
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -121,44 +122,60 @@ def test_memory_does_not_grow_with_tokens_or_entries() -> None:
     assert held <= Sm90Backend().layer_ops.transient_bytes(1)
 
 
-def regrets(units: int = UNITS, *, topk: int | None = None) -> dict[tuple[int, ...], float]:
-    """Time of the chosen form of each prompt, relative to the faster one.
+def measured() -> list[tuple[int, int, int, list[float]]]:
+    """K, tokens, entries of calls; times in two steps, in one launch (inf: a decode), and by groups if measured."""
+    prompts = [[*map(float, line)] for line in measured_lines("select_h100.txt")]
+    both = [(int(topk), int(tokens), int(entries), times) for topk, tokens, entries, *times in prompts]
+    for tokens, entries, topk, two_steps, groups, one_launch in measured_lines("select_groups_h100.txt"):
+        times = [float(two_steps), float(one_launch), float(groups)]
+        both.append((int(topk), int(tokens), int(entries), times))
+    return both
 
-    units: multiprocessors. topk: what the choice is given instead of a prompt's own.
+
+def regrets(units: int = UNITS, *, topk: int | None = None, tokens: int | None = None) -> list[float]:
+    """Time of the chosen way of each measured call, relative to the fastest one.
+
+    units: multiprocessors. topk, tokens: what the choices are given instead of a call's own. Prompts that are selected
+    by groups, and were not measured so, are left out.
     """
-    lost: dict[tuple[int, ...], float] = {}
-    for *sizes, two_steps, one_launch in measured_lines("select_h100.txt"):
-        own, tokens, entries = map(int, sizes)
-        times = float(two_steps), float(one_launch)
-        lost[own, tokens, entries] = times[in_one_launch(tokens, entries, topk or own, units)] / min(times)
+    lost = []
+    for own, count, entries, times in measured():
+        given, requests = tokens or count, count if times[1] == inf else 1
+        way = 2 if by_groups(given, requests, entries) else 0
+        if in_one_launch(given, requests, entries, topk or own, units):
+            way = 1
+        if way < len(times):
+            lost.append(times[way] / min(times))
     return lost
 
 
 def test_the_choice_is_that_of_the_measured_times() -> None:
-    assert len(regrets()) == 32
-    assert max(regrets().values()) < 1.04
+    assert len(measured()) == 60
+    assert len(regrets()) == 41
+    assert max(regrets()) < 1.04
 
 
-@pytest.mark.parametrize("change", [{"units": 16}, {"units": 10**6}, {"topk": 512}, {"topk": 1024}])
+@pytest.mark.parametrize("change", [{"units": 16}, {"units": 10**6}, {"topk": 512}, {"topk": 1024}, {"tokens": 64}])
 def test_another_choice_is_worse(change: dict[str, int]) -> None:
-    assert max(regrets(**change).values()) > 1.1
+    assert max(regrets(**change)) > 1.05
 
 
 def test_nothing_is_launched_at_once_without_tokens() -> None:
-    assert not in_one_launch(0, 65536, 1024, UNITS)
+    assert not in_one_launch(0, 1, 65536, 1024, UNITS)
 
 
-def test_explain_says_when_prompts_are_selected_from_in_one_launch() -> None:
+def test_explain_says_how_is_selected() -> None:
     device = DeviceFacts.named("sm_90")
-    for topk, said in ((512, "from 16,384 index keys on"), (1024, "from any index keys on")):
-        said_lines = notes(device, Problem.of(FLASH, "c4a", "prefill", topk=topk))
-        (line,) = [line for line in said_lines if line.startswith("selection")]
-        assert said in line
 
-    for problem in (
-        Problem.of(FLASH),
-        Problem.of(FLASH, "swa", "prefill"),
-        Problem.of(FLASH, "c4a", "prefill", topk=2048),
-        Problem.of(FLASH, "c4a", "prefill", deterministic=True),
-    ):
-        assert not any(line.startswith("selection") for line in notes(device, problem))
+    def said(*problem: Any, **changes: Any) -> list[str]:
+        lines = notes(device, Problem.of(FLASH, *problem, **changes))
+        return [line for line in lines if line.startswith("selection")]
+
+    (line,) = said("c4a", "decode")
+    assert "by groups of entries with 32,768 index keys at most, or 64 requests or more" in line
+    for topk, shorter, longer in ((512, "8,192", "16,384"), (1024, "32,768", "65,536")):
+        (line,) = said("c4a", "prefill", topk=topk)
+        assert f"by groups of entries with {shorter} index keys at most, in one launch with {longer} or more" in line
+    assert not said("swa", "prefill")
+    assert not said("c4a", "prefill", topk=2048)
+    assert not said("c4a", "prefill", deterministic=True)

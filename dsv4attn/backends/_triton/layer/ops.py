@@ -38,7 +38,7 @@ from dsv4attn.core.torch_ops.candidates import check_block_size
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.tiles import linear as torch_linear
 
-__all__ = ["SCORES_BYTES", "layer_ops"]
+__all__ = ["SCORES_BYTES", "layer_ops", "score_memory"]
 
 SCORES_BYTES = 128 * 2**20
 """Most bytes of scores that a selection holds: those of all tokens, or of as many as fit, and of one at least."""
@@ -137,7 +137,7 @@ def _select(
     run = select.wanted_run(tokens, max_entries, topk)
     # rows begin and end at multiples of the widest access
     width, columns = round_up(max_entries, 64), select.maxima_columns(max_entries, run) if run else 0
-    for part, memory in _memory(out, width + columns):
+    for part, memory in score_memory(out, width + columns):
         scores, maxima = memory[:, :width], memory[:, width:] if run else None
         of_part = token_map.tokens(part)
         score(query.tokens(part), cache, of_part, scores, maxima, run)
@@ -165,7 +165,7 @@ def select_candidates(
         )
         return
     width, columns = round_up(max_entries, 64), candidates.block_columns(max_entries, block_size)
-    for part, memory in _memory(out, width + columns):
+    for part, memory in score_memory(out, width + columns):
         scores, blocks, of_part = memory[:, :width], memory[:, width:], token_map.tokens(part)
         score(query.tokens(part), cache, of_part, scores, None, 0)
         candidates.select_blocks(scores, blocks, of_part.visible_lens, out[part], block_size, max_entries)
@@ -195,7 +195,7 @@ def select_topk_of_candidates(
         out.fill_(-1)
         return
     width = round_up(max_entries, 64)
-    for part, memory in _memory(out, 2 * width):
+    for part, memory in score_memory(out, 2 * width):
         scores, kept, of_part = memory[:, :width], memory[:, width:], token_map.tokens(part)
         score(query.tokens(part), cache, of_part, scores, None, 0)
         keep_candidates(scores, candidates[part], kept, block_size, max_entries)
@@ -228,7 +228,7 @@ def transient_bytes(max_tokens: int) -> int:
     return 2 * SCORES_BYTES + 2**20 + 1024 * max_tokens
 
 
-def _memory(out: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
+def score_memory(out: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
     """Rows of out [T, K] that are selected together, and [rows, width] fp32 for their scores."""
     tokens = out.shape[0]
     rows = max(SCORES_BYTES // (4 * width), 1)

@@ -1,4 +1,4 @@
-"""Kernels that score one token's entries and select the largest scores by groups: exact, whatever the scores are.
+"""Kernels that score one token's entries and select the largest scores by groups. Exact, whatever the scores are.
 
 A group is some entries that follow each other, and has the largest of their scores. The K groups that come first in the
 rule of selection - the larger maximum, of equal ones the lower number - have all K entries that are selected. So a row
@@ -21,12 +21,18 @@ from dsv4attn.backends._triton.launching.kernels_pdl import (
     wait_then_launch_dependents,
 )
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.kernels_index_logits import NIBBLES, load_rows, scores_of_tile, uniform
+from dsv4attn.backends._triton.layer.kernels_index_logits import load_rows, scores_of_tile, uniform
 from dsv4attn.backends._triton.layer.kernels_lists import score_of
 from dsv4attn.backends._triton.layer.kernels_select import LOWEST, narrowed, ordered, visible_count
 
 MOST = tl.constexpr(1024)
 """Entries that can be selected in a row."""
+SUB = tl.constexpr(4)
+"""Scores that follow each other, of whose largest a first bound is found."""
+HEADS, DIM = tl.constexpr(64), tl.constexpr(128)
+"""Heads and dims of a query."""
+WIDE = tl.constexpr(16)
+"""Bytes that divide the address of a row of a query, and of an index key."""
 LOWEST_SCORE = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite number, for which -inf counts."""
 
@@ -73,14 +79,14 @@ def probe_at(low, high, most, fewest, target, ASM: tl.constexpr):
 
 @triton.jit
 def kth_score(
-    x, low, at_low, high, wanted, slack, PROBES: tl.constexpr, NEAREST: tl.constexpr, ASM: tl.constexpr
+    x, low, at_low, high, wanted, slack, NEAREST: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """(key, how many reach it, how many are above it): of the wanted-th largest of scores as they are compared.
 
     low: a key that at_low scores reach; if these are no more than wanted + slack, it is the result. high: a key that
     none reaches. It stops early: at a key that up to `slack` more reach, and then the last number is only a lower
-    bound. PROBES: 2 or 4 of a step. NEAREST: which of four steps begins with the nearest scores; between equal scores a
-    probe a bit would be needed.
+    bound. NEAREST: which of four steps begins with the nearest scores; between equal scores a step would be needed for
+    each bit.
     """
     at_high = at_low * 0
     step = 0
@@ -97,12 +103,6 @@ def kth_score(
         middle = (low & high) + ((low ^ high) >> 1)
         first = probe_at(low, high, most, fewest, target, ASM)
         reached = tl.sum((x >= score_of(first)).to(tl.int32) + ((x >= score_of(middle)).to(tl.int32) << 16), 0)
-        if PROBES == 4:
-            below = probe_at(low, high, most, fewest, tl.minimum(1.15 * target, tl.sqrt(target * most)), ASM)
-            above = probe_at(low, high, most, fewest, tl.maximum(0.87 * target, tl.sqrt(target * fewest)), ASM)
-            more = tl.sum((x >= score_of(below)).to(tl.int32) + ((x >= score_of(above)).to(tl.int32) << 16), 0)
-            low, at_low, high, at_high = narrowed(low, at_low, high, at_high, below, more & 0xFFFF, wanted)
-            low, at_low, high, at_high = narrowed(low, at_low, high, at_high, above, more >> 16, wanted)
         low, at_low, high, at_high = narrowed(low, at_low, high, at_high, first, reached & 0xFFFF, wanted)
         low, at_low, high, at_high = narrowed(low, at_low, high, at_high, middle, reached >> 16, wanted)
     return low, at_low, at_high
@@ -140,24 +140,24 @@ def entries_of(LIST, SIZE: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def write_chosen(
-    x, LIST, count, place, low, wanted, slack, SIZE: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr,
-    PROBES: tl.constexpr, ASM: tl.constexpr,
+    x, LIST, place, low, wanted, slack, SIZE: tl.constexpr, GROUP: tl.constexpr,
+    BOUNDED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of the `wanted` largest scores in their order; (key of the last, how many there are).
 
     Of equal scores the first are chosen. Up to `slack` more may be. low: a key; what does not reach it is not chosen.
-    SUB: scores that follow each other, of whose largest a first bound is found; 1: `low` is a good bound. count: scores
-    that may be chosen are among the first `count`; not used if SUB is 1. LIST: numbers of the groups, of GROUP scores
-    each, that x [SIZE] has; None: x has all, and the numbers are 0 and on.
+    BOUNDED: whether `low` is a good bound. LIST: numbers of the groups, of GROUP scores each, that x [SIZE] has; None:
+    x has all, and the numbers are 0 and on.
     """
-    largest = tl.max(tl.reshape(x, (SIZE // SUB, SUB)), 1) if SUB > 1 else x
+    largest = x if BOUNDED else tl.max(tl.reshape(x, (SIZE // SUB, SUB)), 1)
     high, _ = ordered(tl.max(largest, 0))
     high += 1
-    if SUB > 1:
-        # as many groups, so at least as many scores
-        low, _, _ = kth_score(largest, low, (count + (SUB - 1)) // SUB, high, wanted, wanted // 8, 2, 0, ASM)
+    if not BOUNDED:
+        # as many groups, so at least as many scores. NaN reach no key, so groups are counted
+        at_low = tl.sum((largest >= score_of(low)).to(tl.int32), 0)
+        low, _, _ = kth_score(largest, low, at_low, high, wanted, wanted // 8, 0, ASM)
     at_low = tl.sum((x >= score_of(low)).to(tl.int32), 0)
-    key, reached, above = kth_score(x, low, at_low, high, wanted, slack, PROBES, 3, ASM)
+    key, reached, above = kth_score(x, low, at_low, high, wanted, slack, 3, ASM)
     bound = score_of(key)
     chosen = tl.minimum(reached, wanted + slack)
     if reached > chosen:
@@ -174,35 +174,33 @@ def write_chosen(
 
 
 @triton.jit
-def store_maxima(scores, maxima, count, GROUP: tl.constexpr, TILE: tl.constexpr):
+def store_maxima(scores, maxima, count, GROUP: tl.constexpr, READ: tl.constexpr):
     """Write the largest score of each group among the first `count` entries of a row."""
-    lane = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    for start in range(0, count, TILE):
+    lane = tl.arange(0, READ // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    for start in range(0, count, READ):
         entry = start + lane
         x = tl.load(scores + entry, mask=entry // 4 < (count + 3) // 4, other=0.0)
-        tl.store(maxima + start // GROUP + tl.arange(0, TILE // GROUP), tl.max(known_of(x, entry < count), 1))
+        tl.store(maxima + start // GROUP + tl.arange(0, READ // GROUP), tl.max(known_of(x, entry < count), 1))
 
 
 @triton.jit
 def select_row(
     scores, MAXIMA, LIST, out, count, max_entries, wanted, slack,
     SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    TILE: tl.constexpr, SUB: tl.constexpr, PROBES: tl.constexpr, ASM: tl.constexpr,
+    READ: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Select in a row of which the first `count` entries are seen. See `choose_groups_kernel`."""
     low = tl.full((), LOWEST, tl.int32)
     if GROUPS > 0:
         place = tl.arange(0, SIZE // GROUP)
         if count > SIZE:
-            if TILE > 0:
-                store_maxima(scores, MAXIMA, count, GROUP, TILE)
+            if READ > 0:
+                store_maxima(scores, MAXIMA, count, GROUP, READ)
                 tl.debug_barrier()
             groups = (count + (GROUP - 1)) // GROUP
             number = tl.arange(0, GROUPS)
             largest = tl.load(MAXIMA + number, mask=number < groups, other=float("-inf"))
-            low, listed = write_chosen(
-                largest, None, groups, LIST, low, wanted, slack, GROUPS, 1, SUB, PROBES, ASM
-            )  # fmt: skip
+            low, listed = write_chosen(largest, None, LIST, low, wanted, slack, GROUPS, 1, False, ASM)
             # past the last, a group that no row has
             tl.store(LIST + place, max_entries // GROUP + 1, mask=place >= listed)
         else:
@@ -214,9 +212,8 @@ def select_row(
     x = tl.load(scores + entry, mask=entry // 4 < (count + 3) // 4, other=0.0)
     x = tl.reshape(known_of(x, entry < count), (SIZE,))
     # the last chosen group's key is a good bound
-    within: tl.constexpr = 1 if GROUPS > 0 else SUB
     _, chosen = write_chosen(
-        x, LIST if GROUPS > 0 else None, count, out, low, wanted, wanted * 0, SIZE, GROUP, within, PROBES, ASM
+        x, LIST if GROUPS > 0 else None, out, low, wanted, wanted * 0, SIZE, GROUP, GROUPS > 0, ASM
     )  # fmt: skip
     if chosen < wanted:
         column = tl.arange(0, MOST)
@@ -233,13 +230,13 @@ def choose_groups_kernel(
     score_stride: tl.int64, group_stride: tl.int64, out_stride: tl.int64,
     max_entries: tl.int32, wanted: tl.int32, slack: tl.int32,
     SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    TILE: tl.constexpr, SUB: tl.constexpr, PROBES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    READ: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,): select in one row.
 
     SIZE: entries in registers. GROUPS: groups in registers, of GROUP entries each; 0 if no row has more than
     SIZE entries. slack: how many groups more than `wanted` may be chosen; both together at most SIZE / GROUP.
-    TILE: entries that are read together to find the maxima of groups; 0 if these are known.
+    READ: entries that are read together to find the maxima of groups; 0 if these are known.
     Up to three entries past those that a row sees are read.
     """
     wait_then_launch_dependents(PDL)
@@ -249,51 +246,41 @@ def choose_groups_kernel(
     count = tl.maximum(visible_count(LENS, row, max_entries), 0)
     select_row(
         scores, MAXIMA + row * group_stride, LISTS + row * places, OUT + row * out_stride, count,
-        max_entries, wanted, slack,        SIZE, GROUPS, GROUP, TILE, SUB, PROBES, ASM,
+        max_entries, wanted, slack, SIZE, GROUPS, GROUP, READ, ASM,
     )  # fmt: skip
 
 
 @stable_kernel
 def score_groups_kernel(
-    Q,  # [T, HEADS, DIM] codes or values
-    Q_SCALES,  # [T, HEADS, DIM / 32] uint8 of e2m1 codes, or None
+    Q,  # [T, HEADS, DIM] codes
     W,  # [T, HEADS] fp32
-    KEYS,  # pages, `page_stride` elements apart
+    KEYS,  # pages, `page_stride` bytes apart
     TABLE,  # [R, columns] int32
     REQUESTS,  # [T] int32 of each token
     LENS,  # [T] int32 entries that each token sees
     OUT,  # [T, limit] fp32
     MAXIMA,  # [T, groups] fp32, or None
     tokens: tl.int32, requests: tl.int32, limit: tl.int32, span: tl.int32, q_stride: tl.int64, q_head_stride: tl.int64,
-    qs_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32,
-    page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64, data_stride: tl.int64,
-    scale_offset: tl.int64, scale_stride: tl.int64, out_stride: tl.int64, group_stride: tl.int64,
-    ALIGNED: tl.constexpr, STRIDE: tl.constexpr, Q_ALIGNED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32, page_size: tl.int32,
+    factor: tl.int32, log: tl.int32, page_stride: tl.int64, scale_offset: tl.int64, out_stride: tl.int64,
+    group_stride: tl.int64, KIND: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     DT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits * tokens,): one token against `span` entries, a multiple of BLOCK. Neighbours share entries.
 
-    Scores of entries that a token sees are written, NaN without a block; and the largest of each GROUP entries, of
-    those that are seen and no NaN, -inf if none is.
+    Pages have whole runs of 64 records, DIM bytes apart, and fp32 scales after them. Scores of entries that a token
+    sees are written, NaN without a block; and the largest of each GROUP entries, of those that are seen and no NaN,
+    -inf if none is.
     """
     wait_prior_grid(PDL)
     token = tl.program_id(0) % tokens
     begin = tl.program_id(0) // tokens * span
-    padded: tl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
-    head = tl.arange(0, padded)
-    there = head < HEADS
+    head = tl.arange(0, HEADS)
     at = token.to(tl.int64)
     query = Q + at * q_stride + head * q_head_stride
-    q_scale = query
-    if KIND == NIBBLES:
-        q_scale = Q_SCALES + at * qs_stride + head * (DIM // 32)
     # loaded before it is known whether they are needed
-    q = load_rows(query, q_scale, there, Q_ALIGNED, DIM, 0, KIND, FNUZ, DT)
-    q_high = q
-    if KIND == NIBBLES:
-        q_high = load_rows(query, q_scale, there, Q_ALIGNED, DIM, 1, KIND, FNUZ, DT)
-    w = tl.load(W + at * w_stride + head, mask=there, other=0.0)
+    q = load_rows(query, query, head < HEADS, WIDE, DIM, 0, KIND, False, DT)
+    w = tl.load(W + at * w_stride + head)
     count = visible_count(LENS, token, limit)
     request = tl.load(REQUESTS + token)
     # of a request that does not exist, no entry has a block
@@ -310,9 +297,8 @@ def score_groups_kernel(
         start = begin + tile * BLOCK
         entry = start + lane
         score, _ = scores_of_tile(
-            q, q_high, w, KEYS, None, table, columns, num_blocks, (page_size, factor, log), page_stride, data_stride,
-            scale_offset, scale_stride, start, entry, lane, limit, ALIGNED, STRIDE, 1, padded, DIM, KIND, FNUZ, BLOCK,
-            DT,
+            q, q, w, KEYS, None, table, columns, num_blocks, (page_size, factor, log), page_stride, 0, scale_offset, 4,
+            start, entry, lane, limit, WIDE, DIM, 1, HEADS, DIM, KIND, False, BLOCK, DT,
         )  # fmt: skip
         score = tl.reshape(score, (BLOCK,))
         tl.store(scores + entry, score, mask=entry < count)

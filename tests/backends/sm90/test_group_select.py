@@ -1,0 +1,294 @@
+"""Selection by groups of entries, judged entry by entry; when it serves; and next to two steps on the same inputs.
+
+Forms are small, so that short rows take every way: all entries at once, groups first, many equal scores.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve, field, frozen
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.layer import ops as shared_ops
+from dsv4attn.backends.sm90 import group_select, kernels_group_select, ops
+from dsv4attn.backends.sm90.group_select import Form
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.testing import oracle_layer
+from dsv4attn.tools.cli.common import geometry_of
+from dsv4attn.tools.cli.compile import bounds_of
+from tests.backends._triton.layer import test_select_topk
+from tests.backends._triton.layer.test_select_topk import LOWEST, interpreted
+from tests.backends.sm90.test_index_logits import DEVICE, drawn_call, hopper
+from tests.backends.sm90.test_index_select import in_two_steps, of_whole_numbers, selected
+from tests.programs import import_text
+
+UNTOUCHED = 77
+KINDS = test_select_topk.KINDS | {
+    "fewer than selected": lambda g, n: np.where(g.random(n) < 3 / n, g.standard_normal(n), np.nan)
+}
+
+
+def forms(topk: int, entries: int) -> list[Form]:
+    """All entries at once, and groups first with few and many groups more than K."""
+    grouped = [
+        Form(size, 1 << (max(-(-entries // group), 4) - 1).bit_length(), group, size // group - topk, 32)
+        for size, group in ((16, 4), (32, 4), (64, 8))
+        if size // group >= topk
+    ]
+    return [Form(512), *grouped]
+
+
+@frozen
+class Case:
+    """Rows of scores that are selected at once.
+
+    lens: visible entries of each, by the thousandth of entries, or fewer than none. maxima: whether they are given.
+    """
+
+    seed: int
+    kind: str
+    topk: int
+    entries: int
+    lens: Sequence[int] = field(default=(1000, 1003, 600))
+    maxima: bool = True
+
+    def scores(self) -> NDArray[np.float32]:
+        g = np.random.default_rng(self.seed)
+        return np.array([KINDS[self.kind](g, self.entries) for _ in self.lens], dtype=np.float32)
+
+    def counts(self) -> list[int]:
+        return [self.entries * n // 1000 if n >= 0 else n for n in self.lens]
+
+    def agrees(self, form: Form, module: ModuleType = group_select) -> bool:
+        """Whether every row holds what the oracle selects, and nothing next to them was written."""
+        scores, width = self.scores(), -(-self.entries // 64) * 64
+        wide = np.full((len(scores), width), np.nan, dtype=np.float32)
+        wide[:, : self.entries] = scores
+        whole = torch.full((len(scores) + 1, self.topk + 9), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+        out, lens = whole[:-1, : self.topk], torch.tensor(self.counts(), dtype=torch.int32, device=DEVICE)
+        maxima = None
+        if self.maxima and form.groups:
+            maxima, form = torch.from_numpy(self._maxima(wide, form.group)).to(DEVICE), evolve(form, read=0)
+        module.choose(torch.from_numpy(wide).to(DEVICE), maxima, lens, out, self.entries, form)
+        actual = out.cpu().numpy().copy()
+        out.fill_(UNTOUCHED)
+        return bool((whole == UNTOUCHED).all()) and bool((actual == self.expected(scores)).all())
+
+    def _maxima(self, wide: NDArray[np.float32], group: int) -> NDArray[np.float32]:
+        """Of each group that a row sees; NaN after that."""
+        maxima = np.full((len(wide), wide.shape[1] // group), np.nan, dtype=np.float32)
+        for row, x, count in zip(maxima, wide, self.counts(), strict=True):
+            seen = max(min(count, self.entries), 0)
+            known = np.full(len(x), -np.inf, dtype=np.float32)
+            known[:seen] = np.where(np.isnan(x[:seen]), -np.inf, np.maximum(x[:seen], np.float32(LOWEST)))
+            row[: -(-seen // group)] = known.reshape(-1, group).max(1)[: -(-seen // group)]
+        return maxima
+
+    def expected(self, scores: NDArray[np.float32]) -> NDArray[np.int64]:
+        rows = np.full((len(scores), self.topk), -1)
+        for row, x, count in zip(rows, scores, self.counts(), strict=True):
+            # -inf is the lowest finite number
+            chosen = oracle_layer.select(np.maximum(x[: max(count, 0)].astype(np.float64), LOWEST), self.topk)
+            row[: len(chosen)] = chosen
+        return rows
+
+
+cases = st.builds(
+    Case,
+    seed=st.integers(0, 2**16),
+    kind=st.sampled_from(sorted(KINDS)),
+    topk=st.sampled_from([1, 2, 3, 4, 8]),
+    entries=st.sampled_from([1, 5, 15, 16, 17, 40, 100, 300, 500]),
+    lens=st.lists(st.sampled_from([1000, 1000, 1003, 700, 300, 20, 0, -10]), min_size=1, max_size=3),
+    maxima=st.booleans(),
+)
+
+
+@given(cases, st.integers(0, 3))
+def test_the_largest_are_selected_whatever_the_scores_are(case: Case, number: int) -> None:
+    those = forms(case.topk, case.entries)
+    assert case.agrees(those[number % len(those)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("maxima", [True, False])
+def test_every_kind_of_scores(kind: str, maxima: bool) -> None:
+    for seed, entries in enumerate((40, 500)):
+        assert all(Case(seed, kind, 4, entries, maxima=maxima).agrees(form) for form in forms(4, entries))
+
+
+@pytest.mark.parametrize("kind", ["normal", "nearly all zero", "odd"])
+@pytest.mark.parametrize(("topk", "entries"), [(512, 2048), (512, 8000), (1024, 16_000), (512, 140_000)])
+def test_rows_of_the_sizes_of_the_model(kind: str, topk: int, entries: int) -> None:
+    form = group_select.form_of(entries, topk, with_maxima=entries > 32_768)
+    assert form is not None
+    assert Case(0, kind, topk, entries, [1000]).agrees(form)
+
+
+def test_every_row_of_a_model_has_a_form() -> None:
+    for topk in (1, 512, 1024):
+        for entries in (1, 2048, 8192, 8193, 65_536, 262_144):
+            form = group_select.form_of(entries, topk, with_maxima=True)
+
+            assert form is not None
+            assert form.size >= entries or form.groups * form.group >= entries
+            assert not form.groups or topk + form.slack == form.size // form.group
+            assert max(form.size, form.groups) <= 16_384
+    assert group_select.form_of(262_145, 512, with_maxima=True) is None
+    assert group_select.form_of(2048, 1025, with_maxima=True) is None
+
+
+def call_of(each: int, page: int = 64, heads: int = 64) -> dict[str, Any]:
+    """14 tokens whose scores are exact in any order of their sums, of requests of `each` tokens."""
+    call = drawn_call(14, page, heads)
+    if page == 64:
+        call = of_whole_numbers(call)
+    token_map = call["token_map"]
+    return {**call, "token_map": evolve(token_map, block_table=token_map.block_table.repeat(5, 1)[: 14 // each])}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a device has other kernels")
+@pytest.mark.parametrize("groups", [0, 256])
+@pytest.mark.parametrize("each", [1, 7])
+@pytest.mark.parametrize("most", [1, 2**27])
+def test_the_same_entries_are_selected_as_in_two_steps(
+    each: int, groups: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of requests of one token and of more, with and without groups, all rows at once and one after the other."""
+    call, form = call_of(each), Form(512, groups, 8, 31, 64 if each > 1 else 0) if groups else Form(2048)
+    monkeypatch.setattr(group_select, "form_of", lambda *_, **__: form)
+    expected, _ = selected(in_two_steps, call, 33)
+    monkeypatch.setattr(shared_ops, "SCORES_BYTES", most)
+    actual, launched = selected(Sm90Backend().layer_ops.select_topk, call, 33)
+
+    assert torch.equal(actual, expected)
+    assert launched == {"choose_groups_kernel", "score_groups_kernel" if each == 1 else "score_kernel"}
+
+
+@pytest.mark.parametrize("case", ["heads", "page", "many entries", "slower", "deterministic"])
+def test_what_it_does_not_serve_is_selected_in_two_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of(1, 48 if case == "page" else 64, 32 if case == "heads" else 64)
+    if case == "slower":
+        monkeypatch.setattr(group_select, "by_groups", lambda *_: False)
+    topk = 1025 if case == "many entries" else 9
+    actual, launched = selected(Sm90Backend(deterministic=case == "deterministic").layer_ops.select_topk, call, topk)
+
+    assert torch.equal(actual, selected(in_two_steps, call, topk)[0])
+    assert "choose_groups_kernel" not in launched
+    if case in {"heads", "page"}:
+        assert not group_select.select(**call, out=actual, max_entries=900, score_rows=ops.score)
+
+
+@pytest.mark.parametrize("topk", [512, 1024])
+def test_what_is_launched_is_foreseen_and_nothing_else(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of every length, of requests of one token and of more. The kernels are not run."""
+    seen: set[Variant] = set()
+
+    def record(kernel: Any, _: Any, args: Any, constants: Any, *, num_warps: int, **options: Any) -> None:
+        seen.add(Variant.of(kernel, args, constants, num_warps, options.pop("num_stages", 1), **options))
+
+    monkeypatch.setattr(group_select, "launch", record)
+    for tokens, requests, longest in ((64, 64, 18), (1024, 3, 15)):
+        call, out = drawn_call(tokens), torch.empty(tokens, topk, dtype=torch.int32, device=DEVICE)
+        table = call["token_map"].block_table.repeat(22, 1)[:requests]
+        call["token_map"] = evolve(call["token_map"], block_table=table)
+        for entries in [n for bits in range(11, longest + 1) for n in (2**bits, 2**bits - 70)]:
+            assert group_select.select(**call, out=out, max_entries=entries, score_rows=lambda *_: None)
+
+    bounds = bounds_of(geometry_of("flash" if topk == 512 else "pro"), "e4m3fn")
+    bounds = evolve(bounds, limits=evolve(bounds.limits, max_model_len=2**20))
+    foreseen = {*Sm90Backend().kernel_variants(bounds, DeviceFacts.named("sm_90"))}
+    assert seen == {v for v in foreseen if v.name in {"choose_groups_kernel", "score_groups_kernel"}}
+
+
+def test_memory_is_within_what_the_ops_say() -> None:
+    allowed = Sm90Backend().layer_ops.transient_bytes(1)
+    for topk in (1, 512, 1024):
+        for entries in (2048, 8192, 8200, 32_768, 65_536, 262_144):
+            for with_maxima in (True, False):
+                form = group_select.form_of(entries, topk, with_maxima=with_maxima)
+                assert form is not None
+                rows = shared_ops.SCORES_BYTES // (4 * entries)
+                assert shared_ops.SCORES_BYTES + group_select.scratch_bytes(rows, entries, form) <= allowed
+
+
+class TestOnDevice:
+    pytestmark = hopper
+
+    @pytest.mark.parametrize("topk", [1, 500, 512, 1024])
+    @pytest.mark.parametrize("each", [1, 7])
+    def test_the_same_entries_are_selected_as_in_two_steps(self, each: int, topk: int) -> None:
+        call = call_of(each)
+        expected, _ = selected(in_two_steps, call, topk)
+        actual, launched = selected(Sm90Backend().layer_ops.select_topk, call, topk)
+
+        assert torch.equal(actual, expected)
+        assert "choose_groups_kernel" in launched
+
+    def test_a_captured_graph_selects_the_same(self) -> None:
+        call, out = call_of(1), torch.empty(14, 512, dtype=torch.int32, device=DEVICE)
+        assert group_select.select(**call, out=out, max_entries=900, score_rows=ops.score)
+        expected, graph = out.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            group_select.select(**call, out=out, max_entries=900, score_rows=ops.score)
+        out.fill_(UNTOUCHED)
+        graph.replay()
+
+        assert torch.equal(out, expected)
+
+
+def test_nothing_happens_without_columns() -> None:
+    scores, lens = torch.zeros(3, 64, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    group_select.choose(scores, None, lens, torch.empty(3, 0, dtype=torch.int32, device=DEVICE), 9, Form(2048))
+
+
+# bugs that must be found
+
+BUGS = {
+    "NaN is a low number": ('LOWEST_SCORE), float("-inf"))', 'LOWEST_SCORE), tl.where(live, -3e38, float("-inf")))'),
+    "-inf is absent": ("tl.maximum(x, LOWEST_SCORE)", "x"),
+    "unseen entries": ("known_of(x, entry < count), (SIZE,)", "known_of(x, entry < count + 3), (SIZE,)"),
+    "one tie less": ("tied > wanted - above)", "tied > wanted - above - 1)"),
+    "one tie more": ("(tied > wanted - above)", "(tied > wanted - above + 1)"),
+    "one place further": ("tl.cumsum(reaches.to(tl.int32), 0) - 1", "tl.cumsum(reaches.to(tl.int32), 0)"),
+    "nothing after the last": ("column >= chosen", "column >= wanted"),
+    "a group too few": ("groups = (count + (GROUP - 1)) // GROUP", "groups = count // GROUP"),
+    "a bound too high": ("wanted // 8, 0, ASM)", "0, 0, ASM)\n        low += 1 << 22"),
+    "NaN are counted": ("(largest >= score_of(low))", "(tl.maximum(largest, -3e38) >= -3e38)"),
+    "no score is the highest": ("    high += 1\n    if not BOUNDED", "    if not BOUNDED"),
+}  # fmt: skip
+
+
+@pytest.mark.mutation
+@interpreted
+@pytest.mark.parametrize("name", ["", *BUGS])
+def test_planted_bugs_are_found(name: str, tmp_path: Path) -> None:
+    text = inspect.getsource(kernels_group_select)
+    if name:
+        right, wrong = BUGS[name]
+        assert text.count(right) == 1, f"the kernels no longer say {right!r} once"
+        text = text.replace(right, wrong)
+    kernels = import_text(tmp_path / f"planted_kernels_{tmp_path.name}.py", text)
+    copy = import_text(tmp_path / f"planted_{tmp_path.name}.py", inspect.getsource(group_select))
+    vars(copy)["choose_groups_kernel"] = kernels.choose_groups_kernel
+    agreed = all(
+        Case(seed, kind, topk, entries, [1000, 997, 300, 9], maxima=seed % 2 == 0).agrees(form, copy)
+        for seed in range(4)
+        for kind in ("normal", "few values", "odd", "nan", "ascending", "fewer than selected")
+        for topk, entries in ((4, 499), (3, 40), (8, 17))
+        for form in forms(topk, entries)
+    )
+    assert agreed is not bool(name)
