@@ -12,7 +12,6 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, multiprocessors
 from dsv4attn.backends._triton.layer.index_logits import Tile, tiles_for
 from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE
@@ -121,17 +120,12 @@ def choose(
 
 def _choose_constants(form: Form) -> dict[str, Any]:
     constants = {"SIZE": form.size, "GROUPS": form.groups, "GROUP": form.group, "READ": form.read}
-    return {**constants, **_pdl()}
+    return {**constants, "ASM": not INTERPRETED}
 
 
 def _options(form: Form) -> dict[str, Any]:
     """Further options of the compiler. Without them the assembler of Triton 3.9 takes 128 registers, and spills."""
     return {"maxnreg": 200} if form.groups and form.warps == 8 else {}
-
-
-@cache
-def _pdl() -> dict[str, bool]:
-    return {"ASM": not INTERPRETED, "PDL": uses_pdl("sm_90") and not INTERPRETED}
 
 
 @cache
@@ -180,7 +174,7 @@ def _score_constants(group: int) -> dict[str, Any]:
         "GROUP": group,
         "STAGES": tile.stages,
         "DT": tl.float32 if INTERPRETED else tl.float16,
-        **_pdl(),
+        "ASM": not INTERPRETED,
     }
 
 

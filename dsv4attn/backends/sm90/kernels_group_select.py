@@ -15,11 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.launching.kernels_pdl import (
-    launch_dependents,
-    wait_prior_grid,
-    wait_then_launch_dependents,
-)
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.kernels_index_logits import load_rows, scores_of_tile, uniform
 from dsv4attn.backends._triton.layer.kernels_lists import score_of
@@ -230,7 +225,7 @@ def choose_groups_kernel(
     score_stride: tl.int64, group_stride: tl.int64, out_stride: tl.int64,
     max_entries: tl.int32, wanted: tl.int32, slack: tl.int32,
     SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    READ: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    READ: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,): select in one row.
 
@@ -239,7 +234,6 @@ def choose_groups_kernel(
     READ: entries that are read together to find the maxima of groups; 0 if these are known.
     Up to three entries past those that a row sees are read.
     """
-    wait_then_launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     scores = tl.multiple_of(SCORES + row * score_stride, 16)
     places: tl.constexpr = SIZE // GROUP
@@ -264,7 +258,7 @@ def score_groups_kernel(
     w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32, page_size: tl.int32,
     factor: tl.int32, log: tl.int32, page_stride: tl.int64, scale_offset: tl.int64, out_stride: tl.int64,
     group_stride: tl.int64, KIND: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits * tokens,): one token against `span` entries, a multiple of BLOCK. Neighbours share entries.
 
@@ -272,7 +266,6 @@ def score_groups_kernel(
     sees are written, NaN without a block; and the largest of each GROUP entries, of those that are seen and no NaN,
     -inf if none is.
     """
-    wait_prior_grid(PDL)
     token = tl.program_id(0) % tokens
     begin = tl.program_id(0) // tokens * span
     head = tl.arange(0, HEADS)
@@ -305,4 +298,3 @@ def score_groups_kernel(
         if MAXIMA is not None:
             largest = tl.max(tl.reshape(known_of(score, entry < count), (BLOCK // GROUP, GROUP)), 1)
             tl.store(groups + start // GROUP + part, largest)
-    launch_dependents(PDL)
