@@ -118,6 +118,7 @@ def choose(
     )  # fmt: skip
 
 
+@cache
 def _choose_constants(form: Form) -> dict[str, Any]:
     constants = {"SIZE": form.size, "GROUPS": form.groups, "GROUP": form.group, "READ": form.read}
     return {**constants, "ASM": not INTERPRETED}

@@ -2,7 +2,7 @@
 
 A group is some entries that follow each other, and has the largest of their scores. The K groups that come first in the
 rule of selection - the larger maximum, of equal ones the lower number - have all K entries that are selected. So a row
-of any length is selected in two steps of fixed size: groups by their maxima, then entries of the chosen groups. Both
+is selected in two steps of fixed size: groups by their maxima, then entries of the chosen groups. Both
 numbers of what is chosen from fit into the registers of a program.
 
 Scores are compared as numbers: a NaN and what is absent become -inf first, and -inf the lowest finite number.
