@@ -4,6 +4,9 @@ A kernel with constant PDL waits, before it reads or writes anything, until all 
 the next one begin only after that. So whatever kernel comes next, with this attribute or not, finds every result of
 those before this one even if it does not wait at once. Kernels that combine what the one before them has computed rely
 on that: they read lengths and sinks, which both get, before they wait.
+
+A kernel may ask for weights before it waits. They go to the device's cache only, and a later read gets what memory has
+at that time, so this reads nothing in the sense above.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -16,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_prior_grid(PDL: tl.constexpr):
-    """Wait until the kernels before this one have ended; nothing if not PDL. First in a kernel."""
+    """Wait until the kernels before this one have ended; nothing if not PDL. First in a kernel, but for a prefetch."""
     if PDL:
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 

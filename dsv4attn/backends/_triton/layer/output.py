@@ -15,13 +15,13 @@ from typing import Any, Final
 import torch
 import triton
 import triton.language as tl
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
 from dsv4attn.backends._triton.support import FP8_UNITS, ONE_ORDER
 from dsv4attn.core.cache.layout import Fp8Format
@@ -47,6 +47,8 @@ class Tile:
     """Tokens and ranks of a tile, and warps and pipeline stages of its program.
 
     swapped: whether weights are the left operand, which has 64 rows or more on some matrix units.
+    ahead: bytes of each row of weights, a multiple of 512, that are fetched into the device's cache before the kernels
+    before have ended.
     """
 
     tokens: int
@@ -54,17 +56,49 @@ class Tile:
     warps: int
     stages: int
     swapped: bool = False
+    ahead: int = 0
 
 
-Tiles = tuple[Tile, Tile, Tile]
-"""For a few tokens, for up to 128, and for more."""
-NATIVE_TILES: Tiles = (Tile(16, 64, 4, 6, swapped=True), Tile(64, 64, 4, 6), Tile(64, 128, 4, 4))
-"""H200, torch 2.11, Triton 3.6, 2026-11-23: 256 tokens take 23.1 us and 8,192 take 663, of tiles of 128 x 128 25.7 and
-776; 64 tokens take 14.1 us."""
-DECODED_TILES: Tiles = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3))
-CDNA_TILES: Tiles = (Tile(16, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2))
+@frozen
+class Tiles:
+    """Tiles of one architecture.
+
+    small: for as many tokens as it has, and fewer. middle: for up to 128. large: for more.
+    single: instead of middle, the first that gives every multiprocessor at most one tile. Their stages do not fit twice
+    on a multiprocessor. many: instead of large, if a product has MANY_TILES of it or more.
+    """
+
+    small: Tile
+    middle: Tile
+    large: Tile
+    single: tuple[Tile, ...] = ()
+    many: Tile | None = None
+
+    def every(self) -> tuple[Tile, ...]:
+        """All of them, each once."""
+        found = self.small, self.middle, self.large, *self.single, self.many
+        return tuple(tile for tile in dict.fromkeys(found) if tile)
+
+
+MANY_TILES = 512
+"""As 1,024 tokens of Flash have. Fewer were not measured."""
+NATIVE_TILES = Tiles(Tile(16, 64, 4, 6, swapped=True), Tile(64, 64, 4, 6), Tile(64, 128, 4, 4))
+HOPPER_TILES = evolve(
+    NATIVE_TILES,
+    single=(Tile(64, 64, 4, 10, ahead=2048), Tile(128, 64, 8, 6, ahead=2048)),
+    many=Tile(128, 128, 8, 4),
+)
+"""For weights in blocks of 128 x 128. H100, torch 2.11, Triton 3.6, 2026-11-27, weights not in L2, Flash.
+
+Microseconds of a launch that follows the quantisation of its outputs, which is not counted, and in parentheses with
+`NATIVE_TILES`: 8 tokens 15.6, 32 tokens 17.9 (18.3), 64 tokens 17.9 (21.2), 128 tokens 21.3 (22.5), 256 tokens 30.3.
+Of a launch by itself: 1,024 tokens 89.4 (91.7), 2,048 tokens 174.0 (183.6), 8,192 tokens 674 (768), 2,048 tokens of Pro
+343.8 (393.1). With weights in L2 an H200 took 14.1 us for 64 tokens and 23.1 for 256, with `NATIVE_TILES` (2026-11-23).
+"""
+DECODED_TILES = Tiles(Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3))
+CDNA_TILES = Tiles(Tile(16, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2))
 """More stages are registers here, and Triton 3.6 fails to compile them."""
-RDNA_TILES: Tiles = (Tile(16, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))
+RDNA_TILES = Tiles(Tile(16, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))
 """Larger tiles, or more stages, spill 256 registers of a thread (compiled with Triton 3.9; not measured)."""
 DECODED: Mapping[str, Tiles] = {
     **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), CDNA_TILES),
@@ -77,23 +111,38 @@ def is_native(fp8_format: Fp8Format, arch: str) -> bool:
     return fp8_format is Fp8Format.OCP and arch in FP8_UNITS and not INTERPRETED
 
 
-def tiles_for(fp8_format: Fp8Format, arch: str) -> Tiles:
-    """See `Tiles`."""
-    return NATIVE_TILES if is_native(fp8_format, arch) else DECODED.get(arch, DECODED_TILES)
+def tiles_for(fp8_format: Fp8Format, arch: str, *, one_scale: bool = True) -> Tiles:
+    """Tiles of an architecture. one_scale: whether no tile has two blocks of weights."""
+    if not is_native(fp8_format, arch):
+        return DECODED.get(arch, DECODED_TILES)
+    return HOPPER_TILES if arch == "sm_90" and one_scale else NATIVE_TILES
 
 
 def tile_of(
-    tokens: int, fp8_format: Fp8Format, arch: str, *, deterministic: bool = False, one_scale: bool = True
+    tokens: int, ranks: int, fp8_format: Fp8Format, arch: str, *, deterministic: bool = False, one_scale: bool = True
 ) -> Tile:
     """Tile of a product.
 
-    deterministic: bits of a row must not depend on the tile. one_scale: whether no tile has two blocks of weights; the
-    factors of others are multiplied in another order in swapped tiles.
+    ranks: of all groups. deterministic: bits of a row must not depend on the tile. one_scale: whether no tile has two
+    blocks of weights; the factors of others are multiplied in another order in swapped tiles.
     """
-    small, middle, large = tiles_for(fp8_format, arch)
+    tiles = tiles_for(fp8_format, arch, one_scale=one_scale)
     if deterministic and not (one_scale and arch in ONE_ORDER and is_native(fp8_format, arch)):
-        return middle
-    return small if tokens <= small.tokens else middle if tokens <= 128 else large
+        return tiles.middle
+    if tokens <= tiles.small.tokens:
+        return tiles.small
+    if tokens <= 128:
+        for tile in tiles.single:
+            if -(-tokens // tile.tokens) * ranks <= tile.ranks * multiprocessors():
+                return tile
+        return tiles.middle
+    many = tiles.many
+    return many if many and tokens * ranks >= MANY_TILES * many.tokens * many.ranks else tiles.large
+
+
+def has_one_scale(block: int, rank: int) -> bool:
+    """Whether no tile of a group's product has two blocks of weights."""
+    return block == 128 and rank % block == 0
 
 
 def inv_rope_fp8_quant(
@@ -166,8 +215,8 @@ def fp8_o_proj(
     _check_operands(codes, scales, weight, num_groups, block)
     fp8_format, arch = FORMATS[weight.dtype], architecture()
     out = torch.empty(tokens, num_groups, rank, dtype=dtype, device=codes.device)
-    one_scale = block == 128 and rank % block == 0
-    tile = tile_of(tokens, fp8_format, arch, deterministic=deterministic, one_scale=one_scale)
+    one_scale, ranks = has_one_scale(block, rank), weight.shape[0]
+    tile = tile_of(tokens, ranks, fp8_format, arch, deterministic=deterministic, one_scale=one_scale)
     launch(
         project_codes_kernel,
         (num_groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),
@@ -288,6 +337,7 @@ def _project_constants(
         "BLOCK_N": tile.ranks,
         "SWAPPED": tile.swapped,
         "NATIVE": is_native(fp8_format, arch),
+        "AHEAD": min(tile.ahead, width // 512 * 512) if uses_pdl(arch) and not INTERPRETED else 0,
         "OUT_ALIGNED": out_aligned,
         "FNUZ": fp8_format is Fp8Format.FNUZ,
         # interpreted, fp16 is summed in fp16
@@ -322,7 +372,7 @@ def variants(
             yield Variant.from_types(
                 quantize_output_kernel, types, constants, num_warps=QUANTISE_WARPS, fp_fusion=False
             )
-        tiles = dict.fromkeys(tiles_for(fp8_format, arch))
+        tiles = tiles_for(fp8_format, arch, one_scale=has_one_scale(block, rank)).every()
         outs = row_alignments(rank, dtype, aligned=True)
         for tile, scale, out in product(tiles, ("*fp32", "*u8"), outs):
             named = {"CODES": "*u8", "SCALES": "*fp32", "W": "*u8", "W_SCALES": scale, "OUT": pointer_type(dtype)}

@@ -23,6 +23,7 @@ from dsv4attn.backends._triton.tuning import HOPPER
 from dsv4attn.core.cache.layout import KVCacheLayout
 
 WAIT = "griddepcontrol.wait;"
+PREFETCH = "cp.async.bulk.prefetch.L2.global"
 ACCESS = re.compile(r"(?:ld|st|red|atom|cp\.async\S*)\.(?:\w+\.)*global")
 BF16 = torch.bfloat16
 
@@ -32,7 +33,9 @@ def forms(arch: str) -> Iterator[Variant]:
     record = KVCacheLayout.fp8_ds_mla()
     yield from islice(dense.variants(arch), 1)
     yield from islice(insert.variants(record, 64, BF16, arch=arch), 3)
-    yield from islice(output.variants(64, 512, 64, 8, 1024, BF16, arch=arch), 2)
+    projections = [*output.variants(64, 512, 64, 8, 1024, BF16, arch=arch)]
+    yield from projections[:2]
+    yield from [form for form in projections if dict(form.constants).get("AHEAD")][:1]
     shape = attention_launch.Shape(
         16, 448, 64, (attention_launch.Segment.of(record, aligned=True),), BF16, 8, ragged=False
     )
@@ -44,12 +47,19 @@ def waits_of(form: Variant, arch: str) -> dict[str, object]:
     """What is said of a form."""
     kernel = cross_compile(form, TARGETS[arch])
     body = kernel.asm["ptx"].partition(".entry")[2]
+    ahead = body.partition(WAIT)[0].count(PREFETCH)
+    late = body.count(PREFETCH) - ahead
+    # a prefetch changes no register and no memory
+    body = body.replace(PREFETCH, "")
     head, waits, _ = body.partition(WAIT)
     return {
         "waits": bool(waits),
         "lets": body.count("griddepcontrol.launch_dependents;"),
         "early": len(ACCESS.findall(head)) if waits else None,
         "accesses": len(ACCESS.findall(body)),
+        "asked": dict(form.constants).get("AHEAD", 0),
+        "ahead": ahead,
+        "late": late,
         "option": bool(kernel.metadata.launch_pdl),
     }
 

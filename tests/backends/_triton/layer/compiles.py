@@ -54,11 +54,13 @@ def streams(arch: str) -> Iterator[Variant]:
 
 
 def codes(arch: str, fp8_format: Fp8Format) -> Iterator[Variant]:
-    """The output projection in fp8: the largest tile, with scales of one type."""
-    large, fnuz = output.tiles_for(fp8_format, arch)[-1], fp8_format is Fp8Format.FNUZ
-    constants = {"BLOCK_M": large.tokens, "BLOCK_N": large.ranks, "FNUZ": fnuz}
-    forms = output.variants(64, 512, 64, 8, 1024, BF16, arch=arch)
-    yield next(form for form in forms if constants.items() <= dict(form.constants).items())
+    """The output projection in fp8: the largest tile, and that with most stages, with scales of one type."""
+    tiles = output.tiles_for(fp8_format, arch)
+    forms = [*output.variants(64, 512, 64, 8, 1024, BF16, arch=arch)]
+    for tile in (*tiles.single[:1], tiles.many or tiles.large):
+        constants = {"BLOCK_M": tile.tokens, "BLOCK_N": tile.ranks, "FNUZ": fp8_format is Fp8Format.FNUZ}
+        at_hand = [form for form in forms if form.num_stages == tile.stages]
+        yield next(form for form in at_hand if constants.items() <= dict(form.constants).items())
 
 
 def native_codes(arch: str) -> Iterator[Variant]:

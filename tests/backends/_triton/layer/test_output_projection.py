@@ -19,6 +19,7 @@ from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, strided
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.layer.fp8_projections import Call
+from tests.backends._triton.layer.kernels_places import places_ahead
 from tests.core.model.scaled import BLOCK, FNUZ, OCP, Scaled, each_dialect, each_form
 
 each_block = pytest.mark.parametrize("block", [128, 32])
@@ -112,7 +113,80 @@ def test_every_tile_and_its_edges(tokens: int, block: int) -> None:
         z = output.fp8_o_proj(*quantised, call.wo_a, call.groups, dtype=torch.float32)
     call.check_product(z, *quantised)
 
-    assert dict(seen[0].constants)["BLOCK_M"] == output.tile_of(tokens, Fp8Format.OCP, architecture()).tokens
+    expected = output.tile_of(tokens, len(call.wo_a.weight), Fp8Format.OCP, architecture(), one_scale=False)
+    assert dict(seen[0].constants)["BLOCK_M"] == expected.tokens
+
+
+@pytest.mark.parametrize("tile", output.HOPPER_TILES.every(), ids=str)
+def test_tiles_of_hopper_give_the_same_product(tile: output.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(0, tokens=130)
+    quantised = call.quantise()
+    monkeypatch.setattr(output, "tile_of", lambda *_, **__: tile)
+    z = output.fp8_o_proj(*quantised, call.wo_a, call.groups, dtype=torch.float32)
+    call.check_product(z, *quantised)
+
+
+def test_a_tile_of_hopper_follows_tokens_ranks_and_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "INTERPRETED", False)
+    flash, pro = 8 * 1024, 16 * 1024
+    tiles = output.HOPPER_TILES
+    alone, alone_128 = tiles.single
+
+    def chosen(tokens: int, ranks: int, arch: str = "sm_90", **facts: bool) -> output.Tile:
+        return output.tile_of(tokens, ranks, Fp8Format.OCP, arch, **facts)
+
+    def of_units(units: int, tokens: int, ranks: int) -> output.Tile:
+        monkeypatch.setattr(output, "multiprocessors", lambda: units)
+        return chosen(tokens, ranks)
+
+    assert of_units(128, 64, flash) == alone
+    assert of_units(127, 64, flash) == tiles.middle
+    assert of_units(132, 64, flash) == alone
+    for steady in (False, True):
+        of_flash = [chosen(n, flash, deterministic=steady) for n in (1, 16, 17, 64, 65, 128, 129, 1023, 1024)]
+        assert of_flash == [*[tiles.small] * 2, *[alone] * 2, *[alone_128] * 2, *[tiles.large] * 2, tiles.many]
+        of_pro = [chosen(n, pro, deterministic=steady) for n in (16, 17, 128, 129, 511, 512)]
+        assert of_pro == [tiles.small, *[tiles.middle] * 2, *[tiles.large] * 2, tiles.many]
+        assert [chosen(n, flash // 2, deterministic=steady) for n in (64, 65, 128)] == [alone] * 3
+        # fewer ranks have as many tiles with more tokens
+        assert [chosen(n, 1024, deterministic=steady) for n in (8191, 8192)] == [tiles.large, tiles.many]
+        of_others = [chosen(n, flash, one_scale=False, deterministic=steady) for n in (1, 64, 9000)]
+        assert of_others == ([tiles.middle] * 3 if steady else [tiles.small, tiles.middle, tiles.large])
+    for arch in ("sm_89", "sm_100", "sm_120"):
+        assert [chosen(n, flash, arch) for n in (1, 64, 9000)] == [tiles.small, tiles.middle, tiles.large]
+
+
+def test_warm_up_has_every_tile_of_hopper_and_those_that_fetch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "INTERPRETED", False)
+    output._project_constants.cache_clear()
+    try:
+        forms = [*output.variants(64, 512, 64, 8, 1024, torch.bfloat16, arch="sm_90")]
+    finally:
+        output._project_constants.cache_clear()
+    for block, tiles in ((128, output.HOPPER_TILES), (32, output.NATIVE_TILES)):
+        found = set()
+        for form in forms:
+            facts = dict(form.constants)
+            if form.name == "project_codes_kernel" and facts["GROUP"] == block and facts["NATIVE"]:
+                size = facts["BLOCK_M"], facts["BLOCK_N"], form.num_warps, form.num_stages
+                found.add(output.Tile(*size, swapped=facts["SWAPPED"], ahead=facts["AHEAD"]))
+        assert found == {*tiles.every()}
+
+
+def test_weights_are_fetched_ahead_once_and_no_others() -> None:
+    for groups, rank, block_n, token_tiles in ((2, 128, 64, 1), (3, 72, 64, 2), (1, 256, 128, 1)):
+        stride, programs = 1024, groups * token_tiles * -(-rank // block_n)
+        weight = torch.zeros(groups * rank, stride, dtype=torch.uint8, device=DEVICE)
+        places = torch.full((programs, 128), -1, dtype=torch.int64, device=DEVICE)
+        places_ahead[(programs,)](weight, places, stride, token_tiles, rank, block_n)
+        size = 512 * block_n // 128
+        expected = {row * stride + at for row in range(groups * rank) for at in range(0, 512, size)}
+        found = (places.cpu() - weight.data_ptr()).view(groups, token_tiles, -1).tolist()
+
+        assert {place for group in found for tile in group for place in tile} == expected
+        for group, tiles in enumerate(found):
+            assert all(sorted(set(tile)) == sorted(set(tiles[0])) for tile in tiles)
+            assert {place // stride // rank for place in tiles[0]} == {group}
 
 
 def test_rows_may_lie_apart() -> None:
