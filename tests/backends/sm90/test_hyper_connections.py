@@ -57,6 +57,11 @@ def equal(results: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 @pytest.mark.device
 @pytest.mark.skipif(INTERPRETED or architecture() != "sm_90", reason="needs a Hopper GPU")
 class TestOnDevice:
+    @pytest.fixture(autouse=True)
+    def many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Plain calls of few tokens take Hopper's own kernel too."""
+        monkeypatch.setattr(hyper_connections, "FEW", 0)
+
     @pytest.mark.parametrize(
         ("hidden", "count", "pad"),
         [(128, 1, 0), (128, 63, 8), (256, 64, 0), (384, 65, 8), (4096, 300, 0), (7168, 520, 16), (1024, 3000, 8)],

@@ -331,8 +331,9 @@ def mix(
     block, rows = mix_block(tuning, tokens, streams.dtype, normed=norm is not None), heads_of(tuning, tokens)
     norm_aligned, out_aligned = 1 if norm is None else alignment_of_rows(norm), alignment(hidden, out.dtype)
     constants = mix_constants(
-        block, rows, tuning.summed, n, hidden, mixes, splits, alignment_of_rows(streams), norm_aligned, out_aligned
-    )
+        block, rows, tuning.summed, n, hidden, mixes, splits, alignment_of_rows(streams), norm_aligned, out_aligned,
+        by_factors=tuning.by_factors, early=tuning.early,
+    )  # fmt: skip
     blocks = -(-hidden // block.columns) if norm is None else 1
     tiles = 0 if comb is None else -(-(end - first) // constants["BLOCK_R"])
     launch(

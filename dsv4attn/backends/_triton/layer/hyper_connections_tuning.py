@@ -16,9 +16,6 @@ from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
 
-RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
-"""Release of Triton."""
-
 LEAST = 16
 """Smallest number of columns of a matrix product."""
 MOST_SPLITS = 128
@@ -39,6 +36,7 @@ class Tile:
     held: whether the factors of the program's columns stay in shared memory while the program goes from tile to tile.
        Otherwise a program has one tile.
     programs: with held factors, the largest number of programs on a multiprocessor.
+    spills: bytes that a thread may store and load because it has too few registers.
     """
 
     tokens: int
@@ -47,6 +45,7 @@ class Tile:
     stages: int = 1
     held: bool = False
     programs: int = 1
+    spills: int = 0
 
 
 SMALL = Tile(16, 32, 4)
@@ -75,6 +74,8 @@ class Tuning:
        at a time.
     heads_few, heads_many: tokens of the programs of `mix_kernel` that make post and comb.
     summed: elements of the tile in which these programs add splits.
+    by_factors: whether these programs compute Sinkhorn's iterations by factors of rows and columns, on NVIDIA.
+    early: whether the other programs of `mix_kernel` first load what does not depend on tokens.
     post: block of `post_kernel`.
     """
 
@@ -91,20 +92,24 @@ class Tuning:
     heads_few: int = 1
     heads_many: int = 8
     summed: int = 8192
+    by_factors: bool = False
+    early: bool = False
     post: Block = Block(1, 2048, 4)
 
 
 DEFAULT = Tuning()
-# releases after 3.6 spill 28 bytes of a thread with the larger tile; theirs was not measured
-_FUSED = Tile(64, 64, 4, held=True, programs=2) if RELEASE == (3, 6) else Tile(64, 32, 4, 3, held=True, programs=2)
 HOPPER = Tuning(
     many=Tile(128, 64, 8, stages=3, held=True),
-    fused_many=_FUSED,
+    # a tile of 64 x 32 takes up to 1.5 times as long; Triton 3.6 spills 4 bytes, Triton 3.9 28
+    fused_many=Tile(64, 64, 4, held=True, programs=2, spills=56),
     mix_many=Block(1, 4096, 4),
     whole_few=Block(1, 8192, 4),
     whole_many=Block(1, 8192, 4),
+    heads_many=4,
+    by_factors=True,
+    early=True,
 )
-"""H200, torch 2.11, Triton 3.6, 2026-11-23: fused, 8,192 tokens of 4,096, in 404 us; 64 tokens in 11."""
+"""docs/kernel-notes.md has the times."""
 CDNA = Tuning(many=Tile(32, 64, 4), fused_many=Tile(16, 64, 4))
 _NARROW = Tile(16, 32, 8)
 RDNA = Tuning(few=_NARROW, many=_NARROW, fused_few=_NARROW, fused_many=_NARROW, plain=_NARROW)
@@ -141,7 +146,7 @@ FIXED: Mapping[str, Tuning] = {
 """Of deterministic calls, which take tiles and blocks of many tokens for any number of tokens. An architecture without
 a row has that of `TUNINGS`.
 
-H100, torch 2.11, Triton 3.6, 2026-11-27, us of `mhc_pre`:
+H100, torch 2.11, Triton 3.6, 2026-11-27, us of `mhc_pre`, measured without `by_factors` and `early`:
 
 | tokens, hidden size | this row | that of `TUNINGS`, for many tokens | plain calls |
 |---|---|---|---|
@@ -237,7 +242,7 @@ def post_constants(block: Block, n: int, hidden: int, aligned: int, out_aligned:
 @cache
 def mix_constants(
     block: Block, rows: int, summed: int, n: int, hidden: int, mixes: int, splits: int,
-    aligned: int, norm_aligned: int, out_aligned: int,
+    aligned: int, norm_aligned: int, out_aligned: int, *, by_factors: bool, early: bool,
 ) -> dict[str, Any]:  # fmt: skip
     added = max(summed // (rows * triton.next_power_of_2(mixes + 1)), 1)
     return {
@@ -248,4 +253,7 @@ def mix_constants(
         "BLOCK_S": min(triton.next_power_of_2(splits), added),
         "BLOCK_A": min(triton.next_power_of_2(splits), MOST_SPLITS),
         "NORM_ALIGNED": norm_aligned,
+        # matrices of more streams are too large for the registers of a thread
+        "BY_FACTORS": by_factors and n <= MOST_STREAMS,
+        "EARLY": early,
     }

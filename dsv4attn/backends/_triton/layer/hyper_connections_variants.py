@@ -85,13 +85,12 @@ def variants(streams: StreamForms, norm_dtype: torch.dtype | None = None) -> Ite
         constants = fused_constants(fused_tile, n, hidden, mixes, dtype, row, fn_row, out_aligned)
         yield _products_variant(post_products_kernel, types, constants, fused_tile)
         splits, fused_splits = -(-hidden // tile.columns), -(-hidden // fused_tile.columns)
-        for mix_tokens in counts:
-            yield from mix_variants(streams, norm_dtype, splits, row, mix_tokens)
-            yield from mix_variants(streams, norm_dtype, fused_splits, out_aligned, mix_tokens)
-            if streams.delayed:
-                yield from mix_variants(plain, None, 1, row, mix_tokens, last="collapse")
-            else:
-                yield from mix_variants(streams, None, splits, row, mix_tokens, last="head")
+        yield from mix_variants(streams, norm_dtype, splits, row, tokens)
+        yield from mix_variants(streams, norm_dtype, fused_splits, out_aligned, tokens)
+        if not streams.delayed:
+            yield from mix_variants(streams, None, splits, row, tokens, last="head")
+    for row in alignments if streams.delayed else ():
+        yield from mix_variants(plain, None, 1, row, FEW + 1, last="collapse")
 
 
 def mix_variants(
@@ -116,8 +115,9 @@ def mix_variants(
     width, out_aligned = n if last else 2 * n + n * n, alignment(hidden, dtype)
     for norm_aligned in (1,) if norm_dtype is None else (WIDE,) if streams.aligned else (WIDE, 1):
         constants = mix_constants(
-            block, heads_of(tuning, tokens), tuning.summed, n, hidden, width, splits, row, norm_aligned, out_aligned
-        )
+            block, heads_of(tuning, tokens), tuning.summed, n, hidden, width, splits, row, norm_aligned, out_aligned,
+            by_factors=tuning.by_factors, early=tuning.early,
+        )  # fmt: skip
         for previous_type in previous_types:
             yield Variant.from_types(mix_kernel, types | {"PREVIOUS": previous_type}, constants, num_warps=block.warps)
 
@@ -128,4 +128,5 @@ def _types(dtype: torch.dtype) -> dict[str, str]:
 
 
 def _products_variant(kernel: Kernel, types: dict[str, str], constants: dict[str, Any], tile: Tile) -> Variant:
-    return Variant.from_types(kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    variant = Variant.from_types(kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    return evolve(variant, spills=tile.spills)

@@ -349,6 +349,106 @@ def sinkhorn(logits, repeat, eps, N: tl.constexpr):
 
 
 @triton.jit
+def fast_reciprocal(x, ASM: tl.constexpr):
+    """1 / x of positive x that is not subnormal, with an error of one unit in the last place. ASM: on NVIDIA."""
+    if ASM:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        y = 1.0 / x
+    return y
+
+
+@triton.jit
+def scale_sums(weights, own, others, eps, N: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """Factors `own` of the rows, or columns, of N x N matrices, each over the sum of its row, or column, plus eps.
+
+    An element of a matrix is a weight times the factors of its row and column. others: factors of columns, or rows.
+    """
+    factors = ()
+    for a in tl.static_range(N):
+        total = weights[a * N if ROWS else a] * others[0]
+        for b in tl.static_range(1, N):
+            total += weights[a * N + b if ROWS else b * N + a] * others[b]
+        factors += (own[a] * fast_reciprocal(own[a] * total + eps, ASM),)
+    return factors
+
+
+@triton.jit
+def sinkhorn_by_factors(logits, repeat, eps, N: tl.constexpr, ASM: tl.constexpr):
+    """What `sinkhorn` makes. Iterations change factors of rows and columns, not matrices: fewer operations."""
+    weights, rows, columns = (), (), ()
+    for i in tl.static_range(N):
+        most = logits[i * N]
+        for j in tl.static_range(1, N):
+            most = tl.maximum(most, logits[i * N + j])
+        exps = (tl.exp(logits[i * N] - most),)
+        total = exps[0]
+        for j in tl.static_range(1, N):
+            exps += (tl.exp(logits[i * N + j] - most),)
+            total += exps[j]
+        part = fast_reciprocal(total, ASM)
+        for j in tl.static_range(N):
+            weights += (exps[j] * part + eps,)
+        rows += (tl.full(most.shape, 1.0, tl.float32),)
+        columns += (tl.full(most.shape, 1.0, tl.float32),)
+    if repeat > 0:
+        columns = scale_sums(weights, columns, rows, eps, N, False, ASM)
+    for _ in range(1, repeat):
+        rows = scale_sums(weights, rows, columns, eps, N, True, ASM)
+        columns = scale_sums(weights, columns, rows, eps, N, False, ASM)
+    comb = ()
+    for i in tl.static_range(N):
+        for j in tl.static_range(N):
+            comb += (weights[i * N + j] * rows[i] * columns[j],)
+    return comb
+
+
+@triton.jit
+def spread_column(x, PLACE: tl.constexpr):
+    """[R, C]: column PLACE of x [R, C] in each column."""
+    return tl.gather(x, tl.full(x.shape, PLACE, tl.int32), 1)
+
+
+@triton.jit
+def make_weights_by_factors(
+    PRODUCTS, SCALE, BASE, PRE, POST, COMB, row, first, end, rms_eps, pre_eps, comb_eps, factor, repeat,
+    N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """What `make_weights` writes, with a column of a row's products in each thread, and its whole matrix too."""
+    width: tl.constexpr = triton.cdiv(MIXES + 1, 8) * 8
+    column = tl.arange(0, triton.next_power_of_2(width))
+    # column N has the squares
+    mix = tl.where(column > N, column - 1, column)
+    kind = tl.where(mix < N, 0, tl.where(mix < 2 * N, 1, 2))
+    scale = tl.load(SCALE + kind)[None, :]
+    base = tl.load(BASE + mix, mask=(mix < MIXES) & (column != N), other=0.0)[None, :]
+    live = (first + row < end)[:, None]
+    token = (first + row).to(tl.int64)[:, None]
+    row = tl.minimum(row, end - first - 1)
+    sums = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
+    for start in range(0, SPLITS, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        part = PRODUCTS + (row.to(tl.int64)[:, None] * SPLITS + split[None, :]) * width
+        inside = (split < SPLITS)[None, :, None] & (column < width)[None, None, :]
+        sums += tl.sum(tl.load(part[:, :, None] + column[None, None, :], mask=inside, other=0.0), 1)
+    gates = sums * tl.rsqrt(spread_column(sums, N) / (N * HIDDEN) + rms_eps) * scale + base
+    logits = ()
+    for e in tl.static_range(N * N):
+        logits += (spread_column(gates, 2 * N + 1 + e),)
+    comb = sinkhorn_by_factors(logits, repeat, comb_eps, N, ASM)
+    out = comb[0]
+    for e in tl.static_range(1, N * N):
+        out = tl.where(column[None, :] == e, comb[e], out)
+    tl.store(COMB + (token * (N * N) + column[None, :]), out, mask=live & (column < N * N)[None, :])
+    place = token * N + (mix % N)[None, :]
+    shares = sigmoid(gates)
+    tl.store(POST + place, factor * shares, mask=live & ((column > N) & (mix < 2 * N))[None, :])
+    if PRE is not None:
+        tl.store(PRE + place, shares + pre_eps, mask=live & (column < N)[None, :])
+
+
+@triton.jit
 def weigh(tiles, weights, N: tl.constexpr):
     """[M, K] fp32: the sum of tiles of the streams, each times its weight [M, 1], one after another."""
     total = weights[0] * tiles[0].to(tl.float32)
@@ -394,8 +494,8 @@ def make_weights(
 
 @triton.jit
 def load_norm(NORM, k, HIDDEN: tl.constexpr, NORM_ALIGNED: tl.constexpr):
-    """Columns k of the weight of the norm, whose address NORM_ALIGNED bytes divide: [1, K] fp32."""
-    return tl.load(tl.multiple_of(NORM + k, NORM_ALIGNED), mask=k < HIDDEN, other=0.0).to(tl.float32)[None, :]
+    """Columns k of the weight of the norm, whose address NORM_ALIGNED bytes divide: [K], in its own dtype."""
+    return tl.load(tl.multiple_of(NORM + k, NORM_ALIGNED), mask=k < HIDDEN, other=0.0)
 
 
 @triton.jit
@@ -404,7 +504,7 @@ def make_sum(
     previous_stride, weight_stride, rms_eps, pre_eps, norm_eps,
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_A: tl.constexpr, ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr,
-    OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write columns k of the weighed sums of the tokens of rows [M] of PRODUCTS, the first of which is `first`.
 
@@ -412,6 +512,14 @@ def make_sum(
     delayed sublayer, which writes PRE and has no PREVIOUS, the sum is stream 0.
     """
     used: tl.constexpr = N if PRE is None or PREVIOUS is not None else 1
+    gated: tl.constexpr = PREVIOUS is None and PRE is None
+    bases = ()
+    if EARLY and gated:
+        scale = tl.load(SCALE)
+        for n in tl.static_range(N):
+            bases += (tl.load(BASE + n),)
+    if EARLY and NORM is not None:
+        norm = load_norm(NORM, k, HIDDEN, NORM_ALIGNED)
     live = (first + row < end)[:, None]
     row = tl.minimum(row, end - first - 1)
     token = (first + row).to(tl.int64)
@@ -426,7 +534,8 @@ def make_sum(
         sums = add_splits(PRODUCTS, row, SPLITS, MIXES, N + 1, BLOCK_A)
         root = inverse_root(sums, rms_eps, N, HIDDEN)
         for n in tl.static_range(N):
-            gate = column_of(sums, n) * root * tl.load(SCALE) + tl.load(BASE + n)
+            gate = column_of(sums, n) * root * (scale if EARLY else tl.load(SCALE))
+            gate += bases[n] if EARLY else tl.load(BASE + n)
             weight = sigmoid(gate) + pre_eps
             # of one token a scalar: of a tensor the compiler makes a copy in each thread, from all that it is made of
             weights += (tl.sum(weight, 0) if BLOCK_M == 1 else weight[:, None],)
@@ -440,13 +549,17 @@ def make_sum(
             tiles = load_streams(STREAMS, token * token_stride, stream_stride, start + k, used, HIDDEN, ALIGNED)
             more = weigh(tiles, weights, used)
             square += tl.sum(more * more, 1)[:, None]
-        scale = tl.rsqrt(square / HIDDEN + norm_eps)
+        root = tl.rsqrt(square / HIDDEN + norm_eps)
         for start in range(BLOCK, HIDDEN, BLOCK):
             tiles = load_streams(STREAMS, token * token_stride, stream_stride, start + k, used, HIDDEN, ALIGNED)
-            more = weigh(tiles, weights, used) * scale * load_norm(NORM, start + k, HIDDEN, NORM_ALIGNED)
+            more = weigh(tiles, weights, used) * root
+            more *= load_norm(NORM, start + k, HIDDEN, NORM_ALIGNED).to(tl.float32)[None, :]
             more = round_to(more, OUT.dtype.element_ty, EXACT_CASTS)
             tl.store(out + start, more, mask=live & (start + k < HIDDEN)[None, :])
-        total = total * scale * load_norm(NORM, k, HIDDEN, NORM_ALIGNED)
+        total *= root
+        if not EARLY:
+            norm = load_norm(NORM, k, HIDDEN, NORM_ALIGNED)
+        total *= norm.to(tl.float32)[None, :]
     tl.store(out, round_to(total, OUT.dtype.element_ty, EXACT_CASTS), mask=live & (k < HIDDEN)[None, :])
 
 
@@ -468,10 +581,13 @@ def mix_kernel(
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    BY_FACTORS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of BLOCK_R tokens + tiles of BLOCK_M tokens * blocks,): post and comb; then sums of BLOCK columns.
 
     For the head, and where streams are collapsed, only the sums. With a norm, a program makes whole sums.
+    BY_FACTORS: whether Sinkhorn's iterations are those of `sinkhorn_by_factors`, on NVIDIA. EARLY: whether the programs
+    of the sums load scale, base and norm before anything else.
     """
     blocks: tl.constexpr = 1 if NORM is not None else triton.cdiv(HIDDEN, BLOCK)
     heads = 0 if COMB is None else tl.cdiv(end - first, BLOCK_R)
@@ -483,10 +599,17 @@ def mix_kernel(
             STREAMS, PRODUCTS, SCALE, BASE, NORM, PREVIOUS, PRE, OUT, row, first, end, k, token_stride, stream_stride,
             previous_stride, weight_stride, rms_eps, pre_eps, norm_eps,
             N, HIDDEN, MIXES, SPLITS, BLOCK_M, BLOCK, BLOCK_A, ALIGNED, NORM_ALIGNED, OUT_ALIGNED, EXACT_CASTS,
+            EARLY,
         )  # fmt: skip
     elif COMB is not None:
         rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
-        make_weights(
-            PRODUCTS, SCALE, BASE, PRE, POST, COMB, rows, first, end, rms_eps, pre_eps, comb_eps, factor, repeat,
-            N, HIDDEN, MIXES, SPLITS, BLOCK_S,
-        )  # fmt: skip
+        if BY_FACTORS:
+            make_weights_by_factors(
+                PRODUCTS, SCALE, BASE, PRE, POST, COMB, rows, first, end, rms_eps, pre_eps, comb_eps, factor, repeat,
+                N, HIDDEN, MIXES, SPLITS, BLOCK_S, EXACT_CASTS,
+            )  # fmt: skip
+        else:
+            make_weights(
+                PRODUCTS, SCALE, BASE, PRE, POST, COMB, rows, first, end, rms_eps, pre_eps, comb_eps, factor, repeat,
+                N, HIDDEN, MIXES, SPLITS, BLOCK_S,
+            )  # fmt: skip

@@ -59,6 +59,8 @@ FIXED = evolve(
     whole_many=Block(2, 32, 4),
     heads_many=2,
     summed=128,
+    by_factors=True,
+    early=True,
 )
 """Differs from TINY in each tile and block that deterministic calls of four streams or fewer take."""
 
@@ -249,11 +251,27 @@ def test_every_edge_of_tiles_and_chunks(count: int, deterministic: bool) -> None
             call.check(deterministic=deterministic)
 
 
+BY_FACTORS = evolve(hc_tuning.INTERPRETER, by_factors=True, early=True, heads_few=4)
+
+
+@pytest.mark.parametrize("tuning", [hc_tuning.INTERPRETER, BY_FACTORS], ids=["matrices", "factors"])
 @pytest.mark.parametrize("repeat", [0, 1, 2, 20])
-def test_iterations_are_counted(repeat: int) -> None:
+def test_iterations_are_counted(repeat: int, tuning: Tuning) -> None:
     for n in (3, 4):
         call = StreamsCall(n, 16, 3)
         call.change_weights(sinkhorn_repeat=repeat)
+        with with_tuning(tuning):
+            call.check()
+
+
+@pytest.mark.parametrize("sizes", [(4, 96, 5), (3, 50, 9), (1, 33, 2), (5, 24, 2)], ids=str)
+def test_mixes_by_factors_are_those_of_torch(sizes: tuple[int, int, int]) -> None:
+    """Weights of the norm and of gates are loaded early too. Then one logit is far above the others of its row."""
+    call = StreamsCall(*sizes, normed=True)
+    with with_tuning(BY_FACTORS):
+        call.check()
+        call.weights.hc_base[-1] += 30
+        call.change_weights(hc_sinkhorn_eps=1e-6, sinkhorn_repeat=20)
         call.check()
 
 
@@ -298,7 +316,7 @@ def nan_in_comb(call: StreamsCall) -> None:
     call.comb[2, 3, 1] = nan
 
 
-@pytest.mark.parametrize("tuning", [TINY, hc_tuning.INTERPRETER], ids=["tiny", "large"])
+@pytest.mark.parametrize("tuning", [TINY, hc_tuning.INTERPRETER, BY_FACTORS], ids=["tiny", "large", "factors"])
 @pytest.mark.parametrize("spoil", [nan_in_a_stream, nan_in_x, infinity_in_a_stream, nan_in_comb])
 def test_what_is_no_number_reaches_its_own_token_as_in_torch(spoil: Change, tuning: Tuning) -> None:
     call = StreamsCall(4, 48, 6, normed=True)
