@@ -83,9 +83,12 @@ def mhc_pre_broadcast(
     fn_broadcast: Tensor | None = None,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(streams, post, comb, layer input) of the embedding [T, d], which all streams [T, n, d] begin with."""
+    """(streams, post, comb, layer input) of the embedding [T, d], which all streams [T, n, d] begin with.
+
+    The streams are a view of the embedding, which is read once for all of them.
+    """
     count = fn.shape[1] // residual.shape[-1]
-    streams = residual[:, None].repeat(1, count, 1)
+    streams = residual[:, None].expand(-1, count, -1)
     return streams, *mhc_pre(streams, fn, *mixes, **options)
 
 
