@@ -40,7 +40,7 @@ def serve_made_up(link: Connection, log: str, environment: dict[str, str], optio
     while (work := link.recv()) is not None:
         prompts, tokens, folder = work
         if folder is not None:
-            link.send({"step_ms": 3.0, "prompts": len(prompts), "to": folder})
+            link.send({"step_ms": 3.0, "busy_ms": 2.5, "prompts": len(prompts), "to": folder})
             continue
         turn += 1
         if fails == "at turn 4" and turn == 4:
@@ -148,8 +148,10 @@ def test_profiles_of_cases_sizes_of_graphs_and_routing_are_asked_for(tmp_path: P
 
     lines = [line.partition("profile of ")[2] for line in result.stderr.splitlines() if "profile of" in line]
     for line, case, count in zip(lines, ("3x8", "2x8"), (3, 2), strict=True):
-        expected = {"step_ms": 3.0, "prompts": count, "to": str(profiles / case / OF_DSV4ATTN)}
+        expected = {"step_ms": 3.0, "busy_ms": 2.5, "prompts": count, "to": str(profiles / case / OF_DSV4ATTN)}
         assert json.loads(line.removeprefix(f"{case}: ")) == expected
+    assert [case[OF_DSV4ATTN]["busy_ms"] for case in report["cases"]] == [2.5, 2.5]
+    assert "device busy" in result.output
     assert report["routing"] == "model"
     assert '"cudagraph_capture_sizes": [8, 16]' in (folder / "dsv4attn.log").read_text()
 

@@ -10,6 +10,7 @@ with dsv4attn.
     per token     milliseconds between two tokens of a request, the median over requests; prompts of others included
     in decode     milliseconds between two tokens of the request whose first token came last: all prompts are done then
     step          milliseconds of a step in which all requests decode, the median over steps: a stall is not in it
+    device busy   milliseconds of such a step in which the device worked, with `--profile`
     tokens/s      generated tokens of all requests in a second, prompts included in the time
 
 The file of results has the longest of these steps too (`longest_step_ms`), how long Python collected garbage in a turn
@@ -91,9 +92,10 @@ FIGURES = {
     "per_token_ms": ("per token, ms", 2),
     "decode_ms": ("in decode, ms", 2),
     "step_ms": ("step, ms", 2),
+    "busy_ms": ("device busy, ms", 2),
     "tokens_per_s": ("tokens/s", 0),
 }
-"""Figures of a case: the head of the column, and how many decimals are shown."""
+"""Figures of a case: the head of the column, and how many decimals are shown. A figure that no case has is left out."""
 EVEN, OF_MODEL = "even", "model"
 ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 PROFILED = 8
@@ -499,6 +501,10 @@ class Run:
                 self.leave_out(plugin, error)
             else:
                 say(f"{plugin}: profile of {count}x{length}: {json.dumps(summary)}")
+                for case in self.report["cases"]:
+                    if (case["requests"], case["prompt"]) == (count, length) and plugin in case:
+                        case[plugin]["busy_ms"] = summary["busy_ms"]
+        self.save()
 
 
 def prompts_of(count: int, length: int, turn: int) -> list[list[int]]:
@@ -634,13 +640,15 @@ def ratio(values: Mapping[str, float]) -> str:
 
 def rows_of(report: Mapping[str, Any]) -> list[list[str]]:
     """Cells of the table of a report, heads first: of each figure those of both engines, and the ratio."""
-    heads = [[f"{head}: dsv4attn", "vLLM", "ratio"] for head, _ in FIGURES.values()]
+    present = {name for case in report["cases"] for plugin in PLUGINS for name in case.get(plugin, ())}
+    shown = {name: figure for name, figure in FIGURES.items() if name in present}
+    heads = [[f"{head}: dsv4attn", "vLLM", "ratio"] for head, _ in shown.values()]
     rows = [["requests", "prompt", *chain.from_iterable(heads)]]
     for case in report["cases"]:
         row = [str(case["requests"]), str(case["prompt"])]
-        for name, (_, decimals) in FIGURES.items():
-            values = {plugin: case[plugin][name] for plugin in (OF_DSV4ATTN, OF_VLLM) if plugin in case}
-            row += [f"{values[p]:,.{decimals}f}" if p in values else "" for p in (OF_DSV4ATTN, OF_VLLM)]
+        for name, (_, decimals) in shown.items():
+            values = {plugin: case[plugin][name] for plugin in PLUGINS if name in case.get(plugin, ())}
+            row += [f"{values[p]:,.{decimals}f}" if p in values else "" for p in PLUGINS]
             row.append(ratio(values))
         rows.append(row)
     return rows
