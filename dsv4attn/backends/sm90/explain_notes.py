@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from dsv4attn.backends._triton.support import index_notes
-from dsv4attn.backends.sm90.tuning import MOST_BY_GROUPS, PREFILL_COST_MODEL, in_one_launch
+from dsv4attn.backends.sm90.tuning import (
+    LONGEST_BY_GROUPS,
+    MOST_BY_GROUPS,
+    PREFILL_COST_MODEL,
+    by_groups,
+    in_one_launch,
+)
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.layer_geometry import LayerGeometry, LayerKind
@@ -37,15 +43,19 @@ def _selection_notes(problem: Problem) -> Iterator[str]:
     if problem.layer.kind is not LayerKind.CSA or problem.deterministic or problem.topk > MOST_TOPK:
         return
     served = "for 64 index heads and fp8 index keys; in two steps otherwise"
+    if problem.phase == "decode" and problem.query_len == 1:
+        keys = f"{MOST_BY_GROUPS:,} index keys at most, {LONGEST_BY_GROUPS:,} for 64 requests or more"
+        yield f"selection: by groups of entries with {keys}, {served}"
+        return
+    # decodes of several tokens are chosen for like prompts
+    tokens, requests, who = 2048, 1, "2,048 tokens"
     if problem.phase == "decode":
-        keys = f"{MOST_BY_GROUPS:,} index keys at most"
-        yield f"selection: by groups of entries with {keys}, or 64 requests or more, {served}"
-    else:
-        first = next(n for n in (8192 * 2**i for i in range(6)) if in_one_launch(2048, 1, n, problem.topk, UNITS))
-        yield (
-            f"selection: 2,048 tokens by groups of entries with {first // 2:,} index keys at most, in one launch with "
-            f"{first:,} or more (by its model, {UNITS} multiprocessors), {served}"
-        )
+        tokens, requests, who = 64 * problem.query_len, 64, f"64 requests of {problem.query_len} tokens"
+    lengths = [8192 * 2**i for i in range(6)]
+    together = [n for n in lengths if in_one_launch(tokens, requests, n, problem.topk, UNITS)]
+    longest = max(n for n in lengths if n not in together and by_groups(tokens, requests, n))
+    launch = f", in one launch with {together[0]:,} or more (by its model, {UNITS} multiprocessors)" if together else ""
+    yield f"selection: {who} by groups of entries with {longest:,} index keys at most{launch}, {served}"
 
 
 def _prefill_notes(problem: Problem) -> Iterator[str]:

@@ -16,6 +16,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 __all__ = [
     "BF16_ROWS_ROLES",
     "COMBINE_ROUNDS",
+    "LONGEST_BY_GROUPS",
     "MOST_BY_GROUPS",
     "PREFILL_COST_MODEL",
     "RAW_Q_ROLES",
@@ -178,6 +179,8 @@ def tile_sizes_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) 
 
 MOST_BY_GROUPS = 32768
 """Entries of rows of which some are selected by groups whatever their number is."""
+LONGEST_BY_GROUPS = 262_144
+"""Entries of the longest rows that are selected by groups, K at most 1,024."""
 
 
 def by_groups(tokens: int, requests: int, entries: int) -> bool:
@@ -189,7 +192,7 @@ def by_groups(tokens: int, requests: int, entries: int) -> bool:
     32,768 entries. Longer rows of prompts, and of fewer tokens above 8,192 entries, were not measured.
     """
     if tokens <= requests:
-        return entries <= MOST_BY_GROUPS or tokens >= 64
+        return entries <= MOST_BY_GROUPS or (tokens >= 64 and entries <= LONGEST_BY_GROUPS)
     return entries <= 8192 or (entries <= MOST_BY_GROUPS and tokens >= 1024)
 
 

@@ -25,6 +25,7 @@ from dsv4attn.backends._triton.layer import ops as shared_ops
 from dsv4attn.backends.sm90 import group_select, kernels_group_select, ops
 from dsv4attn.backends.sm90.group_select import Form
 from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.tuning import LONGEST_BY_GROUPS
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.testing import oracle_layer
 from dsv4attn.tools.cli.common import geometry_of
@@ -147,7 +148,8 @@ def test_every_row_of_a_model_has_a_form() -> None:
             assert form.size >= entries or form.groups * form.group >= entries
             assert not form.groups or topk + form.slack == form.size // form.group
             assert max(form.size, form.groups) <= 16_384
-    assert group_select.form_of(262_145, 512, with_maxima=True) is None
+    assert group_select.form_of(LONGEST_BY_GROUPS, 1024, with_maxima=True) is not None
+    assert group_select.form_of(LONGEST_BY_GROUPS + 1, 512, with_maxima=True) is None
     assert group_select.form_of(2048, 1025, with_maxima=True) is None
 
 

@@ -18,7 +18,7 @@ from dsv4attn.backends._triton.layer import ops as shared_ops
 from dsv4attn.backends.sm90 import index_select, ops
 from dsv4attn.backends.sm90.explain_notes import notes
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import by_groups, in_one_launch
+from dsv4attn.backends.sm90.tuning import LONGEST_BY_GROUPS, by_groups, in_one_launch
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -164,6 +164,16 @@ def test_nothing_is_launched_at_once_without_tokens() -> None:
     assert not in_one_launch(0, 1, 65536, 1024, UNITS)
 
 
+def test_decodes_of_several_tokens_are_chosen_for_like_prompts() -> None:
+    assert by_groups(64, 64, 32_768)
+    assert by_groups(64, 64, LONGEST_BY_GROUPS)
+    assert not by_groups(64, 64, LONGEST_BY_GROUPS + 1)
+    for each in (2, 3, 15):
+        assert by_groups(64 * each, 64, 8192)
+        assert not by_groups(64 * each, 64, 8193)
+    assert in_one_launch(1024, 64, 16_384, 512, UNITS)
+
+
 def test_explain_says_how_is_selected() -> None:
     device = DeviceFacts.named("sm_90")
 
@@ -172,7 +182,12 @@ def test_explain_says_how_is_selected() -> None:
         return [line for line in lines if line.startswith("selection")]
 
     (line,) = said("c4a", "decode")
-    assert "by groups of entries with 32,768 index keys at most, or 64 requests or more" in line
+    assert "by groups of entries with 32,768 index keys at most, 262,144 for 64 requests or more" in line
+    # requests of several tokens are chosen for like prompts
+    (line,) = said("c4a", "decode", query_len=3)
+    assert "64 requests of 3 tokens by groups of entries with 8,192 index keys at most, for" in line
+    (line,) = said("c4a", "decode", query_len=16)
+    assert "of 16 tokens by groups of entries with 8,192 index keys at most, in one launch with 16,384 or more" in line
     for topk, shorter, longer in ((512, "8,192", "16,384"), (1024, "32,768", "65,536")):
         (line,) = said("c4a", "prefill", topk=topk)
         assert f"by groups of entries with {shorter} index keys at most, in one launch with {longer} or more" in line
