@@ -375,7 +375,11 @@ def _own_table(path: Path, *, asked_for: bool = False) -> dict[str, Any] | None:
         table = tool.get("dsv4attn") if isinstance(tool, dict) else None
         if table is not None and not isinstance(table, dict):
             raise ConfigError(str(path), f"tool.dsv4attn: expected a table, got {table!r}")
-    return deepcopy(table)  # type: ignore[no-any-return]
+    try:
+        return deepcopy(table)  # type: ignore[no-any-return]
+    except RecursionError:
+        # tables of dotted keys, which are parsed without recursion
+        raise ConfigError(str(path), "tables are nested too deeply") from None
 
 
 @lru_cache(maxsize=8)

@@ -58,6 +58,13 @@ def test_every_call_reads_the_file_and_gives_its_own_tables(tmp_path: Path) -> N
     assert settings_of(tmp_path, text.replace("2", "4")).options == {"acme": {"levels": [1, 4]}}
 
 
+@pytest.mark.parametrize(("name", "head"), [("dsv4attn.toml", ""), ("pyproject.toml", "[tool.dsv4attn]\n")])
+def test_tables_that_are_nested_too_deeply_are_an_error(tmp_path: Path, name: str, head: str) -> None:
+    """Dotted keys are parsed without recursion, so they get past the parser."""
+    with pytest.raises(ConfigError, match=r"toml: tables are nested too deeply$"):
+        settings_of(tmp_path, f"{head}{'.'.join('a' * 2000)} = 1", name=name)
+
+
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, 'backend = "acme"', DSV4ATTN_BACKEND="reference")
 
