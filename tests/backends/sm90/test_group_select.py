@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +23,16 @@ from numpy.typing import NDArray
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.layer import ops as shared_ops
-from dsv4attn.backends.sm90 import group_select, kernels_group_select, ops
+from dsv4attn.backends._triton.layer.index_logits import TILES, tiles_for
+from dsv4attn.backends.sm90 import group_select, index_logits, kernels_group_select, ops
 from dsv4attn.backends.sm90.group_select import Form
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import LONGEST_BY_GROUPS
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.torch_ops import selection as torch_selection
+from dsv4attn.core.torch_ops.arguments import TokenMap
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing import oracle_layer
 from dsv4attn.tools.cli.common import geometry_of
 from dsv4attn.tools.cli.compile import bounds_of
@@ -180,6 +186,71 @@ def test_the_same_entries_are_selected_as_in_two_steps(
     assert launched == {"choose_groups_kernel", "score_groups_kernel" if each == 1 else "score_kernel"}
 
 
+def odd_call(seed: int) -> tuple[dict[str, Any], int]:
+    """A call with lost blocks, requests that do not exist, rows apart and lengths of every kind; and K, up to eight.
+
+    Scores are exact in any order of their sums; some are NaN.
+    """
+    torch.manual_seed(seed)
+    g = np.random.default_rng(seed)
+    page, requests, columns = int(g.choice([64, 128, 192])), int(g.integers(3, 7)), int(g.integers(1, 6))
+    tokens = int(g.choice([requests, int(g.integers(1, requests + 1)), 3 * requests]))
+    cache = PagedKVCache.allocate(KVCacheLayout.index_fp8(128), 20, page, DEVICE)
+    entries = cache.region("nope")
+    entries.copy_(torch.randint(-2, 3, entries.shape).float().to(torch.float8_e4m3fn).view(torch.uint8))
+    scales, last = cache.region("scale"), torch.where(torch.arange(page) % 8 == 7, 64.0, 1.0)
+    # NaN here and there; or the largest score of a group is its last one's, which a row may not see
+    drawn = torch.tensor([1.0, 1.0, 2.0, 0.0, nan])[torch.randint(0, 5, scales.shape)]
+    scales.copy_(drawn if seed % 2 else last.reshape(1, page, 1).expand(scales.shape))
+    table = torch.randint(-1, 22, (requests + 2, columns + 3)).int()[1 : requests + 1, 1 : columns + 1]
+    longest = columns * page + int(g.choice([-61, -3, 0, 70]))
+    lens = g.choice([0, 1, 8, longest, longest + 99, -5, *g.integers(0, longest, 12)], tokens)
+    q = torch.randint(-2, 3, (tokens + 2, 70, 160)).float().to(torch.float8_e4m3fn)[1 : tokens + 1, :64, 16:144]
+    weights = torch.randint(-2, 3, (tokens, 80)).float()[:, 7:71]
+    numbers = torch.from_numpy(g.choice([-1, *[*range(requests)] * 3, requests], tokens)).int()
+    token_map = TokenMap(table, numbers, torch.from_numpy(lens).int())
+    call = {"query": IndexQuery(q, weights), "cache": cache, "token_map": token_map, "max_entries": longest}
+    return call, int(g.choice([1, 5, 7, 8, 8, 8]))
+
+
+def odd_call_agrees(seed: int, module: ModuleType = group_select) -> bool:
+    """Whether an odd call is selected from as in two steps of torch's, and nothing next to its rows is written."""
+    call, topk = odd_call(seed)
+    tokens, requests = call["token_map"].visible_lens.shape[0], call["token_map"].block_table.shape[0]
+    form = Form(64, 256, 8, 8 - topk, 0 if tokens <= requests else 32)
+    whole = torch.full((tokens + 1, topk + 5), UNTOUCHED, dtype=torch.int32)
+    expected = torch.empty(tokens, topk, dtype=torch.int32)
+    # torch takes no longer rows than it is told of
+    token_map = evolve(call["token_map"], visible_lens=call["token_map"].visible_lens.clamp(max=call["max_entries"]))
+    torch_selection.select_topk(**{**call, "token_map": token_map}, out=expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "form_of", lambda *_, **__: form)
+        patch.setattr(shared_ops, "SCORES_BYTES", 2**27 if seed % 3 else 8000)
+        assert module.select(**call, out=whole[:tokens, :topk], score_rows=ops.score)
+    same = torch.equal(whole[:tokens, :topk], expected)
+    return same and bool((whole[tokens:] == UNTOUCHED).all() and (whole[:, topk:] == UNTOUCHED).all())
+
+
+@interpreted
+def test_odd_calls_are_selected_from_as_by_torch() -> None:
+    assert all(odd_call_agrees(seed) for seed in range(30))
+
+
+@interpreted
+def test_a_call_without_tokens_or_columns_writes_nothing() -> None:
+    call, _ = odd_call(0)
+    none = {**call, "query": call["query"].tokens(slice(0, 0)), "token_map": call["token_map"].tokens(slice(0, 0))}
+    assert group_select.select(**none, out=torch.empty(0, 5, dtype=torch.int32), score_rows=ops.score)
+    out = torch.empty(call["token_map"].visible_lens.shape[0], 0, dtype=torch.int32)
+    assert group_select.select(**call, out=out, score_rows=ops.score)
+
+
+def test_scores_of_a_tile_and_its_maxima_are_within_a_row() -> None:
+    """Rows have columns for multiples of 64 entries, and a tile is written whole."""
+    assert 64 % tiles_for(index_logits.LAYOUT, "sm_90").one.entries == 0
+    assert 64 % TILES["sm_90"].one.entries == 0
+
+
 @pytest.mark.parametrize("case", ["heads", "page", "many entries", "slower", "deterministic"])
 def test_what_it_does_not_serve_is_selected_in_two_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(1, 48 if case == "page" else 64, 32 if case == "heads" else 64)
@@ -271,6 +342,13 @@ BUGS = {
     "a bound too high": ("wanted // 8, 0, ASM)", "0, 0, ASM)\n        low += 1 << 22"),
     "NaN are counted": ("(largest >= score_of(low))", "(tl.maximum(largest, -3e38) >= -3e38)"),
     "no score is the highest": ("    high += 1\n    if not BOUNDED", "    if not BOUNDED"),
+    "the last of a group": ("(count + 3) // 4, other=0.0)\n        tl.", "count // 4, other=0.0)\n        tl."),
+    "a later request's table": ("(request >= 0) & (request < requests)", "request >= 0"),
+    "an earlier request's table": ("(request >= 0) & (request < requests)", "request < requests"),
+    "columns of no request": ("columns = tl.where(exists, columns, 0)", "columns += 0"),
+    "unseen entries in maxima": ("known_of(score, entry < count)", "known_of(score, entry >= 0)"),
+    "NaN in maxima": ("known_of(score, entry <", "known_of(tl.where(score == score, score, 1e9), entry <"),
+    "maxima of the next group": ("groups + start // GROUP + part", "groups + start // GROUP + (part ^ 1)"),
 }  # fmt: skip
 
 
@@ -285,8 +363,8 @@ def test_planted_bugs_are_found(name: str, tmp_path: Path) -> None:
         text = text.replace(right, wrong)
     kernels = import_text(tmp_path / f"planted_kernels_{tmp_path.name}.py", text)
     copy = import_text(tmp_path / f"planted_{tmp_path.name}.py", inspect.getsource(group_select))
-    vars(copy)["choose_groups_kernel"] = kernels.choose_groups_kernel
-    agreed = all(
+    vars(copy).update({name: getattr(kernels, name) for name in ("choose_groups_kernel", "score_groups_kernel")})
+    agreed = all(odd_call_agrees(seed, copy) for seed in range(30)) and all(
         Case(seed, kind, topk, entries, [1000, 997, 300, 9], maxima=seed % 2 == 0).agrees(form, copy)
         for seed in range(4)
         for kind in ("normal", "few values", "odd", "nan", "ascending", "fewer than selected")
