@@ -2,16 +2,18 @@
 
 The selection of a product of three or more axes keeps every pair of values that the product has (`pairwise`). That of
 two axes takes the values of one in turn with those of the other (`in_turn`): it has every value, and half of the pairs.
+Which half depends on the test's name, so that a pair that one test leaves out is in another test of the same product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
+from zlib import crc32
 
 import pytest
 
-__all__ = ["COLLECTED", "in_turn", "pairwise", "pytest_collection_modifyitems"]
+__all__ = ["COLLECTED", "in_turn", "pairwise", "pytest_collection_modifyitems", "turn_of"]
 
 COLLECTED = pytest.StashKey[dict[str, set[str]]]()
 """Every test that a run collects, by its name, with its markers, before an expression selects some."""
@@ -31,11 +33,27 @@ def pairwise(rows: Sequence[Sequence[Hashable]]) -> list[int]:
     return sorted(selected)
 
 
-def in_turn(rows: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Numbers of rows, in order, whose values stand at places of their columns that add up to an even number."""
+def in_turn(rows: Sequence[Sequence[Hashable]], turn: int = 0) -> list[int]:
+    """Numbers of rows, in order, whose values stand at places of their columns that add up to an even number.
+
+    turn: 1 for an odd number, so that two tests of the same product have different halves of its pairs. A row with a
+    value that no such row has stays too.
+    """
     columns: list[dict[Hashable, int]] = [{} for _ in rows[0]]
     places = [[known.setdefault(value, len(known)) for known, value in zip(columns, row, strict=True)] for row in rows]
-    return [number for number, row in enumerate(places) if sum(row) % 2 == 0]
+    selected = [number for number, row in enumerate(places) if sum(row) % 2 == turn]
+    missing = {*range(len(rows))}.difference(selected)
+    present = {pair for number in selected for pair in enumerate(rows[number])}
+    for number in sorted(missing):
+        if not present.issuperset(enumerate(rows[number])):
+            selected.append(number)
+            present.update(enumerate(rows[number]))
+    return sorted(selected)
+
+
+def turn_of(name: str) -> int:
+    """Which half of its product a test of this name takes: 0 or 1."""
+    return crc32(name.encode()) & 1
 
 
 def _values(params: Mapping[str, object]) -> list[int]:
@@ -54,9 +72,9 @@ def _mark_matrix(items: Sequence[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and not marks & {"slow", "matrix"}:
             for how in marks & {"pairwise", "in_turn"}:
                 tests.setdefault((item.nodeid.partition("[")[0], how), []).append(item)
-    for (_, how), functions in tests.items():
-        select = pairwise if how == "pairwise" else in_turn
-        selected = {*select([_values(function.callspec.params) for function in functions])}
+    for (name, how), functions in tests.items():
+        rows = [_values(function.callspec.params) for function in functions]
+        selected = {*(pairwise(rows) if how == "pairwise" else in_turn(rows, turn_of(name.rpartition("::")[2])))}
         for number, function in enumerate(functions):
             if number not in selected:
                 function.add_marker("matrix")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import COLLECTED, in_turn, pairwise
+from tests.marks import COLLECTED, in_turn, pairwise, turn_of
 
 ROOT = Path(__file__).parents[1]
 KINDS = "mutation", "matrix", "slow"
@@ -133,10 +133,17 @@ def test_a_selection_of_one_or_two_axes_is_the_product(rows: list[tuple[object, 
     assert pairwise(rows) == [*range(len(rows))]
 
 
-@pytest.mark.parametrize(("lefts", "rights"), [(2, 2), (3, 4), (5, 2), (1, 1)])
+@pytest.mark.parametrize(("lefts", "rights"), [(2, 2), (3, 4), (5, 2), (3, 3), (1, 1), (3, 1), (1, 4)])
 def test_a_selection_in_turn_has_half_of_a_product_and_every_value(lefts: int, rights: int) -> None:
     rows = [*product(range(lefts), range(rights))]
-    selected = [rows[number] for number in in_turn(rows)]
+    even, odd = ([rows[number] for number in in_turn(rows, turn)] for turn in (0, 1))
 
-    assert len(selected) == -(-len(rows) // 2)
-    assert [{*axis} for axis in zip(*selected, strict=True)] == [{*range(lefts)}, {*range(rights)}]
+    for selected in (even, odd):
+        assert [{*axis} for axis in zip(*selected, strict=True)] == [{*range(lefts)}, {*range(rights)}]
+    assert {*even, *odd} == {*rows}
+    if min(lefts, rights) > 1:
+        assert (len(even), len(odd)) == (-(-len(rows) // 2), len(rows) // 2)
+
+
+def test_tests_of_one_product_take_different_halves() -> None:
+    assert {turn_of(f"test_{letter}") for letter in "abcd"} == {0, 1}
