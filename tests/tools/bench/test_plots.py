@@ -308,3 +308,14 @@ def test_speeds_have_a_panel_for_decodes_and_one_for_prompts(tmp_path: Path, fig
 def test_speeds_of_one_file_have_one_panel(tmp_path: Path, figures: list[Any]) -> None:
     draw([committed("prefill")], tmp_path)
     assert [axis.get_title("left") for axis in figures[-1].axes] == ["Prefill"]
+
+
+def test_texts_are_measured_in_the_fonts_of_the_settings() -> None:
+    from matplotlib import rc_context
+
+    from dsv4attn.tools.bench.plots.sheet import text_width
+
+    usual = text_width("iiiiiiii", 10)
+    with rc_context({"font.family": "monospace"}):
+        assert text_width("iiiiiiii", 10) > 1.5 * usual
+    assert text_width("iiiiiiii", 10) == usual

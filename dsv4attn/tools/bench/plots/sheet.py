@@ -59,6 +59,10 @@ def days(runs: Sequence[Run]) -> str:
     return " and ".join(sorted({run.date.partition(" ")[0] for run in runs}))
 
 
+_FONTS = "family", "sans-serif", "serif", "monospace", "style", "stretch", "variant"
+"""Of matplotlib's settings, the fonts of a text."""
+
+
 @lru_cache
 def _empty() -> Figure:
     """A figure in which texts are measured."""
@@ -67,9 +71,15 @@ def _empty() -> Figure:
     return New(dpi=DPI)
 
 
-@lru_cache(maxsize=1024)
 def text_width(text: str, points: float, weight: str = "normal") -> float:
-    """Inches of a line of text."""
+    """Inches of a line of text in the fonts of matplotlib's settings."""
+    from matplotlib import rcParams
+
+    return _text_width(text, points, weight, tuple(str(rcParams[f"font.{name}"]) for name in _FONTS))
+
+
+@lru_cache(maxsize=1024)
+def _text_width(text: str, points: float, weight: str, _: tuple[str, ...]) -> float:
     measured = _empty().text(0, 0, text, fontsize=points, fontweight=weight)
     width = float(measured.get_window_extent().width)
     measured.remove()
