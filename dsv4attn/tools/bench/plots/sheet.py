@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import BenchRow
@@ -75,7 +75,8 @@ def text_width(text: str, points: float, weight: str = "normal") -> float:
     """Inches of a line of text in the fonts of matplotlib's settings."""
     from matplotlib import rcParams
 
-    return _text_width(text, points, weight, tuple(str(rcParams[f"font.{name}"]) for name in _FONTS))
+    settings: Any = rcParams
+    return _text_width(text, points, weight, tuple(str(settings[f"font.{name}"]) for name in _FONTS))
 
 
 @lru_cache(maxsize=1024)
