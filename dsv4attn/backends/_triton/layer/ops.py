@@ -229,12 +229,15 @@ def transient_bytes(max_tokens: int) -> int:
 
 
 def score_memory(out: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of out [T, K] that are selected together, and [rows, width] fp32 for their scores."""
+    """Rows of out [T, K] that are selected together, and [rows, width] fp32 for their scores, the same for all."""
     tokens = out.shape[0]
-    rows = max(SCORES_BYTES // (4 * width), 1)
+    rows = min(max(SCORES_BYTES // (4 * width), 1), tokens)
+    if not rows:
+        return
+    memory = out.new_empty(rows, width, dtype=torch.float32)
     for first in range(0, tokens, rows):
         part = slice(first, min(first + rows, tokens))
-        yield part, out.new_empty(part.stop - first, width, dtype=torch.float32)
+        yield part, memory if part.stop == first + rows else memory[: part.stop - first]
 
 
 def _has_entries(cache: PagedKVCache, token_map: TokenMap, max_entries: int) -> bool:

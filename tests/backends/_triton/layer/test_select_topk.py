@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer import kernels_select, select
+from dsv4attn.backends._triton.layer import ops as layer_ops
 from dsv4attn.testing import oracle_layer
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.index_trials import planted
@@ -277,6 +278,16 @@ class Allocated(TorchDispatchMode):
         if "new_empty" in str(func):
             self.bytes += result.nbytes
         return result
+
+
+def test_parts_of_a_call_have_one_memory_for_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no more than is said is held when the next part begins."""
+    for tokens, most, sizes in ((8, 3, [3, 3, 2]), (2, 3, [2]), (3, 3, [3]), (2, 0, [1, 1]), (0, 3, [])):
+        monkeypatch.setattr(layer_ops, "SCORES_BYTES", 4 * 64 * most)
+        parts = [*layer_ops.score_memory(torch.empty(tokens, 5, dtype=torch.int32), 64)]
+        assert [n for part, _ in parts for n in range(tokens)[part]] == [*range(tokens)]
+        assert [tuple(memory.shape) for _, memory in parts] == [(size, 64) for size in sizes]
+        assert len({memory.untyped_storage().data_ptr() for _, memory in parts}) == min(len(sizes), 1)
 
 
 @interpreted
