@@ -119,8 +119,10 @@ def _serves(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, fn: Tensor,
     hidden, n = x.shape[1], residual.shape[1]
     if INTERPRETED or x.dtype != torch.bfloat16 or n != STREAMS or hidden % (COLUMNS * pipeline.slices):
         return False
-    dense = post.is_contiguous() and comb.is_contiguous()
-    return dense and alignment_of_rows(x, residual, post[:, :, 0], comb, fn) == WIDE
+    # by strides: the rows of one token are contiguous wherever they lie, and its kernel must be that of more tokens
+    dense = post.stride()[:2] == (n, 1) and comb.stride() == (n * n, n, 1)
+    aligned = hyper_connections.alignment_of_tokens(x, residual, post[:, :, 0], comb)
+    return dense and aligned == alignment_of_rows(fn) == WIDE
 
 
 @cache

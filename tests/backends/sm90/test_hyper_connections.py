@@ -118,6 +118,10 @@ def break_alignment(call: StreamsCall, case: str) -> None:
         call.post = torch.cat([call.post, call.post], 1)[:, ::2]
     elif case == "comb":
         call.comb = torch.cat([call.comb, call.comb], 2)[:, :, :4]
+    elif case == "tokens of post":
+        call.post = torch.cat([call.post, call.post], 1)[:, :4]
+    elif case == "tokens of comb":
+        call.comb = torch.cat([call.comb, call.comb], 1)[:, :4]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,10 @@ def break_alignment(call: StreamsCall, case: str) -> None:
         ("rows", 4, 128, 5, torch.bfloat16),
         ("post", 4, 128, 5, torch.bfloat16),
         ("comb", 4, 128, 5, torch.bfloat16),
+        # of tensors of more tokens
+        ("rows", 4, 128, 1, torch.bfloat16),
+        ("tokens of post", 4, 128, 1, torch.bfloat16),
+        ("tokens of comb", 4, 128, 1, torch.bfloat16),
         ("streams", 3, 128, 5, torch.bfloat16),
         ("columns", 4, 160, 5, torch.bfloat16),
         ("slices", 4, 192, 5, torch.bfloat16),

@@ -16,7 +16,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     FEW,
     Tile,
@@ -42,8 +42,9 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
 
 __all__ = [
-    "Delayed", "MixResults", "empty_results", "fused_post_pre", "hc_head", "mhc_collapse", "mhc_fused_post_pre",
-    "mhc_fused_post_pre_delayed", "mhc_post", "mhc_pre", "mhc_pre_delayed", "mix", "transient_bytes", "tuning_of_calls",
+    "Delayed", "MixResults", "alignment_of_tokens", "empty_results", "fused_post_pre", "hc_head", "mhc_collapse",
+    "mhc_fused_post_pre", "mhc_fused_post_pre_delayed", "mhc_post", "mhc_pre", "mhc_pre_delayed", "mix",
+    "transient_bytes", "tuning_of_calls",
 ]  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def fused_post_pre(
     new_post, new_comb, layer_input = empty_results(residual)
     results = MixResults(new_post, new_comb, layer_input)
     fn, dtype = weights.fn, residual.dtype
-    aligned, tokens = alignment_of_rows(x, residual), _tokens(residual, deterministic=deterministic)
+    aligned, tokens = alignment_of_tokens(x, residual), _tokens(residual, deterministic=deterministic)
     tuning = tuning_of_calls(deterministic=deterministic)
     tile = tile_of(tuning, tokens, n, dtype, aligned, fused=True)
     fn_aligned, out_aligned = _fn_alignment(fn, hidden), alignment(hidden, dtype)
@@ -247,6 +248,15 @@ def tuning_of_calls(*, deterministic: bool = False) -> Tuning:
     return tuning_for(architecture(), deterministic=deterministic)
 
 
+def alignment_of_tokens(*tensors: Tensor) -> int:
+    """`alignment_of_rows` of tensors [T, ...], of one token as of more of the same tensor.
+
+    Kernels for other alignments have other tiles, so other bits, which must not depend on the number of tokens.
+    """
+    apart = all(tensor.stride(0) * tensor.element_size() % WIDE == 0 for tensor in tensors)
+    return alignment_of_rows(*tensors) if apart else 1
+
+
 def _tokens(streams: Tensor, *, deterministic: bool) -> int:
     """The number of tokens that tiles are chosen for."""
     return FEW + 1 if deterministic else streams.shape[0]
@@ -258,7 +268,7 @@ def _pre(
     """Fill results from streams, which do not change."""
     _, n, hidden = streams.shape
     fn, dtype = weights.fn, streams.dtype
-    aligned, tokens = alignment_of_rows(streams), _tokens(streams, deterministic=deterministic)
+    aligned, tokens = alignment_of_tokens(streams), _tokens(streams, deterministic=deterministic)
     tuning = tuning_of_calls(deterministic=deterministic)
     tile = tile_of(tuning, tokens, n, dtype, aligned, fused=False)
     constants = products_constants(tile, n, hidden, fn.shape[0], dtype, aligned, _fn_alignment(fn, hidden))
@@ -331,7 +341,7 @@ def mix(
     block, rows = mix_block(tuning, tokens, streams.dtype, normed=norm is not None), heads_of(tuning, tokens)
     norm_aligned, out_aligned = 1 if norm is None else alignment_of_rows(norm), alignment(hidden, out.dtype)
     constants = mix_constants(
-        block, rows, tuning.summed, n, hidden, mixes, splits, alignment_of_rows(streams), norm_aligned, out_aligned,
+        block, rows, tuning.summed, n, hidden, mixes, splits, alignment_of_tokens(streams), norm_aligned, out_aligned,
         by_factors=tuning.by_factors, early=tuning.early,
     )  # fmt: skip
     blocks = -(-hidden // block.columns) if norm is None else 1

@@ -345,6 +345,26 @@ def test_bits_of_a_token_are_the_same_for_every_number_of_tokens_if_deterministi
             assert unequal_names(results, expected, slice(count)) == [], count
 
 
+def rows_of_x_apart(call: StreamsCall) -> None:
+    call.x = strided(call.x, 1)
+
+
+def tokens_apart(call: StreamsCall) -> None:
+    call.residual = strided(call.residual.flatten(1), 1).unflatten(1, call.residual.shape[1:])
+
+
+@pytest.mark.parametrize("move", [rows_of_x_apart, tokens_apart])
+def test_bits_of_one_token_are_those_of_more_if_its_rows_are_not_aligned_and_deterministic(move: Change) -> None:
+    """The address of one row says nothing about the next one, and kernels for other alignments have other tiles."""
+    call = StreamsCall(4, 64, 2, normed=True)
+    move(call)
+    with with_tuning(TINY, few=0, fixed=FIXED):
+        expected = call.run(KERNELS, deterministic=True)
+        results = call.tokens(slice(1)).run(KERNELS, deterministic=True)
+
+    assert unequal_names(results, expected, slice(1)) == []
+
+
 def test_bits_of_a_token_do_not_depend_on_its_place_if_deterministic() -> None:
     """Tiles are small, because numpy's products in large ones depend on the place of a row."""
     call = StreamsCall(4, 48, 9, normed=True)
