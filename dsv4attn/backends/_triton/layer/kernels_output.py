@@ -142,18 +142,23 @@ def factors(scales):
 
 
 @triton.jit
-def parts_of_rows(W, w_stride, token_tiles, RANK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where 128 equal parts begin that are, together, the first 512 bytes of each of a program's rows of W."""
+def parts_of_rows(
+    W, w_stride, tokens, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, START: tl.constexpr
+):  # fmt: skip
+    """Where 128 equal parts begin that are, together, the 512 bytes from START on of each of a program's rows of W."""
+    token_tiles = tl.cdiv(tokens, BLOCK_M)
     rank_tiles: tl.constexpr = triton.cdiv(RANK, BLOCK_N)
     of_row: tl.constexpr = 128 // BLOCK_N
     part = tl.arange(0, 128)
     group = (tl.program_id(0) // rank_tiles // token_tiles).to(tl.int64)
     n = (tl.program_id(0) % rank_tiles) * BLOCK_N + part // of_row
-    return W + ((group * RANK + tl.minimum(n, RANK - 1)) * w_stride + part % of_row * (512 // of_row))
+    return W + ((group * RANK + tl.minimum(n, RANK - 1)) * w_stride + part % of_row * (512 // of_row)) + START
 
 
 @triton.jit
-def fetch_ahead(W, w_stride, token_tiles, RANK: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
+def fetch_ahead(
+    W, w_stride, tokens, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
     """Ask for the first AHEAD bytes, a multiple of 512, of each of a program's rows of W, at most 128 rows.
 
     They go to the device's cache. Nothing waits for them, and nothing but time depends on them: a kernel may call this
@@ -161,9 +166,8 @@ def fetch_ahead(W, w_stride, token_tiles, RANK: tl.constexpr, BLOCK_N: tl.conste
     """
     size: tl.constexpr = 512 * BLOCK_N // 128
     text: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; // $0"
-    part = parts_of_rows(W, w_stride, token_tiles, RANK, BLOCK_N)
     for start in tl.static_range(0, AHEAD, 512):
-        place = (part + start).to(tl.int64)
+        place = parts_of_rows(W, w_stride, tokens, RANK, BLOCK_M, BLOCK_N, start).to(tl.int64)
         tl.inline_asm_elementwise(text, "=r,l,r", [place, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -189,7 +193,7 @@ def project_codes_kernel(
     kernels before this one have ended. OUT_ALIGNED: bytes that divide the address of every row of OUT.
     """
     if AHEAD:
-        fetch_ahead(W, w_stride, tl.cdiv(tokens, BLOCK_M), RANK, BLOCK_N, AHEAD)
+        fetch_ahead(W, w_stride, tokens, RANK, BLOCK_M, BLOCK_N, AHEAD)
     wait_then_launch_dependents(PDL)
     rank_tiles: tl.constexpr = triton.cdiv(RANK, BLOCK_N)
     token_tiles = tl.cdiv(tokens, BLOCK_M)

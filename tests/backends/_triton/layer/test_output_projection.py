@@ -173,14 +173,25 @@ def test_warm_up_has_every_tile_of_hopper_and_those_that_fetch_ahead(monkeypatch
         assert found == {*tiles.every()}
 
 
+@pytest.mark.parametrize("width", [128, 384, 512, 640, 1920, 2048, 2176])
+def test_no_more_is_fetched_ahead_than_a_row_has(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last row there may be no memory."""
+    monkeypatch.setattr(output, "INTERPRETED", False)
+    make_constants = output._project_constants.__wrapped__
+    for tile in output.HOPPER_TILES.every():
+        ahead = make_constants(tile, 128, width, 128, Fp8Format.OCP, 16, "sm_90")["AHEAD"]
+        assert ahead == (width // 512 * 512 if width < tile.ahead else tile.ahead)
+
+
 def test_weights_are_fetched_ahead_once_and_no_others() -> None:
-    for groups, rank, block_n, token_tiles in ((2, 128, 64, 1), (3, 72, 64, 2), (1, 256, 128, 1)):
-        stride, programs = 1024, groups * token_tiles * -(-rank // block_n)
+    for groups, rank, block_n, tokens, ahead in ((2, 128, 64, 5, 1024), (3, 72, 64, 17, 512), (1, 256, 128, 16, 2048)):
+        token_tiles, stride = -(-tokens // 16), ahead + 512
+        programs = groups * token_tiles * -(-rank // block_n)
         weight = torch.zeros(groups * rank, stride, dtype=torch.uint8, device=DEVICE)
-        places = torch.full((programs, 128), -1, dtype=torch.int64, device=DEVICE)
-        places_ahead[(programs,)](weight, places, stride, token_tiles, rank, block_n)
+        places = torch.full((programs, ahead // 512, 128), -1, dtype=torch.int64, device=DEVICE)
+        places_ahead[(programs,)](weight, places, stride, tokens, rank, 16, block_n, ahead)
         size = 512 * block_n // 128
-        expected = {row * stride + at for row in range(groups * rank) for at in range(0, 512, size)}
+        expected = {row * stride + at for row in range(groups * rank) for at in range(0, ahead, size)}
         found = (places.cpu() - weight.data_ptr()).view(groups, token_tiles, -1).tolist()
 
         assert {place for group in found for tile in group for place in tile} == expected
