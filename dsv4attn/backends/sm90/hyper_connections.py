@@ -154,6 +154,7 @@ def variants(bounds: WarmupSpec, arch: str, *, deterministic: bool = False) -> I
         aligned=bounds.aligned_rows,
         arch=arch,
         deterministic=deterministic,
+        sinkhorn_eps=model.hc_eps,
     )
     for norm_dtype in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
         yield from mix_variants(streams, norm_dtype, hidden // (COLUMNS * pipeline.slices), WIDE, CHUNK)

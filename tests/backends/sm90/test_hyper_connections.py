@@ -176,20 +176,20 @@ class Launches:
 
 @pytest.mark.skipif(not INTERPRETED, reason="the kernel that is launched here reads nothing")
 @pytest.mark.parametrize("hidden", [4096, 7168])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("deterministic", "eps"), [(False, 1e-6), (True, 1e-6), (False, 0.0)])
 def test_warm_up_foresees_the_variants_that_are_launched_and_no_others(
-    deterministic: bool, hidden: int, monkeypatch: pytest.MonkeyPatch
+    deterministic: bool, eps: float, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, ops = Launches(), layer_ops(deterministic=deterministic)
     monkeypatch.setattr(hyper_connections, "INTERPRETED", False)
     monkeypatch.setattr(hyper_connections, "launch", own.note)
     monkeypatch.setattr(hyper_connections, "FEW", 0)
-    bounds = WarmupSpec.of(evolve(FLASH, hidden_size=hidden), LIMITS, aligned_rows=True, layer_steps=True)
+    bounds = WarmupSpec.of(evolve(FLASH, hidden_size=hidden, hc_eps=eps), LIMITS, aligned_rows=True, layer_steps=True)
     call, norm = StreamsCall(4, hidden, 3), torch.ones(hidden, device=DEVICE)
     fixed = hc_tuning.FIXED["sm_90"]
     with with_tuning(hc_tuning.HOPPER, fixed=fixed), launching_nothing(), observed() as mixes:
         for norm_weight in (None, norm, norm.bfloat16()):
-            call.change_weights(norm_weight=norm_weight)
+            call.change_weights(norm_weight=norm_weight, hc_sinkhorn_eps=eps)
             ops.mhc_fused_post_pre(call.x, call.residual, call.post, call.comb, call.weights)
         foreseen = {*hyper_connections.variants(bounds, "sm_90", deterministic=deterministic)}
 
@@ -210,6 +210,15 @@ def test_a_deterministic_backend_foresees_the_shared_kernels_for_one_number_of_t
     assert {(c["BLOCK_M"], c["BLOCK_K"], c["STAGES"]) for c in constants["products_kernel"]} == {(64, 32, 3)}
     assert len(constants["post_products_kernel"]) == 1
     assert {c["BLOCK_R"] for c in constants["mix_kernel"]} == {2}
+    # the head has no iterations
+    assert {(c["MIXES"], c["BY_FACTORS"]) for c in constants["mix_kernel"]} == {(24, True), (4, False)}
+
+
+def test_a_model_without_epsilon_has_no_factors() -> None:
+    bounds = WarmupSpec.of(evolve(FLASH, hc_eps=0.0), LIMITS, aligned_rows=True, layer_steps=True)
+    variants = {*Sm90Backend().kernel_variants(bounds, DeviceFacts.named("sm_90"))}
+
+    assert {dict(v.constants)["BY_FACTORS"] for v in variants if v.name == "mix_kernel"} == {False}
 
 
 def test_its_variants_keep_every_limit() -> None:

@@ -30,6 +30,7 @@ from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     products_constants,
     tile_of,
     tuning_for,
+    uses_factors,
 )
 from dsv4attn.backends._triton.layer.kernels_hyper_connections import (
     mix_kernel,
@@ -342,7 +343,7 @@ def mix(
     norm_aligned, out_aligned = 1 if norm is None else alignment_of_rows(norm), alignment(hidden, out.dtype)
     constants = mix_constants(
         block, rows, tuning.summed, n, hidden, mixes, splits, alignment_of_tokens(streams), norm_aligned, out_aligned,
-        by_factors=tuning.by_factors, early=tuning.early,
+        by_factors=comb is not None and uses_factors(tuning, n, comb_eps), early=tuning.early,
     )  # fmt: skip
     blocks = -(-hidden // block.columns) if norm is None else 1
     tiles = 0 if comb is None else -(-(end - first) // constants["BLOCK_R"])

@@ -23,7 +23,7 @@ MOST_SPLITS = 128
 
 __all__ = [
     "FEW", "FIXED", "TUNINGS", "Block", "Tile", "Tuning", "alignment", "fused_constants", "heads_of", "mix_block",
-    "mix_constants", "post_constants", "products_constants", "tile_of", "tuning_for",
+    "mix_constants", "post_constants", "products_constants", "tile_of", "tuning_for", "uses_factors",
 ]  # fmt: skip
 
 
@@ -159,6 +159,8 @@ MOST_STREAMS = 4
 """Largest number of streams of the large tiles."""
 FEW = 64
 """Largest number of tokens of the tiles for a few tokens."""
+LEAST_EPS = 1e-30
+"""Smallest epsilon of Sinkhorn's iterations by factors, which may become as large as one over it."""
 
 
 def tuning_for(arch: str, *, deterministic: bool = False) -> Tuning:
@@ -184,6 +186,14 @@ def tile_of(tuning: Tuning, tokens: int, n: int, dtype: torch.dtype, aligned: in
 def heads_of(tuning: Tuning, count: int) -> int:
     """Tokens of a program of the second launch that makes post and comb. count: tokens of the call."""
     return tuning.heads_few if count <= FEW else tuning.heads_many
+
+
+def uses_factors(tuning: Tuning, n: int, eps: float) -> bool:
+    """Whether Sinkhorn's iterations of n streams change factors of rows and columns. eps: theirs.
+
+    Matrices of more than four streams are too large for the registers of a thread.
+    """
+    return tuning.by_factors and n <= MOST_STREAMS and eps >= LEAST_EPS
 
 
 def mix_block(tuning: Tuning, count: int, dtype: torch.dtype, *, normed: bool) -> Block:
@@ -253,7 +263,6 @@ def mix_constants(
         "BLOCK_S": min(triton.next_power_of_2(splits), added),
         "BLOCK_A": min(triton.next_power_of_2(splits), MOST_SPLITS),
         "NORM_ALIGNED": norm_aligned,
-        # matrices of more streams are too large for the registers of a thread
-        "BY_FACTORS": by_factors and n <= MOST_STREAMS,
+        "BY_FACTORS": by_factors,
         "EARLY": early,
     }

@@ -25,6 +25,7 @@ from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     products_constants,
     tile_of,
     tuning_for,
+    uses_factors,
 )
 from dsv4attn.backends._triton.layer.kernels_hyper_connections import (
     mix_kernel,
@@ -48,6 +49,7 @@ class StreamForms:
     aligned: whether rows of streams, x and fn begin at multiples of 16 bytes.
     arch: the architecture.
     deterministic: whether the calls are.
+    sinkhorn_eps: epsilon of Sinkhorn's iterations.
     """
 
     n: int
@@ -57,6 +59,7 @@ class StreamForms:
     aligned: bool = True
     arch: str = ""
     deterministic: bool = False
+    sinkhorn_eps: float = 1e-6
 
     @property
     def tuning(self) -> Tuning:
@@ -116,7 +119,7 @@ def mix_variants(
     for norm_aligned in (1,) if norm_dtype is None else (WIDE,) if streams.aligned else (WIDE, 1):
         constants = mix_constants(
             block, heads_of(tuning, tokens), tuning.summed, n, hidden, width, splits, row, norm_aligned, out_aligned,
-            by_factors=tuning.by_factors, early=tuning.early,
+            by_factors=not last and uses_factors(tuning, n, streams.sinkhorn_eps), early=tuning.early,
         )  # fmt: skip
         for previous_type in previous_types:
             yield Variant.from_types(mix_kernel, types | {"PREVIOUS": previous_type}, constants, num_warps=block.warps)

@@ -54,6 +54,7 @@ def variants(bounds: WarmupSpec, arch: str, *, deterministic: bool = False) -> I
             aligned=bounds.aligned_rows,
             arch=arch,
             deterministic=deterministic,
+            sinkhorn_eps=model.hc_eps,
         )
         for norm_dtype in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
             yield from hyper_connections_variants.variants(streams, norm_dtype)

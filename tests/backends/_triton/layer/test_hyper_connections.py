@@ -16,7 +16,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import architecture, launch, observed
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch, observed
 from dsv4attn.backends._triton.layer import hyper_connections as hc
 from dsv4attn.backends._triton.layer import hyper_connections_tuning as hc_tuning
 from dsv4attn.backends._triton.layer import hyper_connections_variants as hc_variants
@@ -24,12 +24,13 @@ from dsv4attn.backends._triton.layer.hyper_connections_tuning import Block, Tile
 from dsv4attn.backends._triton.layer.hyper_connections_variants import StreamForms
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.torch_ops.arguments import MixWeights
+from dsv4attn.testing import oracle_layer
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
 from tests.backends._triton.engine import launching_nothing
-from tests.backends._triton.layer.kernels_factors import parts_kernel
+from tests.backends._triton.layer.kernels_factors import factors_kernel, parts_kernel
 from tests.layer_ops import TorchOps
 
 TORCH = TorchOps()
@@ -275,6 +276,27 @@ def test_mixes_by_factors_are_those_of_torch(sizes: tuple[int, int, int]) -> Non
         call.check()
 
 
+def test_factors_that_would_leave_fp32_are_not_used() -> None:
+    """Without epsilon three columns that share one row make each iteration's factors three times as large."""
+    call = StreamsCall(4, 32, 3)
+    logits = torch.full((4, 4), -200.0)
+    logits[0, :3] = logits[1:, 3] = 0.0
+    call.weights.hc_base[8:] = logits.flatten()
+    call.change_weights(hc_scale=torch.zeros(3, device=DEVICE), hc_sinkhorn_eps=0.0, sinkhorn_repeat=100)
+    with with_tuning(BY_FACTORS):
+        call.check()
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0, 3e37])
+def test_mixes_by_factors_are_near_those_in_float64(scale: float) -> None:
+    logits = torch.randn(128, 4, 4, generator=seeded()) * scale
+    for eps, repeat in product((hc_tuning.LEAST_EPS, 1e-6, 0.005), (1, 20)):
+        out = torch.empty(128, 4, 4, device=DEVICE)
+        launch(factors_kernel, (1,), (logits.to(DEVICE), out, repeat, eps), {"C": 128, "N": 4, "ASM": not INTERPRETED})
+        expected = torch.from_numpy(oracle_layer.sinkhorn(logits.double().numpy(), eps, repeat))
+        assert (out.cpu() - expected).abs().max() <= 2.0**-19, (eps, repeat)
+
+
 def test_a_norm_weight_of_another_dtype_than_the_streams() -> None:
     call = StreamsCall(4, 32, 3, normed=True)
     assert call.weights.norm_weight is not None
@@ -411,6 +433,7 @@ def foreseen_variants(call: StreamsCall, **forms: Any) -> set[Variant]:
     """Those of V4 and V4.1 for streams and a norm like these. forms: more fields of `StreamForms`."""
     _, n, hidden = call.residual.shape
     norm_dtype = None if call.weights.norm_weight is None else call.weights.norm_weight.dtype
+    forms["sinkhorn_eps"] = call.weights.hc_sinkhorn_eps
     streams = StreamForms(n, hidden, call.residual.dtype, arch=architecture(), **forms)
     return {
         variant
@@ -436,6 +459,7 @@ def test_warm_up_foresees_every_variant_that_is_launched(
     for tuning, fixed in ((TINY, FIXED), (hc_tuning.HOPPER, hc_tuning.FIXED["sm_90"])):
         for seed, (count, hidden) in enumerate(((3, 64), (1, 64), (9, 64), (2, 30), (9, 30))):
             call = StreamsCall(2, hidden, count, dtype, seed, pad=8 * seed if aligned else seed, normed=bool(seed % 2))
+            call.change_weights(hc_sinkhorn_eps=0.0 if seed == 2 else 1e-6)
             with with_tuning(tuning, fixed=fixed):
                 launched = launched_variants(call, deterministic=deterministic)
                 foreseen = foreseen_variants(call, aligned=aligned, deterministic=deterministic)
