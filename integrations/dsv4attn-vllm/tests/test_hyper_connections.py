@@ -130,6 +130,17 @@ def test_functions_of_the_cuda_model_are_replaced_by_those_of_the_same_name(
     )
     assert all(map(torch.equal, results, expected))
 
+    # the streams are a view of the embedding, which later steps of the sublayer read and do not write
+    assert results[0].data_ptr() == inputs.x.data_ptr()
+    embedding, out = inputs.x.clone(), torch.randn(5, 256, dtype=torch.float32).bfloat16()
+    for name, arguments in (("mhc_post", ()), ("mhc_fused_post_pre", (*inputs.weights, *MIXES))):
+        of_view, of_copy = (
+            getattr(model, f"{name}_tilelang")(out, *mixed[:3], *arguments) for mixed in (results, expected)
+        )
+        assert all(map(torch.equal, of_view, of_copy)), name
+        assert all(result.is_contiguous() for result in of_view), name
+    assert torch.equal(inputs.x, embedding)
+
 
 KERNELS = [f"_{name}_TILELANG_KERNEL" for name in ("HC_PRENORM_GEMM", "MHC_PRE_BIG_FUSE", "MHC_POST", "MHC_FUSED")]
 
