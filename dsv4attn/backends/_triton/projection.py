@@ -17,7 +17,7 @@ from attrs import frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens, row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, descriptor_type, pointer_type
 from dsv4attn.backends._triton.kernels_projection import project_kernel, project_turned_kernel, turn_back_kernel
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
@@ -101,7 +101,7 @@ def inv_rope_o_proj(
     rank, rope = wo_a.shape[0] // num_groups, cos_sin_cache.shape[1]
     out = o.new_empty(tokens, num_groups, rank) if out is None else out
     dtype = torch.promote_types(o.dtype, wo_a.dtype)
-    aligned = alignment_of_rows(o, wo_a)
+    aligned = min(alignment_of_tokens(o), alignment_of_rows(wo_a))
     if not turned and _is_dense(o, wo_a, out):
         few = few_tile(tokens, heads, num_groups, rank, dim - rope, rope, architecture())
         if few is not None:
@@ -172,7 +172,7 @@ def _is_dense(o: Tensor, wo_a: Tensor, out: Tensor) -> bool:
         and (o.stride(1), o.stride(2)) == (o.shape[2], 1)
         and wo_a.stride(1) == 1
         and (out.stride(1), out.stride(2)) == (out.shape[2], 1)
-        and alignment_of_rows(o, wo_a, out) == WIDE
+        and alignment_of_tokens(o) == alignment_of_rows(wo_a, out) == WIDE
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.cache.records import alignment_of_rows
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.layer import hyper_connections
@@ -121,7 +121,7 @@ def _serves(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, fn: Tensor,
         return False
     # by strides: the rows of one token are contiguous wherever they lie, and its kernel must be that of more tokens
     dense = post.stride()[:2] == (n, 1) and comb.stride() == (n * n, n, 1)
-    aligned = hyper_connections.alignment_of_tokens(x, residual, post[:, :, 0], comb)
+    aligned = alignment_of_tokens(x, residual, post[:, :, 0], comb)
     return dense and aligned == alignment_of_rows(fn) == WIDE
 
 

@@ -127,12 +127,15 @@ def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
     assert torch.equal(spoilt[[0, 1, 3, 4]], z[[0, 1, 3, 4]])
 
 
-def test_a_row_has_the_same_bits_in_every_batch_if_that_is_asked_for() -> None:
-    call = Call((24, 8), torch.float32, 3, tokens=140)
+@pytest.mark.parametrize("pad", [0, 1])
+def test_a_row_has_the_same_bits_in_every_batch_if_that_is_asked_for(pad: int) -> None:
+    """Pad: elements between tokens, with which the last token is aligned, and more tokens are not."""
+    call = Call((24, 8), torch.float32, 3, tokens=145)
     call.o, call.wo_a = call.o.bfloat16(), call.wo_a.bfloat16()
+    call.o = strided(call.o.flatten(1), pad).unflatten(1, call.o.shape[1:])
     results = []
     with observed() as seen:
-        for tokens in (1, 20, 140):
+        for tokens in (1, 20, 145):
             o, positions = call.o[-tokens:], call.positions[-tokens:]
             z = projection.inv_rope_o_proj(o, positions, call.table, call.wo_a, call.groups, deterministic=True)
             results.append(z[-1])

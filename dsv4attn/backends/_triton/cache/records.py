@@ -22,6 +22,7 @@ __all__ = [
     "CODINGS",
     "alignment_of_records",
     "alignment_of_rows",
+    "alignment_of_tokens",
     "check_writer",
     "record_alignments",
     "record_constants",
@@ -97,6 +98,15 @@ def alignment_of_rows(*tensors: Tensor) -> int:
         if step % WIDE:
             return 1
     return WIDE
+
+
+def alignment_of_tokens(*tensors: Tensor) -> int:
+    """`alignment_of_rows` of tensors [T, ...], which is the same for one token as for more of the same tensor.
+
+    For kernels that sum in another order where rows are not aligned: bits must not depend on the number of tokens.
+    """
+    apart = all(tensor.stride(0) * tensor.element_size() % WIDE == 0 for tensor in tensors)
+    return alignment_of_rows(*tensors) if apart else 1
 
 
 def _bits(x: float) -> int:

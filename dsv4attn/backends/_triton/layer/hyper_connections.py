@@ -15,8 +15,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     FEW,
     Tile,
@@ -43,7 +43,7 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
 
 __all__ = [
-    "Delayed", "MixResults", "alignment_of_tokens", "empty_results", "fused_post_pre", "hc_head", "mhc_collapse",
+    "Delayed", "MixResults", "empty_results", "fused_post_pre", "hc_head", "mhc_collapse",
     "mhc_fused_post_pre", "mhc_fused_post_pre_delayed", "mhc_post", "mhc_pre", "mhc_pre_delayed", "mix",
     "transient_bytes", "tuning_of_calls",
 ]  # fmt: skip
@@ -247,15 +247,6 @@ def empty_results(residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def tuning_of_calls(*, deterministic: bool = False) -> Tuning:
     """The tuning of plain or deterministic calls on this device."""
     return tuning_for(architecture(), deterministic=deterministic)
-
-
-def alignment_of_tokens(*tensors: Tensor) -> int:
-    """`alignment_of_rows` of tensors [T, ...], of one token as of more of the same tensor.
-
-    Kernels for other alignments have other tiles, so other bits, which must not depend on the number of tokens.
-    """
-    apart = all(tensor.stride(0) * tensor.element_size() % WIDE == 0 for tensor in tensors)
-    return alignment_of_rows(*tensors) if apart else 1
 
 
 def _tokens(streams: Tensor, *, deterministic: bool) -> int:
