@@ -75,7 +75,8 @@ class Tuning:
     heads_few, heads_many: tokens of the programs of `mix_kernel` that make post and comb.
     summed: elements of the tile in which these programs add splits.
     by_factors: whether these programs compute Sinkhorn's iterations by factors of rows and columns, on NVIDIA.
-    early: whether the other programs of `mix_kernel` first load what does not depend on tokens.
+    early: whether the other programs of `mix_kernel` first load what does not depend on tokens; the weight of the norm
+       only if one block has all columns.
     post: block of `post_kernel`.
     """
 

@@ -513,12 +513,14 @@ def make_sum(
     """
     used: tl.constexpr = N if PRE is None or PREVIOUS is not None else 1
     gated: tl.constexpr = PREVIOUS is None and PRE is None
+    # while a program goes through more blocks, it has no registers for what only the first needs
+    norm_early: tl.constexpr = EARLY and HIDDEN <= BLOCK
     bases = ()
     if EARLY and gated:
         scale = tl.load(SCALE)
         for n in tl.static_range(N):
             bases += (tl.load(BASE + n),)
-    if EARLY and NORM is not None:
+    if norm_early and NORM is not None:
         norm = load_norm(NORM, k, HIDDEN, NORM_ALIGNED)
     live = (first + row < end)[:, None]
     row = tl.minimum(row, end - first - 1)
@@ -557,7 +559,7 @@ def make_sum(
             more = round_to(more, OUT.dtype.element_ty, EXACT_CASTS)
             tl.store(out + start, more, mask=live & (start + k < HIDDEN)[None, :])
         total *= root
-        if not EARLY:
+        if not norm_early:
             norm = load_norm(NORM, k, HIDDEN, NORM_ALIGNED)
         total *= norm.to(tl.float32)[None, :]
     tl.store(out, round_to(total, OUT.dtype.element_ty, EXACT_CASTS), mask=live & (k < HIDDEN)[None, :])

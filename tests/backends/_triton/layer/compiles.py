@@ -53,6 +53,12 @@ def streams(arch: str) -> Iterator[Variant]:
     yield max(mixes, key=lambda v: (dict(v.constants)["SPLITS"], -v.num_warps))
 
 
+def wide_streams(arch: str) -> Iterator[Variant]:
+    """Hyper-connections: the second launch for rows of two blocks, with a norm whose weight is fp32."""
+    wide = mixing.StreamForms(4, 2**14, BF16, arch=arch)
+    yield from mixing.mix_variants(wide, torch.float32, 2**14 // 64, 16, FEW + 1)
+
+
 def codes(arch: str, fp8_format: Fp8Format) -> Iterator[Variant]:
     """The output projection in fp8: the largest tile, and that with most stages, with scales of one type."""
     tiles = output.tiles_for(fp8_format, arch)
@@ -136,7 +142,7 @@ def latest(arch: str) -> Iterator[Variant]:
 
 CASES: dict[str, tuple[Callable[[str], Iterator[Variant]], ...]] = {
     "sm_80": (decoded_codes, candidates_of_ranks),
-    "sm_90": (streams, native_codes, decoded_codes, multiplied, turned, of_few_rows),
+    "sm_90": (streams, wide_streams, native_codes, decoded_codes, multiplied, turned, of_few_rows),
     "sm_100": (selection, latest),
     "sm_120": (streams, native_codes, multiplied),
     "gfx942": (streams, decoded_codes, compressor),

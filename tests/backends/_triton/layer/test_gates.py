@@ -20,6 +20,7 @@ FORMS = {
     "sm_80 decoded_codes": 1,
     "sm_80 candidates_of_ranks": 2,
     "sm_90 streams": 3,
+    "sm_90 wide_streams": 1,
     "sm_90 native_codes": 2,
     "sm_90 decoded_codes": 1,
     "sm_90 multiplied": 5,
