@@ -211,9 +211,9 @@ def test_tokens_are_spread_over_experts_evenly() -> None:
     from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator
 
     measure_serving.route_evenly()
-    strategy = RoutingSimulator.get_strategy(measure_serving.EVEN)
     for tokens in (3, 8, 2):
-        weights, experts = strategy.route_tokens(torch.zeros(tokens, 4), torch.zeros(tokens, 16), 6)
+        inputs = torch.zeros(tokens, 4), torch.zeros(tokens, 16)
+        weights, experts = RoutingSimulator.simulate_routing(*inputs, measure_serving.EVEN, 6)
 
         assert experts.tolist() == [[(6 * token + i) % 16 for i in range(6)] for token in range(tokens)]
         assert experts.dtype == torch.int32
