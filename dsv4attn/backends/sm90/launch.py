@@ -284,11 +284,15 @@ class Sm90Backend(TritonBackend):
 
 def _selection_variants(bounds: WarmupSpec) -> Iterator[Variant]:
     """Forms of selection in one launch and by groups."""
-    for layer in bounds.layers:
-        if layer.kind is LayerKind.CSA:
-            yield from group_select.variants(layer.topk, layer.entries(bounds.limits.max_model_len))
-            if not INTERPRETED:
-                yield from index_select.variants(layer.topk)
+    sizes = {
+        (layer.topk, layer.entries(bounds.limits.max_model_len)): None
+        for layer in bounds.layers
+        if layer.kind is LayerKind.CSA
+    }
+    for topk, entries in sizes:
+        yield from group_select.variants(topk, entries)
+        if not INTERPRETED:
+            yield from index_select.variants(topk)
 
 
 def _programs(heads: int) -> int:

@@ -26,9 +26,8 @@ from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
-from dsv4attn.testing import oracle_layer
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends._triton.layer.test_select_topk import KINDS, LOWEST, interpreted
+from tests.backends._triton.layer.test_select_topk import KINDS, interpreted, selected_by_oracle
 from tests.programs import import_text
 
 UNTOUCHED = 77
@@ -96,13 +95,7 @@ class Case:
         """What the oracle selects among stored scores."""
         scores = torch.full((len(self.of), self.entries), torch.nan, device=DEVICE)
         index_logits.score(query, cache, token_map, scores, None, 0)
-        rows = np.full((len(self.of), self.topk), -1)
-        lens = token_map.visible_lens.tolist()
-        for row, x, count in zip(rows, scores.cpu().numpy(), lens, strict=True):
-            # -inf is the lowest finite number
-            chosen = oracle_layer.select(np.maximum(x[: max(count, 0)].astype(np.float64), LOWEST), self.topk)
-            row[: len(chosen)] = chosen
-        return rows
+        return selected_by_oracle(scores.cpu().numpy(), token_map.visible_lens.tolist(), self.topk)
 
 
 cases = st.builds(

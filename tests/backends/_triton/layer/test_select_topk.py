@@ -97,6 +97,16 @@ def few_in_registers(module: ModuleType = select) -> Iterator[None]:
         function.cache_clear()
 
 
+def selected_by_oracle(scores: NDArray[np.float32], counts: Sequence[int], topk: int) -> NDArray[np.int64]:
+    """[T, K] entries that are selected among the first `count` scores of each row, and then -1."""
+    rows = np.full((len(scores), topk), -1)
+    for row, x, count in zip(rows, scores, counts, strict=True):
+        # -inf is the lowest finite number
+        chosen = oracle_layer.select(np.maximum(x[: max(count, 0)].astype(np.float64), LOWEST), topk)
+        row[: len(chosen)] = chosen
+    return rows
+
+
 @frozen
 class Case:
     """Rows of scores that are selected at once.
@@ -159,13 +169,7 @@ class Case:
         return bool((whole == UNTOUCHED).all()) and bool((actual == self.expected(scores)).all())
 
     def expected(self, scores: NDArray[np.float32]) -> NDArray[np.int64]:
-        rows = np.full((len(scores), self.topk), -1)
-        for row, x, count in zip(rows, scores, self.counts(), strict=True):
-            # -inf is the lowest finite number
-            seen = np.maximum(x[: max(count, 0)].astype(np.float64), LOWEST)
-            chosen = oracle_layer.select(seen, self.topk)
-            row[: len(chosen)] = chosen
-        return rows
+        return selected_by_oracle(scores, self.counts(), self.topk)
 
 
 SIZES = [0, 1, 5, 15, 16, 17, 40, 100, 300]
