@@ -20,7 +20,16 @@ from torch.nn.functional import linear, silu, softplus
 
 from dsv4attn.testing import oracle
 
-__all__ = ["BUGS_V41", "ReferenceV41", "SharedEntries", "checkpoint_v41", "error_shares_v41", "random_v41"]
+__all__ = [
+    "BUGS_V41",
+    "ReferenceV41",
+    "SharedEntries",
+    "checkpoint_v41",
+    "error_shares_v41",
+    "in_4_bits",
+    "in_8_bits",
+    "random_v41",
+]
 
 RATIOS = (0, 2, 2, 1, 1, 1)
 TEXT: dict[str, Any] = {
@@ -149,6 +158,23 @@ def random_weights(text: Mapping[str, Any]) -> dict[str, Tensor]:
     return weights
 
 
+def in_8_bits(keys: Tensor) -> Tensor:
+    """Keys [..., d] in e4m3, 32 values under a power of two, at least as large as their maximum / 448."""
+    groups = keys.bfloat16().float().unflatten(-1, (-1, 32))
+    scales = (groups.abs().amax(-1, keepdim=True) / 448).log2().ceil().exp2()
+    return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
+
+
+def in_4_bits(keys: Tensor) -> Tensor:
+    """Keys [..., d] in e2m1, 16 values under a scale in e4m3: their maximum / 6."""
+    groups = keys.bfloat16().float().unflatten(-1, (-1, 16))
+    scales = (groups.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
+    sizes = (groups / scales).abs()
+    # apart: 0.5 below 2, 1 below 4, 2 up to 6
+    apart = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
+    return ((sizes / apart).round() * apart).clamp(max=6).copysign(groups).mul(scales).flatten(-2)
+
+
 class SharedEntries(SimpleNamespace):
     """What layers of a sequence read from those before them.
 
@@ -163,6 +189,9 @@ class ReferenceV41:
     text: the configuration. weights: by name, on one device. prompt, hit: see `replayed`.
     """
 
+    OWN_RECORDS = "own_records"
+    """Entry of the configuration that says whether keys are rounded, see `rounded`."""
+
     def __init__(self, text: Mapping[str, Any], weights: dict[str, Tensor], prompt: int = 0, hit: int = 0) -> None:
         self.text, self.weights, self.hit = text, weights, hit
         self.start = max(hit - text["sliding_window"], 0)
@@ -172,6 +201,18 @@ class ReferenceV41:
     def to(self, device: str) -> ReferenceV41:
         """The same on a device."""
         return ReferenceV41(self.text, {name: value.to(device) for name, value in self.weights.items()})
+
+    def rounded(self) -> ReferenceV41:
+        """The same with keys as V4.1's own records hold them: windows in 8 bits a value, entries in 4.
+
+        An engine with these records must not differ from this one by more than an engine with wider records differs
+        from `self`: what the format costs is in the reference, and no bound is widened.
+        """
+        return ReferenceV41({**self.text, self.OWN_RECORDS: True}, self.weights)
+
+    def stored(self, keys: Tensor, of_format: Callable[[Tensor], Tensor]) -> Tensor:
+        """Keys as attention reads them."""
+        return of_format(keys) if self.text.get(self.OWN_RECORDS) else keys
 
     def replayed(self, prompt: int, hit: int = 0) -> ReferenceV41:
         """The same with what vLLM leaves out of a prompt of this length that is prefilled in one chunk.
@@ -271,6 +312,7 @@ class ReferenceV41:
         qr = self.norm(linear(x, w["wq_a.weight"]), w["q_norm.weight"])
         q = self.rope(linear(qr, w["wq_b.weight"]).unflatten(1, (-1, dim)), at, i)
         keys = self.rope(self.norm(linear(x, w["wkv.weight"]), w["kv_norm.weight"]), at, i)
+        keys = self.stored(keys, in_8_bits)
         distance = at[:, None] - at
         visible = (distance >= 0) & (distance < self.text["sliding_window"])
         is_replayed = i > max(self.text["kv_source_layer_ids"])
@@ -302,7 +344,7 @@ class ReferenceV41:
             kv = kv * gate.softmax(1)
         latents = self.norm(kv.sum(1), w["compressor.norm.weight"])
         at = torch.arange(len(latents), device=x.device) * ratio
-        shared.entries = self.rope(latents, at, i)
+        shared.entries = self.stored(self.rope(latents, at, i), in_4_bits)
         index_keys = self.norm(linear(latents, w["indexer.wk.weight"]), w["indexer.k_norm.weight"])
         shared.index_keys = self.rope(index_keys, at, i)
         if i in self.known and self.hit:

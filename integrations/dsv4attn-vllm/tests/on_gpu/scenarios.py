@@ -89,6 +89,11 @@ class Scenario:
         return self.name
 
     @property
+    def has_own_records(self) -> bool:
+        """Whether V4.1's keys are rounded to its own records."""
+        return "kv_cache_dtype" in self.options
+
+    @property
     def is_accepting(self) -> bool:
         """Whether vLLM accepts drafts by chance, so that tokens are not those of the highest probability."""
         return "rejection_sample_method" in self.options.get("speculative_config", {})
@@ -224,6 +229,8 @@ V41_OPTIONS = {
     "kv_cache_memory_bytes": 2**30,
     "limit_mm_per_prompt": {"image": 0},
 }
+OWN_RECORDS = {"kv_cache_dtype": "nvfp4_ds_mla"}
+"""V4.1's own records: 528 bytes in windows, 288 in compressed caches."""
 V41_ROUNDS = (FIRST, Round([prompt_of(2000, 3)]), Round([prompt_of(2000, 3)]), Round([prompt_of(250, 4)]))
 """Prompts of later rounds are prefilled in one chunk, the third round's after a hit in the prefix cache."""
 
@@ -237,9 +244,18 @@ V41_SCENARIOS = [
         Scenario("chunks-of-256", options={"max_num_batched_tokens": 256}, checkpoint="v41"),
         Scenario("dspark", V41_ROUNDS, _speculative("dspark", 5), checkpoint="v41-dspark"),
         Scenario("dspark-accepted", V41_ROUNDS, _speculative("dspark", 5, **_accepting(3.0)), checkpoint="v41-dspark"),
+        Scenario("own-records-eager", V41_ROUNDS, OWN_RECORDS, graphs="eager", checkpoint="v41"),
+        Scenario("own-records-graphs-mixed", V41_ROUNDS, OWN_RECORDS, checkpoint="v41"),
+        Scenario("own-records-chunks-of-256", options={**OWN_RECORDS, "max_num_batched_tokens": 256}, checkpoint="v41"),
+        Scenario(
+            "own-records-eager-triton", V41_ROUNDS, OWN_RECORDS, graphs="eager", checkpoint="v41", backend="triton"
+        ),
+        Scenario("own-records-dspark", V41_ROUNDS, OWN_RECORDS | _speculative("dspark", 5), checkpoint="v41-dspark"),
+        # vLLM's compressor and indexer, with DeepGEMM on index keys in these blocks
+        Scenario("own-records-steps-auto", V41_ROUNDS, OWN_RECORDS, checkpoint="v41", steps="auto"),
     )
 ]
-"""DeepSeek-V4.1 on one GPU, with dsv4attn's indexer and compressor."""
+"""DeepSeek-V4.1 on one GPU, with dsv4attn's indexer and compressor, but for "steps-auto"."""
 
 PARALLEL = [
     Scenario("tensor-parallel-2", gpus=2, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
