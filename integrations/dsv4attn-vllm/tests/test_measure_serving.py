@@ -30,7 +30,8 @@ def serve_made_up(link: Connection, log: str, environment: dict[str, str], optio
     plugin = OF_VLLM if environment["DSV4ATTN_VLLM"] == "0" else OF_DSV4ATTN
     fails = os.environ.get(FAILS, "") if plugin == OF_VLLM else ""
     # options of vLLM's arrive
-    Path(log).write_text(f"first line {json.dumps(options)}\nlast line of {plugin}\n")
+    multiprocessing = environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    Path(log).write_text(f"first line {json.dumps(options)}\n{multiprocessing=}\nlast line of {plugin}\n")
     if fails == "slowly":
         time.sleep(60)
     if fails == "at start":
@@ -154,6 +155,19 @@ def test_profiles_of_cases_sizes_of_graphs_and_routing_are_asked_for(tmp_path: P
     assert "device busy" in result.output
     assert report["routing"] == "model"
     assert '"cudagraph_capture_sizes": [8, 16]' in (folder / "dsv4attn.log").read_text()
+
+
+def test_engines_run_in_processes_of_their_own_where_nothing_is_profiled(tmp_path: Path) -> None:
+    folder, options = tmp_path / "kept", ["--only", OF_VLLM, "--cases", "1x8"]
+
+    for more, multiprocessing in (["--engine-process"], "1"), ([], "0"):
+        report, result = run(tmp_path, *options, "--folder", str(folder), *more)
+        assert result.exit_code == 0
+        assert report.get("engine_process", False) is bool(more)
+        assert f"{multiprocessing=}" in (folder / "vllm.log").read_text()
+    refused = CliRunner().invoke(measure_serving.main, ["--engine-process", "--profile", str(tmp_path)])
+    assert refused.exit_code == 2
+    assert "--profile needs steps in the process that it profiles" in " ".join(refused.output.split())
 
 
 def test_steps_of_decode_alone_are_those_between_the_last_first_token_and_the_first_last_token() -> None:

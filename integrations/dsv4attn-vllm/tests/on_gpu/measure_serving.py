@@ -26,6 +26,10 @@ With `--profile` each engine serves each case once more, and writes files about 
 (milliseconds of a step, and those in which the device was busy), kernels.txt, host.txt, python.txt, trace.json.gz.
 Files that begin with prefill are about the first step, with prompts.
 
+With `--engine-process` vLLM schedules and runs steps in a process of its own, as `vllm serve` does; another one makes
+answers of the tokens meanwhile. A step is then measured as the second process sees it, and collections of garbage, the
+device's allocations and profiles, which are facts of the first one, are left out.
+
 An engine that does not start, or ends, is left out: the end of its log is printed, and the other one is measured. The
 file of results is written after each case.
 """
@@ -98,6 +102,13 @@ FIGURES = {
 """Figures of a case: the head of the column, and how many decimals are shown. A figure that no case has is left out."""
 EVEN, OF_MODEL = "even", "model"
 ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+ENGINE_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    # it inherits the routing of tokens, and gets the function that makes weights
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
+"""Variables of vLLM for `--engine-process`."""
 PROFILED = 8
 """Steps that torch's profiler sees, and as many that Python's sees."""
 BEFORE_PROFILE = 12
@@ -275,13 +286,17 @@ def timed(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, 
     between = [(metric.last_token_ts - metric.first_token_ts) / (tokens - 1) for metric in metrics]
     last = max(range(len(outputs)), key=lambda i: metrics[i].first_token_ts)
     steps = decode_steps(ends, metrics[last].first_token_ts, min(metric.last_token_ts for metric in metrics))
-    return {
+    figures = {
         "first_token_s": max(metric.first_token_latency for metric in metrics),
         "per_token_ms": statistics.median(between) * 1e3,
         "decode_ms": between[last] * 1e3,
         "tokens_per_s": tokens * len(outputs) / seconds,
         "step_ms": statistics.median(steps) * 1e3,
         "longest_step_ms": max(steps) * 1e3,
+    }
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":
+        return figures
+    return figures | {
         "gc_ms": sum(collected) * 1e3,
         "device_allocations": torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations,
     }
@@ -546,6 +561,7 @@ def case_of(text: str) -> tuple[int, int]:
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
 @click.option("--at-once", is_flag=True, help="start both engines at once; how long they take is then not measured")
 @click.option("--options", "more", default="{}", help="of vLLM's LLM, more for both engines, as JSON")
+@click.option("--engine-process", is_flag=True, help="schedule and run steps in a process of their own; no profiles")
 @click.option("--folder", type=Path, help="for logs and compiled code; with that of an earlier run, both start warm")
 @click.option("--only", type=click.Choice([OF_DSV4ATTN, OF_VLLM]), help="one engine alone")
 @click.option("--json", "out", type=Path, help="file for the results")
@@ -567,11 +583,14 @@ def main(
     start_limit: float,
     at_once: bool,
     more: str,
+    engine_process: bool,
     folder: Path | None,
     only: str | None,
     out: Path | None,
 ) -> None:
     """See the module."""
+    if engine_process and profile is not None:
+        raise click.UsageError("--profile needs steps in the process that it profiles: leave --engine-process out")
     kinds = (layers or LAYERS[model]).split()
     experts = experts or EXPERTS[model]["n_routed_experts"]
     options = {
@@ -605,11 +624,13 @@ def main(
         "memory_gib": memory,
         "routing": routing,
         "options": json.loads(more),
+        **({"engine_process": True} if engine_process else {}),
         "ready_s": {},
         "failed": {},
         "cases": [],
     }
     run, environment = Run(report, out), {ROUTING: EVEN} if routing == EVEN else {}
+    environment |= ENGINE_PROCESS if engine_process else {}
     try:
         chosen = [plugin for plugin in PLUGINS if only in (None, plugin)]
         engines = ((plugin, Engine(plugin, options, folder, steps, environment)) for plugin in chosen)

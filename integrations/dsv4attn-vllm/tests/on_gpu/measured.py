@@ -60,8 +60,9 @@ def title_of(report: Mapping[str, Any]) -> str:
     options = f"options `{json.dumps(report['options'])}`, " if report["options"] else ""
     routing = "tokens spread over experts evenly, " if report["routing"] == "even" else ""
     machine = f"{report['device']}, {versions}, {report['date']}"
-    turns = f"medians of {report['turns']} turns"
-    return f"{model}, {experts}. {machine}; {steps}, {limits}, {linears}{routing}{options}{turns}. {started(report)}"
+    process = "the engine in a process of its own, " if report.get("engine_process") else ""
+    chosen = f"{linears}{routing}{options}{process}medians of {report['turns']} turns"
+    return f"{model}, {experts}. {machine}; {steps}, {limits}, {chosen}. {started(report)}"
 
 
 def tables(reports: Sequence[Mapping[str, Any]]) -> str:
