@@ -25,6 +25,7 @@ __all__ = [
     "configuration",
     "error_shares",
     "logprobs",
+    "of_stages",
     "prompt_of",
     "random_model",
     "rms",
@@ -36,6 +37,8 @@ __all__ = [
 DSPARK_LAYERS = 3
 RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 LAYER_TYPES = tuple(RATIOS)
+CHOSEN = 16.0
+"""Bias of the experts of a layer that chooses by score. Without it a choice changes with the last bit of a score."""
 
 
 def prompt_of(length: int, seed: int | None = None) -> list[int]:
@@ -45,14 +48,26 @@ def prompt_of(length: int, seed: int | None = None) -> list[int]:
 
 
 def configuration(sizes: Mapping[str, Any]) -> DeepseekV4Config:
-    """Transformers' configuration of one layer of each kind.
+    """Transformers' configuration of one layer of each kind, or of those that the sizes name.
 
-    Experts are chosen by token: a choice by score changes with the last bit of a score. There are as many of them as
-    vLLM's compiled router wants.
+    Experts are chosen by token, unless the sizes say otherwise (`mlp_layer_types`). There are as many of them as vLLM's
+    compiled router wants.
     """
     experts = {"n_routed_experts": 256, "num_experts_per_tok": 6}
     types = {"layer_types": [*LAYER_TYPES], "mlp_layer_types": ["hash_moe"] * len(LAYER_TYPES)}
-    return DeepseekV4Config(**{**experts, **sizes}, **types, num_hidden_layers=len(LAYER_TYPES))
+    entries = {**experts, **types, **sizes}
+    return DeepseekV4Config(**entries, num_hidden_layers=len(entries["layer_types"]))
+
+
+def of_stages(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of a model for two pipeline-parallel stages, with the same two kinds of layers in each.
+
+    vLLM 0.33.0 gives no token ids to the second stage, so experts are chosen by score there, as in released models. It
+    cannot plan the caches of a stage that has no layer of a kind that another stage has.
+    """
+    types = ["compressed_sparse_attention", "heavily_compressed_attention"] * 2
+    experts = ["hash_moe", "hash_moe", "moe", "moe"]
+    return {**sizes, "layer_types": types, "mlp_layer_types": experts, "topk_method": "noaux_tc"}
 
 
 def random_model(sizes: Mapping[str, Any]) -> Any:
@@ -66,7 +81,10 @@ def random_model(sizes: Mapping[str, Any]) -> Any:
         weight.data = (1 + random / 5 if "norm" in name else random).bfloat16().float()
     for layer in model.model.layers:
         gate = layer.mlp.gate
-        gate.tid2eid.copy_(torch.rand(256, gate.num_experts).argsort(1)[:, : gate.top_k])
+        if hasattr(gate, "tid2eid"):
+            gate.tid2eid.copy_(torch.rand(256, gate.num_experts).argsort(1)[:, : gate.top_k])
+        else:
+            gate.e_score_correction_bias[torch.randperm(gate.num_experts)[: gate.top_k]] = CHOSEN
     return model
 
 

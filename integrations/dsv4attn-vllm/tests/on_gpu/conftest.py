@@ -13,6 +13,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,21 @@ def v41_checkpoints(shared_folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def stages_checkpoint(shared_folder: Path) -> Path:
+    """The folder of a model for pipeline parallelism."""
+    from small_model import checkpoint
+
+    from on_gpu.scenarios import SIZES_OF_STAGES
+
+    folder = shared_folder / "stages"
+    with _locked(shared_folder / "lock-stages"):
+        if not (shared_folder / "complete-stages").exists():
+            checkpoint(folder, SIZES_OF_STAGES)
+            (shared_folder / "complete-stages").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
 def v41_model() -> Any:
     """The reference of its weights in fp32."""
     import torch
@@ -115,14 +131,36 @@ def v41_model() -> Any:
 
 @pytest.fixture(scope="session")
 def transformers_model(checkpoints: dict[str, Path]) -> Any:
-    """Transformers' model of these weights in fp32. Its attention takes some queries at a time, for memory."""
+    """Transformers' model of these weights in fp32."""
+    from on_gpu.scenarios import SIZES
+
+    return _model_on_gpu(SIZES)
+
+
+@pytest.fixture(scope="session")
+def stages_model(stages_checkpoint: Path) -> Any:
+    """The same of the model for pipeline parallelism."""
+    from on_gpu.scenarios import SIZES_OF_STAGES
+
+    return _model_on_gpu(SIZES_OF_STAGES)
+
+
+def _model_on_gpu(sizes: dict[str, Any]) -> Any:
+    """Transformers' model in fp32. Its attention takes some queries at a time, for memory."""
     import torch
     from small_model import random_model
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
-    from on_gpu.scenarios import SIZES
-
     torch.backends.cuda.matmul.allow_tf32 = False
+    _attend_in_parts(modeling)
+    return random_model(sizes).cuda()
+
+
+@cache
+def _attend_in_parts(modeling: Any) -> None:
+    """Let transformers' attention take some queries at a time."""
+    import torch
+
     attend, rows = modeling.eager_attention_forward, 512
 
     def attend_in_parts(
@@ -132,7 +170,6 @@ def transformers_model(checkpoints: dict[str, Path]) -> Any:
         return torch.cat([attend(module, q, key, value, mask, **options)[0] for q, mask in parts], dim=1), None
 
     modeling.eager_attention_forward = attend_in_parts
-    return random_model(SIZES).cuda()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from small_model import logprobs, rms, worst_gap
 from small_v41 import ReferenceV41
 
 import dsv4attn
-from on_gpu.scenarios import PARALLEL, SCENARIOS, V41_SCENARIOS, Round, Scenario
+from on_gpu.scenarios import PIPELINE_PARALLEL, SCENARIOS, TENSOR_PARALLEL, V41_SCENARIOS, Round, Scenario
 
 HERE = Path(__file__).parent
 RMS, GAP = 0.05, 0.1
@@ -194,12 +194,21 @@ def test_v41_is_answered_as_by_the_reference(
         assert 1920 <= again["cached"] < 2000
 
 
-@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
-@pytest.mark.parametrize("scenario", PARALLEL, ids=str)
-def test_ranks_answer_as_transformers(
-    scenario: Scenario, checkpoints: dict[str, Path], transformers_model: Any, results: Path
+TWO_GPUS = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+
+
+@TWO_GPUS
+def test_ranks_that_share_layers_answer_as_transformers(
+    checkpoints: dict[str, Path], transformers_model: Any, results: Path
 ) -> None:
-    check_scenario(scenario, checkpoints[scenario.checkpoint], transformers_model, results)
+    check_scenario(TENSOR_PARALLEL, checkpoints[TENSOR_PARALLEL.checkpoint], transformers_model, results)
+
+
+@TWO_GPUS
+def test_ranks_that_are_stages_answer_as_transformers(
+    stages_checkpoint: Path, stages_model: Any, results: Path
+) -> None:
+    check_scenario(PIPELINE_PARALLEL, stages_checkpoint, stages_model, results)
 
 
 @pytest.mark.skipif(find_spec("tilelang") is None or find_spec("cutlass") is None, reason="needs tilelang and CuTeDSL")
