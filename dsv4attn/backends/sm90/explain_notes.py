@@ -9,6 +9,7 @@ from dsv4attn.backends.sm90.tuning import (
     LONGEST_BY_GROUPS,
     MOST_BY_GROUPS,
     PREFILL_COST_MODEL,
+    REQUESTS_BY_GROUPS,
     by_groups,
     in_one_launch,
 )
@@ -44,8 +45,8 @@ def _selection_notes(problem: Problem) -> Iterator[str]:
         return
     served = "for 64 index heads and fp8 index keys; in two steps otherwise"
     if problem.phase == "decode" and problem.query_len == 1:
-        keys = f"{MOST_BY_GROUPS:,} index keys at most, {LONGEST_BY_GROUPS:,} for 64 requests or more"
-        yield f"selection: by groups of entries with {keys}, {served}"
+        longest = f"{LONGEST_BY_GROUPS:,} for {REQUESTS_BY_GROUPS} requests or more"
+        yield f"selection: by groups of entries with {MOST_BY_GROUPS:,} index keys at most, {longest}, {served}"
         return
     # decodes of several tokens are chosen for like prompts
     tokens, requests, who = 2048, 1, "2,048 tokens"

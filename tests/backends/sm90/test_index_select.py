@@ -150,8 +150,8 @@ def regrets(units: int = UNITS, *, topk: int | None = None, tokens: int | None =
 
 
 def test_the_choice_is_that_of_the_measured_times() -> None:
-    assert len(measured()) == 60
-    assert len(regrets()) == 41
+    assert len(measured()) == 90
+    assert len(regrets()) == 67
     assert max(regrets()) < 1.04
 
 
@@ -166,11 +166,13 @@ def test_nothing_is_launched_at_once_without_tokens() -> None:
 
 def test_decodes_of_several_tokens_are_chosen_for_like_prompts() -> None:
     assert by_groups(64, 64, 32_768)
-    assert by_groups(64, 64, LONGEST_BY_GROUPS)
-    assert not by_groups(64, 64, LONGEST_BY_GROUPS + 1)
-    for each in (2, 3, 15):
-        assert by_groups(64 * each, 64, 8192)
-        assert not by_groups(64 * each, 64, 8193)
+    for requests in (32, 64):
+        assert by_groups(requests, requests, LONGEST_BY_GROUPS)
+        assert not by_groups(requests, requests, LONGEST_BY_GROUPS + 1)
+    assert not by_groups(31, 31, 32_769)
+    for each, longest in ((2, 8192), (3, 8192), (4, 32_768), (15, 32_768)):
+        assert by_groups(64 * each, 64, longest)
+        assert not by_groups(64 * each, 64, longest + 1)
     assert in_one_launch(1024, 64, 16_384, 512, UNITS)
 
 
@@ -182,7 +184,7 @@ def test_explain_says_how_is_selected() -> None:
         return [line for line in lines if line.startswith("selection")]
 
     (line,) = said("c4a", "decode")
-    assert "by groups of entries with 32,768 index keys at most, 262,144 for 64 requests or more" in line
+    assert "by groups of entries with 32,768 index keys at most, 262,144 for 32 requests or more" in line
     # requests of several tokens are chosen for like prompts
     (line,) = said("c4a", "decode", query_len=3)
     assert "64 requests of 3 tokens by groups of entries with 8,192 index keys at most, for" in line
