@@ -190,8 +190,8 @@ def by_groups(tokens: int, requests: int, entries: int) -> bool:
     """Whether selection by groups is faster than selection in two steps.
 
     tokens, requests: of the call. entries: of the longest row, K at most 1,024.
-    Measured on an H100, torch 2.11, Triton 3.6, 2026-11-28: 36 decodes of 1 to 64 requests, 8,192 to 262,144 entries, and
-    22 prompts of 128 to 2,048 tokens, 8,192 to 65,536 entries, K 512 and 1,024. With `in_one_launch`, the choice for a
+    Measured on an H100, torch 2.11, Triton 3.6, 2026-11-28: 36 decodes of 1 to 64 requests, 8,192 to 262,144 entries;
+    22 prompts of 128 to 2,048 tokens, 8,192 to 65,536 entries; K 512 and 1,024. With `in_one_launch`, the choice for a
     decode takes at most 3.5 % longer than the fastest way, and the choice for a prompt at most 2.5 %.
     """
     if tokens <= requests:
