@@ -225,6 +225,7 @@ def test_every_backend_has_the_same_files() -> None:
             "index_select",
             "leading_values",
             "ops",
+            "output",
             "ptx",
             "small_decode",
         },

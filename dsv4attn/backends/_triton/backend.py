@@ -152,6 +152,7 @@ class TritonBackend(Backend):
         """See `contract.Backend`."""
         return ops.layer_ops(deterministic=self.deterministic)
 
+    multiply_codes = staticmethod(output.multiply_codes)
     quantize_and_insert_k_cache = staticmethod(insert.quantize_and_insert_k_cache)
     qnorm_rope_kv_insert = staticmethod(insert.qnorm_rope_kv_insert)
     dequantize_and_gather_k_cache = staticmethod(gather.dequantize_and_gather_k_cache)
@@ -185,7 +186,8 @@ class TritonBackend(Backend):
         check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache)
         scaled = scaled_weight(wo_a) if self.projects_fp8 else None
         if scaled is not None:
-            return output.project_fp8(o, positions, cos_sin_cache, scaled, num_groups, deterministic=self.deterministic)
+            options: dict[str, Any] = {"deterministic": self.deterministic, "multiply": self.multiply_codes}
+            return output.project_fp8(o, positions, cos_sin_cache, scaled, num_groups, **options)
         weight = dense_weight(wo_a)
         check_strides(wo_a=weight)
         return projection.inv_rope_o_proj(

@@ -19,7 +19,15 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm90 import group_select, hyper_connections, index_logits, index_select, ops, small_decode
+from dsv4attn.backends.sm90 import (
+    group_select,
+    hyper_connections,
+    index_logits,
+    index_select,
+    ops,
+    output,
+    small_decode,
+)
 from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
@@ -130,6 +138,8 @@ class Sm90Backend(TritonBackend):
         # tiles of gathered rows have other keys than those of a decode's pages
         keys = KeyForm.PAGED if deterministic else KeyForm.GATHERED if self._chooses else KeyForm(prefill)
         self.capabilities = evolve(self.capabilities, prefill_keys=keys, prefill_pages=keys is KeyForm.GATHERED)
+
+    multiply_codes = staticmethod(output.multiply_codes)
 
     @cached_property
     def layer_ops(self) -> LayerOps:
@@ -247,6 +257,8 @@ class Sm90Backend(TritonBackend):
                 # writing keys alone, for a prefill whose q stays raw
                 alignments = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
                 yield from insert.variants(bounds.swa, 0, bounds.q_dtype, **alignments, arch=device.arch)
+            if self.projects_fp8 and device.arch == "sm_90":
+                yield from output.variants(bounds, layer)
         if bounds.model is not None and not self.deterministic and index_logits.may_serve(bounds):
             if not INTERPRETED:
                 yield from index_logits.variants()

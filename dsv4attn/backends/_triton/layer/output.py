@@ -7,7 +7,7 @@ many columns as a scale of weights: 128 in checkpoints of V4, 32 in those of V4.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import product
 from typing import Any, Final
@@ -29,7 +29,7 @@ from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["fp8_o_proj", "inv_rope_fp8_quant", "project_fp8", "transient_bytes", "variants"]
+__all__ = ["fp8_o_proj", "inv_rope_fp8_quant", "multiply_codes", "project_fp8", "transient_bytes", "variants"]
 
 AMAX_FLOOR = 1e-10
 """Smallest maximum of a group that is assumed, so that a group of zeros has a scale."""
@@ -94,6 +94,7 @@ Microseconds of a launch that follows the quantisation of its outputs, which is 
 `NATIVE_TILES`: 8 tokens 15.6, 32 tokens 17.9 (18.3), 64 tokens 17.9 (21.2), 128 tokens 21.3 (22.5), 256 tokens 30.3.
 Of a launch by itself: 1,024 tokens 89.4 (91.7), 2,048 tokens 174.0 (183.6), 8,192 tokens 674 (768), 2,048 tokens of Pro
 343.8 (393.1). With weights in L2 an H200 took 14.1 us for 64 tokens and 23.1 for 256, with `NATIVE_TILES` (2026-11-23).
+Kernels of the backend for Hopper take less time for most of these numbers of tokens, and have the same bits.
 """
 DECODED_TILES = Tiles(Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3))
 CDNA_TILES = Tiles(Tile(16, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2))
@@ -191,6 +192,28 @@ def inv_rope_fp8_quant(
     return codes, scales
 
 
+def multiply_codes(
+    codes: Tensor, scales: Tensor, wo_a: BlockScaledWeight, out: Tensor, *, deterministic: bool = False
+) -> None:
+    """Write what `fp8_o_proj` returns to out [T, G, rank]. Arguments are not checked."""
+    (tokens, groups, width), rank = codes.shape, out.shape[2]
+    weight, w_scales, block = wo_a.weight, as_numbers(wo_a.scale), wo_a.block_size[0]
+    fp8_format, arch, one_scale = FORMATS[weight.dtype], architecture(), has_one_scale(block, rank)
+    tile = tile_of(tokens, groups * rank, fp8_format, arch, deterministic=deterministic, one_scale=one_scale)
+    launch(
+        project_codes_kernel,
+        (groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),
+        (
+            codes.view(torch.uint8), scales, weight.view(torch.uint8), w_scales, out, tokens,
+            codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1), weight.stride(0),
+            w_scales.stride(0), w_scales.stride(1), out.stride(0), out.stride(1),
+        ),
+        _project_constants(tile, rank, width, block, fp8_format, alignment_of_rows(out), arch),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
 def fp8_o_proj(
     codes: Tensor,
     scales: Tensor,
@@ -199,6 +222,7 @@ def fp8_o_proj(
     *,
     dtype: torch.dtype = torch.bfloat16,
     deterministic: bool = False,
+    multiply: Callable[..., None] = multiply_codes,
 ) -> Tensor:
     """Multiply each group of quantised outputs by its own matrix: [T, G, rank] in `dtype`.
 
@@ -206,29 +230,14 @@ def fp8_o_proj(
     [G * rank, K] in blocks of 128 x 128 or 32 x 32, whose rows begin at multiples of 16 bytes. Codes have a scale for
     as many columns. Sums of the columns under one scale, times both factors, are added in fp32; a NaN code of either
     makes what it is multiplied into NaN. deterministic: bits of a row do not depend on T; otherwise tiles, and with
-    them the order of sums, follow T.
+    them the order of sums, follow T. With whole blocks of 128 x 128 all kernels and tiles of Hopper give equal bits,
+    so that deterministic calls use them too. multiply: `multiply_codes`, or what does the same.
     Raises ArgumentError unless K is a multiple of these columns, both are of one fp8 dtype, and rows are aligned.
     """
-    weight, w_scales = wo_a.weight, wo_a.scale
-    tokens, _, width = codes.shape
-    rank, block = weight.shape[0] // num_groups, _block_of(wo_a)
-    _check_operands(codes, scales, weight, num_groups, block)
-    fp8_format, arch = FORMATS[weight.dtype], architecture()
+    tokens, rank = codes.shape[0], wo_a.weight.shape[0] // num_groups
+    _check_operands(codes, scales, wo_a.weight, num_groups, _block_of(wo_a))
     out = torch.empty(tokens, num_groups, rank, dtype=dtype, device=codes.device)
-    one_scale, ranks = has_one_scale(block, rank), weight.shape[0]
-    tile = tile_of(tokens, ranks, fp8_format, arch, deterministic=deterministic, one_scale=one_scale)
-    launch(
-        project_codes_kernel,
-        (num_groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),
-        (
-            codes.view(torch.uint8), scales, weight.view(torch.uint8), _as_numbers(w_scales), out, tokens,
-            codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1), weight.stride(0),
-            w_scales.stride(0), w_scales.stride(1), out.stride(0), out.stride(1),
-        ),
-        _project_constants(tile, rank, width, block, fp8_format, alignment_of_rows(out), arch),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )  # fmt: skip
+    multiply(codes, scales, wo_a, out, deterministic=deterministic)
     return out
 
 
@@ -240,17 +249,19 @@ def project_fp8(
     num_groups: int,
     *,
     deterministic: bool = False,
+    multiply: Callable[..., None] = multiply_codes,
 ) -> Tensor:
     """Undo the rotation of o [T, H, D], quantise the result, and project each group of its heads: [T, G, rank] like o.
 
-    See `inv_rope_fp8_quant` and `fp8_o_proj`; arguments are checked before the first launch.
+    See `inv_rope_fp8_quant` and `fp8_o_proj`; arguments are checked before the first launch. multiply: is
+    called directly after `inv_rope_fp8_quant`.
     """
     columns = _block_of(wo_a)
     _check_head_dim(o.shape[2], columns)
     _check_rows(wo_a.weight)
     fp8_format = FORMATS[wo_a.weight.dtype]
     codes, scales = inv_rope_fp8_quant(o, positions, cos_sin_cache, num_groups, fp8_format=fp8_format, columns=columns)
-    return fp8_o_proj(codes, scales, wo_a, num_groups, dtype=o.dtype, deterministic=deterministic)
+    return fp8_o_proj(codes, scales, wo_a, num_groups, dtype=o.dtype, deterministic=deterministic, multiply=multiply)
 
 
 def transient_bytes(max_tokens: int, heads: int, dim: int) -> int:
@@ -297,7 +308,7 @@ def _check_operands(codes: Tensor, scales: Tensor, weight: Tensor, num_groups: i
         raise ArgumentError("codes", expected=expected, actual=f"strides {list(codes.stride())}", hint=hint)
 
 
-def _as_numbers(scales: Tensor) -> Tensor:
+def as_numbers(scales: Tensor) -> Tensor:
     """Scales in fp32, or the exponents of others as uint8."""
     return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
 
