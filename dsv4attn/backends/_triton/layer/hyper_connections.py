@@ -26,6 +26,7 @@ from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     heads_of,
     mix_block,
     mix_constants,
+    overlaps,
     post_constants,
     products_constants,
     tile_of,
@@ -143,7 +144,9 @@ def fused_post_pre(
     tuning = tuning_of_calls(deterministic=deterministic)
     tile = tile_of(tuning, tokens, n, dtype, aligned, fused=True)
     fn_aligned, out_aligned = _fn_alignment(fn, hidden), alignment(hidden, dtype)
-    constants = fused_constants(tile, n, hidden, fn.shape[0], dtype, aligned, fn_aligned, out_aligned)
+    constants = fused_constants(
+        tile, n, hidden, fn.shape[0], dtype, aligned, fn_aligned, out_aligned, overlapped=overlaps(tuning, tokens)
+    )
     for first, end, products, groups in _chunks(residual, fn, tile, tuning.chunk):
         launch(
             post_products_kernel,
@@ -263,7 +266,8 @@ def _pre(
     aligned, tokens = alignment_of_tokens(streams), _tokens(streams, deterministic=deterministic)
     tuning = tuning_of_calls(deterministic=deterministic)
     tile = tile_of(tuning, tokens, n, dtype, aligned, fused=False)
-    constants = products_constants(tile, n, hidden, fn.shape[0], dtype, aligned, _fn_alignment(fn, hidden))
+    fn_aligned, overlapped = _fn_alignment(fn, hidden), overlaps(tuning, tokens)
+    constants = products_constants(tile, n, hidden, fn.shape[0], dtype, aligned, fn_aligned, overlapped=overlapped)
     for first, end, products, groups in _chunks(streams, fn, tile, tuning.chunk):
         launch(
             products_kernel,
@@ -335,6 +339,7 @@ def mix(
     constants = mix_constants(
         block, rows, tuning.summed, n, hidden, mixes, splits, alignment_of_tokens(streams), norm_aligned, out_aligned,
         by_factors=comb is not None and uses_factors(tuning, n, comb_eps), early=tuning.early,
+        overlapped=overlaps(tuning, tokens),
     )  # fmt: skip
     blocks = -(-hidden // block.columns) if norm is None else 1
     tiles = 0 if comb is None else -(-(end - first) // constants["BLOCK_R"])

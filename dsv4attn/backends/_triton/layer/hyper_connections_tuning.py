@@ -14,6 +14,7 @@ import torch
 import triton
 from attrs import evolve, frozen
 
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
 
 LEAST = 16
@@ -23,7 +24,7 @@ MOST_SPLITS = 128
 
 __all__ = [
     "FEW", "FIXED", "TUNINGS", "Block", "Tile", "Tuning", "alignment", "fused_constants", "heads_of", "mix_block",
-    "mix_constants", "post_constants", "products_constants", "tile_of", "tuning_for", "uses_factors",
+    "mix_constants", "overlaps", "post_constants", "products_constants", "tile_of", "tuning_for", "uses_factors",
 ]  # fmt: skip
 
 
@@ -77,6 +78,7 @@ class Tuning:
     by_factors: whether these programs compute Sinkhorn's iterations by factors of rows and columns, on NVIDIA.
     early: whether the other programs of `mix_kernel` first load what does not depend on tokens; the weight of the norm
        only if one block has all columns.
+    overlapped: whether the second launch begins before the first has ended, for up to FEW tokens, on Hopper.
     post: block of `post_kernel`.
     """
 
@@ -95,6 +97,7 @@ class Tuning:
     summed: int = 8192
     by_factors: bool = False
     early: bool = False
+    overlapped: bool = False
     post: Block = Block(1, 2048, 4)
 
 
@@ -109,6 +112,7 @@ HOPPER = Tuning(
     heads_many=4,
     by_factors=True,
     early=True,
+    overlapped=True,
 )
 """docs/kernel-notes.md has the times."""
 CDNA = Tuning(many=Tile(32, 64, 4), fused_many=Tile(16, 64, 4))
@@ -197,6 +201,11 @@ def uses_factors(tuning: Tuning, n: int, eps: float) -> bool:
     return tuning.by_factors and n <= MOST_STREAMS and eps >= LEAST_EPS
 
 
+def overlaps(tuning: Tuning, count: int) -> bool:
+    """Whether the second launch begins before the first has ended. count: tokens that tiles are chosen for."""
+    return tuning.overlapped and count <= FEW and uses_pdl("sm_90") and not INTERPRETED
+
+
 def mix_block(tuning: Tuning, count: int, dtype: torch.dtype, *, normed: bool) -> Block:
     """Block of the second launch. count: tokens of the call. Columns take as many registers in every dtype."""
     few, many = (tuning.whole_few, tuning.whole_many) if normed else (tuning.mix_few, tuning.mix_many)
@@ -211,7 +220,7 @@ def alignment(hidden: int, dtype: torch.dtype) -> int:
 
 @cache
 def products_constants(
-    tile: Tile, n: int, hidden: int, mixes: int, dtype: torch.dtype, aligned: int, fn_aligned: int
+    tile: Tile, n: int, hidden: int, mixes: int, dtype: torch.dtype, aligned: int, fn_aligned: int, *, overlapped: bool
 ) -> dict[str, Any]:
     return {
         "N": n,
@@ -226,14 +235,16 @@ def products_constants(
         "FN_ALIGNED": fn_aligned,
         # interpreted bf16 is multiplied as bit patterns
         "IN_BF16": dtype == torch.bfloat16 and not INTERPRETED,
+        "NEXT": overlapped,
     }
 
 
 @cache
 def fused_constants(
-    tile: Tile, n: int, hidden: int, mixes: int, dtype: torch.dtype, aligned: int, fn_aligned: int, out_aligned: int
-) -> dict[str, Any]:
-    constants = products_constants(tile, n, hidden, mixes, dtype, aligned, fn_aligned)
+    tile: Tile, n: int, hidden: int, mixes: int, dtype: torch.dtype, aligned: int, fn_aligned: int, out_aligned: int,
+    *, overlapped: bool,
+) -> dict[str, Any]:  # fmt: skip
+    constants = products_constants(tile, n, hidden, mixes, dtype, aligned, fn_aligned, overlapped=overlapped)
     return {**constants, "OUT_ALIGNED": out_aligned, "EXACT_CASTS": not INTERPRETED}
 
 
@@ -253,7 +264,7 @@ def post_constants(block: Block, n: int, hidden: int, aligned: int, out_aligned:
 @cache
 def mix_constants(
     block: Block, rows: int, summed: int, n: int, hidden: int, mixes: int, splits: int,
-    aligned: int, norm_aligned: int, out_aligned: int, *, by_factors: bool, early: bool,
+    aligned: int, norm_aligned: int, out_aligned: int, *, by_factors: bool, early: bool, overlapped: bool,
 ) -> dict[str, Any]:  # fmt: skip
     added = max(summed // (rows * triton.next_power_of_2(mixes + 1)), 1)
     return {
@@ -266,4 +277,5 @@ def mix_constants(
         "NORM_ALIGNED": norm_aligned,
         "BY_FACTORS": by_factors,
         "EARLY": early,
+        "PDL": overlapped,
     }

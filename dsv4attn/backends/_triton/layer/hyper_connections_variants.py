@@ -21,6 +21,7 @@ from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     heads_of,
     mix_block,
     mix_constants,
+    overlaps,
     post_constants,
     products_constants,
     tile_of,
@@ -81,11 +82,13 @@ def variants(streams: StreamForms, norm_dtype: torch.dtype | None = None) -> Ite
     counts = (FEW + 1,) if streams.deterministic else (FEW, FEW + 1)
     for tokens, row, fn_row in product(counts, alignments, fn_alignments):
         tile = tile_of(tuning, tokens, n, dtype, row, fused=False)
-        fused_tile = tile_of(tuning, tokens, n, dtype, row, fused=True)
+        fused_tile, overlapped = tile_of(tuning, tokens, n, dtype, row, fused=True), overlaps(tuning, tokens)
         for width in (mixes,) if streams.delayed else (mixes, n):
-            constants = products_constants(tile, n, hidden, width, dtype, row, fn_row)
+            constants = products_constants(tile, n, hidden, width, dtype, row, fn_row, overlapped=overlapped)
             yield _products_variant(products_kernel, types, constants, tile)
-        constants = fused_constants(fused_tile, n, hidden, mixes, dtype, row, fn_row, out_aligned)
+        constants = fused_constants(
+            fused_tile, n, hidden, mixes, dtype, row, fn_row, out_aligned, overlapped=overlapped
+        )
         yield _products_variant(post_products_kernel, types, constants, fused_tile)
         splits, fused_splits = -(-hidden // tile.columns), -(-hidden // fused_tile.columns)
         yield from mix_variants(streams, norm_dtype, splits, row, tokens)
@@ -120,6 +123,7 @@ def mix_variants(
         constants = mix_constants(
             block, heads_of(tuning, tokens), tuning.summed, n, hidden, width, splits, row, norm_aligned, out_aligned,
             by_factors=not last and uses_factors(tuning, n, streams.sinkhorn_eps), early=tuning.early,
+            overlapped=overlaps(tuning, tokens),
         )  # fmt: skip
         for previous_type in previous_types:
             yield Variant.from_types(mix_kernel, types | {"PREVIOUS": previous_type}, constants, num_warps=block.warps)

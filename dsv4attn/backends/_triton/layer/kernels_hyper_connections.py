@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import round_to
 
@@ -152,14 +153,16 @@ def products_kernel(
     token_stride: tl.int64, stream_stride: tl.int64, fn_stride: tl.int64,
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr,
-    ALIGNED: tl.constexpr, FN_ALIGNED: tl.constexpr, IN_BF16: tl.constexpr,
+    ALIGNED: tl.constexpr, FN_ALIGNED: tl.constexpr, IN_BF16: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups * splits,): products of tokens first .. end with fn, and sums of squares, of BLOCK_K columns.
 
     Of each stream, that is. The programs of a split share its token tiles. HELD: whether the factors stay in shared
     memory; otherwise they are loaded for each tile. ALIGNED, FN_ALIGNED: bytes that divide the address of every row of
-    the streams, and of a stream's columns in every row of fn.
+    the streams, and of a stream's columns in every row of fn. NEXT: whether the next kernel may begin before this one
+    has ended; if it is launched so, it waits.
     """
+    launch_dependents(NEXT)
     splits: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
     masked: tl.constexpr = HIDDEN % BLOCK_K != 0
     split = tl.program_id(0) % splits
@@ -205,12 +208,13 @@ def post_products_kernel(
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr,
     ALIGNED: tl.constexpr, FN_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, IN_BF16: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
+    EXACT_CASTS: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups * splits,): new streams of tokens first .. end, and what `products_kernel` makes of these.
 
     ALIGNED: bytes that divide the address of every row of x and of the streams. OUT_ALIGNED: of the new streams.
     """
+    launch_dependents(NEXT)
     splits: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
     masked: tl.constexpr = HIDDEN % BLOCK_K != 0
     split = tl.program_id(0) % splits
@@ -583,7 +587,7 @@ def mix_kernel(
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
-    BY_FACTORS: tl.constexpr, EARLY: tl.constexpr,
+    BY_FACTORS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of BLOCK_R tokens + tiles of BLOCK_M tokens * blocks,): post and comb; then sums of BLOCK columns.
 
@@ -591,6 +595,7 @@ def mix_kernel(
     BY_FACTORS: whether Sinkhorn's iterations are those of `sinkhorn_by_factors`, on NVIDIA. EARLY: whether the programs
     of the sums load scale, base and norm before anything else.
     """
+    wait_then_launch_dependents(PDL)
     blocks: tl.constexpr = 1 if NORM is not None else triton.cdiv(HIDDEN, BLOCK)
     heads = 0 if COMB is None else tl.cdiv(end - first, BLOCK_R)
     pid = tl.program_id(0)

@@ -19,6 +19,8 @@ from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense
 from dsv4attn.backends._triton.layer import output
+from dsv4attn.backends._triton.layer.hyper_connections_variants import StreamForms
+from dsv4attn.backends._triton.layer.hyper_connections_variants import variants as stream_variants
 from dsv4attn.backends._triton.tuning import HOPPER
 from dsv4attn.core.cache.layout import KVCacheLayout
 
@@ -39,6 +41,10 @@ def forms(arch: str) -> Iterator[Variant]:
     shape = attention_launch.Shape(
         16, 448, 64, (attention_launch.Segment.of(record, aligned=True),), BF16, 8, ragged=False
     )
+    streams = [*stream_variants(StreamForms(4, 4096, BF16, arch=arch), BF16)]
+    # the first forms are those of few tokens
+    for name in ("products_kernel", "post_products_kernel", "mix_kernel"):
+        yield next(form for form in streams if form.name == name)
     tuning = HOPPER.on(arch)
     yield from islice(attention_launch.variants(shape, tuning, sinks=(False,), lses=(False,)), 3)
 
