@@ -258,7 +258,10 @@ def test_what_they_do_not_serve_is_left_to_the_shared_kernel(
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("case", ["", "weight", "codes", "scales", "rows of weight", "rows of codes", "columns"])
+@pytest.mark.parametrize(
+    "case",
+    ["", "weight", "codes", "scales", "groups of scales", "rows of weight", "rows of codes", "rows of out", "columns"],
+)
 def test_strides_that_they_do_not_take(case: str) -> None:
     def meta(dtype: torch.dtype, size: tuple[int, ...], row: int) -> Tensor:
         strides = (row, size[-1], 1)[-len(size) :] if len(size) == 3 else (row, 1)
@@ -267,9 +270,11 @@ def test_strides_that_they_do_not_take(case: str) -> None:
     width = 4160 if case == "columns" else 4096
     codes = meta(OCP, (512, 8, width), {"codes": 2**22, "rows of codes": 8 * width + 8}.get(case, 8 * width))
     scales = meta(torch.float32, (512, 8, 32), 2**22 if case == "scales" else 256)
+    if case == "groups of scales":
+        scales = torch.empty_strided((512, 8, 32), (32, 2**28, 1), device="meta")
     weight = meta(OCP, (FLASH, width), {"weight": 2**22, "rows of weight": width + 8}.get(case, width))
     wo_a = BlockScaledWeight(weight, torch.empty(64, -(-width // 128), device="meta"))
-    out = torch.empty(512, 8, 1024, dtype=torch.bfloat16, device="meta")
+    out = meta(torch.bfloat16, (512, 8, 1024), 8196 if case == "rows of out" else 8192)
 
     assert output.serves(codes, scales, wo_a, out) == (not case)
 
