@@ -7,6 +7,7 @@ multiply have too few registers. A program of its own, since a process that inte
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ from dsv4attn.tools.cli.common import geometry_of
 from dsv4attn.tools.cli.compile import bounds_of
 
 OWN = {"project_few_kernel", "project_many_kernel"}
+WAITS_THEN_LETS = re.compile(r"griddepcontrol\.wait;(?:(?!bra|BB\d)[^{}])*griddepcontrol\.launch_dependents;")
+"""Without a branch, or the begin of a block, between them."""
 SIZE = {"project_few_kernel": "TOKENS", "project_many_kernel": "BLOCK_M"}
 
 
@@ -63,6 +66,7 @@ def read(form: Variant) -> dict[str, object]:
         "reasons": [reason.code for reason in Resources.of(kernel, target).reasons(target)],
         "waits": text.count("griddepcontrol.wait;"),
         "lets": text.count("griddepcontrol.launch_dependents;"),
+        "lets_before_it_waits": not re.search(WAITS_THEN_LETS, text),
     }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
+from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling import variant
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
@@ -16,6 +19,7 @@ from dsv4attn.backends._triton.layer import output as shared
 from dsv4attn.backends.sm90 import output
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.output import FEW, MANY, Few, Many
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -234,6 +238,61 @@ def test_a_call_is_served() -> None:
 
 
 @pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backend_calls_them(deterministic: bool) -> None:
+    call, backend = Call(3), Sm90Backend(projection="fp8", deterministic=deterministic)
+    with pytest.raises(NotImplementedError):
+        backend.inv_rope_o_proj(call.o, call.positions, call.table, call.wo_a, call.groups)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("form", [*FEW, *MANY])
+def test_a_launch_has_the_strides_of_its_tensors_and_as_many_programs_as_run(
+    form: Few | Many, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: dict[str, Any] = {}
+
+    def note(kernel: Any, grid: tuple[int, ...], args: Any, constants: Any, **_: Any) -> None:
+        names = [name for name in inspect.signature(kernel.fn).parameters if name not in constants]
+        launched.update(zip(names, args, strict=True), grid=grid, RANK=constants["RANK"], K=constants["K"])
+
+    programs: list[int] = []
+
+    def chosen(*sizes: int) -> Few | Many:
+        programs.append(sizes[-1])
+        return form
+
+    monkeypatch.setattr(output, "launch", note)
+    monkeypatch.setattr(output, "multiprocessors", lambda: 3)
+    monkeypatch.setattr(output, "form_of", chosen)
+    tokens = min(form.tokens, 300)
+    call = Product(tokens, 2, 256, 1024)
+    out = torch.empty(tokens, 2, 264, dtype=torch.bfloat16, device=DEVICE)[..., :256]
+    output.multiply_codes(call.codes, call.scales, call.wo_a, out)
+    tensors = [call.codes, call.scales, call.wo_a.weight, call.wo_a.scale, out]
+    places = [launched.pop(name).data_ptr() for name in ("CODES", "SCALES", "W", "W_SCALES", "OUT")]
+
+    assert places == [tensor.data_ptr() for tensor in tensors]
+    assert launched.pop("tiles", 4) == 4
+    assert launched == {
+        "grid": (3 if isinstance(form, Many) else 4,),
+        "RANK": 256,
+        "K": 1024,
+        "tokens": tokens,
+        "token_stride": 2 * 1040,
+        "group_stride": 1040,
+        "scale_stride": 2 * 24,
+        "scale_group_stride": 24,
+        "w_stride": 1040,
+        "w_scale_stride": 8,
+        "w_scale_step": 1,
+        "out_stride": 2 * 264,
+        "out_group_stride": 264,
+    }
+    assert programs == [3]
+
+
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("case", ["fp32", "blocks", "FNUZ", "rank", "no tokens", "arch", "interpreted", "ranks"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_what_they_do_not_serve_is_left_to_the_shared_kernel(
@@ -317,6 +376,27 @@ def test_warm_up_foresees_the_variants_that_are_launched(
     assert len(foreseen) == 8
 
 
+@pytest.mark.parametrize("case", ["", "bf16", "sm_120", "fp32", "blocks", "rank"])
+def test_warm_up_compiles_nothing_that_no_call_needs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "INTERPRETED", False)
+    # the kernels call others that are interpreted, and so have no key
+    monkeypatch.setattr(variant, "settle_key", lambda _: None)
+    bounds = evolve(WarmupSpec.of(ModelGeometry.preset("flash"), Limits(4, 64, 4096)), model=None)
+    if case == "fp32":
+        bounds = evolve(bounds, q_dtype=torch.float32)
+    elif case == "blocks":
+        bounds = evolve(bounds, wo_a_blocks=(32,))
+    elif case == "rank":
+        bounds = evolve(bounds, o_lora_rank=1088)
+    backend = Sm90Backend(projection="bf16" if case == "bf16" else "fp8")
+    monkeypatch.setattr(TritonBackend, "kernel_variants", lambda *_: iter(()))
+    bounds = evolve(bounds, layers=bounds.layers[:1])
+    foreseen = backend.kernel_variants(bounds, DeviceFacts.named("sm_120" if case == "sm_120" else "sm_90"))
+    own = [form for form in foreseen if form.name in {"project_few_kernel", "project_many_kernel"}]
+
+    assert len(own) == (0 if case else 8)
+
+
 def walk(stages: int, later: int, *, pairs: bool) -> Iterator[str]:
     """Why two roles that multiply 50 copies, and the one that copies them, would wait for each other forever."""
     copied, announced, done, waiting = 0, 0, [0, 0], True
@@ -338,6 +418,8 @@ def walk(stages: int, later: int, *, pairs: bool) -> Iterator[str]:
 def test_roles_never_wait_for_each_other() -> None:
     for form in MANY:
         assert list(walk(form.stages, form.later, pairs=form.tokens == 128)) == []
+    # a barrier of `multiplied` tells a phase from the next one only, so codes are not further ahead than weights
+    assert all(form.stages <= form.w_stages for form in FEW)
     # a planted bug: no stage is free for the copies that come before an announcement
     assert list(walk(4, 4, pairs=False))
     assert list(walk(6, 5, pairs=True))
@@ -358,7 +440,7 @@ def check_compiled(forms: list[dict[str, Any]], count: int) -> None:
     for form in forms:
         assert form["reasons"] == [], form
         few = form["name"] == "project_few_kernel"
-        assert (form["waits"], form["lets"]) == (2 if few else 3, 1), form
+        assert (form["waits"], form["lets"], form["lets_before_it_waits"]) == (2 if few else 3, 1, False), form
 
 
 @pytest.mark.mutation
