@@ -54,6 +54,15 @@ def planted() -> Iterator[Variant]:
     )
 
 
+def early_releases(text: str) -> int:
+    """Arrivals at a barrier, after a wait for products, that do not wait for the other warps' products.
+
+    `release` of the kernel for few tokens has no barrier of its own: Triton 3.6 and 3.9 put one before each arrival.
+    """
+    parts = [part.partition("mbarrier.arrive.shared") for part in text.split("wgmma.wait_group")[1:]]
+    return sum(bool(arrival) and "bar.sync" not in before for before, arrival, _ in parts)
+
+
 def read(form: Variant) -> dict[str, object]:
     """What a form is, breaks and does."""
     kernel, constants, target = cross_compile(form, TARGETS["sm_90"]), dict(form.constants), TARGETS["sm_90"]
@@ -67,6 +76,9 @@ def read(form: Variant) -> dict[str, object]:
         "waits": text.count("griddepcontrol.wait;"),
         "lets": text.count("griddepcontrol.launch_dependents;"),
         "lets_before_it_waits": not re.search(WAITS_THEN_LETS, text),
+        "early_releases": early_releases(text),
+        # a planted bug
+        "without_barriers": early_releases(text.replace("bar.sync", "")),
     }
 
 

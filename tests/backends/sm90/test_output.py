@@ -441,6 +441,7 @@ def check_compiled(forms: list[dict[str, Any]], count: int) -> None:
         assert form["reasons"] == [], form
         few = form["name"] == "project_few_kernel"
         assert (form["waits"], form["lets"], form["lets_before_it_waits"]) == (2 if few else 3, 1, False), form
+        assert form["early_releases"] == 0 < form["without_barriers"], form
 
 
 @pytest.mark.mutation
