@@ -192,8 +192,8 @@ def by_groups(tokens: int, requests: int, entries: int) -> bool:
     tokens, requests: of the call. entries: of the longest row, K at most 1,024.
     Measured on an H100, torch 2.11, Triton 3.6, 2026-11-28: 36 decodes of 1 to 64 requests, 8,192 to 262,144 entries;
     22 prompts of 128 to 2,048 tokens, 8,192 to 65,536 entries; K 512 and 1,024. With `in_one_launch`, the choice for a
-    decode takes at most 3.5 % longer than the fastest way, and the choice for a prompt at most 2.5 %. With rows of up to
-    8,192 entries prompts of 2,048 tokens alone were measured.
+    decode takes at most 3.5 % longer than the fastest way, and the choice for a prompt at most 2.5 %. Of prompts with
+    rows of up to 8,192 entries, those of 2,048 tokens alone were measured.
     """
     if tokens <= requests:
         return entries <= MOST_BY_GROUPS or (tokens >= REQUESTS_BY_GROUPS and entries <= LONGEST_BY_GROUPS)

@@ -6,7 +6,7 @@ as they are. A DeepSeek-V4 model runs its attention with all steps around it, an
 Faked, next to the interpreter of conftest.py:
 - Five compiled ops that are not attention's are written in torch below (`OPS`), unless vLLM's `_C` is installed.
 - The CPU has AMX while vLLM makes its configuration: without AMX it forbids chunks and prefix caching for this model.
-- The engine, its worker and the caller are one process.
+- The engine, its worker and the caller are one process. Of pipeline-parallel stages each is one: see served_rank.py.
 - In vLLM's batch-invariant mode, which the wheel refuses on a CPU: its overrides of torch's ops are for GPUs, and are
   not installed; linears multiply some rows at a time (`batch_invariant_linear`); experts are taken for invariant.
 """
