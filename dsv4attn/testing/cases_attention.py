@@ -395,7 +395,11 @@ def _calls(area: Area) -> Iterator[Case]:
         inputs = Fp8Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
         yield _case(area, f"codes-{cache}-{of}", "C2", says, inputs, reads_every_code)
     # many rows, and so few that a backend may have other kernels for them
-    for cache, rows, copies, name in (("ocp", 24, 640, ""), ("v41", 24, 640, ""), ("ocp", 2, 320, "-few")):
+    both = "ocp", "v41"
+    for cache, rows, copies, name in (
+        *((cache, 24, 640, "") for cache in both),
+        *((cache, 2, 320, "-few") for cache in both),
+    ):
         says = f"{of}, {rows} rows of up to {copies} copies: reads keys of {cache} exactly whose columns differ in size"
         inputs = Fp8Codes.repeated(rows, copies, phase=phase, geometry=flash("swa"), layout=layout(cache))
         yield _case(area, f"codes-{cache}-copies{name}-{of}", "C2 C9", says, inputs, reads_every_code)

@@ -1,5 +1,7 @@
 """The role that loads and decodes V4.1's records: from slots to tiles of bf16 in shared memory.
 
+`kernels_small_decode` decodes tiles with the same functions.
+
 A record of codes has eight pieces of 64, of which five are copied to shared memory and three wait in registers. A
 record of nibbles, which has four pieces of 128, is copied as a whole.
 """
@@ -65,15 +67,25 @@ store to the same banks, and take two turns.
 """
 RAW_NIBBLES_S = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
 """As RAW_S, for eight lanes that hold eight keys."""
+PIECES_128_L = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [64, 0]],
+        lane_bases=[[1, 0], [2, 0], [4, 0], [0, 4], [0, 8]],
+        warp_bases=[[8, 0], [16, 0], [32, 0]],
+        block_bases=[],
+        shape=[128, 16],
+    )
+)
+"""The same for 128 keys."""
 _OF_NIBBLES = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 12))
 
 
 @gluon.jit
 def decoded(words, scales, none, PIECE: gl.constexpr, TEXT: gl.constexpr):
-    """[64, 16] words of codes, the piece PIECE of each record, as [64, 32] words of two bf16 values.
+    """[N, 16] words of codes, the piece PIECE of each record, as [N, 32] words of two bf16 values.
 
-    scales: [64, 16], in each thread the four words of its key's scales. none: [64, 16], values are NaN where it is not
-    0; or None.
+    scales: [N, 16], in each thread the four words of its key's scales. none: [N, 16], values are NaN where it is not 0;
+    or None.
     """
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, words.type.layout))
     pick = 0x4040 + 0x0202 * (PIECE % 2) + 0x0101 * (of >> 3)
@@ -86,12 +98,12 @@ def decoded(words, scales, none, PIECE: gl.constexpr, TEXT: gl.constexpr):
         first, second = gl.inline_asm_elementwise(
             TEXT, SPOIL_OPERANDS, [words, scales, pick, none], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
         )
-    return gl.reshape(gl.join(first, second), [64, 32])
+    return gl.reshape(gl.join(first, second), [words.shape[0], 32])
 
 
 @gluon.jit
 def store_nibbles(stages, b, words, scales, TEXT: gl.constexpr):
-    """Write [64, 16] words of nibbles, a piece of each record, as 128 columns of tile b. scales: of `copy_pieces`."""
+    """Write [N, 16] words of nibbles, a piece of each record, as 128 columns of tile b. scales: of `copy_pieces`."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, words.type.layout))
     pick = 0x4040 + 0x0202 * ((of >> 2) & 1)
     y0, y1, y2, y3 = gl.inline_asm_elementwise(
@@ -102,12 +114,12 @@ def store_nibbles(stages, b, words, scales, TEXT: gl.constexpr):
         is_pure=True,
         pack=4,
     )
-    words_of(stages, b).store(gl.reshape(gl.join(gl.join(y0, y2), gl.join(y1, y3)), [64, 64]))
+    words_of(stages, b).store(gl.reshape(gl.join(gl.join(y0, y2), gl.join(y1, y3)), [words.shape[0], 64]))
 
 
 @gluon.jit
 def load_scales(data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64, 16] words of scales, in each thread all four of its key's record of codes."""
+    """[N, 16] words of scales, in each thread all four of its key's record of codes."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
     if INTERLEAVED:
         # not carried from tile to tile: it takes registers that keys need
@@ -116,6 +128,15 @@ def load_scales(data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.con
         ok = ok & (inside != 0)
     p = gl.multiple_of(gl.expand_dims(scale, 1) + gl.expand_dims(of % 4, 0), [1, 16])
     return gl.load(p, mask=gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16), other=0)
+
+
+@gluon.jit
+def load_nibble_scales(scale, ok, LAYOUT: gl.constexpr):
+    """[N, 16] words of scales of records of nibbles, as `copy_pieces` copies them."""
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
+    place = 2 * (of % 4) + (of >> 3)
+    mask = gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16)
+    return gl.load(gl.expand_dims(scale, 1) + gl.expand_dims(place, 0), mask=mask, other=0)
 
 
 @gluon.jit

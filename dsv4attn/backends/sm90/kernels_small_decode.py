@@ -7,7 +7,8 @@ to load, and less to store.
 
 Sums are stored as the matrix unit leaves them in registers, eight bytes of a thread next to those of the next one, and
 not divided by totals yet. `combine_tiles` loads them in that order, and sorts what it has combined. They are fp16,
-under a power of two for each 64 columns of a tile, which follows from the scale bytes of its keys; see `bounds_of`.
+under a power of two for each 64 columns of a tile, or 32 of V4.1's records, which follows from the scale bytes of its
+keys; see `bounds_of` and `code_bounds`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,6 +16,8 @@ under a power of two for each 64 columns of a tile, which follows from the scale
 # ruff: noqa: RUF005 - Triton's tuples grow in no other way
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -37,11 +40,28 @@ from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import barrier, copy_async
 from dsv4attn.backends.sm90.kernels_common import FLAT_S, KEYS_S
 from dsv4attn.backends.sm90.kernels_load_v4 import WORDS_L, decoded, load_codes, load_rope, store_words, without_scale
+from dsv4attn.backends.sm90.kernels_load_v41 import (
+    NIBBLES_0,
+    NIBBLES_1,
+    NIBBLES_2,
+    NIBBLES_3,
+    PIECES_128_L,
+    PIECES_L,
+    first_half,
+    load_nibble_scales,
+    load_scales,
+    second_half,
+    store_nibbles,
+)
 from dsv4attn.backends.sm90.kernels_schedule import (
+    CODE_PAGES,
+    FP8_PAGES,
+    NIBBLE_PAGES,
     Entries,
     Keys,
     Segment,
     cdiv,
+    coded_page_of,
     entry_slots,
     own_tile,
     page_of,
@@ -59,6 +79,9 @@ FOURS_L = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 ROWS_L = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 BYTES_L = gl.constexpr(gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0]))
 """Eight numbers of each key of a tile, in the threads of WORDS_L."""
+
+Stages = namedtuple("Stages", "k0 k1 k2 k3")  # noqa: PYI024 - as in `kernels_schedule`
+"""A tile of keys in shared memory, [1, N, 128] bf16 each, as roles of `kernels_load_v41` have several."""
 
 
 @gluon.jit
@@ -116,6 +139,95 @@ def load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL: gl.constexpr):
 
 
 @gluon.jit
+def code_bounds(scales):
+    """As `bounds_of`, [N, 16] of each 32 columns of records of codes: of column 4 i + j, columns 32 (4 j + i) on.
+
+    scales: of `load_scales`, whose bytes are exponents of codes up to 448.
+    """
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, scales.type.layout))
+    return (scales >> gl.expand_dims(of // 4 * 8, 0)) & 255
+
+
+@gluon.jit
+def nibble_bounds(scales):
+    """As `code_bounds`, of records of nibbles. scales: of `load_nibble_scales`, e4m3; what they scale is 6 at most.
+
+    A scale of exponent field e is less than 2^(e - 6), NaN apart, and what it scales less than 2^(e - 3).
+    """
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, scales.type.layout))
+    both = scales >> gl.expand_dims(of // 4 % 2 * 16, 0)
+    return gl.maximum((both >> 3) & 15, (both >> 11) & 15) + (127 - 9 - 3)
+
+
+@gluon.jit
+def load_code_keys(data, scale, ok, stages, bias_s, PDL: gl.constexpr):
+    """Load and decode a tile of records of codes, and let the next kernel begin meanwhile; `code_bounds` of it."""
+    LAYOUT: gl.constexpr = data.type.layout.parent
+    x0 = load_codes(data, ok, 0, LAYOUT)
+    x1 = load_codes(data, ok, 16, LAYOUT)
+    x2 = load_codes(data, ok, 32, LAYOUT)
+    x3 = load_codes(data, ok, 48, LAYOUT)
+    x4 = load_codes(data, ok, 64, LAYOUT)
+    x5 = load_codes(data, ok, 80, LAYOUT)
+    x6 = load_codes(data, ok, 96, LAYOUT)
+    x7 = load_codes(data, ok, 112, LAYOUT)
+    scales = load_scales(data, scale, ok, 1, CODE_PAGES, False, LAYOUT)
+    launch_dependents(PDL)
+    bias_s.store(gl.where(ok, 0.0, -float("inf")))
+    first_half(stages, 0, x4, x5, x6, x7, scales)
+    second_half(stages, 0, x0, x1, x2, x3, scales)
+    return code_bounds(scales)
+
+
+@gluon.jit
+def load_nibble_keys(data, scale, ok, stages, bias_s, PDL: gl.constexpr):
+    """As `load_code_keys`, of records of nibbles; `nibble_bounds` of it."""
+    LAYOUT: gl.constexpr = data.type.layout.parent
+    x0 = load_codes(data, ok, 0, LAYOUT)
+    x1 = load_codes(data, ok, 16, LAYOUT)
+    x2 = load_codes(data, ok, 32, LAYOUT)
+    x3 = load_codes(data, ok, 48, LAYOUT)
+    scales = load_nibble_scales(scale, ok, LAYOUT)
+    launch_dependents(PDL)
+    bias_s.store(gl.where(ok, 0.0, -float("inf")))
+    store_nibbles(stages.k3, 0, x3, scales, NIBBLES_3)
+    store_nibbles(stages.k2, 0, x2, scales, NIBBLES_2)
+    store_nibbles(stages.k1, 0, x1, scales, NIBBLES_1)
+    store_nibbles(stages.k0, 0, x0, scales, NIBBLES_0)
+    return nibble_bounds(scales)
+
+
+@gluon.jit
+def load_coded_keys(
+    keys, slot, inside, stages, bias_s, KIND: gl.constexpr, INTERLEAVED: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    """As `load_keys`, of V4.1's records; bounds in the order of `code_bounds`."""
+    ok, data, scale = coded_page_of(keys, slot, inside, KIND, INTERLEAVED)
+    if KIND == NIBBLE_PAGES:
+        if inside != 0:
+            bounds = load_code_keys(data, scale, ok, stages, bias_s, PDL)
+        else:
+            bounds = load_nibble_keys(data, scale, ok, stages, bias_s, PDL)
+    else:
+        bounds = load_code_keys(data, scale, ok, stages, bias_s, PDL)
+    return bounds
+
+
+@gluon.jit
+def store_powers(to, inverses_s, bounds):
+    """Store powers of two of each 32 columns, and for each 16 rows of a product their inverses in shared memory.
+
+    bounds: the largest of keys' bounds, [16], in the order of `code_bounds`.
+    """
+    power = gl.minimum(gl.maximum(bounds, 1), 253)
+    of = gl.arange(0, 16, layout=power.type.layout)
+    gl.store(to + (of % 4 * 4 + of // 4), (power << 23).to(gl.float32, bitcast=True))
+    inverse = ((254 - power) << 23).to(gl.float32, bitcast=True)
+    inverse = gl.reshape(gl.permute(gl.reshape(inverse, [4, 4]), (1, 0)), [16])
+    inverses_s.store(gl.reshape(gl.join(inverse, inverse), [32]))
+
+
+@gluon.jit
 def store_heads(to, x, BH: gl.constexpr):
     """Store [BH] fp32."""
     gl.store(to + gl.arange(0, BH, layout=HEADS_L), gl.convert_layout(x, HEADS_L))
@@ -143,7 +255,7 @@ def store_sums(to, x, inverses, BH: gl.constexpr):
 def attend_tile(
     q,  # [T, H, 512] bf16
     part,  # [programs, 512, BH] fp16, in the order of `store_sums`
-    part_sums,  # [programs, 2 BH + 8] fp32: largest logits, base 2; totals of weights relative to them; powers of two
+    part_sums,  # [programs, 2 BH + POWERS] fp32: largest logits, base 2; totals of weights relative to these; powers
     cache0,  # [pages, page bytes] uint8
     rows0,  # [T, width0] int32
     lens0,  # [T] int32
@@ -159,12 +271,15 @@ def attend_tile(
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, last_slot1: tl.int32,
     table_stride: tl.int64, known: tl.int32, columns: tl.int32, least1: tl.int32,
     tiles: tl.int32, scale: tl.float32,
-    SEGMENTS: gl.constexpr, H: gl.constexpr, BH: gl.constexpr, N: gl.constexpr, PDL: gl.constexpr,
+    SEGMENTS: gl.constexpr, KIND: gl.constexpr, INTERLEAVED: gl.constexpr, POWERS: gl.constexpr,
+    H: gl.constexpr, BH: gl.constexpr, N: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (T x tiles x blocks of BH heads,), heads fastest, since programs share keys. Eight warps.
 
-    tiles: of N keys, of each row, see `own_tile`. BH: 16, 32 or 64. N: 64 or 128. q and pages begin at multiples of 16
-    bytes. Segments are as the fields of `Segment` have them. A tile without keys stores nothing.
+    tiles: of N keys, of each row, see `own_tile`; all records of a tile have one format. BH: 16, 32 or 64. N: 64 or
+    128. q and pages begin at multiples of 16 bytes. Segments are as the fields of `Segment` have them. A tile without
+    keys stores nothing. KIND: FP8_PAGES, CODE_PAGES or NIBBLE_PAGES. INTERLEAVED: as `coded_page_of` has it. POWERS: 8
+    with FP8_PAGES, or else 16.
     """
     wait_prior_grid(PDL)
     # keys by heads: 64 keys are four warps' rows, and the other four have the other half of the heads
@@ -173,6 +288,7 @@ def attend_tile(
     )
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BH, 16])
     WEIGHTS_S: gl.constexpr = gl.NVMMASharedLayout(2 * BH, 16, 2)
+    CODED_L: gl.constexpr = (PIECES_L if N == 64 else PIECES_128_L) if KIND == NIBBLE_PAGES else WORDS_L
     BLOCKS: gl.constexpr = (H + BH - 1) // BH
     program = gl.program_id(0)
     head0 = (program % BLOCKS) * BH
@@ -185,7 +301,7 @@ def attend_tile(
     keys = Keys(first, second, False)
     inside, begin, n, width, at = own_tile(keys, t, tile, least1, N)
     # indices after the length are read too, and not used: they would have to wait for it
-    column = begin + gl.arange(0, N, layout=gl.SliceLayout(1, WORDS_L))
+    column = begin + gl.arange(0, N, layout=gl.SliceLayout(1, CODED_L))
     slot = gl.load(at + column, mask=column < width, other=-1)
     if SEGMENTS == 2:  # noqa: SIM102 - a constant, and a value
         if (inside == 0) & (least1 > 0):
@@ -202,7 +318,11 @@ def attend_tile(
         bias_s = allocate(gl.float32, [N], FLAT_S)
         p_s = allocate(gl.bfloat16, [N, BH], WEIGHTS_S)
         inverses_s = allocate(gl.float32, [32], FLAT_S)
-        bounds = load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL)
+        if KIND == FP8_PAGES:
+            bounds = load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL)
+        else:
+            stages = Stages(k0, k1, k2, k3)
+            bounds = load_coded_keys(keys, slot, inside, stages, bias_s, KIND, INTERLEAVED, PDL)
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
@@ -211,14 +331,17 @@ def attend_tile(
         s = warpgroup_mma(k1.index(0), q_s.index(1).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(k2.index(0), q_s.index(2).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(k3.index(0), q_s.index(3).permute((1, 0)), s, is_async=True)
-        sums = part_sums + program * (2 * BH + 8)
-        power = gl.minimum(gl.maximum(gl.max(bounds, 0), 1), 253)
-        of = gl.arange(0, 8, layout=gl.SliceLayout(0, BYTES_L))
-        gl.store(sums + 2 * BH + of, (power << 23).to(gl.float32, bitcast=True))
-        # four warps have 64 columns
-        inverse = ((254 - power) << 23).to(gl.float32, bitcast=True)
-        inverse = gl.join(inverse, inverse)
-        inverses_s.store(gl.reshape(gl.join(inverse, inverse), [32]))
+        sums = part_sums + program * (2 * BH + POWERS)
+        if KIND == FP8_PAGES:
+            power = gl.minimum(gl.maximum(gl.max(bounds, 0), 1), 253)
+            of = gl.arange(0, 8, layout=gl.SliceLayout(0, BYTES_L))
+            gl.store(sums + 2 * BH + of, (power << 23).to(gl.float32, bitcast=True))
+            # four warps have 64 columns
+            inverse = ((254 - power) << 23).to(gl.float32, bitcast=True)
+            inverse = gl.join(inverse, inverse)
+            inverses_s.store(gl.reshape(gl.join(inverse, inverse), [32]))
+        else:
+            store_powers(sums + 2 * BH, inverses_s, gl.max(bounds, 0))
         bias = gl.expand_dims(bias_s.load(gl.SliceLayout(1, SCORES)), 1)
         s = warpgroup_mma_wait(0, [s])
         # chosen, not added: q may be NaN, and so are its products with keys that are not there
@@ -260,13 +383,14 @@ def combine_tiles(
     out_token: tl.int64, out_head: tl.int64, lse_token: tl.int64, lse_head: tl.int64,
     max_token: tl.int64, max_head: tl.int64,
     heads: tl.int32, block: tl.int32, size: tl.int32, tiles: tl.int32, width0: tl.int32, width1: tl.int32,
-    least1: tl.int32, empty_lse: tl.float32, U: gl.constexpr, P: gl.constexpr, PDL: gl.constexpr,
+    least1: tl.int32, empty_lse: tl.float32, U: gl.constexpr, P: gl.constexpr, POWERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (T x blocks of 8 heads x 8 / P pieces of 64 columns,), columns fastest. Four warps.
 
     block: heads of a program of `attend_tile`. size: keys of a tile. tiles: of a row. U: tiles whose parts are loaded
-    together. P: pieces of a program: 1, 2, 4 or 8. least1: columns of the second segment that count, whatever its
-    lengths say. out begins at a multiple of 16 bytes.
+    together. P: pieces of a program: 1, 2, 4 or 8. POWERS: as `attend_tile` has it. least1: columns of the second
+    segment that count, whatever its lengths say. out begins at a multiple of 16 bytes.
     """
     program = gl.program_id(0)
     first = program % (8 // P) * P
@@ -300,13 +424,18 @@ def combine_tiles(
         for u in gl.static_range(U):
             exists = begin + u < there
             row = (t * tiles + tile_with_keys(begin + u, of_first, before)) * blocks + own
-            own_sums = gl.multiple_of(part_sums + row * (2 * block + 8), 8)
+            own_sums = gl.multiple_of(part_sums + row * (2 * block + POWERS), 8)
             sums = gl.multiple_of(own_sums + rest * 8, 8) + within
             m = gl.load(sums, mask=exists, other=NOTHING)
             ms = ms + (m,)
             ls = ls + (gl.load(sums + block, mask=exists, other=0.0),)
             for k in gl.static_range(P):
-                ss = ss + (gl.load(own_sums + 2 * block + first + k, mask=exists, other=0.0),)
+                if POWERS == 8:
+                    ss = ss + (gl.load(own_sums + 2 * block + first + k, mask=exists, other=0.0),)
+                else:
+                    # two warps have 32 columns
+                    at = own_sums + (2 * block + (first + k) * 2) + of // 64
+                    ss = ss + (gl.expand_dims(gl.load(at, mask=exists, other=0.0), 1),)
             values = gl.multiple_of(part + row.to(gl.int64) * (512 * block), 16) + cell
             for k in gl.static_range(P):
                 piece = first + k

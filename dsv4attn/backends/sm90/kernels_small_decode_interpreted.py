@@ -11,12 +11,15 @@ from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
-from dsv4attn.backends.sm90.kernels_interpreted import read_page
+from dsv4attn.backends.sm90.kernels_interpreted import read_coded_page, read_page
 from dsv4attn.backends.sm90.kernels_schedule import (
+    FP8_PAGES,
+    NIBBLE_PAGES,
     Entries,
     Keys,
     Segment,
     cdiv,
+    coded_page_of,
     entry_slots,
     own_tile,
     page_of,
@@ -36,6 +39,21 @@ def bounds_of(values, scale, ok):
 
 
 @triton.jit
+def coded_bounds_of(scale, ok, inside, KIND: tl.constexpr):
+    """[N, 16], as `code_bounds` and `nibble_bounds` of `kernels_small_decode`, in the order of columns."""
+    scale = scale.to(tl.pointer_type(tl.uint8))[:, None]
+    of = tl.arange(0, 16)[None, :]
+    there = ok[:, None] & (of < 16)
+    if (KIND == NIBBLE_PAGES) & (inside == 0):
+        byte = tl.load(scale + 2 * of, mask=there, other=0).to(tl.int32)
+        other = tl.load(scale + 2 * of + 1, mask=there, other=0).to(tl.int32)
+        bounds = tl.maximum((byte >> 3) & 15, (other >> 3) & 15) + (127 - 9 - 3)
+    else:
+        bounds = tl.load(scale + of, mask=there, other=0).to(tl.int32)
+    return bounds
+
+
+@triton.jit
 def place(column, head, block):
     """Offset of (column, head) inside a program's partial result."""
     row, eighth = column % 16 // 8, column % 8
@@ -47,7 +65,7 @@ def place(column, head, block):
 def attend_tile(
     q,  # [T, H, 512] bf16
     part,  # [programs, 512, BH] fp16, in the order of `place`
-    part_sums,  # [programs, 2 BH + 8] fp32: largest logits, base 2; totals of weights relative to them; powers of two
+    part_sums,  # [programs, 2 BH + POWERS] fp32: largest logits, base 2; totals of weights relative to these; powers
     cache0,  # [pages, page bytes] uint8
     rows0,  # [T, width0] int32
     lens0,  # [T] int32
@@ -63,7 +81,8 @@ def attend_tile(
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, last_slot1: tl.int32,
     table_stride: tl.int64, known: tl.int32, columns: tl.int32, least1: tl.int32,
     tiles: tl.int32, scale: tl.float32,
-    SEGMENTS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
+    SEGMENTS: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, POWERS: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """See `kernels_small_decode.attend_tile`."""
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
@@ -86,8 +105,14 @@ def attend_tile(
             slot = entry_slots(entries, second, t, slot)
     slot = tl.where(key < n, slot, -1)
     if begin < n:
-        ok, data, scales = page_of(keys, slot, inside)
-        values = read_page(data, scales, ok)
+        if KIND == FP8_PAGES:
+            ok, data, scales = page_of(keys, slot, inside)
+            values = read_page(data, scales, ok)
+            bounds = bounds_of(values, scales, ok)
+        else:
+            ok, data, scales = coded_page_of(keys, slot, inside, KIND, INTERLEAVED)
+            values = read_coded_page(data, scales, ok, inside, KIND)
+            bounds = coded_bounds_of(scales, ok, inside, KIND)
         q_row = q + t.to(tl.int64) * q_token + head.to(tl.int64)[:, None] * q_head + column[None, :]
         query = widen(tl.load(q_row, mask=(head < H)[:, None], other=0.0), tl.float32)
         z = tl.dot(query, tl.trans(values), input_precision="ieee") * (scale * LOG2E)
@@ -95,11 +120,11 @@ def attend_tile(
         largest = tl.maximum(tl.max(z, 1), NOTHING)
         p = tl.exp2(z - largest[:, None])
         acc = tl.dot(p, values, input_precision="ieee")
-        power = tl.minimum(tl.maximum(tl.max(bounds_of(values, scales, ok), 0), 1), 253)
-        sums = part_sums + program * (2 * BH + 8)
-        tl.store(sums + 2 * BH + tl.arange(0, 8), (power << 23).to(tl.float32, bitcast=True))
+        power = tl.minimum(tl.maximum(tl.max(bounds, 0), 1), 253)
+        sums = part_sums + program * (2 * BH + POWERS)
+        tl.store(sums + 2 * BH + tl.arange(0, POWERS), (power << 23).to(tl.float32, bitcast=True))
         inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
-        inverse = tl.reshape(tl.broadcast_to(inverse[:, None], (8, 64)), (1, 512))
+        inverse = tl.reshape(tl.broadcast_to(inverse[:, None], (POWERS, 512 // POWERS)), (1, 512))
         to = part + program.to(tl.int64) * (512 * BH) + place(column[None, :], within[:, None], BH)
         tl.store(to, (acc * inverse).to(tl.float16))
         tl.store(sums + within, largest)
@@ -119,7 +144,7 @@ def combine_tiles(
     out_token: tl.int64, out_head: tl.int64, lse_token: tl.int64, lse_head: tl.int64,
     max_token: tl.int64, max_head: tl.int64,
     heads: tl.int32, block: tl.int32, size: tl.int32, tiles: tl.int32, width0: tl.int32, width1: tl.int32,
-    least1: tl.int32, empty_lse: tl.float32, U: tl.constexpr, P: tl.constexpr,
+    least1: tl.int32, empty_lse: tl.float32, U: tl.constexpr, P: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
     """See `kernels_small_decode.combine_tiles`. Tiles are added one after the other."""
     program = tl.program_id(0)
@@ -138,12 +163,12 @@ def combine_tiles(
     acc = tl.zeros([8, 64 * P], tl.float32)
     for i in range(there):
         row = (t * tiles + tile_with_keys(i, of_first, before)) * blocks + eight // (block // 8)
-        sums = part_sums + row * (2 * block + 8)
+        sums = part_sums + row * (2 * block + POWERS)
         m = tl.load(sums + within, mask=live, other=NOTHING)
         values = part + row.to(tl.int64) * (512 * block) + place(column[None, :], within[:, None], block)
         top = tl.maximum(largest, m)
         shrink, weight = tl.exp2(largest - top), tl.exp2(m - top)
-        power = tl.load(sums + 2 * block + column // 64)
+        power = tl.load(sums + 2 * block + column // (512 // POWERS))
         value = tl.load(values, mask=live[:, None], other=0.0).to(tl.float32)
         acc = acc * shrink[:, None] + value * (power[None, :] * weight[:, None])
         total = total * shrink + tl.load(sums + block + within, mask=live, other=0.0) * weight

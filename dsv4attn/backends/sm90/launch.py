@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -30,7 +30,8 @@ from dsv4attn.backends.sm90 import (
 )
 from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
-from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
+from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES, SHORT
+from dsv4attn.backends.sm90.key_format import PAGES, ROWS, KeyFormat
 from dsv4attn.backends.sm90.tuning import (
     BF16_ROWS_ROLES,
     PREFILL_COST_MODEL,
@@ -68,7 +69,7 @@ if INTERPRETED:
 else:
     from dsv4attn.backends.sm90.kernels import attention
 
-__all__ = ["PAGES", "ROWS", "KeyFormat", "Sm90Backend", "variants"]
+__all__ = ["Sm90Backend", "variants"]
 
 HEADS, DIM = 64, 512
 """Heads of a block; dims of a key."""
@@ -78,25 +79,6 @@ FARTHEST = WIDE * 2**31
 """Smallest stride of pages or rows, in bytes, that the kernel's int32 strides cannot hold."""
 LINE = 1024
 """Rows whose lengths a program loads together when it computes its share of the tiles."""
-
-
-class KeyFormat(NamedTuple):
-    """Format of the keys that a Gluon kernel reads.
-
-    number: FP8_PAGES, BF16_ROWS, CODE_PAGES or NIBBLE_PAGES of `kernels_schedule`.
-    interleaved: whether the scales of a record follow its data.
-    """
-
-    number: int
-    interleaved: bool = False
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether keys are records."""
-        return self.number != int(BF16_ROWS.value)
-
-
-PAGES, ROWS = KeyFormat(FP8_PAGES.value), KeyFormat(BF16_ROWS.value)
 
 
 class Sm90Backend(TritonBackend):
@@ -109,8 +91,8 @@ class Sm90Backend(TritonBackend):
     deterministic: no row is split, and the same kernel serves both phases on pages: the Gluon kernel, or the shared
     kernel where the former does not read the pages. `prefill` and `small` then change nothing.
     projection: see `TritonBackend`.
-    small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_small_decode` on V4's
-    records, see `tuning.tile_sizes_of`, and on others the shared kernel, see `tuning.is_small`; "shared": the shared
+    small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_small_decode` on
+    records, see `tuning.tile_sizes_of`, and on bf16 rows the shared kernel, see `tuning.is_small`; "shared": the shared
     kernel on all; "gluon": neither.
     """
 
@@ -210,7 +192,7 @@ class Sm90Backend(TritonBackend):
             kind, numbers = format_and_numbers
             decode = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
             if decode and (tiles := self._small_decode_tiles(kind, call)):
-                return small_decode.prepare(call, numbers, tiles)
+                return small_decode.prepare(call, kind, numbers, tiles)
             if not (
                 decode and self._may_use_shared_kernel(kind) and is_small(tokens, heads, sum(widths), multiprocessors())
             ):
@@ -229,7 +211,7 @@ class Sm90Backend(TritonBackend):
         direct = small_decode.with_entries(call, entries)
         kind, numbers = _key_format_and_numbers(direct) or (ROWS, ())
         tiles = self._small_decode_tiles(kind, direct)
-        return small_decode.prepare(direct, numbers, tiles, entries) if tiles else None
+        return small_decode.prepare(direct, kind, numbers, tiles, entries) if tiles else None
 
     def _small_decode_tiles(self, kind: KeyFormat, call: AttentionCall) -> TileSizes | None:
         """Sizes of the programs of `kernels_small_decode`; None if it does not serve the decode."""
@@ -243,11 +225,11 @@ class Sm90Backend(TritonBackend):
 
     def _may_use_small_decode(self, kind: KeyFormat) -> bool:
         """Whether `kernels_small_decode` may serve decodes on keys of this format."""
-        return self._small == "auto" and kind == PAGES and not self.deterministic
+        return self._small == "auto" and kind.is_paged and not self.deterministic
 
     def _may_use_shared_kernel(self, kind: KeyFormat) -> bool:
         """Whether the shared kernel may serve decodes that the Gluon kernels could serve, on keys of this format."""
-        return not self.deterministic and (self._small == "shared" or (self._small == "auto" and kind != PAGES))
+        return not self.deterministic and (self._small == "shared" or (self._small == "auto" and not kind.is_paged))
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.Backend`."""
@@ -289,7 +271,7 @@ class Sm90Backend(TritonBackend):
                 whole_rows = self.deterministic
                 yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, whole_rows=whole_rows)
                 if self._may_use_small_decode(kind):
-                    yield from small_decode.variants(len(key_layouts), layer.num_heads, **sinks_and_lses)
+                    yield from small_decode.variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses)
                 if shared_variants == self._gathered_variants and self._may_leave_raw(bounds, layer):
                     yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, raw=True)
 

@@ -12,6 +12,7 @@ from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
+from dsv4attn.backends.sm90.key_format import PAGES, KeyFormat
 from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, TileSizes, combine_rounds_of
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, EntryIndices, Run
@@ -28,7 +29,13 @@ EIGHT, PIECES = 8, 8
 WARPS, COMBINING_WARPS = 8, 4
 
 
-def prepare(call: AttentionCall, numbers: Sequence[int], tiles: TileSizes, entries: EntryIndices | None = None) -> Run:
+def prepare(
+    call: AttentionCall,
+    kind: KeyFormat,
+    numbers: Sequence[int],
+    tiles: TileSizes,
+    entries: EntryIndices | None = None,
+) -> Run:
     """Launches of a decode from records. Parts are in the call's scratch.
 
     numbers: of both segments, see `launch`.
@@ -37,7 +44,7 @@ def prepare(call: AttentionCall, numbers: Sequence[int], tiles: TileSizes, entri
     q, top, (tokens, heads, _) = call.q, call.max_logits, call.q.shape
     widths = [rows.width for rows in attention_launch.index_rows(call.keys)]
     row_tiles, blocks = tiles.of_rows(widths), -(-heads // tiles.heads)
-    constants, rounds = _constants(len(widths), heads, tiles), combine_rounds_of(tokens, heads, row_tiles)
+    constants, rounds = _constants(len(widths), kind, heads, tiles), combine_rounds_of(tokens, heads, row_tiles)
     shape = heads, tiles.heads, tiles.keys, row_tiles, widths[0], widths[1] if len(widths) == 2 else 0
     window_indices, window_lens, compressed_indices, compressed_lens = attention_launch.index_tensors(call.keys)
     # slots need no block table: the kernel does not read these two tensors then
@@ -49,7 +56,7 @@ def prepare(call: AttentionCall, numbers: Sequence[int], tiles: TileSizes, entri
     numbers = *q.stride()[:2], *numbers, *table_numbers, row_tiles
     launch = Launch(attend_tile, constants, (*numbers, call.layer.scale), WARPS)
     results = *attention_launch.result_strides(call), *shape, table_numbers[-1], call.empty_lse
-    combine = Launch(combine_tiles, _combining(*rounds), results, COMBINING_WARPS)
+    combine = Launch(combine_tiles, _combining(*rounds, _powers(kind)), results, COMBINING_WARPS)
     programs, combiners = tokens * row_tiles * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
     # other kernels fill this memory with fp32: parts in fp16 need half of it, and their sums less than the rest
     memory = call.scratch[0]
@@ -92,24 +99,33 @@ def with_entries(call: AttentionCall, entries: EntryIndices) -> AttentionCall:
     return evolve(call, keys=[window, PagedKeys(compressed.cache, rows)])
 
 
+def _powers(kind: KeyFormat) -> int:
+    """Powers of two of a program's sums: for each 64 columns, or each 32 of V4.1's records, as codes have scales."""
+    return 8 if kind == PAGES else 16
+
+
 @cache
-def _constants(segments: int, heads: int, tiles: TileSizes) -> Constants:
-    chosen = {"SEGMENTS": segments, "H": heads, "BH": tiles.heads, "N": tiles.keys}
+def _constants(segments: int, kind: KeyFormat, heads: int, tiles: TileSizes) -> Constants:
+    chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "POWERS": _powers(kind)}
+    chosen |= {"H": heads, "BH": tiles.heads, "N": tiles.keys}
     return Constants(chosen if INTERPRETED else {**chosen, "PDL": uses_pdl("sm_90")})
 
 
 @cache
-def _combining(together: int, pieces: int) -> Constants:
-    chosen = {"U": together, "P": pieces}
+def _combining(together: int, pieces: int, powers: int) -> Constants:
+    chosen = {"U": together, "P": pieces, "POWERS": powers}
     return Constants(chosen if INTERPRETED else {**chosen, "PDL": uses_pdl("sm_90")})
 
 
-def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
+def variants(
+    segments: int, kind: KeyFormat, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]
+) -> Iterator[Variant]:
     """Every variant of these kernels that `forward_mqa` can need."""
     floats = {"part": "*fp16", "part_sums": "*fp32"}
     for tiles in TILE_SIZES:
         types = {**floats, "q": "*bf16", "cache0": "*u8", "cache1": "*u8"}
-        yield Variant.from_types(attend_tile, types, _constants(segments, heads, tiles), num_warps=WARPS)
+        yield Variant.from_types(attend_tile, types, _constants(segments, kind, heads, tiles), num_warps=WARPS)
     for types in attention_launch.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
         for rounds in COMBINE_ROUNDS:
-            yield Variant.from_types(combine_tiles, types | floats, _combining(*rounds), num_warps=COMBINING_WARPS)
+            chosen = _combining(*rounds, _powers(kind))
+            yield Variant.from_types(combine_tiles, types | floats, chosen, num_warps=COMBINING_WARPS)

@@ -17,7 +17,8 @@ from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.sm90 import small_decode
 from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.launch import PAGES, ROWS, KeyFormat, variants
+from dsv4attn.backends.sm90.key_format import PAGES, ROWS, KeyFormat
+from dsv4attn.backends.sm90.launch import variants
 
 HEADS = (16, 64, 100, 128)
 TARGET = TARGETS["sm_90"]
@@ -115,13 +116,13 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
     return facts
 
 
-def tile_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
-    """What each form of the kernels of one tile needs and does."""
+def tile_forms(heads: Sequence[int], kinds: Sequence[tuple[int, KeyFormat]]) -> list[dict[str, Any]]:
+    """What each form of the kernels of one tile needs and does. kinds: numbers of segments, and formats of keys."""
     variants = [
         with_largest(form) if dict(form.types).get("lse", "none") != "none" else form
         for number in heads
-        for segments in (1, 2)
-        for form in small_decode.variants(segments, number, sinks=(True,), lses=(False, True))
+        for segments, kind in kinds
+        for form in small_decode.variants(segments, kind, number, sinks=(True,), lses=(False, True))
     ]
     facts = []
     for outcome in compile_all(list(dict.fromkeys(variants)), TARGET):
@@ -145,7 +146,9 @@ if __name__ == "__main__":
     if words[:1] == ["planted"]:
         results: Any = planted(words[1])
     elif words[:1] == ["tiles"]:
-        results = tile_forms([*map(int, words[1:])])
+        results = tile_forms([*map(int, words[1:])], [(1, PAGES), (2, PAGES)])
+    elif words[:1] == ["coded_tiles"]:
+        results = tile_forms([*map(int, words[1:])], [(1, CODED[0]), *((2, kind) for kind in CODED)])
     elif words[:1] == ["fullest"]:
         results = all_forms([*map(int, words[1:])], fullest)
     elif words[:1] == ["barest"]:

@@ -11,6 +11,7 @@ import pytest
 
 from dsv4attn.backends._triton.compiling.aot import Resources
 from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.backends.sm90.kernels_schedule import NIBBLE_PAGES
 from dsv4attn.backends.sm90.tuning import BF16_ROWS_ROLES, RAW_Q_ROLES, V4_PAGES_ROLES, V41_PAGES_ROLES
 from tests.backends._triton.compiling.gates import broken_limits
 from tests.programs import run_compiling, told_by
@@ -43,7 +44,7 @@ def test_every_kernel_keeps_every_limit(model: str, dtype: str) -> None:
 def test_every_form_keeps_every_limit(words: str) -> None:
     """Slow but for eight forms of one block of heads that tell every result, and four that tell none, without sinks.
 
-    Of the forms of one tile, below, eight are compiled in the default run.
+    Of the forms of one tile, below, eight of V4's records are compiled in the default run.
     """
     variants = told_by(COMPILES, *words.split())
     attention = {name: form for name, form in variants.items() if name.startswith("attention")}
@@ -81,20 +82,28 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         assert form["announced"] == 3 if paged else form["unfenced"] == 0
 
 
-@pytest.mark.parametrize("heads", ["64", pytest.param("16 100 128", marks=pytest.mark.slow)])
-def test_every_form_of_one_tile_keeps_every_limit(heads: str) -> None:
-    forms = told_by(COMPILES, "tiles", *heads.split())
+@pytest.mark.parametrize(
+    ("records", "heads"),
+    [
+        ("tiles", "64"),
+        pytest.param("coded_tiles", "64", marks=pytest.mark.matrix),
+        *(pytest.param(records, "16 100 128", marks=pytest.mark.slow) for records in ("tiles", "coded_tiles")),
+    ],
+)
+def test_every_form_of_one_tile_keeps_every_limit(records: str, heads: str) -> None:
+    forms = told_by(COMPILES, records, *heads.split())
 
     assert [form for form in forms if form["reasons"]] == []
     attending = [form for form in forms if form["name"] == "attend_tile"]
     combining = [form for form in forms if form["name"] == "combine_tiles"]
-    assert len(attending) == 8 * len(heads.split())
+    assert len(attending) == (8 if records == "tiles" else 20) * len(heads.split())
     assert len(combining) == 8
     for form in attending:
         # two programs of 64 keys on a multiprocessor; sums eight bytes at a time, a key's codes and its rope sixteen
         assert form["occupancy"] == (2 if form["N"] == 64 else 1)
         assert form["parts_stored"] == form["BH"] // 2
-        assert form["loaded"] == 9 * form["N"] // 64
+        # of records of codes and scales eight times 64 codes, and scales; of those of nibbles four times 128 codes
+        assert form["loaded"] == (13 if form["KIND"] == NIBBLE_PAGES.value else 9) * form["N"] // 64
     for form in combining:
         # eight bytes of each piece; and of each tile, one of both sums
         assert form["parts_loaded"] == form["U"] * (form["P"] + 1)

@@ -75,6 +75,8 @@ NOW_TILES = (
     "apart-call-decode",
     "nan-ocp-decode",
     "codes-ocp-decode",
+    "codes-v41-copies-few-decode",
+    "pair-v41-fp4-split-decode",
 )
 """The same, of decodes by programs of one tile, whose parts have powers of two of their own."""
 

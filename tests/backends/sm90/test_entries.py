@@ -21,11 +21,11 @@ from dsv4attn.backends.sm90.tuning import TILE_SIZES, TileSizes
 from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_lens
-from tests.backends._triton.attention.attention_trials import Trial
+from tests.backends._triton.attention.attention_trials import FNUZ, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.triton_backends import planned
 from tests.backends.sm90.mutants import plant
-from tests.backends.sm90.test_attention import BASE, CODED, WITHIN
+from tests.backends.sm90.test_attention import BASE, CODED, NIBBLES, WITHIN
 
 INT = torch.int32
 MOST = 2**31 - 1
@@ -34,6 +34,10 @@ TRIALS = {
     "pages of 64": evolve(BASE, tokens=6, pages=(5, 64), widths=(130, 70), seed=62),
     "pages of 53, two blocks of heads": evolve(BASE, tokens=6, heads=65, pages=(64, 53), widths=(1, 65), seed=63),
     "no window": evolve(BASE, tokens=6, widths=(0, 130), seed=64),
+    "codes": evolve(BASE, layouts=(CODED[WITHIN],) * 2, tokens=6, pages=(5, 64), widths=(130, 70), seed=65),
+    "nibbles": evolve(
+        BASE, layouts=(CODED[WITHIN], NIBBLES[WITHIN]), tokens=6, pages=(64, 2), widths=(70, 200), seed=66
+    ),
 }
 
 
@@ -173,14 +177,14 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_core_translates_where_another_kernel_serves() -> None:
     trial = TRIALS["pages of 64"]
-    coded = evolve(trial, layouts=(CODED[WITHIN], CODED[WITHIN]))
+    other = evolve(trial, layouts=(FNUZ, FNUZ))
     drawn = draw_call(trial)
     entries = drawn.entries
 
     assert Sm90Backend().prepare_entries(drawn.call, entries) is not None
     for backend in (Sm90Backend(small="gluon"), Sm90Backend(small="shared"), Sm90Backend(deterministic=True)):
         assert backend.prepare_entries(drawn.call, entries) is None
-    assert Sm90Backend().prepare_entries(draw_call(coded).call, entries) is None
+    assert Sm90Backend().prepare_entries(draw_call(other).call, entries) is None
     assert Sm90Backend().prepare_entries(evolve(drawn.call, scratch=()), entries) is None
     for change in (
         {"indices": entries.indices[:, ::2]},
