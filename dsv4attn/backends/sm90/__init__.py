@@ -1,11 +1,12 @@
-"""NVIDIA Hopper (H100, H200, GH200): warp-specialised kernels in Gluon, on fp8 pages or gathered bf16 rows.
+"""NVIDIA Hopper (H100, H200, GH200): warp-specialised kernels in Gluon, on pages of records or gathered bf16 rows.
 
 Chosen automatically on sm_90. Requested by name, it also runs on a CPU under Triton's interpreter (TRITON_INTERPRET=1),
 with twins of the kernels that have the same schedule. The Gluon kernels serve bf16 queries of at most 128 heads: one
-over records in OCP codes, of V4's 448 + 64 dims or V4.1's 512, one over bf16 rows, and for decodes of few tokens one
-with a program for each tile of records. The kernel that all Triton backends share serves every other call, with the
-same answers, and decodes of few tokens on bf16 rows, where it is faster. Option `small=shared` leaves all decodes of
-few tokens to it, `small=gluon` none. Shapes, strides and dtypes determine which kernel serves a call.
+over records, of V4's 448 + 64 dims in OCP codes or e2m1 or of V4.1's 512, one over bf16 rows, and for decodes of few
+tokens one with a program for each tile of records in OCP codes or of V4.1. The kernel that all Triton backends share
+serves every other call, with the same answers, and decodes of few tokens on bf16 rows and on V4's records of 4 bits,
+where it is faster. Option `small=shared` leaves all decodes of few tokens to it, `small=gluon` none. Shapes, strides
+and dtypes determine which kernel serves a call.
 
 Prefill reads pages, or rows to which core has copied a chunk's keys in the workspace, whichever is faster for a chunk.
 Option `prefill=paged` or `prefill=gathered` takes one of them for all; pages need no workspace for keys.

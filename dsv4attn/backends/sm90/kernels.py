@@ -48,7 +48,7 @@ def attention(
 ):  # fmt: skip
     """Grid: (programs x blocks of 64 heads,), heads fastest, so that programs that share keys run together.
 
-    KIND: FP8_PAGES, BF16_ROWS, CODE_PAGES or NIBBLE_PAGES; INTERLEAVED: as of `coded_page_of`. q, out, pages and rows
+    KIND: FP8_PAGES, BF16_ROWS or another; INTERLEAVED: as of `coded_page_of`. q, out, pages and rows
     begin at multiples of 16 bytes. Arguments are as the fields of `Query`, `Segment` and `Results` have them; least, BT
     and WHOLE_ROWS, as `share` does; VALUES, PRODUCE, FETCH: registers of the second role and of those that produce
     keys. The first role has what they leave.

@@ -18,8 +18,10 @@ from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
 from dsv4attn.backends.sm90.kernels_schedule import (
     BF16_ROWS,
+    CODE_PAGES,
     FP8_PAGES,
     NIBBLE_PAGES,
+    NVFP4_PAGES,
     SHORT,
     TOLERANCE,
     Keys,
@@ -56,6 +58,23 @@ def read_page(data, scale, ok):
     byte = tl.load(scale.to(tl.pointer_type(tl.uint8))[:, None] + column // 64, mask=is_code, other=127)
     rope = tl.load(data.to(tl.pointer_type(tl.bfloat16))[:, None] + (column - 224), mask=is_rope, other=0.0)
     value = numerics.dequantize(code.to(tl.int32), byte.to(tl.int32), False)
+    return tl.where(is_code, value, widen(rope, tl.float32))
+
+
+@triton.jit
+def read_page_of_nibbles(data, scale, ok, KIND: tl.constexpr):
+    """[64, 512] fp32 of V4's records of 448 nibbles; zeros where not ok."""
+    GROUP: tl.constexpr = 16 if KIND == NVFP4_PAGES else 32
+    CODING: tl.constexpr = numerics.NVFP4 if KIND == NVFP4_PAGES else numerics.MXFP4
+    # bf16 values that come before column 448: of codes, and of scales that are between
+    BEFORE: tl.constexpr = 112 if KIND == NVFP4_PAGES else 120
+    column = tl.arange(0, 512)[None, :]
+    is_code, is_rope = ok[:, None] & (column < 448), ok[:, None] & (column >= 448)
+    code = tl.load(data.to(tl.pointer_type(tl.uint8))[:, None] + column // 2, mask=is_code, other=0)
+    byte = tl.load(scale.to(tl.pointer_type(tl.uint8))[:, None] + column // GROUP, mask=is_code, other=0)
+    at = data.to(tl.pointer_type(tl.bfloat16))[:, None] + (column - 448 + BEFORE)
+    rope = tl.load(at, mask=is_rope, other=0.0)
+    value = numerics.decode_e2m1((code.to(tl.int32) >> (column % 2 * 4)) & 15, byte.to(tl.int32), CODING)
     return tl.where(is_code, value, widen(rope, tl.float32))
 
 
@@ -176,9 +195,12 @@ def attention(
                 if KIND == FP8_PAGES:
                     ok, data, scales = page_of(keys, slot, inside)
                     values = read_page(data, scales, ok)
-                else:
+                elif (KIND == CODE_PAGES) | (KIND == NIBBLE_PAGES):
                     ok, data, scales = coded_page_of(keys, slot, inside, KIND, INTERLEAVED)
                     values = read_coded_page(data, scales, ok, inside, KIND)
+                else:
+                    ok, data, scales = page_of(keys, slot, inside, KIND)
+                    values = read_page_of_nibbles(data, scales, ok, KIND)
             z = tl.dot(query, tl.trans(values), input_precision="ieee") * (scale * LOG2E)
             z *= factor[:, None]
             # as the roles do: a NaN in q reaches a row of pages whose keys are all absent, and no row of gathered keys

@@ -1,9 +1,10 @@
-"""The roles that fetch and decode keys in fp8 pages: from slots to tiles of bf16 in shared memory.
+"""The roles that fetch and decode keys in pages of V4's records: from slots to tiles of bf16 in shared memory.
 
 `fetch`, four warps, copies records to shared memory, and waits for no copy but that of the next indices: a warp that
 read memory and decoded besides would be held up by either. `decode`, four warps, turns 448 codes of each key into
 values. The first 320 are fetched one tile ahead, into memory of their own. The other 128 wait for the tile's stage, and
-lie where values will. The 64 values that are bf16 already are copied straight to their place.
+lie where values will. Of records with nibbles for codes, all codes are fetched one tile ahead. The
+64 values that are bf16 already are copied straight to their place.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,9 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from dsv4attn.backends.sm90.compat import copy_async, reinterpret
-from dsv4attn.backends.sm90.kernels_common import FLAT_S, ONE_L
-from dsv4attn.backends.sm90.kernels_schedule import advance, begin, columns, page_of
-from dsv4attn.backends.sm90.ptx import codes
+from dsv4attn.backends.sm90.kernels_common import FLAT_S, ONE_L, halve
+from dsv4attn.backends.sm90.kernels_schedule import FP8_PAGES, NVFP4_PAGES, advance, begin, columns, page_of
+from dsv4attn.backends.sm90.ptx import codes, nibbles
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 """64 codes of each key of a tile, as words: four threads hold a key, eight warps a tile."""
@@ -35,6 +36,41 @@ PAIRS_S = gl.constexpr(
     )
 )
 """128 codes of each key, in every other one the last 64 first: HELD_L reads 64 of two keys at once, from all banks."""
+NIBBLES_L = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2]],
+        lane_bases=[[1, 0], [2, 0], [4, 0], [0, 4], [8, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 8],
+    )
+)
+"""64 nibbles of each key, as words: two threads of four warps hold a key, and eight lanes in a row eight keys.
+
+A thread's words are 64 bytes of a tile, which such lanes store to all banks.
+"""
+NIBBLES_2L = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 8]],
+        lane_bases=[[1, 0], [2, 0], [4, 0], [0, 4], [8, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 16],
+    )
+)
+NIBBLES_4L = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 8], [0, 16]],
+        lane_bases=[[1, 0], [2, 0], [4, 0], [0, 4], [8, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 32],
+    )
+)
+NIBBLES_S = gl.constexpr(gl.SwizzledSharedLayout(4, 4, 2, [1, 0]))
+"""64 nibbles of each key: NIBBLES_L reads from all banks, and so it is with two and four times as many."""
+NIBBLES_2S = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
+NIBBLES_4S = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 FETCHING = gl.constexpr(4)
 """Warps of `fetch`, whose threads arrive at a barrier one by one, as their copies do."""
 
@@ -42,6 +78,8 @@ FETCHING = gl.constexpr(4)
 DECODE, SPOIL = gl.constexpr(codes()), gl.constexpr(codes(spoils=True))
 OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 12))
 SPOIL_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 16))
+NVFP4, MXFP4 = gl.constexpr(nibbles(0)), gl.constexpr(nibbles(0, exponents=True))
+NIBBLE_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 12))
 
 
 @gluon.jit
@@ -63,6 +101,20 @@ def decoded(words, scales, none, BYTE: gl.constexpr):
             SPOIL, SPOIL_OPERANDS, [words, scales, pick, none], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
         )
     return gl.reshape(gl.join(first, second), [words.shape[0], 32])
+
+
+@gluon.jit
+def decoded_nibbles(words, scales, pick, TEXT: gl.constexpr):
+    """[K, N] words of nibbles as [K, 4 N] words of two bf16 values. scales: [K, N]; pick: [N]; see `ptx.nibbles`."""
+    y0, y1, y2, y3 = gl.inline_asm_elementwise(
+        TEXT,
+        NIBBLE_OPERANDS,
+        [words, scales, gl.expand_dims(pick, 0) + gl.zeros_like(words)],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=4,
+    )
+    return gl.reshape(gl.join(gl.join(y0, y2), gl.join(y1, y3)), [words.shape[0], 4 * words.shape[1]])
 
 
 @gluon.jit
@@ -118,17 +170,25 @@ def allocate_codes(LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def allocate_fetched():
-    """Shared memory of what `fetch` copies one tile ahead: 320 codes of each key, scales, and indices of two tiles.
+def allocate_fetched(KIND: gl.constexpr):
+    """Shared memory of what `fetch` copies one tile ahead: codes of each key, scales, and indices of two tiles.
 
-    After them come the addresses of one tile's records, 0 where there is none.
+    After them come the addresses of one tile's records, 0 where there is none. Codes: 320, or 448 nibbles.
     """
-    raw = (
-        gl.allocate_shared_memory(gl.int32, [64, 32], PAIRS_S),
-        gl.allocate_shared_memory(gl.int32, [64, 32], PAIRS_S),
-        allocate_codes(RAW_S),
-    )
-    scales = gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
+    if KIND == FP8_PAGES:
+        raw = (
+            gl.allocate_shared_memory(gl.int32, [64, 32], PAIRS_S),
+            gl.allocate_shared_memory(gl.int32, [64, 32], PAIRS_S),
+            allocate_codes(RAW_S),
+        )
+        scales = gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
+    else:
+        raw = (
+            gl.allocate_shared_memory(gl.int32, [64, 32], NIBBLES_4S),
+            gl.allocate_shared_memory(gl.int32, [64, 16], NIBBLES_2S),
+            gl.allocate_shared_memory(gl.int32, [64, 8], NIBBLES_S),
+        )
+        scales = gl.allocate_shared_memory(gl.int64, [4 if KIND == NVFP4_PAGES else 2, 64], FLAT_S)
     indices = gl.allocate_shared_memory(gl.int32, [2, 64], FLAT_S)
     return raw, scales, indices, gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
 
@@ -158,52 +218,66 @@ def copy_indices(keys, chunk, walk, to):
 
 
 @gluon.jit
-def locate(keys, smem, b, own, inside):
+def locate(keys, smem, b, own, inside, KIND: gl.constexpr):
     """Store addresses of the records of a tile whose indices are in place b. Returns (which exist, their scales)."""
     slot = smem.indices.index(b).load(ONE_L)
     slot = gl.where(gl.arange(0, 64, layout=ONE_L) < own, slot, -1)
-    ok, data, scale = page_of(keys, slot, inside)
+    ok, data, scale = page_of(keys, slot, inside, KIND)
     smem.addresses.store(gl.where(ok, data.to(gl.int64), 0))
     return ok, scale
 
 
 @gluon.jit
-def copy_ahead(smem, ok, scale):
-    """Start to copy the first 320 codes of each key, and its scales."""
+def copy_ahead(smem, ok, scale, KIND: gl.constexpr):
+    """Start to copy the first 320 codes of each key, or all nibbles, and its scales."""
     copy_words(smem.raw[0], smem.addresses, 0)
     copy_words(smem.raw[1], smem.addresses, 32)
-    copy_words(smem.raw[2], smem.addresses, 64)
-    copy_async(smem.scales, scale, mask=ok)
+    if KIND == FP8_PAGES:
+        copy_words(smem.raw[2], smem.addresses, 64)
+        copy_async(smem.scales, scale, mask=ok)
+    else:
+        copy_words(smem.raw[2], smem.addresses, 48)
+        COUNT: gl.constexpr = smem.scales.shape[0]
+        for of in gl.static_range(COUNT):
+            copy_async(smem.scales.index(of), scale + of, mask=ok)
     async_copy.mbarrier_arrive(smem.raw_full.index(0), increment_count=False)
     async_copy.commit_group()
 
 
 @gluon.jit
-def fetch(keys, chunk, t, pos, count, smem):
+def copy_to_stage(smem, b, KIND: gl.constexpr):
+    """Start to copy what is left of each key's record to its places in stage b: bf16 values, and the last 128 codes."""
+    if KIND == FP8_PAGES:
+        copy_words(words_of(smem.k2, b).slice(32, 32, dim=1), smem.addresses, 80)
+    values = words_of(smem.k3, b).slice(32, 32, dim=1)
+    copy_words(values, smem.addresses, 112 if KIND == FP8_PAGES else 56 if KIND == NVFP4_PAGES else 60)
+    async_copy.mbarrier_arrive(smem.rest_full.index(b), increment_count=False)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def fetch(keys, chunk, t, pos, count, smem, KIND: gl.constexpr):
     """Copy the records of the count tiles of a chunk, one after the other, and store which keys are there."""
     walk = begin(keys, chunk, t, pos)
     own, inside = copy_indices(keys, chunk, walk, smem.indices.index(0))
     walk = advance(keys, chunk, walk)
     next_own, next_inside = copy_indices(keys, chunk, walk, smem.indices.index(1))
     async_copy.wait_group(1)
-    ok, scale = locate(keys, smem, 0, own, inside)
-    copy_ahead(smem, ok, scale)
+    ok, scale = locate(keys, smem, 0, own, inside, KIND)
+    copy_ahead(smem, ok, scale, KIND)
     for i in range(count):
         b = i % 2
         mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
-        copy_words(words_of(smem.k2, b).slice(32, 32, dim=1), smem.addresses, 80)
-        copy_words(words_of(smem.k3, b).slice(32, 32, dim=1), smem.addresses, 112)
-        async_copy.mbarrier_arrive(smem.rest_full.index(b), increment_count=False)
-        async_copy.commit_group()
+        copy_to_stage(smem, b, KIND)
         smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         mbarrier.arrive(smem.rest_full.index(b), count=1)
         # two groups of copies were begun after the next indices, and are not waited for
         async_copy.wait_group(2)
-        ok, scale = locate(keys, smem, 1 - b, next_own, next_inside)
+        ok, scale = locate(keys, smem, 1 - b, next_own, next_inside, KIND)
         walk = advance(keys, chunk, walk)
         next_own, next_inside = copy_indices(keys, chunk, walk, smem.indices.index(b))
         mbarrier.wait(smem.raw_empty.index(0), i & 1)
-        copy_ahead(smem, ok, scale)
+        copy_ahead(smem, ok, scale, KIND)
     async_copy.wait_group(0)
 
 
@@ -216,7 +290,7 @@ def halves(words):
 
 
 @gluon.jit
-def decode(count, smem):
+def decode_codes(count, smem):
     """Fill stages of keys with values of the count tiles that `fetch` copies.
 
     The fence is for what `fetch` has copied, too: the matrix unit reads it next.
@@ -242,3 +316,70 @@ def decode(count, smem):
         words_of(smem.k3, b).slice(0, 32, dim=1).store(decoded(x6, high, without_scale(low, high), 2))
         fence_async_shared()
         mbarrier.arrive(smem.k_full.index(b), count=1)
+
+
+@gluon.jit
+def halves_of_nibbles(words, LAYOUT: gl.constexpr):
+    """[64, N] words as two of [64, N // 2], in LAYOUT."""
+    first, second = halve(words, words.shape[1])
+    first = gl.convert_layout(first, LAYOUT, assert_trivial=True)
+    return first, gl.convert_layout(second, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def scales_of(smem, PIECE: gl.constexpr, KIND: gl.constexpr):
+    """[64] words with the scale bytes of the piece PIECE of 64 nibbles: four, or two in either half of a word."""
+    WORD: gl.constexpr = PIECE if KIND == NVFP4_PAGES else PIECE // 2
+    two = smem.scales.index(WORD // 2).load(gl.SliceLayout(1, NIBBLES_L))
+    return (two >> (32 * (WORD % 2))).to(gl.int32)
+
+
+@gluon.jit
+def store_piece(stages, b, words, scales, PIECE: gl.constexpr, KIND: gl.constexpr):
+    """Write [64, 8] words of nibbles, the piece PIECE of each record, as 64 columns of tile b. scales: [64]."""
+    half = gl.arange(0, 8, layout=gl.SliceLayout(0, NIBBLES_L)) >> 2
+    if KIND == NVFP4_PAGES:
+        pick = 0x4040 + 0x0202 * half
+        TEXT: gl.constexpr = NVFP4
+    else:
+        pick = 0x4040 + 0x0202 * (PIECE % 2) + 0x0101 * half
+        TEXT: gl.constexpr = MXFP4
+    values = decoded_nibbles(words, gl.expand_dims(scales, 1) + gl.zeros_like(words), pick, TEXT)
+    words_of(stages, b).slice(32 * (PIECE % 2), 32, dim=1).store(values)
+
+
+@gluon.jit
+def decode_nibbles(count, smem, KIND: gl.constexpr):
+    """As `decode_codes`, of nibbles. A scale that is NaN makes its codes NaN, and so the key's logits."""
+    for i in range(count):
+        b = i % 2
+        mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
+        mbarrier.wait(smem.raw_full.index(0), i & 1)
+        x01, x23 = halves_of_nibbles(smem.raw[0].load(NIBBLES_4L), NIBBLES_2L)
+        x0, x1 = halves_of_nibbles(x01, NIBBLES_L)
+        x2, x3 = halves_of_nibbles(x23, NIBBLES_L)
+        s2, s3 = scales_of(smem, 2, KIND), scales_of(smem, 3, KIND)
+        store_piece(smem.k0, b, x0, scales_of(smem, 0, KIND), 0, KIND)
+        store_piece(smem.k0, b, x1, scales_of(smem, 1, KIND), 1, KIND)
+        x4, x5 = halves_of_nibbles(smem.raw[1].load(NIBBLES_2L), NIBBLES_L)
+        x6 = smem.raw[2].load(NIBBLES_L)
+        s4, s5, s6 = scales_of(smem, 4, KIND), scales_of(smem, 5, KIND), scales_of(smem, 6, KIND)
+        store_piece(smem.k1, b, x2, s2, 2, KIND)
+        # as in `decode_codes`
+        mbarrier.arrive(smem.raw_empty.index(0), count=1)
+        store_piece(smem.k1, b, x3, s3, 3, KIND)
+        store_piece(smem.k2, b, x4, s4, 4, KIND)
+        store_piece(smem.k2, b, x5, s5, 5, KIND)
+        store_piece(smem.k3, b, x6, s6, 6, KIND)
+        mbarrier.wait(smem.rest_full.index(b), (i // 2) & 1)
+        fence_async_shared()
+        mbarrier.arrive(smem.k_full.index(b), count=1)
+
+
+@gluon.jit
+def decode(count, smem, KIND: gl.constexpr):
+    """Fill stages of keys. KIND: FP8_PAGES, NVFP4_PAGES or MXFP4_PAGES."""
+    if KIND == FP8_PAGES:
+        decode_codes(count, smem)
+    else:
+        decode_nibbles(count, smem, KIND)

@@ -19,6 +19,7 @@ from dsv4attn.backends.sm90.kernels_load_v4 import (
     OPERANDS,
     SPOIL_OPERANDS,
     WORDS_L,
+    decoded_nibbles,
     load_codes,
     spoilt,
     store_words,
@@ -77,7 +78,6 @@ PIECES_128_L = gl.constexpr(
     )
 )
 """The same for 128 keys."""
-_OF_NIBBLES = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 12))
 
 
 @gluon.jit
@@ -106,15 +106,8 @@ def store_nibbles(stages, b, words, scales, TEXT: gl.constexpr):
     """Write [N, 16] words of nibbles, a piece of each record, as 128 columns of tile b. scales: of `copy_pieces`."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, words.type.layout))
     pick = 0x4040 + 0x0202 * ((of >> 2) & 1)
-    y0, y1, y2, y3 = gl.inline_asm_elementwise(
-        TEXT,
-        _OF_NIBBLES,
-        [words, scales, gl.expand_dims(pick, 0) + gl.zeros_like(words)],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=4,
-    )
-    words_of(stages, b).store(gl.reshape(gl.join(gl.join(y0, y2), gl.join(y1, y3)), [words.shape[0], 64]))
+    values = decoded_nibbles(words, scales, pick, TEXT)
+    words_of(stages, b).store(values)
 
 
 @gluon.jit

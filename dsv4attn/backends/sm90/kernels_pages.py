@@ -1,4 +1,4 @@
-"""The kernel for keys in fp8 pages: four roles of a block, four warps each, work on tiles of 64 keys at the same time.
+"""The kernel for keys in pages of records: four roles, four warps each, work on tiles of 64 keys at the same time.
 
 `fetch` copies records to shared memory, and `decode` turns them into tiles, in one of two stages: `kernels_load_v4`.
 On V4.1's records one role of eight warps does both, `produce_coded`. `scores` multiplies q with a tile, computes each
@@ -52,7 +52,7 @@ from dsv4attn.backends.sm90.kernels_common import (
 from dsv4attn.backends.sm90.kernels_load_v4 import FETCHING, RAW_S, allocate_codes, allocate_fetched, decode, fetch
 from dsv4attn.backends.sm90.kernels_load_v41 import RAW_NIBBLES_S, produce_coded
 from dsv4attn.backends.sm90.kernels_schedule import (
-    FP8_PAGES,
+    CODE_PAGES,
     NIBBLE_PAGES,
     TOLERANCE,
     clear_split,
@@ -263,8 +263,9 @@ def attend_pages(
 
     VALUES, PRODUCE, FETCH: registers of roles.
     """
-    if KIND == FP8_PAGES:
-        raw, scales, indices, addresses = allocate_fetched()
+    CODED: gl.constexpr = (KIND == CODE_PAGES) | (KIND == NIBBLE_PAGES)
+    if not CODED:
+        raw, scales, indices, addresses = allocate_fetched(KIND)
     else:
         RAW: gl.constexpr = RAW_NIBBLES_S if KIND == NIBBLE_PAGES else RAW_S
         raw = allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW)
@@ -285,13 +286,13 @@ def attend_pages(
         raw_full=barriers(1, 32 * FETCHING), raw_empty=barriers(1, 1), rest_full=barriers(2, 32 * FETCHING + 1),
     )  # fmt: skip
     fence_async_shared()
-    if KIND == FP8_PAGES:
+    if not CODED:
         gl.warp_specialize(
             [
                 (scores, (query, keys, results, chunk, t, pos, smem, H)),
                 (values, (results, smem, H)),
-                (decode, (count, smem)),
-                (fetch, (keys, chunk, t, pos, count, smem)),
+                (decode, (count, smem, KIND)),
+                (fetch, (keys, chunk, t, pos, count, smem, KIND)),
             ],
             worker_num_warps=[4, 4, FETCHING],
             worker_num_regs=[VALUES, PRODUCE, FETCH],

@@ -31,7 +31,7 @@ from dsv4attn.backends.sm90 import (
 from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES, SHORT
-from dsv4attn.backends.sm90.key_format import PAGES, ROWS, KeyFormat
+from dsv4attn.backends.sm90.key_format import ROWS, V4_RECORDS, KeyFormat
 from dsv4attn.backends.sm90.tuning import (
     BF16_ROWS_ROLES,
     PREFILL_COST_MODEL,
@@ -91,9 +91,9 @@ class Sm90Backend(TritonBackend):
     deterministic: no row is split, and the same kernel serves both phases on pages: the Gluon kernel, or the shared
     kernel where the former does not read the pages. `prefill` and `small` then change nothing.
     projection: see `TritonBackend`.
-    small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_small_decode` on
-    records, see `tuning.tile_sizes_of`, and on bf16 rows the shared kernel, see `tuning.is_small`; "shared": the shared
-    kernel on all; "gluon": neither.
+    small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_small_decode` on V4's fp8
+    records and V4.1's, see `tuning.tile_sizes_of`, and on others the shared kernel, see `tuning.is_small`; "shared":
+    the shared kernel on all; "gluon": neither.
     """
 
     name = "sm90"
@@ -225,11 +225,11 @@ class Sm90Backend(TritonBackend):
 
     def _may_use_small_decode(self, kind: KeyFormat) -> bool:
         """Whether `kernels_small_decode` may serve decodes on keys of this format."""
-        return self._small == "auto" and kind.is_paged and not self.deterministic
+        return self._small == "auto" and kind.has_tiles and not self.deterministic
 
     def _may_use_shared_kernel(self, kind: KeyFormat) -> bool:
         """Whether the shared kernel may serve decodes that the Gluon kernels could serve, on keys of this format."""
-        return not self.deterministic and (self._small == "shared" or (self._small == "auto" and not kind.is_paged))
+        return not self.deterministic and (self._small == "shared" or (self._small == "auto" and not kind.has_tiles))
 
     def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.Backend`."""
@@ -363,13 +363,13 @@ def _key_format_and_numbers(call: AttentionCall) -> tuple[KeyFormat, Sequence[in
 def _warp_roles(kind: KeyFormat, *, raw: bool = False) -> WarpRoles:
     """Warp roles of the Gluon kernel for a key format. raw: whether q is raw."""
     if kind.is_paged:
-        return V4_PAGES_ROLES if kind == PAGES else V41_PAGES_ROLES
+        return V4_PAGES_ROLES if kind in V4_RECORDS.values() else V41_PAGES_ROLES
     return RAW_Q_ROLES if raw else BF16_ROWS_ROLES
 
 
 def _has_short(segments: int, kind: KeyFormat) -> bool:
-    """Whether calls of few tokens have their own variant. Only two segments on V4's pages were measured."""
-    return kind == PAGES and segments == 2
+    """Whether calls of few tokens have their own variant. Only two segments on V4's fp8 pages were measured."""
+    return kind in V4_RECORDS.values() and segments == 2
 
 
 @cache
@@ -399,9 +399,10 @@ def _is_wide(tensor: Tensor) -> bool:
 
 def _key_format(layouts: Sequence[KVCacheLayout]) -> KeyFormat | None:
     """Format of the keys of aligned caches with these layouts; None if the Gluon kernels do not read them."""
-    if all(map(_is_record, layouts)):
-        return PAGES
     (first, *others) = layouts
+    v4 = _v4_record(first)
+    if v4 is not None:
+        return v4 if all(_v4_record(other) == v4 for other in others) else None
     interleaved = first.arrangement is Arrangement.INTERLEAVED
     if _is_coded(first, "v41_fp8", 32) and all(other.arrangement is first.arrangement for other in others):
         if all(_is_coded(other, "v41_fp8", 32) for other in others):
@@ -412,10 +413,10 @@ def _key_format(layouts: Sequence[KVCacheLayout]) -> KeyFormat | None:
     return ROWS if rows else None
 
 
-def _is_record(layout: KVCacheLayout) -> bool:
-    dims = layout.nope_dim, layout.rope_dim, layout.group_size
-    dialect = layout.fp8_format is Fp8Format.OCP and layout.arrangement is Arrangement.SPLIT
-    return layout.name == "fp8_ds_mla" and dims == (448, 64, 64) and layout.scale_bytes == 8 and dialect
+def _v4_record(layout: KVCacheLayout) -> KeyFormat | None:
+    record = layout.name, layout.arrangement, layout.group_size, layout.scale_bytes
+    is_served = (layout.nope_dim, layout.rope_dim) == (448, 64) and layout.fp8_format is not Fp8Format.FNUZ
+    return V4_RECORDS.get(record) if is_served else None
 
 
 def _is_coded(layout: KVCacheLayout, name: str, group: int) -> bool:

@@ -17,12 +17,14 @@ from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.sm90 import small_decode
 from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.key_format import PAGES, ROWS, KeyFormat
+from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat
 from dsv4attn.backends.sm90.launch import variants
 
 HEADS = (16, 64, 100, 128)
 TARGET = TARGETS["sm_90"]
 CODED = [KeyFormat(number.value, interleaved) for number in (CODE_PAGES, NIBBLE_PAGES) for interleaved in (False, True)]
+V4 = [(2, kind) for kind in V4_RECORDS.values()]
+"""Key formats of V4's records, in two segments."""
 
 
 def with_largest(form: Variant) -> Variant:
@@ -34,7 +36,7 @@ def with_largest(form: Variant) -> Variant:
 def forms(heads: int, coded: Sequence[KeyFormat] = CODED) -> list[Variant]:
     """With the largest logits where lse is asked for, as no call has them alone. coded: records of V4.1 among them."""
     all_forms = []
-    for segments, kind in ((1, PAGES), (2, PAGES), (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
+    for segments, kind in ((1, PAGES), *V4, (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
         for raw in (False, True) if kind == ROWS else (False,):
             for form in variants(segments, kind, heads, sinks=(True, False), lses=(False, True), raw=raw):
                 has_lse = dict(form.types)["lse"] != "none"
@@ -51,7 +53,7 @@ def fullest(heads: int) -> list[Variant]:
 
 def barest(heads: int) -> list[Variant]:
     """Without sinks, and telling no result but the output: kinds of keys of both kernels, V4's with all its forms."""
-    kinds = (2, PAGES), (1, ROWS), (2, CODED[-1])
+    kinds = *V4, (1, ROWS), (2, CODED[-1])
     bare_forms = [
         form for segments, kind in kinds for form in variants(segments, kind, heads, sinks=(False,), lses=(False,))
     ]

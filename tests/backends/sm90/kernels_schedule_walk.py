@@ -124,11 +124,12 @@ def pages(
     pitch: tl.int32,
     last_slot: tl.int32,
     N: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Grid: (1,). out: [3, N] int64, whether each given slot exists, and offsets of its data and of its scales."""
     at = tl.arange(0, N)
     keys = Keys(Segment(cache, cache, cache, size, size, size, factor, log, pitch, last_slot), None, False)
-    ok, data, scale = page_of(keys, tl.load(given + at), 1)
+    ok, data, scale = page_of(keys, tl.load(given + at), 1, KIND)
     base = cache.to(tl.int64)
     tl.store(out + at, ok.to(tl.int64))
     tl.store(out + N + at, data.to(tl.int64) - base)

@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
 from dsv4attn.backends.sm90 import kernels_common
-from dsv4attn.backends.sm90.kernels_schedule import COST, PAIR_COST, SPLIT, place_in_part, power_of_part
+from dsv4attn.backends.sm90.kernels_schedule import (
+    COST,
+    FP8_PAGES,
+    MXFP4_PAGES,
+    NVFP4_PAGES,
+    PAIR_COST,
+    SPLIT,
+    place_in_part,
+    power_of_part,
+)
+from dsv4attn.core.cache.layout import KVCacheLayout
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.kernels_schedule_walk import pages, powers, walk
 from tests.backends.sm90.mutants import planted
@@ -313,22 +323,32 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Any) -> None:
     assert mistakes
 
 
+@pytest.mark.parametrize(
+    ("record", "kind"), [("fp8_ds_mla", FP8_PAGES), ("v4_nvfp4", NVFP4_PAGES), ("v4_mxfp4", MXFP4_PAGES)]
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 256])
-def test_a_slot_s_record_is_where_the_format_has_it(size: int) -> None:
-    stride = -(-size * 584 // 16) * 16 + 48
+def test_a_slot_s_record_is_where_the_format_has_it(size: int, record: str, kind: Any) -> None:
+    layout = KVCacheLayout.of_record(record)
+    codes, _, scales = layout.regions(size)
+    stride = -(-size * layout.record_bytes // 16) * 16 + 48
     count = 5 * size
     slots = [-1, -7, -(2**31), 2**31 - 1, count, count - 1, 0, size - 1, size % count, 2 * size + size // 2, 1 % count]
     slots += [0] * (16 - len(slots))
     out = torch.zeros(3, 16, dtype=torch.int64, device=DEVICE)
     cache = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
     slot_tensor = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
-    launch(pages, (1,), (out, slot_tensor, cache, size, *divider(size), stride // 16, count - 1), {"N": 16})
+    launch(
+        pages,
+        (1,),
+        (out, slot_tensor, cache, size, *divider(size), stride // 16, count - 1),
+        {"N": 16, "KIND": kind.value},
+    )
 
     for slot, ok, data, scale in zip(slots, *out.tolist(), strict=True):
         assert ok == (0 <= slot < count)
         page, of = divmod(slot if ok else 0, size)
-        assert data == page * stride + of * 576
-        assert scale == page * stride + size * 576 + of * 8
+        assert data == page * stride + codes.offset + of * codes.stride
+        assert scale == page * stride + scales.offset + of * scales.stride
 
 
 @pytest.mark.parametrize(
@@ -339,7 +359,12 @@ def test_addresses_have_64_bits(size: int, slot: int) -> None:
     out = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)
     cache = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
     slot_tensor = torch.tensor([slot], dtype=torch.int32, device=DEVICE)
-    launch(pages, (1,), (out, slot_tensor, cache, size, *divider(size), stride // 16, 2**31 - 1), {"N": 1})
+    launch(
+        pages,
+        (1,),
+        (out, slot_tensor, cache, size, *divider(size), stride // 16, 2**31 - 1),
+        {"N": 1, "KIND": FP8_PAGES.value},
+    )
 
     page, of = divmod(slot, size)
     assert out[:, 0].tolist() == [1, page * stride + of * 576, page * stride + size * 576 + of * 8]

@@ -288,14 +288,12 @@ def test_v41_layers_are_asked_about_by_ratio_and_records(
 
 
 @pytest.mark.parametrize(("records", "name"), [("384/384", "v4_nvfp4"), ("368/368", "v4_mxfp4")])
-def test_records_of_four_bits_go_to_the_shared_kernel_and_explain_says_so(
-    machine: Machine, records: str, name: str
-) -> None:
+def test_explain_says_which_kernel_reads_records_of_four_bits(machine: Machine, records: str, name: str) -> None:
     code, values = machine.json("explain", "--device", "h100", "--records", records)
 
     assert code == 0
     assert f"(448 e2m1 + 64 bf16)  window=128  compress_ratio=4  topk=512  pages=64+64  kv={name} e2m1" in str(values)
-    assert "the shared Triton kernel: caches that are not all fp8_ds_mla" in str(values)
+    assert "the Gluon kernel for Hopper" in str(values)
 
 
 def test_records_that_a_backend_does_not_read_are_its_reason(machine: Machine) -> None:
