@@ -188,7 +188,11 @@ def allocate_fetched(KIND: gl.constexpr):
             gl.allocate_shared_memory(gl.int32, [64, 16], NIBBLES_2S),
             gl.allocate_shared_memory(gl.int32, [64, 8], NIBBLES_S),
         )
-        scales = gl.allocate_shared_memory(gl.int64, [4 if KIND == NVFP4_PAGES else 2, 64], FLAT_S)
+        # buffers of their own: the compiler makes copies to parts of one buffer wait for each other
+        scales = gl.allocate_shared_memory(gl.int64, [64], FLAT_S), gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
+        if KIND == NVFP4_PAGES:
+            last = gl.allocate_shared_memory(gl.int64, [64], FLAT_S), gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
+            scales = scales[0], scales[1], last[0], last[1]
     indices = gl.allocate_shared_memory(gl.int32, [2, 64], FLAT_S)
     return raw, scales, indices, gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
 
@@ -237,9 +241,8 @@ def copy_ahead(smem, ok, scale, KIND: gl.constexpr):
         copy_async(smem.scales, scale, mask=ok)
     else:
         copy_words(smem.raw[2], smem.addresses, 48)
-        COUNT: gl.constexpr = smem.scales.shape[0]
-        for of in gl.static_range(COUNT):
-            copy_async(smem.scales.index(of), scale + of, mask=ok)
+        for of in gl.static_range(4 if KIND == NVFP4_PAGES else 2):
+            copy_async(smem.scales[of], scale + of, mask=ok)
     async_copy.mbarrier_arrive(smem.raw_full.index(0), increment_count=False)
     async_copy.commit_group()
 
@@ -330,8 +333,8 @@ def halves_of_nibbles(words, LAYOUT: gl.constexpr):
 def scales_of(smem, PIECE: gl.constexpr, KIND: gl.constexpr):
     """[64] words with the scale bytes of the piece PIECE of 64 nibbles: four, or two in either half of a word."""
     WORD: gl.constexpr = PIECE if KIND == NVFP4_PAGES else PIECE // 2
-    two = smem.scales.index(WORD // 2).load(gl.SliceLayout(1, NIBBLES_L))
-    return (two >> (32 * (WORD % 2))).to(gl.int32)
+    eight = smem.scales[WORD // 2].load(gl.SliceLayout(1, NIBBLES_L))
+    return (eight >> (32 * (WORD % 2))).to(gl.int32)
 
 
 @gluon.jit

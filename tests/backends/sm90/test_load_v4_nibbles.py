@@ -122,7 +122,7 @@ def stage_of(patch: pytest.MonkeyPatch, name: str, records: NDArray[np.uint8], o
     keys = {f"k{i}": Memory(np.full((2, 64, 64), 0x7FC07FC0, np.uint32)) for i in range(4)}
     smem = SimpleNamespace(
         raw=[Memory(np.zeros((64, width), np.uint32)) for width in (32, 16, 8)],
-        scales=Memory(np.zeros((4 if name == "v4_nvfp4" else 2, 64), np.int64)),
+        scales=[Memory(np.zeros(64, np.int64)) for _ in range(4 if name == "v4_nvfp4" else 2)],
         addresses=Memory(row),
         **keys,
         **dict.fromkeys(("raw_full", "raw_empty", "rest_full", "k_full", "k_empty"), empty),
