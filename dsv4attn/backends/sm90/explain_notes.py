@@ -104,7 +104,8 @@ def _attention_note(problem: Problem) -> str:
         return f"the shared Triton kernel: {'; '.join(obstacles)}"
     for_few_tokens = "; the same in both phases, and no row is split" if problem.deterministic else ""
     if problem.phase == "decode" and not problem.deterministic:
-        kernel = "the shared Triton kernel" if problem.swa.layout == "rows" else "its kernels of one tile"
+        has_tiles = problem.swa.layout in ("fp8_ds_mla", "v41_fp8")
+        kernel = "its kernels of one tile" if has_tiles else "the shared Triton kernel"
         for_few_tokens = f"; {kernel} for few tokens, unless small=gluon"
     return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{for_few_tokens}"
 
