@@ -98,7 +98,7 @@ quantisation of its outputs, which is not counted; more: of a launch by itself.
 | Pro, 256 | | 44.4 | 42.4 | 55.4 |
 | Pro, 2,048 | | 293.0 | 264.0 | 351.4 |
 
-The kernel for tiles of 256 tokens was changed afterwards: 36.2 us for 512 tokens of Flash, 137 for 2,048, 534 for 8,192.
+The kernel for tiles of 256 tokens was changed afterwards: Flash, 512 tokens 36.2, 2,048 tokens 137, 8,192 tokens 534.
 For 768 tokens tiles of 128 take 54.6 us, of 256 tokens 66.6, and the shared kernel 71.4.
 """
 
