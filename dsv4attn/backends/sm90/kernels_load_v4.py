@@ -341,12 +341,8 @@ def scales_of(smem, PIECE: gl.constexpr, KIND: gl.constexpr):
 def store_piece(stages, b, words, scales, PIECE: gl.constexpr, KIND: gl.constexpr):
     """Write [64, 8] words of nibbles, the piece PIECE of each record, as 64 columns of tile b. scales: [64]."""
     half = gl.arange(0, 8, layout=gl.SliceLayout(0, NIBBLES_L)) >> 2
-    if KIND == NVFP4_PAGES:
-        pick = 0x4040 + 0x0202 * half
-        TEXT: gl.constexpr = NVFP4
-    else:
-        pick = 0x4040 + 0x0202 * (PIECE % 2) + 0x0101 * half
-        TEXT: gl.constexpr = MXFP4
+    TEXT: gl.constexpr = NVFP4 if KIND == NVFP4_PAGES else MXFP4
+    pick = 0x4040 + (0x0202 * half if KIND == NVFP4_PAGES else 0x0202 * (PIECE % 2) + 0x0101 * half)
     values = decoded_nibbles(words, gl.expand_dims(scales, 1) + gl.zeros_like(words), pick, TEXT)
     words_of(stages, b).slice(32 * (PIECE % 2), 32, dim=1).store(values)
 
