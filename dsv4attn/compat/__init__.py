@@ -9,8 +9,6 @@ Served: the sparse attention of DeepSeek-V4 and V4.1 (512 dims, records of 584, 
 number of heads, any page size, on every backend. Not served: dense attention and the record formats of other models;
 asking for them raises `UnsupportedError`, whose message has the cure. No other module of the package imports this one.
 
-`dsv4attn.compat.fused_norm_rope_attn_rope_cast` has FlashMLA's functions of that name, as a definition in torch.
-
 Functions that their owners wrote for one kind of device run on the backend for that device, with its default options:
 `vllm_xpu`, `vllm_rocm`, `vllm_rocm_ragged` and `vllm_rocm_output` have vLLM's functions for Intel and AMD GPUs,
 `flashinfer_sm120` has FlashInfer's wrapper for SM120. These backends come from the registry, by name: no module here

@@ -13,7 +13,7 @@ import pytest
 from dsv4attn.compat import flash_mla
 
 NOT_SERVED = {"fused_norm_rope_attn_rope_cast"}
-"""Names of FlashMLA's package that ours leaves out: what is for DeepSeek-V4.1 alone."""
+"""Names of FlashMLA's package that ours leaves out: what FlashMLA runs on SM100 and SM103 only."""
 
 
 def source(package: str, path: str) -> ast.Module:
