@@ -1,7 +1,8 @@
-"""The table of certificates, and that docs/testing.md has the one of docs/certificates."""
+"""Summaries of certificates, their table, and that docs/testing.md has the one of docs/certificates."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import pytest
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.certificates import BEGIN, END, main, table_of_certificates, with_table
+from dsv4attn.testing.certificates import (
+    BEGIN,
+    END,
+    certificate_text,
+    main,
+    summary_text,
+    table_of_certificates,
+    with_table,
+)
 from dsv4attn.testing.conform import Subject, conform
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -30,6 +39,30 @@ def folder(tmp_path: Path) -> Path:
     for name, certificate in (("b-reference", values), ("a-acme", other)):
         (folder / f"{name}.json").write_text(json.dumps(certificate), encoding="utf-8")
     return folder
+
+
+def test_a_summary_has_what_failed_and_what_did_not_run_and_the_digest_of_the_rest(folder: Path) -> None:
+    text = (folder / "b-reference.json").read_text(encoding="utf-8")
+    whole = json.loads(text)
+    whole["cases"][0] |= {"state": "failed", "message": "out: error 3.00"}
+    whole["failures"] = [{"message": "out: error 3.00", "count": 1, "first": "lse-decode", "cases": ["lse-decode"]}]
+    summary = json.loads(summary_text(whole))
+
+    assert summary["failures"] == whole["failures"]
+    reason = "does not apply: this backend reads pages in prefill and gathers nothing"
+    assert summary["not_run"] == {"refused": {}, "skipped": {reason: ["gather-ocp-2"]}}
+    assert summary["clauses"]["L"]["L1"] == [1, 0, 0, 0]
+    assert summary["sha256"] == hashlib.sha256(certificate_text(whole).encode()).hexdigest()
+    assert {"cases", "layouts"} == whole.keys() - summary.keys()
+    assert all(summary[key] == whole[key] for key in whole.keys() & summary.keys() - {"clauses"})
+
+
+def test_a_summary_has_the_row_of_its_certificate(folder: Path) -> None:
+    table = table_of_certificates(folder)
+    for file in folder.glob("*.json"):
+        file.write_text(summary_text(json.loads(file.read_text(encoding="utf-8"))), encoding="utf-8")
+
+    assert table_of_certificates(folder) == table
 
 
 def test_each_certificate_is_a_row_of_the_table(folder: Path) -> None:
@@ -64,9 +97,11 @@ def test_the_page_of_tests_has_the_table_of_the_certificates_in_the_repository()
 
 
 @pytest.mark.parametrize("file", sorted((DOCS / "certificates").glob("*.json")), ids=lambda file: file.stem)
-def test_a_certificate_of_the_repository_is_of_a_whole_run_without_a_failure(file: Path) -> None:
-    certificate = json.loads(file.read_text(encoding="utf-8"))
+def test_a_summary_of_the_repository_is_short_and_of_a_whole_run_without_a_failure(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    certificate = json.loads(text)
 
+    assert len(text.splitlines()) <= 100
     assert certificate["ok"]
     assert certificate["complete"]
     assert certificate["filter"] is None

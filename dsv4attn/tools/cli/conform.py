@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +53,13 @@ SHOWN = 8
         shell_complete=complete.files,
         help="File of the certificate.  [default: dsv4attn-BACKEND.json, unless --filter or --json is given]",
     ),
+    text(
+        "--summary",
+        metavar="FILE",
+        callback=target_file,
+        shell_complete=complete.files,
+        help="File of a summary of the certificate, about 90 lines.",
+    ),
 )
 @click.pass_context
 def conform(
@@ -64,6 +70,7 @@ def conform(
     chosen: str | None,
     jobs: int,
     certificate: Path | None,
+    summary: Path | None,
     *,
     only_list: bool,
     fail_fast: bool,
@@ -90,6 +97,7 @@ def conform(
     from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES
+    from dsv4attn.testing.certificates import certificate_text, summary_text
     from dsv4attn.testing.conform import Subject
     from dsv4attn.testing.conform import conform as run
     from dsv4attn.testing.processes import conform_in_processes
@@ -113,7 +121,9 @@ def conform(
     usual = f"dsv4attn-{backend}{'' if result.complete else '.incomplete'}.json"
     target = certificate or (None if chosen or as_json else Path(usual))
     if target:
-        write_file(target, json.dumps(values, indent=1, allow_nan=False) + "\n")
+        write_file(target, certificate_text(values))
+    if summary:
+        write_file(summary, summary_text(values))
     if as_json:
         print_json(values)
     else:

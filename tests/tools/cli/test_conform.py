@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -89,8 +90,12 @@ def test_the_certificate_is_written_where_it_is_asked_for(machine: Machine) -> N
 
     assert code == 0
     assert json.loads(Path("c.json").read_text(encoding="utf-8")) == values
-    _, lines = machine.run("conform", "reference", "--filter", "sink-none-*", "--certificate", "c.json")
+    options = "--certificate", "c.json", "--summary", "s.json"
+    _, lines = machine.run("conform", "reference", "--filter", "sink-none-*", *options)
     assert lines[-1] == "  certificate: c.json"
+    summary = json.loads(Path("s.json").read_text(encoding="utf-8"))
+    assert summary["counts"] == values["counts"]
+    assert summary["sha256"] == hashlib.sha256(Path("c.json").read_bytes()).hexdigest()
 
 
 def test_a_whole_run_writes_its_certificate_unasked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
