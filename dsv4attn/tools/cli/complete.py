@@ -7,7 +7,7 @@ file that cannot be read, there is nothing to complete, and the user sees no err
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
@@ -23,7 +23,6 @@ __all__ = [
     "context_cases",
     "devices",
     "files",
-    "filters",
     "indexers",
     "layers",
     "measurements",
@@ -136,35 +135,6 @@ def _options_of_backend(ctx: click.Context, _: str) -> Words:
     return {f"{key}=": f"default {default!r}" for key, default in registered(name).info.options.items()} if name else {}
 
 
-def _filters(_: click.Context, incomplete: str) -> Words:
-    """Areas, clauses and groups of cases; names of cases once a letter is typed. All of them also after "!"."""
-    from dsv4attn.testing.case_list import listed_cases
-
-    cases, sign = listed_cases(), incomplete[:1] if incomplete.startswith("!") else ""
-    counts = _counted(case.area for case in cases)
-    counts |= _counted(sorted({clause[0] for case in cases for clause in case.clauses}), of_cases=False)
-    counts |= _counted(sorted((clause for case in cases for clause in case.clauses), key=_clause_order))
-    groups = _counted(f"{case.name.partition('-')[0]}-*" for case in cases)
-    counts |= {group: count for group, count in groups.items() if count != "1 case"}
-    if len(incomplete) > len(sign):
-        counts |= {case.name: " ".join(case.clauses) for case in cases}
-    return {f"{sign}{word}": text for word, text in counts.items()}
-
-
-def _counted(occurring: Iterable[str], *, of_cases: bool = True) -> dict[str, str]:
-    """Each word once, with the number of its cases."""
-    counts: dict[str, int] = {}
-    for word in occurring:
-        counts[word] = counts.get(word, 0) + 1
-    if not of_cases:
-        return dict.fromkeys(counts, "all clauses of this letter")
-    return {word: f"{count} case{'s' if count > 1 else ''}" for word, count in counts.items()}
-
-
-def _clause_order(clause: str) -> tuple[str, int]:
-    return clause[0], int(clause[1:] or 0)
-
-
 def _models(_: click.Context, __: str) -> Words:
     from dsv4attn.core.model.geometry import PRESETS, SHORT_NAMES
 
@@ -228,7 +198,6 @@ torch_devices = _completer(_torch_devices)
 backends = _completer(lambda _, __: _registered())
 requests_of_backends = _completer(_requests)
 backend_options = _completer(_options_of_backend)
-filters = several(_completer(_filters))
 layers = _completer(_layers)
 cache_formats = _completer(_caches)
 indexers = _completer(_indexers)

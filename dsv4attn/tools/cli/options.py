@@ -187,7 +187,6 @@ FILTER = text(
     "chosen",
     metavar="PATTERNS",
     callback=named_words,
-    shell_complete=complete.filters,
     help="Clauses (S, A1), areas (decode) or names (sink-*) of cases, with commas; ! leaves cases out (!requests-*).",
 )
 MODEL = text(

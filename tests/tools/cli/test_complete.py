@@ -13,9 +13,6 @@ from click.shell_completion import CompletionItem, ShellComplete
 
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.plugins import BUILT_IN
-from dsv4attn.testing import case_list
-from dsv4attn.testing.case import Area, chosen
-from dsv4attn.testing.cases import CASES
 from dsv4attn.tools.bench.cases import MEASUREMENTS, PEER_NAMES, PRESETS
 from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS
 from dsv4attn.tools.bench.peers import PEERS
@@ -61,10 +58,6 @@ def values(*args: str) -> list[str]:
         (("compile", "--model", "p"), ["pro"]),
         (("explain", "--dtype", "e"), ["e4m3fn", "e4m3fnuz"]),
         (("conform", "--device", ""), ["cpu"]),
-        (("conform", "reference", "--filter", ""), [*(area.value for area in Area), "S", "A1", "sink-*"]),
-        (("conform", "--filter", "sink-m"), ["sink-matters-c4a-decode"]),
-        (("parity", "--filter", "decode,!sink-m"), ["decode,!sink-matters-c4a-decode"]),
-        (("conform", "--filter", "!"), ["!decode", "!A1", "!sink-*"]),
         (("bench", ""), [*MEASUREMENTS, "context"]),
         (("bench", "decode,pre"), ["decode,prefill", "decode,prefill-rows"]),
         (("bench", "decode", ""), ["prefill", "mhc"]),
@@ -145,21 +138,6 @@ def test_a_broken_plugin_or_setting_leaves_the_rest_to_complete(
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_file_of_the_kits_cases_is_that_of_the_kit() -> None:
-    text = case_list.FILE.read_text(encoding="utf-8")
-
-    assert text == case_list.file_text(CASES), "write it again: python -m dsv4attn.testing.case_list"
-
-
-def test_every_word_that_completes_a_filter_is_a_filter(machine: Machine) -> None:
-    for word in [
-        *values("conform", "--filter", ""),
-        *values("conform", "--filter", "!"),
-        *values("parity", "--filter", "q"),
-    ]:
-        assert chosen(CASES, word)
-
-
 def test_the_names_of_peers_are_those_of_the_peers() -> None:
     assert [*PEERS, *LAYER_OP_PEERS] == [*PEER_NAMES]
 
@@ -173,14 +151,15 @@ def complete_in_process(line: str, index: int, *, after: str = "") -> str:
 
 
 def test_a_shells_process_gets_the_values() -> None:
-    assert complete_in_process("dsv4attn conform reference --filter '!sink-none-d", 4) == "plain,!sink-none-decode\n"
+    assert complete_in_process("dsv4attn explain --backend 'decode=reference,prefill=tri", 3) == (
+        "plain,decode=reference,prefill=triton\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "index"),
     [
         ("dsv4attn conform ", 2),
-        ("dsv4attn conform x --filter s", 4),
         ("dsv4attn explain --device ", 3),
         ("dsv4attn bench ", 2),
         ("dsv4attn run --model ", 3),
