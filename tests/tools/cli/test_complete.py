@@ -144,7 +144,7 @@ def test_the_names_of_peers_are_those_of_the_peers() -> None:
 
 def complete_in_process(line: str, index: int, *, after: str = "") -> str:
     """Output of the process that bash starts to complete a word. after: code that runs when it ends."""
-    code = f"import atexit, sys, time; from dsv4attn.tools.cli import main; atexit.register(lambda: {after or None}); "
+    code = f"import atexit, sys; from dsv4attn.tools.cli import main; atexit.register(lambda: {after or None}); "
     environ = {**os.environ, VARIABLE: "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(index)}
     command = [sys.executable, "-c", f"{code}main(prog_name='dsv4attn')"]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
@@ -166,12 +166,10 @@ def test_a_shells_process_gets_the_values() -> None:
         ("dsv4attn compile --target ", 3),
     ],
 )
-def test_completion_imports_nothing_heavy_and_takes_less_than_half_a_second(line: str, index: int) -> None:
+def test_completion_imports_nothing_heavy(line: str, index: int) -> None:
     heavy = "{'torch', 'numpy', 'rich', 'triton'} & {*sys.modules}"
-    after = f"print(sorted({heavy}), time.process_time(), file=sys.stdout, flush=True)"
-    *completed, last = complete_in_process(line, index, after=after).splitlines()
-    imported, _, seconds = last.rpartition(" ")
+    after = f"print(sorted({heavy}), file=sys.stdout, flush=True)"
+    *completed, imported = complete_in_process(line, index, after=after).splitlines()
 
     assert len(completed) > 1
     assert imported == "[]"
-    assert float(seconds) < 0.5
