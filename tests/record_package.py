@@ -43,7 +43,7 @@ PARTS = ("names", "variants", "help", "run", "public", "ir", "kit")
 MODELS = ("flash", "pro", "v4.1-flash")
 DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", "v41_fp8", "v41_fp4")
 BACKENDS = triton_backends()
-RUNS: tuple[list[str], ...] = ([], ["--indexer", "random"], ["--model", "v4.1-flash", "--max-requests", "2"])
+RUNS: tuple[list[str], ...] = ([], ["--model", "v4.1-flash", "--max-requests", "2"])
 KITS = (*([name] for name in BACKENDS), ["sm90", "--option", "small=gluon"])
 CASES = (
     "decode-*,mixed-c4a,prefill-c4a,verify-*,call-holes-*,call-empty-*,sink-values-*,lse-*,"

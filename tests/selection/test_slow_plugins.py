@@ -56,7 +56,7 @@ def test_a_built_in_backend_asked_for_by_name_loads_no_plugin(
     assert not loaded(wheels)
 
 
-RUN = "run --max-requests 1 --max-tokens 4 --indexer random"
+RUN = "run --max-requests 1 --max-tokens 4"
 
 
 @pytest.mark.parametrize("command", ["conform reference --filter lse-decode", RUN])

@@ -23,7 +23,6 @@ __all__ = [
     "context_cases",
     "devices",
     "files",
-    "indexers",
     "layers",
     "measurements",
     "models",
@@ -153,12 +152,6 @@ def _caches(_: click.Context, __: str) -> Words:
     return dict.fromkeys(CACHES, "")
 
 
-def _indexers(_: click.Context, __: str) -> Words:
-    from dsv4attn.tools.replay.names import INDEXERS
-
-    return dict.fromkeys(INDEXERS, "")
-
-
 def _measurements(ctx: click.Context, incomplete: str) -> Words:
     """What `bench` measures; `context` comes first and alone."""
     from dsv4attn.tools.bench.cases import MEASUREMENTS
@@ -200,7 +193,6 @@ requests_of_backends = _completer(_requests)
 backend_options = _completer(_options_of_backend)
 layers = _completer(_layers)
 cache_formats = _completer(_caches)
-indexers = _completer(_indexers)
 measurements = _completer(_measurements)
 bench_cases = several(_completer(_bench_cases))
 context_cases = several(_completer(_context_cases))

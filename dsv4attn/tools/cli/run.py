@@ -68,12 +68,6 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
         shell_complete=complete.several(complete.layers),
     ),
     text(
-        "--indexer",
-        default="real",
-        help="real runs whole layers. random runs attention and output projection on random entries.",
-        shell_complete=complete.indexers,
-    ),
-    text(
         "--cache",
         default="fp8_ds_mla",
         help="Format of the KV caches: fp8_ds_mla, bf16 or fp32.",
@@ -148,8 +142,7 @@ def run(
     projections, compressor, indexer, attention and output projection, over paged caches. In every step some rows are
     computed again in float64, stage by stage. The report begins with the verdict and fits a screen.
 
-    With --device, caches, weights and kernels are on that device. The checks run on the CPU. --indexer random runs
-    attention and output projection alone, on random inputs; the built-in trace has more and shorter requests then.
+    With --device, caches, weights and kernels are on that device. The checks run on the CPU.
 
     Under torchrun with --context-parallel, every rank serves the trace with its part of the compressed entries and
     checks its own outputs. The first rank prints the results of all ranks.
@@ -176,7 +169,7 @@ def run(
     geometry = geometry_of(model)
     place = device_named(device)
     _check_ranks(context_parallel, interleave, geometry, trace, place)
-    is_short, model_topk = trace == _SHORT and settings["indexer"] == "real", geometry.index_topk
+    is_short, model_topk = trace == _SHORT, geometry.index_topk
     index_topk = index_topk or (min(_SHORT_TOPK, model_topk) if is_short else model_topk)
     geometry = evolve(geometry, index_topk=index_topk)
     if max_num_batched_tokens is None:
@@ -287,7 +280,7 @@ def _kinds(layers: str | None) -> list[LayerKind] | None:
 def _tokens_to_select(geometry: ModelGeometry) -> int | None:
     """Tokens from which on an indexer leaves entries out; None without an indexer."""
     from dsv4attn.core.model.geometry import LayerKind
-    from dsv4attn.tools.replay.check_attention import selecting_tokens
+    from dsv4attn.tools.replay.check_layer import selecting_tokens
 
     if LayerKind.CSA not in geometry.kinds:
         return None
@@ -303,8 +296,6 @@ def _requests(
     selecting = _tokens_to_select(geometry)
     if trace not in (_SHORT, _LONG):
         requests = read_trace(trace, max_requests=max_requests)
-    elif config.indexer != "real":
-        requests = generated_trace(config.seed, max_requests or (6 if trace == _SHORT else 12))
     elif trace == _SHORT:
         requests = short_trace(config.seed, max_requests or 4)
     elif selecting is not None:

@@ -23,16 +23,8 @@ from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.serving.request import Request
 from dsv4attn.serving.scheduler import Scheduler
-from dsv4attn.tools.replay.layer_runner import (
-    AttentionRunner,
-    Buffers,
-    FullLayerRunner,
-    LayerRunner,
-    MeteredWorkspace,
-    RunSettings,
-    timed,
-)
-from dsv4attn.tools.replay.names import CACHES, INDEXERS
+from dsv4attn.tools.replay.layer_runner import LayerRunner, MeteredWorkspace, RunSettings, timed
+from dsv4attn.tools.replay.names import CACHES
 from dsv4attn.tools.replay.over_ranks import MeteredContext, RanksReport
 from dsv4attn.tools.replay.pools import (
     COMPRESSED,
@@ -65,8 +57,6 @@ class ReplayConfig:
     max_kv_bytes: bytes of all KV pages.
     check_rows: rows checked per step and layer type.
     seed: seed of all random numbers.
-    indexer: `real`: whole layers with random weights, from hidden states to hidden states. `random`: attention alone,
-       on random q, keys, entries and selections.
     device: torch device of caches, weights, inputs and kernels. The checks run on the CPU.
     """
 
@@ -78,7 +68,6 @@ class ReplayConfig:
     max_kv_bytes: int = field(default=2 * 2**30, validator=_at_least(1))
     check_rows: int = field(default=2, validator=_at_least(0))
     seed: int = field(default=0, validator=_at_least(0))
-    indexer: str = "real"
     device: torch.device = field(default=torch.device("cpu"), converter=torch.device)
 
 
@@ -117,15 +106,6 @@ class Replay:
         context: ranks that share the compressed entries; all of them replay the same. Memory is that of one rank.
         """
         self.geometry, self.backend, self.config, self.requests = geometry, backend, config, tuple(requests)
-        if config.indexer not in INDEXERS:
-            raise UnknownNameError("indexer", config.indexer, INDEXERS)
-        full_layers = config.indexer == "real"
-        if geometry.shared_latent and not full_layers:
-            hint = "layers of V4.1 are run whole; leave out --indexer"
-            raise ArgumentError("indexer", expected="'real'", actual=repr(config.indexer), hint=hint)
-        if context is not None and not full_layers:
-            hint = "ranks share the entries of whole layers; leave out --indexer"
-            raise ArgumentError("indexer", expected="'real' over ranks", actual=repr(config.indexer), hint=hint)
         self._context = context
         layers = [layer for kind in config.kinds or geometry.kinds for layer in geometry.layers_of_kind(kind)]
         layout, dtype = _layout_of(config.cache, geometry)
@@ -136,7 +116,6 @@ class Replay:
             kv_layout=layout,
             swa_block_size=config.block_size,
             compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
-            attention_only=not full_layers,
             context_parallel=context,
             device=config.device,
         )
@@ -173,15 +152,8 @@ class Replay:
             seed=config.seed,
             context=context,
         )
-        self._runners: Sequence[LayerRunner]
-        self._full_layers: Sequence[FullLayerRunner] = ()
-        if full_layers:
-            weights = RandomWeights(self._manager.geometry, config.seed, config.device)
-            self._full_layers = [FullLayerRunner(i, settings, plan, weights) for i, plan in enumerate(plans)]
-            self._runners = self._full_layers
-        else:
-            buffers = Buffers.of(settings)
-            self._runners = [AttentionRunner(i, settings, plan, buffers) for i, plan in enumerate(plans)]
+        weights = RandomWeights(self._manager.geometry, config.seed, config.device)
+        self._runners = [LayerRunner(i, settings, plan, weights) for i, plan in enumerate(plans)]
         self._other_s = {"inputs": 0.0, "scheduling": 0.0, "checks": 0.0}
 
     @property
@@ -232,7 +204,7 @@ class Replay:
             runner.report.kv_bytes_peak = sum(bytes_of)
         ranks = None
         if self._context is not None and not interrupted:
-            reports = [runner.on_rank(peaks[COMPRESSED] * runner.page.compressed) for runner in self._full_layers]
+            reports = [runner.on_rank(peaks[COMPRESSED] * runner.page.compressed) for runner in self._runners]
             ranks = RanksReport.gather(self._context, reports)
         return Report(
             model=self.geometry.name,
@@ -253,7 +225,6 @@ class Replay:
             wall_s=wall_s,
             other_s=self._other_s,
             interrupted=interrupted,
-            indexer=config.indexer,
             device=_device_text(config.device),
             records_per_token=self.geometry.entries_per_token if all_types else 0.0,
             readers=sum(self.geometry.sources(i).kv not in (None, i) for i in range(self.geometry.num_layers)),
@@ -296,6 +267,5 @@ def _limits_of(requests: Sequence[Request], geometry: ModelGeometry, config: Rep
     # no step can be larger than all requests together
     tokens = min(config.max_num_batched_tokens, sum(request.attention_tokens for request in requests))
     seqs = min(config.max_num_seqs, tokens, len(requests))
-    # whole layers demand it
-    single_phase = config.indexer == "real" and backend.deterministic and not backend.phases_agree
+    single_phase = backend.deterministic and not backend.phases_agree
     return Limits(seqs, tokens, longest.attention_tokens, single_phase=single_phase)

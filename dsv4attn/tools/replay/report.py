@@ -158,7 +158,7 @@ def head(report: Report, *, verbose: bool = True) -> list[str]:
         f"backend {report.backend}{f' ({options})' if options else ''} on {report.device}{threads}",
         *([f"limits of errors: {_limits(report, limits)}"] if limits else []),
         f"{report.model}{_selected(report)}, cache {report.cache}",
-        *(["whole layers, with random weights"] if report.indexer == "real" else []),
+        "whole layers, with random weights",
         *(_cache_lines(report) if verbose else []),
         *([] if report.ranks is None else [f"compressed entries over {report.ranks.size} ranks"]),
         f"trace {report.trace} ({_counted(report.requests, 'request')}, longest {report.longest_request:,} tokens)",
@@ -228,17 +228,12 @@ def sections(report: Report, *, verbose: bool = True) -> list[tuple[str, list[Li
         *(
             shares(f"  {OPERATIONS[name]}: {total:.1%}", [part[name] for part in report.operation_shares()])
             for name, total in totals.items()
-            if report.indexer == "real"
         ),
     ]
     memory = [
         row("KV bytes per token", lambda x: f"{x.kv_bytes_per_token:,.2f}"),
         row("  and per sequence, window", lambda x: _size(x.window_bytes_per_sequence)),
-        *(
-            [row("  and compressor states", lambda x: _size(x.state_bytes_per_sequence))]
-            if report.indexer == "real"
-            else []
-        ),
+        row("  and compressor states", lambda x: _size(x.state_bytes_per_sequence)),
         row("KV pages in use, peak", lambda x: _size(x.kv_bytes_peak)),
         row("workspace, peak", lambda x: _size(x.workspace_bytes_peak)),
         row("  planned", lambda x: _size(x.workspace_bytes_planned)),

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from dsv4attn.tools.replay.over_ranks import RanksReport
 
 __all__ = [
-    "ATTENTION_OPERATIONS",
     "LAYER_OPERATIONS",
     "SHOWN_FAILURES",
     "CheckResult",
@@ -24,18 +23,12 @@ SHOWN_FAILURES = 5
 """Failed rows of a layer type that are described; all are counted."""
 
 
-ATTENTION_OPERATIONS = "insert", "attend", "project"
-"""Operations of attention alone that are timed.
-
-insert: q-norm, RoPE and insertion of keys and of compressed entries. attend: `forward_mqa`: index arithmetic,
-gathering, attention. project: inverse RoPE and grouped output projection.
-"""
 LAYER_OPERATIONS = "projections", "insert", "compressor", "indexer", "attend", "project"
-"""Operations of a full layer that are timed, in the order in which they run.
+"""Operations of a layer that are timed, in the order in which they run.
 
 projections: of hidden states to q and to keys, with their norms. insert: q-norm, RoPE and insertion of window keys.
-compressor: projections, states and entries, of index keys too. indexer: projections, scores and selection. attend: as
-of attention alone. project: inverse RoPE and both output projections.
+compressor: projections, states and entries, of index keys too. indexer: projections, scores and selection. attend:
+`forward_mqa`: index arithmetic, gathering, attention. project: inverse RoPE and both output projections.
 """
 
 
@@ -43,11 +36,11 @@ of attention alone. project: inverse RoPE and both output projections.
 class Errors:
     """Errors of checked rows, or their limits. None: not compared, or in a limit: not compared on this kind of run.
 
-    `check_attention` defines the first three for attention alone, `check_full_layer` all of them for full layers.
+    `check_layer` defines them.
 
     out: relative error of the output.
     lse: absolute error of the lse.
-    projection: relative error of the projected values; on a full layer, of its output.
+    projection: relative error of the output of the layer.
     key: largest error of an element of a window key, as a share of what rounding explains.
     query: the same of q, normalised and rotated.
     entry: the same of a compressed entry.
@@ -151,7 +144,7 @@ class LayerReport:
     workspace_bytes_planned: int = 0
     transient_bytes_bound: int = 0
     tokens: int = 0
-    seconds: dict[str, float] = field(factory=lambda: dict.fromkeys(ATTENTION_OPERATIONS, 0.0))
+    seconds: dict[str, float] = field(factory=lambda: dict.fromkeys(LAYER_OPERATIONS, 0.0))
     check: CheckResult | None = None
     state_bytes_per_sequence: int = 0
     topk: int | None = None
@@ -202,7 +195,6 @@ class Report:
     options: options of the backend.
     device: the device in words: "the CPU", or architecture and product.
     threads: threads of the CPU, cores that may be used, and where the number comes from; `text` has all in words.
-    indexer: `real` for whole layers, `random` for attention on random inputs.
     longest_request: tokens of the longest request, prompt and output.
     records_per_token: compressed records of all layers of the model for a token of context; 0 if not all layer types
     were run.
@@ -233,7 +225,6 @@ class Report:
     options: Mapping[str, str] = field(factory=dict)
     device: str = "the CPU"
     threads: Mapping[str, object] = field(factory=dict)
-    indexer: str = "random"
     longest_request: int = 0
     records_per_token: float = 0.0
     readers: int = 0

@@ -1,14 +1,8 @@
-"""Random inputs of a replay: hidden states, or queries, keys, entries and selections, by the seed and the token.
+"""Random inputs of a replay: hidden states of unit RMS, by the seed and the token.
 
 Every row comes from a seeded bank of a few thousand rows, selected by a hash of the token. Equal prompt blocks
 (`Request.hash_ids`) hold equal tokens; all other tokens belong to one request. A preempted request computes the same
 rows again, and the checks make their rows again without storing any.
-
-Whole layers take hidden states, rows of unit RMS. Attention alone takes:
-
-- q: N(0, 1) before its norm. Keys: rows of unit RMS times one weight per channel, as a norm leaves them, with a few
-  channels much louder than the rest. Compressed entries: rows of that kind, taken to be rotated already.
-- Selected entries: as an indexer leaves them, see `Workload.topk`.
 
 Letters are those of `core.model.geometry`.
 """
@@ -26,7 +20,7 @@ from torch import Tensor
 
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.serving.request import HASH_BLOCK_TOKENS, Request
-from dsv4attn.tools.replay.random_weights import hidden_bank, norm_weights
+from dsv4attn.tools.replay.random_weights import hidden_bank
 
 __all__ = ["Tokens", "Workload"]
 
@@ -35,9 +29,6 @@ U64 = NDArray[np.uint64]
 
 _BANK_ROWS = 4096
 _GOLDEN = 0x9E3779B97F4A7C15
-_Q, _KV, _ENTRY, _TOPK = range(4)
-# primes above every count of entries, so that they share no factor with it
-_STRIDES = np.array([1057387, 1235191, 1297771, 1458521, 1605341, 1733393, 1877717, 2017783])
 
 
 @frozen(eq=False)
@@ -61,7 +52,7 @@ class Tokens:
 class Workload:
     """Inputs of every layer type, for the tokens of a set of requests.
 
-    dtype: of q and keys, bf16 or fp32. device: where inputs are. Equal arguments give equal numbers on every machine
+    dtype: of hidden states, bf16 or fp32. device: where inputs are. Equal arguments give equal numbers on every machine
     and device with the same torch, because they are drawn on the CPU.
     """
 
@@ -85,18 +76,11 @@ class Workload:
         self._shared = np.array([min(r.input_length, HASH_BLOCK_TOKENS * len(r.hash_ids)) for r in requests], np.int64)
         self._number, self._seed = seed, _mixed(np.array([seed % 2**64], np.uint64))
 
-        heads, dim = geometry.num_heads, geometry.head_dim
         random = torch.Generator().manual_seed(seed)
-        queries = torch.randn(_BANK_ROWS, dim, generator=random, dtype=torch.float32, device="cpu")
-        self._q_bank = queries.to(self.device, dtype)
-        weights = norm_weights((dim,), random, loud=True)
-        keys = torch.randn(_BANK_ROWS, dim, generator=random, dtype=torch.float32, device="cpu")
-        self._key_bank = (keys * keys.square().mean(-1, keepdim=True).rsqrt() * weights).to(self.device, dtype)
         self._sinks = {
-            kind: torch.randn(heads, generator=random, dtype=torch.float32, device="cpu").to(self.device)
+            kind: torch.randn(geometry.num_heads, generator=random, dtype=torch.float32, device="cpu").to(self.device)
             for kind in LayerKind
         }
-        self._random = random
 
     @cached_property
     def _hidden_bank(self) -> Tensor:
@@ -104,17 +88,7 @@ class Workload:
 
     def hidden_states(self, kind: LayerKind, tokens: Tokens) -> Tensor:
         """[T, hidden] inputs of a whole layer, in `dtype`."""
-        return self._hidden_bank.index_select(0, self.placed(self._picked(kind, _KV, tokens.ids)))
-
-    def projection(self) -> Tensor:
-        """A new wo_a [G * rank, H / G * D] fp32, scaled to preserve magnitudes; the same for all layer types.
-
-        fp32 because the reference multiplies in fp32 and would convert a bf16 weight again in every step.
-        """
-        rows = self.geometry.o_groups * self.geometry.o_lora_rank
-        columns = self.geometry.num_heads // self.geometry.o_groups * self.geometry.head_dim
-        drawn = torch.randn(rows, columns, generator=self._random, dtype=torch.float32, device="cpu")
-        return drawn.mul_(columns**-0.5).to(self.device)
+        return self._hidden_bank.index_select(0, self.placed(self._picked(kind, tokens.ids)))
 
     def placed(self, numbers: I64) -> Tensor:
         """Host numbers as a tensor on the device."""
@@ -132,52 +106,10 @@ class Workload:
         """[H] fp32 sinks, N(0, 1)."""
         return self._sinks[kind]
 
-    def q_numbers(self, kind: LayerKind, tokens: Tokens) -> I64:
-        """[T, H] bank rows of the queries."""
-        heads = np.arange(self.geometry.num_heads, dtype=np.uint64)
-        return self._picked(kind, _Q, tokens.ids[:, None] + heads * np.uint64(_GOLDEN))
-
-    def kv_numbers(self, kind: LayerKind, tokens: Tokens) -> I64:
-        """[T] bank rows of the keys of these tokens, before their rotation."""
-        return self._picked(kind, _KV, tokens.ids)
-
-    def entry_numbers(self, kind: LayerKind, completing: Tokens) -> I64:
-        """[T] bank rows of the compressed entries that these tokens complete; other tokens get an unused row."""
-        return self._picked(kind, _ENTRY, completing.ids)
-
-    def q_rows(self, numbers: I64, out: Tensor | None = None) -> Tensor:
-        """[T, H, D] raw queries; `out`, if given, is filled and returned."""
-        flat = None if out is None else out.view(-1, self.geometry.head_dim)
-        rows = torch.index_select(self._q_bank, 0, self.placed(numbers.reshape(-1)), out=flat)
-        return rows.view(*numbers.shape, -1)
-
-    def key_rows(self, numbers: I64) -> Tensor:
-        """[T, D] raw keys or entries."""
-        return self._key_bank.index_select(0, self.placed(numbers))
-
-    def topk(self, kind: LayerKind, tokens: Tokens) -> Tensor:
-        """[T, K] int32 entry numbers as an indexer leaves them.
-
-        A token at position p has n = (p + 1) // ratio entries to choose from. Its row holds exactly min(n, K)
-        different ones of them in no order, then -1. The choice is an arithmetic progression modulo n with a random
-        start and stride: distinct by construction, drawn for all rows at once.
-        """
-        layer = self.geometry.layer_of_kind(kind)
-        entries = ((tokens.positions + 1) // layer.compress_ratio)[:, None]
-        drawn = _mixed(tokens.ids ^ self._salt(kind, _TOPK))[:, None]
-        modulus = np.maximum(entries, 1)
-        stride = _STRIDES[(drawn % np.uint64(len(_STRIDES))).astype(np.int64)] % modulus
-        start = (drawn >> np.uint64(8)).astype(np.int64) % modulus
-        columns = np.arange(layer.topk)
-        chosen = (start + stride * columns) % modulus
-        return torch.from_numpy(np.where(columns < entries, chosen, -1).astype(np.int32)).to(self.device)
-
-    def _salt(self, kind: LayerKind, stream: int) -> U64:
-        number = 4 * list(LayerKind).index(kind) + stream + 1
-        return _mixed(self._seed + np.array([number], np.uint64))
-
-    def _picked(self, kind: LayerKind, stream: int, ids: U64) -> I64:
-        picked: I64 = (_mixed(ids ^ self._salt(kind, stream)) % np.uint64(_BANK_ROWS)).astype(np.int64)
+    def _picked(self, kind: LayerKind, ids: U64) -> I64:
+        """[T] bank rows of tokens, others for each layer type."""
+        salt = _mixed(self._seed + np.array([1 + list(LayerKind).index(kind)], np.uint64))
+        picked: I64 = (_mixed(ids ^ salt) % np.uint64(_BANK_ROWS)).astype(np.int64)
         return picked
 
 

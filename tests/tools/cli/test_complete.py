@@ -50,7 +50,6 @@ def values(*args: str) -> list[str]:
         (("run", "--layers", "swa,"), ["swa,c4a", "swa,c128a"]),
         (("explain", "--layer", ""), ["swa", "c4a", "c128a"]),
         (("run", "--cache", ""), ["fp8_ds_mla", "bf16", "fp32"]),
-        (("run", "--indexer", ""), ["real", "random"]),
         (("run", "--trace", ""), ["short", "long", "-"]),
         (("run", "--option", ""), []),
         (("run", "--backend", "triton", "--option", "det"), ["deterministic="]),

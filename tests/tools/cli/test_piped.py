@@ -16,7 +16,7 @@ COMMANDS = {
     "doctor": (["doctor"], "decode and prefill: reference: the only backend native to cpu that can run this call"),
     "run": (
         # attention alone has the same lines and signs, and no weights to make
-        ["run", "--max-requests", "1", "--max-tokens", "4", "--layers", "swa", "--verbose", "--indexer", "random"],
+        ["run", "--max-requests", "1", "--max-tokens", "4", "--layers", "swa", "--verbose"],
         "temporaries in addition, at most",
     ),
     "bench": (["bench", "decode", "--cases", "flash_swa", "--batches", "1", "--rounds", "1"], "flash_swa"),

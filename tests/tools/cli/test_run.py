@@ -19,7 +19,7 @@ from dsv4attn import selection
 from dsv4attn.tools.cli import main
 from dsv4attn.tools.cli.options import TokenCount
 from dsv4attn.tools.cli.run import run
-from tests.tools.replay import bugs, full_layer_bugs
+from tests.tools.replay import bugs, layer_bugs
 from tests.tools.replay.small import CONFIG
 
 MOONCAKE = """\
@@ -98,8 +98,7 @@ def test_the_json_object_holds_all_that_the_table_shows(model: str, trace: str) 
 def test_the_built_in_trace_is_the_default(model: str) -> None:
     values = as_json("--model", model, "--max-tokens", 60)
 
-    assert (values["code"], values["trace"], values["requests"], values["indexer"]) == (0, "generated", 4, "real")
-    assert as_json("--model", model, "--max-tokens", 60, "--indexer", "random")["requests"] == 6
+    assert (values["code"], values["trace"], values["requests"]) == (0, "generated", 4)
     assert as_json("--model", model, "--max-requests", 2, "--max-tokens", 60)["requests"] == 2
 
 
@@ -120,7 +119,6 @@ def test_the_steps_of_the_short_trace_are_small_enough_to_divide_its_longest_pro
     assert values["max_num_batched_tokens"] < values["longest_request"]
     assert values["decode_tokens"] > 0
     assert (long["trace"], long["requests"]) == ("generated, long", 4)
-    assert as_json("--model", model, "--trace", "long", "--indexer", "random", "--max-tokens", 9)["requests"] == 12
 
 
 def test_a_trace_is_read_from_standard_input(model: str) -> None:
@@ -160,11 +158,10 @@ def test_the_device_decides_about_backend_caches_weights_and_report(
 
 @pytest.mark.device
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("indexer", ["real", "random"])
-def test_a_trace_is_served_and_checked_on_an_accelerator(model: str, trace: str, indexer: str) -> None:
+def test_a_trace_is_served_and_checked_on_an_accelerator(model: str, trace: str) -> None:
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
-    values = as_json("--model", "flash", "--trace", trace, "--device", kind.type, "--indexer", indexer)
+    values = as_json("--model", "flash", "--trace", trace, "--device", kind.type)
 
     assert values["ok"]
     assert values["device"] != "the CPU"
@@ -289,9 +286,6 @@ def test_real_geometry_is_the_default() -> None:
 
     assert (values["code"], values["model"]) == (0, "deepseek-v4-flash")
     assert values["layers"][0]["check"]["tolerance"]["out"] < 6e-3
-    values = as_json("--max-requests", 1, "--max-tokens", 4, "--layers", "swa", "--indexer", "random")
-    assert (values["code"], values["indexer"]) == (0, "random")
-    assert values["layers"][0]["check"]["tolerance"]["out"] < 4e-3
     assert [p.name for p in run.params if p.default == "flash"] == ["model"]
 
 
@@ -318,7 +312,6 @@ def test_the_table_of_whole_layers_has_each_operation_and_each_stage(model: str,
     for name in ("window keys", "entries", "index keys", "selection", "and compressor states"):
         assert re.search(rf"(?m)^ +{name}", text), name
     assert "whole layers, with random weights\n" in text
-    assert "whole layers" not in invoke("--model", model, "--trace", trace, "--indexer", "random").stdout
 
 
 @pytest.mark.matrix
@@ -334,11 +327,11 @@ def test_the_default_trace_exercises_selection_on_the_default_model() -> None:
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("steps", [full_layer_bugs.Worst, full_layer_bugs.NotSelected, full_layer_bugs.OneTwice])
+@pytest.mark.parametrize("steps", [layer_bugs.Worst, layer_bugs.NotSelected, layer_bugs.OneTwice])
 def test_the_default_trace_finds_a_wrong_selection(
-    monkeypatch: pytest.MonkeyPatch, steps: type[full_layer_bugs.Steps]
+    monkeypatch: pytest.MonkeyPatch, steps: type[layer_bugs.Steps]
 ) -> None:
-    monkeypatch.setattr(selection, "load_backend", lambda *_, **__: full_layer_bugs.backend_with(steps))
+    monkeypatch.setattr(selection, "load_backend", lambda *_, **__: layer_bugs.backend_with(steps))
     result = invoke("--layers", "c4a")
 
     assert result.exit_code == 1
@@ -365,7 +358,7 @@ def test_short_requests_are_said_not_to_exercise_the_selection(model: str, trace
 
     assert line in " ".join(invoke(*short).stdout.split())
     assert as_json(*short)["layers"][1]["check"]["worst"]["selection"] is None
-    for others in ([], ["--check-rows", 0, "--max-tokens", 28], ["--layers", "swa"], ["--indexer", "random"]):
+    for others in ([], ["--check-rows", 0, "--max-tokens", 28], ["--layers", "swa"]):
         assert "not exercised" not in invoke("--model", model, "--trace", trace, *others).stdout
     assert as_json("--model", model, "--trace", trace)["layers"][1]["check"]["worst"]["selection"] is not None
 
@@ -381,7 +374,7 @@ def test_the_head_counts_the_requests_and_names_the_longest(
     one = ["--trace", "trace.jsonl", "--max-requests", 1]
     assert head("--trace", "trace.jsonl") == "trace trace.jsonl (3 requests, longest 75 tokens)"
     assert head(*one, "--max-tokens", 20) == "trace trace.jsonl (1 request, longest 20 tokens)"
-    assert head("--max-requests", 1, "--indexer", "random").startswith("trace generated (1 request, longest ")
+    assert head("--max-requests", 1).startswith("trace generated (1 request, longest ")
     assert as_json("--model", model, "--trace", trace)["longest_request"] == 75
 
 
@@ -390,7 +383,6 @@ def test_help_says_what_bounds_a_request_and_that_nothing_may_be_checked() -> No
 
     assert "Tokens of the longest request. Longer requests are shrunk." in text
     assert "Rows that are checked in each step and kind of layer. 0 checks none." in text
-    assert "the built-in trace has more and shorter requests then" in text
 
 
 # what goes wrong
@@ -474,9 +466,6 @@ BAD = [
     (["--option", "prefill_keys"], "BadParameter", "expected key=value"),
     (["--option", "prefill_keys=page"], "UnknownNameError", "unknown prefill_keys form 'page'"),
     (["--trace", "no/such/trace"], "TraceError", "no/such/trace: cannot be read: No such file or directory -> give"),
-    (["--indexer", "nope"], "UnknownNameError", "unknown indexer 'nope' (known: random, real)"),
-    (["--indexer", ""], "UnknownNameError", "unknown indexer ''"),
-    (["--max-kv-mib", "1", "--indexer", "random"], "ArgumentError", "expected at least 5, so that request 1 (1064"),
     (["--max-kv-mib", "1"], "ArgumentError", "--max-kv-mib: expected at least 6, so that request 2 (306"),
     (["--max-kv-mib", "1", "--trace", "long"], "ArgumentError", "expected at least 22, so that request 2 (2096"),
     (["--max-kv-mib", "1"], "ArgumentError", "fits, got 1 -> allow more memory"),

@@ -56,8 +56,7 @@ def replay(
     settings: dict[str, Any] = {
         "max_num_batched_tokens": 32,
         "block_size": 4,
-        "check_rows": 4,
-        "indexer": "random",
+        "check_rows": 2,
     } | config
     requests = requests_of(*LENGTHS) if requests is None else requests
     return Replay(geometry, backend or ReferenceBackend(), requests, ReplayConfig(**settings))

@@ -12,7 +12,6 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.layer_ops import EntryNorm, default_layer_ops
 from dsv4attn.core.layer import indexer
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.replay.report import as_text
 from tests.harness_v41 import SMALL_V41
 from tests.tools.replay.small import run
@@ -32,7 +31,7 @@ def text_of(report: Any) -> str:
 
 @pytest.mark.parametrize("cache", ["fp8_ds_mla", "bf16", "fp32"])
 def test_layers_that_own_a_cache_pass(cache: str) -> None:
-    report = run(geometry=SMALL_V41, indexer="real", cache=cache)
+    report = run(geometry=SMALL_V41, cache=cache)
 
     assert report.ok
     assert [(x.kind, x.layers_in_model) for x in report.layers] == [("swa", 1), ("c4a r=2", 2), ("c4a r=1", 1)]
@@ -44,7 +43,7 @@ def test_layers_that_own_a_cache_pass(cache: str) -> None:
 
 
 def test_bytes_of_a_token_in_all_layers_are_printed() -> None:
-    report = run(geometry=SMALL_V41, indexer="real")
+    report = run(geometry=SMALL_V41)
     layout, index = KVCacheLayout.fp8_ds_mla(48, 16), KVCacheLayout.index_fp8(32)
     a_page = [layout.page_stride(n) + index.page_stride(n) for n in (128, 256)]
 
@@ -54,13 +53,8 @@ def test_bytes_of_a_token_in_all_layers_are_printed() -> None:
     said = text_of(report)
     assert f"{report.kv_bytes_per_token:,.0f} bytes of KV per token of context, in all layers: 2 compressed" in said
     assert "4 layers read the compressed caches of others; such layers are not run" in said
-    part = run(geometry=SMALL_V41, indexer="real", kinds=[LayerKind.SWA])
+    part = run(geometry=SMALL_V41, kinds=[LayerKind.SWA])
     assert "per token of context" not in text_of(part)
-
-
-def test_attention_alone_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^indexer: expected 'real', got 'random' -> layers of V4.1 are run whole"):
-        run(geometry=SMALL_V41)
 
 
 def own_first_token(*args: Any, **options: Any) -> torch.Tensor:
@@ -85,7 +79,7 @@ _LATENTS, _STORE = _OPS.compress_latents, _OPS.norm_rope_store
 )
 def test_a_bug_is_named_by_its_stage(monkeypatch: pytest.MonkeyPatch, step: str, bug: Any, stage: str) -> None:
     monkeypatch.setattr("dsv4attn.core.contract.layer_ops._TORCH", (attrs.evolve(_OPS, **{step: bug}),) * 2)
-    report = run(geometry=SMALL_V41, indexer="real")
+    report = run(geometry=SMALL_V41)
 
     assert not report.ok
     check = report.layers[1].check
@@ -102,4 +96,4 @@ def test_a_selection_of_others_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(indexer.Indexer, "__call__", last)
 
-    assert not run(geometry=SMALL_V41, indexer="real").ok
+    assert not run(geometry=SMALL_V41).ok

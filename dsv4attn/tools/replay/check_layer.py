@@ -42,19 +42,18 @@ from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.metadata.metadata import AttentionMetadata
-from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
-from dsv4attn.tools.replay.check_attention import largest, relative, selecting_tokens
-from dsv4attn.tools.replay.oracle_full_layer import OracleLayer
+from dsv4attn.tools.replay.oracle_layer import OracleLayer
 from dsv4attn.tools.replay.over_ranks import IndexKeyReaderOverRanks, KeyReaderOverRanks, selected_over_ranks
 from dsv4attn.tools.replay.read_back import BF16, SUMS, IndexKeyReader, KeyReader, rounding_bound, share_of_bound
 from dsv4attn.tools.replay.recorder import RecordingBackend
 from dsv4attn.tools.replay.results import CheckResult, Errors
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
 
-__all__ = ["CheckedStep", "FullLayerChecker", "tolerance_of"]
+__all__ = ["CheckedStep", "LayerChecker", "choose_rows", "selecting_tokens", "tolerance_of"]
 
 _SAMPLED = 64
 """Elements of an output that are compared."""
@@ -71,6 +70,31 @@ def tolerance_of(dtype: torch.dtype, key_rms: float) -> Errors:
         return Errors(1e-5, 1e-5, 1e-5, *shares)
     out = BF16 * math.sqrt(2)
     return Errors(out, 4 * key_rms * SUMS, 2 * out, *shares)
+
+
+def selecting_tokens(layer: LayerGeometry) -> int:
+    """Fewest tokens of a c4a layer whose last one sees more entries than its indexer selects."""
+    return layer.compress_ratio * (layer.topk + 1)
+
+
+def choose_rows(tokens: Tokens, layer: LayerGeometry, count: int, random: np.random.Generator) -> I64:
+    """Up to `count` different rows of a step: half of them, rounded up, at edges if there are any, the rest random.
+
+    Edges, most important first: positions where the window fills up or begins to slide, the first of a sequence, and
+    the first whose indexer leaves an entry out; the first and last token of a chunk; tokens that complete an entry.
+    Among equal ones the choice is random.
+    """
+    position, row = tokens.positions, tokens.rows
+    new_request = row[1:] != row[:-1]
+    chunk_edge = np.concatenate([[True], new_request]) | np.concatenate([new_request, [True]])
+    select_edge = (selecting_tokens(layer) - 1,) if layer.kind is LayerKind.CSA else ()
+    window_edge = np.isin(position, (0, layer.window - 1, layer.window, *select_edge))
+    completes = (position + 1) % layer.compress_ratio == 0 if layer.has_entries else np.zeros_like(window_edge)
+    rank = 4 * window_edge + 2 * chunk_edge + completes
+    by_rank = np.argsort(-(rank + random.random(len(tokens))))
+    edges = by_rank[: min(-(-count // 2), int((rank > 0).sum()))]
+    rest = random.permutation(np.setdiff1d(np.arange(len(tokens)), edges))
+    return np.concatenate([edges, rest[: count - len(edges)]])
 
 
 @frozen(eq=False)
@@ -94,8 +118,8 @@ class CheckedStep:
     __repr__ = fields_repr
 
 
-class FullLayerChecker:
-    """Checks rows of one whole layer and records the largest errors."""
+class LayerChecker:
+    """Checks rows of one layer and records the largest errors."""
 
     def __init__(
         self,
@@ -163,9 +187,9 @@ class FullLayerChecker:
         sent = whole and not recorder.has_attended(i)
         dims = random.permutation(step.output.shape[1])[:_SAMPLED].tolist()
         return Errors(
-            out=relative(_f64(recorder.out[i]), out),
-            lse=0.0 if sent else largest(np.abs(_f64(recorder.lse[i]) - lse)),
-            projection=relative(_f64(step.output[i, dims]), exact.output(out, position, dims)),
+            out=_relative(_f64(recorder.out[i]), out),
+            lse=0.0 if sent else _largest(np.abs(_f64(recorder.lse[i]) - lse)),
+            projection=_relative(_f64(step.output[i, dims]), exact.output(out, position, dims)),
             **stages,
         )
 
@@ -283,3 +307,15 @@ class FullLayerChecker:
 
 def _f64(values: Tensor) -> F64:
     return np.asarray(values.double().cpu().numpy())
+
+
+def _relative(actual: F64, expected: F64) -> float:
+    """Norm of the difference over the norm of the expected vector, the largest over rows."""
+    error, size = np.linalg.norm(actual - expected, axis=-1), np.linalg.norm(expected, axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _largest(np.where(error == 0, 0.0, error / size))
+
+
+def _largest(errors: F64) -> float:
+    """The largest, or infinity when one is not a number."""
+    return math.inf if np.isnan(errors).any() else float(errors.max())
