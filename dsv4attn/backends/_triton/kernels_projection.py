@@ -7,13 +7,13 @@ Of many tokens the rotation is undone once, in a launch of its own: otherwise ea
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.kernels_products import add_product, no_sums, store_tile, tile_numbers
 from dsv4attn.backends._triton.numerics import angles_of, rotate, round_to
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 
 
 @stable_kernel
@@ -35,7 +35,7 @@ def project_kernel(
     ALIGNED, OUT_ALIGNED: bytes that divide the address of every row of O and W, and of OUT.
     """
     dim: tl.constexpr = NOPE + ROPE
-    rank_tiles: tl.constexpr = triton.cdiv(RANK, BLOCK_N)
+    rank_tiles: tl.constexpr = cdiv(RANK, BLOCK_N)
     token_tiles = tl.cdiv(tokens, BLOCK_M)
     tile = tl.program_id(0) // rank_tiles
     group = (tile // token_tiles).to(tl.int64)
@@ -47,7 +47,7 @@ def project_kernel(
     column = tl.multiple_of(W + (group * RANK + tl.minimum(n, RANK - 1)) * w_stride, ALIGNED)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
-    steps: tl.constexpr = triton.cdiv(NOPE, BLOCK_K)
+    steps: tl.constexpr = cdiv(NOPE, BLOCK_K)
     for step in range(HEADS * steps):
         head = step // steps
         k = step % steps * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -62,7 +62,7 @@ def project_kernel(
         acc = tl.dot(a.to(DT), b.to(DT), acc, input_precision="ieee")
 
     # 16 is the least that a product may sum over
-    block: tl.constexpr = 16 if ROPE < 16 else triton.next_power_of_2(ROPE)
+    block: tl.constexpr = 16 if ROPE < 16 else next_power_of_2(ROPE)
     k, pair = tl.arange(0, block), tl.arange(0, block // 2)
     # [M, ROPE / 2]
     angle = angles_of(POSITIONS + token, TABLE, table_stride, num_positions)[:, None] + pair[None, :]

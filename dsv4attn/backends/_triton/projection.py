@@ -11,7 +11,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
@@ -23,6 +22,7 @@ from dsv4attn.backends._triton.kernels_projection import project_kernel, project
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer import few_rows, products
+from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.support import ONE_ORDER
 
 __all__ = ["inv_rope_o_proj", "transient_bytes", "variants"]
@@ -115,7 +115,7 @@ def inv_rope_o_proj(
     tile = tile_of(tokens, dtype, aligned, architecture(), deterministic=deterministic)
     launch(
         project_kernel,
-        (num_groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),
+        (num_groups * cdiv(tokens, tile.tokens) * cdiv(rank, tile.ranks),),
         (
             o, positions, cos_sin_cache, wo_a, out, tokens, turned, o.stride(0), o.stride(1),
             cos_sin_cache.stride(0), cos_sin_cache.shape[0], wo_a.stride(0), out.stride(0), out.stride(1),
@@ -207,7 +207,7 @@ def project_turned(o: Tensor, turned: Tensor, wo_a: Tensor, out: Tensor, tile: p
         TensorDescriptor(matrix, [*matrix.shape], [matrix.stride(0), 1], [size, tile.depth])
         for matrix, size in ((o.flatten(1), tile.rows), (turned.flatten(1), tile.rows), (wo_a, tile.columns))
     )
-    tiles = triton.cdiv(tokens, tile.rows) * (groups * rank // tile.columns)
+    tiles = cdiv(tokens, tile.rows) * (groups * rank // tile.columns)
     launch(
         project_turned_kernel,
         (min(tiles, multiprocessors() * tile.programs),),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
-import triton
 import triton.language as tl
 from attrs import evolve, frozen
 from torch import Tensor
@@ -16,6 +15,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, mul
 from dsv4attn.backends._triton.layer.index_logits import Tile, tiles_for
 from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE
 from dsv4attn.backends._triton.layer.ops import score_memory
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends.sm90 import index_logits, kernels_group_select
 from dsv4attn.backends.sm90.kernels_group_select import choose_groups_kernel, score_groups_kernel
 from dsv4attn.backends.sm90.tuning import MOST_BY_GROUPS, by_groups
@@ -72,12 +72,12 @@ def form_of(max_entries: int, topk: int, *, with_maxima: bool) -> Form | None:
     """
     if topk > MOST:
         return None
-    size = max(triton.next_power_of_2(max_entries), SHORTEST)
+    size = max(next_power_of_2(max_entries), SHORTEST)
     if size <= SIZES[0]:
         return Form(size)
     for size in SIZES:
         for group in GROUPED:
-            groups, places = triton.next_power_of_2(-(-max_entries // group)), size // group
+            groups, places = next_power_of_2(-(-max_entries // group)), size // group
             if groups <= MOST_GROUPS and places >= topk:
                 return Form(size, groups, group, places - topk, 0 if with_maxima else READ)
     return None
@@ -151,10 +151,10 @@ def _score(
     (tokens, entries), table, tile = scores.shape, token_map.block_table, _tile()
     values = index_logits.raw(query.values)
     programs = max(tile.programs * multiprocessors() // tokens, 1)
-    span = triton.cdiv(triton.cdiv(entries, tile.entries), programs) * tile.entries
+    span = cdiv(cdiv(entries, tile.entries), programs) * tile.entries
     launch(
         score_groups_kernel,
-        (tokens * triton.cdiv(entries, span),),
+        (tokens * cdiv(entries, span),),
         (
             values, query.weights, keys, table, token_map.token_to_req, token_map.visible_lens, scores, maxima,
             tokens, table.shape[0], entries, span, values.stride(0), values.stride(1), query.weights.stride(0),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import triton
 from attrs import frozen
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.cache.records import record_strides
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
+from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind
@@ -163,12 +163,12 @@ def _launch(
 
     table, values = keys.block_table, raw(query.values)
     (tokens, entries), programs = out.shape, PROGRAMS * multiprocessors()
-    blocks, tiles = triton.cdiv(tokens, TOKENS), triton.cdiv(entries, PAGE)
-    span = triton.cdiv(tiles, max(programs // blocks, 1)) * PAGE
+    blocks, tiles = cdiv(tokens, TOKENS), cdiv(entries, PAGE)
+    span = cdiv(tiles, max(programs // blocks, 1)) * PAGE
     if table is None:
-        grid, requests, last_column, held = blocks * triton.cdiv(entries, span), 0, 0, entries
+        grid, requests, last_column, held = blocks * cdiv(entries, span), 0, 0, entries
     else:
-        grid, (requests, columns) = min(programs, blocks * triton.cdiv(entries, run)), table.shape
+        grid, (requests, columns) = min(programs, blocks * cdiv(entries, run)), table.shape
         last_column, held = columns - 1, min(columns * keys.paging[1], entries)
     launch(
         score_index,

@@ -7,7 +7,6 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-import triton
 from attrs import evolve, frozen
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from dsv4attn.backends._triton.cache.records import (
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import WIDE, launch
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels, leading_values
 from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, RUN_BYTES, TUNING
@@ -198,7 +198,7 @@ def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKe
         constants = _constants(cache.layout, alignment_of_rows(kv), alignment_of_records(cache))
         launch(
             kernels.gather_selected,
-            (n * max(triton.cdiv(width, constants["BLOCK_R"]), 1),),
+            (n * max(cdiv(width, constants["BLOCK_R"]), 1),),
             (
                 kv, packed.indices, packed.lens, cache.tensor, indices, lens, window_lens,
                 packed.indices.shape[1], width, window_width, indices.stride(0), kv.stride(0),
@@ -212,7 +212,7 @@ def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKe
 
 @cache
 def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]:
-    block = max(TILE // triton.next_power_of_2(layout.head_dim), 1)
+    block = max(TILE // next_power_of_2(layout.head_dim), 1)
     return {"BLOCK_R": block, "ROW_ALIGNED": rows, "ALIGNED": records, **record_constants(layout)}
 
 

@@ -8,13 +8,13 @@ from itertools import product
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
+from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.tuning import padded
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.tuning import TUNING
@@ -45,7 +45,7 @@ def attend_leading_values(
     constants = _constants(q.shape[1], out.shape[2], q.shape[2], (q.dtype, kv.dtype), alignment_of_rows(kv))
     launch(
         kernels.attend_leading_values,
-        (q.shape[0] * triton.cdiv(q.shape[1], constants["BH"]),),
+        (q.shape[0] * cdiv(q.shape[1], constants["BH"]),),
         (
             q, kv, indices, lens, sink, out, max_logits, lse,
             q.stride(0), q.stride(1), kv.stride(0), indices.stride(0), out.stride(0), out.stride(1),

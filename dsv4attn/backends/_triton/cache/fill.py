@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
-import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.gather import block_of
@@ -29,6 +28,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.dense import prepare_combine
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
+from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import ChunkRows, PageTable
 from dsv4attn.core.contract.backend import FillRows
@@ -69,8 +69,8 @@ def prepare_rows(
     if ragged is not None:
         flat, indptr = ragged.indices, ragged.indptr
         check_strides(flat=flat, indptr=indptr)
-        group = max(triton.cdiv(tokens, PACKERS), 1)
-        packers = max(triton.cdiv(tokens, group), 1)
+        group = max(cdiv(tokens, PACKERS), 1)
+        packers = max(cdiv(tokens, group), 1)
     packed = (None, None) if flat is None else (indices, lens)
     layouts = window.layout, None if entries is None else entries.layout
     aligned = alignment_of_records(window), 1 if entries is None else alignment_of_records(entries)
@@ -83,7 +83,7 @@ def prepare_rows(
     )  # fmt: skip
     launch = Launch(fill_kernel, constants, numbers, WARPS)
     block = constants["BLOCK_R"]
-    programs = packers + n * (triton.cdiv(offset, block) + triton.cdiv(rows - offset, block))
+    programs = packers + n * (cdiv(offset, block) + cdiv(rows - offset, block))
     pointers = seq_lens, gather_lens, entry_table, chunk.swa.block_table, flat, indptr, *packed
 
     def fill(topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> None:

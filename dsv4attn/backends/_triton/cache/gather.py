@@ -10,7 +10,6 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.kernels_gather import gather_kernel, gather_slots_kernel
@@ -24,6 +23,7 @@ from dsv4attn.backends._triton.cache.records import (
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 
@@ -43,7 +43,7 @@ def dequantize_and_gather_k_cache(
     constants = _constants(cache.layout, alignment_of_rows(out), alignment_of_records(cache))
     launch(
         gather_kernel,
-        (out.shape[0] * triton.cdiv(max(rows, 0), constants["BLOCK_R"]),),
+        (out.shape[0] * cdiv(max(rows, 0), constants["BLOCK_R"]),),
         (
             out, cache.tensor, seq_lens, gather_lens, block_table,
             rows, offset, out.stride(0), out.stride(1), block_table.stride(0), block_table.shape[1],
@@ -63,7 +63,7 @@ def dequant_gather_slots(out: Tensor, cache: PagedKVCache, slots: Tensor) -> Non
     constants = _constants(cache.layout, alignment_of_rows(out), alignment_of_records(cache))
     launch(
         gather_slots_kernel,
-        (triton.cdiv(out.shape[0], constants["BLOCK_R"]),),
+        (cdiv(out.shape[0], constants["BLOCK_R"]),),
         (
             out, cache.tensor, slots, out.shape[0], out.stride(0), slots.stride(0), slots.shape[1],
             cache.num_blocks, cache.block_size, *record_strides(cache),
@@ -76,7 +76,7 @@ def dequant_gather_slots(out: Tensor, cache: PagedKVCache, slots: Tensor) -> Non
 @cache
 def block_of(layout: KVCacheLayout) -> int:
     """Number of records that a program copies."""
-    return min(max(TILE // int(triton.next_power_of_2(layout.head_dim)), 1), MOST)
+    return min(max(TILE // int(next_power_of_2(layout.head_dim)), 1), MOST)
 
 
 @cache

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.kernels_insert import insert_kernel, qnorm_rope_kv_insert_kernel
@@ -26,6 +25,7 @@ from dsv4attn.backends._triton.cache.records import (
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.attention.checks import check_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
@@ -68,7 +68,7 @@ def qnorm_rope_kv_insert(
     constants = _fused_constants(cache.layout, q.shape[1], *facts, norm=eps is not None)
     launch(
         qnorm_rope_kv_insert_kernel,
-        (q.shape[0] * (triton.cdiv(q.shape[1], constants["BLOCK_H"]) + 1),),
+        (q.shape[0] * (cdiv(q.shape[1], constants["BLOCK_H"]) + 1),),
         (
             q, kv, cache.tensor, slot_mapping, positions, cos_sin_cache,
             q.stride(0), q.stride(1), kv.stride(0), cos_sin_cache.stride(0), cos_sin_cache.shape[0],
@@ -92,8 +92,8 @@ def _insert_constants(layout: KVCacheLayout, rows: int, records: int, arch: str)
 def _fused_constants(
     layout: KVCacheLayout, heads: int, rows: int, records: int, arch: str, *, norm: bool
 ) -> dict[str, Any]:
-    block = max(TILE // triton.next_power_of_2(layout.head_dim), 1)
-    block = min(block, triton.next_power_of_2(max(heads, 1)))
+    block = max(TILE // next_power_of_2(layout.head_dim), 1)
+    block = min(block, next_power_of_2(max(heads, 1)))
     return {"HEADS": heads, "BLOCK_H": block, "NORM": norm, **_insert_constants(layout, rows, records, arch)}
 
 

@@ -15,6 +15,7 @@ from dsv4attn.backends._triton.index_ops.kernels_common import cut_lengths
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_rows
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import FP8, cast, decode_e2m1, dequantize
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -34,13 +35,13 @@ def copy_records(
     page = CACHE + block * page_stride
     record = tl.multiple_of(page + row * data_stride, ALIGNED)
     if GROUP > 0:
-        groups: tl.constexpr = triton.cdiv(NOPE, GROUP)
+        groups: tl.constexpr = cdiv(NOPE, GROUP)
         # [R, G]
-        group = tl.arange(0, triton.next_power_of_2(groups))
+        group = tl.arange(0, next_power_of_2(groups))
         scales = (page + scale_offset + row * scale_stride)[:, None] + group[None, :]
         byte = tl.load(scales, mask=exists[:, None] & (group < groups)[None, :], other=0).to(tl.int32)
         # [R, G, S]
-        member = tl.arange(0, triton.next_power_of_2(GROUP))
+        member = tl.arange(0, next_power_of_2(GROUP))
         column = (group[:, None] * GROUP + member[None, :])[None, :, :]
         live = ((member < GROUP)[None, :])[None, :, :] & (column < NOPE)
         at = column if CODING == FP8 else column // 2
@@ -54,13 +55,13 @@ def copy_records(
         tail = (record + TAIL).to(tl.pointer_type(tl.bfloat16))
     else:
         # [R, D]
-        column = tl.arange(0, triton.next_power_of_2(NOPE))[None, :]
+        column = tl.arange(0, next_power_of_2(NOPE))[None, :]
         value = tl.load(record[:, None] + column, mask=exists[:, None] & (column < NOPE), other=0.0)
         tl.store(target[:, None] + column, cast(value, dtype, EXACT_CASTS), mask=written[:, None] & (column < NOPE))
         tail = record + NOPE
     if ROPE > 0:
         # [R, ROPE]
-        column = tl.arange(0, triton.next_power_of_2(ROPE))[None, :]
+        column = tl.arange(0, next_power_of_2(ROPE))[None, :]
         value = tl.load(tail[:, None] + column, mask=exists[:, None] & (column < ROPE), other=0.0)
         at = target[:, None] + (NOPE + column)
         tl.store(at, cast(value, dtype, EXACT_CASTS), mask=written[:, None] & (column < ROPE))

@@ -24,6 +24,7 @@ from dsv4attn.backends._triton.numerics import (
     round_to,
     scale_of_byte,
 )
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -166,11 +167,11 @@ def insert_key(
         page = CACHE + block * page_stride
         record = tl.multiple_of(page + row * data_stride, ALIGNED)
         if GROUP > 0:
-            groups: tl.constexpr = triton.cdiv(CODED, GROUP)
-            scales: tl.constexpr = triton.cdiv(groups, 8) * 8 if CODED == NOPE else groups
-            size: tl.constexpr = triton.next_power_of_2(GROUP)
+            groups: tl.constexpr = cdiv(CODED, GROUP)
+            scales: tl.constexpr = cdiv(groups, 8) * 8 if CODED == NOPE else groups
+            size: tl.constexpr = next_power_of_2(GROUP)
             # [G, S]
-            group, member = tl.arange(0, triton.next_power_of_2(scales)), tl.arange(0, size)
+            group, member = tl.arange(0, next_power_of_2(scales)), tl.arange(0, size)
             column = group[:, None] * GROUP + member[None, :]
             live = (member < GROUP)[None, :] & (column < CODED)
             x = tl.load(key + column, mask=live, other=0.0)
@@ -179,7 +180,7 @@ def insert_key(
             x = cast(x, tl.bfloat16, EXACT_CASTS).to(tl.float32)
             codes, byte = encode(x, CODING, FNUZ, LARGEST, FLOOR)
             if CODING != FP8:
-                codes = pack_pairs(codes, triton.next_power_of_2(scales), size // 2)
+                codes = pack_pairs(codes, next_power_of_2(scales), size // 2)
                 # [G, S / 2]
                 column = group[:, None] * (GROUP // 2) + tl.arange(0, size // 2)[None, :]
                 live = column < CODED // 2
@@ -189,14 +190,14 @@ def insert_key(
             tail = (record + TAIL).to(tl.pointer_type(tl.bfloat16))
         else:
             # [D]
-            column = tl.arange(0, triton.next_power_of_2(NOPE))
+            column = tl.arange(0, next_power_of_2(NOPE))
             x = tl.load(key + column, mask=column < NOPE, other=0.0)
             tl.store(record + column, cast(x, CACHE.dtype.element_ty, EXACT_CASTS), mask=column < NOPE)
             tail = record + NOPE
 
         if ROPE > 0 and (GROUP == 0 or CODED == NOPE):
             # [ROPE / 2] pairs; the last pair of an odd ROPE, which is never rotated, has one half
-            pair = tl.arange(0, triton.next_power_of_2(triton.cdiv(ROPE, 2)))
+            pair = tl.arange(0, next_power_of_2(cdiv(ROPE, 2)))
             first, second = 2 * pair < ROPE, 2 * pair + 1 < ROPE
             even = tl.load(key + NOPE + 2 * pair, mask=first, other=0.0)
             odd = tl.load(key + NOPE + 2 * pair + 1, mask=second, other=0.0)
@@ -253,7 +254,7 @@ def qnorm_rope_kv_insert_kernel(
     NORM: whether q is normalised before it is rotated; without it eps is not read.
     """
     wait_then_launch_dependents(PDL)
-    parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H) + 1
+    parts: tl.constexpr = cdiv(HEADS, BLOCK_H) + 1
     token = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     if part == 0:
@@ -268,7 +269,7 @@ def qnorm_rope_kv_insert_kernel(
     else:
         # an odd number of dims before the rotated ones: the tile begins one column early, so that pairs are pairs
         early: tl.constexpr = NOPE % 2
-        block: tl.constexpr = triton.next_power_of_2(NOPE + ROPE + early)
+        block: tl.constexpr = next_power_of_2(NOPE + ROPE + early)
         head = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         column = tl.arange(0, block) - early
         live = (head < HEADS)[:, None] & (column < NOPE + ROPE)[None, :]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
@@ -25,6 +24,7 @@ from dsv4attn.backends._triton.index_ops.kernels_builder import (
     window_kernel,
 )
 from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.tensorspec import check_strides
@@ -56,7 +56,7 @@ measured)."""
 
 def _tile_of(window: int) -> dict[str, int]:
     """Tokens of a program that writes windows, and columns that it writes together. Wider rows take several rounds."""
-    columns = triton.next_power_of_2(window)
+    columns = next_power_of_2(window)
     return {"TOKENS": max(WINDOW_TILE // columns, 1), "COLUMNS": columns}
 
 
@@ -85,7 +85,7 @@ def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[T
     strides = query_start_loc.stride(0), slot_mapping.stride(0)
     numbers = tokens, slot_mapping.shape[0], *strides, num_reqs, depth_of(num_reqs)
     pointers = *out, query_start_loc, slot_mapping
-    launch(token_maps_kernel, (triton.cdiv(tokens, BLOCK),), (*pointers, *numbers), _CONSTANTS)
+    launch(token_maps_kernel, (cdiv(tokens, BLOCK),), (*pointers, *numbers), _CONSTANTS)
 
 
 def build_window_indices(
@@ -105,7 +105,7 @@ def build_window_indices(
     pointers = rows, lens, *_pointers_of(tokens), pages.block_table, replay_start
     sizes = rows.stride(0), *rows.shape, lens.shape[0], tokens.first
     numbers = *sizes, *_numbers_of(tokens, pages), window, int(causal)
-    grid = (triton.cdiv(lens.shape[0], tile["TOKENS"]),)
+    grid = (cdiv(lens.shape[0], tile["TOKENS"]),)
     launch(window_kernel, grid, (*pointers, *numbers), tile, num_warps=warps)
 
 
@@ -115,7 +115,7 @@ def build_gather_lens(
     """See `core.torch_ops.index_ops`."""
     check_strides(out=out, replay_start=replay_start)
     numbers = out.shape[0], query_start_loc.stride(0), seq_lens.stride(0), window
-    grid = (triton.cdiv(out.shape[0], BLOCK),)
+    grid = (cdiv(out.shape[0], BLOCK),)
     launch(gather_lens_kernel, grid, (out, query_start_loc, seq_lens, replay_start, *numbers), _CONSTANTS)
 
 
@@ -126,7 +126,7 @@ def build_cached_mask(tokens: StepTokens, num_cached: Tensor, ratio: int, out: T
     strides = query_start_loc.stride(0), seq_lens.stride(0), num_cached.stride(0)
     numbers = out.shape[0], *strides, seq_lens.shape[0], ratio
     pointers = out, tokens.token_to_req, query_start_loc, seq_lens, num_cached
-    launch(cached_kernel, (triton.cdiv(out.shape[0], BLOCK),), (*pointers, *numbers), _CONSTANTS)
+    launch(cached_kernel, (cdiv(out.shape[0], BLOCK),), (*pointers, *numbers), _CONSTANTS)
 
 
 def build_compressed_slot_mapping(tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]) -> None:
@@ -153,7 +153,7 @@ def _entries_call(
     pointers = slots, lens, *_pointers_of(tokens), pages.block_table
     sizes = tokens.token_to_req.shape[0], slots.shape[0], lens.shape[0]
     numbers = *sizes, *_numbers_of(tokens, pages), ratio
-    return (triton.cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),), (*pointers, *numbers)
+    return (cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),), (*pointers, *numbers)
 
 
 def _pointers_of(tokens: StepTokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:

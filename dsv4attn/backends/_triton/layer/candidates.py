@@ -7,13 +7,13 @@ from functools import cache
 from math import nan
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.layer.kernels_candidates import block_scores_kernel, keep_kernel
 from dsv4attn.backends._triton.layer.select import select
+from dsv4attn.backends._triton.sizes import next_power_of_2
 
 __all__ = ["block_columns", "keep_candidates", "select_blocks", "variants"]
 
@@ -65,7 +65,7 @@ def keep_candidates(scores: Tensor, candidates: Tensor, kept: Tensor, block_size
 
 @cache
 def _constants(block_size: int) -> dict[str, Any]:
-    return {"SIZE": block_size, "BLOCKS": max(TILE // triton.next_power_of_2(block_size), 1)}
+    return {"SIZE": block_size, "BLOCKS": max(TILE // next_power_of_2(block_size), 1)}
 
 
 def variants(block_size: int) -> Iterator[Variant]:

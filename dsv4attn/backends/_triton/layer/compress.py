@@ -10,7 +10,6 @@ from functools import cache as cached
 from typing import Any
 
 import torch
-import triton
 from attrs import frozen
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from dsv4attn.backends._triton.cache.records import (
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, pool_kernel, save_kernel
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides
 from dsv4attn.core.torch_modes import without_modes
@@ -83,8 +83,8 @@ def _splits(ratio: int, *, overlap: bool) -> bool:
 def pool_for(window: int, block: int, aligned: int, arch: str) -> Pool:
     """How windows of `window` rows are read. block: channels of an entry, a power of two. aligned: of states, bytes."""
     most = SHORT if window <= SHORT.rows * SHORT.lanes else LONG if aligned == WIDE else UNALIGNED
-    rows = min(most.rows, triton.next_power_of_2(window))
-    lanes = min(most.lanes, triton.next_power_of_2(triton.cdiv(window, rows)))
+    rows = min(most.rows, next_power_of_2(window))
+    lanes = min(most.lanes, next_power_of_2(cdiv(window, rows)))
     wide = 2 if arch.startswith("gfx9") else 1  # a warp has 64 threads
     warps = block * lanes // (FP32_ROW * wide)
     return Pool(rows, lanes, min(max(warps, 1), most.warps // wide))
@@ -101,7 +101,7 @@ def save_partial_states(
     page_stride, data_stride, _, _ = record_strides(cache)
     launch(
         save_kernel,
-        (triton.cdiv(tokens, constants["TOKENS"]),),
+        (cdiv(tokens, constants["TOKENS"]),),
         (
             kv, score, ape, positions, cache.tensor, slot_mapping, tokens, ape.shape[0],
             kv.stride(0), score.stride(0), ape.stride(0), cache.num_blocks, cache.block_size, page_stride, data_stride,
@@ -141,14 +141,14 @@ def compress_norm_rope_store(
     records = alignment_of_records(cache)
     aligned, rope = alignment_of_records(states.cache), angles.shape[1]
     constants, warps = _compress_constants(layout, ratio, rope, aligned, records, architecture(), overlap=overlap)
-    tokens = min(max(triton.cdiv(n, PROGRAMS), 1), constants["TOKENS"])
+    tokens = min(max(cdiv(n, PROGRAMS), 1), constants["TOKENS"])
     pooled = None
     if splits:
         pooled = states.cache.tensor.new_empty(n, layout.head_dim)
         _pool(states, token_to_req, positions, slot_mapping, pooled, cache, ratio, overlap=overlap)
     launch(
         compress_kernel,
-        (triton.cdiv(n, tokens),),
+        (cdiv(n, tokens),),
         (
             states.cache.tensor, states.block_table, token_to_req, positions, slot_mapping, pooled, weight, angles,
             cache.tensor, n, tokens, float(norm.eps), *_sizes(states), angles.shape[0], angles.stride(0),
@@ -184,11 +184,11 @@ def _pool(
     """Write to pooled [n, D] fp32 the rows of tokens that complete an entry."""
     n, dim = pooled.shape
     constants, warps = _pool_constants(dim, ratio, architecture(), overlap=overlap)
-    slices = triton.cdiv(dim, constants["BLOCK"])
-    tokens = min(max(triton.cdiv(n * slices, POOL_PROGRAMS), 1), constants["TOKENS"])
+    slices = cdiv(dim, constants["BLOCK"])
+    tokens = min(max(cdiv(n * slices, POOL_PROGRAMS), 1), constants["TOKENS"])
     launch(
         pool_kernel,
-        (triton.cdiv(n, tokens) * slices,),
+        (cdiv(n, tokens) * slices,),
         (
             states.cache.tensor, states.block_table, token_to_req, positions, slot_mapping, pooled, n, tokens,
             *_sizes(states), cache.num_blocks, cache.block_size,
@@ -200,7 +200,7 @@ def _pool(
 
 @cached
 def _save_constants(width: int, rows: int, records: int) -> dict[str, Any]:
-    tokens = max(SAVE_TILE // triton.next_power_of_2(width), 1)
+    tokens = max(SAVE_TILE // next_power_of_2(width), 1)
     return {"WIDTH": width, "TOKENS": tokens, "ROW_ALIGNED": rows, "ALIGNED": records}
 
 
@@ -222,7 +222,7 @@ def _compress_constants(
         "ROWS": pool.rows,
         "LANES": pool.lanes,
         "STATES_ALIGNED": states,
-        "TOKENS": min(triton.next_power_of_2(ratio), MOST_TOKENS),
+        "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS),
         "ALIGNED": records,
     }, pool.warps
 
@@ -245,10 +245,10 @@ def entry_constants(layout: KVCacheLayout, rope: int) -> dict[str, Any]:
     float_scale = layout.scale_dtype == torch.float32
     pads = layout.scale_bytes if quantised and not float_scale else 1
     if nope == dim and group >= dim:
-        size, rows, in_order = triton.next_power_of_2(dim + (dim - rope) % 2), 1, True
+        size, rows, in_order = next_power_of_2(dim + (dim - rope) % 2), 1, True
     else:
-        size = triton.next_power_of_2(group)
-        rows, in_order = layout.num_groups + triton.cdiv(dim - nope, size), size == group and nope % group == 0
+        size = next_power_of_2(group)
+        rows, in_order = layout.num_groups + cdiv(dim - nope, size), size == group and nope % group == 0
     writer = writer_constants(layout)
     return {
         "D": dim,
@@ -259,7 +259,7 @@ def entry_constants(layout: KVCacheLayout, rope: int) -> dict[str, Any]:
         "SCALES": layout.scale_bytes,
         "SCALE_BITS": 32 if float_scale else 8,
         **{name: writer[name] for name in ("CODING", "TAIL", "FNUZ", "LARGEST", "FLOOR")},
-        "GROUPS": triton.next_power_of_2(max(rows, pads)),
+        "GROUPS": next_power_of_2(max(rows, pads)),
         "SIZE": size,
         "IN_ORDER": in_order,
         "EXACT_CASTS": not INTERPRETED,
@@ -269,8 +269,8 @@ def entry_constants(layout: KVCacheLayout, rope: int) -> dict[str, Any]:
 @cached
 def _pool_constants(dim: int, ratio: int, arch: str, *, overlap: bool) -> tuple[dict[str, Any], int]:
     """Constants of a launch of `pool_kernel`, and its warps: entries of `dim` channels."""
-    window, block = ratio * (2 if overlap else 1), min(triton.next_power_of_2(dim), POOL_DIMS)
-    tiles = triton.cdiv(window, LONG.rows * LONG.lanes)
+    window, block = ratio * (2 if overlap else 1), min(next_power_of_2(dim), POOL_DIMS)
+    tiles = cdiv(window, LONG.rows * LONG.lanes)
     threads = 64 if arch.startswith("gfx9") else 32
     return {
         "D": dim,
@@ -278,9 +278,9 @@ def _pool_constants(dim: int, ratio: int, arch: str, *, overlap: bool) -> tuple[
         "OVERLAP": overlap,
         "ROWS": LONG.rows,
         "LANES": LONG.lanes,
-        "TILES": min(triton.next_power_of_2(tiles), POOL_TILES),
+        "TILES": min(next_power_of_2(tiles), POOL_TILES),
         "BLOCK": block,
-        "TOKENS": min(triton.next_power_of_2(ratio), MOST_TOKENS),
+        "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS),
     }, max(block * LONG.lanes // threads, 1)
 
 

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
@@ -22,6 +21,7 @@ from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_few_rows import few_rows_kernel
 from dsv4attn.backends._triton.layer.products import GROUP, UNIT
+from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.model.weight_scales import factors_of
 from dsv4attn.core.reprs import fields_repr
@@ -195,7 +195,7 @@ def multiply(
     dims = (0, 0, PLAIN_RUN) if heads is None else (heads.nope, heads.rope, heads.run)
     launch(
         few_rows_kernel,
-        (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),),
+        (cdiv(rows, tile.rows) * cdiv(columns, tile.columns),),
         (
             x, turned, codes, scales, out, rows, columns // UNIT, depth, columns // num_groups // UNIT, x.stride(0),
             turned.stride(0), codes.stride(0), scales.stride(0), scales.stride(1), out.stride(0),

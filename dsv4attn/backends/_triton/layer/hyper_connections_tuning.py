@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
+from dsv4attn.backends._triton.sizes import next_power_of_2
 
 LEAST = 16
 """Smallest number of columns of a matrix product."""
@@ -228,7 +228,7 @@ def products_constants(
         "MIXES": mixes,
         "BLOCK_M": tile.tokens,
         "BLOCK_K": tile.columns,
-        "BLOCK_C": max(triton.next_power_of_2(mixes), LEAST),
+        "BLOCK_C": max(next_power_of_2(mixes), LEAST),
         "STAGES": tile.stages,
         "HELD": tile.held,
         "ALIGNED": aligned,
@@ -254,7 +254,7 @@ def post_constants(block: Block, n: int, hidden: int, aligned: int, out_aligned:
         "N": n,
         "HIDDEN": hidden,
         "BLOCK_M": block.tokens,
-        "BLOCK": min(block.columns, triton.next_power_of_2(hidden)),
+        "BLOCK": min(block.columns, next_power_of_2(hidden)),
         "ALIGNED": aligned,
         "OUT_ALIGNED": out_aligned,
         "EXACT_CASTS": not INTERPRETED,
@@ -266,14 +266,14 @@ def mix_constants(
     block: Block, rows: int, summed: int, n: int, hidden: int, mixes: int, splits: int,
     aligned: int, norm_aligned: int, out_aligned: int, *, by_factors: bool, early: bool, overlapped: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    added = max(summed // (rows * triton.next_power_of_2(mixes + 1)), 1)
+    added = max(summed // (rows * next_power_of_2(mixes + 1)), 1)
     return {
         **post_constants(block, n, hidden, aligned, out_aligned),
         "MIXES": mixes,
         "SPLITS": splits,
         "BLOCK_R": rows,
-        "BLOCK_S": min(triton.next_power_of_2(splits), added),
-        "BLOCK_A": min(triton.next_power_of_2(splits), MOST_SPLITS),
+        "BLOCK_S": min(next_power_of_2(splits), added),
+        "BLOCK_A": min(next_power_of_2(splits), MOST_SPLITS),
         "NORM_ALIGNED": norm_aligned,
         "BY_FACTORS": by_factors,
         "EARLY": early,

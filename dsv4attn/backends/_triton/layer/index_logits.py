@@ -13,7 +13,6 @@ from math import inf
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
@@ -23,6 +22,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, record_st
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE, NIBBLES, ROWS, score_kernel
+from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -260,7 +260,7 @@ def _launch(
     requests, columns = (0, 0) if table is None else table.shape
     launch(
         score_kernel,
-        (triton.cdiv(tokens, tile.tokens) * triton.cdiv(entries, span),),
+        (cdiv(tokens, tile.tokens) * cdiv(entries, span),),
         (
             values, scales, query.weights, keys.tensor, keys.scales, table, rows.token_to_req, rows.lens, rows.first,
             out, maxima, tokens, requests, rows.tokens_per_req, entries, span, run, values.stride(0), values.stride(1),

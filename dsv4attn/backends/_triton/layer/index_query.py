@@ -11,13 +11,13 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, writer_constants
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_index_query import index_query_kernel
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.tensorspec import check_strides
@@ -44,7 +44,7 @@ def indexer_q_rope_quant(
     constants = _constants(layout, heads, cos_sin_cache.shape[1], alignment_of_rows(q, cos_sin_cache), architecture())
     launch(
         index_query_kernel,
-        (tokens * triton.cdiv(heads, constants["BLOCK_H"]),),
+        (tokens * cdiv(heads, constants["BLOCK_H"]),),
         (
             q, weights, positions, cos_sin_cache, values, scales, folded, q.stride(0), q.stride(1), weights.stride(0),
             cos_sin_cache.shape[0], cos_sin_cache.stride(0), dim**-0.5 * heads**-0.5,
@@ -69,7 +69,7 @@ def _value_columns(layout: KVCacheLayout) -> int:
 
 @cache
 def _constants(layout: KVCacheLayout, heads: int, rope: int, rows: int, arch: str) -> dict[str, Any]:
-    block = min(max(TILE // triton.next_power_of_2(layout.head_dim), 1), triton.next_power_of_2(heads))
+    block = min(max(TILE // next_power_of_2(layout.head_dim), 1), next_power_of_2(heads))
     writer = writer_constants(layout)
     return {
         "HEADS": heads,

@@ -15,6 +15,7 @@ import triton.language as tl
 from dsv4attn.backends._triton.cache.kernels_insert import encode, pack_pairs
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import rotate, round_to, scale_of_byte
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 
 
 @stable_kernel
@@ -35,7 +36,7 @@ def save_kernel(
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     given = token < n
-    column = tl.arange(0, triton.next_power_of_2(WIDTH))
+    column = tl.arange(0, next_power_of_2(WIDTH))
     live = given[:, None] & (column < WIDTH)[None, :]
     slot = tl.load(SLOTS + token, mask=given, other=-1)
     position = tl.load(POSITIONS + token, mask=given, other=0)
@@ -72,7 +73,7 @@ def dims_at(
         dim = place - early
         exists = (place >= early) & (dim < D)
     else:
-        count: tl.constexpr = triton.cdiv(NOPE, GROUP)
+        count: tl.constexpr = cdiv(NOPE, GROUP)
         group, member = place // SIZE, place % SIZE
         coded = group < count
         dim = tl.where(coded, group * GROUP, NOPE + (group - count) * SIZE) + member
@@ -105,8 +106,8 @@ def pool(
     top = tl.full([LANES, BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([LANES, BLOCK], tl.float32)
     acc = tl.zeros([LANES, BLOCK], tl.float32)
-    tiles: tl.constexpr = triton.cdiv(window, ROWS * LANES)
-    for step in range(triton.cdiv(tiles, TILES)):
+    tiles: tl.constexpr = cdiv(window, ROWS * LANES)
+    for step in range(cdiv(tiles, TILES)):
         kvs, scores = (), ()
         for each in tl.static_range(TILES * ROWS):
             # [LANES]
@@ -173,7 +174,7 @@ def store_entry(
     if CODE_BITS == 0:
         tl.store(record + dim, round_to(x, CACHE.dtype.element_ty, EXACT_CASTS), mask=live)
     else:
-        count: tl.constexpr = triton.cdiv(NOPE, GROUP)
+        count: tl.constexpr = cdiv(NOPE, GROUP)
         rounded = round_to(x, tl.bfloat16, EXACT_CASTS)
         # [GROUPS, SIZE], [GROUPS]
         values, group = tl.reshape(rounded.to(tl.float32), (GROUPS, SIZE)), tl.arange(0, GROUPS)
@@ -275,7 +276,7 @@ def pool_kernel(
     They are stored, before their norm, at the rows of POOLED of their tokens; no other row is written. `tokens` is at
     most TOKENS.
     """
-    slices: tl.constexpr = triton.cdiv(D, BLOCK)
+    slices: tl.constexpr = cdiv(D, BLOCK)
     start = (tl.program_id(0) // slices).to(tl.int64) * tokens
     dim = tl.program_id(0) % slices * BLOCK + tl.arange(0, BLOCK)
     live = dim < D

@@ -16,6 +16,7 @@ import triton.language as tl
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import round_to
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 
 READ_ONCE = tl.constexpr("evict_first")
 """Policy for what is not read again soon, so that the cache keeps the new streams until they are mixed."""
@@ -135,7 +136,7 @@ def store_products(PRODUCTS, m, count, splits, split, acc, squares, N: tl.conste
 
     Rows are multiples of 32 bytes, and what `make_sum` reads of them is together.
     """
-    width: tl.constexpr = triton.cdiv(MIXES + 1, 8) * 8
+    width: tl.constexpr = cdiv(MIXES + 1, 8) * 8
     row = PRODUCTS + (m.to(tl.int64) * splits + split) * width
     mix = tl.arange(0, acc.shape[1])
     column = tl.where(mix < N, mix, mix + 1)
@@ -163,7 +164,7 @@ def products_kernel(
     has ended; if it is launched so, it waits.
     """
     launch_dependents(NEXT)
-    splits: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
+    splits: tl.constexpr = cdiv(HIDDEN, BLOCK_K)
     masked: tl.constexpr = HIDDEN % BLOCK_K != 0
     split = tl.program_id(0) % splits
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -215,7 +216,7 @@ def post_products_kernel(
     ALIGNED: bytes that divide the address of every row of x and of the streams. OUT_ALIGNED: of the new streams.
     """
     launch_dependents(NEXT)
-    splits: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
+    splits: tl.constexpr = cdiv(HIDDEN, BLOCK_K)
     masked: tl.constexpr = HIDDEN % BLOCK_K != 0
     split = tl.program_id(0) % splits
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -265,7 +266,7 @@ def post_kernel(
     OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (token tiles * blocks,): BLOCK columns of the new streams of BLOCK_M tokens."""
-    blocks: tl.constexpr = triton.cdiv(HIDDEN, BLOCK)
+    blocks: tl.constexpr = cdiv(HIDDEN, BLOCK)
     masked: tl.constexpr = HIDDEN % BLOCK != 0
     m = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     token = tl.minimum(m, tokens - 1).to(tl.int64)
@@ -283,8 +284,8 @@ def post_kernel(
 @triton.jit
 def add_splits(PRODUCTS, row, SPLITS: tl.constexpr, MIXES: tl.constexpr, COUNT: tl.constexpr, BLOCK_S: tl.constexpr):
     """[R, C] fp32: sums over the splits of the first COUNT columns of rows [R], with one load of them."""
-    width: tl.constexpr = triton.cdiv(MIXES + 1, 8) * 8
-    column = tl.arange(0, triton.next_power_of_2(COUNT))
+    width: tl.constexpr = cdiv(MIXES + 1, 8) * 8
+    column = tl.arange(0, next_power_of_2(COUNT))
     total = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
     for start in range(0, SPLITS, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
@@ -420,8 +421,8 @@ def make_weights_by_factors(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """What `make_weights` writes, with a column of a row's products in each thread, and its whole matrix too."""
-    width: tl.constexpr = triton.cdiv(MIXES + 1, 8) * 8
-    column = tl.arange(0, triton.next_power_of_2(width))
+    width: tl.constexpr = cdiv(MIXES + 1, 8) * 8
+    column = tl.arange(0, next_power_of_2(width))
     # column N has the squares
     mix = tl.where(column > N, column - 1, column)
     kind = tl.where(mix < N, 0, tl.where(mix < 2 * N, 1, 2))
@@ -596,7 +597,7 @@ def mix_kernel(
     of the sums load scale, base and norm before anything else.
     """
     wait_then_launch_dependents(PDL)
-    blocks: tl.constexpr = 1 if NORM is not None else triton.cdiv(HIDDEN, BLOCK)
+    blocks: tl.constexpr = 1 if NORM is not None else cdiv(HIDDEN, BLOCK)
     heads = 0 if COMB is None else tl.cdiv(end - first, BLOCK_R)
     pid = tl.program_id(0)
     if pid >= heads:

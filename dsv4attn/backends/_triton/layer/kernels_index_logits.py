@@ -14,6 +14,7 @@ import triton.language as tl
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import scale_of_byte
+from dsv4attn.backends._triton.sizes import next_power_of_2
 
 NATIVE = tl.constexpr(0)
 """e4m3 codes, multiplied by a matrix unit that takes them."""
@@ -57,9 +58,9 @@ def load_rows(row, scale, live, ALIGNED: tl.constexpr, DIM: tl.constexpr, HIGH: 
     row: [N] pointers. scale: [N] pointers to the scale bytes of e2m1 codes. HIGH: which half of e2m1's bytes.
     """
     bytes_or_values: tl.constexpr = DIM // 2 if KIND == NIBBLES else DIM
-    column = tl.arange(0, triton.next_power_of_2(bytes_or_values))
+    column = tl.arange(0, next_power_of_2(bytes_or_values))
     mask = live[:, None]
-    if triton.next_power_of_2(bytes_or_values) != bytes_or_values:
+    if next_power_of_2(bytes_or_values) != bytes_or_values:
         mask = mask & (column < bytes_or_values)[None, :]
     if KIND == NATIVE:
         # loads of codes as numbers are pipelined
@@ -300,7 +301,7 @@ def score_kernel(
     stop = tl.minimum(begin + span, limit)
     most = tl.max(tl.where(live, lens, 0), 0)
     # loaded before it is known whether they are needed
-    padded: tl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
+    padded: tl.constexpr = next_power_of_2(HEADS) if HEADS > 16 else 16
     member = tl.arange(0, TOKENS * padded)
     head = member % padded
     own = (tl.program_id(0) % blocks) * TOKENS + member // padded

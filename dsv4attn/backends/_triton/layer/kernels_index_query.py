@@ -19,6 +19,7 @@ from dsv4attn.backends._triton.cache.kernels_insert import (
 )
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import angles_of, cast, rotate, round_to, scale_of_byte
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def turned_tail(
     row: [BLOCK_H] pointers to heads. angles: pointer to the cosines of a position, then its sines. An even
     number of dims comes before the rotated ones.
     """
-    block: tl.constexpr = triton.next_power_of_2(D - FIRST)
+    block: tl.constexpr = next_power_of_2(D - FIRST)
     before: tl.constexpr = (D - ROPE - FIRST) // 2
     dim = tl.arange(0, block)
     pair = tl.arange(0, block // 2) - before
@@ -92,7 +93,7 @@ def index_query_kernel(
     VALUES. CODE_BITS: 8 of e4m3, with one scale a head, which is folded into its weight; 4 of e2m1; 0 of plain values.
     factor: of every weight.
     """
-    parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H)
+    parts: tl.constexpr = cdiv(HEADS, BLOCK_H)
     # dims before `first` are not rotated; of e2m1 these are whole groups
     first: tl.constexpr = (D - ROPE) // GROUP * GROUP if CODE_BITS == 4 else D - ROPE
     token = (tl.program_id(0) // parts).to(tl.int64)
@@ -104,14 +105,14 @@ def index_query_kernel(
     values = tl.multiple_of(VALUES + place * columns, VALUES_ALIGNED)
     if first > 0:
         # [BLOCK_H, first], on its way while a position and its angles are fetched
-        dim = tl.arange(0, triton.next_power_of_2(first))
+        dim = tl.arange(0, next_power_of_2(first))
         mask = live[:, None] & (dim < first)[None, :]
         x = tl.load(row[:, None] + dim[None, :], mask=mask, other=0.0)
     weight = tl.load(WEIGHTS + token * weight_stride + head, mask=live, other=0.0).to(tl.float32) * factor
     angles = angles_of(POSITIONS + token, TABLE, table_stride, num_positions, ROW_ALIGNED)
     # [BLOCK_H, D - first]
     tail = turned_tail(row, live, angles, BLOCK_H, first, D, ROPE)
-    tail_dim = tl.arange(0, triton.next_power_of_2(D - first))
+    tail_dim = tl.arange(0, next_power_of_2(D - first))
     tail_mask = live[:, None] & (tail_dim < D - first)[None, :]
 
     if CODE_BITS == 0:
@@ -127,11 +128,11 @@ def index_query_kernel(
             scales = SCALES + place * (D // GROUP)
             if first > 0:
                 store_e2m1(
-                    x, values, scales, live, first, BLOCK_H, triton.next_power_of_2(first), GROUP, LARGEST, FLOOR
+                    x, values, scales, live, first, BLOCK_H, next_power_of_2(first), GROUP, LARGEST, FLOOR
                 )  # fmt: skip
             store_e2m1(
                 tail, values + first // 2, scales + first // GROUP, live, D - first, BLOCK_H,
-                triton.next_power_of_2(D - first), GROUP, LARGEST, FLOOR,
+                next_power_of_2(D - first), GROUP, LARGEST, FLOOR,
             )  # fmt: skip
         else:
             amax = tl.max(size_bits(tail), 1)

@@ -16,6 +16,7 @@ import triton.language as tl
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.kernels_index_logits import NIBBLES, load_rows, scores_of_tile, uniform
 from dsv4attn.backends._triton.layer.kernels_lists import choose_listed, make_space, member_of
+from dsv4attn.backends._triton.sizes import next_power_of_2
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def select_kernel(
     slack: entries more than `wanted`, at most as many, that may reach a bound, which is then found sooner.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    padded: tl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
+    padded: tl.constexpr = next_power_of_2(HEADS) if HEADS > 16 else 16
     member = tl.arange(0, TOKENS * padded)
     head, number = member % padded, tl.arange(0, TOKENS)
     LIST = LISTS + program.to(tl.int64) * (TOKENS * SIZE)

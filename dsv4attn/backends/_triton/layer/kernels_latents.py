@@ -14,6 +14,7 @@ import triton.language as tl
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.kernels_compress import dims_at, store_entry
 from dsv4attn.backends._triton.numerics import rotate, round_to
+from dsv4attn.backends._triton.sizes import next_power_of_2
 
 
 @triton.jit
@@ -54,9 +55,9 @@ def latent_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + token)
-    dim = tl.arange(0, triton.next_power_of_2(D))
+    dim = tl.arange(0, next_power_of_2(D))
     live = dim < D
-    x = tl.zeros([triton.next_power_of_2(D)], tl.float32)
+    x = tl.zeros([next_power_of_2(D)], tl.float32)
     request = tl.load(REQUESTS + token)
     if ((position + 1) % RATIO == 0) & (request >= 0):
         x = tl.load(tl.multiple_of(KV + token * kv_stride, ROW_ALIGNED) + dim, mask=live, other=0.0)
@@ -118,7 +119,7 @@ def ring_kernel(
         num_columns, table_stride, state_blocks, state_size, state_page, state_stride, STATES_ALIGNED,
     )  # fmt: skip
     if exists:
-        dim = tl.arange(0, triton.next_power_of_2(D))
+        dim = tl.arange(0, next_power_of_2(D))
         live = dim < D
         kv = tl.load(tl.multiple_of(KV + token * kv_stride, ROW_ALIGNED) + dim, mask=live)
         score = tl.load(tl.multiple_of(SCORE + token * score_stride, ROW_ALIGNED) + dim, mask=live)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import cast
+from dsv4attn.backends._triton.sizes import next_power_of_2
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def norm_kernel(
     ROW_ALIGNED, OUT_ALIGNED: bytes that divide the address of every row of Q and KV, and of every row of the results.
     """
     token = tl.program_id(0).to(tl.int64)
-    q_dim, kv_dim = tl.arange(0, triton.next_power_of_2(Q_DIM)), tl.arange(0, triton.next_power_of_2(KV_DIM))
+    q_dim, kv_dim = tl.arange(0, next_power_of_2(Q_DIM)), tl.arange(0, next_power_of_2(KV_DIM))
     q_live, kv_live = q_dim < Q_DIM, kv_dim < KV_DIM
     # all loads come first
     q = tl.load(tl.multiple_of(Q + token * q_stride, ROW_ALIGNED) + q_dim, mask=q_live, other=0.0).to(tl.float32)

@@ -14,6 +14,7 @@ import triton.language as tl
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import angles_of, rotate, round_to, scale_of_byte
+from dsv4attn.backends._triton.sizes import cdiv
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def quantize_output_kernel(
     wait_then_launch_dependents(PDL)
     nope: tl.constexpr = DIM - ROPE
     groups: tl.constexpr = DIM // GROUP
-    parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H) * groups
+    parts: tl.constexpr = cdiv(HEADS, BLOCK_H) * groups
     token = (tl.program_id(0) // parts).to(tl.int64)
     group = tl.program_id(0) % groups
     head = tl.program_id(0) % parts // groups * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -147,7 +148,7 @@ def parts_of_rows(
 ):  # fmt: skip
     """Where 128 equal parts begin that are, together, the 512 bytes from START on of each of a program's rows of W."""
     token_tiles = tl.cdiv(tokens, BLOCK_M)
-    rank_tiles: tl.constexpr = triton.cdiv(RANK, BLOCK_N)
+    rank_tiles: tl.constexpr = cdiv(RANK, BLOCK_N)
     of_row: tl.constexpr = 128 // BLOCK_N
     part = tl.arange(0, 128)
     group = (tl.program_id(0) // rank_tiles // token_tiles).to(tl.int64)
@@ -195,7 +196,7 @@ def project_codes_kernel(
     if AHEAD:
         fetch_ahead(W, w_stride, tokens, RANK, BLOCK_M, BLOCK_N, AHEAD)
     wait_then_launch_dependents(PDL)
-    rank_tiles: tl.constexpr = triton.cdiv(RANK, BLOCK_N)
+    rank_tiles: tl.constexpr = cdiv(RANK, BLOCK_N)
     token_tiles = tl.cdiv(tokens, BLOCK_M)
     tile = tl.program_id(0) // rank_tiles
     group = (tile // token_tiles).to(tl.int64)

@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any, Final
 
 import torch
-import triton
 import triton.language as tl
 from attrs import evolve, frozen
 from torch import Tensor
@@ -23,6 +22,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS, ONE_ORDER
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
@@ -180,7 +180,7 @@ def inv_rope_fp8_quant(
     constants = _quantise_constants(heads, dim, cos_sin_cache.shape[1], columns, *facts)
     launch(
         quantize_output_kernel,
-        (tokens * triton.cdiv(heads, constants["BLOCK_H"]) * (dim // columns),),
+        (tokens * cdiv(heads, constants["BLOCK_H"]) * (dim // columns),),
         (
             o, positions, cos_sin_cache, codes.view(torch.uint8), scales, o.stride(0), o.stride(1),
             cos_sin_cache.stride(0), cos_sin_cache.shape[0],
@@ -202,7 +202,7 @@ def multiply_codes(
     tile = tile_of(tokens, groups * rank, fp8_format, arch, deterministic=deterministic, one_scale=one_scale)
     launch(
         project_codes_kernel,
-        (groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),
+        (groups * cdiv(tokens, tile.tokens) * cdiv(rank, tile.ranks),),
         (
             codes.view(torch.uint8), scales, weight.view(torch.uint8), w_scales, out, tokens,
             codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1), weight.stride(0),
@@ -324,7 +324,7 @@ def _quantise_constants(
 ) -> dict[str, Any]:
     return {
         "HEADS": heads,
-        "BLOCK_H": min(QUANTISED_HEADS, triton.next_power_of_2(heads)),
+        "BLOCK_H": min(QUANTISED_HEADS, next_power_of_2(heads)),
         "DIM": dim,
         "ROPE": rope,
         "GROUP": columns,

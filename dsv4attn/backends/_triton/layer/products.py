@@ -12,7 +12,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
@@ -23,6 +22,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant, descriptor_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_products import described_product_kernel, product_kernel
+from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear
@@ -250,7 +250,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> None:
             TensorDescriptor(matrix, [*matrix.shape], [matrix.stride(0), 1], [size, tile.depth])
             for matrix, size in ((x, tile.rows), (weight, tile.columns))
         )
-        m_tiles, n_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)
+        m_tiles, n_tiles = cdiv(rows, tile.rows), cdiv(columns, tile.columns)
         launch(
             described_product_kernel,
             (min(m_tiles * n_tiles, multiprocessors() * tile.programs),),
@@ -264,7 +264,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> None:
     tile = tile if fast else base_tile(arch)
     launch(
         product_kernel,
-        (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),),
+        (cdiv(rows, tile.rows) * cdiv(columns, tile.columns),),
         (
             x, weight, out, rows, columns // UNIT if fast else columns, depth, x.stride(0), weight.stride(0),
             out.stride(0),

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import Constants, launch
 from dsv4attn.backends._triton.layer.kernels_ranks import keep_kernel, own_kernel, place_kernel
 from dsv4attn.backends._triton.layer.select import select
+from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.torch_modes import without_modes
@@ -77,13 +77,13 @@ def choose(ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, m
 
 @cache
 def _constants(topk: int) -> Constants:
-    return Constants({"BLOCK": triton.next_power_of_2(topk)})
+    return Constants({"BLOCK": next_power_of_2(topk)})
 
 
 @cache
 def _keep_form(ranks: int, topk: int) -> tuple[Constants, int] | None:
     """Constants and warps of `keep_kernel`; None if a program cannot hold all candidates."""
-    block, together = triton.next_power_of_2(topk), max(triton.next_power_of_2(ranks), 2)
+    block, together = next_power_of_2(topk), max(next_power_of_2(ranks), 2)
     if together > MOST_RANKS or together * block > TOGETHER:
         return None
     return Constants({"BLOCK": block, "RANKS": together}), min(max(together * block // 256, 4), 16)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-import triton
 from attrs import frozen
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel, maxima_kernel
+from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.core.cache.ownership import Ownership
 
 __all__ = ["LANES", "MOST", "maxima_columns", "maxima_run", "scratch_bytes", "select", "variants", "wanted_run"]
@@ -113,7 +113,7 @@ def plan_of(rows: int, max_entries: int, topk: int, cores: int) -> Plan:
     if max_entries <= SPLIT_LENGTH or rows > most:
         return Plan(block, many=rows > 2 * most)
     least = CHUNK if rows * -(-max_entries // CHUNK) <= 2 * cores else 2 * CHUNK
-    chunk = max(least, LISTS[block].entries, triton.next_power_of_2(-(-max_entries // SPLITS)))
+    chunk = max(least, LISTS[block].entries, next_power_of_2(-(-max_entries // SPLITS)))
     return Plan(block, chunk, -(-max_entries // chunk))
 
 
