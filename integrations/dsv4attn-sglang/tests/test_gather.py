@@ -79,3 +79,13 @@ def test_sglangs_kernel_does_not_compile_before_sm_89() -> None:
     assert "type fp8e4nv not supported in this architecture" in said["80"]
     assert "type fp8e4nv not supported in this architecture" in said["86"]
     assert said["89"] == ""
+
+
+def test_every_kernel_compiles_in_a_process_of_sglang() -> None:
+    """SGLang puts a plain function in the place of one of Triton's, which the compiler refuses inside a kernel."""
+    told = run("compiled_kernels('sm_80', 'sm_90')")
+
+    assert told["replaced"]
+    for said in told["said"].values():
+        assert {name: error for name, error in said.items() if error} == {}
+        assert {name.rpartition(".")[2] for name in said} >= {"attention", "gather_kernel", "score_kernel"}

@@ -10,6 +10,9 @@ from typing import Any
 
 import fakes
 
+PARTS = ("indexer", "selection")
+"""Parts of the layer around attention that may run on dsv4attn in SGLang; the gather is a part of every backend."""
+
 
 def plain() -> dict[str, Any]:
     """A process that runs no model, such as SGLang's detokenizer: plugins are loaded, and that is all."""
@@ -119,3 +122,34 @@ def compiled_gather(*capabilities: int) -> dict[str, str]:
         except TritonError as error:
             said[str(capability)] = str(error)
     return said
+
+
+def compiled_kernels(*targets: str) -> dict[str, Any]:
+    """What the compiler says about one variant of each kernel that this wheel launches, in a process that runs a model.
+
+    replaced: whether SGLang has put its function in the place of Triton's.
+    """
+    import os
+
+    fakes.install()
+    os.environ.pop("TRITON_INTERPRET")
+    from dsv4attn_sglang.records import LAYOUTS
+    from sglang.srt.model_executor import model_runner  # noqa: F401 - all that SGLang imports on a GPU
+    from sglang.srt.utils import common
+    from triton import next_power_of_2
+
+    from dsv4attn import Limits, ModelGeometry, load_backend
+    from dsv4attn.core.contract.device import DeviceFacts
+    from dsv4attn.core.contract.warmup import WarmupSpec
+    from tests.backends._triton.compiling.each_kernel import compile_each
+
+    windows = {"v4": LAYOUTS["v4"], "v41_new": LAYOUTS["v41_new"], "v41_fp4_new": LAYOUTS["v41_new"]}
+    model, limits, said = ModelGeometry.preset("flash"), Limits(64, 1024, 2**20), {}
+    for target in targets:
+        backend, variants = load_backend({"sm_90": "sm90"}.get(target, "triton")), []
+        for name, compressed in LAYOUTS.items():
+            layouts = {"swa": windows[name], "compressed": compressed}
+            bounds = WarmupSpec.of(model, limits, layer_steps=True, parts=PARTS, **layouts)
+            variants += backend.kernel_variants(bounds, DeviceFacts.named(target))
+        said[target] = compile_each(variants, target)
+    return {"replaced": next_power_of_2 is common.next_power_of_2, "said": said}

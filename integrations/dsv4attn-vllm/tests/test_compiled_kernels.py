@@ -1,0 +1,41 @@
+"""Every kernel that this wheel launches compiles in a process of vLLM, for a GPU of Hopper and an older one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test_plugin import run
+
+CODE = f"""
+import os
+del os.environ["TRITON_INTERPRET"]
+sys.path.append({str(Path(__file__).parents[3])!r})
+# all that vLLM imports on a GPU
+from vllm.v1.worker import gpu_worker
+import dsv4attn_vllm.attention
+from dsv4attn import KVCacheLayout, Limits, ModelGeometry, load_backend
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn_vllm.serving import Serving
+from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, STEPS
+from tests.backends._triton.compiling.each_kernel import compile_each
+said = {{}}
+for target, name in (("sm_80", "triton"), ("sm_90", "sm90")):
+    backend, variants = load_backend(name, projection="fp8"), []
+    layout, index, limits = KVCacheLayout.fp8_ds_mla(), KVCacheLayout.index_fp8(), Limits(64, 1024, 2**20)
+    for model, steps in (("flash", STEPS), ("deepseek-v4.1-flash", (COMPRESSOR, INDEXER))):
+        sizes = ModelGeometry.preset(model), limits, "cuda"
+        served = Serving(*sizes, backend, layout, layout, index, frozenset(steps))
+        variants += backend.kernel_variants(served.bounds(), DeviceFacts.named(target))
+    said[target] = compile_each(variants, target)
+print()
+print(json.dumps(said))
+"""
+
+
+def test_every_kernel_compiles_in_a_process_of_vllm(tmp_path: Path) -> None:
+    told, _ = run(tmp_path / "compiles.py", CODE)
+
+    assert told.keys() == {"sm_80", "sm_90"}
+    for said in told.values():
+        assert {name: error for name, error in said.items() if error} == {}
+        assert len(said) > 40
