@@ -38,4 +38,5 @@ def test_every_kernel_compiles_in_a_process_of_vllm(tmp_path: Path) -> None:
     assert told.keys() == {"sm_80", "sm_90"}
     for said in told.values():
         assert {name: error for name, error in said.items() if error} == {}
-        assert len(said) > 40
+        names = {name.rpartition(".")[2] for name in said}
+        assert names >= {"attention", "insert_kernel", "norm_kernel", "store_kernel", "project_codes_kernel"}
