@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 from dsv4attn.core.model.cross_layer_sharing import LayerSharing
 from dsv4attn.core.model.layer_geometry import LayerKind, Yarn
+from dsv4attn.core.model.unread_fields import refuse_unread
 from dsv4attn.errors import ArgumentError, GeometryError, did_you_mean
 
 __all__ = ["geometry_fields", "is_v41", "layers_of", "refuse_v41", "v41_layers"]
@@ -70,6 +71,7 @@ def geometry_fields(fields: dict[str, Any], name: str) -> dict[str, Any]:
     model_type = fields.get("model_type", "deepseek_v4")
     if not v41 and (not isinstance(model_type, str) or not model_type.startswith("deepseek_v4")):
         raise GeometryError(f"{name}: field 'model_type': expected 'deepseek_v4' or 'deepseek_v41', got {model_type!r}")
+    refuse_unread(fields, name, v41=v41)
     head_dim = need("head_dim")
     rope_dim = _rope_dim(fields, name, head_dim, need)
     main_theta, compress_theta, yarn = _rope_of(fields, name, head_dim, rope_dim)
@@ -77,7 +79,7 @@ def geometry_fields(fields: dict[str, Any], name: str) -> dict[str, Any]:
     num_layers = need("num_hidden_layers")
     if v41:
         sizes |= {key: need(key) for key in ("q_lora_rank", "index_n_heads", "index_head_dim")}
-        sizes |= {"layers": _v41_layers(fields, num_layers, name), "sharing": _sharing(fields, name)}
+        sizes |= {"layers": _v41_layers(fields, num_layers, name), "sharing": _sharing(fields, num_layers, name)}
         sizes |= {"q_norm": _flag(fields, "q_head_norm", name), "shared_latent": True}
     else:
         sizes["layers"] = _layers_of(fields, num_layers, name)
@@ -123,24 +125,61 @@ def _layers_of(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tupl
     if len(described) < num_layers:
         raise GeometryError(f"{name}: {len(described)} layers are described, but num_hidden_layers is {num_layers}")
     if types is None:
-        for i, ratio in enumerate(described[:num_layers]):
-            if not _is_int(ratio) or ratio not in _KIND_OF_RATIO:
-                raise GeometryError(f"{name}: compress_ratios[{i}]: expected 0, 1, 4 or 128, got {ratio!r}")
-        layers = layers_of(described[:num_layers])
-        rates = _rates(fields, name, dict(layers))
-        for kind, ratio in layers:
-            if rates.get(kind, ratio) != ratio:
-                actual = f"{rates[kind]} as the rate of {_TYPE_OF_KIND[kind]} layers"
-                cure = "give layer_types instead of compress_ratios"
-                raise GeometryError(f"{name}: compress_ratios: expected {ratio}, as they say, got {actual} -> {cure}")
-        return layers
+        return _layers_of_ratios(fields, described[:num_layers], name)
+    layers = _layers_of_types(fields, described[:num_layers], name)
+    if ratios is not None:
+        _check_ratios(ratios, layers, described, name)
+    return layers
+
+
+def _layers_of_ratios(
+    fields: Mapping[str, Any], ratios: Sequence[object], name: str
+) -> tuple[tuple[LayerKind, int], ...]:
+    numbers = []
+    for i, ratio in enumerate(ratios):
+        if not _is_int(ratio) or ratio not in _KIND_OF_RATIO:
+            raise GeometryError(f"{name}: compress_ratios[{i}]: expected 0, 1, 4 or 128, got {ratio!r}")
+        numbers.append(ratio)
+    layers = layers_of(numbers)
+    rates = _rates(fields, name, dict(layers))
+    for kind, ratio in layers:
+        if rates.get(kind, ratio) != ratio:
+            actual = f"{rates[kind]} as the rate of {_TYPE_OF_KIND[kind]} layers"
+            cure = "give layer_types instead of compress_ratios"
+            raise GeometryError(f"{name}: compress_ratios: expected {ratio}, as they say, got {actual} -> {cure}")
+    return layers
+
+
+def _layers_of_types(
+    fields: Mapping[str, Any], types: Sequence[object], name: str
+) -> tuple[tuple[LayerKind, int], ...]:
     ratio_of = _rates(fields, name, {LayerKind.CSA: 4, LayerKind.HCA: 128})
-    for i, layer_type in enumerate(described[:num_layers]):
+    kinds = []
+    for i, layer_type in enumerate(types):
         if not isinstance(layer_type, str) or layer_type not in _KIND_OF_TYPE:
-            types = ", ".join(_KIND_OF_TYPE)
-            raise GeometryError(f"{name}: layer_types[{i}]: expected one of {types}, got {layer_type!r}")
-    kinds = [_KIND_OF_TYPE[layer_type] for layer_type in described[:num_layers]]
+            known = ", ".join(_KIND_OF_TYPE)
+            raise GeometryError(f"{name}: layer_types[{i}]: expected one of {known}, got {layer_type!r}")
+        kinds.append(_KIND_OF_TYPE[layer_type])
     return tuple((kind, ratio_of.get(kind, 1)) for kind in kinds)
+
+
+def _check_ratios(ratios: object, layers: Sequence[tuple[LayerKind, int]], types: Sequence[str], name: str) -> None:
+    """Raise GeometryError where `compress_ratios` describe other layers than `layer_types`.
+
+    ratios: of the configuration. layers: kind and ratio of each, as `layer_types` and the rates say. types: of the
+    configuration. name: of the configuration, for errors.
+    """
+    if not isinstance(ratios, Sequence) or isinstance(ratios, str):
+        raise GeometryError(f"{name}: field 'compress_ratios': expected a list, got {ratios!r}")
+    if len(ratios) < len(layers):
+        actual = f"{len(ratios)} in compress_ratios"
+        raise GeometryError(f"{name}: expected {len(layers)} layers, as layer_types has, got {actual} -> {_ONE}")
+    for i, (kind, ratio) in enumerate(layers):
+        allowed = (0, 1) if kind is LayerKind.SWA else (ratio,)
+        if not _is_int(ratios[i]) or ratios[i] not in allowed:
+            expected = f"{' or '.join(map(str, allowed))}, as layer_types[{i}]={types[i]!r} says"
+            cure = "correct one of the two lists, or leave it out"
+            raise GeometryError(f"{name}: compress_ratios[{i}]: expected {expected}, got {ratios[i]!r} -> {cure}")
 
 
 def _rates(fields: Mapping[str, Any], name: str, defaults: Mapping[LayerKind, int]) -> dict[LayerKind, int]:
@@ -182,14 +221,15 @@ def _v41_layers(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tup
     return v41_layers([*ratios[:num_layers], *[0] * (num_layers - len(ratios))])
 
 
-def _sharing(fields: dict[str, Any], name: str) -> LayerSharing:
+def _sharing(fields: dict[str, Any], num_layers: int, name: str) -> LayerSharing:
+    """Sources past the last layer are absent, as engines read a configuration with fewer layers."""
     lists: list[tuple[int, ...]] = []
     for key in ("kv_source_layer_ids", "index_source_layer_ids"):
         ids = fields.get(key)
         if not isinstance(ids, Sequence) or isinstance(ids, str) or not all(map(_is_int, ids)):
             cure = "give the layers that own a compressed cache, or run an indexer"
             raise GeometryError(f"{name}: field {key!r}: expected a list of layer numbers, got {ids!r} -> {cure}")
-        lists.append(tuple(ids))
+        lists.append(tuple(i for i in ids if i < num_layers))
     candidates = []
     for key, default in (("candidate_source_layer_id", -1), ("candidate_topk_blocks", 0), ("candidate_block_size", 0)):
         value = fields.get(key)
@@ -198,6 +238,8 @@ def _sharing(fields: dict[str, Any], name: str) -> LayerSharing:
             cure = "leave it out for none"
             raise GeometryError(f"{name}: field {key!r}: expected an integer from {default}, got {value!r} -> {cure}")
         candidates.append(value)
+    if candidates[0] >= num_layers:
+        candidates[0] = -1
     kv, index = lists
     return LayerSharing(kv, index, *candidates)
 

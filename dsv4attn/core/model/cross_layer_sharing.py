@@ -108,8 +108,11 @@ class LayerSharing:
         for i in ids:
             if not 0 <= i < len(layers) or layers[i][0] is not LayerKind.CSA:
                 expected = "layers with selected entries"
-                actual = f"layer {i}, which is window-only" if 0 <= i < len(layers) else f"layer {i} of {len(layers)}"
-                raise _wrong(name, expected, actual, "list layers whose entry of compress_ratios is above 0")
+                if 0 <= i < len(layers):
+                    actual, cure = f"layer {i}, which is window-only", "list layers whose compress ratio is above 0"
+                else:
+                    actual, cure = f"layer {i} of {len(layers)}", f"list layers from 0 to {len(layers) - 1}"
+                raise _wrong(name, expected, actual, cure)
 
     def _check_candidates(self) -> None:
         source, size = self.candidate_source_layer_id, self.candidate_block_size

@@ -243,12 +243,14 @@ class ModelGeometry:
         """Read a Hugging Face configuration.
 
         config: a path to `config.json` or to the folder that holds it, a dict, or a config object.
-        Layers come from `layer_types`, else from `compress_ratios`; entries past `num_hidden_layers` belong to MTP
-        layers and are dropped. Without either the schedule is an error: the default of transformers is not the
+        Layers come from `layer_types` or `compress_ratios`, which have to agree if both are there. Entries past
+        `num_hidden_layers` belong to MTP layers and are dropped, and so are V4.1's sources past it, as engines read a
+        configuration with fewer layers. Without either the schedule is an error: the default of transformers is not the
         schedule of any released model. A `model_type` of DeepSeek-V4.1, also that of a nested `text_config`, decides
         that ratio 1 is a compressed cache; in V4 it is window-only. `rope_scaling` and `rope_parameters` are read as
         transformers reads them: the first wins if both are there, and what the second says has to agree. Raises
-        GeometryError for what is missing, wrong, contradicted or not understood, and ArgumentError for a configuration
+        GeometryError for what is missing, wrong, contradicted or not understood, also for a field whose name speaks of
+        attention and that is not read, such as `index_topk_pattern`, and ArgumentError for a configuration
         that does not say which of the two models it is.
         name: name of the model for reports.
         """

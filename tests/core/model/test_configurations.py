@@ -6,6 +6,7 @@ Tables are those of the model of the release of transformers that is installed, 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,23 @@ RELEASED: dict[str, Any] = {
     "compress_rope_theta": 160000,
     "rope_scaling": SCALING,
 }
+OTHER_FIELDS: dict[str, Any] = json.loads("""{
+    "vocab_size": 129280, "n_shared_experts": 1, "num_experts_per_tok": 6, "num_hash_layers": 3, "swiglu_limit": 10.0,
+    "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": true,
+    "hidden_act": "silu", "initializer_range": 0.02, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16",
+    "attention_bias": false, "attention_dropout": 0.0, "tie_word_embeddings": false, "use_cache": true,
+    "bos_token_id": 0, "eos_token_id": 1, "expert_dtype": "fp4", "transformers_version": "5.24.0",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+}""")
+"""Fields of released and of small published configurations that do not change attention."""
+LIKE_V3: dict[str, Any] = json.loads("""{
+    "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "kv_lora_rank": 512, "qk_nope_head_dim": 448,
+    "v_head_dim": 128, "rope_interleave": true, "window_size": 128, "q_head_norm": true, "moe_layer_freq": 1,
+    "kv_source_layer_ids": [], "index_source_layer_ids": [], "candidate_source_layer_id": -1, "engram_layer_ids": [],
+    "candidate_topk_blocks": 0, "candidate_block_size": 0, "hc_pre_from_prev_sublayer": false, "vision_n_heads": 16,
+    "index_topk_freq": 1
+}""")
+"""Further fields of SGLang's classes, with their values."""
 OUT = object()
 NO_TABLE = "transformers has no such table"
 
@@ -157,7 +175,7 @@ SAME: dict[str, dict[str, Any]] = {
     "dims and the same part": {"partial_rotary_factor": 0.125},
     "ratios without those of MTP": {"compress_ratios": RATIOS},
     "layer types": {"compress_ratios": OUT, "layer_types": [SWA, *[C4A, C128A] * 21]},
-    "layer types win over ratios": {"layer_types": [SWA] * 43},
+    "layer types and the same ratios": {"layer_types": [*([SWA] * 2), *[C4A, C128A] * 20, C4A]},
     "more layer types": {"compress_ratios": OUT, "layer_types": [C4A] * 44},
     "rates": {"compress_ratios": OUT, "layer_types": [C4A, *[C128A] * 42], "compress_rates": {C4A: 8, C128A: 64}},
     "older rates": {
@@ -168,6 +186,8 @@ SAME: dict[str, dict[str, Any]] = {
     },
     "sizes left out": dict.fromkeys(("q_lora_rank", "index_n_heads", "index_head_dim", "hc_mult", "hc_eps"), OUT),
     "eps left out": {"rms_norm_eps": OUT, "hc_sinkhorn_iters": OUT},
+    "every field of the released file": OTHER_FIELDS,
+    "as SGLang's class has it": {**OTHER_FIELDS, **LIKE_V3},
     "topk of Pro": {"index_topk": 1024, "num_attention_heads": 128, "o_groups": 16},
 }
 
@@ -246,6 +266,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": [C4A] * 43, "compress_rate_csa": 8, "compress_rates": {C4A: 4}},
         "compress_rate_csa=8, got 4",
     ),
+    "layer types and other ratios": (
+        {"layer_types": [SWA] * 43},
+        r"compress_ratios\[2\]: expected 0 or 1, as layer_types\[2\]='sliding_attention' says, got 4 -> correct one",
+    ),
+    "layer types and the ratios of fewer layers": (
+        {"layer_types": [SWA] * 43, "compress_ratios": [0] * 42},
+        "expected 43 layers, as layer_types has, got 42 in compress_ratios",
+    ),
+    "layer types and ratios as text": ({"layer_types": [SWA] * 43, "compress_ratios": "0"}, "expected a list, got '0'"),
+    "layer types and a ratio below 0": (
+        {"layer_types": [SWA] * 43, "compress_ratios": [-1] * 43},
+        r"compress_ratios\[0\]: expected 0 or 1, .*got -1",
+    ),
+    "layer types with rates and the usual ratios": (
+        {"layer_types": [C4A] * 43, "compress_ratios": [4] * 43, "compress_rates": {C4A: 8}},
+        r"compress_ratios\[0\]: expected 8, as layer_types\[0\]='compressed_sparse_attention' says, got 4",
+    ),
+    # may change attention, and is not read
+    "entries of every 4th layer": ({"index_topk_freq": 4}, "'index_topk_freq': expected 1, got 4 -> this is not"),
+    "a pattern of entries": ({"index_topk_pattern": "FS"}, "not read here: index_topk_pattern='FS'"),
+    "a misspelt field": ({"index_nheads": 32}, r"not read here: index_nheads=32; did you mean 'index_n_heads'\?"),
+    "two unread fields": (
+        {"attn_logit_softcapping": 50.0, "use_sparse_mla": False},
+        r"not read here: attn_logit_softcapping=50\.0, use_sparse_mla=False",
+    ),
+    "biases": ({"attention_bias": True}, "'attention_bias': expected False, got True"),
+    "more heads of keys": ({"num_key_value_heads": 8}, "'num_key_value_heads': expected 1, got 8"),
+    "another window": ({"window_size": 64}, "'window_size': expected 128, got 64"),
+    "sources of V4.1": ({"kv_source_layer_ids": [2]}, r"'kv_source_layer_ids': expected \[\], got \[2\]"),
+    "delayed mixes of V4.1": ({"hc_pre_from_prev_sublayer": True}, "'hc_pre_from_prev_sublayer': expected False"),
     # known, and not obeyed here
     "attention_factor": (
         {"rope_scaling": {**SCALING, "attention_factor": 1.27}},

@@ -160,13 +160,6 @@ def test_trailing_entries_of_mtp_layers_are_dropped_and_mtp_layers_are_window_on
     assert model.layer(43).kind is SWA
 
 
-def test_layer_types_say_the_same_as_ratios_and_win_over_them() -> None:
-    kinds = [TYPES[kind] for kind, _ in ModelGeometry.preset("flash").layers]
-    by_type = ModelGeometry.from_config(released(layer_types=[*kinds, TYPES[SWA]], compress_ratios=[128] * 43))
-
-    assert same(by_type, ModelGeometry.preset("flash"))
-
-
 def test_compress_rates_say_what_ratio_a_layer_type_has() -> None:
     model = ModelGeometry.from_config(tiny())
 

@@ -81,6 +81,25 @@ def test_layers_past_the_list_of_ratios_are_window_only() -> None:
     assert [kind for kind, _ in model.layers[-4:]] == [C4A, SWA, SWA, SWA]
 
 
+@pytest.mark.parametrize(("num_layers", "kv", "candidates"), [(24, (2, 8, 14, 20), 20), (4, (2,), -1), (2, (), -1)])
+def test_a_configuration_with_fewer_layers_has_the_sources_below(
+    num_layers: int, kv: tuple[int, ...], candidates: int
+) -> None:
+    model = ModelGeometry.from_config(nested(num_hidden_layers=num_layers))
+
+    assert model.layers == FLASH.layers[:num_layers]
+    assert model.sharing is not None
+    assert (model.sharing.kv_source_layer_ids, model.sharing.index_source_layer_ids) == (kv, kv)
+    assert model.sharing.candidate_source_layer_id == candidates
+    assert [model.sources(i) for i in range(num_layers)] == [FLASH.sources(i) for i in range(num_layers)]
+
+
+def test_sources_past_the_last_layer_are_refused_in_a_geometry() -> None:
+    sharing = LayerSharing((2, 8), (2, 8), -1)
+    with pytest.raises(GeometryError, match=r"^kv_source_layer_ids: .* layer 8 of 4 -> list layers from 0 to 3"):
+        attrs.evolve(FLASH, layers=FLASH.layers[:4], sharing=sharing)
+
+
 def test_every_layer_knows_whose_cache_and_whose_entries_it_reads() -> None:
     sources = [FLASH.sources(i) for i in range(40)]
 
@@ -143,7 +162,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kv_source_layer_ids": [2, 2, 20]}, "^kv_source_layer_ids: expected ascending"),
     ({"index_source_layer_ids": [2, 20, 8, 14]}, "^index_source_layer_ids: expected ascending .* -> list each source"),
     ({"kv_source_layer_ids": [1, 2, 20]}, "^kv_source_layer_ids: expected layers with .* got layer 1, which is window"),
-    ({"index_source_layer_ids": [*INDEX, 40]}, "^index_source_layer_ids: expected layers .* layer 40 of 40"),
+    (
+        {"index_source_layer_ids": [-1, *INDEX]},
+        "^index_source_layer_ids: expected layers .* layer -1 of 40 -> list lay",
+    ),
+    ({"layer_types": ["sliding_attention"] * 40}, r"not read here: layer_types=\['sliding_attention'"),
+    ({"hc_pre_from_prev_sublayer": False}, "'hc_pre_from_prev_sublayer': expected True, got False -> .*V4.1's attent"),
     ({"index_source_layer_ids": [2, 8, 20]}, r"^index_source_layer_ids: .* 14 too, got \[2, 8, 20\] -> add 14"),
     (
         {"kv_source_layer_ids": [3, 20], "index_source_layer_ids": [3, 20]},
