@@ -14,12 +14,12 @@ from dsv4attn.errors import ArgumentError
 __all__ = ["HASH_BLOCK_TOKENS", "Request", "hash_blocks"]
 
 HASH_BLOCK_TOKENS = 512
-"""Prompt tokens of one entry of `Request.hash_ids`."""
+"""Prompt tokens of one entry of `Request.hash_ids`, where nothing else is said."""
 
 
-def hash_blocks(tokens: int) -> int:
+def hash_blocks(tokens: int, block_tokens: int = HASH_BLOCK_TOKENS) -> int:
     """Return how many hash blocks a prompt touches; the last one may be partly filled."""
-    return -(-tokens // HASH_BLOCK_TOKENS)
+    return -(-tokens // block_tokens)
 
 
 def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], object]:
@@ -43,7 +43,8 @@ class Request:
     arrival_s: arrival in seconds on the trace's own clock (Azure: since its earliest request).
     input_length: prompt tokens.
     output_length: tokens to generate; the first one is the output of the step that finishes the prompt.
-    hash_ids: ids of the prompt's 512-token blocks, equal ids meaning equal tokens; empty when the trace has none.
+    hash_ids: ids of the prompt's blocks, equal ids meaning equal tokens; empty when the trace has none.
+    hash_block_tokens: prompt tokens of one entry of `hash_ids`.
     """
 
     index: int = field(validator=_at_least(0))
@@ -51,6 +52,7 @@ class Request:
     input_length: int = field(validator=_at_least(1))
     output_length: int = field(validator=_at_least(1))
     hash_ids: tuple[int, ...] = field(default=(), converter=_as_tuple)
+    hash_block_tokens: int = field(default=HASH_BLOCK_TOKENS, validator=_at_least(1))
 
     @property
     def attention_tokens(self) -> int:

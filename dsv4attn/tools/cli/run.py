@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
-from dsv4attn.tools.cli.options import MODEL, OPTION, flag, integer, options, target_file, text, token_count
+from dsv4attn.tools.cli.options import MODEL, OPTION, choice, flag, integer, options, target_file, text, token_count
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
         help="A file (Mooncake JSONL, Azure or BurstGPT CSV), - for standard input, or a built-in trace: short, or "
         "long, whose prompts are longer than what the model's indexer selects.",
     ),
+    choice(
+        "--trace-time-unit",
+        words=("ms", "s"),
+        help="Unit of timestamps in a Mooncake JSONL.  [default: ms, and timestamps that are not whole are refused]",
+    ),
+    integer("--trace-block-tokens", help="Tokens of a block of `hash_ids` in a Mooncake JSONL.  [default: 512]"),
     text(
         "--backend",
         help="Backend to run.  [default: as `dsv4attn explain` says]",
@@ -120,6 +126,8 @@ def run(
     *,
     model: str,
     trace: str,
+    trace_time_unit: str | None,
+    trace_block_tokens: int | None,
     backend: str | None,
     backend_options: dict[str, str],
     device: str,
@@ -177,7 +185,8 @@ def run(
     max_kv_bytes = settings.pop("max_kv_mib") * 2**20
     settings |= {"max_num_batched_tokens": max_num_batched_tokens, "max_kv_bytes": max_kv_bytes}
     config = ReplayConfig(kinds=_kinds(layers), device=place, **settings)
-    requests = _requests(trace, max_requests, max_tokens, config, geometry)
+    units = {"time_unit": trace_time_unit, "block_tokens": trace_block_tokens}
+    requests = _requests(trace, units, max_requests, max_tokens, config, geometry)
     facts: dict[str, object] = {
         "swa_page_size": config.block_size,
         "dtype": _KV_DTYPES.get(config.cache, "e4m3fn"),
@@ -288,14 +297,23 @@ def _tokens_to_select(geometry: ModelGeometry) -> int | None:
 
 
 def _requests(
-    trace: str, max_requests: int | None, max_tokens: int | None, config: ReplayConfig, geometry: ModelGeometry
+    trace: str,
+    units: dict[str, Any],
+    max_requests: int | None,
+    max_tokens: int | None,
+    config: ReplayConfig,
+    geometry: ModelGeometry,
 ) -> list[Request]:
-    """Requests of a file, of standard input, or of a built-in trace."""
+    """Requests of a file, of standard input, or of a built-in trace. units: of a file, None where nothing is said."""
+    from dsv4attn.errors import ArgumentError
     from dsv4attn.tools.replay.trace import generated_trace, read_trace, selecting_trace, short_trace, shrink
 
     selecting = _tokens_to_select(geometry)
     if trace not in (_SHORT, _LONG):
-        requests = read_trace(trace, max_requests=max_requests)
+        requests = read_trace(trace, max_requests=max_requests, **units)
+    elif any(units.values()):
+        option = "--trace-time-unit" if units["time_unit"] else "--trace-block-tokens"
+        raise ArgumentError(option, expected="a file with --trace", actual=f"the built-in trace {trace}")
     elif trace == _SHORT:
         requests = short_trace(config.seed, max_requests or 4)
     elif selecting is not None:

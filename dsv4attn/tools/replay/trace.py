@@ -3,7 +3,9 @@
 The format is found by content, never by file name:
 
 - *Mooncake*: one JSON object a line, `timestamp` (milliseconds), `input_length`, `output_length`, and optionally
-  `hash_ids`, the ids of the prompt's 512-token blocks (equal ids = equal tokens). Other fields are ignored.
+  `hash_ids`, the ids of the prompt's 512-token blocks (equal ids = equal tokens). Other fields are ignored. Other
+  published traces have the same fields with seconds, or with blocks of another size: see `time_unit` and
+  `block_tokens` of `load_trace`.
 - *Azure* CSV: columns `TIMESTAMP` (ISO date and time, up to nine fractional digits, UTC unless an offset is written),
   `ContextTokens`, `GeneratedTokens`.
 - *BurstGPT* CSV: columns `Timestamp` (seconds), `Request tokens`, `Response tokens`. Further columns are ignored.
@@ -26,9 +28,17 @@ from typing import IO
 from attrs import evolve, frozen
 
 from dsv4attn.core.argument_checks import check_count
-from dsv4attn.errors import TraceError
+from dsv4attn.errors import ArgumentError, TraceError
 from dsv4attn.serving.request import HASH_BLOCK_TOKENS, Request, hash_blocks
-from dsv4attn.tools.replay.trace_formats import MAX_REQUEST_TOKENS, BadLineError, TraceFormat, TraceRow, detect
+from dsv4attn.tools.replay.trace_formats import (
+    MAX_REQUEST_TOKENS,
+    TIME_UNITS,
+    BadLineError,
+    MooncakeUnits,
+    TraceFormat,
+    TraceRow,
+    detect,
+)
 
 __all__ = [
     "HASH_BLOCK_TOKENS",
@@ -64,47 +74,74 @@ class Trace:
     skipped: int
 
 
-def read_trace(path: str | os.PathLike[str], *, max_requests: int | None = None) -> list[Request]:
+def read_trace(
+    path: str | os.PathLike[str],
+    *,
+    max_requests: int | None = None,
+    time_unit: str | None = None,
+    block_tokens: int | None = None,
+) -> list[Request]:
     """Return the requests of `load_trace`, for callers who need neither the format nor the count of skipped rows."""
-    return list(load_trace(path, max_requests=max_requests).requests)
+    return list(load_trace(path, max_requests=max_requests, time_unit=time_unit, block_tokens=block_tokens).requests)
 
 
-def load_trace(path: str | os.PathLike[str], *, max_requests: int | None = None) -> Trace:
+def load_trace(
+    path: str | os.PathLike[str],
+    *,
+    max_requests: int | None = None,
+    time_unit: str | None = None,
+    block_tokens: int | None = None,
+) -> Trace:
     """Read and check a trace file, or standard input for `-`; the text of this module describes the formats.
 
-    With `max_requests`, reading stops after that many requests in file order; later lines are not read.
-    Raises `TraceError` with the 1-based line (0: the file as a whole) and the field at fault.
+    max_requests: reading stops after that many requests in file order; later lines are not read.
+    time_unit: "ms" or "s", of `timestamp` in Mooncake's format. By default milliseconds, and a timestamp that is not a
+       whole number is refused, because traces that have them count seconds.
+    block_tokens: prompt tokens of an entry of `hash_ids` in Mooncake's format. By default 512, and a prompt with
+       another number of ids is refused.
+    Raises `TraceError` with the 1-based line (0: the file as a whole) and the field at fault, also where one of the two
+    units is given for a CSV, and `ArgumentError` for bad arguments.
     """
     if max_requests is not None:
         check_count("max_requests", max_requests, 1)
+    if block_tokens is not None:
+        check_count("block_tokens", block_tokens, 1)
+    if time_unit is not None and time_unit not in TIME_UNITS:
+        raise ArgumentError("time_unit", expected=f"one of {', '.join(TIME_UNITS)}", actual=repr(time_unit))
+    units = MooncakeUnits(time_unit, block_tokens)
     name = os.fspath(path)
     try:
         if name == STDIN:
             name = "standard input"
-            form, rows, skipped = _read_rows(name, sys.stdin.buffer, max_requests)
+            form, rows, skipped = _read_rows(name, sys.stdin.buffer, max_requests, units)
         else:
             with Path(name).open("rb") as file:
-                form, rows, skipped = _read_rows(name, file, max_requests)
+                form, rows, skipped = _read_rows(name, file, max_requests, units)
     except OSError as error:
         cure = "give a file: Mooncake JSON lines, or an Azure or BurstGPT CSV"
         raise TraceError(name, 0, f"cannot be read: {error.strerror or error} -> {cure}") from error
     rows.sort(key=lambda row: row.arrival)
     start = rows[0].arrival if form.relative else 0
+    lengths = [(row.input_length, row.output_length, row.hash_ids, block_tokens or HASH_BLOCK_TOKENS) for row in rows]
     requests = tuple(
-        Request(index, (row.arrival - start) / form.unit, row.input_length, row.output_length, row.hash_ids)
-        for index, row in enumerate(rows)
+        Request(index, (row.arrival - start) / form.unit, *lengths[index]) for index, row in enumerate(rows)
     )
     return Trace(requests, form.name, skipped)
 
 
-def _read_rows(name: str, file: IO[bytes], max_requests: int | None) -> tuple[TraceFormat, list[TraceRow], int]:
+def _read_rows(
+    name: str, file: IO[bytes], max_requests: int | None, units: MooncakeUnits
+) -> tuple[TraceFormat, list[TraceRow], int]:
     form: TraceFormat | None = None
     rows: list[TraceRow] = []
     number = skipped = 0
     for number, text in _numbered_lines(name, file):
         try:
             if form is None:
-                form = detect(text)
+                form = detect(text, units)
+                if form.has_header and units != MooncakeUnits():
+                    cure = "leave out the time unit and the tokens of a block: they are of Mooncake's format"
+                    raise TraceError(name, number, f"this is a CSV in the format {form.name} -> {cure}")
                 if form.has_header:
                     continue
             row = form.parse(text)
@@ -162,7 +199,7 @@ def _shrunk(request: Request, max_tokens: int) -> Request:
         return request
     nearest = (2 * request.input_length * max_tokens + total) // (2 * total)
     prompt = min(max(nearest, 1), max_tokens - 1)
-    ids = request.hash_ids[: hash_blocks(prompt)]
+    ids = request.hash_ids[: hash_blocks(prompt, request.hash_block_tokens)]
     return evolve(request, input_length=prompt, output_length=max_tokens - prompt, hash_ids=ids)
 
 

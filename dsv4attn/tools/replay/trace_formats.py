@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from reprlib import repr as short
 from typing import NamedTuple
 
@@ -18,10 +19,13 @@ from attrs import frozen
 from dsv4attn.errors import did_you_mean
 from dsv4attn.serving.request import HASH_BLOCK_TOKENS, hash_blocks
 
-__all__ = ["MAX_REQUEST_TOKENS", "BadLineError", "TraceFormat", "TraceRow", "detect"]
+__all__ = ["MAX_REQUEST_TOKENS", "TIME_UNITS", "BadLineError", "MooncakeUnits", "TraceFormat", "TraceRow", "detect"]
 
 MAX_REQUEST_TOKENS = 1 << 20
 """Longest prompt plus output of one request: the context length of the models (1,048,576 tokens)."""
+
+TIME_UNITS = {"ms": 1000, "s": 1}
+"""Units of `timestamp` in Mooncake's format, and how many of them a second has."""
 
 _MAX_TIMESTAMP = 1 << 53
 _CSV_COLUMNS = {
@@ -48,13 +52,26 @@ class TraceRow:
     arrival: in units of its `TraceFormat`.
     input_length: prompt tokens.
     output_length: tokens to generate.
-    hash_ids: ids of the prompt's 512-token blocks, or none.
+    hash_ids: ids of the prompt's blocks, or none.
     """
 
     arrival: int | float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] = ()
+
+
+@frozen
+class MooncakeUnits:
+    """Units of a trace in Mooncake's format, which other published traces use with other units.
+
+    time: "ms" or "s". None reads integers as milliseconds and refuses other numbers.
+    block_tokens: prompt tokens of one entry of `hash_ids`. None reads 512 and refuses a prompt whose number of ids says
+       something else. With a number, ids may also be those of full blocks alone.
+    """
+
+    time: str | None = None
+    block_tokens: int | None = None
 
 
 @frozen
@@ -75,11 +92,12 @@ class TraceFormat:
     parse: Callable[[str], TraceRow | None]
 
 
-def detect(text: str) -> TraceFormat:
-    """Recognise the format by the first line of the file."""
+def detect(text: str, units: MooncakeUnits) -> TraceFormat:
+    """Recognise the format by the first line of the file. units: of Mooncake's format."""
     start = text.lstrip()[:1]
     if start == "{":
-        return TraceFormat("mooncake", unit=1000, relative=False, has_header=False, parse=_parse_mooncake)
+        parse = partial(_parse_mooncake, units=units)
+        return TraceFormat("mooncake", TIME_UNITS[units.time or "ms"], relative=False, has_header=False, parse=parse)
     if start == "[":
         raise BadLineError("expected one JSON object a line, got a JSON array -> write one request a line")
     columns = _csv_fields(text)
@@ -105,7 +123,7 @@ def _header_problem(text: str, columns: Sequence[str]) -> str:
     return f"unrecognised header {short(text)}: {expected}{''.join(guesses[:3])}"
 
 
-def _parse_mooncake(text: str) -> TraceRow:
+def _parse_mooncake(text: str, units: MooncakeUnits) -> TraceRow:
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
@@ -119,17 +137,28 @@ def _parse_mooncake(text: str) -> TraceRow:
         if name not in record:
             raise BadLineError(f"{name}: missing field (this line has {short(list(record))})")
     row = TraceRow(
-        _timestamp("timestamp", record["timestamp"], "milliseconds"),
+        _timestamp("timestamp", record["timestamp"], "seconds" if units.time == "s" else "milliseconds"),
         _integer("input_length", record["input_length"], 1),
         _integer("output_length", record["output_length"], 1),
         _hash_ids(record.get("hash_ids", [])),
     )
     _check_total("input_length + output_length", row)
-    blocks = hash_blocks(row.input_length)
-    if len(row.hash_ids) > blocks:
-        expected = f"at most {blocks} ids, one for each {HASH_BLOCK_TOKENS} of the {row.input_length} prompt tokens"
-        raise BadLineError(f"hash_ids: expected {expected}, got {len(row.hash_ids)}")
+    if units.time is None and not isinstance(row.arrival, int):
+        cure = "pass --trace-time-unit s if the trace counts seconds, or ms (`time_unit` in Python)"
+        raise BadLineError(f"timestamp: expected whole milliseconds, got {short(row.arrival)} -> {cure}")
+    _check_blocks(row, units)
     return row
+
+
+def _check_blocks(row: TraceRow, units: MooncakeUnits) -> None:
+    """Refuse a number of hash ids that contradicts the tokens of a block."""
+    size = units.block_tokens or HASH_BLOCK_TOKENS
+    blocks = hash_blocks(row.input_length, size)
+    allowed = {0, blocks} if units.block_tokens is None else {0, blocks, row.input_length // size}
+    if len(row.hash_ids) not in allowed:
+        expected = f"{blocks} ids, one for each {size} of the {row.input_length} prompt tokens"
+        cure = "pass --trace-block-tokens if blocks have another size (`block_tokens` in Python)"
+        raise BadLineError(f"hash_ids: expected {expected}, got {len(row.hash_ids)} -> {cure}")
 
 
 class _Column(NamedTuple):

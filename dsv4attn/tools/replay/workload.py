@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.serving.request import HASH_BLOCK_TOKENS, Request
+from dsv4attn.serving.request import Request
 from dsv4attn.tools.replay.random_weights import hidden_bank
 
 __all__ = ["Tokens", "Workload"]
@@ -73,7 +73,9 @@ class Workload:
         self._blocks = np.zeros((len(requests), width), np.int64)
         for row, request in enumerate(requests):
             self._blocks[row, : len(request.hash_ids)] = request.hash_ids
-        self._shared = np.array([min(r.input_length, HASH_BLOCK_TOKENS * len(r.hash_ids)) for r in requests], np.int64)
+        shared = [min(r.input_length, r.hash_block_tokens * len(r.hash_ids)) for r in requests]
+        self._shared = np.array(shared, np.int64)
+        self._block_tokens = np.array([r.hash_block_tokens for r in requests], np.int64)
         self._number, self._seed = seed, _mixed(np.array([seed % 2**64], np.uint64))
 
         random = torch.Generator().manual_seed(seed)
@@ -97,7 +99,7 @@ class Workload:
     def tokens(self, rows: I64, positions: I64) -> Tokens:
         """The tokens at these positions [T] of these requests [T], given by row number."""
         shared = positions < self._shared[rows]
-        block = np.minimum(positions // HASH_BLOCK_TOKENS, self._blocks.shape[1] - 1)
+        block = np.minimum(positions // self._block_tokens[rows], self._blocks.shape[1] - 1)
         # even numbers are blocks that requests can share, odd ones are requests
         owner = np.where(shared, 2 * self._blocks[rows, block], 2 * rows + 1)
         return Tokens(rows, positions, _mixed(_mixed(owner.astype(np.uint64)) + positions.astype(np.uint64)))

@@ -227,6 +227,20 @@ def test_a_csv_trace_is_recognised(model: str, tmp_path: Path) -> None:
     assert (values["code"], values["prefill_tokens"] + values["decode_tokens"]) == (0, 45 + 11)
 
 
+def test_a_trace_in_seconds_is_read_where_it_is_said(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 0.5, "input_length": 33, "output_length": 2, "hash_ids": [1, 2, 3]}\n', encoding="utf-8"
+    )
+    units = "--trace-time-unit", "s", "--trace-block-tokens", 16
+
+    assert "trace.jsonl:1: timestamp: expected whole mill" in invoke("--model", model, "--trace", path).stderr
+    assert as_json("--model", model, "--trace", path, *units, "--layers", "swa")["ok"]
+    refused = invoke("--model", model, *units)
+    assert refused.exit_code == 2
+    assert "--trace-time-unit: expected a file with --trace, got the built-in trace short" in refused.stderr
+
+
 def test_long_requests_are_shrunk(model: str, trace: str) -> None:
     values = as_json("--model", model, "--trace", trace, "--max-tokens", 20, "--max-requests", 1)
 

@@ -52,12 +52,45 @@ def problem_of(path: Path, *, line: int) -> str:
 
 
 def test_mooncake_lines_become_requests(tmp_path: Path) -> None:
-    later = '{"timestamp": 1500.5, "input_length": 1, "output_length": 2, "session": "other fields are ignored"}'
+    later = '{"timestamp": 1500, "input_length": 1, "output_length": 2, "session": "other fields are ignored"}'
 
     assert read_trace(write(tmp_path, MOONCAKE, later)) == [
         Request(0, 0.0, 600, 5, (0, 7)),
-        Request(1, 1.5005, 1, 2),
+        Request(1, 1.5, 1, 2),
     ]
+
+
+def bailian(**changes: object) -> str:
+    """A line as the qwen-bailian traces have it: seconds, and blocks of 16 tokens."""
+    fields = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 521, "output_length": 132}
+    return json.dumps(fields | {"type": "text", "turn": 1, "hash_ids": [*range(33)]} | changes)
+
+
+def test_a_trace_in_seconds_with_blocks_of_16_tokens_is_read_where_it_is_said(tmp_path: Path) -> None:
+    later = bailian(timestamp=65, hash_ids=[*range(32), 99])
+    first, second = read_trace(write(tmp_path, bailian(), later), time_unit="s", block_tokens=16)
+
+    assert (first.arrival_s, second.arrival_s) == (61.114, 65.0)
+    assert first == Request(0, 61.114, 521, 132, tuple(range(33)), 16)
+    assert shrink([first], 128) == [Request(0, 61.114, 102, 26, tuple(range(7)), 16)]
+    # ids of full blocks alone, and none
+    lines = write(tmp_path, bailian(hash_ids=[*range(32)]), bailian(hash_ids=[]))
+    assert [len(request.hash_ids) for request in read_trace(lines, time_unit="s", block_tokens=16)] == [32, 0]
+
+
+def test_fractions_of_milliseconds_are_read_where_they_are_said_to_be_milliseconds(tmp_path: Path) -> None:
+    assert read_trace(write(tmp_path, mooncake(timestamp=1500.5)), time_unit="ms")[0].arrival_s == 1.5005
+
+
+def test_units_of_mooncake_s_format_are_refused_for_a_csv_and_where_they_are_unknown(tmp_path: Path) -> None:
+    path = write(tmp_path, BURST_HEADER, BURST)
+    for units in ({"time_unit": "s"}, {"block_tokens": 16}):
+        with pytest.raises(TraceError, match="a CSV in the format burstgpt -> leave out the time unit"):
+            load_trace(path, **units)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="time_unit: expected one of ms, s, got 'min'"):
+        load_trace(path, time_unit="min")
+    with pytest.raises(ArgumentError, match="block_tokens: expected an integer of at least 1, got 0"):
+        load_trace(path, block_tokens=0)
 
 
 def test_azure_rows_become_requests_counted_from_the_earliest(tmp_path: Path) -> None:
@@ -123,14 +156,14 @@ def test_the_last_line_needs_no_line_end(tmp_path: Path) -> None:
     assert len(read_trace(write(tmp_path, MOONCAKE, end=b""))) == 1
 
 
-def test_hash_ids_may_be_absent_or_fewer_than_the_blocks(tmp_path: Path) -> None:
-    requests = read_trace(write(tmp_path, mooncake(hash_ids=[]), mooncake(hash_ids=[4])))
+def test_hash_ids_may_be_absent_or_those_of_full_blocks_where_their_size_is_said(tmp_path: Path) -> None:
+    requests = read_trace(write(tmp_path, mooncake(hash_ids=[]), mooncake(hash_ids=[4])), block_tokens=512)
 
     assert [request.hash_ids for request in requests] == [(), (4,)]
 
 
 def test_the_longest_request_is_accepted(tmp_path: Path) -> None:
-    path = write(tmp_path, mooncake(input_length=MAX_REQUEST_TOKENS - 5))
+    path = write(tmp_path, mooncake(input_length=MAX_REQUEST_TOKENS - 5, hash_ids=[]))
 
     assert read_trace(path)[0].attention_tokens == MAX_REQUEST_TOKENS - 1
 
@@ -188,8 +221,14 @@ BAD_MOONCAKE = [
     (mooncake(hash_ids=[-1]), "hash_ids[0]: expected an integer of at least 0, got -1"),
     (
         mooncake(hash_ids=[1, 2, 3]),
-        "hash_ids: expected at most 2 ids, one for each 512 of the 600 prompt tokens, got 3",
+        "hash_ids: expected 2 ids, one for each 512 of the 600 prompt tokens, got 3 -> pass --trace-block-tokens",
     ),
+    (mooncake(hash_ids=[1]), "hash_ids: expected 2 ids, one for each 512 of the 600 prompt tokens, got 1 -> pass"),
+    (
+        mooncake(timestamp=61.114),
+        "timestamp: expected whole milliseconds, got 61.114 -> pass --trace-time-unit s if the trace counts seconds",
+    ),
+    (mooncake(timestamp=61.0), "timestamp: expected whole milliseconds, got 61.0 -> "),
     (b"\xff\xfe{", "not UTF-8 text (byte 0xff)"),
     ("x" * (1 << 20) + "y", "line longer than 1048576 bytes"),
 ]

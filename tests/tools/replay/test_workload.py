@@ -67,6 +67,14 @@ def test_requests_with_equal_prefix_blocks_hold_equal_tokens_there_and_nowhere_e
     assert not (ids[0][1024:] == ids[2][1024:]).any()
 
 
+def test_blocks_have_the_tokens_that_their_trace_says() -> None:
+    requests = [Request(i, 0.0, 50, 2, ids, 16) for i, ids in enumerate([(7, 8, 9, 3), (7, 8, 10, 3)])]
+    workload = workload_of(*requests)
+    ids = [workload.tokens(np.full(50, row), np.arange(50)).ids for row in range(2)]
+
+    assert [bool(equal) for equal in ids[0] == ids[1]] == [True] * 32 + [False] * 16 + [True] * 2
+
+
 def test_outputs_belong_to_their_request_even_in_a_shared_block() -> None:
     workload = workload_of(*requests_of((20, 40), (20, 40), hash_ids=[(3,), (3,)]))
     ids = [workload.tokens(np.full(60, row), np.arange(60)).ids for row in range(2)]
