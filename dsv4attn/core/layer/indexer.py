@@ -14,6 +14,7 @@ from dsv4attn.core.context_parallel.selection import SelectTopk
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.compressor import Compressor, LatentCompressor
+from dsv4attn.core.metadata.forward_context import runs_as_captured
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies
@@ -106,7 +107,7 @@ class Indexer:
 
     def takes_all(self, metadata: AttentionMetadata) -> bool:
         """Whether every token of a step sees at most K entries, which are all selected: queries are not needed then."""
-        capturing = is_capturing(self._table.device)
+        capturing = self._is_captured()
         longest, (publishes, restricts) = self._longest(metadata), self._levels(metadata)
         return self._shortcut and not capturing and longest <= self._topk and publishes is restricts is None
 
@@ -166,13 +167,16 @@ class Indexer:
         else:
             self._ops.select_topk(query, keys, token_map, out, longest)
 
+    def _is_captured(self) -> bool:
+        """Whether a graph is being captured, or the step is run as a graph runs it."""
+        return runs_as_captured() or is_capturing(self._table.device)
+
     def _longest(self, metadata: AttentionMetadata) -> int:
         """The most entries that a token of the step sees, or of any step that replays a graph."""
         compressed = metadata.compressed
         assert compressed is not None
         # a graph is replayed with longer contexts
-        capturing = is_capturing(self._table.device)
-        return (self._limits.max_model_len if capturing else compressed.max_seq_len) // self._ratio
+        return (self._limits.max_model_len if self._is_captured() else compressed.max_seq_len) // self._ratio
 
     def _levels(self, metadata: AttentionMetadata) -> tuple[Candidates | None, Candidates | None]:
         """Candidates that are published in a step, and those that restrict its selection."""

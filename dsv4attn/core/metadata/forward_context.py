@@ -19,7 +19,7 @@ from dsv4attn.core.metadata.metadata import (
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
 
-__all__ = ["ForwardContext", "get_forward_context", "set_forward_context"]
+__all__ = ["ForwardContext", "get_forward_context", "runs_as_captured", "set_forward_context"]
 
 Metadata: TypeAlias = (
     "Mapping[LayerKind, AttentionMetadata] | Mapping[LayerKey, AttentionMetadata] | Mapping[str, AttentionMetadata]"
@@ -29,9 +29,14 @@ Metadata: TypeAlias = (
 
 @frozen
 class ForwardContext:
-    """attn_metadata: by kind of layer, or (kind, ratio), or by prefix of a cache layer. None means warm-up."""
+    """The step that is being run.
+
+    attn_metadata: by kind of layer, or (kind, ratio), or by prefix of a cache layer. None means warm-up.
+    as_captured: whether layers do what they do while a graph is captured.
+    """
 
     attn_metadata: Metadata | None
+    as_captured: bool = False
 
     def for_layer(
         self, prefix: str, swa_prefix: str, kind: LayerKind, compress_ratio: int | None = None
@@ -90,13 +95,16 @@ _context: ContextVar[ForwardContext | None] = ContextVar("dsv4attn_forward", def
 
 
 @contextmanager
-def set_forward_context(attn_metadata: Metadata | None) -> Iterator[ForwardContext]:
+def set_forward_context(attn_metadata: Metadata | None, *, as_captured: bool = False) -> Iterator[ForwardContext]:
     """Run a step: layers called inside find their metadata in `attn_metadata`.
 
     attn_metadata: what `MetadataBuilder.build_for` or `build_all` returned, by kind of layer. Or a mapping by prefix:
     the `prefix` of each layer to its compressed metadata, its `swa_prefix` to its window metadata, its `prefix` and
-    ".state" to that of its compressor. None is the warm-up: layers reserve memory and zero their output. Raises
-    ArgumentError for anything else, UnknownNameError for kinds that do not exist.
+    ".state" to that of its compressor. None is the warm-up: layers reserve memory and zero their output.
+    as_captured: run the step as a captured graph runs it, for metadata of a capture whose device tensors hold another
+    step by now. An indexer then reads no length of the host, which is still that of the capture. Without it an indexer
+    may take all entries, up to K, because the host says that no token sees more than K.
+    Raises ArgumentError for anything else, UnknownNameError for kinds that do not exist.
     """
     if attn_metadata is not None and not isinstance(attn_metadata, Mapping):
         raise ArgumentError(
@@ -105,12 +113,18 @@ def set_forward_context(attn_metadata: Metadata | None) -> Iterator[ForwardConte
             actual=type(attn_metadata).__name__,
             hint="give all that build_for returned, not the metadata of one kind",
         )
-    context = ForwardContext(None if attn_metadata is None else _by_kind(attn_metadata))
+    context = ForwardContext(None if attn_metadata is None else _by_kind(attn_metadata), as_captured)
     token = _context.set(context)
     try:
         yield context
     finally:
         _context.reset(token)
+
+
+def runs_as_captured() -> bool:
+    """Whether the step being run asks for what a captured graph does. False outside a step."""
+    context = _context.get()
+    return context is not None and context.as_captured
 
 
 def get_forward_context() -> ForwardContext:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, OutOfPagesError
 from dsv4attn.selection import load_backend
+from dsv4attn.testing.check_whole_layer import _fill, _padding_batch
 from tests.harness import FP8, FP32, SMALL, LayerStack, assert_outputs_close, random_weights
 
 LIMITS = Limits(4, 64, 256)
@@ -366,6 +370,29 @@ def test_short_contexts_select_everything_without_scores_but_never_while_a_graph
 
     assert selected_counts == [whole.limits.max_model_len // 4] * 2
     same(outs, expected)
+
+
+def test_the_metadata_of_a_capture_run_again_as_captured_select_what_a_longer_step_selects() -> None:
+    whole = invariant(geometry=attrs.evolve(SMALL, index_topk=2))
+    whole.layers[1].indexer._shortcut = True  # type: ignore[union-attr]
+    hidden, manager = whole.hidden(0, 61), whole.manager
+    sequence, _ = whole.cut(hidden[:60], [60])
+    step = [(sequence, 1)]
+
+    def run(metadata: Any, *, as_captured: bool) -> list[Tensor]:
+        with torch.no_grad(), set_forward_context(metadata, as_captured=as_captured):
+            outs = [layer(hidden[60:], manager.positions(step)) for layer in whole.layers]
+        return [whole.layers[1].topk_indices[:1].clone(), *outs]
+
+    batch = _padding_batch(manager, 1)
+    of_capture = manager.metadata(batch, full_width=True)  # the host's lengths are those of padding
+    _fill(batch, manager.batch(step))
+    expected = run(manager.metadata(batch, full_width=True), as_captured=False)
+
+    same(run(of_capture, as_captured=True), expected)
+    selected = run(of_capture, as_captured=False)[0]
+    assert selected.tolist() == [[0, 1]]  # as if no token saw more than two entries
+    assert not torch.equal(selected, expected[0])
 
 
 @pytest.mark.parametrize("index", [KVCacheLayout.index_fp8(32), KVCacheLayout.index_mxfp4(32)], ids=["fp8", "mxfp4"])
