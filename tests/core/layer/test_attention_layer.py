@@ -71,13 +71,6 @@ def test_g24_a_token_has_the_same_bits_alone_in_a_batch_and_after_padding() -> N
         same(list(out[:38].split([30, 7, 1])), [outs[i] for outs in alone])
 
 
-def test_the_everyday_layer_agrees_with_the_deterministic_one_within_rounding() -> None:
-    plain, exact = LayerStack(load_backend("reference")), invariant()
-    hidden = plain.hidden(0, 60)
-
-    assert_outputs_close(plain.cut(hidden, [33, 1, 1, 25])[1], exact.cut(hidden, [60])[1], 2e-6)
-
-
 # several sequences, drafts, prefixes, forks
 
 
@@ -97,22 +90,6 @@ def test_g15_rejected_drafts_leave_no_trace() -> None:
     same([torch.cat(part) for part in zip(*parts, strict=True)], outs)
     next_hidden = whole.hidden(5, 9)
     same(whole.step([(sequence, 9)], next_hidden), whole.step([(expected, 9)], next_hidden))
-
-
-@pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 31, 33])
-def test_a_fork_at_any_length_continues_like_the_original(length: int) -> None:
-    whole = invariant(FP8)
-    hidden, other = whole.hidden(0, 33), whole.hidden(1, 12)
-    parent, _ = whole.cut(hidden, [33])
-    expected = whole.cut(torch.cat([hidden[:length], other]), [length + 12])[1]
-
-    fork = whole.manager.fork(parent, length)
-    outs = whole.step([(fork, 12)], other)
-
-    same(outs, [out[length:] for out in expected])
-    original = whole.bytes_of(parent)
-    whole.step([(fork, 8)], whole.hidden(2, 8))
-    same(whole.bytes_of(parent), original)
 
 
 def test_windows_slide_and_a_fork_of_the_present_needs_nothing_else() -> None:

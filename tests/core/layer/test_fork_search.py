@@ -246,7 +246,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@search(12)
+@search(8)
 @given(models(), st.lists(OPERATIONS, min_size=3, max_size=10))
 def test_every_accepted_fork_goes_on_as_if_its_tokens_had_run_alone(
     options: dict[str, Any], operations: list[tuple[Any, ...]]
