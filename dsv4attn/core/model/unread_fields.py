@@ -30,12 +30,14 @@ _HARMLESS = frozenset(
         *("attention_dropout", "attn_implementation", "output_attentions"),
         # sizes of DeepSeek-V3, which SGLang's classes of V4 and V4.1 inherit with V3's values. Nothing in V4 has them.
         *("kv_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim"),
+        # what vLLM and SGLang add to a configuration that they have loaded
+        *("index_share_for_mtp_iteration", "swa_head_dim", "swa_v_head_dim"),
         # counts layers from which index_topk_freq holds, which has to be 1
         "index_skip_topk_offset",
     }
 )
 """Fields whose name speaks of attention, and that do not change it."""
-_HARMLESS_PREFIXES = "_", "vision_", "image_", "engram_", "dspark_", "mtp_", "moe_", "router_"
+_HARMLESS_PREFIXES = "_", "vision_", "image_", "engram_", "dspark_", "mtp_", "mm_", "moe_", "router_"
 """Private attributes of configuration objects, and parts of a model next to the attention of its layers."""
 _OBEYED: Mapping[str, Any] = {
     "attention_bias": False,

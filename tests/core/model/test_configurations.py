@@ -78,9 +78,9 @@ LIKE_V3: dict[str, Any] = json.loads("""{
     "v_head_dim": 128, "rope_interleave": true, "window_size": 128, "q_head_norm": true, "moe_layer_freq": 1,
     "kv_source_layer_ids": [], "index_source_layer_ids": [], "candidate_source_layer_id": -1, "engram_layer_ids": [],
     "candidate_topk_blocks": 0, "candidate_block_size": 0, "hc_pre_from_prev_sublayer": false, "vision_n_heads": 16,
-    "index_topk_freq": 1
+    "index_topk_freq": 1, "mm_prefix_clamp_sliding_window": true, "swa_head_dim": 512
 }""")
-"""Further fields of SGLang's classes, with their values."""
+"""Further fields of SGLang's classes, with their values, and some that engines add."""
 OUT = object()
 NO_TABLE = "transformers has no such table"
 
