@@ -46,7 +46,8 @@ def tiny_model() -> DeepseekV4ForCausalLM:
         mlp_layer_types=["moe"] * 3,
         o_groups=2,
         o_lora_rank=64,
-        index_n_heads=16,
+        # as many as released models have: with few of them index scores are often exactly 0, and ties decide
+        index_n_heads=64,
         index_topk=16,
         max_position_embeddings=4096,
         pad_token_id=0,

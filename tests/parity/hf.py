@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -103,6 +104,26 @@ def passing(cache: Any) -> dict[str, Any]:
 def cache_of(output: Any) -> Any:
     """Return the cache that a model has put into its output."""
     return getattr(output, cache_name())
+
+
+@contextmanager
+def no_tie_decides() -> Iterator[None]:
+    """Fail if equal scores stand on both sides of a selection of transformers, whose `topk` may take others than ours.
+
+    This package takes the lowest entry numbers. Torch's `topk` on a CPU takes others below 64 times K entries.
+    """
+    topk, ties = Tensor.topk, 0
+
+    def counted(scores: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+        nonlocal ties
+        if k < scores.shape[dim]:
+            last, following = topk(scores, k + 1, dim).values.movedim(dim, 0)[k - 1 :]
+            ties += int(((last == following) & last.isfinite()).sum())
+        return topk(scores, k, dim, **options)
+
+    with mock.patch.object(Tensor, "topk", counted):
+        yield
+    assert not ties, f"{ties} selections are decided by ties: compare with more index heads"
 
 
 def config(**changes: Any) -> Any:
@@ -239,7 +260,7 @@ def run(model: Any, ids: Tensor, chunks: Sequence[int] = ()) -> list[Trace]:
 
     handles = [layer.self_attn.register_forward_hook(see, with_kwargs=True) for layer in model.layers]
     cache = DynamicCache(config=model.config) if chunks else None
-    with torch.no_grad(), eager_attention(attend):
+    with torch.no_grad(), eager_attention(attend), no_tie_decides():
         for part in ids.split(list(chunks) or [len(ids)]):
             model(input_ids=part[None], **passing(cache), use_cache=cache is not None)
     for handle in handles:

@@ -60,6 +60,15 @@ def test_g23_a_layer_from_hidden_states_equals_the_published_model(seed: int, cu
     assert max(errors) <= TOLERANCE
 
 
+def test_a_comparison_in_which_ties_decide_is_refused() -> None:
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Model
+
+    # with one index head half of the scores are exactly 0
+    one_head = hf.seeded(lambda: DeepseekV4Model(hf.config(index_n_heads=1)), 0)
+    with pytest.raises(AssertionError, match="selections are decided by ties: compare with more index heads"):
+        hf.run(one_head, hf.prompt(0))
+
+
 def test_g15_several_sequences_and_tokens_of_a_step_equal_it() -> None:
     stack, seen = Stack(hf.model(0), load_backend("reference"), FP32), traces(0)
     first, second = stack.manager.new(), stack.manager.new()
