@@ -96,7 +96,7 @@ def test_pages_a_mebibyte_apart_change_no_bit(name: str) -> None:
 @all_backends
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_entries_whose_score_is_nan_are_never_selected(name: str, *, deterministic: bool) -> None:
-    here = stack(name, **({"deterministic": True} if deterministic else {}))
+    here = stack(name, deterministic=True) if deterministic else stack(name)
     hidden = here.hidden(0, 1200)
     sequence, _ = here.cut(hidden[:1190], [1000, 190])
     index, blocks = here.manager.caches[CSA].index, torch.tensor(sequence.tables["compressed"].blocks, device=DEVICE)

@@ -359,7 +359,9 @@ def test_the_metadata_of_a_capture_run_again_as_captured_select_what_a_longer_st
     def run(metadata: Any, *, as_captured: bool) -> list[Tensor]:
         with torch.no_grad(), set_forward_context(metadata, as_captured=as_captured):
             outs = [layer(hidden[60:], manager.positions(step)) for layer in whole.layers]
-        return [whole.layers[1].topk_indices[:1].clone(), *outs]
+        selected = whole.layers[1].topk_indices
+        assert selected is not None
+        return [selected[:1].clone(), *outs]
 
     batch = _padding_batch(manager, 1)
     of_capture = manager.metadata(batch, full_width=True)  # the host's lengths are those of padding

@@ -30,11 +30,10 @@ from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence
 from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.oracle import F64
+from dsv4attn.testing.tolerances import F64, stored
 from tests.core.attention.strategies import search
 from tests.core.layer.test_fork_search import STATE_SIZES, first_needed
 from tests.harness import FP32, SMALL, LayerStack
-from tests.harness_v41 import stored
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="caches lie on the CPU; kernels are compiled")
 
@@ -146,7 +145,10 @@ class Program:
         )
         self.drafts, name = rng.choice([0, 1, 8]), rng.choice([*INDEX])
         limits = Limits(MAX_REQS, MAX_TOKENS, MAX_LEN, num_speculative_tokens=self.drafts)
-        sizes = {"swa_block_size": rng.choice([1, 4, 16]), "compressed_block_tokens": c4a * c128a * rng.choice([1, 2])}
+        sizes: dict[str, Any] = {
+            "swa_block_size": rng.choice([1, 4, 16]),
+            "compressed_block_tokens": c4a * c128a * rng.choice([1, 2]),
+        }
         self.sizes = {"window": sizes["swa_block_size"], **{f"{kind}_state": n for kind, n in STATE_SIZES.items()}}
         loaded = [load_backend(backend) for backend in backends]
         self.whole = LayerStack(

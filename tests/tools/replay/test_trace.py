@@ -86,7 +86,7 @@ def test_units_of_mooncake_s_format_are_refused_for_a_csv_and_where_they_are_unk
     path = write(tmp_path, BURST_HEADER, BURST)
     for units in ({"time_unit": "s"}, {"block_tokens": 16}):
         with pytest.raises(TraceError, match="a CSV in the format burstgpt -> leave out the time unit"):
-            load_trace(path, **units)  # type: ignore[arg-type]
+            load_trace(path, **units)
     with pytest.raises(ArgumentError, match="time_unit: expected one of ms, s, got 'min'"):
         load_trace(path, time_unit="min")
     with pytest.raises(ArgumentError, match="block_tokens: expected an integer of at least 1, got 0"):
