@@ -183,8 +183,9 @@ def test_ctrl_c_in_the_first_step_leaves_an_empty_report() -> None:
 def test_bytes_are_those_of_pages() -> None:
     # records of 24 codes, 8 bf16 and 8 bytes of scales; pages are multiples of 40 bytes; index keys of 36 bytes
     swa, c4a, c128a = run(block_size=4).layers
+    c4a_bytes, c128a_bytes = 64 * (48 + 36) + 8, 16 * 48 + 32
 
-    assert [x.kv_bytes_per_token for x in (swa, c4a, c128a)] == [0, 64 * (48 + 36) / 256 + 8 / 256, 16 * 48 / 256 + 32 / 256]
+    assert [x.kv_bytes_per_token for x in (swa, c4a, c128a)] == [0, c4a_bytes / 256, c128a_bytes / 256]
     assert {x.window_bytes_per_sequence for x in (swa, c4a, c128a)} == {3 * 200}
     assert 0 < swa.kv_bytes_peak < c128a.kv_bytes_peak < c4a.kv_bytes_peak
 
