@@ -34,8 +34,8 @@ _LN2 = log(2.0)
 _COPY = "pass contiguous memory"
 _Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides of a view."""
-_View: TypeAlias = tuple["weakref.ref[Tensor]", int, _Sizes, Tensor]
-"""The tensor of a cache, the address of its memory, and a view in FlashInfer's shape."""
+_View: TypeAlias = tuple["weakref.ref[Tensor]", _Sizes, Tensor]
+"""The tensor of a cache, and a view of its memory in FlashInfer's shape."""
 MOST_SHAPES = 1024
 """Most entries of a cache by shapes: more than an engine uses, for its graph sizes and recent eager shapes."""
 _K = TypeVar("_K")
@@ -213,17 +213,20 @@ class FlashInferAttention:
     def _pages_of(self, memory: Tensor, sizes: _Sizes) -> Tensor:
         """A view of a cache in FlashInfer's shape.
 
-        Views are cached by the identity of the cache's tensor, as long as that lives at the same address.
+        Views are cached by the identity of the cache's tensor, as long as both have the same address. A view whose
+        storage was released has none.
         """
         cached = self._views.get(id(memory))
-        if cached is not None and cached[0]() is memory and cached[1] == memory.data_ptr() and cached[2] == sizes:
-            return cached[3]
+        if cached is not None and cached[0]() is memory and cached[1] == sizes:
+            view = cached[2]
+            if view.data_ptr() == memory.data_ptr():
+                return view
         # a tensor on the same storage: a view of this tensor would prevent its release
         with torch.inference_mode(False):  # it outlives the mode of the call that made it
             view = memory.new_empty(0).set_(memory.untyped_storage(), memory.storage_offset(), *sizes)
         number, views = id(memory), self._views
         gone = weakref.ref(memory, lambda _: views.pop(number, None))
-        self._views[number] = gone, memory.data_ptr(), sizes, view
+        self._views[number] = gone, sizes, view
         return view
 
     def _require_no_capture(self, call: AttentionCall) -> None:
@@ -259,7 +262,7 @@ class FlashInferAttention:
         for segment in keys:
             rows, cache = segment.rows, segment.cache
             tensors += [rows.indices, rows.lens, cache.tensor]
-            sizes.append((cache.layout.fingerprint, cache.block_size))
+            sizes.append((cache.layout.fingerprint, cache.block_size, cache.page_stride))
         key = signature(*tensors), *sizes, call.layer.scale, call.empty_lse, call.max_logits is None
         form = self._forms.get(key)
         return form or remember(self._forms, key, self._formed(call))

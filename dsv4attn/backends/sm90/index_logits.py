@@ -13,7 +13,6 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
-from dsv4attn.backends._triton.cache.records import record_strides
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.sizes import cdiv
@@ -78,7 +77,7 @@ def fp8_paged_mqa_logits(
 
 def paging_of(cache: PagedKVCache) -> tuple[int, ...] | None:
     """Arguments of the kernel that describe the pages; None if the kernel does not read such pages."""
-    page, data, scale_offset, scale = record_strides(cache)
+    page, data, scale_offset, scale = cache.memory.record_strides
     served = (
         cache.layout == LAYOUT
         and (data, scale) == (DIM, 4)

@@ -17,7 +17,6 @@ from dsv4attn.backends._triton.cache.records import (
     alignment_of_rows,
     record_alignments,
     record_constants,
-    record_strides,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import WIDE, launch
@@ -195,14 +194,15 @@ def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKe
         assert isinstance(rows, DenseIndices)
         indices, lens = rows.indices[part], rows.lens[part]
         width = indices.shape[1]
-        constants = _constants(cache.layout, alignment_of_rows(kv), alignment_of_records(cache))
+        memory = cache.memory
+        constants = _constants(cache.layout, alignment_of_rows(kv), alignment_of_records(cache.layout, memory))
         launch(
             kernels.gather_selected,
             (n * max(cdiv(width, constants["BLOCK_R"]), 1),),
             (
                 kv, packed.indices, packed.lens, cache.tensor, indices, lens, window_lens,
                 packed.indices.shape[1], width, window_width, indices.stride(0), kv.stride(0),
-                cache.num_blocks, cache.block_size, *record_strides(cache),
+                cache.num_blocks, cache.block_size, *memory.record_strides,
             ),
             constants,
             num_warps=WARPS,

@@ -30,7 +30,7 @@ from dsv4attn.core.attention.custom_ops import define_op
 from dsv4attn.core.attention.exchange import ONE_RANK, Exchange
 from dsv4attn.core.attention.projection import o_proj
 from dsv4attn.core.attention.raw_q import RawQSteps
-from dsv4attn.core.cache.layer_caches import LayerCaches, caches_of, op_tensor
+from dsv4attn.core.cache.layer_caches import LayerCaches, caches_of, check_op_tensors, have_moved, op_tensor
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.contract.backend import Backend, KeyForm, RawQuery
 from dsv4attn.core.contract.limits import Limits
@@ -261,6 +261,10 @@ class DeepseekV4MLAAttention:
     def _tensors(self, caches: LayerCaches | None) -> tuple[Tensor | None, ...]:
         """What the ops are given for caches."""
         if caches is None or caches is self.caches:
+            if not torch.compiler.is_compiling() and self.caches is not None:
+                both = self.caches.swa, self.caches.compressed
+                if have_moved(both, self._op_tensors):
+                    self._op_tensors = op_tensor(both[0]), op_tensor(both[1])
             return self._op_tensors
         return caches.swa.tensor, None if caches.compressed is None else caches.compressed.tensor
 
@@ -367,10 +371,14 @@ def _forward(
     bound.exchange.attend(call)
 
 
-def _layer(handle: str) -> DeepseekV4MLAAttention:
+def _bound_layer(handle: str) -> DeepseekV4MLAAttention:
+    """The layer of an op, whose caches have the memory that the op was given."""
     layer = _layers.get(handle)
     if layer is None:
         raise Dsv4AttnError(f"layer {handle} no longer exists -> keep the layer alive as long as graphs that call it")
+    if layer.caches is not None:
+        caches = layer.caches.swa, layer.caches.compressed
+        check_op_tensors(layer.prefix, caches, layer._op_tensors)  # noqa: SLF001 - of the layer of this module
     return layer
 
 
@@ -378,7 +386,7 @@ def _layer(handle: str) -> DeepseekV4MLAAttention:
 def _run_insert(
     q: Tensor, kv: Tensor, positions: Tensor, cos_sin_cache: Tensor, swa: Tensor | None, layer: str
 ) -> None:
-    bound = _layer(layer)
+    bound = _bound_layer(layer)
     _insert(bound, caches_of(bound.caches, swa), q, kv, positions, cos_sin_cache)
 
 
@@ -395,7 +403,7 @@ def _run_forward(
     cos_sin_cache: Tensor,
     layer: str,
 ) -> None:
-    bound = _layer(layer)
+    bound = _bound_layer(layer)
     caches = caches_of(bound.caches, swa, compressed)
     _forward(bound, caches, topk_indices, attn_sink, cos_sin_cache, q, positions, output)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cache as cached
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,8 +15,17 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.record_layout import check_window
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import signature
+from dsv4attn.errors import ArgumentError
 
-__all__ = ["DeepseekV4Caches", "LayerCaches", "all_caches_of", "caches_of", "op_tensor"]
+__all__ = [
+    "DeepseekV4Caches",
+    "LayerCaches",
+    "all_caches_of",
+    "caches_of",
+    "check_op_tensors",
+    "have_moved",
+    "op_tensor",
+]
 
 _CURE = "pass PagedKVCache(tensor, layout), or PagedKVCache.allocate(...)"
 
@@ -38,15 +47,21 @@ class LayerCaches:
         if self.compressed is not None:
             check_type("compressed", self.compressed, PagedKVCache, cure=_CURE)
 
-    @cached_property
+    @property
     def signature(self) -> tuple[object, ...]:
         """For both caches: the signature of the tensor, the fingerprint of the layout and the page size.
 
-        Equal signatures are one object, so that a key can name it by identity.
+        Equal signatures are one object, so that a key can name it by identity. It is made again when the memory of a
+        cache has changed. Raises ArgumentError if a cache has memory that it was not made for (`PagedKVCache.memory`).
         """
-        caches = [self.swa] if self.compressed is None else [self.swa, self.compressed]
-        formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
-        return _one((*signature(*[cache.tensor for cache in caches]), *formats))
+        compressed = None if self.compressed is None else self.compressed.memory
+        memories, made = (self.swa.memory, compressed), self.__dict__.get("_made")
+        if made is None or made[0] != memories:
+            caches = [self.swa] if self.compressed is None else [self.swa, self.compressed]
+            formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
+            made = memories, _one((*signature(*[cache.tensor for cache in caches]), *formats))
+            self.__dict__["_made"] = made
+        return made[1]
 
     def __reduce__(self) -> tuple[object, ...]:
         """How they are copied and pickled: without the signature, which has addresses and is known by its identity."""
@@ -83,6 +98,16 @@ class DeepseekV4Caches:
         caches = {"swa": self.attention.swa, "compressed": self.attention.compressed, "state": self.state}
         caches |= {"index": self.index, "index_state": self.index_state}
         return {name: cache for name, cache in caches.items() if cache is not None}
+
+    @property
+    def in_order(self) -> tuple[PagedKVCache | None, ...]:
+        """All five caches, None for those that the layer does not have."""
+        return self.attention.swa, self.attention.compressed, self.state, self.index, self.index_state
+
+    def check_memory(self) -> None:
+        """Raise ArgumentError if a cache has memory that it was not made for (`PagedKVCache.memory`)."""
+        for cache in self.in_order:
+            _ = None if cache is None else cache.memory
 
 
 def caches_of(caches: LayerCaches | None, swa: Tensor | None, compressed: Tensor | None = None) -> LayerCaches | None:
@@ -141,6 +166,27 @@ def op_tensor(cache: PagedKVCache | None) -> Tensor | None:
         return whole.as_strided((*shape, size * last), (*strides, 1), size * tensor.storage_offset())
 
 
+def have_moved(caches: Sequence[PagedKVCache | None], op_tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a cache has other memory than when `op_tensor` was asked for it.
+
+    op_tensors: what `op_tensor` returned for each cache.
+    """
+    return any(
+        cache is not None and tensor is not None and tensor.data_ptr() != cache.tensor.data_ptr()
+        for cache, tensor in zip(caches, op_tensors, strict=True)
+    )
+
+
+def check_op_tensors(prefix: str, caches: Sequence[PagedKVCache | None], op_tensors: Sequence[Tensor | None]) -> None:
+    """Raise ArgumentError if a compiled graph would be given memory that the caches of a layer no longer have.
+
+    prefix: of the layer. caches, op_tensors: as of `have_moved`.
+    """
+    if have_moved(caches, op_tensors):
+        expected, hint = "the memory that they had when they were bound", "call bind_kv_cache again"
+        raise ArgumentError(f"caches of {prefix}", expected=expected, actual="other memory", hint=hint)
+
+
 _allocations: WeakValueDictionary[tuple[int, torch.device], Tensor] = WeakValueDictionary()
 """All bytes of allocations that several caches share, by address. They live as long as one of their views."""
 
@@ -152,7 +198,7 @@ def _on(cache: PagedKVCache, tensor: Tensor | None) -> PagedKVCache:
     return PagedKVCache(tensor.view(cache.layout.dtype), cache.layout, block_size=cache.block_size)
 
 
-@lru_cache(maxsize=1024)
+@cached
 def _one(signature: tuple[object, ...]) -> tuple[object, ...]:
-    """The first of equal signatures."""
+    """The first of equal signatures. None is dropped, so that no identity in a key becomes that of another one."""
     return signature

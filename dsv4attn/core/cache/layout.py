@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_count, check_type, round_up
@@ -20,18 +20,56 @@ from dsv4attn.core.cache.record_layout import (
 from dsv4attn.core.tensorspec import has_dense_rows, usable_device
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["Arrangement", "Coding", "Fp8Format", "KVCacheLayout", "PagedKVCache", "Region", "check_layout"]
+__all__ = [
+    "Arrangement",
+    "CacheMemory",
+    "Coding",
+    "Fp8Format",
+    "KVCacheLayout",
+    "PagedKVCache",
+    "Region",
+    "check_layout",
+]
 
 _LAYOUTS = "pass KVCacheLayout.fp8_ds_mla(), .v41_fp8(), .v41_fp4(), .of_record(name) or .rows()"
+_NEW_MEMORY = (
+    "make another cache of the new memory, PagedKVCache(tensor, layout), and bind it; or give the tensor memory with the "
+    "same strides, torch.empty_strided(shape, strides)"
+)
+_ALIGNMENT = 16
+"""Bytes of the widest access of a kernel."""
+
+
+@frozen(eq=False)
+class CacheMemory:
+    """Where the memory of a cache is, and how pages and records lie in it. It is compared by identity.
+
+    address: address of the first page.
+    strides: strides of the tensor, in elements.
+    storage_bytes: bytes of the tensor's storage, which other tensors may share.
+    page_stride: bytes from one page to the next.
+    record_strides: (page stride, data stride, offset of the scales, stride of the scales), in elements of the tensor.
+       Record i of page b has its data at b * page stride + i * data stride, and its scales at b * page stride + offset
+       of the scales + i * stride of the scales.
+    alignment: the largest power of two up to 16 that divides the address, the page stride and the data stride in bytes.
+    """
+
+    address: int
+    strides: tuple[int, ...]
+    storage_bytes: int
+    page_stride: int
+    record_strides: tuple[int, int, int, int]
+    alignment: int
 
 
 class PagedKVCache:
     """A paged cache: a tensor, and the layout of its bytes. The page stride is that of the tensor; nothing is copied.
 
     A cache has one memory, that of `tensor`. Its attributes cannot be set: another tensor is another cache. If the
-    tensor itself gets other memory (`tensor.data = x`, `set_`), the cache has that memory too; it must have the same
-    dtype, shape and strides, which `region` checks. A copy (`copy.copy`) has the memory of the cache; a deep copy, and
-    one that was pickled or saved, has memory of its own.
+    tensor itself gets other memory (`tensor.data = x`, `set_`, a resized storage), the cache has that memory too. It
+    must have the same dtype, shape and strides. `memory` checks that, and every reader of `page_stride`, `region` and
+    `memory` gets the check with it. A copy (`copy.copy`) has the memory of the cache; a deep copy, and one that was
+    pickled or saved, has memory of its own.
 
     tensor: quantised records: uint8 [B, P, record_bytes] or [B, 1, P, record_bytes]; pages begin at
             multiples of stride(0), in bytes (token i is not at i * record_bytes). Or [B, bytes], block_size given.
@@ -42,16 +80,16 @@ class PagedKVCache:
     Raises ArgumentError if the tensor cannot be such a cache.
     """
 
-    __slots__ = ("_memory", "_regions", "_shape", "block_size", "layout", "num_blocks", "page_stride", "tensor")
+    __slots__ = ("_memory", "_regions", "_shape", "_storage", "block_size", "layout", "num_blocks", "tensor")
 
     tensor: Tensor
     layout: KVCacheLayout
     num_blocks: int
     block_size: int
-    page_stride: int
-    _regions: dict[str, Tensor]
-    _memory: tuple[int, int]
     _shape: tuple[object, ...]
+    _memory: CacheMemory | None
+    _regions: dict[str, Tensor]
+    _storage: int
 
     def __init__(self, tensor: Tensor, layout: KVCacheLayout, *, block_size: int | None = None) -> None:
         check_type("cache tensor", tensor, Tensor, cure="pass memory as a tensor, or PagedKVCache.allocate(...)")
@@ -69,12 +107,12 @@ class PagedKVCache:
             raise ArgumentError("cache tensor", expected=expected, actual=list(tensor.shape), hint=hint)
         layout.check_block_size(block_size)
         fields = {"tensor": tensor, "layout": layout, "num_blocks": tensor.shape[0], "block_size": block_size}
-        # the views of `region`, and the memory that they are of: no memory yet
-        fields |= {"_regions": {}, "_memory": (0, -1), "_shape": (tensor.dtype, tensor.shape, tensor.stride())}
+        # what `memory` has seen last, and the views of `region` with the identity of their storage: nothing yet
+        fields |= {"_shape": (tensor.dtype, tensor.shape, tensor.stride()), "_memory": None}
+        fields |= {"_regions": {}, "_storage": 0}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
-        # bytes from one page to the next
-        object.__setattr__(self, "page_stride", self._checked_stride())
+        self._checked_stride()
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse: views, strides and signatures of a cache belong to the tensor and layout that it was made with."""
@@ -144,27 +182,70 @@ class PagedKVCache:
             raise ArgumentError("cache tensor", expected=expected, actual=actual)
         return stride
 
+    @property
+    def memory(self) -> CacheMemory:
+        """Where the memory of the tensor is now. The same object is returned until the memory changes.
+
+        Every launch and every key of a prepared call asks for it, so that nothing reads or writes by strides or an
+        address that the tensor no longer has. Raises ArgumentError if the tensor has got memory of another dtype, shape
+        or strides, or a storage that ends before its last page.
+        """
+        tensor, memory = self.tensor, self._memory
+        if (
+            memory is None
+            or tensor.data_ptr() != memory.address
+            or tensor.stride() != memory.strides
+            or tensor.untyped_storage().nbytes() != memory.storage_bytes
+        ):
+            memory = self._new_memory()
+        return memory
+
+    def _new_memory(self) -> CacheMemory:
+        """Check memory that was not seen yet, and describe it."""
+        tensor, layout = self.tensor, self.layout
+        shape = tensor.dtype, tensor.shape, tensor.stride()
+        if shape != self._shape:
+            raise ArgumentError("cache tensor", expected=_shown(self._shape), actual=_shown(shape), hint=_NEW_MEMORY)
+        page_stride, itemsize, size = self._checked_stride(), tensor.element_size(), tensor.untyped_storage().nbytes()
+        if layout.is_quantised:
+            data, _, scale = layout.regions(self.block_size)
+            strides = page_stride, data.stride, scale.offset, scale.stride
+            last = (self.num_blocks - 1) * page_stride + layout.page_bytes(self.block_size)
+        else:
+            strides = page_stride // itemsize, tensor.stride(1), 0, 0
+            last = itemsize * (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
+        end = itemsize * tensor.storage_offset() + last if self.capacity else 0
+        if size < end:
+            hint = "give the storage its memory back before the cache is used, untyped_storage().resize_(...)"
+            raise ArgumentError("cache tensor", expected=f"a storage of at least {end} bytes", actual=size, hint=hint)
+        step = tensor.data_ptr() | page_stride | strides[1] * itemsize | _ALIGNMENT
+        memory = CacheMemory(tensor.data_ptr(), tensor.stride(), size, page_stride, strides, step & -step)
+        # views of memory that the tensor no longer has would keep it from being released
+        object.__setattr__(self, "_regions", {})
+        object.__setattr__(self, "_memory", memory)
+        return memory
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes from one page to the next. Raises as `memory`."""
+        return self.memory.page_stride
+
     def region(self, name: str) -> Tensor:
         """[B, P, count] strided, typed view of one field of every record: "nope", "rope", "scale", or "row".
 
         A region that records do not have, such as "rope" where all dims are codes, raises KeyError. Raises
-        ArgumentError if the tensor has got memory of another dtype, shape or strides.
+        ArgumentError as `memory`.
         name: the field.
         """
-        # views stay with the storage that they were made of; the tensor may have got another one since
-        memory = self.tensor.untyped_storage()._cdata, self.tensor.storage_offset()  # noqa: SLF001 - its identity
-        if memory != self._memory:
-            shape = self.tensor.dtype, self.tensor.shape, self.tensor.stride()
-            if shape != self._shape:
-                hint = "make another cache of the new memory, PagedKVCache(tensor, layout)"
-                raise ArgumentError("cache tensor", expected=_shown(self._shape), actual=_shown(shape), hint=hint)
-            self._checked_stride()
+        memory, storage = self.memory, self.tensor.untyped_storage()._cdata  # noqa: SLF001 - its identity
+        # views stay with the storage that they were made of; another storage may have its address
+        if not self._regions or storage != self._storage:
             with torch.inference_mode(False):  # as `allocate`
-                object.__setattr__(self, "_regions", dict(self._views()))
-            object.__setattr__(self, "_memory", memory)
+                object.__setattr__(self, "_regions", dict(self._views(memory.page_stride)))
+            object.__setattr__(self, "_storage", storage)
         return self._regions[name]
 
-    def _views(self) -> Iterator[tuple[str, Tensor]]:
+    def _views(self, page_stride: int) -> Iterator[tuple[str, Tensor]]:
         if not self.layout.is_quantised:
             yield "row", self.tensor
             return
@@ -173,7 +254,7 @@ class PagedKVCache:
                 continue
             size = (self.num_blocks, self.block_size, region.count * region.dtype.itemsize)
             start = self.tensor.storage_offset() + region.offset
-            raw = self.tensor.as_strided(size, (self.page_stride, region.stride, 1), start)
+            raw = self.tensor.as_strided(size, (page_stride, region.stride, 1), start)
             yield region.name, raw.view(region.dtype)
 
     @property

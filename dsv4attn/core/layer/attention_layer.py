@@ -20,7 +20,7 @@ from dsv4attn.core.attention.checks import check_backend, check_metadata, check_
 from dsv4attn.core.attention.custom_ops import define_op
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.attention.projection import output_projection
-from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches, all_caches_of, op_tensor
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches, all_caches_of, check_op_tensors, op_tensor
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.heads import check_heads
@@ -527,7 +527,8 @@ class DeepseekV4Attention:
         )
 
     def _check_step(self, metadata: AttentionMetadata, caches: DeepseekV4Caches, rows: int) -> None:
-        """Check metadata before anything is written: rows for all tokens, and states where this layer has them."""
+        """Check caches and metadata before anything is written: rows for all tokens, and states where there are any."""
+        caches.check_memory()
         tokens, layer = metadata.swa.num_actual_tokens, self.layer
         if tokens > rows:
             raise ArgumentError(
@@ -623,8 +624,7 @@ def _table(rope: Rope, limits: Limits, device: torch.device) -> Tensor:
 
 def _op_tensors(caches: DeepseekV4Caches) -> tuple[Tensor | None, ...]:
     """What the op of a layer is given for its caches, in the order of its arguments."""
-    both = caches.attention
-    return tuple(map(op_tensor, (both.swa, both.compressed, caches.state, caches.index, caches.index_state)))
+    return tuple(map(op_tensor, caches.in_order))
 
 
 @without_modes
@@ -645,6 +645,7 @@ def _attention_layer(
         raise Dsv4AttnError(f"layer {layer} no longer exists -> keep the layer alive as long as graphs that call it")
     caches = bound.caches
     if caches is not None:
+        check_op_tensors(bound.prefix, caches.in_order, bound._op_tensors)  # noqa: SLF001 - it is the layer's op
         caches = all_caches_of(caches, swa, compressed, state, index, index_state)
     return bound._run(hidden_states, positions, caches, topk_indices, candidates)  # noqa: SLF001 - it is the layer's op
 

@@ -17,10 +17,11 @@ from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CacheManager
-from tests.backends.built_in import EVERYWHERE
+from tests.backends.built_in import EVERYWHERE, triton_backends
 from tests.harness import FP32, SMALL, LayerStack
 
 LAYOUTS = {"fp8": KVCacheLayout.fp8_ds_mla(24, 8, group_size=16), "rows": KVCacheLayout.rows(24, 8)}
@@ -106,18 +107,101 @@ def test_a_tensor_with_other_memory_is_the_memory_of_its_cache(backend: str, lay
     assert torch.equal(larger[: larger.numel() // 2], torch.zeros_like(larger[: larger.numel() // 2]))
 
 
+REFUSED = r"^cache tensor: expected .* shape \[4, 4, .* -> make another cache"
+
+
+def gather(backend: str, cache: PagedKVCache) -> Tensor:
+    """All 16 keys, which are one request's."""
+    out = torch.full((1, 16, cache.layout.head_dim), 7.0, dtype=cache.layout.row_dtype)
+    lens, table = torch.tensor([16], dtype=torch.int32), torch.arange(4, dtype=torch.int32)[None]
+    load_backend(backend).dequantize_and_gather_k_cache(out, cache, lens, None, table, 0)
+    return out
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_of_another_shape_is_refused_before_it_is_written(layout: str) -> None:
-    cache = used("reference", LAYOUTS[layout])
-    shape = cache.tensor.shape
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_memory_of_another_shape_is_refused_before_it_is_written(backend: str, layout: str) -> None:
+    cache = used(backend, LAYOUTS[layout])
+    shape, original, stored = cache.tensor.shape, cache.tensor.data, cache.tensor.clone()
+    closed = original.untyped_storage()
     for data in (
         torch.zeros(2, *shape[1:], dtype=cache.tensor.dtype),
         torch.zeros(shape[0], 2 * shape[1], shape[2], dtype=cache.tensor.dtype)[:, ::2],
+        # the same storage at the same address, with pages closer to each other or with fewer pages
+        original.new_empty(0).set_(closed, 0, shape, (shape[1] * shape[2] - 2, shape[2], 1)),
     ):
-        cache.tensor.data = data
-        with pytest.raises(ArgumentError, match=r"^cache tensor: expected .* shape \[4, 4, .* -> make another cache"):
-            insert("reference", cache, KEYS)
-        assert not data.any()
+        before, cache.tensor.data = data.clone(), data
+        with pytest.raises(ArgumentError, match=REFUSED):
+            insert(backend, cache, 3 * KEYS)
+        with pytest.raises(ArgumentError, match=REFUSED):
+            gather(backend, cache)
+        with pytest.raises(ArgumentError, match=REFUSED):
+            _ = LayerCaches(cache).signature
+        assert torch.equal(data, before)
+    cache.tensor.data = original
+    assert torch.equal(cache.tensor, stored)
+    assert torch.equal(gather(backend, cache), gather("reference", used("reference", cache.layout)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_a_storage_that_was_released_is_refused_until_it_has_memory_again(backend: str, layout: str) -> None:
+    cache = used(backend, LAYOUTS[layout])
+    storage, stored = cache.tensor.untyped_storage(), cache.tensor.clone()
+    size = storage.nbytes()
+    for released in (0, size // 2):
+        storage.resize_(released)
+        for use in (lambda: insert(backend, cache, KEYS), lambda: gather(backend, cache)):
+            least = size - (cache.layout.page_stride(4) - cache.layout.page_bytes(4))
+            expected = rf"^cache tensor: expected a storage of at least {least} bytes, got {released} ->"
+            with pytest.raises(ArgumentError, match=expected):
+                use()
+    storage.resize_(size)
+    cache.tensor.copy_(stored)
+    assert has_one_memory(backend, cache)
+
+
+def of_strides(tensor: Tensor, *strides: int, start: int = 0) -> Tensor:
+    """Zeros like a tensor with these strides, `start` elements after an address that is aligned to 16 bytes."""
+    end = start + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True)) + 1
+    return torch.zeros(end, dtype=tensor.dtype).as_strided(tensor.shape, strides, start)
+
+
+# on a CPU the other backends launch what triton launches around attention
+MATRIX = [pytest.param(name, marks=pytest.mark.matrix) for name in triton_backends() if name not in ("triton", "rocm")]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "rocm", *MATRIX])
+def test_layers_refuse_other_strides_before_any_write_and_take_other_addresses(backend: str) -> None:
+    """Decodes after steps that were prepared, and prefills, of layers of every kind, with each of their caches."""
+    whole = LayerStack(load_backend(backend), limits=Limits(1, 32, 64), swa_block_size=4, compressed_block_tokens=16)
+    hidden = whole.hidden(0, 30)
+    sequence, _ = whole.cut(hidden[:27], [26, 1])
+    positions = [whole.manager.positions([(sequence, count)]) for count in (1, 3)]
+    steps = [whole.manager.metadata(whole.manager.batch([(sequence, count)])) for count in (1, 3)]
+    for layer, caches in zip(whole.layers, whole.manager.caches, strict=True):
+        stored = [cache.tensor.clone() for cache in caches.present.values()]
+        for cache in caches.present.values():
+            original, (page, *inner) = cache.tensor.data, cache.tensor.stride()
+            cache.tensor.data = of_strides(original, page + 4 * original.shape[-1], *inner)
+            for step, place in zip(steps, positions, strict=True):
+                with (
+                    set_forward_context(step),
+                    pytest.raises(ArgumentError, match=r"^cache tensor: expected .* strides"),
+                ):
+                    layer(hidden[27 : 27 + place.shape[0]], place)
+            assert not cache.tensor.any()
+            cache.tensor.data = original
+        assert all(map(torch.equal, [cache.tensor for cache in caches.present.values()], stored))
+        # the same strides at an address with another alignment: what was prepared for the old address is not used
+        signature = caches.attention.signature
+        for cache in caches.present.values():
+            cache.tensor.data = of_strides(cache.tensor, *cache.tensor.stride(), start=1).copy_(cache.tensor)
+        assert caches.attention.signature is not signature
+    _, expected = LayerStack(load_backend("reference"), limits=whole.limits).cut(hidden, [30])
+    outs = [whole.step([(sequence, count)], part) for count, part in ((1, hidden[27:28]), (2, hidden[28:]))]
+    for first, second, rows in zip(*outs, expected, strict=True):
+        torch.testing.assert_close(torch.cat([first, second]), rows[27:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["tensor", "layout", "num_blocks", "block_size", "page_stride", "other"])
@@ -134,7 +218,7 @@ def test_what_a_cache_is_made_of_cannot_be_set(name: str) -> None:
 def test_attributes_that_every_launch_reads_are_slots() -> None:
     slot = type(PagedKVCache.__dict__["tensor"])
     assert slot.__name__ == "member_descriptor"
-    for name in ("layout", "num_blocks", "block_size", "page_stride"):
+    for name in ("layout", "num_blocks", "block_size"):
         assert type(PagedKVCache.__dict__[name]) is slot
 
 

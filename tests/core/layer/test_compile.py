@@ -24,7 +24,7 @@ from dsv4attn.core.layer import attention_layer as attention_module
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.errors import Dsv4AttnError
+from dsv4attn.errors import ArgumentError, Dsv4AttnError
 from dsv4attn.selection import load_backend
 from tests.core.attention.strategies import search
 from tests.harness import FP8, FP32, KINDS_AND_RATIOS, PROMPT_TOKENS, SMALL, LayerStack, bound_layer, random_weights
@@ -337,3 +337,27 @@ def test_compiled_equals_eager_for_any_layers_and_steps(steps: list[list[int]], 
     numbered = [list(enumerate(step)) for step in steps]
     compiled, eager = (run(whole(*kinds), compiler, numbered) for compiler in ("aot_eager", None))
     assert compiled.same(eager)
+
+
+def test_a_compiled_layer_refuses_memory_that_its_graph_does_not_know() -> None:
+    """Caches in one allocation are views for the compiler, which stay with the old memory."""
+    torch._dynamo.reset()
+    whole = LayerStack(load_backend("reference"))
+    layer, caches = whole.layers[1], whole.manager.caches[1]
+    swa = caches.attention.swa
+    larger = torch.zeros(3 * swa.tensor.untyped_storage().nbytes(), dtype=torch.uint8).view(swa.tensor.dtype)
+    swa.tensor.data = larger[len(larger) // 3 :].as_strided(swa.tensor.shape, swa.tensor.stride())
+    layer.bind_kv_cache(caches)
+    hidden, sequence = whole.hidden(0, 20), whole.manager.new()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    positions = whole.manager.positions([(sequence, 20)])
+    context = set_forward_context(whole.manager.metadata(whole.manager.batch([(sequence, 20)])))
+    with torch.no_grad(), context:
+        expected = compiled(hidden, positions)
+        swa.tensor.data = torch.zeros_like(larger[: len(larger) // 3]).as_strided(swa.tensor.shape, swa.tensor.stride())
+        with pytest.raises(ArgumentError, match=r"^caches of layers\.1: expected the memory .* -> call bind_kv_cache"):
+            compiled(hidden, positions)
+        assert not swa.tensor.any()
+        layer.bind_kv_cache(caches)
+        assert torch.equal(compiled(hidden, positions), expected)
+    assert swa.tensor.any()

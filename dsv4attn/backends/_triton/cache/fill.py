@@ -21,7 +21,6 @@ from dsv4attn.backends._triton.cache.records import (
     alignment_of_rows,
     record_alignments,
     record_constants,
-    record_strides,
     row_alignments,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
@@ -73,7 +72,8 @@ def prepare_rows(
         packers = max(cdiv(tokens, group), 1)
     packed = (None, None) if flat is None else (indices, lens)
     layouts = window.layout, None if entries is None else entries.layout
-    aligned = alignment_of_records(window), 1 if entries is None else alignment_of_records(entries)
+    of_entries = 1 if entries is None else alignment_of_records(entries.layout, entries.memory)
+    aligned = alignment_of_records(window.layout, window.memory), of_entries
     constants = _constants(*layouts, alignment_of_rows(kv), *aligned, CONSTANTS["BLOCK"])
     cut = (0, -1) if chunk.tail is None else (chunk.tail, tokens)
     numbers = (
@@ -99,7 +99,7 @@ def _numbers_of(pages: PageTable | None, cache: PagedKVCache | None) -> tuple[in
     if pages is None or cache is None:
         return 0, 0, 0, 1, 0, 0, 0, 0
     table = pages.block_table
-    return table.stride(0), table.shape[1], cache.num_blocks, cache.block_size, *record_strides(cache)
+    return table.stride(0), table.shape[1], cache.num_blocks, cache.block_size, *cache.memory.record_strides
 
 
 @cache

@@ -18,7 +18,6 @@ from dsv4attn.backends._triton.cache.records import (
     alignment_of_rows,
     record_alignments,
     record_constants,
-    record_strides,
     row_alignments,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
@@ -40,14 +39,15 @@ def dequantize_and_gather_k_cache(
     tensors = {"out": out, "seq_lens": seq_lens, "gather_lens": gather_lens, "block_table": block_table}
     check_strides(written=("out",), **tensors)
     rows = out.shape[1] - offset
-    constants = _constants(cache.layout, alignment_of_rows(out), alignment_of_records(cache))
+    memory = cache.memory
+    constants = _constants(cache.layout, alignment_of_rows(out), alignment_of_records(cache.layout, memory))
     launch(
         gather_kernel,
         (out.shape[0] * cdiv(max(rows, 0), constants["BLOCK_R"]),),
         (
             out, cache.tensor, seq_lens, gather_lens, block_table,
             rows, offset, out.stride(0), out.stride(1), block_table.stride(0), block_table.shape[1],
-            cache.num_blocks, cache.block_size, *record_strides(cache),
+            cache.num_blocks, cache.block_size, *memory.record_strides,
         ),
         constants,
         num_warps=WARPS,
@@ -60,13 +60,14 @@ def dequant_gather_slots(out: Tensor, cache: PagedKVCache, slots: Tensor) -> Non
     out: [n, D], any row stride. slots: int32, [n] with any stride, or n slots in rows [..., K] with one stride.
     """
     slots = slots[:, None] if slots.ndim == 1 else slots.flatten(0, -2)
-    constants = _constants(cache.layout, alignment_of_rows(out), alignment_of_records(cache))
+    memory = cache.memory
+    constants = _constants(cache.layout, alignment_of_rows(out), alignment_of_records(cache.layout, memory))
     launch(
         gather_slots_kernel,
         (cdiv(out.shape[0], constants["BLOCK_R"]),),
         (
             out, cache.tensor, slots, out.shape[0], out.stride(0), slots.stride(0), slots.shape[1],
-            cache.num_blocks, cache.block_size, *record_strides(cache),
+            cache.num_blocks, cache.block_size, *memory.record_strides,
         ),
         constants,
         num_warps=WARPS,

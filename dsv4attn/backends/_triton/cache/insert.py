@@ -18,7 +18,6 @@ from dsv4attn.backends._triton.cache.records import (
     alignment_of_rows,
     check_writer,
     record_alignments,
-    record_strides,
     row_alignments,
     writer_constants,
 )
@@ -42,11 +41,14 @@ INSERT_WARPS = 1
 def quantize_and_insert_k_cache(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
     """Write rotated keys k [n, D], bf16 or fp32, to their slots; see `contract.Backend`."""
     check_keys(k, cache, slot_mapping)
+    memory = cache.memory
     launch(
         insert_kernel,
         (min(k.shape[0], slot_mapping.shape[0]),),
-        (k, cache.tensor, slot_mapping, k.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache)),
-        _insert_constants(cache.layout, alignment_of_rows(k), alignment_of_records(cache), architecture()),
+        (k, cache.tensor, slot_mapping, k.stride(0), cache.num_blocks, cache.block_size, *memory.record_strides),
+        _insert_constants(
+            cache.layout, alignment_of_rows(k), alignment_of_records(cache.layout, memory), architecture()
+        ),
         num_warps=INSERT_WARPS,
         fp_fusion=False,
     )
@@ -64,7 +66,8 @@ def qnorm_rope_kv_insert(
     """Normalise and rotate q [T, H, D] in place; rotate a copy of kv [T, D] and insert it; see `contract.Backend`."""
     tensors = {"q": q, "kv": kv, "slot_mapping": slot_mapping, "positions": positions}
     check_strides(written=("q",), cos_sin_cache=cos_sin_cache, **tensors)
-    facts = alignment_of_rows(q, kv), alignment_of_records(cache), architecture()
+    memory = cache.memory
+    facts = alignment_of_rows(q, kv), alignment_of_records(cache.layout, memory), architecture()
     constants = _fused_constants(cache.layout, q.shape[1], *facts, norm=eps is not None)
     launch(
         qnorm_rope_kv_insert_kernel,
@@ -72,7 +75,7 @@ def qnorm_rope_kv_insert(
         (
             q, kv, cache.tensor, slot_mapping, positions, cos_sin_cache,
             q.stride(0), q.stride(1), kv.stride(0), cos_sin_cache.stride(0), cos_sin_cache.shape[0],
-            slot_mapping.shape[0], float(eps or 0.0), cache.num_blocks, cache.block_size, *record_strides(cache),
+            slot_mapping.shape[0], float(eps or 0.0), cache.num_blocks, cache.block_size, *memory.record_strides,
         ),
         constants,
         num_warps=FUSED_WARPS,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
-from dsv4attn.core.cache.layout import Coding, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import CacheMemory, Coding, Fp8Format, KVCacheLayout
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "check_writer",
     "record_alignments",
     "record_constants",
-    "record_strides",
     "row_alignments",
     "stored_dims",
     "writer_constants",
@@ -35,23 +34,6 @@ __all__ = [
 
 CODINGS = {Coding.FP8: numerics.FP8.value, Coding.NVFP4: numerics.NVFP4.value, Coding.MXFP4: numerics.MXFP4.value}
 """The constants of kernels for each coding."""
-
-
-def record_strides(cache: PagedKVCache) -> tuple[int, int, int, int]:
-    """(page_stride, data_stride, scale_offset, scale_stride) of a cache, in elements of its tensor.
-
-    Record i of block b has its data at b * page_stride + i * data_stride, and its scales at b * page_stride +
-    scale_offset + i * scale_stride.
-    """
-    if cache.layout.is_quantised:
-        return cache.page_stride, *_strides(cache.layout, cache.block_size)
-    return cache.page_stride // cache.tensor.element_size(), cache.tensor.stride(1), 0, 0
-
-
-@cache
-def _strides(layout: KVCacheLayout, block_size: int) -> tuple[int, int, int]:
-    nope, _, scale = layout.regions(block_size)
-    return nope.stride, scale.offset, scale.stride
 
 
 def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
@@ -67,12 +49,13 @@ def stored_dims(layout: KVCacheLayout) -> tuple[int, int]:
     return (layout.coded_dims, layout.plain_dims) if layout.is_quantised else (layout.nope_dim, layout.rope_dim)
 
 
-def alignment_of_records(cache: PagedKVCache) -> int:
-    """Bytes that divide the address of every record: of the widest useful access, or of an element."""
-    wide, narrow = _accesses(cache.layout)
-    page_stride, data_stride, _, _ = record_strides(cache)
-    step = cache.tensor.data_ptr() | (page_stride | data_stride) * cache.tensor.element_size()
-    return narrow if step % wide else wide
+def alignment_of_records(layout: KVCacheLayout, memory: CacheMemory) -> int:
+    """Bytes that divide the address of every record: of the widest useful access, or of an element.
+
+    memory: of a cache with that layout.
+    """
+    wide, narrow = _accesses(layout)
+    return wide if memory.alignment >= wide else narrow
 
 
 def record_alignments(layout: KVCacheLayout, *, aligned: bool) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from dsv4attn.backends._triton.cache.records import (
     alignment_of_rows,
     check_writer,
     record_alignments,
-    record_strides,
     row_alignments,
     writer_constants,
 )
@@ -97,8 +96,10 @@ def save_partial_states(
     """Write kv, and score plus the bias of its place in the window, to state slots; see `torch_ops.compressor`."""
     check_strides(kv=kv, score=score, ape=ape, positions=positions, slot_mapping=slot_mapping)
     tokens = min(kv.shape[0], slot_mapping.shape[0])
-    constants = _save_constants(kv.shape[1], alignment_of_rows(kv, score, ape), alignment_of_records(cache))
-    page_stride, data_stride, _, _ = record_strides(cache)
+    memory = cache.memory
+    records = alignment_of_records(cache.layout, memory)
+    constants = _save_constants(kv.shape[1], alignment_of_rows(kv, score, ape), records)
+    page_stride, data_stride, _, _ = memory.record_strides
     launch(
         save_kernel,
         (cdiv(tokens, constants["TOKENS"]),),
@@ -138,8 +139,9 @@ def compress_norm_rope_store(
             requests, places, slots = token_to_req[part], positions[part], slot_mapping[part]
             compress_norm_rope_store(states, requests, places, slots, norm, ratio, cache, overlap=overlap)
         return
-    records = alignment_of_records(cache)
-    aligned, rope = alignment_of_records(states.cache), angles.shape[1]
+    memory, state_memory = cache.memory, states.cache.memory
+    records = alignment_of_records(layout, memory)
+    aligned, rope = alignment_of_records(states.cache.layout, state_memory), angles.shape[1]
     constants, warps = _compress_constants(layout, ratio, rope, aligned, records, architecture(), overlap=overlap)
     tokens = min(max(cdiv(n, PROGRAMS), 1), constants["TOKENS"])
     pooled = None
@@ -152,7 +154,7 @@ def compress_norm_rope_store(
         (
             states.cache.tensor, states.block_table, token_to_req, positions, slot_mapping, pooled, weight, angles,
             cache.tensor, n, tokens, float(norm.eps), *_sizes(states), angles.shape[0], angles.stride(0),
-            cache.num_blocks, cache.block_size, *record_strides(cache),
+            cache.num_blocks, cache.block_size, *memory.record_strides,
         ),
         constants,
         num_warps=warps,
@@ -162,7 +164,7 @@ def compress_norm_rope_store(
 def _sizes(states: StatePages) -> tuple[int, ...]:
     """Arguments of both kernels that say where states are: sizes and strides of the block table and of the cache."""
     table, cache = states.block_table, states.cache
-    page_stride, stride, _, _ = record_strides(cache)
+    page_stride, stride, _, _ = cache.memory.record_strides
     block_size = cache.block_size
     return (
         table.shape[0], table.shape[1], table.stride(0), cache.num_blocks, block_size, -(-(2**48) // block_size),

@@ -18,7 +18,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
-from dsv4attn.backends._triton.cache.records import alignment_of_rows, record_strides, row_alignments
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE, NIBBLES, ROWS, score_kernel
@@ -232,7 +232,7 @@ def dense_stride(layout: KVCacheLayout, stride: int) -> int:
 
 
 def pages_of(cache: PagedKVCache, tile: Tile) -> _Keys:
-    strides = record_strides(cache)
+    strides = cache.memory.record_strides
     whole = cache.block_size % min(tile.entries, PAGE) == 0
     stride = dense_stride(cache.layout, strides[1]) if whole else 0
     return _Keys(cache.tensor, None, cache.layout, cache.num_blocks, cache.block_size, strides, stride)

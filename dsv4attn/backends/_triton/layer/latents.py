@@ -16,7 +16,6 @@ from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
     record_alignments,
-    record_strides,
     row_alignments,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
@@ -53,16 +52,18 @@ def compress_latents(
     count, dim = kv.shape
     out = kv.new_empty(count, dim, dtype=torch.bfloat16)
     rows, records, score_stride, pages, table = alignment_of_rows(kv), WIDE, 0, None, None
+    sizes = _ring_sizes(states)
     if score is not None and states is not None:
         pages, table, score_stride = states.cache.tensor, states.block_table, score.stride(0)
         check_strides(score=score, block_table=table)
-        rows, records = alignment_of_rows(kv, score), alignment_of_records(states.cache)
+        rows = alignment_of_rows(kv, score)
+        records = alignment_of_records(states.cache.layout, states.cache.memory)
     launch(
         latent_kernel,
         (count,),
         (
             kv, score, positions, token_to_req, norm_weight, pages, table, out, kv.stride(0), score_stride, float(eps),
-            *_ring_sizes(states),
+            *sizes,
         ),
         _latent_constants(dim, ratio, rows, records),
         num_warps=_warps(dim),
@@ -75,7 +76,7 @@ def compress_latents(
             (count,),
             (
                 kv, score, positions, token_to_req, pages, table, count, kv.stride(0), score_stride,
-                *_ring_sizes(states),
+                *sizes,
             ),
             _ring_constants(dim, rows, records),
             num_warps=_warps(dim),
@@ -89,7 +90,7 @@ def _ring_sizes(states: StatePages | None) -> tuple[int, ...]:
     if states is None:
         return 0, 0, 0, 0, 0, 0, 0
     table, cache = states.block_table, states.cache
-    page_stride, stride, _, _ = record_strides(cache)
+    page_stride, stride, _, _ = cache.memory.record_strides
     return table.shape[0], table.shape[1], table.stride(0), cache.num_blocks, cache.block_size, page_stride, stride
 
 
@@ -107,14 +108,16 @@ def norm_rope_store(
     check_strides(x=x, positions=positions, slot_mapping=slot_mapping, cos_sin_cache=angles)
     if weight is not None:
         check_strides(norm_weight=weight)
+    memory = cache.memory
+    records = alignment_of_records(cache.layout, memory)
     launch(
         store_kernel,
         (min(x.shape[0], slot_mapping.shape[0]),),
         (
             x, positions, slot_mapping, weight, angles, cache.tensor, x.stride(0), float(norm.eps),
-            angles.shape[0], angles.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache),
+            angles.shape[0], angles.stride(0), cache.num_blocks, cache.block_size, *memory.record_strides,
         ),
-        _store_constants(cache.layout, angles.shape[1], ratio, alignment_of_rows(x), alignment_of_records(cache)),
+        _store_constants(cache.layout, angles.shape[1], ratio, alignment_of_rows(x), records),
         num_warps=_warps(x.shape[1]),
         fp_fusion=False,
     )  # fmt: skip

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache import gather
-from dsv4attn.backends._triton.cache.records import record_strides
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference import kernels as reference
-from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import CacheMemory, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import CPU, DEVICE, FNUZ, LAYOUTS, OCP, draw, each_layout, poisoned, seeded
 from tests.core.cache.v41_packer import unpack_fp4, unpack_fp8, unpack_mxfp4, unpack_nvfp4
@@ -181,16 +181,23 @@ def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout) -> 
     assert len(known) == 12
 
 
-MUTANTS: dict[str, Callable[[PagedKVCache], tuple[int, ...]]] = {
-    "pages without gaps": lambda c: (c.block_size * c.layout.record_bytes, *record_strides(c)[1:]),
-    "scales behind each record": lambda c: (*record_strides(c)[:2], c.layout.data_bytes, c.layout.record_bytes),
-    "records one by one": lambda c: (record_strides(c)[0], c.layout.record_bytes, *record_strides(c)[2:]),
+Strides = tuple[int, int, int, int]
+MUTANTS: dict[str, Callable[[PagedKVCache, Strides], Strides]] = {
+    "pages without gaps": lambda c, strides: (c.block_size * c.layout.record_bytes, *strides[1:]),
+    "scales behind each record": lambda c, strides: (*strides[:2], c.layout.data_bytes, c.layout.record_bytes),
+    "records one by one": lambda c, strides: (strides[0], c.layout.record_bytes, *strides[2:]),
 }
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "record_strides", MUTANTS[mutant])
+    right = PagedKVCache.memory
+
+    def wrong(cache: PagedKVCache) -> CacheMemory:
+        memory = right.__get__(cache)
+        return evolve(memory, record_strides=MUTANTS[mutant](cache, memory.record_strides))
+
+    monkeypatch.setattr(PagedKVCache, "memory", property(wrong))
     with pytest.raises(AssertionError):
         check_all(LAYOUTS[3])

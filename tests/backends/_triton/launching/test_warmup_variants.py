@@ -164,7 +164,7 @@ def test_g18_records_out_of_step_on_aligned_pages_are_foreseen(layout: KVCacheLa
     pages = PagedKVCache(memory.as_strided((3, 5, last), (400 // item, last, 1)), layout)
 
     assert memory.data_ptr() % 16 == pages.page_stride % 16 == 0
-    assert alignment_of_records(pages) in record_alignments(layout, aligned=True)
+    assert alignment_of_records(layout, pages.memory) in record_alignments(layout, aligned=True)
 
 
 @meta_only
