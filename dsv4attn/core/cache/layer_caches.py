@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache as cached
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -40,8 +41,11 @@ class LayerCaches:
 
     swa: PagedKVCache
     compressed: PagedKVCache | None = None
+    _places: ClassVar[Sequence[tuple[Tensor, int, tuple[int, ...], int]]]
+    _signature: ClassVar[tuple[object, ...]]
 
     def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_places", ())
         check_type("swa", self.swa, PagedKVCache, cure=_CURE)
         check_window(self.swa.layout, "swa")
         if self.compressed is not None:
@@ -54,14 +58,25 @@ class LayerCaches:
         Equal signatures are one object, so that a key can name it by identity. It is made again when the memory of a
         cache has changed. Raises ArgumentError if a cache has memory that it was not made for (`PagedKVCache.memory`).
         """
-        compressed = None if self.compressed is None else self.compressed.memory
-        memories, made = (self.swa.memory, compressed), self.__dict__.get("_made")
-        if made is None or made[0] != memories:
-            caches = [self.swa] if self.compressed is None else [self.swa, self.compressed]
-            formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
-            made = memories, _one((*signature(*[cache.tensor for cache in caches]), *formats))
-            self.__dict__["_made"] = made
-        return made[1]
+        # what `PagedKVCache.memory` compares, in one frame: every layer of every step asks
+        for tensor, address, strides, size in self._places:
+            if tensor.data_ptr() != address or tensor.stride() != strides or tensor.untyped_storage().nbytes() != size:
+                break
+        else:
+            if self._places:
+                return self._signature
+        return self._sign()
+
+    def _sign(self) -> tuple[object, ...]:
+        """Check the memory of both caches, and make their signature."""
+        caches = [self.swa] if self.compressed is None else [self.swa, self.compressed]
+        tensors, memories = [cache.tensor for cache in caches], [cache.memory for cache in caches]
+        formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
+        object.__setattr__(self, "_signature", _one((*signature(*tensors), *formats)))
+        pairs = zip(tensors, memories, strict=True)
+        places = [(tensor, memory.address, memory.strides, memory.storage_bytes) for tensor, memory in pairs]
+        object.__setattr__(self, "_places", places)
+        return self._signature
 
     def __reduce__(self) -> tuple[object, ...]:
         """How they are copied and pickled: without the signature, which has addresses and is known by its identity."""
