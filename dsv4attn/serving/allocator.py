@@ -7,7 +7,7 @@ tensors only when a step is built. Neither is thread-safe.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from dsv4attn.core.argument_checks import check_count
 from dsv4attn.core.reprs import one_line
@@ -58,6 +58,16 @@ class BlockAllocator:
         for block in blocks:
             self._taken[block] = 1
         return blocks
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """Take these blocks again, which are free, as `allocate` does: it undoes `free`.
+
+        blocks: ids of free blocks.
+        """
+        wanted = set(blocks)
+        self._free = [block for block in self._free if block not in wanted]
+        for block in wanted:
+            self._taken[block] = 1
 
     def free(self, blocks: Iterable[int]) -> None:
         """Free blocks. Raises ArgumentError, and frees none, for a block that is free already or named twice.
@@ -121,6 +131,14 @@ class BlockTable:
         """
         self.blocks += self._allocator.allocate(self.missing(num_tokens))
 
+    def shrink(self, count: int) -> None:
+        """Free the blocks after the first `count`, which undoes `ensure`.
+
+        count: number of blocks that stay.
+        """
+        self._allocator.free(self.blocks[count:])
+        del self.blocks[count:]
+
     def skip_before(self, token: int) -> None:
         """Begin an empty table at position `token`: blocks wholly before it are never allocated.
 
@@ -145,8 +163,18 @@ class BlockTable:
             self._released = end
             self.first_token = max(self.first_token, end * self.tokens_per_block)
 
-    def release(self) -> None:
-        """Free every block and become empty; the table can be used again."""
-        self._allocator.free(self.blocks[self._released :])
+    def release(self) -> Callable[[], None]:
+        """Free every block and become empty; the table can be used again.
+
+        Returns what undoes it, as long as nobody else has taken the blocks.
+        """
+        blocks, first_token, released = self.blocks, self.first_token, self._released
+        self._allocator.free(blocks[released:])
         self.blocks = []
         self.first_token = self._released = 0
+
+        def undo() -> None:
+            self._allocator.take(blocks[released:])
+            self.blocks, self.first_token, self._released = blocks, first_token, released
+
+        return undo

@@ -7,7 +7,7 @@ pages and nothing else, and a step that fails leaves every sequence as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from numbers import Integral
 from typing import Any
@@ -35,6 +35,8 @@ from dsv4attn.serving.allocator import BlockAllocator, BlockTable
 __all__ = ["CacheManager", "CachedSequence"]
 
 WINDOW, COMPRESSED = "window", "compressed"
+COPY_BYTES = 2**25
+"""Most bytes of a temporary copy of pages, or one page if that is more."""
 
 
 @define(eq=False)
@@ -161,7 +163,7 @@ class CacheManager:
         length: number of tokens of the fork; None: all.
 
         Raises ArgumentError if the source does not have pages that the next tokens read (see `keep_windows`), and
-        OutOfPagesError, with nothing taken, if there are not enough.
+        OutOfPagesError if there are not enough. After any error, such as that of full memory, nothing is taken.
         """
         self._check(sequence)
         length = sequence.length if length is None else check_count("length", length, 0)
@@ -169,28 +171,115 @@ class CacheManager:
             raise ArgumentError("length", expected=f"at most {sequence.length}, the tokens there are", actual=length)
         self._check_alive(sequence, length, next_token=False)
         fork = self.new()
+        try:
+            self._begin_fork(fork, sequence, length)
+            self._plan_copies([(sequence, fork)])()
+        except BaseException:
+            self.free(fork)
+            raise
+        return fork
+
+    def _begin_fork(self, fork: CachedSequence, sequence: CachedSequence, length: int) -> None:
+        """Give a new sequence the pages of a fork, without their contents."""
         for name, first in self._fork_starts(sequence, length).items():
             fork.tables[name].skip_before(first)
         self.reserve([(fork, length)])
-        for name, table in fork.tables.items():
-            pairs = zip(sequence.tables[name].blocks, table.blocks, strict=False)
-            # a page that the source gave back, and the fork has, holds no token before `length` that is read
-            copied = [(source, target) for source, target in pairs if source >= 0 and target >= 0]
-            source_ids, target_ids = (self._ids([pair[i] for pair in copied]) for i in (0, 1))
-            for cache in self._of_group(name):
-                cache.tensor[target_ids] = cache.tensor[source_ids]
         fork.length = length
-        return fork
+
+    def _plan_copies(self, forks: Sequence[tuple[CachedSequence, CachedSequence]]) -> Callable[[], None]:
+        """Take the memory that copies of pages need. Returns what makes the copies, and takes no more memory.
+
+        forks: (source, fork) each.
+        """
+        plans: list[tuple[Tensor, Tensor, Tensor]] = []
+        for name in self._pools:
+            pairs = [
+                pair
+                for source, fork in forks
+                for pair in zip(source.tables[name].blocks, fork.tables[name].blocks, strict=False)
+            ]
+            # a page that the source gave back, and the fork has, holds no token before its length that is read
+            copied = [(source, target) for source, target in pairs if source >= 0 and target >= 0]
+            if not copied:
+                continue
+            sources, targets = (self._ids([pair[i] for pair in copied]) for i in (0, 1))
+            plans += [(cache.tensor, sources, targets) for cache in self._of_group(name)]
+        page_bytes = [pages[:1].numel() * pages.element_size() for pages, _, _ in plans]
+        sizes = [
+            max(min(len(sources) * size, COPY_BYTES), size)
+            for (_, sources, _), size in zip(plans, page_bytes, strict=True)
+        ]
+        buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.device)
+
+        parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for (pages, sources, targets), size in zip(plans, page_bytes, strict=True):
+            rows = buffer[: buffer.numel() // size * size].view(pages.dtype).view(-1, *pages.shape[1:])
+            for source, target in zip(sources.split(len(rows)), targets.split(len(rows)), strict=True):
+                parts.append((pages, source, target, rows[: len(source)]))
+
+        def copy() -> None:
+            for pages, source, target, rows in parts:
+                torch.index_select(pages, 0, source, out=rows)
+                pages.index_copy_(0, target, rows)
+
+        return copy
 
     def select(self, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> list[CachedSequence]:
         """The sequences with these numbers, such as the beams that a search goes on with.
 
         A sequence that is named is returned the first time and forked for every further time; those that are not named
-        are freed. Raises ArgumentError for a sequence that is given twice, and OutOfPagesError, with nothing changed,
-        if there are not enough pages for the forks.
+        are freed. Raises ArgumentError for a sequence that is given twice, and OutOfPagesError if there are not enough
+        pages for the forks. Nothing is changed by these errors, nor by full memory: the memory that copies need is
+        taken before the pages of a sequence that is freed are written.
         sequences: the sequences to choose from.
         rows: numbers of sequences, in the order of the result; a number may occur several times.
         """
+        self._check_selection(sequences, rows)
+        again = [sequences[row] for i, row in enumerate(rows) if row in rows[:i]]
+        unused = [sequence for row, sequence in enumerate(sequences) if row not in rows]
+        self._check_pages(again, unused)
+        forks, undo = [self.new() for _ in again], list[Callable[[], None]]()
+        try:
+            for sequence in unused:
+                for table in sequence.tables.values():
+                    undo.append(table.release())
+            for sequence, fork in zip(again, forks, strict=True):
+                self._begin_fork(fork, sequence, sequence.length)
+            copy = self._plan_copies([*zip(again, forks, strict=True)])
+        except BaseException:
+            for fork in forks:
+                self.free(fork)
+            for restore in undo:
+                restore()
+            raise
+        for sequence in unused:
+            sequence.owner, sequence.length = None, 0
+        self._fill(forks, copy)
+        further = iter(forks)
+        return [sequences[row] if row not in rows[:i] else next(further) for i, row in enumerate(rows)]
+
+    def _fill(self, forks: Sequence[CachedSequence], copy: Callable[[], None]) -> None:
+        """Copy the pages of forks, or free them all: a device may fail in any launch."""
+        try:
+            copy()
+        except BaseException:
+            for fork in forks:
+                self.free(fork)
+            raise
+
+    def _check_pages(self, forked: Sequence[CachedSequence], freed: Sequence[CachedSequence]) -> None:
+        """Raise OutOfPagesError unless there are pages for forks of some sequences once others are freed."""
+        for name, pool in self._pools.items():
+            needed, given = (
+                sum(self._fork_pages(sequence, name) for sequence in forked),
+                sum(_held(sequence, name) for sequence in freed),
+            )
+            if needed > pool.num_free + given:
+                have = f"{pool.num_free + given} of {pool.num_blocks} are free or would be freed"
+                raise OutOfPagesError(f"{needed} {name} pages needed, {have} -> free sequences; nothing was changed")
+
+    def _check_selection(self, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> None:
+        """Check the arguments of `select`."""
         for name, argument in (("sequences", sequences), ("rows", rows)):
             if not isinstance(argument, Sequence):
                 raise ArgumentError(name, expected="a list", actual=type(argument).__name__)
@@ -204,19 +293,6 @@ class CacheManager:
             if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= row < len(sequences):
                 expected = f"numbers in 0 .. {len(sequences) - 1}"
                 raise ArgumentError("rows", expected=expected, actual=repr(row))
-        again = [sequences[row] for i, row in enumerate(rows) if row in rows[:i]]
-        unused = [sequence for row, sequence in enumerate(sequences) if row not in rows]
-        for name, pool in self._pools.items():
-            needed, freed = (
-                sum(self._fork_pages(sequence, name) for sequence in again),
-                sum(_held(sequence, name) for sequence in unused),
-            )
-            if needed > pool.num_free + freed:
-                have = f"{pool.num_free + freed} of {pool.num_blocks} are free or would be freed"
-                raise OutOfPagesError(f"{needed} {name} pages needed, {have} -> free sequences; nothing was changed")
-        for sequence in unused:
-            self.free(sequence)
-        return [sequences[row] if row not in rows[:i] else self.fork(sequences[row]) for i, row in enumerate(rows)]
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget the tokens from `length` on, such as rejected drafts; the next step writes their places again.
@@ -234,9 +310,9 @@ class CacheManager:
     def batch(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Batch:
         """The step that gives each sequence its next tokens: (sequence, how many).
 
-        Sequences with few tokens run as decodes if they come first. Pages are taken for all of them or, with
-        OutOfPagesError, for none. Lengths stay as they are until `advance`, so that a step which fails can be built
-        again. padding: rows without a token after the others.
+        Sequences with few tokens run as decodes if they come first. Pages are taken for all of them or, after any
+        error, for none. Lengths stay as they are until `advance`, so that a step which fails can be built again.
+        padding: rows without a token after the others.
         requests: (sequence, number of its next tokens), in the order of the rows.
         """
         rows = count_tokens(requests) + check_count("padding", padding, 0)
@@ -248,7 +324,15 @@ class CacheManager:
             if actual > most:
                 expected = f"at most {most} {what}, the {limit} of the limits"
                 raise ArgumentError("requests", expected=expected, actual=actual)
-        self.reserve(requests)
+        taken = self._take(requests)
+        try:
+            return self._described(requests, padding)
+        except BaseException:
+            _give_back(taken)
+            raise
+
+    def _described(self, requests: Sequence[tuple[CachedSequence, int]], padding: int) -> Batch:
+        """The batch of sequences that have pages for their next tokens."""
         counts = [count for _, count in requests]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
         lens = torch.tensor([sequence.length + count for sequence, count in requests], dtype=torch.int32, device="cpu")
@@ -272,6 +356,10 @@ class CacheManager:
 
         requests: (sequence, number of further tokens).
         """
+        self._take(requests)
+
+    def _take(self, requests: Sequence[tuple[CachedSequence, int]]) -> list[tuple[BlockTable, int]]:
+        """`reserve`. Returns the tables of the sequences, each with the blocks that it had, for `_give_back`."""
         self._check_requests(requests)
         for sequence, count in requests:
             if sequence.length + count > self.limits.max_model_len:
@@ -283,9 +371,15 @@ class CacheManager:
                 have = f"{pool.num_free} of {pool.num_blocks} are free{self._where}"
                 cure = "free sequences, give the manager more blocks, or run fewer tokens; no page was taken"
                 raise OutOfPagesError(f"{missing} {name} pages needed, {have} -> {cure}")
-        for sequence, count in requests:
-            for table in sequence.tables.values():
-                table.ensure(sequence.length + count)
+        before = [(table, len(table.blocks)) for sequence, _ in requests for table in sequence.tables.values()]
+        try:
+            for sequence, count in requests:
+                for table in sequence.tables.values():
+                    table.ensure(sequence.length + count)
+        except BaseException:
+            _give_back(before)
+            raise
+        return before
 
     def metadata(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKey, AttentionMetadata]:
         """Metadata of a batch for all layers, see `MetadataBuilder.build_all`.
@@ -474,6 +568,12 @@ class CacheManager:
 def _states(layer: LayerGeometry) -> str:
     """The group of the compressor states of a layer."""
     return f"{layer.kind.value}_state"
+
+
+def _give_back(before: Sequence[tuple[BlockTable, int]]) -> None:
+    """Give tables the blocks that they had before `CacheManager._take`."""
+    for table, count in before:
+        table.shrink(count)
 
 
 def _held(sequence: CachedSequence, group: str) -> int:

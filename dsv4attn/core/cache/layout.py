@@ -33,8 +33,8 @@ __all__ = [
 
 _LAYOUTS = "pass KVCacheLayout.fp8_ds_mla(), .v41_fp8(), .v41_fp4(), .of_record(name) or .rows()"
 _NEW_MEMORY = (
-    "make another cache of the new memory, PagedKVCache(tensor, layout), and bind it; or give the tensor memory with the "
-    "same strides, torch.empty_strided(shape, strides)"
+    "make another cache of the new memory, PagedKVCache(tensor, layout), and bind it; or give the tensor memory with "
+    "the same strides, torch.empty_strided(shape, strides)"
 )
 _ALIGNMENT = 16
 """Bytes of the widest access of a kernel."""

@@ -116,7 +116,7 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
         """A copy with pages of its own, of the first `length` columns, all by default: a shared prompt, say.
 
         Raises ArgumentError if pages that the next token reads were given back (see `keep_windows` of `patch`), and
-        OutOfPagesError, with nothing taken.
+        OutOfPagesError. After any error, such as that of full memory, nothing is taken.
         """
         columns = self._columns if length is None else self._checked(length)
         self.pages.drain()
@@ -125,7 +125,7 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
             for sequence, pads in zip(self._sequences, self._pads, strict=True):
                 with _cure_of_patch():
                     forks.append(self.pages.manager.fork(sequence, max(columns - pads, 0)))
-        except Exception:
+        except BaseException:
             for sequence in forks:
                 self.pages.manager.free(sequence)
             raise
@@ -149,7 +149,7 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
             for sequence, pads in zip(self._sequences, self._pads, strict=True):
                 with _cure_of_patch():
                     self.pages.manager.truncate(sequence, max(columns - pads, 0))
-        except Exception:
+        except BaseException:
             for sequence, length in zip(self._sequences, lengths, strict=True):
                 sequence.length = length
             raise
