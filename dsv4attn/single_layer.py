@@ -13,7 +13,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.argument_checks import check_type
+from dsv4attn.core.argument_checks import check_count, check_type, shown
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
@@ -25,6 +25,7 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
 from dsv4attn.core.reprs import layer_text, one_line
 from dsv4attn.core.tensorspec import check_tensor, usable_device
+from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import select_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 
@@ -91,20 +92,28 @@ class SingleLayer:
     def random_hidden(self, num_tokens: int) -> Tensor:
         """Random hidden states [num_tokens, hidden_size].
 
-        num_tokens: number of rows.
+        num_tokens: number of rows. Raises ArgumentError if it is no count.
         """
+        check_count("num_tokens", num_tokens, 0)
         return torch.randn(num_tokens, self.hidden_size, device=self.device, dtype=torch.float32).to(self.dtype)
 
     def step(self, *requests: tuple[CachedSequence, Tensor]) -> list[Tensor]:
         """Run the next tokens of some requests, prompts and single tokens, in one step.
 
         requests: (request, hidden states [n, hidden_size] of its next n tokens), each request once, in any order.
-        Returns [n, hidden_size] for each. Raises, with nothing changed, ArgumentError for what does not fit and
-        OutOfPagesError.
+        Returns [n, hidden_size] for each; for no requests an empty list. Raises, with nothing changed, ArgumentError
+        for what does not fit and OutOfPagesError.
         """
-        for request, hidden in requests:
+        for pair in requests:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:  # `step(request, hidden)` is easily written
+                hint = "pass step((request, hidden), ...), a pair for each request"
+                expected, actual = "pairs (request, hidden)", shown(pair)
+                raise ArgumentError("requests", expected=expected, actual=actual, hint=hint)
+            request, hidden = pair
             check_type("request", request, CachedSequence, cure="pass what new_request() returns")
             check_tensor("hidden", hidden, "n d", self.dtype, {"d": self.hidden_size})
+        if not requests:
+            return []
         # requests of one token are decoded where they come before all others
         order = sorted(range(len(requests)), key=lambda i: requests[i][1].shape[0] > 1)
         counts = [(requests[i][0], requests[i][1].shape[0]) for i in order]

@@ -77,6 +77,7 @@ def test_what_does_not_fit_is_refused_and_the_request_goes_on() -> None:
         (((request, hidden.bfloat16()),), r"^hidden: expected \[n, d\] float32"),
         (((request, hidden[:, :-1]),), r"^hidden: expected \[n, d\] float32"),
         (((0, hidden),), "^request: expected a CachedSequence"),
+        ((request, hidden), r"^requests: expected pairs \(request, hidden\), got CachedSequence -> pass step\(\("),
         (((request, hidden), (request, hidden)), "requests: expected each sequence once"),
         (((request, layer.random_hidden(97)),), "96"),
     ):
@@ -85,5 +86,8 @@ def test_what_does_not_fit_is_refused_and_the_request_goes_on() -> None:
     assert request.length == 9
     layer.step((request, hidden[:1]))
     assert request.length == 10
+    assert layer.step() == []
+    with pytest.raises(ArgumentError, match=r"^num_tokens: expected an integer of at least 0"):
+        layer.random_hidden(-1)
     with pytest.raises(NoBackendError, match="no backend"):
         small(backend="sm91")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -155,3 +156,19 @@ def test_rows_that_are_missing_are_refused_before_anything_is_written() -> None:
         for layer in whole.layers:
             with pytest.raises(ArgumentError, match=r"^hidden_states: expected a row for each of the 30"):
                 layer(whole.hidden(0, 20), torch.arange(20))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "rocm"])
+def test_a_manager_that_was_pickled_goes_on_with_its_sequences(backend: str) -> None:
+    whole = LayerStack(load_backend(backend))
+    hidden = whole.hidden(0, 24)
+    sequence, _ = whole.cut(hidden[:22], [20, 2])
+    ops = whole.manager.builder.builder_ops, whole.layers[0].backend.index_ops
+    whole.manager, sequence, loaded = pickle.loads(pickle.dumps((whole.manager, sequence, ops)))  # noqa: S301 - its own
+    assert loaded == ops
+    for layer, caches in zip(whole.layers, whole.manager.caches, strict=True):
+        layer.bind_kv_cache(caches)
+    outs = whole.step([(sequence, 2)], hidden[22:])
+    _, expected = LayerStack(load_backend("reference")).cut(hidden, [24])
+    for out, rows in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out, rows[22:], rtol=1e-4, atol=1e-5)

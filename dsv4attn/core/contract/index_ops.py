@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial, wraps
+from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 from attrs import field, frozen
@@ -31,12 +33,22 @@ class IndexOp:
        prepared with.
     """
 
-    compute: Callable[..., object]
+    # an op that was pickled computes by another function around the same `prepare`
+    compute: Callable[..., object] = field(eq=lambda compute: getattr(compute, "__wrapped__", compute))
     prepare: Callable[..., Run] = field(eq=False, repr=False)
 
     def __call__(self, *args: object, **options: object) -> None:
         """Compute once."""
         self.compute(*args, **options)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """How an op is pickled: by the name under which its module has it, as a function is, or by its function."""
+        name = f"{getattr(self.compute, '__module__', '')}:{getattr(self.compute, '__qualname__', '')}"
+        with suppress(ImportError, AttributeError, ValueError):
+            if resolve_name(name) is self:
+                return resolve_name, (name,)
+        is_plain = isinstance(self.prepare, partial) and self.prepare.func is _bind
+        return (index_op, (self.compute,)) if is_plain else (prepared_op, (self.prepare,))
 
 
 def index_op(op: Callable[..., object]) -> IndexOp:
