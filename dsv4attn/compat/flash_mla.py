@@ -209,7 +209,10 @@ def flash_mla_with_kvcache(
         segments.append(paged_segment("extra_", q, extra_k_cache, *extra, letters))
     elif extra_indices_in_kvcache is not None or extra_topk_length is not None:
         raise ArgumentError("extra_k_cache", expected="a cache for the extra indices", actual=None)
-    sink, out = check_sink(attn_sink, q, letters), check_out(out, q)
+    lengths = {"topk_length": topk_length, "extra_topk_length": extra_topk_length}
+    read = {**lengths, "indices": indices, "extra_indices_in_kvcache": extra_indices_in_kvcache}
+    read |= {"k_cache": k_cache, "extra_k_cache": extra_k_cache}
+    sink, out = check_sink(attn_sink, q, letters), check_out(out, q, attn_sink=attn_sink, **read)
     sizes = [(rows.indices.shape[1], cache.block_size) for cache, rows in segments]
     _check_shapes(tile_scheduler_metadata, q, sizes, invariant=enable_batch_invariant)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -278,7 +281,8 @@ def flash_mla_sparse_fwd(
     check_switch("return_log2_lse", return_log2_lse, None)
     keys = check_kv(kv, q, letters)
     rows = index_rows(("indices", "topk_length"), q, indices, topk_length, "s_q 1 topk", letters)
-    sink, out = check_sink(attn_sink, q, letters), check_out(out, q)
+    read = {"kv": kv, "indices": indices, "topk_length": topk_length, "attn_sink": attn_sink}
+    sink, out = check_sink(attn_sink, q, letters), check_out(out, q, **read)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     needs_top = need_max_logits and return_log2_lse is not False
     if not lse.numel():

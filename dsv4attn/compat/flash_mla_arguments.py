@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4attn.compat.direct import HEAD_DIM
 from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.attention.overlap import check_results_apart
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.tensorspec import check_tensor
@@ -115,12 +116,13 @@ def check_sink(attn_sink: Tensor | None, q: Tensor, letters: dict[str, int]) -> 
     return attn_sink.contiguous()
 
 
-def check_out(out: Tensor | None, q: Tensor) -> Tensor:
-    """The given output tensor, checked, or a new one like q."""
+def check_out(out: Tensor | None, q: Tensor, **read: Tensor | None) -> Tensor:
+    """The given output tensor, checked, or a new one like q. read: what else the call reads."""
     if out is None:
         return q.new_empty(q.shape)
     check_tensor("out", out, " ".join(map(str, q.shape)), q.dtype, {}, written=True)
     check_same_device(q, out=out)
+    check_results_apart({"out": out}, q=q, **read)
     return out
 
 

@@ -19,6 +19,7 @@ from dsv4attn.compat.arguments import check_optional, check_rows, layer_of
 from dsv4attn.compat.direct import device_backend
 from dsv4attn.compat.flashinfer_sm120_memory import WrapperMemory, device_of
 from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.attention.overlap import check_results_apart
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, Phase
@@ -168,6 +169,10 @@ class SparseMLASm120Wrapper:
             raise ArgumentError("extra_topk_length", expected="None without extra_kv_cache", actual="a tensor")
         lse = self._lse_of(q, out_lse, return_lse=return_lse)
         check_same_device(q, output=out, attn_sink=attn_sink, out_lse=lse)
+        results = {"output": out, "out_lse": lse, "mid_out": mid_out, "mid_lse": mid_lse}
+        read = {"topk_length": topk_length, "kv_cache": kv_cache, "indices": indices, "attn_sink": attn_sink}
+        more = {"extra_topk_length": extra_topk_length, "extra_kv_cache": extra_kv_cache}
+        check_results_apart(results, q=q, extra_indices=extra_indices, **read, **more)
         if not tokens:
             return lse if return_lse else None
         if not segments[0].indices.shape[1]:

@@ -17,6 +17,7 @@ from dsv4attn.compat.arguments import FLOATS, as_rows, check_at_least, check_hea
 from dsv4attn.compat.direct import device_backend
 from dsv4attn.compat.vllm_rocm_ragged import INT, INT32_MAX, check_indptr, new_rows
 from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.attention.overlap import check_results_apart
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionCall, Phase
@@ -99,6 +100,9 @@ def rocm_sparse_attn_decode(
         rows = _rows_of(q, "topk_", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr)
         segments.append(PagedKeys(_cache_of("kv_cache", kv_cache, q, *dims, fp8_format), rows))
     angles = _angles(q, positions, cos_sin_cache, rope_head_dim)
+    read = {name: tensor for names in map(_read_by, ("swa_", "topk_"), segments) for name, tensor in names.items()}
+    turning = {} if angles is None else {"positions": positions, "cos_sin_cache": cos_sin_cache}
+    check_results_apart({"output": output}, q=q, attn_sink=sink, **turning, **read)
     if len({type(segment.rows) for segment in segments}) > 1:
         segments = [evolve(segment, rows=_as_ragged(segment.rows, segment.cache.capacity)) for segment in segments]
     layer = layer_of(q.shape[1], head_dim, rope_head_dim, float(scale))
@@ -142,6 +146,7 @@ def rocm_sparse_attn_prefill(
         topk_length = rows.new_full(rows.shape[:1], rows.shape[-1])
     selected = _rows_of(q, "", rows, topk_length, ragged_indices, ragged_indptr, lens_name="topk_length")
     layer = layer_of(q.shape[1], head_dim, rope_head_dim, float(scale))
+    check_results_apart({"output": output}, q=q, kv=kv, attn_sink=sink, **_named(selected))
     _attend(Phase.PREFILL, layer, q, GatheredKeys(kv.squeeze(1), selected), sink, output, workspace, None)
 
 
@@ -241,6 +246,19 @@ def _rows_of(
     rows = check_rows(q, (f"{name}indices", f"{name}{lens_name}"), indices, lens)
     assert lens is not None
     return DenseIndices(rows, lens)
+
+
+def _named(rows: DenseIndices | RaggedIndices, prefix: str = "", lens: str = "topk_length") -> dict[str, Tensor]:
+    """The tensors of rows, by the names of their arguments."""
+    if isinstance(rows, RaggedIndices):
+        return {f"{prefix}ragged_indices": rows.indices, f"{prefix}ragged_indptr": rows.indptr}
+    return {f"{prefix}indices": rows.indices, f"{prefix}{lens}": rows.lens}
+
+
+def _read_by(prefix: str, segment: PagedKeys) -> dict[str, Tensor]:
+    """The tensors of a cache and of the rows into it, by the names of their arguments."""
+    cache = "swa_k_cache" if prefix == "swa_" else "kv_cache"
+    return {cache: segment.cache.tensor, **_named(segment.rows, prefix, "lens")}
 
 
 def _as_ragged(rows: DenseIndices | RaggedIndices, num_slots: int) -> RaggedIndices:

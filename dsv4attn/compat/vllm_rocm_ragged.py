@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4attn.compat.arguments import as_rows, check_at_least, check_numbers, check_optional
 from dsv4attn.compat.direct import device_backend
 from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.attention.overlap import check_results_apart
 from dsv4attn.core.cache.selected_keys import ChunkTokens
 from dsv4attn.core.memory.plan import ragged_specs
 from dsv4attn.core.tensorspec import check_tensor
@@ -187,6 +188,8 @@ def copy_ragged_to_graph_buffers(
     check_same_device(ragged_indices, ragged_indptr=ragged_indptr)
     check_same_device(indices_buffer, indptr_buffer=indptr_buffer)
     check_indptr("ragged_indptr", ragged_indptr, ragged_indices.shape[0])
+    buffers = {"indices_buffer": indices_buffer, "indptr_buffer": indptr_buffer}
+    check_results_apart(buffers, ragged_indices=ragged_indices, ragged_indptr=ragged_indptr)
     if ragged_indices.shape[0]:
         indices_buffer[: ragged_indices.shape[0]].copy_(ragged_indices, non_blocking=True)
     indptr_buffer[: num_rows + 1].copy_(ragged_indptr, non_blocking=True)

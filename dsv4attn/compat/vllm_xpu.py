@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4attn.compat.arguments import FLOATS, as_rows, check_head_dims, check_optional, check_rows, layer_of, scratch_of
 from dsv4attn.compat.direct import device_backend
 from dsv4attn.core.attention.checks import check_insert, check_same_device
+from dsv4attn.core.attention.overlap import check_results_apart
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, Phase
@@ -123,10 +124,13 @@ def xpu_sparse_decode_fp8(
     check_tensor("out", out, "T H D", q.dtype, letters, written=True)
     check_optional("attn_sink", attn_sink, "H", torch.float32, letters)
     check_same_device(q, out=out, attn_sink=attn_sink)
+    window = {"swa_kv_cache": swa_kv_cache, "swa_indices": swa_indices, "swa_lens": swa_lens}
+    compressed = {} if swa_only else {"kv_cache": kv_cache, "topk_indices": topk_indices, "topk_lens": topk_lens}
     layout = _layout(nope_head_dim, rope_head_dim)
     segments = [_segment(q, layout, ("swa_kv_cache", "swa_"), swa_kv_cache, swa_indices, swa_lens)]
     if not swa_only:
         segments.append(_segment(q, layout, ("kv_cache", "topk_"), kv_cache, topk_indices, topk_lens))
+    check_results_apart({"out": out}, q=q, attn_sink=attn_sink, **window, **compressed)
     layer, backend = layer_of(q.shape[1], head_dim, rope_head_dim, float(softmax_scale)), _backend()
     rows = q.shape[0], sum(segment.rows.width for segment in segments)
     scratch = scratch_of(workspace, backend, Phase.DECODE, layer, rows, "xpu_sparse_decode_fp8")
@@ -219,3 +223,5 @@ def _check_interface(
             raise ArgumentError(name, expected="contiguous memory", actual=list(result.stride()))
     optional = {"attn_sink": attn_sink, "topk_length": topk_length, "out": out}
     check_same_device(q, kv=kv, indices=indices, max_logits=max_logits, lse=lse, **optional)
+    read = {"kv": kv, "indices": indices, "attn_sink": attn_sink, "topk_length": topk_length}
+    check_results_apart({"out": out, "max_logits": max_logits, "lse": lse}, q=q, **read)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.attention.call import ForwardCall
-from dsv4attn.core.attention.overlap import check_apart
+from dsv4attn.core.attention.overlap import check_results_apart
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.record_layout import check_window
@@ -81,8 +81,7 @@ def check_forward_call(call: ForwardCall) -> None:
     check_same_device(q, out=out, attn_sink=attn_sink, lse=lse, topk_indices=topk_indices)
     read = {"caches.swa": caches.swa.tensor, "caches.compressed": compressed}
     check_same_device(q, **read)
-    check_apart("out", out, q=q, attn_sink=attn_sink, topk_indices=topk_indices, **read)
-    check_apart("lse", lse, q=q, out=out, attn_sink=attn_sink, topk_indices=topk_indices, **read)
+    check_results_apart({"out": out, "lse": lse}, q=q, attn_sink=attn_sink, topk_indices=topk_indices, **read)
     if metadata is None:
         return
     compressed_table = None if metadata.compressed is None else metadata.compressed.block_table

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["check_apart", "share_memory", "span"]
+__all__ = ["check_apart", "check_results_apart", "share_memory", "span"]
 
 _Dims = list[tuple[int, int]]
 """(stride in bytes, size) of each dimension that has more than one element, the largest stride first."""
@@ -38,6 +40,19 @@ def check_apart(name: str, written: Tensor | None, **others: Tensor | None) -> N
             actual = f"the memory of {other}" if written is tensor else f"a tensor that overlaps {other}"
             hint = "a kernel may write a row before others have been read: allocate another tensor"
             raise ArgumentError(name, expected=f"memory apart from that of {other}", actual=actual, hint=hint)
+
+
+def check_results_apart(results: Mapping[str, Tensor | None], **read: Tensor | None) -> None:
+    """Raise ArgumentError if a result of a call shares memory with what the call reads, or with another result.
+
+    Every function that writes to memory of its caller asks this before its first launch.
+    results: tensors that the call writes, by the names of its arguments; None for those that the caller did not give.
+    read: tensors that it reads, by the names of its arguments.
+    """
+    written: dict[str, Tensor | None] = {}
+    for name, result in results.items():
+        check_apart(name, result, **read, **written)
+        written[name] = result
 
 
 def _dims(tensor: Tensor) -> _Dims:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn import Backend, PagedKVCache
+from dsv4attn.core.attention.overlap import check_results_apart
 from dsv4attn_sglang.records import LAYOUTS
 
 __all__ = ["dequantize_k_cache_paged_dsv4", "serve"]
@@ -43,6 +44,7 @@ def dequantize_k_cache_paged_dsv4(
     if own is None:
         return original(quant_k_cache, page_table_1_flattened, page_size, out=out, layout=layout)
     slots, pages = page_table_1_flattened, quant_k_cache.view(torch.uint8)
+    check_results_apart({"out": out}, quant_k_cache=pages, page_table_1_flattened=slots)
     if out is None:
         out = torch.empty(slots.shape[0], 1, own.head_dim, dtype=torch.bfloat16, device=pages.device)
     cache = PagedKVCache(pages[:, : page_size * own.record_bytes].view(-1, page_size, own.record_bytes), own)
