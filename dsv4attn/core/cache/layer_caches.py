@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache as cached
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -41,7 +41,7 @@ class LayerCaches:
 
     swa: PagedKVCache
     compressed: PagedKVCache | None = None
-    _places: ClassVar[Sequence[tuple[Tensor, int, tuple[int, ...], int]]]
+    _places: ClassVar[Sequence[tuple[Any, int, tuple[int, ...], int]]]
     _signature: ClassVar[tuple[object, ...]]
 
     def __attrs_post_init__(self) -> None:
