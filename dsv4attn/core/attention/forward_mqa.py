@@ -102,7 +102,11 @@ def attend(  # noqa: C901, PLR0912, PLR0915 - every function more is a frame mor
         metadata.check_owner(None)
     try:
         prepared = metadata.swa.prepared
-        owners = call.backend, call.layer, call.limits, workspace, metadata.compressed, caches.signature
+        signed = caches.signed
+        for tensor, address, strides, size in caches.places:  # `caches.signature`, without a frame
+            if tensor.data_ptr() != address or tensor.stride() != strides or tensor.untyped_storage().nbytes() != size:
+                signed = None
+        owners = call.backend, call.layer, call.limits, workspace, metadata.compressed, signed or caches.signature
         modes = workspace.debug, is_inference_mode_enabled()
         raw_q = None if call.raw_q is None else call.raw_q.key
         tensors_key = signature(q, out, attn_sink, lse, topk_indices)

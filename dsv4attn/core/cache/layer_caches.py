@@ -41,11 +41,13 @@ class LayerCaches:
 
     swa: PagedKVCache
     compressed: PagedKVCache | None = None
-    _places: ClassVar[Sequence[tuple[Any, int, tuple[int, ...], int]]]
-    _signature: ClassVar[tuple[object, ...]]
+    places: ClassVar[Sequence[tuple[Any, int, tuple[int, ...], int]]]
+    """For `signed`: tensor, address, strides and bytes of the storage of each cache, as they were."""
+    signed: ClassVar[tuple[object, ...] | None]
+    """The last `signature`, which holds while `places` does; None: none was made yet."""
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "_places", ())
+        self._remember((), None)
         check_type("swa", self.swa, PagedKVCache, cure=_CURE)
         check_window(self.swa.layout, "swa")
         if self.compressed is not None:
@@ -58,25 +60,18 @@ class LayerCaches:
         Equal signatures are one object, so that a key can name it by identity. It is made again when the memory of a
         cache has changed. Raises ArgumentError if a cache has memory that it was not made for (`PagedKVCache.memory`).
         """
-        # what `PagedKVCache.memory` compares, in one frame: every layer of every step asks
-        for tensor, address, strides, size in self._places:
-            if tensor.data_ptr() != address or tensor.stride() != strides or tensor.untyped_storage().nbytes() != size:
-                break
-        else:
-            if self._places:
-                return self._signature
-        return self._sign()
-
-    def _sign(self) -> tuple[object, ...]:
-        """Check the memory of both caches, and make their signature."""
         caches = [self.swa] if self.compressed is None else [self.swa, self.compressed]
-        tensors, memories = [cache.tensor for cache in caches], [cache.memory for cache in caches]
-        formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
-        object.__setattr__(self, "_signature", _one((*signature(*tensors), *formats)))
-        pairs = zip(tensors, memories, strict=True)
-        places = [(tensor, memory.address, memory.strides, memory.storage_bytes) for tensor, memory in pairs]
-        object.__setattr__(self, "_places", places)
-        return self._signature
+        memories = [(cache.tensor, cache.memory) for cache in caches]
+        places = [(tensor, memory.address, memory.strides, memory.storage_bytes) for tensor, memory in memories]
+        if self.signed is None or any(new[1:] != old[1:] for new, old in zip(places, self.places, strict=True)):
+            formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
+            self._remember(places, _one((*signature(*[tensor for tensor, _ in memories]), *formats)))
+        assert self.signed is not None
+        return self.signed
+
+    def _remember(self, places: Sequence[tuple[Any, int, tuple[int, ...], int]], signed: object) -> None:
+        object.__setattr__(self, "places", places)
+        object.__setattr__(self, "signed", signed)
 
     def __reduce__(self) -> tuple[object, ...]:
         """How they are copied and pickled: without the signature, which has addresses and is known by its identity."""
