@@ -104,7 +104,8 @@ class SingleLayer:
         Returns [n, hidden_size] for each; for no requests an empty list. Raises, with nothing changed, ArgumentError
         for what does not fit and OutOfPagesError.
         """
-        for pair in requests:
+        for given in requests:
+            pair: object = given
             if not isinstance(pair, tuple | list) or len(pair) != 2:  # `step(request, hidden)` is easily written
                 hint = "pass step((request, hidden), ...), a pair for each request"
                 expected, actual = "pairs (request, hidden)", shown(pair)

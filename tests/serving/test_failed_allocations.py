@@ -24,7 +24,7 @@ class FullMemory(TorchFunctionMode):
     """The call of torch with number `fails` raises, as an allocation in full memory does. calls: their number."""
 
     def __init__(self, fails: int, *, copies: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.fails, self.copies, self.calls = fails, copies, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +75,12 @@ def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 def whole() -> LayerStack:
     """Layers of every kind, with pages for three sequences and hardly more."""
-    pages = {"swa_block_size": 4, "compressed_block_tokens": 16, "num_blocks": {"compressed": 6}, "shuffle_seed": 1}
+    pages: dict[str, Any] = {
+        "swa_block_size": 4,
+        "compressed_block_tokens": 16,
+        "num_blocks": {"compressed": 6},
+        "shuffle_seed": 1,
+    }
     return LayerStack(load_backend("reference"), limits=Limits(4, 64, 64), **pages)
 
 
