@@ -50,7 +50,7 @@ def with_kvcache() -> Any:
     read = {"q": memory(TOKENS, 1, HEADS, 512), "k_cache": records(1, 584), "indices": memory(*shape, dtype=INT)}
     read |= {"extra_k_cache": records(1, 584), "extra_indices_in_kvcache": memory(*shape, dtype=INT)}
     read |= {"topk_length": memory(TOKENS, dtype=INT), "extra_topk_length": memory(TOKENS, dtype=INT)}
-    given = {"block_table": None, "cache_seqlens": None, "head_dim_v": 512}
+    given: dict[str, Any] = {"block_table": None, "cache_seqlens": None, "head_dim_v": 512}
     given["tile_scheduler_metadata"] = flash_mla.get_mla_metadata()[0]
     return flash_mla.flash_mla_with_kvcache, {**read, "attn_sink": sink()}, {"out": read["q"]}, given
 

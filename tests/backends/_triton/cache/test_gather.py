@@ -195,8 +195,9 @@ def test_a_mutant_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None
     right = PagedKVCache.memory
 
     def wrong(cache: PagedKVCache) -> CacheMemory:
-        memory = right.__get__(cache)
-        return evolve(memory, record_strides=MUTANTS[mutant](cache, memory.record_strides))
+        memory: CacheMemory = right.__get__(cache)
+        strides = MUTANTS[mutant](cache, memory.record_strides)
+        return evolve(memory, record_strides=strides)
 
     monkeypatch.setattr(PagedKVCache, "memory", property(wrong))
     with pytest.raises(AssertionError):
