@@ -1,13 +1,19 @@
-"""`define_op`: a custom op of torch, `torch.ops.dsv4attn.<name>`."""
+"""`define_op`: a custom op of torch, `torch.ops.dsv4attn.<name>`; `Handles`: how such an op finds its layer."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["define_op"]
+from dsv4attn.errors import Dsv4AttnError
+
+__all__ = ["Handles", "define_op"]
+
+T = TypeVar("T")
 
 # defined by hand: torch.library.custom_op costs tens of microseconds more in every call
 _library = torch.library.Library("dsv4attn", "DEF")
@@ -27,3 +33,25 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     torch.library.register_fake(f"dsv4attn::{name}", fake, lib=_library)
     overload: Callable[..., Any] = getattr(torch.ops.dsv4attn, name).default
     return overload
+
+
+class Handles(Generic[T]):
+    """Layers by the handle that a compiled graph holds. Handles are unique, also if two models have equal prefixes."""
+
+    def __init__(self) -> None:
+        self._layers: WeakValueDictionary[str, T] = WeakValueDictionary()
+        self._count = itertools.count()
+
+    def give(self, layer: T, prefix: str) -> str:
+        """A new handle of a layer. prefix: its name."""
+        handle = f"{prefix}#{next(self._count)}"
+        self._layers[handle] = layer
+        return handle
+
+    def layer(self, handle: str) -> T:
+        """The layer of a handle. Raises Dsv4AttnError if it no longer exists."""
+        layer = self._layers.get(handle)
+        if layer is None:
+            cure = "keep the layer alive as long as graphs that call it"
+            raise Dsv4AttnError(f"layer {handle} no longer exists -> {cure}")
+        return layer

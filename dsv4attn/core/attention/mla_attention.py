@@ -10,12 +10,10 @@ Eager calls go past torch's dispatcher, which takes a third of what core takes i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, is_grad_enabled, no_grad
@@ -26,7 +24,7 @@ from torch.autograd.graph import increment_version
 from dsv4attn.core.argument_checks import check_type, shown
 from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.checks import check_bound, check_cache, check_compressed, check_insert
-from dsv4attn.core.attention.custom_ops import define_op
+from dsv4attn.core.attention.custom_ops import Handles, define_op
 from dsv4attn.core.attention.exchange import ONE_RANK, Exchange
 from dsv4attn.core.attention.projection import o_proj
 from dsv4attn.core.attention.raw_q import RawQSteps
@@ -45,10 +43,7 @@ from dsv4attn.errors import ArgumentError, Dsv4AttnError
 
 __all__ = ["DeepseekV4MLAAttention"]
 
-_layers: WeakValueDictionary[str, DeepseekV4MLAAttention] = WeakValueDictionary()
-"""Layers by the handle that a compiled graph holds. Handles are unique, also if two models have equal prefixes."""
-
-_count = itertools.count()
+_handles: Handles[DeepseekV4MLAAttention] = Handles()
 _TENSOR = frozenset({Tensor})
 
 _NO_CHANGE = nullcontext()
@@ -121,8 +116,7 @@ class DeepseekV4MLAAttention:
 
     def _register(self) -> None:
         """Take a handle of its own."""
-        self.handle = f"{self.prefix}#{next(_count)}"
-        _layers[self.handle] = self
+        self.handle = _handles.give(self, self.prefix)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a layer of its own, for ops too."""
@@ -373,9 +367,7 @@ def _forward(
 
 def _bound_layer(handle: str) -> DeepseekV4MLAAttention:
     """The layer of an op, whose caches have the memory that the op was given."""
-    layer = _layers.get(handle)
-    if layer is None:
-        raise Dsv4AttnError(f"layer {handle} no longer exists -> keep the layer alive as long as graphs that call it")
+    layer = _handles.layer(handle)
     if layer.caches is not None:
         caches = layer.caches.swa, layer.caches.compressed
         check_op_tensors(layer.prefix, caches, layer._op_tensors)  # noqa: SLF001 - of the layer of this module

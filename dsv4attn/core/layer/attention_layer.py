@@ -6,18 +6,17 @@ the caches and the buffers that the layer shares with others; weights belong to 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakValueDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.attention.checks import check_backend, check_metadata, check_same_device
-from dsv4attn.core.attention.custom_ops import define_op
+from dsv4attn.core.attention.custom_ops import Handles, define_op
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.attention.projection import output_projection
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches, all_caches_of, check_op_tensors, op_tensor
@@ -49,10 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeepseekV4Attention"]
 
-_layers: WeakValueDictionary[str, DeepseekV4Attention] = WeakValueDictionary()
-"""Layers by the handle that a compiled graph holds. Handles are unique, also if two models have equal prefixes."""
-
-_count = itertools.count()
+_handles: Handles[DeepseekV4Attention] = Handles()
 
 _OF_HIDDEN_STATES = (
     "wq_a",
@@ -90,8 +86,8 @@ class DeepseekV4Attention:
     order: a layer reads what its sources left in the same step.
 
     A layer keeps its weights. Tensors that multiply the same input become views of one memory (`WeightCopies.joined`).
-    A layer reads weights as they are, or copies of them, which it makes again when it sees in a step that a weight has
-    changed: what it sees is the subject of `WeightCopies` and `TensorState`. After other writes, and before graphs are
+    A layer reads weights as they are, or copies of them. It makes copies again when it sees in a step, eager or
+    compiled, that a weight has changed: `TensorState` says what is seen. After other changes, and before graphs are
     replayed, call `refresh`.
     backend: runs attention, inserts, projection, and the ops that it brings.
     """
@@ -167,7 +163,7 @@ class DeepseekV4Attention:
         self.indexer: Indexer | None = None
         if weights.compressor is not None:
             compressor_class = LatentCompressor if geometry.shared_latent else Compressor
-            self.compressor = compressor_class(layer, weights.compressor, table, ops)
+            self.compressor = compressor_class(layer, weights.compressor, table, ops, self._copies)
         if weights.indexer is not None:
             select = None
             if context_parallel is not None:
@@ -180,6 +176,7 @@ class DeepseekV4Attention:
                 table,
                 ops,
                 product,
+                self._copies,
                 shortcut=not backend.deterministic,
                 select_topk=select,
                 latents=self.compressor if isinstance(self.compressor, LatentCompressor) else None,
@@ -190,13 +187,7 @@ class DeepseekV4Attention:
         self._source_caches: DeepseekV4Caches | None = None
         self.selected_in: tuple[ReferenceType[DeepseekSparseSWAMetadata], ReferenceType[ForwardContext]] | None = None
         """Metadata and context of the step in which the indexer selected last, on layers that others read from."""
-        self._is_part_loaded = False
         self._weight_dtype = self._forms["wq_a"][0]
-        parts = self._copies, *(part.copies for part in (self.compressor, self.indexer) if part is not None)
-        if self.indexer is not None and self.indexer.compressor is not None:
-            parts = *parts, self.indexer.compressor.copies
-        self._every_copies: tuple[WeightCopies, ...] = parts
-
         self._op_tensors: tuple[Tensor | None, ...] = (None,) * 5
         self._register()
 
@@ -213,8 +204,7 @@ class DeepseekV4Attention:
 
     def _register(self) -> None:
         """Take a handle of its own."""
-        self._handle = f"{self.prefix}#{next(_count)}"
-        _layers[self._handle] = self
+        self._handle = _handles.give(self, self.prefix)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a layer of its own, for ops too."""
@@ -232,19 +222,20 @@ class DeepseekV4Attention:
         self._wo_b = copies.coded("wo_b", weights.wo_b, None if coded is None else coded.rows)
         keeps_codes = self.backend.projects_fp8
         self._wo_a = (copies.scaled if keeps_codes else copies.dense)("wo_a", weights.wo_a)
-        self._q_norm, self._kv_norm = (copies.plain(name, getattr(weights, name)) for name in ("q_norm", "kv_norm"))
-        return None if weights.attn_sink is None else copies.plain("attn_sink", weights.attn_sink, torch.float32)
+        plain = partial(copies.plain, is_checked=True)
+        self._q_norm, self._kv_norm = (plain(name, getattr(weights, name)) for name in ("q_norm", "kv_norm"))
+        return None if weights.attn_sink is None else plain("attn_sink", weights.attn_sink, torch.float32)
 
     @torch.inference_mode(mode=False)  # copies are written in and out of the mode
     @torch.no_grad()
     def refresh(self, weights: AttentionWeights | None = None) -> None:
         """Make every copy of a weight again, in the same memory, so that captured graphs read the new values.
 
-        Call it after writes that a step does not see, such as `parameter.data.copy_` on a GPU, and after any write that
-        only graphs are replayed after. weights: others to take from now on, with the shapes, dtypes and device of those
-        before; those that are read as they are may lie elsewhere then, so that graphs must be captured again. So must
-        graphs of few tokens that read fp8 codes (`LayerOps.coded`), if codes or scales lie elsewhere now or the backend
-        no longer takes them.
+        Call it after changes that a step does not see, such as `parameter.data.copy_` or the step of a fused optimizer,
+        and after any change that only graphs are replayed after. weights: others to take from now on, with the shapes,
+        dtypes and device of those before; those that are read as they are may lie elsewhere then, so that graphs must
+        be captured again. So must graphs of few tokens that read fp8 codes (`LayerOps.coded`), if codes or scales lie
+        elsewhere now or the backend no longer takes them.
         Raises ArgumentError, and changes nothing, for weights that do not fit, and while a graph is captured. After any
         other error, such as that of full memory, the next step makes all copies again, of the weights before.
         """
@@ -261,25 +252,20 @@ class DeepseekV4Attention:
             if not isinstance(value, Tensor) or value.element_size() == 1:
                 check_weight(name, value)
         _check_output_weights(weights, self.backend)
-        # an error from here on, such as that of full memory, leaves copies of some of the weights
-        self._is_part_loaded = True
-        self.attention.attn_sink = self._load_own(weights)
-        if self.compressor is not None:
-            assert weights.compressor is not None
-            self.compressor.load(weights.compressor)
-        if self.indexer is not None:
-            assert weights.indexer is not None
-            self.indexer.load(weights.indexer)
-        self._weights, self._is_part_loaded = weights, False
+        with self._copies.taking():
+            self.attention.attn_sink = self._load_own(weights)
+            if self.compressor is not None:
+                assert weights.compressor is not None
+                self.compressor.load(weights.compressor)
+            if self.indexer is not None:
+                assert weights.indexer is not None
+                self.indexer.load(weights.indexer)
+        self._weights = weights
 
     def _see_weights(self) -> None:
-        """Make copies again if a weight has changed, or if they were not all made the last time."""
-        if self._is_part_loaded:
+        """Take all weights again if a change of one is seen, or if they were not all taken the last time."""
+        if self._copies.changed():
             self.refresh()
-        for copies in self._every_copies:
-            if copies.changed():
-                self.refresh()
-                return
 
     @property
     def role(self) -> LayerRole:
@@ -640,9 +626,7 @@ def _attention_layer(
     candidates: Tensor | None,
     layer: str,
 ) -> Tensor:
-    bound = _layers.get(layer)
-    if bound is None:
-        raise Dsv4AttnError(f"layer {layer} no longer exists -> keep the layer alive as long as graphs that call it")
+    bound = _handles.layer(layer)
     caches = bound.caches
     if caches is not None:
         check_op_tensors(bound.prefix, caches.in_order, bound._op_tensors)  # noqa: SLF001 - it is the layer's op

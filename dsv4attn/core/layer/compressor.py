@@ -27,7 +27,8 @@ class _Compressing:
     weights: of this compressor; the layer multiplies by `wkv` and `wgate`.
     cos_sin_cache: [positions, rope] fp32 of the layer.
     ops: of the backend.
-    `copies` sees whether the other weights change.
+    copies: of the layer.
+    name: of this compressor among the weights of the layer.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class _Compressing:
         weights: CompressorWeights,
         cos_sin_cache: Tensor,
         ops: LayerOps,
+        copies: WeightCopies,
+        name: str = "compressor",
     ) -> None:
         self._layer, self._table, self._ops = layer, cos_sin_cache, ops
-        self.copies = WeightCopies()
+        self._copies, self._name = copies, name
         self.load(weights)
 
     @one_line
@@ -51,6 +54,10 @@ class _Compressing:
         """Take weights with the shapes of those before; copies of them are made in the same memory."""
         raise NotImplementedError
 
+    def _plain(self, name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """`WeightCopies.plain` of a weight of this compressor."""
+        return self._copies.plain(f"{self._name}.{name}", value, dtype)
+
 
 class Compressor(_Compressing):
     """A compressor of one layer of DeepSeek-V4, of its keys or of its index keys."""
@@ -58,8 +65,8 @@ class Compressor(_Compressing):
     def load(self, weights: CompressorWeights) -> None:
         """Take weights with the shapes of those before; copies of them are made in the same memory."""
         assert weights.ape is not None
-        self._ape = self.copies.plain("ape", weights.ape, torch.float32)
-        self._norm = EntryNorm(self.copies.plain("norm", weights.norm, None), self._layer.eps, self._table)
+        self._ape = self._plain("ape", weights.ape, torch.float32)
+        self._norm = EntryNorm(self._plain("norm", weights.norm, None), self._layer.eps, self._table)
 
     @property
     def width(self) -> int:
@@ -106,7 +113,7 @@ class LatentCompressor(_Compressing):
 
     def load(self, weights: CompressorWeights) -> None:
         """Take weights with the shapes of those before; copies of them are made in the same memory."""
-        self._norm_weight = self.copies.plain("norm", weights.norm, torch.float32)
+        self._norm_weight = self._plain("norm", weights.norm, torch.float32)
         self._key_norm = EntryNorm(None, self._layer.eps, self._table)
 
     @property

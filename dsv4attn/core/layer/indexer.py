@@ -52,8 +52,7 @@ class Indexer:
     for deterministic layers, as it also selects entries whose score is NaN. latents: compressor of the layer, where
     index keys are made of its latents (V4.1). publishes: candidates that this indexer writes. restricts: candidates
     of another indexer that this one selects from. select_topk: instead of that of `ops`. weights: the layer multiplies
-    by `wq_b`, `weights_proj` and the matrices of the compressor. `copies` sees whether the other weights change, but
-    for those of the compressor; `load` takes all of them, or others, again.
+    by `wq_b`, `weights_proj` and the matrices of the compressor. copies: of the layer.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class Indexer:
         cos_sin_cache: Tensor,
         ops: LayerOps,
         linear: Linear,
+        copies: WeightCopies,
         *,
         shortcut: bool = True,
         latents: LatentCompressor | None = None,
@@ -80,8 +80,8 @@ class Indexer:
         self._latents, self._publishes, self._restricts = latents, publishes, restricts
         self.compressor = None
         if weights.compressor is not None:
-            self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, ops)
-        self.copies = WeightCopies()
+            self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, ops, copies, "indexer.compressor")
+        self._copies = copies
         self._load_own(weights)
 
     @one_line
@@ -100,9 +100,9 @@ class Indexer:
 
     def _load_own(self, weights: IndexerWeights) -> None:
         """Take all weights but those of the compressor, and those by which the layer multiplies."""
-        copies = self.copies
+        copies = self._copies
         self._wk = None if weights.wk is None else copies.dense("indexer.wk", weights.wk)
-        k_norm = None if weights.k_norm is None else copies.plain("k_norm", weights.k_norm, torch.float32)
+        k_norm = None if weights.k_norm is None else copies.plain("indexer.k_norm", weights.k_norm, torch.float32)
         self._key_norm = EntryNorm(k_norm, self._eps, self._table)
 
     def takes_all(self, metadata: AttentionMetadata) -> bool:

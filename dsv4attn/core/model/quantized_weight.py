@@ -1,13 +1,12 @@
 """Weights of the output projection: block-scaled fp8 matrices, and their conversion to bf16 where bf16 is multiplied.
 
-The bf16 copy of a weight is cached for the weight's lifetime, one for each of its scales. When the weight or its scale
-was replaced or written, the copy is computed again, in the same memory. `TensorState` says which changes are seen.
+The bf16 copy of a weight is cached for the weight's lifetime, one for each of its scales. When `TensorState` sees that
+the weight or its scale has changed, the copy is computed again, in the same memory.
 """
 
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -174,9 +173,8 @@ def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) 
 
     The first call computes the copy, and later calls with the same weight and scale tensors return it. The copy is
     computed again, in the same memory, when the weight or its scale has changed; `TensorState` says what is seen. A
-    weight has a copy for each of its scales; the memory of one whose scale was deleted goes to the next. Writes that
-    torch does not count, to `weight.data` or in inference mode, are not seen on a device. recompute: compute the copy
-    again, in the same memory, as after such a write.
+    weight has a copy for each of its scales; the memory of one whose scale was deleted goes to the next. recompute:
+    compute the copy again, in the same memory, as after a change that is not seen.
     Raises ArgumentError before anything is computed: also if a graph is being captured and there is no copy yet, and
     for fp8 in code that torch.compile traces.
     """
@@ -189,19 +187,22 @@ def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) 
         return weight
     if cached is not None:
         return cached.copy
-    known = _copies.setdefault(id(weight), [])
-    known[:] = [copy for copy in known if copy.weight() is weight]
+    known = _copies.get(id(weight))
+    if known is None:
+        known = _copies[id(weight)] = []
+        weakref.finalize(weight, _copies.pop, id(weight), None).atexit = False
     block = _block_of(weight, scales[0], value)
-    old = next((copy for copy in known if copy.has(scales, block)), None)
+    old = next((copy for copy in known if copy.is_of(scales, block)), None)
     if old is None:
         # of a scale that was replaced: captured graphs read the new values
-        old = next((copy for copy in known if not copy.is_in_use()), None)
+        old = next((copy for copy in known if any(state.tensor is None for state in copy.states)), None)
     # states first: what is written meanwhile is seen later
     states = tuple(map(TensorState, (weight, *scales)))
     with torch.inference_mode(mode=False), torch.no_grad():
         product = _product(weight, _factors(scales[0]), block, None if old is None else old.copy)
+    by_number = next(((n, n) for n in BLOCKS if grid(weight.shape, (n, n)) == scales[0].shape), None) == block
     known[:] = [copy for copy in known if copy is not old]
-    known.append(_Copy.of(weight, scales, block, states, product))
+    known.append(_Copy(states, block, by_number, product))
     return product
 
 
@@ -216,91 +217,60 @@ def forget(value: Weight) -> None:
 def tensors_of(value: Weight) -> list[tuple[Any, str, Tensor]]:
     """(owner, name, tensor) of each tensor of a weight: the matrix, and its scales if it is fp8.
 
-    owner: where the tensor is found again under its name, a dict if it is one of a module; None for a tensor that
-    cannot be replaced.
+    `owner.get(name)` is the tensor that is there now: of a module the present one, or None.
     """
     weight, scales = _parts(value)
     tensors = {"weight": weight, **(scales if weight.element_size() == 1 else {})}
-    if isinstance(value, (Tensor, BlockScaledWeight)):
-        return [(None, name, tensor) for name, tensor in tensors.items()]
-    return [(_place(value, name), name, tensor) for name, tensor in tensors.items()]
+    is_fixed = isinstance(value, (Tensor, BlockScaledWeight))
+    return [(tensors if is_fixed else _owner(value, name), name, tensor) for name, tensor in tensors.items()]
 
 
-def _place(module: object, name: str) -> Any:  # noqa: ANN401 - a dict or the module
-    """The dict in which a module has an attribute; the module if there is none, as of a property."""
-    for kind in ("_parameters", "_buffers"):
-        tensors = module.__dict__.get(kind) if hasattr(module, "__dict__") else None
-        if isinstance(tensors, dict) and name in tensors:
-            return tensors
-    attributes = getattr(module, "__dict__", {})
-    return attributes if name in attributes else module
+def _owner(module: object, name: str) -> Any:  # noqa: ANN401 - a dict, or what reads attributes
+    """The dict in which a module has an attribute; where there is none, as of a property, what reads the attribute."""
+    attributes = getattr(module, "__dict__", {})  # attributes of a torch module itself take microseconds
+    for owner in (attributes.get("_parameters"), attributes.get("_buffers"), attributes):
+        if isinstance(owner, dict) and name in owner:
+            return owner
+    return _Attributes(module)
+
+
+@frozen(eq=False)
+class _Attributes:
+    """The attributes of a module, read as a dict is."""
+
+    module: object
+
+    __repr__ = fields_repr
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - any attribute
+        """An attribute, or None."""
+        return getattr(self.module, name, None)
 
 
 @frozen(eq=False)
 class _Copy:
-    """A cached copy with weak references to its weight and scales, and their states before it was made.
+    """A cached copy.
 
-    block: rows and columns under one scale. by_number: whether these are what the number of scales says.
+    states: of the weight and its scales, before the copy was made. block: rows and columns under one scale. by_number:
+    whether these are what the number of scales says.
     """
 
-    weight: weakref.ref[Tensor]
-    scales: tuple[weakref.ref[Tensor], ...]
+    states: tuple[TensorState, ...]
     block: tuple[int, int]
     by_number: bool
-    states: tuple[TensorState, ...]
     copy: Tensor
 
     __repr__ = fields_repr
 
-    @classmethod
-    def of(
-        cls,
-        weight: Tensor,
-        scales: tuple[Tensor, ...],
-        block: tuple[int, int],
-        states: tuple[TensorState, ...],
-        copy: Tensor,
-    ) -> _Copy:
-        """Record the sources of a new copy. states: of the weight and the scales."""
-        ref = weakref.ref(weight, partial(_drop, id(weight)))
-        number = tuple(scales[0].shape)
-        by_number = next(((n, n) for n in BLOCKS if grid(weight.shape, (n, n)) == number), None) == block
-        return cls(ref, tuple(map(weakref.ref, scales)), block, by_number, states, copy)
-
-    def has(self, scales: tuple[Tensor, ...], block: tuple[int, int] | None) -> bool:
-        """Whether it is of these scales. block: None: as their number says."""
-        if len(self.scales) != len(scales) or not (self.by_number if block is None else self.block == block):
+    def is_of(self, scales: tuple[Tensor, ...], block: tuple[int, int] | None) -> bool:
+        """Whether it is of these scales, changed or not. block: None: as their number says."""
+        if len(self.states) != 1 + len(scales) or not (self.by_number if block is None else self.block == block):
             return False
-        for ref, scale in zip(self.scales, scales, strict=True):  # noqa: SIM110 - in every step
-            if ref() is not scale:
-                return False
-        return True
-
-    def is_of(self, weight: Tensor, scales: tuple[Tensor, ...], block: tuple[int, int] | None) -> bool:
-        """Whether these are the same tensors, and no change of them is seen."""
-        if self.weight() is not weight or not self.has(scales, block):
-            return False
-        for state, tensor in zip(self.states, (weight, *scales), strict=True):  # noqa: SIM110 - in every step
-            if not state.holds(tensor):
-                return False
-        return True
-
-    def is_in_use(self) -> bool:
-        """Whether the scales of the copy exist."""
-        return all(ref() is not None for ref in self.scales)
+        return all(state.tensor is scale for state, scale in zip(self.states[1:], scales, strict=True))
 
 
 _copies: dict[int, list[_Copy]] = {}
-"""Cached copies by `id` of their weight; several if one weight has several scales."""
-
-
-def _drop(key: int, ref: weakref.ref[Tensor]) -> None:
-    """Drop the copies of a weight that was deleted, unless another weight has its `id` already."""
-    known = _copies.get(key)
-    if known is not None:
-        known[:] = [copy for copy in known if copy.weight is not ref]
-        if not known:
-            del _copies[key]
+"""Cached copies by `id` of their weight, as long as it exists; several if one weight has several scales."""
 
 
 def _parts(value: Weight) -> tuple[Any, dict[str, Any]]:
@@ -372,7 +342,7 @@ def _cached(value: Weight, weight: Tensor, scales: tuple[Tensor, ...]) -> _Copy 
         return None
     block = value.block_size if isinstance(value, BlockScaledWeight) else declared_block(value)
     for copy in known:
-        if copy.is_of(weight, scales, block):
+        if copy.is_of(scales, block) and all(map(TensorState.holds, copy.states, (weight, *scales))):
             return copy
     return None
 

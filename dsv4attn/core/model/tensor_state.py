@@ -1,87 +1,69 @@
-"""`TensorState`: sees whether a tensor was written, or given other memory, since a copy was made of it."""
+"""`TensorState`: what a tensor was like, and whether it has changed since. The only place that asks this of weights."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["TensorState"]
-
-_SAMPLED = 256
-"""Bytes that are read of a large tensor on the CPU, in every check: about 2 us, and 0.1 us of a small tensor."""
-_SMALL = 2048
-"""Bytes of a tensor that is read whole."""
+__all__ = ["Place", "TensorState", "have_changed"]
 
 
 class TensorState:
-    """What a tensor was like at some time. The tensor is not kept alive, nor is its memory.
+    """What a tensor was like at some time. Neither the tensor nor its memory is kept alive.
 
-    These changes are seen, on every device, by reading attributes of the tensor, without waiting for a device:
-    - writes that torch counts: in-place operations, also under `no_grad` and by `load_state_dict`;
-    - other memory, also at the same address: `tensor.data = other`, `set_`, a storage that was resized;
-    - another dtype, shape or stride.
+    Seen, by reading attributes of the tensor, so that no device is waited for:
+    - another tensor in its place;
+    - writes that torch counts (`Tensor._version`): in-place operations, also under `no_grad`;
+    - other memory, by its address: `tensor.data = other`; and another dtype, shape or stride.
 
-    On the CPU also writes that torch does not count (`tensor.data.copy_`, inference mode, numpy, other processes): 256
-    bytes, spread over the tensor, are compared; of up to 2,048 bytes all are. A write that changes none of these bytes
-    is not seen, so a write of few elements of a large matrix may be missed.
+    Not seen: writes that torch does not count (`tensor.data.copy_`, fused optimizers, inference mode, other processes),
+    and other memory at the old address. docs/layer.md, "Weights that change", has the whole table.
 
-    values: whether writes are to be seen. Without them only other memory, and another dtype, shape or stride, count as
-    changes: for a tensor that is read where it lies.
+    writes: whether writes count as changes; False for a tensor that is read where it lies.
     """
 
-    __slots__ = ("_dtype", "_memory", "_pointer", "_sample", "_shape", "_storage", "_stride", "_version")
+    __slots__ = ("_dtype", "_numel", "_pointer", "_stride", "_tensor", "_version")
 
-    def __init__(self, tensor: Tensor, *, values: bool = True) -> None:
-        storage = tensor.untyped_storage()
-        self._pointer, self._storage = tensor.data_ptr(), storage._cdata  # noqa: SLF001 - the address of its record
-        # while this exists, no other storage gets that address
-        self._memory: Any = StorageWeakRef(storage), _view(tensor) if values else None
+    def __init__(self, tensor: Tensor, *, writes: bool = True) -> None:
+        self._tensor, self._pointer = ref(tensor), tensor.data_ptr()
         # torch counts no writes to tensors of inference mode
-        self._version = tensor._version if values and not tensor.is_inference() else None  # noqa: SLF001
-        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
-        view = self._memory[1]
-        self._sample = None if view is None else view.tobytes()
+        self._version = tensor._version if writes and not tensor.is_inference() else None  # noqa: SLF001
+        # for the shape: the number of elements is read in a third of the time, and strides say the rest
+        self._dtype, self._numel, self._stride = tensor.dtype, tensor.numel(), tensor.stride()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a state belongs to no tensor: what was made of a tensor is made again of the tensor's copy."""
-        return _unknown, ()
+        return TensorState, (torch.empty(0, device="cpu"),)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor whose state this is has not changed since, as far as can be seen."""
-        if (
-            tensor.data_ptr() != self._pointer
-            or tensor.untyped_storage()._cdata != self._storage  # noqa: SLF001
-            or (self._version is not None and tensor._version != self._version)  # noqa: SLF001
-            or tensor.stride() != self._stride
-            or tensor.shape != self._shape
-            or tensor.dtype != self._dtype
-        ):
-            return False
-        return self._sample is None or self._sample == self._memory[1].tobytes()
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor; None if it no longer exists."""
+        return self._tensor()
 
-
-def _unknown() -> TensorState:
-    """A state that holds for no tensor."""
-    state = TensorState.__new__(TensorState)
-    state._pointer = -1  # noqa: SLF001
-    return state
+    def holds(self, tensor: Tensor | None) -> bool:
+        """Whether this is the tensor whose state it is, and no change of it is seen."""
+        return (
+            tensor is self._tensor()
+            and tensor is not None
+            and tensor.data_ptr() == self._pointer
+            and (self._version is None or tensor._version == self._version)  # noqa: SLF001
+            and tensor.stride() == self._stride
+            and tensor.numel() == self._numel
+            and tensor.dtype is self._dtype
+        )
 
 
-def _view(tensor: Tensor) -> memoryview | None:
-    """Bytes of a tensor on the CPU that a check reads: all of a small tensor, or some, spread over it.
+Place: TypeAlias = tuple[Any, str, TensorState]
+"""(owner, name, state): `owner.get(name)` is the tensor that is there now, or None."""
 
-    The view does not keep the memory alive: it is read only while the tensor has the memory that it had.
-    """
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu" or not tensor.numel():
-        return None
-    if tensor.layout is not torch.strided:
-        return None
-    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    size = span * tensor.element_size()
-    whole = memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
-    # an odd step reads low and high bytes of elements in turn
-    return whole[:: 1 if size <= _SMALL else size // _SAMPLED | 1]
+
+def have_changed(places: Iterable[Place]) -> bool:
+    """Whether a change of a tensor is seen, or a place has another tensor."""
+    for owner, name, state in places:  # noqa: SIM110 - in every step
+        if not state.holds(owner.get(name)):
+            return True
+    return False

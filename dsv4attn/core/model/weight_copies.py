@@ -1,9 +1,9 @@
 """`WeightCopies`: what a layer computes from its weights once, and how it notices that a weight has changed.
 
 One rule for every weight. A weight that has the form in which it is multiplied is read as it is, in every step. Of
-others there are copies: bf16 of fp8, fp32 of bf16. Every copy is registered with the tensors that it was made of.
-Before a step the layer asks `changed`, and if a tensor has changed it makes all copies again, in the same memory, which
-captured graphs read. `TensorState` says what is seen; after any other write `refresh` of the layer does the same.
+others there are copies: bf16 of fp8, fp32 of bf16. Before a step the layer asks `changed`. If a tensor that has a copy
+was written, or any tensor lies elsewhere, the layer takes all weights again, with copies in the same memory, which
+captured graphs read. `TensorState` says what is seen; after any other change `refresh` of the layer does the same.
 
 Matrices that multiply the same input are joined: they lie one after the other in one memory, so that one product reads
 them all. None is held twice, as the tensors that were given become views of that memory (`joined_memory`).
@@ -14,8 +14,10 @@ weight takes one byte an element for its codes and two for its bf16 copy, with a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import TypeAlias
 
 import torch
 from attrs import frozen
@@ -32,7 +34,7 @@ from dsv4attn.core.model.quantized_weight import (
     scaled_weight,
     tensors_of,
 )
-from dsv4attn.core.model.tensor_state import TensorState
+from dsv4attn.core.model.tensor_state import Place, TensorState, have_changed
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.errors import ArgumentError
@@ -63,48 +65,46 @@ class JoinedMatrix:
         kept = max((place for place, name in enumerate(self.rows, 1) if name in names), default=0)
         if not kept:
             return None
+        if kept == len(self.rows):
+            # a view would keep the memory of a weight that gets other memory
+            return self
         named, matrix = dict([*self.rows.items()][:kept]), self.matrix
         part = matrix[: sum(named.values())] if isinstance(matrix, Tensor) else matrix.first(kept)
         return JoinedMatrix(part, named, self.out_dtype)
 
 
 class WeightCopies:
-    """Copies of the weights of one part of a layer, by name, in memory that stays.
+    """Copies of the weights of a layer, by name, in memory that stays.
 
     Making a copy again under its name writes the same memory, if shape, dtype and device are the same.
     """
 
     def __init__(self) -> None:
         self._made: dict[str, Tensor] = {}
-        self._sources: dict[str, list[tuple[Any, str, Tensor, TensorState]]] = {}
+        self._places: dict[str, list[Place]] = {}
+        self._all_places: tuple[Place, ...] = ()
         self._groups: dict[str, list[_Group]] = {}
+        self._is_part_taken = False
 
     def changed(self) -> bool:
-        """Whether a tensor that a copy was made of has changed, or a module has another tensor. Reads no device."""
-        for sources in self._sources.values():
-            for owner, name, tensor, state in sources:
-                if owner is not None:
-                    current = owner.get(name) if type(owner) is dict else getattr(owner, name, None)
-                    if current is not tensor:
-                        return True
-                if not state.holds(tensor):
-                    return True
-        return False
+        """Whether the layer has to take its weights again. Reads no device."""
+        return self._is_part_taken or have_changed(self._all_places)
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """While all weights are taken. After an error, such as that of full memory, `changed` stays true."""
+        self._is_part_taken = True
+        yield
+        self._is_part_taken = False
 
     def dense(self, name: str, value: Weight) -> Tensor:
         """A matrix as bf16 if it is fp8, and as it is otherwise. value: see `weights.dense_weight`."""
-        if isinstance(value, Tensor) and value.element_size() > 1:
-            self._sources.pop(name, None)
-            return converted(value, name)
-        # states first: what is written meanwhile is seen later
-        sources = self._states({"": value})
-        converted_weight = converted(value, name, self._made.get(name))
-        self._sources[name] = sources
-        if any(converted_weight is tensor for _, _, tensor, _ in sources):
-            self._made.pop(name, None)
-        else:
-            self._made[name] = converted_weight
-        return converted_weight
+        is_copy = _matrix(value).element_size() == 1
+        # states first: what is written meanwhile is seen later. A tensor that is multiplied is checked in every step
+        places = [] if isinstance(value, Tensor) and not is_copy else _places([value], writes=is_copy)
+        matrix = converted(value, name, self._made.get(name))
+        self._keep(name, matrix if is_copy else None, places)
+        return matrix
 
     def coded(self, name: str, value: Weight, most_rows: MostRows | None) -> Tensor | CodedMatrix:
         """`dense`, with the codes of the weight if products of some rows read them. most_rows: see `joined`."""
@@ -115,20 +115,20 @@ class WeightCopies:
         block_scaled = scaled_weight(value, name)
         if block_scaled is None:
             return self.dense(name, value)
-        self._made.pop(name, None)
-        self._sources[name] = self._states({"": value})
+        self._keep(name, None, _places([value]))
         return block_scaled
 
-    def plain(self, name: str, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor in a dtype, without gaps between its elements; itself if it is so. dtype: default: its own."""
+    def plain(self, name: str, value: Tensor, dtype: torch.dtype | None = None, *, is_checked: bool = False) -> Tensor:
+        """A tensor in a dtype, without gaps between its elements; itself if it is so.
+
+        dtype: default: its own. is_checked: whether every step checks its strides, which need not be watched then.
+        """
         dtype = value.dtype if dtype is None else dtype
         if value.dtype == dtype and value.is_contiguous():
-            self._made.pop(name, None)
-            self._sources.pop(name, None)
+            self._keep(name, None, [] if is_checked else _places([value], writes=False))
             return value
-        self._sources[name] = self._states({"": value})
-        out = self._memory(name, value.shape, dtype, value.device)
-        return out.copy_(value)
+        self._watch(name, _places([value]))
+        return self._memory(name, value.shape, dtype, value.device).copy_(value)
 
     def joined(
         self,
@@ -171,13 +171,13 @@ class WeightCopies:
 
     def _fp32(self, name: str, values: Mapping[str, Weight]) -> Tensor:
         """fp32 copies of matrices, one after the other."""
-        sources = self._states(values)
+        places = _places(values.values())
         parts = [converted(value, part) for part, value in values.items()]
         shape = torch.Size((sum(part.shape[0] for part in parts), parts[0].shape[1]))
         out = self._memory(name, shape, torch.float32, parts[0].device)
         for target, part in zip(out.split([part.shape[0] for part in parts]), parts, strict=True):
             target.copy_(part)
-        self._sources[name] = sources
+        self._watch(name, places)
         return out
 
     def _together(self, name: str, values: Mapping[str, Weight]) -> Tensor:
@@ -186,17 +186,16 @@ class WeightCopies:
         rows, dtype = [tensor.shape[0] for tensor in tensors], _dense_dtype(tensors[0])
         shape = torch.Size((sum(rows), tensors[0].shape[1]))
         if follow_each_other(tensors):
-            self._sources[name] = self._states(values, written=False)
             first = tensors[0]
             # not a view of the first: torch makes no views of tensors of inference mode whose memory was exchanged.
             # not with its strides: a single row is dense to torch whatever its stride is
             memory = torch.empty(0, dtype=dtype, device=first.device)
             memory.set_(first.untyped_storage(), first.storage_offset(), shape, (shape[1], 1))
-            self._made[name] = memory
+            self._keep(name, memory, _places(values.values(), writes=False))
             return memory
-        sources = self._states(values)
+        places = _places(values.values())
         # they may be all that keeps tensors alive which lay in the memory before
-        self._sources.pop(name, None)
+        self._watch(name, [])
         known = self._made.get(name)
         if known is not None and (
             not has_own_memory(known) or users_of(known) > 1 + sum(map(lies_in, tensors, known.split(rows)))
@@ -204,32 +203,36 @@ class WeightCopies:
             # who has kept a tensor that lay there, or an array, keeps its values
             del self._made[name]
         memory = self._memory(name, shape, dtype, tensors[0].device)
-        places = memory.split(rows)
+        parts = memory.split(rows)
         # those that lie in their places stay; they are asked for too, as others may share their memory
         moves = movable(tensors)
-        for tensor, place, moved, (part, value) in zip(tensors, places, moves, values.items(), strict=True):
+        for tensor, part, moved, (label, value) in zip(tensors, parts, moves, values.items(), strict=True):
             if tensor.element_size() == 1:
-                converted(value, part, place)
-            elif not lies_in(tensor, place):
-                place.copy_(tensor.detach())
+                converted(value, label, part)
+            elif not lies_in(tensor, part):
+                part.copy_(tensor.detach())
                 if moved:
-                    tensor.data = place
+                    tensor.data = part
         # one tensor under two names lies in one of two places, and what is written to it must be seen
-        copied = {id(tensor) for tensor, place in zip(tensors, places, strict=True) if not lies_in(tensor, place)}
+        copied = {id(tensor) for tensor, part in zip(tensors, parts, strict=True) if not lies_in(tensor, part)}
         read = {id(tensor) for tensor in tensors} - copied
-        self._sources[name] = [
-            (owner, attribute, tensor, TensorState(tensor, values=False) if id(tensor) in read else state)
-            for owner, attribute, tensor, state in sources
-        ]
+        for i, (owner, attribute, _) in enumerate(places):
+            if id(tensor := owner.get(attribute)) in read:
+                places[i] = owner, attribute, TensorState(tensor, writes=False)
+        self._watch(name, places)
         return memory
 
-    def alias(self, name: str, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """`plain` without gradients. What shares the memory of a weight is made again when that has other memory."""
-        copy = self.plain(name, value, dtype)
-        if copy is not value:
-            return copy
-        self._sources[name] = self._states({"": value})
-        return value.detach()
+    def _keep(self, name: str, made: Tensor | None, places: list[Place]) -> None:
+        """Remember what was made, None for a weight that is read as it is, and the tensors that were taken for it."""
+        self._watch(name, places)
+        if made is None:
+            self._made.pop(name, None)
+        else:
+            self._made[name] = made
+
+    def _watch(self, name: str, places: list[Place]) -> None:
+        self._places[name] = places
+        self._all_places = tuple(chain.from_iterable(self._places.values()))
 
     def _memory(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The memory of a copy: that which it has, if it fits."""
@@ -238,17 +241,11 @@ class WeightCopies:
             memory = self._made[name] = torch.empty(shape, dtype=dtype, device=device)
         return memory
 
-    @staticmethod
-    def _states(values: Mapping[str, Weight], *, written: bool = True) -> list[tuple[Any, str, Tensor, TensorState]]:
-        """The tensors of weights, with the places where modules have them, and their states.
 
-        written: whether writes are changes.
-        """
-        return [
-            (owner, attribute, tensor, TensorState(tensor, values=written))
-            for value in values.values()
-            for owner, attribute, tensor in tensors_of(value)
-        ]
+def _places(values: Iterable[Weight], *, writes: bool = True) -> list[Place]:
+    """Where the tensors of weights are, and their states. writes: whether writes are changes."""
+    found = chain.from_iterable(map(tensors_of, values))
+    return [(owner, name, TensorState(tensor, writes=writes)) for owner, name, tensor in found]
 
 
 def _with_codes(matrix: Tensor, values: Mapping[str, Weight], most_rows: MostRows | None) -> Tensor | CodedMatrix:

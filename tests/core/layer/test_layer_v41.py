@@ -143,7 +143,9 @@ def consumer_inserts(whole: LayerStack) -> None:
     weights = AttentionWeights.from_dict(drawn, SMALL_V41, 3).compressor
     assert weights is not None
     table, steps = reuse.attention.cos_sin_cache, reuse.backend.layer_ops
-    reuse.compressor = LatentCompressor(attrs.evolve(reuse.layer, compress_ratio=2), weights, table, steps)
+    reuse.compressor = LatentCompressor(
+        attrs.evolve(reuse.layer, compress_ratio=2), weights, table, steps, reuse._copies
+    )
     products, more = reuse._of_hidden_states, {"compressor.wkv": weights.wkv, "compressor.wgate": weights.wgate}
     all_products = Projections("hidden_states", WeightCopies(), linear)
     all_products.load(more)

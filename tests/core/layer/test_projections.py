@@ -87,7 +87,7 @@ def run(whole: LayerStack, index: int, tokens: int = 17) -> tuple[Tensor, Produc
 def held(layer: DeepseekV4Attention) -> int:
     """Bytes of all memory of the weights of a layer, and of what it keeps of them."""
     tensors = [value for _, value in layer._weights.named() if isinstance(value, Tensor)]
-    tensors += [memory for copies in layer._every_copies for memory in copies._made.values()]
+    tensors += layer._copies._made.values()
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -254,7 +254,7 @@ def test_no_weight_is_held_twice(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
         layer._see_weights()
         named = [value for _, value in layer._weights.named()]
         # a norm, a bias or a sink of another dtype than the one that is read has a copy
-        small = [memory for c in layer._every_copies for memory in c._made.values() if memory.dim() < 2]
+        small = [memory for memory in layer._copies._made.values() if memory.dim() < 2]
         assert held(layer) == own_bytes(named) + own_bytes(small)
 
 

@@ -1,4 +1,4 @@
-"""Changed weights of a layer are seen by the next call, or after `refresh`, and never in part.
+"""Changed weights are seen by the next call, eager or compiled, or after `refresh`, and never in part.
 
 What a layer has to compute is what a layer computes that is made of the changed weights.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +20,26 @@ from torch import Tensor, nn
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.layer.decoder_layer import DeepseekV4DecoderLayer, DeepseekV41DecoderLayer
+from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.metadata.forward_context import set_forward_context
-from dsv4attn.core.model import tensor_state, weight_copies
+from dsv4attn.core.model import weight_copies
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
-from dsv4attn.core.model.weights import AttentionWeights
+from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
-from tests.core.layer.weight_changes import CHANGES, changed, differ, in_place, plain, through_data
+from tests.core.layer.weight_changes import (
+    AFTER_REFRESH,
+    CHANGES,
+    SEEN,
+    UNSEEN,
+    Change,
+    changed,
+    differ,
+    in_place,
+    plain,
+)
 from tests.core.model.scaled import operations
 from tests.harness import SMALL, LayerStack, Requests, random_weights
 from tests.harness_v41 import SMALL_V41
@@ -141,25 +154,105 @@ def test_every_change_of_every_weight_is_seen(form: str, shift: int) -> None:
     assert not differ(expected, anew)
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("form", FORMS)
-def test_all_weights_at_once(change: Callable[..., None], form: str) -> None:
-    weights = given_of(values_of("c4a"), form)
-    subject = Subject("c4a", form, weights)
-    expected = subject.run()
-    for weight in weights.values():
-        for module, attribute, tensor in tensors_of(weight):
-            change(tensor, changed(tensor), module, attribute)
-    after = subject.run()
-    anew = Subject("c4a", form, {name: plain(weight) for name, weight in weights.items()}).run()
-    assert differ(after, expected)
-    assert not differ(after, anew)
+class Decoder:
+    """A layer between hyper-connections, with everything that has weights. compiler: None: it runs eagerly."""
+
+    def __init__(self, model: str, form: str, weights: Mapping[str, Any], compiler: str | None = None) -> None:
+        self.subject = Subject(model, form, {name: weights[name] for name in weights if not name.startswith("hc.")})
+        ops, norm, connections = self.subject.layer.backend.layer_ops, weights["hc.norm"], []
+        for _ in range(2):
+            mixes = HyperConnectionWeights(*(weights[f"hc.{name}"] for name in ("fn", "base", "scale")))
+            connections.append(HyperConnections(self.subject.geometry, mixes, ops, norm))
+        self.is_v41 = model == "v41"
+        layer_class = DeepseekV41DecoderLayer if self.is_v41 else DeepseekV4DecoderLayer
+        self.layer = layer_class(self.subject.layer, torch.tanh, *connections)
+        self.compiled: Callable[..., Any] = self.layer
+        if compiler is not None:
+            self.compiled = torch.compile(self.layer, backend=compiler, fullgraph=True)
+
+    def run(self) -> list[Tensor]:
+        """What the layer gives for a prompt."""
+        manager, n = self.subject.whole.manager, self.subject.geometry.hc_mult
+        streams = self.subject.whole.hidden(3, TOKENS * n).unflatten(0, (TOKENS, n))
+        requests = [(manager.new(), TOKENS)]
+        pre = torch.ones(TOKENS, n) / n
+        try:
+            with torch.no_grad(), set_forward_context(manager.metadata(manager.batch(requests))):
+                positions = manager.positions(requests)
+                arguments = (streams, positions, pre) if self.is_v41 else (streams, positions)
+                out = self.compiled(*arguments)
+        finally:
+            manager.free(requests[0][0])
+        return [*out] if self.is_v41 else [out]
+
+
+def decoder_weights(model: str, form: str) -> dict[str, Any]:
+    """Weights of attention, and of hyper-connections, which are bf16 unless all weights are fp32."""
+    geometry, g = MODELS[model][0], torch.Generator().manual_seed(2)
+    n, d = geometry.hc_mult, geometry.hidden_size
+    m = 2 * n + n * n
+    shapes = {"fn": (m, n * d), "base": (m,), "scale": (3,), "norm": (d,)}
+    dtype = FP32 if form == "fp32" else BF16
+    mixes = {f"hc.{name}": nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for name, shape in shapes.items()}
+    return {**given_of(values_of(model), form), **{name: mix.requires_grad_(False) for name, mix in mixes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "compiler"),
+    [
+        ("c4a", "fp32", "aot_eager"),
+        ("c4a", "bf16", "aot_eager"),
+        ("c4a", "fp8 modules", None),
+        ("v41", "bf16", "aot_eager"),
+        pytest.param("c4a", "bf16", "inductor", marks=pytest.mark.matrix),
+        pytest.param("v41", "fp8 modules", "inductor", marks=pytest.mark.matrix),
+        pytest.param("v41", "fp32", "aot_eager", marks=pytest.mark.matrix),
+        pytest.param("c128a", "modules", "aot_eager", marks=pytest.mark.matrix),
+        pytest.param("c4a", "fp8", "aot_eager", marks=pytest.mark.matrix),
+    ],
+)
+# inductor warns about torch's own use of these when it is imported
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_decoder_layer_has_its_new_weights_after_every_change(model: str, form: str, compiler: str | None) -> None:
+    """All weights at once, in one way after another: in the next call, or after `refresh` where the table says so."""
+    torch._dynamo.reset()
+    weights = decoder_weights(model, form)
+    decoder = Decoder(model, form, weights, compiler)
+    last = decoder.run()
+    for seed, change in enumerate([*CHANGES, *UNSEEN]):
+        for weight in weights.values():
+            for module, attribute, tensor in tensors_of(weight):
+                change(tensor, changed(tensor, seed), module, attribute)
+        if change in UNSEEN:
+            decoder.layer.refresh()
+        actual = decoder.run()
+        anew = Decoder(model, form, {name: plain(weight) for name, weight in weights.items()}).run()
+        tolerance = 1e-5 if form == "fp32" else 2.0**-7
+        for got, expected in zip(actual, anew, strict=True):
+            assert torch.allclose(got, expected, rtol=tolerance, atol=tolerance), change
+        assert differ(actual, last), change
+        last = actual
+
+
+def test_each_row_of_the_table_in_the_docs_is_one_of_these() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "layer.md").read_text(encoding="utf-8")
+    rows = [
+        row.split("|")[1:3] for row in page.partition("| change of a weight |")[2].split("\n\n")[0].splitlines()[2:]
+    ]
+    shown = {
+        is_seen: [row for row, said in rows if said.strip().startswith("yes") is is_seen] for is_seen in (True, False)
+    }
+    for is_seen, names in ((True, SEEN), (False, AFTER_REFRESH)):
+        for name in names:
+            assert any(row.strip().startswith(name) for row in shown[is_seen]), name
+    assert len(shown[True]) == len(SEEN)
+    # and two rows that have tests of their own: replays, and other weights
+    assert len(shown[False]) == len(AFTER_REFRESH) + 2
 
 
 def addresses(layer: DeepseekV4Attention) -> list[int]:
     """Of all copies, and of the memory of joined weights."""
-    return [copies_made.data_ptr() for copies in layer._every_copies for copies_made in copies._made.values()]
+    return [made.data_ptr() for made in layer._copies._made.values()]
 
 
 def copy_addresses(layer: DeepseekV4Attention) -> list[int]:
@@ -169,26 +262,41 @@ def copy_addresses(layer: DeepseekV4Attention) -> list[int]:
     return [address for address in addresses(layer) if address not in own]
 
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("change", UNSEEN)
 @pytest.mark.parametrize("form", FORMS)
-def test_refresh_takes_what_no_step_sees_into_the_same_memory(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where no bytes are compared: weights that are read as they are are seen, copies are not.
+def test_refresh_takes_what_no_step_sees_into_the_same_memory(form: str, change: Change) -> None:
+    """Weights that are read as they are are right without it, copies are not.
 
     fp32 weights have no copies: those that are joined lie where they are multiplied.
     """
-    monkeypatch.setattr(tensor_state, "_view", lambda _: None)
     weights = given_of(values_of("c4a"), form)
     subject = Subject("c4a", form, weights)
     subject.run()
     known = addresses(subject.layer)
     assert len(known) == {"fp32": 2, "bf16": 6, "fp8": 8, "modules": 6, "fp8 modules": 8}[form]
     for weight in weights.values():
-        for _, _, tensor in tensors_of(weight):
-            through_data(tensor, changed(tensor))
+        for module, attribute, tensor in tensors_of(weight):
+            change(tensor, changed(tensor), module, attribute)
     anew = Subject("c4a", form, {name: plain(weight) for name, weight in weights.items()}).run()
     assert differ(subject.run(), anew) is (form != "fp32")
     subject.layer.refresh()
     assert not differ(subject.run(), anew)
     assert addresses(subject.layer) == known
+
+
+def test_torch_counts_no_writes_to_tensors_of_inference_mode() -> None:
+    with torch.inference_mode():
+        weights = {name: value.clone() for name, value in given_of(values_of("c4a"), "bf16").items()}
+    subject = Subject("c4a", "bf16", weights)
+    subject.run()
+    with torch.inference_mode():
+        for weight in weights.values():
+            weight.copy_(changed(weight))
+        anew = Subject("c4a", "bf16", {name: weight.clone() for name, weight in weights.items()}).run()
+    assert differ(subject.run(), anew)
+    subject.layer.refresh()
+    assert not differ(subject.run(), anew)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -272,12 +380,11 @@ def test_scales_that_do_not_fit_are_refused_in_the_next_step_and_nothing_changes
     # also a weight that would be taken before this one
     in_place(weights["wq_a"].weight, changed(weights["wq_a"].weight))
     weights["indexer.compressor.wgate"].weight_scale_inv = nn.Parameter(torch.ones(9, 9), requires_grad=False)
-    copied = [tensor.clone() for copies in subject.layer._every_copies for tensor in copies._made.values()]
+    copied = [tensor.clone() for tensor in subject.layer._copies._made.values()]
     for _ in range(2):
         with pytest.raises(ArgumentError, match=r"^indexer\.compressor\.wgate\.weight_scale_inv: expected"):
             subject.run()
-    now = [tensor for copies in subject.layer._every_copies for tensor in copies._made.values()]
-    assert not differ(now, copied)
+    assert not differ([*subject.layer._copies._made.values()], copied)
     weights["indexer.compressor.wgate"].weight_scale_inv = old
     assert differ(subject.run(), expected)
 
