@@ -153,12 +153,10 @@ class PatchedModel:
         return self.pages.kv_bytes()
 
     def refresh(self) -> None:
-        """Take the weights of the model again, after writes that a call does not see.
+        """Take the weights of the model again, after changes that a call does not see.
 
-        A call sees in-place writes that torch counts, as `load_state_dict` and optimizers make them; parameters that
-        were replaced, and `parameter.data = other`; on a CPU also writes to `parameter.data`, by bytes that are spread
-        over each parameter. On other devices such writes are seen, by elements that are spread over each parameter, in
-        the first call of a cache. They are not seen between the tokens of a cache: call this after them.
+        A call sees in-place writes that torch counts, parameters that were replaced, and `parameter.data = other`. Call
+        this after writes that torch does not count: `parameter.data.copy_`, fused optimizers, inference mode, NCCL.
         Raises UnsupportedError for weights of another shape, dtype or device than those that `patch` found.
         """
         self._watch.refresh()
@@ -193,6 +191,7 @@ class PatchedModel:
             layer.self_attn = paged.original
         for owner in {id(module): module for module in (self.model, self.inner)}.values():
             del owner.dsv4attn
+        self._watch.remove()
         # the layers refer to this object
         self._layers.clear()
         self._replaced.clear()
@@ -268,8 +267,7 @@ class PatchedModel:
         began = not cache.get_seq_length()
         try:
             self.pages.drain()
-            # a sample of a device's memory makes the host wait: once for each prompt
-            self._watch.check(sampled=began)
+            self._watch.check()
             rows, columns = ids.shape[:2]
             requests, new = cache.next_tokens(
                 rows, columns, arguments.get("attention_mask"), arguments.get("position_ids")

@@ -1,7 +1,7 @@
 """Weights of an attention module of transformers under the names of DeepSeek's checkpoints, and `WeightsWatch`.
 
-Layers of a patched model read the parameters of the model, or copies of them. `WeightsWatch` sees that a parameter was
-written or replaced, and the layers take all weights again.
+Layers of a patched model read aliases of its parameters, or copies of them. `WeightsWatch` sees that a parameter has
+changed, and the layers take all weights again.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.quantized_weight import Weight
-from dsv4attn.core.model.tensor_state import TensorState
+from dsv4attn.core.model.tensor_state import Place, TensorState, have_changed
 from dsv4attn.core.model.weights import AttentionWeights
-from dsv4attn.core.reprs import fields_repr
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["WeightsWatch", "attention_weights"]
@@ -74,39 +72,6 @@ def _linear(module: Any, name: str) -> Weight:  # noqa: ANN401
     return module if fp8 else weight.detach()
 
 
-@frozen(eq=False)
-class _Seen:
-    """The parameters of the layers as they were when the layers took them.
-
-    places: owner's parameters, name, the tensor, and its state.
-    samples: bytes of the parameters on other devices than the CPU, whose states have none.
-    """
-
-    places: tuple[tuple[dict[str, Any], str, Tensor, TensorState], ...]
-    samples: Tensor | None
-
-    __repr__ = fields_repr
-
-    @classmethod
-    def of(cls, modules: list[torch.nn.Module]) -> _Seen:
-        """Of these modules and of all modules in them."""
-        owners = [owner._parameters for module in modules for owner in module.modules()]  # noqa: SLF001 - read in every step
-        parameters = [(owner, name, value) for owner in owners for name, value in owner.items() if value is not None]
-        # states first: what is written meanwhile is seen later
-        places = tuple((owner, name, value, TensorState(value)) for owner, name, value in parameters)
-        return cls(places, _samples([value for *_, value in parameters if _is_on_device(value)]))
-
-    def has_changed(self, *, sampled: bool) -> bool:
-        """Whether a parameter was written, moved or replaced. sampled: whether bytes of other devices are compared."""
-        for parameters, name, value, state in self.places:
-            if parameters.get(name) is not value or not state.holds(value):
-                return True
-        if not sampled or self.samples is None:
-            return False
-        now = _samples([value for _, _, value, _ in self.places if _is_on_device(value)])
-        return now is None or not torch.equal(now, self.samples)
-
-
 class WeightsWatch:
     """The weights of the layers of a patched model: noticed when they change, and taken again.
 
@@ -115,19 +80,31 @@ class WeightsWatch:
 
     def __init__(self, modules: list[torch.nn.Module], attentions: list[DeepseekV4Attention], names: list[str]) -> None:
         self._layers = [*zip(modules, attentions, names, strict=True)]
-        self._seen = _Seen.of(modules)
+        self._places = self._found()
+        self._was_loaded = False
+        # a state dict that is loaded in inference mode writes what torch does not count
+        self._hooks = [module.register_load_state_dict_post_hook(self._loaded) for module in modules]
 
-    def check(self, *, sampled: bool) -> None:
-        """Take all weights again if one has changed. sampled: see `_Seen.has_changed`."""
-        if self._seen.has_changed(sampled=sampled):
+    def _loaded(self, *_: object) -> None:
+        self._was_loaded = True
+
+    def check(self) -> None:
+        """Take all weights again if a state dict was loaded, or a parameter has changed as `TensorState` sees it."""
+        if self._was_loaded or have_changed(self._places):
             self.refresh()
+
+    def remove(self) -> None:
+        """Leave the modules."""
+        for hook in self._hooks:
+            hook.remove()
 
     def refresh(self) -> None:
         """Take all weights again; copies of them are made again in the same memory.
 
         Raises UnsupportedError for weights of another shape, dtype or device than those that `patch` found.
         """
-        seen = _Seen.of([module for module, _, _ in self._layers])
+        # states first: what is written meanwhile is seen later
+        places = self._found()
         try:
             for module, attention, name in self._layers:
                 attention.refresh(attention_weights(module, attention.geometry, attention.layer, name))
@@ -135,30 +112,11 @@ class WeightsWatch:
             hint = "unpatch(model), then patch it again"
             expected = "the weights that patch() found, or others of their shapes, dtypes and device"
             raise UnsupportedError("model", expected=expected, actual=f"others ({error})", hint=hint) from error
-        self._seen = seen
+        self._places, self._was_loaded = places, False
 
-
-_SAMPLES = 64
-"""Elements of a parameter that are compared on a device."""
-
-
-def _is_on_device(value: Tensor) -> bool:
-    """Whether the host has no access to the memory of a tensor."""
-    return value.device.type != "cpu"
-
-
-def _samples(values: list[Tensor]) -> Tensor | None:
-    """Bytes of elements that are spread over each of these tensors, together; None of no tensors."""
-    parts: dict[torch.dtype, list[Tensor]] = {}
-    for value in values:
-        flat = value.detach().view(-1) if value.is_contiguous() else value.detach().reshape(-1)
-        # numbers are compared by their bits: NaN is equal to itself
-        parts.setdefault(value.dtype, []).append(flat[:: max(1, flat.numel() // _SAMPLES)])
-    bytes_of = [
-        torch.cat([sample.view(_BITS[dtype.itemsize]) for sample in samples]).view(torch.uint8)
-        for dtype, samples in parts.items()
-    ]
-    return torch.cat(bytes_of) if bytes_of else None
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    def _found(self) -> list[Place]:
+        """All parameters of the layers, where their modules have them."""
+        owners = [inner._parameters for module, _, _ in self._layers for inner in module.modules()]  # noqa: SLF001 - read in every step
+        return [
+            (owner, name, TensorState(value)) for owner in owners for name, value in owner.items() if value is not None
+        ]
