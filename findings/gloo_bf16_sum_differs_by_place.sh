@@ -14,7 +14,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
-venv/bin/pip --disable-pip-version-check install --quiet torch==2.13.0 numpy==2.4.6
+venv/bin/pip --disable-pip-version-check install --quiet --no-compile torch==2.13.0 numpy==2.4.6
 
 cat > probe.py <<'PROBE'
 import os

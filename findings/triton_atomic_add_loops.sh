@@ -10,7 +10,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-pip="${PYTHON:-python3} -m pip --disable-pip-version-check install --quiet --no-deps"
+pip="${PYTHON:-python3} -m pip --disable-pip-version-check install --quiet --no-compile --no-deps"
 $pip --target t3.6.0 triton==3.6.0
 $pip --target t3.9.0 triton==3.9.0
 
