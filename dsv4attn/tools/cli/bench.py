@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from dsv4attn.errors import NoBackendError, UnknownNameError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import BENCH_CONTEXT, console, require_torch, write_file
+from dsv4attn.tools.cli.common import BENCH_CONTEXT, BENCH_MEMORY, console, require_torch, write_file
 from dsv4attn.tools.cli.options import (
     BENCH_JSON,
     STDOUT,
@@ -46,7 +46,7 @@ _PATH = click.Path(path_type=Path)
 
 
 class _Bench(click.Command):
-    """A command whose first word may be `context`, which is a command of its own."""
+    """A command whose first word may be `context` or `memory`, which are commands of their own."""
 
     def make_context(
         self,
@@ -59,6 +59,10 @@ class _Bench(click.Command):
             from dsv4attn.tools.cli.bench_context import context
 
             return context.make_context(f"{info_name} {BENCH_CONTEXT}", args[1:], parent, **extra)
+        if args[:1] == [BENCH_MEMORY]:
+            from dsv4attn.tools.cli.bench_memory import memory
+
+            return memory.make_context(f"{info_name} {BENCH_MEMORY}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
