@@ -6,25 +6,37 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 import triton.language as tl
 from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.layer.index_logits import Tile, tiles_for
 from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE
-from dsv4attn.backends._triton.layer.ops import score_memory
+from dsv4attn.backends._triton.layer.scratch import parts
+from dsv4attn.backends._triton.layer.select import (
+    SPLITS,
+    Plan,
+    block_of,
+    list_variant,
+    plan_in_parts,
+    slack_of,
+    write_lists,
+)
+from dsv4attn.backends._triton.layer.select import Tile as Listing
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends.sm90 import index_logits, kernels_group_select
 from dsv4attn.backends.sm90.kernels_group_select import choose_groups_kernel, score_groups_kernel
-from dsv4attn.backends.sm90.tuning import MOST_BY_GROUPS, by_groups
+from dsv4attn.backends.sm90.tuning import MOST_BY_GROUPS, by_groups, is_listed
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["MOST", "Form", "choose", "form_of", "scratch_bytes", "select", "variants"]
+__all__ = ["MOST", "Form", "choose", "columns_of", "form_of", "select", "variants"]
 
 MOST: int = kernels_group_select.MOST.value
 """Entries that can be selected in a row."""
@@ -34,6 +46,8 @@ GROUPED = 8, 16
 """Entries of a group, in shorter and in longer rows."""
 MOST_GROUPS = 16384
 """Groups of a row in registers, at most."""
+LISTED = Listing(2048, 4, 8)
+"""Of rows that were listed in parts."""
 READ = 8192
 """Entries that are read together to find the maxima of groups."""
 SPILLS = 72
@@ -49,7 +63,9 @@ class Form:
 
     size: entries in registers. groups: groups in registers; 0 if all entries are. group: entries of a group. slack:
     groups that may be chosen more than entries. read: entries that are read together to find the maxima of groups; 0 if
-    these come with the scores, or there are no groups.
+    these come with the scores, or there are no groups. short, direct, middle: of rows that are shorter than the
+    longest, see `choose_groups_kernel`. block: entries in registers of rows that are listed in parts before; 0: of
+    none.
     """
 
     size: int
@@ -57,60 +73,95 @@ class Form:
     group: int = 8
     slack: int = 0
     read: int = 0
+    short: int = 0
+    direct: int = 0
+    middle: int = 0
+    block: int = 0
 
     @property
     def warps(self) -> int:
         """Warps of a program."""
+        if self.block:
+            return LISTED.warps
         most = max(self.size, self.groups)
         return 16 if most > 8192 else 4 if self.read or most <= 2048 else 8
 
+    @property
+    def coarse(self) -> int:
+        """Entries of the longest row whose groups have eight entries where others have 16, if these are known."""
+        return self.middle * GROUPED[0] if self.group == GROUPED[1] else 2**31 - 1
 
-def form_of(max_entries: int, topk: int, *, with_maxima: bool) -> Form | None:
+    @property
+    def alone(self) -> int:
+        """Entries of the longest row that is not listed in parts."""
+        return self.middle * GROUPED[0]
+
+
+def form_of(
+    max_entries: int, topk: int, *, with_maxima: bool, captured: bool = False, listed: bool = False
+) -> Form | None:
     """How rows of up to max_entries are selected; None if they are too long, or K is too large.
 
-    with_maxima: whether the maxima of groups come with the scores.
+    with_maxima: whether the maxima of groups come with the scores. captured: whether rows may be much shorter, as in
+    a graph that is replayed. listed: whether the longest are listed in parts, see `is_listed`.
     """
     if topk > MOST:
         return None
     size = max(next_power_of_2(max_entries), SHORTEST)
     if size <= SIZES[0]:
-        return Form(size)
+        return Form(size, short=SHORTEST if captured and size > SHORTEST else 0)
+    shorter = {"short": SHORTEST, "direct": SIZES[0]} if captured else {}
+    middle, longest = SIZES[0] // 2, SIZES[0] * GROUPED[0] // 2
+    if listed and max_entries > longest:
+        return Form(SIZES[0], middle, 16, slack_of(topk), middle=middle, block=block_of(topk), **shorter)
     for size in SIZES:
         for group in GROUPED:
             groups, places = next_power_of_2(-(-max_entries // group)), size // group
             if groups <= MOST_GROUPS and places >= topk:
-                return Form(size, groups, group, places - topk, 0 if with_maxima else READ)
+                if captured and max_entries > longest:
+                    shorter["middle"] = middle
+                return Form(size, groups, group, places - topk, 0 if with_maxima else READ, **shorter)
     return None
 
 
-def scratch_bytes(rows: int, max_entries: int, form: Form) -> int:
-    """Temporaries of `choose`."""
-    groups = round_up(max_entries, form.read) // form.group if form.read else 0
-    return 4 * rows * (groups + (form.size // form.group if form.groups else 0))
+def columns_of(max_entries: int, form: Form) -> tuple[int, int]:
+    """Columns of the maxima of a row, and of the numbers of its groups."""
+    if not form.groups:
+        return 0, 0
+    smallest = GROUPED[0] if form.middle or not form.read else form.group
+    return round_up(max_entries, form.read or 64) // smallest, SIZES[0] // GROUPED[0]
 
 
 def choose(
-    scores: Tensor, maxima: Tensor | None, visible_lens: Tensor, out: Tensor, max_entries: int, form: Form
+    scores: Tensor,
+    maxima: Tensor | None,
+    visible_lens: Tensor,
+    out: Tensor,
+    max_entries: int,
+    form: Form,
+    lists: Tensor | None = None,
+    plan: Plan | None = None,
 ) -> None:
     """Write the K entries with the largest scores of each row to out [T, K] int32, ascending, then -1. Exact.
 
     The rule is that of `layer.select.select`. scores: [T, >= max_entries rounded up to 4] fp32, rows begin at multiples
-    of 16 bytes. maxima: [T, groups] fp32, the largest of each group; None if the form reads them, or has no groups.
+    of 16 bytes. maxima: [T, groups] fp32, the largest of each group of eight, or memory for them; None if the form has
+    no groups. lists: [T, columns] of 4 bytes, memory; None likewise. plan: of rows that are listed in parts.
     """
     rows, topk = out.shape
     if not rows or not topk:
         return
-    lists = out.new_empty(rows, form.size // form.group) if form.groups else out
-    if maxima is None:
-        # columns of a whole number of reads
-        columns = round_up(max_entries, form.read) // form.group if form.read else 0
-        maxima = scores.new_empty(rows, columns) if columns else scores
+    maxima, lists = scores if maxima is None else maxima, out if lists is None else lists.view(torch.int32)
+    pointers, least, parts = (scores, maxima, visible_lens, lists), 1, 1
+    if plan is not None:
+        least, parts = plan.least, plan.parts
+        write_lists(pointers, max_entries, 1, topk, form.group, plan, form.alone, WIDE, lanes=1)
     launch(
         choose_groups_kernel,
         (rows,),
         (
-            scores, maxima, visible_lens, lists, out, scores.stride(0), maxima.stride(0), out.stride(0), max_entries,
-            topk, form.slack,
+            *pointers, out, scores.stride(0), maxima.stride(0), lists.stride(0), out.stride(0), max_entries,
+            topk, form.slack, least, parts,
         ),
         _choose_constants(form),
         num_warps=form.warps,
@@ -121,6 +172,8 @@ def choose(
 @cache
 def _choose_constants(form: Form) -> dict[str, Any]:
     constants = {"SIZE": form.size, "GROUPS": form.groups, "GROUP": form.group, "READ": form.read}
+    constants |= {"SHORT": form.short, "DIRECT": form.direct, "MIDDLE": form.middle, "BLOCK": form.block}
+    constants |= {"TILE": LISTED.entries, "UNROLL": LISTED.unroll, "SPLITS": SPLITS if form.block else 1}
     return {**constants, "ASM": not INTERPRETED}
 
 
@@ -141,38 +194,38 @@ def _score(
     token_map: TokenMap,
     scores: Tensor,
     maxima: Tensor | None,
-    group: int,
+    coarse: int,
 ) -> None:
     """Write the score of each entry that a token sees to scores [T, E] fp32; NaN for entries without a block.
 
     As `index_logits.score`, one token at a time. keys, paging: pages, and what `index_logits.paging_of` says of them.
-    maxima: [T, groups] fp32 - receives the largest of each group, which has `group` entries; None: not wanted.
+    maxima: [T, groups] fp32 - receives the largest of each eight entries, of 16 in rows of more than coarse; None: not
+    wanted.
     """
     (tokens, entries), table, tile = scores.shape, token_map.block_table, _tile()
     values = index_logits.raw(query.values)
-    programs = max(tile.programs * multiprocessors() // tokens, 1)
-    span = cdiv(cdiv(entries, tile.entries), programs) * tile.entries
+    splits = min(max(tile.programs * multiprocessors() // tokens, 1), cdiv(entries, tile.entries))
     launch(
         score_groups_kernel,
-        (tokens * cdiv(entries, span),),
+        (tokens * splits,),
         (
             values, query.weights, keys, table, token_map.token_to_req, token_map.visible_lens, scores, maxima,
-            tokens, table.shape[0], entries, span, values.stride(0), values.stride(1), query.weights.stride(0),
-            table.stride(0), table.shape[1], *paging, scores.stride(0), 0 if maxima is None else maxima.stride(0),
+            tokens, table.shape[0], entries, splits, coarse, values.stride(0), values.stride(1),
+            query.weights.stride(0), table.stride(0), table.shape[1], *paging, scores.stride(0),
+            0 if maxima is None else maxima.stride(0),
         ),
-        _score_constants(group),
+        _score_constants(),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
 
 
 @cache
-def _score_constants(group: int) -> dict[str, Any]:
+def _score_constants() -> dict[str, Any]:
     kind, tile = CODES if INTERPRETED else NATIVE, _tile()
     return {
         "KIND": kind.value,
         "BLOCK": tile.entries,
-        "GROUP": group,
         "STAGES": tile.stages,
         "DT": tl.float32 if INTERPRETED else tl.float16,
         "ASM": not INTERPRETED,
@@ -195,21 +248,26 @@ def select(
     `index_logits.score`.
     """
     (tokens, topk), table = out.shape, token_map.block_table
-    if not (max_entries > 0 and table.numel() and by_groups(tokens, table.shape[0], max_entries)):
+    captured = is_capturing(out.device)
+    listed = captured and is_listed(tokens, table.shape[0], max_entries)
+    if not (max_entries > 0 and table.numel() and (listed or by_groups(tokens, table.shape[0], max_entries))):
         return False
     of_one_token = tokens <= table.shape[0]
-    form, paging = form_of(max_entries, topk, with_maxima=of_one_token), index_logits.paging_of(cache)
+    form = form_of(max_entries, topk, with_maxima=of_one_token, captured=captured, listed=listed)
+    paging = index_logits.paging_of(cache)
     if form is None or paging is None or not index_logits.reads(query):
         return False
-    width = round_up(max_entries, 64)
-    groups = width // form.group if form.groups and of_one_token else 0
-    for part, memory in score_memory(out, width + groups):
-        scores, maxima, of_part = memory[:, :width], memory[:, width:] if groups else None, token_map.tokens(part)
+    groups, lists = columns_of(max_entries, form)
+    plan = plan_in_parts(out, max_entries, topk, groups) if form.block else None
+    if plan is not None:
+        lists = plan.lists
+    for part, (scores, maxima, memory) in parts(out, max_entries, groups, lists):
+        known, some = maxima if groups else None, token_map.tokens(part)
         if of_one_token:
-            _score(query.tokens(part), cache.tensor, paging, of_part, scores[:, :max_entries], maxima, form.group)
+            _score(query.tokens(part), cache.tensor, paging, some, scores[:, :max_entries], known, form.coarse)
         else:
-            score_rows(query.tokens(part), cache, of_part, scores, None, 0)
-        choose(scores, maxima, of_part.visible_lens, out[part], max_entries, form)
+            score_rows(query.tokens(part), cache, some, scores, None, 0)
+        choose(scores, known, some.visible_lens, out[part], max_entries, form, memory if groups else None, plan)
     return True
 
 
@@ -220,15 +278,21 @@ def variants(topk: int, max_entries: int) -> Iterator[Variant]:
         lengths.append(2 * lengths[-1])
     decodes = [form_of(entries, topk, with_maxima=True) for entries in lengths]
     prompts = [form_of(entries, topk, with_maxima=False) for entries in lengths if entries <= MOST_BY_GROUPS]
-    forms = [form for form in dict.fromkeys((*decodes, *prompts)) if form is not None]
+    # a graph has the form of the longest rows
+    graphs = [form_of(max_entries, topk, with_maxima=True, captured=True, listed=listed) for listed in (False, True)]
+    if max_entries <= MOST_BY_GROUPS:
+        graphs.append(form_of(max_entries, topk, with_maxima=False, captured=True))
+    forms = [form for form in dict.fromkeys((*decodes, *prompts, *graphs)) if form is not None]
     types = {"SCORES": "*fp32", "MAXIMA": "*fp32"}
     for form in forms:
         constants = _choose_constants(form)
         variant = Variant.from_types(choose_groups_kernel, types, constants, num_warps=form.warps, **_options(form))
         yield evolve(variant, spills=SPILLS if form.size > SIZES[0] else 0)
+    if any(form.block for form in forms):
+        yield list_variant(topk, lanes=1)
     tile, types = _tile(), {"Q": "*u8", "W": "*fp32", "KEYS": "*u8", "OUT": "*fp32"}
-    for group, maxima in dict.fromkeys((form.group, "*fp32" if form.groups else "none") for form in forms):
+    for maxima in dict.fromkeys("*fp32" if form.groups else "none" for form in forms):
         yield Variant.from_types(
-            score_groups_kernel, {**types, "MAXIMA": maxima}, _score_constants(group), num_warps=tile.warps,
+            score_groups_kernel, {**types, "MAXIMA": maxima}, _score_constants(), num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, multiprocessors
 from dsv4attn.backends._triton.layer import index_select as interpreted
 from dsv4attn.backends._triton.layer.index_select import capacity_of, slack_of
+from dsv4attn.backends._triton.layer.scratch import buffer
 from dsv4attn.backends.sm90 import index_logits
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
@@ -67,7 +68,7 @@ def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Ten
     from dsv4attn.backends.sm90.kernels_index_select import select_index  # not where kernels are interpreted
 
     programs, capacity = programs_of(tokens), capacity_of(topk)
-    lists = out.new_empty(programs, TOKENS * capacity, dtype=torch.int64)
+    lists = buffer(out, scratch_bytes(tokens, topk)).view(torch.int64)
     values, (requests, columns) = index_logits.raw(query.values), table.shape
     launch(
         select_index,

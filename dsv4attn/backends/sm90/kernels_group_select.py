@@ -18,10 +18,12 @@ import triton.language as tl
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.kernels_index_logits import load_rows, scores_of_tile, uniform
 from dsv4attn.backends._triton.layer.kernels_lists import score_of
-from dsv4attn.backends._triton.layer.kernels_select import LOWEST, narrowed, ordered, visible_count
+from dsv4attn.backends._triton.layer.kernels_select import LOWEST, choose_long, count_of, narrowed, ordered
 
 MOST = tl.constexpr(1024)
 """Entries that can be selected in a row."""
+EACH = tl.constexpr(8)
+"""Entries of a group whose maximum comes with the scores; twice as many in the longest rows."""
 SUB = tl.constexpr(4)
 """Scores that follow each other, of whose largest a first bound is found."""
 HEADS, DIM = tl.constexpr(64), tl.constexpr(128)
@@ -192,8 +194,8 @@ def select_row(
             if READ > 0:
                 store_maxima(scores, MAXIMA, count, GROUP, READ)
                 tl.debug_barrier()
-            groups = (count + (GROUP - 1)) // GROUP
             number = tl.arange(0, GROUPS)
+            groups = (count + (GROUP - 1)) // GROUP
             largest = tl.load(MAXIMA + number, mask=number < groups, other=float("-inf"))
             low, listed = write_chosen(largest, None, LIST, low, wanted, slack, GROUPS, 1, False, ASM)
             # past the last, a group that no row has
@@ -218,30 +220,53 @@ def select_row(
 @stable_kernel
 def choose_groups_kernel(
     SCORES,  # [T, max_entries], rows `score_stride` apart, at multiples of 16 bytes
-    MAXIMA,  # [T, groups]: the largest score of each GROUP entries, or memory for it; not used if GROUPS is 0
+    MAXIMA,  # [T, groups]: the largest score of each group, or memory for it; not used if GROUPS is 0
     LENS,  # [T] int32
-    LISTS,  # [T, SIZE / GROUP] int32, memory; or anything if GROUPS is 0
+    LISTS,  # [T, list_stride] int32, memory for numbers of groups, or lists of `list_kernel`; anything if GROUPS is 0
     OUT,  # [T, wanted] int32
-    score_stride: tl.int64, group_stride: tl.int64, out_stride: tl.int64,
-    max_entries: tl.int32, wanted: tl.int32, slack: tl.int32,
-    SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    READ: tl.constexpr, ASM: tl.constexpr,
+    score_stride: tl.int64, group_stride: tl.int64, list_stride: tl.int64, out_stride: tl.int64,
+    max_entries: tl.int32, wanted: tl.int32, slack: tl.int32, least: tl.int32, parts: tl.int32,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, READ: tl.constexpr,
+    SHORT: tl.constexpr, DIRECT: tl.constexpr, MIDDLE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,): select in one row.
 
     SIZE: entries in registers. GROUPS: groups in registers, of GROUP entries each; 0 if no row has more than
     SIZE entries. slack: how many groups more than `wanted` may be chosen; both together at most SIZE / GROUP.
     READ: entries that are read together to find the maxima of groups; 0 if these are known.
+    SHORT, DIRECT, MIDDLE: sizes for rows that are shorter than the longest, 0 where there are none: up to SHORT
+    entries, up to DIRECT, and up to MIDDLE groups of EACH. BLOCK: if above 0, longer rows were listed in parts, and are
+    selected as by `choose_kernel`, with its BLOCK, TILE, UNROLL and SPLITS.
     Up to three entries past those that a row sees are read.
     """
     row = tl.program_id(0).to(tl.int64)
     scores = tl.multiple_of(SCORES + row * score_stride, 16)
-    places: tl.constexpr = SIZE // GROUP
-    count = tl.maximum(visible_count(LENS, row, max_entries), 0)
-    select_row(
-        scores, MAXIMA + row * group_stride, LISTS + row * places, OUT + row * out_stride, count,
-        max_entries, wanted, slack, SIZE, GROUPS, GROUP, READ, ASM,
-    )  # fmt: skip
+    maxima, lists, out = MAXIMA + row * group_stride, LISTS + row * list_stride, OUT + row * out_stride
+    count = tl.maximum(count_of(LENS, row, max_entries, 1), 0)
+    last: tl.constexpr = MIDDLE * EACH if MIDDLE > 0 else DIRECT if DIRECT > 0 else SHORT if SHORT > 0 else -1
+    if SHORT > 0:  # noqa: SIM102 - one is a constant
+        if count <= SHORT:
+            select_row(scores, maxima, lists, out, count, max_entries, wanted, slack, SHORT, 0, EACH, 0, ASM)
+    if DIRECT > 0:  # noqa: SIM102 - as above
+        if (count > SHORT) & (count <= DIRECT):
+            select_row(scores, maxima, lists, out, count, max_entries, wanted, slack, DIRECT, 0, EACH, 0, ASM)
+    if MIDDLE > 0:  # noqa: SIM102 - as above
+        if (count > DIRECT) & (count <= MIDDLE * EACH):
+            select_row(
+                scores, maxima, lists, out, count, max_entries, wanted, DIRECT // EACH - wanted, DIRECT, MIDDLE, EACH,
+                READ, ASM,
+            )  # fmt: skip
+    if count > last:
+        if BLOCK > 0:
+            choose_long(
+                scores, maxima, lists, out, count, wanted, slack, GROUP, least, parts, BLOCK, last, 1, BLOCK, TILE,
+                UNROLL, SPLITS, 16,
+            )  # fmt: skip
+        else:
+            select_row(
+                scores, maxima, lists, out, count, max_entries, wanted, slack, SIZE, GROUPS, GROUP, READ, ASM
+            )  # fmt: skip
 
 
 @stable_kernel
@@ -254,19 +279,22 @@ def score_groups_kernel(
     LENS,  # [T] int32 entries that each token sees
     OUT,  # [T, limit] fp32
     MAXIMA,  # [T, groups] fp32, or None
-    tokens: tl.int32, requests: tl.int32, limit: tl.int32, span: tl.int32, q_stride: tl.int64, q_head_stride: tl.int64,
-    w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32, page_size: tl.int32,
-    factor: tl.int32, log: tl.int32, page_stride: tl.int64, scale_offset: tl.int64, out_stride: tl.int64,
-    group_stride: tl.int64, KIND: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr,
+    tokens: tl.int32, requests: tl.int32, limit: tl.int32, splits: tl.int32, coarse: tl.int32, q_stride: tl.int64,
+    q_head_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32,
+    page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64, scale_offset: tl.int64,
+    out_stride: tl.int64,
+    group_stride: tl.int64, KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits * tokens,): one token against `span` entries, a multiple of BLOCK. Neighbours share entries.
+    """Grid: (splits * tokens,): one token against one of `splits` parts of what it sees. Neighbours share entries.
 
     Pages have whole runs of 64 records, DIM bytes apart, and fp32 scales after them. Scores of entries that a token
-    sees are written, NaN without a block; and the largest of each GROUP entries, of those that are seen and no NaN,
-    -inf if none is.
+    sees are written, NaN without a block; and the largest of each EACH entries, in rows of more than `coarse` of each
+    2 * EACH, of those that are seen and no NaN, -inf if none is.
     """
     token = tl.program_id(0) % tokens
+    count = count_of(LENS, token, limit, 1)
+    span = tl.cdiv(tl.cdiv(tl.maximum(count, 0), BLOCK), splits) * BLOCK
     begin = tl.program_id(0) // tokens * span
     head = tl.arange(0, HEADS)
     at = token.to(tl.int64)
@@ -274,7 +302,6 @@ def score_groups_kernel(
     # loaded before it is known whether they are needed
     q = load_rows(query, query, head < HEADS, WIDE, DIM, 0, KIND, False, DT)
     w = tl.load(W + at * w_stride + head)
-    count = visible_count(LENS, token, limit)
     request = tl.load(REQUESTS + token)
     # of a request that does not exist, no entry has a block
     exists = (request >= 0) & (request < requests)
@@ -284,7 +311,7 @@ def score_groups_kernel(
     scores, groups = OUT + at * out_stride, MAXIMA
     if MAXIMA is not None:
         groups = MAXIMA + at * group_stride
-    lane, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK // GROUP)
+    lane = tl.arange(0, BLOCK)
     tiles = uniform(tl.cdiv(tl.maximum(end - begin, 0), BLOCK), ASM)
     for tile in tl.range(tiles, num_stages=STAGES):
         start = begin + tile * BLOCK
@@ -296,5 +323,10 @@ def score_groups_kernel(
         score = tl.reshape(score, (BLOCK,))
         tl.store(scores + entry, score, mask=entry < count)
         if MAXIMA is not None:
-            largest = tl.max(tl.reshape(known_of(score, entry < count), (BLOCK // GROUP, GROUP)), 1)
-            tl.store(groups + start // GROUP + part, largest)
+            known = known_of(score, entry < count)
+            if count > coarse:
+                of_two = tl.max(tl.reshape(known, (BLOCK // (2 * EACH), 2 * EACH)), 1)
+                tl.store(groups + start // (2 * EACH) + tl.arange(0, BLOCK // (2 * EACH)), of_two)
+            else:
+                largest = tl.max(tl.reshape(known, (BLOCK // EACH, EACH)), 1)
+                tl.store(groups + start // EACH + tl.arange(0, BLOCK // EACH), largest)

@@ -48,10 +48,11 @@ def layer_ops(*, deterministic: bool = False) -> LayerOps:
 
 def score(
     query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, scores: Tensor, maxima: Tensor | None, run: int
-) -> None:
-    """See `_triton.layer.index_logits.score`."""
-    if not index_logits.score(query, cache, token_map, scores, maxima, run):
-        shared_index_logits.score(query, cache, token_map, scores, maxima, run)
+) -> tuple[int, int]:
+    """See `_triton.layer.index_logits.score`. The kernel for Hopper takes the given run."""
+    if index_logits.score(query, cache, token_map, scores, maxima, run):
+        return run, 0
+    return shared_index_logits.score(query, cache, token_map, scores, maxima, run)
 
 
 @without_modes

@@ -31,6 +31,7 @@ __all__ = [
     "by_groups",
     "combine_rounds_of",
     "in_one_launch",
+    "is_listed",
     "is_small",
     "tile_sizes_of",
 ]
@@ -198,6 +199,16 @@ def by_groups(tokens: int, requests: int, entries: int) -> bool:
     if tokens <= requests:
         return entries <= MOST_BY_GROUPS or (tokens >= REQUESTS_BY_GROUPS and entries <= LONGEST_BY_GROUPS)
     return entries <= 8192 or (entries <= MOST_BY_GROUPS and tokens >= 256)
+
+
+def is_listed(tokens: int, requests: int, entries: int) -> bool:
+    """Whether the longest rows of a decode of one token a request are listed in parts, and shorter ones by groups.
+
+    In a captured graph each row is then selected as its own length wants it. tokens, requests: of
+    the call. entries: of the longest row. Where `by_groups` is true, programs select whole rows.
+    """
+    few = tokens < REQUESTS_BY_GROUPS or (entries > LONGEST_BY_GROUPS and tokens <= 64)
+    return tokens <= requests and entries > MOST_BY_GROUPS and few
 
 
 def in_one_launch(tokens: int, requests: int, entries: int, topk: int, units: int) -> bool:

@@ -192,6 +192,6 @@ def test_kernels_of_steps_are_compiled_before_the_first_request(monkeypatch: pyt
             variants = serving_backend.backend.kernel_variants(serving_backend.bounds(), DeviceFacts.named("a100"))
             results[steps_text] = {variant.name for variant in variants}
 
-    around = {"index_query_kernel", "score_kernel", "choose_kernel", "block_scores_kernel", "keep_kernel"}
+    around = {"index_query_kernel", "score_kernel", "choose_kernel", "order_kernel", "score_blocks_kernel"}
     assert results["all"] - results["none"] == {*around, "latent_kernel", "ring_kernel", "store_kernel"}
     assert "attention" in results["none"]

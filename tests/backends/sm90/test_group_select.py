@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.backends._triton.layer import ops as shared_ops
+from dsv4attn.backends._triton.layer import scratch, select
 from dsv4attn.backends._triton.layer.index_logits import TILES, tiles_for
 from dsv4attn.backends.sm90 import group_select, index_logits, kernels_group_select, ops
 from dsv4attn.backends.sm90.group_select import Form
@@ -54,7 +54,8 @@ def forms(topk: int, entries: int) -> list[Form]:
         for size, group in ((16, 4), (32, 4), (64, 8))
         if size // group >= topk
     ]
-    return [Form(512), *grouped]
+    chain = [Form(64, 256, 16, 4 - topk, 32, short=8, direct=32, middle=8)] if topk <= 4 else []
+    return [Form(512, short=16), *grouped, *chain]
 
 
 @frozen
@@ -85,19 +86,28 @@ class Case:
         wide[:, : self.entries] = scores
         whole = torch.full((len(scores) + 1, self.topk + 9), UNTOUCHED, dtype=torch.int32, device=DEVICE)
         out, lens = whole[:-1, : self.topk], torch.tensor(self.counts(), dtype=torch.int32, device=DEVICE)
-        maxima = None
         if self.maxima and form.groups:
-            maxima, form = torch.from_numpy(self._maxima(wide, form.group)).to(DEVICE), evolve(form, read=0)
-        module.choose(torch.from_numpy(wide).to(DEVICE), maxima, lens, out, self.entries, form)
+            maxima, form = torch.from_numpy(self._maxima(wide, form)).to(DEVICE), evolve(form, read=0)
+        else:
+            maxima = torch.full((len(scores), group_select.columns_of(self.entries, form)[0]), nan, device=DEVICE)
+        # numbers of groups that no bug wrote are 0, and what a bug writes after its row stays in this memory
+        plan, lists = None, torch.zeros(len(scores) + 16, 1024, device=DEVICE)[: len(scores)]
+        if form.block:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(select, "SPLIT_LENGTH", 1024)
+                plan = select.plan_of(len(scores), self.entries, self.topk, 132)
+            lists = torch.full((len(scores), plan.lists), nan, device=DEVICE)
+        module.choose(torch.from_numpy(wide).to(DEVICE), maxima, lens, out, self.entries, form, lists, plan)
         actual = out.cpu().numpy().copy()
         out.fill_(UNTOUCHED)
         return bool((whole == UNTOUCHED).all()) and bool((actual == self.expected(scores)).all())
 
-    def _maxima(self, wide: NDArray[np.float32], group: int) -> NDArray[np.float32]:
+    def _maxima(self, wide: NDArray[np.float32], form: Form) -> NDArray[np.float32]:
         """Of each group that a row sees; NaN after that."""
-        maxima = np.full((len(wide), wide.shape[1] // group), np.nan, dtype=np.float32)
+        maxima = np.full((len(wide), wide.shape[1] // min(form.group, 8)), np.nan, dtype=np.float32)
         for row, x, count in zip(maxima, wide, self.counts(), strict=True):
             seen = max(min(count, self.entries), 0)
+            group = min(form.group, 8) if seen <= form.coarse else form.group
             known = np.full(len(x), -np.inf, dtype=np.float32)
             known[:seen] = np.where(np.isnan(x[:seen]), -np.inf, np.maximum(x[:seen], np.float32(LOWEST)))
             row[: -(-seen // group)] = known.reshape(-1, group).max(1)[: -(-seen // group)]
@@ -131,6 +141,22 @@ def test_every_kind_of_scores(kind: str, maxima: bool) -> None:
         assert all(Case(seed, kind, 4, entries, maxima=maxima).agrees(form) for form in forms(4, entries))
 
 
+def at_the_lengths_of_forms(kind: str, module: ModuleType = group_select) -> bool:
+    """Whether rows are selected from that are as long as a size for shorter rows has entries, and one more."""
+    return Case(1, kind, 4, 1000, [7, 8, 9, 31, 32, 33, 64, 65, 66]).agrees(forms(4, 1000)[-1], module)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_the_lengths_where_forms_change(kind: str) -> None:
+    assert at_the_lengths_of_forms(kind)
+
+
+@pytest.mark.parametrize("kind", ["normal", "clustered", "odd"])
+def test_long_rows_are_listed_in_parts_and_shorter_ones_are_not(kind: str) -> None:
+    form = Form(2048, 256, 16, select.slack_of(4), short=256, direct=1024, middle=256, block=2048)
+    assert Case(0, kind, 4, 9000, [1000, 220, 100, 20, 0]).agrees(form)
+
+
 @pytest.mark.parametrize("kind", ["normal", "nearly all zero", "odd"])
 @pytest.mark.parametrize(("topk", "entries"), [(512, 2048), (512, 8000), (1024, 16_000), (512, 140_000)])
 def test_rows_of_the_sizes_of_the_model(kind: str, topk: int, entries: int) -> None:
@@ -142,15 +168,26 @@ def test_rows_of_the_sizes_of_the_model(kind: str, topk: int, entries: int) -> N
 def test_every_row_of_a_model_has_a_form() -> None:
     for topk in (1, 512, 1024):
         for entries in (1, 2048, 8192, 8193, 65_536, 262_144):
-            form = group_select.form_of(entries, topk, with_maxima=True)
+            form = group_select.form_of(entries, topk, with_maxima=True, captured=True)
 
             assert form is not None
             assert form.size >= entries or form.groups * form.group >= entries
             assert not form.groups or topk + form.slack == form.size // form.group
             assert max(form.size, form.groups) <= 16_384
+            shorter = form_lengths(form)
+            assert shorter == sorted(shorter)
+            assert max(shorter) < entries
+    listed = group_select.form_of(1 << 20, 1024, with_maxima=True, captured=True, listed=True)
+    assert listed is not None
+    assert listed.block == 4096 <= listed.alone
     assert group_select.form_of(LONGEST_BY_GROUPS, 1024, with_maxima=True) is not None
     assert group_select.form_of(LONGEST_BY_GROUPS + 1, 512, with_maxima=True) is None
     assert group_select.form_of(2048, 1025, with_maxima=True) is None
+
+
+def form_lengths(form: Form) -> list[int]:
+    """Lengths up to which rows have sizes of their own."""
+    return [0, *filter(None, (form.short, form.direct, 8 * form.middle))]
 
 
 def call_of(each: int, page: int = 64, heads: int = 64) -> dict[str, Any]:
@@ -173,7 +210,7 @@ def test_the_same_entries_are_selected_as_in_two_steps(
     call, form = call_of(each), Form(512, groups, 8, 31, 64 if each > 1 else 0) if groups else Form(2048)
     monkeypatch.setattr(group_select, "form_of", lambda *_, **__: form)
     expected, _ = selected(in_two_steps, call, 33)
-    monkeypatch.setattr(shared_ops, "SCORES_BYTES", most)
+    monkeypatch.setattr(scratch, "BYTES", most)
     actual, launched = selected(Sm90Backend().layer_ops.select_topk, call, 33)
 
     assert torch.equal(actual, expected)
@@ -211,7 +248,8 @@ def odd_call_agrees(seed: int, module: ModuleType = group_select) -> bool:
     """Whether an odd call is selected from as in two steps of torch's, and nothing next to its rows is written."""
     call, topk = odd_call(seed)
     tokens, requests = call["token_map"].visible_lens.shape[0], call["token_map"].block_table.shape[0]
-    form = Form(64, 256, 8, 8 - topk, 0 if tokens <= requests else 32)
+    chain = {"short": 8, "direct": 64, "middle": 16} if seed % 2 else {}
+    form = Form(64, 256, 8, 8 - topk, 0 if tokens <= requests else 32, **chain)
     whole = torch.full((tokens + 1, topk + 5), UNTOUCHED, dtype=torch.int32)
     expected = torch.empty(tokens, topk, dtype=torch.int32)
     # torch takes no longer rows than it is told of
@@ -219,7 +257,7 @@ def odd_call_agrees(seed: int, module: ModuleType = group_select) -> bool:
     torch_selection.select_topk(**{**call, "token_map": token_map}, out=expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "form_of", lambda *_, **__: form)
-        patch.setattr(shared_ops, "SCORES_BYTES", 2**27 if seed % 3 else 8000)
+        patch.setattr(scratch, "BYTES", 2**27 if seed % 3 else 8000)
         assert module.select(**call, out=whole[:tokens, :topk], score_rows=ops.score)
     same = torch.equal(whole[:tokens, :topk], expected)
     return same and bool((whole[tokens:] == UNTOUCHED).all() and (whole[:, topk:] == UNTOUCHED).all())
@@ -268,28 +306,34 @@ def test_what_is_launched_is_foreseen_and_nothing_else(topk: int, monkeypatch: p
         seen.add(Variant.of(kernel, args, constants, num_warps, options.pop("num_stages", 1), **options))
 
     monkeypatch.setattr(group_select, "launch", record)
-    for tokens, requests, longest in ((64, 64, 18), (1024, 3, 15)):
+    monkeypatch.setattr(select, "launch", record)
+    for tokens, requests, longest, captured in (
+        (64, 64, 18, False), (1024, 3, 15, False), (64, 64, 18, True), (5, 5, 18, True)
+    ):  # fmt: skip
+        monkeypatch.setattr(group_select, "is_capturing", lambda _, captured=captured: captured)
         call, out = drawn_call(tokens), torch.empty(tokens, topk, dtype=torch.int32, device=DEVICE)
         table = call["token_map"].block_table.repeat(22, 1)[:requests]
         call["token_map"] = evolve(call["token_map"], block_table=table)
-        for entries in [n for bits in range(11, longest + 1) for n in (2**bits, 2**bits - 70)]:
+        lengths = [n for bits in range(11, longest + 1) for n in (2**bits, 2**bits - 70)]
+        # graphs are captured for the longest rows of a model
+        for entries in [2**longest] if captured else lengths:
             assert group_select.select(**call, out=out, max_entries=entries, score_rows=lambda *_: None)
 
     bounds = bounds_of(geometry_of("flash" if topk == 512 else "pro"), "e4m3fn")
     bounds = evolve(bounds, limits=evolve(bounds.limits, max_model_len=2**20))
     foreseen = {*Sm90Backend().kernel_variants(bounds, DeviceFacts.named("sm_90"))}
-    assert seen == {v for v in foreseen if v.name in {"choose_groups_kernel", "score_groups_kernel"}}
+    assert seen == {v for v in foreseen if v in seen or v.name in {"choose_groups_kernel", "score_groups_kernel"}}
 
 
-def test_memory_is_within_what_the_ops_say() -> None:
-    allowed = Sm90Backend().layer_ops.transient_bytes(1)
+def test_memory_of_groups_is_as_large_as_they_are() -> None:
     for topk in (1, 512, 1024):
         for entries in (2048, 8192, 8200, 32_768, 65_536, 262_144):
             for with_maxima in (True, False):
                 form = group_select.form_of(entries, topk, with_maxima=with_maxima)
                 assert form is not None
-                rows = shared_ops.SCORES_BYTES // (4 * entries)
-                assert shared_ops.SCORES_BYTES + group_select.scratch_bytes(rows, entries, form) <= allowed
+                groups, lists = group_select.columns_of(entries, form)
+                assert not form.groups or groups * (8 if form.middle or with_maxima else form.group) >= entries
+                assert not form.groups or lists >= max(form.size // form.group, form.direct // 8)
 
 
 class TestOnDevice:
@@ -319,7 +363,7 @@ class TestOnDevice:
 
 def test_nothing_happens_without_columns() -> None:
     scores, lens = torch.zeros(3, 64, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    group_select.choose(scores, None, lens, torch.empty(3, 0, dtype=torch.int32, device=DEVICE), 9, Form(2048))
+    group_select.choose(scores, None, lens, torch.empty(3, 0, dtype=torch.int32, device=DEVICE), 9, Form(2048), None)
 
 
 # bugs that must be found
@@ -341,8 +385,10 @@ BUGS = {
     "an earlier request's table": ("(request >= 0) & (request < requests)", "request < requests"),
     "columns of no request": ("columns = tl.where(exists, columns, 0)", "columns += 0"),
     "unseen entries in maxima": ("known_of(score, entry < count)", "known_of(score, entry >= 0)"),
+    "a length of another size": ("(count > SHORT) & (count <= DIRECT)", "(count >= SHORT) & (count < DIRECT)"),
+    "groups of a longer row": ("if count > coarse:", "if count >= 0:"),
     "NaN in maxima": ("known_of(score, entry <", "known_of(tl.where(score == score, score, 1e9), entry <"),
-    "maxima of the next group": ("groups + start // GROUP + part", "groups + start // GROUP + (part ^ 1)"),
+    "maxima of the next group": ("start // EACH + tl.arange(0,", "start // EACH + 1 - tl.arange(0,"),
 }  # fmt: skip
 
 
@@ -356,11 +402,7 @@ def test_planted_bugs_are_found(name: str, tmp_path: Path) -> None:
         assert text.count(right) == 1, f"the kernels no longer say {right!r} once"
         text = text.replace(right, wrong)
     kernels = import_text(tmp_path / f"planted_kernels_{tmp_path.name}.py", text)
-    launcher, lists = inspect.getsource(group_select), "out.new_empty(rows, form.size"
-    assert launcher.count(lists) == 1
-    # numbers of groups that no bug wrote are 0, and what a bug writes after its row stays in this memory
-    launcher = launcher.replace(lists, "out.new_zeros(rows + 16, form.size")
-    copy = import_text(tmp_path / f"planted_{tmp_path.name}.py", launcher)
+    copy = import_text(tmp_path / f"planted_{tmp_path.name}.py", inspect.getsource(group_select))
     vars(copy).update({name: getattr(kernels, name) for name in ("choose_groups_kernel", "score_groups_kernel")})
     agreed = all(odd_call_agrees(seed, copy) for seed in range(30)) and all(
         Case(seed, kind, topk, entries, [1000, 997, 300, 9], maxima=seed % 2 == 0).agrees(form, copy)
@@ -369,4 +411,5 @@ def test_planted_bugs_are_found(name: str, tmp_path: Path) -> None:
         for topk, entries in ((4, 499), (3, 40), (8, 17))
         for form in forms(topk, entries)
     )
+    agreed = agreed and at_the_lengths_of_forms("normal", copy)
     assert agreed is not bool(name)

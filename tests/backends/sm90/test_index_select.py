@@ -18,7 +18,7 @@ from dsv4attn.backends._triton.layer import ops as shared_ops
 from dsv4attn.backends.sm90 import index_select, ops
 from dsv4attn.backends.sm90.explain_notes import notes
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import LONGEST_BY_GROUPS, by_groups, in_one_launch
+from dsv4attn.backends.sm90.tuning import LONGEST_BY_GROUPS, by_groups, in_one_launch, is_listed
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -170,6 +170,12 @@ def test_decodes_of_several_tokens_are_chosen_for_like_prompts() -> None:
         assert by_groups(requests, requests, LONGEST_BY_GROUPS)
         assert not by_groups(requests, requests, LONGEST_BY_GROUPS + 1)
     assert not by_groups(31, 31, 32_769)
+    # for graphs of long contexts: each row as its own length wants it
+    assert is_listed(31, 31, 32_769)
+    assert is_listed(64, 64, LONGEST_BY_GROUPS + 1)
+    assert not any(
+        is_listed(*call) for call in ((32, 32, 32_769), (31, 31, 32_768), (62, 31, 1 << 20), (65, 65, 1 << 20))
+    )
     for each, longest in ((2, 8192), (3, 8192), (4, 32_768), (15, 32_768)):
         assert by_groups(64 * each, 64, longest)
         assert not by_groups(64 * each, 64, longest + 1)

@@ -1,75 +1,106 @@
-"""Selection in two levels of DeepSeek-V4.1: the launchers of `kernels_candidates` around those of `select`."""
+"""Selection in two levels of DeepSeek-V4.1: blocks by their largest scores, and entries of a token's blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from math import nan
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, int32
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import launch
-from dsv4attn.backends._triton.layer.kernels_candidates import block_scores_kernel, keep_kernel
-from dsv4attn.backends._triton.layer.select import select
+from dsv4attn.backends._triton.layer.index_logits import score_inside, score_maxima
+from dsv4attn.backends._triton.layer.kernels_index_logits import order_kernel
+from dsv4attn.backends._triton.layer.scratch import parts
+from dsv4attn.backends._triton.layer.select import plan_in_parts, select
 from dsv4attn.backends._triton.sizes import next_power_of_2
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.torch_ops.arguments import TokenMap
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["block_columns", "keep_candidates", "select_blocks", "variants"]
+__all__ = ["order", "select_blocks", "select_inside", "variants"]
 
-TILE = 1024
-"""Entries of a program."""
-
-
-def block_columns(max_entries: int, block_size: int) -> int:
-    """Columns of the scores of blocks: as many as there are, up to a multiple of the widest access."""
-    return -(-max_entries // (64 * block_size)) * 64
+WARPS = 8
+"""Of a program that orders candidates."""
 
 
 def select_blocks(
-    scores: Tensor, blocks: Tensor, visible_lens: Tensor, out: Tensor, block_size: int, max_entries: int
+    query: IndexQuery,
+    cache: PagedKVCache,
+    token_map: TokenMap,
+    out: Tensor,
+    block_size: int,
+    max_entries: int,
+    *,
+    exact_rows: bool,
 ) -> None:
     """Write the numbers of the blocks with the largest scores of each token to out [T, N] int32, ascending, then -1.
 
-    scores: [T, >= max_entries] fp32. blocks: [T, `block_columns`] fp32, memory. visible_lens: [T] int32.
+    exact_rows: see `index_logits.score`. Other arguments are those of the op. Scores of single entries are not stored.
     """
-    constants, most = _constants(block_size), -(-max_entries // block_size)
-    parts = -(-most // constants["BLOCKS"])
-    counts = out.new_empty(out.shape[0])
-    launch(
-        block_scores_kernel,
-        (out.shape[0] * parts,),
-        (scores, visible_lens, blocks, counts, scores.stride(0), blocks.stride(0), max_entries, parts),
-        constants,
-    )
-    select(blocks, None, counts, out, most, run=0)
+    blocks = -(-max_entries // block_size)
+    plan = plan_in_parts(out, blocks, out.shape[1])
+    for part, (scores, memory) in parts(out, blocks, plan.columns):
+        some = token_map.tokens(part)
+        score_maxima(query.tokens(part), cache, some, scores, block_size, max_entries, exact_rows=exact_rows)
+        select(
+            scores, None, some.visible_lens, out[part], blocks, run=0, unit=block_size, plan=plan, memory=memory
+        )  # fmt: skip
 
 
-def keep_candidates(scores: Tensor, candidates: Tensor, kept: Tensor, block_size: int, max_entries: int) -> None:
-    """Write the scores of entries in candidates [T, N] int32 to kept [T, >= max_entries] fp32, and NaN elsewhere.
+def select_inside(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    token_map: TokenMap,
+    candidates: Tensor,
+    block_size: int,
+    out: Tensor,
+    max_entries: int,
+) -> None:
+    """Write the K entries of candidates [T, N] int32 with the largest scores of each token to out [T, K] int32.
 
-    scores: [T, >= max_entries] fp32.
+    Only these entries are scored.
     """
-    kept.fill_(nan)
-    constants, (tokens, most) = _constants(block_size), candidates.shape
-    parts = -(-most // constants["BLOCKS"])
+    most = min(candidates.shape[1], -(-max_entries // block_size)) * block_size
+    places = 2 * next_power_of_2(candidates.shape[1])
+    plan = plan_in_parts(out, most, out.shape[1], places, 1)
+    for part, (scores, memory, ordered, count) in parts(out, most, plan.columns, places, 1):
+        some, blocks = token_map.tokens(part), ordered.view(int32)[:, :places]
+        counts = count.view(int32).flatten()[: blocks.shape[0]]
+        order(candidates[part], cache, some, blocks, counts, block_size, max_entries)
+        score_inside(query.tokens(part), cache, some, blocks, counts, block_size, scores, max_entries)
+        select(
+            scores, None, counts, out[part], most, run=0, plan=plan, memory=memory, blocks=(blocks, block_size)
+        )  # fmt: skip
+
+
+def order(
+    candidates: Tensor,
+    cache: PagedKVCache,
+    token_map: TokenMap,
+    blocks: Tensor,
+    counts: Tensor,
+    block_size: int,
+    max_entries: int,
+) -> None:
+    """Write the candidates [T, M] int32 that a token sees to blocks [T, 2 N] int32, each once, ascending.
+
+    Then where they are, see `order_kernel`; what follows each is anything. N is a power of two, at least M. counts: [T]
+    int32 - receives the entries of these blocks.
+    """
+    (tokens, most), table = candidates.shape, token_map.block_table
     launch(
-        keep_kernel,
-        (tokens * parts,),
+        order_kernel,
+        (tokens,),
         (
-            scores, candidates, kept, scores.stride(0), candidates.stride(0), kept.stride(0), most, max_entries, parts,
+            candidates, token_map.visible_lens, table, token_map.token_to_req, blocks, counts, candidates.stride(0),
+            table.stride(0), blocks.stride(0), most, max_entries, *table.shape, cache.num_blocks, cache.block_size,
         ),
-        constants,
+        {"SIZE": block_size, "N": blocks.shape[1] // 2},
+        num_warps=WARPS,
     )  # fmt: skip
 
 
-@cache
-def _constants(block_size: int) -> dict[str, Any]:
-    return {"SIZE": block_size, "BLOCKS": max(TILE // next_power_of_2(block_size), 1)}
-
-
-def variants(block_size: int) -> Iterator[Variant]:
-    """Every variant that this module can need, but for those of `select`."""
-    types = dict.fromkeys(("SCORES", "OUT"), "*fp32") | dict.fromkeys(("LENS", "COUNTS", "CANDIDATES"), "*i32")
-    for kernel in (block_scores_kernel, keep_kernel):
-        yield Variant.from_types(kernel, types, _constants(block_size))
+def variants(block_size: int, most: int) -> Iterator[Variant]:
+    """Every variant that this module can need, but for those of scores and of `select`. most: candidates of a token."""
+    constants = {"SIZE": block_size, "N": next_power_of_2(most)}
+    yield Variant.from_types(order_kernel, {}, constants, num_warps=WARPS)

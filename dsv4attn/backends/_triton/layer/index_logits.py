@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -21,7 +22,15 @@ from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE, NIBBLES, ROWS, score_kernel
+from dsv4attn.backends._triton.layer import select
+from dsv4attn.backends._triton.layer.kernels_index_logits import (
+    CODES,
+    NATIVE,
+    NIBBLES,
+    ROWS,
+    score_blocks_kernel,
+    score_kernel,
+)
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
@@ -31,7 +40,16 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
-__all__ = ["LANES", "fp8_mqa_logits", "fp8_paged_mqa_logits", "multiplies_codes", "score", "variants"]
+__all__ = [
+    "LANES",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "multiplies_codes",
+    "score",
+    "score_inside",
+    "score_maxima",
+    "variants",
+]
 
 LANES = 64
 """Number of maxima that `score` writes for each run of entries."""
@@ -104,34 +122,105 @@ def score(
     run: int,
     *,
     exact_rows: bool = False,
-) -> None:
+    by_length: bool = True,
+) -> tuple[int, int]:
     """Write the score of each entry that a token sees to scores [T, E] fp32; NaN for entries without a block.
 
     query: queries of T tokens.
     cache: index keys.
     token_map: blocks of `cache`, whose table is not empty, and the request and the visible entries of each token.
-    maxima: [T, LANES * E / run] fp32 - receives the largest score of the entries e with the same e // run and
-       e % LANES. None: not wanted.
+    maxima: [T, columns] fp32 - receives the largest score of the entries e with the same e // run and e % LANES. None:
+       not wanted.
     run: a multiple of 128, or 0 without maxima.
+    by_length: whether the kernel computes the runs of a tile from what its tokens see, so that all columns but LANES
+       suffice, see `power_of`; then run is not used.
     exact_rows: whether bits must not depend on how many tokens a request has. All calls then have the tile of requests
        of many tokens: a tile of one token reads the keys of a prompt once for each of its tokens, and two requests of
        one token take little longer in one tile than in two.
+    Returns entries of a run, and 0; or the least entries of a run, and how many tokens have runs of the same length.
     """
-    tokens, entries = scores.shape
-    tiles = tiles_for(cache.layout, architecture())
-    tile = tiles.many if exact_rows else tiles.of(tokens / token_map.block_table.shape[0])
-    runs = max(run // tile.entries, 1)
+    tile = _tile_of(cache, token_map, exact_rows=exact_rows)
+    rows = _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req)
+    groups = maxima.shape[1] - LANES if by_length and maxima is not None else 0
     _launch(
-        query,
-        pages_of(cache, tile),
-        _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req),
-        scores,
-        tile,
-        _span(tile, tokens, entries, runs),
-        maxima=maxima,
-        run=runs,
-        fill=False,
-    )
+        query, pages_of(cache, tile), rows, scores, tile, scores.shape[1],
+        maxima=maxima, run=1 if groups else max(run // tile.entries, 1), groups=groups, fill=False,
+    )  # fmt: skip
+    return (tile.entries, tile.tokens) if groups else (run, 0)
+
+
+def score_maxima(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    token_map: TokenMap,
+    maxima: Tensor,
+    block_size: int,
+    max_entries: int,
+    *,
+    exact_rows: bool = False,
+) -> None:
+    """Write the largest score of each block of entries that a token sees to maxima [T, >= blocks] fp32.
+
+    It is a finite number, NaN for a block without scores, and infinity for the block of the newest entry. block_size:
+    entries of a block, a power of two. Other arguments are those of `score`.
+    """
+    tile = _tile_of(cache, token_map, exact_rows=exact_rows)
+    rows = _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req)
+    runs = max(block_size // tile.entries, 1)
+    _launch(
+        query, pages_of(cache, tile), rows, None, tile, max_entries,
+        maxima=maxima, run=runs, group=block_size, fill=False,
+    )  # fmt: skip
+
+
+def score_inside(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    token_map: TokenMap,
+    blocks: Tensor,
+    counts: Tensor,
+    block_size: int,
+    scores: Tensor,
+    max_entries: int,
+) -> None:
+    """Write the scores of the entries of a token's blocks to scores [T, >= counts] fp32, NaN for what it does not see.
+
+    blocks: [T, 2 N] int32 and counts: [T] int32, as `order_kernel` writes them. Other arguments are those of `score`.
+    Bits of a token depend on no other.
+    """
+    tile, (tokens, width) = tiles_for(cache.layout, architecture()).one, scores.shape
+    keys, table, q = pages_of(cache, tile), token_map.block_table, query.scales
+    values, native = raw(query.values), multiplies_codes(cache.layout, architecture())
+    splits = _splits(tile, tokens, width)
+    launch(
+        score_blocks_kernel,
+        (tokens * splits,),
+        (
+            values, q, query.weights, keys.tensor, table, token_map.token_to_req, token_map.visible_lens, blocks,
+            counts, scores, tokens, table.shape[0], max_entries, splits, values.stride(0), values.stride(1),
+            0 if q is None else q.stride(0), query.weights.stride(0), table.stride(0), table.shape[1], keys.num_blocks,
+            keys.page_size, *divider(keys.page_size), *keys.strides, blocks.stride(0), scores.stride(0),
+        ),
+        inside_constants(
+            cache.layout,
+            values.shape[1],
+            tile,
+            keys.aligned,
+            keys.stride,
+            alignment_of_rows(values),
+            native,
+            block_size,
+            blocks.shape[1] // 2,
+            cache.block_size % block_size == 0,
+        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _tile_of(cache: PagedKVCache, token_map: TokenMap, *, exact_rows: bool) -> Tile:
+    tiles = tiles_for(cache.layout, architecture())
+    return tiles.many if exact_rows else tiles.of(len(token_map.visible_lens) / len(token_map.block_table))
 
 
 @without_modes
@@ -151,9 +240,8 @@ def fp8_paged_mqa_logits(
     if not (logits.numel() and block_tables.numel() and cache.num_blocks):
         return logits.fill_(-inf)
     tile = tiles_for(cache.layout, architecture()).of(tokens_per_req)
-    span = _span(tile, requests * tokens_per_req, max_model_len)
     rows = _Rows(lens.reshape(-1).contiguous(), block_tables, tokens_per_req=tokens_per_req)
-    _launch(IndexQuery(q.flatten(0, 1), weights), pages_of(cache, tile), rows, logits, tile, span, fill=True)
+    _launch(IndexQuery(q.flatten(0, 1), weights), pages_of(cache, tile), rows, logits, tile, max_model_len, fill=True)
     return logits
 
 
@@ -168,16 +256,15 @@ def fp8_mqa_logits(
     tile = tiles_for(layout, architecture()).many
     if logits.numel():
         keys = _Keys(raw(rows), scales, layout, 0, 1, (0, rows.stride(0), 0, 1), dense_stride(layout, rows.stride(0)))
-        span = _span(tile, q.shape[0], rows.shape[0])
-        _launch(IndexQuery(q, weights), keys, _Rows(cu_seqlen_ke, first=cu_seqlen_ks), logits, tile, span, fill=True)
+        seen = _Rows(cu_seqlen_ke, first=cu_seqlen_ks)
+        _launch(IndexQuery(q, weights), keys, seen, logits, tile, rows.shape[0], fill=True)
     return logits
 
 
-def _span(tile: Tile, tokens: int, entries: int, runs: int = 1) -> int:
-    """Entries per program: the smallest multiple of `runs` tiles that gives one wave of programs."""
+def _splits(tile: Tile, tokens: int, entries: int, runs: int = 1) -> int:
+    """Programs that share what a tile of tokens sees, for one wave of programs. runs: tiles that stay together."""
     programs = max(tile.programs * multiprocessors() // -(-tokens // tile.tokens), 1)
-    tiles = -(-entries // tile.entries)
-    return -(-tiles // programs // runs) * runs * tile.entries
+    return min(programs, -(-entries // (tile.entries * runs)))
 
 
 @frozen(eq=False)
@@ -247,30 +334,34 @@ def _launch(
     query: IndexQuery,
     keys: _Keys,
     rows: _Rows,
-    out: Tensor,
+    out: Tensor | None,
     tile: Tile,
-    span: int,
+    entries: int,
     *,
     fill: bool,
     maxima: Tensor | None = None,
     run: int = 1,
+    groups: int = 0,
+    group: int = 0,
 ) -> None:
-    (tokens, entries), values, scales = out.shape, raw(query.values), query.scales
-    table = rows.block_table
+    values, scales, table = raw(query.values), query.scales, rows.block_table
+    tokens, splits = values.shape[0], _splits(tile, values.shape[0], entries, run)
     requests, columns = (0, 0) if table is None else table.shape
     launch(
         score_kernel,
-        (cdiv(tokens, tile.tokens) * cdiv(entries, span),),
+        (cdiv(tokens, tile.tokens) * splits,),
         (
             values, scales, query.weights, keys.tensor, keys.scales, table, rows.token_to_req, rows.lens, rows.first,
-            out, maxima, tokens, requests, rows.tokens_per_req, entries, span, run, values.stride(0), values.stride(1),
-            0 if scales is None else scales.stride(0), query.weights.stride(0), 0 if table is None else table.stride(0),
-            columns, keys.num_blocks, keys.page_size, *divider(keys.page_size), *keys.strides, out.stride(0),
+            out, maxima, tokens, requests, rows.tokens_per_req, entries, splits, run, groups, select.SPLIT_LENGTH,
+            values.stride(0),
+            values.stride(1), 0 if scales is None else scales.stride(0), query.weights.stride(0),
+            0 if table is None else table.stride(0), columns, keys.num_blocks, keys.page_size,
+            *divider(keys.page_size), *keys.strides, 0 if out is None else out.stride(0),
             0 if maxima is None else maxima.stride(0),
         ),
         constants_of(
             keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), fill,
-            multiplies_codes(keys.layout, architecture()),
+            multiplies_codes(keys.layout, architecture()), group,
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -287,6 +378,7 @@ def constants_of(
     q_aligned: int,
     fill: bool,  # noqa: FBT001 - constants of a launch
     native: bool,  # noqa: FBT001 - as above
+    group: int = 0,
 ) -> dict[str, Any]:
     kind = ROWS if not layout.is_quantised else NIBBLES if layout.fp8_format is None else NATIVE if native else CODES
     half = tl.float16 if layout.fp8_format else tl.bfloat16
@@ -300,18 +392,41 @@ def constants_of(
         "KIND": kind.value,
         "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
         "BLOCK": tile.entries,
-        "LANES": min(LANES, tile.entries),
+        "LANES": tile.entries // min(group, tile.entries) if group else min(LANES, tile.entries),
         "FILL": fill,
         "STAGES": tile.stages,
         "ASM": native,
         "DT": tl.float32 if INTERPRETED or layout.dtype == torch.float32 else half,
+        "GROUP": group,
     }
 
 
-def variants(layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = True) -> Iterator[Variant]:
+@cache
+def inside_constants(
+    layout: KVCacheLayout,
+    heads: int,
+    tile: Tile,
+    aligned: int,
+    stride: int,
+    q_aligned: int,
+    native: bool,  # noqa: FBT001 - constants of a launch
+    block_size: int,
+    places: int,
+    whole: bool,  # noqa: FBT001 - as above
+) -> dict[str, Any]:
+    """Constants of `score_blocks_kernel`. places: N. whole: whether pages have whole blocks."""
+    shared = constants_of(layout, heads, tile, aligned, stride, q_aligned, False, native)
+    kept = {name: value for name, value in shared.items() if name not in {"TOKENS", "LANES", "FILL", "GROUP"}}
+    return {**kept, "SIZE": block_size, "N": places, "WHOLE": whole}
+
+
+def variants(
+    layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = True, block_size: int = 0, places: int = 0
+) -> Iterator[Variant]:
     """Every variant that selection can need on an architecture, with keys of this layout.
 
-    aligned: whether caches, and rows of plain queries, are aligned to 16 bytes.
+    aligned: whether caches, and rows of plain queries, are aligned to 16 bytes. block_size: of candidates; 0: of none.
+    places: a power of two, at least the number of candidates.
     """
     tiles, native = tiles_for(layout, arch), multiplies_codes(layout, arch)
     dtype = pointer_type(torch.uint8 if layout.is_quantised else layout.dtype)
@@ -321,13 +436,19 @@ def variants(layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = Tr
     packed = layout.head_dim * layout.code_bits // 8 if layout.is_quantised else layout.head_dim
     alignments = row_alignments(packed, torch.uint8 if layout.is_quantised else layout.dtype, aligned=aligned)
     steps = (WIDE,) if aligned and layout.data_bytes % WIDE == 0 else (WIDE, item)
-    for tile in dict.fromkeys((tiles.one, tiles.two, tiles.many)):
-        for step in steps:
-            for stride in (dense, 0):
-                for rows in alignments:
-                    constants = constants_of(layout, heads, tile, step, stride, rows, False, native)
-                    for maxima in ("none", "*fp32"):
-                        named = {**types, "MAXIMA": maxima}
-                        yield Variant.from_types(
-                            score_kernel, named, constants, num_warps=tile.warps, num_stages=tile.stages
-                        )
+    forms = [({"MAXIMA": maxima}, 0) for maxima in ("none", "*fp32")]
+    if block_size:
+        forms.append(({"MAXIMA": "*fp32", "OUT": "none"}, block_size))
+    for step, rows in product(steps, alignments):
+        for tile in dict.fromkeys((tiles.one, tiles.two, tiles.many)):
+            options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+            for stride, (form, group) in product((dense, 0), forms):
+                constants = constants_of(layout, heads, tile, step, stride, rows, False, native, group)
+                yield Variant.from_types(score_kernel, {**types, **form}, constants, **options)
+        if block_size:
+            tile, options = tiles.one, {"num_warps": tiles.one.warps, "num_stages": tiles.one.stages}
+            for stride, whole in ((dense, True), (0, True), (0, False)):
+                constants = inside_constants(
+                    layout, heads, tile, step, stride, rows, native, block_size, places, whole
+                )  # fmt: skip
+                yield Variant.from_types(score_blocks_kernel, types, constants, **options)

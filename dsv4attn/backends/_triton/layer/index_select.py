@@ -25,6 +25,7 @@ from dsv4attn.backends._triton.layer.index_logits import (
     tiles_for,
 )
 from dsv4attn.backends._triton.layer.kernels_index_select import select_kernel
+from dsv4attn.backends._triton.layer.scratch import buffer
 from dsv4attn.backends._triton.layer.select import MOST
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
@@ -70,7 +71,7 @@ def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Ten
     tile = tile_of(cache.layout, architecture())
     keys, values, scales = pages_of(cache, tile), raw(query.values), query.scales
     programs, capacity = _programs(tile, tokens), capacity_of(topk)
-    lists = out.new_empty(programs, tile.tokens * capacity, dtype=torch.int64)
+    lists = buffer(out, 8 * programs * tile.tokens * capacity).view(torch.int64)
     launch(
         select_kernel,
         (programs,),

@@ -11,10 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.layer.kernels_select import power_of
 from dsv4attn.backends._triton.numerics import scale_of_byte
-from dsv4attn.backends._triton.sizes import next_power_of_2
 
 NATIVE = tl.constexpr(0)
 """e4m3 codes, multiplied by a matrix unit that takes them."""
@@ -24,6 +25,8 @@ NIBBLES = tl.constexpr(2)
 """e2m1 codes, two to a byte, a scale byte for 32 of them."""
 ROWS = tl.constexpr(3)
 """bf16 or fp32 values."""
+LOWEST_SCORE = tl.constexpr(-3.4028234663852886e38)
+"""The lowest finite number."""
 
 
 @triton.jit
@@ -179,6 +182,19 @@ def scores_of_tile(
             entry, entry < limit, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
             scale_stride,
         )  # fmt: skip
+    score = scores_at(
+        q, q_high, w, keys, SCALES, data, scale, ok, ALIGNED, TOKENS, HEADS, DIM, KIND, FNUZ, BLOCK, DT
+    )  # fmt: skip
+    return score, ok
+
+
+@triton.jit
+def scores_at(
+    q, q_high, w, keys, SCALES, data, scale, ok,
+    ALIGNED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr,
+    FNUZ: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Scores [BLOCK, TOKENS] of records at offsets `data`, with scales at offsets `scale`; NaN where not `ok`."""
     k = load_rows(keys + data, keys + scale, ok, ALIGNED, DIM, 0, KIND, FNUZ, DT)
     acc = product(k, q, None)
     if KIND == NIBBLES:
@@ -189,14 +205,14 @@ def scores_of_tile(
     # [BLOCK, TOKENS]
     score = tl.sum(tl.reshape(acc, (BLOCK, TOKENS, HEADS)), 2)
     if KIND <= CODES:
-        if table is None:
+        if SCALES is not None:
             unit = tl.load(SCALES + scale, mask=ok, other=float("nan"))
         else:
             unit = tl.load((keys + scale).to(tl.pointer_type(tl.float32)), mask=ok, other=float("nan"))
         score *= unit[:, None]
     else:
         score = tl.where(ok[:, None], score, float("nan"))
-    return score, ok
+    return score
 
 
 @triton.jit
@@ -206,7 +222,7 @@ def score_keys(
     OUT, MAXIMA, begin, end, stop, run, limit,
     ALIGNED: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, FILL: tl.constexpr,
-    STAGES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Score the entries begin .. end - 1 for the tokens that are `mine`, and store those that each sees.
 
@@ -240,28 +256,178 @@ def score_keys(
         if FILL:
             score = tl.where(ok[:, None] & sees, score, float("-inf"))
             tl.store(OUT + (row[None, :] + entry[:, None]), score, mask=mine[None, :] & (entry < stop)[:, None])
-        else:
+        elif OUT is not None:
             tl.store(OUT + (row[None, :] + entry[:, None]), score, mask=sees)
         if MAXIMA is not None:
+            if GROUP > 0:
+                # devices differ in the maximum of a number and NaN; and only what has no score is -inf
+                score = tl.where(score == score, tl.maximum(score, LOWEST_SCORE), float("-inf"))  # noqa: PLR0124
             best = tl.maximum(best, tl.where(sees, score, float("-inf")))
             left -= 1
             if left == 0:
-                store_maxima(MAXIMA, group, number, best, mine, BLOCK, LANES, TOKENS)
+                store_maxima(MAXIMA, group, number, best, mine, lens, BLOCK, LANES, TOKENS, GROUP)
                 best = tl.full([BLOCK, TOKENS], float("-inf"), tl.float32)
                 number += 1
                 left = run
     if MAXIMA is not None:  # noqa: SIM102 - one is a constant
         if left < run:
-            store_maxima(MAXIMA, group, number, best, mine, BLOCK, LANES, TOKENS)
+            store_maxima(MAXIMA, group, number, best, mine, lens, BLOCK, LANES, TOKENS, GROUP)
 
 
 @triton.jit
-def store_maxima(MAXIMA, group, number, best, mine, BLOCK: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr):
-    """Store the largest scores [BLOCK, TOKENS] of the lanes of some tiles, LANES of them a token."""
-    if LANES < BLOCK:
+def store_maxima(
+    MAXIMA, group, number, best, mine, lens,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Store the largest scores [BLOCK, TOKENS] of the lanes of some tiles, LANES of them a token.
+
+    GROUP: if above 0, a lane is of entries that follow each other, GROUP with those of all tiles. It is stored as a
+    finite number, as NaN if there is no score, and as infinity for the newest entry's group.
+    """
+    lane = number * LANES + tl.arange(0, LANES)
+    live = mine[None, :]
+    if GROUP > 0:
+        if LANES < BLOCK:
+            best = tl.max(tl.reshape(best, (LANES, BLOCK // LANES, TOKENS)), 1)
+        best = tl.where(best == float("-inf"), float("nan"), tl.minimum(best, -LOWEST_SCORE))
+        best = tl.where(lane[:, None] == ((lens - 1) // GROUP)[None, :], float("inf"), best)
+        live = live & (lane[:, None] * GROUP < lens[None, :])
+    elif LANES < BLOCK:
         best = tl.max(tl.reshape(best, (BLOCK // LANES, LANES, TOKENS)), 0)
-    place = group[None, :] + (number * LANES + tl.arange(0, LANES))[:, None]
-    tl.store(MAXIMA + place, best, mask=mine[None, :])
+    tl.store(MAXIMA + (group[None, :] + lane[:, None]), best, mask=live)
+
+
+@stable_kernel
+def order_kernel(
+    CANDIDATES,  # [n, num_candidates] int32: numbers of blocks, in any order; others are none
+    LENS,  # [n] int32: entries that each token sees
+    TABLE,  # [R, columns] int32
+    REQUESTS,  # [n] int32 of each token
+    OUT,  # [n, 2 * N] int32
+    COUNTS,  # [n] int32
+    candidate_stride: tl.int64, table_stride: tl.int64, out_stride: tl.int64, num_candidates: tl.int32,
+    max_entries: tl.int32, requests: tl.int32, columns: tl.int32, num_blocks: tl.int32, page_size: tl.int32,
+    SIZE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Grid: (n,): the candidates of a token that it sees, each once, ascending; and how many entries these blocks have.
+
+    After N numbers of blocks: the number of each block's first record among those of all pages, -1 without a page. It
+    is of use if pages have whole blocks. SIZE: entries of a block. N: a power of two, at least num_candidates.
+    """
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, N)
+    seen = tl.minimum(tl.maximum(tl.load(LENS + row), 0), max_entries)
+    block = tl.load(CANDIDATES + row * candidate_stride + column, mask=column < num_candidates, other=-1)
+    none: tl.constexpr = 0x7FFFFFFF
+    block = tl.where((block >= 0) & (block < tl.cdiv(seen, SIZE)), block, none)
+    out = OUT + row * out_stride
+    tl.store(out + column, block)
+    tl.debug_barrier()
+    before = tl.load(out + column - 1, mask=column > 0, other=-1)
+    tl.debug_barrier()
+    if tl.max((block < before).to(tl.int32), 0) > 0:
+        block = tl.sort(block)
+        tl.store(out + column, block)
+        tl.debug_barrier()
+        before = tl.load(out + column - 1, mask=column > 0, other=-1)
+        tl.debug_barrier()
+    fresh = (block != none) & (block != before)
+    place = tl.cumsum(fresh.to(tl.int32), 0) - 1
+    tl.store(out + place, block, mask=fresh)
+    request = tl.load(REQUESTS + row)
+    # of a request that does not exist, no entry has a page
+    exists = (request >= 0) & (request < requests)
+    page = tl.where(fresh, block, 0) * SIZE // page_size
+    known = fresh & (page < tl.where(exists, columns, 0))
+    number = tl.load(TABLE + tl.where(exists, request, 0) * table_stride + page, mask=known, other=-1)
+    known = known & (number >= 0) & (number < num_blocks)
+    first = number * page_size + tl.where(fresh, block, 0) * SIZE % page_size
+    tl.store(out + N + place, tl.where(known, first, -1), mask=fresh)
+    tl.store(COUNTS + row, tl.sum(fresh.to(tl.int32), 0) * SIZE)
+
+
+@stable_kernel
+def score_blocks_kernel(
+    Q,  # [T, HEADS, DIM] codes or values
+    Q_SCALES,  # [T, HEADS, DIM / 32] uint8 of e2m1 codes, or None
+    W,  # [T, HEADS] fp32
+    KEYS,  # pages, `page_stride` elements apart
+    TABLE,  # [R, columns] int32
+    REQUESTS,  # [T] int32 of each token
+    LENS,  # [T] int32 entries that each token sees
+    BLOCKS,  # [T, 2 * N] int32 of `order_kernel`
+    COUNTS,  # [T] int32 entries that these blocks have
+    OUT,  # [T, counts] fp32
+    tokens: tl.int32, requests: tl.int32, limit: tl.int32, splits: tl.int32, q_stride: tl.int64,
+    q_head_stride: tl.int64, qs_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32,
+    num_blocks: tl.int32, page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64,
+    data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64, block_stride: tl.int64, out_stride: tl.int64,
+    ALIGNED: tl.constexpr, STRIDE: tl.constexpr, Q_ALIGNED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr,
+    ASM: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Grid: (splits * tokens,): scores of the entries of a token's blocks, in their order; NaN where none is seen.
+
+    WHOLE: whether pages have whole blocks.
+    """
+    token = tl.program_id(0) % tokens
+    count, seen = tl.load(COUNTS + token), tl.minimum(tl.load(LENS + token), limit)
+    span = tl.cdiv(tl.cdiv(count, BLOCK), splits) * BLOCK
+    begin = tl.program_id(0) // tokens * span
+    if begin < count:
+        padded: tl.constexpr = next_power_of_2(HEADS) if HEADS > 16 else 16
+        head = tl.arange(0, padded)
+        at = token.to(tl.int64)
+        query = Q + at * q_stride + head * q_head_stride
+        q_scale = query
+        if KIND == NIBBLES:
+            q_scale = Q_SCALES + at * qs_stride + head * (DIM // 32)
+        q = load_rows(query, q_scale, head < HEADS, Q_ALIGNED, DIM, 0, KIND, FNUZ, DT)
+        q_high = q
+        if KIND == NIBBLES:
+            q_high = load_rows(query, q_scale, head < HEADS, Q_ALIGNED, DIM, 1, KIND, FNUZ, DT)
+        w = tl.load(W + at * w_stride + head, mask=head < HEADS, other=0.0)
+        request = tl.load(REQUESTS + token)
+        # of a request that does not exist, no entry has a page
+        exists = (request >= 0) & (request < requests)
+        table = TABLE + tl.where(exists, request, 0) * table_stride
+        columns = tl.where(exists, columns, 0)
+        paging = page_size, factor, log
+        lane, out, blocks = tl.arange(0, BLOCK), OUT + at * out_stride, BLOCKS + at * block_stride
+        tiles = uniform(tl.cdiv(tl.minimum(begin + span, count) - begin, BLOCK), ASM)
+        if count >= seen:
+            # all blocks, so places are entries
+            for tile in tl.range(tiles, num_stages=STAGES):
+                start = begin + tile * BLOCK
+                entry = start + lane
+                score, _ = scores_of_tile(
+                    q, q_high, w, KEYS, None, table, columns, num_blocks, paging, page_stride, data_stride,
+                    scale_offset, scale_stride, start, entry, lane, seen,
+                    ALIGNED, STRIDE, 1, padded, DIM, KIND, FNUZ, BLOCK, DT,
+                )  # fmt: skip
+                score = tl.where(entry < seen, tl.reshape(score, (BLOCK,)), float("nan"))
+                tl.store(out + entry, score, mask=entry < count)
+        else:
+            for tile in tl.range(tiles, num_stages=STAGES):
+                place = begin + tile * BLOCK + lane
+                live = place < count
+                block = tl.load(blocks + place // SIZE, mask=live, other=0)
+                entry = tl.where(live, block * SIZE + place % SIZE, seen)
+                if WHOLE:
+                    first = tl.load(blocks + N + place // SIZE, mask=live, other=-1)
+                    ok = (first >= 0) & (entry < seen)
+                    page, of = page_of(tl.where(ok, first, 0), paging)
+                    page = page.to(tl.int64) * page_stride
+                    of = (of + place % SIZE).to(tl.int64)
+                    data, scale = page + of * data_stride, page + scale_offset + of * scale_stride
+                else:
+                    data, scale, ok = place_on_pages(
+                        entry, entry < seen, table, columns, num_blocks, paging, page_stride, data_stride,
+                        scale_offset, scale_stride,
+                    )  # fmt: skip
+                score = scores_at(
+                    q, q_high, w, KEYS, None, data, scale, ok, ALIGNED, 1, padded, DIM, KIND, FNUZ, BLOCK, DT
+                )  # fmt: skip
+                tl.store(out + place, tl.reshape(score, (BLOCK,)), mask=live)
 
 
 @stable_kernel
@@ -275,31 +441,38 @@ def score_kernel(
     REQUESTS,  # [T] int32 of each token, or None: `each` tokens after another
     LENS,  # [T] int32 entries that each token sees; or the end of its rows
     FIRST,  # [T] int32 first of a token's rows, or None
-    OUT,  # [T, limit] fp32
+    OUT,  # [T, limit] fp32, or None
     MAXIMA,  # [T, groups] fp32, or None
-    tokens: tl.int32, requests: tl.int32, each: tl.int32, limit: tl.int32, span: tl.int32,
-    run: tl.int32, q_stride: tl.int64, q_head_stride: tl.int64, qs_stride: tl.int64, w_stride: tl.int64,
-    table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32, page_size: tl.int32, factor: tl.int32,
-    log: tl.int32, page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
-    out_stride: tl.int64, maxima_stride: tl.int64,
+    tokens: tl.int32, requests: tl.int32, each: tl.int32, limit: tl.int32, splits: tl.int32,
+    run: tl.int32, groups: tl.int32, alone: tl.int32, q_stride: tl.int64, q_head_stride: tl.int64, qs_stride: tl.int64,
+    w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32, page_size: tl.int32,
+    factor: tl.int32, log: tl.int32, page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64,
+    scale_stride: tl.int64, out_stride: tl.int64, maxima_stride: tl.int64,
     ALIGNED: tl.constexpr, STRIDE: tl.constexpr, Q_ALIGNED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-    FILL: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
+    FILL: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits * token blocks,): TOKENS tokens against `span` entries. Neighbours share entries.
+    """Grid: (splits * token blocks,): TOKENS tokens against one of `splits` parts of what they see, if they see enough.
 
-    limit: most entries. run: tiles of a group of MAXIMA. FILL: whether entries that a token does
-    not see are written too, as -inf; otherwise they are not, and a score without a block is NaN.
+    Neighbours share entries. limit: most entries. run: tiles of a group of MAXIMA; if groups is above 0, `power_of` it.
+    FILL: whether entries that a token
+    does not see are written too, as -inf; otherwise they are not, and a score without a block is NaN. GROUP: see
+    `store_maxima`.
     """
     blocks = tl.cdiv(tokens, TOKENS)
     split = tl.program_id(0) // blocks
     token = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)
     live = token < tokens
-    begin = split * span
     lens = tl.minimum(tl.load(LENS + token, mask=live, other=0), limit)
     first = None if FIRST is None else tl.load(FIRST + token, mask=live, other=0)
-    stop = tl.minimum(begin + span, limit)
     most = tl.max(tl.where(live, lens, 0), 0)
+    # of what is there, or is filled
+    if groups > 0:
+        run = power_of(run * BLOCK, most, groups, alone, LANES) // BLOCK
+    step = run * BLOCK
+    span = tl.cdiv(tl.cdiv(limit if FILL else tl.maximum(most, 0), step), splits) * step
+    begin = split * span
+    stop = tl.minimum(begin + span, limit)
     # loaded before it is known whether they are needed
     padded: tl.constexpr = next_power_of_2(HEADS) if HEADS > 16 else 16
     member = tl.arange(0, TOKENS * padded)
@@ -324,7 +497,7 @@ def score_kernel(
             score_keys(
                 q, q_high, w, live, lens, first, row, group, KEYS, SCALES, None, columns, num_blocks, paging,
                 page_stride, data_stride, scale_offset, scale_stride, OUT, MAXIMA, begin, end, stop, run, limit,
-                ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK, LANES, FILL, STAGES, DT, ASM,
+                ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK, LANES, FILL, STAGES, DT, ASM, GROUP,
             )  # fmt: skip
         else:
             request = token // each if REQUESTS is None else tl.load(REQUESTS + token, mask=live, other=-1)
@@ -346,4 +519,5 @@ def score_kernel(
                         TABLE + tl.maximum(r, 0) * table_stride, tl.where(r < 0, 0, columns), num_blocks, paging,
                         page_stride, data_stride, scale_offset, scale_stride, OUT, MAXIMA, begin, end, stop, run,
                         limit, ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK, LANES, FILL, STAGES, DT, ASM,
+                        GROUP,
                     )  # fmt: skip

@@ -7,7 +7,8 @@ A row that does not fit into registers is folded first: of all entries whose num
 score is taken, and the K-th largest of those is a lower bound of the K-th largest score. Few entries are above it, and
 they are listed in ascending order, together with the first K that are equal to it. If fewer than K are above, the bound
 is the K-th largest score itself. If the list is still too long, it is folded again. At most K groups of BLOCK have
-a member above the bound, and BLOCK is at least 4 K, so each round leaves about a quarter of a list at most.
+a member above the bound, and BLOCK is at least 4 K, so each round leaves about a quarter of a list at most. Lists have
+a fixed number of places, whatever the length of a row. If more is above a bound, a closer one is found by counting.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,14 +24,23 @@ INFINITE = tl.constexpr(0x7F800000)
 """Key of infinity, and the largest of all."""
 LOWEST = tl.constexpr(-0x7F7FFFFF)
 """Key of the lowest finite number."""
+RUN = tl.constexpr(512)
+"""Entries of a run of maxima, at least."""
 ABSENT = tl.constexpr(-0x7F800000)
 """Key of an entry that can not be selected."""
 
 
 @triton.jit
-def visible_count(LENS, row, max_entries):
-    """Entries that a row sees, at most max_entries; none if it is negative."""
-    return tl.minimum(tl.load(LENS + row), max_entries)
+def count_of(LENS, row, most, unit):
+    """Units of entries in what a row sees, at most `most`. The last may be seen in part. None if it is negative."""
+    return (tl.minimum(tl.load(LENS + row), most * unit) + (unit - 1)) // unit
+
+
+@triton.jit
+def chunk_of(count, parts, least):
+    """Entries of each part of a row: `parts` times as many are `count` or more. A multiple of `least`."""
+    each = (count + parts - 1) // parts
+    return tl.maximum((each + least - 1) // least, 1) * least
 
 
 @triton.jit
@@ -188,10 +198,31 @@ def list_part(
 
 
 @triton.jit
-def listed_entries(LIST, at, listed, starts, chunk, SPLITS: tl.constexpr):
+def closer_bound(scores, count, low, wanted, capacity, TILE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A key that at least `wanted` of a row's keys reach, and at most `capacity`; or else the wanted-th largest key.
+
+    low: a key that `wanted` keys reach. The row is read once for each of up to 31 steps.
+    """
+    lane = tl.arange(0, TILE)
+    high, reached = low * 0 + (INFINITE + 1), low * 0 + capacity + 1
+    while (reached > capacity) & (high > low + 1):
+        # half of the sum of both, which may not be an int32
+        middle = (low & high) + ((low ^ high) >> 1)
+        at_middle = low * 0
+        for start in range(0, count, TILE):
+            keys = keys_of(read(scores, start + lane, count, ALIGNED), start + lane < count)
+            at_middle += tl.sum((keys >= middle).to(tl.int32), 0)
+        enough = at_middle >= wanted
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        reached = tl.where(enough, at_middle, reached)
+    return low
+
+
+@triton.jit
+def listed_entries(LIST, at, listed, starts, places, SPLITS: tl.constexpr):
     """Entries at places `at` of the lists of all parts one after the other; 0 past the last.
 
-    LIST: the list of each part, chunk places apart. starts: [SPLITS] - place of the first of each part. If SPLITS is 1,
+    LIST: the list of each part, `places` apart. starts: [SPLITS] - place of the first of each part. If SPLITS is 1,
     there is one list.
     """
     place = at
@@ -204,25 +235,8 @@ def listed_entries(LIST, at, listed, starts, chunk, SPLITS: tl.constexpr):
             begin = tl.gather(starts, further, 0)
             start = tl.where(begin <= at, begin, start)
             part = tl.where(begin <= at, further, part)
-        place = part * chunk + at - start
+        place = part * places + at - start
     return tl.load(LIST + place, mask=at < listed, other=0)
-
-
-@triton.jit
-def finish(
-    scores, LIST, listed, direct, starts, chunk, low, at_low, high, at_high, out, wanted,
-    SIZE: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """`choose` among listed entries, or, if direct, among the first `listed` of a row."""
-    at = tl.arange(0, SIZE)
-    live = at < listed
-    entries = at
-    if not direct:
-        entries = listed_entries(LIST, at, listed, starts, chunk, SPLITS)
-    keys = keys_of(tl.load(scores + entries, mask=live, other=0.0), live)
-    if direct:
-        at_low = tl.sum((keys > ABSENT).to(tl.int32), 0)
-    choose(keys, entries, at, low, at_low, high, at_high, out, wanted, SIZE)
 
 
 @triton.jit
@@ -242,36 +256,123 @@ def propose(scores, out, sent, wanted, rank, ranks, interleave, SIZE: tl.constex
 
 
 @triton.jit
+def power_of(least, most, groups, alone, LANES: tl.constexpr):
+    """Entries of a run: a power of two with which `most` entries have at most about `groups` maxima.
+
+    At least `least`, and RUN for rows of more than `alone` entries; the maxima of shorter ones are not used.
+    """
+    run = least
+    if most > alone:
+        run = tl.maximum(run, RUN)
+        while most * LANES > groups * run:
+            run *= 2
+    return run
+
+
+@triton.jit
+def run_of(LENS, row, rows, max_entries, unit, run, together, groups, alone, LANES: tl.constexpr):
+    """Entries of a run of a row's maxima: `run`; or, if together is above 0, `power_of` it.
+
+    together: rows whose scores were computed together, and whose runs are as long. groups: see `power_of`.
+    """
+    if together > 0:
+        first = row // together * together
+        most = count_of(LENS, first, max_entries, unit)
+        for further in range(first + 1, tl.minimum(first + together, rows)):
+            most = tl.maximum(most, count_of(LENS, further, max_entries, unit))
+        run = power_of(run, most, groups, alone, LANES)
+    return run
+
+
+@triton.jit
 def is_hinted(count, run, LANES: tl.constexpr, BLOCK: tl.constexpr):
     """Whether there are enough maxima of a row's groups to be folded. run: 0 if there are none at all."""
     return (run > 0) & ((count + run - 1) // tl.maximum(run, 1) * LANES >= BLOCK)
 
 
-@stable_kernel
-def maxima_kernel(
-    SCORES,  # [T, max_entries], rows `score_stride` apart
-    LENS,  # [T] int32
-    MAXIMA,  # [T, runs * LANES]
-    score_stride: tl.int64, group_stride: tl.int64, max_entries: tl.int32, run: tl.int32, runs: tl.int32,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+@triton.jit
+def choose_long(
+    scores, maxima, LIST, out, count, wanted, slack, run, least, parts, places, alone,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T * runs,): the largest scores of one run of entries in each lane; entry e is in lane e % LANES.
+    """Select in a row of `count` entries, more than BLOCK. Arguments: see `choose_kernel`."""
+    hinted = is_hinted(count, run, LANES, BLOCK) & (count > alone)
+    head: tl.constexpr = 2 * SPLITS + 2 if SPLITS > 1 else 0
+    LIST += head
+    infinite = tl.full((), INFINITE + 1, tl.int32)
+    capacity = parts * places
+    part = tl.arange(0, SPLITS)
+    one_list = tl.where(part > 0, 0x7FFFFFFF, 0)
+    starts, above, listed = one_list, count * 0, count * 0
+    bound = count * 0 + LOWEST
+    again = count > 0
+    if SPLITS > 1:  # noqa: SIM102 - one is a constant
+        if count > alone:
+            live = part * chunk_of(count, parts, least) < count
+            larger = tl.load(LIST - head + part, mask=live, other=0)
+            ties = tl.load(LIST - head + SPLITS + part, mask=live, other=0)
+            bound = tl.load(LIST - head + 2 * SPLITS)
+            above, tied = tl.sum(larger, 0), tl.sum(ties, 0)
+            lists = larger + tl.minimum(ties, wanted)
+            starts, listed = tl.cumsum(lists, 0) - lists, tl.sum(lists, 0)
+            few = hinted & (above + tied < wanted) & (bound > LOWEST)
+            again = few | (tl.max(lists, 0) > places)
+    # a second time with the scores, if the maxima are not those of these scores, which costs time only; and once more
+    # if the list is too short for these scores
+    closer = count < 0
+    for _ in range(3):
+        if again:
+            if closer:
+                bound = closer_bound(scores, count, bound, wanted, capacity, TILE, ALIGNED)
+            else:
+                bound = first_bound(scores, maxima, count, run, hinted, wanted, slack, LANES, BLOCK, UNROLL, ALIGNED)
+            above, tied = list_part(scores, count * 0, count, bound, wanted, LIST, capacity, TILE, ALIGNED)
+            tl.debug_barrier()
+            starts, listed = one_list, above + tl.minimum(tied, wanted)
+            again = (listed > capacity) | (hinted & (above + tied < wanted) & (bound > LOWEST))
+            closer = again & (not hinted)
+            hinted = hinted & (count < 0)
 
-    run: a multiple of BLOCK.
-    """
-    row, part = (tl.program_id(0) // runs).to(tl.int64), tl.program_id(0) % runs
-    count, begin = visible_count(LENS, row, max_entries), part * run
-    if begin < count:
-        scores = tl.multiple_of(SCORES + row * score_stride, ALIGNED) + tl.multiple_of(begin, BLOCK)
-        count = tl.minimum(count - begin, run)
-        largest = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, count, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            x = read(scores, at, count, ALIGNED)
-            x = tl.where((at < count) & (x == x), x, float("-inf"))  # noqa: PLR0124 - NaN is not
-            largest = tl.maximum(largest, x)
-        largest = tl.max(tl.reshape(largest, (BLOCK // LANES, LANES)), 0)
-        tl.store(MAXIMA + row * group_stride + part * LANES + tl.arange(0, LANES), largest)
+    while listed > BLOCK:
+        enough = above >= wanted
+        if enough:
+            bound += 1
+            keys = tl.full([BLOCK], ABSENT, tl.int32)
+            for start in range(0, listed, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                entries = listed_entries(LIST, at, listed, starts, places, SPLITS)
+                x = tl.load(scores + entries, mask=at < listed, other=0.0)
+                keys = tl.maximum(keys, keys_of(x, at < listed))
+            bound = bound_of(keys, bound, wanted, slack)
+        above, tied = above * 0, above * 0
+        for start in range(0, listed, TILE):
+            at = start + tl.arange(0, TILE)
+            entries = listed_entries(LIST, at, listed, starts, places, SPLITS)
+            keys = keys_of(tl.load(scores + entries, mask=at < listed, other=0.0), at < listed)
+            # the list is written where it has been read
+            tl.debug_barrier()
+            above, tied = append(keys, entries, bound, above, tied, wanted, LIST, capacity)
+        tl.debug_barrier()
+        starts, listed = one_list, above + tl.minimum(tied, wanted)
+
+    low, at_low, high, at_high = bound, listed, bound + 1, above
+    if above >= wanted:
+        low, at_low, high, at_high = bound + 1, above, infinite, count * 0
+    at = tl.arange(0, BLOCK)
+    entries = listed_entries(LIST, at, listed, starts, places, SPLITS)
+    keys = keys_of(tl.load(scores + entries, mask=at < listed, other=0.0), at < listed)
+    choose(keys, entries, at, low, at_low, high, at_high, out, wanted, BLOCK)
+
+
+@triton.jit
+def choose_short(scores, out, count, wanted, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Select in a row of `count` entries, at most BLOCK."""
+    entries = tl.arange(0, BLOCK)
+    keys = keys_of(read(scores, entries, count, ALIGNED), entries < count)
+    reached = tl.sum((keys > ABSENT).to(tl.int32), 0)
+    lowest, infinite = tl.full((), LOWEST, tl.int32), tl.full((), INFINITE + 1, tl.int32)
+    choose(keys, entries, entries, lowest, reached, infinite, reached * 0, out, wanted, BLOCK)
 
 
 @stable_kernel
@@ -281,25 +382,30 @@ def list_kernel(
     LENS,  # [T] int32
     LISTS,  # [T, list_stride] int32: counts above, counts tied, the bound; and from 2 * SPLITS + 2 on lists of parts
     score_stride: tl.int64, group_stride: tl.int64, list_stride: tl.int64,
-    max_entries: tl.int32, wanted: tl.int32, slack: tl.int32, run: tl.int32, chunk: tl.int32, parts: tl.int32,
+    max_entries: tl.int32, unit: tl.int32, wanted: tl.int32, slack: tl.int32, run: tl.int32, least: tl.int32,
+    together: tl.int32, groups: tl.int32, parts: tl.int32, places: tl.int32, alone: tl.int32,
     LANES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T * parts,): list what may be selected among `chunk` entries of a row. chunk: a multiple of TILE.
+    """Grid: (T * parts,): list what may be selected among the entries of one part of a row.
 
-    Rows of at most BLOCK entries are left to `choose_kernel`.
+    least: entries of a part, of which a part has a multiple; itself a multiple of TILE. places: of a part's list. More
+    entries are counted, but not listed. alone: length of the longest rows without lists, at least BLOCK.
     """
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    count, begin = visible_count(LENS, row, max_entries), part * chunk
-    if (count > BLOCK) & (begin < count):
+    count = count_of(LENS, row, max_entries, unit)
+    chunk = chunk_of(count, parts, least)
+    begin = part * chunk
+    if (count > alone) & (begin < count):
         scores = tl.multiple_of(SCORES + row * score_stride, ALIGNED)
         maxima = tl.multiple_of(MAXIMA + row * group_stride, ALIGNED)
+        run = run_of(LENS, row, tl.num_programs(0) // parts, max_entries, unit, run, together, groups, alone, LANES)
         hinted = is_hinted(count, run, LANES, BLOCK)
         bound = first_bound(scores, maxima, count, run, hinted, wanted, slack, LANES, BLOCK, UNROLL, ALIGNED)
         head = LISTS + row * list_stride
         lists = head + (2 * SPLITS + 2)
         end = tl.minimum(begin + chunk, count)
-        above, tied = list_part(scores, begin, end, bound, wanted, lists + begin, chunk, TILE, ALIGNED)
+        above, tied = list_part(scores, begin, end, bound, wanted, lists + part * places, places, TILE, ALIGNED)
         tl.store(head + part, above)
         tl.store(head + SPLITS + part, tied)
         # every part finds the same
@@ -314,91 +420,44 @@ def choose_kernel(
     LISTS,  # [T, list_stride] int32: of `list_kernel` if SPLITS is above 1; otherwise a list of each row
     OUT,  # [T, wanted] int32
     SENT,  # [T, wanted] fp32: scores of what is selected, -inf for none; or None
+    BLOCKS,  # [T, blocks] int32: numbers of the blocks that a row consists of; or None: of all, in their order
     score_stride: tl.int64, group_stride: tl.int64, list_stride: tl.int64, out_stride: tl.int64, sent_stride: tl.int64,
-    max_entries: tl.int32, wanted: tl.int32, slack: tl.int32, run: tl.int32, chunk: tl.int32,
-    rank: tl.int32, ranks: tl.int32, interleave: tl.int32,
+    block_stride: tl.int64, max_entries: tl.int32, unit: tl.int32, wanted: tl.int32, slack: tl.int32, run: tl.int32,
+    least: tl.int32, together: tl.int32, groups: tl.int32, parts: tl.int32, places: tl.int32, alone: tl.int32,
+    size: tl.int32, rank: tl.int32, ranks: tl.int32, interleave: tl.int32,
     LANES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,): select in one row. LONG: whether a row may have more than BLOCK entries.
 
-    SPLITS: parts of a row that were listed before, at most; 1 if nothing was. rank, ranks, interleave: with SENT, whose
-    entries these are; their numbers in whole sequences are written to OUT.
+    SPLITS: parts of a row that were listed before, at most, if it has more than `alone` entries; 1 if nothing was.
+    rank, ranks, interleave: with SENT, whose entries these are; their numbers in whole sequences are written to OUT.
+    size: entries of each of BLOCKS.
     """
     row = tl.program_id(0).to(tl.int64)
     scores = tl.multiple_of(SCORES + row * score_stride, ALIGNED)
     out = OUT + row * out_stride
-    count = visible_count(LENS, row, max_entries)
-    lowest, infinite = tl.full((), LOWEST, tl.int32), tl.full((), INFINITE + 1, tl.int32)
-    if not LONG:
-        entries = tl.arange(0, BLOCK)
-        keys = keys_of(read(scores, entries, count, ALIGNED), entries < count)
-        reached = tl.sum((keys > ABSENT).to(tl.int32), 0)
-        choose(keys, entries, entries, lowest, reached, infinite, reached * 0, out, wanted, BLOCK)
-    else:
-        maxima = tl.multiple_of(MAXIMA + row * group_stride, ALIGNED)
-        direct = count <= BLOCK
-        hinted = is_hinted(count, run, LANES, BLOCK)
-        head: tl.constexpr = 2 * SPLITS + 2 if SPLITS > 1 else 0
-        LIST = LISTS + row * list_stride + head
-        capacity = (list_stride - head).to(tl.int32)
-        part = tl.arange(0, SPLITS)
-        one_list = tl.where(part > 0, 0x7FFFFFFF, 0)
-        starts, bound, above, listed = one_list, lowest, count * 0, count * 0
-        again = count > BLOCK
-        if SPLITS > 1:
-            live = part * chunk < tl.where(direct, 0, count)
-            larger = tl.load(LIST - head + part, mask=live, other=0)
-            ties = tl.load(LIST - head + SPLITS + part, mask=live, other=0)
-            bound = tl.load(LIST - head + 2 * SPLITS, mask=count > BLOCK, other=0)
-            above, tied = tl.sum(larger, 0), tl.sum(ties, 0)
-            lists = larger + tl.minimum(ties, wanted)
-            starts, listed = tl.cumsum(lists, 0) - lists, tl.sum(lists, 0)
-            again = hinted & (count > BLOCK) & (above + tied < wanted) & (bound > LOWEST)
-        # a second time with the scores, if the maxima are not those of these scores, which costs time only
-        for _ in range(2):
-            if again:
-                bound = first_bound(scores, maxima, count, run, hinted, wanted, slack, LANES, BLOCK, UNROLL, ALIGNED)
-                above, tied = list_part(scores, count * 0, count, bound, wanted, LIST, capacity, TILE, ALIGNED)
-                tl.debug_barrier()
-                starts, listed = one_list, above + tl.minimum(tied, wanted)
-                again = hinted & ((listed > capacity) | ((above + tied < wanted) & (bound > LOWEST)))
-                hinted = hinted & (count < 0)
-
-        while listed > BLOCK:
-            enough = above >= wanted
-            if enough:
-                bound += 1
-                keys = tl.full([BLOCK], ABSENT, tl.int32)
-                for start in range(0, listed, BLOCK):
-                    at = start + tl.arange(0, BLOCK)
-                    entries = listed_entries(LIST, at, listed, starts, chunk, SPLITS)
-                    x = tl.load(scores + entries, mask=at < listed, other=0.0)
-                    keys = tl.maximum(keys, keys_of(x, at < listed))
-                bound = bound_of(keys, bound, wanted, slack)
-            above, tied = above * 0, above * 0
-            for start in range(0, listed, TILE):
-                at = start + tl.arange(0, TILE)
-                entries = listed_entries(LIST, at, listed, starts, chunk, SPLITS)
-                keys = keys_of(tl.load(scores + entries, mask=at < listed, other=0.0), at < listed)
-                # the list is written where it has been read
-                tl.debug_barrier()
-                above, tied = append(keys, entries, bound, above, tied, wanted, LIST, capacity)
-            tl.debug_barrier()
-            starts, listed = one_list, above + tl.minimum(tied, wanted)
-
-        low, at_low, high, at_high = lowest, count * 0, infinite, count * 0
-        if not direct:
-            if above >= wanted:
-                low, at_low = bound + 1, above
-            else:
-                low, at_low, high, at_high = bound, listed, bound + 1, above
+    count = count_of(LENS, row, max_entries, unit)
+    if LONG:
+        if count <= BLOCK:
+            choose_short(scores, out, count, wanted, BLOCK, ALIGNED)
         else:
-            listed = count
-        finish(
-            scores, LIST, listed, direct, starts, chunk, low, at_low, high, at_high, out, wanted, BLOCK, SPLITS
-        )  # fmt: skip
+            run = run_of(LENS, row, tl.num_programs(0), max_entries, unit, run, together, groups, alone, LANES)
+            maxima = tl.multiple_of(MAXIMA + row * group_stride, ALIGNED)
+            choose_long(
+                scores, maxima, LISTS + row * list_stride, out, count, wanted, slack, run, least, parts, places,
+                alone, LANES, BLOCK, TILE, UNROLL, SPLITS, ALIGNED,
+            )  # fmt: skip
+    else:
+        choose_short(scores, out, count, wanted, BLOCK, ALIGNED)
     if SENT is not None:
         # what is proposed was written by all threads
         tl.debug_barrier()
         propose(scores, out, SENT + row * sent_stride, wanted, rank, ranks, interleave, BLOCK // 4)
+    if BLOCKS is not None:
+        # as above
+        tl.debug_barrier()
+        column = tl.arange(0, BLOCK // 4)
+        at = tl.load(out + column, mask=column < wanted, other=-1)
+        block = tl.load(BLOCKS + row * block_stride + at // size, mask=at >= 0, other=0)
+        tl.store(out + column, block * size + at % size, mask=at >= 0)

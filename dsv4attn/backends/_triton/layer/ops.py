@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture
 from dsv4attn.backends._triton.layer import (
-    candidates,
     compress,
     few_rows,
     hyper_connections,
@@ -22,10 +20,10 @@ from dsv4attn.backends._triton.layer import (
     norms,
     products,
     ranks,
+    scratch,
     select,
 )
-from dsv4attn.backends._triton.layer.candidates import keep_candidates
-from dsv4attn.core.argument_checks import round_up
+from dsv4attn.backends._triton.layer.candidates import select_blocks, select_inside
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract.layer_ops import CodedProducts, LayerOps
@@ -38,10 +36,8 @@ from dsv4attn.core.torch_ops.candidates import check_block_size
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.tiles import linear as torch_linear
 
-__all__ = ["SCORES_BYTES", "layer_ops", "score_memory"]
+__all__ = ["layer_ops"]
 
-SCORES_BYTES = 128 * 2**20
-"""Most bytes of scores that a selection holds: those of all tokens, or of as many as fit, and of one at least."""
 _CODED = CodedProducts(few_rows.most_rows, few_rows.multiply_codes)
 
 
@@ -65,8 +61,8 @@ def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None =
         fp8_paged_mqa_logits=index_logits.fp8_paged_mqa_logits,
         fp8_mqa_logits=index_logits.fp8_mqa_logits,
         select_topk=partial(select_topk, **fallback, **scoring),
-        select_candidates=partial(select_candidates, **fallback, **scoring),
-        select_topk_of_candidates=partial(select_topk_of_candidates, **fallback, **scoring),
+        select_candidates=partial(select_candidates, **fallback),
+        select_topk_of_candidates=partial(select_topk_of_candidates, **fallback),
         mhc_pre=partial(hyper_connections.mhc_pre, deterministic=deterministic),
         mhc_post=hyper_connections.mhc_post,
         mhc_fused_post_pre=partial(hyper_connections.mhc_fused_post_pre, deterministic=deterministic),
@@ -128,21 +124,21 @@ def _select(
     proposed: tuple[Ownership, Tensor] | None = None,
 ) -> None:
     """Select at most `select.MOST` entries. proposed: an owner, and where it writes scores of what it selects."""
-    tokens, topk = out.shape
+    topk = out.shape[1]
     if not _has_entries(cache, token_map, max_entries):
         out.fill_(-1)
         if proposed is not None:
             proposed[1].fill_(-inf)
         return
-    run = select.wanted_run(tokens, max_entries, topk)
-    # rows begin and end at multiples of the widest access
-    width, columns = round_up(max_entries, 64), select.maxima_columns(max_entries, run) if run else 0
-    for part, memory in score_memory(out, width + columns):
-        scores, maxima = memory[:, :width], memory[:, width:] if run else None
-        of_part = token_map.tokens(part)
-        score(query.tokens(part), cache, of_part, scores, maxima, run)
-        proposed_part = None if proposed is None else (proposed[0], proposed[1][part])
-        select.select(scores, maxima, of_part.visible_lens, out[part], max_entries, run=run, proposed=proposed_part)
+    plan = select.plan_in_parts(out, max_entries, topk)
+    for part, (scores, memory) in scratch.parts(out, max_entries, plan.columns):
+        maxima, of_part = memory[:, plan.lists :] if plan.run else None, token_map.tokens(part)
+        run, together = score(query.tokens(part), cache, of_part, scores, maxima, plan.run)
+        of_ranks = None if proposed is None else (proposed[0], proposed[1][part])
+        select.select(
+            scores, maxima, of_part.visible_lens, out[part], max_entries, run=run, together=together, plan=plan,
+            memory=memory, proposed=of_ranks,
+        )  # fmt: skip
 
 
 @without_modes
@@ -154,7 +150,6 @@ def select_candidates(
     block_size: int,
     max_entries: int,
     *,
-    score: Callable[..., Any],
     deterministic: bool,
 ) -> None:
     """See `torch_ops.candidates`, which writes more than `select.MOST` blocks."""
@@ -163,12 +158,8 @@ def select_candidates(
         torch_candidates.select_candidates(
             query, cache, token_map, out, block_size, max_entries, deterministic=deterministic
         )
-        return
-    width, columns = round_up(max_entries, 64), candidates.block_columns(max_entries, block_size)
-    for part, memory in score_memory(out, width + columns):
-        scores, blocks, of_part = memory[:, :width], memory[:, width:], token_map.tokens(part)
-        score(query.tokens(part), cache, of_part, scores, None, 0)
-        candidates.select_blocks(scores, blocks, of_part.visible_lens, out[part], block_size, max_entries)
+    else:
+        select_blocks(query, cache, token_map, out, block_size, max_entries, exact_rows=deterministic)
 
 
 @without_modes
@@ -181,25 +172,18 @@ def select_topk_of_candidates(
     out: Tensor,
     max_entries: int,
     *,
-    score: Callable[..., Any],
     deterministic: bool,
 ) -> None:
-    """See `torch_ops.candidates`, which selects more than `select.MOST` entries."""
+    """See `torch_ops.candidates`, which selects more than `select.MOST` entries, or among very many blocks."""
     check_block_size(block_size)
-    if out.shape[1] > select.MOST:
+    if max(out.shape[1], candidates.shape[1]) > select.MOST:
         torch_candidates.select_topk_of_candidates(
             query, cache, token_map, candidates, block_size, out, max_entries, deterministic=deterministic
         )
-        return
-    if not _has_entries(cache, token_map, max_entries):
+    elif candidates.shape[1] and _has_entries(cache, token_map, max_entries):
+        select_inside(query, cache, token_map, candidates, block_size, out, max_entries)
+    else:
         out.fill_(-1)
-        return
-    width = round_up(max_entries, 64)
-    for part, memory in score_memory(out, 2 * width):
-        scores, kept, of_part = memory[:, :width], memory[:, width:], token_map.tokens(part)
-        score(query.tokens(part), cache, of_part, scores, None, 0)
-        keep_candidates(scores, candidates[part], kept, block_size, max_entries)
-        select.select(kept, None, of_part.visible_lens, out[part], max_entries, run=0)
 
 
 @without_modes
@@ -224,20 +208,8 @@ def compress_latents(
 
 
 def transient_bytes(max_tokens: int) -> int:
-    """Scores and lists of a selection, and what the ops make for each token."""
-    return 2 * SCORES_BYTES + 2**20 + 1024 * max_tokens
-
-
-def score_memory(out: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of out [T, K] that are selected together, and [rows, width] fp32 for their scores, the same for all."""
-    tokens = out.shape[0]
-    rows = min(max(SCORES_BYTES // (4 * width), 1), tokens)
-    if not rows:
-        return
-    memory = out.new_empty(rows, width, dtype=torch.float32)
-    for first in range(0, tokens, rows):
-        part = slice(first, min(first + rows, tokens))
-        yield part, memory if part.stop == first + rows else memory[: part.stop - first]
+    """The buffer of a selection, and what the ops make for each token."""
+    return scratch.CAPTURED + 2**20 + 1024 * max_tokens
 
 
 def _has_entries(cache: PagedKVCache, token_map: TokenMap, max_entries: int) -> bool:

@@ -9,17 +9,30 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from attrs import frozen
+import torch
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel, maxima_kernel
-from dsv4attn.backends._triton.sizes import next_power_of_2
+from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel
+from dsv4attn.backends._triton.layer.scratch import rows_at_once
+from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.ownership import Ownership
 
-__all__ = ["LANES", "MOST", "maxima_columns", "maxima_run", "scratch_bytes", "select", "variants", "wanted_run"]
+__all__ = [
+    "LANES",
+    "MOST",
+    "Plan",
+    "list_variant",
+    "maxima_run",
+    "plan_in_parts",
+    "planned",
+    "select",
+    "variants",
+    "write_lists",
+]
 
 MOST = 2048
 """Entries that can be selected in a row."""
@@ -59,16 +72,27 @@ class Tiles:
 
 @frozen
 class Plan:
-    """How rows are selected.
+    """How rows are selected. Lengths of rows are read where kernels run: parts are parts of the entries that are there.
 
-    block: entries of a row in registers. chunk: entries of a part; 0 if rows have no parts. parts: of the longest row.
-    many: whether there are far more rows than multiprocessors.
+    block: entries of a row in registers. parts: of a row, at most; 0 if rows have none. least: entries of a part are a
+    multiple of it. lists: columns of int32 for the lists of a row. run: entries of a run of maxima, see `maxima_run`.
+    maxima: columns of these maxima. alone: entries of the longest row whose parts are not listed. many: whether there
+    are far more rows than multiprocessors.
     """
 
     block: int
-    chunk: int = 0
-    parts: int = 1
+    parts: int = 0
+    least: int = 1
+    lists: int = 0
+    run: int = 0
+    maxima: int = 0
+    alone: int = 0
     many: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Columns of the memory of `select`: lists, then maxima."""
+        return self.lists + self.maxima
 
 
 def block_of(topk: int) -> int:
@@ -100,21 +124,49 @@ Compiled with Triton 3.6 and 3.9, 2026-11-22: no spills on any target. Measured 
 """
 LISTS = LONG
 """Tiles of parts of a row."""
+SPILLS = 72
+"""Bytes that a thread may store and load in all: 68 of the form for many rows with Triton 3.9, for lists that are full;
+8 of a kernel that lists with Triton 3.6."""
 
 SPLIT_LENGTH = 16384
 """Rows that may be longer are listed in parts, if they are few."""
+LONGEST_BLOCKS = 131072
+"""The same for K above 1,024. Candidate blocks of a million entries are as many, and a launch that does nothing in
+shorter contexts takes more time than it saves there."""
 CHUNK = 4096
-"""Entries of a part, at least; twice as many if parts fill the device twice."""
+"""Entries of a part, at least."""
+FEWEST = 4
+"""Parts of a long row, if rows fill the device too."""
+LISTED = 4
+"""Places of the list of a row without parts, as a multiple of the entries in registers."""
 
 
 def plan_of(rows: int, max_entries: int, topk: int, cores: int) -> Plan:
     """How rows are selected on a device with `cores` multiprocessors. Results do not depend on it."""
     block, most = block_of(topk), 3 * cores // 4
-    if max_entries <= SPLIT_LENGTH or rows > most:
-        return Plan(block, many=rows > 2 * most)
-    least = CHUNK if rows * -(-max_entries // CHUNK) <= 2 * cores else 2 * CHUNK
-    chunk = max(least, LISTS[block].entries, next_power_of_2(-(-max_entries // SPLITS)))
-    return Plan(block, chunk, -(-max_entries // chunk))
+    alone = SPLIT_LENGTH if topk <= 1024 else LONGEST_BLOCKS
+    if max_entries <= alone or rows > most:
+        # a list of a row that fits is never full
+        lists = 0 if max_entries <= block else min(LISTED * block, round_up(max_entries, 64))
+        return Plan(block, lists=lists, many=rows > 2 * most)
+    least = max(CHUNK, LISTS[block].entries)
+    parts = min(SPLITS, -(-max_entries // least), max(2 * cores // max(rows, 1), FEWEST))
+    lists, run = round_up(2 * SPLITS + 2 + parts * block, 64), maxima_run(max_entries, topk)
+    return Plan(block, parts, least, lists, run, WIDEST * block + LANES if run else 0, max(alone, block))
+
+
+def planned(rows: int, max_entries: int, topk: int) -> Plan:
+    """`plan_of` on this device."""
+    return plan_of(rows, max_entries, topk, multiprocessors())
+
+
+def plan_in_parts(out: Tensor, max_entries: int, topk: int, *further: int) -> Plan:
+    """The plan of the rows of out [T, K] that are selected together, as their scores and lists fit into `scratch`.
+
+    further: columns of other memory of a row.
+    """
+    all_rows = planned(out.shape[0], max_entries, topk)
+    return planned(rows_at_once(out, max_entries, all_rows.columns, *further), max_entries, topk)
 
 
 def maxima_run(max_entries: int, topk: int) -> int:
@@ -130,36 +182,6 @@ def maxima_run(max_entries: int, topk: int) -> int:
     return max(RUN, 1 << (fewest - 1).bit_length())
 
 
-def wanted_run(rows: int, max_entries: int, topk: int) -> int:
-    """`maxima_run` if maxima save time: only where rows are listed in parts, each of which needs a bound; else 0."""
-    return maxima_run(max_entries, topk) if plan_of(rows, max_entries, topk, multiprocessors()).chunk else 0
-
-
-def maxima_columns(max_entries: int, run: int) -> int:
-    """Columns of the maxima of rows of up to max_entries."""
-    return -(-max_entries // run) * LANES
-
-
-def _list_columns(plan: Plan, max_entries: int, topk: int) -> int:
-    """int32 numbers of scratch memory for a row."""
-    if plan.chunk:
-        return max_entries + 2 * SPLITS + 2
-    if max_entries <= plan.block:
-        return 0
-    # of each group above the bound all entries, and K that are tied
-    most = (topk + slack_of(topk)) * -(-max_entries // plan.block) + topk
-    return min(most, max_entries)
-
-
-def scratch_bytes(rows: int, max_entries: int, topk: int) -> int:
-    """Temporaries of `select`, at most."""
-    plan = plan_of(rows, max_entries, topk, multiprocessors())
-    columns = _list_columns(plan, max_entries, topk)
-    if plan.chunk and (run := maxima_run(max_entries, topk)):
-        columns += maxima_columns(max_entries, run)
-    return 4 * rows * columns
-
-
 def select(
     scores: Tensor,
     maxima: Tensor | None,
@@ -168,7 +190,12 @@ def select(
     max_entries: int,
     *,
     run: int,
+    together: int = 0,
+    unit: int = 1,
+    plan: Plan | None = None,
+    memory: Tensor | None = None,
     proposed: tuple[Ownership, Tensor] | None = None,
+    blocks: tuple[Tensor, int] | None = None,
 ) -> None:
     """Write the K entries with the largest scores of each row to out [T, K] int32, ascending, then -1. Exact.
 
@@ -177,64 +204,74 @@ def select(
     scores: [T, >= max_entries] fp32; columns from a row's visible_lens on are not used. maxima: [T, >= columns] fp32
     as of `maxima_run`, or None; they save time, and results do not depend on them. visible_lens: [T] int32, device; a
     negative one is 0, and one above max_entries is max_entries. run: entries of a run of the maxima; a multiple of
-    LANES, or 0 for None. K is at most MOST. proposed: whose entries these are, and [T, K] fp32 - the scores that were
-    compared are written there, -inf for none, and numbers of whole sequences to out; None: neither.
+    LANES, or 0 for None. together: above 0 if kernels computed how long runs are, for so many tokens together; `run` is
+    the least then. K is at most MOST. unit: what a column of scores has the score of, in the unit of
+    visible_lens. plan: of at least as many rows. memory: [T, >= plan.columns] of 4 bytes, which may hold the maxima.
+    proposed: whose entries these are, and [T, K] fp32 - the scores that were compared are written there, -inf for none,
+    and numbers of whole sequences to out; None: neither. blocks: [T, N] int32 numbers, and the size of a block - the
+    columns are the entries of these blocks, and the entries' own numbers are written; None: the columns' numbers.
     """
     rows, topk = out.shape
     assert topk <= MOST
     if not rows or not topk:
         return
-    plan = plan_of(rows, max_entries, topk, multiprocessors())
-    aligned = _aligned(scores, maxima, max_entries)
-    slack, block = slack_of(topk), plan.block
+    plan = planned(rows, max_entries, topk) if plan is None else plan
+    if memory is None:
+        memory = scores.new_empty(rows, plan.columns)
+    aligned, slack, block = _aligned(scores, maxima, max_entries), slack_of(topk), plan.block
     if maxima is None or max_entries <= block:
-        maxima, run = scores, 0
-    columns = _list_columns(plan, max_entries, topk)
-    lists = out.new_empty(rows, columns) if columns else out
-    if plan.chunk:
-        if not run and (run := maxima_run(max_entries, topk)):
-            maxima = _maxima(scores, visible_lens, max_entries, run, aligned)
-        constants, warps = _list_constants(block, aligned)
-        launch(
-            list_kernel,
-            (rows * plan.parts,),
-            (
-                scores, maxima, visible_lens, lists, scores.stride(0), maxima.stride(0), columns,
-                max_entries, topk, slack, run, plan.chunk, plan.parts,
-            ),
-            constants,
-            num_warps=warps,
-        )  # fmt: skip
-    constants, warps = _choose_constants(
-        block, max_entries > block, bool(plan.chunk), plan.many, aligned, architecture()
-    )
+        maxima, run, together = scores, 0, 0
+    lists = memory.view(torch.int32) if plan.lists else out
+    split, pointers, groups = plan.parts > 0, (scores, maxima, visible_lens, lists), max(plan.maxima - LANES, 1)
+    if split:
+        write_lists(pointers, max_entries, unit, topk, run, plan, plan.alone, aligned, together=together)
+    constants, warps = _choose_constants(block, max_entries > block, split, plan.many, aligned, architecture())
     owner, sent = (_ALL, None) if proposed is None else proposed
+    of_blocks, size = (None, 1) if blocks is None else blocks
     launch(
         choose_kernel,
         (rows,),
         (
-            scores, maxima, visible_lens, lists, out, sent, scores.stride(0), maxima.stride(0), columns, out.stride(0),
-            0 if sent is None else sent.stride(0), max_entries, topk, slack, run, plan.chunk,
-            owner.rank, owner.size, owner.interleave,
+            *pointers, out, sent, of_blocks, scores.stride(0), maxima.stride(0), lists.stride(0), out.stride(0),
+            0 if sent is None else sent.stride(0), 0 if of_blocks is None else of_blocks.stride(0), max_entries, unit,
+            topk, slack, run, plan.least, together, groups, max(plan.parts, 1),
+            block if split else plan.lists, plan.alone, size, owner.rank, owner.size, owner.interleave,
         ),
         constants,
         num_warps=warps,
     )  # fmt: skip
 
 
-def _maxima(scores: Tensor, visible_lens: Tensor, max_entries: int, run: int, aligned: int) -> Tensor:
-    """Maxima of scores that came without."""
-    constants, warps = _maxima_constants(aligned)
-    rows, runs = visible_lens.shape[0], -(-max_entries // run)
-    maxima = scores.new_empty(rows, runs * LANES)
+def write_lists(
+    pointers: tuple[Tensor, ...],
+    max_entries: int,
+    unit: int,
+    topk: int,
+    run: int,
+    plan: Plan,
+    alone: int,
+    aligned: int,
+    *,
+    lanes: int = 0,
+    together: int = 0,
+) -> None:
+    """List what may be selected in the parts of rows of more than `alone` entries.
+
+    pointers: scores, maxima, lengths and lists, see `list_kernel`. run, together: of the maxima. lanes: of a
+    run; 0: LANES.
+    """
+    scores, maxima, lens, lists = pointers
+    constants, warps = _list_constants(plan.block, aligned, lanes or LANES)
     launch(
-        maxima_kernel,
-        (rows * runs,),
-        (scores, visible_lens, maxima, scores.stride(0), runs * LANES, max_entries, run, runs),
+        list_kernel,
+        (lens.shape[0] * plan.parts,),
+        (
+            *pointers, scores.stride(0), maxima.stride(0), lists.stride(0), max_entries, unit, topk, slack_of(topk),
+            run, plan.least, together, max(plan.maxima - LANES, 1), plan.parts, plan.block, alone,
+        ),
         constants,
         num_warps=warps,
-    )
-    return maxima
+    )  # fmt: skip
 
 
 def _aligned(scores: Tensor, maxima: Tensor | None, max_entries: int) -> int:
@@ -245,14 +282,9 @@ def _aligned(scores: Tensor, maxima: Tensor | None, max_entries: int) -> int:
 
 
 @cache
-def _maxima_constants(aligned: int) -> tuple[dict[str, Any], int]:
-    return {"LANES": LANES, "BLOCK": RUN, "ALIGNED": aligned}, 4
-
-
-@cache
-def _list_constants(block: int, aligned: int) -> tuple[dict[str, Any], int]:
+def _list_constants(block: int, aligned: int, lanes: int) -> tuple[dict[str, Any], int]:
     tile = LISTS[block]
-    constants = {"LANES": LANES, "BLOCK": block, "TILE": tile.entries, "UNROLL": tile.unroll, "SPLITS": SPLITS}
+    constants = {"LANES": lanes, "BLOCK": block, "TILE": tile.entries, "UNROLL": tile.unroll, "SPLITS": SPLITS}
     return {**constants, "ALIGNED": aligned}, tile.warps
 
 
@@ -272,14 +304,21 @@ def _choose_constants(
 
 
 def variants(
-    topk: int, max_entries: int, arch: str, *, aligned: bool = True, proposes: bool = False
+    topk: int,
+    max_entries: int,
+    arch: str,
+    *,
+    aligned: bool = True,
+    proposes: bool = False,
+    of_blocks: bool = False,
 ) -> Iterator[Variant]:
     """Every variant that `select` can need with rows of up to max_entries.
 
-    aligned: whether rows are, to 16 bytes. proposes: whether entries may be `proposed` too.
+    aligned: whether rows are, to 16 bytes. proposes: whether entries may be `proposed` too. of_blocks: whether columns
+    are of `blocks`.
     """
     block = block_of(topk)
-    scores, fp32 = {"SCORES": "*fp32"}, {"SCORES": "*fp32", "MAXIMA": "*fp32"}
+    fp32 = {"SCORES": "*fp32", "MAXIMA": "*fp32"}
     for rows in (WIDE,) if aligned else (WIDE, 1):
         for long in (False, True)[: 1 + (max_entries > block)]:
             for split in (False, True)[: 1 + (max_entries > SPLIT_LENGTH)]:
@@ -287,10 +326,15 @@ def variants(
                     if long or not split:
                         constants, warps = _choose_constants(block, long, split, many, rows, arch)
                         for sent in ("none", "*fp32")[: 1 + proposes]:
-                            types = {**fp32, "SENT": sent}
-                            yield Variant.from_types(choose_kernel, types, constants, num_warps=warps)
+                            types = {**fp32, "SENT": sent, "BLOCKS": "*i32" if of_blocks else "none"}
+                            variant = Variant.from_types(choose_kernel, types, constants, num_warps=warps)
+                            yield evolve(variant, spills=SPILLS if many else 0)
         if max_entries > SPLIT_LENGTH:
-            constants, warps = _list_constants(block, rows)
-            yield Variant.from_types(list_kernel, fp32, constants, num_warps=warps)
-            constants, warps = _maxima_constants(rows)
-            yield Variant.from_types(maxima_kernel, scores | {"MAXIMA": "*fp32"}, constants, num_warps=warps)
+            yield list_variant(topk, rows)
+
+
+def list_variant(topk: int, aligned: int = WIDE, lanes: int = 0) -> Variant:
+    """The variant of `write_lists`."""
+    constants, warps = _list_constants(block_of(topk), aligned, lanes or LANES)
+    variant = Variant.from_types(list_kernel, {"SCORES": "*fp32", "MAXIMA": "*fp32"}, constants, num_warps=warps)
+    return evolve(variant, spills=SPILLS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from triton import next_power_of_2
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.layer import (
@@ -85,20 +86,27 @@ def _latents(layer: LayerGeometry, bounds: WarmupSpec) -> Iterator[Variant]:
 
 def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
     """Index queries, scores and selection. Selection has two levels if the model has candidates."""
-    index, heads, parts = bounds.index_layout, model.index_n_heads, bounds.parts
+    index, heads, parts, sharing = bounds.index_layout, model.index_n_heads, bounds.parts, model.sharing
+    if sharing is not None and sharing.candidate_source_layer_id < 0:
+        sharing = None
     if "indexer" in parts:
         dtypes = tuple(dict.fromkeys((bounds.q_dtype, torch.float32)))
         yield from index_query.variants(index, heads, layer.rope_dim, bounds.q_dtype, dtypes, arch=arch)
     if "indexer" in parts or "selection" in parts:
-        yield from index_logits.variants(index, heads, arch, aligned=bounds.aligned)
+        of_blocks = {}
+        if sharing is not None:
+            places = next_power_of_2(sharing.candidate_topk_blocks)
+            of_blocks = {"block_size": sharing.candidate_block_size, "places": places}
+        yield from index_logits.variants(index, heads, arch, aligned=bounds.aligned, **of_blocks)
     if "selection" not in parts:
         return
-    entries, sharing = bounds.limits.max_model_len // layer.compress_ratio, model.sharing
+    entries = bounds.limits.max_model_len // layer.compress_ratio
     over_ranks = bounds.over_ranks and not model.shared_latent and layer.topk <= select.MOST
     yield from select.variants(layer.topk, entries, arch, proposes=over_ranks)
     if over_ranks:
         yield from ranks.variants(layer.topk)
-    if sharing is not None and sharing.candidate_source_layer_id >= 0:
-        yield from candidates.variants(sharing.candidate_block_size)
-        blocks = -(-entries // sharing.candidate_block_size)
-        yield from select.variants(sharing.candidate_topk_blocks, blocks, arch)
+    if sharing is not None:
+        size, most = sharing.candidate_block_size, sharing.candidate_topk_blocks
+        yield from candidates.variants(size, most)
+        yield from select.variants(most, -(-entries // size), arch)
+        yield from select.variants(layer.topk, min(most * size, entries), arch, of_blocks=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.backends._triton.layer import index_logits
+from dsv4attn.backends._triton.layer import index_logits, select
 from dsv4attn.core.cache.index_records import read_index_keys, slots_of, store_index_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops import indexer
@@ -64,13 +64,16 @@ class ScoredKeys:
         sizes = (weights.abs() * q.norm(dim=-1)).sum(1)[:, None] * k.norm(dim=-1)
         return indexer.scores(q, weights, k), sizes, entry < self.lens[:, None]
 
-    def score(self, run: int = 0, *, exact_rows: bool = False) -> tuple[Tensor, Tensor | None]:
+    def score(self, run: int = 0, *, exact_rows: bool = False, by_length: bool = False) -> tuple[Tensor, Tensor | None]:
         """What the kernel writes over 7s."""
         scores = torch.full((7, 300), 7.0, device=DEVICE)
-        groups = -(-300 // run) * index_logits.LANES if run else 0
+        groups = (-(-300 // run) + by_length) * index_logits.LANES if run else 0
         maxima = torch.full((7, groups), 7.0, device=DEVICE) if run else None
         token_map = TokenMap(self.table, self.token_to_req, self.lens)
-        index_logits.score(self.query, self.cache, token_map, scores, maxima, run, exact_rows=exact_rows)
+        options = {"exact_rows": exact_rows, "by_length": by_length}
+        self.run, self.together = index_logits.score(
+            self.query, self.cache, token_map, scores, maxima, run, **options
+        )  # fmt: skip
         return scores, maxima
 
 
@@ -98,11 +101,20 @@ def test_scores_of_what_a_token_sees_are_written_and_nothing_else(
     assert (actual[~seen] == 7).all()
 
 
-@pytest.mark.parametrize("run", [128, 256])
-def test_maxima_are_those_of_the_scores(run: int) -> None:
+@pytest.mark.parametrize(("run", "alone"), [(128, 0), (256, 0), (64, 300), (512, 100)])
+@pytest.mark.parametrize("exact_rows", [False, True])
+def test_maxima_are_those_of_the_scores(
+    run: int, alone: int, monkeypatch: pytest.MonkeyPatch, *, exact_rows: bool
+) -> None:
+    """In runs of a given length; and, with `alone`, in runs that the kernel computes: of a tile, or of more entries."""
     keys = ScoredKeys(LAYOUTS["fp8"])
-    scores, maxima = keys.score(run)
+    if alone:
+        monkeypatch.setattr(select, "SPLIT_LENGTH", alone)
+        keys.lens.clamp_(min=min(alone + 1, 300))
+    scores, maxima = keys.score(run, exact_rows=exact_rows, by_length=alone > 0)
     assert maxima is not None
+    assert (keys.together > 0) is (alone > 0)
+    run = max(run, keys.run)
     entry = torch.arange(300, device=DEVICE)
     group = entry // run * index_logits.LANES + entry % index_logits.LANES
     for token, count in enumerate(keys.lens.tolist()):

@@ -6,6 +6,7 @@ folded again, and selected a second time because the maxima were wrong.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +20,9 @@ from attrs import field, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.backends._triton.layer import kernels_select, select
+from dsv4attn.backends._triton.layer import kernels_select, scratch, select
 from dsv4attn.backends._triton.layer import ops as layer_ops
 from dsv4attn.testing import oracle_layer
 from tests.backends._triton.cache.caches import DEVICE
@@ -260,7 +260,7 @@ def test_a_run_gives_as_many_maxima_as_are_worth_reading(topk: int) -> None:
     for size in (1, 8192, select.SPLIT_LENGTH + 1, 32768, 262_144, 300_000, 1 << 20):
         run = select.maxima_run(size, topk)
         if run:
-            columns, block = select.maxima_columns(size, run), select.block_of(topk)
+            columns, block = -(-size // run) * select.LANES, select.block_of(topk)
 
             assert run % select.LANES == 0
             assert columns <= select.WIDEST * block + select.LANES
@@ -270,44 +270,37 @@ def test_a_run_gives_as_many_maxima_as_are_worth_reading(topk: int) -> None:
             assert size <= 4 * select.block_of(topk)
 
 
-class Allocated(TorchDispatchMode):
-    """Bytes of tensors that are made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if "new_empty" in str(func):
-            self.bytes += result.nbytes
-        return result
-
-
-def test_parts_of_a_call_have_one_memory_for_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_call_have_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """So no more than is said is held when the next part begins."""
     for tokens, most, sizes in ((8, 3, [3, 3, 2]), (2, 3, [2]), (3, 3, [3]), (2, 0, [1, 1]), (0, 3, [])):
-        monkeypatch.setattr(layer_ops, "SCORES_BYTES", 4 * 64 * most)
-        parts = [*layer_ops.score_memory(torch.empty(tokens, 5, dtype=torch.int32), 64)]
+        monkeypatch.setattr(scratch, "BYTES", 4 * 192 * most)
+        parts = [*scratch.parts(torch.empty(tokens, 5, dtype=torch.int32), 64, 0, 65)]
         assert [n for part, _ in parts for n in range(tokens)[part]] == [*range(tokens)]
-        assert [tuple(memory.shape) for _, memory in parts] == [(size, 64) for size in sizes]
-        assert len({memory.untyped_storage().data_ptr() for _, memory in parts}) == min(len(sizes), 1)
+        assert [[tuple(view.shape) for view in views] for _, views in parts] == [
+            [(size, 64), (size, 0), (size, 128)] for size in sizes
+        ]
+        memories = {view.untyped_storage().data_ptr() for _, views in parts for view in views}
+        assert len(memories) == min(len(sizes), 1)
 
 
-@interpreted
-@pytest.mark.parametrize("split", [32, 10_000])
-def test_temporaries_are_bounded(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with few_in_registers():
-        monkeypatch.setattr(select, "SPLIT_LENGTH", split)
-        for size in (16, 17, 300):
-            case = Case(0, "normal", 4, size, maxima="none", split=split)
-            with Allocated() as allocated:
-                assert case.agrees()
-            assert allocated.bytes == select.scratch_bytes(len(case.lens), size, 4)
-    for size in (2048, 2049, 8192, select.SPLIT_LENGTH):
-        assert select.scratch_bytes(64, size, 512) <= 4 * 64 * size
-    assert select.scratch_bytes(64, 2048, 512) == 0
-    assert select.scratch_bytes(8, 262_144, 512) <= 1.1 * 4 * 8 * 262_144
+def test_memory_does_not_follow_the_context() -> None:
+    """Whatever is selected together asks for a few bytes, or for one size; and lists are no longer in longer rows."""
+    out = torch.empty(64, 5, dtype=torch.int32)
+    sizes = {scratch.buffer(out, size).nbytes for size in range(4, 2 * scratch.BYTES, 999_996)}
+    assert {size for size in sizes if scratch.SMALL < size <= scratch.BYTES} == {scratch.BYTES}
+    assert scratch.BYTES < scratch.CAPTURED < layer_ops.transient_bytes(1024) <= 266 * 2**20
+    assert scratch.BYTES <= 258 * 2**20
+    for topk, rows in itertools.product((512, 1024, 2048), (1, 8, 64, 99, 2048)):
+        columns = [select.plan_of(rows, size, topk, 132).columns for size in (1 << 18, 1 << 19, 1 << 20)]
+        assert len(set(columns[:2] if topk == 2048 else columns)) == 1
+        assert 4 * rows * columns[0] <= scratch.BYTES - 4 * rows * 2**18 or rows > 99
+
+
+def test_programs_of_a_long_plan_are_those_of_the_device() -> None:
+    for rows in (1, 8, 64, 99):
+        plan = select.plan_of(rows, 1 << 20, 512, 132)
+        assert 1 < plan.parts <= select.SPLITS
+        assert rows * plan.parts <= 4 * 132
 
 
 @interpreted
@@ -345,12 +338,13 @@ BUGS: dict[str, tuple[str, str]] = {
                                 "tl.store(LIST + place, tl.where(is_above, entries, 0), mask=(is_above"),
     "tiles before this one forgotten": ("return above + (both & 0xFFFF)", "return (both & 0xFFFF)"),
     "an interval one key short": ("keys, ABSENT), 0) + 1", "keys, ABSENT), 0)"),
-    "maxima believed that are too large": ("again = hinted & (count > BLOCK) & (above + tied < wanted)",
-                                           "again = hinted & (count > BLOCK) & (above + tied < 0)"),
-    "maxima believed of one program": ("((above + tied < wanted) & (bound > LOWEST)))",
-                                       "((above + tied < 0) & (bound > LOWEST)))"),
+    "maxima believed that are too large": ("few = hinted & (above + tied < wanted)",
+                                           "few = hinted & (above + tied < 0)"),
+    "maxima believed of one program": ("(hinted & (above + tied < wanted) & (bound",
+                                       "(hinted & (above + tied < 0) & (bound"),
     "a bound that too few reach": ("reached * 0, wanted, slack)", "reached * 0, wanted // 2, slack)"),
     "ties of parts forgotten": ("lists = larger + tl.minimum(ties, wanted)", "lists = larger"),
+    "a closer bound that too few reach": ("enough = at_middle >= wanted", "enough = at_middle >= wanted - 1"),
     "one part's entries counted": ("above, tied = tl.sum(larger, 0)", "above, tied = tl.max(larger, 0)"),
 }  # fmt: skip
 """None of them reads or writes outside of the memory that a right kernel may use."""

@@ -12,7 +12,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture, observed
-from dsv4attn.backends._triton.layer import candidates, ops, select
+from dsv4attn.backends._triton.layer import candidates, index_logits, ops, scratch, select
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
@@ -22,7 +22,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.cache.caches import DEVICE, seeded
-from tests.backends._triton.layer.test_select_topk import KINDS
+from tests.backends._triton.layer.test_select_topk import KINDS, selected_by_oracle
 
 each_size = pytest.mark.parametrize("size", [1, 8, 64])
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -36,11 +36,32 @@ def drawn(kind: str, rows: int, columns: int) -> Tensor:
 
 
 def published(scores: Tensor, lens: Tensor, most: int, size: int) -> Tensor:
-    """Blocks [T, most] as the kernels choose them among scores [T, E]."""
+    """Blocks [T, most] as the kernels choose them among entries with these scores [T, E]."""
+    query, cache, token_map = rows_with(scores, lens)
     out = torch.full((len(lens), most), 77, dtype=torch.int32, device=DEVICE)
-    blocks = scores.new_full((len(lens), candidates.block_columns(scores.shape[1], size)), nan)
-    candidates.select_blocks(scores, blocks, lens, out, size, scores.shape[1])
+    ops.layer_ops().select_candidates(query, cache, token_map, out, size, scores.shape[1])
     return out.cpu()
+
+
+def rows_with(scores: Tensor, lens: Tensor, page: int = 24) -> tuple[IndexQuery, PagedKVCache, TokenMap]:
+    """A call whose scores are these [T, E], bit for bit: each token has a request, and its pages are shuffled.
+
+    The first dim of a key is the score. One head counts it if it is positive, and another one if it is negative. Where
+    it is infinite, a product overflows: infinity times the zeros of a head that only fills a tile would be NaN.
+    """
+    tokens, entries = scores.shape
+    pages = -(-entries // page)
+    cache = PagedKVCache.allocate(KVCacheLayout.rows(96, 32, dtype=torch.float32), tokens * pages, page, DEVICE)
+    table = torch.randperm(tokens * pages, generator=seeded(pages)).to(DEVICE).view(tokens, pages)
+    keys = torch.zeros(tokens, pages * page, 128, device=DEVICE)
+    keys[:, :entries, 0] = scores.masked_fill(scores.isinf(), 0.0)
+    keys[:, :entries, 1] = torch.where(scores.isinf(), scores.sign() * 3e38, 0.0)
+    cache.tensor.view(tokens * pages, page, 128)[table.flatten()] = keys.view(-1, page, 128)
+    q = torch.zeros(tokens, 2, 128, device=DEVICE)
+    q[:, 0, 0], q[:, 0, 1], q[:, 1, 0], q[:, 1, 1] = 1, 2, -1, -2
+    weights = torch.tensor([[1.0, -1.0]], device=DEVICE).repeat(tokens, 1)
+    numbers = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+    return IndexQuery(q, weights), cache, TokenMap(table.int(), numbers, lens)
 
 
 def judge(selected: Tensor, scores: Tensor, lens: Tensor, size: int) -> None:
@@ -84,23 +105,30 @@ def test_a_score_of_a_wrong_block_is_found() -> None:
             judge(torch.tensor(wrong), scores, lens, size)
 
 
+@pytest.mark.in_turn
+@each_kind
 @each_size
-def test_scores_of_candidates_are_kept_and_no_others(size: int) -> None:
-    entries, g = 301, seeded(size)
-    scores = torch.randn(5, 320, generator=g).to(DEVICE)
-    blocks = torch.randint(-3, -(-entries // size) + 4, (5, 2 * 9), generator=g).int().to(DEVICE)[:, ::2].contiguous()
-    blocks[1], blocks[2, 1] = -1, blocks[2, 0]
-    kept = torch.zeros(5, 330, device=DEVICE)[:, :320]
-    candidates.keep_candidates(scores, blocks, kept, size, entries)
+def test_entries_of_candidates_are_selected_and_no_others(kind: str, size: int) -> None:
+    """In any order, twice, of no block, all blocks that there are; in a plan for much longer rows, and on odd pages."""
+    lens = torch.tensor([0, 5, 64, 150, 299, 300], dtype=torch.int32, device=DEVICE)
+    scores, g, most = drawn(kind, len(lens), 300), seeded(size), 400 // size
+    blocks = torch.randint(-3, 300 // size + 4, (len(lens), most), generator=g).int()
+    blocks[1], blocks[2, 1], blocks[5] = -1, blocks[2, 0], torch.arange(most).int()
+    for page, planned in ((24, 300), (64, 5000)):
+        query, cache, token_map = rows_with(scores, lens, page)
+        out = torch.full((len(lens) + 1, 9), 77, dtype=torch.int32, device=DEVICE)
+        select = ops.layer_ops().select_topk_of_candidates
+        select(query, cache, token_map, blocks.to(DEVICE), size, out[:-1, :7], planned)
 
-    inside = (torch.arange(320, device=DEVICE) // size)[None, :, None] == blocks[:, None, :]
-    inside = inside.any(-1) & (torch.arange(320, device=DEVICE) < entries)
-    assert torch.equal(kept.nan_to_num(7.0), scores.masked_fill(~inside, 7.0))
+        inside = (torch.arange(300) // size)[None, :, None] == blocks[:, None, :]
+        masked = scores.cpu().masked_fill(~inside.any(-1), nan).numpy()
+        assert (out[:-1, :7].cpu().numpy() == selected_by_oracle(masked, lens.tolist(), 7)).all()
+        assert bool((out[-1] == 77).all() and (out[:, 7:] == 77).all())
 
 
 @pytest.mark.parametrize("name", ["candidates-random", "within-random", "candidates-void", "within-published"])
 def test_the_kit_passes_in_parts_of_a_few_tokens(name: str) -> None:
-    with mock.patch.object(ops, "SCORES_BYTES", 2**15):
+    with mock.patch.object(scratch, "BYTES", 2**15):
         certificate = conform(Subject.of(GenericBackend(), device=DEVICE.type), chosen(CASES, name))
 
     assert [(o.state, o.message) for o in certificate.outcomes] == [("passed", "")]
@@ -139,14 +167,19 @@ def test_without_entries_the_newest_block_is_none_and_nothing_is_selected() -> N
 
 
 def test_warm_up_foresees_every_form_that_is_launched() -> None:
-    for entries, size, most in ((200, 8, 16), (9000, 1, 600), (40000, 8, 64)):
-        scores, lens = drawn("normal", 2, entries), torch.full((2,), entries, dtype=torch.int32, device=DEVICE)
+    """Of scores and of lists, on pages that have whole blocks and on others."""
+    scores, lens = drawn("normal", 2, 300), torch.full((2,), 300, dtype=torch.int32, device=DEVICE)
+    for page, size in ((24, 8), (64, 8), (24, 64)):
+        query, cache, token_map = rows_with(scores, lens, page)
         with observed() as seen:
-            blocks = published(scores, lens, most, size).to(DEVICE)
-            candidates.keep_candidates(scores, blocks, torch.empty_like(scores), size, entries)
+            out = torch.empty(2, 16, dtype=torch.int32, device=DEVICE)
+            ops.layer_ops().select_candidates(query, cache, token_map, out, size, 300)
+            ops.layer_ops().select_topk_of_candidates(query, cache, token_map, out, size, out, 300)
         expected = {
-            *candidates.variants(size),
-            *select.variants(most, -(-entries // size), architecture(), aligned=False),
+            *candidates.variants(size, 16),
+            *index_logits.variants(cache.layout, 2, architecture(), block_size=size, places=16),
+            *select.variants(16, 300, architecture()),
+            *select.variants(16, 16 * size, architecture(), of_blocks=True),
         }
         assert set(seen) <= expected
-        assert len({variant.name for variant in seen}) >= 3
+        assert len({variant.name for variant in seen}) == 4
