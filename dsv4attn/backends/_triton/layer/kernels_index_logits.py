@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.kernels_select import power_of
 from dsv4attn.backends._triton.numerics import scale_of_byte
+from dsv4attn.backends._triton.sizes import next_power_of_2
 
 NATIVE = tl.constexpr(0)
 """e4m3 codes, multiplied by a matrix unit that takes them."""
