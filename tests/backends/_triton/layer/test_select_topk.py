@@ -80,7 +80,7 @@ MAXIMA = "none", "right", "wrong", "nan"
 def few_in_registers(module: ModuleType = select) -> Iterator[None]:
     """Small tiles. On a device they stay: what is compiled there is what runs."""
     tiles = {16: module.Tile(16, 2, 4), 32: module.Tile(16, 1, 4)}
-    small: dict[str, Any] = {"SHORTEST": 16, "LANES": 4, "RUN": 8, "SPLITS": 8, "CHUNK": 16}
+    small: dict[str, Any] = {"SHORTEST": 16, "LANES": 4, "RUN": 8, "SPLITS": 8, "CHUNK": 16, "LISTED": 1}
     small |= {"SHORT": {16: tiles[16], 32: module.Tile(32, 1, 4)}, "LONG": tiles}
     small |= {"DEFAULT": module.Tiles(tiles, tiles), "TILES": {}}
     small["LISTS"] = {16: module.Tile(8, 1, 4), 32: tiles[32]}
@@ -344,7 +344,7 @@ BUGS: dict[str, tuple[str, str]] = {
                                        "(hinted & (above + tied < 0) & (bound"),
     "a bound that too few reach": ("reached * 0, wanted, slack)", "reached * 0, wanted // 2, slack)"),
     "ties of parts forgotten": ("lists = larger + tl.minimum(ties, wanted)", "lists = larger"),
-    "a closer bound that too few reach": ("enough = at_middle >= wanted", "enough = at_middle >= wanted - 1"),
+    "a closer bound that too few reach": ("tl.where(enough, middle, low), tl", "tl.where(enough, high - 1, low), tl"),
     "one part's entries counted": ("above, tied = tl.sum(larger, 0)", "above, tied = tl.max(larger, 0)"),
 }  # fmt: skip
 """None of them reads or writes outside of the memory that a right kernel may use."""
