@@ -20,6 +20,7 @@ from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90 import (
+    few_heads,
     group_select,
     hyper_connections,
     index_logits,
@@ -31,7 +32,7 @@ from dsv4attn.backends.sm90 import (
 from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES, SHORT
-from dsv4attn.backends.sm90.key_format import ROWS, V4_RECORDS, KeyFormat
+from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat
 from dsv4attn.backends.sm90.tuning import (
     BF16_ROWS_ROLES,
     PREFILL_COST_MODEL,
@@ -39,8 +40,10 @@ from dsv4attn.backends.sm90.tuning import (
     TUNING,
     V4_PAGES_ROLES,
     V41_PAGES_ROLES,
+    FewHeadsSizes,
     TileSizes,
     WarpRoles,
+    few_heads_sizes_of,
     is_small,
     tile_sizes_of,
 )
@@ -84,6 +87,8 @@ LINE = 1024
 class Sm90Backend(TritonBackend):
     """Attention on pages in decode, and on pages or on gathered bf16 rows in prefill.
 
+    Layers of up to 16 heads on V4's fp8 records have a kernel of their own, `kernels_few_heads`, where it is faster.
+
     prefill: "paged" gathers nothing and needs no workspace for keys. "gathered" copies the keys of a chunk to rows
     first. "auto" needs the workspace of "gathered" and chooses the faster way for each chunk, see
     `tuning.PrefillCostModel`.
@@ -93,7 +98,7 @@ class Sm90Backend(TritonBackend):
     projection: see `TritonBackend`.
     small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_small_decode` on V4's fp8
     records and V4.1's, see `tuning.tile_sizes_of`, and on others the shared kernel, see `tuning.is_small`; "shared":
-    the shared kernel on all; "gluon": neither.
+    the shared kernel on all; "gluon": neither. `kernels_few_heads` serves with "auto" only.
     """
 
     name = "sm90"
@@ -134,7 +139,12 @@ class Sm90Backend(TritonBackend):
 
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
         """See `contract.Backend`."""
-        return self._chooses and (not self._may_serve(layer) or PREFILL_COST_MODEL.prefers_pages(layer, requests, rows))
+        if not self._chooses:
+            return False
+        is_served = self._may_use_few_heads
+        return not self._may_serve(layer) or PREFILL_COST_MODEL.prefers_pages(
+            layer, requests, rows, few_heads=is_served
+        )
 
     def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
         """See `contract.Backend`: where the Gluon kernel serves gathered rows."""
@@ -143,7 +153,9 @@ class Sm90Backend(TritonBackend):
             return False
         if not self._may_serve(layer) or layer.rope_dim != ROTATED or not dtypes or not _is_wide(q):
             return False
-        return not (self._chooses and chunks) or PREFILL_COST_MODEL.prefers_raw_q(layer, chunks)
+        return not (self._chooses and chunks) or PREFILL_COST_MODEL.prefers_raw_q(
+            layer, chunks, few_heads=self._may_use_few_heads
+        )
 
     def _may_leave_raw(self, bounds: WarmupSpec, layer: LayerGeometry) -> bool:
         """Whether some calls within bounds take raw q."""
@@ -191,6 +203,8 @@ class Sm90Backend(TritonBackend):
         if format_and_numbers is not None:
             kind, numbers = format_and_numbers
             decode = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
+            if sizes := self._few_heads_sizes(phase, kind, call):
+                return few_heads.prepare(call, numbers, sizes)
             if decode and (tiles := self._small_decode_tiles(kind, call)):
                 return small_decode.prepare(call, kind, numbers, tiles)
             if not (
@@ -212,6 +226,19 @@ class Sm90Backend(TritonBackend):
         kind, numbers = _key_format_and_numbers(direct) or (ROWS, ())
         tiles = self._small_decode_tiles(kind, direct)
         return small_decode.prepare(direct, kind, numbers, tiles, entries) if tiles else None
+
+    def _few_heads_sizes(self, phase: Phase, kind: KeyFormat, call: AttentionCall) -> FewHeadsSizes | None:
+        """Sizes of the programs of `kernels_few_heads`; None if it does not serve the call."""
+        tokens, heads, _ = call.q.shape
+        if not tokens or kind != PAGES or not self._may_use_few_heads:
+            return None
+        widths = tuple(rows.width for rows in attention_launch.index_rows(call.keys))
+        return few_heads_sizes_of(tokens, heads, widths, multiprocessors(), decode=phase is Phase.DECODE)
+
+    @property
+    def _may_use_few_heads(self) -> bool:
+        """Whether `kernels_few_heads` may serve calls on V4's fp8 records."""
+        return self._small == "auto" and not self.deterministic
 
     def _small_decode_tiles(self, kind: KeyFormat, call: AttentionCall) -> TileSizes | None:
         """Sizes of the programs of `kernels_small_decode`; None if it does not serve the decode."""
@@ -272,6 +299,8 @@ class Sm90Backend(TritonBackend):
                 yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, whole_rows=whole_rows)
                 if self._may_use_small_decode(kind):
                     yield from small_decode.variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses)
+                if kind == PAGES and self._may_use_few_heads:
+                    yield from few_heads.variants(len(key_layouts), layer.num_heads, **sinks_and_lses)
                 if shared_variants == self._gathered_variants and self._may_leave_raw(bounds, layer):
                     yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, raw=True)
 

@@ -22,7 +22,7 @@ if INTERPRETED:
 else:
     from dsv4attn.backends.sm90.kernels_small_decode import attend_tile, combine_tiles
 
-__all__ = ["prepare", "reads", "variants", "with_entries"]
+__all__ = ["combining", "prepare", "reads", "variants", "with_entries"]
 
 EIGHT, PIECES = 8, 8
 """Heads of a program of `combine_tiles`; number of pieces of a head's columns."""
@@ -44,7 +44,7 @@ def prepare(
     q, top, (tokens, heads, _) = call.q, call.max_logits, call.q.shape
     widths = [rows.width for rows in attention_launch.index_rows(call.keys)]
     row_tiles, blocks = tiles.of_rows(widths), -(-heads // tiles.heads)
-    constants, rounds = _constants(len(widths), kind, heads, tiles), combine_rounds_of(tokens, heads, row_tiles)
+    constants = _constants(len(widths), kind, heads, tiles)
     shape = heads, tiles.heads, tiles.keys, row_tiles, widths[0], widths[1] if len(widths) == 2 else 0
     window_indices, window_lens, compressed_indices, compressed_lens = attention_launch.index_tensors(call.keys)
     # slots need no block table: the kernel does not read these two tensors then
@@ -56,8 +56,8 @@ def prepare(
     numbers = *q.stride()[:2], *numbers, *table_numbers, row_tiles
     launch = Launch(attend_tile, constants, (*numbers, call.layer.scale), WARPS)
     results = *attention_launch.result_strides(call), *shape, table_numbers[-1], call.empty_lse
-    combine = Launch(combine_tiles, _combining(*rounds, _powers(kind)), results, COMBINING_WARPS)
-    programs, combiners = tokens * row_tiles * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
+    combine, combiners = combining(tokens, heads, row_tiles, results, _powers(kind))
+    programs = tokens * row_tiles * blocks
     # other kernels fill this memory with fp32: parts in fp16 need half of it, and their sums less than the rest
     memory = call.scratch[0]
     part, sums = memory.view(torch.float16), memory.view(-1)[memory.numel() // 2 :]
@@ -81,6 +81,16 @@ def prepare(
         combine(combiners, (part, sums, out, lse, top, attn_sink, window_lens, compressed_lens))
 
     return run
+
+
+def combining(tokens: int, heads: int, parts: int, numbers: tuple[float, ...], powers: int = 8) -> tuple[Launch, int]:
+    """The launch of `combine_tiles` for rows of so many parts, and its number of programs.
+
+    numbers: its arguments from the strides of the output on. powers: of two in a part.
+    """
+    rounds = combine_rounds_of(tokens, heads, parts)
+    launch = Launch(combine_tiles, _combining(*rounds, powers), numbers, COMBINING_WARPS)
+    return launch, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
 
 
 def reads(call: AttentionCall, entries: EntryIndices) -> bool:

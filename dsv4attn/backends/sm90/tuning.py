@@ -16,6 +16,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 __all__ = [
     "BF16_ROWS_ROLES",
     "COMBINE_ROUNDS",
+    "FEW_HEADS",
     "LONGEST_BY_GROUPS",
     "MOST_BY_GROUPS",
     "PREFILL_COST_MODEL",
@@ -25,11 +26,15 @@ __all__ = [
     "TUNING",
     "V4_PAGES_ROLES",
     "V41_PAGES_ROLES",
+    "FewHeadsCosts",
+    "FewHeadsSizes",
     "PrefillCostModel",
     "TileSizes",
     "WarpRoles",
     "by_groups",
     "combine_rounds_of",
+    "few_heads_costs",
+    "few_heads_sizes_of",
     "in_one_launch",
     "is_listed",
     "is_small",
@@ -179,6 +184,117 @@ def tile_sizes_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) 
     return best if best is not None and best.time(tokens, heads, widths, units) < pages else None
 
 
+@frozen
+class FewHeadsSizes:
+    """Sizes of a program of `kernels_few_heads`.
+
+    columns: heads of a program.
+    tiles: tiles of 64 keys of a program; 0 if a program attends a whole row.
+    """
+
+    columns: int
+    tiles: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a program attends a whole row, so that nothing is combined."""
+        return self.tiles == 0
+
+    @property
+    def shift(self) -> int:
+        """Powers of two by which a part has more than 128 keys."""
+        return max(self.tiles - 1, 1).bit_length() - 1
+
+    def parts(self, widths: Sequence[int]) -> int:
+        """Programs of a row whose segments have index rows of these widths, for each block of columns."""
+        return 1 if self.is_whole else sum(-(-width // (64 * self.tiles)) for width in widths)
+
+
+@frozen
+class FewHeadsCosts:
+    """A model of the time of a call of `kernels_few_heads`, fitted to measured times in microseconds.
+
+    columns: heads of a program.
+    start, tile: of a decode of whole rows, and for each tile of a row.
+    token_tile, token: for each token and tile, and for each token.
+    part_start, part_tile: of a decode of parts of rows, and for each tile of a part.
+    part_token_tile, token_part: for each token and tile, and for each token and part.
+    prompt_start, prompt_token, prompt_token_tile: of a prompt.
+    """
+
+    columns: int
+    start: float
+    tile: float
+    token_tile: float
+    token: float
+    part_start: float
+    part_tile: float
+    part_token_tile: float
+    token_part: float
+    prompt_start: float
+    prompt_token: float
+    prompt_token_tile: float
+
+    def time(self, sizes: FewHeadsSizes, tokens: int, widths: Sequence[int], *, decode: bool) -> float:
+        """Microseconds of a call, including the kernel that combines."""
+        tiles = sum(-(-width // 64) for width in widths)
+        alone = self.start + self.tile * tiles
+        if sizes.is_whole and not decode:
+            return max(alone, self.prompt_start + tokens * (self.prompt_token_tile * tiles + self.prompt_token))
+        if sizes.is_whole:
+            return alone + tokens * (self.token_tile * tiles + self.token)
+        of_token = self.part_token_tile * tiles + self.token_part * sizes.parts(widths)
+        return self.part_start + self.part_tile * sizes.tiles + tokens * of_token
+
+
+FEW_HEADS = (
+    FewHeadsCosts(
+        8, start=5.5, tile=1.48, token_tile=0.0068, token=0.016,
+        part_start=8.4, part_tile=0.70, part_token_tile=0.0115, token_part=0.018,
+        prompt_start=6.6, prompt_token=0.011, prompt_token_tile=0.00876,
+    ),
+    FewHeadsCosts(
+        16, start=7.1, tile=1.54, token_tile=0.0084, token=0.020,
+        part_start=9.2, part_tile=0.82, part_token_tile=0.0144, token_part=0.030,
+        prompt_start=7.5, prompt_token=0.0155, prompt_token_tile=0.0125,
+    ),
+)  # fmt: skip
+TILES_OF_PARTS = (3, 6)
+"""Tiles of a part of `kernels_few_heads`. With 2 and 4 calls were up to 18 % slower, or at most 4 % faster."""
+PROGRAMS_OF_FEW_HEADS = 2
+"""Programs of `kernels_few_heads` that a multiprocessor runs at once. Rows are in parts only if all run at once."""
+
+
+def few_heads_costs(heads: int) -> FewHeadsCosts | None:
+    """The model for ranks of so many heads; None for those that `kernels_few_heads` does not serve."""
+    return next((costs for costs in FEW_HEADS if heads <= costs.columns), None)
+
+
+@lru_cache(maxsize=4096)
+def few_heads_sizes_of(
+    tokens: int, heads: int, widths: tuple[int, ...], units: int, *, decode: bool
+) -> FewHeadsSizes | None:
+    """The fastest sizes of `kernels_few_heads`; None if another kernel is faster, or serves so many heads.
+
+    widths: width of the index rows of each segment. units: number of multiprocessors. decode: whether the call is a
+    decode, which `kernels_small_decode` may serve otherwise, and not a prompt on pages.
+    """
+    costs = few_heads_costs(heads)
+    if costs is None:
+        return None
+    most = PROGRAMS_OF_FEW_HEADS * units
+    parts = [FewHeadsSizes(costs.columns, tiles) for tiles in TILES_OF_PARTS]
+    possible = [FewHeadsSizes(costs.columns), *(sizes for sizes in parts if tokens * sizes.parts(widths) <= most)]
+    best = min(possible, key=lambda sizes: costs.time(sizes, tokens, widths, decode=decode))
+    other = tile_sizes_of(tokens, heads, widths, units) if decode else None
+    if other is None:
+        tiles = sum(-(-width // 64) for width in widths)
+        other_time = 19.3 + tokens * (0.0165 * tiles + 0.01)
+    else:
+        other_time = other.time(tokens, heads, widths, units)
+    return best if costs.time(best, tokens, widths, decode=decode) < other_time else None
+
+
 MOST_BY_GROUPS = 32768
 """Entries of rows of which some are selected by groups whatever their number is."""
 LONGEST_BY_GROUPS = 262_144
@@ -286,19 +402,22 @@ class PrefillCostModel:
 
     measured: str = "not measured"
 
-    def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
+    def prefers_pages(
+        self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int, *, few_heads: bool = True
+    ) -> bool:
         """Whether a chunk is faster on pages.
 
         requests: per request (tokens before the chunk, tokens in the chunk).
         rows: number of rows that are gathered for the chunk.
+        few_heads: see `times`.
         """
         tokens = sum(count for _, count in requests)
         if tokens < self.least:
             return True
-        page, row = self.times(layer, requests, rows)
+        page, row = self.times(layer, requests, rows, few_heads=few_heads)
         return page <= row
 
-    def prefers_raw_q(self, layer: LayerGeometry, chunks: Sequence[ChunkCost]) -> bool:
+    def prefers_raw_q(self, layer: LayerGeometry, chunks: Sequence[ChunkCost], *, few_heads: bool = True) -> bool:
         """Whether a step is faster with raw q and all its chunks on rows.
 
         The alternative prepares q first, and attends each chunk on pages or rows, whichever is faster.
@@ -308,13 +427,18 @@ class PrefillCostModel:
             return False
         work, raw, prepared = tokens * -(-layer.num_heads // 64), 0.0, 0.0
         for requests, rows in chunks:
-            page, row = self.times(layer, requests, rows)
+            page, row = self.times(layer, requests, rows, few_heads=few_heads)
             raw += row + self.raw_start
             prepared += min(page, row)
         return raw + work * self.raw_token <= prepared + work * self.prepared
 
-    def times(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> tuple[float, float]:
-        """(microseconds on pages, microseconds on rows). A sample of tokens, spread evenly, stands for all tokens."""
+    def times(
+        self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int, *, few_heads: bool = True
+    ) -> tuple[float, float]:
+        """(microseconds on pages, microseconds on rows). A sample of tokens, spread evenly, stands for all tokens.
+
+        few_heads: whether `kernels_few_heads` may serve pages. It serves V4's layers, which normalise q.
+        """
         ends = [*accumulate(count for _, count in requests)]
         tokens, blocks = ends[-1], -(-layer.num_heads // 64)
         tiles, pairs = [], []
@@ -328,11 +452,13 @@ class PrefillCostModel:
             tiles.append(-(-window // 64) - (-entries // 64))
             pairs.append(-(-(window + entries) // 128))
         page = tokens * blocks * (self.page * sum(tiles) / _SAMPLES + self.page_token)
+        page += tokens * self.page_list + self.page_start
+        costs = few_heads_costs(layer.num_heads) if few_heads and layer.q_norm else None
+        if costs is not None:
+            of_token = costs.prompt_token_tile * sum(tiles) / _SAMPLES + costs.prompt_token
+            page = costs.prompt_start + tokens * of_token
         row = tokens * blocks * (self.row * sum(pairs) / _SAMPLES + self.row_token)
-        return (
-            page + tokens * self.page_list + self.page_start,
-            row + tokens * self.row_list + rows * self.gathered + self.row_start,
-        )
+        return page, row + tokens * self.row_list + rows * self.gathered + self.row_start
 
 
 PREFILL_COST_MODEL = PrefillCostModel(

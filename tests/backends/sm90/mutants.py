@@ -9,7 +9,9 @@ from types import ModuleType
 import pytest
 
 from dsv4attn.backends.sm90 import (
+    few_heads,
     kernels_combine,
+    kernels_few_heads_interpreted,
     kernels_interpreted,
     kernels_schedule,
     kernels_small_decode_interpreted,
@@ -33,7 +35,11 @@ def planted(folder: Path, old: str, new: str) -> ModuleType:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
-    """Make the backend launch kernels with `old` replaced by `new` in schedule, interpreted, tiles or parts."""
+    """Make the backend launch kernels with `old` replaced by `new` in schedule, interpreted, tiles, few or parts."""
+    if module == "few":
+        changed = _changed(folder, kernels_few_heads_interpreted, old, new)
+        monkeypatch.setattr(few_heads, "attend_few_heads", changed.attend_few_heads)
+        return
     if module == "parts":
         monkeypatch.setattr(launch, "combine_parts", _changed(folder, kernels_combine, old, new).combine_parts)
         return
