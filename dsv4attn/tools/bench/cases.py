@@ -32,6 +32,7 @@ __all__ = [
     "decodes",
     "host_cases",
     "named",
+    "of_rank",
     "sizes",
     "together",
     "with_topk",
@@ -164,6 +165,7 @@ class CaseSizes:
     inserted: rows of insert and quantize.
     records: records of each of the eight requests that are gathered.
     rounds: rounds to take the median of.
+    heads: query heads of a rank, one case for each; empty: those of the layers.
     """
 
     batches: tuple[int, ...]
@@ -171,6 +173,7 @@ class CaseSizes:
     inserted: int
     records: int
     rounds: int
+    heads: tuple[int, ...] = ()
 
 
 _SIZES = {"cpu": CaseSizes((1, 4), 32, 128, 256, 5)}
@@ -193,7 +196,10 @@ def named(kind: str, text: str | None, allowed: Sequence[str], default: Sequence
 
 def cases_of(kernels: Sequence[str], presets: Sequence[str], size: CaseSizes) -> list[KernelCase]:
     """Cases of some kernels, without repeated ones."""
-    return [case for kernel in kernels for case in _cases(kernel, [PRESETS[name] for name in presets], size)]
+    layers = [PRESETS[name] for name in presets]
+    if size.heads:
+        layers = [of_rank(layer, heads) for layer in layers for heads in size.heads]
+    return [case for kernel in kernels for case in _cases(kernel, layers, size)]
 
 
 def together(cases: Sequence[KernelCase | LayerOpCase]) -> list[list[KernelCase | LayerOpCase]]:
@@ -261,6 +267,11 @@ def decodes(preset: Preset, batch: int, context: int | None = None) -> tuple[tup
         draw = random.Random(batch)  # noqa: S311 - lengths, not secrets
         return tuple((draw.randrange(longest), 1) for _ in range(batch))
     return ((longest - 1, 1),) * batch
+
+
+def of_rank(preset: Preset, heads: int) -> Preset:
+    """The same layer on a rank that has so many of its heads."""
+    return evolve(preset, name=f"{preset.name}_h{heads}", heads=heads)
 
 
 def with_topk(preset: Preset, topk: int) -> Preset:

@@ -86,6 +86,7 @@ class _Bench(click.Command):
         help="Layers: flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2, with commas.  [default: all]",
     ),
     text("--batches", metavar="NUMBERS", callback=number_list, help="Numbers of requests in decodes, as in 8,64,256."),
+    text("--heads", metavar="NUMBERS", callback=number_list, help="Query heads of a rank, as in 8,16.  [default: all]"),
     integer("--tokens", metavar=None, help="Number of query tokens in prefills."),
     integer("--rounds", metavar=None, help="Number of rounds. A time is the median of the rounds."),
     integer("--threads", metavar=None, help="Threads of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
@@ -264,6 +265,7 @@ class _Asked:
     backends: str | None
     cases: str | None
     batches: tuple[int, ...] | None
+    heads: tuple[int, ...] | None
     tokens: int | None
     rounds: int | None
     device: str | None
@@ -377,6 +379,7 @@ def _size(options: _Asked, size: CaseSizes) -> CaseSizes:
     return evolve(
         size,
         batches=options.batches or size.batches,
+        heads=options.heads or size.heads,
         tokens=options.tokens or size.tokens,
         inserted=options.tokens or size.inserted,
         rounds=options.rounds or size.rounds,

@@ -15,7 +15,7 @@ from typing import Any
 from dsv4attn.backends._triton.compiling.aot import compile_all, compile_near, cross_compile, distinctions
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends.sm90 import small_decode
+from dsv4attn.backends.sm90 import few_heads, small_decode
 from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES
 from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat
 from dsv4attn.backends.sm90.launch import variants
@@ -143,6 +143,34 @@ def tile_forms(heads: Sequence[int], kinds: Sequence[tuple[int, KeyFormat]]) -> 
     return facts
 
 
+def few_heads_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
+    """What each form of the kernel of few heads needs and does."""
+    variants = [
+        with_largest(form) if dict(form.types)["lse"] != "none" else form
+        for number in heads
+        for segments in (1, 2)
+        for form in few_heads.variants(segments, number, sinks=(True,), lses=(False, True))
+    ]
+    facts = []
+    for outcome in compile_all(list(dict.fromkeys(variants)), TARGET):
+        text, need = cross_compile(outcome.variant, TARGET).asm["ptx"], outcome.resources
+        facts.append(
+            {
+                **dict(outcome.variant.constants),
+                "reasons": [str(reason) for reason in outcome.reasons],
+                "occupancy": need.occupancy if need else 0,
+                "copied": sorted(
+                    {int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, (?:0x)?(\d+)", text)}
+                ),
+                "products": len(re.findall(r"mma\.sync\.aligned\.m16n8k16", text)),
+                "read_by_four": len(re.findall(r"ld\.shared\.b32", text)),
+                "read_by_sixteen": len(re.findall(r"ld\.shared\.v4\.b32", text)),
+                "narrow": len(re.findall(r"(?:st|ld)\.shared\S*\.(?:b8|u8|u16)\b", text)),
+            }
+        )
+    return facts
+
+
 if __name__ == "__main__":
     words = sys.argv[1:]
     if words[:1] == ["planted"]:
@@ -151,6 +179,8 @@ if __name__ == "__main__":
         results = tile_forms([*map(int, words[1:])], [(1, PAGES), (2, PAGES)])
     elif words[:1] == ["coded_tiles"]:
         results = tile_forms([*map(int, words[1:])], [(1, CODED[0]), *((2, kind) for kind in CODED)])
+    elif words[:1] == ["few_heads"]:
+        results = few_heads_forms([*map(int, words[1:])])
     elif words[:1] == ["fullest"]:
         results = all_forms([*map(int, words[1:])], fullest)
     elif words[:1] == ["barest"]:

@@ -111,6 +111,19 @@ def test_every_form_of_one_tile_keeps_every_limit(records: str, heads: str) -> N
         assert form["parts_loaded"] == form["U"] * (form["P"] + 1)
 
 
+@pytest.mark.parametrize("heads", ["8", pytest.param("5 16", marks=pytest.mark.slow)])
+def test_every_form_of_few_heads_keeps_every_limit(heads: str) -> None:
+    forms = told_by(COMPILES, "few_heads", *heads.split())
+
+    assert [form for form in forms if form["reasons"]] == []
+    assert len(forms) == 6 * len(heads.split())
+    for form in forms:
+        # two programs on a multiprocessor, whatever the columns
+        assert form["occupancy"] == 2
+        # 64 keys by 512 columns, and 512 dims by 64 keys: 64 products of a warp for eight heads
+        assert form["products"] == 64 * form["BH"] // 8
+
+
 def is_coded(name: str) -> bool:
     """Whether a form reads V4.1's records."""
     return "KIND=2" in name or "KIND=3" in name

@@ -165,6 +165,19 @@ def regrets(units: int = UNITS) -> list[float]:
     return losses
 
 
+def test_the_choice_is_that_of_the_measured_times() -> None:
+    lost = regrets()
+
+    assert len(lost) == 144
+    assert max(lost) < 1.07
+    assert sum(loss > 1.03 for loss in lost) <= 6
+
+
+def test_another_number_of_multiprocessors_chooses_worse() -> None:
+    assert max(regrets(units=10)) > 1.2
+    assert max(regrets(units=10**6)) > 1.2
+
+
 def test_parts_of_all_programs_fit_into_the_scratch() -> None:
     for costs in FEW_HEADS:
         part, *_ = planned(Sm90Backend(), evolve(BASE, heads=costs.columns)).scratch
