@@ -11,6 +11,7 @@ from dsv4attn.backends.sm90.tuning import (
     PREFILL_COST_MODEL,
     REQUESTS_BY_GROUPS,
     by_groups,
+    few_heads_costs,
     in_one_launch,
 )
 from dsv4attn.core.contract.device import DeviceFacts
@@ -107,6 +108,8 @@ def _attention_note(problem: Problem) -> str:
         has_tiles = problem.swa.layout in ("fp8_ds_mla", "v41_fp8")
         kernel = "its kernels of one tile" if has_tiles else "the shared Triton kernel"
         for_few_tokens = f"; {kernel} for few tokens, unless small=gluon"
+    if few_heads_costs(problem.layer.num_heads) and problem.swa.layout == "fp8_ds_mla" and not problem.deterministic:
+        for_few_tokens += "; its kernel for few heads where that is faster, with small=auto"
     return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{for_few_tokens}"
 
 

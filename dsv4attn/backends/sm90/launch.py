@@ -225,15 +225,23 @@ class Sm90Backend(TritonBackend):
         direct = small_decode.with_entries(call, entries)
         kind, numbers = _key_format_and_numbers(direct) or (ROWS, ())
         tiles = self._small_decode_tiles(kind, direct)
-        return small_decode.prepare(direct, kind, numbers, tiles, entries) if tiles else None
+        if tiles is None or self._few_heads_sizes(Phase.DECODE, kind, direct, reads_entries=True):
+            return None
+        return small_decode.prepare(direct, kind, numbers, tiles, entries)
 
-    def _few_heads_sizes(self, phase: Phase, kind: KeyFormat, call: AttentionCall) -> FewHeadsSizes | None:
-        """Sizes of the programs of `kernels_few_heads`; None if it does not serve the call."""
+    def _few_heads_sizes(
+        self, phase: Phase, kind: KeyFormat, call: AttentionCall, *, reads_entries: bool = False
+    ) -> FewHeadsSizes | None:
+        """Sizes of the programs of `kernels_few_heads`; None if it does not serve the call.
+
+        reads_entries: whether `kernels_small_decode` reads entries otherwise.
+        """
         tokens, heads, _ = call.q.shape
         if not tokens or kind != PAGES or not self._may_use_few_heads:
             return None
         widths = tuple(rows.width for rows in attention_launch.index_rows(call.keys))
-        return few_heads_sizes_of(tokens, heads, widths, multiprocessors(), decode=phase is Phase.DECODE)
+        decode = phase is Phase.DECODE
+        return few_heads_sizes_of(tokens, heads, widths, multiprocessors(), decode=decode, reads_entries=reads_entries)
 
     @property
     def _may_use_few_heads(self) -> bool:

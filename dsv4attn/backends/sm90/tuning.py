@@ -261,6 +261,8 @@ FEW_HEADS = (
 )  # fmt: skip
 TILES_OF_PARTS = (3, 6)
 """Tiles of a part of `kernels_few_heads`. With 2 and 4 calls were up to 18 % slower, or at most 4 % faster."""
+US_OF_TRANSLATION = 1.5
+"""Microseconds of a launch that translates entries of a few tokens into slots, in a replayed graph."""
 PROGRAMS_OF_FEW_HEADS = 2
 """Programs of `kernels_few_heads` that a multiprocessor runs at once. Rows are in parts only if all run at once."""
 
@@ -272,12 +274,13 @@ def few_heads_costs(heads: int) -> FewHeadsCosts | None:
 
 @lru_cache(maxsize=4096)
 def few_heads_sizes_of(
-    tokens: int, heads: int, widths: tuple[int, ...], units: int, *, decode: bool
+    tokens: int, heads: int, widths: tuple[int, ...], units: int, *, decode: bool, reads_entries: bool = False
 ) -> FewHeadsSizes | None:
     """The fastest sizes of `kernels_few_heads`; None if another kernel is faster, or serves so many heads.
 
     widths: width of the index rows of each segment. units: number of multiprocessors. decode: whether the call is a
-    decode, which `kernels_small_decode` may serve otherwise, and not a prompt on pages.
+    decode, which `kernels_small_decode` may serve otherwise, and not a prompt on pages. reads_entries: whether that
+    kernel reads entries, so that no launch translates them before.
     Measured on an H200, torch 2.11, Triton 3.6, 2026-11-28: 144 calls of 1 to 2,048 tokens, 8 and 16 heads, 128 to
     1,152 keys. The choice takes at most 7 % longer than the fastest way, and for 138 of them at most 3 %.
     """
@@ -294,7 +297,8 @@ def few_heads_sizes_of(
         other_time = 12 + 0.49 * tiles + tokens * (0.0185 * tiles + 0.015)
     else:
         other_time = other.time(tokens, heads, widths, units)
-    return best if costs.time(best, tokens, widths, decode=decode) < other_time else None
+    translated = US_OF_TRANSLATION if reads_entries else 0.0
+    return best if costs.time(best, tokens, widths, decode=decode) + translated < other_time else None
 
 
 MOST_BY_GROUPS = 32768

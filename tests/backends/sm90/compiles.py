@@ -159,12 +159,7 @@ def few_heads_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
                 **dict(outcome.variant.constants),
                 "reasons": [str(reason) for reason in outcome.reasons],
                 "occupancy": need.occupancy if need else 0,
-                "copied": sorted(
-                    {int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, (?:0x)?(\d+)", text)}
-                ),
                 "products": len(re.findall(r"mma\.sync\.aligned\.m16n8k16", text)),
-                "read_by_four": len(re.findall(r"ld\.shared\.b32", text)),
-                "read_by_sixteen": len(re.findall(r"ld\.shared\.v4\.b32", text)),
                 "narrow": len(re.findall(r"(?:st|ld)\.shared\S*\.(?:b8|u8|u16)\b", text)),
             }
         )

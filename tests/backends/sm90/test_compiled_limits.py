@@ -122,6 +122,8 @@ def test_every_form_of_few_heads_keeps_every_limit(heads: str) -> None:
         assert form["occupancy"] == 2
         # 64 keys by 512 columns, and 512 dims by 64 keys: 64 products of a warp for eight heads
         assert form["products"] == 64 * form["BH"] // 8
+        # codes are never read byte by byte
+        assert form["narrow"] == 0
 
 
 def is_coded(name: str) -> bool:

@@ -37,7 +37,8 @@ LONG = evolve(BASE, widths=(100, 640), tokens=1, seed=31)
 
 @pytest.fixture(autouse=True)
 def units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch for more programs than the interpreter's four."""
+    """Scratch for more programs than the interpreter's four, and no kernel of few heads."""
+    monkeypatch.setattr(launch, "few_heads_sizes_of", lambda *_, **__: None)
     if INTERPRETED:
         monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
 

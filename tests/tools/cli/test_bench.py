@@ -462,14 +462,25 @@ def test_g22_ctrl_c_keeps_the_cases_that_were_measured(machine: Machine, monkeyp
 
     monkeypatch.setattr(Runner, "run", stopped)
     code, lines = machine.run(
-        "bench", "decode", "--cases", "flash_swa", "--batches", "1,2,3", "--rounds", "1", "--json", "b.json"
+        "bench",
+        "decode",
+        "--cases",
+        "flash_swa",
+        "--batches",
+        "1",
+        "--heads",
+        "2,3,4",
+        "--rounds",
+        "1",
+        "--json",
+        "b.json",
     )
     values = json.loads(Path("b.json").read_text(encoding="utf-8"))
 
     assert code == 130
     assert "interrupted: 1 of 3 cases were measured" in lines
     assert (values["ok"], values["complete"], values["asked"], values["ran"]) == (False, False, 3, 1)
-    assert len(values["rows"]) == 1
+    assert [row["case"] for row in values["rows"]] == ["decode flash_swa_h2 b=1"]
     assert load(Path("b.json"), "--from").ran == 1
     code, lines = machine.run("bench", "--from", "b.json")
     assert code == 1
