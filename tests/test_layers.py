@@ -211,7 +211,7 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
 def test_every_backend_has_the_same_files() -> None:
     """`compat`: a compiler's names in its releases. `leading_values`: attention that only a front door calls.
 
-    `small_decode`: decodes of few tokens. `ptx`: text of inline assembly, which is no kernel. `key_format`: formats of
+    `small_decode`: decodes of few tokens. `few_heads`: ranks of few heads. `ptx`: text of inline assembly, which is no kernel. `key_format`: formats of
     keys. `flashinfer`: calls of that library. Functions under the names of other libraries stand in `dsv4attn/compat`.
     """
     needed, allowed = (
@@ -219,6 +219,7 @@ def test_every_backend_has_the_same_files() -> None:
         {"kernels", "tuning", "metadata", "explain_notes", "probe", "support"}
         | {
             "compat",
+            "few_heads",
             "group_select",
             "hyper_connections",
             "index_logits",

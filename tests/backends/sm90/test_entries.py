@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import TILE_SIZES, TileSizes
+from dsv4attn.backends.sm90.tuning import TILE_SIZES, FewHeadsSizes, TileSizes
 from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_lens
@@ -176,7 +176,7 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert any(differs(trial) for trial in TRIALS.values())
 
 
-def test_core_translates_where_another_kernel_serves() -> None:
+def test_core_translates_where_another_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = TRIALS["pages of 64"]
     other = evolve(trial, layouts=(FNUZ, FNUZ))
     drawn = draw_call(trial)
@@ -195,6 +195,8 @@ def test_core_translates_where_another_kernel_serves() -> None:
         {"pages": evolve(entries.pages, block_size=entries.pages.block_size * 2)},
     ):
         assert Sm90Backend().prepare_entries(drawn.call, evolve(entries, **change)) is None
+    monkeypatch.setattr(launch, "few_heads_sizes_of", lambda *_, **__: FewHeadsSizes(8))
+    assert Sm90Backend().prepare_entries(drawn.call, entries) is None
 
 
 def test_an_empty_table_has_no_entries() -> None:

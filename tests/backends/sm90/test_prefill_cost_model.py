@@ -77,7 +77,7 @@ def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, page
     answers: list[bool] = []
 
     class FixedAnswers:
-        def prefers_pages(self, *_: object) -> bool:
+        def prefers_pages(self, *_: object, **__: object) -> bool:
             answers.append(pages[len(answers) % len(pages)])
             return answers[-1]
 
