@@ -211,8 +211,9 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
 def test_every_backend_has_the_same_files() -> None:
     """`compat`: a compiler's names in its releases. `leading_values`: attention that only a front door calls.
 
-    `small_decode`: decodes of few tokens. `few_heads`: ranks of few heads. `ptx`: text of inline assembly, which is no kernel. `key_format`: formats of
-    keys. `flashinfer`: calls of that library. Functions under the names of other libraries stand in `dsv4attn/compat`.
+    `small_decode`: decodes of few tokens. `few_heads`: ranks of few heads. `ptx`: text of inline assembly, which is no
+    kernel. `key_format`: formats of keys. `flashinfer`: calls of that library. Functions under the names of other
+    libraries stand in `dsv4attn/compat`.
     """
     needed, allowed = (
         {"__init__", "launch"},

@@ -144,12 +144,12 @@ def tile_forms(heads: Sequence[int], kinds: Sequence[tuple[int, KeyFormat]]) -> 
 
 
 def few_heads_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
-    """What each form of the kernel of few heads needs and does."""
+    """What each form of the kernel of few heads that tells every result needs and does."""
     variants = [
-        with_largest(form) if dict(form.types)["lse"] != "none" else form
+        with_largest(form)
         for number in heads
         for segments in (1, 2)
-        for form in few_heads.variants(segments, number, sinks=(True,), lses=(False, True))
+        for form in few_heads.variants(segments, number, sinks=(True,), lses=(True,))
     ]
     facts = []
     for outcome in compile_all(list(dict.fromkeys(variants)), TARGET):

@@ -116,7 +116,7 @@ def test_every_form_of_few_heads_keeps_every_limit(heads: str) -> None:
     forms = told_by(COMPILES, "few_heads", *heads.split())
 
     assert [form for form in forms if form["reasons"]] == []
-    assert len(forms) == 6 * len(heads.split())
+    assert len(forms) == 4 * len(heads.split())
     for form in forms:
         # two programs on a multiprocessor, whatever the columns
         assert form["occupancy"] == 2
