@@ -72,7 +72,7 @@ def attend_few_heads(
         in_window = (k < edge).to(tl.int32)
         at = first.rows + t.to(tl.int64) * first.stride
         key, end = (begin + k) * 64 + row, n0
-        if SEGMENTS == 2:  # noqa: SIM102 - a constant, and a value
+        if second is not None:  # noqa: SIM102 - a constant, and a value
             if in_window == 0:
                 at = second.rows + t.to(tl.int64) * second.stride
                 key, end = (begin + k - edge) * 64 + row, n1
