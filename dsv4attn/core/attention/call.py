@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices, RequestRows
 from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, Backend, Phase, RawQuery, Run
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.chunking import PrefillChunk, cut_chunk, plan_prefill_chunks, plan_row_chunks
@@ -188,8 +188,11 @@ class PhaseCall:
     tokens: the tokens of the batch that the call computes.
     specs: views of the workspace before the backend's own scratch.
     width: index columns of a token.
+    request_rows: see `AttentionCall`.
     name: the call's name in profiles.
     """
+
+    request_rows: RequestRows | None = None
 
     def __init__(
         self, forward: ForwardCall, phase: Phase, tokens: slice, specs: Sequence[BufferSpec], width: int
@@ -225,6 +228,7 @@ class PhaseCall:
             lse=None if lse is None else lse[tokens],
             scratch=scratch,
             options=AttentionOptions(raw_q=None if raw_q is None else raw_q.of(tokens)),
+            request_rows=self.request_rows,
         )
 
 

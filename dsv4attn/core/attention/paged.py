@@ -9,13 +9,21 @@ from torch import Tensor
 
 from dsv4attn.core.attention.call import INT, ForwardCall, IndexRows, PhaseCall, PreparedCall
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, PagedKeys, PageTable, RaggedIndices
+from dsv4attn.core.cache.selected_keys import (
+    DenseIndices,
+    EntryIndices,
+    PagedKeys,
+    PageTable,
+    RaggedIndices,
+    RequestRows,
+)
 from dsv4attn.core.contract.backend import AttentionTensors, IndexForm, Phase, Run
 from dsv4attn.core.contract.index_ops import IndexOp
 from dsv4attn.core.memory.chunking import PrefillChunk
 from dsv4attn.core.memory.plan import ragged_specs
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
+from dsv4attn.core.torch_ops.request_rows import check_request_rows
 
 __all__ = ["PagedCall"]
 
@@ -69,7 +77,9 @@ class PagedCall(PhaseCall):
             if slots is not None and lens is not None:
                 dense = DenseIndices(slots.select(1, 0), lens)
                 compressed = (ragged and compressed_metadata.c128a_decode_ragged) or dense
-        return cls(forward, Phase.DECODE, slice(0, n), window, compressed)
+        call = cls(forward, Phase.DECODE, slice(0, n), window, compressed)
+        call.request_rows = _request_rows(forward)
+        return call
 
     @classmethod
     def of_chunk(cls, forward: ForwardCall, chunk: PrefillChunk) -> PagedCall:
@@ -171,6 +181,21 @@ class PagedCall(PhaseCall):
             self._prepare_translation = prepare
         else:
             self._index_fills.append(partial(prepare(), topk_indices))
+
+
+def _request_rows(forward: ForwardCall) -> RequestRows | None:
+    """What a decode's rows share, if the metadata of every segment say so. In debug mode it is checked."""
+    metadata, compressed = forward.window_metadata, forward.compressed_metadata
+    request_rows, is_hca = metadata.decode_requests, forward.layer.kind is LayerKind.HCA
+    if request_rows is None or (is_hca and (compressed is None or compressed.decode_requests is None)):
+        return None
+    if forward.workspace.debug:
+        window = DenseIndices(metadata.decode_swa_indices.select(1, 0), metadata.decode_swa_lens)
+        slots = compressed.c128a_global_decode_topk_indices if is_hca and compressed else None
+        lens = compressed.c128a_decode_topk_lens if is_hca and compressed else None
+        entries = None if slots is None or lens is None else DenseIndices(slots.select(1, 0), lens)
+        check_request_rows(request_rows, window, entries)
+    return request_rows
 
 
 def _ragged_translation(forward: ForwardCall) -> IndexOp | None:

@@ -27,6 +27,7 @@ __all__ = [
     "PageTable",
     "PagedKeys",
     "RaggedIndices",
+    "RequestRows",
     "StepTokens",
 ]
 
@@ -86,6 +87,40 @@ class RaggedIndices:
     width: int
 
     __repr__ = fields_repr
+
+
+@frozen
+class RequestRows:
+    """Which rows of a decode belong to one request, so that a backend may read the keys that they share once.
+
+    Who gives it promises of every pair of rows t < u with one request, `token_to_req[t] == token_to_req[u] >= 0`, that
+    token u of the sequence comes u - t positions after token t, and:
+
+    - Window: both rows list the slots of their keys in ascending position, without gaps, up to the token itself. So
+      column n_u - 1 - (u - t) - m of row u is column n_t - 1 - m of row t, for all m of 0 or more that both rows have;
+      n_t and n_u are their lengths. Row u does not begin at an earlier position than row t.
+    - Entries of c128a layers: row t is the beginning of row u.
+
+    Of a row without a window nothing is promised about windows, and on c4a layers nothing about the selected entries.
+    Which rows share is decided by `token_to_req` alone; the other fields say where groups of rows best begin, and any
+    values give right results. `core.torch_ops.request_rows` has the definition of groups, and checks the promise.
+
+    token_to_req: [T] int32 - request of each row, negative for a token that is not real.
+    query_start_loc: [R + 1] int32 - row with which each request begins. R is the number of decode requests, but a
+       captured graph may be replayed with more of them.
+    max_tokens: most rows of a request, on the host, also in replays of a captured graph.
+    """
+
+    token_to_req: Tensor
+    query_start_loc: Tensor
+    max_tokens: int
+
+    __repr__ = fields_repr
+
+    @property
+    def are_several(self) -> bool:
+        """Whether requests have more than one row on the average, as far as the host knows."""
+        return self.max_tokens > 1 and self.token_to_req.shape[0] > self.query_start_loc.shape[0] - 1
 
 
 @frozen

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from attrs import frozen
 
-from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
+from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys, RequestRows
 from dsv4attn.core.contract.raw_query import RawQuery
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.reprs import fields_repr
@@ -95,6 +95,8 @@ class AttentionCall:
     lse: [T, H] fp32 or None - natural log, without the sink.
     scratch: the views of `Backend.scratch`.
     options: see `AttentionOptions`.
+    request_rows: of a decode, which rows belong to one request and share keys, as `RequestRows` promises it; None: not
+       known. A backend may ignore it: every row lists all of its keys.
     """
 
     layer: LayerGeometry
@@ -105,6 +107,7 @@ class AttentionCall:
     lse: Tensor | None
     scratch: Sequence[Tensor] = ()
     options: AttentionOptions = _PLAIN
+    request_rows: RequestRows | None = None
 
     __repr__ = fields_repr
 
@@ -129,7 +132,7 @@ class AttentionCall:
         if not isinstance(keys, GatheredKeys):
             caches = (window,) if compressed is None else (window, compressed)
             keys = [PagedKeys(cache, segment.rows) for cache, segment in zip(caches, keys, strict=False)]
-        return AttentionCall(self.layer, q, keys, attn_sink, out, lse, self.scratch, self.options)
+        return AttentionCall(self.layer, q, keys, attn_sink, out, lse, self.scratch, self.options, self.request_rows)
 
     @property
     def max_logits(self) -> Tensor | None:

@@ -29,6 +29,7 @@ from dsv4attn.core.cache.selected_keys import (
     PagedKeys,
     PageTable,
     RaggedIndices,
+    RequestRows,
 )
 from dsv4attn.core.contract.attention_call import AttentionCall, AttentionOptions, AttentionTensors, Run
 from dsv4attn.core.contract.capabilities import Capabilities, IndexForm, KeyForm, Phase, Products
@@ -83,6 +84,7 @@ __all__ = [
     "RaggedIndices",
     "Rank",
     "RawQuery",
+    "RequestRows",
     "Run",
     "check_is_backend",
     "missing_members",

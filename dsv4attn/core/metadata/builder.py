@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
+from dsv4attn.core.cache.selected_keys import PageTable, RequestRows, StepTokens
 from dsv4attn.core.contract.backend import Backend, MetadataExtension, check_is_backend
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.limits import Limits
@@ -206,8 +206,17 @@ class MetadataBuilder:
             prefill_gather_lens=gather_lens,
             prefill_seq_lens_cpu=batch.seq_lens_cpu[num_decodes:],
             prefill_query_lens_cpu=batch.query_start_loc_cpu[num_decodes:].diff(),
+            decode_requests=self._decode_requests(batch, request[:num_decode_tokens], num_decodes),
         )
         return self._extension.extend_swa(metadata) if self._extension else metadata
+
+    def _decode_requests(self, batch: Batch, request: Tensor, num_decodes: int) -> RequestRows | None:
+        """What `RequestRows` promises, where a request may have several tokens; tokens of a draft block see all of it.
+
+        `build_window_indices` and `compute_global_topk_indices_and_lens` list keys in the order that it promises.
+        """
+        starts, most = batch.query_start_loc[: num_decodes + 1], self.limits.decode_threshold
+        return RequestRows(request, starts, most) if batch.causal and most > 1 else None
 
     def _decode_rows(self, batch: Batch, query_lens: list[int]) -> tuple[Tensor, Tensor]:
         """Buffers of the decode windows: as wide as the window, or as the limits say if the batch is not causal."""
@@ -269,6 +278,7 @@ class MetadataBuilder:
             c128a_global_decode_topk_indices=decode_table,
             c128a_decode_topk_lens=decode_lens,
             c128a_prefill_topk_indices=self._entry_numbers[:width].expand(tokens - decodes, width) if width else None,
+            decode_requests=swa.decode_requests if width else None,
         )
         return self._extension.extend_compressed(metadata) if self._extension else metadata
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.cache.selected_keys import RaggedIndices
+from dsv4attn.core.cache.selected_keys import RaggedIndices, RequestRows
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import check_declared, check_tensor, size, tensor
@@ -141,6 +141,8 @@ class DeepseekSparseSWAMetadata:
     prefill_gather_lens: [Rp] int32 - trailing tokens of each prefill request that its queries see through the window.
     prefill_seq_lens_cpu: [Rp] int32 - on the host.
     prefill_query_lens_cpu: [Rp] int32 - query tokens of each prefill request, on the host.
+    decode_requests: which decode rows are of one request, and so share keys of the window, see `RequestRows`; None:
+       rows may list any keys. `MetadataBuilder` gives it where requests may have drafts and the batch is causal.
 
     An engine may fill this class itself. Rows of windows are its own then: any slots in any order, -1 among them. Rows
     of W columns in prefill are an exception: backends that gather keys look at `prefill_gather_lens` instead, and take
@@ -171,6 +173,7 @@ class DeepseekSparseSWAMetadata:
     prefill_gather_lens: Tensor = tensor("Rp", torch.int32, none_without="Rp")
     prefill_seq_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
     prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
+    decode_requests: RequestRows | None = None
 
     __repr__ = fields_repr
 
@@ -227,6 +230,7 @@ class FlashMLASparseMetadata:
     c128a_decode_topk_lens: [Td] int32 - how many slots each row has.
     c128a_prefill_topk_indices: [Tp, K] int32 - local entry numbers 0, 1, 2, ... of each prefill token, of which
        `compressed_lens` count. All rows are the same memory (row stride 0), so columns past the length are not -1.
+    decode_requests: as of the window part, of the rows of `c128a_global_decode_topk_indices`.
     """
 
     kind: LayerKind
@@ -245,6 +249,7 @@ class FlashMLASparseMetadata:
     c128a_global_decode_topk_indices: Tensor | None = tensor("Td 1 K", torch.int32, optional=True)
     c128a_decode_topk_lens: Tensor | None = tensor("Td", torch.int32, optional=True)
     c128a_prefill_topk_indices: Tensor | None = tensor("Tp K", torch.int32, optional=True)
+    decode_requests: RequestRows | None = None
 
     __repr__ = fields_repr
 
