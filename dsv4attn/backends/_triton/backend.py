@@ -280,6 +280,10 @@ class TritonBackend(Backend):
                 yield from attention_launch.variants(shape, phase_tuning, **options)
             for small_tuning in tuning.small if decode else ():
                 yield from attention_launch.variants(shape, small_tuning, **options, splits=(True,))
+            exact = torch.float32 in (shape.dtype, *(segment.dtype for segment in segments))
+            group = attention_launch.group_of(layer, bounds.limits.decode_threshold, tuning, exact=exact)
+            if decode and group > 1:
+                yield from attention_launch.variants(shape, tuning, **options, splits=(False,), group=group)
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         """See `contract.Backend`."""

@@ -10,7 +10,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices, RequestRows
 from dsv4attn.core.contract.backend import AttentionCall, Backend, IndexForm, KeyForm, Phase
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.plan import ragged_specs
@@ -78,7 +78,8 @@ def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable
     else:
         keys = [PagedKeys(segment.cache, f) for segment, f in zip(inputs.segments, formed, strict=True)]
         slots = [segment.cache.capacity for segment in inputs.segments]
-    call = AttentionCall(layer, q, keys, inputs.sink, out, None, views[len(ragged) :])
+    rows = request_rows(inputs.case, q.device) if kernel == "decode" else None
+    call = AttentionCall(layer, q, keys, inputs.sink, out, None, views[len(ragged) :], request_rows=rows)
     for dense, target, count in zip(lists, formed, slots, strict=True):
         if isinstance(target, RaggedIndices):
             steps.append(_packing(backend, dense, target, count))
@@ -90,6 +91,16 @@ def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable
         attention(call.tensors)
 
     return run
+
+
+def request_rows(case: KernelCase, device: torch.device) -> RequestRows | None:
+    """Which rows of a decode are of one request; None where every request has one token."""
+    counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32, device=device)
+    if case.tokens <= len(case.requests):
+        return None
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    requests = torch.repeat_interleave(torch.arange(len(counts), device=device), counts).int()
+    return RequestRows(requests, starts, int(counts.max()))
 
 
 def gather_rows(backend: Backend, inputs: Inputs, rows: Tensor) -> None:

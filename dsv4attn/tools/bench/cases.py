@@ -166,6 +166,7 @@ class CaseSizes:
     records: records of each of the eight requests that are gathered.
     rounds: rounds to take the median of.
     heads: query heads of a rank, one case for each; empty: those of the layers.
+    drafts: draft tokens of each request of a decode.
     """
 
     batches: tuple[int, ...]
@@ -174,6 +175,7 @@ class CaseSizes:
     records: int
     rounds: int
     heads: tuple[int, ...] = ()
+    drafts: int = 0
 
 
 _SIZES = {"cpu": CaseSizes((1, 4), 32, 128, 256, 5)}
@@ -240,7 +242,8 @@ def _of_kernel(kernel: str, presets: Sequence[Preset], size: CaseSizes) -> Itera
     for preset in first.values():
         if kernel == "decode":
             for batch in size.batches:
-                yield KernelCase(kernel, preset, f"b={batch}", decodes(preset, batch), seed=batch)
+                label = f"b={batch} drafts={size.drafts}" if size.drafts else f"b={batch}"
+                yield KernelCase(kernel, preset, label, decodes(preset, batch, drafts=size.drafts), seed=batch)
         elif kernel in ATTENTION:
             yield KernelCase(kernel, preset, f"t={size.tokens}", ((max(preset.context - size.tokens, 0), size.tokens),))
         elif kernel == "step":
@@ -260,13 +263,16 @@ def host_cases() -> list[KernelCase]:
     return [KernelCase("host", preset, "b=1", ((8192, 1),)) for preset in presets]
 
 
-def decodes(preset: Preset, batch: int, context: int | None = None) -> tuple[tuple[int, int], ...]:
-    """Requests of one token. All have one length; on c128a layers, whose keys depend on it, any length up to that."""
-    longest = preset.context if context is None else context
+def decodes(preset: Preset, batch: int, context: int | None = None, *, drafts: int = 0) -> tuple[tuple[int, int], ...]:
+    """Requests of one token and its drafts.
+
+    All have one length; on c128a layers, whose keys depend on it, any length up to that.
+    """
+    longest, count = preset.context if context is None else context, 1 + drafts
     if preset.kind is LayerKind.HCA and context is None:
         draw = random.Random(batch)  # noqa: S311 - lengths, not secrets
-        return tuple((draw.randrange(longest), 1) for _ in range(batch))
-    return ((longest - 1, 1),) * batch
+        return tuple((draw.randrange(max(longest - drafts, 1)), count) for _ in range(batch))
+    return ((max(longest - count, 0), count),) * batch
 
 
 def of_rank(preset: Preset, heads: int) -> Preset:

@@ -87,6 +87,7 @@ class _Bench(click.Command):
     ),
     text("--batches", metavar="NUMBERS", callback=number_list, help="Numbers of requests in decodes, as in 8,64,256."),
     text("--heads", metavar="NUMBERS", callback=number_list, help="Query heads of a rank, as in 8,16.  [default: all]"),
+    integer("--drafts", metavar=None, help="Number of draft tokens of each request in decodes, 0 by default."),
     integer("--tokens", metavar=None, help="Number of query tokens in prefills."),
     integer("--rounds", metavar=None, help="Number of rounds. A time is the median of the rounds."),
     integer("--threads", metavar=None, help="Threads of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
@@ -266,6 +267,7 @@ class _Asked:
     cases: str | None
     batches: tuple[int, ...] | None
     heads: tuple[int, ...] | None
+    drafts: int | None
     tokens: int | None
     rounds: int | None
     device: str | None
@@ -380,6 +382,7 @@ def _size(options: _Asked, size: CaseSizes) -> CaseSizes:
         size,
         batches=options.batches or size.batches,
         heads=options.heads or size.heads,
+        drafts=options.drafts or size.drafts,
         tokens=options.tokens or size.tokens,
         inserted=options.tokens or size.inserted,
         rounds=options.rounds or size.rounds,

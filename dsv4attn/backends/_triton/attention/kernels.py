@@ -4,6 +4,9 @@ One program attends a block of heads of one token over a run of tiles of N keys,
 segment, in one softmax. Few tokens would leave a device idle, so their rows are split; a second kernel then combines
 the splits in their order, so that the same split gives the same bits.
 
+Where rows of a decode belong to one request (`keys.RequestRows`), a program attends a block of heads of a group of
+them, see `kernels_groups`: a row of its products is a head of one token, and the keys are those of all tokens.
+
 Where bits must not depend on the batch, every split has the same number of tiles. A row of one split is written as a
 row that is not split, and only longer rows are combined. So a row's own number of tiles decides how it is computed.
 """
@@ -17,6 +20,7 @@ import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention import keys
+from dsv4attn.backends._triton.attention.kernels_groups import Groups, columns_in, group_of
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
@@ -65,10 +69,14 @@ def paging(inside, a, b, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def load_slots(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, SEGMENTS: tl.constexpr):
+def load_slots(
+    tile, last, first_tiles, row0, row1, len0, len1, own, skipped, N: tl.constexpr, SEGMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
     """Indices of a tile's N columns, -1 past its segment's length and in tiles past the last.
 
-    row0, row1: pointers to [len0] and [len1] int32, as `columns_of` returns them.
+    row0, row1: pointers to [len0] and [len1] int32, as `columns_of` returns them. own, skipped: of a GROUP of several
+    rows, columns of the window from `own` on lie `skipped` elements further.
     """
     column = tl.arange(0, N)
     inside = tile < first_tiles
@@ -76,7 +84,10 @@ def load_slots(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr,
     row = address(inside, row0, row1, SEGMENTS)
     column += chosen(inside, tile, tile - first_tiles, SEGMENTS) * N
     length = tl.where(tile < last, chosen(inside, len0, len1, SEGMENTS), 0)
-    return tl.load(row + column, mask=column < length, other=-1)
+    at = row + column
+    if GROUP > 1:
+        at += tl.where(column >= tl.where(inside, own, length), skipped, 0)
+    return tl.load(at, mask=column < length, other=-1)
 
 
 @triton.jit
@@ -205,7 +216,7 @@ def write_part(
     if part_max is not None:
         tl.store(part_max + row, tl.where(empty, -float("inf"), largest), mask=live)
     factor = tl.where(empty, 0.0, 1.0 / total)
-    to, keep = tl.multiple_of(part + row * D, 4 * (16 if D % 16 == 0 else 1)), head < tl.where(has_keys, H, 0)
+    to, keep = tl.multiple_of(part + row * D, 4 * (16 if D % 16 == 0 else 1)), live & (head < tl.where(has_keys, H, 0))
     store_columns(to, keep, factor, left_column, right_column, acc_left, acc_right, D, PIECES, EXACT_CASTS)
 
 
@@ -271,13 +282,16 @@ def attention(
     cache1,  # pages of uint8, or of bf16 or fp32 rows
     rows1,  # [T, width1] int32, or RAGGED [index_stride1]
     lens1,  # [T] int32, or RAGGED [T + 1]
+    requests,  # [T] int32, or None
+    starts,  # [known + 1] int32, or None
     q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
     width0: tl.int32, index_stride0: tl.int64, page_size0: tl.int32, page_factor0: tl.int32, page_log0: tl.int32,
     page_stride0: tl.int64, row_stride0: tl.int64, last_slot0: tl.int32,
     width1: tl.int32, index_stride1: tl.int64, page_size1: tl.int32, page_factor1: tl.int32, page_log1: tl.int32,
     page_stride1: tl.int64, row_stride1: tl.int64, last_slot1: tl.int32,
-    splits: tl.int32, tiles_per_split: tl.int32, once: tl.int32, scale: tl.float32, empty_lse: tl.float32,
+    known: tl.int32, tokens: tl.int32, splits: tl.int32, tiles_per_split: tl.int32, once: tl.int32,
+    scale: tl.float32, empty_lse: tl.float32,
     H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, SEGMENTS: tl.constexpr,
     KIND0: tl.constexpr, KIND1: tl.constexpr, INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr,
     FNUZ0: tl.constexpr, FNUZ1: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
@@ -285,7 +299,7 @@ def attention(
     TAIL0: tl.constexpr, TAIL1: tl.constexpr, UNIT0: tl.constexpr, UNIT1: tl.constexpr,
     RAGGED: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
     C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
-    PREFETCH: tl.constexpr, RELOAD: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, RELOAD: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T x splits x blocks of BH heads,), heads fastest, so that programs that share keys run together.
 
@@ -295,19 +309,36 @@ def attention(
     SPLIT: write to part, part_lse and part_max instead of out, lse and max_logits.
     counts: receives how many splits of tiles_per_split tiles each row has. A row of one split is then written to out,
     lse and max_logits.
+    GROUP: rows of a group. Above 1, BH rows of a program are BH / GROUP heads of each row of a group, which its first
+    row leads; programs of other rows return at once. requests, starts, known, tokens: of `kernels_groups.Groups`.
     """
     wait_prior_grid(PDL)
     D: tl.constexpr = NOPE + ROPE
-    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    HEADS: tl.constexpr = BH // GROUP
+    BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     SAME: tl.constexpr = SEGMENTS == 1 or (
         KIND0 == KIND1 and INTERLEAVED0 == INTERLEAVED1 and UNIT0 == UNIT1 and GROUP0 == GROUP1
         and CODING0 == CODING1 and TAIL0 == TAIL1
     )  # fmt: skip
     pid = tl.program_id(0)
-    head = (pid % BLOCKS) * BH + tl.arange(0, BH)
+    head = (pid % BLOCKS) * HEADS + tl.arange(0, BH) % HEADS
     split = (pid // BLOCKS) % splits
     token = (pid // (BLOCKS * splits)).to(tl.int64)
     live = head < H
+    own, skipped = split * 0, token * 0
+    if GROUP > 1:
+        leader = pid // (BLOCKS * splits)
+        groups = Groups(requests, starts, known, tokens)
+        group = group_of(groups, lens0, width0, index_stride0, leader, leader >= 0, GROUP, RAGGED)
+        if group.leads == 0:
+            return
+        member = tl.arange(0, BH) // HEADS
+        live &= member <= group.last
+        token = (leader + member).to(tl.int64)
+        sees0 = columns_in(lens0, leader + member, live, width0, index_stride0, RAGGED)
+        begins0, begins1, sees1 = group.own + member - sees0, sees0 * 0, sees0
+        if SEGMENTS == 2:
+            sees1 = columns_in(lens1, leader + member, live, width1, index_stride1, RAGGED)
     IN_TURN: tl.constexpr = KIND0 == keys.WORDS or KIND0 == keys.FP4_WORDS  # noqa: PLR1714 - a language without `in`
     left_column, right_column = keys.columns(C, IN_TURN)
 
@@ -323,12 +354,20 @@ def attention(
         q_right = tl.load(q_row[:, None] + right_column[None, :], mask=there, other=0.0).to(DT)
         acc_right = tl.zeros([BH, C], tl.float32)
 
-    row0, len0 = columns_of(rows0, lens0, token, width0, index_stride0, RAGGED)
+    if GROUP > 1:
+        row0, own = columns_of(rows0, lens0, leader.to(tl.int64), width0, index_stride0, RAGGED)
+        later, _ = columns_of(rows0, lens0, (leader + group.last).to(tl.int64), width0, index_stride0, RAGGED)
+        len0, skipped = group.columns, (later.to(tl.int64) - row0.to(tl.int64)) // 4 - group.later
+    else:
+        row0, len0 = columns_of(rows0, lens0, token, width0, index_stride0, RAGGED)
     first_tiles = tl.cdiv(len0, N)
     tiles = first_tiles
     row1, len1 = row0, len0
     if SEGMENTS == 2:
-        row1, len1 = columns_of(rows1, lens1, token, width1, index_stride1, RAGGED)
+        if GROUP > 1:
+            row1, len1 = columns_of(rows1, lens1, (leader + group.last).to(tl.int64), width1, index_stride1, RAGGED)
+        else:
+            row1, len1 = columns_of(rows1, lens1, token, width1, index_stride1, RAGGED)
         tiles += tl.cdiv(len1, N)
     if counts is not None:
         row_splits = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
@@ -357,12 +396,12 @@ def attention(
                 end = tl.minimum(last, first_tiles)
             else:
                 begin, end = tl.maximum(first, first_tiles), last
-        slot = load_slots(begin, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+        slot = load_slots(begin, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP)
         if WORDS and PREFETCH:
             ok, x0, x1, x2, x3, rope, low, high = fetch(
                 begin, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
             )
-            slot = load_slots(begin + 1, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+            slot = load_slots(begin + 1, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP)
         for tile in tl.range(begin, end):
             inside = tile < first_tiles
             fnuz = FNUZ0 if FNUZ0 == FNUZ1 else inside == FNUZ0
@@ -374,7 +413,9 @@ def attention(
                     ok, x0, x1, x2, x3, rope, low, high = fetch(
                         tile, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
                     )
-                    slot = load_slots(tile + 1, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+                    slot = load_slots(
+                        tile + 1, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP
+                    )
                 here = ok
                 left, right = keys.unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N, DT, ASM)
                 if PREFETCH:
@@ -417,7 +458,7 @@ def attention(
                         slot, here, FNUZ1, segment, once - 1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1,
                         CODING1, TAIL1, C, PIECES, N, DT, ASM,
                     )  # fmt: skip
-                slot = load_slots(tile + 1, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+                slot = load_slots(tile + 1, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP)
             if RELOAD and WORDS:
                 z = product_in_halves(again, left_column, live, left, z, D, N, C, DT)
                 if PIECES == 2:
@@ -427,8 +468,15 @@ def attention(
                 if PIECES == 2:
                     z = product(q_right, tl.trans(right), z, once, CHAINED)
             if WORDS and PREFETCH:
-                slot = load_slots(tile + 2, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
-            z = tl.where(here[None, :], z * (scale * LOG2E), -float("inf"))
+                slot = load_slots(tile + 2, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP)
+            seen = here[None, :]
+            if GROUP > 1:
+                # of the union's columns each row sees some in a row
+                column = chosen(inside, tile, tile - first_tiles, SEGMENTS) * N + tl.arange(0, N)
+                begins, sees = chosen(inside, begins0, begins1, SEGMENTS), chosen(inside, sees0, sees1, SEGMENTS)
+                since = column[None, :] - begins[:, None]
+                seen = seen & (since >= 0) & (since < sees[:, None])
+            z = tl.where(seen, z * (scale * LOG2E), -float("inf"))
             grown = tl.maximum(largest, tl.max(z, 1))
             shrink = tl.exp2(largest - grown)
             p = tl.exp2(z - grown[:, None])

@@ -35,7 +35,7 @@ from dsv4attn.core.cache.layout import Arrangement, Coding, Fp8Format, KVCacheLa
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Run
 from dsv4attn.core.memory.workspace import ALIGNMENT
-from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
 
 __all__ = [
@@ -45,6 +45,9 @@ __all__ = [
     "constants",
     "fixed_scratch",
     "fixed_splits",
+    "group_of",
+    "group_of_call",
+    "power_of_two",
     "prepare",
     "prepare_fixed",
     "scratch",
@@ -55,6 +58,12 @@ __all__ = [
 
 MOST_SLOTS = 2**31
 """Slots of a cache that indices in int32 can name."""
+MOST_ROWS = 8
+"""Rows of a group."""
+SHARING_HEADS = 16
+"""Fewest heads of window-only layers whose rows are computed in groups. 64 requests of 4 tokens with groups and without
+(H200, torch 2.11, Triton 3.6, 2026-11-28): 21.7 us and 20.8 with 8 heads, 20.3 and 22.7 with 16, 23.3 and 30.7 with
+32."""
 
 
 _BY_WORD = {
@@ -137,8 +146,8 @@ class Shape:
 
 
 @lru_cache(maxsize=256)
-def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
-    """Constants of `attention` except SPLIT."""
+def constants(shape: Shape, tuning: Tuning, group: int = 1) -> dict[str, Any]:
+    """Constants of `attention` except SPLIT. group: as GROUP there."""
     width = padded(shape.nope + shape.rope)
     pieces = 1 if width <= 256 else 2
     first, second = shape.segments[0], shape.segments[-1]
@@ -148,7 +157,7 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
     if tuning.reload and not words:
         first, second = first.by_byte, second.by_byte
     exact = torch.float32 in (shape.dtype, first.dtype, second.dtype)
-    block = min(tuning.heads, padded(shape.heads))
+    block = min(tuning.heads, padded(shape.heads)) if group == 1 else padded(power_of_two(shape.heads) * group)
     return {
         "H": shape.heads,
         "NOPE": shape.nope,
@@ -173,7 +182,7 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
         "RAGGED": shape.ragged,
         "UNIT": shape.unit,
         # fp32 products take twice the memory and no matrix unit: smaller tiles
-        "BH": min(block, 16) if exact else block,
+        "BH": min(block, 16) if exact and group == 1 else block,
         "N": min(tuning.keys, 32) if exact else tuning.keys,
         "C": width // pieces,
         "PIECES": pieces,
@@ -184,7 +193,37 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
         "RELOAD": tuning.reload and not exact,
         "EXACT_CASTS": not INTERPRETED,
         "PDL": tuning.pdl and not INTERPRETED,
+        "GROUP": group,
     }
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def group_of(layer: LayerGeometry, most: int, tuning: Tuning, *, exact: bool = False) -> int:
+    """Largest number of rows of a group for requests of at most `most` rows; 1 if each row is by itself.
+
+    A program has no more rows of products than without groups. On c4a layers only windows are alike, which are few of
+    the keys. On window-only layers groups of few heads are no faster, see `SHARING_HEADS`.
+
+    exact: whether q or keys are fp32.
+    """
+    few = layer.kind is LayerKind.SWA and layer.num_heads < SHARING_HEADS
+    if layer.kind is LayerKind.CSA or few or most < 2:
+        return 1
+    rows, window = min(tuning.heads, 16) if exact else tuning.heads, 1 << layer.window.bit_length() >> 1
+    return max(min(power_of_two(most), MOST_ROWS, window, rows // power_of_two(layer.num_heads)), 1)
+
+
+def group_of_call(call: AttentionCall, tuning: Tuning) -> int:
+    """Rows of a group of a call: 1 unless requests have several rows, and rows fill the device without splits."""
+    rows = call.request_rows
+    if rows is None or call.scratch or isinstance(call.keys, GatheredKeys):
+        return 1
+    exact = torch.float32 in (call.q.dtype, *(segment.cache.layout.dtype for segment in call.keys))
+    return group_of(call.layer, rows.max_tokens, tuning, exact=exact) if rows.are_several else 1
 
 
 def _assembly(tuning: Tuning, segments: Sequence[Segment]) -> int:
@@ -269,6 +308,8 @@ def prepare_fixed(call: AttentionCall, tuning: Tuning, tiles_per_split: int) -> 
     As many rows are launched together as `call.scratch` has memory for.
     """
     tokens = call.q.shape[0]
+    # in a group a row's bits would depend on the rows that it is computed with
+    call = evolve(call, request_rows=None)
     if not call.scratch:
         return prepare(call, tuning)
     *parts, counts = call.scratch
@@ -314,16 +355,21 @@ def prepare(
     unit = min(wide_unit(tensor, *tensor.stride()[:2]) for tensor in (q, call.out))
     ragged = isinstance(index_rows(keys)[0], RaggedIndices)
     shape = Shape(heads, layer.nope_dim, layer.rope_dim, segments, q.dtype, unit, ragged)
-    chosen, results = constants(shape, tuning), result_strides(call, unit)
-    attention_constants, combine_constants = _launched(shape, tuning, split=part is not None)
+    group = group_of_call(call, tuning)
+    requests = starts = None
+    if group > 1 and call.request_rows is not None:
+        requests, starts = call.request_rows.token_to_req, call.request_rows.query_start_loc
+    chosen, results = constants(shape, tuning, group), result_strides(call, unit)
+    attention_constants, combine_constants = _launched(shape, tuning, split=part is not None, group=group)
     # a tile may be smaller than `tuning.keys`, and a split still has `tiles_per_split * tuning.keys` keys
-    cut = splits, tiles_per_split * tuning.keys // chosen["N"], 1, layer.scale, call.empty_lse
+    known = 0 if starts is None else starts.shape[0] - 1
+    cut = known, tokens, splits, tiles_per_split * tuning.keys // chosen["N"], 1, layer.scale, call.empty_lse
     strides = q.stride(0) // unit, q.stride(1) // unit, *results
     attention_launch = Launch(attention, attention_constants, (*strides, *numbers, *cut), _warps(chosen, tuning))
     positions, table = angles or (None, None)
     turns = (0, 0) if table is None else (table.stride(0), table.shape[0])
     combine = Launch(reduce, combine_constants, (*results, splits, *turns, call.empty_lse), tuning.reduce_warps)
-    programs = tokens * splits * -(-heads // chosen["BH"])
+    programs = tokens * splits * -(-heads // (chosen["BH"] // group))
     # with counts, a row of one split is not combined
     combining = 0 if part is None or (counts is not None and splits == 1) else tokens * heads
     window_indices, window_ends, compressed_indices, compressed_ends = index_tensors(keys)
@@ -340,6 +386,7 @@ def prepare(
             (
                 q, out, lse, top, attn_sink, part, part_lse, maxima, counts,
                 window, window_indices, window_ends, compressed, compressed_indices, compressed_ends,
+                requests, starts,
             ),
         )  # fmt: skip
         if combining:
@@ -349,9 +396,9 @@ def prepare(
 
 
 @lru_cache(maxsize=512)  # calls that differ in strides alone share what compiles
-def _launched(shape: Shape, tuning: Tuning, *, split: bool) -> tuple[Constants, Constants]:
+def _launched(shape: Shape, tuning: Tuning, *, split: bool, group: int = 1) -> tuple[Constants, Constants]:
     """Constants of both kernels' launches."""
-    chosen = constants(shape, tuning)
+    chosen = constants(shape, tuning, group)
     return Constants({**chosen, "SPLIT": split}), Constants(_reduce_constants(chosen, tuning))
 
 
@@ -373,18 +420,22 @@ def variants(
     lses: Sequence[bool],
     splits: Sequence[bool] = (False, True),
     counts: bool = False,
+    group: int = 1,
 ) -> Iterator[Variant]:
     """Every variant that `attend` can need with a shape, without the rotation.
 
     splits: whether rows are split.
     counts: whether splits have a fixed number of tiles, and are counted.
+    group: rows of a group, see `group_of`.
     """
-    chosen, reduced = constants(shape, tuning), _reduce_constants(constants(shape, tuning), tuning)
+    chosen = constants(shape, tuning, group)
+    reduced = _reduce_constants(chosen, tuning)
     caches = [segment.dtype for segment in shape.segments]
     for argument_types, split in product(call_types(shape.dtype, caches, sinks, lses), splits):
         absent = dict.fromkeys(("positions", "table"), "none")
         types = {**argument_types, **absent, **dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")}
         types["counts"] = "*i32" if split and counts else "none"
+        types |= dict.fromkeys(("requests", "starts"), "*i32" if group > 1 else "none")
         yield Variant.from_types(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
         if split:
             yield Variant.from_types(reduce, types, reduced, num_warps=tuning.reduce_warps)
