@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.attention.kernels_groups import Groups, group_of
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
@@ -24,22 +25,29 @@ def combine_parts(
     lse,  # [T, H] fp32, or None
     max_logits,  # [T, H] fp32, or None
     sink,  # [H] fp32, or None
+    requests,  # [T] int32, or None
+    starts,  # [known + 1] int32, or None
+    lens0,  # [T] int32, or None
     out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
-    empty_lse: tl.float32, by_program: tl.int32,
+    empty_lse: tl.float32, by_program: tl.int32, known: tl.int32, tokens: tl.int32, width0: tl.int32,
     H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (lines of table x sixteens of heads x 16 / R,). Rows that are whole are left as their attention wrote them.
 
     Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
     others are side 0 of theirs. by_program: whether programs of attention have a line of table each, or rows; see
     `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight, and those that lie next to
-    them in a part. N: parts that are loaded together.
+    them in a part. N: parts that are loaded together. GROUP: above 1 a row is a group of rows of the call, with HEADS
+    heads of each; requests, starts, known, tokens: of `kernels_groups.Groups`,
+    and lens0, width0 of the window.
     """
     tl.static_assert((R > 1) & (16 % R == 0))
-    BLOCKS: tl.constexpr = (H + 63) // 64
+    ALL: tl.constexpr = H if GROUP == 1 else GROUP * HEADS
+    BLOCKS: tl.constexpr = (ALL + 63) // 64
     PIECES: tl.constexpr = 16 // R
-    EACH: tl.constexpr = (H + 15) // 16 * PIECES
+    EACH: tl.constexpr = (ALL + 15) // 16 * PIECES
     pid = tl.program_id(0)
     line, sixteen, piece = pid // EACH, pid % EACH // PIECES, pid % PIECES
     # of each 16 columns and pair of heads, four eights of numbers in a row, of both heads
@@ -47,14 +55,16 @@ def combine_parts(
     first_head = sixteen * 16 + piece * (R // 2)
     head0 = first_head + eight % (2 * R) // 4
     head1 = head0 + 8
-    live0, live1, of_first = head0 < H, head1 < H, (number // 2 % 2 == 0)[None, :]
+    live0, live1, of_first = head0 < ALL, head1 < ALL, (number // 2 % 2 == 0)[None, :]
+    if GROUP > 1:
+        live0, live1 = live0 & (head0 % HEADS < H), live1 & (head1 % HEADS < H)
     if sink is not None:
-        bias0 = tl.load(sink + head0, mask=live0, other=0.0) * LOG2E
-        bias1 = tl.load(sink + head1, mask=live1, other=0.0) * LOG2E
+        bias0 = tl.load(sink + head0 % HEADS, mask=live0, other=0.0) * LOG2E
+        bias1 = tl.load(sink + head1 % HEADS, mask=live1, other=0.0) * LOG2E
     wait_then_launch_dependents(PDL)
     other, count = tl.load(table + line * 2), tl.load(table + line * 2 + 1)
     # of a program's heads the first is the lowest: if it is beyond the last, all are
-    if (count > 1) & (first_head < H):
+    if (count > 1) & (first_head < ALL):
         first, token = tl.where(by_program != 0, line, other), tl.where(by_program != 0, other, line).to(tl.int64)
         largest0 = tl.full([64 * R], NOTHING, tl.float32)
         total0 = tl.zeros([64 * R], tl.float32)
@@ -102,20 +112,32 @@ def combine_parts(
         factor0, factor1 = tl.where(total0 == 0.0, 0.0, 1.0 / whole0), tl.where(total1 == 0.0, 0.0, 1.0 / whole1)
         acc *= tl.where(of_first, factor0[:, None], factor1[:, None])
         once = (eight < 2 * R) & (eight % 4 == 0)
+        store0, store1, row0, row1 = once & live0, once & live1, token, token
+        if GROUP > 1:
+            groups = Groups(requests, starts, known, tokens)
+            leader = token.to(tl.int32)
+            end = group_of(groups, lens0, width0, token, leader, leader >= 0, GROUP, False).last
+            store0, store1 = store0 & (head0 // HEADS <= end), store1 & (head1 // HEADS <= end)
+            row0, row1 = token + head0 // HEADS, token + head1 // HEADS
+            head0, head1 = head0 % HEADS, head1 % HEADS
         if lse is not None:
-            at = lse + token * lse_token
             end0 = tl.where(total0 == 0.0, empty_lse, (largest0 + tl.log2(total0)) * LN2)
             end1 = tl.where(total1 == 0.0, empty_lse, (largest1 + tl.log2(total1)) * LN2)
-            tl.store(at + head0.to(tl.int64) * lse_head, end0, mask=once & live0)
-            tl.store(at + head1.to(tl.int64) * lse_head, end1, mask=once & live1)
+            tl.store(lse + row0 * lse_token + head0.to(tl.int64) * lse_head, end0, mask=store0)
+            tl.store(lse + row1 * lse_token + head1.to(tl.int64) * lse_head, end1, mask=store1)
         if max_logits is not None:
-            at = max_logits + token * max_token
-            tl.store(at + head0.to(tl.int64) * max_head, numerics.or_nan(top0, total0) * LN2, mask=once & live0)
-            tl.store(at + head1.to(tl.int64) * max_head, numerics.or_nan(top1, total1) * LN2, mask=once & live1)
+            at0 = max_logits + row0 * max_token + head0.to(tl.int64) * max_head
+            at1 = max_logits + row1 * max_token + head1.to(tl.int64) * max_head
+            tl.store(at0, numerics.or_nan(top0, total0) * LN2, mask=store0)
+            tl.store(at1, numerics.or_nan(top1, total1) * LN2, mask=store1)
         # heads before columns
         acc = tl.permute(tl.reshape(acc, (32, R // 2, 4, 2, 2, 2)), (4, 1, 0, 3, 2, 5))
         result = numerics.round_to(tl.reshape(acc, (R, 512)), out.dtype.element_ty, EXACT_CASTS)
         r, column = tl.arange(0, R), tl.arange(0, 512)
         row_head = first_head + r % (R // 2) + r // (R // 2) * 8
-        to = tl.multiple_of(out + (token * out_token + row_head.to(tl.int64) * out_head), 16)
-        tl.store(to[:, None] + column[None, :], result, mask=(row_head < H)[:, None] & (column < 512)[None, :])
+        live, row = row_head < ALL, token
+        if GROUP > 1:
+            live = live & (row_head % HEADS < H) & (row_head // HEADS <= end)
+            row, row_head = token + row_head // HEADS, row_head % HEADS
+        to = tl.multiple_of(out + (row * out_token + row_head.to(tl.int64) * out_head), 16)
+        tl.store(to[:, None] + column[None, :], result, mask=live[:, None] & (column < 512)[None, :])

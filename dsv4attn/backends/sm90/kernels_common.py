@@ -18,6 +18,7 @@ WIDE_L = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 LINE_L = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
 SHORT_L = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 """SHORT numbers in each of four warps, which add them up without waiting for each other."""
+FEW_L = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 ONE_L = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PIECE = gl.constexpr(32)
 """Columns of a part that are scaled together: powers of more take more registers than there are."""
@@ -91,11 +92,14 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def load_sink(sink, head0, H: gl.constexpr):
-    """[64] fp32: sinks of a block of heads, or None. Early, since nothing waits for them before `store_sink`."""
+def load_sink(sink, head0, H: gl.constexpr, HEADS: gl.constexpr = 64):
+    """[64] fp32: sinks of a block of heads, or None. Early, since nothing waits for them before `store_sink`.
+
+    HEADS: heads that follow each other before the first comes again, of the next row of a group.
+    """
     bias = None
     if sink is not None:
-        head = head0 + gl.arange(0, 64, layout=ONE_L)
+        head = head0 + gl.arange(0, 64, layout=ONE_L) % HEADS
         bias = gl.load(sink + head, mask=head < H, other=0.0)
     return bias
 

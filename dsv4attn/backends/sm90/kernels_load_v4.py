@@ -17,7 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_common import FLAT_S, ONE_L, halve
-from dsv4attn.backends.sm90.kernels_schedule import FP8_PAGES, NVFP4_PAGES, advance, begin, columns, page_of
+from dsv4attn.backends.sm90.kernels_schedule import (
+    FP8_PAGES,
+    NVFP4_PAGES,
+    advance,
+    begin,
+    columns,
+    page_of,
+    spread_over,
+)
 from dsv4attn.backends.sm90.ptx import codes, nibbles
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
@@ -214,9 +222,9 @@ def copy_indices(keys, chunk, walk, to):
 
     own: 64 or more if all count, 0 or less if none does.
     """
-    at, begins, end, inside = columns(keys, chunk, walk)
+    at, begins, end, inside, own, skipped = columns(keys, chunk, walk)
     column = begins + gl.arange(0, 64, layout=ONE_L)
-    copy_async(to, at + column, mask=column < end)
+    copy_async(to, spread_over(keys, at, column, own, skipped), mask=column < end)
     async_copy.commit_group()
     return end - begins, inside
 

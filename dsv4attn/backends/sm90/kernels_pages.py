@@ -55,11 +55,18 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     CODE_PAGES,
     NIBBLE_PAGES,
     TOLERANCE,
+    after,
+    clear_followers,
     clear_split,
+    differs,
     enter,
+    group_at,
     part_of,
+    seen_by,
     store_split,
+    tiles_here,
     tiles_of,
+    visible,
     write_sums,
 )
 
@@ -96,14 +103,23 @@ role of V4.1's records waits for them.
 
 
 @gluon.jit
-def load_q(query, q_s, t, tokens, H: gl.constexpr):
-    """Start to copy q of row t, zeros for heads and rows that are not there."""
-    head = query.head0 + here(gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_L)))
+def load_q(query, keys, q_s, t, group, tokens, H: gl.constexpr, HEADS: gl.constexpr):
+    """Start to copy q of row t, or of a group that it leads, zeros for heads and rows that are not there."""
     column = gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE_L))
-    row = query.q + t.to(gl.int64) * query.token
-    p = row + gl.expand_dims(head.to(gl.int64) * query.head, 1) + gl.expand_dims(column, 0)
+    within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_L)))
+    if keys.groups is not None:
+        head = within % HEADS
+        at = t + within // HEADS
+        live = (within // HEADS <= group.last) & (head < H) & (t + within * 0 < tokens)
+        p = gl.expand_dims(query.q + at.to(gl.int64) * query.token + head.to(gl.int64) * query.head, 1)
+        p = p + gl.expand_dims(column, 0)
+    else:
+        head = query.head0 + within
+        live = (head < H) & (t < tokens)
+        row = query.q + t.to(gl.int64) * query.token
+        p = row + gl.expand_dims(head.to(gl.int64) * query.head, 1) + gl.expand_dims(column, 0)
     p = gl.multiple_of(p, [1, 16])
-    mask = gl.expand_dims((head < H) & (t < tokens), 1) & (gl.expand_dims(column, 0) < 128)
+    mask = gl.expand_dims(live, 1) & (gl.expand_dims(column, 0) < 128)
     for g in gl.static_range(4):
         copy_async(q_s.index(g), p + 128 * g, mask=mask)
     async_copy.commit_group()
@@ -116,21 +132,32 @@ def sums_of(p):
 
 
 @gluon.jit
-def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
+def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr, HEADS: gl.constexpr):
     """Products of q and keys, the softmax of each row, and the first 128 columns of its output."""
     program = gl.program_id(0)
-    load_q(query, smem.q, t, chunk.tokens, H)
+    group = t
+    if keys.groups is not None:
+        group = group_at(keys, t, t < chunk.tokens)
+    load_q(query, keys, smem.q, t, group, chunk.tokens, H, HEADS)
     clear_split(results.table, chunk)
+    clear_followers(keys, results.table, chunk)
     i = gl.to_tensor(0)
     j = gl.to_tensor(0)
     while (pos < chunk.hi) & (t < chunk.tokens):
-        n0, n1, first, last = enter(keys, chunk, t, pos)
+        if keys.groups is not None:
+            n0, n1, first, last = tiles_here(keys, chunk, t, pos, group)
+        else:
+            n0, n1, first, last = enter(keys, chunk, t, pos)
         n = tiles_of(keys, n0, n1)
         mbarrier.wait(smem.n_empty.index(0), (j & 1) ^ 1)
         smem.note.store(single(last - first, gl.int32))
         async_copy.wait_group(0)
         fence_async_shared()
         mbarrier.arrive(smem.n_full.index(0), count=1)
+        live = None
+        if keys.groups is not None:
+            row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L))
+            live, begins, sees, entries, all_see = seen_by(keys, t, group, row, H, HEADS)
         largest = gl.full([64], NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES_L))
         reference = largest
         sums = sums_of(gl.zeros([64, 64], gl.float32, layout=SCORES_L))
@@ -150,6 +177,10 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             s = warpgroup_mma(smem.q.index(zero + 3), smem.k3.index(b).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(0, [s])
             z = s * (query.scale * LOG2E) + gl.expand_dims(bias, 0)
+            if keys.groups is not None:  # noqa: SIM102 - a constant, and a value
+                if differs(k, n0, all_see):
+                    column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES_L))
+                    z = gl.where(visible(column, k, n0, begins, sees, entries), z, -float("inf"))
             most = gl.max(z, 1)
             moved = gl.where(most > reference + TOLERANCE, most, reference)
             shrink = gl.exp2(reference - moved)
@@ -173,6 +204,9 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         whole = (first == 0) & (last == n)
         side = part_of(chunk, program, pos)
         factor = normalized(results.sink, smem.sink, total, reference, whole)
+        if keys.groups is not None:
+            # the sign says that a row is not of the group, and nothing is to be written
+            factor = gl.where(live, factor, -1.0)
         mbarrier.wait(smem.f_empty.index(0), (j & 1) ^ 1)
         smem.factor.store(factor)
         place = t.to(gl.int64) * results.out_token + query.head0 * results.out_head
@@ -180,15 +214,19 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             place = -1 - side.to(gl.int64) * (64 * 512)
         smem.where.store(single(place, gl.int64))
         mbarrier.arrive(smem.f_full.index(0), count=1)
-        load_q(query, smem.q, t + 1, chunk.tokens, H)
+        following, group = after(keys, t, group)
+        load_q(query, keys, smem.q, following, group, chunk.tokens, H, HEADS)
         result = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_L)), 1)
-        write_columns(results, result, place, 0, H)
+        kept = None
+        if keys.groups is not None:
+            kept = gl.convert_layout(factor, gl.SliceLayout(1, STORE_L))
+        write_columns(results, result, place, 0, H, HEADS, kept)
         within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
-        write_sums(results, t, whole, side, total, reference, largest, query.head0, within, H)
+        write_sums(results, t, whole, side, total, reference, largest, query.head0, within, H, HEADS, live)
         if first == 0:
             store_split(results.table, chunk, t, pos, n)
         pos += gl.maximum(n, 1) + chunk.extra
-        t += 1
+        t = following
         j += 1
     launch_dependents(True)
     async_copy.wait_group(0)
@@ -198,23 +236,31 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
 
 
 @gluon.jit
-def write_columns(results, result, place, FIRST: gl.constexpr, H: gl.constexpr):
-    """128 columns of 64 heads, from FIRST on. place: of the first head in out, or -1 minus its offset in part."""
+def write_columns(results, result, place, FIRST: gl.constexpr, H: gl.constexpr, HEADS: gl.constexpr, kept):
+    """128 columns of 64 heads, from FIRST on. place: of the first head in out, or -1 minus its offset in part.
+
+    kept: None; or, of a group, [64], negative for rows of products that are not written. Each HEADS of them are a row.
+    """
     out = results.out
     if place >= 0:
         row = here(gl.arange(0, 64, layout=gl.SliceLayout(1, STORE_L)))
         column = FIRST + gl.arange(0, 128, layout=gl.SliceLayout(0, STORE_L))
         head0 = 0 if H <= 64 else (gl.program_id(0) % ((H + 63) // 64)) * 64
-        to = gl.multiple_of(out + place + row * results.out_head, [16])
+        live = head0 + row < H
+        offset = row * results.out_head
+        if kept is not None:
+            live = (kept < 0) == 0
+            offset = row % HEADS * results.out_head + row // HEADS * results.out_token
+        to = gl.multiple_of(out + place + offset, [16])
         wide = gl.convert_layout(result.to(out.dtype.element_ty), STORE_L)
-        mask = gl.expand_dims(head0 + row < H, 1) & (gl.expand_dims(column, 0) < 512)
+        mask = gl.expand_dims(live, 1) & (gl.expand_dims(column, 0) < 512)
         gl.store(gl.expand_dims(to, 1) + gl.expand_dims(column, 0), wide, mask=mask)
     else:
         write_part(results, result, -1 - place, FIRST, 128)
 
 
 @gluon.jit
-def values(results, smem, H: gl.constexpr):
+def values(results, smem, H: gl.constexpr, HEADS: gl.constexpr, GROUPED: gl.constexpr):
     """The last 384 columns of the output."""
     i = gl.to_tensor(0)
     j = gl.to_tensor(0)
@@ -243,11 +289,14 @@ def values(results, smem, H: gl.constexpr):
         mbarrier.wait(smem.f_full.index(0), j & 1)
         factor = smem.factor.load(gl.SliceLayout(1, OUT_L))
         place = scalar(smem.where)
+        kept = None
+        if GROUPED:
+            kept = smem.factor.load(gl.SliceLayout(1, STORE_L))
         mbarrier.arrive(smem.f_empty.index(0), count=1)
         by = gl.expand_dims(factor, 1)
-        write_columns(results, b_acc * by, place, 128, H)
-        write_columns(results, c_acc * by, place, 256, H)
-        write_columns(results, d_acc * by, place, 384, H)
+        write_columns(results, b_acc * by, place, 128, H, HEADS, kept)
+        write_columns(results, c_acc * by, place, 256, H, HEADS, kept)
+        write_columns(results, d_acc * by, place, 384, H, HEADS, kept)
         j += 1
         mbarrier.wait(smem.n_full.index(0), j & 1)
         count = scalar(smem.note)
@@ -257,12 +306,13 @@ def values(results, smem, H: gl.constexpr):
 @gluon.jit
 def attend_pages(
     query, keys, results, bias, chunk, t, pos, count, KIND: gl.constexpr, INTERLEAVED: gl.constexpr,
-    H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr, FETCH: gl.constexpr,
+    H: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr, FETCH: gl.constexpr,
 ):  # fmt: skip
     """Attend a chunk of count tiles, whose first row is t, at pos of the line. bias: of `load_sink`.
 
     VALUES, PRODUCE, FETCH: registers of roles.
     """
+    GROUPED: gl.constexpr = keys.groups is not None
     CODED: gl.constexpr = (KIND == CODE_PAGES) | (KIND == NIBBLE_PAGES)
     if not CODED:
         raw, scales, indices, addresses = allocate_fetched(KIND)
@@ -289,8 +339,8 @@ def attend_pages(
     if not CODED:
         gl.warp_specialize(
             [
-                (scores, (query, keys, results, chunk, t, pos, smem, H)),
-                (values, (results, smem, H)),
+                (scores, (query, keys, results, chunk, t, pos, smem, H, HEADS)),
+                (values, (results, smem, H, HEADS, GROUPED)),
                 (decode, (count, smem, KIND)),
                 (fetch, (keys, chunk, t, pos, count, smem, KIND)),
             ],
@@ -300,8 +350,8 @@ def attend_pages(
     else:
         gl.warp_specialize(
             [
-                (scores, (query, keys, results, chunk, t, pos, smem, H)),
-                (values, (results, smem, H)),
+                (scores, (query, keys, results, chunk, t, pos, smem, H, HEADS)),
+                (values, (results, smem, H, HEADS, GROUPED)),
                 (produce_coded, (keys, chunk, t, pos, count, smem, KIND, INTERLEAVED)),
             ],
             worker_num_warps=[4, 8],

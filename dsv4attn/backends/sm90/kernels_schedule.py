@@ -11,6 +11,9 @@ do not, chunks are whole rows, or equal parts of a row, whenever that is not muc
 Where there are enough programs, each row has a chunk of its own as long as the longest row, unless that is longer than
 the chunks of split rows and what their parts cost.
 
+Rows of one request may be groups (`_triton.attention.kernels_groups`): then the first row of a group stands on the line
+for all of them, and the others take no place.
+
 Where bits must not depend on the batch, rows are not split: a row belongs to the program in whose chunk it begins.
 
 These are functions of plain Triton. Called from Gluon they are compiled as Gluon, so vectors come from the caller,
@@ -30,6 +33,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.attention.kernels_groups import group_of
 from dsv4attn.backends._triton.numerics import LN2
 
 FP8_PAGES = tl.constexpr(0)
@@ -47,6 +51,8 @@ MXFP4_PAGES = tl.constexpr(5)
 TILE = tl.constexpr(64)
 SHORT = tl.constexpr(128)
 """Most rows of a call whose lengths a program reads without a loop."""
+FEW = tl.constexpr(256)
+"""The same where rows may be groups, of which each takes several loads."""
 COST = tl.constexpr(2)
 """Tiles that take as long as what a program does once for a row."""
 PAIR_COST = tl.constexpr(4)
@@ -78,8 +84,12 @@ Entries = namedtuple("Entries", "requests table stride known columns")
 
 requests: [T] int32. table: [known, columns] int32, rows `stride` apart.
 """
-Keys = namedtuple("Keys", "first second paired")
-"""Both segments of a row; the second may be None. paired, a constant: tiles are attended in pairs, of one segment."""
+Keys = namedtuple("Keys", "first second paired groups four eight", defaults=(None, None, None))
+"""Both segments of a row; the second may be None. paired, a constant: tiles are attended in pairs, of one segment.
+
+groups: `kernels_groups.Groups`, or None, and each row is by itself. four, eight: None unless groups have up to 4 and 8
+rows; a number in a tuple would be no constant.
+"""
 Chunk = namedtuple("Chunk", "tokens parts lo hi length extra")
 """A program's chunk of the line, [lo, hi).
 
@@ -109,18 +119,118 @@ def cdiv(a, b):
 
 @triton.jit
 def lengths(keys, t, there):
-    """Columns of row t that count, in each segment; zeros where not there."""
+    """Columns of row t that count, in each segment; zeros where not there.
+
+    Of a group these are the columns of all its rows, in the place of its first one. Others have no place: -64 and 0.
+    """
     first, second = keys.first, keys.second
-    n0 = tl.minimum(tl.maximum(tl.load(first.lens + t, mask=there, other=0), 0), first.width)
-    n1 = n0 * 0
-    if second is not None:
-        n1 = tl.minimum(tl.maximum(tl.load(second.lens + t, mask=there, other=0), 0), second.width)
+    if keys.groups is not None:
+        group = group_at(keys, t, there)
+        n0 = tl.where(group.leads, group.columns, tl.where(there, -64, 0))
+        n1 = entries_of(keys, t + group.last, group.leads)
+    else:
+        n0 = tl.minimum(tl.maximum(tl.load(first.lens + t, mask=there, other=0), 0), first.width)
+        n1 = n0 * 0
+        if second is not None:
+            n1 = tl.minimum(tl.maximum(tl.load(second.lens + t, mask=there, other=0), 0), second.width)
     return n0, n1
 
 
 @triton.jit
+def lengths_once(keys, at, tokens, ONCE: tl.constexpr):
+    """`lengths` of all rows, where rows may be groups, which take many loads, and `at` has them all; else 0."""
+    n0, n1 = at * 0, at * 0
+    if keys.groups is not None:  # noqa: SIM102 - two constants of different kinds
+        if ONCE:
+            n0, n1 = lengths(keys, at, at < tokens)
+    return n0, n1
+
+
+@triton.jit
+def lengths_again(keys, t, there, kept0, kept1, ONCE: tl.constexpr):
+    """`lengths`, or what `lengths_once` has of it."""
+    if keys.groups is not None:
+        if ONCE:
+            n0, n1 = kept0, kept1
+        else:
+            n0, n1 = lengths(keys, t, there)
+    else:
+        n0, n1 = lengths(keys, t, there)
+    return n0, n1
+
+
+@triton.jit
+def group_at(keys, t, there):
+    """`Group` that row t leads."""
+    G: tl.constexpr = 8 if keys.eight is not None else 4 if keys.four is not None else 2
+    first = keys.first
+    return group_of(keys.groups, first.lens, first.width, first.stride, t, there, G, False)
+
+
+@triton.jit
+def entries_of(keys, t, there):
+    """Columns of row t that count in the second segment, 0 where not there."""
+    second = keys.second
+    n = t * 0
+    if second is not None:
+        n = tl.minimum(tl.maximum(tl.load(second.lens + t, mask=there, other=0), 0), second.width)
+    return n
+
+
+@triton.jit
+def after(keys, t, group):
+    """The row after row t that has a place on the line, and its `Group`. group: of row t, or anything."""
+    if keys.groups is not None:
+        t += group.last + 1
+        group = group_at(keys, t, t < keys.groups.rows)
+    else:
+        t += 1
+    return t, group
+
+
+@triton.jit
+def seen_by(keys, t, group, row, H: tl.constexpr, HEADS: tl.constexpr):
+    """What rows of products see of a group, which row t leads, as (live, begins, sees, entries, all_see).
+
+    row: [64], heads of a row of the call after each other, HEADS of each. live: which of them exist. They see `sees`
+    columns of the window from `begins` on, and the first `entries` entries. all_see: what all that exist see, the first
+    column of the window and the one after the last, and the number of entries.
+    """
+    number = row // HEADS
+    live = (number <= group.last) & (row % HEADS < H) & (t + row * 0 < keys.groups.rows)
+    first = keys.first
+    sees = tl.minimum(tl.maximum(tl.load(first.lens + t + number, mask=live, other=0), 0), first.width)
+    begins, entries = group.own + number - sees, entries_of(keys, t + number, live)
+    first_column = tl.max(tl.where(live, begins, 0), 0)
+    end = tl.min(tl.where(live, begins + sees, _MOST_TILES), 0)
+    return live, begins, sees, entries, (first_column, end, tl.min(tl.where(live, entries, _MOST_TILES), 0))
+
+
+@triton.jit
+def differs(k, n0, all_see):
+    """Whether rows of products may differ in the keys of tile k of a group that they see; see `seen_by`."""
+    before = _tiles(n0)
+    first_column, end, entries = all_see
+    of_window = (k * TILE < first_column) | (k * TILE + TILE > end)
+    return ((k < before) & of_window) | ((k >= before) & ((k - before) * TILE + TILE > entries))
+
+
+@triton.jit
+def visible(column, k, n0, begins, sees, entries):
+    """[64, 64] bool: which keys of tile k of a group its rows of products see; see `seen_by`. column: 0 .. 64."""
+    before = _tiles(n0)
+    inside = k < before
+    first = tl.where(inside, begins - k * TILE, (before - k) * TILE)
+    since = tl.expand_dims(column, 0) - tl.expand_dims(first, 1)
+    return (since >= 0) & (since < tl.expand_dims(tl.where(inside, sees, entries), 1))
+
+
+@triton.jit
 def tiles_of(keys, n0, n1):
-    """Tiles of a row, of which a segment without columns has none. The last of a pair may be without columns."""
+    """Tiles of a row, of which a segment without columns has none. The last of a pair may be without columns.
+
+    Of a row without a place: -1.
+    """
     n = _tiles(n0) + _tiles(n1)
     if keys.paired:
         n += n & 1
@@ -131,7 +241,10 @@ def tiles_of(keys, n0, n1):
 def room_of(keys, n):
     """What a row of n tiles takes of the line, besides `Chunk.extra`."""
     least: tl.constexpr = 2 if keys.paired else 1
-    return tl.maximum(n, least)
+    room = tl.maximum(n, least)
+    if keys.groups is not None:
+        room = tl.where(n < 0, 0, room)
+    return room
 
 
 @triton.jit
@@ -154,15 +267,21 @@ def share(
     zero = tokens * 0
     odd: tl.constexpr = 1 if keys.paired else 0
     cost: tl.constexpr = PAIR_COST if keys.paired else COST
-    work, longest, shortest = zero, zero, zero + _MOST_TILES
+    work, longest, shortest, places = zero, zero, zero + _MOST_TILES, zero
+    kept0, kept1 = lengths_once(keys, at, tokens, ONCE)
     for base in range(0, end_of_rows, BT):
         t = base + at
         there = t < tokens
-        n0, n1 = lengths(keys, t, there)
+        n0, n1 = lengths_again(keys, t, there, kept0, kept1, ONCE)
         m = room_of(keys, tiles_of(keys, n0, n1))
         work += tl.sum(tl.where(there, m, 0), 0)
         longest = tl.maximum(longest, tl.max(tl.where(there, m, 0), 0))
+        if keys.groups is not None:
+            places += tl.sum((there & (m > 0)).to(tl.int32), 0)
+            there = there & (m > 0)
         shortest = tl.minimum(shortest, tl.min(tl.where(there, m, _MOST_TILES), 0))
+    if keys.groups is None:
+        places = tokens
     even = tl.maximum(cdiv(work, parts), least)
     rows = cdiv(even, longest) * longest
     pieces = cdiv(longest, tl.maximum(longest // even, 1))
@@ -170,11 +289,11 @@ def share(
     aligned = tl.where(even >= longest, rows, pieces)
     uniform = (longest == shortest) & (aligned <= even + even // 16 + cost)
     extra = tl.where(uniform, 0, cost)
-    length = tl.maximum(cdiv(work + cost * tokens, parts), least)
+    length = tl.maximum(cdiv(work + cost * places, parts), least)
     length = tl.where(uniform, aligned, length + (length & odd))
-    whole = tokens <= parts
+    whole = places <= parts
     if not WHOLE_ROWS:
-        whole = whole & ((longest - length) * parts <= SPLIT * tokens)
+        whole = whole & ((longest - length) * parts <= SPLIT * places)
     length = tl.where(whole, longest, length)
     lo = part * length
     hi = lo + length
@@ -182,9 +301,11 @@ def share(
     for base in range(0, end_of_rows, BT):
         t = base + at
         there = t < tokens
-        n0, n1 = lengths(keys, t, there)
+        n0, n1 = lengths_again(keys, t, there, kept0, kept1, ONCE)
         n = tiles_of(keys, n0, n1)
         m = tl.where(there, tl.where(whole, length, room_of(keys, n) + extra), 0)
+        if keys.groups is not None:
+            m = tl.where(n < 0, 0, m)
         end = before + tl.cumsum(m, 0)
         start = end - m
         done = there & (start < lo) if WHOLE_ROWS else there & (end - tl.where(whole, 0, extra) <= lo)
@@ -201,6 +322,11 @@ def share(
     if WHOLE_ROWS:
         lo, hi = pos, pos + of_chunk
     chunk = Chunk(tokens, parts, lo, hi, length, tl.where(whole, _MOST_TILES, extra))
+    if keys.groups is not None:
+        leads = group_at(keys, first, first < tokens).leads
+        while (leads == 0) & (first < tokens):
+            first += 1
+            leads = group_at(keys, first, first < tokens).leads
     return chunk, first, pos, count
 
 
@@ -219,16 +345,27 @@ def begin(keys, chunk, t, pos):
     """The first tile of a chunk, whose first row is t, as a walk: (t, pos, n0, n1, k, last).
 
     k: a tile of row t, which begins at pos of the line and has lengths n0 and n1. last: one after its last tile here.
+    Of a group there are also (own, later, end): see `Group`, of which end is the last row.
     """
-    n0, n1, k, last = enter(keys, chunk, t, pos)
-    return _settle(keys, chunk, t, pos, n0, n1, k, last)
+    if keys.groups is not None:
+        group = group_at(keys, t, t < chunk.tokens)
+        walk = _settle_group(keys, chunk, _enter_group(keys, chunk, t, pos, group))
+    else:
+        n0, n1, k, last = enter(keys, chunk, t, pos)
+        walk = _settle(keys, chunk, t, pos, n0, n1, k, last)
+    return walk
 
 
 @triton.jit
 def advance(keys, chunk, walk):
     """The next tile of a walk over a chunk, maybe of a later row."""
-    t, pos, n0, n1, k, last = walk
-    return _settle(keys, chunk, t, pos, n0, n1, k + 1, last)
+    if keys.groups is not None:
+        t, pos, n0, n1, k, last, own, later, end = walk
+        walk = _settle_group(keys, chunk, (t, pos, n0, n1, k + 1, last, own, later, end))
+    else:
+        t, pos, n0, n1, k, last = walk
+        walk = _settle(keys, chunk, t, pos, n0, n1, k + 1, last)
+    return walk
 
 
 @triton.jit
@@ -246,33 +383,75 @@ def _settle(keys, chunk, t, pos, n0, n1, k, last):
 
 
 @triton.jit
+def tiles_here(keys, chunk, t, pos, group):
+    """As `enter`, of a group that is known."""
+    there = t < chunk.tokens
+    n0 = tl.where(there, group.columns, 0)
+    n1 = entries_of(keys, t + group.last, there)
+    return n0, n1, tl.maximum(chunk.lo - pos, 0), tl.minimum(chunk.hi - pos, tiles_of(keys, n0, n1))
+
+
+@triton.jit
+def _enter_group(keys, chunk, t, pos, group):
+    n0, n1, k, last = tiles_here(keys, chunk, t, pos, group)
+    return t, pos, n0, n1, k, last, group.own, group.later, group.last
+
+
+@triton.jit
+def _settle_group(keys, chunk, walk):
+    """As `_settle`."""
+    t, pos, n0, n1, k, last, own, later, end = walk
+    while (k >= last) & (t < chunk.tokens):
+        pos += room_of(keys, tiles_of(keys, n0, n1)) + chunk.extra
+        t += end + 1
+        t = tl.where(pos >= chunk.hi, chunk.tokens, t)
+        group = group_at(keys, t, t < chunk.tokens)
+        t, pos, n0, n1, k, last, own, later, end = _enter_group(keys, chunk, t, pos, group)
+    return t, pos, n0, n1, k, last, own, later, end
+
+
+@triton.jit
 def columns(keys, chunk, walk):
-    """Columns of a walk's tile as (at, column, end, inside): 64 from `column` on, of an index row at `at`.
+    """Columns of a walk's tile as (at, column, end, inside, own, skipped): 64 from `column` on, of an index row `at`.
 
     end: after the last column of the row that counts, 0 if the row is not there. inside: whether (1 or 0) the tile
-    belongs to the window.
+    belongs to the window. Of a group, columns from `own` on lie `skipped` numbers further, in its last row.
     """
-    t, _pos, n0, n1, k, _last = walk
+    t, n0, n1, k = walk[0], walk[2], walk[3], walk[4]
     first, second = keys.first, keys.second
     before = _tiles(n0)
     inside = (k < before).to(tl.int32)
+    other, own, skipped = t, n0, t.to(tl.int64) * 0
+    if keys.groups is not None:
+        own = tl.where(inside != 0, walk[6], n1)
+        skipped = walk[8].to(tl.int64) * first.stride - walk[7]
+        other = t + walk[8]
     at = first.rows + t.to(tl.int64) * first.stride
     column = k * TILE
     length = n0
     if second is not None:  # noqa: SIM102 - a constant, and a value
         if k >= before:
-            at = second.rows + t.to(tl.int64) * second.stride
+            at = second.rows + other.to(tl.int64) * second.stride
             column = (k - before) * TILE
             length = n1
-    return at, column, tl.where(t < chunk.tokens, length, 0), inside
+    return at, column, tl.where(t < chunk.tokens, length, 0), inside, own, skipped
+
+
+@triton.jit
+def spread_over(keys, at, column, own, skipped):
+    """Addresses of columns, as `columns` describes them."""
+    to = at + column
+    if keys.groups is not None:
+        to += tl.where(column >= own, skipped, 0)
+    return to
 
 
 @triton.jit
 def slots(keys, chunk, walk, row):
     """Indices of a walk's tile, -1 in columns that do not count, and `inside` of `columns`. row: 0 .. TILE."""
-    at, begins, end, inside = columns(keys, chunk, walk)
+    at, begins, end, inside, own, skipped = columns(keys, chunk, walk)
     column = begins + row
-    return tl.load(at + column, mask=column < end, other=-1), inside
+    return tl.load(spread_over(keys, at, column, own, skipped), mask=column < end, other=-1), inside
 
 
 @triton.jit
@@ -479,23 +658,43 @@ def clear_split(table, chunk):
 
 
 @triton.jit
-def write_sums(results, t, whole, side, total, reference, largest, head0, within, H: tl.constexpr):
+def clear_followers(keys, table, chunk):
+    """Where rows have lines of the table: store in this program's line that its row is not split, if it has no place.
+
+    No program walks over such a row.
+    """
+    if keys.groups is not None:  # noqa: SIM102 - a constant, and a value
+        if chunk.tokens <= chunk.parts:
+            t = chunk.lo // chunk.length
+            there = t < chunk.tokens
+            tl.store(table + t * 2 + 1, 0, mask=there & (group_at(keys, t, there).leads == 0))
+
+
+@triton.jit
+def write_sums(
+    results, t, whole, side, total, reference, largest, head0, within, H: tl.constexpr, ROWS: tl.constexpr = 64,
+    live=None,
+):  # fmt: skip
     """Write lse and the largest logit of row t of 64 heads; of a row that is split, those of its part at `side`.
 
     total: [64], sum of the weights relative to `reference`, which is of base 2, as `largest` is. within: 0 .. 64.
+    ROWS, live: of a group, heads of a row, and which of the 64 exist.
     """
     empty = total == 0.0
     if whole:
         head = head0 + within
+        token, there = t.to(tl.int64), head < H
+        if live is not None:
+            head, token, there = within % ROWS, (t + within // ROWS).to(tl.int64), live
         if results.lse is not None:
-            at = t.to(tl.int64) * results.lse_token + head.to(tl.int64) * results.lse_head
+            at = token * results.lse_token + head.to(tl.int64) * results.lse_head
             lse = results.lse + at
-            tl.store(lse, tl.where(empty, results.empty_lse, (reference + tl.log2(total)) * LN2), mask=head < H)
+            tl.store(lse, tl.where(empty, results.empty_lse, (reference + tl.log2(total)) * LN2), mask=there)
         if results.max_logits is not None:
-            at = t.to(tl.int64) * results.max_token + head.to(tl.int64) * results.max_head
+            at = token * results.max_token + head.to(tl.int64) * results.max_head
             top = results.max_logits + at
             # maxima pass over a NaN among logits, and the total of weights does not; a finite one adds nothing
-            tl.store(top, tl.where(empty, -float("inf"), largest * LN2 + total * 0.0), mask=head < H)
+            tl.store(top, tl.where(empty, -float("inf"), largest * LN2 + total * 0.0), mask=there)
     else:
         aside = side * 64 + within
         tl.store(results.part_lse + aside, tl.where(empty, -float("inf"), reference + tl.log2(total)))

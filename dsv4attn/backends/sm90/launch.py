@@ -12,7 +12,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.attention.launch import divider
+from dsv4attn.backends._triton.attention.launch import divider, group_of, power_of_two
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.compiling.variant import Variant
@@ -31,7 +31,7 @@ from dsv4attn.backends.sm90 import (
 )
 from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
-from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES, SHORT
+from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, FEW, NIBBLE_PAGES, SHORT
 from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat
 from dsv4attn.backends.sm90.tuning import (
     BF16_ROWS_ROLES,
@@ -44,6 +44,7 @@ from dsv4attn.backends.sm90.tuning import (
     TileSizes,
     WarpRoles,
     few_heads_sizes_of,
+    group_is_faster,
     is_small,
     tile_sizes_of,
 )
@@ -57,6 +58,7 @@ from dsv4attn.core.contract.backend import (
     EntryIndices,
     KeyForm,
     Phase,
+    RequestRows,
     Run,
 )
 from dsv4attn.core.contract.device import DeviceFacts
@@ -80,6 +82,10 @@ ROTATED = 64
 """Rotated dims of raw q."""
 FARTHEST = WIDE * 2**31
 """Smallest stride of pages or rows, in bytes, that the kernel's int32 strides cannot hold."""
+PAGES_TUNING = Tuning(heads=HEADS, keys=64)
+"""Sizes of a tile of the Gluon kernel on pages."""
+GROUP_SPILLS = 1024
+"""Bytes that a thread of the Gluon kernel may store and load for what is computed once for a group."""
 LINE = 1024
 """Rows whose lengths a program loads together when it computes its share of the tiles."""
 
@@ -203,14 +209,17 @@ class Sm90Backend(TritonBackend):
         if format_and_numbers is not None:
             kind, numbers = format_and_numbers
             decode = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
-            if sizes := self._few_heads_sizes(phase, kind, call):
+            group = self._group(kind, call.layer, call.request_rows) if decode else 1
+            requests = 0 if call.request_rows is None else call.request_rows.query_start_loc.shape[0] - 1
+            alone = group == 1 or not group_is_faster(heads, tokens, min(requests, tokens))
+            if alone and (sizes := self._few_heads_sizes(phase, kind, call)):
                 return few_heads.prepare(call, numbers, sizes)
-            if decode and (tiles := self._small_decode_tiles(kind, call)):
+            if decode and (tiles := self._small_decode_tiles(kind, call, group)):
                 return small_decode.prepare(call, kind, numbers, tiles)
             if not (
                 decode and self._may_use_shared_kernel(kind) and is_small(tokens, heads, sum(widths), multiprocessors())
             ):
-                return _prepare(call, kind, numbers, whole_rows=self.deterministic)
+                return _prepare(call, kind, numbers, whole_rows=self.deterministic, group=group)
         # the splits of the shared kernel, in the same memory
         shapes = [shape for shape, _ in super().scratch(phase, call.layer, tokens, sum(widths))]
         pairs = zip(call.scratch, shapes, strict=False)
@@ -248,12 +257,32 @@ class Sm90Backend(TritonBackend):
         """Whether `kernels_few_heads` may serve calls on V4's fp8 records."""
         return self._small == "auto" and not self.deterministic
 
-    def _small_decode_tiles(self, kind: KeyFormat, call: AttentionCall) -> TileSizes | None:
-        """Sizes of the programs of `kernels_small_decode`; None if it does not serve the decode."""
-        tokens, heads, _ = call.q.shape
-        widths = tuple(rows.width for rows in attention_launch.index_rows(call.keys))
+    def _group(self, kind: KeyFormat, layer: LayerGeometry, rows: RequestRows | None) -> int:
+        """Rows of a request that the Gluon kernel on pages computes together in a decode; 1 if each is by itself.
+
+        On window-only layers that was slower: 25 us and not 18 for 64 requests of 4 tokens of 8 heads (H200, torch
+        2.11, Triton 3.6, 2026-11-28).
+        """
+        if rows is None or not rows.are_several:
+            return 1
+        return self._largest_group(kind, layer, rows.max_tokens)
+
+    def _largest_group(self, kind: KeyFormat, layer: LayerGeometry, most: int) -> int:
+        """As `_group`, of requests of at most `most` rows."""
+        shares = kind.is_paged and layer.kind is LayerKind.HCA and not self.deterministic
+        return group_of(layer, most, PAGES_TUNING) if shares else 1
+
+    def _small_decode_tiles(self, kind: KeyFormat, call: AttentionCall, group: int = 1) -> TileSizes | None:
+        """Sizes of the programs of `kernels_small_decode`; None if it does not serve the decode.
+
+        group: rows that the Gluon kernel on pages would compute together.
+        """
+        (tokens, heads, _), requests = call.q.shape, call.request_rows
+        widths, groups = tuple(rows.width for rows in attention_launch.index_rows(call.keys)), None
+        if group > 1 and requests is not None:
+            groups = max(-(-tokens // group), min(requests.query_start_loc.shape[0] - 1, tokens))
         return (
-            tile_sizes_of(tokens, heads, widths, _programs(heads))
+            tile_sizes_of(tokens, heads, widths, _programs(heads), groups)
             if tokens and self._may_use_small_decode(kind)
             else None
         )
@@ -305,6 +334,9 @@ class Sm90Backend(TritonBackend):
                 sinks_and_lses: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
                 whole_rows = self.deterministic
                 yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, whole_rows=whole_rows)
+                group = self._largest_group(kind, layer, bounds.limits.decode_threshold)
+                if group > 1 and shared_variants == self._paged_variants:
+                    yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, group=group)
                 if self._may_use_small_decode(kind):
                     yield from small_decode.variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses)
                 if kind == PAGES and self._may_use_few_heads:
@@ -332,19 +364,23 @@ def _programs(heads: int) -> int:
     return max(multiprocessors() // blocks, 1) * blocks
 
 
-def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int], *, whole_rows: bool) -> Run:
+def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int], *, whole_rows: bool, group: int = 1) -> Run:
     """Prepare both launches: the Gluon kernel, which writes rows and parts of rows, and `combine_parts`.
 
     whole_rows: whether no row is split; then nothing is combined.
+    group: rows of a request that are computed together.
     """
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
     roles, raw = _warp_roles(kind, raw=call.raw_q is not None), call.raw_q
     segments = len(attention_launch.index_rows(keys))
-    short = _has_short(segments, kind) and tokens <= SHORT.value
+    short = tokens <= FEW.value if group > 1 else _has_short(segments, kind) and tokens <= SHORT.value
     constants, combining, programs_per_row = _constants(
-        segments, kind, heads, raw=raw is not None, short=short, whole_rows=whole_rows
+        segments, kind, heads, raw=raw is not None, short=short, whole_rows=whole_rows, group=group
     )
+    rows = call.request_rows if group > 1 else None
+    requests, starts = (None, None) if rows is None else (rows.token_to_req, rows.query_start_loc)
+    known = 0 if starts is None else starts.shape[0] - 1
     programs = _programs(heads)
     lines = min(tokens, programs // -(-heads // HEADS))
     results = attention_launch.result_strides(call)
@@ -355,9 +391,11 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int], *, wh
         positions, table = raw.positions, raw.cos_sin_cache
         rotation = table.stride(0), table.shape[0], raw.eps
     launch_attention = Launch(
-        attention, constants, (*q.stride()[:2], *results, *numbers, *rotation, tokens, roles.least, scale, empty_lse)
+        attention,
+        constants,
+        (*q.stride()[:2], *results, *numbers, *rotation, known, tokens, roles.least, scale, empty_lse),
     )
-    combine_numbers = *results, empty_lse, int(tokens > lines)
+    combine_numbers = *results, empty_lse, int(tokens > lines), known, tokens, numbers[0]
     combine = Launch(combine_parts, combining, combine_numbers, roles.warps)
     programs, combiners = programs if tokens else 0, 0 if whole_rows else lines * programs_per_row
     part, part_lse, part_max, splits = call.scratch
@@ -378,11 +416,12 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int], *, wh
             (
                 q, out, lse, top, attn_sink, part, part_powers, part_lse, maxima, splits,
                 window, window_indices, window_lens, compressed, compressed_indices, compressed_lens,
-                positions, table,
+                positions, table, requests, starts,
             ),
         )  # fmt: skip
         if combiners:
-            combine(combiners, (part, part_powers, part_lse, maxima, splits, out, lse, top, attn_sink))
+            results = part, part_powers, part_lse, maxima, splits, out, lse, top, attn_sink
+            combine(combiners, (*results, requests, starts, None if requests is None else window_lens))
 
     return run
 
@@ -411,22 +450,34 @@ def _has_short(segments: int, kind: KeyFormat) -> bool:
 
 @cache
 def _constants(
-    segments: int, kind: KeyFormat, heads: int, *, raw: bool = False, short: bool = False, whole_rows: bool = False
+    segments: int,
+    kind: KeyFormat,
+    heads: int,
+    *,
+    raw: bool = False,
+    short: bool = False,
+    whole_rows: bool = False,
+    group: int = 1,
 ) -> tuple[Constants, Constants, int]:
     """Constants of the Gluon kernel, constants of `combine_parts`, and programs of `combine_parts` for each row.
 
     raw: whether q is raw.
-    short: whether the call has at most SHORT tokens. Only where `_has_short` is true.
+    short: whether the call has at most SHORT tokens, with groups at most FEW. Without, only where `_has_short` is true.
     whole_rows: whether no row is split.
+    group: rows of a request that are computed together.
     """
     roles = _warp_roles(kind, raw=raw)
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads}
-    chosen |= {"BT": SHORT.value if short else LINE, "WHOLE_ROWS": whole_rows}
+    grouped = {"GROUP": group, "HEADS": HEADS if group == 1 else power_of_two(heads)}
+    few = SHORT.value if group == 1 else FEW.value
+    chosen |= {"BT": few if short else LINE, "WHOLE_ROWS": whole_rows, **grouped}
     if not INTERPRETED:
         chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "FETCH": roles.fetch, "PDL": uses_pdl("sm_90")}
     combining = {"H": heads, "R": roles.heads, "N": roles.parts, "EXACT_CASTS": not INTERPRETED}
     combining["PDL"] = uses_pdl("sm_90") and not INTERPRETED
-    return Constants(chosen), Constants(combining), -(-heads // 16) * (16 // roles.heads)
+    combining |= grouped if group > 1 else {"GROUP": 1, "HEADS": 1 << 16}
+    lines = heads if group == 1 else group * grouped["HEADS"]
+    return Constants(chosen), Constants(combining), -(-lines // 16) * (16 // roles.heads)
 
 
 def _is_wide(tensor: Tensor) -> bool:
@@ -502,20 +553,25 @@ def variants(
     lses: Sequence[bool],
     raw: bool = False,
     whole_rows: bool = False,
+    group: int = 1,
 ) -> Iterator[Variant]:
     """Every variant of these kernels that `forward_mqa` can need.
 
     raw: whether q is raw.
     whole_rows: whether no row is split; then nothing is combined.
+    group: rows of a request that are computed together.
     """
-    constants, combining, _ = _constants(segments, kind, heads, raw=raw, whole_rows=whole_rows)
-    has_short = _has_short(segments, kind)
-    short = [_constants(segments, kind, heads, short=True, whole_rows=whole_rows)[0]] if has_short else []
+    constants, combining, _ = _constants(segments, kind, heads, raw=raw, whole_rows=whole_rows, group=group)
+    has_short = group > 1 or _has_short(segments, kind)
+    short = [_constants(segments, kind, heads, short=True, whole_rows=whole_rows, group=group)[0]] if has_short else []
     angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
     for call_types in attention_launch.call_types(torch.bfloat16, caches, sinks, lses):
         types = call_types | {"part": "*fp16", "part_powers": "*u8", "part_lse": "*fp32"} | angles
+        types |= dict.fromkeys(("requests", "starts"), "*i32" if group > 1 else "none")
+        combine_types = types | {"lens0": types["requests"]}
         for call_constants in (constants, *short):
-            yield Variant.from_types(attention, types, call_constants)
+            # what rows of a group see stays in memory but for the tiles in which they differ
+            yield evolve(Variant.from_types(attention, types, call_constants), spills=GROUP_SPILLS if group > 1 else 0)
         if not whole_rows:
-            yield Variant.from_types(combine_parts, types, combining, num_warps=_warp_roles(kind).warps)
+            yield Variant.from_types(combine_parts, combine_types, combining, num_warps=_warp_roles(kind).warps)

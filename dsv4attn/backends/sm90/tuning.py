@@ -35,6 +35,7 @@ __all__ = [
     "combine_rounds_of",
     "few_heads_costs",
     "few_heads_sizes_of",
+    "group_is_faster",
     "in_one_launch",
     "is_listed",
     "is_small",
@@ -165,11 +166,14 @@ programs of each multiprocessor the partial results fill half of the memory that
 
 
 @lru_cache(maxsize=4096)
-def tile_sizes_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) -> TileSizes | None:
+def tile_sizes_of(
+    tokens: int, heads: int, widths: tuple[int, ...], units: int, groups: int | None = None
+) -> TileSizes | None:
     """The fastest sizes for a decode; None if all sizes give too many programs, or the Gluon kernel on pages is faster.
 
     widths: width of the index rows of each segment.
     units: number of multiprocessors.
+    groups: groups of rows that the Gluon kernel on pages would compute; None: each row is by itself there.
     Measured on an H200, torch 2.11, Triton 3.6, 2026-11-26: 97 decodes of 1 to 264 tokens, 8 to 128 heads and 128 to
     1,152 keys, on c128a layers the mean of rows of random lengths and of full ones. For 95 the choice is the fastest,
     for two it is at most 0.8 % slower.
@@ -181,6 +185,9 @@ def tile_sizes_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) 
         default=None,
     )
     pages = 19.3 + 0.134 * tiles + 0.0119 * tokens * -(-heads // 64) * tiles
+    if groups is not None:
+        # fitted to 64 groups of four rows, which took 50 us with 18 tiles, and 26 with 4
+        pages = 19.3 + 0.134 * tiles + 0.0276 * groups * tiles
     return best if best is not None and best.time(tokens, heads, widths, units) < pages else None
 
 
@@ -273,6 +280,18 @@ def few_heads_costs(heads: int) -> FewHeadsCosts | None:
 
 
 @lru_cache(maxsize=4096)
+def group_is_faster(heads: int, tokens: int, requests: int) -> bool:
+    """Whether groups of rows of a request are faster than `kernels_few_heads`, which attends each row by itself.
+
+    heads: query heads of a rank. tokens, requests: rows of the decode, and the requests that they belong to. On 64
+    requests of 4 rows and 1,152 keys groups took 50.2 and 50.4 us with 8 and 16 heads, and rows by themselves take 61.6
+    and 74.8 us (H200, torch 2.11, Triton 3.6, 2026-11-28, in two runs). Groups take that time with fewer rows too.
+    """
+    if heads > 16:
+        return True
+    return tokens >= (3.3 if heads <= 8 else 2.7) * requests
+
+
 def few_heads_sizes_of(
     tokens: int, heads: int, widths: tuple[int, ...], units: int, *, decode: bool, reads_entries: bool = False
 ) -> FewHeadsSizes | None:

@@ -1,0 +1,73 @@
+"""Rows of one request that Hopper's kernel on pages computes together; `_triton/attention/test_groups.py` has more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from dsv4attn.backends._triton.launching.runtime import observed
+from dsv4attn.backends.sm90.key_format import PAGES, ROWS
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.testing.random_step import StepFixture, step
+from tests.backends._triton.cache.caches import DEVICE
+
+FEW = ((126, 3), (0, 2), (300, 4, 1))
+"""An entry that is completed inside a step, a request that begins, a rejected draft."""
+
+
+def drafts(requests: Sequence[tuple[int, ...]], heads: int = 8, **changes: Any) -> StepFixture:
+    """A step of a c128a layer of V4, whose unused bytes are NaN."""
+    fields: dict[str, Any] = {"num_speculative_tokens": 3, "poison": 0xFF, "extra_rows": 2, "device": str(DEVICE)}
+    return step("c128a", *requests, heads=heads, **{**fields, **changes})
+
+
+def groups_in(backend: Sm90Backend, fixture: StepFixture) -> dict[str, int]:
+    """Check a step, and return the sizes of groups of its attention, by kernel."""
+    with observed() as seen:
+        fixture.check(backend)
+    forms = [form for form in seen if form.name in ("attention", "combine_parts")]
+    return {form.name: dict(form.constants)["GROUP"] for form in forms}
+
+
+def test_drafts_share_tiles_and_rows_are_split() -> None:
+    groups = groups_in(Sm90Backend(small="gluon"), drafts(FEW))
+
+    assert groups == {"attention": 4, "combine_parts": 4}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("heads", [3, 16, 32])
+@pytest.mark.parametrize("most", [1, 8])
+def test_so_they_do_with_other_heads_and_drafts(heads: int, most: int) -> None:
+    requests = [(1300, 9, 5), (126, 4), (520, 1)] if most == 8 else [(126, 2), (0, 1), (700, 2)]
+    fixture = drafts(requests, heads, num_speculative_tokens=most, pages_seed=3)
+
+    assert groups_in(Sm90Backend(small="gluon"), fixture)["attention"] == min(64 // heads if heads > 3 else 8, most + 1)
+
+
+def test_where_rows_are_computed_together() -> None:
+    layer, swa, c4a = (step(kind, (3, 2), heads=8).layer for kind in ("c128a", "swa", "c4a"))
+    backend, deterministic = Sm90Backend(), Sm90Backend(deterministic=True)
+
+    assert [backend._largest_group(PAGES, kind, 4) for kind in (layer, swa, c4a)] == [4, 1, 1]
+    assert backend._largest_group(ROWS, layer, 4) == deterministic._largest_group(PAGES, layer, 4) == 1
+    assert backend._largest_group(PAGES, evolve(layer, num_heads=64), 4) == 1
+
+
+@pytest.mark.parametrize("drafts_of_requests", [0, 3])
+def test_warm_up_has_the_forms_of_drafts_where_requests_may_have_them(drafts_of_requests: int) -> None:
+    limits = Limits(8, 64, 4096, num_speculative_tokens=drafts_of_requests)
+    geometry = evolve(ModelGeometry.preset("flash"), num_heads=8)
+    bounds = WarmupSpec.of(geometry, limits, layer_steps=False)
+    forms = list(Sm90Backend().kernel_variants(bounds, DeviceFacts.here_or_named("sm_90")))
+
+    sizes = {dict(form.constants).get("GROUP", 1) for form in forms if form.name == "attention"}
+    assert sizes == ({1, 4} if drafts_of_requests else {1})
+    assert LayerKind.HCA in {layer.kind for layer in bounds.layers}
