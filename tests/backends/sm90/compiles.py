@@ -60,6 +60,11 @@ def barest(heads: int) -> list[Variant]:
     return list(dict.fromkeys(bare_forms))
 
 
+def grouped(heads: int) -> list[Variant]:
+    """Forms for rows of one request that are computed together, on V4's fp8 records."""
+    return list(variants(2, PAGES, heads, sinks=(True,), lses=(True,), group=min(64 // heads, 8)))
+
+
 def planted(keys: str) -> list[str]:
     """Of the kernel of such keys: codes of the limits that a form breaks whose second role has few registers."""
     forms = [form for form in fullest(64) if form.name == "attention" and dict(form.types)["cache0"] == keys]
@@ -178,6 +183,8 @@ if __name__ == "__main__":
         results = few_heads_forms([*map(int, words[1:])])
     elif words[:1] == ["fullest"]:
         results = all_forms([*map(int, words[1:])], fullest)
+    elif words[:1] == ["grouped"]:
+        results = all_forms([*map(int, words[1:])], grouped)
     elif words[:1] == ["barest"]:
         results = all_forms([*map(int, words[1:])], barest)
     else:

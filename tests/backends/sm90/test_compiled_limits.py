@@ -84,6 +84,19 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         assert form["announced"] == 3 if paged else form["unfenced"] == 0
 
 
+@pytest.mark.slow
+def test_forms_for_groups_of_rows_keep_every_limit_but_that_they_spill_what_a_group_has() -> None:
+    forms = told_by(COMPILES, "grouped", "8", "32")
+
+    assert {name: form["reasons"] for name, form in forms.items() if form["reasons"]} == {}
+    attention = [form for name, form in forms.items() if name.startswith("attention")]
+    assert len(attention) == 4
+    for form in attention:
+        assert form["roles"] == [[*role] for role in V4_PAGES_ROLES.block]
+        assert (form["stored"], form["powers_stored"]) == (2 * 4 * 8, 4 * 8)
+        assert form["copied"] == [4, 8, 16]
+
+
 @pytest.mark.parametrize(
     ("records", "heads"),
     [

@@ -272,7 +272,7 @@ def test_scratch_is_what_its_bound_says_at_most() -> None:
 
 # mutants
 
-MASK = 'z = tl.where(here[None, :], z * (scale * LOG2E), -float("inf"))'
+MASK = 'z = tl.where(seen, z * (scale * LOG2E), -float("inf"))'
 MUTANTS = {
     "lengths ignored": ("attention", "tl.minimum(tl.maximum(count, 0), width)", "count * 0 + width"),
     "absent lanes are keys of zeros": ("attention", MASK, "z = z * (scale * LOG2E)"),
