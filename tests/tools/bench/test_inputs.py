@@ -13,10 +13,11 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.backend import Products
 from dsv4attn.core.contract.problem import CacheFacts
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.request_rows import check_request_rows
 from dsv4attn.errors import UnknownNameError
 from dsv4attn.testing import oracle
 from dsv4attn.tools.bench.accuracy import Error, error, limit
-from dsv4attn.tools.bench.attention_call import problem_of
+from dsv4attn.tools.bench.attention_call import problem_of, request_rows
 from dsv4attn.tools.bench.cases import (
     KERNELS,
     PAIRS,
@@ -226,3 +227,22 @@ def test_names_are_guessed_at() -> None:
     assert named("case", "pro_c4,flash_c4,pro_c4", list(PRESETS), []) == ["pro_c4", "flash_c4"]
     with pytest.raises(UnknownNameError, match="did you mean 'flash_c4'"):
         named("case", "flash_c5", list(PRESETS), [])
+
+
+@pytest.mark.parametrize("name", ["flash_c128", "flash_swa"])
+def test_decodes_with_drafts_have_requests_of_several_tokens_that_share_keys(name: str) -> None:
+    sizes = CaseSizes((2,), 8, 8, 8, 1, drafts=3)
+    (case,) = cases_of(["decode"], [name], sizes)
+    case = evolve(case, preset=evolve(case.preset, heads=2, topk=case.preset.topk and 24))
+
+    assert case.name == f"decode {name} b=2 drafts=3"
+    assert [count for _, count in case.requests] == [4, 4]
+    inputs, rows = make_inputs(case, CPU), request_rows(case, CPU)
+    assert rows is not None
+    assert (rows.token_to_req.tolist(), rows.query_start_loc.tolist(), rows.max_tokens) == (
+        [0] * 4 + [1] * 4,
+        [0, 4, 8],
+        4,
+    )
+    check_request_rows(rows, *(segment.slots for segment in inputs.segments))
+    assert request_rows(evolve(case, requests=((5, 1), (9, 1))), CPU) is None
