@@ -101,7 +101,7 @@ class RequestRows:
       n_t and n_u are their lengths. Row u does not begin at an earlier position than row t.
     - Entries of c128a layers: row t is the beginning of row u.
 
-    Of a row without a window nothing is promised about windows, and on c4a layers nothing about the selected entries.
+    Of a row with a window and one without nothing is promised, and on c4a layers nothing about the selected entries.
     Which rows share is decided by `token_to_req` alone; the other fields say where groups of rows best begin, and any
     values give right results. `core.torch_ops.request_rows` has the definition of groups, and checks the promise.
 

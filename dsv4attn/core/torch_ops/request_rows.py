@@ -46,8 +46,10 @@ def check_request_rows(request_rows: RequestRows, window: DenseIndices, entries:
     entries: slots of all visible entries of each row; None where nothing is promised of them.
     """
     request, most = request_rows.token_to_req, min(request_rows.max_tokens, _FARTHEST)
+    has_window = window.lens[: request.shape[0]] > 0
     for distance in range(1, min(most, request.shape[0])):
         same = (request[distance:] == request[:-distance]) & (request[distance:] >= 0)
+        same &= has_window[distance:] == has_window[:-distance]
         later = same.nonzero()[:, 0] + distance
         if not later.numel():
             continue

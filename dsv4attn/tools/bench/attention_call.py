@@ -78,8 +78,8 @@ def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable
     else:
         keys = [PagedKeys(segment.cache, f) for segment, f in zip(inputs.segments, formed, strict=True)]
         slots = [segment.cache.capacity for segment in inputs.segments]
-    rows = request_rows(inputs.case, q.device) if kernel == "decode" else None
-    call = AttentionCall(layer, q, keys, inputs.sink, out, None, views[len(ragged) :], request_rows=rows)
+    shared = request_rows(inputs.case, q.device) if kernel == "decode" else None
+    call = AttentionCall(layer, q, keys, inputs.sink, out, None, views[len(ragged) :], request_rows=shared)
     for dense, target, count in zip(lists, formed, slots, strict=True):
         if isinstance(target, RaggedIndices):
             steps.append(_packing(backend, dense, target, count))

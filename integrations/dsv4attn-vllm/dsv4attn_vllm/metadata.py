@@ -135,7 +135,7 @@ def window_of(step: SWAMetadata, window: int) -> DeepseekSparseSWAMetadata:
     rows = step.decode_swa_indices
     prefill_rows = rows.new_empty(0, 1, window) if step.prefill_swa_indices is None else step.prefill_swa_indices
     # what vLLM leaves out in a step without prefill is empty for dsv4attn
-    of_prefill: dict[str, Tensor] = {}
+    of_prefill: dict[str, Any] = {}
     for name in _OF_PREFILL:
         value, device = getattr(step, name), "cpu" if name.endswith("_cpu") else rows.device
         of_prefill[name] = torch.empty(0, dtype=torch.int32, device=device) if value is None else value
@@ -215,7 +215,7 @@ class CompressedBuilder(VariableDecodes, _CompressedBuilder):
             **self._c128a_rows(step),
         )
 
-    def _c128a_rows(self, base: Any) -> dict[str, Tensor | None]:  # noqa: ANN401 - vLLM's metadata
+    def _c128a_rows(self, base: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's metadata
         """Rows of c128a layers, which V4.1 does not have."""
         return {}
 
@@ -223,7 +223,7 @@ class CompressedBuilder(VariableDecodes, _CompressedBuilder):
 class CompressedMetadataBuilder(CompressedBuilder, sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
     """Builds `CompressedMetadata`."""
 
-    def _c128a_rows(self, base: Any) -> dict[str, Tensor | None]:  # noqa: ANN401 - vLLM's metadata
+    def _c128a_rows(self, base: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's metadata
         decode, prefill = base.c128a_global_decode_topk_indices, base.c128a_prefill_topk_indices
         if decode is not None and prefill is not None:
             # of one width; on some devices vLLM's decode rows are as wide as the buffer, and valid up to their lengths
