@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 
 from dsv4attn import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, LayerKind
+from dsv4attn.core.contract.backend import RequestRows
 from dsv4attn_vllm.guard import RefusedError
 
 if TYPE_CHECKING:
@@ -80,10 +81,15 @@ class Described:
 
 @dataclass
 class SWAMetadata(Described, sparse_swa.DeepseekSparseSWAMetadata):
-    """vLLM's window metadata. max_query_len, max_seq_len: most new tokens, and most tokens, of a request."""
+    """vLLM's window metadata.
+
+    max_query_len, max_seq_len: most new tokens, and most tokens, of a request.
+    decode_threshold: most new tokens of a decode request, in any step.
+    """
 
     max_query_len: int = 0
     max_seq_len: int = 0
+    decode_threshold: int = 1
 
 
 class Windows(VariableDecodes, _SWABuilder):
@@ -101,7 +107,8 @@ class Windows(VariableDecodes, _SWABuilder):
         base = super().build(common_prefix_len, common, fast_build, **options)
         # vLLM's length is an upper bound
         longest = min(common.max_seq_len, self.max_model_len)
-        return SWAMetadata(**vars(base), max_query_len=common.max_query_len, max_seq_len=longest, describe=self._window)
+        lens = {"max_query_len": common.max_query_len, "max_seq_len": longest}
+        return SWAMetadata(**vars(base), **lens, decode_threshold=self.decode_threshold, describe=self._window)
 
     def _window(self, step: SWAMetadata) -> DeepseekSparseSWAMetadata:
         return window_of(step, self.window_size)
@@ -158,8 +165,18 @@ def window_of(step: SWAMetadata, window: int) -> DeepseekSparseSWAMetadata:
         decode_swa_indices=rows,
         decode_swa_lens=step.decode_swa_lens,
         prefill_swa_indices=prefill_rows,
+        decode_requests=request_rows(step) if rows.shape[-1] == window else None,
         **of_prefill,
     )
+
+
+def request_rows(step: SWAMetadata) -> RequestRows | None:
+    """Which decode rows of a step are of one request: vLLM's kernels list keys as `RequestRows` promises.
+
+    Tokens of a draft block see each other, and promise nothing: their rows are wider than the window.
+    """
+    requests, starts = step.token_to_req_indices[: step.num_decode_tokens], step.query_start_loc[: step.num_decodes + 1]
+    return RequestRows(requests, starts, step.decode_threshold) if step.decode_threshold > 1 else None
 
 
 @dataclass
@@ -228,7 +245,12 @@ class CompressedMetadataBuilder(CompressedBuilder, sparse_mla.DeepseekV4SparseML
         if decode is not None and prefill is not None:
             # of one width; on some devices vLLM's decode rows are as wide as the buffer, and valid up to their lengths
             decode = decode[..., : prefill.shape[1]]
+        threshold, shared = self.reorder_batch_threshold or 1, None
+        if decode is not None and threshold > 1:
+            starts = base.query_start_loc[: base.num_reqs + 1]
+            shared = RequestRows(base.req_id_per_token[: decode.shape[0]], starts, threshold)
         return {
+            "decode_requests": shared,
             "c128a_global_decode_topk_indices": decode,
             "c128a_decode_topk_lens": base.c128a_decode_topk_lens,
             "c128a_prefill_topk_indices": prefill,

@@ -16,6 +16,8 @@ from models import V4, V41, draft_engine
 from vllm.forward_context import set_forward_context
 
 import dsv4attn as ds
+from dsv4attn.core.cache.selected_keys import DenseIndices
+from dsv4attn.core.torch_ops.request_rows import check_request_rows
 
 
 @pytest.fixture
@@ -43,6 +45,25 @@ def test_verification_of_drafts_is_what_own_builder_and_oracle_say(mtp: Engine) 
     for layer, out in zip(mtp.layers, outs, strict=True):
         assert torch.equal(mtp.of_own_builder(layer, requests, len(out)), out), layer.prefix
     mtp.check_rows(outs, requests, [0, 2, 4, 5])
+
+
+def test_rows_of_one_request_share_keys_as_vllm_lists_them(mtp: Engine) -> None:
+    work = [(mtp.request(tokens), count) for tokens, count in [(150, 3), (126, 3), (40, 1)]]
+    metadata, checked = mtp.describe(work), set()
+    for layer in mtp.layers:
+        swa, cache = metadata[layer.swa_cache_layer.prefix].dsv4attn, layer._geometry
+        rows = swa.decode_requests
+        assert (rows.token_to_req.tolist(), rows.max_tokens) == ([0, 0, 0, 1, 1, 1, 2], 3)
+        entries = None
+        if cache.kind is ds.LayerKind.HCA:
+            compressed = metadata[layer.prefix].dsv4attn
+            assert compressed.decode_requests.max_tokens == 3
+            slots = compressed.c128a_global_decode_topk_indices[:, 0]
+            entries = DenseIndices(slots, compressed.c128a_decode_topk_lens)
+            assert len(set(entries.lens[3:6].tolist())) == 2, "an entry is completed inside the step"
+        check_request_rows(rows, DenseIndices(swa.decode_swa_indices[:, 0], swa.decode_swa_lens), entries)
+        checked.add(cache.kind)
+    assert {ds.LayerKind.SWA, ds.LayerKind.HCA} <= checked
 
 
 def test_rejected_drafts_leave_nothing_behind(mtp: Engine) -> None:
