@@ -214,6 +214,6 @@ def test_checks_of_shapes_have_one_form_whatever_the_tokens() -> None:
     tensorspec._dims.cache_clear()
     for rows in range(1, 50):
         indptr, buffer = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(600, dtype=torch.int32)
-        copy_ragged_to_graph_buffers(buffer[:1], indptr, buffer, buffer.clone(), rows, 2)
+        copy_ragged_to_graph_buffers(buffer[:1].clone(), indptr, buffer, buffer.clone(), rows, 2)
 
     assert tensorspec._dims.cache_info().currsize < 5

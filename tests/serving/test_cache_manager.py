@@ -17,6 +17,7 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CacheManager
+from tests.backends.built_in import EVERYWHERE
 from tests.harness import FP32, SMALL, LayerStack, caches_unchanged
 
 REAL_RATIOS = attrs.evolve(SMALL, layers=((LayerKind.SWA, 1), (LayerKind.CSA, 4), (LayerKind.HCA, 128)), window=128)
@@ -158,7 +159,7 @@ def test_rows_that_are_missing_are_refused_before_anything_is_written() -> None:
                 layer(whole.hidden(0, 20), torch.arange(20))
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton", "rocm"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_manager_that_was_pickled_goes_on_with_its_sequences(backend: str) -> None:
     whole = LayerStack(load_backend(backend))
     hidden = whole.hidden(0, 24)

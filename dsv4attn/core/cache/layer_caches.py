@@ -41,10 +41,10 @@ class LayerCaches:
 
     swa: PagedKVCache
     compressed: PagedKVCache | None = None
+    # tensor, address, strides and bytes of the storage of each cache when `signed` was made
     places: ClassVar[Sequence[tuple[Any, int, tuple[int, ...], int]]]
-    """For `signed`: tensor, address, strides and bytes of the storage of each cache, as they were."""
+    # the last `signature`, which holds while `places` does; None: none was made yet
     signed: ClassVar[tuple[object, ...] | None]
-    """The last `signature`, which holds while `places` does; None: none was made yet."""
 
     def __attrs_post_init__(self) -> None:
         self._remember((), None)

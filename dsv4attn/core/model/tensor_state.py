@@ -37,7 +37,7 @@ class TensorState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a state belongs to no tensor: what was made of a tensor is made again of the tensor's copy."""
-        return TensorState, (torch.empty(0, device="cpu"),)
+        return TensorState, (torch.empty(0, dtype=torch.uint8, device="cpu"),)
 
     @property
     def tensor(self) -> Tensor | None:

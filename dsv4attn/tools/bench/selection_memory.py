@@ -80,8 +80,8 @@ def runs(ops: LayerOps, calls: Growing, device: torch.device) -> Iterator[None]:
     tokens, pages = calls.requests * calls.tokens, -(-calls.entries // _PAGE)
     layout, heads = KVCacheLayout.index_fp8(_DIM), 64 if calls.op == "select_topk" else 32
     cache = PagedKVCache.allocate(layout, calls.requests * pages, _PAGE, device)
-    q = torch.randn(tokens, heads, _DIM, device=device).to(torch.float8_e4m3fn)
-    query = IndexQuery(q, torch.randn(tokens, heads, device=device))
+    q = torch.randn(tokens, heads, _DIM, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    query = IndexQuery(q, torch.randn(tokens, heads, dtype=torch.float32, device=device))
     table = torch.arange(calls.requests * pages, dtype=torch.int32, device=device).view(calls.requests, pages)
     requests = torch.arange(tokens, dtype=torch.int32, device=device) // calls.tokens
     lens = torch.zeros(tokens, dtype=torch.int32, device=device)

@@ -23,7 +23,7 @@ from dsv4attn.backends.rocm.metadata import (
     DeepseekV4ROCMAiterSparseSWAMetadata,
 )
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.cache.selected_keys import RaggedIndices
+from dsv4attn.core.cache.selected_keys import RaggedIndices, RequestRows
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.contract.index_ops import IndexOp, IndexOps, index_op
@@ -165,6 +165,8 @@ def test_a_class_is_the_shared_one_and_more() -> None:
         assert shared is not None
         for f in attrs.fields(type(shared)):
             actual, expected = getattr(mine, f.name), getattr(shared, f.name)
+            if isinstance(expected, RequestRows):
+                actual, expected = actual.token_to_req, expected.token_to_req
             assert torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected, f.name
     assert plain.swa.decode_swa_ragged is None
     assert plain.compressed is not None

@@ -30,7 +30,8 @@ def read(outcome: Outcome) -> dict[str, object]:
 def foreseen() -> bool:
     """Whether the backend names the forms that selection can ask for, which are then compiled before the first step."""
     bounds, facts = bounds_of(geometry_of("flash"), "e4m3fn"), DeviceFacts.named("sm_90")
-    needed = {*index_logits.variants(), *index_select.variants(512), *group_select.variants(512, MOST_BY_GROUPS)}
+    longest = max(layer.entries(bounds.limits.max_model_len) for layer in bounds.layers if layer.topk == 512)
+    needed = {*index_logits.variants(), *index_select.variants(512), *group_select.variants(512, longest)}
     deterministic = {*Sm90Backend(deterministic=True).kernel_variants(bounds, facts)}
     return needed <= {*Sm90Backend().kernel_variants(bounds, facts)} and not needed & deterministic
 

@@ -167,11 +167,11 @@ def of_strides(tensor: Tensor, *strides: int, start: int = 0) -> Tensor:
     return torch.zeros(end, dtype=tensor.dtype).as_strided(tensor.shape, strides, start)
 
 
-# on a CPU the other backends launch what triton launches around attention
-MATRIX = [pytest.param(name, marks=pytest.mark.matrix) for name in triton_backends() if name not in ("triton", "rocm")]
+# on a CPU the other backends launch what the shared one launches around attention
+MATRIX = [pytest.param(name, marks=pytest.mark.matrix) for name in triton_backends() if name not in EVERYWHERE]
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton", "rocm", *MATRIX])
+@pytest.mark.parametrize("backend", [*EVERYWHERE, *MATRIX])
 def test_layers_refuse_other_strides_before_any_write_and_take_other_addresses(backend: str) -> None:
     """Decodes after steps that were prepared, and prefills, of layers of every kind, with each of their caches."""
     whole = LayerStack(load_backend(backend), limits=Limits(1, 32, 64), swa_block_size=4, compressed_block_tokens=16)

@@ -16,6 +16,7 @@ from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.cache.selected_keys import RequestRows
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.core.context_parallel.selection import select_among
@@ -111,6 +112,8 @@ def test_one_rank_has_what_a_builder_without_ranks_makes() -> None:
             mine, theirs = getattr(part, name), getattr(other, name)
             for attribute in attrs.fields(type(mine)) if mine is not None else ():
                 a, b = getattr(mine, attribute.name), getattr(theirs, attribute.name)
+                if isinstance(a, RequestRows):
+                    a, b = a.token_to_req, b.token_to_req
                 assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, attribute.name
 
 

@@ -31,6 +31,7 @@ from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.tolerances import F64, stored
+from tests.backends.built_in import EVERYWHERE, triton_backends
 from tests.core.attention.strategies import search
 from tests.core.layer.test_fork_search import STATE_SIZES, first_needed
 from tests.harness import FP32, SMALL, LayerStack
@@ -297,10 +298,14 @@ class Program:
                 cache.region("row")[pages, rows] = torch.nan
 
 
-OTHERS = [pytest.param(("reference", name), id=name, marks=pytest.mark.matrix) for name in ("sm90", "rocm", "xpu")]
+DEFINITION = EVERYWHERE[0]
+OTHERS = [
+    pytest.param((DEFINITION, name), id=name, marks=[pytest.mark.matrix] if name not in EVERYWHERE else [])
+    for name in triton_backends()
+]
 
 
-@pytest.mark.parametrize("backends", [pytest.param(("reference", "triton"), id="triton"), *OTHERS])
+@pytest.mark.parametrize("backends", OTHERS)
 @search(2)
 @given(st.randoms(use_true_random=False))
 def test_any_backends_in_turn_give_what_float64_gives(backends: tuple[str, ...], rng: random.Random) -> None:

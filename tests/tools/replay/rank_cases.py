@@ -20,7 +20,7 @@ __all__ = ["REPLAYS"]
 
 LENGTHS = ((1, 3), (90, 4), (33, 3))
 """Few steps, in which every rank owns entries, and an indexer leaves entries out in each step."""
-SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 32, "block_size": 4, "indexer": "real"}
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 32, "block_size": 4}
 
 
 class WrongPart(MeteredContext):

@@ -137,7 +137,7 @@ def latest(arch: str) -> Iterator[Variant]:
     yield from latents.latent_variants(512, 2, norms=(BF16,))
     for layout, norms in ((KVCacheLayout.v41_fp4(), (None,)), (KVCacheLayout.index_fp8(), (BF16,))):
         yield from latents.variants(layout, 2, 64, BF16, norms)
-    yield from candidates.variants(8)
+    yield from candidates.variants(8, 2048)
 
 
 CASES: dict[str, tuple[Callable[[str], Iterator[Variant]], ...]] = {

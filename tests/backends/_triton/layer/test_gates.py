@@ -27,7 +27,7 @@ FORMS = {
     "sm_90 turned": 4,
     "sm_90 of_few_rows": 2,
     "sm_100 selection": 4,
-    "sm_100 latest": 6,
+    "sm_100 latest": 5,
     "sm_120 streams": 3,
     "sm_120 native_codes": 1,
     "sm_120 multiplied": 1,
