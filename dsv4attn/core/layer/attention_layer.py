@@ -224,7 +224,7 @@ class DeepseekV4Attention:
         self._wo_a = (copies.scaled if keeps_codes else copies.dense)("wo_a", weights.wo_a)
         plain = partial(copies.plain, is_checked=True)
         self._q_norm, self._kv_norm = (plain(name, getattr(weights, name)) for name in ("q_norm", "kv_norm"))
-        return None if weights.attn_sink is None else plain("attn_sink", weights.attn_sink, torch.float32)
+        return None if weights.attn_sink is None else copies.plain("attn_sink", weights.attn_sink, torch.float32)
 
     @torch.inference_mode(mode=False)  # copies are written in and out of the mode
     @torch.no_grad()

@@ -193,6 +193,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Stored(
             f"{_V4}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder", "compress_ratio device model_config vllm_config"
         ),
+        Stored("vllm.v1.attention.backend:AttentionMetadataBuilder", "reorder_batch_threshold"),
         Stored(
             f"{_V4}.sparse_mla:DeepseekV4FlashMLAMetadata",
             "block_size block_table c128a_decode_topk_lens c128a_global_decode_topk_indices "
