@@ -228,7 +228,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("chosen", "least"),
     [
-        ("(call or insert or quantise) and not 1031", 50),
+        ("(decode or insert) and call and not 1031", 10),
         # half a minute; the large cases, a minute more, are run on the reference by `tests/testing/test_conform.py`
         pytest.param(
             "not requests and not keys and not million and not 1031 and not long", 150, marks=pytest.mark.slow

@@ -371,6 +371,7 @@ def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched() -> None:
 # NaN
 
 
+@pytest.mark.matrix
 def test_nan_stays_in_its_sequence() -> None:
     from tests.integrations.invariant import token_by_token
 

@@ -76,29 +76,14 @@ def large(case: Case) -> bool:
     return any(fnmatchcase(case.name, pattern) for pattern in LARGE)
 
 
-def sample(cases: Sequence[Case]) -> list[Case]:
-    """The first case of each area and set of clauses: every clause has a case among them."""
-    return [*{(case.area, case.clauses): case for case in reversed(cases) if not large(case)}.values()]
-
-
-def test_the_sample_of_the_default_run_has_every_clause() -> None:
-    clauses = {clause for case in CASES for clause in case.clauses}
-    assert {clause for case in sample(CASES) for clause in case.clauses} == clauses
-
-
 # on pages, and ragged, is what other backends' tests do too; tests/core holds every form against the oracle
 @pytest.mark.parametrize(
-    ("form", "part"),
-    [
-        ("gathered-dense", "sample"),
-        pytest.param("gathered-dense", "whole", marks=pytest.mark.matrix),
-        *(pytest.param(form, "whole", marks=pytest.mark.slow) for form in FORMS if form != "gathered-dense"),
-    ],
+    "form",
+    [pytest.param(form, marks=pytest.mark.matrix if form == "gathered-dense" else pytest.mark.slow) for form in FORMS],
 )
-def test_the_reference_keeps_the_contract_in_every_form(form: str, part: str) -> None:
+def test_the_reference_keeps_the_contract_in_every_form(form: str) -> None:
     options, patterns = FORMS[form]
     cases = [case for case in chosen(CASES, patterns) if not patterns or not large(case)]
-    cases = sample(cases) if part == "sample" else cases
     certificate = conform(Subject.named("reference", options=options), cases, chosen=patterns)
 
     assert [(o.case.name, o.message) for o in certificate.of("failed")] == []

@@ -265,7 +265,7 @@ def odd_call_agrees(seed: int, module: ModuleType = group_select) -> bool:
 
 @interpreted
 def test_odd_calls_are_selected_from_as_by_torch() -> None:
-    assert all(odd_call_agrees(seed) for seed in range(30))
+    assert all(odd_call_agrees(seed) for seed in range(12))
 
 
 @interpreted

@@ -93,7 +93,7 @@ def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, page
 
 @pytest.mark.parametrize(
     "kind",
-    [LayerKind.CSA, pytest.param(LayerKind.SWA, marks=pytest.mark.matrix)] if INTERPRETED else list(LayerKind),
+    [LayerKind.SWA, pytest.param(LayerKind.CSA, marks=pytest.mark.matrix)] if INTERPRETED else list(LayerKind),
 )
 def test_each_chunk_has_the_result_of_pages_or_of_rows(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a workspace that is locked at the plan of rows."""

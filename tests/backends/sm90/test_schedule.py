@@ -252,14 +252,14 @@ def test_rows_that_differ_are_shared_evenly_with_what_a_row_costs() -> None:
 
 def test_pairs_are_whole_and_shared_evenly() -> None:
     """Rows of one tile take as long as rows of two: a window that fills up costs what a full one does."""
-    lens = tuple(min(t + 1, 128) for t in range(400))
+    lens = tuple(min(t + 1, 128) for t in range(160))
     schedule = walked(Line((lens,), (128,), 7, paired=True))
 
     assert (schedule.table[:7, 1] == 1).all(), "no row is split"
-    assert max(schedule.chunks[:, 2]) == ceil(400 / 7)
-    uneven = tuple(max(1, 640 - 3 * t) for t in range(100))
+    assert max(schedule.chunks[:, 2]) == ceil(160 / 7)
+    uneven = tuple(max(1, 640 - 9 * t) for t in range(36))
     line = Line((uneven,), (640,), 7, paired=True)
-    assert longest_share(line) <= ceil((line.length + PAIR_EXTRA * 100) / 7) + 1
+    assert longest_share(line) <= ceil((line.length + PAIR_EXTRA * 36) / 7) + 1
     assert all(first % 2 == 0 for rows in walked(line).rows for _, first, _, _ in rows if first > 0)
 
 

@@ -135,10 +135,11 @@ SAMPLE = (
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not INTERPRETED, reason="on a device options are those of `dsv4attn conform`")
 @pytest.mark.parametrize(
     "options",
-    [{"tuning": "sm_90"}, pytest.param({"tuning": "default", "deterministic": True}, marks=pytest.mark.matrix)],
+    [{"tuning": "sm_90"}, {"tuning": "default", "deterministic": True}],
     ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
 )
 def test_the_options_keep_the_contract_too(options: dict[str, object]) -> None:

@@ -97,7 +97,7 @@ LATE = [(LAST, 1), (LAST - 127, 1), (2**20 - 3, 3), (LAST - 20, 21), (LAST - 130
         ("swa", LATE, -1),
         ("swa", LATE, 2**30),
         ("swa", LATE, 2**31 - 1),
-        ("c128a", [(2**20 - 3, 3), (LAST - 5, 6)], 2**30),
+        pytest.param("c128a", [(2**20 - 3, 3), (LAST - 5, 6)], 2**30, marks=pytest.mark.matrix),
     ],
     ids=["swa_freed", "swa_garbage", "swa_largest", "c128a_garbage"],
 )

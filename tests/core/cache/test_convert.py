@@ -172,7 +172,7 @@ def can_be_ocp(codes: NDArray[np.uint8], byte: int) -> bool:
     return any(np.isin(values * 2.0 ** (byte - other), known).all() for other in range(255))
 
 
-@examples(150)
+@examples(60)
 @given(seed=st.integers(0, 2**32), byte=st.integers(0, 254), large=st.booleans())
 def test_g20_between_dialects_a_key_stays_or_nothing_is_written(seed: int, byte: int, large: bool) -> None:
     codes = random_codes(seed)

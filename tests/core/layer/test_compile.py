@@ -175,7 +175,7 @@ def memory(layer: object) -> list[Tensor]:
     [
         pytest.param(False, "inductor", PREFILL_DECODE_PREFILL, marks=pytest.mark.matrix),
         (True, "aot_eager", PREFILL_DECODE_PREFILL),
-        (True, "inductor", TWO_PREFILLS),
+        pytest.param(True, "inductor", TWO_PREFILLS, marks=pytest.mark.matrix),
         pytest.param(True, "inductor", PREFILL_DECODE_PREFILL, marks=pytest.mark.matrix),
     ],
 )

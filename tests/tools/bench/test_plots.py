@@ -89,9 +89,7 @@ def drawn_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(name, marks=[pytest.mark.matrix] * (name in {"of many batches", "committed"})) for name in RUNS
-    ]
+    params=[pytest.param(name, marks=[pytest.mark.matrix] * (name != "near the roofline")) for name in RUNS]
 )
 def drawn(request: pytest.FixtureRequest, drawn_runs: Any) -> dict[str, Any]:
     """Figures of each of RUNS by the name of their file."""
@@ -104,6 +102,7 @@ def words(figure: Any) -> str:
     return "\n".join(text.get_text() for text in figure.findobj(Text))
 
 
+@pytest.mark.matrix
 def test_every_kernel_has_its_picture(drawn_runs: Any) -> None:
     pictures = drawn_runs("of all kinds")
 

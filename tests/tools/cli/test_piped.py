@@ -5,20 +5,18 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.tools.cli import main
 from tests.tools.bench.sample_runs import ROOF
 from tests.tools.cli.machine import Machine, plugin
+from tests.tools.replay.small import CONFIG
 
 LONG = "a-distribution-of-a-vendor-with-a-rather-long-name-for-its-many-products"
 COMMANDS = {
     "backends": (["backends"], f"{LONG} 0.2"),
     "explain": (["explain", "--backend", "acme"], f"({LONG} 0.2)"),
     "doctor": (["doctor"], "decode and prefill: reference: the only backend native to cpu that can run this call"),
-    "run": (
-        # attention alone has the same lines and signs, and no weights to make
-        ["run", "--max-requests", "1", "--max-tokens", "4", "--layers", "swa", "--verbose"],
-        "temporaries in addition, at most",
-    ),
+    "run": (["run", "--max-requests", "1", "--max-tokens", "4", "--verbose"], "temporaries in addition, at most"),
     "bench": (["bench", "decode", "--cases", "flash_swa", "--batches", "1", "--rounds", "1"], "flash_swa"),
     "conform": (["conform", "reference", "--filter", "lse-decode"], "lse-decode"),
     "parity": (
@@ -30,8 +28,9 @@ COMMANDS = {
 
 @pytest.fixture
 def vendor(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine with a backend whose distribution has a long name."""
+    """A machine with a backend whose distribution has a long name, where every model is a small one."""
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
+    monkeypatch.setattr(ModelGeometry, "preset", lambda _: ModelGeometry.from_config(CONFIG))
     machine.wheels.install(LONG, plugin(support="raise KeyError('boom')"), point="acme")
     return machine
 

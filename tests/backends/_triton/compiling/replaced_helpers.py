@@ -23,15 +23,16 @@ from attrs import evolve
 from triton.runtime.jit import JITCallable
 
 LANGUAGES = ("triton.language", "triton.experimental.gluon.language")
-FORMS: list[tuple[str, dict[str, Any], str, str, str]] = [
-    ("triton", {}, "sm_90", "flash", "e4m3fn"),
-    ("triton", {"deterministic": True, "projection": "fp8"}, "sm_90", "flash", "e4m3fn"),
-    ("triton", {}, "sm_90", "deepseek-v4.1-flash", "e4m3fn"),
-    ("sm90", {"projection": "fp8"}, "sm_90", "flash", "e4m3fn"),
-    ("sm120", {}, "sm_120", "flash", "e4m3fn"),
-    ("xpu", {"decode": "gathered"}, "sm_90", "flash", "e4m3fn"),
+FORMS: list[tuple[str, dict[str, Any], str, str, int]] = [
+    ("triton", {}, "sm_90", "flash", 1),
+    ("triton", {"deterministic": True, "projection": "fp8"}, "sm_90", "flash", 1),
+    ("triton", {}, "sm_90", "deepseek-v4.1-flash", 1),
+    ("sm90", {"projection": "fp8"}, "sm_90", "flash", 1),
+    ("sm90", {}, "sm_90", "flash", 8),
+    ("sm120", {}, "sm_120", "flash", 1),
+    ("xpu", {"decode": "gathered"}, "sm_90", "flash", 1),
 ]
-"""Backend, its options, the device whose kernels it names, model and dtype: together they have every kernel."""
+"""Backend, its options, the device whose kernels it names, model and ranks: together they have every kernel."""
 
 
 def replace_helpers() -> list[str]:
@@ -132,8 +133,8 @@ def compiled() -> dict[str, Any]:
     from tests.backends.built_in import class_of
 
     variants = [*leading_values.variants(64, 512, 576, torch.bfloat16)]
-    for name, options, device, model, dtype in FORMS:
-        bounds = evolve(bounds_of(geometry_of(model), dtype), over_ranks=True)
+    for name, options, device, model, ranks in FORMS:
+        bounds = evolve(bounds_of(geometry_of(model).tensor_parallel(ranks), "e4m3fn"), over_ranks=True)
         variants += class_of(name)(**options).kernel_variants(bounds, DeviceFacts.named(device))
     said = compile_each(variants, "sm_90")
     kernels = {name for name, value in functions_of(package()).items() if getattr(value, "do_not_specialize", None)}
