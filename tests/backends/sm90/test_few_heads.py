@@ -144,7 +144,7 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
     plant(monkeypatch, tmp_path, *PLANTS[bug])
 
     trials = evolve(BASE, widths=(64, 200), tokens=4, seed=1), evolve(BASE, tokens=2, widths=(0, 1))
-    assert max(attended(trial, sizes, monkeypatch).error for trial in trials for sizes in SIZES[:2]) > 1
+    assert any(attended(trial, sizes, monkeypatch).error > 1 for trial in trials for sizes in SIZES[:2])
 
 
 def calls() -> Iterator[tuple[int, int, tuple[int, ...], bool, dict[int | None, float]]]:

@@ -199,7 +199,7 @@ def test_every_tile_is_attended_once_and_every_row_is_written_once(line: Line) -
     check(line)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @settings(max_examples=100 if INTERPRETED else 300)
 @given(lines())
 def test_so_is_every_tile_of_more_lines(line: Line) -> None:

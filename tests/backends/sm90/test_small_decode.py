@@ -266,7 +266,7 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(launch, "tile_sizes_of", lambda *_: TILE_SIZES[0])
 
     trials = HARD_CODED if bug in CODED_PLANTS else HARD
-    assert max(run(trial, backend=Sm90Backend()).error for trial in trials) > 1
+    assert any(run(trial, backend=Sm90Backend()).error > 1 for trial in trials)
 
 
 def decodes() -> Iterator[tuple[str, int, int, tuple[int, ...], dict[TileSizes | None, float]]]:

@@ -103,7 +103,7 @@ def test_every_rank_keeps_its_part_of_the_best(size: int, topk: int, interleave:
 
 
 @pytest.mark.parametrize(
-    ("size", "topk"), [pytest.param(*one, marks=pytest.mark.matrix if one == (8, 16) else []) for one in SIZES]
+    ("size", "topk"), [pytest.param(*one, marks=pytest.mark.slow if one == (8, 16) else []) for one in SIZES]
 )
 @pytest.mark.usefixtures("apart")
 def test_every_rank_keeps_the_same_part_if_candidates_are_too_many_for_a_program(size: int, topk: int) -> None:
