@@ -69,26 +69,39 @@ def whole(
     return LayerStack(load_backend(name, **options), layout, **sized)  # type: ignore[arg-type]
 
 
+def served(name: str, device: str, layout: KVCacheLayout, dtype: torch.dtype) -> list[Tensor]:
+    """Outputs of each layer for a prompt in two chunks and two decode steps."""
+    stack = whole(name, device, layout, dtype)
+    return stack.cut(stack.hidden(0, 702).to(dtype), [400, 300, 1, 1])[1]
+
+
+def errors(outs: list[Tensor], precise: list[Tensor]) -> list[float]:
+    """Error of each layer relative to the norm of its output."""
+    pairs = zip(outs, precise, strict=True)
+    return [float((out.cpu().double() - want.double()).norm() / want.double().norm()) for out, want in pairs]
+
+
 @pytest.fixture(scope="module", params=["fp8", "fp32"])
-def expected(request: pytest.FixtureRequest) -> tuple[str, list[Tensor]]:
-    """Outputs of the reference on the CPU, of a prompt in two chunks and two decode steps."""
-    layout, dtype = (FP8, torch.bfloat16) if request.param == "fp8" else (ROWS, torch.float32)
-    cpu = whole("reference", "cpu", layout, dtype)
-    return request.param, cpu.cut(cpu.hidden(0, 702), [400, 300, 1, 1])[1]
+def judged(request: pytest.FixtureRequest) -> tuple[KVCacheLayout, torch.dtype, list[Tensor], list[float]]:
+    """Pages, dtype, outputs of the reference on the CPU in fp32, and the errors that each layer may have.
+
+    In bf16 another entry is selected where scores are nearly equal, so the c4a layer of the reference itself is 4.5 %
+    from fp32, and the others 1.7 % (torch 2.13 on a CPU). A device may be half as much farther away.
+    """
+    if request.param == "fp32":
+        return ROWS, torch.float32, served("reference", "cpu", ROWS, torch.float32), [2e-4] * 3
+    precise = served("reference", "cpu", FP8, torch.float32)
+    rounded = errors(served("reference", "cpu", FP8, torch.bfloat16), precise)
+    return FP8, torch.bfloat16, precise, [1.5 * error for error in rounded]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_on_the_device_is_the_layer_on_the_cpu(name: str, expected: tuple[str, list[Tensor]]) -> None:
-    kind, expected_outs = expected
-    layout, dtype, bound = (FP8, torch.bfloat16, 3e-2) if kind == "fp8" else (ROWS, torch.float32, 2e-4)
-    stack = whole(name, "cuda", layout, dtype)
+def test_a_layer_on_the_device_is_the_layer_on_the_cpu(name: str, judged: Any) -> None:
+    layout, dtype, precise, bounds = judged
+    found = errors(served(name, "cuda", layout, dtype), precise)
 
-    outs = stack.cut(stack.hidden(0, 702), [400, 300, 1, 1])[1]
-
-    for out, want in zip(outs, expected_outs, strict=True):
-        off = (out.cpu().double() - want.double()).norm() / want.double().norm()
-        print(f"{name} {kind}: {float(off):.1e}")
-        assert off < bound
+    print(f"{name} {dtype}: {found}")
+    assert [error < bound for error, bound in zip(found, bounds, strict=True)] == [True] * 3
 
 
 # sizes at which libraries choose other kernels for few rows than for many
