@@ -149,6 +149,7 @@ def xpu_qnorm_rope_kv_fp8_insert(
 ) -> None:
     """Normalise and rotate q in place; rotate a copy of kv and write it to its slots of the window cache.
 
+    q and the cache share no memory with each other or with another argument.
     q: [T, H, D], kv: [T, D], both bf16 or fp32, any row stride. swa_kv_cache: uint8 [B, P, bytes of a record] or
     [B, bytes of a page]. slot_mapping: [<= T] int64, negative for none; rows after it have their q processed only.
     positions: [T] int64. cos_sin_cache: [positions, rope dims] fp32. No copy of kv is made in memory.
@@ -165,6 +166,8 @@ def xpu_qnorm_rope_kv_fp8_insert(
     cache = PagedKVCache(swa_kv_cache, _layout(head_dim - rope_dim, rope_dim), block_size=block_size)
     layer = layer_of(heads, head_dim, rope_dim, 1.0)
     check_insert(q, kv, positions, slot_mapping, cos_sin_cache, cache, layer)
+    read = {"kv": kv, "slot_mapping": slot_mapping, "positions": positions, "cos_sin_cache": cos_sin_cache}
+    check_results_apart({"q": q, "swa_kv_cache": swa_kv_cache}, **read)
     _backend().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
 
 

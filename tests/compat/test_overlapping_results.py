@@ -74,6 +74,13 @@ def xpu_decode() -> Any:
     return vllm_xpu.xpu_sparse_decode_fp8, {**read, "attn_sink": sink()}, {"out": read["q"]}, given
 
 
+def xpu_insert() -> Any:
+    integers = {name: memory(TOKENS, dtype=torch.int64) for name in ("slot_mapping", "positions")}
+    read = {"kv": memory(TOKENS, 512), **integers, "cos_sin_cache": memory(8, 64, dtype=F32)}
+    results = {"q": heads(), "swa_kv_cache": records(584)}
+    return vllm_xpu.xpu_qnorm_rope_kv_fp8_insert, read, results, {"eps": 1e-6, "block_size": 4}
+
+
 def rocm_decode() -> Any:
     read = {"q": heads(), "kv_cache": records(584), "swa_k_cache": records(584), **rows("topk_"), "attn_sink": sink()}
     read["swa_ragged_indices"] = memory(TOKENS * COLUMNS, dtype=INT)
@@ -106,7 +113,7 @@ def graph_buffers() -> Any:
 DOORS: Mapping[str, Callable[[], Any]] = {
     make.__name__: make
     for make in (
-        with_kvcache, sparse_fwd, xpu_interface, xpu_decode, rocm_decode, rocm_prefill, flashinfer, graph_buffers
+        with_kvcache, sparse_fwd, xpu_interface, xpu_decode, xpu_insert, rocm_decode, rocm_prefill, flashinfer, graph_buffers
     )
 }  # fmt: skip
 

@@ -177,7 +177,7 @@ class DeepseekV4MLAAttention:
 
         Where the geometry says that queries have no norm (`q_norm`), q is rotated only. With `raw_q` rows of prefill
         tokens may keep their q, which is then for `forward_mqa` of the same step alone.
-        q: [T', H, D] bf16 or fp32, changed in place.
+        q: [T', H, D] bf16 or fp32, changed in place; it shares no memory with kv.
         kv: [T', D] of q's dtype; it stays as it is.
         positions: [T'] int64; padding rows may have any. Call it for all tokens before `forward_mqa`. In a
         warm-up it does nothing. Autocast is off, and no gradients are recorded: the write to a q that requires grad is

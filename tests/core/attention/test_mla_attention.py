@@ -244,6 +244,27 @@ def test_o_proj_takes_a_table_in_fp32_only() -> None:
         case.layer.o_proj(case.q, case.positions, torch.randn(32, 64), 2)
 
 
+def test_q_which_the_insert_writes_is_apart_from_kv() -> None:
+    case = bound_layer(LayerKind.SWA)
+    assert case.layer.caches is not None
+    q, cache = case.q.clone(), case.layer.caches.swa.tensor
+    original, alone = cache.clone(), case.q.clone()
+    with set_forward_context(case.metadata):
+        for kv in (q[:, 0], q[:, -1]):
+            with pytest.raises(
+                ArgumentError, match=r"^q: expected memory apart from that of kv, got a tensor that ove"
+            ):
+                case.layer.fused_qnorm_rope_kv_insert(q, kv, case.positions)
+        assert torch.equal(q, case.q)
+        assert torch.equal(cache, original)
+        # columns of one buffer, as one product gives them
+        both = torch.cat([case.q, case.kv[:, None]], dim=1)
+        case.layer.fused_qnorm_rope_kv_insert(both[:, :-1], both[:, -1], case.positions)
+        case.layer.fused_qnorm_rope_kv_insert(alone, case.kv, case.positions)
+    assert torch.equal(both[:, :-1], alone)
+    assert torch.equal(both[:, -1], case.kv)
+
+
 def test_kv_has_the_dtype_of_q() -> None:
     """Of each dtype a backend compiles one kernel; a mix would be compiled in the first request."""
     case = bound_layer(LayerKind.SWA)
