@@ -369,7 +369,7 @@ class CacheManager:
             missing = sum(sequence.tables[name].missing(sequence.length + count) for sequence, count in requests)
             if missing > pool.num_free:
                 have = f"{pool.num_free} of {pool.num_blocks} are free{self._where}"
-                cure = "free sequences, give the manager more blocks, or run fewer tokens; no page was taken"
+                cure = "free sequences, make the manager with larger num_blocks, or run fewer tokens; no page was taken"
                 raise OutOfPagesError(f"{missing} {name} pages needed, {have} -> {cure}")
         before = [(table, len(table.blocks)) for sequence, _ in requests for table in sequence.tables.values()]
         try:

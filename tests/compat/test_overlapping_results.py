@@ -113,7 +113,8 @@ def graph_buffers() -> Any:
 DOORS: Mapping[str, Callable[[], Any]] = {
     make.__name__: make
     for make in (
-        with_kvcache, sparse_fwd, xpu_interface, xpu_decode, xpu_insert, rocm_decode, rocm_prefill, flashinfer, graph_buffers
+        with_kvcache, sparse_fwd, xpu_interface, xpu_decode, xpu_insert, rocm_decode, rocm_prefill, flashinfer,
+        graph_buffers,
     )
 }  # fmt: skip
 

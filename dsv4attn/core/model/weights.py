@@ -286,8 +286,9 @@ def _check_kind(name: str, value: Weight, *, vector: bool) -> None:
             dtype = str(value.dtype).removeprefix("torch.")
             raise ArgumentError(name, expected=expected, actual=dtype, hint="pass it .to(torch.bfloat16)")
     elif vector or not isinstance(getattr(value, "weight", None), Tensor):
-        expected = "a tensor" if vector else "a tensor, a BlockScaledWeight, or a module with an fp8 weight"
-        raise ArgumentError(name, expected=expected, actual=type(value).__name__)
+        expected = "a tensor" if vector else "a tensor, a BlockScaledWeight, or a module with a weight"
+        hint = "pass its .weight" if isinstance(getattr(value, "weight", None), Tensor) else ""
+        raise ArgumentError(name, expected=expected, actual=type(value).__name__, hint=hint)
 
 
 def _shape(value: Weight) -> tuple[int, ...] | None:

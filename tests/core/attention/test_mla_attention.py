@@ -251,9 +251,7 @@ def test_q_which_the_insert_writes_is_apart_from_kv() -> None:
     original, alone = cache.clone(), case.q.clone()
     with set_forward_context(case.metadata):
         for kv in (q[:, 0], q[:, -1]):
-            with pytest.raises(
-                ArgumentError, match=r"^q: expected memory apart from that of kv, got a tensor that ove"
-            ):
+            with pytest.raises(ArgumentError, match=r"^q: expected memory apart from that of kv, got a tensor that"):
                 case.layer.fused_qnorm_rope_kv_insert(q, kv, case.positions)
         assert torch.equal(q, case.q)
         assert torch.equal(cache, original)

@@ -205,7 +205,7 @@ def bound(**changes: object) -> None:
             r"^weights.wq_a: expected bfloat16 or float32, or fp8 .* got float16",
         ),
         ({"wq_a": torch.zeros(24, 48, dtype=torch.int8)}, r"^weights.wq_a: expected bfloat16 .* got int8"),
-        ({"q_norm": torch.nn.Linear(2, 2)}, r"^weights.q_norm: expected a tensor, got Linear"),
+        ({"q_norm": torch.nn.Linear(2, 2)}, r"^weights.q_norm: expected a tensor, got Linear -> pass its .weight"),
         ({"layers.1.attn.wq_d.weight": torch.zeros(1)}, r"^weights: expected names .* got 'layers.1.attn.wq_d.weight'"),
         ({"layers.1.indexer.wq_b.weight": torch.zeros(1)}, r"weights: .*; did you mean 'indexer.wq_b'"),
         ({"compressor.ape": torch.zeros(4, 32)}, r"^weights.compressor.ape: expected shape \[4, 64\], got \[4, 32\]"),
