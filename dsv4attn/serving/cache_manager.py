@@ -190,6 +190,7 @@ class CacheManager:
         """Take the memory that copies of pages need. Returns what makes the copies, and takes no more memory.
 
         forks: (source, fork) each.
+        Raises ArgumentError if a cache has memory that it was not made for (`PagedKVCache.memory`).
         """
         plans: list[tuple[Tensor, Tensor, Tensor]] = []
         for name in self._pools:
@@ -203,7 +204,9 @@ class CacheManager:
             if not copied:
                 continue
             sources, targets = (self._ids([pair[i] for pair in copied]) for i in (0, 1))
-            plans += [(cache.tensor, sources, targets) for cache in self._of_group(name)]
+            for cache in self._of_group(name):
+                _ = cache.memory  # a released storage would be read and written past its end
+                plans.append((cache.tensor, sources, targets))
         page_bytes = [pages[:1].numel() * pages.element_size() for pages, _, _ in plans]
         sizes = [
             max(min(len(sources) * size, COPY_BYTES), size)

@@ -168,7 +168,8 @@ def op_tensor(cache: PagedKVCache | None) -> Tensor | None:
     key = storage.data_ptr(), tensor.device
     with torch.inference_mode(False):  # it outlives the mode of the call that made it
         whole = _allocations.get(key)
-        if whole is None or whole.numel() != storage.nbytes():
+        # memory that was released may have come back at its address as that of another storage
+        if whole is None or whole.numel() != storage.nbytes() or whole.data_ptr() != storage.data_ptr():
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             _allocations[key] = whole
         *shape, last = tensor.shape

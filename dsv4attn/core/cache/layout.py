@@ -146,7 +146,9 @@ class PagedKVCache:
         last = layout.record_bytes // element
         with torch.inference_mode(False):  # written outside of the mode that it may be made in
             flat = torch.zeros(num_blocks * stride // element, dtype=layout.dtype, device=device)
-        return cls(flat.as_strided((num_blocks, block_size, last), (stride // element, last, 1)), layout)
+            # detached: a view keeps the tensor that it was made of, and that tensor its memory, after `tensor.data = x`
+            pages = flat.as_strided((num_blocks, block_size, last), (stride // element, last, 1)).detach()
+        return cls(pages, layout)
 
     def _checked_stride(self) -> int:
         tensor, layout = self.tensor, self.layout

@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -159,6 +160,44 @@ def test_a_storage_that_was_released_is_refused_until_it_has_memory_again(backen
     storage.resize_(size)
     cache.tensor.copy_(stored)
     assert has_one_memory(backend, cache)
+
+
+def test_memory_of_a_cache_is_free_once_its_tensor_has_other_memory() -> None:
+    """Also after steps: caches, layers and what these have prepared keep views of none."""
+    whole = LayerStack(load_backend("reference"))
+    whole.cut(whole.hidden(0, 21), [20, 1])
+    kept = [StorageWeakRef(cache.tensor.untyped_storage()) for cache in whole.caches]
+    for cache in whole.caches:
+        cache.tensor.data = cache.tensor.new_empty(0)
+    assert all(storage.expired() for storage in kept)
+
+
+@pytest.mark.parametrize("call", ["fork", "select"])
+def test_pages_are_not_copied_in_memory_of_another_shape(call: str) -> None:
+    whole = LayerStack(load_backend("reference"), keep_windows=True)
+    sequence, _ = whole.cut(whole.hidden(0, 20), [20])
+    manager, in_use = whole.manager, whole.manager.pages_in_use
+
+    def copies() -> object:
+        return manager.fork(sequence) if call == "fork" else manager.select([sequence], [0, 0])
+
+    for cache in whole.caches:
+        storage, size, original = cache.tensor.untyped_storage(), len(cache.tensor.untyped_storage()), cache.tensor.data
+        stored, (page, *inner) = cache.tensor.clone(), cache.tensor.stride()
+        cache.tensor.data = of_strides(original, page + original.shape[-1], *inner)
+        with pytest.raises(ArgumentError, match=r"^cache tensor: expected .* strides"):
+            copies()
+        cache.tensor.data = original
+        storage.resize_(0)
+        with pytest.raises(ArgumentError, match=r"^cache tensor: expected a storage of at least"):
+            copies()
+        # what copies no page may run meanwhile
+        assert manager.select([sequence], [0]) == [sequence]
+        assert manager.fork(sequence, 0).length == 0
+        storage.resize_(size)
+        cache.tensor.copy_(stored)
+    assert manager.pages_in_use == in_use
+    copies()
 
 
 def of_strides(tensor: Tensor, *strides: int, start: int = 0) -> Tensor:

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv4attn.core.cache import layer_caches
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches, all_caches_of, op_tensor
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.layer import attention_layer as attention_module
@@ -218,6 +219,20 @@ def test_bytes_of_an_allocation_live_as_long_as_a_cache_in_it_is_bound() -> None
     again = op_tensor(caches[0])
     assert again is not None
     assert again._base is base is right._base
+
+
+def test_memory_that_comes_back_in_another_allocation_is_not_taken_for_the_old_one() -> None:
+    old, new = (torch.zeros(4, 2, 8, 32) for _ in range(2))
+    of_old, of_new = (PagedKVCache(pages[:, 0], KVCacheLayout.rows(24, 8, dtype=torch.float32)) for pages in (old, new))
+    known = op_tensor(of_old)
+    assert known is not None
+    assert known._base is not None
+    old.untyped_storage().resize_(0)
+    # as if the new allocation had the address of the old one
+    layer_caches._allocations[new.data_ptr(), new.device] = known._base
+    given_to_op = op_tensor(of_new)
+    assert given_to_op is not None
+    assert given_to_op.data_ptr() == new.data_ptr()
 
 
 def test_a_cache_may_be_two_arguments_of_an_op() -> None:
