@@ -305,7 +305,7 @@ class CacheManager:
         Raises ArgumentError if pages that the next token reads are gone: see `fork`.
         """
         self._check(sequence)
-        if not 0 <= length <= sequence.length:
+        if check_count("length", length, 0) > sequence.length:
             raise ArgumentError("length", expected=f"0 .. {sequence.length}, the tokens there are", actual=length)
         self._check_alive(sequence, length, next_token=True)
         sequence.length = length

@@ -17,6 +17,7 @@ from dsv4attn.errors import ArgumentError, Dsv4AttnError, OutOfPagesError, Unsup
 from tests.integrations.paged import call, causal_model, chunked, filled, generated, ids_of, left_padded, patched
 from tests.parity import hf
 from tests.parity.hf import deviation
+from tests.serving.test_failed_allocations import contents, each_failure, same
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
@@ -199,6 +200,76 @@ def test_a_failed_call_can_be_made_again(used: bool) -> None:
             assert set(handle.kv_bytes().values()) == {0}
         got = call(model, rest, **hf.passing(cache)).logits
         assert deviation(got, want[:, -rest.shape[1] :]) <= 1e-5
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "fork": lambda cache: cache.fork(14),
+    "crop": lambda cache: cache.crop(-3),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    # pages of the sequence that is not named serve the forks
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 1])),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_full_memory_in_a_call_of_a_cache_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each allocation fails in turn; the last call, in which none does, goes on from what was there."""
+    model, sequences = causal_model(), [18, 12]
+    prompts = [ids_of(model, n, n) for n in sequences]
+    batch = left_padded(*prompts)
+    with patched(model, keep_windows=True) as handle:
+        manager = handle.pages.manager
+        cache = hf.cache_of(call(model, batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=True))
+        own = [*cache._sequences]
+        before, in_use = [contents(manager, one) for one in own], handle.kv_bytes()
+        failed, result = 0, None
+        for memory in each_failure(monkeypatch):
+            try:
+                with memory:
+                    result = CALLS[name](cache)
+            except torch.OutOfMemoryError:
+                failed += 1
+                assert handle.kv_bytes() == in_use
+                assert (handle.num_sequences, cache.get_seq_length()) == (2, 18)
+                assert cache._sequences == own
+                assert all(same(old, contents(manager, one)) for old, one in zip(before, own, strict=True))
+        assert failed > 3 or name == "crop"
+        expected = {"fork": [14, 8], "crop": [15, 9], "repeat": [18, 18, 12, 12]}
+        assert (result or cache).lengths == expected.get(name, [12, 12])
+        if result is not None:
+            result.reset()
+        cache.reset()
+        assert set(handle.kv_bytes().values()) == {0}
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_full_memory_before_a_call_runs_leaves_the_cache_as_it_was(used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocations that plan a call of the model fail in turn. Pages for its tokens may stay with the cache."""
+    model = causal_model()
+    ids = ids_of(model, 30)
+    want = call(model, ids).logits[:, -1]
+    with patched(model) as handle:
+        cache, first = new_cache(model), 20 if used else 0
+        if used:
+            call(model, ids[:, :first], **hf.passing(cache))
+        lengths, sequences, failed = cache.lengths, [*cache._sequences], 0
+        for memory in each_failure(monkeypatch, every=11):
+            try:
+                with memory:
+                    begun = handle._begin((ids[:, first:],), {**hf.passing(cache)})
+            except torch.OutOfMemoryError:
+                failed += 1
+                assert (cache.lengths, cache.get_seq_length()) == (lengths, first)
+                assert cache._sequences == sequences
+                assert used or set(handle.kv_bytes().values()) == {0}
+                assert handle.step is None
+            else:
+                handle._end(begun, done=False)
+        assert failed > 8
+        got = call(model, ids[:, first:], **hf.passing(cache)).logits[:, -1]
+        assert deviation(got, want) <= 1e-5
+        cache.reset()
+        assert set(handle.kv_bytes().values()) == {0}
 
 
 @pytest.mark.usefixtures("few_objects")

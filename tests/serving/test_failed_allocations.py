@@ -38,11 +38,14 @@ class FullMemory(TorchFunctionMode):
             raise torch.OutOfMemoryError("out of memory")
 
 
-def each_failure(monkeypatch: pytest.MonkeyPatch, *, copies: bool = False) -> Iterator[FullMemory]:
-    """Contexts of a call that fails at its first allocation, at its second one, and so on. In the last none fails."""
-    allocate, number = BlockAllocator.allocate, 0
+def each_failure(monkeypatch: pytest.MonkeyPatch, *, copies: bool = False, every: int = 1) -> Iterator[FullMemory]:
+    """Contexts of a call that fails at its first allocation, at its second one, and so on. In the last none fails.
+
+    every: 2 for every second allocation only, and so on.
+    """
+    allocate, number = BlockAllocator.allocate, 1 - every
     while True:
-        number += 1
+        number += every
         memory = FullMemory(number, copies=copies)
 
         def full(pool: BlockAllocator, n: int, memory: FullMemory = memory) -> list[int]:

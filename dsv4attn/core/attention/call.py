@@ -257,7 +257,7 @@ class PreparedForward:
     num_tokens: number of tokens of the batch; later rows of q are padding.
     calls: prepared calls, in order; None once their views of the workspace were released.
     owners: the objects whose identities are in the key.
-    q_bytes, out_bytes: bytes from the first element of q and out to the end of the last one.
+    q_bytes, out_bytes, lse_bytes: bytes from the first element of q, out and lse to the end of the last one.
     """
 
     num_tokens: int
@@ -265,6 +265,7 @@ class PreparedForward:
     owners: tuple[object, ...]
     q_bytes: int = 0
     out_bytes: int = 0
+    lse_bytes: int = 0
 
     def release(self) -> None:
         """Drop the views of a workspace whose memory moved; the next layer prepares its calls again."""

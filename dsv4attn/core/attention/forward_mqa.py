@@ -122,7 +122,8 @@ def attend(  # noqa: C901, PLR0912, PLR0915 - every function more is a frame mor
         check_forward_call(call)
         if call.raw_q is not None:
             check_raw_q(call, is_supported=call.takes_raw_q())
-        forward = PreparedForward(metadata.swa.num_actual_tokens, _prepare(call), owners, span(q), span(out))
+        spans = (0 if tensor is None else span(tensor) for tensor in (q, out, lse))
+        forward = PreparedForward(metadata.swa.num_actual_tokens, _prepare(call), owners, *spans)
         if workspace.reusable:
             if len(prepared) >= MAX_PREPARED:
                 prepared.clear()
@@ -130,6 +131,11 @@ def attend(  # noqa: C901, PLR0912, PLR0915 - every function more is a frame mor
             workspace.release_on_growth(forward)
     elif -forward.out_bytes < out.data_ptr() - q.data_ptr() < forward.q_bytes:  # addresses are not in the key
         check_apart("out", out, q=q)
+    elif lse is not None and (
+        -forward.lse_bytes < lse.data_ptr() - out.data_ptr() < forward.out_bytes
+        or -forward.lse_bytes < lse.data_ptr() - q.data_ptr() < forward.q_bytes
+    ):
+        check_apart("lse", lse, q=q, out=out)
     if call.result_buffers is not None:
         out, lse = call.result_buffers
     tensors = AttentionTensors(q, out, lse, attn_sink, topk_indices, caches.swa, caches.compressed)

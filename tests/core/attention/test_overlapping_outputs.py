@@ -83,6 +83,14 @@ def test_it_is_seen_after_steps_that_are_known() -> None:
     with pytest.raises(ArgumentError, match=r"^out: expected memory apart from that of q"):
         forward_mqa(**{**call, "q": q, "out": q})
     assert torch.equal(q, call["q"])
+    heads, tokens = q.shape[1], q.shape[0]
+    for _ in range(2):
+        forward_mqa(**{**call, "lse": torch.zeros(tokens, heads)})
+    for name in ("q", "out"):
+        lse = call[name].view(-1).view(torch.float32)[: tokens * heads].view(tokens, heads)
+        with pytest.raises(ArgumentError, match=f"^lse: expected memory apart from that of {name}"):
+            forward_mqa(**{**call, "lse": lse})
+    assert torch.equal(q, call["q"])
 
 
 def test_columns_of_one_buffer_are_apart() -> None:
