@@ -171,6 +171,12 @@ def test_a_crop_to_pages_that_are_gone_changes_nothing() -> None:
     with patched(model):
         cache = fill(model, 200)
         assert not cache.is_croppable
+        # of the first sequence nothing was given back
+        both = left_padded(ids_of(model, 3), ids_of(model, 200))
+        batch = hf.cache_of(call(model, both["input_ids"], attention_mask=both["attention_mask"], use_cache=True))
+        with pytest.raises(ArgumentError, match="given back"):
+            batch.crop(-150)
+        assert batch.lengths == [3, 200]
         with pytest.raises(ArgumentError, match=r"length: .*given back, got 50 -> patch\(model, .*keep_windows=True\)"):
             cache.crop(-150)
         assert cache.lengths == [200]

@@ -24,9 +24,22 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
+from dsv4attn.selection import load_backend
 from dsv4attn.testing.random_step import ForwardArgs, StepFixture
+from tests.backends.built_in import EVERYWHERE
 from tests.core.attention.test_checks import CACHES, DRAWS, METADATA, verdict
-from tests.harness import C4A, F32, I32, KINDS, LAYOUT, REFERENCE_FORMS, all_forms, assert_same_bits, forward_args
+from tests.harness import (
+    C4A,
+    F32,
+    I32,
+    KINDS,
+    LAYOUT,
+    REFERENCE_FORMS,
+    all_forms,
+    assert_same_bits,
+    forward_args,
+    metadata_of,
+)
 
 DECODES, MIXED = [(60, 1), (3, 1), (30, 1)], [(60, 1), (3, 1), (0, 9)]
 
@@ -360,3 +373,23 @@ def test_metadata_are_frozen() -> None:
         metadata.swa.num_decode_tokens = 0  # type: ignore[misc]
     with pytest.raises(exceptions.FrozenInstanceError):
         metadata.compressed.block_table = torch.zeros(1, 1, dtype=I32)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_what_was_prepared_does_not_run_on_pages_that_lie_elsewhere(backend: str) -> None:
+    """Gaps between pages are closed, at the same address in the same storage; kernels take strides as numbers."""
+    call = {**forward_args(LayerKind.CSA), "metadata": metadata_of(LayerKind.CSA, [1, 1], [9, 5])}
+    call |= {"backend": load_backend(backend), "q": call["q"][:2], "out": call["out"][:2], "lse": None}
+    forward_mqa(**call)
+    call["out"].fill_(7.0)
+    for cache in (call["caches"].swa, call["caches"].compressed):
+        original, (_, *inner) = cache.tensor.data, cache.tensor.stride()
+        closed = (cache.tensor[0].numel(), *inner)
+        assert closed != original.stride()
+        cache.tensor.data = original.as_strided(original.shape, closed)
+        with pytest.raises(ArgumentError, match=r"^cache tensor: expected .* strides"):
+            forward_mqa(**call)
+        assert (call["out"] == 7.0).all()
+        cache.tensor.data = original
+    forward_mqa(**call)
+    assert not (call["out"] == 7.0).all()
