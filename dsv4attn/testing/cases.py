@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import product
 
 import attrs
 import torch
@@ -31,7 +30,6 @@ from dsv4attn.testing.check_gather import fills, gathers, gathers_long, gathers_
 from dsv4attn.testing.check_insert import FAR_POSITIONS, rows
 from dsv4attn.testing.check_projection import outputs, projects, projects_without_positions_of_padding
 from dsv4attn.testing.factories import (
-    FOUR_BITS,
     GROUP_COUNTS,
     HEADS,
     KINDS,
@@ -112,14 +110,13 @@ def cache_cases() -> Iterator[Case]:
         yield _cache(f"quantise-{cache}-{page}", "C1 I4", says, inputs, check_insert.quantises)
         says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
         yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, inputs, gathers)
-    for cache, page in (("nvfp4", 7), ("mxfp4", 16)):
-        inputs = rows(cache, page=page, blocks=4, count=25, placement=PagePlacement(page, 4608))
-        says = f"keys are written to {cache} pages of {page} as the oracle writes them, byte for byte"
-        yield _cache(f"quantise-{cache}-{page}", "C1 I4", says, inputs, check_insert.quantises)
-        says = f"keys are rotated and written to {cache} pages of {page}; kv itself stays"
-        yield _cache(f"insert-{cache}-{page}", "C1 I2", says, inputs, check_insert.inserts_rotated)
-        says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
-        yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, inputs, gathers)
+    inputs = rows("nvfp4", page=7, blocks=4, count=25, placement=PagePlacement(7, 4608))
+    says = "keys are written to nvfp4 pages of 7 as the oracle writes them, byte for byte"
+    yield _cache("quantise-nvfp4-7", "C1 I4", says, inputs, check_insert.quantises)
+    says = "keys are rotated and written to nvfp4 pages of 7; kv itself stays"
+    yield _cache("insert-nvfp4-7", "C1 I2", says, inputs, check_insert.inserts_rotated)
+    says = "records of nvfp4 pages of 7 are gathered bit for bit, into their own rows only"
+    yield _cache("gather-nvfp4-7", "R1 R2 R3 C4", says, inputs, gathers)
     says = "pages further apart than the layout asks for are written where they begin, and gaps stay"
     gap = rows(placement=PagePlacement(64, 4608))
     yield _cache("quantise-gaps", "C1 C4 C6", says, gap, check_insert.quantises)
@@ -165,9 +162,9 @@ def cache_cases() -> Iterator[Case]:
         yield _cache(f"fill-{cache}-{page}", "R5", says, inputs, fills)
     says = "records past the table, before the first position or past the output are absent, whatever lengths say"
     yield _cache("beyond-gather", "R3 R4", says, rows(page=4, blocks=4), gathers_within)
-    for cache in ("ocp", "fnuz", "interleaved", "v41", *FOUR_BITS):
+    for cache in ("ocp", "fnuz", "interleaved", "v41", "nvfp4"):
         says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
-        if cache in FOUR_BITS:
+        if cache == "nvfp4":
             says = f"all 16 codes of {cache} under every scale byte are gathered exactly"
         codes = Fp8Codes.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
         yield _cache(f"codes-{cache}-gather", "R1 C2", says, codes, gathers_every_code)
@@ -312,20 +309,16 @@ def _output_cases() -> Iterator[Case]:
 def nan_cases() -> Iterator[Case]:
     """All cases of NaN keys."""
     for phase in Phase:
-        for cache in ("ocp", "fnuz", "interleaved", "bf16"):
+        for cache in ("ocp", "fnuz", "interleaved", "bf16", "nvfp4"):
             says = f"{phase.value} of {cache} keys: a NaN in a selected key makes its rows NaN, and harms no other row"
             # one kind with two segments is enough, since all kinds are read in the same way
             inputs = NanKeys.of(phase, cache, "c4a" if cache == "ocp" else "swa")
-            yield Case.of(Area(phase.value), f"nan-{cache}-{phase.value}", "C8 C6", says, inputs, shows_nan)
-    for phase, cache in product(Phase, FOUR_BITS):
-        says = f"{phase.value} of {cache} keys: a NaN in a selected key makes its rows NaN, and harms no other row"
-        inputs = NanKeys.of(phase, cache, "swa")
         yield Case.of(Area(phase.value), f"nan-{cache}-{phase.value}", "C8 C6", says, inputs, shows_nan)
-    for cache in ("ocp", "fnuz", "interleaved", *FOUR_BITS):
+    for cache in ("ocp", "fnuz", "interleaved", "nvfp4"):
         says = f"NaN codes, scales and RoPE values of {cache} records are gathered as NaN"
         inputs = NanKeys.of(Phase.PREFILL, cache, "swa")
         yield _cache(f"nan-{cache}-gather", "C8 R1", says, inputs, gathers_nan)
-    for cache in ("ocp", "fnuz", "bf16", *FOUR_BITS):
+    for cache in ("ocp", "fnuz", "bf16", "nvfp4"):
         for name, fused in (("quantise", False), ("insert", True)):
             says = f"keys that hold a NaN are written to {cache} records that read as NaN, and the others as they are"
             inputs = attrs.evolve(NanKeys.of(Phase.DECODE, cache, "swa"), rows=5)

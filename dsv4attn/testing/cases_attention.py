@@ -23,7 +23,6 @@ from dsv4attn.testing.check_attention import (
     step_by_step,
 )
 from dsv4attn.testing.factories import (
-    FOUR_BITS,
     HEAD_COUNTS,
     INDEX_TOPKS,
     KINDS,
@@ -271,7 +270,7 @@ def _pairs(area: Area) -> Iterator[Case]:
         says = f"{of}: a window cache of {first} records with a compressed one of {second}, each read its own way"
         inputs = step("c4a", *batch, cache=first, compressed=second)
         yield _case(area, f"pair-{name}-{of}", "C3", says, inputs)
-    for first, second in (("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("ocp", "nvfp4")):
+    for first, second in (("nvfp4", "nvfp4"), ("ocp", "nvfp4")):
         says = f"{of}: a window cache of {first} with a compressed one of {second}, each read its own way"
         # everything but the keys that queries name is NaN, padding of records too
         inputs = step("c4a", *short, cache=first, compressed=second, topk="holes", poison=0xFF)
@@ -388,9 +387,9 @@ def _calls(area: Area) -> Iterator[Case]:
     yield _case(
         area, f"lse-empty-{of}", "L6", says, call(phase, "empty"), check_attention.lse_of_empty_rows, needs_lse=True
     )
-    for cache in ("ocp", "fnuz", "interleaved", "v41", "v41-split", *FOUR_BITS):
+    for cache in ("ocp", "fnuz", "interleaved", "v41", "v41-split", "nvfp4"):
         says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
-        if cache in FOUR_BITS:
+        if cache == "nvfp4":
             says = f"{of} reads all 16 codes of {cache} under every scale byte exactly"
         inputs = Fp8Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
         yield _case(area, f"codes-{cache}-{of}", "C2", says, inputs, reads_every_code)

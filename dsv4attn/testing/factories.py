@@ -28,13 +28,11 @@ from dsv4attn.testing import oracle
 from dsv4attn.testing.tolerances import F64, rounded
 
 __all__ = [
-    "FOUR_BITS", "GROUP_COUNTS", "HEADS", "HEAD_COUNTS", "INDEX_HEAD_COUNTS", "INDEX_TOPKS", "KINDS", "PAGE_SIZES",
-    "CaseInput", "cos_sin_table", "flash", "four_bit_layouts", "frequencies", "index_layout", "layout", "layouts",
+    "GROUP_COUNTS", "HEADS", "HEAD_COUNTS", "INDEX_HEAD_COUNTS", "INDEX_TOPKS", "KINDS", "PAGE_SIZES",
+    "CaseInput", "cos_sin_table", "flash", "frequencies", "index_layout", "layout", "layouts",
     "normal", "tiny_geometry", "v41_layouts", "window_of",
 ]  # fmt: skip
 
-FOUR_BITS = ("nvfp4", "mxfp4")
-"""Short names of V4's records of 4 bits."""
 KINDS = tuple(kind.value for kind in LayerKind)
 HEADS = 8
 GROUP = 64
@@ -73,10 +71,11 @@ def flash(kind: str, heads: int = HEADS, select: int = 512, ratio: int = 0) -> M
 
 
 def layout(name: str, geometry: ModelGeometry | None = None) -> KVCacheLayout:
-    """A layout by its short name: ocp, fnuz, interleaved, bf16, fp32, or of `v41_layouts` or `four_bit_layouts`."""
+    """A layout by its short name: ocp, fnuz, interleaved, bf16, fp32, nvfp4, or of `v41_layouts`."""
     geometry = geometry or flash("swa")
-    named = {**layouts(geometry, GROUP), **v41_layouts(geometry)}
-    return (named if name in named else four_bit_layouts(geometry))[name]
+    if name == "nvfp4":
+        return KVCacheLayout.of_record("v4_nvfp4", geometry.head_dim - geometry.rope_dim, geometry.rope_dim)
+    return {**layouts(geometry, GROUP), **v41_layouts(geometry)}[name]
 
 
 def tiny_geometry(
@@ -128,12 +127,6 @@ def v41_layouts(geometry: ModelGeometry) -> dict[str, KVCacheLayout]:
         "v41-fp4": KVCacheLayout.v41_fp4(*dims),
         "v41-fp4-split": KVCacheLayout.v41_fp4(*dims, arrangement=split),
     }
-
-
-def four_bit_layouts(geometry: ModelGeometry) -> dict[str, KVCacheLayout]:
-    """V4's records of 4 bits for the dims of a model, by a short name."""
-    dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
-    return {name: KVCacheLayout.of_record(f"v4_{name}", *dims) for name in FOUR_BITS}
 
 
 def window_of(compressed: KVCacheLayout) -> KVCacheLayout:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache.layout import Coding, Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import KeyForm, Phase
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.check_attention import judged
@@ -29,9 +29,8 @@ __all__ = ["Fp8Codes", "NanKeys", "gathers_every_code", "gathers_nan", "inserts_
 
 SCALES = range(10, 246)
 """Scale bytes under which every fp8 code is a normal bf16 number. A writer emits 105 to 254."""
-E2M1_SCALES = {Coding.NVFP4: (*range(0x7F), *range(0x80, 0xFF)), Coding.MXFP4: tuple(range(2, 253))}
-"""Scale bytes under which every e2m1 code is a normal bf16 number, or zero: all e4m3fn numbers, subnormal ones and
-negative ones too, which no writer emits; and nearly all powers of two."""
+E2M1_SCALES = (*range(0x7F), *range(0x80, 0xFF))
+"""Scale bytes of e2m1 codes: all e4m3fn numbers, subnormal ones and negative ones too, which no writer emits."""
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -54,7 +53,7 @@ class Fp8Codes(SingleCall):
         records, rows = fields["layout"], len(SCALES)
         assert isinstance(records, KVCacheLayout)
         if records.fp8_format is None:
-            rows = -(-len(E2M1_SCALES[records.coding]) // records.num_groups)
+            rows = -(-len(E2M1_SCALES) // records.num_groups)
         return cls(kind="swa", pattern="one", rows=rows, **fields)  # type: ignore[arg-type]
 
     @classmethod
@@ -92,7 +91,7 @@ class Fp8Codes(SingleCall):
         return lines
 
     def _records_of_e2m1(self) -> list[U8]:
-        layout, scales = self.layout, np.array(E2M1_SCALES[self.layout.coding], dtype=np.uint8)
+        layout, scales = self.layout, np.array(E2M1_SCALES, dtype=np.uint8)
         random = np.random.default_rng((self.seed, 30))
         rope = random.integers(0x3F00, 0x4200, (self.rows, layout.plain_dims))
         records = []
@@ -173,7 +172,7 @@ def spoils(layout: KVCacheLayout) -> list[Spoil]:
         size = layout.dtype.itemsize
         nan = b"\xc0\x7f" if size == 2 else b"\x00\x00\xc0\x7f"
         return [(f"value of dim {dim}", dim * size, nan) for dim in (0, layout.nope_dim, layout.head_dim - 1)]
-    scale = b"\x7f" if layout.coding is Coding.NVFP4 else b"\xff"
+    scale = b"\xff" if layout.fp8_format else b"\x7f"
     groups, tail = layout.num_groups, [(0, b"\xc1\xff"), (layout.rope_dim - 1, b"\x81\x7f")]
     ropes = [(f"RoPE value {i}", layout.code_bytes + 2 * i, nan) for i, nan in tail]
     if layout.fp8_format is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -407,50 +407,10 @@ def read_fp4(record: U8, dim: int) -> F64:
     return np.asarray(decode_e2m1(unpack_e2m1(record[: dim // 2])) * scales)
 
 
-@attrs.frozen
-class FourBits:
-    """A record of V4 with 4 bits a dim without RoPE, as `record_four_bits` writes it.
-
-    group: codes under a scale.
-    encode: codes 0 to 15 of a group of bf16 values, and its scale byte.
-    scales: values of scale bytes.
-    """
-
-    group: int
-    encode: Callable[[F64], tuple[U8, int]]
-    scales: Callable[[U8], F64]
-
-
-def group_mxfp4(values: F64) -> tuple[U8, int]:
-    """Return codes 0 to 15 of a group, and its scale byte: the smallest power of two with largest / scale <= 6.
-
-    A negative value that becomes zero keeps its sign, and a negative zero does not.
-    """
-    if np.isnan(values).any():
-        return np.zeros(len(values), dtype=np.uint8), E8M0_NAN
-    exponent = scale_exponent(float(np.abs(values).max()), 6.0, 6 * 2.0**-126)
-    return encode_e2m1(np.ldexp(values, -exponent) + 0.0), exponent + E8M0_BIAS
-
-
-def _powers_of_two(scales: U8) -> F64:
-    exponents = scales.astype(np.int64) - E8M0_BIAS
-    return np.where(scales == E8M0_NAN, np.nan, np.ldexp(1.0, exponents))
-
-
-FOUR_BITS = {
-    "v4_nvfp4": FourBits(FP4_GROUP, group_fp4, lambda scales: decode_e4m3(scales, False)),
-    "v4_mxfp4": FourBits(32, group_mxfp4, _powers_of_two),
-}
-"""Records by the names of their layouts."""
-
-
-def record_four_bits(row: F64, nope_dim: int, record: FourBits) -> U8:
-    """Return packed codes of the dims without RoPE, RoPE as bf16, then scale bytes, up to a multiple of 8 of them.
-
-    This is the order of the parts in a page where scales come last; `oracle_cache.place_of` puts them elsewhere.
-    """
-    values, starts = round_bf16(row), range(0, nope_dim, record.group)
-    groups = [record.encode(values[start : min(start + record.group, nope_dim)]) for start in starts]
+def record_nvfp4(row: F64, nope_dim: int) -> U8:
+    """Return packed codes of the dims without RoPE, RoPE as bf16, then scale bytes, up to a multiple of 8 of them."""
+    values, starts = round_bf16(row), range(0, nope_dim, FP4_GROUP)
+    groups = [group_fp4(values[start : min(start + FP4_GROUP, nope_dim)]) for start in starts]
     scales = np.zeros(-(-len(groups) // 8) * 8, dtype=np.uint8)
     scales[: len(groups)] = [scale for _, scale in groups]
     bits = values[nope_dim:].astype(np.float32).view(np.uint32) >> 16  # a bf16 is the upper half of its float32
@@ -459,11 +419,11 @@ def record_four_bits(row: F64, nope_dim: int, record: FourBits) -> U8:
     )
 
 
-def read_four_bits(bytes_of: U8, nope_dim: int, rope_dim: int, record: FourBits) -> F64:
-    """Read one record back, in the order of `record_four_bits`: code * scale, and RoPE as it is."""
+def read_nvfp4(record: U8, nope_dim: int, rope_dim: int) -> F64:
+    """Read one record of `record_nvfp4` back: code * scale, and RoPE as it is."""
     end = nope_dim // 2 + 2 * rope_dim
-    scales = np.repeat(record.scales(bytes_of[end:]), record.group)[:nope_dim]
-    bits = np.ascontiguousarray(bytes_of[nope_dim // 2 : end]).view("<u2").astype(np.uint32) << 16
+    scales = np.repeat(decode_e4m3(record[end:], False), FP4_GROUP)[:nope_dim]
+    bits = np.ascontiguousarray(record[nope_dim // 2 : end]).view("<u2").astype(np.uint32) << 16
     return np.concatenate(
-        [decode_e2m1(unpack_e2m1(bytes_of[: nope_dim // 2])) * scales, bits.view(np.float32).astype(np.float64)]
+        [decode_e2m1(unpack_e2m1(record[: nope_dim // 2])) * scales, bits.view(np.float32).astype(np.float64)]
     )

@@ -112,16 +112,12 @@ class PagePlacement:
 
 
 def place_of(layout: KVCacheLayout, offset: int, block_size: int) -> NDArray[np.int64]:
-    """Offset in a page of each byte of its `offset`-th record: data first, then scales, wherever they stand."""
+    """Offset in a page of each byte of its `offset`-th record: data first, then scales."""
     data, scales = np.arange(layout.data_bytes), np.arange(layout.scale_bytes)
     if layout.is_quantised and layout.arrangement is Arrangement.SPLIT:
         return np.concatenate(
             [offset * layout.data_bytes + data, block_size * layout.data_bytes + offset * layout.scale_bytes + scales]
         )
-    if layout.is_quantised and layout.arrangement is Arrangement.INLINE:
-        codes = layout.data_bytes - 2 * layout.plain_dims
-        parts = data + np.where(data < codes, 0, layout.scale_bytes), codes + scales
-        return offset * layout.record_bytes + np.concatenate(parts)
     return offset * layout.record_bytes + np.concatenate([data, layout.data_bytes + scales])
 
 

@@ -128,11 +128,10 @@ def _quantised_record(row: F64, layout: KVCacheLayout) -> U8:
         "index_mxfp4": lambda: oracle_layer.index_record_fp4(row),
         "v41_fp8": lambda: oracle.record_fp8(row, layout.scale_floor),
         "v41_fp4": lambda: oracle.record_fp4(row),
+        "v4_nvfp4": lambda: oracle.record_nvfp4(row, layout.nope_dim),
         "fp8_ds_mla": lambda: oracle.quantize_record(row, **_sizes(layout)),
     }
-    if layout.name in writers:
-        return writers[layout.name]()
-    return oracle.record_four_bits(row, layout.nope_dim, oracle.FOUR_BITS[layout.name])
+    return writers[layout.name]()
 
 
 def read_row(record: U8, layout: KVCacheLayout) -> F64:
@@ -144,11 +143,10 @@ def read_row(record: U8, layout: KVCacheLayout) -> F64:
         "index_mxfp4": lambda: oracle_layer.read_index_fp4(record),
         "v41_fp8": lambda: oracle.read_fp8(record, layout.head_dim),
         "v41_fp4": lambda: oracle.read_fp4(record, layout.head_dim),
+        "v4_nvfp4": lambda: oracle.read_nvfp4(record, layout.nope_dim, layout.rope_dim),
         "fp8_ds_mla": lambda: oracle.dequantize_record(record, **_sizes(layout)),
     }
-    if layout.name in readers:
-        return readers[layout.name]()
-    return oracle.read_four_bits(record, layout.nope_dim, layout.rope_dim, oracle.FOUR_BITS[layout.name])
+    return readers[layout.name]()
 
 
 def floats(data: U8, dtype: torch.dtype) -> F64:

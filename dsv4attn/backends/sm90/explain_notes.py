@@ -21,8 +21,8 @@ from dsv4attn.core.model.layer_geometry import LayerGeometry, LayerKind
 __all__ = ["MOST_HEADS", "notes"]
 
 _V4, _CODES, _NIBBLES = ("fp8_ds_mla", "e4m3fn", 64), ("v41_fp8", "e4m3fn", 32), ("v41_fp4", "e2m1", 16)
-_NVFP4, _MXFP4 = ("v4_nvfp4", "e2m1", 16), ("v4_mxfp4", "e2m1", 32)
-_EQUAL = (_V4, _NVFP4, _MXFP4, _CODES)
+_NVFP4 = ("v4_nvfp4", "e2m1", 16)
+_EQUAL = (_V4, _NVFP4, _CODES)
 _RECORDS = {*((record,) for record in _EQUAL), *((record, record) for record in _EQUAL), (_CODES, _NIBBLES)}
 MOST_HEADS = 128
 """Most heads of a layer. More heads take more than two blocks of 64, which has not been tested."""
@@ -128,7 +128,7 @@ def _obstacles(problem: Problem) -> Sequence[str]:
     records = [(*_layout_and_dtype(cache), cache.group_size) for cache in caches]
     if not rows and tuple(records) not in _RECORDS:
         obstacles.append(
-            "caches that are not all fp8_ds_mla of e4m3fn, nor v4_nvfp4, v4_mxfp4 or v41_fp8, nor v41_fp8 and v41_fp4"
+            "caches that are not all fp8_ds_mla of e4m3fn, nor v4_nvfp4 or v41_fp8, nor v41_fp8 and v41_fp4"
         )
     elif len({cache.arrangement for cache in caches}) > 1 or (_V4 in records and caches[0].arrangement != "split"):
         obstacles.append(

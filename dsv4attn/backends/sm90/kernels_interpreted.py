@@ -23,7 +23,6 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     FEW,
     FP8_PAGES,
     NIBBLE_PAGES,
-    NVFP4_PAGES,
     TOLERANCE,
     Keys,
     Results,
@@ -68,19 +67,16 @@ def read_page(data, scale, ok):
 
 
 @triton.jit
-def read_page_of_nibbles(data, scale, ok, KIND: tl.constexpr):
+def read_page_of_nibbles(data, scale, ok):
     """[64, 512] fp32 of V4's records of 448 nibbles; zeros where not ok."""
-    GROUP: tl.constexpr = 16 if KIND == NVFP4_PAGES else 32
-    CODING: tl.constexpr = numerics.NVFP4 if KIND == NVFP4_PAGES else numerics.MXFP4
-    # bf16 values that come before column 448: of codes, and of scales that are between
-    BEFORE: tl.constexpr = 112 if KIND == NVFP4_PAGES else 120
     column = tl.arange(0, 512)[None, :]
     is_code, is_rope = ok[:, None] & (column < 448), ok[:, None] & (column >= 448)
     code = tl.load(data.to(tl.pointer_type(tl.uint8))[:, None] + column // 2, mask=is_code, other=0)
-    byte = tl.load(scale.to(tl.pointer_type(tl.uint8))[:, None] + column // GROUP, mask=is_code, other=0)
-    at = data.to(tl.pointer_type(tl.bfloat16))[:, None] + (column - 448 + BEFORE)
+    byte = tl.load(scale.to(tl.pointer_type(tl.uint8))[:, None] + column // 16, mask=is_code, other=0)
+    # 224 bytes of codes, which take the room of 112 bf16 values, come before column 448
+    at = data.to(tl.pointer_type(tl.bfloat16))[:, None] + (column - 448 + 112)
     rope = tl.load(at, mask=is_rope, other=0.0)
-    value = numerics.decode_e2m1((code.to(tl.int32) >> (column % 2 * 4)) & 15, byte.to(tl.int32), CODING)
+    value = numerics.decode_e2m1((code.to(tl.int32) >> (column % 2 * 4)) & 15, byte.to(tl.int32), numerics.NVFP4)
     return tl.where(is_code, value, widen(rope, tl.float32))
 
 
@@ -221,7 +217,7 @@ def attention(
                     values = read_coded_page(data, scales, ok, inside, KIND)
                 else:
                     ok, data, scales = page_of(keys, slot, inside, KIND)
-                    values = read_page_of_nibbles(data, scales, ok, KIND)
+                    values = read_page_of_nibbles(data, scales, ok)
             z = tl.dot(query, tl.trans(values), input_precision="ieee") * (scale * LOG2E)
             z *= factor[:, None]
             # as the roles do: a NaN in q reaches a row of pages whose keys are all absent, and no row of gathered keys

@@ -19,7 +19,6 @@ from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_common import FLAT_S, ONE_L, halve
 from dsv4attn.backends.sm90.kernels_schedule import (
     FP8_PAGES,
-    NVFP4_PAGES,
     advance,
     begin,
     columns,
@@ -86,7 +85,7 @@ FETCHING = gl.constexpr(4)
 DECODE, SPOIL = gl.constexpr(codes()), gl.constexpr(codes(spoils=True))
 OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 12))
 SPOIL_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 16))
-NVFP4, MXFP4 = gl.constexpr(nibbles(0)), gl.constexpr(nibbles(0, exponents=True))
+NVFP4 = gl.constexpr(nibbles(0))
 NIBBLE_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 12))
 
 
@@ -197,10 +196,12 @@ def allocate_fetched(KIND: gl.constexpr):
             gl.allocate_shared_memory(gl.int32, [64, 8], NIBBLES_S),
         )
         # buffers of their own: the compiler makes copies to parts of one buffer wait for each other
-        scales = gl.allocate_shared_memory(gl.int64, [64], FLAT_S), gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
-        if KIND == NVFP4_PAGES:
-            last = gl.allocate_shared_memory(gl.int64, [64], FLAT_S), gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
-            scales = scales[0], scales[1], last[0], last[1]
+        scales = (
+            gl.allocate_shared_memory(gl.int64, [64], FLAT_S),
+            gl.allocate_shared_memory(gl.int64, [64], FLAT_S),
+            gl.allocate_shared_memory(gl.int64, [64], FLAT_S),
+            gl.allocate_shared_memory(gl.int64, [64], FLAT_S),
+        )
     indices = gl.allocate_shared_memory(gl.int32, [2, 64], FLAT_S)
     return raw, scales, indices, gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
 
@@ -249,7 +250,7 @@ def copy_ahead(smem, ok, scale, KIND: gl.constexpr):
         copy_async(smem.scales, scale, mask=ok)
     else:
         copy_words(smem.raw[2], smem.addresses, 48)
-        for of in gl.static_range(4 if KIND == NVFP4_PAGES else 2):
+        for of in gl.static_range(4):
             copy_async(smem.scales[of], scale + of, mask=ok)
     async_copy.mbarrier_arrive(smem.raw_full.index(0), increment_count=False)
     async_copy.commit_group()
@@ -261,7 +262,7 @@ def copy_to_stage(smem, b, KIND: gl.constexpr):
     if KIND == FP8_PAGES:
         copy_words(words_of(smem.k2, b).slice(32, 32, dim=1), smem.addresses, 80)
     values = words_of(smem.k3, b).slice(32, 32, dim=1)
-    copy_words(values, smem.addresses, 112 if KIND == FP8_PAGES else 56 if KIND == NVFP4_PAGES else 60)
+    copy_words(values, smem.addresses, 112 if KIND == FP8_PAGES else 56)
     async_copy.mbarrier_arrive(smem.rest_full.index(b), increment_count=False)
     async_copy.commit_group()
 
@@ -338,25 +339,22 @@ def halves_of_nibbles(words, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def scales_of(smem, PIECE: gl.constexpr, KIND: gl.constexpr):
-    """[64] words with the scale bytes of the piece PIECE of 64 nibbles: four, or two in either half of a word."""
-    WORD: gl.constexpr = PIECE if KIND == NVFP4_PAGES else PIECE // 2
-    eight = smem.scales[WORD // 2].load(gl.SliceLayout(1, NIBBLES_L))
-    return (eight >> (32 * (WORD % 2))).to(gl.int32)
+def scales_of(smem, PIECE: gl.constexpr):
+    """[64] words with the four scale bytes of the piece PIECE of 64 nibbles."""
+    eight = smem.scales[PIECE // 2].load(gl.SliceLayout(1, NIBBLES_L))
+    return (eight >> (32 * (PIECE % 2))).to(gl.int32)
 
 
 @gluon.jit
-def store_piece(stages, b, words, scales, PIECE: gl.constexpr, KIND: gl.constexpr):
+def store_piece(stages, b, words, scales, PIECE: gl.constexpr):
     """Write [64, 8] words of nibbles, the piece PIECE of each record, as 64 columns of tile b. scales: [64]."""
     half = gl.arange(0, 8, layout=gl.SliceLayout(0, NIBBLES_L)) >> 2
-    TEXT: gl.constexpr = NVFP4 if KIND == NVFP4_PAGES else MXFP4
-    pick = 0x4040 + (0x0202 * half if KIND == NVFP4_PAGES else 0x0202 * (PIECE % 2) + 0x0101 * half)
-    values = decoded_nibbles(words, gl.expand_dims(scales, 1) + gl.zeros_like(words), pick, TEXT)
+    values = decoded_nibbles(words, gl.expand_dims(scales, 1) + gl.zeros_like(words), 0x4040 + 0x0202 * half, NVFP4)
     words_of(stages, b).slice(32 * (PIECE % 2), 32, dim=1).store(values)
 
 
 @gluon.jit
-def decode_nibbles(count, smem, KIND: gl.constexpr):
+def decode_nibbles(count, smem):
     """As `decode_codes`, of nibbles. A scale that is NaN makes its codes NaN, and so the key's logits."""
     for i in range(count):
         b = i % 2
@@ -365,19 +363,19 @@ def decode_nibbles(count, smem, KIND: gl.constexpr):
         x01, x23 = halves_of_nibbles(smem.raw[0].load(NIBBLES_4L), NIBBLES_2L)
         x0, x1 = halves_of_nibbles(x01, NIBBLES_L)
         x2, x3 = halves_of_nibbles(x23, NIBBLES_L)
-        s2, s3 = scales_of(smem, 2, KIND), scales_of(smem, 3, KIND)
-        store_piece(smem.k0, b, x0, scales_of(smem, 0, KIND), 0, KIND)
-        store_piece(smem.k0, b, x1, scales_of(smem, 1, KIND), 1, KIND)
+        s2, s3 = scales_of(smem, 2), scales_of(smem, 3)
+        store_piece(smem.k0, b, x0, scales_of(smem, 0), 0)
+        store_piece(smem.k0, b, x1, scales_of(smem, 1), 1)
         x4, x5 = halves_of_nibbles(smem.raw[1].load(NIBBLES_2L), NIBBLES_L)
         x6 = smem.raw[2].load(NIBBLES_L)
-        s4, s5, s6 = scales_of(smem, 4, KIND), scales_of(smem, 5, KIND), scales_of(smem, 6, KIND)
-        store_piece(smem.k1, b, x2, s2, 2, KIND)
+        s4, s5, s6 = scales_of(smem, 4), scales_of(smem, 5), scales_of(smem, 6)
+        store_piece(smem.k1, b, x2, s2, 2)
         # as in `decode_codes`
         mbarrier.arrive(smem.raw_empty.index(0), count=1)
-        store_piece(smem.k1, b, x3, s3, 3, KIND)
-        store_piece(smem.k2, b, x4, s4, 4, KIND)
-        store_piece(smem.k2, b, x5, s5, 5, KIND)
-        store_piece(smem.k3, b, x6, s6, 6, KIND)
+        store_piece(smem.k1, b, x3, s3, 3)
+        store_piece(smem.k2, b, x4, s4, 4)
+        store_piece(smem.k2, b, x5, s5, 5)
+        store_piece(smem.k3, b, x6, s6, 6)
         mbarrier.wait(smem.rest_full.index(b), (i // 2) & 1)
         fence_async_shared()
         mbarrier.arrive(smem.k_full.index(b), count=1)
@@ -385,8 +383,8 @@ def decode_nibbles(count, smem, KIND: gl.constexpr):
 
 @gluon.jit
 def decode(count, smem, KIND: gl.constexpr):
-    """Fill stages of keys. KIND: FP8_PAGES, NVFP4_PAGES or MXFP4_PAGES."""
+    """Fill stages of keys. KIND: FP8_PAGES or NVFP4_PAGES."""
     if KIND == FP8_PAGES:
         decode_codes(count, smem)
     else:
-        decode_nibbles(count, smem, KIND)
+        decode_nibbles(count, smem)

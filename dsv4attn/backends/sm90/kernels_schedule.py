@@ -46,8 +46,6 @@ NIBBLE_PAGES = tl.constexpr(3)
 """As CODE_PAGES in the first segment. In the second, 512 codes e2m1, two in a byte, and 32 scales e4m3."""
 NVFP4_PAGES = tl.constexpr(4)
 """Keys are V4's records of 448 codes e2m1, two in a byte, and 64 bf16 values; 28 scales e4m3 in the page's footer."""
-MXFP4_PAGES = tl.constexpr(5)
-"""The same codes, 14 exponents, and 64 bf16 values, one after the other."""
 TILE = tl.constexpr(64)
 SHORT = tl.constexpr(128)
 """Most rows of a call whose lengths a program reads without a loop."""
@@ -507,7 +505,7 @@ def page_of(keys, slot, inside, KIND: tl.constexpr = FP8_PAGES):
     """Which slots exist, and of each the address of its data, int32 words, and of its scale bytes, eight in an int64.
 
     inside: whether the slots are of the first segment. The addresses of a slot that does not exist are those of slot 0,
-    and must not be read. KIND: of V4's records, FP8_PAGES, NVFP4_PAGES or MXFP4_PAGES.
+    and must not be read. KIND: of V4's records, FP8_PAGES or NVFP4_PAGES.
     """
     DATA: tl.constexpr = 576 if KIND == FP8_PAGES else 352
     SCALES: tl.constexpr = 8 if KIND == FP8_PAGES else 32
@@ -523,12 +521,8 @@ def page_of(keys, slot, inside, KIND: tl.constexpr = FP8_PAGES):
     page = divided(slot, factor, log)
     at = slot - page * size
     start = page.to(tl.int64) * pitch.to(tl.int64) * 16
-    if KIND == MXFP4_PAGES:
-        data = base + start + at.to(tl.int64) * 368
-        scale = data + 224
-    else:
-        data = base + start + at.to(tl.int64) * DATA
-        scale = base + start + (size.to(tl.int64) * DATA + at.to(tl.int64) * SCALES)
+    data = base + start + at.to(tl.int64) * DATA
+    scale = base + start + (size.to(tl.int64) * DATA + at.to(tl.int64) * SCALES)
     return ok, data.to(tl.pointer_type(tl.int32)), scale.to(tl.pointer_type(tl.int64))
 
 

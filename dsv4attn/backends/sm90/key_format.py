@@ -8,7 +8,6 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     BF16_ROWS,
     CODE_PAGES,
     FP8_PAGES,
-    MXFP4_PAGES,
     NIBBLE_PAGES,
     NVFP4_PAGES,
 )
@@ -42,6 +41,5 @@ PAGES, ROWS = KeyFormat(FP8_PAGES.value), KeyFormat(BF16_ROWS.value)
 V4_RECORDS = {
     ("fp8_ds_mla", Arrangement.SPLIT, 64, 8): PAGES,
     ("v4_nvfp4", Arrangement.SPLIT, 16, 32): KeyFormat(NVFP4_PAGES.value),
-    ("v4_mxfp4", Arrangement.INLINE, 32, 16): KeyFormat(MXFP4_PAGES.value),
 }
 """Records of 448 codes and 64 bf16 values, by name, arrangement, codes under a scale, and bytes of scales."""

@@ -27,12 +27,11 @@ def codes(*, spoils: bool = False, scale: int = 12) -> str:
     return "{\n" + "\n".join(lines) + "\n}\n"
 
 
-def nibbles(piece: int, *, exponents: bool = False) -> str:
+def nibbles(piece: int) -> str:
     """PTX of four words of e2m1 codes, eight in each.
 
     $0..$3: of each word its first two values; $4..$7, $8..$11, $12..$15: the next ones. $16..$19: words.
     $20 + piece: four scales, of which $24 picks that of the first two words; the one after it is of the others.
-    exponents: scales are exponents, of which $24 picks that of all four words.
     The bytes of a code's bf16 value are looked up by its three low bits; a fourth bit would pick a sign.
     """
     lines = [
@@ -43,17 +42,7 @@ def nibbles(piece: int, *, exponents: bool = False) -> str:
         "mov.b32 unit, 0x7b807b80;",
         "mov.b32 pick, $24;",
     ]
-    if exponents:
-        lines += [
-            f"prmt.b32 t, ${20 + piece}, 0, pick;",
-            "setp.eq.u32 p, t, 0x00ff00ff;",
-            # as in `codes`
-            "shl.b32 t, t, 7;",
-            "max.u32 t, t, 0x00400040;",
-            "selp.b32 scale0, 0x7fc07fc0, t, p;",
-            "mov.b32 scale1, scale0;",
-        ]
-    for i in () if exponents else range(2):
+    for i in range(2):
         lines += [
             f"prmt.b32 t, ${20 + piece}, 0, pick;",
             "and.b32 m, t, 0x007f007f;",

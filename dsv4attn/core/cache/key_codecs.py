@@ -4,13 +4,11 @@ FP8: a scale is the smallest power of two with amax / scale <= the largest code,
 floor. vLLM's and FlashMLA's writers do so. NVFP4: see `core.cache.fp4`. MXFP4: e2m1 codes under a power of two that
 follows the rule of FP8, with 6 as the largest code; so vLLM, SGLang and transformers quantise index keys of MXFP4.
 
-For V4's records of 4 bits these are our definition of the writer, and readers do not depend on it:
-- v4_nvfp4: FlashInfer 0.7.2.post1 (`sparse_mla_sm120/dsv4_nvfp4_cache_ops.cu`) has the same scale, but 0 where amax / 6
-  is at most 2^-10, so that the group is lost. There and below, ours is 2^-9. Its codes are those of value * (1 / scale)
-  in fp32. Ours are those of the quotient, so that a few values between two codes go to the other one. A group that
-  holds a NaN has a number for a scale there; here it is NaN, and so is the key.
-- v4_mxfp4: SGLang's writer (pull request 37136) rounds log2(amax / 6) to the nearest integer, so that values up to 8.49
-  times the scale become 6. Ours rounds up, so that none is cut. docs/records.md has the errors of both.
+For `v4_nvfp4` this is our definition of the writer, and readers do not depend on it. FlashInfer 0.7.2.post1
+(`sparse_mla_sm120/dsv4_nvfp4_cache_ops.cu`) has the same scale, but 0 where amax / 6 is at most 2^-10, so that the
+group is lost. There and below, ours is 2^-9. Its codes are those of value * (1 / scale) in fp32. Ours are those of the
+quotient, so that a few values between two codes go to the other one. A group that holds a NaN has a number for a scale
+there; here it is NaN, and so is the key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of quantised records of keys: `KEY_RECORDS`. A new record is one row here; see docs/records.md.
 
 A row says what a record is made of. Its bytes are those of `KVCacheLayout.of_record(name)`. Codes under scales are
-written and read by the coding that follows from the two: fp8, NVFP4 or MXFP4; see `core.cache.key_codecs`.
+written and read by the coding that follows from the two; see `core.cache.key_codecs`.
 
 This file imports no torch: problems, which are descriptions without tensors, name records too.
 """
@@ -48,8 +48,7 @@ KEY_RECORDS: Mapping[str, KeyRecord] = {
     "v41_fp4": KeyRecord(
         ("e2m1",), 16, "e4m3fn", {"interleaved": RECORD, "split": 256}, 1, codes_rope=True, window_record="v41_fp8"
     ),
-    # kernels of FlashInfer and of SGLang ask for pages at multiples of 16 bytes
+    # FlashInfer's kernels ask for pages at multiples of 16 bytes
     "v4_nvfp4": KeyRecord(("e2m1",), 16, "e4m3fn", {"split": 16}),
-    "v4_mxfp4": KeyRecord(("e2m1",), 32, "ue8m0", {"inline": 16}),
 }
 """Every quantised record of keys, by its name. Other quantised records are those of index keys."""

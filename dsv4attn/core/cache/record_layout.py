@@ -48,12 +48,10 @@ class Arrangement(str, Enum):
     """The place of the scales of a quantised record.
 
     SPLIT: all token data of the page first, then all scales. INTERLEAVED: each token's scales directly after its data.
-    INLINE: each token's scales between its codes and its bf16 values.
     """
 
     SPLIT = "split"
     INTERLEAVED = "interleaved"
-    INLINE = "inline"
 
 
 class Coding(str, Enum):
@@ -96,11 +94,9 @@ class KVCacheLayout:
     only): e2m1 codes, two to a byte, the even dim in the low half, then a scale in e4m3fn per group of 16. A scale that
     is NaN makes the key NaN.
 
-    V4's records of 4 bits: 448 e2m1 codes, two to a byte, the even dim in the low half, and 64 bf16 RoPE values.
-    `v4_nvfp4` (384 bytes; FlashInfer's "nvfp4"): 224 bytes of codes and the RoPE values, and after all of these of a
-    page 28 scales in e4m3fn, of 16 codes each, and 4 bytes of padding per record. `v4_mxfp4` (368 bytes; SGLang's
-    "mxfp4"): 224 bytes of codes, 14 exponents, of 32 codes each, 2 bytes of padding, and the RoPE values. A scale that
-    is NaN makes the key NaN, and so does a NaN RoPE value.
+    V4's record of 4 bits, `v4_nvfp4` (384 bytes; FlashInfer's "nvfp4"): 448 e2m1 codes, two to a byte, the even dim in
+    the low half, and 64 bf16 RoPE values. After all of these of a page come the scales of each record: 28 in e4m3fn, of
+    16 codes each, and 4 bytes of padding. A scale that is NaN makes the key NaN, and so does a NaN RoPE value.
 
     `index_fp8` (132 bytes for 128 dims): a code for each dim, then one fp32 scale, a power of two. `index_mxfp4` (68
     bytes): e2m1 codes, two to a byte, the even dim in the low half, then a scale byte for each group of 32.
@@ -387,11 +383,6 @@ class KVCacheLayout:
         return self.coded_dims * self.code_bits // 8
 
     @property
-    def tail_offset(self) -> int:
-        """Bytes from the first code of a record to its first bf16 value."""
-        return self.code_bytes + (self.scale_bytes if self.arrangement is Arrangement.INLINE else 0)
-
-    @property
     def data_bytes(self) -> int:
         """Bytes of codes and bf16 values of one record."""
         if not self.is_quantised:
@@ -444,17 +435,14 @@ class KVCacheLayout:
         if not self.is_quantised:
             return (Region("row", self.dtype, self.head_dim, 0, self.data_bytes),)
         split, codes = self.arrangement is Arrangement.SPLIT, self.code_bytes
-        stride = self.data_bytes if split else self.record_bytes
-        scales = {
-            Arrangement.SPLIT: block_size * self.data_bytes,
-            Arrangement.INTERLEAVED: self.data_bytes,
-            Arrangement.INLINE: codes,
-        }[self.arrangement]
+        stride, scales = (
+            (self.data_bytes, block_size * self.data_bytes) if split else (self.record_bytes, self.data_bytes)
+        )
         # scales of a byte are bytes: not every device indexes fp8
         scale = torch.uint8 if self.scale_dtype.itemsize == 1 else self.scale_dtype
         return (
             Region("nope", torch.uint8, codes, 0, stride),
-            Region("rope", torch.bfloat16, self.plain_dims, self.tail_offset, stride),
+            Region("rope", torch.bfloat16, self.plain_dims, codes, stride),
             Region("scale", scale, self.scale_bytes // scale.itemsize, scales, self.scale_bytes if split else stride),
         )
 

@@ -70,8 +70,7 @@ class CacheFacts:
     layout: the name of a quantised record in `KEY_RECORDS`, or "rows".
     dtype: of codes, "e4m3fn", "e4m3fnuz" or "e2m1"; of rows, "bfloat16" or "float32".
     page_size: records per page. Pages may lie any distance apart: a kernel follows the tensor's stride.
-    arrangement: place of the scales, "split" (after all data of a page), "interleaved" (after each record's data) or
-       "inline" (after each record's codes).
+    arrangement: place of the scales, "split" (after all data of a page) or "interleaved" (after each record's data).
     group_size: number of codes that share a scale; ignored for rows.
     rounds_to_fp4: whether writers first round keys to what `v41_fp4` holds; readers do not need to know.
     """

@@ -38,7 +38,6 @@ _RECORDS = {
     "528/528": ("v41_fp8", "v41_fp8"),
     "528/288": ("v41_fp8", "v41_fp4"),
     "384/384": ("v4_nvfp4", "v4_nvfp4"),
-    "368/368": ("v4_mxfp4", "v4_mxfp4"),
 }
 """Records of both caches by their bytes."""
 _PLAIN = next(iter(_RECORDS))

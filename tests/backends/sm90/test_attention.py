@@ -47,7 +47,7 @@ PARTS = Trial(layouts=(OCP,), widths=(1400,), tokens=1, heads=65, seed=20)
 ARRANGEMENTS = (Arrangement.SPLIT, Arrangement.INTERLEAVED)
 CODED = {arrangement: KVCacheLayout.v41_fp8(arrangement=arrangement) for arrangement in ARRANGEMENTS}
 NIBBLES = {arrangement: KVCacheLayout.v41_fp4(arrangement=arrangement) for arrangement in ARRANGEMENTS}
-NVFP4, MXFP4 = KVCacheLayout.of_record("v4_nvfp4"), KVCacheLayout.of_record("v4_mxfp4")
+NVFP4 = KVCacheLayout.of_record("v4_nvfp4")
 SCALES_LAST, WITHIN = Arrangement.SPLIT, Arrangement.INTERLEAVED
 
 MORE = multiprocessors() + 9
@@ -72,10 +72,8 @@ OWN: dict[str, Trial] = {
     "nibbles, scales within": evolve(BASE, layouts=(CODED[WITHIN], NIBBLES[WITHIN]), seed=24),
     "nibbles, scales behind": evolve(BASE, layouts=(CODED[SCALES_LAST], NIBBLES[SCALES_LAST]), pages=(5, 53), seed=25),
     "nibbles, no window": evolve(BASE, layouts=(CODED[WITHIN], NIBBLES[WITHIN]), widths=(0, 100), seed=26),
-    "nvfp4": evolve(BASE, layouts=(NVFP4, NVFP4), seed=27),
+    "nvfp4": evolve(BASE, layouts=(NVFP4, NVFP4), pages=(5, 53), seed=27),
     "nvfp4, one segment": evolve(BASE, layouts=(NVFP4,), pages=(53,), widths=(130, 0), seed=28),
-    "mxfp4": evolve(BASE, layouts=(MXFP4, MXFP4), pages=(5, 53), seed=29),
-    "mxfp4, one segment": evolve(BASE, layouts=(MXFP4,), widths=(130, 0), seed=30),
     "rows of a cache": ROW,
     "rows of pages": evolve(ROW, pages=(64,)),
     "gathered": GATHERED,
@@ -87,7 +85,6 @@ SHARED: dict[str, Trial] = {
     "scales behind each record": evolve(BASE, layouts=(SPLIT_OCP, OCP)),
     "arrangements that differ": evolve(BASE, layouts=(CODED[WITHIN], NIBBLES[SCALES_LAST])),
     "codes and nibbles next to bf16 values": evolve(BASE, layouts=(OCP, NVFP4)),
-    "scales in two formats": evolve(BASE, layouts=(MXFP4, NVFP4)),
     "other dims": evolve(BASE, layouts=(TINY, TINY)),
     "q in fp32": evolve(BASE, q_dtype=torch.float32),
     "not at 16 bytes": evolve(BASE, aligned=False, pages=(5, 3)),
@@ -153,7 +150,7 @@ COMPANY: dict[str, Trial] = {
     "more rows than programs": evolve(BASE, tokens=MORE, widths=(70, 65), seed=42),
     "two blocks of heads": evolve(BASE, layouts=(OCP,), heads=65, widths=(300, 0), seed=43),
     "nibbles": evolve(BASE, layouts=(CODED[WITHIN], NIBBLES[WITHIN]), widths=(70, 150), sink=False, seed=44),
-    "mxfp4": evolve(BASE, layouts=(MXFP4, MXFP4), widths=(70, 150), sink=False, seed=47),
+    "nvfp4": evolve(BASE, layouts=(NVFP4, NVFP4), widths=(70, 150), sink=False, seed=47),
     "a dialect that the shared kernel reads": evolve(BASE, layouts=(OCP, FNUZ), widths=(70, 650), seed=45),
     "ragged": evolve(BASE, form="ragged", widths=(70, 650), seed=46),
 }
@@ -226,7 +223,6 @@ def any_trial(seed: int) -> Trial:
     records = [
         (OCP, OCP),
         (NVFP4, NVFP4),
-        (MXFP4, MXFP4),
         *((CODED[a], other[a]) for a in ARRANGEMENTS for other in (CODED, NIBBLES)),
     ]
     heads, tokens = rng.choice([1, 2, 7, 16, 33, 64, 65, 128] if INTERPRETED else [7, 64, 128]), rng.randint(1, 6)
@@ -285,13 +281,8 @@ PLANTS = {
     ),
     "scales of the record before": ("schedule", "at.to(tl.int64) * SCALES)", "(at.to(tl.int64) // 2 * 2) * SCALES)"),
     "scales of nvfp4 without their padding": ("schedule", "FP8_PAGES else 32", "FP8_PAGES else 28"),
-    "scales of mxfp4 after their record": ("schedule", "scale = data + 224", "scale = data + 368"),
-    "groups of nvfp4 as long as those of mxfp4": (
-        "interpreted",
-        "GROUP: tl.constexpr = 16 if",
-        "GROUP: tl.constexpr = 32 if",
-    ),
-    "bf16 values right after the codes": ("interpreted", "112 if KIND == NVFP4_PAGES else 120", "112"),
+    "groups of nvfp4 twice as long": ("interpreted", "column // 16, mask=is_code", "column // 32, mask=is_code"),
+    "bf16 values after the scales": ("interpreted", "column - 448 + 112", "column - 448 + 120"),
     "the wrong part": ("parts", "tl.where(i + u == 0, 1, 0)", "tl.where(i + u == 0, 0, 1)"),
     "a part too many": ("parts", "tl.where(i + u < count", "tl.where(i + u <= count"),
     "parts of a later round weigh the same": ("parts", "tl.where(of_first, shrink0[:, None], shrink1[:, None])", "1.0"),
@@ -335,7 +326,6 @@ PLANTS = {
 HARD = [
     OWN["nibbles, scales within"],
     OWN["nvfp4, one segment"],
-    OWN["mxfp4, one segment"],
     evolve(BASE, tokens=2, seed=1),
     evolve(BASE, tokens=6, seed=13),
     evolve(BASE, tokens=1, seed=14),

@@ -88,7 +88,6 @@ def test_only_gathered_keys_take_workspace(kind: LayerKind) -> None:
 CODES = CacheFacts("v41_fp8", arrangement="interleaved", group_size=32)
 NIBBLES = CacheFacts("v41_fp4", "e2m1", arrangement="interleaved", group_size=16)
 NVFP4 = CacheFacts.of(KVCacheLayout.of_record("v4_nvfp4"), 64)
-MXFP4 = CacheFacts.of(KVCacheLayout.of_record("v4_mxfp4"), 64)
 
 
 def of_v41(window: CacheFacts, entries: CacheFacts | None) -> Problem:
@@ -110,9 +109,8 @@ def of_v41(window: CacheFacts, entries: CacheFacts | None) -> Problem:
         (of_v41(CODES, NIBBLES), OWN),
         (of_v41(CODES, evolve(NIBBLES, arrangement="split")), "scales elsewhere"),
         (of_v41(NVFP4, NVFP4), OWN),
-        (of_v41(MXFP4, None), OWN),
+        (of_v41(NVFP4, None), OWN),
         (of_v41(CacheFacts(), NVFP4), "not all fp8_ds_mla of e4m3fn, nor v4_nvfp4"),
-        (of_v41(NVFP4, MXFP4), "not all fp8_ds_mla"),
         (of_v41(CacheFacts(), CODES), "not all fp8_ds_mla"),
         (of_v41(evolve(CacheFacts(), arrangement="interleaved"), None), "scales elsewhere"),
         (Problem.of(FLASH, "swa", dtype="bfloat16"), OWN),
@@ -174,10 +172,9 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
     assert [_key_format(pair) for layout in others for pair in ([layout], [record, layout], [layout, record])] == [
         None
     ] * 27
-    nvfp4, mxfp4 = KVCacheLayout.of_record("v4_nvfp4"), KVCacheLayout.of_record("v4_mxfp4")
+    nvfp4 = KVCacheLayout.of_record("v4_nvfp4")
     assert _key_format([nvfp4]) == _key_format([nvfp4, nvfp4]) == (4, False)
-    assert _key_format([mxfp4]) == _key_format([mxfp4, mxfp4]) == (5, False)
-    for pair in ([nvfp4, mxfp4], [record, nvfp4], [mxfp4, record], [KVCacheLayout.of_record("v4_nvfp4", 36, 6)]):
+    for pair in ([record, nvfp4], [nvfp4, record], [KVCacheLayout.of_record("v4_nvfp4", 36, 6)]):
         assert _key_format(pair) is None
     for interleaved, arrangement in enumerate((Arrangement.SPLIT, Arrangement.INTERLEAVED)):
         codes, nibbles = (make(arrangement=arrangement) for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4))

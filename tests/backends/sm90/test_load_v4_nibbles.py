@@ -1,6 +1,6 @@
 """What the roles do with V4's records of nibbles, without a GPU: their own code, on numpy's arrays.
 
-Of the assembly, `test_load_v41` has all codes under scales in e4m3, and this file those under exponents.
+Of the assembly, `test_load_v41` has all codes under all scales.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from dsv4attn.backends.sm90 import kernels_load_v4
-from dsv4attn.backends.sm90.kernels_schedule import MXFP4_PAGES, NVFP4_PAGES
+from dsv4attn.backends.sm90.kernels_schedule import NVFP4_PAGES
 from dsv4attn.core.cache.key_codecs import dequantize_keys
 from dsv4attn.core.cache.layout import KVCacheLayout
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
 
 RANDOM = np.random.default_rng(0)
-KINDS = {"v4_nvfp4": NVFP4_PAGES, "v4_mxfp4": MXFP4_PAGES}
-MXFP4 = str(kernels_load_v4.MXFP4.value)
+LAYOUT = KVCacheLayout.of_record("v4_nvfp4")
 CODES, VALUES = 224, 128
 """Bytes of a record's codes, and of its bf16 values."""
 
@@ -114,90 +113,66 @@ def without_a_device(patch: pytest.MonkeyPatch, records: NDArray[np.uint8], ok: 
         patch.setattr(kernels_load_v4, name, value)
 
 
-def stage_of(patch: pytest.MonkeyPatch, name: str, records: NDArray[np.uint8], ok: NDArray[np.bool_]) -> Any:
+def stage_of(patch: pytest.MonkeyPatch, records: NDArray[np.uint8], ok: NDArray[np.bool_]) -> Any:
     """[64, 512] values that both roles write of 64 records in a row, of which some are there."""
     without_a_device(patch, records, ok)
-    kind, row = KINDS[name], np.arange(64)
+    row = np.arange(64)
     empty = SimpleNamespace(index=lambda _: None)
     keys = {f"k{i}": Memory(np.full((2, 64, 64), 0x7FC07FC0, np.uint32)) for i in range(4)}
     smem = SimpleNamespace(
         raw=[Memory(np.zeros((64, width), np.uint32)) for width in (32, 16, 8)],
-        scales=[Memory(np.zeros(64, np.int64)) for _ in range(4 if name == "v4_nvfp4" else 2)],
+        scales=[Memory(np.zeros(64, np.int64)) for _ in range(4)],
         addresses=Memory(row),
         **keys,
         **dict.fromkeys(("raw_full", "raw_empty", "rest_full", "k_full", "k_empty"), empty),
     )
     # in units of eight bytes
-    scale = row * (records.shape[1] // 8) + (CODES if name == "v4_mxfp4" else CODES + VALUES) // 8
+    scale = row * (records.shape[1] // 8) + (CODES + VALUES) // 8
     kernels: Any = kernels_load_v4
-    kernels.copy_ahead(smem, ok, scale, kind)
-    kernels.copy_to_stage(smem, 0, kind)
-    kernels.decode_nibbles(1, smem, kind)
+    kernels.copy_ahead(smem, ok, scale, NVFP4_PAGES)
+    kernels.copy_to_stage(smem, 0, NVFP4_PAGES)
+    kernels.decode_nibbles(1, smem)
     words = np.concatenate([keys[f"k{i}"].array[0] for i in range(4)], axis=1)
     return np.stack([of_bf16(words), of_bf16(words >> 16)], axis=-1).reshape(64, 512)
 
 
-def records_and_values(name: str, scales: Sequence[int]) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+def records_and_values(scales: Sequence[int]) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     """64 records of random codes, with scale bytes of these and padding of 255, and their values.
 
-    Scales of v4_nvfp4 are after the data of each record here.
+    Scales are after the data of each record here.
     """
-    layout = KVCacheLayout.of_record(name)
     codes = RANDOM.integers(0, 256, (64, CODES)).astype(np.uint8)
-    groups = np.full((64, layout.scale_bytes), 255, np.uint8)
-    groups[:, : layout.num_groups] = RANDOM.choice(scales, (64, layout.num_groups))
+    groups = np.full((64, LAYOUT.scale_bytes), 255, np.uint8)
+    groups[:, : LAYOUT.num_groups] = RANDOM.choice(scales, (64, LAYOUT.num_groups))
     rope = RANDOM.standard_normal((64, VALUES // 2)).astype(np.float32)
     rope = (rope.view(np.uint32) >> 16).astype(np.uint16)
-    parts = [codes, groups, rope.view(np.uint8)] if name == "v4_mxfp4" else [codes, rope.view(np.uint8), groups]
-    values = dequantize_keys(torch.from_numpy(codes), torch.from_numpy(groups), layout).double().numpy()
-    return np.concatenate(parts, axis=1), np.concatenate([values, of_bf16(rope.astype(np.uint32))], axis=1)
+    values = dequantize_keys(torch.from_numpy(codes), torch.from_numpy(groups), LAYOUT).double().numpy()
+    return np.concatenate([codes, rope.view(np.uint8), groups], axis=1), np.concatenate(
+        [values, of_bf16(rope.astype(np.uint32))], axis=1
+    )
 
 
-ALL = {"v4_nvfp4": [byte for byte in range(256) if byte & 127 != 127], "v4_mxfp4": list(range(255))}
+NUMBERS = [byte for byte in range(256) if byte & 127 != 127]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_stage_has_the_values_of_its_records_and_zeros_where_there_is_none(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    records, values = records_and_values(name, ALL[name])
+def test_a_stage_has_the_values_of_its_records_and_zeros_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, values = records_and_values(NUMBERS)
     ok = RANDOM.random(64) < 0.8
 
-    stage = stage_of(monkeypatch, name, records, ok)
+    stage = stage_of(monkeypatch, records, ok)
 
     assert not ok.all()
-    # 2^128 and more, as of exponents from 253 on, are infinite in either format
     assert np.array_equal(stage[ok], values[ok])
     assert not stage[~ok].any()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_scale_that_is_nan_makes_its_codes_nan_and_no_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nan = [0x7F, 0xFF] if name == "v4_nvfp4" else [255]
-    records, values = records_and_values(name, [*ALL[name][100:110], *nan])
+def test_a_scale_that_is_nan_makes_its_codes_nan_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, values = records_and_values([*NUMBERS[100:110], 0x7F, 0xFF])
 
-    stage = stage_of(monkeypatch, name, records, np.ones(64, bool))
+    stage = stage_of(monkeypatch, records, np.ones(64, bool))
 
     assert np.isnan(values).any(axis=1).any()
     assert np.array_equal(stage, values, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("t, 0x00ff00ff", "t, 0x007f007f"),
-        ("shl.b32 t, t, 7", "shl.b32 t, t, 8"),
-        ("t, t, 0x00400040", "t, t, 0x00000000"),
-        ("selp.b32 scale0, 0x7fc07fc0", "selp.b32 scale0, 0x7f807f80"),
-        ("mov.b32 scale1, scale0", "mov.b32 scale1, zero"),
-    ],
-)
-def test_a_wrong_instruction_is_seen(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert old in MXFP4, f"{old!r} is gone: plant the bug anew"
-    monkeypatch.setattr(kernels_load_v4, "MXFP4", SimpleNamespace(value=MXFP4.replace(old, new)))
-    records, values = records_and_values("v4_mxfp4", range(256))
-
-    assert not np.array_equal(stage_of(monkeypatch, "v4_mxfp4", records, np.ones(64, bool)), values, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "width"), [("NIBBLES_S", 8), ("NIBBLES_2S", 16), ("NIBBLES_4S", 32)])

@@ -1,4 +1,4 @@
-"""An independent packer and reader of DeepSeek-V4.1's records, and of V4's of 4 bits, from the written format alone.
+"""An independent packer and reader of V4.1's records, of V4's of 4 bits, and of MXFP4, from the written formats alone.
 
 It imports nothing of the library. Values are exact fractions, codes are found by the distance to every value of the
 grid, and bytes are placed one record at a time, so that it is slow and has no code in common with what it judges.
@@ -7,7 +7,7 @@ grid, and bytes are placed one record at a time, so that it is slow and has no c
     fp4, 288 bytes: e2m1 codes, the even dim in the low half; then 32 scales in e4m3fn, of 16 dims.
     nvfp4, 384 bytes: e2m1 codes of 448 dims as above, 64 bf16 values; after all of these of a page 28 scales in e4m3fn,
         of 16 dims, and 4 bytes of padding, for each record.
-    mxfp4, 368 bytes: e2m1 codes of 448 dims, 14 exponents biased by 127, of 32 dims, 2 of padding, 64 bf16 values.
+    mxfp4, of index keys: e2m1 codes, and an exponent biased by 127 for each 32 dims.
     "interleaved": record i of a page begins at i * record. "split": all codes of the page, then all scales.
 """
 
@@ -110,13 +110,9 @@ def mxfp4_group(values: Sequence[float]) -> tuple[list[int], int]:
     )
 
 
-def pack_four_bits(row: Sequence[float], nope: int, *, nvfp4: bool) -> U8:
-    """The record of a row of bf16 values: codes, bf16 values, and then scales, with zeros up to a multiple of 8 bytes.
-
-    Scales of mxfp4 stand before the bf16 values in a page.
-    """
-    size, group = (16, fp4_group) if nvfp4 else (32, mxfp4_group)
-    groups = [group(row[i : min(i + size, nope)]) for i in range(0, nope, size)]
+def pack_nvfp4(row: Sequence[float], nope: int) -> U8:
+    """The record of a row of bf16 values: codes, bf16 values, and scales with zeros up to a multiple of 8 bytes."""
+    groups = [fp4_group(row[i : min(i + FP4_GROUP, nope)]) for i in range(0, nope, FP4_GROUP)]
     codes = [code for codes, _ in groups for code in codes]
     pairs = [codes[i] + 16 * codes[i + 1] for i in range(0, nope, 2)]
     scales = [byte for _, byte in groups] + [0] * (-len(groups) % 8)
@@ -124,25 +120,15 @@ def pack_four_bits(row: Sequence[float], nope: int, *, nvfp4: bool) -> U8:
     return np.concatenate([np.array(pairs, dtype=np.uint8), plain, np.array(scales, dtype=np.uint8)])
 
 
-def _unpack_four_bits(record: U8, nope: int, rope: int, size: int, scales: Sequence[float]) -> F64:
+def unpack_nvfp4(record: U8, nope: int, rope: int) -> F64:
+    """[nope + rope] values of what `pack_nvfp4` makes, exact in float64; a scale may have a sign, or be NaN."""
     row, end = np.empty(nope + rope), nope // 2 + 2 * rope
     for d in range(nope):
-        code = int(record[d // 2]) // (16 if d % 2 else 1) % 16
-        row[d] = math.copysign(float(E2M1[code % 8]), -1.0 if code > 7 else 1.0) * scales[int(record[end + d // size])]
+        code, scale = int(record[d // 2]) // (16 if d % 2 else 1) % 16, decode_e4m3(int(record[end + d // FP4_GROUP]))
+        row[d] = math.copysign(float(E2M1[code % 8]), -1.0 if code > 7 else 1.0) * scale
     plain = np.ascontiguousarray(record[nope // 2 : end]).view("<u2").astype(np.uint32) << 16
     row[nope:] = plain.view(np.float32)
     return row
-
-
-def unpack_nvfp4(record: U8, nope: int, rope: int) -> F64:
-    """[nope + rope] values of what `pack_four_bits` makes, exact in float64; a scale may have a sign, or be NaN."""
-    return _unpack_four_bits(record, nope, rope, 16, [decode_e4m3(byte) for byte in range(256)])
-
-
-def unpack_mxfp4(record: U8, nope: int, rope: int) -> F64:
-    """The same of mxfp4; byte 255 is NaN."""
-    powers = [math.ldexp(1.0, byte - 127) for byte in range(255)]
-    return _unpack_four_bits(record, nope, rope, 32, [*powers, math.nan])
 
 
 @cache

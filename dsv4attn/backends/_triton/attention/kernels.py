@@ -109,7 +109,7 @@ def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.
 def read(
     slot, ok, fnuz, segment, nothing,
     KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr, C: tl.constexpr,
     PIECES: tl.constexpr, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Both pieces of a tile of keys of any kind but WORDS; a narrow key's second piece is its first.
@@ -122,19 +122,17 @@ def read(
     elif KIND == keys.NIBBLE_WORDS:
         left, right = keys.read_nibble_words(base, slot, ok, size, stride, nothing, INTERLEAVED, N, DT, ASM)
     elif KIND == keys.FP4_WORDS:
-        left, right = keys.read_fp4_words(
-            base, slot, ok, size, stride, nothing, INTERLEAVED, CODING, TAIL, SCALES, N, DT, ASM
-        )
+        left, right = keys.read_fp4_words(base, slot, ok, size, stride, nothing, INTERLEAVED, N, DT, ASM)
     else:
         left = keys.read_piece(
             base, slot, ok, size, stride, row_stride, fnuz, 0, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES,
-            CODING, TAIL, DT,
+            CODING, DT,
         )  # fmt: skip
         right = left
         if PIECES == 2:
             right = keys.read_piece(
                 base, slot, ok, size, stride, row_stride, fnuz, C, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP,
-                SCALES, CODING, TAIL, DT,
+                SCALES, CODING, DT,
             )  # fmt: skip
     return left, right
 
@@ -177,7 +175,7 @@ def product_in_halves(
 def product_in_steps(
     q_row, live, slot, ok, fnuz, segment, acc,
     KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr, C: tl.constexpr,
     DT: tl.constexpr,
 ):  # fmt: skip
     """Acc + q @ key^T with both read from memory, 64 columns at a time.
@@ -193,7 +191,7 @@ def product_in_steps(
         part = tl.load(q_row[:, None] + column[None, :], mask=there, other=0.0).to(DT)
         key = keys.read_piece(
             base, slot, ok, size, stride, row_stride, fnuz, step * W, W, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP,
-            SCALES, CODING, TAIL, DT,
+            SCALES, CODING, DT,
         )  # fmt: skip
         acc = tl.dot(part, tl.trans(key), acc, input_precision="ieee")
     return acc
@@ -296,7 +294,7 @@ def attention(
     KIND0: tl.constexpr, KIND1: tl.constexpr, INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr,
     FNUZ0: tl.constexpr, FNUZ1: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
     SCALES0: tl.constexpr, SCALES1: tl.constexpr, CODING0: tl.constexpr, CODING1: tl.constexpr,
-    TAIL0: tl.constexpr, TAIL1: tl.constexpr, UNIT0: tl.constexpr, UNIT1: tl.constexpr,
+    UNIT0: tl.constexpr, UNIT1: tl.constexpr,
     RAGGED: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
     C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
     PREFETCH: tl.constexpr, RELOAD: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr, GROUP: tl.constexpr,
@@ -318,7 +316,7 @@ def attention(
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     SAME: tl.constexpr = SEGMENTS == 1 or (
         KIND0 == KIND1 and INTERLEAVED0 == INTERLEAVED1 and UNIT0 == UNIT1 and GROUP0 == GROUP1
-        and CODING0 == CODING1 and TAIL0 == TAIL1
+        and CODING0 == CODING1
     )  # fmt: skip
     pid = tl.program_id(0)
     head = (pid % BLOCKS) * HEADS + tl.arange(0, BH) % HEADS
@@ -442,21 +440,21 @@ def attention(
                     if RELOAD:
                         z = product_in_steps(
                             again, live, slot, here, dialect, segment, z, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE,
-                            GROUP0, SCALES0, CODING0, TAIL0, C * PIECES, DT,
+                            GROUP0, SCALES0, CODING0, C * PIECES, DT,
                         )  # fmt: skip
                     left, right = read(
                         slot, here, dialect, segment, once - 1, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0,
-                        CODING0, TAIL0, C, PIECES, N, DT, ASM,
+                        CODING0, C, PIECES, N, DT, ASM,
                     )  # fmt: skip
                 else:
                     if RELOAD:
                         z = product_in_steps(
                             again, live, slot, here, FNUZ1, segment, z, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1,
-                            SCALES1, CODING1, TAIL1, C * PIECES, DT,
+                            SCALES1, CODING1, C * PIECES, DT,
                         )  # fmt: skip
                     left, right = read(
                         slot, here, FNUZ1, segment, once - 1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1,
-                        CODING1, TAIL1, C, PIECES, N, DT, ASM,
+                        CODING1, C, PIECES, N, DT, ASM,
                     )  # fmt: skip
                 slot = load_slots(tile + 1, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP)
             if RELOAD and WORDS:

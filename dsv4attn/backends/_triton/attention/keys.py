@@ -5,9 +5,8 @@ KIND chooses one of the readers: WORDS for V4's own 448 + 64 record on aligned p
 for V4's records of 4 bits and these dims, eight codes at a time; BYTES for V4's records of other dims or alignment,
 whose last ROPE dims are bf16; CODES and NIBBLES for V4.1's records, whose dims are all codes, of fp8 and of e2m1;
 CODE_WORDS and NIBBLE_WORDS for those of 512 dims on aligned pages, four and eight codes at a time; ROWS for plain rows.
-CODING and TAIL say more of a record: its codes and scales (`numerics`), and how many bytes after the first code
-its bf16 values begin: more than the bytes of codes if the scales stand between both. A row that is not `ok` reads as
-zeros and touches no memory.
+CODING says which codes and scales a record has (`numerics`). Its bf16 values begin right after its codes. A row that
+is not `ok` reads as zeros and touches no memory.
 
 A NaN code is decoded to NaN; unless ASM is CONVERTED, so is its whole word. Which values of a key are NaN does not
 matter: each of its logits is then, and with it the whole row of the output.
@@ -277,44 +276,28 @@ def read_nibble_words(
 @triton.jit
 def read_fp4_words(
     base, slot, ok, paging, page_stride16, nothing,
-    INTERLEAVED: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, SCALES: tl.constexpr, N: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Both pieces, [N, 256] each in DT, of records of 448 e2m1 codes and 64 bf16 values, in the order of `columns`.
 
-    CODING: NVFP4 has 28 scales in e4m3fn, MXFP4 has 14 exponents. SCALES: bytes of scales with their padding.
+    A record has 28 scales in e4m3fn, and 4 bytes of padding.
     """
-    if TAIL > 224:
-        # scales stand between codes and bf16 values
-        data, _ = record_words(base, slot, ok, paging, page_stride16, TAIL + 128, 0, True)
-        scale = tl.multiple_of(data + 224, 16)
-    else:
-        data, scale = record_words(base, slot, ok, paging, page_stride16, 352, SCALES, INTERLEAVED)
+    data, scale = record_words(base, slot, ok, paging, page_stride16, 352, 32, INTERLEAVED)
     words, of, mask = data.to(tl.pointer_type(tl.int32))[:, None], tl.arange(0, 32)[None, :], ok[:, None]
     # `nothing` is 0, which the compiler cannot prove: each thread loads two words, and of the last codes one, which
     # are those next to its RoPE values
     x0 = tl.load(words + (2 * nothing + of), mask=mask, other=0)
     x1 = tl.load(words + (2 * nothing + 32 + tl.arange(0, 16)[None, :]), mask=mask, other=0)
     x2 = tl.load(words + (nothing + 48 + tl.arange(0, 8)[None, :]), mask=mask, other=0)
-    rope = tl.load(words + (TAIL // 4 + of), mask=mask, other=0)
+    rope = tl.load(words + (56 + of), mask=mask, other=0)
     wide, part = scale.to(tl.pointer_type(tl.int64)), scale.to(tl.pointer_type(tl.int32))
-    if CODING == numerics.NVFP4:
-        # a scale serves two words
-        s0 = tl.load(wide[:, None] + tl.arange(0, 2)[None, :], mask=mask, other=0)
-        s1 = tl.load(wide + 2, mask=ok, other=0)
-        s2 = tl.load(part + 6, mask=ok, other=0)
-        scale0 = spread(scales_of_codes(s0, N, 16, ASM), N, 16)
-        scale1 = spread(scales_of_codes(s1[:, None], N, 8, ASM), N, 8, 16)
-        scale2 = spread(scales_of_codes(s2.to(tl.int64)[:, None], N, 4, ASM), N, 4, 8)
-    else:
-        # a scale serves four words; two bytes of padding come after the last scale
-        s0 = tl.load(wide, mask=ok, other=0)
-        s1 = tl.load(part + 2, mask=ok, other=0)
-        s2 = tl.load(scale.to(tl.pointer_type(tl.int16)) + 6, mask=ok, other=0).to(tl.int32)
-        shift = (tl.arange(0, 8) * 8).to(tl.int64)[None, :]
-        scale0 = spread(scale_of((s0[:, None] >> shift).to(tl.int32), ASM), N, 8)
-        scale1 = spread(scale_of(s1[:, None] >> (tl.arange(0, 4) * 8)[None, :], ASM), N, 4, 16)
-        scale2 = spread(scale_of(s2[:, None] >> (tl.arange(0, 2) * 8)[None, :], ASM), N, 2, 8)
+    # a scale serves two words
+    s0 = tl.load(wide[:, None] + tl.arange(0, 2)[None, :], mask=mask, other=0)
+    s1 = tl.load(wide + 2, mask=ok, other=0)
+    s2 = tl.load(part + 6, mask=ok, other=0)
+    scale0 = spread(scales_of_codes(s0, N, 16, ASM), N, 16)
+    scale1 = spread(scales_of_codes(s1[:, None], N, 8, ASM), N, 8, 16)
+    scale2 = spread(scales_of_codes(s2.to(tl.int64)[:, None], N, 4, ASM), N, 4, 8)
     left = pairs(x0, scale0, N, 32, ASM)
     k2, k3 = pairs(x1, scale1, N, 16, ASM), pairs(x2, scale2, N, 8, ASM)
     right = beside(k2, in_turn(k3, rope, N), N, 64)
@@ -356,7 +339,7 @@ def read_piece(
     base, slot, ok, paging, page_stride, row_stride, fnuz,
     FIRST: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
     NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr,
-    TAIL: tl.constexpr, DT: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
     """Columns FIRST .. FIRST + C of each slot's key, [N, C] in DT; columns past the last are zero.
 
@@ -375,10 +358,7 @@ def read_piece(
         CODED: tl.constexpr = NOPE if KIND == BYTES else NOPE + ROPE
         PACKED: tl.constexpr = CODED if CODING == numerics.FP8 else CODED // 2
         DATA: tl.constexpr = PACKED + 2 * (NOPE + ROPE - CODED)
-        if KIND == BYTES and TAIL > PACKED:
-            data = page + of * (DATA + SCALES)
-            scale = data + PACKED
-        elif INTERLEAVED:
+        if INTERLEAVED:
             data = page + of * (DATA + SCALES)
             scale = data + DATA
         else:
@@ -395,7 +375,7 @@ def read_piece(
         values = tl.where(is_code, value, 0.0)
         if KIND != BYTES:
             return values.to(DT)
-        rope = (base + (data + TAIL)).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - NOPE)[None, :]
+        rope = (base + (data + PACKED)).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - NOPE)[None, :]
         is_rope = ok[:, None] & ((column >= NOPE) & (column < NOPE + ROPE))[None, :]
         values = tl.where(is_code, values, tl.load(rope, mask=is_rope, other=0.0).to(tl.float32)).to(DT)
     return values

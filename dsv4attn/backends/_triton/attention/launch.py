@@ -69,7 +69,6 @@ SHARING_HEADS = 16
 _BY_WORD = {
     (Coding.FP8, (448, 64, 64)): WORDS.value,
     (Coding.NVFP4, (448, 64, 16)): FP4_WORDS.value,
-    (Coding.MXFP4, (448, 64, 32)): FP4_WORDS.value,
     (Coding.FP8, (512, 0, 32)): CODE_WORDS.value,
     (Coding.NVFP4, (512, 0, 16)): NIBBLE_WORDS.value,
 }
@@ -87,7 +86,7 @@ class Segment:
 
     kind: one of the readers in `keys`. unit: elements; page and row strides are multiples of them, so that
     loads can be wide.
-    group, scales: codes of a scale, and bytes of a record's scales. coding, tail: as CODING and TAIL in `keys`.
+    group, scales: codes of a scale, and bytes of a record's scales. coding: as CODING in `keys`.
     dtype: of the cache's elements.
     """
 
@@ -98,7 +97,6 @@ class Segment:
     group: int = 0
     scales: int = 0
     coding: int = CODINGS[Coding.FP8]
-    tail: int = 0
     dtype: torch.dtype = torch.uint8
 
     @classmethod
@@ -115,7 +113,7 @@ class Segment:
         else:
             kind, unit = CODES.value if layout.fp8_format else NIBBLES.value, 1
         interleaved, fnuz = layout.arrangement is Arrangement.INTERLEAVED, layout.fp8_format is Fp8Format.FNUZ
-        scales = layout.group_size, layout.scale_bytes, CODINGS[layout.coding], layout.tail_offset
+        scales = layout.group_size, layout.scale_bytes, CODINGS[layout.coding]
         return cls(kind, unit, interleaved, fnuz, *scales)
 
     @property
@@ -151,7 +149,7 @@ def constants(shape: Shape, tuning: Tuning, group: int = 1) -> dict[str, Any]:
     width = padded(shape.nope + shape.rope)
     pieces = 1 if width <= 256 else 2
     first, second = shape.segments[0], shape.segments[-1]
-    alike = all((s.kind, s.interleaved, s.tail) == (first.kind, first.interleaved, first.tail) for s in shape.segments)
+    alike = all((s.kind, s.interleaved) == (first.kind, first.interleaved) for s in shape.segments)
     first, second = (s if alike else s.in_order for s in (first, second))
     words = first.kind == second.kind == WORDS.value
     if tuning.reload and not words:
@@ -175,8 +173,6 @@ def constants(shape: Shape, tuning: Tuning, group: int = 1) -> dict[str, Any]:
         "SCALES1": second.scales,
         "CODING0": first.coding,
         "CODING1": second.coding,
-        "TAIL0": first.tail,
-        "TAIL1": second.tail,
         "UNIT0": first.unit,
         "UNIT1": second.unit,
         "RAGGED": shape.ragged,

@@ -101,7 +101,7 @@ def _bits(x: float) -> int:
 def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
     """Constants of kernels that read records. GROUP is 0 if records are not quantised.
 
-    CODING: of `numerics`. TAIL: bytes from the first code of a record to its bf16 values.
+    CODING: of `numerics`. TAIL: bytes of a record's codes, after which its bf16 values begin.
     """
     nope, rope = stored_dims(layout)
     return {
@@ -109,7 +109,7 @@ def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
         "ROPE": rope,
         "GROUP": layout.group_size,
         "CODING": CODINGS[layout.coding] if layout.is_quantised else numerics.FP8.value,
-        "TAIL": layout.tail_offset if layout.is_quantised else 0,
+        "TAIL": layout.code_bytes,
         "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
         "EXACT_CASTS": not INTERPRETED,
     }

@@ -276,7 +276,7 @@ def _record(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[An
     if layout.name.startswith("v41"):
         return _record_of_codes(rng, layout)
     if layout.fp8_format is None:
-        return _record_of_four_bits(rng, layout)
+        return _record_of_nvfp4(rng, layout)
     finite = FINITE[layout.fp8_format]
     rope = torch.from_numpy(rng.standard_normal(layout.rope_dim)).bfloat16().view(torch.uint8).numpy()
     scales = np.full(layout.scale_bytes, 0xFF)
@@ -299,17 +299,14 @@ def _record_of_codes(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[N
     return record, partial(v41_packer.unpack_fp8 if fp8 else v41_packer.unpack_fp4, record, dim)
 
 
-def _record_of_four_bits(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], Callable[[], F64]]:
-    """`_record` of V4's records of 4 bits, as an independent reader understands its bytes."""
-    nvfp4, rope = layout.name == "v4_nvfp4", rng.standard_normal(layout.rope_dim)
-    scales = np.full(layout.scale_bytes, 0xFF)
-    known = rng.choice([3, 7, 40, 49, 55, 60, 62, 0x80 + 53], layout.num_groups)
-    scales[: layout.num_groups] = known if nvfp4 else rng.integers(120, 127, layout.num_groups)
+def _record_of_nvfp4(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], Callable[[], F64]]:
+    """`_record` of V4's record of 4 bits, as an independent reader understands its bytes."""
+    rope, scales = rng.standard_normal(layout.rope_dim), np.full(layout.scale_bytes, 0xFF)
+    scales[: layout.num_groups] = rng.choice([3, 7, 40, 49, 55, 60, 62, 0x80 + 53], layout.num_groups)
     codes = rng.integers(0, 256, layout.nope_dim // 2)
     plain = torch.from_numpy(rope).bfloat16().view(torch.uint8).numpy()
     record = np.concatenate([codes, plain, scales]).astype(np.uint8)
-    coded = v41_packer.unpack_nvfp4 if nvfp4 else v41_packer.unpack_mxfp4
-    return record, partial(coded, record, layout.nope_dim, layout.rope_dim)
+    return record, partial(v41_packer.unpack_nvfp4, record, layout.nope_dim, layout.rope_dim)
 
 
 def _write(cache: PagedKVCache, slot: int, record: NDArray[Any]) -> None:

@@ -36,7 +36,6 @@ LAYOUTS = [
     KVCacheLayout.v41_fp4(34, 6),
     # those of the model's own dims are in tests/core/cache/test_four_bits.py
     KVCacheLayout.of_record("v4_nvfp4", 36, 6),
-    KVCacheLayout.of_record("v4_mxfp4", 76, 10),
 ]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.fingerprint}:{layout.fp8_max:g}")
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -16,7 +16,7 @@ from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache.layout import CacheMemory, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import CPU, DEVICE, FNUZ, LAYOUTS, OCP, draw, each_layout, poisoned, seeded
-from tests.core.cache.v41_packer import unpack_fp4, unpack_fp8, unpack_mxfp4, unpack_nvfp4
+from tests.core.cache.v41_packer import unpack_fp4, unpack_fp8, unpack_nvfp4
 from tests.harness import bytes_of
 
 DEAD = [-1, -(2**31), 2**31 - 1, 2**20]
@@ -52,8 +52,7 @@ class Pages:
             return torch.from_numpy(packed).to(layout.row_dtype)
         parts = [cache.region(name)[where].contiguous().view(torch.uint8) for name in ("nope", "rope", "scale")]
         if layout.fp8_format is None:
-            four_bits = unpack_nvfp4 if layout.name == "v4_nvfp4" else unpack_mxfp4
-            row = four_bits(torch.cat(parts).numpy(), layout.nope_dim, layout.rope_dim)
+            row = unpack_nvfp4(torch.cat(parts).numpy(), layout.nope_dim, layout.rope_dim)
             return torch.from_numpy(row).to(layout.row_dtype)
         row = oracle.dequantize_record(
             torch.cat(parts).numpy(),
