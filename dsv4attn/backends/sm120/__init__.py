@@ -3,7 +3,7 @@
 Chosen automatically there. By name it also runs on any other GPU that Triton drives, or on a CPU under Triton's
 interpreter (TRITON_INTERPRET=1), with our kernel. Both phases read pages; nothing is gathered. FlashInfer is optional,
 imported only after this backend was chosen on such a card, and rounds queries and weights to fp8; option
-`precision=bf16` gives every call to our kernel, which does not round them.
+`kernel=own` gives every call to our kernel, which does not round them.
 
 FlashInfer's formats `fp8_dsv41` and `fp8_dsv41_fp4_ca`, of split V4.1 records, are served where the installed version
 has them. Its format `nvfp4`, of `v4_nvfp4` records, rounds queries and weights to 4 bits: option `kernel=flashinfer`
@@ -38,7 +38,6 @@ INFO = BackendInfo(
     packages=("torch",),
     options={
         "kernel": "auto",
-        "precision": "auto",
         "in_range": False,
         "tuning": "auto",
         "deterministic": False,

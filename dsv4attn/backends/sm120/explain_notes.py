@@ -39,7 +39,7 @@ def _attends(device: DeviceFacts, problem: Problem) -> str:
     if against:
         return f"our kernel, in bf16: {'; '.join(against)}"
     where = f"flashinfer {version}" if version else f"flashinfer {_NEWEST}, taken to be installed"
-    return f"{where}, which multiplies in fp8; option precision=bf16 leaves the call to our kernel"
+    return f"{where}, which multiplies in fp8; option kernel=own leaves the call to our kernel"
 
 
 def _assumed(version: str) -> InstalledFlashInfer:

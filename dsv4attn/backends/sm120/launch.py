@@ -36,8 +36,8 @@ class Sm120Backend(TritonBackend):
     """Attention on pages in both phases.
 
     kernel: "own", "flashinfer", or "auto": FlashInfer on sm_120 and sm_121, where it is installed and serves the call;
-    this is decided before any launch. With "flashinfer", a call that FlashInfer cannot serve is an error.
-    precision: with "bf16" our kernel serves every call, because FlashInfer rounds queries and weights to fp8.
+    this is decided before any launch. With "own", no call is rounded: FlashInfer rounds queries and weights to fp8.
+    With "flashinfer", a call that FlashInfer cannot serve is an error.
     in_range: a promise that block tables name no block outside its cache; without it FlashInfer gets a checked copy of
     all indices. tuning, deterministic, projection: see `TritonBackend`; only our kernel is deterministic.
     """
@@ -49,7 +49,6 @@ class Sm120Backend(TritonBackend):
         self,
         *,
         kernel: str = AUTO,
-        precision: str = "auto",
         in_range: bool = False,
         tuning: str = "auto",
         deterministic: bool = False,
@@ -59,15 +58,12 @@ class Sm120Backend(TritonBackend):
         super().__init__(tuning=tuning, deterministic=deterministic, projection=projection)
         if kernel not in (AUTO, OWN, FLASHINFER):
             raise ArgumentError("kernel", expected=f"'{AUTO}', '{OWN}' or '{FLASHINFER}'", actual=repr(kernel))
-        if precision not in ("auto", "bf16"):
-            raise ArgumentError("precision", expected="'auto' or 'bf16'", actual=repr(precision))
         if not isinstance(in_range, bool):
             raise ArgumentError("in_range", expected="true or false", actual=repr(in_range))
-        exact = "precision='bf16'" if precision == "bf16" else "deterministic" if deterministic else ""
-        if kernel == FLASHINFER and exact:
+        if kernel == FLASHINFER and deterministic:
             hint = "leave one of them out"
-            raise ArgumentError("kernel", expected=f"not FlashInfer with {exact}", actual=repr(kernel), hint=hint)
-        self._kernel, self._in_range = OWN if exact else kernel, in_range
+            raise ArgumentError("kernel", expected="not FlashInfer with deterministic", actual=repr(kernel), hint=hint)
+        self._kernel, self._in_range = OWN if deterministic else kernel, in_range
 
     @cached_property
     def vendor(self) -> FlashInferAttention | Reason:

@@ -5,8 +5,7 @@ with twins of the kernels that have the same schedule. The Gluon kernels serve b
 over records, of V4's 448 + 64 dims in OCP codes or e2m1 or of V4.1's 512, one over bf16 rows, and for decodes of few
 tokens one with a program for each tile of records in OCP codes or of V4.1. The kernel that all Triton backends share
 serves every other call, with the same answers, and decodes of few tokens on bf16 rows and on V4's records of 4 bits,
-where it is faster. Option `small=shared` leaves all decodes of few tokens to it, `small=gluon` none. Shapes, strides
-and dtypes determine which kernel serves a call.
+where it is faster. Shapes, strides and dtypes determine which kernel serves a call.
 
 Prefill reads pages, or rows to which core has copied a chunk's keys in the workspace, whichever is faster for a chunk.
 Option `prefill=paged` or `prefill=gathered` takes one of them for all; pages need no workspace for keys.
@@ -35,7 +34,7 @@ INFO = BackendInfo(
     runs_on=("sm_90", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"prefill": "auto", "tuning": "auto", "deterministic": False, "projection": "bf16", "small": "auto"},
+    options={"prefill": "auto", "tuning": "auto", "deterministic": False, "projection": "bf16"},
 )
 
 

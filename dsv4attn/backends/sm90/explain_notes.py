@@ -107,9 +107,9 @@ def _attention_note(problem: Problem) -> str:
     if problem.phase == "decode" and not problem.deterministic:
         has_tiles = problem.swa.layout in ("fp8_ds_mla", "v41_fp8")
         kernel = "its kernels of one tile" if has_tiles else "the shared Triton kernel"
-        for_few_tokens = f"; {kernel} for few tokens, unless small=gluon"
+        for_few_tokens = f"; {kernel} for few tokens"
     if few_heads_costs(problem.layer.num_heads) and problem.swa.layout == "fp8_ds_mla" and not problem.deterministic:
-        for_few_tokens += "; its kernel for few heads where that is faster, with small=auto"
+        for_few_tokens += "; its kernel for few heads where that is faster"
     return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{for_few_tokens}"
 
 

@@ -102,9 +102,10 @@ class Sm90Backend(TritonBackend):
     deterministic: no row is split, and the same kernel serves both phases on pages: the Gluon kernel, or the shared
     kernel where the former does not read the pages. `prefill` and `small` then change nothing.
     projection: see `TritonBackend`.
-    small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_small_decode` on V4's fp8
-    records and V4.1's, see `tuning.tile_sizes_of`, and on others the shared kernel, see `tuning.is_small`; "shared":
-    the shared kernel on all; "gluon": neither. `kernels_few_heads` serves with "auto" only.
+    small: for tests, no option of a user: which kernels serve decodes of few tokens where they are faster. "auto":
+    `kernels_small_decode` on V4's fp8 records and V4.1's, see `tuning.tile_sizes_of`, and on others the shared kernel,
+    see `tuning.is_small`; "shared": the shared kernel on all; "gluon": neither. `kernels_few_heads` serves with "auto"
+    only.
     """
 
     name = "sm90"

@@ -116,7 +116,7 @@ def pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -
     """Parse `--option key=value`, given any number of times."""
     for value in values:
         if "=" not in value:
-            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
+            raise click.BadParameter(f"{value!r}: expected key=value, as in deterministic=true", param=parameter)
     return dict(value.split("=", 1) for value in values)
 
 

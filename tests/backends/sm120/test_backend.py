@@ -71,9 +71,7 @@ def right(trial: Trial, call: Any) -> bool:
     ("options", "argument"),
     [
         ({"kernel": "cutlass"}, "kernel"),
-        ({"precision": "fp8"}, "precision"),
         ({"in_range": 1}, "in_range"),
-        ({"kernel": "flashinfer", "precision": "bf16"}, "kernel"),
         ({"kernel": "flashinfer", "deterministic": True}, "kernel"),
     ],
 )
@@ -85,7 +83,7 @@ def test_options_are_checked(options: dict[str, Any], argument: str) -> None:
 
 def test_nothing_is_imported_before_it_is_needed_and_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "find", lambda: pytest.fail("asked for FlashInfer"))
-    for options in ({}, {"kernel": "own"}, {"precision": "bf16"}, {"deterministic": True}):
+    for options in ({}, {"kernel": "own"}, {"deterministic": True}):
         backend = Sm120Backend(**options)
         assert isinstance(backend.vendor, Reason)
         assert backend.capabilities.products is Products.BF16
@@ -173,7 +171,7 @@ def test_a_broken_flashinfer_is_a_reason_and_our_kernel_serves(
 def test_scratch_keeps_within_its_bound(kind: str) -> None:
     for heads in (7, 64):
         layer = evolve(FLASH.layer_of_kind(kind), num_heads=heads)
-        for options in ({}, {"in_range": True}, {"precision": "bf16"}):
+        for options in ({}, {"in_range": True}, {"kernel": "own"}):
             backend = Sm120Backend(**options)
             for phase in Phase:
                 bound = backend.scratch_bound(phase, layer, 200, 640)

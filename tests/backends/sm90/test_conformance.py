@@ -91,9 +91,7 @@ class Sm90Fixtures(suite.Fixtures):
 
     @pytest.fixture
     def backend(self) -> Backend | str:
-        if INTERPRETED:
-            return Quick(**self.options)
-        return ",".join(["sm90", *(f"{name}={value}" for name, value in self.options.items())])
+        return (Quick if INTERPRETED else Sm90Backend)(**self.options)
 
     @classmethod
     def waits(cls, case: Case) -> bool:
