@@ -16,7 +16,7 @@ from dsv4attn.backends.sm90.tuning import FewHeadsSizes, few_heads_costs
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Run
 
 if INTERPRETED:
-    from dsv4attn.backends.sm90.kernels_few_heads_interpreted import attend_few_heads
+    from dsv4attn.backends.sm90.interpreted.kernels_few_heads import attend_few_heads
 else:
     from dsv4attn.backends.sm90.kernels_few_heads import attend_few_heads
 

@@ -237,7 +237,7 @@ def store_heads(to, x, BH: gl.constexpr):
 def store_sums(to, x, inverses, BH: gl.constexpr):
     """Store [128, BH] in fp16, columns by heads, eight heads after the other.
 
-    `kernels_small_decode_interpreted.place` has the order.
+    `interpreted.kernels_small_decode.place` has the order.
 
     inverses: of the powers of the columns of each of eight warps.
     """

@@ -70,7 +70,7 @@ from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError
 
 if INTERPRETED:
-    from dsv4attn.backends.sm90.kernels_interpreted import attention
+    from dsv4attn.backends.sm90.interpreted.kernels import attention
 else:
     from dsv4attn.backends.sm90.kernels import attention
 

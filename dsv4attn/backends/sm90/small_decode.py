@@ -18,7 +18,7 @@ from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedK
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, EntryIndices, Run
 
 if INTERPRETED:
-    from dsv4attn.backends.sm90.kernels_small_decode_interpreted import attend_tile, combine_tiles
+    from dsv4attn.backends.sm90.interpreted.kernels_small_decode import attend_tile, combine_tiles
 else:
     from dsv4attn.backends.sm90.kernels_small_decode import attend_tile, combine_tiles
 

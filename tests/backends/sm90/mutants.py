@@ -8,16 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from dsv4attn.backends.sm90 import (
-    few_heads,
-    kernels_combine,
-    kernels_few_heads_interpreted,
-    kernels_interpreted,
-    kernels_schedule,
-    kernels_small_decode_interpreted,
-    launch,
-    small_decode,
-)
+from dsv4attn.backends.sm90 import few_heads, kernels_combine, kernels_schedule, launch, small_decode
+from dsv4attn.backends.sm90.interpreted import kernels, kernels_few_heads, kernels_small_decode
 from tests.backends.sm90 import kernels_schedule_walk
 from tests.programs import import_text
 
@@ -37,24 +29,24 @@ def planted(folder: Path, old: str, new: str) -> ModuleType:
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
     """Make the backend launch kernels with `old` replaced by `new` in schedule, interpreted, tiles, few or parts."""
     if module == "few":
-        changed = _changed(folder, kernels_few_heads_interpreted, old, new)
+        changed = _changed(folder, kernels_few_heads, old, new)
         monkeypatch.setattr(few_heads, "attend_few_heads", changed.attend_few_heads)
         return
     if module == "parts":
         monkeypatch.setattr(launch, "combine_parts", _changed(folder, kernels_combine, old, new).combine_parts)
         return
     if module == "tiles":
-        _launch_tiles(monkeypatch, _changed(folder, kernels_small_decode_interpreted, old, new))
+        _launch_tiles(monkeypatch, _changed(folder, kernels_small_decode, old, new))
         return
     if module == "interpreted":
-        kernels = _changed(folder, kernels_interpreted, old, new)
+        changed = _changed(folder, kernels, old, new)
     else:
         name = _changed(folder, kernels_schedule, old, new).__name__
-        source = inspect.getsource(kernels_interpreted).replace(_SCHEDULE, name)
-        kernels = import_text(folder / f"interpreted_{folder.name}.py", source)
-        source = inspect.getsource(kernels_small_decode_interpreted).replace(_SCHEDULE, name)
+        source = inspect.getsource(kernels).replace(_SCHEDULE, name)
+        changed = import_text(folder / f"interpreted_{folder.name}.py", source)
+        source = inspect.getsource(kernels_small_decode).replace(_SCHEDULE, name)
         _launch_tiles(monkeypatch, import_text(folder / f"tiles_{folder.name}.py", source))
-    monkeypatch.setattr(launch, "attention", kernels.attention)
+    monkeypatch.setattr(launch, "attention", changed.attention)
 
 
 def _launch_tiles(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """What the sm90 backend computes, against the float64 oracle.
 
-In the interpreter `kernels_interpreted` runs, on four programs; on an H200 the Gluon kernel runs.
+In the interpreter `interpreted.kernels` runs, on four programs; on an H200 the Gluon kernel runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ranks of few heads: results of their kernel against the float64 oracle, and which calls it serves.
 
-In the interpreter `kernels_few_heads_interpreted` runs; on an H200 the Gluon kernel runs.
+In the interpreter `interpreted.kernels_few_heads` runs; on an H200 the Gluon kernel runs.
 """
 
 from __future__ import annotations

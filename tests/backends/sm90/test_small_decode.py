@@ -1,6 +1,6 @@
 """Decodes of few tokens by programs of one tile: results against the float64 oracle, and which decodes they serve.
 
-In the interpreter `kernels_small_decode_interpreted` runs; on an H200 the Gluon kernels run.
+In the interpreter `interpreted.kernels_small_decode` runs; on an H200 the Gluon kernels run.
 """
 
 from __future__ import annotations
