@@ -19,7 +19,6 @@ from click.testing import CliRunner
 
 import dsv4attn
 from dsv4attn.tools import cli
-from dsv4attn.tools.cli.bench_context import context as bench_context
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -177,10 +176,6 @@ COMMANDS = cli.main.list_commands(click.Context(cli.main))
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_page_of_commands_has_every_option(command: str) -> None:
     assert options_of(command_named(command)) <= options_in(f"dsv4attn {command}")
-
-
-def test_the_page_of_commands_has_every_option_of_bench_context() -> None:
-    assert options_of(bench_context) <= options_in("Decode over ranks")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -146,7 +146,7 @@ class Run:
 
 def load(path: Path, option: str) -> Run:
     """A run that was saved. Raises ArgumentError, which names the option, for anything else."""
-    expected = "a file that `dsv4attn bench --json FILE` wrote"
+    expected = "a file that `dsv4attn bench --save FILE` wrote"
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

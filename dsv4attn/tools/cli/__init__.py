@@ -25,6 +25,14 @@ _COMMANDS = {
         "dsv4attn.tools.cli.bench:bench",
         "Time kernels, and compare them with the roofline and other libraries.",
     ),
+    "bench-context": (
+        "dsv4attn.tools.cli.bench_context:bench_context",
+        "Time decode over ranks, under torchrun, and compare it with one rank.",
+    ),
+    "bench-memory": (
+        "dsv4attn.tools.cli.bench_memory:bench_memory",
+        "Show how memory grows with the context of selections.",
+    ),
     "compile": ("dsv4attn.tools.cli.compile:compile_", "Compile every kernel for devices that need not be here."),
     "conform": ("dsv4attn.tools.cli.conform:conform", "Run the conformance kit on a backend, and write a certificate."),
     "doctor": (
@@ -85,7 +93,7 @@ class _Commands(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:  # noqa: ANN401 - click's own
         args = list(sys.argv[1:] if args is None else args)
-        as_json = _prints_json(args)
+        as_json = "--json" in args
         _stdout.set(sys.stdout)
         try:
             with redirect_stdout(sys.stderr) if as_json else nullcontext(), warnings.catch_warnings():
@@ -121,14 +129,6 @@ class _Commands(click.Group):
                 _print_error(error, str(error))
             raise
         sys.exit(code if isinstance(code, int) else OK)
-
-
-def _prints_json(args: Sequence[str]) -> bool:
-    """Whether stdout is for one JSON object. With `--json FILE`, as in bench, stdout is for text."""
-    if "--json" not in args:
-        return False
-    following = args[args.index("--json") + 1 :]
-    return args[0] != "bench" or not following or following[0].startswith("-")
 
 
 def _print_error(error: Exception, message: str) -> None:

@@ -15,10 +15,10 @@ from attrs import evolve, frozen
 from dsv4attn.errors import NoBackendError, UnknownNameError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import BENCH_CONTEXT, BENCH_MEMORY, console, require_torch, write_file
+from dsv4attn.tools.cli.common import console, require_torch, write_file
 from dsv4attn.tools.cli.options import (
-    BENCH_JSON,
-    STDOUT,
+    JSON,
+    SAVE,
     command_line,
     integer,
     named_words,
@@ -45,28 +45,7 @@ ALL = "all"
 _PATH = click.Path(path_type=Path)
 
 
-class _Bench(click.Command):
-    """A command whose first word may be `context` or `memory`, which are commands of their own."""
-
-    def make_context(
-        self,
-        info_name: str | None,
-        args: list[str],
-        parent: click.Context | None = None,
-        **extra: Any,  # noqa: ANN401 - click's own
-    ) -> click.Context:
-        if args[:1] == [BENCH_CONTEXT]:
-            from dsv4attn.tools.cli.bench_context import context
-
-            return context.make_context(f"{info_name} {BENCH_CONTEXT}", args[1:], parent, **extra)
-        if args[:1] == [BENCH_MEMORY]:
-            from dsv4attn.tools.cli.bench_memory import memory
-
-            return memory.make_context(f"{info_name} {BENCH_MEMORY}", args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
-
-
-@click.command(cls=_Bench, short_help="Time kernels, and compare them with the roofline and other libraries.")
+@click.command(short_help="Time kernels, and compare them with the roofline and other libraries.")
 @click.argument("what", nargs=-1, callback=named_words, shell_complete=complete.measurements)
 @options(
     text(
@@ -107,12 +86,13 @@ class _Bench(click.Command):
         help="Also time other libraries: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk, "
         "vllm_topk, vllm_auto_topk. Without NAMES: all.",
     ),
-    BENCH_JSON,
+    JSON,
+    SAVE,
     text(
         "--compare",
         metavar="OLD",
         type=_PATH,
-        help="List what is slower than in the file OLD, which --json has written.",
+        help="List what is slower than in the file OLD, which --save has written.",
     ),
     text("--plot", metavar="DIR", type=_PATH, help="Draw pictures into the folder DIR."),
     text(
@@ -121,7 +101,7 @@ class _Bench(click.Command):
         metavar="FILE",
         type=_PATH,
         multiple=True,
-        help="Measure nothing, and show FILE, which --json has written. Given several times: show all of them, and "
+        help="Measure nothing, and show FILE, which --save has written. Given several times: show all of them, and "
         "--plot draws them together.",
     ),
 )
@@ -130,10 +110,12 @@ def bench(
     ctx: click.Context,
     /,
     what: tuple[str, ...],
-    save: str | Path | None,
+    save: Path | None,
     compare: Path | None,
     plot: Path | None,
     sources: tuple[Path, ...],
+    *,
+    as_json: bool,
     **sizes: Any,  # noqa: ANN401 - the fields of `_Asked`
 ) -> None:
     """Time WHAT, and compare it with the roofline and with other libraries.
@@ -152,8 +134,6 @@ def bench(
     compress      states saved, entries stored, index queries
     mhc           hyper-connections
     products      products with the weights of deterministic layers, and torch's
-    context       decode over ranks, under torchrun, compared with one rank. It
-                  has options of its own: dsv4attn bench context --help
 
     Every result is compared with that of the reference backend, before and after it is timed. The reference computes in
     fp32, and `dsv4attn conform reference` proves it. A wrong result gets no time. Times are medians of rounds in which
@@ -166,10 +146,7 @@ def bench(
     v41_r1 and v41_r2 are layers of DeepSeek-V4.1. Calls that read pages are timed there with records of 584/584,
     528/528 and 528/288 bytes (window/compressed). The last column is the speed as a multiple of that with 584/584.
 
-    context: decode over ranks compared with one rank, under torchrun; it comes first, and has options of its own:
-    `dsv4attn bench context --help`.
-
-    --peers calls other libraries through their public functions, if they can be imported. Files of --json are read by
+    --peers calls other libraries through their public functions, if they can be imported. Files of --save are read by
     --compare and --from, on any machine.
 
     --plot draws a picture of each kernel, and one of speeds relative to FlashMLA's, decodes above prompts. Runs of
@@ -188,7 +165,7 @@ def bench(
     from dsv4attn.tools.bench.result import load
 
     _check_what(what)
-    _check_sources(sources, measures=bool(what or any(sizes.values())), one_run=bool(save or compare))
+    _check_sources(sources, measures=bool(what or any(sizes.values())), one_run=bool(save or as_json or compare))
     old = load(compare, "--compare") if compare else None
     if plot:
         from dsv4attn.tools.bench.plots import check_folder
@@ -200,14 +177,14 @@ def bench(
 
         check_together(runs)
     if not runs:
-        run = _measured(_Asked(what, **sizes), shown=save != STDOUT)
-        words = command_line(ctx, "save", "compare", "plot")
+        run = _measured(_Asked(what, **sizes), shown=not as_json)
+        words = command_line(ctx, "as_json", "save", "compare", "plot")
         runs = [evolve(run, command=shlex.join(["dsv4attn", "bench", *words]))]
     run = runs[0]
     compared = comparing.compare(old, run) if old else None
-    if isinstance(save, Path):
+    if save:
         write_file(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
-    if save == STDOUT:
+    if as_json:
         print_json(_json_of(run, compared))
     else:
         out = console()
@@ -225,20 +202,18 @@ def bench(
 def _check_sources(sources: Sequence[Path], *, measures: bool, one_run: bool) -> None:
     """Refuse options that contradict --from. measures: of a measurement. one_run: that take one run."""
     if sources and measures:
-        raise click.UsageError("--from shows a saved run: it goes with --json, --compare and --plot only")
+        raise click.UsageError("--from shows a saved run: it goes with --json, --save, --compare and --plot only")
     if len(sources) > 1 and one_run:
-        raise click.UsageError("--json and --compare go with one --from")
+        raise click.UsageError("--json, --save and --compare go with one --from")
 
 
 def _check_what(what: Sequence[str]) -> None:
     """Raise for a word that is no measurement."""
     from dsv4attn.tools.bench.cases import MEASUREMENTS
 
-    if BENCH_CONTEXT in what:
-        raise click.UsageError(f"{BENCH_CONTEXT} comes first and alone: dsv4attn bench {BENCH_CONTEXT} --help")
     for name in (part.strip() for word in what for part in word.split(",")):
         if name and name not in MEASUREMENTS:
-            raise UnknownNameError("measurement", name, [*MEASUREMENTS, BENCH_CONTEXT])
+            raise UnknownNameError("measurement", name, MEASUREMENTS)
 
 
 def _json_of(run: Run, compared: Comparison | None) -> dict[str, Any]:

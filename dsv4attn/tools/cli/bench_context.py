@@ -1,4 +1,4 @@
-"""`dsv4attn bench context`: decode over the ranks of torchrun, compared with one rank that has all entries."""
+"""`dsv4attn bench-context`: decode over the ranks of torchrun, compared with one rank that has all entries."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_of_rank
 from dsv4attn.tools.cli.common import console, require_torch, write_file
 from dsv4attn.tools.cli.options import (
-    BENCH_JSON,
     DECIDED_BACKEND,
-    STDOUT,
+    JSON,
+    SAVE,
     command_line,
     flag,
     integer,
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from dsv4attn.tools.bench.context_cases import ContextCase
     from dsv4attn.tools.replay.over_ranks import MeteredContext
 
-__all__ = ["context"]
+__all__ = ["bench_context"]
 
 
-@click.command("context")
+@click.command(short_help="Time decode over ranks, under torchrun, and compare it with one rank.")
 @options(
     DECIDED_BACKEND,
     text(
@@ -70,10 +70,11 @@ __all__ = ["context"]
         shell_complete=complete.words("cpu", "cuda"),
     ),
     flag("--graph", help="Time replays of captured graphs."),
-    BENCH_JSON,
+    JSON,
+    SAVE,
 )
 @click.pass_context
-def context(
+def bench_context(
     ctx: click.Context,
     *,
     backend: str | None,
@@ -84,26 +85,27 @@ def context(
     rounds: int | None,
     device: str | None,
     graph: bool,
-    save: str | Path | None,
+    as_json: bool,
+    save: Path | None,
 ) -> None:
     """Time decode over the ranks that torchrun has started, and on one rank with all entries, in the same run.
 
-    Start the command with torchrun: `torchrun --standalone --nproc-per-node 2 -m dsv4attn bench context`.
+    Start the command with torchrun: `torchrun --standalone --nproc-per-node 2 -m dsv4attn bench-context`.
 
     A measurement has scores, selection, attention and merge for one token of each request, in one layer. With --device
     cuda, rank r of a host uses device r, and the ranks exchange over NCCL. With --device cpu they exchange over gloo.
     Before and after the times, attention and selected entries of all ranks are compared with those of one rank. If a
     rank differs, there are no times. Rank 0 measures one rank while the others wait, and prints. A time over ranks is
-    that of the slowest rank.
+    that of the slowest rank. All ranks end with the same exit code.
 
     \b
-    Exit codes, the same on all ranks:
+    Exit codes:
       0    all ranks agree
       1    a rank differs
       2    bad input
     """  # noqa: D301 - click wants the character
     require_torch(ctx)
-    ranks = launched("bench context")
+    ranks = launched("bench-context")
     place, group_backend = device_of_rank(device)
     if graph and place.type == "cpu":
         raise ArgumentError("--graph", expected="a device that captures graphs, with NCCL", actual="cpu with gloo")
@@ -121,12 +123,12 @@ def context(
         place,
         rounds or size.rounds,
         graph,
-        shlex.join(["dsv4attn", "bench", "context", *command_line(ctx, "save")]),
+        shlex.join(["dsv4attn", "bench-context", *command_line(ctx, "as_json", "save")]),
     )
     with joined(ranks, interleave, backend=group_backend, device=None if place.type == "cpu" else place) as group:
         run = _measured(group, options, group_backend)
     if group.ownership.rank == 0:
-        _show(run, save)
+        _show(run, save, as_json=as_json)
     ctx.exit(OK if run.ok else FAILED)
 
 
@@ -151,8 +153,8 @@ def _measured(group: MeteredContext, options: _Asked, group_backend: str) -> Con
     from dsv4attn.tools.bench.result import now, this_machine
 
     ownership = group.ownership
-    group.check_same("bench context", {"backend": options.name, "command": options.command})
-    with group.together("bench context"):
+    group.check_same("bench-context", {"backend": options.name, "command": options.command})
+    with group.together("bench-context"):
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         check_memory(options.cases, ownership.size, ownership.interleave, options.device, sharing=sharing)
         clock = RankClock(options.device, group)
@@ -183,12 +185,12 @@ def _progress(name: str) -> None:
         click.echo(f"{name} ...", err=True)
 
 
-def _show(run: ContextRun, save: str | Path | None) -> None:
+def _show(run: ContextRun, save: Path | None, *, as_json: bool) -> None:
     from dsv4attn.tools.bench.report import context_text
 
-    if isinstance(save, Path):
+    if save:
         write_file(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
-    if save == STDOUT:
+    if as_json:
         print_json(run.as_json())
     else:
         console().print(context_text(run), crop=False)

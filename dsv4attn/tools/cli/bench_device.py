@@ -1,4 +1,4 @@
-"""The device of `dsv4attn bench`, and of each rank of `dsv4attn bench context`."""
+"""The device of `dsv4attn bench`, and of each rank of `dsv4attn bench-context`."""
 
 from __future__ import annotations
 

@@ -1,25 +1,27 @@
-"""`dsv4attn bench memory`: memory of selections of growing contexts."""
+"""`dsv4attn bench-memory`: memory of selections of growing contexts."""
 
 from __future__ import annotations
 
 import click
+from attrs import asdict
 
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.cli import FAILED, OK, complete
+from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
 from dsv4attn.tools.cli.common import console, require_torch
-from dsv4attn.tools.cli.options import flag, options, text
+from dsv4attn.tools.cli.options import JSON, flag, options, text
 
-__all__ = ["memory"]
+__all__ = ["bench_memory"]
 
 
-@click.command("memory")
+@click.command(short_help="Show how memory grows with the context of selections.")
 @options(
     text("--backend", default="triton", help="Backend whose ops run.", shell_complete=complete.backends),
-    flag("--deterministic", help="Deterministic ops."),
+    flag("--deterministic", help="Run deterministic ops."),
+    JSON,
 )
 @click.pass_context
-def memory(ctx: click.Context, *, backend: str, deterministic: bool) -> None:
+def bench_memory(ctx: click.Context, *, backend: str, deterministic: bool, as_json: bool) -> None:
     """Run selections of growing contexts, and print by how much the memory grows that torch reserves.
 
     A prompt of 1,024 tokens grows to 189,440 entries (757,760 tokens in DeepSeek-V4), and 64 decodes to 262,144. PLAN
@@ -41,8 +43,10 @@ def memory(ctx: click.Context, *, backend: str, deterministic: bool) -> None:
         raise ArgumentError("device", expected="an accelerator, whose allocator counts", actual="cpu")
     ops = load_backend(backend, **({"deterministic": True} if deterministic else {})).layer_ops
     lines = [measure(ops, calls, device) for calls in growing_calls(small=False)]
-    mib = 2**20
-    for line in lines:
+    ok, mib = sum(line.reserved for line in lines) <= max(line.planned for line in lines), 2**20
+    if as_json:
+        print_json({"ok": ok, "lines": [asdict(line) for line in lines]})
+    for line in () if as_json else lines:
         sizes = f"plan {line.planned / mib:,.0f} MiB, peak {line.peak / mib:,.0f}, growth {line.reserved / mib:,.0f}"
         console().print(f"{line.name}: {sizes}", soft_wrap=True)
-    ctx.exit(OK if sum(line.reserved for line in lines) <= max(line.planned for line in lines) else FAILED)
+    ctx.exit(OK if ok else FAILED)

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from dsv4attn.plugins import PluginFailure
 
 __all__ = [
-    "BENCH_CONTEXT",
-    "BENCH_MEMORY",
     "COMPILED_FOR",
     "chosen_backend",
     "console",
@@ -59,9 +57,6 @@ _MAKERS = {
 """Hints for the name of a maker in place of a device."""
 COMPILED_FOR = tuple(device for device in DEVICES if device.kind in ("cuda", "hip"))
 """Devices that `compile` has targets for. Kernels for Intel are compiled at their first launch, on the device."""
-BENCH_CONTEXT = "context"
-BENCH_MEMORY = "memory"
-"""The first word of `dsv4attn bench context`."""
 _ENDLESS = 10_000
 """Columns of a console that is a pipe."""
 

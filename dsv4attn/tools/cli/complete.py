@@ -153,17 +153,12 @@ def _caches(_: click.Context, __: str) -> Words:
 
 
 def _measurements(ctx: click.Context, incomplete: str) -> Words:
-    """What `bench` measures; `context` comes first and alone."""
+    """What `bench` measures."""
     from dsv4attn.tools.bench.cases import MEASUREMENTS
-    from dsv4attn.tools.cli.common import BENCH_CONTEXT, BENCH_MEMORY
 
     before, comma, _ = incomplete.rpartition(",")
     named = {*before.split(","), *(ctx.params.get("what") or ())}
-    left = [name for name in MEASUREMENTS if name not in named]
-    first = (
-        {} if comma or ctx.params.get("what") else {BENCH_CONTEXT: "decode over ranks", BENCH_MEMORY: "of selections"}
-    )
-    return {**{f"{before}{comma}{name}": "" for name in left}, **first}
+    return {f"{before}{comma}{name}": "" for name in MEASUREMENTS if name not in named}
 
 
 def _bench_cases(_: click.Context, __: str) -> Words:

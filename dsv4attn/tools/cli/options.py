@@ -12,13 +12,12 @@ import click
 from dsv4attn.tools.cli import complete
 
 __all__ = [
-    "BENCH_JSON",
     "DECIDED_BACKEND",
     "FILTER",
     "JSON",
     "MODEL",
     "OPTION",
-    "STDOUT",
+    "SAVE",
     "TokenCount",
     "WholeNumber",
     "choice",
@@ -36,8 +35,6 @@ __all__ = [
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]
-STDOUT = "-"
-"""Value of bench's `--json` without a file."""
 
 
 class WholeNumber(click.IntRange):
@@ -157,25 +154,13 @@ def target_file(ctx: click.Context, parameter: click.Parameter, value: str | Non
     return path
 
 
-def _file_or_stdout(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | Path | None:
-    """The file of bench's `--json`, or STDOUT."""
-    from dsv4attn.tools.bench.cases import MEASUREMENTS
-
-    if value in MEASUREMENTS:
-        raise click.BadParameter(f"{value!r} would be its file: put --json last, or name a file", param=parameter)
-    return value if value in (None, STDOUT) else target_file(ctx, parameter, value)
-
-
 JSON = flag("--json", "as_json", help="Print one JSON object.")
-BENCH_JSON = text(
-    "--json",
-    "save",
-    metavar="[FILE]",
-    is_flag=False,
-    flag_value=STDOUT,
-    callback=_file_or_stdout,
+SAVE = text(
+    "--save",
+    metavar="FILE",
+    callback=target_file,
     shell_complete=complete.files,
-    help="Write the numbers to FILE. Without FILE, print one JSON object and nothing else.",
+    help="Write the JSON object to FILE.",
 )
 DECIDED_BACKEND = text(
     "--backend",

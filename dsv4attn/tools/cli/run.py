@@ -223,7 +223,7 @@ def _check_ranks(
         if trace == STDIN:
             raise ArgumentError("--trace", expected="a file that every rank can read", actual="standard input")
         if device.type != "cpu":
-            hint = "`dsv4attn bench context --device cuda` measures ranks on GPUs"
+            hint = "`dsv4attn bench-context --device cuda` measures ranks on GPUs"
             raise ArgumentError("--device", expected="cpu, with --context-parallel", actual=str(device), hint=hint)
     elif interleave is not None:
         hint = "add --context-parallel, or leave out --interleave"

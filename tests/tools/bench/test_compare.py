@@ -128,7 +128,7 @@ def test_a_file_that_is_no_run_says_what_it_is(tmp_path: Path, text: str, said: 
     with pytest.raises(ArgumentError) as caught:
         load(path, "--compare")
     assert said in str(caught.value)
-    assert str(caught.value).startswith("--compare: expected a file that `dsv4attn bench --json FILE` wrote")
+    assert str(caught.value).startswith("--compare: expected a file that `dsv4attn bench --save FILE` wrote")
 
 
 def test_a_file_with_another_row_says_so(tmp_path: Path) -> None:

@@ -1,19 +1,21 @@
-"""`dsv4attn bench memory`: what it runs, and that the memory of selections does not follow the context."""
+"""`dsv4attn bench-memory`: what it runs, and that the memory of selections does not follow the context."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import asdict, evolve
 from click.testing import CliRunner
 
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.selection import load_backend
-from dsv4attn.tools.bench.selection_memory import growing_calls, measure, runs
-from dsv4attn.tools.cli import main
+from dsv4attn.tools.bench import selection_memory
+from dsv4attn.tools.bench.selection_memory import Growth, growing_calls, measure, runs
+from dsv4attn.tools.cli import bench_memory, main
 from tests.backends.built_in import triton_backends
 
 NAMES = triton_backends(DeviceFacts.here())
@@ -36,10 +38,25 @@ def test_calls_grow_to_the_last_entry() -> None:
 
 @pytest.mark.skipif(DeviceFacts.here().kind != "cpu", reason="there is an accelerator")
 def test_a_cpu_is_refused() -> None:
-    result = CliRunner().invoke(main, ["bench", "memory"])
+    result = CliRunner().invoke(main, ["bench-memory"])
 
     assert result.exit_code == 2
     assert "an accelerator, whose allocator counts" in result.output
+
+
+@pytest.mark.parametrize(("grown", "code"), [(30, 0), (31, 1)])
+def test_growth_beyond_the_plan_is_a_failure(grown: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [Growth("decodes", planned=30, peak=5, reserved=10), Growth("a prompt", 20, 5, grown - 10)]
+    monkeypatch.setattr(bench_memory, "device_named", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(selection_memory, "growing_calls", lambda *, small: [] if small else lines)
+    monkeypatch.setattr(selection_memory, "measure", lambda _, line, __: line)
+
+    shown = CliRunner().invoke(main, ["bench-memory", "--backend", "reference"])
+    printed = CliRunner().invoke(main, ["bench-memory", "--backend", "reference", "--json"])
+
+    assert (shown.exit_code, printed.exit_code) == (code, code)
+    assert shown.stdout.splitlines()[0] == "decodes: plan 0 MiB, peak 0, growth 0"
+    assert json.loads(printed.stdout) == {"ok": not code, "lines": [asdict(line) for line in lines]}
 
 
 @pytest.mark.device

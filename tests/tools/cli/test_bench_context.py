@@ -1,4 +1,4 @@
-"""`dsv4attn bench context`: what is refused before a group is made, and runs of two ranks under torchrun."""
+"""`dsv4attn bench-context`: what is refused before a group is made, and runs of two ranks under torchrun."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ except SystemExit as end:
 
 
 def refused(*args: str, **env: str | None) -> str:
-    result = CliRunner().invoke(main, ["bench", "context", *args], env={**LAUNCHED, **env})
+    result = CliRunner().invoke(main, ["bench-context", *args], env={**LAUNCHED, **env})
     assert result.exit_code == 2, result.output
     assert not result.stdout
     return str(result.stderr)
@@ -51,17 +51,17 @@ def refused(*args: str, **env: str | None) -> str:
 def torchrun(folder: Path, program: list[str], *options: str) -> subprocess.CompletedProcess[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    command = [*launch, *program, "bench", "context", *SMALL, *options]
+    command = [*launch, *program, "bench-context", *SMALL, *options]
     return subprocess.run(command, cwd=folder, env=env, timeout=120, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("absent", LAUNCHED)
 def test_without_torchrun_the_error_has_the_command(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["dsv4attn", "bench", "context", "--requests", "4"])
+    monkeypatch.setattr(sys, "argv", ["dsv4attn", "bench-context", "--requests", "4"])
     said = refused(**{absent: None})
 
-    assert "bench context: expected processes that torchrun has started, got one process, without torchrun" in said
-    assert "type: torchrun --standalone --nproc-per-node 2 -m dsv4attn bench context --requests 4" in said
+    assert "bench-context: expected processes that torchrun has started, got one process, without torchrun" in said
+    assert "type: torchrun --standalone --nproc-per-node 2 -m dsv4attn bench-context --requests 4" in said
 
 
 def test_bad_sizes_are_refused_with_the_option() -> None:
@@ -106,16 +106,9 @@ def test_each_rank_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch)
     assert current == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-def test_context_comes_first() -> None:
-    result = CliRunner().invoke(main, ["bench", "decode", "context"])
-
-    assert result.exit_code == 2
-    assert "context comes first and alone" in result.stderr
-
-
 @pytest.mark.matrix
 def test_two_ranks_print_and_save_once_and_agree_with_one(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, ["-m", "dsv4attn"], "--json", "run.json")
+    done = torchrun(tmp_path, ["-m", "dsv4attn"], "--save", "run.json")
 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -130,7 +123,7 @@ def test_two_ranks_print_and_save_once_and_agree_with_one(tmp_path: Path) -> Non
     assert saved["ok"]
     assert saved["schema"] == "dsv4attn-bench-context/1"
     assert (saved["ranks"], saved["process_group"], saved["backend"], saved["graph"]) == (2, "gloo", "reference", False)
-    assert saved["command"] == "dsv4attn bench context --requests 2 --context 2100 --rounds 2 --device cpu"
+    assert saved["command"] == "dsv4attn bench-context --requests 2 --context 2100 --rounds 2 --device cpu"
     c4a, c128a = saved["results"]
     assert [time["part"] for time in c4a["times"]] == ["scores, selection", "attention, merge", "both"]
     assert [time["part"] for time in c128a["times"]] == ["attention, merge"]

@@ -57,14 +57,14 @@ def values(*args: str) -> list[str]:
         (("compile", "--model", "p"), ["pro"]),
         (("explain", "--dtype", "e"), ["e4m3fn", "e4m3fnuz"]),
         (("conform", "--device", ""), ["cpu"]),
-        (("bench", ""), [*MEASUREMENTS, "context"]),
+        (("bench", ""), [*MEASUREMENTS]),
         (("bench", "decode,pre"), ["decode,prefill", "decode,prefill-rows"]),
         (("bench", "decode", ""), ["prefill", "mhc"]),
         (("bench", "--cases", ""), list(PRESETS)),
         (("bench", "--cases", "flash_c4,pro_c1"), ["flash_c4,pro_c128"]),
         (("bench", "--peers", ""), list(PEER_NAMES)),
-        (("bench", "context", "--cases", "p"), ["pro_c4", "pro_c128"]),
-        (("bench", "context", "--device", ""), ["cpu", "cuda"]),
+        (("bench-context", "--cases", "p"), ["pro_c4", "pro_c128"]),
+        (("bench-context", "--device", ""), ["cpu", "cuda"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -78,7 +78,7 @@ def test_a_value_is_completed(machine: Machine, args: tuple[str, ...], expected:
 
 def test_words_that_a_command_line_has_already_are_not_offered_again(machine: Machine) -> None:
     assert "swa,swa" not in values("run", "--layers", "swa,")
-    assert {"decode", "context"}.isdisjoint(values("bench", "decode", ""))
+    assert "decode" not in values("bench", "decode", "")
     assert values("explain", "--backend", "decode=reference,") == ["decode=reference,prefill="]
     assert several(words("a", "b"))(click.Context(main), main.params[0], "a,b,") == []
 
@@ -109,7 +109,7 @@ def test_devices_of_torch_follow_the_nodes_of_the_machine(machine: Machine) -> N
         ("run", "--model", "conf"),
         ("conform", "reference", "--certificate", ""),
         ("parity", "--html", ""),
-        ("bench", "--json", "x"),
+        ("bench", "--save", "x"),
         ("bench", "--plot", "x"),
         ("bench", "--from", "x"),
     ],

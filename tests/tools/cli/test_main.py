@@ -175,7 +175,7 @@ def test_misuse_is_code_2_and_json_when_asked_for(as_json: bool) -> None:
     [
         ("run",),
         ("bench", "decode"),
-        ("bench", "context"),
+        ("bench-context",),
         ("conform", "reference"),
         ("parity",),
         ("compile", "--target", "h200"),
@@ -192,7 +192,6 @@ def test_without_torch_a_command_is_one_clear_line_and_code_2(tmp_path: Path, ar
     why = "which is not installed" if how == "missing" else "which cannot be imported: libcudnn.so.9: cannot open"
 
     assert (done.returncode, done.stdout) == (2, "")
-    command = " ".join(args[:2]) if args[1:] == ("context",) else args[0]
     [line] = done.stderr.splitlines()
     assert line.startswith("Error: `")
-    assert line.endswith(f"{command}` needs torch, {why} -> `dsv4attn doctor` says what to do")
+    assert line.endswith(f"{args[0]}` needs torch, {why} -> `dsv4attn doctor` says what to do")

@@ -43,7 +43,7 @@ def check_folder(folder: Path) -> None:
             warnings.simplefilter("ignore")
             import matplotlib as mpl  # noqa: F401
     except ImportError as error:
-        hint = 'pip install "dsv4attn[plot]", or save with --json FILE and draw it elsewhere with --from FILE'
+        hint = 'pip install "dsv4attn[plot]", or save with --save FILE and draw it elsewhere with --from FILE'
         raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
