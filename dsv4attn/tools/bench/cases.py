@@ -53,7 +53,7 @@ MEASUREMENTS = (*KERNELS, "step", "scaling", "host", "layer", *LAYER_OPS)
 """step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host.
 layer: whole layers, the price of deterministic ones, and the share of each step of a layer."""
 PEER_NAMES = ("flash_mla", "vllm", "flashinfer", "deep_gemm", "flashinfer_topk", "vllm_topk", "vllm_auto_topk")
-"""Names of `peers.PEERS` and `layer_op_peers.LAYER_OP_PEERS`, which import torch."""
+"""Names of `peers.PEERS`, which imports torch."""
 HEAD_DIM, ROPE_DIM, WINDOW, WINDOW_PAGE = 512, 64, 128, 64
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4attn.core.contract.backend import Backend, Products
+from dsv4attn.tools.bench.attention_peers import missing
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.hyper_connections import StreamInputs
 from dsv4attn.tools.bench.index_ops import PAGE, IndexInputs, selection_bounds
-from dsv4attn.tools.bench.peers import missing
 
-__all__ = ["LAYER_OP_PEERS", "DeepGEMM", "FlashInferTopk", "VllmAutoTopk", "VllmTopk"]
+__all__ = ["DeepGEMM", "FlashInferTopk", "VllmAutoTopk", "VllmTopk"]
 
 _SPLITS = 16
 """Parts of the sum in DeepGEMM's product of few tokens."""
@@ -36,6 +37,7 @@ class DeepGEMM:
 
     name = "deep_gemm"
     kernels: tuple[str, ...] = ("index", "select", "mhc")
+    products = Products.BF16
     _modules = ("deep_gemm", "vllm.third_party.deep_gemm")
     _functions = (
         "fp8_fp4_paged_mqa_logits",
@@ -48,8 +50,8 @@ class DeepGEMM:
         """Why it cannot be used here, or None."""
         return self._found()[1]
 
-    def contender(self, task: Task) -> Contender | None:
-        """Its counterpart of a case, or None."""
+    def contender(self, task: Task, _: Sequence[Backend]) -> Contender | None:
+        """See `peers.Peer`. It needs no rows."""
         of_task = task.inputs
         if isinstance(of_task, StreamInputs):
             return self._product(of_task) if of_task.case.step == "pre" else None
@@ -140,7 +142,7 @@ class FlashInferTopk(DeepGEMM):
     """FlashInfer's radix top-k of DeepGEMM's logits, by the function that engines call."""
 
     name = "flashinfer_topk"
-    kernels = ("select",)
+    kernels: tuple[str, ...] = ("select",)
 
     def available(self) -> str | None:
         """Why it cannot be used here, or None."""
@@ -158,7 +160,7 @@ class VllmTopk(DeepGEMM):
     """The top-k per row of vLLM's wheel, of DeepGEMM's logits."""
 
     name = "vllm_topk"
-    kernels = ("select",)
+    kernels: tuple[str, ...] = ("select",)
     _libraries = ("vllm._C_stable_libtorch", "vllm._C")
     """Modules of the wheel that register its ops, of newer and of older versions."""
     _ops: tuple[str, ...] = ("top_k_per_row_prefill", "top_k_per_row_decode")
@@ -229,8 +231,3 @@ def _whole_rows(logits: Tensor) -> Tensor:
     if logits.is_contiguous() or logits.stride(1) != 1 or end * logits.itemsize > logits.untyped_storage().nbytes():
         return logits.contiguous()
     return logits.as_strided((rows, wide), (wide, 1))
-
-
-LAYER_OP_PEERS: dict[str, DeepGEMM] = {
-    peer.name: peer for peer in (DeepGEMM(), FlashInferTopk(), VllmTopk(), VllmAutoTopk())
-}

@@ -23,11 +23,10 @@ from dsv4attn.tools.bench.forward_step import make_forward_step, products
 from dsv4attn.tools.bench.hyper_connections import mhc_task
 from dsv4attn.tools.bench.index_ops import index_task, select_task
 from dsv4attn.tools.bench.inputs import Inputs, make_inputs
-from dsv4attn.tools.bench.layer_op_peers import DeepGEMM
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 from dsv4attn.tools.bench.layer_products import ProductInputs, products_task, torch_product
 from dsv4attn.tools.bench.overhead import overhead
-from dsv4attn.tools.bench.peers import Peer, peer_contender
+from dsv4attn.tools.bench.peers import Peer
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.whole_layer import LayerCase, layer_time
 
@@ -176,7 +175,7 @@ class Runner:
     """Runs cases on a device with a set of backends and peers, for a number of rounds."""
 
     def __init__(
-        self, device: torch.device, backends: Mapping[str, Backend], peers: Sequence[Peer | DeepGEMM], rounds: int
+        self, device: torch.device, backends: Mapping[str, Backend], peers: Sequence[Peer], rounds: int
     ) -> None:
         """Check which peers are available, and measure the roofline."""
         self.device, self.backends, self.rounds = device, dict(backends), rounds
@@ -324,7 +323,7 @@ class Runner:
 
 
 def _makers(
-    task: Task, able: Mapping[str, Backend], peers: Sequence[Peer | DeepGEMM]
+    task: Task, able: Mapping[str, Backend], peers: Sequence[Peer]
 ) -> Iterator[tuple[str, bool, Products, Callable[[], Contender | None]]]:
     """(name, whether it is a peer, type of its products, what makes it) of all contenders of a case."""
     for name, backend in able.items():
@@ -337,12 +336,7 @@ def _makers(
         yield "torch", True, Products.BF16, partial(torch_product, task.inputs)
     for peer in peers:
         if task.case.kernel in peer.kernels:
-            coarsest = Products.FP8 if peer.name == "flashinfer" else Products.BF16
-            yield peer.name, True, coarsest, partial(_of_peer, peer, task, [*able.values()][:1])
-
-
-def _of_peer(peer: Peer | DeepGEMM, task: Task, gatherers: Sequence[Backend]) -> Contender | None:
-    return peer.contender(task) if isinstance(peer, DeepGEMM) else peer_contender(peer, task, gatherers)
+            yield peer.name, True, peer.products, partial(peer.contender, task, [*able.values()])
 
 
 def _judged(row: BenchRow, distance: Error, most: float) -> BenchRow:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.tools.bench.cases import CaseSizes, KernelCase
     from dsv4attn.tools.bench.compare import Comparison
-    from dsv4attn.tools.bench.layer_op_peers import DeepGEMM
     from dsv4attn.tools.bench.layer_ops import LayerOpCase
     from dsv4attn.tools.bench.peers import Peer
     from dsv4attn.tools.bench.result import Run
@@ -336,19 +335,16 @@ def _cases(
     return [*cases_of(kernels, presets, size), *lines, *layer_op_cases(short, small=small), *selected]
 
 
-def _peers(options: _Asked, kernels: set[str]) -> list[Peer | DeepGEMM]:
+def _peers(options: _Asked, kernels: set[str]) -> list[Peer]:
     """The named peers; without names, those that have one of the kernels."""
     from dsv4attn.tools.bench.cases import named
-    from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS
     from dsv4attn.tools.bench.peers import PEERS
 
     if options.peers is None:
         return []
-    peers: dict[str, Peer | DeepGEMM] = {**PEERS, **LAYER_OP_PEERS}
-    concerned = [name for name, peer in peers.items() if kernels.intersection(peer.kernels)]
-    return [
-        peers[name] for name in named("peer", None if options.peers == ALL else options.peers, list(peers), concerned)
-    ]
+    concerned = [name for name, peer in PEERS.items() if kernels.intersection(peer.kernels)]
+    asked = None if options.peers == ALL else options.peers
+    return [PEERS[name] for name in named("peer", asked, list(PEERS), concerned)]
 
 
 def _size(options: _Asked, size: CaseSizes) -> CaseSizes:

@@ -13,19 +13,21 @@ import torch
 
 from dsv4attn.core.torch_ops.indexer import fp8_mqa_logits, fp8_paged_mqa_logits
 from dsv4attn.tools.bench.accuracy import error
+from dsv4attn.tools.bench.attention_peers import missing
 from dsv4attn.tools.bench.compressor import compressor_task
 from dsv4attn.tools.bench.contenders import Contender, Task
 from dsv4attn.tools.bench.hyper_connections import mhc_task
 from dsv4attn.tools.bench.index_ops import index_task, select_task
-from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS, _whole_rows
+from dsv4attn.tools.bench.layer_op_peers import DeepGEMM, _whole_rows
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
-from dsv4attn.tools.bench.peers import missing
+from dsv4attn.tools.bench.peers import PEERS
 from dsv4attn.tools.bench.result import peer_versions
 from dsv4attn.tools.bench.runner import MEASURED, WRONG, Runner
 from tests.tools.bench.sample_runs import ROOF
 
 CPU = torch.device("cpu")
-SELECTING = [name for name, peer in LAYER_OP_PEERS.items() if "select" in peer.kernels]
+OF_LAYERS = {name: peer for name, peer in PEERS.items() if isinstance(peer, DeepGEMM)}
+SELECTING = [name for name, peer in OF_LAYERS.items() if "select" in peer.kernels]
 # as vLLM 0.33's wheel registers them
 OPS = {
     "top_k_per_row_prefill": "(Tensor logits, Tensor rowStarts, Tensor rowEnds, Tensor! indices, int numRows, "
@@ -194,9 +196,9 @@ def error_of(contender: Contender, task: Task) -> float:
 @pytest.mark.parametrize("name", SELECTING)
 @pytest.mark.parametrize(("tokens", "keys", "topk"), [(1, 704, 512), (2, 704, 512), (5, 704, 512), (1, 1088, 1024)])
 def test_selections_of_peers_are_right(name: str, tokens: int, keys: int, topk: int) -> None:
-    peer = LAYER_OP_PEERS[name]
+    peer = OF_LAYERS[name]
     task = select_task(LayerOpCase("select", "paged", "a", 1 if tokens > 2 else 3, tokens, keys, topk=topk), CPU)
-    contender = peer.contender(task)
+    contender = peer.contender(task, [])
     phase = "prefill" if tokens > 2 else "decode"
     chooser = {
         "deep_gemm": "torch.topk",
@@ -222,7 +224,7 @@ def test_selections_of_peers_are_right(name: str, tokens: int, keys: int, topk: 
 def test_vllm_chooses_by_rows_where_there_are_clusters(monkeypatch: pytest.MonkeyPatch, requests: int, op: str) -> None:
     monkeypatch.setattr("dsv4attn.tools.bench.layer_op_peers._has_clusters", lambda _: True)
     task = select_task(LayerOpCase("select", "paged", "a", requests, 1, 576), CPU)
-    contender = LAYER_OP_PEERS["vllm_auto_topk"].contender(task)
+    contender = OF_LAYERS["vllm_auto_topk"].contender(task, [])
 
     assert contender is not None
     assert contender.note.endswith(f"vLLM's {op}")
@@ -238,7 +240,7 @@ def test_a_peer_that_selects_other_entries_gets_no_time(
 ) -> None:
     monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
     install(monkeypatch, vllm_ops, choose)
-    (row,) = Runner(CPU, {}, [LAYER_OP_PEERS[name]], 1).run(LayerOpCase("select", "paged", "a", 1, tokens, 704))
+    (row,) = Runner(CPU, {}, [OF_LAYERS[name]], 1).run(LayerOpCase("select", "paged", "a", 1, tokens, 704))
 
     assert (row.by, row.is_peer) == (name, True)
     assert (row.state, bool(row.median)) == ((MEASURED, True) if choose is largest else (WRONG, False))
@@ -249,7 +251,7 @@ def test_a_peer_that_selects_other_entries_gets_no_time(
 def test_logits_are_asked_for_on_pages_and_gathered(step: str) -> None:
     requests, tokens = (2, 2) if step == "paged" else (1, 7)
     task = index_task(LayerOpCase("index", step, "a", requests, tokens, 192), CPU)
-    contender = LAYER_OP_PEERS["deep_gemm"].contender(task)
+    contender = OF_LAYERS["deep_gemm"].contender(task, [])
 
     assert contender is not None
     assert error_of(contender, task) < 1e-5
@@ -258,24 +260,24 @@ def test_logits_are_asked_for_on_pages_and_gathered(step: str) -> None:
 @pytest.mark.usefixtures("_libraries")
 @pytest.mark.parametrize("tokens", [8, 65])
 def test_of_hyper_connections_only_the_product_is_there_and_says_so(tokens: int) -> None:
-    peer = LAYER_OP_PEERS["deep_gemm"]
+    peer = OF_LAYERS["deep_gemm"]
     task = mhc_task(LayerOpCase("mhc", "pre", "a", 1, tokens, hidden=64), CPU)
-    contender = peer.contender(task)
+    contender = peer.contender(task, [])
 
     assert contender is not None
     assert (contender.name, len(contender.expected or ())) == ("deep_gemm product", 2)
     assert "nothing else" in contender.note
     assert error_of(contender, task) < 1e-5
     for step in ("post", "post+pre", "head"):
-        assert peer.contender(mhc_task(LayerOpCase("mhc", step, "a", 1, 3, hidden=64), CPU)) is None
-    assert peer.contender(compressor_task(LayerOpCase("compress", "query index", "a"), CPU)) is None
+        assert peer.contender(mhc_task(LayerOpCase("mhc", step, "a", 1, 3, hidden=64), CPU), []) is None
+    assert peer.contender(compressor_task(LayerOpCase("compress", "query index", "a"), CPU), []) is None
 
 
 def test_a_peer_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("deep_gemm", "flashinfer", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
 
-    assert {name: peer.available() for name, peer in LAYER_OP_PEERS.items()} == {
+    assert {name: peer.available() for name, peer in OF_LAYERS.items()} == {
         "deep_gemm": "deep_gemm is not installed; vllm is not installed",
         "flashinfer_topk": "flashinfer is not installed",
         "vllm_topk": "vllm is not installed",
@@ -289,16 +291,14 @@ def test_a_top_k_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.third_party.deep_gemm", None)
 
     why = "deep_gemm is not installed; vllm lacks a module: vllm.third_party.deep_gemm"
-    assert [LAYER_OP_PEERS[name].available() for name in SELECTING] == [why] * 4
+    assert [OF_LAYERS[name].available() for name in SELECTING] == [why] * 4
 
 
 def test_a_wheel_without_the_ops_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vllm", "vllm._C_stable_libtorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
-    assert LAYER_OP_PEERS["vllm_topk"].available() == (
-        "vllm's wheel has no op top_k_per_row_prefill, top_k_per_row_decode"
-    )
+    assert OF_LAYERS["vllm_topk"].available() == ("vllm's wheel has no op top_k_per_row_prefill, top_k_per_row_decode")
 
 
 @pytest.mark.usefixtures("_libraries")
@@ -306,7 +306,7 @@ def test_deep_gemm_may_be_that_of_vllms_wheel(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "vllm.third_party.deep_gemm", sys.modules["deep_gemm"])
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     task = select_task(LayerOpCase("select", "paged", "a", 2, 1, 576), CPU)
-    contender = LAYER_OP_PEERS["vllm_topk"].contender(task)
+    contender = OF_LAYERS["vllm_topk"].contender(task, [])
 
     assert contender is not None
     assert error_of(contender, task) < 1e-5
@@ -336,7 +336,7 @@ def test_what_a_peer_prints_when_it_is_imported_is_no_result(
 
 def test_versions_are_those_of_the_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4attn.tools.bench.result.version_of", lambda name: f"of {name}")
-    assert peer_versions([*LAYER_OP_PEERS]) == {
+    assert peer_versions([*OF_LAYERS]) == {
         "deep_gemm": "of deep-gemm",
         "flashinfer_topk": "of flashinfer-python",
         "vllm_topk": "of vllm",

@@ -15,10 +15,11 @@ from dsv4attn.compat import flash_mla
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.accuracy import error
+from dsv4attn.tools.bench.attention_peers import FlashInfer
 from dsv4attn.tools.bench.cases import PRESETS, KernelCase
 from dsv4attn.tools.bench.contenders import expected_attention, make_task
 from dsv4attn.tools.bench.inputs import LAYOUT, make_inputs
-from dsv4attn.tools.bench.peers import PEERS, peer_contender
+from dsv4attn.tools.bench.peers import PEERS
 
 CPU = torch.device("cpu")
 MODULES = {"flash_mla": "flash_mla", "vllm": "vllm.v1.attention.ops.flashmla", "flashinfer": "flashinfer.mla"}
@@ -58,7 +59,8 @@ def test_flash_mla_gets_what_its_signature_says(
 ) -> None:
     install(monkeypatch, MODULES[name], **flash_functions())
     task = make_task(case(kernel, preset), CPU)
-    peer = peer_contender(PEERS[name], task, [ReferenceBackend()])
+    peer = PEERS[name].contender(task, [ReferenceBackend()])
+    assert peer is not None
 
     assert PEERS[name].available() is None
     assert bool(peer.results()[0].isnan().all())
@@ -91,7 +93,7 @@ def sparse_mla(**arguments: Any) -> None:
 def test_flashinfer_gets_what_its_signature_says(monkeypatch: pytest.MonkeyPatch, preset: str, kernel: str) -> None:
     install(monkeypatch, MODULES["flashinfer"], trtllm_batch_decode_sparse_mla_dsv4=sparse_mla)
     inputs = make_inputs(case(kernel, preset), CPU)
-    peer = PEERS["flashinfer"]
+    peer = FlashInfer()
 
     assert peer.available() is None
     assert inputs.rows is None or inputs.rows.dim() == 3
@@ -102,16 +104,16 @@ def test_flashinfer_gets_what_its_signature_says(monkeypatch: pytest.MonkeyPatch
 def test_flashinfer_takes_no_gathered_rows() -> None:
     task = make_task(case("prefill-rows", "flash_swa"), CPU)
     with pytest.raises(UnsupportedError, match="gathered rows"):
-        peer_contender(PEERS["flashinfer"], task, [])
+        PEERS["flashinfer"].contender(task, [])
 
 
 def test_no_backend_gathers_for_a_peer_if_none_of_ours_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flash_mla", **flash_functions())
     with pytest.raises(UnsupportedError, match="a backend that gathers"):
-        peer_contender(PEERS["flash_mla"], make_task(case("prefill", "flash_swa"), CPU), [])
+        PEERS["flash_mla"].contender(make_task(case("prefill", "flash_swa"), CPU), [])
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", MODULES)
 def test_a_peer_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, MODULES[name].partition(".")[0], None)
 

@@ -15,7 +15,8 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionCall, Backend, GatheredKeys
 from dsv4attn.errors import UnsupportedError
-from dsv4attn.tools.bench.cases import ATTENTION, KERNELS, PAIRS, CaseSizes, cases_of, decodes
+from dsv4attn.tools.bench.attention_peers import AttentionPeer
+from dsv4attn.tools.bench.cases import KERNELS, PAIRS, CaseSizes, cases_of, decodes
 from dsv4attn.tools.bench.result import load
 from dsv4attn.tools.bench.runner import BEST, FAILED, MEASURED, REFUSED, WRONG, BenchRow, Runner, geomeans, pair_means
 from tests.tools.bench.sample_runs import ROOF, row, run
@@ -237,10 +238,10 @@ def test_inputs_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "do not fit this machine" in values.reason
 
 
-class Peer:
+class Peer(AttentionPeer):
     """Another library, which answers with `answer`."""
 
-    name, kernels, reads_pages = "other", ATTENTION, False
+    name = "other"
 
     def __init__(self, answer: Callable[[Any], torch.Tensor], *, missing: str | None = None) -> None:
         self.answer, self.missing = answer, missing

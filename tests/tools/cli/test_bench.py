@@ -20,9 +20,10 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.tools.bench import whole_layer
 from dsv4attn.tools.bench.cases import LAYER_OPS
-from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS
+from dsv4attn.tools.bench.layer_op_peers import DeepGEMM
 from dsv4attn.tools.bench.layer_ops import layer_op_cases
 from dsv4attn.tools.bench.overhead import overhead
+from dsv4attn.tools.bench.peers import PEERS
 from dsv4attn.tools.bench.report import comparison_text, run_text
 from dsv4attn.tools.bench.result import load
 from dsv4attn.tools.bench.runner import FAILED, REFUSED, WRONG
@@ -121,7 +122,8 @@ def test_steps_around_attention_are_asked_for_by_name(machine: Machine, monkeypa
     # torch is a peer of products alone, and is always there
     assert [row["kernel"] for row in values["rows"]].count("products") == 2
     assert values["roofline"]["fp8_flops_s"] is None
-    assert set(values["unavailable"]) == {*LAYER_OP_PEERS}, "peers that have one of these steps"
+    of_layers = {name for name, peer in PEERS.items() if isinstance(peer, DeepGEMM)}
+    assert set(values["unavailable"]) == of_layers, "peers that have one of these steps"
 
 
 @pytest.mark.matrix

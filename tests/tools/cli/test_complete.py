@@ -14,7 +14,6 @@ from click.shell_completion import CompletionItem, ShellComplete
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.tools.bench.cases import MEASUREMENTS, PEER_NAMES, PRESETS
-from dsv4attn.tools.bench.layer_op_peers import LAYER_OP_PEERS
 from dsv4attn.tools.bench.peers import PEERS
 from dsv4attn.tools.cli import main
 from dsv4attn.tools.cli.complete import several, words
@@ -138,7 +137,7 @@ def test_a_broken_plugin_or_setting_leaves_the_rest_to_complete(
 
 
 def test_the_names_of_peers_are_those_of_the_peers() -> None:
-    assert [*PEERS, *LAYER_OP_PEERS] == [*PEER_NAMES]
+    assert [*PEERS] == [*PEER_NAMES]
 
 
 def complete_in_process(line: str, index: int, *, after: str = "") -> str:
