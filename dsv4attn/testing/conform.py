@@ -39,7 +39,7 @@ from dsv4attn.testing.tolerances import multiplying_in
 
 __all__ = [
     "SCHEMA", "STATES", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "certificates_of",
-    "conform", "conform_all", "environment", "parse_request", "run_case", "versions",
+    "conform", "environment", "outcomes_of", "parse_request", "run_case", "versions",
 ]  # fmt: skip
 
 
@@ -477,37 +477,27 @@ def conform(
     progress: gets each outcome.
     fail_fast: the first failed case ends the run.
     """
-    return conform_all([subject], tuple(cases), chosen=chosen, progress=progress, fail_fast=fail_fast)[0]
+    outcomes = outcomes_of([subject], cases := tuple(cases))
+    return certificates_of([subject], cases, outcomes, chosen=chosen, progress=progress, fail_fast=fail_fast)[0]
 
 
-def conform_all(
-    trials: Sequence[Subject],
-    cases: Sequence[Case],
-    *,
-    chosen: str | None = None,
-    progress: Callable[[Outcome], None] = lambda _: None,
-    fail_fast: bool = False,
-) -> tuple[Certificate, ...]:
-    """As `conform` on several backends, case by case, so that they share the oracle's answer.
+def outcomes_of(trials: Sequence[Subject], cases: Sequence[Case]) -> Generator[Outcome, None, None]:
+    """Outcomes of each case on every backend, case by case, so that backends share the oracle's answer.
 
     trials: the backends and their devices.
     cases: the cases.
-    chosen: the filter that chose the cases, which the certificate names; None: all cases.
-    progress: gets each outcome.
-    fail_fast: the first failed case ends the run.
     """
-    outcomes = (run_case(subject, case) for case, subject in product(cases, trials))
-    return certificates_of(trials, cases, outcomes, chosen, progress, fail_fast=fail_fast)
+    return (run_case(subject, case) for case, subject in product(cases, trials))
 
 
 def certificates_of(
     trials: Sequence[Subject],
     cases: Sequence[Case],
     outcomes: Generator[Outcome, None, None],
-    chosen: str | None,
-    progress: Callable[[Outcome], None],
     *,
-    fail_fast: bool,
+    chosen: str | None = None,
+    progress: Callable[[Outcome], None] = lambda _: None,
+    fail_fast: bool = False,
 ) -> tuple[Certificate, ...]:
     """Certificates of outcomes. Those of all subjects for one case follow each other.
 

@@ -25,11 +25,13 @@ from dsv4attn.testing.conform import (
     Certificate,
     Outcome,
     Subject,
+    certificates_of,
     conform,
+    outcomes_of,
     parse_request,
     run_case,
 )
-from dsv4attn.testing.processes import conform_in_processes
+from dsv4attn.testing.processes import outcomes_in_processes
 
 FEW = chosen(CASES, "lse-*,quantise-ocp-*,sink-none-*")
 REFERENCE = Subject.named("reference")
@@ -414,13 +416,15 @@ def test_the_first_failure_ends_a_run_that_is_asked_to_stop_there() -> None:
 
 def test_processes_give_the_outcomes_of_one_process_in_the_same_order() -> None:
     cases = chosen(CASES, "lse-decode,max-logits-decode,quantise-ocp-1,gather-ocp-2")
-    subject = Subject.named("reference", options={"prefill_keys": "paged"})
+    subjects = [Subject.named("reference", options={"prefill_keys": "paged"}), REFERENCE]
 
     def without_times(certificate: Certificate) -> list[Outcome]:
         return [attrs.evolve(outcome, seconds=0.0) for outcome in certificate.outcomes]
 
     seen: list[Outcome] = []
-    in_two = conform_in_processes(subject, cases, 2, progress=seen.append)
-    assert without_times(in_two) == without_times(conform(subject, cases))
-    assert [outcome.state for outcome in in_two.outcomes] == ["passed", "passed", "passed", "skipped"]
-    assert seen == list(in_two.outcomes)
+    in_two = certificates_of(subjects, cases, outcomes_in_processes(subjects, cases, 2), progress=seen.append)
+    in_one = certificates_of(subjects, cases, outcomes_of(subjects, cases))
+    assert [*map(without_times, in_two)] == [*map(without_times, in_one)]
+    states = [[outcome.state for outcome in certificate.outcomes] for certificate in in_two]
+    assert states == [["passed", "passed", "passed", "skipped"], ["passed"] * 4]
+    assert seen == [outcome for pair in zip(*(c.outcomes for c in in_two), strict=True) for outcome in pair]

@@ -12,7 +12,7 @@ import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.common import console, grid, require_torch, simple_table, write_file
-from dsv4attn.tools.cli.options import FILTER, OPTION, flag, integer, options, target_file, text
+from dsv4attn.tools.cli.options import FILTER, HTML, OPTION, flag, integer, options, target_file, text
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dsv4attn.testing.case import Case
-    from dsv4attn.testing.conform import Certificate, Outcome
+    from dsv4attn.testing.conform import Certificate, Outcome, Subject
+    from dsv4attn.testing.parity import Parity
 
-__all__ = ["case_progress", "conform", "grouped", "show_failures"]
+__all__ = ["conform", "grouped", "run_kit", "show_failures", "write_page"]
 
 
 SHOWN = 8
@@ -60,6 +61,7 @@ SHOWN = 8
         shell_complete=complete.files,
         help="File of a summary of the certificate, about 90 lines.",
     ),
+    HTML,
 )
 @click.pass_context
 def conform(
@@ -71,6 +73,7 @@ def conform(
     jobs: int,
     certificate: Path | None,
     summary: Path | None,
+    page: Path | None,
     *,
     only_list: bool,
     fail_fast: bool,
@@ -94,13 +97,11 @@ def conform(
       130  interrupted; the certificate has what has run
     """  # noqa: D301 - click wants the character
     require_torch(ctx)
-    from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES
     from dsv4attn.testing.certificates import certificate_text, summary_text
     from dsv4attn.testing.conform import Subject
-    from dsv4attn.testing.conform import conform as run
-    from dsv4attn.testing.processes import conform_in_processes
+    from dsv4attn.testing.parity import Parity
 
     cases = matching(CASES, chosen)
     if only_list:
@@ -108,14 +109,11 @@ def conform(
         return
     if backend is None:
         raise click.MissingParameter(ctx=ctx, param_hint="'BACKEND'", param_type="argument")
-    try:
-        subject = Subject.named(backend, device=device, options=backend_options)
-    except BrokenBackendError as error:
-        # exit code 1 and not 2: the backend exists, and fails
-        raise click.ClickException(str(error)) from error
-    with case_progress(len(cases), shown=not as_json) as progress:
-        how: dict[str, Any] = {"chosen": chosen, "progress": progress, "fail_fast": fail_fast}
-        result = run(subject, cases, **how) if jobs == 1 else conform_in_processes(subject, cases, jobs, **how)
+
+    def subjects() -> list[Subject]:
+        return [Subject.named(backend, device=device, options=backend_options)]
+
+    (result,) = run_kit(subjects, cases, chosen, jobs=jobs, shown=not as_json, fail_fast=fail_fast)
     values = result.as_json()
     # an incomplete certificate does not replace a complete one unasked
     usual = f"dsv4attn-{backend}{'' if result.complete else '.incomplete'}.json"
@@ -124,10 +122,12 @@ def conform(
         write_file(target, certificate_text(values))
     if summary:
         write_file(summary, summary_text(values))
+    if page:
+        write_page(page, Parity((result,), tuple(cases)))
     if as_json:
         print_json(values)
     else:
-        _show(result, target)
+        _show(result, target, page)
     ctx.exit(INTERRUPTED if result.interrupted else OK if result.ok else FAILED)
 
 
@@ -142,8 +142,38 @@ def _list(cases: Sequence[Case], *, as_json: bool) -> None:
         click.echo(f"{case.name:<{width}}  {' '.join(case.clauses)}")
 
 
+def run_kit(
+    subjects: Callable[[], Sequence[Subject]],
+    cases: Sequence[Case],
+    chosen: str | None,
+    *,
+    shown: bool,
+    jobs: int = 1,
+    fail_fast: bool = False,
+) -> tuple[Certificate, ...]:
+    """Run cases on backends, and show the progress. A backend that exists but cannot be made is exit code 1, not 2."""
+    from dsv4attn.errors import BrokenBackendError
+    from dsv4attn.testing.conform import certificates_of, outcomes_of
+    from dsv4attn.testing.processes import outcomes_in_processes
+
+    try:
+        trials = subjects()
+    except BrokenBackendError as error:
+        raise click.ClickException(str(error)) from error
+    outcomes = outcomes_of(trials, cases) if jobs == 1 else outcomes_in_processes(trials, cases, jobs)
+    with _case_progress(len(cases) * len(trials), shown=shown) as progress:
+        return certificates_of(trials, cases, outcomes, chosen=chosen, progress=progress, fail_fast=fail_fast)
+
+
+def write_page(path: Path, parity: Parity) -> None:
+    """Write the outcomes as a page of HTML."""
+    from dsv4attn.testing.page import as_html
+
+    write_file(path, as_html(parity))
+
+
 @contextmanager
-def case_progress(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
+def _case_progress(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
     """The case that ran last, on stderr."""
     done = failed = 0
 
@@ -161,7 +191,7 @@ def case_progress(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], No
         yield advance
 
 
-def _show(certificate: Certificate, target: Path | None) -> None:
+def _show(certificate: Certificate, target: Path | None, page: Path | None) -> None:
     from rich.padding import Padding
 
     from dsv4attn.testing.case import Area
@@ -191,6 +221,8 @@ def _show(certificate: Certificate, target: Path | None) -> None:
         out.print(f"  certificate: {target}", soft_wrap=True)
     else:
         out.print("  no certificate with --filter; --certificate FILE writes one")
+    if page:
+        out.print(f"  report: {page}", soft_wrap=True)
 
 
 def show_failures(out: Console, outcomes: Iterable[Outcome], title: str = "failed") -> None:

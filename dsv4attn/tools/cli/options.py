@@ -14,6 +14,7 @@ from dsv4attn.tools.cli import complete
 __all__ = [
     "DECIDED_BACKEND",
     "FILTER",
+    "HTML",
     "JSON",
     "MODEL",
     "OPTION",
@@ -173,6 +174,14 @@ FILTER = text(
     metavar="PATTERNS",
     callback=named_words,
     help="Clauses (S, A1), areas (decode) or names (sink-*) of cases, with commas; ! leaves cases out (!requests-*).",
+)
+HTML = text(
+    "--html",
+    "page",
+    metavar="FILE",
+    callback=target_file,
+    shell_complete=complete.files,
+    help="Write the report as one HTML page.",
 )
 MODEL = text(
     "--model",

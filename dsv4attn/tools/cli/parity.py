@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
-from dsv4attn.tools.cli.common import console, grid, require_torch, simple_table, write_file
-from dsv4attn.tools.cli.conform import case_progress, grouped, show_failures
-from dsv4attn.tools.cli.options import FILTER, JSON, options, target_file, text
+from dsv4attn.tools.cli.common import console, grid, require_torch, simple_table
+from dsv4attn.tools.cli.conform import grouped, run_kit, show_failures, write_page
+from dsv4attn.tools.cli.options import FILTER, HTML, JSON, options, text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,14 +43,7 @@ _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged
     ),
     FILTER,
     JSON,
-    text(
-        "--html",
-        "page",
-        metavar="FILE",
-        callback=target_file,
-        shell_complete=complete.files,
-        help="Write the report as one HTML page.",
-    ),
+    HTML,
 )
 @click.pass_context
 def parity(
@@ -69,22 +62,15 @@ def parity(
       130  interrupted; what has run is shown, marked incomplete
     """  # noqa: D301 - click wants the character
     require_torch(ctx)
-    from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES
-    from dsv4attn.testing.parity import compare, subjects
+    from dsv4attn.testing.parity import Parity, subjects
 
     cases = matching(CASES, chosen)
-    try:
-        trials = subjects(backends, device=device)
-    except BrokenBackendError as error:
-        raise click.ClickException(str(error)) from error
-    with case_progress(len(cases) * len(trials), shown=not as_json) as progress:
-        result = compare(trials, cases, chosen=chosen, progress=progress)
+    certificates = run_kit(lambda: subjects(backends, device=device), cases, chosen, shown=not as_json)
+    result = Parity(certificates, tuple(cases))
     if page:
-        from dsv4attn.testing.parity import as_html
-
-        write_file(page, as_html(result))
+        write_page(page, result)
     if as_json:
         print_json(result.as_json())
     else:

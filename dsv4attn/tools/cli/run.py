@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
-from dsv4attn.tools.cli.options import MODEL, OPTION, choice, flag, integer, options, target_file, text, token_count
+from dsv4attn.tools.cli.options import HTML, MODEL, OPTION, choice, flag, integer, options, text, token_count
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -109,14 +109,7 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
     ),
     integer("--interleave", help="Consecutive entries on one rank, with --context-parallel.  [default: 1]"),
     flag("--verbose", "-v", help="Also print the time of every operation, all memory, and the details of ranks."),
-    text(
-        "--html",
-        "page",
-        metavar="FILE",
-        callback=target_file,
-        shell_complete=complete.files,
-        help="Write the report as one HTML page with pictures.",
-    ),
+    HTML,
     flag("--json", "as_json", help="Print one JSON object, and show no progress."),
 )
 @click.pass_context

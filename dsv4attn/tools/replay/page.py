@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from dsv4attn.testing.page import document
 from dsv4attn.tools.replay.report import ERRORS, OPERATIONS, SHARES, failures, head, notes, sections, verdict
 from dsv4attn.tools.replay.results import LayerReport, Report
 
 __all__ = ["as_html"]
 
 _STYLE = """
-:root{color-scheme:light dark;--ink:#1b2330;--soft:#5b6675;--line:#dde3ea;--page:#f6f8fa;--card:#fff;--ok:#1a7f37;
---bad:#c62828;--c0:#0b6bcb;--c1:#b35900;--c2:#6b4fbb}
-@media(prefers-color-scheme:dark){:root{--ink:#e6ebf2;--soft:#9aa6b5;--line:#2c3644;--page:#10151c;--card:#18202a;
---ok:#5fd07f;--bad:#ff8a80;--c0:#6db3f8;--c1:#ffb066;--c2:#b9a3f5}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);
-font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;overflow-wrap:anywhere}
-main{max-width:72rem;margin:0 auto;padding:1rem}
-h1{font-size:1.35rem;line-height:1.3;margin:0 0 .6rem}h2{font-size:1.05rem;margin:0 0 .4rem}
-h1.ok{color:var(--ok)}h1.bad,p.bad{color:var(--bad)}p{margin:.2rem 0}p.soft{color:var(--soft)}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:.8rem;margin:1rem 0}
-.card{background:var(--card);border:1px solid var(--line);border-radius:.6rem;padding:.8rem;min-width:0}
+:root{--ok:#1a7f37;--bad:#c62828;--c0:#0b6bcb;--c1:#b35900;--c2:#6b4fbb}
+@media(prefers-color-scheme:dark){:root{--ok:#5fd07f;--bad:#ff8a80;--c0:#6db3f8;--c1:#ffb066;--c2:#b9a3f5}}
+h2{margin:0 0 .4rem}h1.ok{color:var(--ok)}h1.bad,p.bad{color:var(--bad)}
+.cards{grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr))}
 svg{display:block;width:100%;max-width:100%;height:auto}
 svg text{fill:var(--ink);font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 svg .soft{fill:var(--soft)}svg .track{fill:var(--line)}svg line{stroke:var(--soft)}
@@ -55,12 +48,7 @@ def as_html(report: Report) -> str:
         "</div>",
         f'<section class="card"><h2>One layer of each type</h2><div class="scrolls">{_table(report)}</div></section>',
     ]
-    begin = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>dsv4attn run: {title}</title><style>{_STYLE}</style></head><body><main>"
-    )
-    return "\n".join([begin, *parts, "</main></body></html>", ""])
+    return document(f"dsv4attn run: {verdict(report).plain}", _STYLE, parts)
 
 
 _Rows = Sequence[tuple[str, Sequence[float | None]]]

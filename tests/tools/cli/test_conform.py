@@ -207,9 +207,13 @@ def test_an_incomplete_certificate_replaces_no_complete_one(machine: Machine, mo
 def test_the_first_failure_ends_a_run_with_fail_fast(machine: Machine) -> None:
     wrong(machine)
     code, values = machine.json("conform", "bad", "--filter", FEW, "--fail-fast")
-    _, lines = machine.run("conform", "bad", "--filter", FEW, "--fail-fast")
+    _, lines = machine.run("conform", "bad", "--filter", FEW, "--fail-fast", "--html", "p.html")
+    page = Path("p.html").read_text(encoding="utf-8")
 
     assert code == 1
+    assert lines[-1] == "  report: p.html"
+    assert "<title>dsv4attn conform: 1 backend, 1 of 5 cases</title>" in page
+    assert "BREAKS the contract" in page
     assert (values["complete"], values["asked"], len(values["cases"])) == (False, 5, 1)
     assert "the run ended there, after 1 of 5 cases" in " ".join(" ".join(lines).split())
 
