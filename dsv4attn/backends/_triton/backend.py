@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from inspect import unwrap
 from itertools import product
@@ -15,17 +15,20 @@ from torch import Tensor
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.attention import ranks
+from dsv4attn.backends._triton.attention.meta_calls import meta_calls, meta_gathered, meta_pages, meta_request
 from dsv4attn.backends._triton.cache import fill, gather, insert
 from dsv4attn.backends._triton.cache.records import row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import builder, dense
-from dsv4attn.backends._triton.launching.runtime import multiprocessors
+from dsv4attn.backends._triton.launching.recorded import meta_cache
+from dsv4attn.backends._triton.launching.runtime import WIDE, multiprocessors, recording
 from dsv4attn.backends._triton.launching.warmup import warm
 from dsv4attn.backends._triton.layer import few_rows, ops, output, products
-from dsv4attn.backends._triton.layer.variants import variants as layer_variants
+from dsv4attn.backends._triton.layer.warmup import launch_within
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
 from dsv4attn.core.contract import IndexOps, RankOps
 from dsv4attn.core.contract.backend import (
     AttentionCall,
@@ -194,96 +197,89 @@ class TritonBackend(Backend):
             o, positions, cos_sin_cache, weight, num_groups, deterministic=self.deterministic
         )
 
-    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.Backend`."""
-        tuning = self._tuning(device)
-        yield from dense.variants(device.arch)
+    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Sequence[Variant]:
+        """See `contract.Backend`. What launches compile is recorded, see `launching.recorded`."""
+        with recording(device.arch) as variants:
+            self._launch_within(bounds, device)
+        return list(variants)
+
+    def _launch_within(self, bounds: WarmupSpec, device: DeviceFacts) -> None:
+        """Launch every form that calls within the bounds can ask for, inside a recording for the device."""
+        dense.variants()
         alignments = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
         for layer in bounds.layers:
-            yield from builder.variants(layer.window, device.arch)
+            builder.variants(layer.window)
             layouts = [layout for layout, _ in bounds.caches(layer)]
             for layout in layouts:
-                heads, norm = layer.num_heads, layer.q_norm
-                yield from insert.variants(layout, heads, bounds.q_dtype, **alignments, norm=norm, arch=device.arch)
-                yield from gather.variants(layout, **alignments)
+                insert.variants(layout, layer.num_heads, bounds.q_dtype, **alignments, norm=layer.q_norm)
+                gather.variants(layout, **alignments)
             if self.capabilities.prefill_keys is KeyForm.GATHERED and self.prepare_rows is not None:
                 ragged = self.capabilities.prefill_indices is IndexForm.RAGGED
                 entries = layouts[1] if len(layouts) > 1 else None
-                yield from fill.variants(layouts[0], entries, ragged=ragged, aligned=bounds.aligned)
+                fill.variants(layouts[0], entries, ragged=ragged, aligned=bounds.aligned)
             dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
             for dtype in bounds.wo_a_dtypes:
-                yield from projection.variants(
-                    *dims, bounds.q_dtype, dtype, aligned=bounds.aligned_rows, arch=device.arch
-                )
+                projection.variants(*dims, bounds.q_dtype, dtype, aligned=bounds.aligned_rows)
             if self.projects_fp8:
                 dims = layer.num_heads, layer.head_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
-                aligned, blocks = bounds.aligned_rows, bounds.wo_a_blocks
-                yield from output.variants(*dims, bounds.q_dtype, aligned=aligned, arch=device.arch, blocks=blocks)
+                output.variants(*dims, bounds.q_dtype, aligned=bounds.aligned_rows, blocks=bounds.wo_a_blocks)
             if bounds.over_ranks and layer.has_entries:
-                yield from ranks.variants(
-                    layer.num_heads,
-                    layer.head_dim,
-                    bounds.q_dtype,
-                    sinks=bounds.with_sink,
-                    aligned=bounds.aligned_rows,
-                )
-            yield from self._attention_variants(bounds, layer, tuning)
+                dims = layer.num_heads, layer.head_dim
+                ranks.variants(*dims, bounds.q_dtype, sinks=bounds.with_sink, aligned=bounds.aligned_rows)
+            self._attend_within(bounds, layer, self._tuning(device))
         if bounds.model is not None:
-            yield from layer_variants(bounds, device.arch, deterministic=self.deterministic)
+            launch_within(bounds, deterministic=self.deterministic)
             if self.deterministic:
-                yield from products.variants(device.arch)
+                products.variants()
             if {*LAYER_PARTS} <= {*bounds.parts}:  # whole layers; engines multiply by themselves
-                yield from few_rows.variants(device.arch)
+                few_rows.variants()
 
-    def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
-        """Variants of the attention kernel in both phases."""
-        yield from self._paged_variants(bounds, layer, tuning)
+    def _attend_within(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> None:
+        """Launch attention in both phases, inside a recording."""
+        self._attend_pages(bounds, layer, tuning)
         if self.capabilities.prefill_keys is KeyForm.GATHERED:
-            yield from self._gathered_variants(bounds, layer, tuning)
+            self._attend_rows(bounds, layer, tuning)
 
-    def _gathered_variants(
-        self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning, *, decode: bool = False
-    ) -> Iterator[Variant]:
-        """Variants for keys in the workspace, where every view begins at a multiple of 16 bytes.
+    def _attend_rows(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning, *, decode: bool = False) -> None:
+        """Launch attention over keys in the workspace. decode: whether decodes too."""
+        self._attend_over(bounds, layer, tuning, meta_gathered(bounds.swa, ragged=self._ragged), decode=decode)
 
-        decode: whether to add the variants of decode.
-        """
-        rows = KVCacheLayout.rows(bounds.swa.nope_dim, bounds.swa.rope_dim, dtype=bounds.swa.row_dtype)
-        segment = attention_launch.Segment.of(rows, aligned=rows.data_bytes % 16 == 0)
-        yield from self._variants_over(bounds, layer, tuning, (segment,), decode=decode)
-
-    def _paged_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+    def _attend_pages(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> None:
+        """Launch attention over keys in caches."""
         layouts = [layout for layout, _ in bounds.caches(layer)]
-        for segments in product(*(_possible_segments(layout, aligned=bounds.aligned) for layout in layouts)):
-            yield from self._variants_over(bounds, layer, tuning, segments)
+        for alignments in product(*(_alignments(layout, aligned=bounds.aligned) for layout in layouts)):
+            caches = [meta_cache(*form) for form in zip(layouts, alignments, strict=True)]
+            self._attend_over(bounds, layer, tuning, meta_pages(caches, ragged=self._ragged))
 
-    def _variants_over(
+    def _attend_over(
         self,
         bounds: WarmupSpec,
         layer: LayerGeometry,
         tuning: Tuning,
-        segments: tuple[attention_launch.Segment, ...],
+        keys: Sequence[PagedKeys] | GatheredKeys,
         *,
         decode: bool = True,
-    ) -> Iterator[Variant]:
-        dims, itemsize = (layer.num_heads, layer.nope_dim, layer.rope_dim), bounds.q_dtype.itemsize
+        aligned_q: bool = True,
+    ) -> None:
+        """Launch attention over some keys. decode: whether decodes too. aligned_q: whether rows of q may be aligned."""
         for rows in row_alignments(layer.head_dim, bounds.q_dtype, aligned=bounds.aligned_rows):
-            unit = max(rows // itemsize, 1)
-            shape = attention_launch.Shape(*dims, segments, bounds.q_dtype, unit, self._ragged)
-            options: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
+            if rows == WIDE and not aligned_q:
+                continue
+            options: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse, "alignment": rows}
+            calls = list(meta_calls(layer, keys, bounds.q_dtype, **options))
             if self.deterministic:
                 # rows of selected entries are split if they are longer than two splits, or have a wide window
                 splits = (True,) if layer.kind is LayerKind.HCA else (False, True)
-                yield from attention_launch.variants(shape, tuning, **options, splits=splits, counts=True)
+                attention_launch.variants(calls, tuning, splits=splits, tiles_per_split=1)
                 continue
             for phase_tuning in dict.fromkeys(map(tuning.of, Phase)):
-                yield from attention_launch.variants(shape, phase_tuning, **options)
+                attention_launch.variants(calls, phase_tuning)
             for small_tuning in tuning.small if decode else ():
-                yield from attention_launch.variants(shape, small_tuning, **options, splits=(True,))
-            exact = torch.float32 in (shape.dtype, *(segment.dtype for segment in segments))
-            group = attention_launch.group_of(layer, bounds.limits.decode_threshold, tuning, exact=exact)
-            if decode and group > 1:
-                yield from attention_launch.variants(shape, tuning, **options, splits=(False,), group=group)
+                attention_launch.variants(calls, small_tuning, splits=(True,))
+            if decode:
+                most = bounds.limits.decode_threshold
+                several = [evolve(call, request_rows=meta_request(call, most)) for call in calls]
+                attention_launch.variants(several, tuning, splits=(False,))
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         """See `contract.Backend`."""
@@ -303,7 +299,9 @@ def with_keys_as_in_decode(capabilities: Capabilities) -> Capabilities:
     )
 
 
-def _possible_segments(layout: KVCacheLayout, *, aligned: bool) -> tuple[attention_launch.Segment, ...]:
-    """All segments that a cache can compile to. aligned: whether the cache begins at a multiple of 16 bytes."""
-    possible = (True,) if aligned and (layout.is_quantised or layout.data_bytes % 16 == 0) else (True, False)
-    return tuple(dict.fromkeys(attention_launch.Segment.of(layout, aligned=is_aligned) for is_aligned in possible))
+def _alignments(layout: KVCacheLayout, *, aligned: bool) -> tuple[int, ...]:
+    """Alignments of a cache of which attention has a variant each. aligned: whether it is to 16 bytes."""
+    if aligned and (layout.is_quantised or layout.data_bytes % WIDE == 0):
+        return (WIDE,)
+    forms = {attention_launch.Segment.of(layout, aligned=n == WIDE): n for n in (1, WIDE)}
+    return tuple(forms.values())

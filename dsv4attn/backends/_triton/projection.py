@@ -5,7 +5,7 @@ The rotation of the outputs is undone, and each group of heads multiplied by its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from typing import Any
@@ -17,9 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens, row_alignments
-from dsv4attn.backends._triton.compiling.variant import Variant, descriptor_type, pointer_type
 from dsv4attn.backends._triton.kernels_projection import project_kernel, project_turned_kernel, turn_back_kernel
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer import few_rows, products
 from dsv4attn.backends._triton.sizes import cdiv
@@ -270,6 +270,7 @@ def _constants(
     }
 
 
+@recorded
 def variants(
     heads: int,
     nope: int,
@@ -280,42 +281,21 @@ def variants(
     w_dtype: torch.dtype,
     *,
     aligned: bool = True,
-    arch: str = "",
-) -> Iterator[Variant]:
-    """Every variant that the step can need on an architecture. aligned: whether rows of outputs and matrices are."""
-    dtype, width = torch.promote_types(o_dtype, w_dtype), nope + rope
-    may_align = all(width * dtype.itemsize % WIDE == 0 for dtype in (o_dtype, w_dtype))
-    aligned = aligned and may_align
-    tiles = [(PLAIN if dtype == torch.float32 else tile, WIDE) for tile in tiles_for(arch)]
-    if not aligned:
-        tiles.append((PLAIN, 1))
-    types = {"O": pointer_type(o_dtype), "W": pointer_type(w_dtype), "OUT": pointer_type(o_dtype)}
-    types |= {"POSITIONS": "*i64", "TABLE": "*fp32"}
-    # results are made here or given by the caller
-    outs = row_alignments(rank, o_dtype, aligned=True)
-    for (tile, rows), out in product(dict.fromkeys(tiles), outs):
-        constants = _constants(tile, heads // num_groups, rank, nope, rope, dtype, rows, out)
-        yield Variant.from_types(project_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
-    # also where no alignment is promised: most rows are aligned
-    if dtype == torch.bfloat16 and o_dtype == w_dtype and may_align:
-        yield from turned_variants(heads, nope, rope, num_groups, rank, arch)
-
-
-def turned_variants(
-    heads: int, nope: int, rope: int, num_groups: int, rank: int, arch: str, tiles: Iterable[products.Tile] = ()
-) -> Iterator[Variant]:
-    """Every variant of `turn_back` and of the products after it. tiles: of many tokens; default: the architecture's."""
-    dims = num_groups, rank, nope, rope, arch
-    few = [tile for tile in few_rows.HEADS.get(arch, ()) if few_tile(tile.rows, heads, *dims)]
-    large = tiles or (products.TILES[arch].large if turned_tile(MANY + 1, *dims) else ())
-    if few or large:
-        types = {"O": "*bf16", "POSITIONS": "*i64", "TABLE": "*fp32", "TURNED": "*bf16"}
-        constants = _turn_constants(heads, nope, rope, arch)
-        yield Variant.from_types(turn_back_kernel, types, constants, num_warps=TURNING_WARPS)
-    for few_rows_tile in few:
-        yield from few_rows.variants_of(few_rows_tile, torch.bfloat16, None, arch, dims=(nope, rope))
-    for tile in large:
-        rows, columns = (descriptor_type(torch.bfloat16, [size, tile.depth]) for size in (tile.rows, tile.columns))
-        types = {"OUT": "*bf16", "O": rows, "TURNED": rows, "W": columns}
-        constants = _turned_constants(tile, heads // num_groups, rank, nope, rope, arch)
-        yield Variant.from_types(project_turned_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+) -> None:
+    """Every variant that the op can need. aligned: whether rows of outputs and matrices are, to 16 bytes."""
+    dim, dtypes, arch = nope + rope, (o_dtype, w_dtype), architecture()
+    may_align = all(dim * dtype.itemsize % WIDE == 0 for dtype in dtypes)
+    # with all of these numbers of tokens, each tile of each kernel has its turn but those of `project_turned`
+    points = dict.fromkeys((*(tile.rows for tile in few_rows.HEADS.get(arch, ())), 16, 128, 129))
+    positions, table = meta_rows(129, dtype=torch.int64), meta_rows(2, rope, dtype=torch.float32)
+    large = products.TILES[arch].large if turned_tile(129, num_groups, rank, nope, rope, arch) else ()
+    for rows in (WIDE,) if aligned and may_align else (WIDE, 1):
+        o = meta_rows(129, heads, dim, dtype=o_dtype, alignment=rows)
+        wo_a = meta_rows(num_groups * rank, heads // num_groups * dim, dtype=w_dtype, alignment=rows)
+        # results are made here or given by the caller, and those with gaps have a kernel of their own
+        for out_rows, width in product(row_alignments(rank, o_dtype, aligned=True), (rank, 2 * rank)):
+            out = meta_rows(129, num_groups, width, dtype=o_dtype, alignment=out_rows)[..., :rank]
+            for tokens in points:
+                inv_rope_o_proj(o[:tokens], positions[:tokens], table, wo_a, num_groups, out[:tokens])
+            for tile in large if _is_dense(o, wo_a, out) else ():
+                project_turned(o, turn_back(o, positions, table), wo_a, out, tile)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import cast
 
-from attrs import frozen
+import torch
+from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.attention.meta_calls import meta_calls, meta_pages
+from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
 from dsv4attn.backends.sm120.kernels import prepare, settle
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
 __all__ = ["Copies", "Results", "variants"]
 
@@ -129,20 +133,24 @@ def _units(strides: Sequence[int], unit: int) -> tuple[int, ...]:
     return token // unit, head // unit, dim
 
 
-def variants(
-    sinks: Sequence[bool], lses: Sequence[bool], *, padded: bool, copies: bool, aligned: bool
-) -> Iterator[Variant]:
-    """Every variant that calls can need. padded: whether heads are padded. copies: whether indices are copied."""
-    units = (8,) if aligned or not padded else (8, 1)
-    for unit, sink, segments in product(units, sinks if padded else (False,), (1, 2) if copies else (0,)):
-        if padded or segments:
-            types = dict.fromkeys(("sink", "wide_sink"), "*fp32" if sink else "none")
-            types |= {"q": "*bf16", "wide_q": "*bf16" if padded else "none"}
-            for i in range(2):
-                types |= dict.fromkeys((f"rows{i}", f"to{i}"), "*i32" if i < segments else "none")
-            yield Variant.from_types(prepare, types, _PREPARE_CONSTANTS[unit])
-    for unit, lse in product(units, lses):
+@recorded
+def variants(sinks: Sequence[bool], lses: Sequence[bool], *, padded: bool, copies: bool, aligned: bool) -> None:
+    """Every variant that calls can need.
+
+    sinks, lses: whether heads have sinks, and whether the log-sum-exp is an output. padded: whether heads are padded.
+    copies: whether indices are copied. aligned: whether rows of q and out begin at multiples of 16 bytes.
+    """
+    layer, wide = ModelGeometry.preset("flash").layer_of_kind(LayerKind.SWA), _HEADS if padded else 0
+    keys, dim, dtype = meta_pages([meta_cache(KVCacheLayout.fp8_ds_mla())] * 2), layer.head_dim, torch.bfloat16
+    lists, flash_lse = [meta_rows(2, 2)] * 2, meta_rows(2, _HEADS, dtype=torch.float32)
+    for apart, sink, lse in product((0,) if aligned or not padded else (0, 1), sinks, lses):
+        # rows of a multiple of 8 elements, or of one element more
+        q = torch.empty(2, layer.num_heads, dim + apart, dtype=dtype, device="meta")[..., :dim]
+        wide_q, wide_sink = q if padded else None, flash_lse[0] if padded and sink else None
+        (call,) = (evolve(call, q=q, out=q) for call in meta_calls(layer, keys, dtype, sinks=(sink,), lses=(lse,)))
+        for segments in (1, 2) if copies else (0,):
+            if padded or segments:
+                rows = [(i, keys[i], 2) for i in range(segments)]
+                Copies.of(call, wide, rows).launch(call, wide_q, wide_sink, lists)
         if padded or lse:
-            types = {"flash_lse": "*fp32", "lse": "*fp32" if lse else "none", "empty_lse": "fp32"}
-            types |= dict.fromkeys(("wide_out", "out"), "*bf16" if padded else "none")
-            yield Variant.from_types(settle, types, _SETTLE_CONSTANTS[unit])
+            Results.of(call, wide, call.lse, out=padded, direct=False).launch(flash_lse, wide_q, call)

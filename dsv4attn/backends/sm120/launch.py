@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -10,7 +10,6 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.explain_notes import ARCHS
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
@@ -149,13 +148,13 @@ class Sm120Backend(TritonBackend):
             return super().prepare(phase, evolve(call, scratch=()))
         return vendor.prepare(call, form)
 
-    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.Backend`. Also the launches before and after FlashInfer, installed or not."""
-        yield from super().kernel_variants(bounds, device)
+    def _launch_within(self, bounds: WarmupSpec, device: DeviceFacts) -> None:
+        """See `TritonBackend`. Also the launches before and after FlashInfer, installed or not."""
+        super()._launch_within(bounds, device)
         if self._kernel == FLASHINFER or (self._kernel == AUTO and device.matches(ARCHS)):
             sinks, lses, copies = bounds.with_sink, bounds.with_lse, not self._in_range
             for padded in dict.fromkeys(layer.num_heads not in HEADS for layer in bounds.layers):
-                yield from variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned_rows)
+                variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned_rows)
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         """See `contract.Backend`. FlashInfer is imported here, and compiles when its shapes run first."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import torch
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
+from dsv4attn.backends.sm90.key_format import PAGES
+from dsv4attn.backends.sm90.meta_calls import NUMBERS, meta_calls
 from dsv4attn.backends.sm90.small_decode import combining
 from dsv4attn.backends.sm90.tuning import FewHeadsSizes, few_heads_costs
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Run
@@ -74,13 +77,11 @@ def _constants(segments: int, heads: int, columns: int, *, whole: bool) -> Const
     return Constants(chosen if INTERPRETED else {**chosen, "PDL": uses_pdl("sm_90")})
 
 
-def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
-    """Every variant of `attend_few_heads` that can be needed; `small_decode.variants` has those that combine."""
+@recorded
+def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> None:
+    """Every variant that can be needed. sinks, lses: see `meta_calls`."""
     costs = few_heads_costs(heads)
     if costs is None:
         return
-    for types in attention_launch.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
-        for whole in (False, True):
-            chosen = _constants(segments, heads, costs.columns, whole=whole)
-            floats = {"part": "*fp16", "part_sums": "*fp32"}
-            yield Variant.from_types(attend_few_heads, types | floats, chosen, num_warps=WARPS)
+    for call, tiles in product(meta_calls(segments, PAGES, heads, sinks=sinks, lses=lses), (0, 1)):
+        prepare(call, NUMBERS, FewHeadsSizes(costs.columns, tiles))(call.tensors)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import triton.language as tl
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.layer.index_logits import Tile, tiles_for
 from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE
@@ -20,7 +20,6 @@ from dsv4attn.backends._triton.layer.select import (
     SPLITS,
     Plan,
     block_of,
-    list_variant,
     plan_in_parts,
     slack_of,
     write_lists,
@@ -165,6 +164,7 @@ def choose(
         ),
         _choose_constants(form),
         num_warps=form.warps,
+        spills=SPILLS if form.size > SIZES[0] else 0,
         **_options(form),
     )  # fmt: skip
 
@@ -271,7 +271,8 @@ def select(
     return True
 
 
-def variants(topk: int, max_entries: int) -> Iterator[Variant]:
+@recorded
+def variants(topk: int, max_entries: int) -> None:
     """Every variant that `select` can need with rows of up to max_entries."""
     lengths = [SHORTEST]
     while lengths[-1] < max_entries:
@@ -283,16 +284,12 @@ def variants(topk: int, max_entries: int) -> Iterator[Variant]:
     if max_entries <= MOST_BY_GROUPS:
         graphs.append(form_of(max_entries, topk, with_maxima=False, captured=True))
     forms = [form for form in dict.fromkeys((*decodes, *prompts, *graphs)) if form is not None]
-    types = {"SCORES": "*fp32", "MAXIMA": "*fp32"}
+    query, cache, token_map = index_logits.meta_query(1)
+    out, paging, lens = meta_rows(1, topk), index_logits.paging_of(cache) or (), token_map.visible_lens
     for form in forms:
-        constants = _choose_constants(form)
-        variant = Variant.from_types(choose_groups_kernel, types, constants, num_warps=form.warps, **_options(form))
-        yield evolve(variant, spills=SPILLS if form.size > SIZES[0] else 0)
-    if any(form.block for form in forms):
-        yield list_variant(topk, lanes=1)
-    tile, types = _tile(), {"Q": "*u8", "W": "*fp32", "KEYS": "*u8", "OUT": "*fp32"}
-    for maxima in dict.fromkeys("*fp32" if form.groups else "none" for form in forms):
-        yield Variant.from_types(
-            score_groups_kernel, {**types, "MAXIMA": maxima}, _score_constants(), num_warps=tile.warps,
-            num_stages=tile.stages,
-        )  # fmt: skip
+        groups, _ = columns_of(max_entries, form)
+        plan = plan_in_parts(out, max_entries, topk, groups) if form.block else None
+        scores = meta_rows(1, round_up(max_entries, 4), dtype=torch.float32)
+        known, memory = (scores, scores) if groups else (None, None)
+        choose(scores, known, lens, out, max_entries, form, memory, plan)
+        _score(query, cache.tensor, paging, token_map, scores, known, form.coarse)

@@ -5,7 +5,6 @@ The shared kernels of `_triton.layer.hyper_connections` serve every other call, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,11 +13,10 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens
-from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.layer import hyper_connections
 from dsv4attn.backends._triton.layer.hyper_connections import Delayed, MixResults
-from dsv4attn.backends._triton.layer.hyper_connections_variants import StreamForms, mix_variants
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.torch_ops.arguments import MixWeights
 
@@ -130,31 +128,19 @@ def _constants(pipeline: Pipeline) -> dict[str, Any]:
     return {"SLICES": pipeline.slices, "STAGES": pipeline.stages}
 
 
-def variants(bounds: WarmupSpec, arch: str, *, deterministic: bool = False) -> Iterator[Variant]:
+@recorded
+def variants(bounds: WarmupSpec, *, deterministic: bool = False) -> None:
     """Every variant that `fused_post_pre` can need in addition to the variants of the shared kernels."""
     model = bounds.model
     if model is None or "hyper_connections" not in bounds.parts:
         return
-    if INTERPRETED or bounds.q_dtype != torch.bfloat16 or model.hc_mult != STREAMS:
-        return
-    hidden, pipeline = model.hidden_size, _pipeline_of(deterministic=deterministic)
-    if hidden % (COLUMNS * pipeline.slices):
-        return
-    from dsv4attn.backends.sm90.kernels_hyper_connections import (
-        post_products_tiles,  # not where kernels are interpreted
-    )
-
-    types = dict.fromkeys(("X", "STREAMS", "OUT"), "*bf16") | dict.fromkeys(("POST", "COMB", "FN", "PRODUCTS"), "*fp32")
-    yield Variant.from_types(post_products_tiles, types, _constants(pipeline), num_warps=WARPS)
-    streams = StreamForms(
-        STREAMS,
-        hidden,
-        bounds.q_dtype,
-        delayed=model.shared_latent,
-        aligned=bounds.aligned_rows,
-        arch=arch,
-        deterministic=deterministic,
-        sinkhorn_eps=model.hc_eps,
-    )
+    n, hidden, pipeline = model.hc_mult, model.hidden_size, _pipeline_of(deterministic=deterministic)
+    streams = hyper_connections.meta_streams(FEW // hidden + 1, n, hidden, bounds.q_dtype)
     for norm_dtype in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
-        yield from mix_variants(streams, norm_dtype, hidden // (COLUMNS * pipeline.slices), WIDE, CHUNK)
+        for norm_rows in (WIDE,) if bounds.aligned_rows or norm_dtype is None else (WIDE, 1):
+            norm = None if norm_dtype is None else meta_rows(hidden, dtype=norm_dtype, alignment=norm_rows)
+            weights = hyper_connections.meta_weights(n, hidden, norm, model.hc_eps)
+            if _serves(*streams, weights.fn, pipeline):
+                pre = streams[2][:, :, 0]
+                for delayed in (Delayed(None, pre), Delayed(pre, pre)) if model.shared_latent else (None,):
+                    fused_post_pre(*streams, weights, delayed, deterministic=deterministic)

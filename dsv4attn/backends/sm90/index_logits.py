@@ -6,14 +6,12 @@ serve every call and give results of the same meaning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
-from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -195,18 +193,24 @@ def may_serve(bounds: WarmupSpec) -> bool:
     return (model.index_n_heads, model.index_head_dim) == (HEADS, DIM) and bounds.index_layout == LAYOUT
 
 
-def variants(*, logits: bool = False) -> Iterator[Variant]:
+@recorded
+def variants(*, logits: bool = False) -> None:
     """Every variant that selection can need.
 
     logits: also the variants of `fp8_paged_mqa_logits` and `fp8_mqa_logits`.
     """
-    from dsv4attn.backends.sm90.kernels_index_logits import score_index  # not where kernels are interpreted
-
-    common = {"Q": "*u8", "KEYS": "*u8", "W": "*fp32", "OUT": "*fp32"}
-    forms = [{"SCALES": "none", "FIRST": "none", "MAXIMA": maxima} for maxima in ("none", "*fp32")]
+    query, cache, token_map = meta_query(TOKENS)
+    scores = meta_rows(TOKENS, PAGE, dtype=torch.float32)
+    for maxima in (None, scores):
+        score(query, cache, token_map, scores, maxima, PAGE)
     if logits:
-        forms.append({"SCALES": "none", "FIRST": "none", "REQUESTS": "none", "MAXIMA": "none"})
-        forms.append({"SCALES": "*fp32", "TABLE": "none", "REQUESTS": "none", "MAXIMA": "none"})
-    for form in forms:
-        fill = form.get("REQUESTS") == "none"
-        yield Variant.from_types(score_index, common | form, {"FILL": fill}, num_warps=WARPS, maxnreg=REGISTERS)
+        codes, lens = query.values, token_map.visible_lens
+        fp8_paged_mqa_logits(codes[None], cache, query.weights, lens[None], token_map.block_table, PAGE)
+        fp8_mqa_logits(codes, (codes[:, 0], query.weights[0]), query.weights, lens, lens)
+
+
+def meta_query(tokens: int) -> tuple[IndexQuery, PagedKVCache, TokenMap]:
+    """Queries, index keys and a token map without memory: of one request of so many tokens."""
+    values = torch.empty(tokens, HEADS, DIM, dtype=torch.float8_e4m3fn, device="meta")
+    weights, lens = meta_rows(tokens, HEADS, dtype=torch.float32), meta_rows(tokens)
+    return IndexQuery(values, weights), meta_cache(LAYOUT), TokenMap(meta_rows(1, 2), lens, lens)

@@ -5,13 +5,10 @@ Where kernels are interpreted, the shared kernel `_triton.layer.index_select` st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, multiprocessors
 from dsv4attn.backends._triton.layer import index_select as interpreted
 from dsv4attn.backends._triton.layer.index_select import capacity_of, slack_of
@@ -82,17 +79,13 @@ def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Ten
         {"CAPACITY": capacity},
         num_warps=WARPS,
         maxnreg=REGISTERS,
+        spills=SPILLS,
     )  # fmt: skip
     return True
 
 
-def variants(topk: int) -> Iterator[Variant]:
+@recorded
+def variants(topk: int) -> None:
     """Every variant that `select` can need."""
-    from dsv4attn.backends.sm90.kernels_index_select import select_index  # not where kernels are interpreted
-
-    if topk <= MOST:
-        types = {"Q": "*u8", "KEYS": "*u8", "W": "*fp32", "LISTS": "*i64"}
-        constants = {"CAPACITY": capacity_of(topk)}
-        yield evolve(
-            Variant.from_types(select_index, types, constants, num_warps=WARPS, maxnreg=REGISTERS), spills=SPILLS
-        )
+    query, cache, token_map = index_logits.meta_query(TOKENS)
+    select(query, cache, token_map, meta_rows(TOKENS, topk), cache.block_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
 from math import prod
 from typing import Any
@@ -12,11 +12,13 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton.attention import meta_calls as shared_calls
 from dsv4attn.backends._triton.attention.launch import divider, group_of, power_of_two
+from dsv4attn.backends._triton.attention.meta_calls import meta_request
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.cache import insert
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90 import (
@@ -33,6 +35,7 @@ from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, FEW, NIBBLE_PAGES, SHORT
 from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat
+from dsv4attn.backends.sm90.meta_calls import NUMBERS, meta_calls
 from dsv4attn.backends.sm90.tuning import (
     BF16_ROWS_ROLES,
     PREFILL_COST_MODEL,
@@ -50,7 +53,7 @@ from dsv4attn.backends.sm90.tuning import (
 )
 from dsv4attn.core.attention.checks import check_attention_strides
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
-from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import (
     AttentionCall,
     AttentionTensors,
@@ -296,67 +299,70 @@ class Sm90Backend(TritonBackend):
         """Whether the shared kernel may serve decodes that the Gluon kernels could serve, on keys of this format."""
         return not self.deterministic and (self._small == "shared" or (self._small == "auto" and not kind.has_tiles))
 
-    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.Backend`."""
-        yield from super().kernel_variants(bounds, device)
+    def _launch_within(self, bounds: WarmupSpec, device: DeviceFacts) -> None:
+        """See `TritonBackend`."""
+        super()._launch_within(bounds, device)
         for layer in bounds.layers:
             if self._may_leave_raw(bounds, layer):
                 # writing keys alone, for a prefill whose q stays raw
-                alignments = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
-                yield from insert.variants(bounds.swa, 0, bounds.q_dtype, **alignments, arch=device.arch)
+                insert.variants(bounds.swa, 0, bounds.q_dtype, aligned=bounds.aligned, aligned_rows=bounds.aligned_rows)
             if self.projects_fp8 and device.arch == "sm_90":
-                yield from output.variants(bounds, layer)
+                output.variants(bounds, layer)
         if bounds.model is not None and not self.deterministic and index_logits.may_serve(bounds):
             if not INTERPRETED:
-                yield from index_logits.variants()
+                index_logits.variants()
             if "selection" in bounds.parts:
-                yield from _selection_variants(bounds)
-        yield from hyper_connections.variants(bounds, device.arch, deterministic=self.deterministic)
+                _select_within(bounds)
+        hyper_connections.variants(bounds, deterministic=self.deterministic)
 
-    def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
-        """Forms of the Gluon kernels, and of the shared kernel for the calls that it may serve."""
-        layouts = [layout for layout, _ in bounds.caches(layer)]
-        sources = [(layouts, self._paged_variants)]
-        if self.capabilities.prefill_keys is KeyForm.GATHERED:
-            swa = bounds.swa
-            rows = KVCacheLayout.rows(swa.nope_dim, swa.rope_dim, dtype=swa.row_dtype)
-            sources.append(([rows], self._gathered_variants))
-        may_serve = self._may_serve(layer) and bounds.q_dtype == torch.bfloat16
-        for key_layouts, shared_variants in sources:
-            kind = _key_format(key_layouts) if may_serve else None
-            # the Gluon kernels serve all calls on gathered rows and on aligned records, but not on pages of bf16 rows
-            records = bounds.aligned and kind is not None and kind.is_paged and not self._may_use_shared_kernel(kind)
-            serves_all = shared_variants == self._gathered_variants or records
-            for variant in shared_variants(bounds, layer, tuning):
-                # the shared kernel then serves only q and out whose rows are not aligned
-                if kind is None or not serves_all or dict(variant.constants)["UNIT"] == 1:
-                    yield variant
-            if kind is not None:
-                sinks_and_lses: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
-                whole_rows = self.deterministic
-                yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, whole_rows=whole_rows)
-                group = self._largest_group(kind, layer, bounds.limits.decode_threshold)
-                if group > 1 and shared_variants == self._paged_variants:
-                    yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, group=group)
-                if self._may_use_small_decode(kind):
-                    yield from small_decode.variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses)
-                if kind == PAGES and self._may_use_few_heads:
-                    yield from few_heads.variants(len(key_layouts), layer.num_heads, **sinks_and_lses)
-                if shared_variants == self._gathered_variants and self._may_leave_raw(bounds, layer):
-                    yield from variants(len(key_layouts), kind, layer.num_heads, **sinks_and_lses, raw=True)
+    def _attend_over(
+        self,
+        bounds: WarmupSpec,
+        layer: LayerGeometry,
+        tuning: Tuning,
+        keys: Sequence[PagedKeys] | GatheredKeys,
+        *,
+        decode: bool = True,
+        aligned_q: bool = True,
+    ) -> None:
+        """Launch the Gluon kernels, and the shared kernel for the calls that it may serve."""
+        options: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
+        gathered = isinstance(keys, GatheredKeys)
+        (call, *_) = shared_calls.meta_calls(layer, keys, bounds.q_dtype, **options)
+        found = _key_format_and_numbers(call) if self._may_serve(layer) else None
+        if found is not None:
+            kind = found[0]
+            # the Gluon kernels serve all calls on gathered rows and on aligned records with aligned q and out, but not
+            # on pages of bf16 rows
+            serves_all = gathered or (kind.is_paged and not self._may_use_shared_kernel(kind))
+            aligned_q = aligned_q and not serves_all
+        super()._attend_over(bounds, layer, tuning, keys, decode=decode, aligned_q=aligned_q)
+        if found is None:
+            return
+        form = 1 if gathered else len(keys), kind, layer.num_heads
+        variants(*form, **options, whole_rows=self.deterministic)
+        if gathered and self._may_leave_raw(bounds, layer):
+            variants(*form, **options, raw=True)
+        group = 1 if gathered else self._largest_group(kind, layer, bounds.limits.decode_threshold)
+        if group > 1:
+            variants(*form, **options, group=group)
+        if self._may_use_small_decode(kind):
+            small_decode.variants(*form, **options)
+        if kind == PAGES and self._may_use_few_heads:
+            few_heads.variants(form[0], layer.num_heads, **options)
 
 
-def _selection_variants(bounds: WarmupSpec) -> Iterator[Variant]:
-    """Forms of selection in one launch and by groups."""
+def _select_within(bounds: WarmupSpec) -> None:
+    """Launch selection in one launch and by groups."""
     sizes = {
         (layer.topk, layer.entries(bounds.limits.max_model_len)): None
         for layer in bounds.layers
         if layer.kind is LayerKind.CSA
     }
     for topk, entries in sizes:
-        yield from group_select.variants(topk, entries)
+        group_select.variants(topk, entries)
         if not INTERPRETED:
-            yield from index_select.variants(topk)
+            index_select.variants(topk)
 
 
 def _programs(heads: int) -> int:
@@ -395,6 +401,8 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int], *, wh
         attention,
         constants,
         (*q.stride()[:2], *results, *numbers, *rotation, known, tokens, roles.least, scale, empty_lse),
+        # what rows of a group see stays in memory but for the tiles in which they differ
+        spills=GROUP_SPILLS if group > 1 else 0,
     )
     combine_numbers = *results, empty_lse, int(tokens > lines), known, tokens, numbers[0]
     combine = Launch(combine_parts, combining, combine_numbers, roles.warps)
@@ -545,6 +553,7 @@ def _of_rows(keys: GatheredKeys) -> tuple[KeyFormat, tuple[int, ...]] | None:
     return ROWS, numbers * 2
 
 
+@recorded
 def variants(
     segments: int,
     kind: KeyFormat,
@@ -555,24 +564,15 @@ def variants(
     raw: bool = False,
     whole_rows: bool = False,
     group: int = 1,
-) -> Iterator[Variant]:
+) -> None:
     """Every variant of these kernels that `forward_mqa` can need.
 
+    sinks, lses: see `meta_calls`.
     raw: whether q is raw.
     whole_rows: whether no row is split; then nothing is combined.
     group: rows of a request that are computed together.
     """
-    constants, combining, _ = _constants(segments, kind, heads, raw=raw, whole_rows=whole_rows, group=group)
-    has_short = group > 1 or _has_short(segments, kind)
-    short = [_constants(segments, kind, heads, short=True, whole_rows=whole_rows, group=group)[0]] if has_short else []
-    angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
-    caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
-    for call_types in attention_launch.call_types(torch.bfloat16, caches, sinks, lses):
-        types = call_types | {"part": "*fp16", "part_powers": "*u8", "part_lse": "*fp32"} | angles
-        types |= dict.fromkeys(("requests", "starts"), "*i32" if group > 1 else "none")
-        combine_types = types | {"lens0": types["requests"]}
-        for call_constants in (constants, *short):
-            # what rows of a group see stays in memory but for the tiles in which they differ
-            yield evolve(Variant.from_types(attention, types, call_constants), spills=GROUP_SPILLS if group > 1 else 0)
-        if not whole_rows:
-            yield Variant.from_types(combine_parts, combine_types, combining, num_warps=_warp_roles(kind).warps)
+    for tokens in (1, max(SHORT.value, FEW.value) + 1):
+        for call in meta_calls(segments, kind, heads, sinks=sinks, lses=lses, tokens=tokens, raw=raw):
+            grouped = evolve(call, request_rows=meta_request(call, group)) if group > 1 else call
+            _prepare(grouped, kind, NUMBERS, whole_rows=whole_rows, group=group)(call.tensors)

@@ -5,7 +5,6 @@ The shared kernel of `_triton.layer.output` serves every other call, with the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,16 +13,17 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer import output
+from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 
-__all__ = ["FEW", "MANY", "Few", "Many", "form_of", "multiply_codes", "serves", "variants"]
+__all__ = ["FEW", "MANY", "Few", "Many", "form_of", "multiply_codes", "serves", "variants", "variants_of"]
 
 STEP = 128
 """Columns that have one scale, and ranks of a tile."""
@@ -131,11 +131,16 @@ def multiply_codes(
     Its launch waits for the kernels before it, and only then lets this one begin, which reads weights at once. Bits are
     those of the shared kernel, also of deterministic calls, for any number of tokens.
     """
-    (tokens, groups, width), ranks = codes.shape, wo_a.weight.shape[0]
+    (tokens, _, width), ranks = codes.shape, wo_a.weight.shape[0]
     form = form_of(tokens, ranks, width, multiprocessors()) if serves(codes, scales, wo_a, out) else None
     if form is None:
         output.multiply_codes(codes, scales, wo_a, out, deterministic=deterministic)
-        return
+    else:
+        _multiply(form, codes, scales, wo_a, out)
+
+
+def _multiply(form: Few | Many, codes: Tensor, scales: Tensor, wo_a: BlockScaledWeight, out: Tensor) -> None:
+    (tokens, groups, width), ranks = codes.shape, wo_a.weight.shape[0]
     weight, w_scales = wo_a.weight.view(torch.uint8), output.as_numbers(wo_a.scale)
     tiles = _tiles(tokens, ranks, form)
     numbers = (tokens, tiles) if isinstance(form, Many) else (tokens,)
@@ -189,16 +194,36 @@ def options_of(form: Few | Many) -> dict[str, Any]:
     return {"num_warps": 4} if isinstance(form, Many) else {"num_warps": form.warps, "maxnreg": form.registers}
 
 
-def variants(bounds: WarmupSpec, layer: LayerGeometry) -> Iterator[Variant]:
+@recorded
+def variants(bounds: WarmupSpec, layer: LayerGeometry) -> None:
     """Every variant that `multiply_codes` can need in addition to the variants of the shared kernel."""
     rank, groups, width = bounds.o_lora_rank, bounds.num_groups, layer.num_heads // bounds.num_groups * layer.head_dim
-    shape = rank % STEP or width % STEP or layer.head_dim % STEP
-    if INTERPRETED or bounds.q_dtype != torch.bfloat16 or STEP not in bounds.wo_a_blocks or shape:
+    if STEP not in bounds.wo_a_blocks or layer.head_dim % STEP:
         return
-    for form in forms(rank * groups, width):
-        for w_scales in ("*fp32", "*u8"):
-            types = {"CODES": "*u8", "SCALES": "*fp32", "W": "*u8", "W_SCALES": w_scales, "OUT": "*bf16"}
-            yield Variant.from_types(kernel_of(form), types, constants_of(form, rank, width), **options_of(form))
+    for form in forms(rank * groups, width) if serves(*_meta_operands(groups, rank, width, bounds.q_dtype)) else ():
+        variants_of(form, groups, rank, width)
+
+
+@recorded
+def variants_of(form: Few | Many, groups: int, rank: int, width: int) -> None:
+    """Every variant of a form. width: columns of a group."""
+    for dtype in (torch.float32, torch.uint8):
+        _multiply(form, *_meta_operands(groups, rank, width, scale_dtype=dtype))
+
+
+def _meta_operands(
+    groups: int,
+    rank: int,
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, BlockScaledWeight, Tensor]:
+    """Arguments of `multiply_codes` without memory. dtype: of the result. scale_dtype: of the weight's scales."""
+    codes, weight = (meta_rows(*shape, width, dtype=torch.float8_e4m3fn) for shape in ((2, groups), (groups * rank,)))
+    scales, out = meta_rows(2, groups, cdiv(width, STEP), dtype=torch.float32), meta_rows(2, groups, rank, dtype=dtype)
+    factors = meta_rows(cdiv(groups * rank, STEP), cdiv(width, STEP), dtype=scale_dtype)
+    return codes, scales, BlockScaledWeight(weight, factors, block_size=(STEP, STEP)), out
 
 
 def forms(ranks: int, width: int) -> list[Few | Many]:

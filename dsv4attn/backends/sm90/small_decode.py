@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
 from dsv4attn.backends.sm90.key_format import PAGES, KeyFormat
-from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, TileSizes, combine_rounds_of
+from dsv4attn.backends.sm90.meta_calls import NUMBERS, meta_calls
+from dsv4attn.backends.sm90.tuning import TILE_SIZES, TileSizes, combine_rounds_of
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, EntryIndices, Run
 
@@ -22,11 +24,13 @@ if INTERPRETED:
 else:
     from dsv4attn.backends.sm90.kernels_small_decode import attend_tile, combine_tiles
 
-__all__ = ["combining", "prepare", "reads", "variants", "with_entries"]
+__all__ = ["SHAPES", "combining", "prepare", "reads", "variants", "with_entries"]
 
 EIGHT, PIECES = 8, 8
 """Heads of a program of `combine_tiles`; number of pieces of a head's columns."""
 WARPS, COMBINING_WARPS = 8, 4
+SHAPES = (1, 1), (65, 1), (1, 1024), (64, 1024)
+"""Tokens and index columns of a segment with which every one of `tuning.COMBINE_ROUNDS` has its turn."""
 
 
 def prepare(
@@ -127,15 +131,9 @@ def _combining(together: int, pieces: int, powers: int) -> Constants:
     return Constants(chosen if INTERPRETED else {**chosen, "PDL": uses_pdl("sm_90")})
 
 
-def variants(
-    segments: int, kind: KeyFormat, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]
-) -> Iterator[Variant]:
-    """Every variant of these kernels that `forward_mqa` can need."""
-    floats = {"part": "*fp16", "part_sums": "*fp32"}
-    for tiles in TILE_SIZES:
-        types = {**floats, "q": "*bf16", "cache0": "*u8", "cache1": "*u8"}
-        yield Variant.from_types(attend_tile, types, _constants(segments, kind, heads, tiles), num_warps=WARPS)
-    for types in attention_launch.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
-        for rounds in COMBINE_ROUNDS:
-            chosen = _combining(*rounds, _powers(kind))
-            yield Variant.from_types(combine_tiles, types | floats, chosen, num_warps=COMBINING_WARPS)
+@recorded
+def variants(segments: int, kind: KeyFormat, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> None:
+    """Every variant of these kernels that `forward_mqa` can need. sinks, lses: see `meta_calls`."""
+    for (tokens, width), tiles in product(SHAPES, TILE_SIZES):
+        for call in meta_calls(segments, kind, heads, sinks=sinks, lses=lses, tokens=tokens, width=width):
+            prepare(call, kind, NUMBERS, tiles)(call.tensors)

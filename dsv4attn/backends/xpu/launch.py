@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from dsv4attn.backends._triton.attention.meta_calls import meta_gathered, meta_pages
 from dsv4attn.backends._triton.backend import TritonBackend, with_keys_as_in_decode
 from dsv4attn.backends._triton.cache.gather import TILE, WARPS
 from dsv4attn.backends._triton.cache.records import (
@@ -18,8 +20,8 @@ from dsv4attn.backends._triton.cache.records import (
     record_alignments,
     record_constants,
 )
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import WIDE, launch
+from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels, leading_values
@@ -157,29 +159,24 @@ class XpuBackend(TritonBackend):
 
         return run
 
-    def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+    def _attend_within(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> None:
         """Gathered rows in prefill; in decode the same, or pages."""
-        yield from self._gathered_variants(bounds, layer, tuning)
+        self._attend_rows(bounds, layer, tuning)
 
-    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.Backend`. Only what the chosen form of decode asks for."""
-        yield from super().kernel_variants(bounds, device)
+    def _launch_within(self, bounds: WarmupSpec, device: DeviceFacts) -> None:
+        """See `TritonBackend`. Only what the chosen form of decode asks for."""
+        super()._launch_within(bounds, device)
         tuning, gathers = self._tuning(device), self._gathers(device)
         for layer in bounds.layers:
             if gathers:
-                yield from self._gathered_variants(bounds, layer, tuning, decode=True)
-                for i, (layout, _) in enumerate(bounds.caches(layer)):
-                    yield from variants(layout, second=i > 0, aligned=bounds.aligned)
+                self._attend_rows(bounds, layer, tuning, decode=True)
+                variants([layout for layout, _ in bounds.caches(layer)], aligned=bounds.aligned)
             if not gathers or not gathers_keys(layer, self):
-                yield from self._paged_variants(bounds, layer, tuning)
+                self._attend_pages(bounds, layer, tuning)
 
 
 def _rows_of(tensor: Tensor | None, part: slice) -> Tensor | None:
     return None if tensor is None else tensor[part]
-
-
-def _aligned_rows(layout: KVCacheLayout) -> int:
-    return 1 if layout.head_dim * layout.row_dtype.itemsize % WIDE else WIDE
 
 
 def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKeys], part: slice) -> None:
@@ -216,15 +213,14 @@ def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]
     return {"BLOCK_R": block, "ROW_ALIGNED": rows, "ALIGNED": records, **record_constants(layout)}
 
 
-def variants(layout: KVCacheLayout, *, second: bool, aligned: bool = True) -> Iterator[Variant]:
-    """Every variant of `gather_selected` for a cache.
+@recorded
+def variants(layouts: Sequence[KVCacheLayout], *, aligned: bool = True) -> None:
+    """Every variant of `gather_selected` for the caches of a layer, the window's first.
 
-    second: whether it is the compressed cache. aligned: whether it begins at a multiple of 16 bytes.
+    aligned: whether they begin at multiples of 16 bytes.
     """
-    types = {"KV": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
-    types |= dict.fromkeys(("PACKED", "LENS_OUT", "INDICES", "LENS"), "*i32")
-    types["BEFORE"] = "*i32" if second else "none"
-    for records in record_alignments(layout, aligned=aligned):
-        yield Variant.from_types(
-            kernels.gather_selected, types, _constants(layout, _aligned_rows(layout), records), num_warps=WARPS
-        )
+    for alignments in product(*(record_alignments(layout, aligned=aligned) for layout in layouts)):
+        pages = meta_pages([meta_cache(*form) for form in zip(layouts, alignments, strict=True)])
+        keys = meta_gathered(layouts[0])
+        packed = DenseIndices(meta_rows(2, 2 * len(layouts)), meta_rows(2))
+        gather_selected(keys.kv, packed, pages, slice(None))

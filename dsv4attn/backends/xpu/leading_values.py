@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -12,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.tuning import padded
 from dsv4attn.backends.xpu import kernels
@@ -75,12 +74,10 @@ def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch
     }
 
 
-def variants(heads: int, d_v: int, d_qk: int, dtype: torch.dtype) -> Iterator[Variant]:
+@recorded
+def variants(heads: int, d_v: int, d_qk: int, dtype: torch.dtype) -> None:
     """Every variant of the kernel for q and contiguous kv of this dtype, with values in the leading dims of keys."""
-    rows = 1 if d_qk * dtype.itemsize % WIDE else WIDE
-    constants = _constants(heads, d_v, d_qk, (dtype, dtype), rows)
-    types = dict.fromkeys(("q", "kv", "out"), pointer_type(dtype)) | {"indices": "*i32", "scale": "fp32"}
-    types |= dict.fromkeys(("max_logits", "lse"), "*fp32")
-    for lens, sink in product(("none", "*i32"), ("none", "*fp32")):
-        signature = types | {"lens": lens, "sink": sink}
-        yield Variant.from_types(kernels.attend_leading_values, signature, constants, num_warps=_SMALL.warps)
+    q, out = (meta_rows(2, heads, dim, dtype=dtype) for dim in (d_qk, d_v))
+    kv, lse = torch.empty(2, 1, d_qk, dtype=dtype, device="meta"), meta_rows(2, heads, dtype=torch.float32)
+    for lens, sink in product((None, meta_rows(2)), (None, lse[0])):
+        attend_leading_values(q, kv, meta_rows(2, 2), lens, 1.0, sink, out, lse, lse)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,27 +17,31 @@ from attrs import asdict, evolve
 
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.attention.launch import Segment
+from dsv4attn.backends._triton.attention.meta_calls import meta_calls, meta_gathered, meta_pages
 from dsv4attn.backends._triton.cache import fill
 from dsv4attn.backends._triton.compiling.aot import Resources, cross_compile, threads
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import ragged
+from dsv4attn.backends._triton.launching.recorded import meta_cache
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.rocm.tuning import TUNING
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
 NOPE, ROPE = 448, 64
-OCP = Segment.of(KVCacheLayout.fp8_ds_mla(NOPE, ROPE), aligned=True)
-FNUZ = Segment.of(KVCacheLayout.fp8_ds_mla(NOPE, ROPE, fp8_format=Fp8Format.FNUZ), aligned=True)
-GATHERED = Segment.of(KVCacheLayout.rows(NOPE, ROPE, dtype=torch.bfloat16), aligned=True)
-SEGMENTS = {
-    "decode window": (Phase.DECODE, (OCP,)),
-    "decode both": (Phase.DECODE, (OCP, OCP)),
+OCP = meta_cache(KVCacheLayout.fp8_ds_mla(NOPE, ROPE))
+FNUZ = meta_cache(KVCacheLayout.fp8_ds_mla(NOPE, ROPE, fp8_format=Fp8Format.FNUZ))
+GATHERED = KVCacheLayout.rows(NOPE, ROPE, dtype=torch.bfloat16)
+LAYER = ModelGeometry.preset("flash").layer_of_kind(LayerKind.SWA)
+SEGMENTS: dict[str, tuple[Phase, Sequence[PagedKeys] | GatheredKeys]] = {
+    "decode window": (Phase.DECODE, meta_pages([OCP], ragged=True)),
+    "decode both": (Phase.DECODE, meta_pages([OCP, OCP], ragged=True)),
     # a window that another library wrote in the device's own dialect, next to what Triton wrote
-    "decode mixed": (Phase.DECODE, (FNUZ, OCP)),
-    "prefill gathered": (Phase.PREFILL, (GATHERED,)),
+    "decode mixed": (Phase.DECODE, meta_pages([FNUZ, OCP], ragged=True)),
+    "prefill gathered": (Phase.PREFILL, meta_gathered(GATHERED, ragged=True)),
 }
 HEADS = (64, 128, 16, 8)
 
@@ -45,9 +49,10 @@ HEADS = (64, 128, 16, 8)
 def forms(row: Tuning) -> Iterator[tuple[str, Variant]]:
     """Names and variants of all kernels here: "decode mixed, 64 heads, split", "reduce", "pack_kernel"."""
     for heads in HEADS:
-        for name, (phase, segments) in SEGMENTS.items():
-            shape = attention_launch.Shape(heads, NOPE, ROPE, segments, torch.bfloat16, 8, ragged=True)
-            for variant in attention_launch.variants(shape, row.of(phase), sinks=[True], lses=[True]):
+        layer = evolve(LAYER, num_heads=heads)
+        for name, (phase, keys) in SEGMENTS.items():
+            calls = meta_calls(layer, keys, torch.bfloat16, sinks=[True], lses=[True])
+            for variant in attention_launch.variants(calls, row.of(phase)):
                 if variant.name == "attention":
                     split = ", split" if dict(variant.constants)["SPLIT"] else ""
                     yield f"{name}, {heads} heads{split}", variant
@@ -56,7 +61,8 @@ def forms(row: Tuning) -> Iterator[tuple[str, Variant]]:
     for variant in ragged.variants():
         yield variant.name, variant
     for variant in fill.variants(KVCacheLayout.fp8_ds_mla(), KVCacheLayout.fp8_ds_mla(), ragged=True):
-        yield variant.name, variant
+        if variant.name == "fill_kernel":
+            yield variant.name, variant
     for variant in projection.variants(64, NOPE, ROPE, 8, 1024, torch.bfloat16, torch.bfloat16):
         yield f"{variant.name}, {dict(variant.constants)['BLOCK_M']} tokens", variant
 

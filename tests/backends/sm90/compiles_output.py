@@ -38,20 +38,14 @@ def foreseen(model: str) -> Iterator[Variant]:
 
 def narrow() -> Iterator[Variant]:
     """Forms for few columns, an odd number of steps, and as many columns as there may be."""
-    types = {"CODES": "*u8", "SCALES": "*fp32", "W": "*u8", "W_SCALES": "*fp32", "OUT": "*bf16"}
     for width, forms in ((128, output.FEW), (1152, (*output.FEW, output.MANY[1])), (output.WIDEST, output.FEW)):
         for form in forms:
-            yield Variant.from_types(
-                output.kernel_of(form), types, output.constants_of(form, 128, width), **output.options_of(form)
-            )
+            yield output.variants_of(form, 1, 128, width)[0]
 
 
 def planted() -> Iterator[Variant]:
     """A form whose roles that multiply have too few registers."""
-    form, (example, *_) = evolve(output.MANY[1], registers=200), foreseen("flash")
-    yield Variant.from_types(
-        output.kernel_of(form), dict(example.types), output.constants_of(form, 1024, 4096), **output.options_of(form)
-    )
+    yield output.variants_of(evolve(output.MANY[1], registers=200), 8, 1024, 4096)[0]
 
 
 def early_releases(text: str) -> int:

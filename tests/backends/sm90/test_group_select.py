@@ -319,6 +319,7 @@ def test_what_is_launched_is_foreseen_and_nothing_else(topk: int, monkeypatch: p
         for entries in [2**longest] if captured else lengths:
             assert group_select.select(**call, out=out, max_entries=entries, score_rows=lambda *_: None)
 
+    monkeypatch.undo()
     bounds = bounds_of(geometry_of("flash" if topk == 512 else "pro"), "e4m3fn")
     bounds = evolve(bounds, limits=evolve(bounds.limits, max_model_len=2**20))
     foreseen = {*Sm90Backend().kernel_variants(bounds, DeviceFacts.named("sm_90"))}

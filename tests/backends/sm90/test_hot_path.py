@@ -14,7 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.compiling.variant import Variant, type_of
 from dsv4attn.backends._triton.launching import warmup
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm90.launch import Sm90Backend
@@ -85,8 +85,8 @@ def test_g18_every_launch_within_the_bounds_is_foreseen(kind: LayerKind, layout:
 
     assert set(seen) <= foreseen(on), {str(variant) for variant in set(seen) - foreseen(on)}
     # decode reads pages in either form
-    gathered = {pointer_type(layout.row_dtype)} if form == "gathered" else set()
-    assert read_by(seen) == {pointer_type(layout.dtype)} | gathered
+    dtypes = {layout.dtype, layout.row_dtype} if form == "gathered" else {layout.dtype}
+    assert read_by(seen) == {type_of(torch.empty(0, dtype=dtype)) for dtype in dtypes}
 
 
 @each_form

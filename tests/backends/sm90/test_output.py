@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling import variant
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, multiprocessors, observed
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch, multiprocessors, observed
 from dsv4attn.backends._triton.layer import output as shared
 from dsv4attn.backends.sm90 import output
 from dsv4attn.backends.sm90.launch import Sm90Backend
@@ -394,6 +394,7 @@ def test_warm_up_foresees_the_variants_that_are_launched(
         out = torch.empty(tokens, 8, 1024, dtype=torch.bfloat16)
         backend.multiply_codes(codes, scales, wo_a, out, deterministic=deterministic)
     bounds = WarmupSpec.of(ModelGeometry.preset("flash"), Limits(4, 64, 4096))
+    monkeypatch.setattr(output, "launch", launch)
     foreseen = [facts_of(form) for form in output.variants(bounds, bounds.layers[0])]
     known = [facts_of(form) for form, _ in launched.values()]
 
@@ -416,7 +417,7 @@ def test_warm_up_compiles_nothing_that_no_call_needs(case: str, monkeypatch: pyt
     elif case == "rank":
         bounds = evolve(bounds, o_lora_rank=1088)
     backend = Sm90Backend(projection="bf16" if case == "bf16" else "fp8")
-    monkeypatch.setattr(TritonBackend, "kernel_variants", lambda *_: iter(()))
+    monkeypatch.setattr(TritonBackend, "_launch_within", lambda *_: None)
     bounds = evolve(bounds, layers=bounds.layers[:1])
     foreseen = backend.kernel_variants(bounds, DeviceFacts.named("sm_120" if case == "sm_120" else "sm_90"))
     own = [form for form in foreseen if form.name in {"project_few_kernel", "project_many_kernel"}]

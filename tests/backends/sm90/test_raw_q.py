@@ -13,6 +13,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL
 from dsv4attn.core.contract.backend import AttentionOptions, Phase, RawQuery
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -159,7 +160,7 @@ def test_raw_forms_are_foreseen_where_some_call_may_take_them() -> None:
 
     def kinds(backend: Sm90Backend, model: ModelGeometry) -> tuple[bool, bool]:
         bounds = WarmupSpec.of(model, limits)
-        variants = [*backend._attention_variants(bounds, bounds.layers[0], backend.tuning)]
+        variants = backend.kernel_variants(evolve(bounds, layers=bounds.layers[:1]), DeviceFacts.here())
         raw = [dict(form.types).get("positions") == "*i64" for form in variants]
         return any(raw), backend._may_leave_raw(bounds, bounds.layers[0])
 

@@ -19,9 +19,9 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 
 def outcomes(target: str) -> list[list[str]]:
     """For each kernel, the limits that it breaks."""
-    (gathering,) = launch.variants(KVCacheLayout.fp8_ds_mla(), second=True)
+    *_, gathering = launch.variants([KVCacheLayout.fp8_ds_mla()] * 2)
     *_, attending = leading_values.variants(128, 512, 576, torch.bfloat16)
-    (filling,) = fill.variants(KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4(), ragged=False)
+    *_, filling = fill.variants(KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4(), ragged=False)
     compiled = compile_all([gathering, attending, filling], TARGETS[target])
     return [[outcome.variant.name, *map(str, outcome.reasons)] for outcome in compiled]
 

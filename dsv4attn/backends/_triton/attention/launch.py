@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -27,7 +27,7 @@ from dsv4attn.backends._triton.attention.keys import (
     WORDS,
 )
 from dsv4attn.backends._triton.cache.records import CODINGS
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
 from dsv4attn.backends._triton.tuning import Tuning, padded
 from dsv4attn.core.attention.checks import check_attention_strides
@@ -408,43 +408,22 @@ def _reduce_constants(chosen: dict[str, Any], tuning: Tuning) -> dict[str, Any]:
     return {"D": dim, "DP": padded(dim), "N": tuning.reduce_parts, **same}
 
 
+@recorded
 def variants(
-    shape: Shape,
-    tuning: Tuning,
-    *,
-    sinks: Sequence[bool],
-    lses: Sequence[bool],
-    splits: Sequence[bool] = (False, True),
-    counts: bool = False,
-    group: int = 1,
-) -> Iterator[Variant]:
-    """Every variant that `attend` can need with a shape, without the rotation.
+    calls: Iterable[AttentionCall], tuning: Tuning, *, splits: Sequence[bool] = (False, True), tiles_per_split: int = 0
+) -> None:
+    """Every variant that `prepare` can need for calls on meta tensors, without the rotation.
 
+    calls: without scratch.
     splits: whether rows are split.
-    counts: whether splits have a fixed number of tiles, and are counted.
-    group: rows of a group, see `group_of`.
+    tiles_per_split: as of `prepare`.
     """
-    chosen = constants(shape, tuning, group)
-    reduced = _reduce_constants(chosen, tuning)
-    caches = [segment.dtype for segment in shape.segments]
-    for argument_types, split in product(call_types(shape.dtype, caches, sinks, lses), splits):
-        absent = dict.fromkeys(("positions", "table"), "none")
-        types = {**argument_types, **absent, **dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")}
-        types["counts"] = "*i32" if split and counts else "none"
-        types |= dict.fromkeys(("requests", "starts"), "*i32" if group > 1 else "none")
-        yield Variant.from_types(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
-        if split:
-            yield Variant.from_types(reduce, types, reduced, num_warps=tuning.reduce_warps)
-
-
-def call_types(
-    q: torch.dtype, caches: Sequence[torch.dtype], sinks: Sequence[bool], lses: Sequence[bool]
-) -> Iterator[dict[str, str]]:
-    """Types of q, results, sink and caches for each call; `forward_mqa` never asks for the largest logits."""
-    types = dict.fromkeys(("q", "out"), pointer_type(q)) | dict.fromkeys(("max_logits", "part_max"), "none")
-    types |= {"cache0": pointer_type(caches[0]), "cache1": pointer_type(caches[-1])}
-    for sink, lse in product(sinks, lses):
-        yield {**types, "sink": "*fp32" if sink else "none", "lse": "*fp32" if lse else "none"}
+    for call, split in product(calls, splits):
+        tokens, layer = call.q.shape[0], call.layer
+        of_splits = fixed_scratch(tokens, layer, 2, 2 * tokens) if tiles_per_split else scratch(tokens, layer, 2)
+        specs = of_splits if split else ()
+        memory = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in specs]
+        prepare(evolve(call, scratch=memory), tuning, tiles_per_split=tiles_per_split)(call.tensors)
 
 
 def result_strides(call: AttentionCall, unit: int = 1) -> list[int]:

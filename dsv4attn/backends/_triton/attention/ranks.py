@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention.kernels_ranks import merge_parts_kernel, pack_part_kernel
 from dsv4attn.backends._triton.attention.launch import wide_unit
 from dsv4attn.backends._triton.cache.records import row_alignments
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, launch
 from dsv4attn.backends._triton.tuning import padded
 from dsv4attn.core.contract.rank_ops import RankOps
@@ -67,19 +67,16 @@ def _merging(heads: int, dim: int, unit: int) -> Constants:
     return Constants({**_packing(heads, dim, unit), "N": TOGETHER, "EXACT_CASTS": not INTERPRETED})
 
 
-def variants(
-    heads: int, dim: int, dtype: torch.dtype, *, sinks: Sequence[bool], aligned: bool = True
-) -> Iterator[Variant]:
+@recorded
+def variants(heads: int, dim: int, dtype: torch.dtype, *, sinks: Sequence[bool], aligned: bool = True) -> None:
     """Every variant that this module can need. aligned: whether rows of out are aligned to 16 bytes."""
+    lse, attn_sink = meta_rows(2, heads, dtype=torch.float32), meta_rows(heads, dtype=torch.float32)
     # a send buffer begins at a multiple of 16 bytes if the size of its lse is one
     for rows in row_alignments(dim, dtype, aligned=aligned and heads % 4 == 0):
-        unit = max(rows // dtype.itemsize, 1)
-        types = dict.fromkeys(("out", "sent", "parts"), pointer_type(dtype))
-        types |= dict.fromkeys(("lse", "sent_lse", "part_lse"), "*fp32")
-        yield Variant.from_types(pack_part_kernel, types, _packing(heads, dim, unit))
+        out = meta_rows(2, heads, dim, dtype=dtype, alignment=rows)
+        pack_partial(out, lse, out, lse)
         for sink in sinks:
-            merge_types = {**types, "sink": "*fp32" if sink else "none"}
-            yield Variant.from_types(merge_parts_kernel, merge_types, _merging(heads, dim, unit), fp_fusion=False)
+            merge_partials(out[None], lse[None], out, lse, attn_sink if sink else None)
 
 
 def _no_scratch(tokens: int, heads: int, dim: int) -> tuple[BufferSpec, ...]:

@@ -8,10 +8,10 @@ other launch makes a plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.gather import block_of
@@ -23,13 +23,13 @@ from dsv4attn.backends._triton.cache.records import (
     record_constants,
     row_alignments,
 )
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.dense import prepare_combine
+from dsv4attn.backends._triton.launching.recorded import BLOCK_SIZE, meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.cache.selected_keys import ChunkRows, PageTable
+from dsv4attn.core.cache.selected_keys import ChunkRows, ChunkTokens, DenseIndices, PageTable, RaggedIndices
 from dsv4attn.core.contract.backend import FillRows
 from dsv4attn.core.tensorspec import check_strides
 
@@ -113,19 +113,33 @@ def _constants(
     return Constants({"BLOCK": block, "BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, **window, **of_entries})
 
 
-def variants(
-    layout: KVCacheLayout, entries: KVCacheLayout | None, *, ragged: bool, aligned: bool = True
-) -> Iterator[Variant]:
-    """Every form of `fill_kernel` for layers of these layouts, besides the forms of `combine_kernel`.
+@recorded
+def variants(layout: KVCacheLayout, entries: KVCacheLayout | None, *, ragged: bool, aligned: bool = True) -> None:
+    """Every variant of both launches for layers of these layouts.
 
     aligned: whether caches are to 16 bytes. Rows are in the workspace, where all views are.
     """
-    list_type = "*i32" if ragged else "none"
-    types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
-    types |= {"ENTRIES": "none", "ENTRY_TABLE": "none"} if entries is None else {"ENTRIES": pointer_type(entries.dtype)}
-    types |= dict.fromkeys(("FLAT", "INDPTR", "ROWS", "LENS"), list_type)
-    of_rows = row_alignments(layout.head_dim, layout.row_dtype, aligned=True)
+    lens, pages, dim, dtype = meta_rows(2), PageTable(meta_rows(2, 2), BLOCK_SIZE), layout.head_dim, layout.row_dtype
+    lists, topk = DenseIndices(meta_rows(2, 2), lens), None if entries is None else lens[:, None]
+    selected = None if entries is None else lens
+    tokens = ChunkTokens(lens, lens, meta_rows(3), selected, meta_rows(2, dtype=torch.bool), 1, 1, 2, 1)
     of_entries = (1,) if entries is None else record_alignments(entries, aligned=aligned)
-    for alignments in product(of_rows, record_alignments(layout, aligned=aligned), of_entries):
-        constants = _constants(layout, entries, *alignments, CONSTANTS["BLOCK"])
-        yield Variant.from_types(fill_kernel, types, constants, num_warps=WARPS)
+    alignments = product(
+        row_alignments(dim, dtype, aligned=True), record_alignments(layout, aligned=aligned), of_entries
+    )
+    for rows, records, entry_records in alignments:
+        chunk = ChunkRows(
+            tokens,
+            meta_rows(2, 2, dim, dtype=dtype, alignment=rows),
+            lists,
+            RaggedIndices(lens, meta_rows(3), 2) if ragged else None,
+            None,
+            pages,
+            None if entries is None else pages,
+            1,
+            lens,
+            lens,
+        )
+        compressed = None if entries is None else meta_cache(entries, entry_records)
+        window = meta_cache(layout, records)
+        prepare_rows(chunk, topk, window, compressed)(topk, window, compressed)

@@ -5,7 +5,6 @@ This file launches `kernels_gather`. The grid follows from shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from typing import Any
@@ -20,7 +19,7 @@ from dsv4attn.backends._triton.cache.records import (
     record_constants,
     row_alignments,
 )
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -85,16 +84,17 @@ def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]
     return {"BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, "ALIGNED": records, **record_constants(layout)}
 
 
-def variants(layout: KVCacheLayout, *, aligned: bool = True, aligned_rows: bool = True) -> Iterator[Variant]:
-    """Every variant that the steps of this module can need.
+@recorded
+def variants(layout: KVCacheLayout, *, aligned: bool = True, aligned_rows: bool = True) -> None:
+    """Every variant that the ops of this module can need.
 
     aligned: whether caches are aligned to 16 bytes.
     aligned_rows: whether rows of `out` are aligned to 16 bytes.
     """
-    types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
-    widths = row_alignments(layout.head_dim, layout.row_dtype, aligned=aligned_rows)
+    lens, widths = meta_rows(2), row_alignments(layout.head_dim, layout.row_dtype, aligned=aligned_rows)
     for rows, records in product(widths, record_alignments(layout, aligned=aligned)):
-        constants = _constants(layout, rows, records)
-        yield Variant.from_types(gather_slots_kernel, types, constants, num_warps=WARPS)
-        for lens in ("none", "*i32"):
-            yield Variant.from_types(gather_kernel, types | {"GATHER_LENS": lens}, constants, num_warps=WARPS)
+        cache = meta_cache(layout, records)
+        out = meta_rows(2, 2, layout.head_dim, dtype=layout.row_dtype, alignment=rows)
+        dequant_gather_slots(out[0], cache, lens)
+        for gather_lens in (None, lens):
+            dequantize_and_gather_k_cache(out, cache, lens, gather_lens, meta_rows(2, 2), 0)

@@ -1,11 +1,10 @@
 """Insert steps: q normalised and rotated in place; keys rotated, rounded, quantised and stored.
 
-This file launches `kernels_insert`: it chooses tiles, warps and constants, and lists the forms that calls compile.
+This file launches `kernels_insert`: it chooses tiles, warps and constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -21,8 +20,8 @@ from dsv4attn.backends._triton.cache.records import (
     row_alignments,
     writer_constants,
 )
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.attention.checks import check_keys
@@ -100,6 +99,7 @@ def _fused_constants(
     return {"HEADS": heads, "BLOCK_H": block, "NORM": norm, **_insert_constants(layout, rows, records, arch)}
 
 
+@recorded
 def variants(
     layout: KVCacheLayout,
     heads: int,
@@ -108,20 +108,17 @@ def variants(
     aligned: bool = True,
     aligned_rows: bool = True,
     norm: bool = True,
-    arch: str = "",
-) -> Iterator[Variant]:
-    """Every variant that the steps of this module can need, with q and kv of one dtype and k that is bf16 or fp32.
+) -> None:
+    """Every variant that the ops of this module can need, with q and kv of one dtype and k that is bf16 or fp32.
 
     aligned, aligned_rows: whether caches are, and rows of q, kv and k, to 16 bytes. norm: whether q is normalised.
-    arch: of the device.
     """
-    types = {"CACHE": pointer_type(layout.dtype), "SLOTS": "*i64", "POSITIONS": "*i64", "TABLE": "*fp32"}
+    dim, slots, table = layout.head_dim, meta_rows(2, dtype=torch.int64), meta_rows(2, 2, dtype=torch.float32)
     for records in record_alignments(layout, aligned=aligned):
+        cache = meta_cache(layout, records)
         for k_dtype in (torch.bfloat16, torch.float32):
-            for rows in row_alignments(layout.head_dim, k_dtype, aligned=aligned_rows):
-                plain, named = _insert_constants(layout, rows, records, arch), {**types, "K": pointer_type(k_dtype)}
-                yield Variant.from_types(insert_kernel, named, plain, num_warps=INSERT_WARPS, fp_fusion=False)
-        named = {**types, "Q": pointer_type(dtype), "KV": pointer_type(dtype)}
-        for rows in row_alignments(layout.head_dim, dtype, aligned=aligned_rows):
-            fused = _fused_constants(layout, heads, rows, records, arch, norm=norm)
-            yield Variant.from_types(qnorm_rope_kv_insert_kernel, named, fused, num_warps=FUSED_WARPS, fp_fusion=False)
+            for rows in row_alignments(dim, k_dtype, aligned=aligned_rows):
+                quantize_and_insert_k_cache(meta_rows(2, dim, dtype=k_dtype, alignment=rows), cache, slots)
+        for rows in row_alignments(dim, dtype, aligned=aligned_rows):
+            q, kv = (meta_rows(*shape, dim, dtype=dtype, alignment=rows) for shape in ((2, heads), (2,)))
+            qnorm_rope_kv_insert(q, kv, cache, slots, slots, table, 1.0 if norm else None)

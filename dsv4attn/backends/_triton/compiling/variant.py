@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from dsv4attn.backends._triton.launching.launch_cache import WIDE
 from dsv4attn.backends._triton.launching.pdl import launch_options
 from dsv4attn.backends._triton.untyped import Kernel
 
-__all__ = ["StandIn", "Variant", "descriptor_type", "options", "pointer_type"]
+__all__ = ["StandIn", "Variant", "options", "type_of"]
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -34,9 +33,7 @@ _POINTERS = {
 }
 _DTYPES = {name: dtype for dtype, name in _POINTERS.items()}
 _DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]>")
-"""A type of `descriptor_type`."""
-_NUMBERS = {"tl.int32": "int", "tl.int64": "int", "tl.float32": "fp32"}
-"""Types of numbers, by annotation."""
+"""The type of a descriptor."""
 _VALUES: Mapping[str, float | None] = {"none": None, "int": 1, "fp32": 1.0}
 
 
@@ -131,36 +128,13 @@ class Variant:
         num_stages: int,
         *,
         fp_fusion: bool = True,
+        spills: int = 0,
         **extra: object,
     ) -> Variant:
-        """What a launch with these arguments compiles."""
+        """What a launch with these arguments compiles. spills: as of the class."""
         names = [name for name in kernel.arg_names if name not in constants]
-        types = zip(names, map(_type_of, args), strict=True)
-        return cls(kernel, types, constants, num_warps, num_stages, fp_fusion, extra)
-
-    @classmethod
-    def from_types(
-        cls,
-        kernel: Kernel,
-        types: Mapping[str, str],
-        constants: Mapping[str, Any],
-        *,
-        num_warps: int = 4,
-        num_stages: int = 1,
-        fp_fusion: bool = True,
-        **extra: object,
-    ) -> Variant:
-        """The form of a kernel with pointers of these types; a pointer without a type is to int32.
-
-        Parameters annotated with a number's width are numbers; all other parameters are pointers.
-        """
-        parameters = inspect.signature(kernel.fn).parameters.values()
-        named = [
-            (p.name, _NUMBERS.get(p.annotation) or types.get(p.name, "*i32"))
-            for p in parameters
-            if p.name not in constants
-        ]
-        return cls(kernel, named, constants, num_warps, num_stages, fp_fusion, extra)
+        types = zip(names, map(type_of, args), strict=True)
+        return cls(kernel, types, constants, num_warps, num_stages, fp_fusion, extra, spills)
 
 
 def _kernel_named(module: str, name: str) -> Kernel:
@@ -184,7 +158,7 @@ def _unspecialised(kernel: Kernel) -> set[str]:
 
 
 def _canonical(text: str, *, specialised: bool) -> str:
-    if re.fullmatch(r"[iu]\d+", text):
+    if text[0] in "iu":
         return "int"
     return text if specialised else text.removesuffix(":1")
 
@@ -201,21 +175,14 @@ def _stand_in(text: str, *, far: bool) -> StandIn | TensorDescriptor | float | N
     return StandIn(_DTYPES[dtype], 1 if unaligned else 0, far)
 
 
-def _type_of(arg: object) -> str:
+def type_of(arg: object) -> str:
+    """The text in `Variant.types` of an argument of a launch."""
+    if isinstance(arg, int):
+        return "int"
     if arg is None:
         return "none"
-    if isinstance(arg, TensorDescriptor):
-        return descriptor_type(arg.base.dtype, arg.block_shape)
     if isinstance(arg, Tensor):
         return _POINTERS[arg.dtype] + ("" if arg.data_ptr() % WIDE == 0 else ":1")
-    return "fp32" if isinstance(arg, float) else "int"
-
-
-def descriptor_type(dtype: torch.dtype, block_shape: Sequence[int]) -> str:
-    """The text in `Variant.types` of a descriptor of a matrix of this dtype, which is read in blocks of this shape."""
-    return f"tensordesc<{_POINTERS[dtype].removeprefix('*')}{list(block_shape)}>"
-
-
-def pointer_type(dtype: torch.dtype) -> str:
-    """The text in `Variant.types` of a pointer to this dtype."""
-    return _POINTERS[dtype]
+    if isinstance(arg, TensorDescriptor):
+        return f"tensordesc<{_POINTERS[arg.base.dtype].removeprefix('*')}{list(arg.block_shape)}>"
+    return "fp32"

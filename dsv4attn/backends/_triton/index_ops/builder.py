@@ -7,12 +7,11 @@ for its states, where requests have a prefix hit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops.common import depth_of
 from dsv4attn.backends._triton.index_ops.dense import compute_global_topk_indices_and_lens
 from dsv4attn.backends._triton.index_ops.kernels_builder import (
@@ -23,14 +22,13 @@ from dsv4attn.backends._triton.index_ops.kernels_builder import (
     token_maps_kernel,
     window_kernel,
 )
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
+from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.tensorspec import check_strides
-
-if TYPE_CHECKING:
-    from dsv4attn.core.cache.ownership import Ownership
 
 __all__ = [
     "BUILDER_OPS",
@@ -62,20 +60,6 @@ def _tile_of(window: int) -> dict[str, int]:
 
 def _window_warps(arch: str) -> int:
     return WINDOW_WARPS.get(arch, 4)
-
-
-def variants(window: int, arch: str = "") -> Iterator[Variant]:
-    """Every form that the ops of this module can ask for on an architecture, besides those of `dense`.
-
-    window: of the model. arch: as `DeviceFacts.arch` has it.
-    """
-    types = {"is_valid": "*u1", "is_cached": "*u1", "slot_mapping": "*i64", "slots": "*i64"}
-    for kernel in (token_maps_kernel, compressed_kernel, owned_kernel, cached_kernel):
-        yield Variant.from_types(kernel, types, _CONSTANTS)
-    for replay in ("none", "*i32"):
-        replay_types = {**types, "replay_start": replay}
-        yield Variant.from_types(gather_lens_kernel, replay_types, _CONSTANTS)
-        yield Variant.from_types(window_kernel, replay_types, _tile_of(window), num_warps=_window_warps(arch))
 
 
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
@@ -176,3 +160,19 @@ BUILDER_OPS = BuilderOps(
     build_owned_slot_mapping=build_owned_slot_mapping,
     compute_global_topk_indices_and_lens=compute_global_topk_indices_and_lens,
 )
+
+
+@recorded
+def variants(window: int) -> None:
+    """Every variant that the ops of this module can need, besides those of `dense`. window: of the model."""
+    lens, starts, slots, is_valid = (
+        meta_rows(2, dtype=dtype) for dtype in (torch.int32, torch.int32, torch.int64, torch.bool)
+    )
+    tokens, pages = StepTokens(starts, lens, lens, is_valid), PageTable(meta_rows(2, 2), 1)
+    build_token_maps(starts, slots, (lens, is_valid))
+    build_cached_mask(tokens, lens, 1, is_valid)
+    build_compressed_slot_mapping(tokens, pages, 1, (slots, lens))
+    build_owned_slot_mapping(Ownership(0, 2), tokens, pages, 1, (slots, lens))
+    for replay_start in (None, lens):
+        build_gather_lens(starts, lens, window, lens, replay_start=replay_start)
+        build_window_indices(tokens, pages, window, (meta_rows(2, window), lens), replay_start=replay_start)

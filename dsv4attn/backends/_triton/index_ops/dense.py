@@ -6,12 +6,12 @@ any strides; outputs have unit stride along rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
+import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import ragged
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS, depth_of
 from dsv4attn.backends._triton.index_ops.kernels_dense import combine_kernel, translate_kernel
@@ -20,6 +20,7 @@ from dsv4attn.backends._triton.index_ops.ragged import (
     compute_global_topk_ragged_indices_and_indptr,
 )
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, architecture
 from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable
 from dsv4attn.core.contract.index_ops import IndexOps, prepared_op
@@ -35,16 +36,6 @@ __all__ = [
     "transient_bytes",
     "variants",
 ]
-
-
-def variants(arch: str = "") -> Iterator[Variant]:
-    """Every form that the ops of this module can ask for on an architecture."""
-    yield Variant.from_types(translate_kernel, {}, _translate_constants(arch))
-    yield from ragged.variants()
-    for absent in ((), ("entry_table",), ("topk", "visible_lens", "entry_table")):
-        for pages in ((), ("swa_table",)):
-            types = {"is_valid": "*u1"} | dict.fromkeys((*absent, *pages), "none")
-            yield Variant.from_types(combine_kernel, types, CONSTANTS)
 
 
 @cache
@@ -136,3 +127,17 @@ INDEX_OPS = IndexOps(
     compute_global_topk_ragged_indices_and_indptr=compute_global_topk_ragged_indices_and_indptr,
     transient_bytes=transient_bytes,
 )
+
+
+@recorded
+def variants() -> None:
+    """Every variant that the ops of this module can need."""
+    ragged.variants()
+    lens, lists, starts = meta_rows(2), meta_rows(2, 2), meta_rows(3)
+    compute_global_topk_indices_and_lens(lists, lens, lens, lists, 1, (lists, lens))
+    pages = PageTable(lists, 1)
+    for visible_lens, compressed in ((None, None), (lens, None), (lens, pages)):
+        entries = None if visible_lens is None else lists
+        tokens = ChunkTokens(lens, lens, starts, visible_lens, meta_rows(2, dtype=torch.bool), 1, 1, 2, 1)
+        for swa in (None, pages):
+            prepare_combine(entries, tokens, (lists, lens), swa=swa, compressed=compressed)(entries)

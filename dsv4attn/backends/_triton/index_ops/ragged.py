@@ -7,14 +7,14 @@ the lengths of the rows before its own. That takes time in the square of the row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_kernel, ragged_translate_kernel, scan_kernel
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
 from dsv4attn.core.contract.index_ops import prepared_op
 from dsv4attn.core.tensorspec import check_strides
@@ -78,8 +78,10 @@ def _scan(indptr: Tensor, lens: Tensor, rows: int, width: int) -> Callable[[], N
     return partial(launch, int(rows > FEW), (indptr, lens))
 
 
-def variants() -> Iterator[Variant]:
-    """Every form that the ops of this module can ask for."""
-    for kernel in (pack_kernel, ragged_translate_kernel):
-        yield Variant.from_types(kernel, {}, CONSTANTS)
-    yield Variant.from_types(scan_kernel, {}, _SCAN, num_warps=SCAN_WARPS)
+@recorded
+def variants() -> None:
+    """Every variant that the ops of this module can need."""
+    lens, lists = meta_rows(FEW + 1), meta_rows(FEW + 1, 2)
+    out = lists.flatten(), meta_rows(FEW + 2)
+    build_ragged_indices_from_dense(lists, lens, 2, out)
+    compute_global_topk_ragged_indices_and_indptr(lists, lens, lens, lists, 1, out)

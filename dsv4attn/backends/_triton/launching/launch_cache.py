@@ -20,7 +20,17 @@ from triton.runtime.driver import driver
 
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 
-__all__ = ["WIDE", "CachedLaunch", "Constants", "LaunchKey", "find_launch", "hooked", "launch_key", "store_launch"]
+__all__ = [
+    "WIDE",
+    "CachedLaunch",
+    "Constants",
+    "LaunchKey",
+    "find_launch",
+    "hooked",
+    "launch_key",
+    "store_launch",
+    "typed",
+]
 
 WIDE = 16
 """Bytes of the widest access. A pointer that is aligned to 16 bytes compiles to wider loads than another pointer."""
@@ -101,17 +111,17 @@ def launch_key(
     pointers = args[: entry.pointers]
     if not _PLAIN.issuperset(map(type, pointers)):
         return None
-    items = constants if type(constants) is Constants else _typed(constants)
+    items = constants if type(constants) is Constants else typed(constants)
     key = items, index, options, *[None if pointer is None else pointer.dtype for pointer in pointers]
     if extra:
-        key = *key, *_typed(extra)
+        key = *key, *typed(extra)
     if entry.aligned:
         key = *key, *[pointers[i] is not None and pointers[i].data_ptr() % WIDE == 0 for i in entry.aligned]
     return entry, index, key
 
 
-def _typed(items: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Names, values, and types of values: 1 and True are equal, and compile to different code."""
+def typed(items: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Names, values, and types of values, as a key: 1 and True are equal, and compile to different code."""
     return (*items.items(), *map(type, items.values()))
 
 

@@ -11,16 +11,18 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from threading import RLock
 from typing import Any
 
 import torch
 import triton
+from attrs import evolve, field, frozen
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options
+from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options, type_of
 from dsv4attn.backends._triton.launching import launch_cache
-from dsv4attn.backends._triton.launching.launch_cache import WIDE, CachedLaunch, Constants
+from dsv4attn.backends._triton.launching.launch_cache import WIDE, CachedLaunch, Constants, typed
 from dsv4attn.backends._triton.launching.pdl import launch_options
 from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
 from dsv4attn.backends._triton.untyped import Kernel
@@ -38,6 +40,7 @@ __all__ = [
     "launch",
     "multiprocessors",
     "observed",
+    "recording",
     "require_driven",
     "stable_gluon",
     "stable_kernel",
@@ -93,6 +96,57 @@ def observed() -> Iterator[list[Variant]]:
         _observers.remove(seen.append)
 
 
+@frozen(eq=False)
+class _Recording:
+    """Launches that are recorded instead of run.
+
+    arch, cores: architecture and multiprocessors of the device that launchers choose for.
+    variants: what the launches compile.
+    made: the variants of this recording and of those around it, by what is read off a launch; making one takes time.
+    """
+
+    arch: str
+    cores: int = 132
+    variants: dict[Variant, None] = field(factory=dict)
+    made: dict[tuple[Any, ...], Variant] = field(factory=dict)
+
+    def add(self, kernel: Kernel, args: Sequence[Any], constants: Mapping[str, Any], *sizes: int, **extra: Any) -> None:  # noqa: ANN401 - of any type
+        """Record a launch; see `Variant.of`. sizes: warps and stages."""
+        options = typed(constants), typed(extra)
+        key = (id(kernel), sizes, options, *map(type_of, args))
+        if key not in self.made:
+            self.made[key] = Variant.of(kernel, args, constants, *sizes, **extra)
+        self.variants.setdefault(self.made[key])
+
+
+_recordings: list[_Recording] = []
+"""Of nested ones the innermost is the last."""
+_one_recording = RLock()
+
+
+@contextmanager
+def recording(arch: str | None = None, *, cores: int | None = None) -> Iterator[dict[Variant, None]]:
+    """Record what launches on tensors of torch's meta device compile inside a `with` block. They run nothing.
+
+    Launches on other tensors run as ever. One thread records at a time; recordings may be nested, and an outer one has
+    the variants of an inner one too.
+    arch: architecture that launchers choose for; by default that of an outer recording, or of this machine.
+    cores: its multiprocessors; by default those of an outer recording, or 132. What is recorded does not
+        depend on it, but launchers need a number.
+    """
+    with _one_recording:
+        outer = _recordings[-1] if _recordings else _Recording(_architecture_here() if arch is None else arch)
+        inner = evolve(outer, arch=arch or outer.arch, cores=cores or outer.cores, variants={})
+        _recordings.append(inner)
+        try:
+            yield inner.variants
+        finally:
+            _recordings.pop()
+            for outer in _recordings[-1:]:
+                for variant in inner.variants:
+                    outer.variants.setdefault(variant)
+
+
 def launch(
     kernel: Kernel,
     grid: tuple[int, ...],
@@ -102,21 +156,28 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     fp_fusion: bool = True,
+    spills: int = 0,
     **extra: object,
 ) -> CachedLaunch | None:
     """Run a kernel on the device of its first argument, a tensor. An empty grid launches nothing.
 
     args: tensors, numbers and None, in the order of the parameters that are not in `constants`. fp_fusion: whether a
-    product may be added before it is rounded, which is faster, and rounds unlike torch does. extra: further options of
-    the compiler, such as maxnreg. Triton's environment variables are read at a form's first launch.
+    product may be added before it is rounded, which is faster, and rounds unlike torch does. spills: as of `Variant`; a
+    launch does not depend on it. extra: further options of the compiler, such as maxnreg. Triton's environment
+    variables are read at a form's first launch.
     Returns the cached launch if later launches can skip Triton's launcher, otherwise None. Raises ArgumentError for a
-    CPU or meta tensor unless kernels are interpreted.
+    CPU or meta tensor unless kernels are interpreted, or the launch is recorded.
     """
     if 0 in grid:
         return None
     device = args[0].device
     index = device.index
     if index is None:
+        if _recordings and device.type == "meta":
+            _recordings[-1].add(
+                kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion, spills=spills, **extra
+            )
+            return None
         require_driven(device)
     for observe in _observers:
         observe(Variant.of(kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion, **extra))
@@ -146,17 +207,19 @@ class Launch:
     driver and the current device.
     """
 
-    __slots__ = ("_compiled", "_index", "_tail", "constants", "kernel", "numbers", "warps")
+    __slots__ = ("_compiled", "_index", "_tail", "constants", "kernel", "numbers", "spills", "warps")
 
-    def __init__(self, kernel: Kernel, constants: Constants, numbers: tuple[float, ...], warps: int = 4) -> None:
-        """numbers: all arguments between the pointers and the constants. warps: of a program."""
-        self.kernel, self.constants, self.numbers, self.warps = kernel, constants, numbers, warps
+    def __init__(
+        self, kernel: Kernel, constants: Constants, numbers: tuple[float, ...], warps: int = 4, *, spills: int = 0
+    ) -> None:
+        """numbers: all arguments between the pointers and the constants. warps: of a program. spills: of `launch`."""
+        self.kernel, self.constants, self.numbers, self.warps, self.spills = kernel, constants, numbers, warps, spills
         self._compiled: CachedLaunch | None = None
         self._index, self._tail = 0, numbers
 
     def __call__(self, programs: int, pointers: Sequence[Any]) -> None:
         """Launch programs on the device of the first pointer; 0 programs launch nothing."""
-        if INTERPRETED and programs and not _observers:
+        if INTERPRETED and programs and not _observers and not _recordings:
             self.kernel[(programs,)](*pointers, *self.numbers, **self.constants)
             return
         cached, kernel, index = self._compiled, self.kernel, self._index
@@ -186,7 +249,7 @@ class Launch:
     def _launch_and_cache(self, programs: int, pointers: Sequence[Any]) -> None:
         """Launch, and cache the launch unless the next one may need the far form."""
         args = (*pointers, *self.numbers)
-        cached = launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps)
+        cached = launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps, spills=self.spills)
         if cached is not None and not FAR_FORMS:
             self._index, self._compiled = pointers[0].device.index or 0, cached
             self._tail = (*self.numbers, *cached.tail)
@@ -212,15 +275,29 @@ _HERE = nullcontext()
 _devices = cache(torch.accelerator.device_count)
 
 
-@cache
 def architecture() -> str:
-    """Architecture of the first accelerator, as `DeviceFacts.arch` has it; "cpu" where there is none."""
+    """Architecture of the first accelerator, as `DeviceFacts.arch` has it; "cpu" where there is none.
+
+    Inside a recording: the architecture that it is for.
+    """
+    return _recordings[-1].arch if _recordings else _architecture_here()
+
+
+@cache
+def _architecture_here() -> str:
     return DeviceFacts.here().arch
 
 
-@cache
 def multiprocessors() -> int:
-    """Multiprocessors, or their like, of the first accelerator; 4 without one, so that rows are split there too."""
+    """Multiprocessors, or their like, of the first accelerator; 4 without one, so that rows are split there too.
+
+    Inside a recording: those of its device.
+    """
+    return _recordings[-1].cores if _recordings else _multiprocessors_here()
+
+
+@cache
+def _multiprocessors_here() -> int:
     if not torch.accelerator.is_available():
         return 4
     device = torch.accelerator.current_accelerator()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor, int32
 
-from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.layer.index_logits import score_inside, score_maxima
 from dsv4attn.backends._triton.layer.kernels_index_logits import order_kernel
 from dsv4attn.backends._triton.layer.scratch import parts
 from dsv4attn.backends._triton.layer.select import plan_in_parts, select
 from dsv4attn.backends._triton.sizes import next_power_of_2
-from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
@@ -100,7 +98,8 @@ def order(
     )  # fmt: skip
 
 
-def variants(block_size: int, most: int) -> Iterator[Variant]:
+@recorded
+def variants(block_size: int, most: int) -> None:
     """Every variant that this module can need, but for those of scores and of `select`. most: candidates of a token."""
-    constants = {"SIZE": block_size, "N": next_power_of_2(most)}
-    yield Variant.from_types(order_kernel, {}, constants, num_warps=WARPS)
+    lens, cache, blocks = meta_rows(1), meta_cache(KVCacheLayout.index_fp8()), meta_rows(1, 2 * next_power_of_2(most))
+    order(meta_rows(1, most), cache, TokenMap(meta_rows(1, 1), lens, lens), blocks, lens, block_size, 1)

@@ -5,7 +5,6 @@ This file launches `kernels_compress`. Bits of a state and of an entry depend on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache as cached
 from typing import Any
 
@@ -21,7 +20,7 @@ from dsv4attn.backends._triton.cache.records import (
     row_alignments,
     writer_constants,
 )
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, pool_kernel, save_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
@@ -286,6 +285,7 @@ def _pool_constants(dim: int, ratio: int, arch: str, *, overlap: bool) -> tuple[
     }, max(block * LONG.lanes // threads, 1)
 
 
+@recorded
 def variants(
     layout: KVCacheLayout,
     ratio: int,
@@ -295,28 +295,22 @@ def variants(
     aligned: bool = True,
     aligned_rows: bool = True,
     norms: tuple[torch.dtype, ...] = (torch.float32,),
-    arch: str = "",
-) -> Iterator[Variant]:
+) -> None:
     """Every variant that the ops of this module can need, for entries of a layout.
 
     aligned, aligned_rows: whether caches are, and rows of kv, scores and their bias, to 16 bytes. norms: dtypes of
     the weight of the norm.
     """
     width = layout.head_dim * (2 if overlap else 1)
-    state_layout, fp32, i64 = KVCacheLayout.compressor_state(width), "*fp32", "*i64"
-    splits = _splits(ratio, overlap=overlap)
-    maps = {"STATES": fp32, "POSITIONS": i64, "SLOTS": i64, "POOLED": fp32 if splits else "none"}
-    if splits:
-        constants, warps = _pool_constants(layout.head_dim, ratio, arch, overlap=overlap)
-        yield Variant.from_types(pool_kernel, maps, constants, num_warps=warps)
-    types = {"KV": fp32, "SCORE": fp32, "APE": fp32, "POSITIONS": i64, "CACHE": fp32, "SLOTS": i64}
+    state_layout, angles = KVCacheLayout.compressor_state(width), meta_rows(2, rope, dtype=torch.float32)
+    requests, slots = meta_rows(2), meta_rows(2, dtype=torch.int64)
     for states in record_alignments(state_layout, aligned=aligned):
+        pages = StatePages(meta_cache(state_layout, states), meta_rows(2, 2))
         for rows in row_alignments(width, torch.float32, aligned=aligned_rows):
-            save = _save_constants(width, rows, states)
-            yield Variant.from_types(save_kernel, types, save, num_warps=SAVE_WARPS, fp_fusion=False)
-        named = {**maps, "ANGLES": fp32, "CACHE": pointer_type(layout.dtype)}
+            kv = meta_rows(2, width, dtype=torch.float32, alignment=rows)
+            save_partial_states(kv, kv, kv, slots, pages.cache, slots)
         for records in record_alignments(layout, aligned=aligned):
-            constants, warps = _compress_constants(layout, ratio, rope, states, records, arch, overlap=overlap)
-            for norm in norms:
-                named["WEIGHT"] = pointer_type(norm)
-                yield Variant.from_types(compress_kernel, named, constants, num_warps=warps)
+            cache = meta_cache(layout, records)
+            for dtype in norms:
+                norm = EntryNorm(meta_rows(layout.head_dim, dtype=dtype), 0.0, angles)
+                compress_norm_rope_store(pages, requests, slots, slots, norm, ratio, cache, overlap=overlap)

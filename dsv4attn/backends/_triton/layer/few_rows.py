@@ -6,7 +6,7 @@ those of a product with the bf16 copy of the weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -16,8 +16,8 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_few_rows import few_rows_kernel
 from dsv4attn.backends._triton.layer.products import GROUP, UNIT
@@ -233,20 +233,18 @@ def _constants(
     }
 
 
-def variants_of(
-    tile: FewTile, out_dtype: torch.dtype, scales: torch.dtype | None, arch: str, *, dims: tuple[int, int] | None = None
-) -> Iterator[Variant]:
-    """Every variant of a tile. scales: dtype of the scales of codes; None: bf16. dims: nope and rope of heads."""
-    weight = "*bf16" if scales is None else "*u8"
-    of_scales = weight if scales is None else pointer_type(scales)
-    types = {"X": "*bf16", "TURNED": "*bf16", "W": weight, "SCALES": of_scales, "OUT": pointer_type(out_dtype)}
-    run = (0, 0, PLAIN_RUN) if dims is None else (*dims, HEAD_RUN)
-    constants = _constants(tile, *run, scales is not None, arch)
-    yield Variant.from_types(few_rows_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+@recorded
+def variants() -> None:
+    """Every variant of products with codes that a layer can need."""
+    coded = CODED.get(architecture())
+    for tile in () if coded is None else coded.tiles:
+        for dtype in (torch.float32, torch.uint8):
+            variants_of(tile, torch.bfloat16, dtype)
 
 
-def variants(arch: str) -> Iterator[Variant]:
-    """Every variant of products with codes that a layer can need on an architecture."""
-    for tile in CODED[arch].tiles if arch in CODED else ():
-        for scales in (torch.float32, torch.uint8):
-            yield from variants_of(tile, torch.bfloat16, scales, arch)
+@recorded
+def variants_of(tile: FewTile, out_dtype: torch.dtype, scales: torch.dtype | None) -> None:
+    """The variant of a tile. scales: dtype of the scales of codes; None: of a product with bf16."""
+    x, weight = (meta_rows(BLOCK, BLOCK, dtype=dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+    of_codes = x if scales is None else BlockScaledWeight(weight, meta_rows(1, 1, dtype=scales))
+    multiply(x, of_codes, meta_rows(BLOCK, BLOCK, dtype=out_dtype), tile)

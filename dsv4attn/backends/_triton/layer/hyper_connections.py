@@ -9,14 +9,16 @@ token never depend on the other tokens. deterministic: they do not depend on the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import NamedTuple, TypeAlias
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens
-from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens, row_alignments
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
+from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     FEW,
     Tile,
@@ -44,9 +46,23 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
 
 __all__ = [
-    "Delayed", "MixResults", "empty_results", "fused_post_pre", "hc_head", "mhc_collapse",
-    "mhc_fused_post_pre", "mhc_fused_post_pre_delayed", "mhc_post", "mhc_pre", "mhc_pre_delayed", "mix",
-    "transient_bytes", "tuning_of_calls",
+    "Delayed",
+    "MixResults",
+    "empty_results",
+    "fused_post_pre",
+    "hc_head",
+    "meta_streams",
+    "meta_weights",
+    "mhc_collapse",
+    "mhc_fused_post_pre",
+    "mhc_fused_post_pre_delayed",
+    "mhc_post",
+    "mhc_pre",
+    "mhc_pre_delayed",
+    "mix",
+    "transient_bytes",
+    "tuning_of_calls",
+    "variants",
 ]  # fmt: skip
 
 
@@ -159,6 +175,7 @@ def fused_post_pre(
             constants,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            spills=tile.spills,
         )  # fmt: skip
         mix(new_residual, products, weights, results, delayed, first, end, tokens, tuning)
     return new_residual, new_post, new_comb, layer_input
@@ -276,6 +293,7 @@ def _pre(
             constants,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            spills=tile.spills,
         )
         mix(streams, products, weights, results, delayed, first, end, tokens, tuning)
 
@@ -353,4 +371,71 @@ def mix(
         ),
         constants,
         num_warps=block.warps,
+    )  # fmt: skip
+
+
+@recorded
+def variants(
+    n: int,
+    hidden: int,
+    dtype: torch.dtype,
+    norm_dtype: torch.dtype | None = None,
+    *,
+    delayed: bool = False,
+    aligned: bool = True,
+    deterministic: bool = False,
+    sinkhorn_eps: float = 1e-6,
+) -> None:
+    """Every variant that the ops can need for n streams [T, n, hidden] of a dtype.
+
+    norm_dtype: of the weight of the norm, or None without a norm. delayed: whether the ops are those of DeepSeek-V4.1
+    instead of V4's. aligned: whether rows of streams, x, fn and the norm's weight begin at multiples of 16 bytes.
+    deterministic: whether the calls are. sinkhorn_eps: epsilon of Sinkhorn's iterations.
+    """
+    row_forms = row_alignments(hidden, dtype, aligned=aligned)
+    for rows, fn_rows in product(row_forms, row_alignments(hidden, torch.float32, aligned=aligned)):
+        for norm_rows in (WIDE,) if aligned or norm_dtype is None else (WIDE, 1):
+            norm = None if norm_dtype is None else meta_rows(hidden, dtype=norm_dtype, alignment=norm_rows)
+            weights = meta_weights(n, hidden, norm, sinkhorn_eps, alignment=fn_rows)
+            # with all of these numbers of tokens, each tile and each block has its turn
+            for tokens in (FEW, FEW + 1):
+                streams = meta_streams(tokens, n, hidden, dtype, alignment=rows)
+                _launch_ops(streams, weights, delayed=delayed, deterministic=deterministic)
+
+
+def _launch_ops(
+    streams: tuple[Tensor, Tensor, Tensor, Tensor], weights: MixWeights, *, delayed: bool, deterministic: bool
+) -> None:
+    """Call every op of V4, or of V4.1 if `delayed`. streams: of `meta_streams`."""
+    x, residual, post, comb = streams
+    mhc_post(x, residual, post, comb)
+    if not delayed:
+        mhc_pre(residual, weights, deterministic=deterministic)
+        mhc_fused_post_pre(x, residual, post, comb, weights, deterministic=deterministic)
+        n, scale = residual.shape[1], weights.hc_scale
+        hc_head(residual, weights.fn[:n], scale[:1], weights.hc_base[:n], 0.0, 0.0, deterministic=deterministic)
+        return
+    pre = post[:, :, 0]
+    mhc_collapse(residual, pre)
+    for previous_pre in (None, pre):
+        mhc_pre_delayed(residual, previous_pre, weights, deterministic=deterministic)
+        mhc_fused_post_pre_delayed(x, residual, post, comb, previous_pre, weights, deterministic=deterministic)
+
+
+def meta_streams(
+    tokens: int, n: int, hidden: int, dtype: torch.dtype, *, alignment: int = WIDE
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual, post and comb without memory. alignment: of the rows of x and residual."""
+    x, residual = (meta_rows(*shape, hidden, dtype=dtype, alignment=alignment) for shape in ((tokens,), (tokens, n)))
+    post, comb, _ = empty_results(residual)
+    return x, residual, post, comb
+
+
+def meta_weights(n: int, hidden: int, norm: Tensor | None, sinkhorn_eps: float, *, alignment: int = WIDE) -> MixWeights:
+    """Weights of the mixes without memory. norm: weight of the norm, or None. alignment: of the rows of fn."""
+    fn = meta_rows(2 * n + n * n, n * hidden, dtype=torch.float32, alignment=alignment)
+    scale, base = (meta_rows(size, dtype=torch.float32) for size in (3, len(fn)))
+    return MixWeights(
+        fn, scale, base, rms_eps=0.0, hc_pre_eps=0.0, hc_sinkhorn_eps=sinkhorn_eps, hc_post_mult_value=1.0,
+        sinkhorn_repeat=1, norm_weight=norm, norm_eps=0.0,
     )  # fmt: skip

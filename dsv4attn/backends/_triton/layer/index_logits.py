@@ -7,7 +7,7 @@ Tiles depend on the architecture and on the number of tokens of a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from math import inf
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer import select
 from dsv4attn.backends._triton.layer.kernels_index_logits import (
@@ -420,35 +420,33 @@ def inside_constants(
     return {**kept, "SIZE": block_size, "N": places, "WHOLE": whole}
 
 
-def variants(
-    layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = True, block_size: int = 0, places: int = 0
-) -> Iterator[Variant]:
-    """Every variant that selection can need on an architecture, with keys of this layout.
+@recorded
+def variants(layout: KVCacheLayout, heads: int, *, aligned: bool = True, block_size: int = 0, places: int = 0) -> None:
+    """Every variant that selection can need, with keys of this layout.
 
     aligned: whether caches, and rows of plain queries, are aligned to 16 bytes. block_size: of candidates; 0: of none.
     places: a power of two, at least the number of candidates.
     """
-    tiles, native = tiles_for(layout, arch), multiplies_codes(layout, arch)
-    dtype = pointer_type(torch.uint8 if layout.is_quantised else layout.dtype)
-    types = {"Q": dtype, "KEYS": dtype, "W": "*fp32", "OUT": "*fp32", "SCALES": "none", "FIRST": "none"}
-    types["Q_SCALES"] = "*u8" if layout.is_quantised and layout.fp8_format is None else "none"
-    dense, item = dense_stride(layout, layout.data_bytes // layout.dtype.itemsize), layout.dtype.itemsize
-    packed = layout.head_dim * layout.code_bits // 8 if layout.is_quantised else layout.head_dim
-    alignments = row_alignments(packed, torch.uint8 if layout.is_quantised else layout.dtype, aligned=aligned)
-    steps = (WIDE,) if aligned and layout.data_bytes % WIDE == 0 else (WIDE, item)
-    forms = [({"MAXIMA": maxima}, 0) for maxima in ("none", "*fp32")]
-    if block_size:
-        forms.append(({"MAXIMA": "*fp32", "OUT": "none"}, block_size))
-    for step, rows in product(steps, alignments):
-        for tile in dict.fromkeys((tiles.one, tiles.two, tiles.many)):
-            options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-            for stride, (form, group) in product((dense, 0), forms):
-                constants = constants_of(layout, heads, tile, step, stride, rows, False, native, group)
-                yield Variant.from_types(score_kernel, {**types, **form}, constants, **options)
-        if block_size:
-            tile, options = tiles.one, {"num_warps": tiles.one.warps, "num_stages": tiles.one.stages}
-            for stride, whole in ((dense, True), (0, True), (0, False)):
-                constants = inside_constants(
-                    layout, heads, tile, step, stride, rows, native, block_size, places, whole
-                )  # fmt: skip
-                yield Variant.from_types(score_blocks_kernel, types, constants, **options)
+    dtype, scales, columns = layout.dtype, None, layout.head_dim
+    if layout.is_quantised and layout.fp8_format is None:
+        scales, columns = meta_rows(3, heads, layout.num_groups, dtype=torch.uint8), columns * layout.code_bits // 8
+    scores = meta_rows(3, LANES, dtype=torch.float32)
+    lens, blocks = meta_rows(3), meta_rows(3, 2 * places)
+    steps = (WIDE,) if aligned and layout.data_bytes % WIDE == 0 else (WIDE, dtype.itemsize)
+    for step, rows in product(steps, row_alignments(columns, dtype, aligned=aligned)):
+        values = meta_rows(3, heads, columns, dtype=dtype, alignment=rows)
+        query = IndexQuery(values, meta_rows(3, heads, dtype=torch.float32), scales)
+        # entries of a tile are in one page; blocks of candidates are in one page; neither
+        for size in dict.fromkeys((PAGE, block_size or 1, 1)):
+            cache = meta_cache(layout, step, block_size=size)
+            # requests of one token, of two and of three
+            for tokens in (1, 2, 3):
+                part, token_map = query.tokens(slice(tokens)), TokenMap(meta_rows(1, 2), lens, lens[:tokens])
+                for maxima in (None, scores[:tokens]):
+                    score(part, cache, token_map, scores[:tokens], maxima, 128)
+                if block_size:
+                    score_maxima(part, cache, token_map, scores[:tokens], block_size, LANES)
+            if block_size:
+                score_inside(
+                    query, cache, TokenMap(meta_rows(1, 2), lens, lens), blocks, lens, block_size, scores, LANES
+                )

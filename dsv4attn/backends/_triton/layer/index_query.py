@@ -6,7 +6,6 @@ This file launches `kernels_index_query`. Bits of a head depend on nothing but t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, writer_constants
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_index_query import index_query_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
@@ -86,6 +85,7 @@ def _constants(layout: KVCacheLayout, heads: int, rope: int, rows: int, arch: st
     }
 
 
+@recorded
 def variants(
     layout: KVCacheLayout,
     heads: int,
@@ -94,16 +94,13 @@ def variants(
     weight_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
     *,
     aligned_rows: bool = True,
-    arch: str = "",
-) -> Iterator[Variant]:
+) -> None:
     """Every variant that the op can need, with q of a dtype, and weights of one of some dtypes.
 
     aligned_rows: whether heads of q begin at multiples of 16 bytes.
     """
-    types = {"Q": pointer_type(dtype), "POSITIONS": "*i64", "TABLE": "*fp32", "VALUES": pointer_type(layout.dtype)}
-    types |= {"SCALES": "*u8" if _code_bits(layout) == 4 else "none", "FOLDED": "*fp32"}
+    positions, angles = meta_rows(2, dtype=torch.int64), meta_rows(2, rope, dtype=torch.float32)
     for weight_dtype in weight_dtypes:
         for rows in row_alignments(layout.head_dim, dtype, aligned=aligned_rows):
-            named = {**types, "WEIGHTS": pointer_type(weight_dtype)}
-            constants = _constants(layout, heads, rope, rows, arch)
-            yield Variant.from_types(index_query_kernel, named, constants, num_warps=WARPS, fp_fusion=False)
+            q = meta_rows(2, heads, layout.head_dim, dtype=dtype, alignment=rows)
+            indexer_q_rope_quant(q, meta_rows(2, heads, dtype=weight_dtype), positions, angles, layout)

@@ -5,7 +5,6 @@ This file launches `kernels_latents`. Bits of a latent and of a record depend on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache as cached
 from typing import Any
 
@@ -18,7 +17,7 @@ from dsv4attn.backends._triton.cache.records import (
     record_alignments,
     row_alignments,
 )
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
 from dsv4attn.backends._triton.layer.compress import entry_constants
 from dsv4attn.backends._triton.layer.kernels_latents import latent_kernel, ring_kernel, store_kernel
@@ -142,9 +141,10 @@ def _store_constants(layout: KVCacheLayout, rope: int, ratio: int, rows: int, re
     return {**entry_constants(layout, rope), "RATIO": ratio, "ROW_ALIGNED": rows, "ALIGNED": records}
 
 
+@recorded
 def latent_variants(
     dim: int, ratio: int, *, aligned: bool = True, aligned_rows: bool = True, norms: tuple[torch.dtype, ...]
-) -> Iterator[Variant]:
+) -> None:
     """Every variant that `compress_latents` can need with entries of `dim` channels.
 
     aligned, aligned_rows: whether caches are, and rows of kv and scores, to 16 bytes. norms: dtypes of the weight of
@@ -152,21 +152,17 @@ def latent_variants(
     """
     if ratio > MOST:
         return
-    types = dict.fromkeys(("KV", "SCORE", "STATES"), "*fp32") | {"POSITIONS": "*i64", "OUT": "*bf16"}
-    types |= dict.fromkeys(("REQUESTS", "TABLE"), "*i32")
-    if ratio == 1:
-        types |= dict.fromkeys(("SCORE", "STATES", "TABLE"), "none")
-    layout, warps = KVCacheLayout.compressor_state(dim), _warps(dim)
+    layout, positions = KVCacheLayout.compressor_state(dim), meta_rows(2, dtype=torch.int64)
     for rows in row_alignments(dim, torch.float32, aligned=aligned_rows):
-        for states in (WIDE,) if ratio == 1 else record_alignments(layout, aligned=aligned):
+        kv = meta_rows(2, dim, dtype=torch.float32, alignment=rows)
+        for records in (WIDE,) if ratio == 1 else record_alignments(layout, aligned=aligned):
+            states = StatePages(meta_cache(layout, records), meta_rows(2, 2))
+            score, rings = (None, None) if ratio == 1 else (kv, states)
             for norm in norms:
-                named, constants = types | {"WEIGHT": pointer_type(norm)}, _latent_constants(dim, ratio, rows, states)
-                yield Variant.from_types(latent_kernel, named, constants, num_warps=warps, fp_fusion=False)
-            if ratio > 1:
-                constants = _ring_constants(dim, rows, states)
-                yield Variant.from_types(ring_kernel, types, constants, num_warps=warps, fp_fusion=False)
+                compress_latents(kv, score, positions, meta_rows(2), meta_rows(dim, dtype=norm), 0.0, ratio, rings)
 
 
+@recorded
 def variants(
     layout: KVCacheLayout,
     ratio: int,
@@ -176,16 +172,15 @@ def variants(
     *,
     aligned: bool = True,
     aligned_rows: bool = True,
-) -> Iterator[Variant]:
+) -> None:
     """Every variant that `norm_rope_store` can need with x of a dtype, and records of a layout.
 
     norms: dtypes of the weight of the norm, None without one. aligned, aligned_rows: as of `latent_variants`.
     """
-    types = {"X": pointer_type(dtype), "POSITIONS": "*i64", "SLOTS": "*i64", "ANGLES": "*fp32"}
-    types["CACHE"], dim = pointer_type(layout.dtype), layout.head_dim
+    dim, angles, slots = layout.head_dim, meta_rows(2, rope, dtype=torch.float32), meta_rows(2, dtype=torch.int64)
     for rows in row_alignments(dim, dtype, aligned=aligned_rows):
+        x = meta_rows(2, dim, dtype=dtype, alignment=rows)
         for records in record_alignments(layout, aligned=aligned):
-            constants = _store_constants(layout, rope, ratio, rows, records)
             for norm in norms:
-                named = types | {"WEIGHT": "none" if norm is None else pointer_type(norm)}
-                yield Variant.from_types(store_kernel, named, constants, num_warps=_warps(dim), fp_fusion=False)
+                weight = None if norm is None else meta_rows(dim, dtype=norm)
+                norm_rope_store(x, slots, slots, EntryNorm(weight, 0.0, angles), ratio, meta_cache(layout, records))

@@ -6,7 +6,6 @@ This file launches `kernels_norms`. Bits of a row depend on that row alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
 from dsv4attn.backends._triton.layer.kernels_norms import norm_kernel
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides, check_tensor
@@ -69,19 +68,17 @@ def _constants(q_dim: int, kv_dim: int, rows: int, dtype: torch.dtype) -> dict[s
     }
 
 
+@recorded
 def variants(
     q_dim: int, kv_dim: int, dtype: torch.dtype, norms: tuple[torch.dtype, ...], *, aligned_rows: bool = True
-) -> Iterator[Variant]:
+) -> None:
     """Every variant that the op can need with results of a dtype; products are of that dtype, or fp32.
 
     norms: dtypes of the weights. aligned_rows: whether rows of products begin at multiples of 16 bytes.
     """
-    out = pointer_type(dtype)
     for source in dict.fromkeys((dtype, torch.float32)):
         both = [row_alignments(dim, source, aligned=aligned_rows) for dim in (q_dim, kv_dim)]
         for rows in dict.fromkeys(both[0] + both[1]):
+            q, kv = (meta_rows(2, dim, dtype=source, alignment=rows) for dim in (q_dim, kv_dim))
             for norm in norms:
-                types = dict.fromkeys(("Q", "KV"), pointer_type(source)) | {"Q_OUT": out, "KV_OUT": out}
-                types |= dict.fromkeys(("Q_WEIGHT", "KV_WEIGHT"), pointer_type(norm))
-                constants = _constants(q_dim, kv_dim, rows, dtype)
-                yield Variant.from_types(norm_kernel, types, constants, num_warps=WARPS, fp_fusion=False)
+                norm_q_kv(q, kv, *(meta_rows(dim, dtype=norm) for dim in (q_dim, kv_dim)), 0.0, dtype)

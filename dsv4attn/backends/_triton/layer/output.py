@@ -7,7 +7,7 @@ many columns as a scale of weights: 128 in checkpoints of V4, 32 in those of V4.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import product
 from typing import Any, Final
@@ -18,8 +18,8 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
-from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
@@ -196,10 +196,16 @@ def multiply_codes(
     codes: Tensor, scales: Tensor, wo_a: BlockScaledWeight, out: Tensor, *, deterministic: bool = False
 ) -> None:
     """Write what `fp8_o_proj` returns to out [T, G, rank]. Arguments are not checked."""
+    tokens, groups, rank = out.shape
+    fp8_format, one_scale = FORMATS[wo_a.weight.dtype], has_one_scale(wo_a.block_size[0], rank)
+    tile = tile_of(tokens, groups * rank, fp8_format, architecture(), deterministic=deterministic, one_scale=one_scale)
+    multiply_with(tile, codes, scales, wo_a, out)
+
+
+def multiply_with(tile: Tile, codes: Tensor, scales: Tensor, wo_a: BlockScaledWeight, out: Tensor) -> None:
+    """`multiply_codes` with a tile."""
     (tokens, groups, width), rank = codes.shape, out.shape[2]
     weight, w_scales, block = wo_a.weight, as_numbers(wo_a.scale), wo_a.block_size[0]
-    fp8_format, arch, one_scale = FORMATS[weight.dtype], architecture(), has_one_scale(block, rank)
-    tile = tile_of(tokens, groups * rank, fp8_format, arch, deterministic=deterministic, one_scale=one_scale)
     launch(
         project_codes_kernel,
         (groups * cdiv(tokens, tile.tokens) * cdiv(rank, tile.ranks),),
@@ -208,7 +214,9 @@ def multiply_codes(
             codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1), weight.stride(0),
             w_scales.stride(0), w_scales.stride(1), out.stride(0), out.stride(1),
         ),
-        _project_constants(tile, rank, width, block, fp8_format, alignment_of_rows(out), arch),
+        _project_constants(
+            tile, rank, width, block, FORMATS[weight.dtype], alignment_of_rows(out), architecture()
+        ),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
@@ -358,6 +366,7 @@ def _project_constants(
     }
 
 
+@recorded
 def variants(
     heads: int,
     head_dim: int,
@@ -367,30 +376,25 @@ def variants(
     dtype: torch.dtype,
     *,
     aligned: bool = True,
-    arch: str = "",
     blocks: tuple[int, ...] = BLOCKS,
-) -> Iterator[Variant]:
-    """Every variant that `project_fp8` can need on an architecture.
+) -> None:
+    """Every variant that `project_fp8` can need.
 
     dtype: of outputs. aligned: whether their rows begin at multiples of 16 bytes. blocks: rows and columns under one
     scale of weights; head dims that are no multiple of them have no form.
     """
-    types = {"O": pointer_type(dtype), "POSITIONS": "*i64", "TABLE": "*fp32", "CODES": "*u8", "SCALES": "*fp32"}
-    width = heads // num_groups * head_dim
+    positions, table = meta_rows(2, dtype=torch.int64), meta_rows(2, rope, dtype=torch.float32)
+    ranks, width = num_groups * rank, heads // num_groups * head_dim
     for block, fp8_format in product([b for b in blocks if b in BLOCKS and not head_dim % b], Fp8Format):
         for rows in row_alignments(head_dim, dtype, aligned=aligned):
-            constants = _quantise_constants(heads, head_dim, rope, block, rows, fp8_format, arch)
-            yield Variant.from_types(
-                quantize_output_kernel, types, constants, num_warps=QUANTISE_WARPS, fp_fusion=False
-            )
-        tiles = tiles_for(fp8_format, arch, one_scale=has_one_scale(block, rank)).every()
+            o = meta_rows(2, heads, head_dim, dtype=dtype, alignment=rows)
+            options: dict[str, Any] = {"fp8_format": fp8_format, "columns": block}
+            codes, scales = inv_rope_fp8_quant(o, positions, table, num_groups, **options)
+        weight = meta_rows(ranks, width, dtype=fp8_format.dtype)
+        tiles = tiles_for(fp8_format, architecture(), one_scale=has_one_scale(block, rank)).every()
         outs = row_alignments(rank, dtype, aligned=True)
-        for tile, scale, out in product(tiles, ("*fp32", "*u8"), outs):
-            named = {"CODES": "*u8", "SCALES": "*fp32", "W": "*u8", "W_SCALES": scale, "OUT": pointer_type(dtype)}
-            yield Variant.from_types(
-                project_codes_kernel,
-                named,
-                _project_constants(tile, rank, width, block, fp8_format, out, arch),
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-            )
+        for tile, scale_dtype, out_rows in product(tiles, (torch.float32, torch.uint8), outs):
+            factors = meta_rows(cdiv(ranks, block), cdiv(width, block), dtype=scale_dtype)
+            wo_a = BlockScaledWeight(weight, factors, block_size=(block, block))
+            out = meta_rows(2, num_groups, rank, dtype=dtype, alignment=out_rows)
+            multiply_with(tile, codes, scales, wo_a, out)

@@ -7,7 +7,7 @@ bits of all tiles equal. Everywhere else all products have one tile, that of `ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.compiling.variant import Variant, descriptor_type, pointer_type
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_products import described_product_kernel, product_kernel
 from dsv4attn.backends._triton.sizes import cdiv
@@ -305,24 +305,22 @@ def _common_constants(tile: Tile, arch: str) -> dict[str, Any]:
     }
 
 
-def variants(arch: str, out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) -> Iterator[Variant]:
-    """Every variant that `linear` can need on an architecture. out_dtypes: of results."""
+@recorded
+def variants(out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) -> None:
+    """Every variant that `linear` can need. out_dtypes: of results."""
+    tiles, base = TILES.get(architecture()), base_tile(architecture())
     for out_dtype in out_dtypes:
-        every = TILES[arch].every(out_dtype) if arch in TILES else ()
-        for tile in dict.fromkeys((*every, base_tile(arch))):
-            yield from variants_of(tile, out_dtype, arch)
+        for tile in dict.fromkeys((*(tiles.every(out_dtype) if tiles else ()), base)):
+            variants_of(tile, out_dtype)
 
 
-def variants_of(tile: Tile, out_dtype: torch.dtype, arch: str) -> Iterator[Variant]:
+@recorded
+def variants_of(tile: Tile, out_dtype: torch.dtype) -> None:
     """Every variant of a tile; those of the base tile have all forms of operands."""
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-    dtype, out = torch.bfloat16, {"OUT": pointer_type(out_dtype)}
-    if tile.described:
-        blocks = {"X": tile.rows, "W": tile.columns}
-        types = {name: descriptor_type(dtype, [size, tile.depth]) for name, size in blocks.items()}
-        constants = _described_constants(tile, arch)
-        yield Variant.from_types(described_product_kernel, types | out, constants, **options)
-        return
-    types = dict.fromkeys(("X", "W"), pointer_type(dtype)) | out
-    for fast, few in ((True, True), (True, False), *([(False, True)] if tile == base_tile(arch) else [])):
-        yield Variant.from_types(product_kernel, types, _constants(tile, fast, few, arch), **options)
+    for alignment in (WIDE, 1)[: 1 + (tile == base_tile(architecture()))]:
+        x, weight = (
+            meta_rows(n, tile.depth, dtype=torch.bfloat16, alignment=alignment) for n in (tile.rows, tile.columns)
+        )
+        out = meta_rows(tile.rows, tile.columns, dtype=out_dtype, alignment=alignment)
+        for rows in (1, tile.rows):
+            product(x[:rows], weight, out[:rows], tile)

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
+import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import Constants, launch
 from dsv4attn.backends._triton.layer.kernels_ranks import keep_kernel, own_kernel, place_kernel
 from dsv4attn.backends._triton.layer.select import select
@@ -89,11 +89,12 @@ def _keep_form(ranks: int, topk: int) -> tuple[Constants, int] | None:
     return Constants({"BLOCK": block, "RANKS": together}), min(max(together * block // 256, 4), 16)
 
 
-def variants(topk: int) -> Iterator[Variant]:
-    """Every variant that this module can need, without the variants of `select`."""
-    types = dict.fromkeys(("SCORES", "PLACED_SCORES"), "*fp32")
-    for kernel in (place_kernel, own_kernel):
-        yield Variant.from_types(kernel, types, _constants(topk))
-    for ranks in range(1, MOST_RANKS.bit_length()):
-        if form := _keep_form(1 << ranks, topk):
-            yield Variant.from_types(keep_kernel, types, form[0], num_warps=form[1])
+@recorded
+def variants(topk: int) -> None:
+    """Every variant that this module can need, without those of `select` that only long rows have."""
+    out = meta_rows(1, topk)
+    for ranks in (1 << i for i in range(1, MOST_RANKS.bit_length())):
+        numbers, scores = meta_rows(ranks, 1, topk), meta_rows(ranks, 1, topk, dtype=torch.float32)
+        # of more ranks than there are candidates, which takes three launches
+        for size in (ranks, ranks + 1):
+            choose(Ownership(0, size), numbers, scores, out, ranks * topk)

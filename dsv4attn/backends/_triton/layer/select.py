@@ -5,16 +5,17 @@ A row is selected by one program. Where rows are few and long, several programs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel
 from dsv4attn.backends._triton.layer.scratch import rows_at_once
@@ -25,7 +26,6 @@ __all__ = [
     "LANES",
     "MOST",
     "Plan",
-    "list_variant",
     "maxima_run",
     "plan_in_parts",
     "planned",
@@ -239,6 +239,7 @@ def select(
         ),
         constants,
         num_warps=warps,
+        spills=SPILLS if plan.many else 0,
     )  # fmt: skip
 
 
@@ -271,6 +272,7 @@ def write_lists(
         ),
         constants,
         num_warps=warps,
+        spills=SPILLS,
     )  # fmt: skip
 
 
@@ -303,38 +305,21 @@ def _choose_constants(
     return {**constants, "SPLITS": SPLITS if split else 1, "LONG": long, "ALIGNED": aligned}, tile.warps
 
 
+@recorded
 def variants(
-    topk: int,
-    max_entries: int,
-    arch: str,
-    *,
-    aligned: bool = True,
-    proposes: bool = False,
-    of_blocks: bool = False,
-) -> Iterator[Variant]:
+    topk: int, max_entries: int, *, aligned: bool = True, proposes: bool = False, of_blocks: bool = False
+) -> None:
     """Every variant that `select` can need with rows of up to max_entries.
 
     aligned: whether rows are, to 16 bytes. proposes: whether entries may be `proposed` too. of_blocks: whether columns
     are of `blocks`.
     """
-    block = block_of(topk)
-    fp32 = {"SCORES": "*fp32", "MAXIMA": "*fp32"}
-    for rows in (WIDE,) if aligned else (WIDE, 1):
-        for long in (False, True)[: 1 + (max_entries > block)]:
-            for split in (False, True)[: 1 + (max_entries > SPLIT_LENGTH)]:
-                for many in (False, True)[: 1 + (long and not split)]:
-                    if long or not split:
-                        constants, warps = _choose_constants(block, long, split, many, rows, arch)
-                        for sent in ("none", "*fp32")[: 1 + proposes]:
-                            types = {**fp32, "SENT": sent, "BLOCKS": "*i32" if of_blocks else "none"}
-                            variant = Variant.from_types(choose_kernel, types, constants, num_warps=warps)
-                            yield evolve(variant, spills=SPILLS if many else 0)
-        if max_entries > SPLIT_LENGTH:
-            yield list_variant(topk, rows)
-
-
-def list_variant(topk: int, aligned: int = WIDE, lanes: int = 0) -> Variant:
-    """The variant of `write_lists`."""
-    constants, warps = _list_constants(block_of(topk), aligned, lanes or LANES)
-    variant = Variant.from_types(list_kernel, {"SCORES": "*fp32", "MAXIMA": "*fp32"}, constants, num_warps=warps)
-    return evolve(variant, spills=SPILLS)
+    cores = multiprocessors()
+    lengths = sorted({min(block_of(topk), max_entries), max_entries})
+    # rows that are listed in parts where they are long; that are not; and many
+    for rows, entries, alignment in product((1, cores, 2 * cores), lengths, (WIDE,) if aligned else (WIDE, 1)):
+        scores = meta_rows(rows, round_up(entries, 4), dtype=torch.float32, alignment=alignment)
+        out, blocks = meta_rows(rows, topk), (meta_rows(rows, 1), 1) if of_blocks else None
+        for sent in (None, scores[:, :topk])[: 1 + proposes]:
+            proposed = None if sent is None else (_ALL, sent)
+            select(scores, None, out[:, 0], out, entries, run=0, proposed=proposed, blocks=blocks)

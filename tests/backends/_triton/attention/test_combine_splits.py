@@ -12,8 +12,12 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton.attention.meta_calls import meta_calls, meta_pages
+from dsv4attn.backends._triton.launching.recorded import meta_cache
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
 from dsv4attn.backends._triton.tuning import Tuning, padded
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.testing.factories import tiny_geometry
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
 from tests.backends._triton.attention.mutants import mutate
 from tests.backends._triton.cache.caches import DEVICE
@@ -174,12 +178,11 @@ def test_parts_without_keys_after_a_row_and_rows_beside_it_change_no_bits(dtype:
 def test_a_tuning_says_how_many_are_loaded_together(parts: int) -> None:
     tuning = Tuning(heads=16, keys=16, reduce_parts=parts)
     trial = Trial(layouts=(TINY,), widths=(40,), tokens=1, splits=3, tuning=tuning)
-    shape = attention_launch.Shape(
-        4, 24, 8, (attention_launch.Segment.of(TINY, aligned=True),), torch.bfloat16, 8, ragged=False
-    )
     with observed() as seen:
         trial.check()
-    listed = attention_launch.variants(shape, tuning, sinks=[True], lses=[True])
+    layer = tiny_geometry(head_dim=32, rope_dim=8).layer_of_kind(LayerKind.SWA)
+    calls = meta_calls(layer, meta_pages([meta_cache(TINY)]), torch.bfloat16, sinks=[True], lses=[True])
+    listed = attention_launch.variants(calls, tuning)
 
     for variants in (seen, listed):
         assert [dict(variant.constants)["N"] for variant in variants if variant.name == "reduce"] == [parts]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.index_ops import builder as kernels
 from dsv4attn.backends._triton.index_ops import dense as index_kernels
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
@@ -216,7 +216,7 @@ def test_a_build_of_all_kinds_is_a_handful_of_launches_of_foreseen_forms() -> No
         builder.build_for(batch, [LayerKind.SWA])
 
     assert len(seen) == 7 + 4
-    assert set(seen) <= {*kernels.variants(builder.geometry.window), *index_kernels.variants(architecture())}
+    assert set(seen) <= {*kernels.variants(builder.geometry.window), *index_kernels.variants()}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -232,7 +232,7 @@ def test_a_build_of_one_rank_is_as_many_launches_and_equals_one_with_torch(rank:
             builds.append(builder.build_for(batch, list(LayerKind)))
         if ops is kernels.BUILDER_OPS:
             assert len(seen) == 7
-            assert set(seen) <= {*kernels.variants(builder.geometry.window), *index_kernels.variants(architecture())}
+            assert set(seen) <= {*kernels.variants(builder.geometry.window), *index_kernels.variants()}
 
     for kind in LayerKind:
         expected = dict(tensors(builds[1][kind]))

@@ -11,18 +11,20 @@ from collections.abc import Iterator
 from itertools import islice
 
 import torch
+from attrs import evolve
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton.attention.meta_calls import meta_calls, meta_pages
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.compiling.aot import cross_compile
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense
-from dsv4attn.backends._triton.layer import output
-from dsv4attn.backends._triton.layer.hyper_connections_variants import StreamForms
-from dsv4attn.backends._triton.layer.hyper_connections_variants import variants as stream_variants
+from dsv4attn.backends._triton.launching.recorded import meta_cache
+from dsv4attn.backends._triton.layer import hyper_connections, output
 from dsv4attn.backends._triton.tuning import HOPPER
 from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
 WAIT = "griddepcontrol.wait;"
 PREFETCH = "cp.async.bulk.prefetch.L2.global"
@@ -33,20 +35,19 @@ BF16 = torch.bfloat16
 def forms(arch: str) -> Iterator[Variant]:
     """A few forms of each kernel between the projections of q and of the output."""
     record = KVCacheLayout.fp8_ds_mla()
-    yield from islice(dense.variants(arch), 1)
+    yield next(form for form in dense.variants(arch=arch) if form.name == "translate_kernel")
     yield from islice(insert.variants(record, 64, BF16, arch=arch), 3)
     projections = [*output.variants(64, 512, 64, 8, 1024, BF16, arch=arch)]
     yield from projections[:2]
     yield from [form for form in projections if dict(form.constants).get("AHEAD")][:1]
-    shape = attention_launch.Shape(
-        16, 448, 64, (attention_launch.Segment.of(record, aligned=True),), BF16, 8, ragged=False
-    )
-    streams = [*stream_variants(StreamForms(4, 4096, BF16, arch=arch), BF16)]
+    layer = evolve(ModelGeometry.preset("flash").layer_of_kind(LayerKind.SWA), num_heads=16)
+    calls = meta_calls(layer, meta_pages([meta_cache(record)]), BF16, sinks=(False,), lses=(False,))
+    streams = hyper_connections.variants(4, 4096, BF16, BF16, arch=arch)
     # the first forms are those of few tokens
     for name in ("products_kernel", "post_products_kernel", "mix_kernel"):
         yield next(form for form in streams if form.name == name)
     tuning = HOPPER.on(arch)
-    yield from islice(attention_launch.variants(shape, tuning, sinks=(False,), lses=(False,)), 3)
+    yield from attention_launch.variants(calls, tuning, arch=arch)
 
 
 def waits_of(form: Variant, arch: str) -> dict[str, object]:

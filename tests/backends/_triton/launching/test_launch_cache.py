@@ -138,8 +138,8 @@ def test_every_kernel_of_a_backend_can_be_launched_again(facts: dict[str, Any]) 
 
 
 def test_equal_numbers_of_different_types_are_different_forms() -> None:
-    assert launch_cache._typed({"A": 1}) != launch_cache._typed({"A": True}) != launch_cache._typed({"A": 1.0})
-    assert launch_cache._typed({"A": 1}) == launch_cache._typed({"A": 1})
+    assert launch_cache.typed({"A": 1}) != launch_cache.typed({"A": True}) != launch_cache.typed({"A": 1.0})
+    assert launch_cache.typed({"A": 1}) == launch_cache.typed({"A": 1})
 
 
 def test_constants_are_equal_to_themselves_alone() -> None:

@@ -20,6 +20,7 @@ from dsv4attn.backends._triton.layer import (
     candidates,
     compress,
     few_rows,
+    hyper_connections,
     index_logits,
     index_query,
     latents,
@@ -28,7 +29,6 @@ from dsv4attn.backends._triton.layer import (
     ranks,
     select,
 )
-from dsv4attn.backends._triton.layer import hyper_connections_variants as mixing
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import FEW, tile_of, tuning_for
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 
@@ -43,7 +43,7 @@ def streams(arch: str) -> Iterator[Variant]:
     Of two with as many splits that with fewer warps, whose threads have more to hold.
     """
     tuning, mixes = tuning_for(arch), []
-    for variant in dict.fromkeys(mixing.variants(mixing.StreamForms(4, 7168, BF16, arch=arch), BF16)):
+    for variant in hyper_connections.variants(4, 7168, BF16, BF16, arch=arch):
         constants = dict(variant.constants)
         tile = tile_of(tuning, FEW + 1, 4, BF16, 16, fused="OUT_ALIGNED" in constants)
         if {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "MIXES": 24}.items() <= constants.items():
@@ -55,8 +55,9 @@ def streams(arch: str) -> Iterator[Variant]:
 
 def wide_streams(arch: str) -> Iterator[Variant]:
     """Hyper-connections: the second launch for rows of two blocks, with a norm whose weight is fp32."""
-    wide = mixing.StreamForms(4, 2**14, BF16, arch=arch)
-    yield from mixing.mix_variants(wide, torch.float32, 2**14 // 64, 16, FEW + 1)
+    forms = hyper_connections.variants(4, 2**14, BF16, torch.float32, arch=arch)
+    mixes = [form for form in forms if dict(form.types).get("NORM") == "*fp32"]
+    yield max(mixes, key=lambda form: (dict(form.constants)["SPLITS"], -form.num_warps))
 
 
 def codes(arch: str, fp8_format: Fp8Format) -> Iterator[Variant]:
@@ -81,7 +82,7 @@ def decoded_codes(arch: str) -> Iterator[Variant]:
 
 def multiplied(arch: str) -> Iterator[Variant]:
     """Products of bf16: the base tile, of rows of any form, and the largest tiles of results in bf16 and in fp32."""
-    for variant in products.variants(arch):
+    for variant in products.variants(arch=arch):
         constants, of_fp32 = dict(variant.constants), dict(variant.types)["OUT"] == "*fp32"
         if is_large(variant) or (constants.get("WHOLE") is False and not of_fp32):
             yield variant
@@ -95,23 +96,25 @@ def is_large(variant: Variant) -> bool:
 
 def turned(arch: str) -> Iterator[Variant]:
     """The output projection in bf16 whose rotation is undone before: its products with the largest tiles."""
-    for variant in projection.turned_variants(64, 448, 64, 8, 1024, arch):
+    for variant in projection.variants(64, 448, 64, 8, 1024, BF16, BF16, arch=arch):
+        if variant.name == "project_kernel":
+            continue
         if variant.name == "turn_back_kernel" or is_large(variant) or dict(variant.constants)["BLOCK_M"] == 64:
             yield variant
 
 
 def of_few_rows(arch: str) -> Iterator[Variant]:
     """Products of codes with few rows."""
-    yield from few_rows.variants_of(few_rows.FewTile(16, 64, 128, 4, 4), BF16, torch.float32, arch)
-    yield from few_rows.variants_of(few_rows.FewTile(64, 64, 128, 4, 3), BF16, torch.uint8, arch)
+    yield from few_rows.variants_of(few_rows.FewTile(16, 64, 128, 4, 4), BF16, torch.float32, arch=arch)
+    yield from few_rows.variants_of(few_rows.FewTile(64, 64, 128, 4, 3), BF16, torch.uint8, arch=arch)
 
 
 def selection(arch: str) -> Iterator[Variant]:
     """Scores with maxima, of pages of any size, and the selection of 512 entries in rows that do not fit registers."""
-    for variant in index_logits.variants(KVCacheLayout.index_fp8(), 64, arch, aligned=True):
+    for variant in index_logits.variants(KVCacheLayout.index_fp8(), 64, arch=arch):
         if dict(variant.constants)["STRIDE"] == 0 and dict(variant.types)["MAXIMA"] != "none":
             yield variant
-    for variant in select.variants(512, 2**18, arch):
+    for variant in select.variants(512, 2**18, arch=arch):
         if dict(variant.constants).get("LONG"):
             yield variant
 

@@ -16,12 +16,10 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch, observed
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
 from dsv4attn.backends._triton.layer import hyper_connections as hc
 from dsv4attn.backends._triton.layer import hyper_connections_tuning as hc_tuning
-from dsv4attn.backends._triton.layer import hyper_connections_variants as hc_variants
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import Block, Tile, Tuning
-from dsv4attn.backends._triton.layer.hyper_connections_variants import StreamForms
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.testing import oracle_layer
@@ -77,9 +75,8 @@ def with_tuning(tuning: Tuning, few: int = 4, fixed: Tuning | None = None) -> It
         return fixed if deterministic and fixed is not None else tuning
 
     with ExitStack() as stack:
-        for module in (hc, hc_variants):
-            stack.enter_context(mock.patch.object(module, "tuning_for", tuning_for))
-        for module in (hc, hc_variants, hc_tuning):
+        stack.enter_context(mock.patch.object(hc, "tuning_for", tuning_for))
+        for module in (hc, hc_tuning):
             stack.enter_context(mock.patch.object(module, "FEW", few))
         yield
 
@@ -430,16 +427,12 @@ def test_temporaries_stay_within_their_bound() -> None:
 
 
 def foreseen_variants(call: StreamsCall, **forms: Any) -> set[Variant]:
-    """Those of V4 and V4.1 for streams and a norm like these. forms: more fields of `StreamForms`."""
+    """Those of V4 and V4.1 for streams and a norm like these. forms: more arguments of `hc.variants`."""
     _, n, hidden = call.residual.shape
     norm_dtype = None if call.weights.norm_weight is None else call.weights.norm_weight.dtype
     forms["sinkhorn_eps"] = call.weights.hc_sinkhorn_eps
-    streams = StreamForms(n, hidden, call.residual.dtype, arch=architecture(), **forms)
-    return {
-        variant
-        for delayed in (False, True)
-        for variant in hc_variants.variants(evolve(streams, delayed=delayed), norm_dtype)
-    }
+    sizes = n, hidden, call.residual.dtype, norm_dtype
+    return {variant for delayed in (False, True) for variant in hc.variants(*sizes, delayed=delayed, **forms)}
 
 
 def launched_variants(call: StreamsCall, **options: Any) -> set[Variant]:
@@ -490,7 +483,7 @@ def test_warm_up_of_a_deterministic_backend_foresees_only_what_is_launched(
 def test_promises_of_alignment_only_take_variants_away() -> None:
     for dtype, delayed in product((torch.bfloat16, torch.float32), (False, True)):
         aligned, unaligned = (
-            set(hc_variants.variants(StreamForms(4, 4096, dtype, delayed=delayed, aligned=aligned), torch.bfloat16))
+            set(hc.variants(4, 4096, dtype, torch.bfloat16, delayed=delayed, aligned=aligned))
             for aligned in (True, False)
         )
         assert aligned < unaligned

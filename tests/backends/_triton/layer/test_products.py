@@ -298,7 +298,7 @@ def test_parts_of_a_product_are_its_columns(monkeypatch: pytest.MonkeyPatch) -> 
 
 @each_tile
 def test_warm_up_foresees_every_form_that_is_launched(tile: Tile) -> None:
-    foreseen = {*products.variants("sm_90"), *products.variants(architecture())}
+    foreseen = {*products.variants(arch="sm_90"), *products.variants()}
     with observed() as seen:
         for seed, (rows, columns, depth, pad) in enumerate([(1, 16, 128, 8), (300, 32, 128, 0), (5, 33, 100, 3)]):
             x, weight = factors(rows, columns, depth, seed, pad)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.layer import kernels_ranks, ranks, select
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -163,13 +163,13 @@ def test_scores_of_candidates_are_those_of_the_selection(split: int, monkeypatch
                 assert numbers[row].tolist() == [-7, *(ownership.entry(n) if n >= 0 else -1 for n in local), -7]
                 assert [*map(str, sent[row].tolist())] == [*map(str, [0.0, *expected])]
         for aligned in (False, True):
-            forms |= {*select.variants(topk, 100, architecture(), aligned=aligned, proposes=True)}
+            forms |= {*select.variants(topk, 100, aligned=aligned, proposes=True)}
         # compiled kernels keep their blocks: rows that fit them are split here alone
         assert {*seen} <= forms or (split == 32 and not INTERPRETED)
 
 
 def foreseen(topk: int) -> set[Variant]:
-    return {*ranks.variants(topk), *select.variants(topk, 4096, "cpu", aligned=False)}
+    return {*ranks.variants(topk), *select.variants(topk, 4096, aligned=False)}
 
 
 @pytest.mark.parametrize(("size", "topk"), [(1, 8), (2, 16), (3, 8), (4, 512), (16, 2)])

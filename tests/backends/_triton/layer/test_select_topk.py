@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.layer import kernels_select, scratch, select
 from dsv4attn.backends._triton.layer import ops as layer_ops
 from dsv4attn.testing import oracle_layer
@@ -318,7 +318,7 @@ def test_warm_up_foresees_every_form_that_is_launched(
                     Case(0, "normal", 4, size, maxima=maxima, split=split, apart=-size % 4 if aligned else 1).agrees()
 
                 assert seen
-                assert set(seen) <= set(select.variants(4, size, architecture(), aligned=aligned and size % 4 == 0))
+                assert set(seen) <= set(select.variants(4, size, aligned=aligned and size % 4 == 0))
 
 
 # bugs that must be found

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import architecture, observed
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import candidates, index_logits, ops, scratch, select
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -177,9 +177,9 @@ def test_warm_up_foresees_every_form_that_is_launched() -> None:
             ops.layer_ops().select_topk_of_candidates(query, cache, token_map, out, size, out, 300)
         expected = {
             *candidates.variants(size, 16),
-            *index_logits.variants(cache.layout, 2, architecture(), block_size=size, places=16),
-            *select.variants(16, 300, architecture()),
-            *select.variants(16, 16 * size, architecture(), of_blocks=True),
+            *index_logits.variants(cache.layout, 2, block_size=size, places=16),
+            *select.variants(16, 300),
+            *select.variants(16, 16 * size, of_blocks=True),
         }
         assert set(seen) <= expected
         assert len({variant.name for variant in seen}) == 4
