@@ -212,12 +212,13 @@ def test_every_backend_has_the_same_files() -> None:
     """`compat`: a compiler's names in its releases. `leading_values`: attention that only a front door calls.
 
     `small_decode`: decodes of few tokens. `few_heads`: ranks of few heads. `ptx`: text of inline assembly, which is no
-    kernel. `key_format`: formats of keys. `flashinfer`: calls of that library. Functions under the names of other
-    libraries stand in `dsv4attn/compat`.
+    kernel. `key_format`: formats of keys. `meta_calls`: calls on tensors without memory. `served`: what kernels serve,
+    without torch. `flashinfer`: calls of that library. Functions under the names of other libraries stand in
+    `dsv4attn/compat`.
     """
     needed, allowed = (
         {"__init__", "launch"},
-        {"kernels", "tuning", "metadata", "explain_notes", "probe", "support"}
+        {"kernels", "tuning", "metadata", "explain_notes", "probe", "served", "support"}
         | {
             "compat",
             "few_heads",
@@ -227,6 +228,7 @@ def test_every_backend_has_the_same_files() -> None:
             "index_select",
             "key_format",
             "leading_values",
+            "meta_calls",
             "ops",
             "output",
             "ptx",

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from dsv4attn.backends._triton.support import index_notes
-from dsv4attn.backends.sm120.probe import FORMATS, HEADS, OLDEST, InstalledFlashInfer, reasons
+from dsv4attn.backends.sm120.probe import FORMATS, HEADS, OLDEST, InstalledFlashInfer
+from dsv4attn.backends.sm120.served import ARCHS, reasons
 from dsv4attn.core.contract.device import DeviceFacts, version_of
 from dsv4attn.core.contract.problem import Problem
 
-__all__ = ["ARCHS", "notes"]
+__all__ = ["notes"]
 
-ARCHS = ("sm_12*",)
-"""Architectures on which FlashInfer is used."""
 _NEWEST = "0.7.2"
 
 

@@ -16,7 +16,8 @@ from attrs import define, evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
-from dsv4attn.backends.sm120.probe import TILE, InstalledFlashInfer, find, forget, reasons, record_of
+from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget
+from dsv4attn.backends.sm120.served import TILE, reasons, record_of
 from dsv4attn.core.cache.layout import KVCacheLayout, check_layout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, Run

@@ -11,10 +11,10 @@ from attrs import evolve
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends.sm120 import flashinfer
-from dsv4attn.backends.sm120.explain_notes import ARCHS
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.flashinfer_launches import variants
 from dsv4attn.backends.sm120.probe import HEADS
+from dsv4attn.backends.sm120.served import ARCHS, reasons
 from dsv4attn.backends.sm120.tuning import TUNING
 from dsv4attn.core.contract.backend import AttentionCall, Capabilities, KeyForm, Phase, Products, Run
 from dsv4attn.core.contract.device import DeviceFacts
@@ -109,7 +109,7 @@ class Sm120Backend(TritonBackend):
             return [vendor]
         compressed = None if layer.kind is LayerKind.SWA else CacheFacts()
         problem = Problem(phase.value, layer, CacheFacts(), compressed, layer.topk, window_columns=window)
-        against = flashinfer.reasons(vendor.installed, problem, tokens=tokens, in_range=self._in_range)
+        against = reasons(vendor.installed, problem, tokens=tokens, in_range=self._in_range)
         if against and self._kernel == FLASHINFER:
             first = against[0]
             raise UnsupportedError(first.code, expected=first.allowed, actual=first.actual, hint=first.cure)

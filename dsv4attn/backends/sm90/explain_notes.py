@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from dsv4attn.backends._triton.support import index_notes
+from dsv4attn.backends.sm90.served import MOST_TOPK, against
 from dsv4attn.backends.sm90.tuning import (
     LONGEST_BY_GROUPS,
     MOST_BY_GROUPS,
@@ -15,19 +16,11 @@ from dsv4attn.backends.sm90.tuning import (
     in_one_launch,
 )
 from dsv4attn.core.contract.device import DeviceFacts
-from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.layer_geometry import LayerGeometry, LayerKind
 
-__all__ = ["MOST_HEADS", "notes"]
+__all__ = ["notes"]
 
-_V4, _CODES, _NIBBLES = ("fp8_ds_mla", "e4m3fn", 64), ("v41_fp8", "e4m3fn", 32), ("v41_fp4", "e2m1", 16)
-_NVFP4 = ("v4_nvfp4", "e2m1", 16)
-_EQUAL = (_V4, _NVFP4, _CODES)
-_RECORDS = {*((record,) for record in _EQUAL), *((record, record) for record in _EQUAL), (_CODES, _NIBBLES)}
-MOST_HEADS = 128
-"""Most heads of a layer. More heads take more than two blocks of 64, which has not been tested."""
-MOST_TOPK = 1024
-"""Most entries that the kernels for Hopper select."""
 UNITS = 132
 """Multiprocessors of an H100 and an H200 with SXM."""
 
@@ -67,7 +60,7 @@ def _prefill_notes(problem: Problem) -> Iterator[str]:
 
     Deterministic prefill reads pages.
     """
-    if problem.phase != "prefill" or problem.swa.layout == "rows" or _obstacles(problem) or problem.deterministic:
+    if problem.phase != "prefill" or problem.swa.layout == "rows" or against(problem) or problem.deterministic:
         return
     layer = problem.layer
 
@@ -100,7 +93,7 @@ def _gathered_rows(layer: LayerGeometry, context: int, tokens: int) -> int:
 
 def _attention_note(problem: Problem) -> str:
     """The kernel that serves the problem. If it is the shared kernel: every reason."""
-    obstacles = _obstacles(problem)
+    obstacles = against(problem)
     if obstacles:
         return f"the shared Triton kernel: {'; '.join(obstacles)}"
     for_few_tokens = "; the same in both phases, and no row is split" if problem.deterministic else ""
@@ -111,31 +104,3 @@ def _attention_note(problem: Problem) -> str:
     if few_heads_costs(problem.layer.num_heads) and problem.swa.layout == "fp8_ds_mla" and not problem.deterministic:
         for_few_tokens += "; its kernel for few heads where that is faster"
     return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{for_few_tokens}"
-
-
-def _obstacles(problem: Problem) -> Sequence[str]:
-    """Every reason why the Gluon kernels do not serve a problem."""
-    obstacles = []
-    layer = problem.layer
-    if problem.q_dtype != "bfloat16":
-        obstacles.append(f"q is {problem.q_dtype}, not bfloat16")
-    if (layer.nope_dim, layer.rope_dim) != (448, 64):
-        obstacles.append(f"keys of {layer.nope_dim} + {layer.rope_dim} dims, not 448 + 64")
-    if layer.num_heads > MOST_HEADS:
-        obstacles.append(f"{layer.num_heads} heads, more than {MOST_HEADS}")
-    caches = [cache for cache in (problem.swa, problem.compressed) if cache is not None]
-    rows = len(caches) == 1 and _layout_and_dtype(caches[0]) == ("rows", "bfloat16")
-    records = [(*_layout_and_dtype(cache), cache.group_size) for cache in caches]
-    if not rows and tuple(records) not in _RECORDS:
-        obstacles.append(
-            "caches that are not all fp8_ds_mla of e4m3fn, nor v4_nvfp4 or v41_fp8, nor v41_fp8 and v41_fp4"
-        )
-    elif len({cache.arrangement for cache in caches}) > 1 or (_V4 in records and caches[0].arrangement != "split"):
-        obstacles.append(
-            "scales elsewhere: expected after the page's records in fp8_ds_mla, and alike in V4.1's two caches"
-        )
-    return obstacles
-
-
-def _layout_and_dtype(cache: CacheFacts) -> tuple[str, str]:
-    return cache.layout, cache.dtype

@@ -11,9 +11,9 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     NIBBLE_PAGES,
     NVFP4_PAGES,
 )
-from dsv4attn.core.cache.layout import Arrangement
+from dsv4attn.backends.sm90.served import KeyKind, Keys
 
-__all__ = ["PAGES", "ROWS", "V4_RECORDS", "KeyFormat"]
+__all__ = ["PAGES", "ROWS", "V4_RECORDS", "KeyFormat", "format_of"]
 
 
 class KeyFormat(NamedTuple):
@@ -39,7 +39,18 @@ class KeyFormat(NamedTuple):
 
 PAGES, ROWS = KeyFormat(FP8_PAGES.value), KeyFormat(BF16_ROWS.value)
 V4_RECORDS = {
-    ("fp8_ds_mla", Arrangement.SPLIT, 64, 8): PAGES,
-    ("v4_nvfp4", Arrangement.SPLIT, 16, 32): KeyFormat(NVFP4_PAGES.value),
+    KeyKind.FP8: PAGES,
+    KeyKind.NVFP4: KeyFormat(NVFP4_PAGES.value),
 }
-"""Records of 448 codes and 64 bf16 values, by name, arrangement, codes under a scale, and bytes of scales."""
+"""Records of 448 codes and 64 bf16 values."""
+_NUMBERS = {
+    KeyKind.CODES: CODE_PAGES.value,
+    KeyKind.NIBBLES: NIBBLE_PAGES.value,
+    KeyKind.ROWS: BF16_ROWS.value,
+    **{kind: key_format.number for kind, key_format in V4_RECORDS.items()},
+}
+
+
+def format_of(keys: Keys) -> KeyFormat:
+    """The format of the keys that `served` says are read."""
+    return KeyFormat(_NUMBERS[keys.kind], keys.interleaved)

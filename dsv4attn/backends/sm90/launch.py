@@ -31,11 +31,11 @@ from dsv4attn.backends.sm90 import (
     output,
     small_decode,
 )
-from dsv4attn.backends.sm90.explain_notes import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
-from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, FEW, NIBBLE_PAGES, SHORT
-from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat
+from dsv4attn.backends.sm90.kernels_schedule import FEW, SHORT
+from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat, format_of
 from dsv4attn.backends.sm90.meta_calls import NUMBERS, meta_calls
+from dsv4attn.backends.sm90.served import DIM, against_layer, keys_of
 from dsv4attn.backends.sm90.tuning import (
     BF16_ROWS_ROLES,
     PREFILL_COST_MODEL,
@@ -52,7 +52,7 @@ from dsv4attn.backends.sm90.tuning import (
     tile_sizes_of,
 )
 from dsv4attn.core.attention.checks import check_attention_strides
-from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import (
     AttentionCall,
@@ -66,6 +66,7 @@ from dsv4attn.core.contract.backend import (
 )
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.contract.problem import CacheFacts
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.memory.workspace import ALIGNMENT
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
@@ -79,8 +80,8 @@ else:
 
 __all__ = ["Sm90Backend", "variants"]
 
-HEADS, DIM = 64, 512
-"""Heads of a block; dims of a key."""
+HEADS = 64
+"""Heads of a block."""
 ROTATED = 64
 """Rotated dims of raw q."""
 FARTHEST = WIDE * 2**31
@@ -145,7 +146,7 @@ class Sm90Backend(TritonBackend):
 
     def _may_serve(self, layer: LayerGeometry) -> bool:
         """Whether the Gluon kernels serve some calls of a layer."""
-        return layer.num_heads <= MOST_HEADS and layer.head_dim == DIM
+        return not against_layer(layer)
 
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
         """See `contract.Backend`."""
@@ -494,37 +495,25 @@ def _is_wide(tensor: Tensor) -> bool:
     return attention_launch.wide_unit(tensor, *tensor.stride()[:-1]) > 1
 
 
-def _key_format(layouts: Sequence[KVCacheLayout]) -> KeyFormat | None:
+@cache
+def _key_format(*layouts: KVCacheLayout) -> KeyFormat | None:
     """Format of the keys of aligned caches with these layouts; None if the Gluon kernels do not read them."""
-    (first, *others) = layouts
-    v4 = _v4_record(first)
-    if v4 is not None:
-        return v4 if all(_v4_record(other) == v4 for other in others) else None
-    interleaved = first.arrangement is Arrangement.INTERLEAVED
-    if _is_coded(first, "v41_fp8", 32) and all(other.arrangement is first.arrangement for other in others):
-        if all(_is_coded(other, "v41_fp8", 32) for other in others):
-            return KeyFormat(CODE_PAGES.value, interleaved)
-        if all(_is_coded(other, "v41_fp4", 16) for other in others):
-            return KeyFormat(NIBBLE_PAGES.value, interleaved)
-    rows = not first.is_quantised and first.dtype == torch.bfloat16 and first.head_dim == DIM and not others
-    return ROWS if rows else None
-
-
-def _v4_record(layout: KVCacheLayout) -> KeyFormat | None:
-    record = layout.name, layout.arrangement, layout.group_size, layout.scale_bytes
-    is_served = (layout.nope_dim, layout.rope_dim) == (448, 64) and layout.fp8_format is not Fp8Format.FNUZ
-    return V4_RECORDS.get(record) if is_served else None
-
-
-def _is_coded(layout: KVCacheLayout, name: str, group: int) -> bool:
-    dims = layout.coded_dims, layout.plain_dims, layout.group_size
-    return layout.name == name and dims == (DIM, 0, group) and layout.fp8_format is not Fp8Format.FNUZ
+    first = layouts[0]
+    if any((layout.nope_dim, layout.rope_dim) != (first.nope_dim, first.rope_dim) for layout in layouts):
+        return None
+    keys = keys_of([CacheFacts.of(layout, 1) for layout in layouts], (first.nope_dim, first.rope_dim))
+    if isinstance(keys, str):
+        return None
+    # facts of a cache do not have the bytes of its scales, which differ in a layout that is changed by hand
+    records = [layout for layout in layouts if layout.is_quantised]
+    usual = all(layout.scale_bytes == KVCacheLayout.of_record(layout.name).scale_bytes for layout in records)
+    return format_of(keys) if usual else None
 
 
 def _of_pages(keys: Sequence[Any]) -> tuple[KeyFormat, tuple[int, ...]] | None:
     """`_key_format_and_numbers` of keys on pages."""
     caches = [segment.cache for segment in keys]
-    kind = _key_format([cache.layout for cache in caches])
+    kind = _key_format(*(cache.layout for cache in caches))
     if kind is None or any(cache.tensor.data_ptr() % WIDE or cache.page_stride % WIDE for cache in caches):
         return None
     numbers: list[int] = []

@@ -18,7 +18,8 @@ import torch
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
-from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, reasons
+from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find
+from dsv4attn.backends.sm120.served import reasons
 from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import UnsupportedError

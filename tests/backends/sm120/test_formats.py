@@ -11,7 +11,8 @@ import torch
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
-from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget, reasons
+from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget
+from dsv4attn.backends.sm120.served import reasons
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
 from dsv4attn.core.contract.problem import CacheFacts, Reason
 from dsv4attn.errors import Dsv4AttnError

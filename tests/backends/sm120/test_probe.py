@@ -11,7 +11,8 @@ from typing import Any
 import attrs
 import pytest
 
-from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget, reasons
+from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget
+from dsv4attn.backends.sm120.served import reasons
 from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from tests.backends.sm120.decode_calls import installed_flashinfer
@@ -167,8 +168,8 @@ def test_records_of_another_length_and_an_old_version_are_reasons(monkeypatch: p
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     source = (
-        "import sys; import dsv4attn.backends.sm120.probe as p; heavy = {'torch', 'flashinfer', 'triton'};"
-        "print(sorted(heavy & set(sys.modules)))"
+        "import sys, dsv4attn.backends.sm120.served, dsv4attn.backends.sm90.served;"
+        "heavy = {'torch', 'flashinfer', 'triton'}; print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -153,6 +153,7 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
         KVCacheLayout.fp8_ds_mla(arrangement=Arrangement.INTERLEAVED),
         KVCacheLayout.fp8_ds_mla(24, 8, group_size=8),
         evolve(record, group_size=32),
+        evolve(record, scale_padding=1),
         # look-alikes by dims and groups, which V4's word reader would misread
         evolve(record, name="v41_fp8"),
         KVCacheLayout.v41_fp4(),
@@ -161,34 +162,22 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
         KVCacheLayout.rows(24, 8),
     ]
 
-    assert _key_format([record]) == _key_format([record, record]) == PAGES
-    assert _key_format([rows]) == ROWS
-    assert [_key_format(pair) for layout in others for pair in ([layout], [record, layout], [layout, record])] == [
+    assert _key_format(record) == _key_format(record, record) == PAGES
+    assert _key_format(rows) == ROWS
+    assert [_key_format(*pair) for layout in others for pair in ([layout], [record, layout], [layout, record])] == [
         None
     ] * 27
     nvfp4 = KVCacheLayout.of_record("v4_nvfp4")
-    assert _key_format([nvfp4]) == _key_format([nvfp4, nvfp4]) == (4, False)
+    assert _key_format(nvfp4) == _key_format(nvfp4, nvfp4) == (4, False)
     for pair in ([record, nvfp4], [nvfp4, record], [KVCacheLayout.of_record("v4_nvfp4", 36, 6)]):
-        assert _key_format(pair) is None
+        assert _key_format(*pair) is None
     for interleaved, arrangement in enumerate((Arrangement.SPLIT, Arrangement.INTERLEAVED)):
         codes, nibbles = (make(arrangement=arrangement) for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4))
-        assert _key_format([codes]) == _key_format([codes, codes]) == (2, interleaved)
-        assert _key_format([codes, nibbles]) == (3, interleaved)
-        assert (
-            _key_format(
-                [
-                    codes,
-                    evolve(
-                        nibbles,
-                        arrangement=next(
-                            a for a in (Arrangement.SPLIT, Arrangement.INTERLEAVED) if a is not arrangement
-                        ),
-                    ),
-                ]
-            )
-            is None
-        )
-    assert _key_format([rows, rows]) is _key_format([record, rows]) is _key_format([rows, record]) is None
+        assert _key_format(codes) == _key_format(codes, codes) == (2, interleaved)
+        assert _key_format(codes, nibbles) == (3, interleaved)
+        (other,) = {Arrangement.SPLIT, Arrangement.INTERLEAVED} - {arrangement}
+        assert _key_format(codes, evolve(nibbles, arrangement=other)) is None
+    assert _key_format(rows, rows) is _key_format(record, rows) is _key_format(rows, record) is None
 
 
 def served(kv: torch.Tensor, heads: int = 4, **options: Any) -> set[str]:
