@@ -187,7 +187,7 @@ def _missing_packages(info: BackendInfo, error: ImportError) -> list[Reason]:
     reasons = []
     if without_triton:
         without, problem = evolve(device, triton_version=None), Problem.of(ModelGeometry.preset("flash"))
-        reasons = [reason for reason in info.support(without, problem) if reason.code == "TRITON"]
+        reasons = [reason for reason in info.support(without, problem) if reason.code in ("TRITON", "INTERPRETER")]
         missing += [] if reasons else ["triton"]
     packages = [Reason("PACKAGE", f"{name} is not installed", name, install_cure(name, device)) for name in missing]
     return packages + reasons

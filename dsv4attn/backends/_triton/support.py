@@ -51,13 +51,15 @@ def index_notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
 def _of_device(device: DeviceFacts) -> list[Reason]:
     if device.kind not in TRITON_SOURCES:
         return [Reason("DEVICE", device.kind, "a device that Triton drives: cuda, hip or xpu", "ask for reference")]
+    reasons = []
     if device.triton_version is None:
-        return [Reason("TRITON", "no Triton", "Triton 3.6 or newer", TRITON_SOURCES[device.kind])]
-    too_old = _too_old(device)
-    if too_old is not None:
-        return [too_old]
+        reasons.append(Reason("TRITON", "no Triton", "Triton 3.6 or newer", TRITON_SOURCES[device.kind]))
+    elif (too_old := _too_old(device)) is not None:
+        reasons.append(too_old)
     if device.kind == "cpu" and not device.interpreted:
-        return [Reason("INTERPRETER", "a CPU", "an accelerator, or Triton's interpreter", INTERPRETER_CURE)]
+        reasons.append(Reason("INTERPRETER", "a CPU", "an accelerator, or Triton's interpreter", INTERPRETER_CURE))
+    if reasons:
+        return reasons
     number = re.fullmatch(r"sm_(\d+)", device.arch)
     if number and int(number[1]) < _OLDEST:
         return [Reason("ARCH", device.arch, f"sm_{_OLDEST} or newer: bf16 matrix products")]

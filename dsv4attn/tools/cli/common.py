@@ -18,7 +18,7 @@ from dsv4attn.config import AUTO, PHASES
 from dsv4attn.core.contract.devices import DEVICES, KnownDevice, described
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.errors import ArgumentError, UnknownNameError
+from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
 
 if TYPE_CHECKING:
     import click
@@ -169,14 +169,14 @@ def chosen_backend(
     options: options of that backend. facts: arguments of `Problem.of` that differ from the model.
     """
     from dsv4attn.config import load_settings
-    from dsv4attn.selection import load_backend, registered, resolve, select_backend
+    from dsv4attn.selection import load_backend, resolve, select_backend
     from dsv4attn.selection.build import check_reference_ops
 
     layers = [layer for kind in kinds for layer in geometry.layers_of_kind(kind)]
     problems = [Problem.of(layer, phase=phase, **facts) for phase in PHASES for layer in layers]
     check_reference_ops(load_settings(), problems)
     if name is not None and name != AUTO and "=" not in name:
-        registered(name)
+        _check_named(name, problems, device)
     chosen = {
         resolve([p for p in problems if p.phase == phase], backend=name, device=device).require().info.name
         for phase in PHASES
@@ -187,6 +187,26 @@ def chosen_backend(
         actual = f"{' and '.join(sorted(chosen))} sharing the work"
         raise ArgumentError("--option", expected="one backend", actual=actual, hint="set options in dsv4attn.toml")
     return select_backend(*problems, backend=name, device=device)
+
+
+def _check_named(name: str, problems: Sequence[Problem], device: torch.device | str) -> None:
+    """Check that a backend that the command line names runs the problems.
+
+    Raises UnknownNameError for a name that no backend has, and NoBackendError with the cures first. What other backends
+    say is left out: `dsv4attn explain` shows it.
+    """
+    from dsv4attn.selection import explain, registered, registry_of
+
+    registered(name)
+    for phase in PHASES:
+        of_phase = [problem for problem in problems if problem.phase == phase]
+        selection = explain(of_phase, backend=name, device=device, registry=registry_of(name))
+        reasons = next(candidate.reasons for candidate in selection.trace if candidate.name == name)
+        if selection.chosen is None and reasons:
+            cures = ", then ".join(dict.fromkeys(reason.cure for reason in reasons if reason.cure))
+            lines = [f"backend {name!r} cannot run this {phase}{f' -> {cures}' if cures else ''}"]
+            lines += [f"{reason.code}: {reason.actual}, needs {reason.allowed}" for reason in reasons]
+            raise NoBackendError("\n  ".join([*lines, "`dsv4attn explain` shows what other backends say"]))
 
 
 def console() -> Console:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
@@ -27,6 +28,8 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _DEVICE = re.compile(r"[a-z0-9_.*?\[\]-]+")
 _ADAPTERS = ("vllm", "sglang")
 """Names whose distribution, such as dsv4attn-vllm, is one of this project."""
+_WORDS_OF_OPTIONS = ("all", "cpu", "decode", "prefill")
+"""Names that mean something else where a backend is named, as in `DSV4ATTN_BACKEND=decode=NAME`."""
 _SUFFIXES = (".py", ".toml", ".md")
 _WORDS = re.compile("acme1|dsv4attn-acme|dsv4attn_acme|Acme|acme")
 """Words of the template that are replaced: device, distribution, module, class, backend."""
@@ -58,13 +61,11 @@ class NewPlugin:
         if prefix in {"dsv4attn-", "dsv4attn_"}:
             expected = "the backend's name without dsv4attn-, which the package's name begins with"
             raise ArgumentError("NAME", expected=expected, actual=repr(name), hint=f"dsv4attn new-plugin {bare}")
-        if name in (AUTO, *BUILT_IN, *_ADAPTERS):
-            what = (
-                "the word for automatic choice"
-                if name == AUTO
-                else f"taken by dsv4attn{'' if name in BUILT_IN else f'-{name}'}"
-            )
-            raise ArgumentError("NAME", expected="a name that is free", actual=f"{name!r}, which is {what}")
+        taken = dict.fromkeys(BUILT_IN, "taken by dsv4attn") | {n: f"taken by dsv4attn-{n}" for n in _ADAPTERS}
+        taken |= dict.fromkeys(_WORDS_OF_OPTIONS, "a word of options and variables")
+        taken[AUTO] = "the word for automatic choice"
+        if name in taken:
+            raise ArgumentError("NAME", expected="a name that is free", actual=f"{name!r}, which is {taken[name]}")
         arch = (name if device is None else device).strip().lower()
         try:
             arch = device_named(arch).arch
@@ -72,6 +73,10 @@ class NewPlugin:
             if not _DEVICE.fullmatch(arch):
                 expected = "a kind or an architecture of devices, or a shell pattern"
                 raise ArgumentError("--device", expected=expected, actual=repr(device)) from None
+        if fnmatchcase("cpu", arch):
+            actual = f"{device!r}, on which the plugin would be chosen on every CPU"
+            hint = f"leave --device out; asked for by name, {name} runs on a CPU too"
+            raise ArgumentError("--device", expected="an accelerator", actual=actual, hint=hint)
         return cls(name, arch)
 
     @property

@@ -156,7 +156,7 @@ def head(report: Report, *, verbose: bool = True) -> list[str]:
     spent = {"layers": sum(layer.total_s for layer in report.layers), **report.other_s}
     return [
         f"backend {report.backend}{f' ({options})' if options else ''} on {report.device}{threads}",
-        *([f"limits of errors: {_limits(report, limits)}"] if limits else []),
+        *([f"limits of errors: {_limits(limits)}"] if limits else []),
         f"{report.model}{_selected(report)}, cache {report.cache}",
         "whole layers, with random weights",
         *(_cache_lines(report) if verbose else []),
@@ -177,10 +177,9 @@ def _selected(report: Report) -> str:
     return f" with index_topk {topk} instead of {report.model_topk}"
 
 
-def _limits(report: Report, tolerance: Errors) -> str:
-    """The largest errors that are allowed, in one line."""
-    stages = ["stages 1"] if any(_any(report.layers, name) for name in SHARES) else []
-    return ", ".join([*stages, *(f"{name} {getattr(tolerance, name):.1e}" for name in ERRORS)])
+def _limits(tolerance: Errors) -> str:
+    """The largest errors that are allowed, in one line. Limits of shares are 1, which the title of their table says."""
+    return ", ".join(f"{name} {getattr(tolerance, name):.1e}" for name in ERRORS)
 
 
 def _cache_lines(report: Report) -> list[str]:
@@ -333,7 +332,7 @@ def verdict(report: Report) -> Any:  # noqa: ANN401 - as `as_text`
     elif report.ranks is not None and report.ranks.differing:
         text.append("not ok: ranks differ", style="bold red")
     elif rows:
-        said = f"; selection exercised in {selecting:,}" if selecting and report.ranks is None else ""
+        said = f"; {selecting:,} of them selected entries" if selecting and report.ranks is None else ""
         text.append(f"ok: all {rows:,} checked rows are within their limits{said}{on_ranks}", style="green")
     else:
         text.append("nothing was checked", style="yellow")

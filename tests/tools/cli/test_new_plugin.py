@@ -117,6 +117,7 @@ def test_a_bug_in_a_new_plugin_fails_the_kit(machine: Machine) -> None:
         *((name, f"got {name!r}, which is taken by dsv4attn") for name in BUILT_IN),
         ("vllm", "got 'vllm', which is taken by dsv4attn-vllm"),
         ("auto", "got 'auto', which is the word for automatic choice"),
+        *((name, f"got {name!r}, which is a word of options") for name in ("all", "cpu", "decode", "prefill")),
         ("dsv4attn-zephyr", "the backend's name without dsv4attn-"),
         *(
             (name, "lower-case letters and digits")
@@ -139,11 +140,19 @@ def test_a_device_may_be_a_product_or_a_pattern(device: str, arch: str) -> None:
     assert NewPlugin.of("zephyr", None).device == "zephyr"
 
 
-def test_a_device_that_is_no_name_is_refused(machine: Machine) -> None:
-    code, lines = machine.run("new-plugin", "zephyr", "--device", 'a"b', width=400)
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ('a"b', "a kind or an architecture of devices, or a shell pattern"),
+        ("CPU", "an accelerator, got 'CPU', on which the plugin would be chosen on every CPU"),
+        ("*", "an accelerator, got '*', on which"),
+    ],
+)
+def test_a_device_that_is_no_name_or_takes_every_cpu_is_refused(machine: Machine, device: str, said: str) -> None:
+    code, lines = machine.run("new-plugin", "zephyr", "--device", device, width=400)
 
     assert code == 2
-    assert lines[0].startswith("Error: --device: expected a kind or an architecture of devices, or a shell pattern")
+    assert lines[0].startswith(f"Error: --device: expected {said}")
 
 
 def test_a_folder_with_files_is_refused_and_an_empty_one_is_filled(machine: Machine) -> None:

@@ -248,9 +248,9 @@ def test_json_of_whole_layers_has_null_for_what_was_not_compared() -> None:
 def test_the_verdict_counts_the_rows_of_which_selection_left_entries_out() -> None:
     report = whole_report()
     assert report.layers[1].check is not None
-    assert "selection exercised" not in text_of(report)
+    assert "selected entries" not in text_of(report)
     report.layers[1].check.selecting = 2
-    assert "rows are within their limits; selection exercised in 2\n" in text_of(report)
+    assert "rows are within their limits; 2 of them selected entries\n" in text_of(report)
 
 
 def test_a_selection_without_scores_has_no_error_and_is_said_not_to_be_exercised() -> None:
