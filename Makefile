@@ -21,6 +21,10 @@ FLASHINFER_NEEDS := apache-tvm-ffi nvidia-ml-py requests
 # before the newest on the path; both need the same versions of everything else.
 TRANSFORMERS := --no-deps --upgrade --target $(VENV)/transformers transformers==5.23.0
 WITH_TRANSFORMERS := PYTHONPATH=$(CURDIR)/$(VENV)/transformers
+# the oldest torch that is served runs the tests of the reference, without Triton, in an environment of its own.
+OLDEST_TORCH := torch==2.6.0
+OLDEST_TORCH_ENV := .venv-oldest-torch
+OLDEST_TORCH_TESTS := tests/core tests/selection tests/compat/test_flash_mla.py tests/test_config.py tests/test_plugins.py tests/test_single_layer.py
 # adapters for engines are tested against the engines' own Python, with torch for CPUs, in an environment of their own:
 # the engines pin other versions of what `make test` uses. Their compiled parts are not needed, and not installed.
 ENGINES := .venv-engines
@@ -36,7 +40,7 @@ NEWEST ?= $(CURDIR)/$(ENGINES)/newest
 OLDEST_PATH := PYTHONPATH=$(OLDEST):$(CURDIR)/integrations/dsv4attn-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-parallel test test-rest test-slow test-all test-transformers test-engines test-engines-oldest fetch-newest-engines check-engine-internals lint bench docs clean
+.PHONY: help run run-parallel test test-rest test-slow test-all test-transformers test-engines test-engines-oldest test-oldest-torch fetch-newest-engines check-engine-internals lint hooks bench docs wheels-check release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' Makefile
@@ -75,6 +79,10 @@ test-engines-oldest: $(ENGINES)/.stamp-vllm-oldest ## run the tests of vLLM's ad
 	$(OLDEST_PATH) $(ENGINE_BIN)/python -c 'from importlib.metadata import version as v; print("vllm", v("vllm")); assert "$(OLDEST_VLLM)".endswith("==" + v("vllm"))'
 	cd integrations/dsv4attn-vllm && $(OLDEST_PATH) OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
 
+test-oldest-torch: $(OLDEST_TORCH_ENV)/.stamp ## run the tests of the reference with the oldest torch that is served
+	$(OLDEST_TORCH_ENV)/bin/python -c 'import torch; print("torch", torch.__version__); assert torch.__version__.startswith("$(OLDEST_TORCH)".split("==")[1])'
+	OMP_NUM_THREADS=1 $(OLDEST_TORCH_ENV)/bin/python -m pytest -n 2 -m "not (mutation or matrix or slow)" $(OLDEST_TORCH_TESTS) $(ARGS)
+
 fetch-newest-engines: $(ENGINES)/.stamp-sglang ## unpack the Python files of pip's newest vLLM and SGLang for check-engine-internals
 	$(ENGINE_BIN)/python integrations/engine_python.py --target $(NEWEST) vllm sglang
 
@@ -87,14 +95,23 @@ lint: $(VENV)/.stamp-dev ## ruff, codespell, mypy
 	$(BIN)/codespell
 	$(BIN)/mypy
 
+hooks: $(VENV)/.stamp-dev ## let git run the checks of changed files before each commit (pre-commit)
+	$(BIN)/pre-commit install
+
 bench: $(VENV)/.stamp-run ## measure the backends of this machine
 	$(BIN)/dsv4attn bench $(ARGS)
 
 docs: $(VENV)/.stamp-docs ## build the pages of docs/ and an API reference in site/, without a warning
-	$(BIN)/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+wheels-check: $(VENV)/.stamp-release ## build the three packages, check their contents, and run them from their wheels
+	$(BIN)/python release/check.py --draft
+
+release-check: $(VENV)/.stamp-release ## as wheels-check, and refuse what must not be released: the placeholder of the project's address
+	$(BIN)/python release/check.py
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(ENGINES) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(OLDEST_TORCH_ENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dsv4attn tests integrations -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
@@ -127,6 +144,18 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-venv $(INPUTS)
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mkdocstrings needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PIP) -e '.[docs]'
 	@touch $(VENV)/.stamp-run $@
+
+$(VENV)/.stamp-release: $(VENV)/.stamp-venv $(INPUTS)
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the wheel for vLLM needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PIP) -e '.[release]'
+	@touch $(VENV)/.stamp-run $@
+
+$(OLDEST_TORCH_ENV)/.stamp: $(INPUTS) Makefile
+	$(PYTHON) -m venv $(OLDEST_TORCH_ENV)
+	grep -v '^torch==' constraints.txt > $(OLDEST_TORCH_ENV)/constraints.txt
+	$(OLDEST_TORCH_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -c $(OLDEST_TORCH_ENV)/constraints.txt \
+		$(OLDEST_TORCH) -e . pytest pytest-xdist hypothesis setuptools
+	@touch $@
 
 $(ENGINES)/.stamp-base: $(INPUTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the engines need Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -28,8 +28,13 @@ LAYER = (ROOT / "docs" / "layer.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "engine-guide.md").read_text(encoding="utf-8")
 FLASH_MLA = (ROOT / "docs" / "flash-mla.md").read_text(encoding="utf-8")
 COMMANDS = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
-OURS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
-PAGES = [*OURS, *sorted(ROOT.glob("docs/api/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
+OURS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    *OURS,
+    ROOT / "changelog.d" / "README.md",
+    *sorted(ROOT.glob("docs/api/*.md")),
+    *sorted(ROOT.glob("examples/*/*.md")),
+]
 
 
 def python(page: str) -> list[str]:
