@@ -21,7 +21,8 @@ FLASHINFER_NEEDS := apache-tvm-ffi nvidia-ml-py requests
 # before the newest on the path; both need the same versions of everything else.
 TRANSFORMERS := --no-deps --upgrade --target $(VENV)/transformers transformers==5.23.0
 WITH_TRANSFORMERS := PYTHONPATH=$(CURDIR)/$(VENV)/transformers
-# the oldest torch that is served runs the tests of the reference, without Triton, in an environment of its own.
+# the oldest torch that is served runs the tests of the reference, without Triton, in an environment of its own. It names its
+# own sympy.
 OLDEST_TORCH := torch==2.6.0
 OLDEST_TORCH_ENV := .venv-oldest-torch
 OLDEST_TORCH_TESTS := tests/core tests/selection tests/compat/test_flash_mla.py tests/test_config.py tests/test_plugins.py tests/test_single_layer.py
@@ -152,7 +153,7 @@ $(VENV)/.stamp-release: $(VENV)/.stamp-venv $(INPUTS)
 
 $(OLDEST_TORCH_ENV)/.stamp: $(INPUTS) Makefile
 	$(PYTHON) -m venv $(OLDEST_TORCH_ENV)
-	grep -v '^torch==' constraints.txt > $(OLDEST_TORCH_ENV)/constraints.txt
+	grep -v -e '^torch==' -e '^sympy==' constraints.txt > $(OLDEST_TORCH_ENV)/constraints.txt
 	$(OLDEST_TORCH_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -c $(OLDEST_TORCH_ENV)/constraints.txt \
 		$(OLDEST_TORCH) -e . pytest pytest-xdist hypothesis setuptools
 	@touch $@
