@@ -204,7 +204,7 @@ def _check_named(name: str, problems: Sequence[Problem], device: torch.device | 
         reasons = next(candidate.reasons for candidate in selection.trace if candidate.name == name)
         if selection.chosen is None and reasons:
             cures = ", then ".join(dict.fromkeys(reason.cure for reason in reasons if reason.cure))
-            lines = [f"backend {name!r} cannot run this {phase}{f' -> {cures}' if cures else ''}"]
+            lines = [f"backend {name!r} cannot run this call{f' -> {cures}' if cures else ''}"]
             lines += [f"{reason.code}: {reason.actual}, needs {reason.allowed}" for reason in reasons]
             raise NoBackendError("\n  ".join([*lines, "`dsv4attn explain` shows what other backends say"]))
 
