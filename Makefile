@@ -14,8 +14,11 @@ INPUTS := pyproject.toml constraints.txt
 # kernels are tested in Triton's interpreter. Builds of torch for accelerators bring their own Triton, which stays.
 TRITON := triton==3.9.0
 # the sm120 backend's calls are held against the real package. What it needs on a GPU (gigabytes) it does not need for
-# that; so it stands in a folder of its own, which only the tests read, and pip misses nothing in the environment.
-FLASHINFER := --no-deps --upgrade --target $(VENV)/flashinfer flashinfer-python==0.7.2.post1
+# that; so it stands in a folder of its own, which only the tests read, and pip misses nothing in the environment. The
+# oldest that is tested stands in another one, before the newest on the path.
+FLASHINFER := --no-deps --upgrade --target $(VENV)/flashinfer flashinfer-python==0.7.4
+OLDEST_FLASHINFER := --no-deps --upgrade --target $(VENV)/flashinfer-oldest flashinfer-python==0.7.2.post1
+WITH_OLDEST_FLASHINFER := PYTHONPATH=$(CURDIR)/$(VENV)/flashinfer-oldest
 FLASHINFER_NEEDS := apache-tvm-ffi nvidia-ml-py requests
 # the newest transformers that is served stands in constraints.txt; this is the oldest. It stands in a folder of its own,
 # before the newest on the path; both need the same versions of everything else.
@@ -41,7 +44,7 @@ NEWEST ?= $(CURDIR)/$(ENGINES)/newest
 OLDEST_PATH := PYTHONPATH=$(OLDEST):$(CURDIR)/integrations/dsv4attn-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-parallel test test-rest test-slow test-all test-transformers test-engines test-engines-oldest test-oldest-torch fetch-newest-engines check-engine-internals lint hooks bench docs wheels-check release-check clean
+.PHONY: help run run-parallel test test-rest test-slow test-all test-transformers test-flashinfer test-engines test-engines-oldest test-oldest-torch fetch-newest-engines check-engine-internals lint hooks bench docs wheels-check release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' Makefile
@@ -71,6 +74,11 @@ test-all: $(VENV)/.stamp-test ## run all of these
 test-transformers: $(VENV)/.stamp-transformers ## run the tests of the transformers integration with the oldest release
 	$(WITH_TRANSFORMERS) $(BIN)/python -c 'import transformers as t; print("transformers", t.__version__); assert "$(TRANSFORMERS)".endswith("==" + t.__version__)'
 	$(WITH_TRANSFORMERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/integrations tests/core/model/test_configurations.py $(ARGS)
+
+# what differs between releases: signatures, descriptions, metadata
+test-flashinfer: $(VENV)/.stamp-flashinfer ## hold the calls of the sm120 backend against the oldest FlashInfer that is tested
+	$(WITH_OLDEST_FLASHINFER) $(BIN)/python -c 'from importlib.metadata import version as v; print("flashinfer", v("flashinfer-python")); assert "$(OLDEST_FLASHINFER)".endswith("==" + v("flashinfer-python"))'
+	$(WITH_OLDEST_FLASHINFER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k "real or capture or as_they_are" tests/backends/sm120/test_flashinfer_package.py tests/backends/sm120/test_formats.py $(ARGS)
 
 test-engines: $(ENGINES)/.stamp-vllm $(ENGINES)/.stamp-sglang ## run the tests of the engine adapters in integrations/
 	cd integrations/dsv4attn-vllm && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
@@ -133,6 +141,10 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(INPUTS)
 
 $(VENV)/.stamp-transformers: $(VENV)/.stamp-test Makefile
 	$(PIP_WITHOUT_PINS) $(TRANSFORMERS)
+	@touch $@
+
+$(VENV)/.stamp-flashinfer: $(VENV)/.stamp-test Makefile
+	$(PIP_WITHOUT_PINS) $(OLDEST_FLASHINFER)
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(INPUTS)

@@ -5,10 +5,10 @@ interpreter (TRITON_INTERPRET=1), with our kernel. Both phases read pages; nothi
 imported only after this backend was chosen on such a card, and rounds queries and weights to fp8; option
 `kernel=own` gives every call to our kernel, which does not round them.
 
-FlashInfer's formats `fp8_dsv41` and `fp8_dsv41_fp4_ca`, of split V4.1 records, are served where the installed version
-has them. Its format `nvfp4`, of `v4_nvfp4` records, rounds queries and weights to 4 bits: option `kernel=flashinfer`
-asks for it, and otherwise our kernel reads these records. All three follow 0.7.2.post1 and are untested on real
-hardware.
+FlashInfer's formats `fp8_dsv41` and `fp8_dsv41_fp4_ca`, of split V4.1 records, and `fp8_dsv41_inline` and
+`fp8_dsv41_inline_fp4_ca`, of interleaved ones, are served where the installed version has them. Its format `nvfp4`, of
+`v4_nvfp4` records, rounds queries and weights to 4 bits: option `kernel=flashinfer` asks for it, and otherwise our
+kernel reads these records. The formats follow 0.7.2.post1, the inline ones 0.7.4, and are untested on real hardware.
 
 Status: our kernel is correct in the interpreter and on an NVIDIA H200, and compiled for sm_120; calls of FlashInfer's
 follow its package's interface, which tests check without a card. Neither has run on SM120 hardware. `dsv4attn conform

@@ -13,7 +13,7 @@ from dsv4attn.core.contract.problem import Problem
 
 __all__ = ["notes"]
 
-_NEWEST = "0.7.2"
+_NEWEST = "0.7.4"
 
 
 def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
@@ -43,17 +43,13 @@ def _attends(device: DeviceFacts, problem: Problem) -> str:
 
 def _assumed(version: str) -> InstalledFlashInfer:
     """Formats whose kernels round queries to 4 bits are left out: they are used only if FlashInfer is asked for."""
-    config, formats = SimpleNamespace(supports_decode=lambda *_, **__: True), FORMATS if _is_newest(version) else ()
+    config, heads = SimpleNamespace(supports_decode=lambda *_, **__: True), frozenset(HEADS)
     others = tuple(
-        InstalledFlashInfer(version, None, config, frozenset(HEADS), format=cache_format)
-        for cache_format in formats[1:]
-        if not cache_format.is_lossy
+        InstalledFlashInfer(version, None, config, heads, format=cache_format)
+        for cache_format in FORMATS[1:]
+        if not cache_format.is_lossy and cache_format.since <= _numbers(version)
     )
-    return InstalledFlashInfer(version, None, config, frozenset(HEADS), others=others)
-
-
-def _is_newest(version: str) -> bool:
-    return _numbers(version) >= _numbers(_NEWEST)
+    return InstalledFlashInfer(version, None, config, heads, others=others)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

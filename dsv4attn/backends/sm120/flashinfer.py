@@ -1,7 +1,7 @@
 """Attention by FlashInfer on SM120: its wrapper under our contract, in both phases, on pages as they are.
 
-What differs, and is put right here: heads are 8, 16, 32, 64 or 128; an index is absent only if it is negative; above 64
-tokens rows of indices are dense and whole tiles wide; lse has base 2 and counts the sink.
+What differs, and is put right here: above 64 tokens heads are 8, 16, 32, 64 or 128, and rows of indices are dense and
+whole tiles wide; an index is absent only if it is negative; lse has base 2 and counts the sink.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides of a view."""
 _View: TypeAlias = tuple["weakref.ref[Tensor]", _Sizes, Tensor]
 """The tensor of a cache, and a view of its memory in FlashInfer's shape."""
+MIN_PART_HEADS, PART_HEADS = 8, 16
+"""Heads of a part that decode kernels write: 8 for 8 heads of q, else the next multiple of 16."""
 MOST_SHAPES = 1024
 """Most entries of a cache by shapes: more than an engine uses, for its graph sizes and recent eager shapes."""
 _K = TypeVar("_K")
@@ -105,6 +107,9 @@ class FlashInferAttention:
         """Touch no device."""
         self.installed, self.in_range = installed, in_range
         self._capturing, self._lossy = capturing, lossy
+        served = [installed, *(other for other in installed.others if lossy or not other.format.is_lossy)]
+        # scratch is planned before the format of the caches is known
+        self._decode_heads = frozenset.intersection(*[one.heads for one in served])
         self._wrappers: dict[tuple[torch.device, str], Any] = {}
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._forms: dict[tuple[object, ...], _Form] = {}
@@ -122,19 +127,26 @@ class FlashInferAttention:
     def _plan(self, heads: int, tokens: int, width: int, extra: int) -> _Plan:
         plan = self._plans.get((heads, tokens, width, extra))  # every layer of every step asks for the same
         if plan is None:
-            padded = self.installed.padded(heads)
-            if padded is None:
-                most = max(self.installed.heads, default=0)
-                raise UnsupportedError("num_heads", expected=f"at most {most}", actual=heads)
+            padded = self._padded(heads, tokens)
             specs = tuple(self._specs(heads, padded, tokens, width, extra))
             plan = _Plan(padded, padded != heads, not self.in_range, specs, tuple(dtype for _, dtype in specs))
             remember(self._plans, (heads, tokens, width, extra), plan)
         return plan
 
+    def _padded(self, heads: int, tokens: int) -> int:
+        """Heads of q in FlashInfer's call, for every format that is served. Raises UnsupportedError for too many."""
+        is_decode = tokens <= self.installed.max_decode_tokens
+        counts = self._decode_heads if is_decode else self.installed.head_counts(tokens)
+        padded = min((count for count in counts if count >= heads), default=None)
+        if padded is None:
+            raise UnsupportedError("num_heads", expected=f"at most {max(counts, default=0)}", actual=heads)
+        return padded
+
     def _specs(self, heads: int, padded: int, tokens: int, width: int, extra: int) -> Iterator[BufferSpec]:
         if tokens <= self.installed.max_decode_tokens:
             # caches are tiled apart, whichever of them turn out to have keys
-            parts = tokens, padded, -(-width // TILE) - (-extra // TILE)
+            rows = padded if padded == MIN_PART_HEADS else round_up(padded, PART_HEADS)
+            parts = tokens, rows, -(-width // TILE) - (-extra // TILE)
             yield from (((*parts, _DIM), torch.bfloat16), (parts, torch.float32))
         else:
             # prefill kernels write no parts, and still ask for memory of the right types
@@ -317,7 +329,7 @@ class FlashInferAttention:
         problem = Problem("decode", layer, facts[0], second, layer.topk)
         for reason in reasons(self.installed, problem, tokens=call.q.shape[0], in_range=self.in_range):
             raise UnsupportedError(reason.code, expected=reason.allowed, actual=reason.actual, hint=reason.cure)
-        if chosen.padded(layer.num_heads) != self.installed.padded(layer.num_heads):
+        if self._padded(layer.num_heads, call.q.shape[0]) not in chosen.head_counts(call.q.shape[0]):
             expected = f"as many heads after padding as of {self.installed.format.name}"
             raise UnsupportedError("HEADS", expected=expected, actual=layer.num_heads)
         return chosen
@@ -338,6 +350,9 @@ class FlashInferAttention:
                 raise ArgumentError("cache", expected=expected, actual=size)
             if blocks > 1 and cache.page_stride % 16:
                 raise ArgumentError("cache", expected="pages at multiples of 16 bytes", actual=cache.page_stride)
+            if blocks > 1 and installed.format.dense_pages and cache.page_stride != size * record:
+                expected = f"pages every {size * record} bytes, without padding, for {installed.format.name}"
+                raise ArgumentError("cache", expected=expected, actual=cache.page_stride)
             if rows.indices.shape[1] and blocks:
                 if not copies:
                     self._check_indices(rows.indices, main=main, dense=installed.format.dense_rows)

@@ -153,7 +153,9 @@ class Sm120Backend(TritonBackend):
         super()._launch_within(bounds, device)
         if self._kernel == FLASHINFER or (self._kernel == AUTO and device.matches(ARCHS)):
             sinks, lses, copies = bounds.with_sink, bounds.with_lse, not self._in_range
-            for padded in dict.fromkeys(layer.num_heads not in HEADS for layer in bounds.layers):
+            # decode takes most head counts as they are, prefill few
+            pads = any(layer.num_heads not in HEADS for layer in bounds.layers)
+            for padded in (False, True) if pads else (False,):
                 variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned_rows)
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:

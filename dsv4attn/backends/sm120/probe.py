@@ -20,7 +20,8 @@ from dsv4attn.core.contract.problem import Reason
 __all__ = ["CURE", "FORMATS", "HEADS", "OLDEST", "Format", "InstalledFlashInfer", "Record", "find", "forget"]
 
 HEADS = (8, 16, 32, 64, 128)
-"""Head counts with kernels in both of its phases; others are padded to the next one."""
+"""Head counts with prefill kernels; others are padded to the next one. FlashInfer's Python describes decode kernels
+alone, and its compiled part refuses other counts in prefill."""
 OLDEST = (0, 6, 18)
 """First release whose interface was read for this module."""
 
@@ -38,11 +39,12 @@ Record: TypeAlias = tuple[str, str, str, int]
 """Layout, element type, arrangement and group size of a cache's records, as `CacheFacts` has them."""
 _V4, _NVFP4 = ("fp8_ds_mla", "e4m3fn", "split", 64), ("v4_nvfp4", "e2m1", "split", 16)
 _V41, _V41_FP4 = ("v41_fp8", "e4m3fn", "split", 32), ("v41_fp4", "e2m1", "split", 16)
+_V41_INLINE, _V41_INLINE_FP4 = ("v41_fp8", "e4m3fn", "interleaved", 32), ("v41_fp4", "e2m1", "interleaved", 16)
 
 
 @frozen
 class Format:
-    """A format of FlashInfer's caches, as `kv_cache_format` of its function names it. Read in 0.7.2.post1.
+    """A format of FlashInfer's caches, as `kv_cache_format` of its function names it. Read in 0.7.2.post1 and 0.7.4.
 
     name: FlashInfer's name.
     window, compressed: records of the window cache and of the compressed cache.
@@ -53,6 +55,9 @@ class Format:
     most_prefill_heads: most heads of calls of more tokens than decode kernels take.
     dense_rows: whether rows of indices must be dense in calls of few tokens too.
     is_lossy: whether queries and weights are rounded to 4 bits, so that it is used only if it is asked for by name.
+    dense_pages: whether pages of more than one must follow each other without padding. Kernels of inline formats take
+       indices as rows of the whole cache, and rows of padding would count.
+    since: the oldest release in which the format was read. Only `explain` asks, which does not import FlashInfer.
     """
 
     name: str
@@ -65,14 +70,33 @@ class Format:
     most_prefill_heads: int = 128
     dense_rows: bool = False
     is_lossy: bool = False
+    dense_pages: bool = False
+    since: tuple[int, ...] = (0, 7, 2)
+
+
+def _inline(name: str, compressed: Record, **arguments: object) -> Format:
+    """A format of V4.1's records with their scales after their codes, as FlashMLA has them since 2026-09-30."""
+    return Format(
+        name,
+        _V41_INLINE,
+        compressed,
+        record_bytes=528,
+        family="dsv4_1_inline",
+        arguments={"kv_scale_format": "ue8m0_g32_inline", **arguments},
+        most_prefill_heads=64,
+        dense_pages=True,
+        since=(0, 7, 4),
+    )
 
 
 _SCALES = {"kv_scale_format": "ue8m0_g32"}
 _NVFP4_ARGUMENT = {"kv_cache_format": "nvfp4"}
 FORMATS = (
-    Format("fp8", _V4, _V4, 584),
+    Format("fp8", _V4, _V4, 584, since=OLDEST),
     Format("fp8_dsv41", _V41, _V41, 528, "dsv4_1", {}, _SCALES, 64),
     Format("fp8_dsv41_fp4_ca", _V41, _V41_FP4, 528, "dsv4_1", {}, {**_SCALES, "extra_kv_fp4": True}, 64),
+    _inline("fp8_dsv41_inline", _V41_INLINE),
+    _inline("fp8_dsv41_inline_fp4_ca", _V41_INLINE_FP4, extra_kv_fp4=True),
     Format("nvfp4", _NVFP4, _NVFP4, 384, "dsv4", _NVFP4_ARGUMENT, _NVFP4_ARGUMENT, dense_rows=True, is_lossy=True),
 )
 """The first is that of every release."""
@@ -85,7 +109,7 @@ class InstalledFlashInfer:
     version: version of FlashInfer.
     wrapper: the class `SparseMLASm120Wrapper`.
     config: its description of this model's cache; has `supports_decode`.
-    heads: head counts with kernels.
+    heads: head counts with decode kernels.
     topks: widths of index rows with kernels; None means every positive number.
     page_sizes: records of a page with kernels; None means every positive number.
     extra_page_sizes: the same of the compressed cache.
@@ -124,7 +148,7 @@ class InstalledFlashInfer:
             version,
             wrapper,
             config,
-            frozenset(HEADS).intersection(config.supported_num_heads()),
+            frozenset(config.supported_num_heads()),
             None if any_topk else frozenset(config.supported_topk()),
             sizes,
             frozenset(extra_pages) if extra_pages else sizes,
@@ -141,9 +165,18 @@ class InstalledFlashInfer:
                 return candidate
         return None
 
-    def padded(self, heads: int) -> int | None:
-        """Heads of q after padding: the next count with kernels, or None if there is none."""
-        return min((count for count in self.heads if count >= heads), default=None)
+    def padded(self, heads: int, tokens: int | None) -> int | None:
+        """Heads of q after padding: the next count with kernels, or None if there is none.
+
+        heads: heads of q. tokens: tokens of the call; None means any number, so that both phases may run.
+        """
+        return min((count for count in self.head_counts(tokens) if count >= heads), default=None)
+
+    def head_counts(self, tokens: int | None) -> frozenset[int]:
+        """Head counts with kernels for calls of this many tokens; None means any number."""
+        if tokens is not None and tokens <= self.max_decode_tokens:
+            return self.heads
+        return frozenset(count for count in self.heads.intersection(HEADS) if count <= self.format.most_prefill_heads)
 
 
 @lru_cache(maxsize=1)

@@ -44,12 +44,9 @@ def _reasons(
     if chosen is None:
         yield from _of_layouts(installed, problem)
     installed = chosen or installed
-    heads = installed.padded(layer.num_heads)
-    yield from _of_prefill_heads(installed, heads, tokens)
+    heads = installed.padded(layer.num_heads, tokens)
     if heads is None:
-        yield Reason(
-            "HEADS", layer.num_heads, f"at most {max(installed.heads, default=0)}", "shard heads over more ranks"
-        )
+        yield Reason("HEADS", layer.num_heads, _allowed_heads(installed, tokens), "shard heads over more ranks")
     if (layer.nope_dim, layer.rope_dim) != (448, 64):
         yield Reason("HEAD_DIM", f"{layer.nope_dim} + {layer.rope_dim}", "448 + 64")
     if problem.q_dtype != "bfloat16":
@@ -64,11 +61,10 @@ def _reasons(
     yield from _of_width(installed, problem, heads, tokens, in_range=in_range)
 
 
-def _of_prefill_heads(installed: InstalledFlashInfer, heads: int | None, tokens: int | None) -> Iterator[Reason]:
-    most = installed.format.most_prefill_heads
-    if heads is not None and heads > most and (tokens is None or tokens > installed.max_decode_tokens):
-        allowed = f"at most {most} for more than {installed.max_decode_tokens} tokens of {installed.format.name}"
-        yield Reason("HEADS", heads, allowed, "shard heads over more ranks")
+def _allowed_heads(installed: InstalledFlashInfer, tokens: int | None) -> str:
+    most, most_of_few = (max(counts, default=0) for counts in (installed.head_counts(tokens), installed.heads))
+    of_many = f" for more than {installed.max_decode_tokens} tokens of {installed.format.name}"
+    return f"at most {most}{of_many if most < most_of_few else ''}"
 
 
 def _of_pages(installed: InstalledFlashInfer, problem: Problem) -> Iterator[Reason]:

@@ -35,9 +35,11 @@ def layer_of(heads: int, *, window: int = 128, topk: int = 0) -> LayerGeometry:
     return LayerGeometry(kind, ratio, heads, 512, Rope(64, 10000.0), window, topk)
 
 
-def installed_flashinfer(wrapper: type = RecordingWrapper, *, old: bool = False) -> InstalledFlashInfer:
-    """FlashInfer as `find` returns it."""
-    return InstalledFlashInfer.of("0.7.2", wrapper, Config(old=old))
+def installed_flashinfer(
+    wrapper: type = RecordingWrapper, *, old: bool = False, others: tuple[InstalledFlashInfer, ...] = ()
+) -> InstalledFlashInfer:
+    """FlashInfer as `find` returns it. others: the same for other formats."""
+    return InstalledFlashInfer.of("0.7.2", wrapper, Config(old=old), others=others)
 
 
 @attrs.frozen(eq=False, slots=False)

@@ -216,18 +216,26 @@ class RecordingWrapper:
         return self.readers[number](cache, facts.page_size, slots)
 
 
-def rows_of_codes(cache: Tensor, size: int, slots: Tensor, codes: int, group: int, width: int = 512) -> Tensor:
+def rows_of_codes(
+    cache: Tensor, size: int, slots: Tensor, codes: int, group: int, width: int = 512, inline: bool = False
+) -> Tensor:
     """[n, 512] fp32 keys of a page of codes, and bf16 values, of all records, then their scales.
 
     codes: bytes of codes of a record: as many as values of fp8 under powers of two, or half as many of e2m1 under e4m3.
-    width: values that are codes; the others are bf16.
+    width: values that are codes; the others are bf16. inline: whether scales follow the codes of their own record.
     """
     data, count = codes + 2 * (512 - width), -(-width // group)
     scales_of = {528: 16, 288: 32, 384: 32}[cache.shape[3]]
-    page = cache.as_strided((cache.shape[0], size * cache.shape[3]), (cache.stride(0), 1))
-    block, place = (slots // size)[:, None], (slots % size)[:, None]
-    record = page[block, place * data + torch.arange(data)]
-    scale = page[block, size * data + place * scales_of + torch.arange(count)]
+    if inline:
+        # indices are rows of the whole cache, those of padding included; scales follow their codes
+        need(cache.shape[0] == 1 or cache.stride(0) == size * cache.stride(1), "cache: dense pages")
+        rows = cache.as_strided((cache.shape[0] * size, cache.shape[3]), (cache.stride(1), 1))[slots]
+        record, scale = rows[:, :data], rows[:, data : data + count]
+    else:
+        page = cache.as_strided((cache.shape[0], size * cache.shape[3]), (cache.stride(0), 1))
+        block, place = (slots // size)[:, None], (slots % size)[:, None]
+        record = page[block, place * data + torch.arange(data)]
+        scale = page[block, size * data + place * scales_of + torch.arange(count)]
     if codes == width:
         values, scales = record[:, :codes].contiguous().view(torch.float8_e4m3fn).double(), scale.double() - 127
         scales = torch.exp2(scales).masked_fill(scale == 255, nan)
@@ -259,8 +267,10 @@ class FormatsWrapper(RecordingWrapper):
         fp4, nvfp4 = partial(rows_of_codes, codes=256, group=16), partial(rows_of_codes, codes=224, group=16, width=448)
         if kv_cache_format == "nvfp4":
             self.records, self.readers = (384, 384), (nvfp4, nvfp4)
-        elif kv_scale_format == "ue8m0_g32":
-            self.records, self.readers = (528, 288 if extra_kv_fp4 else 528), (main, fp4 if extra_kv_fp4 else main)
+        elif kv_scale_format in ("ue8m0_g32", "ue8m0_g32_inline"):
+            extra, inline = fp4 if extra_kv_fp4 else main, kv_scale_format.endswith("_inline")
+            self.records = 528, 288 if extra_kv_fp4 else 528
+            self.readers = partial(main, inline=inline), partial(extra, inline=inline)
 
 
 class Config:
@@ -298,6 +308,10 @@ class NarrowConfig(Config):
         super().__init__()
         self.topk_is_runtime = False
 
+    def supported_num_heads(self) -> tuple[int, ...]:
+        """Head counts with kernels."""
+        return HEADS
+
     def supported_topk(self) -> tuple[int, ...]:
         """Widths with kernels."""
         return (128, 512)
@@ -311,4 +325,6 @@ class WideConfig(Config):
 
 def all_configs(*, kv_cache_format: str = "fp8") -> dict[str, Config]:
     """What a release with all formats says of itself."""
-    return {"dsv4": NarrowConfig()} if kv_cache_format == "nvfp4" else {"dsv4": Config(), "dsv4_1": WideConfig()}
+    if kv_cache_format == "nvfp4":
+        return {"dsv4": NarrowConfig()}
+    return {"dsv4": Config(), "dsv4_1": WideConfig(), "dsv4_1_inline": WideConfig()}

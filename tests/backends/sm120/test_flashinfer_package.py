@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -24,8 +25,9 @@ from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.testing.tolerances import tolerance
-from tests.backends.sm120.decode_calls import LAYOUT, Trial
-from tests.backends.sm120.fake_flashinfer import HEADS, Facts, RecordingWrapper, Segment, inspected
+from tests.backends.sm120.decode_calls import LAYOUT, Trial, installed_flashinfer
+from tests.backends.sm120.fake_flashinfer import HEADS, Facts, FormatsWrapper, RecordingWrapper, Segment, inspected
+from tests.backends.sm120.test_formats import trial_of
 
 BUDGET = tolerance(LAYOUT, torch.bfloat16) + 2**-9
 SHARED = 101376
@@ -56,10 +58,14 @@ class Plan:
 
 
 class Compiled:
-    """The functions that the package compiles, for this model's cache. ran: variant of each call."""
+    """The functions that the package compiles, for this model's cache.
 
-    def __init__(self) -> None:
+    ran: variant of each call. fields: names of a call's metadata, in the package's order, which differs by release.
+    """
+
+    def __init__(self, fields: Sequence[str]) -> None:
         self.ran: list[int] = []
+        self.fields = fields
         self._facts: dict[tuple[int, ...], Facts] = {}
 
     def resolve_format(self, dim: int, name: str) -> int:
@@ -79,6 +85,8 @@ class Compiled:
         strides = [584, main.index_stride, extra.index_stride, facts.lse_stride]
         has = [tensors[4] is not None, tensors[8] is not None, facts.has_sink, False]
         numbers = [1, facts.tokens, facts.heads, *sizes, *strides, *map(int, has), 0]
+        if "extra_row_stride_bytes" in self.fields:
+            numbers.append(584 if has[1] else 0)
         self._facts[tuple(numbers)] = facts
         return numbers
 
@@ -95,7 +103,8 @@ class Compiled:
         return [0 if phase == "decode" else prefill for phase in facts.phases()]
 
     def resolve_attention(self, metadata: tuple[int, ...], *_: Any) -> Plan:
-        planned, variant = (*metadata[:-1], 0), metadata[-1]
+        at = self.fields.index("variant")
+        planned, variant = (*metadata[:at], 0, *metadata[at + 1 :]), metadata[at]
         facts = self._facts[planned]
         assert variant in self._variants(facts)
         self.ran.append(variant)
@@ -136,7 +145,7 @@ def compiled(package: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: An
                 if hasattr(value, "cache_clear") and value.__module__ == part.__name__:
                     value.cache_clear()
 
-    stand_in = Compiled()
+    stand_in = Compiled(execution.AttentionMetadata._fields)
     monkeypatch.setattr(execution, "gen_sparse_mla_sm120_module", lambda: Generated(stand_in))
     monkeypatch.setattr(prepared, "device_caps", lambda _: (188, SHARED))
     monkeypatch.setattr(calibration, "_device_key", lambda _: "0:a card")
@@ -167,9 +176,31 @@ def test_the_recording_has_the_signature_of_the_real_wrapper(package: Any) -> No
 
 
 def test_the_real_package_takes_any_page_and_any_width(package: Any) -> None:
-    assert package.heads == set(HEADS)
+    assert package.heads == {*range(1, 129)}
+    assert package.head_counts(65) == set(HEADS)
     assert package.topks is package.page_sizes is None
     assert package.max_decode_tokens == 64
+
+
+@pytest.mark.parametrize("name", ["fp8_dsv41", "fp8_dsv41_inline", "fp8_dsv41_inline_fp4_ca", "nvfp4"])
+def test_the_real_wrapper_takes_the_arguments_of_each_format_and_its_checks_our_pages(name: str, package: Any) -> None:
+    found = {other.format.name: other for other in package.others}
+    if name not in found:
+        pytest.skip(f"flashinfer {package.version} has no {name}")
+    cache_format = found[name].format
+    found[name].wrapper(device="cpu")
+    if cache_format.dense_pages:
+        recording = partial(FormatsWrapper, **cache_format.arguments)
+        subject = installed_flashinfer(others=(attrs.evolve(found[name], wrapper=recording),))
+        trial, attention = trial_of(name), FlashInferAttention(subject)
+        trial.run(attention, trial.call())
+        (call,) = attention._wrapper(trial.q.device, subject.others[0]).calls
+        execution = importlib.import_module("flashinfer.mla._sparse_mla_sm120._execution")
+        fp4 = "extra_kv_fp4" in cache_format.arguments
+        scales = cache_format.arguments["kv_scale_format"]
+        execution.check_inline_scale_caches(scales, call["kv_cache"], call["extra_kv_cache"], fp4)
+        with pytest.raises(ValueError, match=r"288-byte|528-byte"):
+            execution.check_inline_scale_caches(scales, call["kv_cache"], call["extra_kv_cache"], not fp4)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
