@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ADAPTERS = "dsv4attn_vllm", "dsv4attn_sglang"
+ADAPTERS = "dsv4attn_vllm", "dsv4attn_sglang", "dsv4attn_flash_mla", "dsv4attn_tokenspeed"
 
 
 class Environment:

@@ -17,6 +17,17 @@ VLLM_STEPS = f"{VLLM.prefix}_STEPS"
 SGLANG_STEPS = f"{SGLANG.prefix}_STEPS"
 _FLAG = "`0` or `1`"
 
+register_variables(
+    "DSV4ATTN_FLASH_MLA",
+    {
+        "DSV4ATTN_FLASH_MLA": Knob(
+            "unset", _FLAG, "0: `dsv4attn-flash-mla` does nothing. 1: it is `flash_mla` where FlashMLA is installed too"
+        )
+    },
+)
+register_variables(
+    "DSV4ATTN_TOKENSPEED", {"DSV4ATTN_TOKENSPEED": Knob("1", _FLAG, "0: `dsv4attn-tokenspeed` registers no kernel")}
+)
 for _engine in ENGINES:
     _switch = Knob("1", _FLAG, f"0: `{_engine.wheel}` does nothing")
     if _engine is VLLM:

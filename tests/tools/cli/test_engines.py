@@ -23,7 +23,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[3]
-WHEELS = sorted(path for path in (ROOT / "integrations").glob("dsv4attn-*") if (path / "pyproject.toml").exists())
+WHEELS = sorted(path.parents[1] for path in (ROOT / "integrations").glob("dsv4attn-*/dsv4attn_*/guard.py"))
+"""Those that read versions of their engine, and state what they do with it."""
 BY_WHEEL = {engine.wheel: engine for engine in ENGINES}
 GUARD = """
     from dsv4attn.integrations.engines import {constant}, Guard, RefusedError

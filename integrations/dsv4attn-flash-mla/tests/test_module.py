@@ -1,0 +1,64 @@
+"""Which `flash_mla` a process gets, with and without the wheel, and where FlashMLA itself is installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import dsv4attn_flash_mla
+import pytest
+
+from integrations.environment import Environment, check_wheel
+
+CODE = """
+import json, sys
+found = sys.modules.get("dsv4attn_flash_mla")
+assert "torch" not in sys.modules, "a start of Python imports torch"
+try:
+    import flash_mla
+except ImportError as error:
+    flash_mla = error
+print("RESULT" + json.dumps([found and found.__file__, getattr(flash_mla, "__file__", "nothing").rpartition("/")[2]]))
+"""
+
+
+def observed(environment: Environment) -> list[Any]:
+    """What a fresh process has: the file of this package, and that of `flash_mla`."""
+    return list(json.loads(environment.run(CODE).rpartition("RESULT")[2]))
+
+
+def test_an_installed_wheel_is_flash_mla_and_an_uninstalled_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as on a machine without FlashMLA; the engines' environment has SGLang's
+    link = Path.symlink_to
+    monkeypatch.setattr(Path, "symlink_to", lambda self, to: None if self.name == "flash_mla" else link(self, to))
+    check_wheel("dsv4attn-flash-mla", tmp_path, observed, used=["front.py"], unused=["nothing"])
+
+
+@pytest.mark.parametrize(
+    ("choice", "file"), [("", "__init__.py"), ("0", "__init__.py"), ("1", "front.py")], ids=["unset", "0", "1"]
+)
+def test_a_real_one_is_shadowed_only_if_that_is_asked_for(
+    choice: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = tmp_path / "flash_mla" / "__init__.py"
+    real.parent.mkdir()
+    real.write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(dsv4attn_flash_mla.VARIABLE, choice)
+    dsv4attn_flash_mla.provide()
+    import flash_mla
+
+    assert Path(str(flash_mla.__file__)).name == file
+    assert (f"instead of {real}, as DSV4ATTN_FLASH_MLA=1 asks" in caplog.text) == (choice == "1")
+    assert ("flash_mla is dsv4attn-flash-mla" in caplog.text) == (choice == "1")
+
+
+def test_a_choice_that_is_no_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dsv4attn_flash_mla.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="DSV4ATTN_FLASH_MLA: expected 0, 1 or nothing, got 'yes'"):
+        dsv4attn_flash_mla.provide()
+    assert "flash_mla" not in sys.modules
