@@ -35,8 +35,9 @@ ENGINES := .venv-engines
 ENGINE_BIN := $(ENGINES)/bin
 ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 VLLM := vllm==0.33.0
-# LMDeploy stands in a folder of its own, since its tests alone may find it
+# each of these stands in a folder of its own, since its own tests alone may find it
 LMDEPLOY := lmdeploy==0.18.0
+TOKENSPEED := tokenspeed_kernel==0.1.4
 # the oldest vLLM that is served, and the newest engines that pip finds, stand in folders of their own, before the others
 # on the path.
 OLDEST_VLLM := vllm==0.32.0
@@ -82,10 +83,11 @@ test-flashinfer: $(VENV)/.stamp-flashinfer ## hold the calls of the sm120 backen
 	$(WITH_OLDEST_FLASHINFER) $(BIN)/python -c 'from importlib.metadata import version as v; print("flashinfer", v("flashinfer-python")); assert "$(OLDEST_FLASHINFER)".endswith("==" + v("flashinfer-python"))'
 	$(WITH_OLDEST_FLASHINFER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k "real or capture or as_they_are" tests/backends/sm120/test_flashinfer_package.py tests/backends/sm120/test_formats.py $(ARGS)
 
-test-engines: $(ENGINES)/.stamp-vllm $(ENGINES)/.stamp-sglang $(ENGINES)/.stamp-lmdeploy ## run the tests of the engine adapters in integrations/
+test-engines: $(ENGINES)/.stamp-vllm $(ENGINES)/.stamp-sglang $(ENGINES)/.stamp-lmdeploy $(ENGINES)/.stamp-tokenspeed ## run the tests of the engine adapters in integrations/
 	cd integrations/dsv4attn-vllm && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
 	cd integrations/dsv4attn-sglang && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
 	cd integrations/dsv4attn-flash-mla && PYTHONPATH=$(CURDIR)/$(ENGINES)/lmdeploy OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest $(ARGS)
+	cd integrations/dsv4attn-tokenspeed && PYTHONPATH=$(CURDIR)/$(ENGINES)/tokenspeed OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest $(ARGS)
 
 test-engines-oldest: $(ENGINES)/.stamp-vllm-oldest ## run the tests of vLLM's adapter with the oldest release that is served
 	$(OLDEST_PATH) $(ENGINE_BIN)/python -c 'from importlib.metadata import version as v; print("vllm", v("vllm")); assert "$(OLDEST_VLLM)".endswith("==" + v("vllm"))'
@@ -198,4 +200,8 @@ $(ENGINES)/.stamp-sglang: $(ENGINES)/.stamp-vllm $(wildcard integrations/dsv4att
 # the wheel for LMDeploy is not installed: it would be `flash_mla` for the tests of the others
 $(ENGINES)/.stamp-lmdeploy: $(ENGINES)/.stamp-sglang Makefile
 	$(ENGINE_BIN)/python integrations/engine_python.py --target $(CURDIR)/$(ENGINES)/lmdeploy $(LMDEPLOY)
+	@touch $@
+
+$(ENGINES)/.stamp-tokenspeed: $(ENGINES)/.stamp-sglang Makefile
+	$(ENGINE_BIN)/python integrations/engine_python.py --target $(CURDIR)/$(ENGINES)/tokenspeed $(TOKENSPEED)
 	@touch $@

@@ -19,6 +19,7 @@ PACKAGES = (
     ROOT / "integrations" / "dsv4attn-vllm" / "dsv4attn_vllm",
     ROOT / "integrations" / "dsv4attn-sglang" / "dsv4attn_sglang",
     ROOT / "integrations" / "dsv4attn-flash-mla" / "dsv4attn_flash_mla",
+    ROOT / "integrations" / "dsv4attn-tokenspeed" / "dsv4attn_tokenspeed",
 )
 
 FLOATS = {"empty", "empty_permuted", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}

@@ -26,7 +26,13 @@ register_variables(
     },
 )
 register_variables(
-    "DSV4ATTN_TOKENSPEED", {"DSV4ATTN_TOKENSPEED": Knob("1", _FLAG, "0: `dsv4attn-tokenspeed` registers no kernel")}
+    "DSV4ATTN_TOKENSPEED",
+    {
+        "DSV4ATTN_TOKENSPEED": Knob("1", _FLAG, "0: `dsv4attn-tokenspeed` registers no kernel"),
+        "DSV4ATTN_TOKENSPEED_ANY_VERSION": Knob(
+            "0", _FLAG, "1: `dsv4attn-tokenspeed` tries an untested tokenspeed_kernel"
+        ),
+    },
 )
 for _engine in ENGINES:
     _switch = Knob("1", _FLAG, f"0: `{_engine.wheel}` does nothing")
