@@ -166,7 +166,7 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
     assert _key_format(rows) == ROWS
     assert [_key_format(*pair) for layout in others for pair in ([layout], [record, layout], [layout, record])] == [
         None
-    ] * 27
+    ] * 30
     nvfp4 = KVCacheLayout.of_record("v4_nvfp4")
     assert _key_format(nvfp4) == _key_format(nvfp4, nvfp4) == (4, False)
     for pair in ([record, nvfp4], [nvfp4, record], [KVCacheLayout.of_record("v4_nvfp4", 36, 6)]):
