@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,7 +26,7 @@ from dsv4attn.tools.cli.common import (
     require_torch,
     simple_table,
 )
-from dsv4attn.tools.cli.options import JSON, choice, command_line, options, text
+from dsv4attn.tools.cli.options import JSON, choice, command_line, integer, options, text
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -111,7 +112,15 @@ class _Job:
         default=_DTYPES[:1],
         help="Element type of both caches, or their record, where a window of v41_fp4 is v41_fp8; may be repeated.",
     ),
+    integer("--tensor-parallel", default=1, help="Ranks that divide the heads. Kernels are those of one rank."),
     text("--kernel", "kernels", multiple=True, help="Kernel to compile; may be repeated.  [default: all]"),
+    text(
+        "--cache",
+        "folder",
+        metavar="FOLDER",
+        type=click.Path(file_okay=False, writable=True, path_type=Path),
+        help="Folder of Triton's cache that gets the kernels.  [default: TRITON_CACHE_DIR, or Triton's own]",
+    ),
     JSON,
 )
 @click.pass_context
@@ -122,7 +131,9 @@ def compile_(
     backend: str | None,
     model: str,
     dtypes: tuple[str, ...],
+    tensor_parallel: int,
     kernels: tuple[str, ...],
+    folder: Path | None,
     as_json: bool,
 ) -> None:
     """Compile every kernel of a model for GPUs of NVIDIA and AMD, with the Triton that is installed.
@@ -131,8 +142,8 @@ def compile_(
     bytes that a thread spills, shared memory of a block, warps of a block and threads of a warp, matrix
     instructions, and how many blocks fit an SM or CU. The number of blocks is computed here, and no compiler has
     confirmed it. A kernel that "spills" more than its backend expects is right, but slow. A kernel that exceeds a
-    "limit" may not launch. A kernel that "failed" did not compile. Results go to Triton's cache (TRITON_CACHE_DIR),
-    where a launch finds them.
+    "limit" may not launch. A kernel that "failed" did not compile. Results go to Triton's cache,
+    where a launch finds them: compile into a folder of an image, and set TRITON_CACHE_DIR to it there.
 
     \b
     Exit codes:
@@ -143,7 +154,10 @@ def compile_(
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
-    geometry = geometry_of(model)
+    geometry = geometry_of(model).tensor_parallel(tensor_parallel)
+    if folder is not None:
+        # Triton reads it at each compilation, and so do the processes that it starts
+        os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
     if DeviceFacts.here("cpu").interpreted:
         ctx.exit(_elsewhere(ctx))
     jobs, failed = _jobs(targets, backend, geometry, dtypes, kernels)
@@ -166,6 +180,8 @@ def compile_(
         for job in jobs:
             _show(job)
         _sum_up(jobs, failed)
+        if folder is not None:
+            click.echo(f"in a Dockerfile: ENV TRITON_CACHE_DIR={folder.resolve()}")
     ctx.exit(OK if ok else FAILED)
 
 

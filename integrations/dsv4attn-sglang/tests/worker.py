@@ -127,10 +127,12 @@ def compiled_gather(*capabilities: int) -> dict[str, str]:
 def compiled_kernels(*targets: str) -> dict[str, Any]:
     """What the compiler says about one variant of each kernel that this wheel launches, in a process that runs a model.
 
-    replaced: whether SGLang has put its function in the place of Triton's.
+    replaced: whether SGLang has put its function in the place of Triton's. keeps: whether it leaves Triton's cache in a
+    folder that was chosen before, as docs/engines.md says.
     """
     import os
 
+    folder = os.environ.setdefault("TRITON_CACHE_DIR", "kernels of an image")
     fakes.install()
     os.environ.pop("TRITON_INTERPRET")
     from dsv4attn_sglang.records import LAYOUTS
@@ -152,4 +154,5 @@ def compiled_kernels(*targets: str) -> dict[str, Any]:
             bounds = WarmupSpec.of(model, limits, layer_steps=True, parts=PARTS, **layouts)
             variants += backend.kernel_variants(bounds, DeviceFacts.named(target))
         said[target] = compile_each(variants, target)
-    return {"replaced": next_power_of_2 is common.next_power_of_2, "said": said}
+    keeps = os.environ["TRITON_CACHE_DIR"] == folder
+    return {"replaced": next_power_of_2 is common.next_power_of_2, "keeps": keeps, "said": said}

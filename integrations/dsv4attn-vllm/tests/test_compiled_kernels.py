@@ -11,6 +11,7 @@ import os
 del os.environ["TRITON_INTERPRET"]
 sys.path.append({str(Path(__file__).parents[3])!r})
 # all that vLLM imports on a GPU
+from vllm.compilation.compiler_interface import initialize_inductor_cache
 from vllm.v1.worker import gpu_worker
 import dsv4attn_vllm.attention
 from dsv4attn import KVCacheLayout, Limits, ModelGeometry, load_backend
@@ -18,7 +19,9 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn_vllm.serving import Serving
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, STEPS
 from tests.backends._triton.compiling.each_kernel import compile_each
-said = {{}}
+said, folder = {{}}, os.environ.setdefault("TRITON_CACHE_DIR", "kernels of an image")
+initialize_inductor_cache("of a model")
+assert os.environ["TRITON_CACHE_DIR"] == folder, "docs/engines.md says that vLLM keeps it"
 for target, name in (("sm_80", "triton"), ("sm_90", "sm90")):
     backend, variants = load_backend(name, projection="fp8"), []
     layout, index, limits = KVCacheLayout.fp8_ds_mla(), KVCacheLayout.index_fp8(), Limits(64, 1024, 2**20)

@@ -44,6 +44,12 @@ class Expecting(ReferenceBackend):
         yield evolve(attend_of(64, 32, 8), spills=2944)
 
 
+class Ranked(ReferenceBackend):
+    def kernel_variants(self, bounds, device):
+        if bounds.layers[0].num_heads == 8:
+            yield rows_of()
+
+
 class Odd(ReferenceBackend):
     def kernel_variants(self, bounds, device):
         return ["a kernel"]
@@ -239,14 +245,26 @@ def test_bad_input_is_code_2(machine: Machine, options: list[str], said: str) ->
     assert said in values["error"]["message"]
 
 
+@pytest.mark.usefixtures("compiler")
+def test_kernels_are_those_of_one_rank(machine: Machine) -> None:
+    machine.install("acme", KERNELS, factory="acme_kernels:Ranked", native=(), runs_on=("cuda",))
+    command = "compile", "--target", "sm_90", "--backend", "acme", "--tensor-parallel"
+    counts = [len(machine.json(*command, ranks)[1]["jobs"][0]["kernels"]) for ranks in ("1", "8")]
+    refused, lines = machine.run(*command, "3")
+
+    assert (counts, refused) == ([0, 1], 2)
+    assert "common divisor of 64 heads" in " ".join(lines)
+
+
 @pytest.mark.matrix
 def test_for_real_and_whatever_interprets_kernels_here(machine: Machine, tmp_path: Path) -> None:
     vendor(machine)
     vendor(machine, "bad", "Broken")
     path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     environ.pop("DSV4ATTN_BACKEND", None)
     command = ["-m", "dsv4attn", "compile", "--target", "sm_90", "--backend", "acme", "--json"]
+    command += ["--cache", str(tmp_path / "cache")]
     done = run_forked(command, folder=ROOT, environ=environ)
     values = json.loads(done.stdout)
 

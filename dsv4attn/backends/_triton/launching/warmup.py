@@ -53,13 +53,14 @@ def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a ba
     seconds, in_this_process = time.perf_counter() - begin, sum(not hit for _, hit in seen)
     new, processes = in_workers + in_this_process, workers + bool(in_this_process)
     _log.info(
-        "dsv4attn: %s is warm: %d kernels on %s, of which %d were compiled now%s, in %.1f s",
+        "dsv4attn: %s is warm: %d kernels on %s, of which %d were compiled now%s, in %.1f s; Triton's cache is %s",
         name,
         len(forms),
         device,
         new,
         f" in {processes} process{'es' if processes > 1 else ''}" if new else "",
         seconds,
+        triton.knobs.cache.dir,
     )
     return len(forms)
 
