@@ -153,7 +153,7 @@ NAMES = [
     (["explain", "--pase", "x"], "--page-size, --phase, "),
     (
         ["bench", "decod"],
-        "unknown measurement 'decod'; did you mean 'decode'? (known: compress, context, decode, gather, host, index, ",
+        "unknown measurement 'decod'; did you mean 'decode'? (known: compress, decode, gather, host, index, ",
     ),
     (["bench", "--cases", "flash"], "(known: flash_c128, flash_c4, flash_swa, pro_c128, pro_c4, v41_r1, v41_r2)"),
     (
