@@ -224,8 +224,8 @@ class TritonBackend(Backend):
                 dims = layer.num_heads, layer.head_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
                 output.variants(*dims, bounds.q_dtype, aligned=bounds.aligned_rows, blocks=bounds.wo_a_blocks)
             if bounds.over_ranks and layer.has_entries:
-                dims = layer.num_heads, layer.head_dim
-                ranks.variants(*dims, bounds.q_dtype, sinks=bounds.with_sink, aligned=bounds.aligned_rows)
+                options: dict[str, Any] = {"sinks": bounds.with_sink, "aligned": bounds.aligned_rows}
+                ranks.variants(layer.num_heads, layer.head_dim, bounds.q_dtype, **options)
             self._attend_within(bounds, layer, self._tuning(device))
         if bounds.model is not None:
             launch_within(bounds, deterministic=self.deterministic)

@@ -328,7 +328,7 @@ class Sm90Backend(TritonBackend):
     ) -> None:
         """Launch the Gluon kernels, and the shared kernel for the calls that it may serve."""
         options: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
-        gathered = isinstance(keys, GatheredKeys)
+        gathered, segments = isinstance(keys, GatheredKeys), len(attention_launch.index_rows(keys))
         (call, *_) = shared_calls.meta_calls(layer, keys, bounds.q_dtype, **options)
         found = _key_format_and_numbers(call) if self._may_serve(layer) else None
         if found is not None:
@@ -340,7 +340,7 @@ class Sm90Backend(TritonBackend):
         super()._attend_over(bounds, layer, tuning, keys, decode=decode, aligned_q=aligned_q)
         if found is None:
             return
-        form = 1 if gathered else len(keys), kind, layer.num_heads
+        form = segments, kind, layer.num_heads
         variants(*form, **options, whole_rows=self.deterministic)
         if gathered and self._may_leave_raw(bounds, layer):
             variants(*form, **options, raw=True)
@@ -350,7 +350,7 @@ class Sm90Backend(TritonBackend):
         if self._may_use_small_decode(kind):
             small_decode.variants(*form, **options)
         if kind == PAGES and self._may_use_few_heads:
-            few_heads.variants(form[0], layer.num_heads, **options)
+            few_heads.variants(segments, layer.num_heads, **options)
 
 
 def _select_within(bounds: WarmupSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -38,10 +39,9 @@ def meta_calls(
     sinks, lses, raw: as of `_triton.attention.meta_calls`.
     """
     layer = evolve(ModelGeometry.preset("flash").layer_of_kind(LayerKind.SWA), num_heads=heads)
-    if kind.is_paged:
-        record = KVCacheLayout.fp8_ds_mla(layer.nope_dim, layer.rope_dim)
-        keys = shared.meta_pages([meta_cache(record)] * segments, tokens=tokens, width=width)
-    else:
+    caches = [meta_cache(KVCacheLayout.fp8_ds_mla(layer.nope_dim, layer.rope_dim))] * segments
+    keys: Any = shared.meta_pages(caches, tokens=tokens, width=width)
+    if not kind.is_paged:
         keys = shared.meta_gathered(KVCacheLayout.rows(layer.nope_dim, layer.rope_dim), tokens=tokens)
     parts, numbers = meta_rows(2, layer.head_dim, dtype=torch.float32), meta_rows(2, dtype=torch.float32)
     scratch = [parts, numbers, numbers, meta_rows(tokens, 2)]

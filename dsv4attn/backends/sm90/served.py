@@ -46,7 +46,7 @@ _FP8, _NVFP4 = ("fp8_ds_mla", "e4m3fn", 64), ("v4_nvfp4", "e2m1", 16)
 _CODES, _NIBBLES = ("v41_fp8", "e4m3fn", 32), ("v41_fp4", "e2m1", 16)
 """Layout, element type and group of a record."""
 _V4 = {_FP8: KeyKind.FP8, _NVFP4: KeyKind.NVFP4}
-_KINDS = {
+_KINDS: dict[tuple[tuple[str, str, int], ...], KeyKind] = {
     **{records: kind for record, kind in _V4.items() for records in ((record,), (record, record))},
     **dict.fromkeys(((_CODES,), (_CODES, _CODES)), KeyKind.CODES),
     (_CODES, _NIBBLES): KeyKind.NIBBLES,

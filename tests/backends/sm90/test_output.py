@@ -10,6 +10,7 @@ import pytest
 import torch
 from attrs import evolve
 from torch import Tensor
+from triton.runtime.jit import JITCallable
 
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling import variant
@@ -387,6 +388,7 @@ def test_warm_up_foresees_the_variants_that_are_launched(
     monkeypatch.setattr(output, "launch", note)
     # the kernels call others that are interpreted, and so have no key
     monkeypatch.setattr(variant, "settle_key", lambda _: None)
+    monkeypatch.setattr(JITCallable, "__hash__", object.__hash__)
     wo_a = BlockScaledWeight(torch.zeros(FLASH, 4096, dtype=OCP), torch.ones(64, 32).to(scale))
     backend = Sm90Backend(projection="fp8", deterministic=deterministic)
     for tokens in (1, 64, 256, 300):
@@ -409,6 +411,7 @@ def test_warm_up_compiles_nothing_that_no_call_needs(case: str, monkeypatch: pyt
     monkeypatch.setattr(output, "INTERPRETED", False)
     # the kernels call others that are interpreted, and so have no key
     monkeypatch.setattr(variant, "settle_key", lambda _: None)
+    monkeypatch.setattr(JITCallable, "__hash__", object.__hash__)
     bounds = evolve(WarmupSpec.of(ModelGeometry.preset("flash"), Limits(4, 64, 4096)), model=None)
     if case == "fp32":
         bounds = evolve(bounds, q_dtype=torch.float32)

@@ -87,10 +87,10 @@ def test_what_is_served_is_served_by_launchers_and_in_explain(name: str) -> None
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_refusal_is_one_of_launchers_and_of_explain(name: str) -> None:
-    said, *case = REFUSED[name]
-    problem = problem_of(*case)
+    said, layer, dtype, layouts = REFUSED[name]
+    problem = problem_of(layer, dtype, layouts)
     (reason,) = against(problem)
 
     assert said in reason
-    assert not served_by_launchers(*case)
+    assert not served_by_launchers(layer, dtype, layouts)
     assert notes(DeviceFacts.named("sm_90"), problem)[0] == f"the shared Triton kernel: {reason}"

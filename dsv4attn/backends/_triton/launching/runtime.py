@@ -110,12 +110,11 @@ class _Recording:
     variants: dict[Variant, None] = field(factory=dict)
     made: dict[tuple[Any, ...], Variant] = field(factory=dict)
 
-    def add(self, kernel: Kernel, args: Sequence[Any], constants: Mapping[str, Any], *sizes: int, **extra: Any) -> None:  # noqa: ANN401 - of any type
-        """Record a launch; see `Variant.of`. sizes: warps and stages."""
-        options = typed(constants), typed(extra)
-        key = (id(kernel), sizes, options, *map(type_of, args))
+    def add(self, kernel: Kernel, args: Sequence[Any], constants: Mapping[str, Any], **options: Any) -> None:  # noqa: ANN401 - of any type
+        """Record a launch. options: the other arguments of `Variant.of`."""
+        key = (id(kernel), typed(constants), typed(options), *map(type_of, args))
         if key not in self.made:
-            self.made[key] = Variant.of(kernel, args, constants, *sizes, **extra)
+            self.made[key] = Variant.of(kernel, args, constants, **options)
         self.variants.setdefault(self.made[key])
 
 
@@ -174,9 +173,8 @@ def launch(
     index = device.index
     if index is None:
         if _recordings and device.type == "meta":
-            _recordings[-1].add(
-                kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion, spills=spills, **extra
-            )
+            sizes = {"num_warps": num_warps, "num_stages": num_stages}
+            _recordings[-1].add(kernel, args, constants, **sizes, fp_fusion=fp_fusion, spills=spills, **extra)
             return None
         require_driven(device)
     for observe in _observers:

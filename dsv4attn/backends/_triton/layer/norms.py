@@ -81,4 +81,4 @@ def variants(
         for rows in dict.fromkeys(both[0] + both[1]):
             q, kv = (meta_rows(2, dim, dtype=source, alignment=rows) for dim in (q_dim, kv_dim))
             for norm in norms:
-                norm_q_kv(q, kv, *(meta_rows(dim, dtype=norm) for dim in (q_dim, kv_dim)), 0.0, dtype)
+                norm_q_kv(q, kv, meta_rows(q_dim, dtype=norm), meta_rows(kv_dim, dtype=norm), 0.0, dtype)

@@ -131,9 +131,9 @@ def test_what_is_recorded_does_not_depend_on_the_number_of_multiprocessors(name:
     model = ModelGeometry.preset("flash").tensor_parallel(8)
     bounds = evolve(WarmupSpec.of(model, Limits(8, 64, 2**18), layer_steps=True), aligned_rows=True, lse=False)
     recordings = []
-    for cores in (4, 78, 132, 304):
+    for cores in (4, 132, 304):
         with recording("sm_90", cores=cores):
             on = forms()[backend](deterministic=bool(deterministic), projection="fp8")
             recordings.append({*on.kernel_variants(bounds, DeviceFacts.named("sm_90"))})
 
-    assert recordings[0] == recordings[1] == recordings[2] == recordings[3]
+    assert recordings[0] == recordings[1] == recordings[2]
