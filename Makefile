@@ -29,6 +29,10 @@ WITH_TRANSFORMERS := PYTHONPATH=$(CURDIR)/$(VENV)/transformers
 OLDEST_TORCH := torch==2.6.0
 OLDEST_TORCH_ENV := .venv-oldest-torch
 OLDEST_TORCH_TESTS := tests/core tests/selection tests/compat/test_flash_mla.py tests/test_config.py tests/test_plugins.py tests/test_single_layer.py
+# files that import Triton
+OLDEST_TORCH_TESTS += $(addprefix --ignore=tests/core/, attention/test_autocast_and_grad.py attention/test_caller_tensors.py \
+	attention/test_inference_mode.py attention/test_stride_rule.py attention/test_v41_ratio_one.py attention/test_wide_windows.py \
+	cache/test_four_bits.py metadata/test_draft_windows.py)
 # adapters for engines are tested against the engines' own Python, with torch for CPUs, in an environment of their own:
 # the engines pin other versions of what `make test` uses. Their compiled parts are not needed, and not installed.
 ENGINES := .venv-engines
