@@ -71,9 +71,9 @@ def served_by_launchers(layer: LayerGeometry, dtype: torch.dtype, layouts: Seque
 def problem_of(layer: LayerGeometry, dtype: torch.dtype, layouts: Sequence[KVCacheLayout]) -> Problem:
     caches: list[Any] = [CacheFacts.of(layout, 64) for layout in layouts]
     q_dtype = str(dtype).removeprefix("torch.")
-    return Problem(
-        "decode", layer, *[*caches, None][:2], topk=0 if layer.kind is LayerKind.SWA else 128, q_dtype=q_dtype
-    )
+    window, compressed, *_ = *caches, None
+    topk = 0 if layer.kind is LayerKind.SWA else 128
+    return Problem("decode", layer, window, compressed, topk=topk, q_dtype=q_dtype)
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -178,7 +178,7 @@ def launch(
             return None
         require_driven(device)
     for observe in _observers:
-        observe(Variant.of(kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion, **extra))
+        observe(Variant.of(kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion, spills=spills, **extra))
     far = FAR_FORMS and any(isinstance(arg, Tensor) and arg.untyped_storage().nbytes() >= _FAR for arg in args)
     with device_context(device):
         key = launch_cache.launch_key(

@@ -19,7 +19,7 @@ from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.built_in import forms
+from tests.backends.built_in import forms, triton_backends
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()
 
@@ -124,7 +124,7 @@ def test_caches_without_memory_begin_where_they_are_asked_to(layout: KVCacheLayo
     assert meta_cache(layout, layout.dtype.itemsize).memory.alignment < 8
 
 
-@pytest.mark.parametrize("name", ["triton", "sm90", "sm90 deterministic", "xpu"])
+@pytest.mark.parametrize("name", [*triton_backends(DeviceFacts.named("sm_90")), "sm90 deterministic"])
 def test_what_is_recorded_does_not_depend_on_the_number_of_multiprocessors(name: str) -> None:
     """So kernels that are compiled for a described device are those of every device of its architecture."""
     backend, _, deterministic = name.partition(" ")
