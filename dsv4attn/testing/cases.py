@@ -313,7 +313,7 @@ def nan_cases() -> Iterator[Case]:
             says = f"{phase.value} of {cache} keys: a NaN in a selected key makes its rows NaN, and harms no other row"
             # one kind with two segments is enough, since all kinds are read in the same way
             inputs = NanKeys.of(phase, cache, "c4a" if cache == "ocp" else "swa")
-        yield Case.of(Area(phase.value), f"nan-{cache}-{phase.value}", "C8 C6", says, inputs, shows_nan)
+            yield Case.of(Area(phase.value), f"nan-{cache}-{phase.value}", "C8 C6", says, inputs, shows_nan)
     for cache in ("ocp", "fnuz", "interleaved", "nvfp4"):
         says = f"NaN codes, scales and RoPE values of {cache} records are gathered as NaN"
         inputs = NanKeys.of(Phase.PREFILL, cache, "swa")

@@ -294,7 +294,7 @@ MUTANTS = {
     "one scale for two groups": ("keys", "shift + 16", "shift"),
     "scale of another group": ("keys", "column // GROUP", "column // (GROUP + 1)"),
     "scales of a page of 64": ("keys", "behind = page + paging[0].to(tl.int64) * 576", "behind = page + 64 * 576"),
-    "rope from the codes": ("keys", "(data + TAIL))", "data)"),
+    "rope from the codes": ("keys", "(data + PACKED))", "data)"),
 }
 
 
