@@ -49,7 +49,7 @@ __all__ = [
     "Delayed", "MixResults", "empty_results", "fused_post_pre", "hc_head", "meta_streams", "meta_weights",
     "mhc_collapse", "mhc_fused_post_pre", "mhc_fused_post_pre_delayed", "mhc_post", "mhc_pre", "mhc_pre_delayed",
     "mix", "transient_bytes", "tuning_of_calls", "variants",
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 
 
 @frozen(eq=False)
