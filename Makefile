@@ -122,7 +122,7 @@ bench: $(VENV)/.stamp-run ## measure the backends of this machine
 docs: $(VENV)/.stamp-docs ## build the pages of docs/ and an API reference in site/, without a warning
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
-wheels-check: $(VENV)/.stamp-release ## build the three packages, check their contents, and run them from their wheels
+wheels-check: $(VENV)/.stamp-release ## build all packages, check their contents, and run them from their wheels
 	$(BIN)/python release/check.py --draft
 
 release-check: $(VENV)/.stamp-release ## as wheels-check, and refuse what must not be released: the placeholder of the project's address

@@ -1,4 +1,4 @@
-"""Build the three packages and check what a release would contain: `make release-check`.
+"""Build all packages and check what a release would contain: `make release-check`.
 
 Everything lands in dist/. The exit status is 1 if something is wrong, and each thing that is wrong is one line.
 `--draft` accepts the placeholder of [project.urls], for a check before the project has an address.
@@ -25,6 +25,8 @@ PACKAGES = {
     "dsv4attn": ROOT,
     "dsv4attn_vllm": ROOT / "integrations" / "dsv4attn-vllm",
     "dsv4attn_sglang": ROOT / "integrations" / "dsv4attn-sglang",
+    "dsv4attn_flash_mla": ROOT / "integrations" / "dsv4attn-flash-mla",
+    "dsv4attn_tokenspeed": ROOT / "integrations" / "dsv4attn-tokenspeed",
 }
 """Folders of the packages, by the first word of their archives' names."""
 PLACEHOLDER = "repository.invalid"
@@ -33,6 +35,8 @@ NEEDED = {
     "dsv4attn": ("LICENSE", "py.typed", "testing/suite.py", "dsv4attn_acme/tuning.py", "tests/test_conformance.py"),
     "dsv4attn_vllm": ("LICENSE", "py.typed", "internals.py"),
     "dsv4attn_sglang": ("LICENSE", "py.typed", "internals.py"),
+    "dsv4attn_flash_mla": ("LICENSE", "front.py"),
+    "dsv4attn_tokenspeed": ("LICENSE", "attention.py"),
 }
 """Ends of the names of files that archives must contain: among them the kit and the template of a plugin."""
 UNWANTED = "*tests/*", "*certificates/*", "*.json", "*.pyc", "*.so", "*docs/*", "*constraints.txt"
