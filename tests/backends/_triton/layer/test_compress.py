@@ -341,8 +341,9 @@ def test_a_table_of_other_dims_is_refused_before_a_launch() -> None:
 def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout, ratio: int, overlap: bool) -> None:
     for seed in range(2):
         step = Entries(layout, ratio, overlap, seed, requests=1, allocated=not seed)
-        kv = strided(torch.zeros(1, step.width), step.seed % 2)
-        slots, positions = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+        # two rows, as the stride of one means nothing
+        kv = strided(torch.zeros(2, step.width), seed)
+        slots, positions = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
         with observed() as seen:
             compress.save_partial_states(kv, kv, kv.clone(), positions, step.states, slots)
             step.run()
