@@ -145,6 +145,7 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-venv $(INPUTS)
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(INPUTS)
 	$(PIP) -e '.[test]' $(FLASHINFER_NEEDS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
+	rm -rf $(VENV)/flashinfer # pip would leave the metadata of another version
 	$(PIP) $(FLASHINFER)
 	@touch $(VENV)/.stamp-run $@
 
@@ -153,12 +154,14 @@ $(VENV)/.stamp-transformers: $(VENV)/.stamp-test Makefile
 	@touch $@
 
 $(VENV)/.stamp-flashinfer: $(VENV)/.stamp-test Makefile
+	rm -rf $(VENV)/flashinfer-oldest
 	$(PIP_WITHOUT_PINS) $(OLDEST_FLASHINFER)
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(INPUTS)
 	$(PIP) -e '.[dev]' $(FLASHINFER_NEEDS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
+	rm -rf $(VENV)/flashinfer # pip would leave the metadata of another version
 	$(PIP) $(FLASHINFER)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
