@@ -28,11 +28,13 @@ WITH_TRANSFORMERS := PYTHONPATH=$(CURDIR)/$(VENV)/transformers
 # own sympy.
 OLDEST_TORCH := torch==2.6.0
 OLDEST_TORCH_ENV := .venv-oldest-torch
-OLDEST_TORCH_TESTS := tests/core tests/selection tests/compat/test_flash_mla.py tests/test_config.py tests/test_plugins.py tests/test_single_layer.py
-# files that import Triton
-OLDEST_TORCH_TESTS += $(addprefix --ignore=tests/core/, attention/test_autocast_and_grad.py attention/test_caller_tensors.py \
-	attention/test_inference_mode.py attention/test_stride_rule.py attention/test_v41_ratio_one.py attention/test_wide_windows.py \
-	cache/test_four_bits.py metadata/test_draft_windows.py)
+OLDEST_TORCH_TESTS := tests/test_config.py tests/test_plugins.py tests/test_single_layer.py tests/compat/test_flash_mla.py \
+	tests/selection $(addprefix tests/core/, contract memory/test_memory_plan.py metadata model torch_ops \
+	attention/test_forward_mqa.py attention/test_lse_merge.py attention/test_sinks.py)
+# files that load Triton, and one that counts time
+OLDEST_TORCH_TESTS += $(addprefix --ignore=tests/, core/metadata/test_draft_windows.py core/metadata/test_length_bounds.py \
+	core/metadata/test_padding.py selection/test_deterministic.py selection/test_reference_ops.py \
+	selection/test_slow_plugins.py selection/test_tracing.py)
 # adapters for engines are tested against the engines' own Python, with torch for CPUs, in an environment of their own:
 # the engines pin other versions of what `make test` uses. Their compiled parts are not needed, and not installed.
 ENGINES := .venv-engines
@@ -180,6 +182,8 @@ $(OLDEST_TORCH_ENV)/.stamp: $(INPUTS) Makefile
 	grep -v -e '^torch==' -e '^sympy==' constraints.txt > $(OLDEST_TORCH_ENV)/constraints.txt
 	$(OLDEST_TORCH_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -c $(OLDEST_TORCH_ENV)/constraints.txt \
 		$(OLDEST_TORCH) -e . pytest pytest-xdist hypothesis setuptools
+	# builds for CUDA bring a Triton that is too old to be served
+	$(OLDEST_TORCH_ENV)/bin/python -m pip --disable-pip-version-check uninstall -q -y triton
 	@touch $@
 
 $(ENGINES)/.stamp-base: $(INPUTS)
