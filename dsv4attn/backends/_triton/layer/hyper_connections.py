@@ -101,7 +101,7 @@ def mhc_pre_delayed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `torch_ops.hyper_connections`."""
     post, comb, layer_input = empty_results(residual)
-    pre = torch.empty_like(post[:, :, 0])
+    pre = post.new_empty(residual.shape[:2])
     results, delayed = MixResults(post, comb, layer_input), Delayed(previous_pre, pre)
     _pre(residual, weights, results, delayed, deterministic=deterministic)
     return pre, post, comb, layer_input
