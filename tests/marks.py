@@ -64,8 +64,11 @@ def _values(params: Mapping[str, object]) -> list[int]:
     return [*map(id, values)]
 
 
-def _mark_matrix(items: Sequence[pytest.Item]) -> None:
-    """Mark as `matrix` what the selection of a test leaves out; tests marked `slow` are no part of it."""
+def _mark_left_out(items: Sequence[pytest.Item]) -> None:
+    """Mark what the selection of a test leaves out; tests marked `slow` are no part of it.
+
+    What `in_turn` leaves out is marked `matrix`. What `pairwise` leaves out has no new pair of values, and is `slow`.
+    """
     tests: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
@@ -77,13 +80,13 @@ def _mark_matrix(items: Sequence[pytest.Item]) -> None:
         selected = {*(pairwise(rows) if how == "pairwise" else in_turn(rows, turn_of(name.rpartition("::")[2])))}
         for number, function in enumerate(functions):
             if number not in selected:
-                function.add_marker("matrix")
+                function.add_marker("slow" if how == "pairwise" else "matrix")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what pairwise selections leave out. Leave slow tests to a run that says so (-m slow)."""
-    _mark_matrix(items)
+    _mark_left_out(items)
     config.stash[COLLECTED] = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]

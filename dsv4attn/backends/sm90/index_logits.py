@@ -206,7 +206,8 @@ def variants(*, logits: bool = False) -> None:
     if logits:
         codes, lens = query.values, token_map.visible_lens
         fp8_paged_mqa_logits(codes[None], cache, query.weights, lens[None], token_map.block_table, PAGE)
-        fp8_mqa_logits(codes, (codes[:, 0], query.weights[0]), query.weights, lens, lens)
+        # keys without gaps, as many as heads
+        fp8_mqa_logits(codes, (codes[0], query.weights[0]), query.weights, lens, lens)
 
 
 def meta_query(tokens: int) -> tuple[IndexQuery, PagedKVCache, TokenMap]:

@@ -155,6 +155,7 @@ def few_heads_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
         for number in heads
         for segments in (1, 2)
         for form in few_heads.variants(segments, number, sinks=(True,), lses=(True,))
+        if form.name == "attend_few_heads"
     ]
     facts = []
     for outcome in compile_all(list(dict.fromkeys(variants)), TARGET):

@@ -6,12 +6,9 @@ targets.
 
 from __future__ import annotations
 
-import pytest
-
 from tests.programs import told_by
 
 
-@pytest.mark.matrix
 def test_the_fullest_kernels_keep_every_limit() -> None:
     kernels = told_by("-m", "tests.backends._triton.layer.compiles")
     assert {name: facts["reasons"] for name, facts in kernels.items() if facts["reasons"]} == {}
