@@ -191,6 +191,8 @@ class Outcome:
     trace: traceback of an exception.
     seconds: duration.
     without_lse: whether the lse was not judged, because the backend returns none.
+    ended: how the case ended its process: the name of a signal, "exit code N", "time-out" or "unusable device"; "" if
+        the process ran on.
     """
 
     case: Case
@@ -201,6 +203,7 @@ class Outcome:
     trace: str = ""
     seconds: float = 0.0
     without_lse: bool = False
+    ended: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for programs. Numbers that are not finite are null here; the message has them."""
@@ -215,6 +218,7 @@ class Outcome:
             "budget": _finite(measure.budget),
             "fraction": _finite(measure.fraction) if self.measure else None,
             "message": self.message,
+            "ended": self.ended,
             "reasons": list(self.reasons),
             "without_lse": self.without_lse,
             "seconds": round(self.seconds, 3),
@@ -329,7 +333,9 @@ class Certificate:
         if failed:
             is_whole = len(self.outcomes) == self.asked
             rest = "" if is_whole else f"; the run ended there, after {len(self.outcomes)} of {self.asked} cases"
-            return f"{self._label} breaks the contract: {failed} of {self.executed} cases failed{rest}"
+            ended = sum(bool(outcome.ended) for outcome in self.outcomes)
+            processes = f", {ended} of them with the end of their process" if ended else ""
+            return f"{self._label} breaks the contract: {failed} of {self.executed} cases failed{processes}{rest}"
         part = f" of the filter {self.chosen!r}" if self.chosen else ""
         if self.reference_ops:
             return f"{self._label} proves nothing of its own: all {self.executed} cases{part} passed"

@@ -91,7 +91,7 @@ class Parity:
 
 
 def _result(outcome: Outcome) -> dict[str, Any]:
-    fields = ("state", "error", "budget", "fraction", "message", "reasons", "seconds")
+    fields = ("state", "error", "budget", "fraction", "message", "ended", "reasons", "seconds")
     whole = outcome.as_json()
     return {key: whole[key] for key in fields}
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import attrs
 import pytest
@@ -32,23 +31,10 @@ from dsv4attn.testing.conform import (
     run_case,
 )
 from dsv4attn.testing.processes import outcomes_in_processes
+from tests.testing.own_cases import case_of, raising
 
 FEW = chosen(CASES, "lse-*,quantise-ocp-*,sink-none-*")
 REFERENCE = Subject.named("reference")
-
-
-def case_of(check: Callable[[Bench, Any], Measure], **fields: Any) -> Case:
-    """A case of our own over some case input of the kit."""
-    inputs = next(case.inputs for case in CASES if case.name == "sink-none-decode")
-    known = {"name": "own", "area": Area.DECODE, "clauses": ["F1"], "says": "it is so", "inputs": inputs}
-    return Case(**{**known, "check": check, **fields})
-
-
-def raising(error: BaseException) -> Callable[[Bench, Any], Measure]:
-    def check(bench: Bench, inputs: object) -> Measure:
-        raise error
-
-    return check
 
 
 def refusing(*reasons: str, when: Callable[[Problem], bool] = lambda _: True) -> Subject:

@@ -46,6 +46,13 @@ SHOWN = 8
     integer(
         "--jobs", default=1, help="Processes that run cases. On a GPU one is best, because all of them share the GPU."
     ),
+    integer(
+        "--timeout",
+        metavar="SECONDS",
+        most=10**6,
+        default=900,
+        help="Seconds that a case may take. A case that takes longer has failed, and the others run on.",
+    ),
     flag("--json", "as_json", help="Print the certificate as one JSON object, and nothing else."),
     text(
         "--certificate",
@@ -71,6 +78,7 @@ def conform(
     backend_options: dict[str, str],
     chosen: str | None,
     jobs: int,
+    timeout: int,
     certificate: Path | None,
     summary: Path | None,
     page: Path | None,
@@ -84,6 +92,9 @@ def conform(
     A float64 oracle, which shares no code with any backend, judges every case. The limits of errors follow from the
     formats of the caches. docs/contract.md has the clauses. Cases that the backend's support refuses are not run, and
     the reasons are shown.
+
+    Cases run in a process of their own. A case that ends the process, by a signal for instance, or that takes longer
+    than --timeout, has failed. The other cases then run in a new process.
 
     All cases take about 40 seconds with the reference on one quiet core of a CPU. A backend that compiles its kernels
     on first use takes longer the first time. After Ctrl-C, and after --fail-fast with cases left, the certificate is
@@ -113,7 +124,7 @@ def conform(
     def subjects() -> list[Subject]:
         return [Subject.named(backend, device=device, options=backend_options)]
 
-    (result,) = run_kit(subjects, cases, chosen, jobs=jobs, shown=not as_json, fail_fast=fail_fast)
+    (result,) = run_kit(subjects, cases, chosen, jobs=jobs, timeout=timeout, shown=not as_json, fail_fast=fail_fast)
     values = result.as_json()
     # an incomplete certificate does not replace a complete one unasked
     usual = f"dsv4attn-{backend}{'' if result.complete else '.incomplete'}.json"
@@ -149,18 +160,19 @@ def run_kit(
     *,
     shown: bool,
     jobs: int = 1,
+    timeout: float = 900,
     fail_fast: bool = False,
 ) -> tuple[Certificate, ...]:
     """Run cases on backends, and show the progress. A backend that exists but cannot be made is exit code 1, not 2."""
     from dsv4attn.errors import BrokenBackendError
-    from dsv4attn.testing.conform import certificates_of, outcomes_of
+    from dsv4attn.testing.conform import certificates_of
     from dsv4attn.testing.processes import outcomes_in_processes
 
     try:
         trials = subjects()
     except BrokenBackendError as error:
         raise click.ClickException(str(error)) from error
-    outcomes = outcomes_of(trials, cases) if jobs == 1 else outcomes_in_processes(trials, cases, jobs)
+    outcomes = outcomes_in_processes(trials, cases, jobs, seconds=timeout)
     with _case_progress(len(cases) * len(trials), shown=shown) as progress:
         return certificates_of(trials, cases, outcomes, chosen=chosen, progress=progress, fail_fast=fail_fast)
 

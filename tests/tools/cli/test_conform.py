@@ -218,7 +218,14 @@ def test_the_first_failure_ends_a_run_with_fail_fast(machine: Machine) -> None:
     assert "the run ended there, after 1 of 5 cases" in " ".join(" ".join(lines).split())
 
 
+@pytest.fixture
+def _new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes start anew, as on a machine with an accelerator."""
+    monkeypatch.setattr("dsv4attn.testing.processes.may_have_accelerator", lambda: True)
+
+
 @pytest.mark.matrix
+@pytest.mark.usefixtures("_new_processes")
 def test_cases_are_run_by_several_processes_of_a_backend_with_options(machine: Machine) -> None:
     code, values = machine.json(
         "conform", "reference", "--jobs", "2", "--option", "prefill_keys=paged", "--filter", "lse-decode,gather-ocp-2"
@@ -232,6 +239,7 @@ def test_cases_are_run_by_several_processes_of_a_backend_with_options(machine: M
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("_new_processes")
 def test_warnings_of_tritons_interpreter_do_not_reach_users_from_other_processes(
     machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +251,31 @@ def test_warnings_of_tritons_interpreter_do_not_reach_users_from_other_processes
     shown = capfd.readouterr().err
     assert "overflow" not in shown
     assert "of other code" in shown
+
+
+KILLED = """
+import os, signal
+from dsv4attn.backends.reference.launch import ReferenceBackend
+
+class Killed(ReferenceBackend):
+    calls = 0
+
+    def decode(self, call):
+        self.calls += 1
+        if self.calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().decode(call)
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("_new_processes")
+def test_a_case_that_ends_a_process_that_started_anew_has_failed_and_the_others_run(machine: Machine) -> None:
+    machine.install("killed", KILLED, factory="killed_kernels:Killed")
+    code, values = machine.json("conform", "killed", "--filter", "call-plain-*-decode,lse-decode")
+
+    assert code == 1
+    assert [case["ended"] for case in values["cases"]] == ["", "SIGKILL", ""]
 
 
 def test_a_list_has_a_line_for_each_case_and_runs_nothing(machine: Machine) -> None:
@@ -304,6 +337,7 @@ def test_a_backend_that_cannot_be_made_ends_with_1(machine: Machine) -> None:
         (["reference", "--certificate", "."], "expected a file in a folder that exists"),
         (["reference", "--filter", "A6,!call-plain-*"], "expected patterns that leave a case"),
         (["reference", "--jobs", "0"], "--jobs"),
+        (["reference", "--timeout", "0"], "--timeout"),
         ([], "Missing argument 'BACKEND'"),
     ],
 )
