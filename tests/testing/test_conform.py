@@ -111,7 +111,7 @@ def test_whatever_a_backend_raises_is_a_failed_case_and_the_run_goes_on(error: B
     assert seen == list(certificate.outcomes)
     first = certificate.outcomes[0]
     assert first.message.startswith(f"raised {type(error).__name__}: {str(error).splitlines()[0]}")
-    assert "(in check, test_conform.py:" in first.message
+    assert "(in check, own_cases.py:" in first.message
     assert "/" not in first.message, "a certificate is sent to others"
     assert "Traceback" in first.trace
     assert not certificate.ok
