@@ -158,7 +158,7 @@ def record(stream: int, layer: int, sequence: int, number: int) -> F64:
 
 
 def worst_attention_error(outputs: dict[tuple[int, int, int], Tensor]) -> tuple[float, tuple[int, int, int]]:
-    """The largest error in tolerances, and where. The oracle's rows follow from positions alone."""
+    """The largest error in budgets, and where. The oracle's rows follow from positions alone."""
     places, answers = list(outputs), Expected.empty(len(outputs), HEADS, DIM)
     for t, (layer, sequence, position) in enumerate(places):
         records = [record(KEY, layer, sequence, p) for p in range(max(position - WINDOW + 1, 0), position + 1)]

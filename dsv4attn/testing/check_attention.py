@@ -21,7 +21,7 @@ from dsv4attn.testing.oracle_cache import body
 from dsv4attn.testing.random_step import ForwardArgs, StepFixture
 from dsv4attn.testing.single_call import IndexLists, SingleCall
 from dsv4attn.testing.strided import bits
-from dsv4attn.testing.tolerances import tolerance, worst_error
+from dsv4attn.testing.tolerances import shown, tolerance, worst_error
 
 __all__ = [
     "any_cut_same_bits", "equals_oracle", "judged", "largest_logits", "layers_share", "over_ranks",
@@ -132,7 +132,9 @@ def largest_logits(bench: Bench, call: SingleCall) -> Measure:
         with np.errstate(invalid="ignore"):
             errors = np.where(np.isneginf(actual) & np.isneginf(expected), 0.0, np.abs(actual - expected))
         error, (row, head) = worst_error(errors)
-        where = f"max_logits of row {row}, head {head}: {actual[row, head]:.6g}, expected {expected[row, head]:.6g}"
+        where = (
+            f"max_logits of row {row}, head {head}: {shown(actual[row, head], 6)}, expected {expected[row, head]:.6g}"
+        )
         measures.append(Measure(error, variant.budget).hold(where))
     return worst_of(*measures)
 

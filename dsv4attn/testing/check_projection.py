@@ -18,7 +18,7 @@ from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.check_insert import BF16, FP32_STEPS, CacheRows, stale_rows
 from dsv4attn.testing.factories import normal
 from dsv4attn.testing.strided import StridedTensors, unchanged
-from dsv4attn.testing.tolerances import F64, rounded, worst_error
+from dsv4attn.testing.tolerances import F64, rounded, shown, worst_error
 
 __all__ = ["outputs", "projects", "projects_without_positions_of_padding"]
 
@@ -196,5 +196,8 @@ def _expected(rows: CacheRows, weight: F64) -> tuple[F64, F64]:
 def _judge(result: Tensor, expected: F64, budget: F64) -> Measure:
     """The largest error in budgets of its element. Raises Wrong if it is above 1, or NaN."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        error, (row, *_) = worst_error(np.abs(result.double().cpu().numpy() - expected) / budget)
-    return Measure(error, 1.0).hold(f"row {row}: a projected value is {error:.3g} budgets off")
+        values = result.double().cpu().numpy()
+        error, place = worst_error(np.abs(values - expected) / budget)
+    where = f"row {place[0]}: projected value {list(place[1:])}"
+    said = f"{where} is {shown(values[place], 6)}, expected {expected[place]:.6g}"
+    return Measure(error, 1.0).hold(said if np.isnan(values[place]) else f"{said}, {error:.3g} budgets off")

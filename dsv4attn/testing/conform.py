@@ -229,7 +229,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\b(inf|nan)\b)")
+NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\b(inf|nan|NaN)\b)")
 
 
 @attrs.frozen

@@ -192,22 +192,21 @@ class RandomStep(CaseInput):
         return answers
 
     def compare(self, out: Tensor, lse: Tensor) -> float:
-        """Return the largest error in tolerances, at most 1. Raises AssertionError naming the worst row."""
+        """Return the largest error in budgets, at most 1. Raises AssertionError naming the worst row."""
         error, where = self.judge(out, lse)
         assert error <= 1, where
         return error
 
     def judge(self, out: Tensor, lse: Tensor | None) -> tuple[float, str]:
-        """Return the largest error in tolerances, of any size, and a sentence about its row."""
+        """Return the largest error in budgets, of any size, and a sentence about its row."""
         errors = self._expected.errors(out, lse) / tolerance(self.layout, self.q_dtype)
         if not errors.size:
             return 0.0, "no rows"
         row, head = np.unravel_index(errors.argmax(), errors.shape)
         token = self.tokens[row] if row < len(self.tokens) else "past the batch"
-        lse_text = "not asked for" if lse is None else f"{lse[row, head].item():.7g}"
+        said = self._expected.described(out, lse, int(row), int(head), tolerance(self.layout, self.q_dtype))
         return float(errors.max()), (
-            f"{self.kind.value} row {row} ({token}), head {head}: error of {errors.max():.3g} tolerances, "
-            f"lse {lse_text}, expected {self._expected.lse[row, head]:.7g}; "
+            f"{self.kind.value} row {row} ({token}), head {head}: {said}; "
             f"{(errors > 1).any(1).sum()} of {len(errors)} rows are wrong"
         )
 

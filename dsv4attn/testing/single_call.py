@@ -221,7 +221,8 @@ class SingleCall(CaseInput):
         """Return the largest error, in the unit of `budget`, and a sentence about the row that has it."""
         errors = (expected or self.expected).errors(out, lse)
         row, head = np.unravel_index(errors.argmax(), errors.shape)
-        where = f"{self.phase.value} row {row}, head {head}: error of {errors.max() / self.budget:.3g} budgets"
+        said = (expected or self.expected).described(out, lse, int(row), int(head), self.budget)
+        where = f"{self.phase.value} row {row}, head {head}: {said}"
         return float(errors.max()), f"{where}; {(errors > self.budget).any(1).sum()} of {len(errors)} rows are wrong"
 
     def run(

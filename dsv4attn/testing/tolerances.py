@@ -43,6 +43,7 @@ __all__ = [
     "multiplying_in",
     "read_row",
     "rounded",
+    "shown",
     "stored",
     "summed",
     "tolerance",
@@ -196,13 +197,38 @@ class Expected:
 
         lse: None judges the outputs alone.
         """
+        distance, shift = self._parts(out, lse)
+        errors = np.maximum(distance, shift)
+        return np.where(np.isnan(errors), np.inf, errors)
+
+    def described(self, out: Tensor, lse: Tensor | None, row: int, head: int, budget: float) -> str:
+        """How out and lse of a row and head differ from the expected ones: the worst dim, and errors in budgets."""
+        values, expected = out[row, head].double().cpu().numpy(), self.out[row, head]
+        lse_text = "not asked for" if lse is None else shown(lse[row, head].item(), 7)
+        alone = Expected(self.out[[row]], self.lse[[row]], self.mass[[row]])
+        parts = alone._parts(out[row : row + 1], None if lse is None else lse[row : row + 1])
+        distance, shift = (float(part[0, head]) for part in parts)
+        if nans := int(np.isnan(values).sum()):
+            said = f"{nans} of {values.size} values of out are NaN"
+        elif np.isnan(shift):
+            said = "lse is NaN"
+        else:
+            said = f"error of {max(distance, shift) / budget:.3g} budgets"
+            said += " in lse" if shift > distance else ""
+        _, (dim,) = worst_error(np.abs(values - expected))
+        return (
+            f"{said}; out of dim {dim} is {shown(values[dim], 6)}, expected {expected[dim]:.6g}; "
+            f"lse {lse_text}, expected {self.lse[row, head]:.7g}"
+        )
+
+    def _parts(self, out: Tensor, lse: Tensor | None) -> tuple[F64, F64]:
+        """[T', H] errors of out and of lse, as in `errors`, but with NaN."""
         with np.errstate(invalid="ignore"):
             distance = np.linalg.norm(out.double().cpu().numpy() - self.out, axis=-1) / (self.mass + LEAST_MASS)
             lses = self.lse if lse is None else lse.double().cpu().numpy()
             shift = np.abs(lses - self.lse)
         both_empty = np.isneginf(self.lse) & np.isneginf(lses)
-        errors = np.maximum(distance, np.where(both_empty, 0.0, shift))
-        return np.where(np.isnan(errors), np.inf, errors)
+        return distance, np.where(both_empty, 0.0, shift)
 
 
 UNIT = 2.0**-24
@@ -268,6 +294,11 @@ class Formula:
         return self.value - error, self.value + error
 
 
+def shown(value: float, digits: int) -> str:
+    """A number as messages print it."""
+    return "NaN" if math.isnan(value) else f"{value:.{digits}g}"
+
+
 def worst_error(errors: F64) -> tuple[float, tuple[int, ...]]:
     """The largest of some errors, and its place. NaN counts as infinity."""
     sizes = np.where(np.isnan(errors), math.inf, errors)
@@ -281,7 +312,7 @@ def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]],
     same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
     if not same.all():
         place = tuple(int(axis[0]) for axis in (~same).nonzero())
-        raise Wrong(f"{where(place)}: {actual[place]:.6g}, expected {expected[place]:.6g}")
+        raise Wrong(f"{where(place)}: {shown(actual[place], 6)}, expected {shown(expected[place], 6)}")
     return Measure()
 
 
@@ -307,7 +338,8 @@ def hold_values(
     if not distance.size:
         return Measure(0.0, 1.0)
     error, place = worst_error(distance / budget)
-    said = f"{where(place)}: {values[place]:.8g}, expected {expected[place]:.8g}, {error:.3g} budgets off"
+    said = f"{where(place)}: {shown(values[place], 8)}, expected {expected[place]:.8g}"
+    said += "" if np.isnan(values[place]) else f", {error:.3g} budgets off"
     return Measure(error, 1.0).hold(said)
 
 

@@ -108,7 +108,7 @@ def test_caches_of_a_step_may_have_two_layouts() -> None:
     assert [c.layout for c in (caches.swa, caches.compressed)] == whole_step.named_layouts()
     assert whole_step.compare(*whole_step.run(backend)) <= 1
     wrong = attrs.evolve(whole_step, compressed_layout=None).run(backend)
-    with pytest.raises(AssertionError, match="tolerances"):
+    with pytest.raises(AssertionError, match="budgets"):
         attrs.evolve(whole_step, layout=layout("ocp"), outliers=True).compare(*wrong)
 
 

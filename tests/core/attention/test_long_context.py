@@ -84,7 +84,7 @@ def test_a_mutant_with_addresses_of_32_bits_is_found(monkeypatch: pytest.MonkeyP
         return right(cache, block * cache.block_size + slots % cache.block_size)
 
     monkeypatch.setattr(kernels, "read_records", wrapped)
-    with pytest.raises(AssertionError, match="tolerances"):
+    with pytest.raises(AssertionError, match="budgets"):
         scenario.compare(*problem.run(backend))
 
 
@@ -173,5 +173,5 @@ def test_g16_angles_near_a_million_are_float32_products(monkeypatch: pytest.Monk
         return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
 
     monkeypatch.setattr(random_step, "cos_sin_cache", exact)
-    with pytest.raises(AssertionError, match="tolerances"):
+    with pytest.raises(AssertionError, match="budgets"):
         attrs.evolve(scenario).check(REFERENCE_FORMS["paged-dense"])

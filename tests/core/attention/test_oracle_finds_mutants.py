@@ -107,7 +107,7 @@ def test_an_lse_in_base_two_or_with_the_sink_in_it_is_flagged() -> None:
     assert sink is not None
 
     for wrong in (lse * 1.4426950408889634, torch.logaddexp(lse, sink), -lse):
-        with pytest.raises(AssertionError, match="tolerances"):
+        with pytest.raises(AssertionError, match="budgets"):
             scenario.compare(out, wrong)
 
 
@@ -154,7 +154,7 @@ def test_ignoring_the_lengths_is_flagged_by_stale_columns(monkeypatch: pytest.Mo
     scenario_of("swa").compare(*problem.run(REFERENCE_FORMS["paged-dense"]))
 
     monkeypatch.setattr(kernels, "listed", whole_width)
-    with pytest.raises(AssertionError, match="tolerances"):
+    with pytest.raises(AssertionError, match="budgets"):
         scenario_of("swa").compare(*problem.run(REFERENCE_FORMS["paged-dense"]))
 
 
@@ -252,7 +252,7 @@ def test_reading_one_cache_in_the_other_dialect_is_flagged(segment: str, form: s
     cache = getattr(problem.caches, segment).with_layout(fp8_format=Fp8Format.FNUZ)
     mixed = attrs.evolve(problem, caches=attrs.evolve(problem.caches, **{segment: cache}))
 
-    with pytest.raises(AssertionError, match="tolerances"):
+    with pytest.raises(AssertionError, match="budgets"):
         scenario.compare(*mixed.run(REFERENCE_FORMS[form]))
 
 
