@@ -84,11 +84,12 @@ class _Copy:
         return self.subjects, self.cases
 
 
-def _serve(pipe: Any, source: _Recipe | _Copy, threads: int | None, dump: str) -> None:  # noqa: ANN401 - a connection
+def _serve(pipe: Any, source: _Recipe | _Copy, threads: int | None, dump: str, repeat: int) -> None:  # noqa: ANN401 - a connection
     """Run the cases that arrive, and send their outcomes. The first process alone answers Ctrl-C.
 
     threads: of torch; None: as many as torch takes.
     dump: file that gets the stack if a signal ends this process.
+    repeat: number of runs of each case.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # what a backend prints must not stand in the one JSON object of --json; a copy's streams may be locked, too
@@ -109,7 +110,7 @@ def _serve(pipe: Any, source: _Recipe | _Copy, threads: int | None, dump: str) -
             except EOFError:
                 return
             try:
-                outcome = run_case(subjects[subject], cases[case])
+                outcome = run_case(subjects[subject], cases[case], repeat)
             except KeyboardInterrupt:
                 pipe.send(_INTERRUPTED)
                 return
@@ -212,7 +213,7 @@ def _place_of(trace: str) -> str:
 
 
 def outcomes_in_processes(
-    trials: Sequence[Subject], cases: Sequence[Case], jobs: int = 1, *, seconds: float = TIMEOUT
+    trials: Sequence[Subject], cases: Sequence[Case], jobs: int = 1, *, seconds: float = TIMEOUT, repeat: int = 1
 ) -> Generator[Outcome, None, None]:
     """Outcomes of each case on every backend, in the order of the cases. One process runs many cases.
 
@@ -223,10 +224,11 @@ def outcomes_in_processes(
     trials: the backends; with registered names, unless processes are copies of this one.
     cases: the cases; of `CASES`, unless processes are copies of this one.
     jobs: number of processes.
-    seconds: seconds that a case may take.
+    seconds: seconds that a case may take, with all its runs.
+    repeat: number of runs of each case, as of `run_case`.
     """
     with tempfile.TemporaryDirectory(prefix="dsv4attn-conform-", ignore_cleanup_errors=True) as folder:
-        run = _Run(trials, cases, jobs, seconds, Path(folder))
+        run = _Run(trials, cases, jobs, seconds, repeat, Path(folder))
         try:
             for task in range(len(cases) * len(trials)):
                 while task not in run.done:
@@ -253,6 +255,7 @@ class _Run:
     cases: Sequence[Case]
     jobs: int
     seconds: float
+    repeat: int
     folder: Path
     workers: list[_Worker] = attrs.field(factory=list)
     done: dict[int, Outcome] = attrs.field(factory=dict)
@@ -292,7 +295,7 @@ class _Run:
                     return
                 pipes = [worker.pipe for worker in self.workers]
                 dump = self.folder / str(self.starts)
-                idle = _started(self.trials, self.cases, self.jobs, dump, pipes, self.seconds)
+                idle = _started(self.trials, self.cases, self.jobs, dump, pipes, self.seconds, self.repeat)
                 self.workers.append(idle)
                 self.starts += 1
             idle.begin(self.begun, len(self.trials))
@@ -303,7 +306,13 @@ class _Run:
 
 
 def _started(
-    trials: Sequence[Subject], cases: Sequence[Case], jobs: int, dump: Path, pipes: Sequence[Any], seconds: float
+    trials: Sequence[Subject],
+    cases: Sequence[Case],
+    jobs: int,
+    dump: Path,
+    pipes: Sequence[Any],
+    seconds: float,
+    repeat: int,
 ) -> _Worker:
     """A new process. `pipes` are those of the others."""
     is_copy = sys.platform == "linux" and not may_have_accelerator()
@@ -314,7 +323,7 @@ def _started(
         named = [(trial.name, trial.device, dict(trial.options)) for trial in trials]
         source = _Recipe(named, [case.name for case in cases])
     threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else None
-    process = context.Process(target=_serve, args=(its, source, threads, str(dump)))
+    process = context.Process(target=_serve, args=(its, source, threads, str(dump), repeat))
     # in a copy, OpenMP waits for ever for the threads that it had started in the thread that was copied: a new thread
     # has none
     thread = threading.Thread(target=_start, args=(process,))

@@ -142,6 +142,16 @@ def test_an_iterator_that_is_closed_ends_its_processes() -> None:
     assert time.monotonic() - began < 30
 
 
+def test_a_case_is_repeated_until_a_run_fails_and_keeps_its_largest_error() -> None:
+    errors = iter([0.5, 0.25, 0.75, 0.5, 0.25, 3.0])
+    case = case_of(lambda *_: Measure(next(errors), 1.0).hold("row 7 is off"))
+    passed, failed = (next(outcomes_in_processes([REFERENCE], [case], repeat=n)) for n in (3, 10))
+
+    assert (passed.state, passed.measure) == ("passed", Measure(0.75, 1.0))
+    assert (failed.state, failed.measure) == ("failed", Measure(3.0, 1.0))
+    assert failed.message == "run 6 of 10, after runs that passed: row 7 is off"
+
+
 OPENMP = """
 import sys; sys.path.insert(0, {root!r})
 import torch

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
@@ -47,11 +48,17 @@ SHOWN = 8
         "--jobs", default=1, help="Processes that run cases. On a GPU one is best, because all of them share the GPU."
     ),
     integer(
+        "--repeat",
+        most=10**6,
+        default=1,
+        help="Runs of each case, to find races. The first run that fails ends those of its case.",
+    ),
+    integer(
         "--timeout",
         metavar="SECONDS",
         most=10**6,
         default=900,
-        help="Seconds that a case may take. A case that takes longer has failed, and the others run on.",
+        help="Seconds that a case may take, with all its runs. A case that takes longer has failed; the others run on.",
     ),
     flag("--json", "as_json", help="Print the certificate as one JSON object, and nothing else."),
     text(
@@ -78,6 +85,7 @@ def conform(
     backend_options: dict[str, str],
     chosen: str | None,
     jobs: int,
+    repeat: int,
     timeout: int,
     certificate: Path | None,
     summary: Path | None,
@@ -124,7 +132,10 @@ def conform(
     def subjects() -> list[Subject]:
         return [Subject.named(backend, device=device, options=backend_options)]
 
-    (result,) = run_kit(subjects, cases, chosen, jobs=jobs, timeout=timeout, shown=not as_json, fail_fast=fail_fast)
+    (result,) = run_kit(
+        subjects, cases, chosen, jobs=jobs, repeat=repeat, timeout=timeout, shown=not as_json, fail_fast=fail_fast
+    )
+    result = attrs.evolve(result, repeat=repeat)
     values = result.as_json()
     # an incomplete certificate does not replace a complete one unasked
     usual = f"dsv4attn-{backend}{'' if result.complete else '.incomplete'}.json"
@@ -160,6 +171,7 @@ def run_kit(
     *,
     shown: bool,
     jobs: int = 1,
+    repeat: int = 1,
     timeout: float = 900,
     fail_fast: bool = False,
 ) -> tuple[Certificate, ...]:
@@ -172,7 +184,7 @@ def run_kit(
         trials = subjects()
     except BrokenBackendError as error:
         raise click.ClickException(str(error)) from error
-    outcomes = outcomes_in_processes(trials, cases, jobs, seconds=timeout)
+    outcomes = outcomes_in_processes(trials, cases, jobs, seconds=timeout, repeat=repeat)
     with _case_progress(len(cases) * len(trials), shown=shown) as progress:
         return certificates_of(trials, cases, outcomes, chosen=chosen, progress=progress, fail_fast=fail_fast)
 
