@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,15 +114,14 @@ def test_the_process_is_replaced_if_a_failed_case_leaves_an_unusable_device(monk
 
 def test_processes_that_cannot_begin_are_not_started_for_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes._Copy, "made", lambda _: os._exit(4))
-    starts: list[int] = []
-    start = processes._started
-    monkeypatch.setattr(processes, "_started", lambda *args: (starts.append(1), start(*args))[1])
+    started = Mock(side_effect=processes._started)
+    monkeypatch.setattr(processes, "_started", started)
     certificate = certificate_of([case_of(does(lambda: None), name=f"{i}") for i in range(5)])
 
     assert {(o.state, o.message) for o in certificate.outcomes} == {
         ("failed", "its process ended with exit code 4 before the case began")
     }
-    assert (len(certificate.outcomes), len(starts)) == (5, 2)
+    assert (len(certificate.outcomes), started.call_count) == (5, 2)
 
 
 def test_a_kill_says_whether_the_system_ran_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
