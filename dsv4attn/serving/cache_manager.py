@@ -32,7 +32,7 @@ from dsv4attn.core.reprs import limits_text, one_line
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 from dsv4attn.serving.allocator import BlockAllocator, BlockTable
 
-__all__ = ["CacheManager", "CachedSequence"]
+__all__ = ["CacheManager", "CachedSequence", "pages_needed"]
 
 WINDOW, COMPRESSED = "window", "compressed"
 COPY_BYTES = 2**25
@@ -479,18 +479,7 @@ class CacheManager:
         return torch.tensor(blocks, dtype=torch.int64, device=self.device)
 
     def _enough(self, group: str) -> int:
-        """Pages for as many sequences as the limits allow, of the greatest length."""
-        limits, n = self.limits, self.tokens_per_block[group]
-        whole = limits.max_num_reqs * -(-limits.max_model_len // n)
-        if self.keep_windows or group == COMPRESSED:
-            return whole
-        spans = {WINDOW: self.geometry.window - 1}
-        for layer in self._stateful:
-            span = layer.compress_ratio * (2 if layer.overlap else 1) - 1
-            spans[_states(layer)] = max(spans.get(_states(layer), 0), span)
-        span = spans[group] + limits.num_speculative_tokens
-        # pages of a sequence between two steps, and those that the tokens of a step add
-        return min(whole, limits.max_num_reqs * (span // n + 3) + limits.max_num_batched_tokens // n + 1)
+        return pages_needed(self.geometry, self.limits, group, self.tokens_per_block[group], keep=self.keep_windows)
 
     def _allocate(
         self,
@@ -566,6 +555,26 @@ class CacheManager:
         width = max(map(len, rows), default=0)
         filled = [row + [-1] * (width - len(row)) for row in rows]
         return torch.tensor(filled, dtype=torch.int32, device=self.device).reshape(len(rows), width)
+
+
+def pages_needed(geometry: ModelGeometry, limits: Limits, group: str, tokens: int, *, keep: bool = False) -> int:
+    """Pages of a group for as many sequences as the limits allow, of the greatest length.
+
+    geometry, limits: as of the manager. group: "window", "compressed", "c4a_state" or "c128a_state". tokens: tokens of
+    a page. keep: whether pages are kept that no later token reads, as compressed pages always are.
+    """
+    whole = limits.max_num_reqs * -(-limits.max_model_len // tokens)
+    if keep or group == COMPRESSED:
+        return whole
+    spans = [geometry.window - 1] if group == WINDOW else []
+    spans += [
+        layer.compress_ratio * (2 if layer.overlap else 1) - 1
+        for layer in geometry.distinct_layers
+        if layer.has_states and _states(layer) == group
+    ]
+    span = max(spans) + limits.num_speculative_tokens
+    # pages of a sequence between two steps, and those that the tokens of a step add
+    return min(whole, limits.max_num_reqs * (span // tokens + 3) + limits.max_num_batched_tokens // tokens + 1)
 
 
 def _states(layer: LayerGeometry) -> str:
