@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from attrs import frozen
 
 from dsv4attn.errors import UnknownNameError, did_you_mean
 
-__all__ = ["DEVICES", "KnownDevice", "described", "device_named", "unknown"]
+__all__ = ["DEVICES", "MEMORY_GIB", "KnownDevice", "described", "device_named", "memory_gib", "unknown"]
 
 
 @frozen
@@ -54,6 +54,30 @@ DEVICES: tuple[KnownDevice, ...] = (
 )
 """One row for each architecture. "cuda", "hip" and "rocm" mean this machine's device of that kind, else their row."""
 
+_PRODUCTS_BY_GIB: Mapping[int, tuple[str, ...]] = {
+    10: ("b570",),
+    12: ("b580",),
+    16: ("rtx4080", "rtx5080", "rx9070xt", "rx9070"),
+    20: ("rx7900xt",),
+    24: ("a30", "a10", "l4", "rtx3090", "rtx4090", "rx7900xtx", "b60"),
+    32: ("rtx5090",),
+    48: ("a40", "rtxa6000", "l40s", "l40", "rtx6000ada", "w7900"),
+    64: ("mi210",),
+    80: ("a100", "a800", "h100", "h800"),
+    96: ("h20", "rtxpro6000"),
+    141: ("h200",),
+    180: ("b200",),
+    192: ("mi300x",),
+    256: ("mi325x",),
+    288: ("mi350x", "mi355x"),
+}
+MEMORY_GIB = {name: size for size, names in _PRODUCTS_BY_GIB.items() for name in names}
+"""Memory by product name, from the makers' data sheets; of several sizes the one that servers have.
+
+Makers write GB, and drivers report about as many GiB, less up to 2 percent. Products of which one name means several
+devices or sizes are left out.
+"""
+
 _BY_NAME = {name: device for device in DEVICES for name in device.spellings}
 _WORDS = re.compile(r"nvidia|geforce|amd|instinct|radeon(?=\s*(?:rx|pro))|intel|arc(?=\s)|tesla")
 
@@ -66,8 +90,7 @@ def device_named(name: str) -> KnownDevice:
     """
     lower = name.strip().lower()
     arch = re.sub(r"^sm_?(?=\d)", "sm_", lower.partition(":")[0])
-    product = re.sub(r"[\s_-]", "", _WORDS.sub("", lower))
-    device = _BY_NAME.get(arch) or _BY_NAME.get(product)
+    device = _BY_NAME.get(arch) or _BY_NAME.get(_product(name))
     if device is None and re.fullmatch(r"sm_\d+", arch):
         device = KnownDevice(arch, "cuda", arch)
     if device is None and re.fullmatch(r"gfx[0-9a-f]+", arch):
@@ -75,6 +98,16 @@ def device_named(name: str) -> KnownDevice:
     if device is None:
         raise unknown("device", name, DEVICES)
     return device
+
+
+def memory_gib(name: str) -> int | None:
+    """Memory of a product in GiB, such as "h200" or "RTX 5090"; None for a name without one size."""
+    return MEMORY_GIB.get(_product(name))
+
+
+def _product(name: str) -> str:
+    """A product name as the table has it: in lower case, without the maker, spaces and dashes."""
+    return re.sub(r"[\s_-]", "", _WORDS.sub("", name.strip().lower()))
 
 
 def unknown(what: str, name: str, devices: Iterable[KnownDevice]) -> UnknownNameError:

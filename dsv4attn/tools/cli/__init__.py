@@ -40,6 +40,10 @@ _COMMANDS = {
         "Look for what is wrong with this installation, and say what to do.",
     ),
     "explain": ("dsv4attn.tools.cli.explain:explain", "Say which backend would run a problem, and why not the others."),
+    "memory": (
+        "dsv4attn.tools.cli.memory:memory",
+        "Say whether a model fits a device, and what remains for the caches.",
+    ),
     "new-plugin": (
         "dsv4attn.tools.cli.new_plugin:new_plugin",
         "Write the package of a new backend, to start from.",
