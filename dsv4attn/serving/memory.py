@@ -134,7 +134,8 @@ class Deployment:
     tensor: ranks that divide heads, experts, embedding and head. pipeline: stages that divide the layers. context:
     ranks that share compressed entries. They are some of the `tensor` ranks if `context` divides `tensor`; otherwise
     there are `context` times as many ranks. shared_tokens: first tokens that all requests have in common, whose
-    compressed pages are kept once.
+    compressed pages are kept once. vllm: whether caches are vLLM's, which has one pool of equal blocks for all groups
+    of layers, and schedules one step ahead; for models of DeepSeek-V4, one stage and whole entries.
     Raises ArgumentError for numbers of ranks that do not divide the model.
     """
 
@@ -147,6 +148,7 @@ class Deployment:
     pipeline: int = field(default=1, validator=at_least(1))
     context: int = field(default=1, validator=at_least(1))
     shared_tokens: int = field(default=0, validator=at_least(0))
+    vllm: bool = False
 
     def __attrs_post_init__(self) -> None:
         geometry = self.geometry
@@ -157,6 +159,10 @@ class Deployment:
             if geometry.sharing is not None and size > 1:
                 expected = f"1 for {geometry.name}, whose layers share compressed caches"
                 raise ArgumentError(f"{what} parallel size", expected=expected, actual=size)
+            if self.vllm and size > 1:
+                raise ArgumentError(f"{what} parallel size", expected="1 with the pages of vLLM", actual=size)
+        if self.vllm and geometry.sharing is not None:
+            raise ArgumentError("model", expected="one of DeepSeek-V4 with the pages of vLLM", actual=geometry.name)
         geometry.tensor_parallel(self.tensor)
 
     @property
@@ -250,6 +256,8 @@ class Stage:
         if drafts not in self._pages:
             self._pages[drafts] = self._pages_of(drafts=drafts)
         pages = self._pages[drafts]
+        if self._of.vllm:
+            return _vllm_caches(pages, limits, shared_tokens)
         for (group, cache), page_bytes in pages.sizes.items():
             tokens = pages.tokens[group] * (self._of.context if group == COMPRESSED else 1)
             count = pages_needed(pages.geometry, limits, group, tokens)
@@ -290,6 +298,40 @@ class Stage:
         with_drafts = {**parts, **({"draft layers": sizes.mtp_layers * draft} if draft else {})}
         without, having = ({name: math.ceil(size) for name, size in p.items()} for p in (parts, with_drafts))
         return without, having
+
+
+def _vllm_caches(pages: _Pages, limits: Limits, shared_tokens: int) -> dict[str, int]:
+    """Bytes of caches in the pool of vLLM 0.33, by cache.
+
+    Layers of one kind of cache are split into groups of about equally many layers. A block of the pool has a page of
+    every layer of a group, and is as large as that of the widest group.
+    """
+    geometry = pages.geometry
+    layers = {WINDOW: geometry.num_layers}
+    spans = {WINDOW: geometry.window}
+    for layer in geometry.distinct_layers:
+        if layer.has_entries:
+            group = f"{layer.kind.value}_state"
+            layers[group] = geometry.count(layer.kind)
+            spans[group] = layer.compress_ratio * (2 if layer.overlap else 1)
+    widths = {group: sum(size for (of, _), size in pages.sizes.items() if of == group) for group in pages.tokens}
+    # what has pages of several sizes is not split, and all others are split to groups about as large
+    least = layers.get(f"{LayerKind.CSA.value}_state", 0)
+    padding = {n: sum(-count % n for count in layers.values()) for n in range(max(least, 1), max(layers.values()) + 1)}
+    most = max(padding, key=lambda n: (-padding[n], n)) if least else max(layers.values())
+    groups = {group: -(-count // most) for group, count in layers.items()}
+    block = max(widths[COMPRESSED], *(-(-layers[g] // n) * (widths[g] // layers[g]) for g, n in groups.items()))
+    index_keys = pages.sizes.get((COMPRESSED, INDEX_KEYS), 0)
+    requests, tokens = limits.max_num_reqs, pages.tokens[COMPRESSED]
+    whole = requests * -(-limits.max_model_len // tokens) - (requests - 1) * (shared_tokens // tokens)
+    sizes = {WINDOWS: 0, ENTRIES: whole * (block - index_keys), INDEX_KEYS: whole * index_keys, STATES: 0}
+    for group, n in groups.items():
+        size, step = pages.tokens[group], 2 * limits.max_num_batched_tokens
+        kept = -(-(spans[group] + limits.num_speculative_tokens) // size) + 1
+        longest = -(-limits.max_model_len // size) + 1
+        count = min(requests * longest, requests * kept - (-step // size))
+        sizes[WINDOWS if group == WINDOW else STATES] += n * count * block
+    return sizes
 
 
 def _layer_weights(

@@ -86,6 +86,15 @@ def test_ranks_that_share_entries_divide_them_and_nothing_else() -> None:
     assert [evolve(flash, context=n).ranks for n in (1, 2, 3)] == [4, 4, 12]
 
 
+@pytest.mark.parametrize(("model", "block", "blocks"), [("flash", 1_002_240, 1684), ("pro", 1_435_968, 1684)])
+def test_caches_of_vllm_have_its_blocks(model: str, block: int, blocks: int) -> None:
+    """What vLLM 0.33.0 plans for one request of 4,096 tokens in steps of 2,048: the test in dsv4attn-vllm asks it."""
+    caches = deployment(model, vllm=True).plan(Limits(1, 2048, 4096)).caches
+
+    assert caches["entries"] + caches["index keys"] == 16 * block
+    assert sum(caches.values()) == pytest.approx(blocks * block, rel=0.01)
+
+
 def test_stages_have_the_layers_of_the_model_together() -> None:
     whole, parts = deployment("flash", tensor=4).plan(LIMITS), deployment("flash", tensor=4, pipeline=3)
     plans = [stage.plan(LIMITS, parts._workspace(LIMITS)) for stage in parts.stages]
@@ -133,6 +142,8 @@ def test_a_configuration_has_the_weights_of_its_preset(tmp_path: Path) -> None:
         ("flash", {"pipeline": 44}, "pipeline parallel size: expected at most 43"),
         ("v4.1-flash", {"pipeline": 2}, "pipeline parallel size: expected 1 for deepseek-v4.1-flash"),
         ("v4.1-flash", {"context": 2}, "context parallel size: expected 1"),
+        ("v4.1-flash", {"vllm": True}, "model: expected one of DeepSeek-V4 with the pages of vLLM"),
+        ("flash", {"vllm": True, "context": 2}, "context parallel size: expected 1 with the pages of vLLM"),
     ],
 )
 def test_ranks_that_do_not_divide_the_model_are_refused(model: str, options: dict[str, int], message: str) -> None:

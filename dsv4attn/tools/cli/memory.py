@@ -98,6 +98,7 @@ class Answer:
             "model": of.geometry.name,
             "device": self.device,
             "backend": of.backend.name,
+            "engine": "vllm" if of.vllm else "own",
             "ranks": ranks,
             "limits": asdict(self.limits),
             "shared_tokens": of.shared_tokens,
@@ -139,6 +140,8 @@ def _sizes(_: click.Context, parameter: click.Parameter, value: str | None) -> f
     ),
     choice("--dtype", words=_DTYPES, default="e4m3fn", help="Element type of both caches, or their record, where a "
            "window of v41_fp4 is v41_fp8."),
+    choice("--engine", words=("own", "vllm"), default="own", help="Whose pages the caches have: those of CacheManager, "
+           "or the pool of blocks of vLLM 0.33."),
     token_count("--max-model-len", help="Tokens of each request.  [default: 131,072, or the model's longest context]"),
     integer("--max-num-seqs", default=8, help="Requests that run at once."),
     token_count("--max-num-batched-tokens", default=8192, help="Most tokens of a step."),
@@ -164,6 +167,7 @@ def memory(
     device: str | None,
     gib: float | None,
     dtype: str,
+    engine: str,
     max_model_len: int | None,
     drafts: int,
     shared_tokens: int,
@@ -201,6 +205,8 @@ def memory(
     if max_model_len > geometry.max_position:
         expected = f"at most {geometry.max_position}, the longest context of {geometry.name}"
         raise ArgumentError("--max-model-len", expected=expected, actual=max_model_len)
+    if engine == "vllm" and dtype != "e4m3fn":
+        raise ArgumentError("--dtype", expected="e4m3fn with --engine vllm", actual=dtype)
     window, entries = _layouts(geometry, dtype)
     tensor, rank = numbers["tensor_parallel"], geometry.tensor_parallel(numbers["tensor_parallel"])
     deployment = Deployment(
@@ -213,6 +219,7 @@ def memory(
         numbers["pipeline_parallel"],
         numbers["context_parallel"],
         shared_tokens,
+        vllm=engine == "vllm",
     )
     limits = Limits(numbers["max_num_seqs"], numbers["max_num_batched_tokens"], max_model_len, drafts)
     budget, other = int(size * utilization), int(other_gib * _GIB)

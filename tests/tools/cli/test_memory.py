@@ -86,6 +86,8 @@ def test_a_config_json_and_ranks_of_every_kind(machine: Machine, tmp_path: Path)
     assert (values["limits"]["max_model_len"], values["longest_context"]) == (65_536, 65_536)
     assert (values["layers"], "draft layers" in values["weights"]) == ([21, 43], True)
     _, lines = machine.run("memory", "--model", "v4.1-flash", "--device", "rtx4090", "--dtype", "v41_fp4")
+    _, vllm = machine.json("memory", "--gib", "400", "--engine", "vllm", "--max-model-len", "4k")
+    assert (vllm["engine"], vllm["caches"]["entries"] + vllm["caches"]["index keys"]) == ("vllm", 8 * 16 * 1_002_240)
     assert lines[-1] == "not counted: weights of engram and vision"
 
 
@@ -102,6 +104,7 @@ def test_a_config_json_and_ranks_of_every_kind(machine: Machine, tmp_path: Path)
             "--utilization: expected a part of the memory, above 0 and at most 1",
         ),
         (["--gib", "80", "--max-model-len", "2M"], "--max-model-len: expected at most 1048576"),
+        (["--gib", "80", "--engine", "vllm", "--dtype", "bfloat16"], "--dtype: expected e4m3fn with --engine vllm"),
         (["--gib", "80", "--tensor-parallel", "3"], "tensor parallel size: expected a common divisor of 64 heads"),
     ],
 )
