@@ -131,8 +131,9 @@ def compiled_kernels(*targets: str) -> dict[str, Any]:
     folder that was chosen before, as docs/engines.md says.
     """
     import os
+    import tempfile
 
-    folder = os.environ.setdefault("TRITON_CACHE_DIR", "kernels of an image")
+    folder = os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
     fakes.install()
     os.environ.pop("TRITON_INTERPRET")
     from dsv4attn_sglang.records import LAYOUTS

@@ -7,7 +7,7 @@ from pathlib import Path
 from test_plugin import run
 
 CODE = f"""
-import os
+import os, tempfile
 del os.environ["TRITON_INTERPRET"]
 sys.path.append({str(Path(__file__).parents[3])!r})
 # all that vLLM imports on a GPU
@@ -19,8 +19,8 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn_vllm.serving import Serving
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, STEPS
 from tests.backends._triton.compiling.each_kernel import compile_each
-said, folder = {{}}, os.environ.setdefault("TRITON_CACHE_DIR", "kernels of an image")
-initialize_inductor_cache("of a model")
+said, folder = {{}}, os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
+initialize_inductor_cache(tempfile.mkdtemp())
 assert os.environ["TRITON_CACHE_DIR"] == folder, "docs/engines.md says that vLLM keeps it"
 for target, name in (("sm_80", "triton"), ("sm_90", "sm90")):
     backend, variants = load_backend(name, projection="fp8"), []
