@@ -128,7 +128,7 @@ def _is_usable(device: str) -> bool:
     if device == "cpu":
         return True
     try:
-        return torch.zeros(1, device=device).add(1).item() == 1
+        return torch.zeros(1, dtype=torch.float32, device=device).add(1).item() == 1
     except Exception:  # noqa: BLE001 - torch has an error of its own for each kind of device
         return False
 
