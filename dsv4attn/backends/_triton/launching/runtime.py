@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from threading import RLock
+from threading import local
 from typing import Any
 
 import torch
@@ -118,32 +118,40 @@ class _Recording:
         self.variants.setdefault(self.made[key])
 
 
-_recordings: list[_Recording] = []
-"""Of nested ones the innermost is the last."""
-_one_recording = RLock()
+class _Recordings(local):
+    """Recordings of a thread; of nested ones the innermost is the last."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Recording] = []
+
+
+_recordings = _Recordings()
+"""Each thread has its own: while one thread compiles, others launch and plan for the device that is here."""
 
 
 @contextmanager
 def recording(arch: str | None = None, *, cores: int | None = None) -> Iterator[dict[Variant, None]]:
     """Record what launches on tensors of torch's meta device compile inside a `with` block. They run nothing.
 
-    Launches on other tensors run as ever. One thread records at a time; recordings may be nested, and an outer one has
-    the variants of an inner one too.
+    Launches on other tensors run as ever, and so do launches of other threads. Recordings may be nested, and an outer
+    one has the variants of an inner one too.
     arch: architecture that launchers choose for; by default that of an outer recording, or of this machine.
-    cores: its multiprocessors; by default those of an outer recording, or 132. What is recorded does not
-        depend on it, but launchers need a number.
+    cores: its multiprocessors; by default those of an outer recording, or of this machine if it has the architecture,
+        or 132. What is recorded does not depend on it, but launchers need a number.
     """
-    with _one_recording:
-        outer = _recordings[-1] if _recordings else _Recording(_architecture_here() if arch is None else arch)
-        inner = evolve(outer, arch=arch or outer.arch, cores=cores or outer.cores, variants={})
-        _recordings.append(inner)
-        try:
-            yield inner.variants
-        finally:
-            _recordings.pop()
-            for outer in _recordings[-1:]:
-                for variant in inner.variants:
-                    outer.variants.setdefault(variant)
+    stack, here = _recordings.stack, _architecture_here()
+    outer = stack[-1] if stack else _Recording(here)
+    arch = arch or outer.arch
+    if cores is None:
+        cores = outer.cores if stack or arch != here else _multiprocessors_here()
+    inner = evolve(outer, arch=arch, cores=cores, variants={})
+    stack.append(inner)
+    try:
+        yield inner.variants
+    finally:
+        stack.pop()
+        for variant in inner.variants if stack else ():
+            stack[-1].variants.setdefault(variant)
 
 
 def launch(
@@ -172,9 +180,9 @@ def launch(
     device = args[0].device
     index = device.index
     if index is None:
-        if _recordings and device.type == "meta":
+        if _recordings.stack and device.type == "meta":
             sizes = {"num_warps": num_warps, "num_stages": num_stages}
-            _recordings[-1].add(kernel, args, constants, **sizes, fp_fusion=fp_fusion, spills=spills, **extra)
+            _recordings.stack[-1].add(kernel, args, constants, **sizes, fp_fusion=fp_fusion, spills=spills, **extra)
             return None
         require_driven(device)
     for observe in _observers:
@@ -217,7 +225,7 @@ class Launch:
 
     def __call__(self, programs: int, pointers: Sequence[Any]) -> None:
         """Launch programs on the device of the first pointer; 0 programs launch nothing."""
-        if INTERPRETED and programs and not _observers and not _recordings:
+        if INTERPRETED and programs and not _observers and not _recordings.stack:
             self.kernel[(programs,)](*pointers, *self.numbers, **self.constants)
             return
         cached, kernel, index = self._compiled, self.kernel, self._index
@@ -278,7 +286,7 @@ def architecture() -> str:
 
     Inside a recording: the architecture that it is for.
     """
-    return _recordings[-1].arch if _recordings else _architecture_here()
+    return _recordings.stack[-1].arch if _recordings.stack else _architecture_here()
 
 
 @cache
@@ -291,7 +299,7 @@ def multiprocessors() -> int:
 
     Inside a recording: those of its device.
     """
-    return _recordings[-1].cores if _recordings else _multiprocessors_here()
+    return _recordings.stack[-1].cores if _recordings.stack else _multiprocessors_here()
 
 
 @cache

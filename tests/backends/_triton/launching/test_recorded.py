@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from threading import Event, Thread
+from threading import Thread
 
 import pytest
 import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.cache import gather
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, multiprocessors, observed, recording
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -86,24 +85,30 @@ def test_an_outer_recording_has_the_variants_of_an_inner_one_even_if_that_fails(
     assert launches() == list(outer)
 
 
-def test_two_threads_record_one_after_the_other() -> None:
-    begun, results = Event(), dict[str, list[Variant]]()
+def test_a_recording_is_of_its_thread_alone() -> None:
+    """Engines compile in a thread while another one plans the workspace, which depends on the multiprocessors."""
+    here, results = (architecture(), multiprocessors()), dict[str, object]()
 
-    def record() -> None:
-        begun.set()
+    def work() -> None:
+        results["device"] = architecture(), multiprocessors()
         with recording() as variants:
             gather_two("meta")
-        results["other"] = list(variants)
+        results["variants"] = [variant.name for variant in variants]
 
-    other = Thread(target=record)
-    with recording() as variants:
+    with recording("sm_90", cores=here[1] + 1) as variants:
+        other = Thread(target=work)
         other.start()
-        begun.wait()
-        other.join(0.05)
-        assert other.is_alive()
+        other.join()
         assert not variants
-    other.join()
-    assert len(results["other"]) == 1
+    assert results == {"device": here, "variants": ["gather_slots_kernel"]}
+
+
+def test_a_recording_for_this_machine_has_its_multiprocessors() -> None:
+    here = multiprocessors()
+    with recording():
+        assert multiprocessors() == here
+    with recording("gfx942"):
+        assert multiprocessors() == 132
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
