@@ -131,6 +131,7 @@ def attend(  # noqa: C901, PLR0912, PLR0915 - every function more is a frame mor
             workspace.release_on_growth(forward)
     elif -forward.out_bytes < out.data_ptr() - q.data_ptr() < forward.q_bytes:  # addresses are not in the key
         check_apart("out", out, q=q)
+        check_apart("lse", lse, q=q, out=out)
     elif lse is not None and (
         -forward.lse_bytes < lse.data_ptr() - out.data_ptr() < forward.out_bytes
         or -forward.lse_bytes < lse.data_ptr() - q.data_ptr() < forward.q_bytes

@@ -72,7 +72,7 @@ _PRODUCTS_BY_GIB: Mapping[int, tuple[str, ...]] = {
     288: ("mi350x", "mi355x"),
 }
 MEMORY_GIB = {name: size for size, names in _PRODUCTS_BY_GIB.items() for name in names}
-"""Memory by product name, from the makers' data sheets; of several sizes the one that servers have.
+"""Memory by product name, as makers publish it; of several sizes the one that servers have.
 
 Makers write GB, and drivers report about as many GiB, less up to 2 percent. Products of which one name means several
 devices or sizes are left out.

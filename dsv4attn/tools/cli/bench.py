@@ -65,7 +65,7 @@ _PATH = click.Path(path_type=Path)
     ),
     text("--batches", metavar="NUMBERS", callback=number_list, help="Numbers of requests in decodes, as in 8,64,256."),
     text("--heads", metavar="NUMBERS", callback=number_list, help="Query heads of a rank, as in 8,16.  [default: all]"),
-    integer("--drafts", metavar=None, help="Number of draft tokens of each request in decodes, 0 by default."),
+    integer("--drafts", metavar=None, help="Draft tokens that each request verifies in a decode step, 0 by default."),
     integer("--tokens", metavar=None, help="Number of query tokens in prefills."),
     integer("--rounds", metavar=None, help="Number of rounds. A time is the median of the rounds."),
     integer("--threads", metavar=None, help="Threads of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),

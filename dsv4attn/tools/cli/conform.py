@@ -51,7 +51,7 @@ SHOWN = 8
         "--repeat",
         most=10**6,
         default=1,
-        help="Runs of each case, to find races. The first run that fails ends those of its case.",
+        help="Run each case N times, to find races. A case ends with its first run that fails.",
     ),
     integer(
         "--timeout",

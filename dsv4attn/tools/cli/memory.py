@@ -140,14 +140,16 @@ def _sizes(_: click.Context, parameter: click.Parameter, value: str | None) -> f
     ),
     choice("--dtype", words=_DTYPES, default="e4m3fn", help="Element type of both caches, or their record, where a "
            "window of v41_fp4 is v41_fp8."),
-    choice("--engine", words=("own", "vllm"), default="own", help="Whose pages the caches have: those of CacheManager, "
-           "or the pool of blocks of vLLM 0.33."),
-    token_count("--max-model-len", help="Tokens of each request.  [default: 131,072, or the model's longest context]"),
+    choice("--engine", words=("own", "vllm"), default="own", help="Which planner sizes the caches: CacheManager of "
+           "this package, or vLLM 0.33 with its one pool of blocks."),
+    token_count("--max-model-len", help="Length of each request in tokens.  [default: 131,072, or the model's longest "
+                "context]"),
     integer("--max-num-seqs", default=8, help="Requests that run at once."),
     token_count("--max-num-batched-tokens", default=8192, help="Most tokens of a step."),
     token_count("--shared-tokens", least=0, default=0, help="First tokens that all requests have in common; their "
                 "entries are kept once, as engines with prefix caching do."),
-    integer("--drafts", least=0, default=0, help="Draft tokens of each request in decodes, by the model's MTP layers."),
+    integer("--drafts", least=0, default=0, help="Draft tokens that each request verifies in a decode step; "
+            "the model's MTP layers make them."),
     text("--utilization", metavar="PART", default="0.9", callback=_sizes, help="Part of the memory that may be used."),
     text("--other-gib", metavar="N", default="2", callback=_sizes, help="GiB for what is not planned: activations of "
          "experts, graphs, communication, the driver. An assumption."),

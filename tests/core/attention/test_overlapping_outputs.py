@@ -100,8 +100,14 @@ def test_columns_of_one_buffer_are_apart() -> None:
     both = torch.zeros(q.shape[0], 2 * q.shape[1], q.shape[2], dtype=q.dtype)
     heads = q.shape[1]
     both[:, :heads].copy_(q)
+    columns = {**call, "q": both[:, :heads], "out": both[:, heads:]}
     for _ in range(2):
-        forward_mqa(**{**call, "q": both[:, :heads], "out": both[:, heads:]})
+        forward_mqa(**columns)
+    apart, own = (memory[:, heads].view(torch.float32)[:, :heads] for memory in (both.clone(), both))
+    for _ in range(2):
+        forward_mqa(**{**columns, "lse": apart})
+    with pytest.raises(ArgumentError, match="^lse: expected memory apart from that of out"):
+        forward_mqa(**{**columns, "lse": own})
     assert torch.equal(both[:, heads:], expected)
     assert torch.equal(both[:, :heads], q)
 
