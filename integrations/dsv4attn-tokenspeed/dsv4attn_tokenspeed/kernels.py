@@ -18,7 +18,7 @@ __all__ = ["SOLUTION", "backend_for", "ints", "kernel", "paged", "trait"]
 
 SOLUTION = "dsv4attn"
 _WINDOW = 128
-"""Columns of the window in the question which backend attends: that backend inserts and selects too."""
+"""Columns of the window in the call that `backend_for` asks about. The backend that attends inserts and selects too."""
 
 
 def kernel(

@@ -106,7 +106,7 @@ def test_columns_of_one_buffer_are_apart() -> None:
     apart, own = (memory[:, heads].view(torch.float32)[:, :heads] for memory in (both.clone(), both))
     for _ in range(2):
         forward_mqa(**{**columns, "lse": apart})
-    with pytest.raises(ArgumentError, match="^lse: expected memory apart from that of out"):
+    with pytest.raises(ArgumentError, match=r"^lse: expected memory apart from that of out"):
         forward_mqa(**{**columns, "lse": own})
     assert torch.equal(both[:, heads:], expected)
     assert torch.equal(both[:, :heads], q)
