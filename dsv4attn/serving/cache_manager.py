@@ -13,7 +13,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_count
@@ -32,7 +32,7 @@ from dsv4attn.core.reprs import limits_text, one_line
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 from dsv4attn.serving.allocator import BlockAllocator, BlockTable
 
-__all__ = ["CacheManager", "CachedSequence", "pages_needed"]
+__all__ = ["CacheManager", "CachedSequence", "KeptPages", "pages_needed"]
 
 WINDOW, COMPRESSED = "window", "compressed"
 COPY_BYTES = 2**25
@@ -51,6 +51,18 @@ class CachedSequence:
     tables: dict[str, BlockTable] = field(repr=False)
     length: int = 0
     owner: CacheManager | None = field(default=None, repr=False)
+
+
+@frozen
+class KeptPages:
+    """Pages of one group that hold what the next tokens of a sequence read.
+
+    caches: every cache of the group; `cache.tensor[blocks]` are the contents to store, [pages, ...].
+    blocks: numbers of the pages in these caches, in the order of the sequence's tokens.
+    """
+
+    caches: tuple[PagedKVCache, ...] = field(repr=False)
+    blocks: tuple[int, ...]
 
 
 class CacheManager:
@@ -178,6 +190,45 @@ class CacheManager:
             self.free(fork)
             raise
         return fork
+
+    def what_to_keep(self, sequence: CachedSequence, length: int | None = None) -> dict[str, KeptPages]:
+        """The pages, by group, from which a sequence can be continued after its first `length` tokens.
+
+        They hold the window before `length`, all entries and index keys, and the states of entries that are not
+        complete. Store their contents, for instance on the host or for a prefix cache; `restore` has pages for them.
+        sequence: the sequence to store; it stays as it is.
+        length: number of tokens; None: all.
+
+        Raises ArgumentError if pages that the next token reads were given back (see `keep_windows`).
+        """
+        self._check(sequence)
+        length = sequence.length if length is None else check_count("length", length, 0)
+        if length > sequence.length:
+            raise ArgumentError("length", expected=f"at most {sequence.length}, the tokens there are", actual=length)
+        self._check_alive(sequence, length, next_token=False)
+        kept = {}
+        for name, first in self._needed(length).items():
+            n = self.tokens_per_block[name]
+            blocks = sequence.tables[name].blocks[min(first, length) // n : -(-length // n)]
+            kept[name] = KeptPages(tuple(self._of_group(name)), tuple(blocks))
+        return kept
+
+    def restore(self, length: int) -> CachedSequence:
+        """A sequence of `length` tokens whose pages are still to be filled with what was stored.
+
+        Write the stored contents, group by group, into the pages that `what_to_keep` names for it. They can come from
+        another manager with the same geometry, layouts and tokens of a page.
+        length: number of tokens that were stored.
+
+        Raises ArgumentError for more tokens than `max_model_len`, and OutOfPagesError if there are not enough pages;
+        nothing is taken then.
+        """
+        length, sequence = check_count("length", length, 0), self.new()
+        for name, first in self._needed(length).items():
+            sequence.tables[name].skip_before(min(first, length))
+        self.reserve([(sequence, length)])
+        sequence.length = length
+        return sequence
 
     def _begin_fork(self, fork: CachedSequence, sequence: CachedSequence, length: int) -> None:
         """Give a new sequence the pages of a fork, without their contents."""

@@ -22,9 +22,16 @@ WIDE_V41 = attrs.evolve(SMALL_V41, layers=v41_layers([2]), sharing=LayerSharing(
 LENGTH = 62
 
 
-def filled(geometry: ModelGeometry, layout: KVCacheLayout, *, keep_windows: bool, drafts: int = 0) -> LayerStack:
+def filled(
+    geometry: ModelGeometry,
+    layout: KVCacheLayout,
+    *,
+    keep_windows: bool,
+    drafts: int = 0,
+    limits: Limits | None = None,
+) -> LayerStack:
     """Layers whose pages hold NaN at first."""
-    limits = Limits(64, 64, 128, num_speculative_tokens=drafts)
+    limits = limits or Limits(64, 64, 128, num_speculative_tokens=drafts)
     stack = LayerStack(
         load_backend("reference"),
         layout,
@@ -76,6 +83,43 @@ def test_a_fork_of_any_length_goes_on_as_the_sequence_did(
         assert forks.keys() == possible
     else:
         assert {0, *range(LENGTH - drafts, LENGTH + 1)} <= forks.keys()
+
+
+@pytest.mark.parametrize(("geometry", "layout"), [(WIDE_V41, FP32_V41), (SMALL, FP32)], ids=["v41", "v4"])
+def test_what_is_kept_continues_in_another_manager_at_every_length(
+    geometry: ModelGeometry, layout: KVCacheLayout
+) -> None:
+    """All pages of the other manager hold NaN but for those that are kept."""
+    lengths, later = range(1, 301), 2
+    limits = Limits(len(lengths), 320, 320)
+    whole, other = (filled(geometry, layout, keep_windows=keep, limits=limits) for keep in (True, False))
+    hidden = whole.hidden(0, lengths[-1] + later)
+    sequence, expected = whole.cut(hidden, [len(hidden)])
+    restored = {}
+    for length in lengths:
+        restored[length] = other.manager.restore(length)
+        kept, pages = whole.manager.what_to_keep(sequence, length), other.manager.what_to_keep(restored[length])
+        for name, source in kept.items():
+            for ours, theirs in zip(pages[name].caches, source.caches, strict=True):
+                ours.tensor[[*pages[name].blocks]] = theirs.tensor[[*source.blocks]]
+    for step in range(later):
+        tokens = torch.tensor([length + step for length in lengths])
+        outs = other.step([(each, 1) for each in restored.values()], hidden[tokens])
+        for layer, (out, rows) in enumerate(zip(outs, expected, strict=True)):
+            torch.testing.assert_close(out, rows[tokens], rtol=1e-4, atol=1e-5, msg=f"layer {layer}, {step}")
+
+
+def test_what_cannot_be_kept_or_restored_is_refused_and_takes_no_page() -> None:
+    whole = filled(SMALL, FP32, keep_windows=False)
+    sequence, _ = whole.cut(whole.hidden(0, 40), [40])
+    held = whole.manager.pages_in_use
+    for length, message in ((41, "at most 40"), (20, "were not given back"), (-1, "length")):
+        with pytest.raises(ArgumentError, match=message):
+            whole.manager.what_to_keep(sequence, length)
+    with pytest.raises(ArgumentError, match="max_model_len"):
+        whole.manager.restore(129)
+    assert all(not kept.blocks for kept in whole.manager.what_to_keep(sequence, 0).values())
+    assert whole.manager.pages_in_use == held
 
 
 def test_a_fork_without_tokens_is_a_new_sequence() -> None:
