@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from dsv4attn.selection import explain, load_backend, resolve, select_backend
     from dsv4attn.serving.allocator import BlockAllocator, BlockTable
     from dsv4attn.serving.cache_manager import CacheManager
+    from dsv4attn.serving.entry_records import EntryRecords
     from dsv4attn.single_layer import SingleLayer
 
 __version__ = "0.1.0"
@@ -74,6 +75,7 @@ __all__ = [
     "DeviceFacts",
     "Dsv4AttnError",
     "EntryNorm",
+    "EntryRecords",
     "FlashMLASparseMetadata",
     "Fp8Format",
     "HyperConnectionWeights",
@@ -125,6 +127,7 @@ _MODULE_OF = {
         "serving.allocator": ("BlockAllocator", "BlockTable"),
         "core.layer.attention_layer": ("DeepseekV4Attention",),
         "serving.cache_manager": ("CacheManager",),
+        "serving.entry_records": ("EntryRecords",),
         "single_layer": ("SingleLayer",),
         "core.model.weights": ("AttentionWeights", "HyperConnectionWeights"),
         "core.layer.decoder_layer": ("DeepseekV4DecoderLayer", "DeepseekV41DecoderLayer"),

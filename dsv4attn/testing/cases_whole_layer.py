@@ -1,4 +1,4 @@
-"""Cases of whole layers on a deterministic backend: the bits of a token, in whatever way the token is run."""
+"""Cases of whole layers: entries that are recorded and taken, and the bits of a token in whatever way it is run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from dsv4attn.core.model.config import v41_layers
 from dsv4attn.core.model.cross_layer_sharing import LayerSharing
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing.case import Area, Case
-from dsv4attn.testing.check_whole_layer import WholeLayers, same_bits_in_any_way, same_bits_in_graphs
+from dsv4attn.testing.check_whole_layer import (
+    WholeLayers,
+    records_and_takes_entries,
+    same_bits_in_any_way,
+    same_bits_in_graphs,
+)
 from dsv4attn.testing.factories import HEADS, index_layout, layout
 
 __all__ = ["whole_layer_cases"]
@@ -56,6 +61,9 @@ def v41_network() -> WholeLayers:
 
 def whole_layer_cases() -> Iterator[Case]:
     """All of them."""
+    says = "a c4a layer records the entries that it selects; given others, it attends to these and selects nothing"
+    inputs = v4_layers(LayerKind.CSA, requests=((86, 4), (70, 4)), other_context=0)
+    yield _layer("layer-entries", "T8", says, inputs, records_and_takes_entries)
     depends = "bits of a token depend neither on steps, nor on other requests, padding or the order of pages"
     for kind in LayerKind:
         says = f"a whole {kind.value} layer, if deterministic: {depends}"

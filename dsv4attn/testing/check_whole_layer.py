@@ -1,4 +1,4 @@
-"""Clause D2 on whole layers: tokens run in several ways, and a deterministic backend gives them the same bits.
+"""Clauses D2 and T8 on whole layers: the bits of a token in any way it is run; entries recorded and taken.
 
 A case input has some layers of a model, with hyper-connections around attention and around a feed-forward, and some
 requests. The first tokens of a request are in the caches already: the reference computes them, since it does not matter
@@ -39,9 +39,12 @@ from dsv4attn.testing.factories import CaseInput, normal
 from dsv4attn.testing.strided import bits
 from dsv4attn.testing.tolerances import rounded
 
-__all__ = ["Network", "Way", "WholeLayers", "drawn_ways", "same_bits_in_any_way", "same_bits_in_graphs"]
+__all__ = [
+    "Network", "Way", "WholeLayers", "drawn_ways", "records_and_takes_entries", "same_bits_in_any_way",
+    "same_bits_in_graphs",
+]  # fmt: skip
 
-STREAMS, WEIGHTS, MIXES, NORMS, WAYS = range(200, 205)
+STREAMS, WEIGHTS, MIXES, NORMS, WAYS, ENTRIES = range(200, 206)
 """Streams of random numbers."""
 SWA_PAGE, TOKENS_OF_PAGE = 64, 256
 """Records of a page of the window cache, and tokens whose entries share a page of a compressed cache."""
@@ -151,6 +154,8 @@ class _RankSum:
         self.layers = layers
         self.metadata: Sequence[StepMetadata] = ()
         """Metadata of the current step on each rank."""
+        self.entries: dict[str, Any] = {}
+        """`record_entries` and `inject_entries` of the current step."""
 
     def refresh(self) -> None:
         """Weights never change."""
@@ -159,7 +164,7 @@ class _RankSum:
         """Attended hidden states [T, d]."""
         parts = []
         for layer, metadata in zip(self.layers, self.metadata, strict=True):
-            with set_forward_context(metadata):
+            with set_forward_context(metadata, **self.entries):
                 parts.append(layer(hidden, positions))
         return parts[0] if len(parts) == 1 else sum_in_order(torch.stack(parts)).to(hidden.dtype)
 
@@ -310,6 +315,22 @@ class Network:
                         states.append(cache.region("row")[block, record].flatten())
         return torch.cat(states)
 
+    def step_with_entries(
+        self, requests: Sequence[tuple[Request, int]], streams: Tensor, taken: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run a step of one layer on one rank: streams after it [T, n, d], and the entries that it records [T, K].
+
+        taken: [T, K] int32 entries that it takes instead of a selection.
+        """
+        (attention,) = self._attentions
+        prefix, buffer = attention.layers[0].prefix, attention.layers[0].topk_indices
+        assert buffer is not None
+        recorded = torch.full_like(buffer[: len(streams)], 1 << 30)
+        attention.entries = {"record_entries": {prefix: recorded}}
+        if taken is not None:
+            attention.entries["inject_entries"] = {prefix: taken}
+        return self.step(requests, streams)[0], recorded
+
     def forward(self, streams: Tensor, positions: Tensor, metadata: Sequence[StepMetadata]) -> Tensor:
         """Streams after each layer [layers, T, n, d], and in V4.1 hidden states after the last layer as well."""
         pre, results = None, []
@@ -454,6 +475,55 @@ def same_bits_in_any_way(bench: Bench, inputs: WholeLayers) -> Measure:
     for way in drawn_ways(counts, inputs.seed):
         _require_same(way.name, _rows_of(network, history, way), expected)
     return Measure()
+
+
+# entries
+
+
+def records_and_takes_entries(bench: Bench, inputs: WholeLayers) -> Measure:
+    """A c4a layer records what it selects. With entries of others it attends to these, and stores what it always does.
+
+    The reference, with the same entries, says what the layer then gives. A step later the layer selects what it selects
+    after a step of its own entries, so the index keys of that step are there.
+    """
+    network = Network.of(bench, inputs)
+    history, by_reference = network.history(), Network(load_backend("reference"), inputs, network.managers)
+    counts = [count - 1 for _, count in inputs.requests]
+    places = [(i, prefix + p) for i, (prefix, _) in enumerate(inputs.requests) for p in range(counts[i])]
+    streams = torch.cat([inputs.streams_of(i + 1, [position]) for i, position in places])
+    last = torch.cat([inputs.streams_of(i + 1, [sum(request) - 1]) for i, request in enumerate(inputs.requests)])
+    ratio = inputs.geometry.layers[0][1]
+    visible = torch.tensor([(position + 1) // ratio for _, position in places], device=inputs.device)[:, None]
+    rng, others = np.random.default_rng((inputs.seed, ENTRIES)), list[Tensor]()
+
+    def run(on: Network, taken: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Streams and entries of a step, and entries of one more token of each request, which selects."""
+        requests = [on.fork(request) for request in history]
+        out, recorded = on.step_with_entries([*zip(requests, counts, strict=True)], streams, taken)
+        _, later = on.step_with_entries([(request, 1) for request in requests], last)
+        on.free(*requests)
+        return out, recorded, later
+
+    own, recorded, later = run(network)
+    columns = torch.arange(recorded.shape[1], device=inputs.device)
+    filled = columns < visible.clamp(max=recorded.shape[1])
+    ascending = (recorded[:, 1:] > recorded[:, :-1]) | ~filled[:, 1:]
+    if not (torch.equal(recorded < 0, ~filled) and ascending.all() and (recorded < visible).all()):
+        raise Wrong("a layer does not record ascending entries that its tokens see, then -1")
+    for count in visible[:, 0].tolist():
+        chosen = sorted(rng.permutation(count)[: rng.integers(recorded.shape[1] + 1)].tolist())
+        others.append(torch.tensor([*chosen, *[-1] * (recorded.shape[1] - len(chosen))], dtype=torch.int32))
+    taken = torch.stack(others).to(inputs.device)
+    out, again, later_then = run(network, taken)
+    if not torch.equal(again, taken):
+        raise Wrong("a layer that takes entries does not record them")
+    if not torch.equal(later, later_then):
+        raise Wrong("after a step that takes entries, a layer selects others: its index keys are not there")
+    expected, _, _ = run(by_reference, taken)
+    # how much other entries change the result, which is what a layer that selects all the same gets wrong
+    effect = float((expected - own).float().square().mean().sqrt())
+    error = float((out - expected).float().square().mean().sqrt())
+    return Measure(error, effect / 4).hold("a layer that takes entries, from the reference with these entries")
 
 
 # graphs

@@ -27,6 +27,7 @@ from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.compressor import Compressor, LatentCompressor
+from dsv4attn.core.layer.entries import NO_ENTRIES, StepEntries
 from dsv4attn.core.layer.indexer import Candidates, Indexer
 from dsv4attn.core.layer.projections import CodedLinear, Projections
 from dsv4attn.core.layer.shared_sources import BoundSources, own_buffer
@@ -417,11 +418,12 @@ class DeepseekV4Attention:
             caches = bound = self._bind_again(bound)
         context, rows = get_forward_context(), None
         kind, ratio = self.layer.key
-        metadata = context.for_layer(attention.prefix, attention.swa_prefix, kind, ratio)
+        metadata, entries = context.for_layer(attention.prefix, attention.swa_prefix, kind, ratio), NO_ENTRIES
         if metadata is not None:
             self._check_step(metadata, bound, hidden_states.shape[0])
             rows = self._sources.rows(metadata, context, self.prefix)
-        products, q, kv = self._project(hidden_states, metadata)
+            entries = self._checked_entries(context, metadata)
+        products, q, kv = self._project(hidden_states, metadata, entries.inject)
         # what attention is bound to, unless a compiled graph has copies of it
         keys = attention.caches if caches is bound else caches.attention
         chosen = attention.topk_indices_buffer if topk_indices is self.topk_indices else topk_indices
@@ -430,7 +432,7 @@ class DeepseekV4Attention:
         if metadata is not None and self.compressor is not None:
             latents = self._compress(products, positions, metadata, caches)
         if metadata is not None and self.indexer is not None:
-            self._select(products, latents, positions, metadata, caches, topk_indices, rows, candidates)
+            self._select(products, latents, positions, metadata, caches, topk_indices, rows, candidates, entries)
             if self.geometry.sharing is not None:
                 self.selected_in = ref(metadata.swa), ref(context)
         elif rows is not None:
@@ -450,17 +452,31 @@ class DeepseekV4Attention:
             linear=self._linear,
         )
 
+    def _checked_entries(self, context: ForwardContext, metadata: AttentionMetadata) -> StepEntries:
+        """Entries that the layer records or takes in a step. Raises ArgumentError unless they fit."""
+        if self.indexer is None:
+            return NO_ENTRIES
+        assert self.topk_indices is not None
+        return StepEntries.checked(
+            context,
+            self.prefix,
+            metadata,
+            self.topk_indices,
+            over_ranks=self._context is not None,
+            captured=self.indexer.is_captured(),
+        )
+
     def _project(
-        self, hidden_states: Tensor, metadata: AttentionMetadata | None
+        self, hidden_states: Tensor, metadata: AttentionMetadata | None, entries: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """(products by the name of the weight, q [T', H, D], kv [T', D]): all that follows from hidden states alone.
 
-        Queries of the indexer are among the products where the step needs them.
+        Queries of the indexer are among the products where the step needs them. entries: that the step takes, or None.
         """
         products, dtype, indexer = self._of_hidden_states(hidden_states), hidden_states.dtype, self.indexer
         latent, keys, eps = products["wq_a"], products["wkv"], self.geometry.eps
         qr, kv = self.backend.layer_ops.norm_q_kv(latent, keys, self._q_norm, self._kv_norm, eps, dtype)
-        needs_queries = metadata is not None and indexer is not None and not indexer.takes_all(metadata)
+        needs_queries = metadata is not None and indexer is not None and indexer.needs_queries(metadata, entries)
         products |= self._of_latent(qr, None if needs_queries else _OF_LATENT[:1])
         return products, products["wq_b"].to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim)), kv
 
@@ -488,8 +504,9 @@ class DeepseekV4Attention:
         topk_indices: Tensor | None,
         rows: Tensor | None,
         candidates: Tensor | None,
+        entries: StepEntries,
     ) -> None:
-        """Store the index keys of a step, and select."""
+        """Store the index keys of a step, and select, or take entries."""
         indexer, kv_and_score = self.indexer, None
         assert indexer is not None
         assert caches.index is not None
@@ -510,7 +527,9 @@ class DeepseekV4Attention:
             latents=latents,
             candidate_rows=rows,
             candidates=candidates,
+            entries=entries.inject,
         )
+        entries.keep(topk_indices, metadata)
 
     def _check_step(self, metadata: AttentionMetadata, caches: DeepseekV4Caches, rows: int) -> None:
         """Check caches and metadata before anything is written: rows for all tokens, and states where there are any."""

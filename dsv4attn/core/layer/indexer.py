@@ -14,6 +14,7 @@ from dsv4attn.core.context_parallel.selection import SelectTopk
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.compressor import Compressor, LatentCompressor
+from dsv4attn.core.layer.entries import visible_entries
 from dsv4attn.core.metadata.forward_context import runs_as_captured
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
@@ -105,9 +106,17 @@ class Indexer:
         k_norm = None if weights.k_norm is None else copies.plain("indexer.k_norm", weights.k_norm, torch.float32)
         self._key_norm = EntryNorm(k_norm, self._eps, self._table)
 
-    def takes_all(self, metadata: AttentionMetadata) -> bool:
-        """Whether every token of a step sees at most K entries, which are all selected: queries are not needed then."""
-        capturing = self._is_captured()
+    def needs_queries(self, metadata: AttentionMetadata, entries: Tensor | None) -> bool:
+        """Whether a step scores: not if it takes `entries`, nor if every token sees at most K, which are all selected.
+
+        A layer that publishes candidates scores blocks of entries even then.
+        """
+        if entries is not None:
+            return self._levels(metadata)[0] is not None
+        return not self._takes_all(metadata)
+
+    def _takes_all(self, metadata: AttentionMetadata) -> bool:
+        capturing = self.is_captured()
         longest, (publishes, restricts) = self._longest(metadata), self._levels(metadata)
         return self._shortcut and not capturing and longest <= self._topk and publishes is restricts is None
 
@@ -125,15 +134,16 @@ class Indexer:
         latents: Tensor | None = None,
         candidate_rows: Tensor | None = None,
         candidates: Tensor | None = None,
+        entries: Tensor | None = None,
     ) -> None:
         """Store the index keys of a step, and write the selected entries of each token to `topk_indices` [>= T, K].
 
-        q: [T', Hi * Di]; None where `takes_all` says so. weights: [T', Hi] of the heads. kv_and_score: [T', W] fp32
+        q: [T', Hi * Di]; None where `needs_queries` says so. weights: [T', Hi] of the heads. kv_and_score: [T', W] fp32
         each, of the indexer's compressor, if it has one. positions: [T'] int64. states: of the indexer's compressor.
         keys: index keys; an indexer over the keys of another layer stores none. latents: [T, D] of the layer's
         compressor (V4.1). candidate_rows: [T] int64 - rows of the candidates that are those of the step's tokens; None:
         the same rows. candidates: the blocks of the candidates that it publishes, or is restricted to, or a copy of
-        them in a compiled graph; None: the blocks themselves.
+        them in a compiled graph; None: the blocks themselves. entries: [>= T, K] int32, taken instead of a selection.
         """
         if self.compressor is not None:
             assert kv_and_score is not None
@@ -146,9 +156,13 @@ class Indexer:
         compressed = metadata.compressed
         assert compressed is not None
         tokens, out = metadata.swa.num_actual_tokens, topk_indices[: metadata.swa.num_actual_tokens]
+        if entries is not None:
+            out.copy_(entries[:tokens])
         if q is None:
+            if entries is not None:
+                return
             numbers = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
-            out.copy_(torch.where(numbers < _lens(metadata)[:, None], numbers, -1))
+            out.copy_(torch.where(numbers < visible_entries(metadata)[:, None], numbers, -1))
             return
         longest, (publishes, restricts) = self._longest(metadata), self._levels(metadata)
         q = q[:tokens].unflatten(-1, (self._heads, -1))
@@ -157,6 +171,8 @@ class Indexer:
         if publishes is not None:
             blocks = publishes.blocks if candidates is None else candidates
             self._ops.select_candidates(query, keys, token_map, blocks[:tokens], publishes.block_size, longest)
+        if entries is not None:
+            return
         if restricts is not None:
             blocks = restricts.blocks if candidates is None else candidates
             blocks = blocks[:tokens] if candidate_rows is None else blocks[candidate_rows[:tokens]]
@@ -167,7 +183,7 @@ class Indexer:
         else:
             self._ops.select_topk(query, keys, token_map, out, longest)
 
-    def _is_captured(self) -> bool:
+    def is_captured(self) -> bool:
         """Whether a graph is being captured, or the step is run as a graph runs it."""
         return runs_as_captured() or is_capturing(self._table.device)
 
@@ -176,7 +192,7 @@ class Indexer:
         compressed = metadata.compressed
         assert compressed is not None
         # a graph is replayed with longer contexts
-        return (self._limits.max_model_len if self._is_captured() else compressed.max_seq_len) // self._ratio
+        return (self._limits.max_model_len if self.is_captured() else compressed.max_seq_len) // self._ratio
 
     def _levels(self, metadata: AttentionMetadata) -> tuple[Candidates | None, Candidates | None]:
         """Candidates that are published in a step, and those that restrict its selection."""
@@ -187,13 +203,3 @@ class Indexer:
 def _restricting(candidates: Candidates | None, entries: int) -> Candidates | None:
     """Candidates, or None if they restrict nothing in a context of `entries` entries."""
     return None if candidates is None or candidates.is_void(entries) else candidates
-
-
-def _lens(metadata: AttentionMetadata) -> Tensor:
-    """[T] int32: entries visible to each token, among those that its selected numbers count."""
-    assert metadata.compressed is not None
-    lens = metadata.compressed.compressed_lens
-    if metadata.whole is None or metadata.whole.metadata.compressed is None:
-        return lens
-    decodes = metadata.swa.num_decode_tokens
-    return torch.cat([lens[:decodes], metadata.whole.metadata.compressed.compressed_lens[decodes:]])

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
-from attrs import frozen
+from attrs import field, frozen
+from torch import Tensor
 
 from dsv4attn.core.metadata.metadata import (
     AttentionMetadata,
@@ -17,7 +18,7 @@ from dsv4attn.core.metadata.metadata import (
     LayerKey,
 )
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
+from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError, did_you_mean
 
 __all__ = ["ForwardContext", "get_forward_context", "runs_as_captured", "set_forward_context"]
 
@@ -33,10 +34,30 @@ class ForwardContext:
 
     attn_metadata: by kind of layer, or (kind, ratio), or by prefix of a cache layer. None means warm-up.
     as_captured: whether layers do what they do while a graph is captured.
+    record_entries, inject_entries: see `set_forward_context`.
     """
 
     attn_metadata: Metadata | None
     as_captured: bool = False
+    record_entries: Mapping[str, Tensor] = field(factory=dict, repr=False)
+    inject_entries: Mapping[str, Tensor] = field(factory=dict, repr=False)
+    _selecting: set[str] = field(factory=set, init=False, repr=False, eq=False)
+
+    def entries(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+        """Where the selecting layer of this prefix records its entries, and entries that it takes; None for neither."""
+        if not (self.record_entries or self.inject_entries):
+            return None, None
+        self._selecting.add(prefix)
+        return self.record_entries.get(prefix), self.inject_entries.get(prefix)
+
+    def check_entries_used(self) -> None:
+        """Raise ArgumentError if entries are named for a layer that has not selected in this step."""
+        for name in ("record_entries", "inject_entries"):
+            unused = sorted(getattr(self, name).keys() - self._selecting)
+            if unused:
+                expected = "prefixes of layers that ran in this step and select entries"
+                actual = f"{unused[0]!r}{did_you_mean(unused[0], self._selecting)}"
+                raise ArgumentError(name, expected=expected, actual=actual)
 
     def for_layer(
         self, prefix: str, swa_prefix: str, kind: LayerKind, compress_ratio: int | None = None
@@ -95,7 +116,13 @@ _context: ContextVar[ForwardContext | None] = ContextVar("dsv4attn_forward", def
 
 
 @contextmanager
-def set_forward_context(attn_metadata: Metadata | None, *, as_captured: bool = False) -> Iterator[ForwardContext]:
+def set_forward_context(
+    attn_metadata: Metadata | None,
+    *,
+    as_captured: bool = False,
+    record_entries: Mapping[str, Tensor] | None = None,
+    inject_entries: Mapping[str, Tensor] | None = None,
+) -> Iterator[ForwardContext]:
     """Run a step: layers called inside find their metadata in `attn_metadata`.
 
     attn_metadata: what `MetadataBuilder.build_for` or `build_all` returned, by kind of layer. Or a mapping by prefix:
@@ -104,6 +131,11 @@ def set_forward_context(attn_metadata: Metadata | None, *, as_captured: bool = F
     as_captured: run the step as a captured graph runs it, for metadata of a capture whose device tensors hold another
     step by now. An indexer then reads no length of the host, which is still that of the capture. Without it an indexer
     may take all entries, up to K, because the host says that no token sees more than K.
+    record_entries: for the prefix of a layer that selects, a tensor [>= T, K] int32 on its device, to which the layer
+    copies the entries of each token: ascending numbers, then -1. A captured graph writes it in every replay.
+    inject_entries: for the prefix of a layer that selects, entries [>= T, K] int32 in that form. The layer takes them,
+    and neither scores nor selects. Unless a graph is captured their values are checked, for which the host waits for
+    the device. A graph reads them again in every replay.
     Raises ArgumentError for anything else, UnknownNameError for kinds that do not exist.
     """
     if attn_metadata is not None and not isinstance(attn_metadata, Mapping):
@@ -113,12 +145,29 @@ def set_forward_context(attn_metadata: Metadata | None, *, as_captured: bool = F
             actual=type(attn_metadata).__name__,
             hint="give all that build_for returned, not the metadata of one kind",
         )
-    context = ForwardContext(None if attn_metadata is None else _by_kind(attn_metadata), as_captured)
+    context = ForwardContext(
+        None if attn_metadata is None else _by_kind(attn_metadata),
+        as_captured,
+        _of_layers("record_entries", record_entries),
+        _of_layers("inject_entries", inject_entries),
+    )
     token = _context.set(context)
     try:
         yield context
+        if attn_metadata is not None:
+            context.check_entries_used()
     finally:
         _context.reset(token)
+
+
+def _of_layers(name: str, entries: object) -> Mapping[str, Tensor]:
+    """Entries by prefix, none for None. Raises ArgumentError for anything else."""
+    if entries is None:
+        return {}
+    if not isinstance(entries, Mapping):
+        expected = "a mapping of prefixes of layers to tensors, or None"
+        raise ArgumentError(name, expected=expected, actual=type(entries).__name__)
+    return entries
 
 
 def runs_as_captured() -> bool:

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING
 
 from dsv4attn.core.contract.device import release_of, version_of
 from dsv4attn.integrations.transformers.attention import register
+from dsv4attn.integrations.transformers.entries import replay_entries
 from dsv4attn.integrations.transformers.patching import patch, unpatch
 from dsv4attn.integrations.transformers.releases import TESTED
 
 if TYPE_CHECKING:
     from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
 
-__all__ = ["DeepseekV4PagedCache", "patch", "register", "unpatch"]
+__all__ = ["DeepseekV4PagedCache", "patch", "register", "replay_entries", "unpatch"]
 
 
 def _require_transformers() -> None:

@@ -50,6 +50,11 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
         weakref.finalize(self, self.pages.dropped.append, self._sequences).atexit = False
 
     @property
+    def sequences(self) -> tuple[CachedSequence, ...]:
+        """The sequences on pages, in the order of the batch."""
+        return tuple(self._sequences)
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of each sequence, without padding."""
         return [sequence.length for sequence in self._sequences]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from dsv4attn.integrations.transformers.prompts import check_prompt
 from dsv4attn.integrations.transformers.releases import ModelArguments
 from dsv4attn.integrations.transformers.weights import WeightsWatch
 from dsv4attn.serving.cache_manager import CachedSequence
+from dsv4attn.serving.entry_records import EntryRecords
 
 __all__ = ["PagedAttention", "PatchedModel"]
 
@@ -44,6 +46,7 @@ class _Step:
     metadata: Mapping[LayerKey, AttentionMetadata] | None
     positions: Tensor
     index: Tensor | None
+    requests: Sequence[tuple[CachedSequence, int]] = ()
 
     __repr__ = fields_repr
 
@@ -92,6 +95,12 @@ class PagedAttention(TransformersAttention):  # type: ignore[misc] # transformer
         assert isinstance(original, torch.nn.Module)
         return original
 
+    @property
+    def attention(self) -> DeepseekV4Attention:
+        """The layer on pages."""
+        attention: DeepseekV4Attention = self._attention
+        return attention
+
     @_not_compiled
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         """Attention of the step that the model runs: [N, S, hidden] to [N, S, hidden], zeros for padding."""
@@ -102,7 +111,9 @@ class PagedAttention(TransformersAttention):  # type: ignore[misc] # transformer
         if step.metadata is None:
             return torch.zeros_like(hidden_states), None
         rows = hidden_states.flatten(0, 1)
-        with set_forward_context(step.metadata):
+        records, prefix = self._owner.records, self._attention.prefix
+        buffers = {} if records is None else {key: value for key, value in records.buffers.items() if key == prefix}
+        with set_forward_context(step.metadata, record_entries=buffers):
             if step.index is None:
                 return self._attention(rows, step.positions).view_as(hidden_states), None
             out = torch.zeros_like(rows)
@@ -130,6 +141,8 @@ class PatchedModel:
         backend = attentions[0].backend
         self.backend, self.deterministic = backend.name, backend.deterministic
         self.step: _Step | None = None
+        self.records: EntryRecords | None = None
+        """Entries of the calls that are being recorded."""
         self._running = threading.Lock()
         self._layers = [
             PagedAttention(layer.self_attn, attention, self)
@@ -160,6 +173,19 @@ class PatchedModel:
         Raises UnsupportedError for weights of another shape, dtype or device than those that `patch` found.
         """
         self._watch.refresh()
+
+    @contextmanager
+    def record_entries(self) -> Iterator[EntryRecords]:
+        """Record the entries that each token attends to, in calls of the model and of `generate`.
+
+        Yields the records; `records.of(sequence)` has the entries of each of `cache.sequences`. A cache is recorded
+        from its first token on, or not at all. Forks, such as beams, have no records of their own.
+        """
+        before, self.records = self.records, EntryRecords([layer.attention for layer in self._layers])
+        try:
+            yield self.records
+        finally:
+            self.records = before
 
     @property
     def num_sequences(self) -> int:
@@ -285,9 +311,11 @@ class PatchedModel:
     @_not_compiled
     def _end(self, call: _Call, *, done: bool) -> None:
         """Count the tokens of a call that is done. Give back the pages of a cache that no later call continues."""
-        self.step = None
+        step, self.step = self.step, None
         try:
             if done:
+                if self.records is not None and step is not None:
+                    self.records.take(step.requests)
                 call.cache.completed(call.requests, call.new, call.columns)
             if not call.stored or (call.began and not done):
                 call.cache.reset()
@@ -303,6 +331,8 @@ class PatchedModel:
         ordered = [requests[i] for i in order]
         if not ordered:
             return _Step(None, torch.empty(0, dtype=torch.int64, device=device), None)
+        if self.records is not None:
+            self.records.check(ordered)
         try:
             batch = manager.batch(ordered)
         except OutOfPagesError as error:
@@ -311,7 +341,7 @@ class PatchedModel:
         if order != [*range(len(requests))] or any(n != columns for _, n in requests):
             places = [torch.arange((i + 1) * columns - requests[i][1], (i + 1) * columns, device="cpu") for i in order]
             index = torch.cat(places).to(device)
-        return _Step(manager.metadata(batch), manager.positions(ordered), index)
+        return _Step(manager.metadata(batch), manager.positions(ordered), index, ordered)
 
     def _checked_cache(self, cache: object) -> DeepseekV4PagedCache:
         name = self.arguments.cache

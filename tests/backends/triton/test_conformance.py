@@ -54,6 +54,7 @@ PATIENT = {
         ("layers-swa", "layers-c128a", "layers-mixed"),
         "three layers of history; `layers-c4a` shares all that layers share",
     ),
+    "layer-entries": "the layer records and takes entries, whatever runs its kernels; the reference's kit shows it",
     "temporaries-*": "kernels hold as much wherever they run; a device shows it, and the reference the rule",
     **dict.fromkeys(
         (

@@ -1,0 +1,75 @@
+"""Entries that a patched model selected are replayed with gradients by a model of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.errors import ArgumentError, UnsupportedError
+from tests.integrations.paged import call, chunked, generated, ids_of, new_model, patched
+from tests.parity import hf
+
+pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
+pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
+
+
+def logprobs(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1)
+
+
+def test_a_trainer_has_the_log_probabilities_of_the_sampler_though_its_indexer_has_changed() -> None:
+    from dsv4attn.integrations.transformers import DeepseekV4PagedCache, replay_entries
+
+    model = new_model()
+    ids = torch.cat([ids_of(model, 60, number) for number in range(2)])
+    with patched(model, index_layout="fp32"), model.dsv4attn.record_entries() as records:
+        cache = DeepseekV4PagedCache(model)
+        sampled = chunked(model, ids, [23, 1, 36], cache)
+        entries = [records.of(sequence) for sequence in cache.sequences]
+    assert all(len(rows) == 60 for by_layer in entries for rows in by_layer.values())
+    # the trainer's indexer is another by now
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "indexer" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=float(parameter.std()))
+
+    model.requires_grad_(True)
+    with replay_entries(model, entries):
+        trained = model(input_ids=ids).logits
+    torch.testing.assert_close(logprobs(trained), logprobs(sampled), rtol=0, atol=2e-5)
+    logprobs(trained).gather(-1, ids[..., None]).sum().backward()
+    layer: Any = model.model.layers[min(entries[0])].self_attn
+    assert float(layer.q_b_proj.weight.grad.abs().max()) > 0
+    assert layer.compressor.indexer.q_b_proj.weight.grad is None
+    # without them it selects others
+    assert (logprobs(call(model, ids).logits) - logprobs(sampled)).abs().max() > 1e-3
+
+
+def test_what_has_no_entries_is_refused() -> None:
+    from dsv4attn.integrations.transformers import DeepseekV4PagedCache, replay_entries
+
+    model = new_model()
+    ids = ids_of(model, 20)
+    with patched(model):
+        with pytest.raises(UnsupportedError, match=r"not patched.*unpatch"), replay_entries(model, []):
+            pass
+        late = DeepseekV4PagedCache(model)
+        call(model, ids, **hf.passing(late))
+        with model.dsv4attn.record_entries() as records:
+            with pytest.raises(ArgumentError, match="first 20 tokens are recorded"):
+                call(model, ids[:, :1], **hf.passing(late))
+            cache = DeepseekV4PagedCache(model)
+            generated(model, 3, input_ids=ids, **hf.passing(cache))
+            (entries,) = [records.of(sequence) for sequence in cache.sequences]
+    assert {len(rows) for rows in entries.values()} == {22}
+    with pytest.raises(ArgumentError, match=r"entries\[0\]: expected entries of layers .*, got none of layer"):
+        replay_entries(model, [{}]).__enter__()
+    with replay_entries(model, [entries]):
+        call(model, ids)
+        with pytest.raises(ArgumentError, match="a mapping for each of 2 rows"):
+            call(model, ids.repeat(2, 1))
+        with pytest.raises(ArgumentError, match="entries of position 24 for layer"):
+            call(model, ids_of(model, 25))
