@@ -67,7 +67,7 @@ def _values(params: Mapping[str, object]) -> list[int]:
 def _mark_left_out(items: Sequence[pytest.Item]) -> None:
     """Mark what the selection of a test leaves out; tests marked `slow` are no part of it.
 
-    What `in_turn` leaves out is marked `matrix`. What `pairwise` leaves out has no new pair of values, and is `slow`.
+    What they leave out has no new value, nor with `pairwise` a new pair of values, and is marked `slow`.
     """
     tests: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
@@ -80,7 +80,7 @@ def _mark_left_out(items: Sequence[pytest.Item]) -> None:
         selected = {*(pairwise(rows) if how == "pairwise" else in_turn(rows, turn_of(name.rpartition("::")[2])))}
         for number, function in enumerate(functions):
             if number not in selected:
-                function.add_marker("slow" if how == "pairwise" else "matrix")
+                function.add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

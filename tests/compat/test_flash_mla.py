@@ -94,7 +94,7 @@ def decode_in_turn() -> list[Any]:
     # every pair of fields on some target, and every target
     default = {*pairwise([attrs.astuple(case, recurse=False) for case, _ in taken]), *map(targets.index, targets)}
     marked = [
-        *((one, () if number in default else pytest.mark.matrix) for number, one in enumerate(taken)),
+        *((one, () if number in default else pytest.mark.slow) for number, one in enumerate(taken)),
         *((one, pytest.mark.slow) for one in slow),
     ]
     return [pytest.param(*one, id=f"{one[0]}-{one[1]}", marks=marks) for one, marks in marked]

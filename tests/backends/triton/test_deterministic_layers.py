@@ -5,6 +5,8 @@ On an accelerator `tests/backends/test_layer_device.py` runs these cases on ever
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,14 +26,20 @@ class Quick(QuickHistory, GenericBackend): ...
 
 DEFAULT = "any-cut-layer-swa"
 """The case of the default run, which is the quickest one of a whole layer."""
+LONG = {f"any-cut-layer-{name}" for name in ("c128a", "fp32", "ranks", "v41")}
+"""Whole layers that take up to 40 s each; `any-cut-layer-c4a` has most of what they have."""
+
+
+def mark_of(case: Case) -> Any:
+    """When a case runs."""
+    if case.name == DEFAULT:
+        return ()
+    return pytest.mark.slow if case.name in LONG else pytest.mark.matrix
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=case.name, marks=() if case.name == DEFAULT else pytest.mark.matrix)
-        for case in chosen(CASES, "D2,!graph")
-    ],
+    [pytest.param(case, id=case.name, marks=mark_of(case)) for case in chosen(CASES, "D2,!graph")],
 )
 def test_g24_interpreted_kernels_keep_the_clause(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", multiplied_alike)

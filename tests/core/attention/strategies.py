@@ -23,7 +23,7 @@ def examples(n: int) -> settings:
 
 
 def searched(n: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test of `n` examples, the same in every run: the default run takes a quarter, and a `matrix` test takes all.
+    """A test of `n` examples, the same in every run: the default run takes a quarter, and a `slow` test takes all.
 
     Parameters of the test without a strategy are those of pytest.
     """
@@ -32,7 +32,7 @@ def searched(n: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable
         parameters = inspect.signature(test).parameters
         fixed = [one for name, one in parameters.items() if name not in strategies and one.kind is not one.VAR_KEYWORD]
 
-        @pytest.mark.parametrize("examples_count", [-(-n // 4), pytest.param(n, marks=pytest.mark.matrix)])
+        @pytest.mark.parametrize("examples_count", [-(-n // 4), pytest.param(n, marks=pytest.mark.slow)])
         def run(examples_count: int, **params: Any) -> None:
             def drawn(**values: Any) -> None:
                 test(**params, **values)

@@ -136,7 +136,7 @@ def test_layers_of_v41_in_one_graph_equal_eager() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "compiler"),
-    [*((kind, "aot_eager") for kind in LayerKind), pytest.param(LayerKind.CSA, "inductor", marks=pytest.mark.matrix)],
+    [*((kind, "aot_eager") for kind in LayerKind), pytest.param(LayerKind.CSA, "inductor", marks=pytest.mark.slow)],
 )
 def test_a_top_k_buffer_may_be_filled_in_the_compiled_function(kind: LayerKind, compiler: str) -> None:
     torch._dynamo.reset()
@@ -174,9 +174,9 @@ def memory(layer: object) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("together", "compiler", "steps"),
     [
-        pytest.param(False, "inductor", PREFILL_DECODE_PREFILL, marks=pytest.mark.matrix),
+        pytest.param(False, "inductor", PREFILL_DECODE_PREFILL, marks=pytest.mark.slow),
         (True, "aot_eager", PREFILL_DECODE_PREFILL),
-        pytest.param(True, "inductor", TWO_PREFILLS, marks=pytest.mark.matrix),
+        pytest.param(True, "inductor", TWO_PREFILLS, marks=pytest.mark.slow),
         pytest.param(True, "inductor", PREFILL_DECODE_PREFILL, marks=pytest.mark.matrix),
     ],
 )

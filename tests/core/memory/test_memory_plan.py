@@ -179,7 +179,6 @@ def plan_of(problem: ForwardArgs, backend: ReferenceBackend) -> WorkspacePlan:
     "problems",
     [
         PROBLEMS // 20,
-        pytest.param(PROBLEMS // 5, marks=pytest.mark.matrix),
         pytest.param(PROBLEMS, marks=pytest.mark.slow),
     ],
 )
