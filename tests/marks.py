@@ -65,14 +65,14 @@ def _values(params: Mapping[str, object]) -> list[int]:
 
 
 def _mark_left_out(items: Sequence[pytest.Item]) -> None:
-    """Mark what the selection of a test leaves out; tests marked `slow` are no part of it.
+    """Mark what the selection of a test leaves out; parameters marked `slow` are no part of it.
 
     What they leave out has no new value, nor with `pairwise` a new pair of values, and is marked `slow`.
     """
     tests: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if isinstance(item, pytest.Function) and not marks & {"slow", "matrix"}:
+        if isinstance(item, pytest.Function) and "slow" not in marks:
             for how in marks & {"pairwise", "in_turn"}:
                 tests.setdefault((item.nodeid.partition("[")[0], how), []).append(item)
     for (name, how), functions in tests.items():

@@ -87,8 +87,14 @@ def test_the_layers_of_the_page_run_on_the_backend_of_the_variable(page: str, mo
     assert {layer.backend.name for layer in layers} == {"triton"}
 
 
-@pytest.mark.matrix  # each page on two backends
-@pytest.mark.parametrize("page", [README, GUIDE, LAYER], ids=["README.md", "engine-guide.md", "layer.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(README, id="README.md", marks=pytest.mark.matrix),
+        pytest.param(GUIDE, id="engine-guide.md", marks=pytest.mark.slow),
+        pytest.param(LAYER, id="layer.md", marks=pytest.mark.slow),
+    ],
+)
 def test_the_python_examples_print_the_same_on_the_backend_of_the_variable(
     page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,6 +317,9 @@ def _contents(area: Area) -> Iterator[Case]:
     for kind in KINDS:
         inputs = step(kind, *batch, outliers=True, sinks=SINKS)
         yield _case(area, f"magnitudes-{kind}-{of}", "M2 S5", says, inputs)
+    says = f"{of} of 640 keys that have most in common, so that sums grow and a biased one shows, equals the oracle"
+    inputs = step("c4a", (2100, 1) if area is Area.DECODE else (2100, 2), common=4.0)
+    yield _case(area, f"alike-{of}", "M4", says, inputs)
     padding = tuple((prefix, n, n) for prefix, n, *_ in batch)
     says = f"{of}: a batch of nothing but padding, as a graph is captured with, gives zeros"
     inputs = step("c4a", *padding, poison=0xFF, topk="garbage", extra_rows=3)

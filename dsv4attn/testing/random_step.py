@@ -46,7 +46,7 @@ from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, toleranc
 
 __all__ = ["STALE_POSITIONS", "ForwardArgs", "StepFixture", "step"]
 
-Q, KV, ENTRY, SINK, TOPK = range(5)  # streams of random numbers
+Q, KV, ENTRY, SINK, TOPK, COMMON = range(6)  # streams of random numbers
 MOST_HEADS = 2**12  # more heads than any model has
 ABSENT = (-1, -7, 2**31 - 1, 0x7FC00000, -(2**31))  # entry numbers that name nothing; the fourth is a NaN's bits
 
@@ -83,6 +83,7 @@ class RandomStep(CaseInput):
     valid numbers anywhere among numbers that name no entry. "none": no valid number.
     extra_rows: rows of q after those of the batch.
     outliers: whether every ninth NoPE channel of a key is 20 times as large as the others.
+    common: size of a row that is added to all keys, relative to what they differ by. Their sums do not cancel then.
     first_head: number of this rank's first head; a rank has the rows and sinks of its own heads.
     distinct: entries whose numbers differ by a multiple of this have equal rows; None means that all rows differ. It
     limits the rows that are judged for a million tokens.
@@ -98,6 +99,7 @@ class RandomStep(CaseInput):
     topk: Literal["clean", "holes", "garbage", "none"] = "clean"
     extra_rows: int = 0
     outliers: bool = False
+    common: float = 0.0
     first_head: int = 0
     distinct: int | None = None
 
@@ -141,7 +143,9 @@ class RandomStep(CaseInput):
     def _library(self) -> _Library:
         layer, compressed = self.layer, self.compressed_layout or self.layout
         dtype = torch.bfloat16 if self.q_dtype == torch.bfloat16 else self.layout.row_dtype
-        return _library(self.seed, layer.nope_dim, layer.rope, self.layout, compressed, self.outliers, dtype)
+        return _library(
+            self.seed, layer.nope_dim, layer.rope, self.layout, compressed, self.outliers, self.common, dtype
+        )
 
     @cached_property
     def sink_values(self) -> F64 | None:
@@ -224,6 +228,7 @@ class _Library:
     layout: KVCacheLayout
     compressed_layout: KVCacheLayout
     outliers: bool
+    common: float
     dtype: torch.dtype
 
     def rows(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
@@ -244,7 +249,9 @@ class _Library:
 
     def _drawn(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
         """As `rows`, all at once."""
-        rows = normal((self.seed, stream, request), np.array(numbers, dtype=np.int64), self.nope_dim + self.rope.dim)
+        width = self.nope_dim + self.rope.dim
+        rows = normal((self.seed, stream, request), np.array(numbers, dtype=np.int64), width)
+        rows += self.common * normal((self.seed, COMMON), np.zeros(1, dtype=np.int64), width)
         rows[:, 1 : self.nope_dim : 9] *= 20 if self.outliers else 1
         return rounded(rows, self.dtype)
 

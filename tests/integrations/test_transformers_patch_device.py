@@ -27,7 +27,7 @@ BOUND = {("fp32", torch.float32): 1e-2, ("bf16", torch.bfloat16): 0.1, ("fp8_ds_
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        pytest.param(*one, id=f"{one[0]}-{one[1]}", marks=[] if HERE or "fp8" in one[0] else pytest.mark.matrix)
+        pytest.param(*one, id=f"{one[0]}-{one[1]}", marks=[] if HERE or "fp8" in one[0] else pytest.mark.slow)
         for one in BOUND
     ],
 )

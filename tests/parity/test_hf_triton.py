@@ -60,6 +60,7 @@ def test_fp32_rows_agree_through_kernels(kind: LayerKind, mode: Mode, backend: B
 
 
 @pytest.mark.matrix
+@pytest.mark.pairwise
 @every_kind
 @pytest.mark.parametrize("layout", ROUNDED.values(), ids=ROUNDED)
 def test_rounded_rows_agree_through_kernels(layout: KVCacheLayout, kind: LayerKind, backend: Backend) -> None:

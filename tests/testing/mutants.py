@@ -72,6 +72,13 @@ def attend(call: AttentionCall) -> None:
     right(ReferenceBackend(), call)
 
 
+def biased_sums(call: AttentionCall) -> None:
+    """Lose 2^-14 of the sum of weighted keys with each further key, as sums that are cut off at every step do."""
+    attend(call)
+    segments = [call.keys] if isinstance(call.keys, GatheredKeys) else call.keys
+    call.out.mul_(1 - 2.0**-14 * sum(keys.indices.width for keys in segments))
+
+
 def without_sink(call: AttentionCall) -> None:
     attend(attrs.evolve(call, attn_sink=None))
 

@@ -69,6 +69,7 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "stale workspace": (lambda: Scratch(clears=False), "W2", "W2 D1", ""),
     "scratch beyond its bound": (lambda: Scratch(bound=0.9), "W1", "W1", ""),
     "writes behind its scratch": (lambda: Scratch(past=3), "W3", "W3", ""),
+    "sums that lose with each key": (with_attention(mutants.biased_sums), "alike-*,decode-c4a,prefill-c4a", "M4", "M1"),
     "lse in base 2": (with_attention(mutants.base_two), "L1,gather-*", "L1 L4", "R1"),
     "sink in the lse": (with_attention(mutants.lse_with_sink), "L", "L2", ""),
     "absent columns in the largest logit": (with_attention(with_top(mutants.top_with_absent)), "L", "L5", "L1"),

@@ -88,10 +88,9 @@ def _seeded() -> None:
 @pytest.fixture(params=["reference", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A backend of dsv4attn, asked for by the variable that a user sets."""
-    from dsv4attn_vllm import serving
+    from whole import use_backend
 
-    monkeypatch.setenv("DSV4ATTN_BACKEND", request.param)
-    serving._serving.cache_clear()
+    use_backend(monkeypatch, request.param)
     return request.param
 
 

@@ -20,7 +20,7 @@ from processes import run_on_rocm
 from torch import Tensor
 from torch.nn import functional
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
-from whole import OwnLayers, WholeEngine, both, products_in_fp64, whole_engine
+from whole import OwnLayers, WholeEngine, both, products_in_fp64, use_backend, whole_engine
 
 from dsv4attn.core.model.quantized_weight import dense_weight
 
@@ -31,10 +31,13 @@ CASES = {
 }
 
 
-@pytest.fixture(params=[CUDAAttention, CPUAttention], ids=["cuda", "cpu"])
-def engine(backend: str, request: pytest.FixtureRequest) -> Iterator[WholeEngine]:
-    with whole_engine(request.param) as engine:
-        if request.param is CPUAttention:
+@pytest.fixture(params=["cuda-reference", "cuda-triton", "cpu-reference"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[WholeEngine]:
+    """Layers of a platform on a backend."""
+    platform, backend = request.param.split("-")
+    use_backend(monkeypatch, backend)
+    with whole_engine(CPUAttention if platform == "cpu" else CUDAAttention) as engine:
+        if platform == "cpu":
             round_as_on_cuda(engine)
         yield engine
 
@@ -166,6 +169,7 @@ OURS: dict[str, list[Tensor]] = {}
 """Outputs of dsv4attn's own layers by backend, which no change of vLLM's layer moves: computed once."""
 
 
+@pytest.mark.parametrize("backend", ["reference"], indirect=True)
 @pytest.mark.parametrize("name", FIRST_ROWS)
 def test_weights_that_are_one_step_of_bf16_larger_are_found(backend: str, name: str) -> None:
     """The largest of each of 64 rows, of vLLM's layer only: products and norms in fp64 hide nothing."""

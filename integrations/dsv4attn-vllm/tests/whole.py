@@ -30,6 +30,14 @@ SMALL = {"index_topk": 8, "index_n_heads": 16}
 """Few entries to select, so that short contexts have more; few heads, for Triton's interpreter."""
 
 
+def use_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Ask for a backend of dsv4attn by the variable that a user sets."""
+    from dsv4attn_vllm import serving
+
+    monkeypatch.setenv("DSV4ATTN_BACKEND", name)
+    serving._serving.cache_clear()
+
+
 class HiddenStates(Engine):
     """What engines of V4 and V4.1 whose layers run as a whole share."""
 

@@ -88,9 +88,7 @@ def drawn_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict
     return drawn
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=[pytest.mark.matrix] * (name != "near the roofline")) for name in RUNS]
-)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "near the roofline")) for name in RUNS])
 def drawn(request: pytest.FixtureRequest, drawn_runs: Any) -> dict[str, Any]:
     """Figures of each of RUNS by the name of their file."""
     return {name: figure for name, (_, figure) in drawn_runs(request.param).items()}

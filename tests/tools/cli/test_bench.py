@@ -250,7 +250,7 @@ def test_a_run_without_kernels_is_said_to_have_no_picture(machine: Machine, tmp_
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/performance.md", marks=pytest.mark.slow)])
 def test_the_command_of_a_page_draws_its_pictures(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.image import imread
     from PIL import Image
