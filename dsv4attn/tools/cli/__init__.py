@@ -50,6 +50,7 @@ _COMMANDS = {
     ),
     "parity": ("dsv4attn.tools.cli.parity:parity", "Compare backends with the float64 oracle, case by case."),
     "run": ("dsv4attn.tools.cli.run:run", "Serve a request trace through attention layers, and check the results."),
+    "show": ("dsv4attn.tools.cli.show:show", "Show which keys each token of a prompt attends to."),
 }
 """Commands by name: import path, and line in the list of commands."""
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMPILED_FOR",
+    "check_matplotlib",
     "chosen_backend",
     "console",
     "device_facts",
@@ -154,6 +155,15 @@ def require_torch(ctx: click.Context) -> None:
         problem = click.ClickException(f"`{ctx.command_path}` needs torch, {why} -> `dsv4attn doctor` says what to do")
         problem.exit_code = BAD_INPUT  # type: ignore[misc]
         raise problem from None
+
+
+def check_matplotlib() -> None:
+    """Raise ArgumentError unless matplotlib can be imported."""
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ImportError as error:
+        hint = 'pip install "dsv4attn[plot]"'
+        raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
 
 
 def chosen_backend(

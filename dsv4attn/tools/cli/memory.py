@@ -16,6 +16,7 @@ from dsv4attn.core.contract.devices import DEVICES, MEMORY_GIB, memory_gib
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
+    check_matplotlib,
     console,
     device_facts,
     epilog,
@@ -199,7 +200,7 @@ def memory(
     from dsv4attn.serving.memory import Deployment, ModelSizes
 
     if plot:
-        _check_matplotlib()
+        check_matplotlib()
     if not 0 < utilization <= 1:
         raise ArgumentError("--utilization", expected="a part of the memory, above 0 and at most 1", actual=utilization)
     size, geometry = int(_gib_of(device, gib) * _GIB), geometry_of(model)
@@ -350,14 +351,6 @@ def _table(answer: Answer) -> Table:
     table.add_row("together", _mib(sum(plan.request.values())), _gib(plan.total + answer.other))
     table.add_row(f"may be used, {answer.budget / answer.memory:.0%}", "", _gib(answer.budget))
     return table
-
-
-def _check_matplotlib() -> None:
-    try:
-        import matplotlib as mpl  # noqa: F401
-    except ImportError as error:
-        hint = 'pip install "dsv4attn[plot]"'
-        raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
 
 
 def _draw(answer: Answer, path: Path) -> None:
