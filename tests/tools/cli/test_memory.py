@@ -15,7 +15,8 @@ from tests.core.model.test_configurations import OTHER_FIELDS, RELEASED
 from tests.tools.cli.machine import Machine
 
 GIB = 2**30
-PAGE = (Path(__file__).parents[3] / "docs" / "older-gpus.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE, FAQ = ((DOCS / name).read_text(encoding="utf-8") for name in ("older-gpus.md", "faq.md"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,6 +40,13 @@ def test_the_page_of_older_gpus_shows_what_the_command_prints(machine: Machine) 
     for command, expected in shown:
         _, lines = machine.run(*shlex.split(command.replace("\\\n", " "))[1:], width=100)
         assert "\n".join(lines).rstrip() == expected.rstrip()
+
+
+def test_the_answers_to_questions_show_the_first_lines_that_the_command_prints(machine: Machine) -> None:
+    shown = re.findall(r"\$ dsv4attn (memory .+)\n(.+)", FAQ)
+
+    assert len(shown) == 3
+    assert shown == [(command, machine.run(*shlex.split(command), width=100)[1][0]) for command, _ in shown]
 
 
 def test_the_page_has_the_weights_and_the_bytes_of_a_token(machine: Machine) -> None:
