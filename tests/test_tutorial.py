@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "tutorial.md").read_text(encoding="utf-8")
@@ -33,6 +34,15 @@ def test_the_blocks_run_in_order_and_print_what_the_page_shows() -> None:
 
     assert TUTORIAL.run(PAGE) == outputs, REMAKE
     assert sum(map(bool, outputs)) == PAGE.count("```text\n") >= 8
+    # a longer line is cut on the page, at 1,280 pixels
+    assert [line for _, code, _ in TUTORIAL.cells(PAGE)[1::2] for line in code.splitlines() if len(line) > 88] == []
+
+
+def test_the_page_counts_the_layers_of_the_released_models() -> None:
+    flash, pro = (ModelGeometry.preset(name) for name in ("flash", "pro"))
+    rows = re.findall(r"^\| \*\*(\w+)\*\* \|.*\| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
+
+    assert rows == [(kind.value, str(flash.count(kind)), str(pro.count(kind))) for kind in LayerKind]
 
 
 def test_the_notebook_is_the_page() -> None:

@@ -60,11 +60,9 @@ class SeenKeys:
     def last(self) -> str:
         """What the last token attends to, in a sentence."""
         (first, end), visible, entries = self.windows[-1], self.visible[-1], self.entries[-1]
-        keys = f"{_counted(end - first + 1, 'key')} of the tokens {first:,} to {end:,}"
-        if not self.layer.has_entries:
-            return f"token {end:,} attends to {keys}"
-        seen = f"{len(entries):,} of {_counted(visible, 'entry', 'entries')}"
-        return f"token {end:,} attends to {keys} and to {seen}: {end - first + 1 + len(entries):,} keys"
+        count = _counted(end - first + 1 + len(entries), "key")
+        seen = f" and {len(entries):,} of {_counted(visible, 'entry', 'entries')}" if self.layer.has_entries else ""
+        return f"token {end:,} attends to tokens {first:,} to {end:,}{seen}: {count}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -55,7 +55,7 @@ def test_text_json_and_picture_of_a_small_prompt(machine: Machine, tmp_path: Pat
         *(f"    {p}  {row}" for p, row in enumerate(["#........  ..", "##.......  ..", "###......  .."])),
         *("    3  .###.....  o.", "    4  ..###....  o.", "    5  ...###...  o.", "    6  ....###..  o."),
         *("    7  .....###.  o#", "    8  ......###  o#"),
-        "token 8 attends to 3 keys of the tokens 6 to 8 and to 1 of 2 entries: 4 keys",
+        "token 8 attends to tokens 6 to 8 and 1 of 2 entries: 4 keys",
     ]
     assert (tmp_path / "keys.svg").read_text(encoding="utf-8").startswith("<?xml")
     _, values = machine.json(*options)
@@ -71,7 +71,7 @@ def test_of_a_long_prompt_the_last_token_is_described(machine: Machine) -> None:
     _, lines = machine.run("show", "--length", "1M", "--layer", "c128a", width=200)
     _, v41 = machine.json("show", "--model", "v4.1-flash", "--length", "8k")
 
-    assert lines[1].endswith("and to 8,192 of 8,192 entries: 8,320 keys")
+    assert lines[1].endswith("and 8,192 of 8,192 entries: 8,320 keys")
     assert [layer["compress_ratio"] for layer in v41["layers"]] == [1, 2, 1]
 
 
