@@ -55,8 +55,8 @@ STEPS = (
         ("save_partial_states", "compress_norm_rope_store"),
     ),
     ("score entries, select", "indexer_q_rope_quant, select_topk", ("indexer_q_rope_quant", "select_topk")),
-    ("attend, prompts", "dequantize_and_gather_k_cache, prefill", ("dequantize_and_gather_k_cache", "prefill")),
-    ("attend, decodes", "decode", ("decode",)),
+    ("attend: prefills", "dequantize_and_gather_k_cache, prefill", ("dequantize_and_gather_k_cache", "prefill")),
+    ("attend: decodes", "decode", ("decode",)),
     ("rotate back, project the output", "inv_rope_o_proj, product with wo_b", ("inv_rope_o_proj",)),
     ("count the tokens, free old window pages", "CacheManager.advance", ()),
 )
