@@ -34,6 +34,7 @@ def test_the_blocks_run_in_order_and_print_what_the_page_shows() -> None:
 
     assert TUTORIAL.run(PAGE) == outputs, REMAKE
     assert sum(map(bool, outputs)) == PAGE.count("```text\n") >= 8
+    assert "False" not in "".join(outputs)
     # a longer line is cut on the page, at 1,280 pixels
     assert [line for _, code, _ in TUTORIAL.cells(PAGE)[1::2] for line in code.splitlines() if len(line) > 88] == []
 
