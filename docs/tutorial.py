@@ -96,7 +96,7 @@ def notebook(page: str) -> str:
     """The page as a notebook, in version 4.5 of the format."""
     made: list[dict[str, Any]] = []
     for kind, source, output in cells(page):
-        cell = {
+        cell: dict[str, Any] = {
             "cell_type": kind,
             "id": f"cell-{len(made)}",
             "metadata": {},
@@ -140,7 +140,7 @@ class Recorder(WrappedBackend):
 
 def recorded(kind: ds.LayerKind) -> list[bool]:
     """Which of STEPS a step with a decode and a prompt runs in a layer of a kind. Raises ValueError for other ops."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_heads": 2,
         "o_groups": 2,
         "hidden_size": 64,
@@ -212,7 +212,7 @@ def page_picture() -> Figure:
 
     title(0.15, f"A page of {records} records: {stride:,} bytes")
     first, last = scale.offset, (records - 1) * scale.stride
-    parts = [
+    parts: list[tuple[float, str, str, int | str]] = [
         *((0.58, f"data {i}", blue, i * data) for i in (0, 1)),
         (0.2, "...", "#FFFFFF", ""),
         (0.58, f"data {records - 1}", blue, (records - 1) * data),
