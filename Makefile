@@ -24,6 +24,9 @@ FLASHINFER_NEEDS := apache-tvm-ffi nvidia-ml-py requests
 # before the newest on the path; both need the same versions of everything else.
 TRANSFORMERS := --no-deps --upgrade --target $(VENV)/transformers transformers==5.23.0
 WITH_TRANSFORMERS := PYTHONPATH=$(CURDIR)/$(VENV)/transformers
+# what differs between releases: names, arguments, configurations, classes that are replaced, and answers
+TRANSFORMERS_TESTS := tests/core/model/test_configurations.py $(addprefix tests/integrations/test_transformers_, \
+	$(addsuffix .py, advice arguments attention entries patch patch_weights patching releases rope))
 # the oldest torch that is served runs the tests of the reference, without Triton, in an environment of its own. It names its
 # own sympy.
 OLDEST_TORCH := torch==2.6.0
@@ -82,7 +85,7 @@ test-all: $(VENV)/.stamp-test ## run all of these
 
 test-transformers: $(VENV)/.stamp-transformers ## run the tests of the transformers integration with the oldest release
 	$(WITH_TRANSFORMERS) $(BIN)/python -c 'import transformers as t; print("transformers", t.__version__); assert "$(TRANSFORMERS)".endswith("==" + t.__version__)'
-	$(WITH_TRANSFORMERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/integrations tests/core/model/test_configurations.py $(ARGS)
+	$(WITH_TRANSFORMERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not (mutation or matrix or slow)" $(TRANSFORMERS_TESTS) $(ARGS)
 
 # what differs between releases: signatures, descriptions, metadata
 test-flashinfer: $(VENV)/.stamp-flashinfer ## hold the calls of the sm120 backend against the oldest FlashInfer that is tested
