@@ -303,5 +303,5 @@ def _alignments(layout: KVCacheLayout, *, aligned: bool) -> tuple[int, ...]:
     """Alignments of a cache of which attention has a variant each. aligned: whether it is to 16 bytes."""
     if aligned and (layout.is_quantised or layout.data_bytes % WIDE == 0):
         return (WIDE,)
-    forms = {attention_launch.Segment.of(layout, aligned=n == WIDE): n for n in (1, WIDE)}
+    forms = {attention_launch.segment_form(layout, aligned=n == WIDE): n for n in (1, WIDE)}
     return tuple(forms.values())

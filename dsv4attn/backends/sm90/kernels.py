@@ -28,12 +28,12 @@ def attention(
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
     table,  # [lines, 2] int32
-    cache0,  # [pages, page bytes] uint8, or [N, 512] bf16
-    rows0,  # [T, width0] int32
-    lens0,  # [T] int32
-    cache1,  # [pages, page bytes] uint8, or [N, 512] bf16
-    rows1,  # [T, width1] int32
-    lens1,  # [T] int32
+    window_keys,  # [pages, page bytes] uint8, or [N, 512] bf16
+    window_rows,  # [T, width0] int32
+    window_lens,  # [T] int32
+    compressed_keys,  # [pages, page bytes] uint8, or [N, 512] bf16
+    compressed_rows,  # [T, width1] int32
+    compressed_lens,  # [T] int32
     positions,  # [T] int64, if q is neither normalised nor rotated; else None
     angles,  # [num_positions, 64] fp32, cosines before sines; or None
     requests,  # [T] int32, or None
@@ -63,10 +63,12 @@ def attention(
     program = gl.program_id(0)
     head0 = (program % BLOCKS) * 64
     query = Query(q, q_token, q_head, scale, head0, positions, angles, angles_stride, num_positions, eps)
-    first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, last_slot0)
+    first = Segment(window_keys, window_rows, window_lens, width0, stride0, size0, factor0, log0, pitch0, last_slot0)
     second = None
     if SEGMENTS == 2:
-        second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, last_slot1)
+        second = Segment(
+            compressed_keys, compressed_rows, compressed_lens, width1, stride1, size1, factor1, log1, pitch1, last_slot1
+        )
     groups, four, eight = None, None, None
     if GROUP > 1:
         groups = Groups(requests, starts, known, tokens)

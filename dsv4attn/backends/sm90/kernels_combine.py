@@ -27,7 +27,7 @@ def combine_parts(
     sink,  # [H] fp32, or None
     requests,  # [T] int32, or None
     starts,  # [known + 1] int32, or None
-    lens0,  # [T] int32, or None
+    window_lens,  # [T] int32, or None
     out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
     empty_lse: tl.float32, by_program: tl.int32, known: tl.int32, tokens: tl.int32, width0: tl.int32,
@@ -41,7 +41,7 @@ def combine_parts(
     `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight, and those that lie next to
     them in a part. N: parts that are loaded together. GROUP: above 1 a row is a group of rows of the call, with HEADS
     heads of each; requests, starts, known, tokens: of `kernels_groups.Groups`,
-    and lens0, width0 of the window.
+    and window_lens, width0 of the window.
     """
     tl.static_assert((R > 1) & (16 % R == 0))
     ALL: tl.constexpr = H if GROUP == 1 else GROUP * HEADS
@@ -116,7 +116,7 @@ def combine_parts(
         if GROUP > 1:
             groups = Groups(requests, starts, known, tokens)
             leader = token.to(tl.int32)
-            end = group_of(groups, lens0, width0, token, leader, leader >= 0, GROUP, False).last
+            end = group_of(groups, window_lens, width0, token, leader, leader >= 0, GROUP, False).last
             store0, store1 = store0 & (head0 // HEADS <= end), store1 & (head1 // HEADS <= end)
             row0, row1 = token + head0 // HEADS, token + head1 // HEADS
             head0, head1 = head0 % HEADS, head1 % HEADS

@@ -476,12 +476,12 @@ def attend_few_heads(
     sink,  # [H] fp32, or None
     part,  # [programs, 512, BH] fp16, in the order of `kernels_small_decode`
     part_sums,  # [programs, 2 BH + 8] fp32, as `kernels_small_decode.attend_tile` has them
-    cache0,  # [pages, page bytes] uint8
-    rows0,  # [T, width0] int32
-    lens0,  # [T] int32
-    cache1,  # [pages, page bytes] uint8
-    rows1,  # [T, width1] int32
-    lens1,  # [T] int32
+    window_keys,  # [pages, page bytes] uint8
+    window_rows,  # [T, width0] int32
+    window_lens,  # [T] int32
+    compressed_keys,  # [pages, page bytes] uint8
+    compressed_rows,  # [T, width1] int32
+    compressed_lens,  # [T] int32
     q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
     width0: tl.int32, stride0: tl.int64, size0: tl.int32,
@@ -504,10 +504,12 @@ def attend_few_heads(
     head0 = (program % BLOCKS) * BH
     row_part = program // BLOCKS
     t = row_part // parts
-    first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, last_slot0)
+    first = Segment(window_keys, window_rows, window_lens, width0, stride0, size0, factor0, log0, pitch0, last_slot0)
     second = None
     if SEGMENTS == 2:
-        second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, last_slot1)
+        second = Segment(
+            compressed_keys, compressed_rows, compressed_lens, width1, stride1, size1, factor1, log1, pitch1, last_slot1
+        )
     keys = Keys(first, second, False)
     n0, n1 = lengths(keys, t, t >= 0)
     tiles0 = (n0 + 63) >> 6

@@ -256,12 +256,12 @@ def attend_tile(
     q,  # [T, H, 512] bf16
     part,  # [programs, 512, BH] fp16, in the order of `store_sums`
     part_sums,  # [programs, 2 BH + POWERS] fp32: largest logits, base 2; totals of weights relative to these; powers
-    cache0,  # [pages, page bytes] uint8
-    rows0,  # [T, width0] int32
-    lens0,  # [T] int32
-    cache1,  # [pages, page bytes] uint8
-    rows1,  # [T, width1] int32, slots; or entries, if least1 is width1, and not 0
-    lens1,  # [T] int32; of entries, how many a row may see
+    window_keys,  # [pages, page bytes] uint8
+    window_rows,  # [T, width0] int32
+    window_lens,  # [T] int32
+    compressed_keys,  # [pages, page bytes] uint8
+    compressed_rows,  # [T, width1] int32, slots; or entries, if least1 is width1, and not 0
+    compressed_lens,  # [T] int32; of entries, how many a row may see
     requests,  # as the field of `Entries`; not read where rows are slots
     table,  # the same
     q_token: tl.int64, q_head: tl.int64,
@@ -294,10 +294,12 @@ def attend_tile(
     head0 = (program % BLOCKS) * BH
     tile = (program // BLOCKS) % tiles
     t = program // (BLOCKS * tiles)
-    first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, last_slot0)
+    first = Segment(window_keys, window_rows, window_lens, width0, stride0, size0, factor0, log0, pitch0, last_slot0)
     second = None
     if SEGMENTS == 2:
-        second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, last_slot1)
+        second = Segment(
+            compressed_keys, compressed_rows, compressed_lens, width1, stride1, size1, factor1, log1, pitch1, last_slot1
+        )
     keys = Keys(first, second, False)
     inside, begin, n, width, at = own_tile(keys, t, tile, least1, N)
     # indices after the length are read too, and not used: they would have to wait for it
@@ -378,8 +380,8 @@ def combine_tiles(
     lse,  # [T, H] fp32, or None
     max_logits,  # [T, H] fp32, or None
     sink,  # [H] fp32, or None
-    lens0,  # [T] int32
-    lens1,  # [T] int32
+    window_lens,  # [T] int32
+    compressed_lens,  # [T] int32
     out_token: tl.int64, out_head: tl.int64, lse_token: tl.int64, lse_head: tl.int64,
     max_token: tl.int64, max_head: tl.int64,
     heads: tl.int32, block: tl.int32, size: tl.int32, tiles: tl.int32, width0: tl.int32, width1: tl.int32,
@@ -403,8 +405,8 @@ def combine_tiles(
     head = eight * 8 + within
     # read before the kernel that computes parts has ended, see `kernels_pdl`
     before = cdiv(width0, size)
-    of_first = cdiv(gl.minimum(gl.maximum(gl.load(lens0 + t), 0), width0), size)
-    there = of_first + cdiv(gl.minimum(gl.maximum(gl.load(lens1 + t), least1), width1), size)
+    of_first = cdiv(gl.minimum(gl.maximum(gl.load(window_lens + t), 0), width0), size)
+    there = of_first + cdiv(gl.minimum(gl.maximum(gl.load(compressed_lens + t), least1), width1), size)
     if sink is not None:
         bias = gl.load(sink + head, mask=head < heads, other=0.0) * LOG2E
     wait_then_launch_dependents(PDL)

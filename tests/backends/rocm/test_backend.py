@@ -201,8 +201,8 @@ def test_attention_is_announced_on_ragged_rows_alone() -> None:
     bounds = WarmupSpec.of(FLASH, problems()[0].limits)
     forms = [v for v in RocmBackend().kernel_variants(bounds, DeviceFacts.named("gfx942")) if v.name == "attention"]
 
-    assert {dict(variant.constants)["RAGGED"] for variant in forms} == {True}
-    assert {dict(variant.types)["cache0"] for variant in forms} == {"*u8", "*bf16"}, "pages, and gathered rows"
+    assert {dict(variant.constants)["ROW"].ragged for variant in forms} == {True}
+    assert {dict(variant.types)["window_keys"] for variant in forms} == {"*u8", "*bf16"}, "pages, and gathered rows"
 
 
 # which lists are made

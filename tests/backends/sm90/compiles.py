@@ -67,7 +67,7 @@ def grouped(heads: int) -> list[Variant]:
 
 def planted(keys: str) -> list[str]:
     """Of the kernel of such keys: codes of the limits that a form breaks whose second role has few registers."""
-    forms = [form for form in fullest(64) if form.name == "attention" and dict(form.types)["cache0"] == keys]
+    forms = [form for form in fullest(64) if form.name == "attention" and dict(form.types)["window_keys"] == keys]
     spoiled = Variant(forms[0].kernel, forms[0].types, {**dict(forms[0].constants), "VALUES": 160})
     return [reason.code for reason in compile_near(spoiled, TARGET).reasons]
 

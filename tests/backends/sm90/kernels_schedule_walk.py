@@ -37,10 +37,10 @@ def walk(
     paired,
     rows,
     table,
-    rows0,
-    lens0,
-    rows1,
-    lens1,
+    window_rows,
+    window_lens,
+    compressed_rows,
+    compressed_lens,
     width0: tl.int32,
     stride0: tl.int64,
     width1: tl.int32,
@@ -62,10 +62,10 @@ def walk(
     program, row = tl.program_id(0), tl.arange(0, 64)
     at = tl.arange(0, BT)
     none = tokens * 0
-    first = Segment(chunks, rows0, lens0, width0, stride0, none, none, none, none, none)
+    first = Segment(chunks, window_rows, window_lens, width0, stride0, none, none, none, none, none)
     second = None
     if SEGMENTS == 2:
-        second = Segment(chunks, rows1, lens1, width1, stride1, none, none, none, none, none)
+        second = Segment(chunks, compressed_rows, compressed_lens, width1, stride1, none, none, none, none, none)
     keys = Keys(first, second, PAIRED)
     chunk, t, pos, count = share(keys, tokens, program, tl.num_programs(0), least, at, BT, ONCE, WHOLE_ROWS)
     step = begin(keys, chunk, t, pos)

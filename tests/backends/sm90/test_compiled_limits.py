@@ -60,7 +60,7 @@ def test_every_form_keeps_every_limit(words: str) -> None:
     # sixteen bytes at a time: half of what a thread adds up of each of two parts
     assert {form["loaded"] for form in combining} == {8}
     for name, form in attention.items():
-        paged = "cache0:*u8" in name
+        paged = "window_keys:*u8" in name
         roles = (
             (V41_PAGES_ROLES if is_coded(name) else V4_PAGES_ROLES)
             if paged

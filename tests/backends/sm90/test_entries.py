@@ -160,8 +160,8 @@ PLANTS = {
     "lengths count": ("schedule", "tl.load(second.lens + t), least)", "tl.load(second.lens + t), 0)"),
     "tiles of entries are as many as can be seen": (
         "tiles",
-        "tl.load(lens1 + t), least1)",
-        "tl.load(lens1 + t), least1 // 2)",
+        "tl.load(compressed_lens + t), least1)",
+        "tl.load(compressed_lens + t), least1 // 2)",
     ),
     "entries of the window": ("tiles", "if (inside == 0) & (least1", "if (inside >= 0) & (least1"),
 }

@@ -57,7 +57,7 @@ def test_which_kernels_attend(kind: LayerKind, form: str) -> None:
 
 def read_by(variants: Iterable[Variant]) -> set[str]:
     """What keys are, of kernels that attend."""
-    return {dict(variant.types)["cache0"] for variant in variants if variant.name == "attention"}
+    return {dict(variant.types)["window_keys"] for variant in variants if variant.name == "attention"}
 
 
 def foreseen(on: Engine) -> set[Variant]:
@@ -108,7 +108,7 @@ def kernels_by_keys(bounds: WarmupSpec) -> dict[str, set[bool]]:
     for variant in Sm90Backend(prefill="gathered").kernel_variants(bounds, DeviceFacts.named("sm_90")):
         if variant.name == "attention":
             # the shared kernel has no such constant
-            variants.setdefault(dict(variant.types)["cache0"], set()).add("BT" in dict(variant.constants))
+            variants.setdefault(dict(variant.types)["window_keys"], set()).add("BT" in dict(variant.constants))
     return variants
 
 

@@ -100,7 +100,7 @@ def test_only_the_chosen_form_of_decode_is_announced() -> None:
         return any(variant.name == "gather_selected" for variant in variants)
 
     def pages(variants: set[Variant]) -> bool:
-        return any(v.name == "attention" and ("cache0", "*u8") in v.types for v in variants)
+        return any(v.name == "attention" and ("window_keys", "*u8") in v.types for v in variants)
 
     assert (gathers(announced["fused"]), pages(announced["fused"])) == (False, True)
     assert (gathers(announced["gathered"]), pages(announced["gathered"])) == (True, False)

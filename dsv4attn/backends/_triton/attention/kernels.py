@@ -12,39 +12,54 @@ row that is not split, and only longer rows are combined. So a row's own number 
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: PYI024 - fields have no types of Python's
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention import keys
+from dsv4attn.backends._triton.attention.forms import CallNumbers, SegmentNumbers, Strides
 from dsv4attn.backends._triton.attention.kernels_groups import Groups, columns_in, group_of
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
+Lists = namedtuple("Lists", "window compressed window_length compressed_length own skipped first_tiles")
+"""Indices of a program's keys. window, compressed: pointers to [window_length] and [compressed_length] int32. own,
+skipped: of a group of several rows, columns of the window from `own` on lie `skipped` elements further. first_tiles:
+tiles of the window, which come before those of the compressed segment."""
+Heads = namedtuple("Heads", "number live left_column right_column")
+"""Heads of a program. number: [rows] of each row of products. live: which of them exist. left_column, right_column: of
+both pieces."""
+Sums = namedtuple("Sums", "largest total empty left right")
+"""What a program has of its heads. largest: logit in base 2. total: of weights. empty: whether there is none. left,
+right: both pieces of the weighted sum of keys."""
+
 
 @triton.jit
-def columns_of(rows, lens, token, width, stride, RAGGED: tl.constexpr):
-    """Address of a token's first index, and how many of its columns count.
+def columns_of(rows, lens, token, numbers, RAGGED: tl.constexpr):
+    """Address of a token's first index, and how many of its columns count. numbers: `SegmentNumbers`.
 
-    rows, lens: [T, width] int32, rows `stride` apart, and [T] int32; RAGGED: flat [stride] and [T + 1], both int32.
+    rows, lens: [T, width] int32 and [T] int32; RAGGED: flat [index_stride] and [T + 1], both int32.
     """
     if RAGGED:
         # for any values of indptr, nothing outside the list is read
         start = tl.maximum(tl.load(lens + token), 0)
-        end = tl.minimum(tl.maximum(tl.load(lens + token + 1), 0).to(tl.int64), stride).to(tl.int32)
+        end = tl.minimum(tl.maximum(tl.load(lens + token + 1), 0).to(tl.int64), numbers.index_stride).to(tl.int32)
         row, count = rows + start.to(tl.int64), end - start
     else:
-        row, count = rows + token * stride, tl.load(lens + token)
-    return row, tl.minimum(tl.maximum(count, 0), width)
+        row, count = rows + token * numbers.index_stride, tl.load(lens + token)
+    return row, tl.minimum(tl.maximum(count, 0), numbers.width)
 
 
 @triton.jit
 def chosen(inside, a, b, SEGMENTS: tl.constexpr):
-    """The number of the tile's segment: a of segment 0 (inside), b of segment 1."""
+    """The number of the tile's segment: a of the window (inside), b of the compressed segment."""
     if SEGMENTS == 2:
         a = tl.where(inside, a, b)
     return a
@@ -59,86 +74,79 @@ def address(inside, a, b, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def paging(inside, a, b, SEGMENTS: tl.constexpr):
-    """The page size, factor and log of the tile's segment, as `chosen`."""
-    return (
-        chosen(inside, a[0], b[0], SEGMENTS),
-        chosen(inside, a[1], b[1], SEGMENTS),
-        chosen(inside, a[2], b[2], SEGMENTS),
+def pages_of(keys_of_segment, numbers):
+    """`keys.Pages` of a segment. keys_of_segment: pointer. numbers: `SegmentNumbers`."""
+    return keys.Pages(
+        keys_of_segment, numbers.page_size, numbers.page_factor, numbers.page_log, numbers.page_stride,
+        numbers.row_stride, numbers.last_slot,
+    )  # fmt: skip
+
+
+@triton.jit
+def pages_of_tile(inside, window, compressed, SEGMENTS: tl.constexpr):
+    """`keys.Pages` of the tile's segment, as `chosen`."""
+    return keys.Pages(
+        address(inside, window.base, compressed.base, SEGMENTS),
+        chosen(inside, window.size, compressed.size, SEGMENTS),
+        chosen(inside, window.factor, compressed.factor, SEGMENTS),
+        chosen(inside, window.log, compressed.log, SEGMENTS),
+        chosen(inside, window.stride, compressed.stride, SEGMENTS),
+        chosen(inside, window.row_stride, compressed.row_stride, SEGMENTS),
+        chosen(inside, window.last_slot, compressed.last_slot, SEGMENTS),
     )
 
 
 @triton.jit
-def load_slots(
-    tile, last, first_tiles, row0, row1, len0, len1, own, skipped, N: tl.constexpr, SEGMENTS: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """Indices of a tile's N columns, -1 past its segment's length and in tiles past the last.
-
-    row0, row1: pointers to [len0] and [len1] int32, as `columns_of` returns them. own, skipped: of a GROUP of several
-    rows, columns of the window from `own` on lie `skipped` elements further.
-    """
-    column = tl.arange(0, N)
-    inside = tile < first_tiles
+def load_slots(lists, tile, last, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Indices of a tile's columns, -1 past its segment's length and in tiles past the last."""
+    column = tl.arange(0, TILE.keys)
+    inside = tile < lists.first_tiles
     # one address, chosen: a loop body for each segment would double the code
-    row = address(inside, row0, row1, SEGMENTS)
-    column += chosen(inside, tile, tile - first_tiles, SEGMENTS) * N
-    length = tl.where(tile < last, chosen(inside, len0, len1, SEGMENTS), 0)
+    row = address(inside, lists.window, lists.compressed, ROW.segments)
+    column += chosen(inside, tile, tile - lists.first_tiles, ROW.segments) * TILE.keys
+    length = tl.where(tile < last, chosen(inside, lists.window_length, lists.compressed_length, ROW.segments), 0)
     at = row + column
-    if GROUP > 1:
-        at += tl.where(column >= tl.where(inside, own, length), skipped, 0)
+    if TILE.group > 1:
+        at += tl.where(column >= tl.where(inside, lists.own, length), lists.skipped, 0)
     return tl.load(at, mask=column < length, other=-1)
 
 
 @triton.jit
-def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Which of a tile's slots exist, and the raw words of their records.
-
-    segment0, segment1: pointer to a cache's uint8 pages, paging of `page_and_row`, page stride, row stride, last slot.
-    """
-    inside = tile < first_tiles
-    ok = (slot >= 0) & (slot <= chosen(inside, segment0[4], segment1[4], SEGMENTS))
-    base = address(inside, segment0[0], segment1[0], SEGMENTS)
-    size = paging(inside, segment0[1], segment1[1], SEGMENTS)
-    stride = chosen(inside, segment0[2], segment1[2], SEGMENTS)
-    x0, x1, x2, x3, rope, low, high = keys.load_words(base, slot, ok, size, stride, nothing, INTERLEAVED)
+def fetch(inside, slot, window, compressed, runtime_zero, FORM: tl.constexpr, ROW: tl.constexpr):
+    """Which of a tile's slots exist, and the raw words of their records. window, compressed: `keys.Pages`."""
+    pages = pages_of_tile(inside, window, compressed, ROW.segments)
+    ok = (slot >= 0) & (slot <= pages.last_slot)
+    x0, x1, x2, x3, rope, low, high = keys.load_words(pages, slot, ok, runtime_zero, FORM)
     return ok, x0, x1, x2, x3, rope, low, high
 
 
 @triton.jit
 def read(
-    slot, ok, fnuz, segment, nothing,
-    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr, C: tl.constexpr,
-    PIECES: tl.constexpr, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Both pieces of a tile of keys of any kind but WORDS; a narrow key's second piece is its first.
+    q_row, live, slot, ok, fnuz, pages, acc, runtime_zero, FORM: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr
+):
+    """Acc, and both pieces of a tile of keys of any kind but WORDS; a narrow key's second piece is its first.
 
-    segment: pointer to the pages or rows of a cache, paging of `keys.page_and_row`, page stride, row stride.
+    Where q is reloaded, q @ key^T is added to acc, see `product_in_steps`.
     """
-    base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
-    if KIND == keys.CODE_WORDS:
-        left, right = keys.read_code_words(base, slot, ok, size, stride, INTERLEAVED, N, DT, ASM)
-    elif KIND == keys.NIBBLE_WORDS:
-        left, right = keys.read_nibble_words(base, slot, ok, size, stride, nothing, INTERLEAVED, N, DT, ASM)
-    elif KIND == keys.FP4_WORDS:
-        left, right = keys.read_fp4_words(base, slot, ok, size, stride, nothing, INTERLEAVED, N, DT, ASM)
+    C: tl.constexpr = TILE.columns
+    if TILE.reload:
+        acc = product_in_steps(q_row, live, slot, ok, fnuz, pages, acc, FORM, ROW, TILE)
+    if FORM.kind == keys.CODE_WORDS:
+        left, right = keys.read_code_words(pages, slot, ok, FORM, TILE)
+    elif FORM.kind == keys.NIBBLE_WORDS:
+        left, right = keys.read_nibble_words(pages, slot, ok, runtime_zero, FORM, TILE)
+    elif FORM.kind == keys.FP4_WORDS:
+        left, right = keys.read_fp4_words(pages, slot, ok, runtime_zero, FORM, TILE)
     else:
-        left = keys.read_piece(
-            base, slot, ok, size, stride, row_stride, fnuz, 0, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES,
-            CODING, DT,
-        )  # fmt: skip
+        left = keys.read_piece(pages, slot, ok, fnuz, 0, C, FORM, ROW, TILE.dtype)
         right = left
-        if PIECES == 2:
-            right = keys.read_piece(
-                base, slot, ok, size, stride, row_stride, fnuz, C, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP,
-                SCALES, CODING, DT,
-            )  # fmt: skip
-    return left, right
+        if TILE.pieces == 2:
+            right = keys.read_piece(pages, slot, ok, fnuz, C, C, FORM, ROW, TILE.dtype)
+    return acc, left, right
 
 
 @triton.jit
-def product(a, b, acc, once, CHAINED: tl.constexpr):
+def product(a, b, acc, runtime_one, CHAINED: tl.constexpr):
     """Acc + a @ b. Unless CHAINED, in a loop that runs once.
 
     A compiler that sees this product feed another one gives each warp whole rows, so that on Hopper both warp groups
@@ -147,120 +155,105 @@ def product(a, b, acc, once, CHAINED: tl.constexpr):
     if CHAINED:
         acc = tl.dot(a, b, acc, input_precision="ieee")
     else:
-        for _ in range(once):
+        for _ in range(runtime_one):
             acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def product_in_halves(
-    q_row, column, live, key, acc, D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, DT: tl.constexpr
-):
+def product_in_halves(q_row, column, live, key, acc, ROW: tl.constexpr, TILE: tl.constexpr):
     """Acc + q @ key^T over the columns of one piece, half of them at a time, with q read from memory.
 
     q_row: pointers [BH] to rows of q. column: [C] of q. key: [N, C]. Where a matrix unit's operands take the registers
     of two, half a piece of each still fits.
     """
+    D: tl.constexpr = ROW.nope + ROW.rope
+    C: tl.constexpr = TILE.columns
     first, second = tl.split(tl.trans(tl.reshape(column, (2, C // 2))))
-    key0, key1 = tl.split(tl.permute(tl.reshape(key, (N, 2, C // 2)), (0, 2, 1)))
+    key0, key1 = tl.split(tl.permute(tl.reshape(key, (TILE.keys, 2, C // 2)), (0, 2, 1)))
     there = live[:, None] & (first < D)[None, :]
-    part = tl.load(q_row[:, None] + first[None, :], mask=there, other=0.0).to(DT)
+    part = tl.load(q_row[:, None] + first[None, :], mask=there, other=0.0).to(TILE.dtype)
     acc = tl.dot(part, tl.trans(key0), acc, input_precision="ieee")
     there = live[:, None] & (second < D)[None, :]
-    part = tl.load(q_row[:, None] + second[None, :], mask=there, other=0.0).to(DT)
+    part = tl.load(q_row[:, None] + second[None, :], mask=there, other=0.0).to(TILE.dtype)
     return tl.dot(part, tl.trans(key1), acc, input_precision="ieee")
 
 
 @triton.jit
 def product_in_steps(
-    q_row, live, slot, ok, fnuz, segment, acc,
-    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr, C: tl.constexpr,
-    DT: tl.constexpr,
-):  # fmt: skip
+    q_row, live, slot, ok, fnuz, pages, acc, FORM: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr
+):
     """Acc + q @ key^T with both read from memory, 64 columns at a time.
 
-    q_row: pointers [BH] to rows of q. C: columns of a padded key, which is read once more for the other product: on
-    RDNA, one that is held together with operands of the matrix unit spills.
+    q_row: pointers [BH] to rows of q. The key is read once more for the other product: on RDNA, one that is held
+    together with operands of the matrix unit spills.
     """
-    base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
+    C: tl.constexpr = TILE.columns * TILE.pieces
     W: tl.constexpr = min(C, 64)
     for step in tl.static_range(C // W):
         column = step * W + tl.arange(0, W)
-        there = live[:, None] & (column < NOPE + ROPE)[None, :]
-        part = tl.load(q_row[:, None] + column[None, :], mask=there, other=0.0).to(DT)
-        key = keys.read_piece(
-            base, slot, ok, size, stride, row_stride, fnuz, step * W, W, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP,
-            SCALES, CODING, DT,
-        )  # fmt: skip
+        there = live[:, None] & (column < ROW.nope + ROW.rope)[None, :]
+        part = tl.load(q_row[:, None] + column[None, :], mask=there, other=0.0).to(TILE.dtype)
+        key = keys.read_piece(pages, slot, ok, fnuz, step * W, W, FORM, ROW, TILE.dtype)
         acc = tl.dot(part, tl.trans(key), acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def write_part(
-    results, split_row, has_keys, heads, sums, H: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):  # fmt: skip
+def write_part(results, split_row, has_keys, heads, sums, ROW: tl.constexpr, TILE: tl.constexpr):
     """Write what a program has of a row that is split, to part, part_lse and part_max, which are `results`.
 
-    split_row: number of the split among those of all rows. heads, sums: as of `write_row`.
+    split_row: number of the split among those of all rows. heads, sums: `Heads` and `Sums`.
     """
     part, part_lse, part_max = results
-    head, live, left_column, right_column = heads
-    largest, total, empty, acc_left, acc_right = sums
-    row = (split_row * H + head).to(tl.int64)
-    tl.store(part_lse + row, tl.where(empty, -float("inf"), largest + tl.log2(total)), mask=live)
+    D: tl.constexpr = ROW.nope + ROW.rope
+    row = (split_row * ROW.heads + heads.number).to(tl.int64)
+    largest, total, empty = sums.largest, sums.total, sums.empty
+    tl.store(part_lse + row, tl.where(empty, -float("inf"), largest + tl.log2(total)), mask=heads.live)
     if part_max is not None:
-        tl.store(part_max + row, tl.where(empty, -float("inf"), largest), mask=live)
+        tl.store(part_max + row, tl.where(empty, -float("inf"), largest), mask=heads.live)
     factor = tl.where(empty, 0.0, 1.0 / total)
-    to, keep = tl.multiple_of(part + row * D, 4 * (16 if D % 16 == 0 else 1)), live & (head < tl.where(has_keys, H, 0))
-    store_columns(to, keep, factor, left_column, right_column, acc_left, acc_right, D, PIECES, EXACT_CASTS)
+    to = tl.multiple_of(part + row * D, 4 * (16 if D % 16 == 0 else 1))
+    keep = heads.live & (heads.number < tl.where(has_keys, ROW.heads, 0))
+    store_columns(to, keep, factor, heads, sums, ROW, TILE)
 
 
 @triton.jit
-def write_row(
-    results, token, strides, empty_lse, heads, sums, D: tl.constexpr, PIECES: tl.constexpr, UNIT: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):  # fmt: skip
+def write_row(results, token, strides, empty_lse, heads, sums, ROW: tl.constexpr, TILE: tl.constexpr):
     """Write a row that one program attended, to out, lse and max_logits, the first three of `results`; then the sink.
 
-    strides: those of out in UNITs, of lse and of max_logits, by token and by head. heads: numbers of the program's
-    heads, which of them exist, and the columns of both pieces. sums: the largest logit in base 2, the total weight,
-    whether there is none, and both pieces of the weighted sum of keys.
+    strides: `Strides`. heads, sums: `Heads` and `Sums`.
     """
     out, lse, max_logits, sink = results
-    out_token, out_head, lse_token, lse_head, max_token, max_head = strides
-    head, live, left_column, right_column = heads
-    largest, total, empty, acc_left, acc_right = sums
+    UNIT: tl.constexpr = ROW.unit
+    head, live, largest, total, empty = heads.number, heads.live, sums.largest, sums.total, sums.empty
     factor = 1.0 / total
     if sink is not None:
         # one more logit of value zero; a sink of +inf leaves nothing
         factor = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest))
     factor = tl.where(empty, 0.0, factor)
-    at = token * lse_token + head.to(tl.int64) * lse_head
+    at = token * strides.lse_token + head.to(tl.int64) * strides.lse_head
     if lse is not None:
         tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
     if max_logits is not None:
-        at = token * max_token + head.to(tl.int64) * max_head
+        at = token * strides.max_token + head.to(tl.int64) * strides.max_head
         top = tl.where(empty, -float("inf"), numerics.or_nan(largest, total) * LN2)
         tl.store(max_logits + at, top, mask=live)
     WIDE: tl.constexpr = UNIT * (out.dtype.element_ty.primitive_bitwidth // 8)
-    to = tl.multiple_of(out + (token * out_token * UNIT + head.to(tl.int64) * out_head * UNIT), WIDE)
-    store_columns(to, live, factor, left_column, right_column, acc_left, acc_right, D, PIECES, EXACT_CASTS)
+    to = out + (token * strides.out_token * UNIT + head.to(tl.int64) * strides.out_head * UNIT)
+    store_columns(tl.multiple_of(to, WIDE), live, factor, heads, sums, ROW, TILE)
 
 
 @triton.jit
-def store_columns(
-    to, keep, factor, left_column, right_column, acc_left, acc_right, D: tl.constexpr, PIECES: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):  # fmt: skip
+def store_columns(to, keep, factor, heads, sums, ROW: tl.constexpr, TILE: tl.constexpr):
     """Store the sums of the heads that are kept, times a factor of each, from the addresses `to` on."""
-    result = numerics.round_to(acc_left * factor[:, None], to.dtype.element_ty, EXACT_CASTS)
-    tl.store(to[:, None] + left_column[None, :], result, mask=keep[:, None] & (left_column < D)[None, :])
-    if PIECES == 2:
-        result = numerics.round_to(acc_right * factor[:, None], to.dtype.element_ty, EXACT_CASTS)
-        tl.store(to[:, None] + right_column[None, :], result, mask=keep[:, None] & (right_column < D)[None, :])
+    D: tl.constexpr = ROW.nope + ROW.rope
+    left, right = heads.left_column, heads.right_column
+    result = numerics.round_to(sums.left * factor[:, None], to.dtype.element_ty, TILE.exact_casts)
+    tl.store(to[:, None] + left[None, :], result, mask=keep[:, None] & (left < D)[None, :])
+    if TILE.pieces == 2:
+        result = numerics.round_to(sums.right * factor[:, None], to.dtype.element_ty, TILE.exact_casts)
+        tl.store(to[:, None] + right[None, :], result, mask=keep[:, None] & (right < D)[None, :])
 
 
 @stable_kernel
@@ -274,50 +267,55 @@ def attention(
     part_lse,  # [T, splits, H] fp32, base 2, or None
     part_max,  # [T, splits, H] fp32, base 2, or None
     counts,  # [T] int32, or None
-    cache0,  # pages of uint8, or of bf16 or fp32 rows; or gathered rows [N, D]
-    rows0,  # [T, width0] int32, or RAGGED [index_stride0]
-    lens0,  # [T] int32, or RAGGED [T + 1]
-    cache1,  # pages of uint8, or of bf16 or fp32 rows
-    rows1,  # [T, width1] int32, or RAGGED [index_stride1]
-    lens1,  # [T] int32, or RAGGED [T + 1]
+    window_keys,  # pages of uint8, or of bf16 or fp32 rows; or gathered rows [N, D]
+    window_rows,  # [T, width] int32, or ragged [index_stride]
+    window_lens,  # [T] int32, or ragged [T + 1]
+    compressed_keys,  # pages of uint8, or of bf16 or fp32 rows
+    compressed_rows,  # [T, width] int32, or ragged [index_stride]
+    compressed_lens,  # [T] int32, or ragged [T + 1]
     requests,  # [T] int32, or None
-    starts,  # [known + 1] int32, or None
-    q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
-    lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
-    width0: tl.int32, index_stride0: tl.int64, page_size0: tl.int32, page_factor0: tl.int32, page_log0: tl.int32,
-    page_stride0: tl.int64, row_stride0: tl.int64, last_slot0: tl.int32,
-    width1: tl.int32, index_stride1: tl.int64, page_size1: tl.int32, page_factor1: tl.int32, page_log1: tl.int32,
-    page_stride1: tl.int64, row_stride1: tl.int64, last_slot1: tl.int32,
-    known: tl.int32, tokens: tl.int32, splits: tl.int32, tiles_per_split: tl.int32, once: tl.int32,
-    scale: tl.float32, empty_lse: tl.float32,
-    H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, SEGMENTS: tl.constexpr,
-    KIND0: tl.constexpr, KIND1: tl.constexpr, INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr,
-    FNUZ0: tl.constexpr, FNUZ1: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
-    SCALES0: tl.constexpr, SCALES1: tl.constexpr, CODING0: tl.constexpr, CODING1: tl.constexpr,
-    UNIT0: tl.constexpr, UNIT1: tl.constexpr,
-    RAGGED: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
-    C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
-    PREFETCH: tl.constexpr, RELOAD: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Grid: (T x splits x blocks of BH heads,), heads fastest, so that programs that share keys run together.
+    starts,  # [requests + 1] int32, or None
+    strides: Strides,
+    window: SegmentNumbers,
+    compressed: SegmentNumbers,
+    numbers: CallNumbers,
+    WINDOW: tl.constexpr,  # SegmentForm
+    COMPRESSED: tl.constexpr,  # SegmentForm
+    ROW: tl.constexpr,  # RowForm
+    TILE: tl.constexpr,  # TileForm
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (T x splits x blocks of heads,), heads fastest, so that programs that share keys run together.
 
-    Segment 0 is the window's cache, or the gathered rows; segment 1 is the compressed cache.
-    q_token, q_head, out_token, out_head: strides in UNITs.
-    tiles_per_split: tiles of each split, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.
+    An only segment, also gathered rows, is the window, and is passed as the compressed one too.
     SPLIT: write to part, part_lse and part_max instead of out, lse and max_logits.
     counts: receives how many splits of tiles_per_split tiles each row has. A row of one split is then written to out,
     lse and max_logits.
-    GROUP: rows of a group. Above 1, BH rows of a program are BH / GROUP heads of each row of a group, which its first
-    row leads; programs of other rows return at once. requests, starts, known, tokens: of `kernels_groups.Groups`.
+    With groups (`TileForm.group`), a program attends heads of each row of a group, which its first row leads; programs
+    of other rows return at once. requests, starts: of `kernels_groups.Groups`.
     """
     wait_prior_grid(PDL)
-    D: tl.constexpr = NOPE + ROPE
+    H: tl.constexpr = ROW.heads
+    D: tl.constexpr = ROW.nope + ROW.rope
+    RAGGED: tl.constexpr = ROW.ragged
+    SEGMENTS: tl.constexpr = ROW.segments
+    UNIT: tl.constexpr = ROW.unit
+    BH: tl.constexpr = TILE.heads
+    N: tl.constexpr = TILE.keys
+    C: tl.constexpr = TILE.columns
+    PIECES: tl.constexpr = TILE.pieces
+    DT: tl.constexpr = TILE.dtype
+    GROUP: tl.constexpr = TILE.group
     HEADS: tl.constexpr = BH // GROUP
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     SAME: tl.constexpr = SEGMENTS == 1 or (
-        KIND0 == KIND1 and INTERLEAVED0 == INTERLEAVED1 and UNIT0 == UNIT1 and GROUP0 == GROUP1
-        and CODING0 == CODING1
+        WINDOW.kind == COMPRESSED.kind and WINDOW.interleaved == COMPRESSED.interleaved
+        and WINDOW.unit == COMPRESSED.unit and WINDOW.group == COMPRESSED.group and WINDOW.coding == COMPRESSED.coding
     )  # fmt: skip
+    splits, tiles_per_split = numbers.splits, numbers.tiles_per_split
+    # the compiler cannot prove that this is 0
+    runtime_zero = numbers.runtime_one - 1
     pid = tl.program_id(0)
     head = (pid % BLOCKS) * HEADS + tl.arange(0, BH) % HEADS
     split = (pid // BLOCKS) % splits
@@ -326,23 +324,26 @@ def attention(
     own, skipped = split * 0, token * 0
     if GROUP > 1:
         leader = pid // (BLOCKS * splits)
-        groups = Groups(requests, starts, known, tokens)
-        group = group_of(groups, lens0, width0, index_stride0, leader, leader >= 0, GROUP, RAGGED)
+        groups = Groups(requests, starts, numbers.requests, numbers.tokens)
+        group = group_of(groups, window_lens, window.width, window.index_stride, leader, leader >= 0, GROUP, RAGGED)
         if group.leads == 0:
             return
         member = tl.arange(0, BH) // HEADS
         live &= member <= group.last
         token = (leader + member).to(tl.int64)
-        sees0 = columns_in(lens0, leader + member, live, width0, index_stride0, RAGGED)
-        begins0, begins1, sees1 = group.own + member - sees0, sees0 * 0, sees0
+        window_sees = columns_in(window_lens, leader + member, live, window.width, window.index_stride, RAGGED)
+        window_begins, compressed_begins = group.own + member - window_sees, window_sees * 0
+        compressed_sees = window_sees
         if SEGMENTS == 2:
-            sees1 = columns_in(lens1, leader + member, live, width1, index_stride1, RAGGED)
-    IN_TURN: tl.constexpr = KIND0 == keys.WORDS or KIND0 == keys.FP4_WORDS  # noqa: PLR1714 - a language without `in`
+            compressed_sees = columns_in(
+                compressed_lens, leader + member, live, compressed.width, compressed.index_stride, RAGGED
+            )
+    IN_TURN: tl.constexpr = WINDOW.kind == keys.WORDS or WINDOW.kind == keys.FP4_WORDS  # noqa: PLR1714 - a language without `in`
     left_column, right_column = keys.columns(C, IN_TURN)
 
     # strides and addresses are multiples of UNIT elements; with this hint the compiler uses wide loads
     WIDE: tl.constexpr = UNIT * (q.dtype.element_ty.primitive_bitwidth // 8)
-    q_row = tl.multiple_of(q + (token * q_token * UNIT + head.to(tl.int64) * q_head * UNIT), WIDE)
+    q_row = tl.multiple_of(q + (token * strides.q_token * UNIT + head.to(tl.int64) * strides.q_head * UNIT), WIDE)
     q_left = tl.load(
         q_row[:, None] + left_column[None, :], mask=live[:, None] & (left_column < D)[None, :], other=0.0
     ).to(DT)
@@ -353,20 +354,25 @@ def attention(
         acc_right = tl.zeros([BH, C], tl.float32)
 
     if GROUP > 1:
-        row0, own = columns_of(rows0, lens0, leader.to(tl.int64), width0, index_stride0, RAGGED)
-        later, _ = columns_of(rows0, lens0, (leader + group.last).to(tl.int64), width0, index_stride0, RAGGED)
-        len0, skipped = group.columns, (later.to(tl.int64) - row0.to(tl.int64)) // 4 - group.later
+        follower = (leader + group.last).to(tl.int64)
+        window_row, own = columns_of(window_rows, window_lens, leader.to(tl.int64), window, RAGGED)
+        later, _ = columns_of(window_rows, window_lens, follower, window, RAGGED)
+        window_length = group.columns
+        skipped = (later.to(tl.int64) - window_row.to(tl.int64)) // 4 - group.later
     else:
-        row0, len0 = columns_of(rows0, lens0, token, width0, index_stride0, RAGGED)
-    first_tiles = tl.cdiv(len0, N)
+        window_row, window_length = columns_of(window_rows, window_lens, token, window, RAGGED)
+    first_tiles = tl.cdiv(window_length, N)
     tiles = first_tiles
-    row1, len1 = row0, len0
+    compressed_row, compressed_length = window_row, window_length
     if SEGMENTS == 2:
         if GROUP > 1:
-            row1, len1 = columns_of(rows1, lens1, (leader + group.last).to(tl.int64), width1, index_stride1, RAGGED)
+            compressed_row, compressed_length = columns_of(
+                compressed_rows, compressed_lens, follower, compressed, RAGGED
+            )
         else:
-            row1, len1 = columns_of(rows1, lens1, token, width1, index_stride1, RAGGED)
-        tiles += tl.cdiv(len1, N)
+            compressed_row, compressed_length = columns_of(compressed_rows, compressed_lens, token, compressed, RAGGED)
+        tiles += tl.cdiv(compressed_length, N)
+    lists = Lists(window_row, compressed_row, window_length, compressed_length, own, skipped, first_tiles)
     if counts is not None:
         row_splits = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
         if split >= row_splits:
@@ -380,10 +386,9 @@ def attention(
         first = (tiles.to(tl.int64) * split // splits).to(tl.int32)
         last = (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)
 
-    paging0, paging1 = (page_size0, page_factor0, page_log0), (page_size1, page_factor1, page_log1)
-    segment0 = (cache0, paging0, page_stride0, row_stride0, last_slot0)
-    segment1 = (cache1, paging1, page_stride1, row_stride1, last_slot1)
-    WORDS: tl.constexpr = KIND0 == keys.WORDS
+    window_pages, compressed_pages = pages_of(window_keys, window), pages_of(compressed_keys, compressed)
+    WORDS: tl.constexpr = WINDOW.kind == keys.WORDS
+    PREFETCH: tl.constexpr = WORDS and TILE.prefetch
     largest = tl.full([BH], NOTHING, tl.float32)
     total = tl.zeros([BH], tl.float32)
     # segments that are read by different readers have a loop each: in one loop, their registers would add up
@@ -394,87 +399,67 @@ def attention(
                 end = tl.minimum(last, first_tiles)
             else:
                 begin, end = tl.maximum(first, first_tiles), last
-        slot = load_slots(begin, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP)
-        if WORDS and PREFETCH:
+        slot = load_slots(lists, begin, end, ROW, TILE)
+        if PREFETCH:
+            inside = begin < first_tiles
             ok, x0, x1, x2, x3, rope, low, high = fetch(
-                begin, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
+                inside, slot, window_pages, compressed_pages, runtime_zero, WINDOW, ROW
             )
-            slot = load_slots(begin + 1, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP)
+            slot = load_slots(lists, begin + 1, end, ROW, TILE)
         for tile in tl.range(begin, end):
             inside = tile < first_tiles
-            fnuz = FNUZ0 if FNUZ0 == FNUZ1 else inside == FNUZ0
+            fnuz = WINDOW.fnuz if WINDOW.fnuz == COMPRESSED.fnuz else inside == WINDOW.fnuz
             z = tl.zeros([BH, N], tl.float32)
-            # the offset is 0, which the compiler cannot prove: no operand of q stays in registers from tile to tile
-            again = q_row + tile * (once - 1)
+            # no operand of q stays in registers from tile to tile
+            again = q_row + tile * runtime_zero
             if WORDS:
                 if not PREFETCH:
                     ok, x0, x1, x2, x3, rope, low, high = fetch(
-                        tile, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
+                        inside, slot, window_pages, compressed_pages, runtime_zero, WINDOW, ROW
                     )
-                    slot = load_slots(
-                        tile + 1, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP
-                    )
+                    slot = load_slots(lists, tile + 1, end, ROW, TILE)
                 here = ok
-                left, right = keys.unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N, DT, ASM)
+                left, right = keys.unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N, DT, TILE.assembly)
                 if PREFETCH:
                     # the next tile's loads are in flight while this one is multiplied
                     ok, x0, x1, x2, x3, rope, low, high = fetch(
-                        tile + 1, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
+                        tile + 1 < first_tiles, slot, window_pages, compressed_pages, runtime_zero, WINDOW, ROW
                     )
             else:
                 if SAME:
-                    segment = (
-                        address(inside, cache0, cache1, SEGMENTS),
-                        paging(inside, paging0, paging1, SEGMENTS),
-                        chosen(inside, page_stride0, page_stride1, SEGMENTS),
-                        chosen(inside, row_stride0, row_stride1, SEGMENTS),
-                        chosen(inside, last_slot0, last_slot1, SEGMENTS),
-                    )
+                    pages = pages_of_tile(inside, window_pages, compressed_pages, SEGMENTS)
                 elif LOOP == 0:
-                    segment = segment0
+                    pages = window_pages
                 else:
-                    segment = segment1
-                here = (slot >= 0) & (slot <= segment[4])
+                    pages = compressed_pages
+                here = (slot >= 0) & (slot <= pages.last_slot)
                 if LOOP == 0:
-                    dialect = fnuz if SAME else FNUZ0
-                    if RELOAD:
-                        z = product_in_steps(
-                            again, live, slot, here, dialect, segment, z, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE,
-                            GROUP0, SCALES0, CODING0, C * PIECES, DT,
-                        )  # fmt: skip
-                    left, right = read(
-                        slot, here, dialect, segment, once - 1, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0,
-                        CODING0, C, PIECES, N, DT, ASM,
-                    )  # fmt: skip
+                    dialect = fnuz if SAME else WINDOW.fnuz
+                    z, left, right = read(again, live, slot, here, dialect, pages, z, runtime_zero, WINDOW, ROW, TILE)
                 else:
-                    if RELOAD:
-                        z = product_in_steps(
-                            again, live, slot, here, FNUZ1, segment, z, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1,
-                            SCALES1, CODING1, C * PIECES, DT,
-                        )  # fmt: skip
-                    left, right = read(
-                        slot, here, FNUZ1, segment, once - 1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1,
-                        CODING1, C, PIECES, N, DT, ASM,
-                    )  # fmt: skip
-                slot = load_slots(tile + 1, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP)
-            if RELOAD and WORDS:
-                z = product_in_halves(again, left_column, live, left, z, D, N, C, DT)
+                    z, left, right = read(
+                        again, live, slot, here, COMPRESSED.fnuz, pages, z, runtime_zero, COMPRESSED, ROW, TILE
+                    )
+                slot = load_slots(lists, tile + 1, end, ROW, TILE)
+            if TILE.reload and WORDS:
+                z = product_in_halves(again, left_column, live, left, z, ROW, TILE)
                 if PIECES == 2:
-                    z = product_in_halves(again, right_column, live, right, z, D, N, C, DT)
-            elif not RELOAD:
-                z = product(q_left, tl.trans(left), z, once, CHAINED)
+                    z = product_in_halves(again, right_column, live, right, z, ROW, TILE)
+            elif not TILE.reload:
+                z = product(q_left, tl.trans(left), z, numbers.runtime_one, TILE.chained)
                 if PIECES == 2:
-                    z = product(q_right, tl.trans(right), z, once, CHAINED)
-            if WORDS and PREFETCH:
-                slot = load_slots(tile + 2, end, first_tiles, row0, row1, len0, len1, own, skipped, N, SEGMENTS, GROUP)
+                    z = product(q_right, tl.trans(right), z, numbers.runtime_one, TILE.chained)
+            if PREFETCH:
+                slot = load_slots(lists, tile + 2, end, ROW, TILE)
             seen = here[None, :]
             if GROUP > 1:
                 # of the union's columns each row sees some in a row
                 column = chosen(inside, tile, tile - first_tiles, SEGMENTS) * N + tl.arange(0, N)
-                begins, sees = chosen(inside, begins0, begins1, SEGMENTS), chosen(inside, sees0, sees1, SEGMENTS)
+                begins = chosen(inside, window_begins, compressed_begins, SEGMENTS)
+                sees = chosen(inside, window_sees, compressed_sees, SEGMENTS)
                 since = column[None, :] - begins[:, None]
                 seen = seen & (since >= 0) & (since < sees[:, None])
-            z = tl.where(seen, z * (scale * LOG2E), -float("inf"))
+            z = tl.where(seen, z * (numbers.scale * LOG2E), -float("inf"))
             grown = tl.maximum(largest, tl.max(z, 1))
             shrink = tl.exp2(largest - grown)
             p = tl.exp2(z - grown[:, None])
@@ -489,15 +474,15 @@ def attention(
         acc_right, right_column = acc_left, left_column
     empty = total == 0.0
     launch_dependents(PDL)
-    heads, sums = (head, live, left_column, right_column), (largest, total, empty, acc_left, acc_right)
+    heads = Heads(head, live, left_column, right_column)
+    sums = Sums(largest, total, empty, acc_left, acc_right)
     to_part, to_row = (part, part_lse, part_max), (out, lse, max_logits, sink)
-    strides = out_token, out_head, lse_token, lse_head, max_token, max_head
     if SPLIT:
         if counts is None:  # noqa: SIM114 - a constant, and a value
-            write_part(to_part, token * splits + split, first < last, heads, sums, H, D, PIECES, EXACT_CASTS)
+            write_part(to_part, token * splits + split, first < last, heads, sums, ROW, TILE)
         elif row_splits > 1:
-            write_part(to_part, token * splits + split, first < last, heads, sums, H, D, PIECES, EXACT_CASTS)
+            write_part(to_part, token * splits + split, first < last, heads, sums, ROW, TILE)
         else:
-            write_row(to_row, token, strides, empty_lse, heads, sums, D, PIECES, UNIT, EXACT_CASTS)
+            write_row(to_row, token, strides, numbers.empty_lse, heads, sums, ROW, TILE)
     else:
-        write_row(to_row, token, strides, empty_lse, heads, sums, D, PIECES, UNIT, EXACT_CASTS)
+        write_row(to_row, token, strides, numbers.empty_lse, heads, sums, ROW, TILE)

@@ -1,12 +1,12 @@
 """Reading keys inside an attention loop: from slots to a tile of rows, in the dtype of the matrix product.
 
 A tile is two pieces of C columns side by side (one, if a key is narrow), since a register file holds no whole tile.
-KIND chooses one of the readers: WORDS for V4's own 448 + 64 record on aligned pages, four codes at a time; FP4_WORDS
-for V4's records of 4 bits and these dims, eight codes at a time; BYTES for V4's records of other dims or alignment,
-whose last ROPE dims are bf16; CODES and NIBBLES for V4.1's records, whose dims are all codes, of fp8 and of e2m1;
-CODE_WORDS and NIBBLE_WORDS for those of 512 dims on aligned pages, four and eight codes at a time; ROWS for plain rows.
-CODING says which codes and scales a record has (`numerics`). Its bf16 values begin right after its codes. A row that
-is not `ok` reads as zeros and touches no memory.
+`SegmentForm.kind` chooses one of the readers: WORDS for V4's own 448 + 64 record on aligned pages, four codes at a
+time; FP4_WORDS for V4's records of 4 bits and these dims, eight codes at a time; BYTES for V4's records of other dims
+or alignment, whose last ROPE dims are bf16; CODES and NIBBLES for V4.1's records, whose dims are all codes, of fp8 and
+of e2m1; CODE_WORDS and NIBBLE_WORDS for those of 512 dims on aligned pages, four and eight codes at a time; ROWS for
+plain rows. The bf16 values of a record begin right after its codes. A row that is not `ok` reads as zeros and touches
+no memory. FORM, ROW and TILE are `forms.SegmentForm`, `RowForm` and `TileForm`.
 
 A NaN code is decoded to NaN; unless ASM is CONVERTED, so is its whole word. Which values of a key are NaN does not
 matter: each of its logits is then, and with it the whole row of the output.
@@ -16,8 +16,11 @@ processor has instructions that convert e4m3 codes. No processor has one for FNU
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: PYI024 - fields have no types of Python's
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -38,41 +41,46 @@ SHIFTED = tl.constexpr(1)
 CONVERTED = tl.constexpr(2)
 
 
-@triton.jit
-def page_and_row(slot, ok, paging, page_stride):
-    """Byte offset of each slot's page, int64, and the slot's number in the page; zeros where not ok.
+Pages = namedtuple("Pages", "base size factor log stride row_stride last_slot")
+"""Where the keys of a segment are. base: pointer to a cache's uint8 pages, or to rows. size, factor, log: rows of a
+page, and how to divide by them, see `attention.launch.divider`. stride, row_stride: in units of the form."""
 
-    paging: page size, and factor and log of `attention.launch.divider`, since a division takes twenty instructions.
+
+@triton.jit
+def page_and_row(slot, ok, pages, page_stride):
+    """Offset of each slot's page, int64, in the unit of page_stride, and the slot's number in the page.
+
+    Zeros where not ok. Pages are found by a multiplication, since a division takes twenty instructions.
     """
     slot = tl.where(ok, slot, 0)
-    page_size, factor, log = paging
     twice = slot.to(tl.uint32, bitcast=True) << 1
-    page = (tl.umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
-    return page.to(tl.int64) * page_stride, (slot - page * page_size).to(tl.int64)
+    page = (tl.umulhi(twice, pages.factor.to(tl.uint32, bitcast=True)) >> pages.log.to(tl.uint32)).to(tl.int32)
+    return page.to(tl.int64) * page_stride, (slot - page * pages.size).to(tl.int64)
 
 
 @triton.jit
-def load_words(base, slot, ok, paging, page_stride16, nothing, INTERLEAVED: tl.constexpr):
+def load_words(pages, slot, ok, runtime_zero, FORM: tl.constexpr):
     """Raw int32 words of a record of 448 codes, 64 bf16 values and 8 scale bytes: 32 + 32 + 32 + 16, 32, 1, 1 a row.
 
-    base: pointer to a cache's uint8 pages. slot, ok: [N] int32 and bool. Words stay words so that a loop can carry them
-    from one tile to the next, one register for four codes.
+    slot, ok: [N] int32 and bool. Words stay words so that a loop can carry them from one tile to the next, one register
+    for four codes.
     """
-    page, row = page_and_row(slot, ok, paging, page_stride16.to(tl.int64) * 16)
-    if INTERLEAVED:
+    base = pages.base
+    page, row = page_and_row(slot, ok, pages, pages.stride.to(tl.int64) * 16)
+    if FORM.interleaved:
         data = tl.multiple_of((base + (page + row * 584)).to(tl.pointer_type(tl.int32)), 8)
         scale = tl.multiple_of((base + (page + row * 584 + 576)).to(tl.pointer_type(tl.int32)), 8)
     else:
         data = tl.multiple_of((base + (page + row * 576)).to(tl.pointer_type(tl.int32)), 16)
-        behind = page + paging[0].to(tl.int64) * 576
+        behind = page + pages.size.to(tl.int64) * 576
         scale = tl.multiple_of((base + (behind + row * 8)).to(tl.pointer_type(tl.int32)), 8)
     of, mask = tl.arange(0, 32)[None, :], ok[:, None]
     short = tl.arange(0, 16)[None, :]
-    # `nothing` is 0, which the compiler cannot prove: each thread loads two words, those next to its RoPE values
+    # the compiler cannot prove that `runtime_zero` is 0: each thread loads two words, those next to its RoPE values
     x0 = tl.load(data[:, None] + of, mask=mask, other=0)
     x1 = tl.load(data[:, None] + (32 + of), mask=mask, other=0)
     x2 = tl.load(data[:, None] + (64 + of), mask=mask, other=0)
-    x3 = tl.load(data[:, None] + (2 * nothing + 96 + short), mask=mask, other=0)
+    x3 = tl.load(data[:, None] + (2 * runtime_zero + 96 + short), mask=mask, other=0)
     rope = tl.load(data[:, None] + (112 + of), mask=mask, other=0)
     low = tl.load(scale, mask=ok, other=0)
     high = tl.load(scale + 1, mask=ok, other=0)
@@ -211,28 +219,28 @@ def scales_of_codes(bits, N: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def record_words(base, slot, ok, paging, page_stride16, DATA: tl.constexpr, SCALES: tl.constexpr, INTERLEAVED):
+def record_words(pages, slot, ok, DATA: tl.constexpr, SCALES: tl.constexpr, FORM: tl.constexpr):
     """Addresses [N] of each slot's data and of its scales, as bytes.
 
-    base: pointer to a cache's uint8 pages. slot, ok: [N] int32 and bool. DATA, SCALES: bytes, multiples of 16.
+    slot, ok: [N] int32 and bool. DATA, SCALES: bytes, multiples of 16.
     """
-    page, row = page_and_row(slot, ok, paging, page_stride16.to(tl.int64) * 16)
-    if INTERLEAVED:
+    page, row = page_and_row(slot, ok, pages, pages.stride.to(tl.int64) * 16)
+    if FORM.interleaved:
         data = page + row * (DATA + SCALES)
         scale = data + DATA
     else:
         data = page + row * DATA
-        scale = page + paging[0].to(tl.int64) * DATA + row * SCALES
-    return tl.multiple_of(base + data, 16), tl.multiple_of(base + scale, 16)
+        scale = page + pages.size.to(tl.int64) * DATA + row * SCALES
+    return tl.multiple_of(pages.base + data, 16), tl.multiple_of(pages.base + scale, 16)
 
 
 @triton.jit
-def read_code_words(
-    base, slot, ok, paging, page_stride16,
-    INTERLEAVED: tl.constexpr, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+def read_code_words(pages, slot, ok, FORM: tl.constexpr, TILE: tl.constexpr):
     """Both pieces, [N, 256] each in DT, of records of 512 e4m3fn codes and 16 exponents; see `record_words`."""
-    data, scale = record_words(base, slot, ok, paging, page_stride16, 512, 16, INTERLEAVED)
+    N: tl.constexpr = TILE.keys
+    DT: tl.constexpr = TILE.dtype
+    ASM: tl.constexpr = TILE.assembly
+    data, scale = record_words(pages, slot, ok, 512, 16, FORM)
     data = data.to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, 32)[None, :]
     scale, mask = scale.to(tl.pointer_type(tl.int32)), ok[:, None]
     # all loads are in flight before the first word is decoded
@@ -254,14 +262,14 @@ def read_code_words(
 
 
 @triton.jit
-def read_nibble_words(
-    base, slot, ok, paging, page_stride16, nothing,
-    INTERLEAVED: tl.constexpr, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+def read_nibble_words(pages, slot, ok, runtime_zero, FORM: tl.constexpr, TILE: tl.constexpr):
     """Both pieces, [N, 256] each in DT, of records of 512 e2m1 codes and 32 scales in e4m3fn; see `record_words`."""
-    data, scale = record_words(base, slot, ok, paging, page_stride16, 256, 32, INTERLEAVED)
-    # `nothing` is 0, which the compiler cannot prove: each thread loads two words, the 16 codes of one scale
-    data = data.to(tl.pointer_type(tl.int32))[:, None] + (2 * nothing + tl.arange(0, 32))[None, :]
+    N: tl.constexpr = TILE.keys
+    DT: tl.constexpr = TILE.dtype
+    ASM: tl.constexpr = TILE.assembly
+    data, scale = record_words(pages, slot, ok, 256, 32, FORM)
+    # the compiler cannot prove that `runtime_zero` is 0: each thread loads two words, the 16 codes of one scale
+    data = data.to(tl.pointer_type(tl.int32))[:, None] + (2 * runtime_zero + tl.arange(0, 32))[None, :]
     scale = scale.to(tl.pointer_type(tl.int64))[:, None] + tl.arange(0, 2)[None, :]
     mask = ok[:, None]
     x0 = tl.load(data, mask=mask, other=0)
@@ -274,21 +282,21 @@ def read_nibble_words(
 
 
 @triton.jit
-def read_fp4_words(
-    base, slot, ok, paging, page_stride16, nothing,
-    INTERLEAVED: tl.constexpr, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+def read_fp4_words(pages, slot, ok, runtime_zero, FORM: tl.constexpr, TILE: tl.constexpr):
     """Both pieces, [N, 256] each in DT, of records of 448 e2m1 codes and 64 bf16 values, in the order of `columns`.
 
     A record has 28 scales in e4m3fn, and 4 bytes of padding.
     """
-    data, scale = record_words(base, slot, ok, paging, page_stride16, 352, 32, INTERLEAVED)
+    N: tl.constexpr = TILE.keys
+    DT: tl.constexpr = TILE.dtype
+    ASM: tl.constexpr = TILE.assembly
+    data, scale = record_words(pages, slot, ok, 352, 32, FORM)
     words, of, mask = data.to(tl.pointer_type(tl.int32))[:, None], tl.arange(0, 32)[None, :], ok[:, None]
-    # `nothing` is 0, which the compiler cannot prove: each thread loads two words, and of the last codes one, which
+    # the compiler cannot prove that `runtime_zero` is 0: each thread loads two words, and of the last codes one, which
     # are those next to its RoPE values
-    x0 = tl.load(words + (2 * nothing + of), mask=mask, other=0)
-    x1 = tl.load(words + (2 * nothing + 32 + tl.arange(0, 16)[None, :]), mask=mask, other=0)
-    x2 = tl.load(words + (nothing + 48 + tl.arange(0, 8)[None, :]), mask=mask, other=0)
+    x0 = tl.load(words + (2 * runtime_zero + of), mask=mask, other=0)
+    x1 = tl.load(words + (2 * runtime_zero + 32 + tl.arange(0, 16)[None, :]), mask=mask, other=0)
+    x2 = tl.load(words + (runtime_zero + 48 + tl.arange(0, 8)[None, :]), mask=mask, other=0)
     rope = tl.load(words + (56 + of), mask=mask, other=0)
     wide, part = scale.to(tl.pointer_type(tl.int64)), scale.to(tl.pointer_type(tl.int32))
     # a scale serves two words
@@ -336,46 +344,44 @@ def widen(values, DT: tl.constexpr):
 
 @triton.jit
 def read_piece(
-    base, slot, ok, paging, page_stride, row_stride, fnuz,
-    FIRST: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, CODING: tl.constexpr,
-    DT: tl.constexpr,
-):  # fmt: skip
+    pages, slot, ok, fnuz, FIRST: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, ROW: tl.constexpr, DT: tl.constexpr
+):
     """Columns FIRST .. FIRST + C of each slot's key, [N, C] in DT; columns past the last are zero.
 
-    base: pointer to a cache's uint8 pages, or to rows. slot, ok: [N] int32 and bool.
-    page_stride, row_stride: in UNITs, elements of rows and bytes of records; the latter know their own row stride.
-    SCALES: bytes of a record's scales.
+    slot, ok: [N] int32 and bool. fnuz: as in FORM, which knows it of one of two segments that are read by one loop.
     """
-    page, of = page_and_row(slot, ok, paging, page_stride.to(tl.int64) * UNIT)
+    NOPE: tl.constexpr = ROW.nope
+    D: tl.constexpr = ROW.nope + ROW.rope
+    base = pages.base
+    page, of = page_and_row(slot, ok, pages, pages.stride.to(tl.int64) * FORM.unit)
     column = FIRST + tl.arange(0, C)
-    if KIND == ROWS:
-        WIDE: tl.constexpr = UNIT * (base.dtype.element_ty.primitive_bitwidth // 8)
-        row = tl.multiple_of(base + (page + of * row_stride * UNIT), WIDE)
-        mask = ok[:, None] & (column < NOPE + ROPE)[None, :]
+    if FORM.kind == ROWS:
+        WIDE: tl.constexpr = FORM.unit * (base.dtype.element_ty.primitive_bitwidth // 8)
+        row = tl.multiple_of(base + (page + of * pages.row_stride * FORM.unit), WIDE)
+        mask = ok[:, None] & (column < D)[None, :]
         values = widen(tl.load(row[:, None] + column[None, :], mask=mask, other=0.0), DT)
     else:
-        CODED: tl.constexpr = NOPE if KIND == BYTES else NOPE + ROPE
-        PACKED: tl.constexpr = CODED if CODING == numerics.FP8 else CODED // 2
-        DATA: tl.constexpr = PACKED + 2 * (NOPE + ROPE - CODED)
-        if INTERLEAVED:
-            data = page + of * (DATA + SCALES)
+        CODED: tl.constexpr = NOPE if FORM.kind == BYTES else D
+        PACKED: tl.constexpr = CODED if FORM.coding == numerics.FP8 else CODED // 2
+        DATA: tl.constexpr = PACKED + 2 * (D - CODED)
+        if FORM.interleaved:
+            data = page + of * (DATA + FORM.scales)
             scale = data + DATA
         else:
             data = page + of * DATA
-            scale = page + paging[0].to(tl.int64) * DATA + of * SCALES
+            scale = page + pages.size.to(tl.int64) * DATA + of * FORM.scales
         is_code = ok[:, None] & (column < CODED)[None, :]
-        at = column if CODING == numerics.FP8 else column // 2
+        at = column if FORM.coding == numerics.FP8 else column // 2
         code = tl.load(base + (data[:, None] + at[None, :]), mask=is_code, other=0).to(tl.int32)
-        byte = tl.load(base + (scale[:, None] + (column // GROUP)[None, :]), mask=is_code, other=127).to(tl.int32)
-        if CODING == numerics.FP8:
+        byte = tl.load(base + (scale[:, None] + (column // FORM.group)[None, :]), mask=is_code, other=127).to(tl.int32)
+        if FORM.coding == numerics.FP8:
             value = numerics.dequantize(code, byte, fnuz)
         else:
-            value = numerics.decode_e2m1((code >> (column % 2 * 4)[None, :]) & 15, byte, CODING)
+            value = numerics.decode_e2m1((code >> (column % 2 * 4)[None, :]) & 15, byte, FORM.coding)
         values = tl.where(is_code, value, 0.0)
-        if KIND != BYTES:
+        if FORM.kind != BYTES:
             return values.to(DT)
         rope = (base + (data + PACKED)).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - NOPE)[None, :]
-        is_rope = ok[:, None] & ((column >= NOPE) & (column < NOPE + ROPE))[None, :]
+        is_rope = ok[:, None] & ((column >= NOPE) & (column < D))[None, :]
         values = tl.where(is_code, values, tl.load(rope, mask=is_rope, other=0.0).to(tl.float32)).to(DT)
     return values

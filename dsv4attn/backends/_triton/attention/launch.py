@@ -12,6 +12,14 @@ import triton.language as tl
 from attrs import evolve, frozen
 from torch import Tensor
 
+from dsv4attn.backends._triton.attention.forms import (
+    CallNumbers,
+    RowForm,
+    SegmentForm,
+    SegmentNumbers,
+    Strides,
+    TileForm,
+)
 from dsv4attn.backends._triton.attention.kernels import attention
 from dsv4attn.backends._triton.attention.kernels_combine import reduce
 from dsv4attn.backends._triton.attention.keys import (
@@ -39,7 +47,6 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
 
 __all__ = [
-    "Segment",
     "Shape",
     "attend",
     "constants",
@@ -52,6 +59,7 @@ __all__ = [
     "prepare_fixed",
     "scratch",
     "scratch_bound",
+    "segment_form",
     "splits_of",
     "variants",
 ]
@@ -80,51 +88,31 @@ _BY_BYTE = {CODE_WORDS.value: CODES.value, NIBBLE_WORDS.value: NIBBLES.value, **
 """The reader of the same records that takes a byte at a time, for any dims."""
 
 
-@frozen
-class Segment:
-    """What one segment of keys compiles to.
+def segment_form(layout: KVCacheLayout, *, aligned: bool) -> SegmentForm:
+    """The form of a cache. aligned: whether its pages and rows begin at multiples of 16 bytes."""
+    if not layout.is_quantised:
+        return SegmentForm(ROWS.value, WIDE // layout.dtype.itemsize if aligned else 1)
+    record, dims = layout.key_record, (layout.coded_dims, layout.plain_dims, layout.group_size)
+    by_word = _BY_WORD.get((layout.coding, dims)) if aligned else None
+    if by_word is not None:
+        kind, unit = by_word, WIDE
+    elif record is None or not record.codes_rope:
+        kind, unit = BYTES.value, 1
+    else:
+        kind, unit = CODES.value if layout.fp8_format else NIBBLES.value, 1
+    interleaved, fnuz = layout.arrangement is Arrangement.INTERLEAVED, layout.fp8_format is Fp8Format.FNUZ
+    scales = layout.group_size, layout.scale_bytes, CODINGS[layout.coding]
+    return SegmentForm(kind, unit, interleaved, fnuz, *scales)
 
-    kind: one of the readers in `keys`. unit: elements; page and row strides are multiples of them, so that
-    loads can be wide.
-    group, scales: codes of a scale, and bytes of a record's scales. coding: as CODING in `keys`.
-    dtype: of the cache's elements.
-    """
 
-    kind: int
-    unit: int
-    interleaved: bool = False
-    fnuz: bool = False
-    group: int = 0
-    scales: int = 0
-    coding: int = CODINGS[Coding.FP8]
-    dtype: torch.dtype = torch.uint8
+def _by_byte(form: SegmentForm) -> SegmentForm:
+    """The form that reads the same cache by the byte, 64 columns at a time if need be."""
+    return form._replace(kind=_BY_BYTE.get(form.kind, form.kind))
 
-    @classmethod
-    def of(cls, layout: KVCacheLayout, *, aligned: bool) -> Segment:
-        """The segment of a cache. aligned: whether its pages and rows begin at multiples of 16 bytes."""
-        if not layout.is_quantised:
-            return cls(ROWS.value, WIDE // layout.dtype.itemsize if aligned else 1, dtype=layout.dtype)
-        record, dims = layout.key_record, (layout.coded_dims, layout.plain_dims, layout.group_size)
-        by_word = _BY_WORD.get((layout.coding, dims)) if aligned else None
-        if by_word is not None:
-            kind, unit = by_word, WIDE
-        elif record is None or not record.codes_rope:
-            kind, unit = BYTES.value, 1
-        else:
-            kind, unit = CODES.value if layout.fp8_format else NIBBLES.value, 1
-        interleaved, fnuz = layout.arrangement is Arrangement.INTERLEAVED, layout.fp8_format is Fp8Format.FNUZ
-        scales = layout.group_size, layout.scale_bytes, CODINGS[layout.coding]
-        return cls(kind, unit, interleaved, fnuz, *scales)
 
-    @property
-    def in_order(self) -> Segment:
-        """This segment with columns in their order, read by the byte if need be."""
-        return self.by_byte if self.kind in _IN_TURN else self
-
-    @property
-    def by_byte(self) -> Segment:
-        """This segment read by the byte, 64 columns at a time if need be."""
-        return evolve(self, kind=_BY_BYTE.get(self.kind, self.kind))
+def _in_order(form: SegmentForm) -> SegmentForm:
+    """The form that reads the same cache with columns in their order, by the byte if need be."""
+    return _by_byte(form) if form.kind in _IN_TURN else form
 
 
 @frozen
@@ -132,65 +120,47 @@ class Shape:
     """What determines the constants of the kernel, besides a backend's tuning.
 
     unit: elements; strides of q and out are multiples of them. ragged: whether indices are.
+    exact: whether q or keys are fp32.
     """
 
     heads: int
     nope: int
     rope: int
-    segments: tuple[Segment, ...]
-    dtype: torch.dtype
+    segments: tuple[SegmentForm, ...]
     unit: int
     ragged: bool
+    exact: bool
 
 
 @lru_cache(maxsize=256)
 def constants(shape: Shape, tuning: Tuning, group: int = 1) -> dict[str, Any]:
-    """Constants of `attention` except SPLIT. group: as GROUP there."""
-    width = padded(shape.nope + shape.rope)
+    """Constants of `attention` except SPLIT. group: of `TileForm`."""
+    width, exact = padded(shape.nope + shape.rope), shape.exact
     pieces = 1 if width <= 256 else 2
     first, second = shape.segments[0], shape.segments[-1]
     alike = all((s.kind, s.interleaved) == (first.kind, first.interleaved) for s in shape.segments)
-    first, second = (s if alike else s.in_order for s in (first, second))
+    first, second = (s if alike else _in_order(s) for s in (first, second))
     words = first.kind == second.kind == WORDS.value
     if tuning.reload and not words:
-        first, second = first.by_byte, second.by_byte
-    exact = torch.float32 in (shape.dtype, first.dtype, second.dtype)
+        first, second = _by_byte(first), _by_byte(second)
     block = min(tuning.heads, padded(shape.heads)) if group == 1 else padded(power_of_two(shape.heads) * group)
-    return {
-        "H": shape.heads,
-        "NOPE": shape.nope,
-        "ROPE": shape.rope,
-        "SEGMENTS": len(shape.segments),
-        "KIND0": first.kind,
-        "KIND1": second.kind,
-        "INTERLEAVED0": first.interleaved,
-        "INTERLEAVED1": second.interleaved,
-        "FNUZ0": first.fnuz,
-        "FNUZ1": second.fnuz,
-        "GROUP0": first.group,
-        "GROUP1": second.group,
-        "SCALES0": first.scales,
-        "SCALES1": second.scales,
-        "CODING0": first.coding,
-        "CODING1": second.coding,
-        "UNIT0": first.unit,
-        "UNIT1": second.unit,
-        "RAGGED": shape.ragged,
-        "UNIT": shape.unit,
+    tile = TileForm(
         # fp32 products take twice the memory and no matrix unit: smaller tiles
-        "BH": min(block, 16) if exact and group == 1 else block,
-        "N": min(tuning.keys, 32) if exact else tuning.keys,
-        "C": width // pieces,
-        "PIECES": pieces,
-        "DT": tl.float32 if INTERPRETED or exact else tl.bfloat16,
-        "ASM": 0 if INTERPRETED or exact else _assembly(tuning, shape.segments),
-        "CHAINED": tuning.chained or INTERPRETED or exact or block < tuning.heads,
-        "PREFETCH": tuning.prefetch and words and not exact,
-        "RELOAD": tuning.reload and not exact,
-        "EXACT_CASTS": not INTERPRETED,
-        "PDL": tuning.pdl and not INTERPRETED,
-        "GROUP": group,
-    }
+        heads=min(block, 16) if exact and group == 1 else block,
+        keys=min(tuning.keys, 32) if exact else tuning.keys,
+        columns=width // pieces,
+        pieces=pieces,
+        dtype=tl.float32 if INTERPRETED or exact else tl.bfloat16,
+        assembly=0 if INTERPRETED or exact else _assembly(tuning, shape.segments),
+        chained=tuning.chained or INTERPRETED or exact or block < tuning.heads,
+        prefetch=tuning.prefetch and words and not exact,
+        reload=tuning.reload and not exact,
+        exact_casts=not INTERPRETED,
+        group=group,
+    )
+    row = RowForm(shape.heads, shape.nope, shape.rope, len(shape.segments), shape.ragged, shape.unit)
+    pdl = tuning.pdl and not INTERPRETED
+    return {"WINDOW": first, "COMPRESSED": second, "ROW": row, "TILE": tile, "PDL": pdl}
 
 
 def power_of_two(n: int) -> int:
@@ -218,11 +188,11 @@ def group_of_call(call: AttentionCall, tuning: Tuning) -> int:
     rows = call.request_rows
     if rows is None or call.scratch or isinstance(call.keys, GatheredKeys):
         return 1
-    exact = torch.float32 in (call.q.dtype, *(segment.cache.layout.dtype for segment in call.keys))
+    exact = torch.float32 in (call.q.dtype, *_key_dtypes(call.keys))
     return group_of(call.layer, rows.max_tokens, tuning, exact=exact) if rows.are_several else 1
 
 
-def _assembly(tuning: Tuning, segments: Sequence[Segment]) -> int:
+def _assembly(tuning: Tuning, segments: Sequence[SegmentForm]) -> int:
     """Which assembly decodes words, see `keys`."""
     if not tuning.assembly:
         return 0
@@ -347,25 +317,33 @@ def prepare(
     part, part_lse, part_max, counts = (*call.scratch, None, None, None, None)[:4]
     maxima = None if top is None else part_max
     splits = 1 if part is None else part.shape[1]
-    segments, numbers = _segments(keys)
+    segments = _segments(keys)
+    forms = tuple(form for form, _ in segments)
     unit = min(wide_unit(tensor, *tensor.stride()[:2]) for tensor in (q, call.out))
     ragged = isinstance(index_rows(keys)[0], RaggedIndices)
-    shape = Shape(heads, layer.nope_dim, layer.rope_dim, segments, q.dtype, unit, ragged)
+    exact = torch.float32 in (q.dtype, *_key_dtypes(keys))
+    shape = Shape(heads, layer.nope_dim, layer.rope_dim, forms, unit, ragged, exact)
     group = group_of_call(call, tuning)
     requests = starts = None
     if group > 1 and call.request_rows is not None:
         requests, starts = call.request_rows.token_to_req, call.request_rows.query_start_loc
-    chosen, results = constants(shape, tuning, group), result_strides(call, unit)
+    tile, results = constants(shape, tuning, group)["TILE"], result_strides(call, unit)
     attention_constants, combine_constants = _launched(shape, tuning, split=part is not None, group=group)
     # a tile may be smaller than `tuning.keys`, and a split still has `tiles_per_split * tuning.keys` keys
     known = 0 if starts is None else starts.shape[0] - 1
-    cut = known, tokens, splits, tiles_per_split * tuning.keys // chosen["N"], 1, layer.scale, call.empty_lse
-    strides = q.stride(0) // unit, q.stride(1) // unit, *results
-    attention_launch = Launch(attention, attention_constants, (*strides, *numbers, *cut), _warps(chosen, tuning))
+    tiles = tiles_per_split * tuning.keys // tile.keys
+    numbers = (
+        Strides(q.stride(0) // unit, q.stride(1) // unit, *results),
+        # an only segment is passed twice
+        segments[0][1],
+        segments[-1][1],
+        CallNumbers(known, tokens, splits, tiles, 1, layer.scale, call.empty_lse),
+    )
+    attention_launch = Launch(attention, attention_constants, numbers, _warps(tile, tuning))
     positions, table = angles or (None, None)
     turns = (0, 0) if table is None else (table.stride(0), table.shape[0])
     combine = Launch(reduce, combine_constants, (*results, splits, *turns, call.empty_lse), tuning.reduce_warps)
-    programs = tokens * splits * -(-heads // (chosen["BH"] // group))
+    programs = tokens * splits * -(-heads // (tile.heads // group))
     # with counts, a row of one split is not combined
     combining = 0 if part is None or (counts is not None and splits == 1) else tokens * heads
     window_indices, window_ends, compressed_indices, compressed_ends = index_tensors(keys)
@@ -373,7 +351,6 @@ def prepare(
 
     def run(tensors: AttentionTensors) -> None:
         q, out, lse, attn_sink, _, window_cache, compressed_cache = tensors
-        # an only segment is passed twice
         window = compressed = window_cache.tensor if gathered is None else gathered
         if has_compressed and compressed_cache is not None:
             compressed = compressed_cache.tensor
@@ -398,14 +375,14 @@ def _launched(shape: Shape, tuning: Tuning, *, split: bool, group: int = 1) -> t
     return Constants({**chosen, "SPLIT": split}), Constants(_reduce_constants(chosen, tuning))
 
 
-def _warps(chosen: dict[str, Any], tuning: Tuning) -> int:
-    return tuning.warps if chosen["BH"] == tuning.heads else tuning.narrow_warps
+def _warps(tile: TileForm, tuning: Tuning) -> int:
+    return tuning.warps if tile.heads == tuning.heads else tuning.narrow_warps
 
 
 def _reduce_constants(chosen: dict[str, Any], tuning: Tuning) -> dict[str, Any]:
-    dim = chosen["NOPE"] + chosen["ROPE"]
-    same = {name: chosen[name] for name in ("H", "ROPE", "UNIT", "EXACT_CASTS", "PDL")}
-    return {"D": dim, "DP": padded(dim), "N": tuning.reduce_parts, **same}
+    row, dim = chosen["ROW"], chosen["ROW"].nope + chosen["ROW"].rope
+    dims = {"H": row.heads, "D": dim, "DP": padded(dim), "ROPE": row.rope, "UNIT": row.unit, "N": tuning.reduce_parts}
+    return {**dims, "EXACT_CASTS": chosen["TILE"].exact_casts, "PDL": chosen["PDL"]}
 
 
 @recorded
@@ -465,27 +442,33 @@ def _ends(rows: DenseIndices | RaggedIndices) -> Tensor:
     return rows.indptr if isinstance(rows, RaggedIndices) else rows.lens
 
 
-def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> tuple[tuple[Segment, ...], list[int]]:
-    """Constants of each segment, and numbers of window and compressed; those of an only segment are repeated."""
-    described: list[tuple[Segment, list[int]]] = []
+def _key_dtypes(keys: Sequence[PagedKeys] | GatheredKeys) -> list[torch.dtype]:
+    """The dtype of each segment's elements."""
+    return [keys.kv.dtype] if isinstance(keys, GatheredKeys) else [segment.cache.layout.dtype for segment in keys]
+
+
+def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> list[tuple[SegmentForm, SegmentNumbers]]:
+    """What each segment compiles to, and its numbers."""
     if isinstance(keys, GatheredKeys):
         kv, stride = keys.kv, keys.kv.stride(0)
-        unit = wide_unit(kv, stride)
-        last_slot = min(kv.shape[0], MOST_SLOTS) - 1
-        segment = Segment(ROWS.value, unit, dtype=kv.dtype)
-        described = [(segment, [1, *divider(1), stride // unit, 0, last_slot])]
-    else:
-        for cache in (segment.cache for segment in keys):
-            tensor, itemsize = cache.tensor, cache.layout.dtype.itemsize
-            stride, row = cache.page_stride // itemsize, 0 if cache.layout.is_quantised else tensor.stride(1)
-            segment = Segment.of(cache.layout, aligned=wide_unit(tensor, stride, row) > 1)
-            last_slot, size = min(cache.capacity, MOST_SLOTS) - 1, cache.block_size
-            described.append((segment, [size, *divider(size), stride // segment.unit, row // segment.unit, last_slot]))
-    numbers: list[int] = []
-    for (_, page), rows in zip(described, index_rows(keys), strict=True):
-        indices = rows.indices
-        numbers += (rows.width, indices.shape[0] if isinstance(rows, RaggedIndices) else indices.stride(0), *page)
-    return tuple(segment for segment, _ in described), numbers if len(described) > 1 else numbers * 2
+        unit, last_slot = wide_unit(kv, stride), min(kv.shape[0], MOST_SLOTS) - 1
+        pages = 1, *divider(1), stride // unit, 0, last_slot
+        return [(SegmentForm(ROWS.value, unit), SegmentNumbers(*_columns(keys.rows), *pages))]
+    segments = []
+    for segment in keys:
+        cache, layout = segment.cache, segment.cache.layout
+        stride, row = cache.page_stride // layout.dtype.itemsize, 0 if layout.is_quantised else cache.tensor.stride(1)
+        form = segment_form(layout, aligned=wide_unit(cache.tensor, stride, row) > 1)
+        last_slot, size = min(cache.capacity, MOST_SLOTS) - 1, cache.block_size
+        pages = size, *divider(size), stride // form.unit, row // form.unit, last_slot
+        segments.append((form, SegmentNumbers(*_columns(segment.rows), *pages)))
+    return segments
+
+
+def _columns(rows: DenseIndices | RaggedIndices) -> tuple[int, int]:
+    """`width` and `index_stride` of `SegmentNumbers`."""
+    indices = rows.indices
+    return rows.width, indices.shape[0] if isinstance(rows, RaggedIndices) else indices.stride(0)
 
 
 def wide_unit(tensor: Tensor, *strides: int) -> int:

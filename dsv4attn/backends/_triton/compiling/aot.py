@@ -13,7 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
-from triton.runtime.jit import create_function_from_signature
 
 from dsv4attn.backends._triton.compiling.gluon_exit import release_at_exit
 from dsv4attn.backends._triton.compiling.targets import MAX_THREADS, Target
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.number_tuples import bind_arguments
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 from dsv4attn.core.contract.problem import Reason
@@ -87,7 +87,7 @@ def _source_and_options(variant: Variant, gpu: GPUTarget, *, far: bool) -> tuple
     _require_compiler()
     _require_unspecialised(variant)
     kernel, backend = variant.kernel, make_backend(gpu)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bind = bind_arguments(kernel, backend)
     keywords = {**dict(variant.constants), **variant.options, **_options_of_every_launch(kernel)}
     bound, specialization, _ = bind(*variant.stand_ins(far=far), **keywords)
     packed = kernel._pack_args(backend, keywords, bound, specialization, None)  # noqa: SLF001 - no public name
@@ -368,8 +368,17 @@ def distinctions(variants: Sequence[Variant]) -> dict[Variant, str]:
 
 def _parts(variant: Variant) -> dict[str, str]:
     types = {name: f"{name}:{text.replace(':1', ' unaligned')}" for name, text in variant.types}
-    constants = {name: f"{name}={_word(value)}" for name, value in variant.constants}
+    constants = {name: f"{name}={_word(value)}" for name, value in _fields(variant.constants)}
     return {**types, **constants, " warps": f"{variant.num_warps} warps", " stages": f"{variant.num_stages} stages"}
+
+
+def _fields(constants: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, object]]:
+    """Constants by name, and each field of those that are named tuples."""
+    for name, value in constants:
+        if hasattr(value, "_asdict"):
+            yield from ((f"{name}.{field}", of_field) for field, of_field in value._asdict().items())
+        else:
+            yield name, value
 
 
 def _word(value: object) -> str:

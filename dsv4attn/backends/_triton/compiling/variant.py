@@ -34,7 +34,8 @@ _POINTERS = {
 _DTYPES = {name: dtype for dtype, name in _POINTERS.items()}
 _DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]>")
 """The type of a descriptor."""
-_VALUES: Mapping[str, float | None] = {"none": None, "int": 1, "fp32": 1.0}
+_VALUES: Mapping[str, float | tuple[()] | None] = {"none": None, "int": 1, "fp32": 1.0, "numbers": ()}
+"""Stand-ins by type. What a tuple of numbers compiles to is in its kernel, see `number_tuples`."""
 
 
 @frozen
@@ -65,8 +66,9 @@ def _freeze(items: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple
 class Variant:
     """One compiled form of a kernel. Two are equal when they compile to the same code.
 
-    types: of the parameters that are not constants: "*bf16"; "int" of any width; "fp32"; "none" for an optional pointer
-    that is not given; ":1" after a pointer that is not aligned to 16 bytes, if the kernel is specialised on that.
+    types: of the parameters that are not constants: "*bf16"; "int" of any width; "fp32"; "numbers" of a named tuple of
+    them; "none" for an optional pointer that is not given; ":1" after a pointer that is not aligned to 16 bytes, if the
+    kernel is specialised on that.
     extra: further options of the compiler, such as maxnreg. spills: bytes that a thread may store and load because
     there are too few registers, where the kernel was measured to be faster so.
     """
@@ -114,7 +116,7 @@ class Variant:
         extra = {**dict(self.extra), **launch_options(dict(self.constants))}
         return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion, **extra)
 
-    def stand_ins(self, *, far: bool = False) -> list[StandIn | TensorDescriptor | float | None]:
+    def stand_ins(self, *, far: bool = False) -> list[Any]:
         """Arguments that compile to this form, in order. far: as of `StandIn`, which makes a difference on AMD."""
         return [_stand_in(text, far=far) for _, text in self.types]
 
@@ -163,7 +165,7 @@ def _canonical(text: str, *, specialised: bool) -> str:
     return text if specialised else text.removesuffix(":1")
 
 
-def _stand_in(text: str, *, far: bool) -> StandIn | TensorDescriptor | float | None:
+def _stand_in(text: str, *, far: bool) -> Any:  # noqa: ANN401 - of any type
     if text in _VALUES:
         return _VALUES[text]
     described = _DESCRIPTOR.fullmatch(text)
@@ -183,6 +185,8 @@ def type_of(arg: object) -> str:
         return "none"
     if isinstance(arg, Tensor):
         return _POINTERS[arg.dtype] + ("" if arg.data_ptr() % WIDE == 0 else ":1")
+    if isinstance(arg, tuple):
+        return "numbers"
     if isinstance(arg, TensorDescriptor):
         return f"tensordesc<{_POINTERS[arg.base.dtype].removeprefix('*')}{list(arg.block_shape)}>"
     return "fp32"

@@ -133,11 +133,13 @@ def _entry(kernel: Kernel) -> _KernelLaunches | None:
     """
     if not isinstance(kernel, triton.JITFunction):
         return None
-    order, aligned = [], []
+    order, aligned, number_tuples = [], [], getattr(kernel, "number_types", ())
     for i, parameter in enumerate(kernel.params):
         number = parameter.annotation_type
         if parameter.is_constexpr:
             order.append(2)
+        elif i in number_tuples:
+            order.append(1)
         elif not number:
             order.append(0)
             aligned += [] if parameter.do_not_specialize_on_alignment else [i]

@@ -23,6 +23,7 @@ from triton.runtime.driver import driver
 from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options, type_of
 from dsv4attn.backends._triton.launching import launch_cache
 from dsv4attn.backends._triton.launching.launch_cache import WIDE, CachedLaunch, Constants, typed
+from dsv4attn.backends._triton.launching.number_tuples import fix_number_types, number_types
 from dsv4attn.backends._triton.launching.pdl import launch_options
 from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
 from dsv4attn.backends._triton.untyped import Kernel
@@ -61,17 +62,25 @@ _FAR = 2**31
 def stable_kernel(function: Callable[..., object]) -> Kernel:
     """`triton.jit` that compiles one variant for all numbers and all alignments of pointers.
 
-    Parameters annotated as numbers are never specialised, and parameters without annotation are pointers. A kernel with
-    wide accesses has a constant for whether wide accesses are possible.
+    Parameters annotated as numbers, or as named tuples of numbers (`number_tuples`), are never specialised, and
+    parameters without annotation are pointers. A kernel with wide accesses has a constant for whether wide accesses are
+    possible.
     """
-    return triton.jit(function, **_jit_options(function))
+    return _with_number_types(triton.jit(function, **_jit_options(function)), function)
 
 
 def stable_gluon(function: Callable[..., object]) -> Kernel:
     """`stable_kernel` for Gluon, which Triton's interpreter does not run."""
     from triton.experimental import gluon
 
-    return gluon.jit(function, **_jit_options(function))
+    return _with_number_types(gluon.jit(function, **_jit_options(function)), function)
+
+
+def _with_number_types(kernel: Kernel, function: Callable[..., object]) -> Kernel:
+    types = number_types(function)
+    if types and isinstance(kernel, triton.JITFunction):
+        fix_number_types(kernel, types)
+    return kernel
 
 
 def _jit_options(function: Callable[..., object]) -> dict[str, list[str]]:
@@ -168,10 +177,12 @@ def launch(
 ) -> CachedLaunch | None:
     """Run a kernel on the device of its first argument, a tensor. An empty grid launches nothing.
 
-    args: tensors, numbers and None, in the order of the parameters that are not in `constants`. fp_fusion: whether a
-    product may be added before it is rounded, which is faster, and rounds unlike torch does. spills: as of `Variant`; a
-    launch does not depend on it. extra: further options of the compiler, such as maxnreg. Triton's environment
-    variables are read at a form's first launch.
+    args: tensors, None, numbers and named tuples of numbers, in the order of the parameters that are not in
+        `constants`.
+    fp_fusion: whether a product may be added before it is rounded, which is faster, and rounds unlike torch does.
+    spills: as of `Variant`; a launch does not depend on it.
+    extra: further options of the compiler, such as maxnreg.
+    Triton's environment variables are read at a form's first launch.
     Returns the cached launch if later launches can skip Triton's launcher, otherwise None. Raises ArgumentError for a
     CPU or meta tensor unless kernels are interpreted, or the launch is recorded.
     """
@@ -216,12 +227,12 @@ class Launch:
     __slots__ = ("_compiled", "_index", "_tail", "constants", "kernel", "numbers", "spills", "warps")
 
     def __init__(
-        self, kernel: Kernel, constants: Constants, numbers: tuple[float, ...], warps: int = 4, *, spills: int = 0
+        self, kernel: Kernel, constants: Constants, numbers: Sequence[Any], warps: int = 4, *, spills: int = 0
     ) -> None:
         """numbers: all arguments between the pointers and the constants. warps: of a program. spills: of `launch`."""
         self.kernel, self.constants, self.numbers, self.warps, self.spills = kernel, constants, numbers, warps, spills
         self._compiled: CachedLaunch | None = None
-        self._index, self._tail = 0, numbers
+        self._index, self._tail = 0, tuple(numbers)
 
     def __call__(self, programs: int, pointers: Sequence[Any]) -> None:
         """Launch programs on the device of the first pointer; 0 programs launch nothing."""
@@ -258,7 +269,9 @@ class Launch:
         cached = launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps, spills=self.spills)
         if cached is not None and not FAR_FORMS:
             self._index, self._compiled = pointers[0].device.index or 0, cached
-            self._tail = (*self.numbers, *cached.tail)
+            # Triton's launchers copy a named tuple in each launch, and no plain one
+            numbers = [tuple(number) if isinstance(number, tuple) else number for number in self.numbers]
+            self._tail = (*numbers, *cached.tail)
 
 
 def require_driven(device: torch.device) -> None:

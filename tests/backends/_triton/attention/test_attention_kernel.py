@@ -54,7 +54,7 @@ def test_q_read_anew_for_each_tile_gives_what_the_oracle_gives() -> None:
             error = trial.error(trial.run_it())
             assert error <= 1, f"seed {seed}: {error:.3g} budgets, {trial}"
 
-    assert {dict(form.constants)["RELOAD"] for form in seen if form.name == "attention"} == {True, False}
+    assert {dict(form.constants)["TILE"].reload for form in seen if form.name == "attention"} == {True, False}
 
 
 def test_the_seeds_reach_every_corner() -> None:
@@ -272,10 +272,10 @@ def test_scratch_is_what_its_bound_says_at_most() -> None:
 
 # mutants
 
-MASK = 'z = tl.where(seen, z * (scale * LOG2E), -float("inf"))'
+MASK = 'z = tl.where(seen, z * (numbers.scale * LOG2E), -float("inf"))'
 MUTANTS = {
-    "lengths ignored": ("attention", "tl.minimum(tl.maximum(count, 0), width)", "count * 0 + width"),
-    "absent lanes are keys of zeros": ("attention", MASK, "z = z * (scale * LOG2E)"),
+    "lengths ignored": ("attention", "tl.minimum(tl.maximum(count, 0), numbers.width)", "count * 0 + numbers.width"),
+    "absent lanes are keys of zeros": ("attention", MASK, "z = z * (numbers.scale * LOG2E)"),
     "sink twice": ("attention", "tl.exp2(tl.load(sink", "2.0 * tl.exp2(tl.load(sink"),
     "sink scaled": ("attention", "other=0.0) * LOG2E - largest", "other=0.0) * LOG2E * 0.5 - largest"),
     "sink forgotten by the reduction": (
@@ -283,17 +283,17 @@ MUTANTS = {
         "tl.load(sink + head) * LOG2E",
         "0.0 * tl.load(sink + head) - 1e4",
     ),
-    "last tile forgotten": ("attention", "first_tiles = tl.cdiv(len0, N)", "first_tiles = len0 // N"),
+    "last tile forgotten": ("attention", "first_tiles = tl.cdiv(window_length, N)", "first_tiles = window_length // N"),
     "sums not brought to the new maximum": ("attention", "acc_left * shrink[:, None]", "acc_left"),
     "parts without keys added": ("reduce", '(its_lse > -float("inf"))[:, None]', "(split < splits)[:, None]"),
     "parts not brought to the new maximum": ("reduce", "acc * shrink", "acc"),
     "rows of one split combined": ("reduce", "if count <= 1:", "if count <= 0:"),
     "last split forgotten": ("attention", "cdiv(tiles, tiles_per_split), 1)", "cdiv(tiles, tiles_per_split) - 1, 1)"),
     "lse in base 2": ("attention", "(largest + tl.log2(total)) * LN2", "(largest + tl.log2(total))"),
-    "one dialect for both caches": ("attention", "else inside == FNUZ0", "else FNUZ0"),
+    "one dialect for both caches": ("attention", "else inside == WINDOW.fnuz", "else WINDOW.fnuz"),
     "one scale for two groups": ("keys", "shift + 16", "shift"),
-    "scale of another group": ("keys", "column // GROUP", "column // (GROUP + 1)"),
-    "scales of a page of 64": ("keys", "behind = page + paging[0].to(tl.int64) * 576", "behind = page + 64 * 576"),
+    "scale of another group": ("keys", "column // FORM.group", "column // (FORM.group + 1)"),
+    "scales of a page of 64": ("keys", "behind = page + pages.size.to(tl.int64) * 576", "behind = page + 64 * 576"),
     "rope from the codes": ("keys", "(data + PACKED))", "data)"),
 }
 
@@ -324,10 +324,14 @@ def test_a_mutant_is_found(name: str, witnesses: list[Trial], monkeypatch: pytes
 
 FAR_MUTANTS = {
     "pages": ("keys", "page.to(tl.int64) * page_stride", "(page * page_stride.to(tl.int32)).to(tl.int64)"),
-    "lists": ("attention", "rows + token * stride", "rows + token.to(tl.int32) * stride.to(tl.int32)"),
-    "queries": ("attention", "token * q_token", "token.to(tl.int32) * q_token.to(tl.int32)"),
-    "outputs": ("attention", "token * out_token", "token.to(tl.int32) * out_token.to(tl.int32)"),
-    "lse": ("attention", "token * lse_token", "token.to(tl.int32) * lse_token.to(tl.int32)"),
+    "lists": (
+        "attention",
+        "rows + token * numbers.index_stride",
+        "rows + token.to(tl.int32) * numbers.index_stride.to(tl.int32)",
+    ),
+    "queries": ("attention", "token * strides.q_token", "token.to(tl.int32) * strides.q_token.to(tl.int32)"),
+    "outputs": ("attention", "token * strides.out_token", "token.to(tl.int32) * strides.out_token.to(tl.int32)"),
+    "lse": ("attention", "token * strides.lse_token", "token.to(tl.int32) * strides.lse_token.to(tl.int32)"),
 }
 
 

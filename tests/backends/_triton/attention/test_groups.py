@@ -44,7 +44,7 @@ def groups_in(backend: TritonBackend, fixture: StepFixture) -> set[int]:
     """Check a step, and return the sizes of groups of the launches of attention."""
     with observed() as seen:
         fixture.check(backend)
-    return {dict(form.constants)["GROUP"] for form in seen if form.name == attention.fn.__name__}
+    return {dict(form.constants)["TILE"].group for form in seen if form.name == attention.fn.__name__}
 
 
 def triton_backend(**options: Any) -> TritonBackend:
@@ -117,7 +117,9 @@ def prepared_on_buffers(backend: TritonBackend, args: Any, rows: RequestRows) ->
     with observed() as seen:
         run = backend.prepare(Phase.DECODE, call)
         run(call.tensors)
-    assert {dict(form.constants)["GROUP"] for form in seen} == {attention_launch.group_of_call(call, backend.tuning)}
+    assert {dict(form.constants)["TILE"].group for form in seen} == {
+        attention_launch.group_of_call(call, backend.tuning)
+    }
     assert attention_launch.group_of_call(call, backend.tuning) > 1
 
     def replay(problem: Any) -> tuple[torch.Tensor, torch.Tensor]:

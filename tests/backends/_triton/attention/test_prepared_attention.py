@@ -197,7 +197,7 @@ def test_calls_that_launch_other_forms_are_compared_as_different(usual: dict[str
 
 def test_calls_that_differ_in_strides_share_what_compiles() -> None:
     shape = attention_launch.Shape(
-        4, 448, 64, (attention_launch.Segment.of(LAYOUT, aligned=True),) * 2, torch.bfloat16, 8, ragged=False
+        4, 448, 64, (attention_launch.segment_form(LAYOUT, aligned=True),) * 2, 8, ragged=False, exact=False
     )
     first, second = (attention_launch._launched(shape, TUNING, split=False) for _ in range(2))
 

@@ -97,7 +97,7 @@ def answered(backend: GenericBackend, trial: Trial, phase: Phase = Phase.DECODE)
     with observed() as seen:
         (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
     (form,) = (dict(variant.constants) for variant in seen if variant.name == "attention")
-    return trial.error(Answer(call.out, call.lse, call.max_logits)), (form["BH"], form["N"])
+    return trial.error(Answer(call.out, call.lse, call.max_logits)), (form["TILE"].heads, form["TILE"].keys)
 
 
 CODES, NIBBLES = KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()
@@ -154,7 +154,7 @@ def test_g18_forms_of_small_decodes_are_foreseen(name: str, layout: str) -> None
         on = Sliced(forms()[name](tuning="sm_90"), FLASH, LIMITS, kind, META, layout=cache, q_dtype=dtype)
         launched, known = on.sweep(8, seed), foreseen(on.backend, on.bounds())
         constants = [dict(variant.constants) for variant in launched if variant.name == "attention"]
-        sizes |= {(form["BH"], form["N"]) for form in constants if "BH" in form}
+        sizes |= {(form["TILE"].heads, form["TILE"].keys) for form in constants if "TILE" in form}
 
         assert launched <= known, {str(variant) for variant in launched - known}
     # fp32 takes one size of tiles

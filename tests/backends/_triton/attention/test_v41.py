@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4attn.backends._triton.attention.keys import BYTES, CODE_WORDS, CODES, NIBBLE_WORDS, NIBBLES, WORDS
-from dsv4attn.backends._triton.attention.launch import Segment
+from dsv4attn.backends._triton.attention.launch import segment_form
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
@@ -100,7 +100,7 @@ def test_the_reader_follows_from_the_name_of_the_record_not_from_its_dims() -> N
     record = KVCacheLayout.fp8_ds_mla()
 
     def kind(layout: KVCacheLayout, *, aligned: bool = True) -> int:
-        return Segment.of(layout, aligned=aligned).kind
+        return segment_form(layout, aligned=aligned).kind
 
     assert kind(record) == WORDS.value
     assert kind(KVCacheLayout.fp8_ds_mla(24, 8)) == BYTES.value

@@ -60,7 +60,7 @@ def test_bytes_of_named_records_are_read_and_no_others(
         trial.check()
         kinds = [{**dict(variant.constants)} for variant in seen if variant.name == "attention"]
         known = {"fp8_ds_mla": keys.BYTES.value, **(BY_WORD if aligned and not reload else BY_BYTE)}
-        assert [(constants["KIND0"], constants["KIND1"]) for constants in kinds] == [
+        assert [(constants["WINDOW"].kind, constants["COMPRESSED"].kind) for constants in kinds] == [
             tuple(known[layout.name] for layout in layouts)
         ]
 
@@ -90,7 +90,7 @@ def test_records_of_four_bits_are_read_without_their_padding(
         by_byte = {**dict.fromkeys(("fp8_ds_mla", "v4_nvfp4"), keys.BYTES.value)}
         by_byte["v41_fp8"] = keys.CODE_WORDS.value if words else keys.CODES.value
         expected = [keys.FP4_WORDS.value] * 2 if alike else [by_byte[layout.name] for layout in layouts]
-        assert [kinds["KIND0"], kinds["KIND1"]] == expected
+        assert [kinds["WINDOW"].kind, kinds["COMPRESSED"].kind] == expected
 
 
 @pytest.mark.parametrize("layout", [FP8, FP8_SPLIT], ids=lambda layout: layout.arrangement.value)
@@ -183,7 +183,7 @@ def test_a_wrong_instruction_is_seen(old: str, new: str) -> None:
 
 # mutants
 
-SCALES_OF_PAGE = "page + paging[0].to(tl.int64) * DATA + row * SCALES"
+SCALES_OF_PAGE = "page + pages.size.to(tl.int64) * DATA + row * SCALES"
 MUTANTS = {
     "a scale of fp8 for 64 codes": ("keys", "scale_of(s0[:, None] >> shift,", "scale_of(s0[:, None] >> shift // 2,"),
     "scales of the first 128 dims for all": ("keys", "s3 = tl.load(scale + 3", "s3 = tl.load(scale"),
@@ -214,7 +214,7 @@ FOUR_BIT_MUTANTS = {
     "bf16 values with the last codes": ("56 + of", "48 + of"),
     "scales of other dims": ("tl.load(wide + 2, mask=ok", "tl.load(wide + 1, mask=ok"),
     "padding for scales": ("tl.load(part + 6, mask=ok", "tl.load(part + 7, mask=ok"),
-    "the last codes from before": ("nothing + 48 + tl.arange(0, 8)", "nothing + 40 + tl.arange(0, 8)"),
+    "the last codes from before": ("runtime_zero + 48 + tl.arange(0, 8)", "runtime_zero + 40 + tl.arange(0, 8)"),
     "columns in order": ("right = tl.where(left < 128, right,", "right = tl.where(left < 256, right,"),
 }
 

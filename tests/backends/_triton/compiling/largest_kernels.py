@@ -45,8 +45,8 @@ class Case:
             return False
         if variant.name != "attention":
             return variant.name in self.others
-        rows = types["cache0"] != "*u8"
-        fullest = constants["SEGMENTS"] == (1 if rows else 2) and types["lse"] != "none" and types["sink"] != "none"
+        rows = types["window_keys"] != "*u8"
+        fullest = constants["ROW"].segments == (1 if rows else 2) and types["lse"] != "none" and types["sink"] != "none"
         return fullest and (types["part"] != "none") is self.cut and (self.gathered or not rows)
 
 

@@ -4,10 +4,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-__all__ = ["attend", "broken", "careless", "rows", "valued"]
+from dsv4attn.backends._triton.launching.number_tuples import Float32, Int32, Int64
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
+
+__all__ = ["RowNumbers", "attend", "broken", "careless", "rows", "rows_in_tuples", "valued"]
+
+
+class RowNumbers(NamedTuple):
+    """Every type of number."""
+
+    n: Int32
+    stride: Int64
+    eps: Float32
+
+
+class Columns(NamedTuple):
+    """What is compiled in."""
+
+    block: int
+    half: bool
+
+
+@stable_kernel
+def rows_in_tuples(out, numbers: RowNumbers, COLUMNS: tl.constexpr):
+    """Numbers and constants in named tuples."""
+    at = tl.arange(0, COLUMNS.block)
+    value = tl.program_id(0) + numbers.eps * (0.5 if COLUMNS.half else 1.0)
+    tl.store(out + at.to(tl.int64) * numbers.stride, value.to(out.dtype.element_ty), mask=at < numbers.n)
 
 
 @triton.jit(do_not_specialize=["n", "stride"], do_not_specialize_on_alignment=["idx"])

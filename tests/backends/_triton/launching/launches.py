@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dsv4attn.backends import _triton, sm120, xpu
+from dsv4attn.backends._triton.compiling.aot import cross_compile
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import options as options_of
 from dsv4attn.backends._triton.launching import launch_cache, runtime
@@ -28,7 +29,7 @@ from dsv4attn.backends._triton.launching.runtime import Constants, Launch, launc
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.launching.fake_drivers import FakeDriver, cpu_args, rows_of
 from tests.backends._triton.launching.kernels_gluon import single
-from tests.backends._triton.launching.kernels_small import careless, rows, valued
+from tests.backends._triton.launching.kernels_small import Columns, RowNumbers, careless, rows, rows_in_tuples, valued
 
 CONSTANTS = dict(rows_of().constants)
 METADATA = slice(6, 9)
@@ -60,7 +61,7 @@ def on(name: str = "sm_90") -> FakeDriver:
     """A driver of a device, and none of what was launched before."""
     fake = FakeDriver(TARGETS[name].gpu)
     driver.set_active(fake)
-    for kernel in (rows, single, careless, valued):
+    for kernel in (rows, rows_in_tuples, single, careless, valued):
         kernel.device_caches.clear()
     return fake
 
@@ -117,6 +118,20 @@ def forms() -> dict[str, Any]:
         paths["registers"] = [*launch_paths(fake, rows, plain, CONSTANTS, maxnreg=64), len(fake.loaded)]
         paths["identity"] = [*launch_paths(fake, rows, plain, Constants(CONSTANTS)), len(fake.loaded)]
     return paths
+
+
+def tuples() -> dict[str, Any]:
+    """Launch paths of a kernel with named tuples, and how many forms were compiled, with numbers of every kind."""
+    fake, out, form = on(), torch.zeros(130, dtype=torch.bfloat16), Constants({"COLUMNS": Columns(64, half=False)})
+    numbers = {"plain": (7, 65, 2.5), "ones": (1, 1, 1.0), "multiples": (64, 2**20, 16.0), "wide": (7, 2**40 + 1, 0.0)}
+    paths: dict[str, Any] = {}
+    with taking_cpu_tensors(), observed() as seen:
+        for name, values in numbers.items():
+            args = [out[1:], RowNumbers(*values)]
+            paths[name] = [*launch_paths(fake, rows_in_tuples, args, form), len(fake.loaded)]
+    ahead = {cross_compile(variant, TARGETS["sm_90"]).hash for variant in seen}
+    launched = {kernel.hash for kernel in rows_in_tuples.device_caches[0][0].values()}
+    return {**paths, "foreseen": ahead == launched and len(ahead) == 1}
 
 
 def other_roads() -> dict[str, Any]:
@@ -282,7 +297,9 @@ def taking_cpu_tensors() -> Iterator[None]:
     vars(runtime)["require_driven"] = required
 
 
-FACTS: dict[str, Callable[[], Any]] = {f.__name__: f for f in (forms, other_roads, again, undriven, slow, launchers)}
+FACTS: dict[str, Callable[[], Any]] = {
+    f.__name__: f for f in (forms, tuples, other_roads, again, undriven, slow, launchers)
+}
 
 if __name__ == "__main__":
     TRITON_LAUNCHES.install()

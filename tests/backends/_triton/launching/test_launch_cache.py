@@ -57,6 +57,16 @@ def test_constants_known_by_identity_compile_nothing_anew(facts: dict[str, Any])
     assert facts["forms"]["identity"] == [*NEW, 9]
 
 
+@pytest.mark.parametrize(("numbers", "path"), [("plain", NEW), ("ones", KNOWN), ("multiples", KNOWN), ("wide", KNOWN)])
+def test_numbers_in_a_named_tuple_compile_one_form(facts: dict[str, Any], numbers: str, path: list[str]) -> None:
+    # Triton itself would compile 1 in, and compile anew for multiples of 16 and beyond 32 bits
+    assert facts["tuples"][numbers] == [*path, 1]
+
+
+def test_a_form_with_named_tuples_is_foreseen(facts: dict[str, Any]) -> None:
+    assert facts["tuples"]["foreseen"]
+
+
 def test_a_profiler_sees_every_launch(facts: dict[str, Any]) -> None:
     paths = facts["other_roads"]
 
