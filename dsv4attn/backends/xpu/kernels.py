@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.cache.forms import PageNumbers
 from dsv4attn.backends._triton.cache.kernels_gather import copy_records
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
@@ -26,22 +27,10 @@ def gather_selected(
     width_before: tl.int32,
     index_stride: tl.int64,
     kv_stride: tl.int64,
-    num_blocks: tl.int32,
-    block_size: tl.int32,
-    page_stride: tl.int64,
-    data_stride: tl.int64,
-    scale_offset: tl.int64,
-    scale_stride: tl.int64,
+    pages: PageNumbers,
     BLOCK_R: tl.constexpr,
     ROW_ALIGNED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    CODING: tl.constexpr,
-    TAIL: tl.constexpr,
-    FNUZ: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
+    RECORD: tl.constexpr,
 ):
     """Grid (T * tiles,): BLOCK_R columns of one token's segment, of `width` columns; at least one tile.
 
@@ -63,14 +52,13 @@ def gather_selected(
         column = first + tl.arange(0, BLOCK_R)
         wanted = column < count
         slot = tl.load(INDICES + token * index_stride + column, mask=wanted, other=-1)
-        block = slot // block_size
-        exists = (slot >= 0) & (block < num_blocks)
+        block = slot // pages.block_size
+        exists = (slot >= 0) & (block < pages.num_blocks)
         row = token * columns + before + column
         tl.store(PACKED + row, tl.where(exists, row, -1).to(tl.int32), mask=wanted)
         copy_records(
             tl.multiple_of(KV + row * kv_stride, ROW_ALIGNED), exists, CACHE, block.to(tl.int64),
-            (slot % block_size).to(tl.int64), exists, page_stride, data_stride, scale_offset, scale_stride,
-            ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ, EXACT_CASTS,
+            (slot % pages.block_size).to(tl.int64), exists, pages, RECORD,
         )  # fmt: skip
 
 

@@ -17,11 +17,12 @@ from dsv4attn.backends._triton.cache.gather import TILE, WARPS
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
+    page_numbers,
     record_alignments,
-    record_constants,
+    record_form,
 )
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.backends._triton.launching.runtime import Constants, launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels, leading_values
@@ -199,7 +200,7 @@ def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKe
             (
                 kv, packed.indices, packed.lens, cache.tensor, indices, lens, window_lens,
                 packed.indices.shape[1], width, window_width, indices.stride(0), kv.stride(0),
-                cache.num_blocks, cache.block_size, *memory.record_strides,
+                page_numbers(cache, memory),
             ),
             constants,
             num_warps=WARPS,
@@ -208,9 +209,9 @@ def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKe
 
 
 @cache
-def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]:
+def _constants(layout: KVCacheLayout, rows: int, records: int) -> Constants:
     block = max(TILE // next_power_of_2(layout.head_dim), 1)
-    return {"BLOCK_R": block, "ROW_ALIGNED": rows, "ALIGNED": records, **record_constants(layout)}
+    return Constants({"BLOCK_R": block, "ROW_ALIGNED": rows, "RECORD": record_form(layout, records)})
 
 
 @recorded

@@ -177,11 +177,11 @@ def test_whatever_indptr_holds_nothing_beside_the_list_is_read(span: tuple[int, 
 BOUNDS = {
     "negative begins believed": ("tl.maximum(tl.load(lens + token), 0)", "tl.load(lens + token)", (-5, 10)),
     "ends behind the list believed": (
-        "tl.minimum(tl.maximum(tl.load(lens + token + 1), 0).to(tl.int64), stride).to(tl.int32)",
+        "tl.minimum(tl.maximum(tl.load(lens + token + 1), 0).to(tl.int64), numbers.index_stride).to(tl.int32)",
         "tl.load(lens + token + 1)",
         (30, 100),
     ),
-    "rows longer than the width": ("tl.minimum(tl.maximum(count, 0), width)", "tl.maximum(count, 0)", (10, 40)),
+    "rows longer than the width": ("tl.minimum(tl.maximum(count, 0), numbers.width)", "tl.maximum(count, 0)", (10, 40)),
 }
 
 

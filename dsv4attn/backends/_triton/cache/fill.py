@@ -14,13 +14,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from dsv4attn.backends._triton.cache.forms import PageNumbers
 from dsv4attn.backends._triton.cache.gather import block_of
 from dsv4attn.backends._triton.cache.kernels_gather import fill_kernel
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
+    page_numbers,
     record_alignments,
-    record_constants,
+    record_form,
     row_alignments,
 )
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
@@ -94,12 +96,12 @@ def prepare_rows(
     return fill
 
 
-def _numbers_of(pages: PageTable | None, cache: PagedKVCache | None) -> tuple[int, ...]:
-    """Stride and columns of a table; blocks, block size and strides of its cache."""
+def _numbers_of(pages: PageTable | None, cache: PagedKVCache | None) -> tuple[int, int, PageNumbers]:
+    """Stride and columns of a table, and the pages of its cache."""
     if pages is None or cache is None:
-        return 0, 0, 0, 1, 0, 0, 0, 0
+        return 0, 0, PageNumbers(0, 1, 0, 0, 0, 0)
     table = pages.block_table
-    return table.stride(0), table.shape[1], cache.num_blocks, cache.block_size, *cache.memory.record_strides
+    return table.stride(0), table.shape[1], page_numbers(cache, cache.memory)
 
 
 @cache
@@ -107,10 +109,10 @@ def _constants(
     layout: KVCacheLayout, entries: KVCacheLayout | None, rows: int, records: int, entry_records: int, block: int
 ) -> Constants:
     """Constants of `fill_kernel`. rows, records, entry_records: alignments. block: columns packed together."""
-    window = {**record_constants(layout), "ALIGNED": records}
-    of_entries = window if entries is None else {**record_constants(entries), "ALIGNED": entry_records}
-    of_entries = {f"ENTRY_{name}": value for name, value in of_entries.items() if name != "EXACT_CASTS"}
-    return Constants({"BLOCK": block, "BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, **window, **of_entries})
+    window = record_form(layout, records)
+    of_entries = window if entries is None else record_form(entries, entry_records)
+    forms = {"RECORD": window, "ENTRY_RECORD": of_entries}
+    return Constants({"BLOCK": block, "BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, **forms})
 
 
 @recorded

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
-from typing import Any
 
 from torch import Tensor
 
@@ -15,12 +14,13 @@ from dsv4attn.backends._triton.cache.kernels_gather import gather_kernel, gather
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
+    page_numbers,
     record_alignments,
-    record_constants,
+    record_form,
     row_alignments,
 )
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.backends._triton.launching.runtime import Constants, launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
@@ -46,7 +46,7 @@ def dequantize_and_gather_k_cache(
         (
             out, cache.tensor, seq_lens, gather_lens, block_table,
             rows, offset, out.stride(0), out.stride(1), block_table.stride(0), block_table.shape[1],
-            cache.num_blocks, cache.block_size, *memory.record_strides,
+            page_numbers(cache, memory),
         ),
         constants,
         num_warps=WARPS,
@@ -66,7 +66,7 @@ def dequant_gather_slots(out: Tensor, cache: PagedKVCache, slots: Tensor) -> Non
         (cdiv(out.shape[0], constants["BLOCK_R"]),),
         (
             out, cache.tensor, slots, out.shape[0], out.stride(0), slots.stride(0), slots.shape[1],
-            cache.num_blocks, cache.block_size, *memory.record_strides,
+            page_numbers(cache, memory),
         ),
         constants,
         num_warps=WARPS,
@@ -80,8 +80,8 @@ def block_of(layout: KVCacheLayout) -> int:
 
 
 @cache
-def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]:
-    return {"BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, "ALIGNED": records, **record_constants(layout)}
+def _constants(layout: KVCacheLayout, rows: int, records: int) -> Constants:
+    return Constants({"BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, "RECORD": record_form(layout, records)})
 
 
 @recorded

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.cache.forms import PageNumbers
 from dsv4attn.backends._triton.index_ops.kernels_common import cut_lengths
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_rows
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
@@ -19,40 +20,41 @@ from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
-def copy_records(
-    target, written, CACHE, block, row, exists, page_stride, data_stride, scale_offset, scale_stride,
-    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
-    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
-):  # fmt: skip
+def copy_records(target, written, CACHE, block, row, exists, pages, RECORD: tl.constexpr):
     """Write records to rows that begin at target [R] pointers, where written [R]; those that do not exist are zeros.
 
-    block, row: [R] int64. Nothing is read of a record that does not exist. ALIGNED: as in `insert_key`.
-    CACHE: pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
-    NOPE, ROPE: dims that are codes, and bf16 values, which begin TAIL bytes after the first code. CODING: of
-    `numerics`.
+    block, row: [R] int64. Nothing is read of a record that does not exist.
+    CACHE: pages, uint8, or bf16 or fp32 where keys are plain rows. pages: `PageNumbers`. RECORD: `RecordForm`. The bf16
+    values of a quantised record begin right after its codes.
     """
+    NOPE: tl.constexpr = RECORD.nope
+    ROPE: tl.constexpr = RECORD.rope
+    GROUP: tl.constexpr = RECORD.group
+    EXACT_CASTS: tl.constexpr = RECORD.exact_casts
+    # Triton 3.6 takes no plain number there, which a field of a constant is
+    ALIGNED: tl.constexpr = RECORD.aligned
     dtype: tl.constexpr = target.dtype.element_ty
-    page = CACHE + block * page_stride
-    record = tl.multiple_of(page + row * data_stride, ALIGNED)
+    page = CACHE + block * pages.page_stride
+    record = tl.multiple_of(page + row * pages.data_stride, ALIGNED)
     if GROUP > 0:
         groups: tl.constexpr = cdiv(NOPE, GROUP)
         # [R, G]
         group = tl.arange(0, next_power_of_2(groups))
-        scales = (page + scale_offset + row * scale_stride)[:, None] + group[None, :]
+        scales = (page + pages.scale_offset + row * pages.scale_stride)[:, None] + group[None, :]
         byte = tl.load(scales, mask=exists[:, None] & (group < groups)[None, :], other=0).to(tl.int32)
         # [R, G, S]
         member = tl.arange(0, next_power_of_2(GROUP))
         column = (group[:, None] * GROUP + member[None, :])[None, :, :]
         live = ((member < GROUP)[None, :])[None, :, :] & (column < NOPE)
-        at = column if CODING == FP8 else column // 2
+        at = column if RECORD.coding == FP8 else column // 2
         code = tl.load(record[:, None, None] + at, mask=exists[:, None, None] & live, other=0).to(tl.int32)
-        if CODING == FP8:
-            value = dequantize(code, byte[:, :, None], FNUZ)
+        if RECORD.coding == FP8:
+            value = dequantize(code, byte[:, :, None], RECORD.fnuz)
         else:
-            value = decode_e2m1((code >> (column % 2 * 4)) & 15, byte[:, :, None], CODING)
+            value = decode_e2m1((code >> (column % 2 * 4)) & 15, byte[:, :, None], RECORD.coding)
         value = cast(value, dtype, EXACT_CASTS)
         tl.store(target[:, None, None] + column, value, mask=written[:, None, None] & live)
-        tail = (record + TAIL).to(tl.pointer_type(tl.bfloat16))
+        tail = (record + (NOPE if RECORD.coding == FP8 else NOPE // 2)).to(tl.pointer_type(tl.bfloat16))
     else:
         # [R, D]
         column = tl.arange(0, next_power_of_2(NOPE))[None, :]
@@ -69,10 +71,8 @@ def copy_records(
 
 @triton.jit
 def copy_tile(
-    rows_of, CACHE, blocks, first, seq_len, count, rows, row_stride, table_width, num_blocks, block_size,
-    page_stride, data_stride, scale_offset, scale_stride, BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr,
-    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
-    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    rows_of, CACHE, blocks, first, seq_len, count, rows, row_stride, table_width, pages,
+    BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """Copy BLOCK_R of a request's last `count` records, of seq_len >= 0, from number `first` of them on.
 
@@ -82,31 +82,25 @@ def copy_tile(
         # [R]
         row = first + tl.arange(0, BLOCK_R)
         position = seq_len - count + row
-        column = position // block_size
+        column = position // pages.block_size
         wanted = (row < count) & (row < rows) & (position >= 0) & (column < table_width)
         block = tl.load(blocks + column, mask=wanted, other=-1)
-        exists = wanted & (block >= 0) & (block < num_blocks)
+        exists = wanted & (block >= 0) & (block < pages.num_blocks)
         target = tl.multiple_of(rows_of + row.to(tl.int64) * row_stride, ROW_ALIGNED)
-        copy_records(
-            target, exists, CACHE, block.to(tl.int64), (position % block_size).to(tl.int64), exists,
-            page_stride, data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ,
-            EXACT_CASTS,
-        )  # fmt: skip
+        in_page = (position % pages.block_size).to(tl.int64)
+        copy_records(target, exists, CACHE, block.to(tl.int64), in_page, exists, pages, RECORD)
 
 
 @stable_kernel
 def gather_kernel(
-    OUT,  # [n, offset + rows, NOPE + ROPE]
-    CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows
+    OUT,  # [n, offset + rows, D]
+    CACHE,  # pages: uint8, or bf16 or fp32 where keys are plain rows
     SEQ_LENS,  # [n] int32
     GATHER_LENS,  # [n] int32, or None for all records of each request
     BLOCK_TABLE,  # [n, table_width] int32
     rows: tl.int32, offset: tl.int32, out_stride: tl.int64, row_stride: tl.int64,
-    table_stride: tl.int64, table_width: tl.int32, num_blocks: tl.int32, block_size: tl.int32,
-    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
-    BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr,
-    ROPE: tl.constexpr, GROUP: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
+    table_stride: tl.int64, table_width: tl.int32, pages: PageNumbers,
+    BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n * ceil(rows / BLOCK_R),): BLOCK_R rows of one request, the first one at `offset`."""
     tiles = tl.cdiv(rows, BLOCK_R)
@@ -119,34 +113,27 @@ def gather_kernel(
         count = tl.load(GATHER_LENS + request)
     copy_tile(
         OUT + request * out_stride + offset.to(tl.int64) * row_stride, CACHE, BLOCK_TABLE + request * table_stride,
-        first, seq_len, count, rows, row_stride, table_width, num_blocks, block_size,
-        page_stride, data_stride, scale_offset, scale_stride,
-        BLOCK_R, ROW_ALIGNED, ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ, EXACT_CASTS,
+        first, seq_len, count, rows, row_stride, table_width, pages, BLOCK_R, ROW_ALIGNED, RECORD,
     )  # fmt: skip
 
 
 @stable_kernel
 def gather_slots_kernel(
-    OUT,  # [rows, NOPE + ROPE]
-    CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows
+    OUT,  # [rows, D]
+    CACHE,  # pages: uint8, or bf16 or fp32 where keys are plain rows
     SLOTS,  # [rows / width, width] int32, its rows `slot_stride` apart
-    rows: tl.int64, row_stride: tl.int64, slot_stride: tl.int64, width: tl.int32,
-    num_blocks: tl.int32, block_size: tl.int32,
-    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
-    BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr,
-    ROPE: tl.constexpr, GROUP: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
+    rows: tl.int64, row_stride: tl.int64, slot_stride: tl.int64, width: tl.int32, pages: PageNumbers,
+    BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (ceil(rows / BLOCK_R),): BLOCK_R rows."""
     # [R]
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     slot = tl.load(SLOTS + row // width * slot_stride + row % width, mask=row < rows, other=-1)
-    block = slot // block_size
-    exists = (slot >= 0) & (block < num_blocks)
+    block = slot // pages.block_size
+    exists = (slot >= 0) & (block < pages.num_blocks)
     copy_records(
         tl.multiple_of(OUT + row * row_stride, ROW_ALIGNED), row < rows, CACHE, block.to(tl.int64),
-        (slot % block_size).to(tl.int64), exists, page_stride, data_stride, scale_offset, scale_stride,
-        ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ, EXACT_CASTS,
+        (slot % pages.block_size).to(tl.int64), exists, pages, RECORD,
     )  # fmt: skip
 
 
@@ -165,22 +152,17 @@ def fill_kernel(
     LENS,  # [tokens] int32, None where FLAT is
     offset: tl.int32, window_rows: tl.int32, out_stride: tl.int64, row_stride: tl.int64,
     tail: tl.int32, slice_tokens: tl.int32, window: tl.int32, ratio: tl.int32,
-    entry_stride: tl.int64, entry_width: tl.int32, entry_blocks: tl.int32, entry_block_size: tl.int32,
-    entry_page_stride: tl.int64, entry_data_stride: tl.int64,
-    entry_scale_offset: tl.int64, entry_scale_stride: tl.int64,
-    table_stride: tl.int64, table_width: tl.int32, num_blocks: tl.int32, block_size: tl.int32,
-    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
+    entry_stride: tl.int64, entry_width: tl.int32, entry_pages: PageNumbers,
+    table_stride: tl.int64, table_width: tl.int32, pages: PageNumbers,
     packers: tl.int32, group: tl.int32, tokens: tl.int32, width: tl.int32, rows_stride: tl.int64, num_slots: tl.int64,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
-    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
-    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
-    ENTRY_ALIGNED: tl.constexpr, ENTRY_NOPE: tl.constexpr, ENTRY_ROPE: tl.constexpr, ENTRY_GROUP: tl.constexpr,
-    ENTRY_CODING: tl.constexpr, ENTRY_TAIL: tl.constexpr, ENTRY_FNUZ: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, RECORD: tl.constexpr,
+    ENTRY_RECORD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (packers + n * (ceil(offset / BLOCK_R) + ceil(window_rows / BLOCK_R)),): all of a chunk after its lists.
 
     The first programs pack `group` dense lists each; the others copy BLOCK_R rows of one request, entries, which begin
-    at row 0, or window records, which begin at `offset`. tail, slice_tokens: of `cut_lengths`. ENTRY_*: of ENTRIES.
+    at row 0, or window records, which begin at `offset`. tail, slice_tokens: of `cut_lengths`.
+    ENTRY_RECORD: of ENTRIES.
     """
     tile = tl.program_id(0) - packers
     if FLAT is not None:  # noqa: SIM102 - a constant
@@ -203,15 +185,11 @@ def fill_kernel(
                 entries = seq_len // ratio
                 copy_tile(
                     rows_of, ENTRIES, ENTRY_TABLE + request * entry_stride, first * BLOCK_R, entries, entries, offset,
-                    row_stride, entry_width, entry_blocks, entry_block_size,
-                    entry_page_stride, entry_data_stride, entry_scale_offset, entry_scale_stride,
-                    BLOCK_R, ROW_ALIGNED, ENTRY_ALIGNED, ENTRY_NOPE, ENTRY_ROPE, ENTRY_GROUP,
-                    ENTRY_CODING, ENTRY_TAIL, ENTRY_FNUZ, EXACT_CASTS,
+                    row_stride, entry_width, entry_pages, BLOCK_R, ROW_ALIGNED, ENTRY_RECORD,
                 )  # fmt: skip
         if first >= entry_tiles:
             copy_tile(
                 rows_of + offset.to(tl.int64) * row_stride, CACHE, BLOCK_TABLE + request * table_stride,
                 (first - entry_tiles) * BLOCK_R, seq_len, gather_len, window_rows,
-                row_stride, table_width, num_blocks, block_size, page_stride, data_stride, scale_offset, scale_stride,
-                BLOCK_R, ROW_ALIGNED, ALIGNED, NOPE, ROPE, GROUP, CODING, TAIL, FNUZ, EXACT_CASTS,
+                row_stride, table_width, pages, BLOCK_R, ROW_ALIGNED, RECORD,
             )  # fmt: skip

@@ -152,7 +152,7 @@ def pack_pairs(code, ROWS: tl.constexpr, BYTES: tl.constexpr):
 def insert_key(
     key, angles, CACHE, slot, num_blocks, block_size, page_stride, data_stride, scale_offset, scale_stride,
     ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, CODED: tl.constexpr,
-    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
+    CODING: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
     EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write the key at `key` to its slot, if there is such a slot.
@@ -160,7 +160,7 @@ def insert_key(
     key: pointer to [NOPE + ROPE], bf16 or fp32. angles: pointer to [ROPE] fp32, its cosines before its sines; None if
     it is rotated. ALIGNED: bytes that divide the address of every record. CACHE: num_blocks pages, `page_stride`
     elements apart: uint8, or bf16 or fp32 where keys are plain rows. CODED: leading dims that a record holds as codes,
-    NOPE or all. CODING: of `numerics`. TAIL: bytes from the first code to the bf16 values.
+    NOPE or all. CODING: of `numerics`.
     """
     block, row = slot // block_size, slot % block_size
     if (slot >= 0) & (block < num_blocks):
@@ -187,7 +187,8 @@ def insert_key(
             tl.store(record + column, codes.to(tl.uint8), mask=live)
             byte = tl.where(group < groups, byte, 0).to(tl.uint8)
             tl.store(page + scale_offset + row * scale_stride + group, byte, mask=group < scales)
-            tail = (record + TAIL).to(tl.pointer_type(tl.bfloat16))
+            # the bf16 values begin right after the codes
+            tail = (record + (CODED if CODING == FP8 else CODED // 2)).to(tl.pointer_type(tl.bfloat16))
         else:
             # [D]
             column = tl.arange(0, next_power_of_2(NOPE))
@@ -220,7 +221,7 @@ def insert_kernel(
     k_stride: tl.int64, num_blocks: tl.int32, block_size: tl.int32,
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, CODED: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
+    GROUP: tl.constexpr, CODED: tl.constexpr, CODING: tl.constexpr, FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): each program writes one key. ROW_ALIGNED: bytes that divide the address of every row of K."""
@@ -229,7 +230,7 @@ def insert_kernel(
     key = tl.multiple_of(K + token * k_stride, ROW_ALIGNED)
     insert_key(
         key, None, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride, data_stride,
-        scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, CODING, TAIL, FNUZ, LARGEST, FLOOR, EXACT_CASTS,
+        scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, CODING, FNUZ, LARGEST, FLOOR, EXACT_CASTS,
     )  # fmt: skip
 
 
@@ -246,7 +247,7 @@ def qnorm_rope_kv_insert_kernel(
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, ROW_ALIGNED: tl.constexpr,
     ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, CODED: tl.constexpr,
-    CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr,
+    CODING: tl.constexpr, FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each.
@@ -263,7 +264,7 @@ def qnorm_rope_kv_insert_kernel(
             key = tl.multiple_of(KV + token * kv_stride, ROW_ALIGNED)
             insert_key(
                 key, angles, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride,
-                data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, CODING, TAIL, FNUZ, LARGEST,
+                data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, CODING, FNUZ, LARGEST,
                 FLOOR, EXACT_CASTS,
             )  # fmt: skip
     else:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.cache.forms import PageNumbers, RecordForm
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
-from dsv4attn.core.cache.layout import CacheMemory, Coding, Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import CacheMemory, Coding, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
@@ -24,8 +25,9 @@ __all__ = [
     "alignment_of_rows",
     "alignment_of_tokens",
     "check_writer",
+    "page_numbers",
     "record_alignments",
-    "record_constants",
+    "record_form",
     "row_alignments",
     "stored_dims",
     "writer_constants",
@@ -98,21 +100,16 @@ def _bits(x: float) -> int:
 
 
 @cache
-def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
-    """Constants of kernels that read records. GROUP is 0 if records are not quantised.
+def record_form(layout: KVCacheLayout, aligned: int) -> RecordForm:
+    """The form of a cache's records for kernels that read them. aligned: `alignment_of_records`."""
+    coding = CODINGS[layout.coding] if layout.is_quantised else numerics.FP8.value
+    fnuz = layout.fp8_format is Fp8Format.FNUZ
+    return RecordForm(aligned, *stored_dims(layout), layout.group_size, coding, fnuz, exact_casts=not INTERPRETED)
 
-    CODING: of `numerics`. TAIL: bytes of a record's codes, after which its bf16 values begin.
-    """
-    nope, rope = stored_dims(layout)
-    return {
-        "NOPE": nope,
-        "ROPE": rope,
-        "GROUP": layout.group_size,
-        "CODING": CODINGS[layout.coding] if layout.is_quantised else numerics.FP8.value,
-        "TAIL": layout.code_bytes,
-        "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
-        "EXACT_CASTS": not INTERPRETED,
-    }
+
+def page_numbers(cache: PagedKVCache, memory: CacheMemory) -> PageNumbers:
+    """The numbers of a cache's pages for kernels that read them. memory: of the cache."""
+    return PageNumbers(cache.num_blocks, cache.block_size, *memory.record_strides)
 
 
 def check_writer(layout: KVCacheLayout) -> None:
@@ -125,5 +122,19 @@ def check_writer(layout: KVCacheLayout) -> None:
 
 @cache
 def writer_constants(layout: KVCacheLayout) -> dict[str, Any]:
-    """Constants of kernels that write records: also the largest code and a group's smallest maximum, by their bits."""
-    return {**record_constants(layout), "LARGEST": _bits(layout.fp8_max), "FLOOR": _bits(layout.amax_floor)}
+    """Constants of kernels that write records.
+
+    CODING: of `numerics`. GROUP: codes of a scale, 0 if records are not quantised. LARGEST, FLOOR: the largest code and
+    a group's smallest maximum, by their bits.
+    """
+    form = record_form(layout, 1)
+    return {
+        "NOPE": form.nope,
+        "ROPE": form.rope,
+        "GROUP": form.group,
+        "CODING": form.coding,
+        "FNUZ": form.fnuz,
+        "EXACT_CASTS": form.exact_casts,
+        "LARGEST": _bits(layout.fp8_max),
+        "FLOOR": _bits(layout.amax_floor),
+    }

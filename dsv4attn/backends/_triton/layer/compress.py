@@ -259,7 +259,7 @@ def entry_constants(layout: KVCacheLayout, rope: int) -> dict[str, Any]:
         "CODE_BITS": layout.code_bits if quantised else 0,
         "SCALES": layout.scale_bytes,
         "SCALE_BITS": 32 if float_scale else 8,
-        **{name: writer[name] for name in ("CODING", "TAIL", "FNUZ", "LARGEST", "FLOOR")},
+        **{name: writer[name] for name in ("CODING", "FNUZ", "LARGEST", "FLOOR")},
         "GROUPS": next_power_of_2(max(rows, pads)),
         "SIZE": size,
         "IN_ORDER": in_order,

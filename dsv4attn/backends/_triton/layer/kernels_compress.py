@@ -160,13 +160,13 @@ def pool(
 def store_entry(
     x, dim, live, CACHE, slot, block_size, page_stride, data_stride, scale_offset, scale_stride,
     D: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, SCALES: tl.constexpr,
-    SCALE_BITS: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
+    SCALE_BITS: tl.constexpr, CODING: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
     FLOOR: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write an entry x [GROUPS * SIZE] fp32, at the places of `dims_at`, to a slot that exists.
 
-    CODING: of `numerics`. TAIL: bytes from the first code to the bf16 values.
+    CODING: of `numerics`.
     """
     row = slot % block_size
     page = CACHE + slot // block_size * page_stride
@@ -187,7 +187,8 @@ def store_entry(
             at = group[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
             tl.store(record + at, packed.to(tl.uint8), mask=at < NOPE // 2)
         if NOPE < D:
-            tail = (record + TAIL).to(tl.pointer_type(tl.bfloat16))
+            # the bf16 values begin right after the codes
+            tail = (record + NOPE * CODE_BITS // 8).to(tl.pointer_type(tl.bfloat16))
             tl.store(tail + (dim - NOPE), rounded, mask=live & (dim >= NOPE))
         scales = page + scale_offset + row * scale_stride
         if SCALE_BITS == 32:
@@ -205,7 +206,7 @@ def make_entry(
     num_positions, angle_stride, block_size, page_stride, data_stride, scale_offset, scale_stride,
     D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STATES_ALIGNED: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
-    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr,
+    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr,
     FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, IN_ORDER: tl.constexpr,
     ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
@@ -238,7 +239,7 @@ def make_entry(
     x = tl.join(tl.where(turned, turned_even, even), tl.where(turned, turned_odd, odd))
     store_entry(
         tl.reshape(x, (block,)), dim, live, CACHE, slot, block_size, page_stride, data_stride, scale_offset,
-        scale_stride, D, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, CODING, TAIL, FNUZ, LARGEST, FLOOR, GROUPS, SIZE,
+        scale_stride, D, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, CODING, FNUZ, LARGEST, FLOOR, GROUPS, SIZE,
         ALIGNED, EXACT_CASTS,
     )  # fmt: skip
 
@@ -313,7 +314,7 @@ def compress_kernel(
     scale_offset: tl.int64, scale_stride: tl.int64,
     D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STATES_ALIGNED: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
-    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr,
+    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr,
     FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, IN_ORDER: tl.constexpr,
     TOKENS: tl.constexpr, ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
@@ -335,6 +336,6 @@ def compress_kernel(
             WEIGHT, ANGLES, CACHE, eps, num_requests, num_columns, table_stride, state_blocks, state_size,
             state_inverse, state_page, state_stride, num_positions, angle_stride, block_size, page_stride, data_stride,
             scale_offset, scale_stride, D, ROPE, RATIO, OVERLAP, ROWS, LANES, STATES_ALIGNED, NOPE, GROUP, CODE_BITS,
-            SCALES, SCALE_BITS, CODING, TAIL, FNUZ, LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
+            SCALES, SCALE_BITS, CODING, FNUZ, LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
         )  # fmt: skip
         found = tl.min(tl.where(completes & (index > found), index, TOKENS), 0)

@@ -138,7 +138,7 @@ def store_kernel(
     x_stride: tl.int64, eps: tl.float32, num_positions: tl.int64, angle_stride: tl.int64, num_blocks: tl.int32,
     block_size: tl.int32, page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
-    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr, TAIL: tl.constexpr,
+    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr,
     FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, IN_ORDER: tl.constexpr,
     ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
@@ -170,7 +170,7 @@ def store_kernel(
         x = tl.join(tl.where(turned, turned_even, even), tl.where(turned, turned_odd, odd))
         store_entry(
             tl.reshape(x, (block,)), dim, live, CACHE, slot, block_size, page_stride, data_stride, scale_offset,
-            scale_stride, D, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, CODING, TAIL, FNUZ, LARGEST, FLOOR, GROUPS,
+            scale_stride, D, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, CODING, FNUZ, LARGEST, FLOOR, GROUPS,
             SIZE,
             ALIGNED, EXACT_CASTS,
         )  # fmt: skip
