@@ -73,10 +73,14 @@ def attend(call: AttentionCall) -> None:
 
 
 def biased_sums(call: AttentionCall) -> None:
-    """Lose 2^-14 of the sum of weighted keys with each further key, as sums that are cut off at every step do."""
+    """Lose 2^-15 of the sum of weighted keys with each key of a token, as sums that are cut off at every step do."""
     attend(call)
-    segments = [call.keys] if isinstance(call.keys, GatheredKeys) else call.keys
-    call.out.mul_(1 - 2.0**-14 * sum(keys.indices.width for keys in segments))
+    keys = torch.zeros(call.q.shape[0], device=call.q.device)
+    for segment in [call.keys] if isinstance(call.keys, GatheredKeys) else call.keys:
+        assert isinstance(segment.rows, DenseIndices)
+        inside = torch.arange(segment.rows.width, device=keys.device) < segment.rows.lens[:, None]
+        keys += (inside & (segment.rows.indices >= 0)).sum(1)
+    call.out.mul_((1 - 2.0**-15 * keys)[:, None, None])
 
 
 def without_sink(call: AttentionCall) -> None:
