@@ -294,7 +294,8 @@ def _read(named: str | None, directory: Path | None) -> _ReadFile:
         return _search(directory)
     path = Path(named).expanduser()
     if not _is_file(path):
-        raise ConfigError("environment variable DSV4ATTN_CONFIG", f"{named} is not a file that can be read")
+        what = "is a folder, not a file" if _is_folder(path) else "is not a file that can be read"
+        raise ConfigError("environment variable DSV4ATTN_CONFIG", f"{named} {what}")
     table = _own_table(path, asked_for=True)
     if table is None:
         raise ConfigError("environment variable DSV4ATTN_CONFIG", f"{named} has no table [tool.dsv4attn]")
@@ -310,6 +311,10 @@ def _search(directory: Path | None) -> _ReadFile:
     outside, home, ignored = False, _home(), []
     for folder in (start, *start.parents):
         for path in (folder / name for name in ((FILE,) if outside else (FILE, _PROJECT_FILE))):
+            if path.name == FILE and _is_folder(path):
+                raise ConfigError(
+                    str(path), "expected a file, got a folder -> rename it, or name the file in DSV4ATTN_CONFIG"
+                )
             if not _is_file(path):
                 continue
             try:
@@ -334,6 +339,13 @@ def _home() -> Path | None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
+    except OSError:
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
     except OSError:
         return False
 

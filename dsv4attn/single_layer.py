@@ -21,7 +21,7 @@ from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.forward_context import set_forward_context
-from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, is_path
 from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
 from dsv4attn.core.reprs import layer_text, one_line
 from dsv4attn.core.tensorspec import check_tensor, usable_device
@@ -138,7 +138,7 @@ class SingleLayer:
 def _geometry(model: object) -> ModelGeometry:
     if isinstance(model, ModelGeometry):
         return model
-    if isinstance(model, Path) or (isinstance(model, str) and Path(model).exists()):
+    if isinstance(model, Path) or (isinstance(model, str) and is_path(model)):
         return ModelGeometry.from_config(model)
     check_type("model", model, str, cure="pass the name of a preset, a path to config.json, or a ModelGeometry")
     return ModelGeometry.preset(str(model))

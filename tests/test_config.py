@@ -241,11 +241,13 @@ def test_a_broken_pyproject_that_the_variable_names_is_an_error(tmp_path: Path) 
         load_settings({"DSV4ATTN_CONFIG": str(path)}, tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("name", ["dsv4attn.toml", "pyproject.toml"])
-def test_a_folder_of_that_name_is_no_file(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-
+def test_a_folder_of_that_name_is_an_error_and_a_pyproject_that_is_one_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").mkdir()
     assert settings_of(tmp_path) == Settings()
+
+    (tmp_path / "dsv4attn.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"dsv4attn.toml: expected a file, got a folder -> rename it, or name the"):
+        settings_of(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "ours"), [("dsv4attn.toml", True), ("pyproject.toml", False)])
@@ -364,7 +366,7 @@ def test_the_variable_must_name_a_file_with_our_table(tmp_path: Path) -> None:
     empty = tmp_path / "pyproject.toml"
     empty.write_text("[project]", encoding="utf-8")
     for path, problem in (
-        (tmp_path, "is not a file"),
+        (tmp_path, "is a folder, not a file"),
         (tmp_path / "no.toml", "is not a file"),
         (empty, "has no table"),
     ):

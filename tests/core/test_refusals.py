@@ -65,6 +65,8 @@ WEIGHTS = random_weights(SMALL, 0)
 COUNT = r"expected an integer of at least \d, got"
 META = torch.device("meta")
 FP8_WEIGHT = Scaled.draw(13, 130, 260, OCP, "fp32")
+PLAN = {"layer": SMALL.layer_of_kind("swa"), "limits": LIMITS, "backend": REFERENCE, "layout": FP32}
+CACHE = PagedKVCache.allocate(FP32, 1, 4)
 C4A_BUFFER = torch.zeros(64, 3, dtype=torch.int32)
 TABLE = torch.zeros(512, 8)
 WIDE_BUFFER = torch.zeros(48, 6, dtype=torch.int32)
@@ -322,6 +324,41 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: MetadataBuilder(SMALL, LIMITS, backend="triton"), r"backend: expected a backend, got 'triton'"),
     (lambda: MetadataBuilder("flash", LIMITS), r"geometry: expected a ModelGeometry, got 'flash' -> pass Model"),
     (lambda: MetadataBuilder(SMALL, LIMITS, device="gpu"), r"device: expected a torch device, got 'gpu' -> write it"),
+    (lambda: ds.merge_lse([1.0], [2.0]), r"outs: expected a tensor \[S, T, H, D\] bfloat16 or float32 .*, got list"),
+    (lambda: ds.merge_lse(torch.zeros(2, 3, 4, 8), torch.zeros(2, 5, 4)), r"lses: expected .* with S=2, T=3, H=4, got"),
+    (lambda: ds.merge_lse(torch.zeros(0, 3, 4, 8), torch.zeros(0, 3, 4)), r"outs: expected at least one shard, got"),
+    (
+        lambda: ds.apply_sink(torch.zeros(2, 4, 8), torch.zeros(3), torch.zeros(4)),
+        r"lse: expected \[T, H\] float32 .*T=2",
+    ),
+    (
+        lambda: ds.apply_sink(torch.zeros(2, 4, 8), torch.zeros(2, 4), None),
+        r"attn_sink: expected a tensor \[H\] float32",
+    ),
+    *(
+        (
+            lambda changed=changed: ds.plan_workspace(**{**PLAN, **changed}),
+            rf"{name}: expected a {expected}, got None -> pass",
+        )
+        for name, expected in (("layer", "LayerGeometry"), ("limits", "Limits"), ("layout", "KVCacheLayout"))
+        for changed in [{name: None}]
+    ),
+    (lambda: ds.convert_cache(None, None), r"source: expected a PagedKVCache, got None -> pass PagedKVCache\("),
+    (lambda: ds.convert_cache(CACHE, "fp8"), r"target: expected a PagedKVCache, got 'fp8'"),
+    (lambda: ds.convert_cache(CACHE, CACHE, [0]), r"slots: expected a tensor \[_\] int64 or int32, got list"),
+    (lambda: ds.check_compatible(None, FP32), r"writer: expected a KVCacheLayout or a str, got None -> pass cache.lay"),
+    (
+        lambda: explain(PROBLEM, device="rtx4090"),
+        r"device: .*, got rtx4090 .* -> DeviceFacts.named\('rtx4090'\) describes",
+    ),
+    (
+        lambda: explain(PROBLEM, device="4090"),
+        r"device: .*, got 4090 .* -> did you mean DeviceFacts.named\('rtx4090'\)\?",
+    ),
+    (
+        lambda: mla_layer(cos_sin_cache=ds.cos_sin_cache(SMALL.layer_of_kind("swa").rope, 256)),
+        r"cos_sin_cache: expected angles of c4a layers: pair \d turns by .*, got a table that turns it by .* -> make",
+    ),
     (lambda: manager().batch(None), r"requests: expected a list of \(sequence, number of tokens\), got None"),
     (lambda: manager().batch([manager().new()]), r"requests: expected a list of .*, got \['CachedSequence'\]"),
     (lambda: manager().batch([(manager().new(), "2")]), rf"tokens of a sequence: {COUNT} '2'"),

@@ -21,8 +21,9 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.model.quantized_weight import Weight, check_weight
-from dsv4attn.core.model.rope import is_rotation
+from dsv4attn.core.model.rope import inverse_frequencies, is_rotation
 from dsv4attn.core.tensorspec import check_strides, check_tensor
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 __all__ = [
@@ -98,15 +99,45 @@ def check_forward_call(call: ForwardCall) -> None:
 
 
 def check_table(cos_sin_cache: Tensor, layer: LayerGeometry, limits: Limits) -> None:
-    """Raise ArgumentError unless a layer's table of angles has a row for every position within the limits.
+    """Raise ArgumentError unless a table has the angles of a layer, and a row for every position within the limits.
 
-    Kernels take the last row for positions past the table, so a table that is too short would give wrong numbers.
+    Kernels take the last row for positions past the table, so a table that is too short would give wrong numbers. The
+    angles of position 1 are read: once for each layer that is made, which waits for the table's device.
     """
     check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
     if cos_sin_cache.shape[0] < limits.max_model_len:
         expected = f"at least {limits.max_model_len} rows, the max_model_len of the limits"
         hint = "make it with cos_sin_cache(layer.rope, limits.max_model_len, device), or lower max_model_len"
         raise ArgumentError("cos_sin_cache", expected=expected, actual=list(cos_sin_cache.shape), hint=hint)
+    if type(cos_sin_cache) is Tensor and cos_sin_cache.device.type != "meta" and cos_sin_cache.shape[0] > 1:
+        _check_angles(cos_sin_cache, layer)
+
+
+_LEAST_LENGTH = 0.1
+"""Least squared length of a pair that is taken for the cosine and the sine of an angle."""
+_ANGLE_ERROR = 0.01
+"""Radians that an angle of position 1 may be off. Other bases or another YaRN differ by more in some pair."""
+
+
+@without_modes
+def _check_angles(cos_sin_cache: Tensor, layer: LayerGeometry) -> None:
+    """Raise ArgumentError if a table holds the angles of another kind of layer. An mscale does not change angles.
+
+    A table without angles, as of zeros, is one that its owner fills later.
+    """
+    cos, sin = cos_sin_cache[1].to("cpu", torch.float32).chunk(2)
+    if not bool((cos * cos + sin * sin > _LEAST_LENGTH).all()):
+        return
+    actual, expected = torch.atan2(sin, cos), inverse_frequencies(layer.rope)
+    wrong = (actual - expected).abs() > _ANGLE_ERROR
+    if bool(wrong.any()):
+        pair = int(wrong.nonzero()[0])
+        raise ArgumentError(
+            "cos_sin_cache",
+            expected=f"angles of {layer.kind.value} layers: pair {pair} turns by {expected[pair]:.4g} at position 1",
+            actual=f"a table that turns it by {actual[pair]:.4g}",
+            hint="make it with cos_sin_cache(layer.rope, ...): the kinds of layers have tables of their own",
+        )
 
 
 def check_bound(

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4attn.core.argument_checks import check_type, shown
 from dsv4attn.core.cache.key_codecs import dequantize_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
@@ -31,6 +33,10 @@ def check_compatible(writer: KVCacheLayout | str, reader: KVCacheLayout | str) -
     writer, reader: layouts, or their fingerprints, as engines send them in a handshake. Records per page and the
     distance of pages are not part of a layout: both sides must agree on them separately.
     """
+    for name, given in (("writer", writer), ("reader", reader)):
+        if not isinstance(given, str | KVCacheLayout):
+            hint = "pass cache.layout, or its fingerprint"
+            raise ArgumentError(name, expected="a KVCacheLayout or a str", actual=shown(given), hint=hint)
     written, expected = (layout if isinstance(layout, str) else layout.fingerprint for layout in (writer, reader))
     if written == expected:
         return
@@ -63,6 +69,11 @@ def convert_cache(source: PagedKVCache, target: PagedKVCache, slots: Tensor | No
 
     Raises LayoutMismatchError, before anything is written, if a key would change; ArgumentError for slots or memory.
     """
+    for name, given in (("source", source), ("target", target)):
+        check_type(name, given, PagedKVCache, cure="pass PagedKVCache(tensor, layout), or PagedKVCache.allocate(...)")
+    if slots is not None:
+        dtypes = (torch.int64, torch.int32)
+        check_tensor("slots", slots, "_", dtypes, {}, any_strides=True)
     _check_pair(source.layout, target.layout)
     if target.overlaps(source):
         raise ArgumentError("target", expected="memory of its own", actual="the memory of source")

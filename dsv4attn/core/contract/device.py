@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from dsv4attn.core.contract.devices import device_named
-from dsv4attn.errors import ArgumentError
+from dsv4attn.errors import ArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,8 @@ class DeviceFacts:
             return cls._of(*_identity(device))
         except (AssertionError, RuntimeError, TypeError) as error:
             actual = f"{device} ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
-            raise ArgumentError("device", expected="a device of this machine", actual=actual) from error
+            expected, hint = "a device of this machine", _described(device)
+            raise ArgumentError("device", expected=expected, actual=actual, hint=hint) from error
 
     @classmethod
     def all_here(cls) -> list[DeviceFacts]:
@@ -170,6 +171,18 @@ class DeviceFacts:
         versions = f"torch {self.torch_version or 'missing'}  triton {self.triton_version or 'missing'}"
         notes = f"{'  interpreted' if self.interpreted else ''}{'' if self.present else '  described, not here'}"
         return f'{self.arch} "{self.name}"  {versions}{notes}'
+
+
+def _described(name: object) -> str:
+    """How to name a device that is not here, if a name is that of a product or an architecture, or close to one."""
+    if not isinstance(name, str) or name in ("cuda", "hip", "xpu", "npu"):
+        return ""
+    try:
+        device_named(name)
+    except UnknownNameError as error:
+        near = str(error).partition("; did you mean ")[2].partition("?")[0]
+        return f"did you mean DeviceFacts.named({near})?" if near else ""
+    return f"DeviceFacts.named({name!r}) describes a device that is not here"
 
 
 def may_have_accelerator() -> bool:

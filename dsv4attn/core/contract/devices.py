@@ -9,7 +9,16 @@ from attrs import frozen
 
 from dsv4attn.errors import UnknownNameError, did_you_mean
 
-__all__ = ["DEVICES", "MEMORY_GIB", "KnownDevice", "described", "device_named", "memory_gib", "unknown"]
+__all__ = [
+    "DEVICES",
+    "MEMORY_GIB",
+    "KnownDevice",
+    "described",
+    "device_named",
+    "memory_gib",
+    "named_by_number",
+    "unknown",
+]
 
 
 @frozen
@@ -127,6 +136,8 @@ def _near(name: str, devices: Iterable[KnownDevice]) -> list[str]:
         by_kind.setdefault(device.kind, []).extend(device.spellings)
     vendors, lower = [*by_kind.values()], re.sub(r"[\s-]", "", name.strip().lower())
     every = [known for names in vendors for known in names]
+    if numbered := named_by_number(lower, every):
+        return numbered
     alike = [known for known in every if known.replace("o", "0") == lower.replace("o", "0")]  # the letter o for a zero
     letters = [names for names in vendors if _letters(lower) in map(_letters, names)]
     if alike or len(letters) == 1:
@@ -134,6 +145,12 @@ def _near(name: str, devices: Iterable[KnownDevice]) -> list[str]:
     begun = [names for names in vendors if any(known.startswith(lower) for known in names)]
     nearest = "" if len(begun) > 1 else did_you_mean(lower, every)
     return next((names for names in vendors if any(f"'{known}'" in nearest for known in names)), [])
+
+
+def named_by_number(name: str, names: Iterable[str]) -> list[str]:
+    """The one product that ends with a number, such as rtx4090 for 4090; nothing if several do."""
+    ending = [known for known in names if name.isdecimal() and re.fullmatch(rf"[a-z]+{name}", known)]
+    return ending if len(ending) == 1 else []
 
 
 def _letters(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend, IndexForm, KeyForm, Phase, check_is_backend
 from dsv4attn.core.contract.limits import Limits
@@ -73,8 +74,12 @@ def plan_workspace(
     whether these ranks divide heads, and the layer has those of one (`ContextParallel.divides_heads`). prefill_keys:
     whether these ranks may gather keys for prefill (`ContextParallel.prefill_keys`), from a compressed cache with the
     layout of the window. q_dtype: of what ranks exchange; None: bf16 or fp32. Take the `union` over a model's layers.
+    Raises ArgumentError for arguments of other types.
     """
+    check_type("layer", layer, LayerGeometry, cure="pass geometry.layer(i) or geometry.layer_of_kind(kind)")
+    check_type("limits", limits, Limits, cure="pass Limits(max_num_reqs, max_num_batched_tokens, max_model_len)")
     check_is_backend(backend)
+    check_type("layout", layout, KVCacheLayout, cure="pass KVCacheLayout.fp8_ds_mla() or .rows(...)")
     exchanged = 0
     if ranks is not None and layer.has_entries:
         needed = divided_bytes if divides_heads else merge_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,11 @@ __all__ = [
     "check_states",
     "check_table",
     "check_windows",
+    "check_written_once",
     "count_tokens",
     "planned",
     "real_lens",
+    "record_slots",
 ]
 
 
@@ -155,6 +157,32 @@ def check_slots_in_blocks(batch: Batch, tokens: int, block_size: int) -> None:
             expected = f"a block in block_table[{i}, {column}] for position {place} of request {i}, which is {block}"
         hint = "a slot is block * block size + position % block size; -1 for a token that is not stored"
         raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(slots[t]), hint=hint)
+
+
+def check_written_once(name: str, what: str, slots: Iterable[Iterable[int]]) -> None:
+    """Find a slot that two requests write. Negative slots are not written.
+
+    name: of the argument that says where they write. what: what the slots hold. slots: those of each request.
+    """
+    writers: dict[int, int] = {}
+    for i, of_request in enumerate(slots):
+        for slot in of_request:
+            if slot >= 0 and (writer := writers.setdefault(slot, i)) != i:
+                expected = f"each {what} of this step in a slot of its own"
+                actual = f"slot {slot} for requests {writer} and {i}"
+                hint = "requests may share pages that the step only reads; each writes to pages of its own"
+                raise ArgumentError(name, expected=expected, actual=actual, hint=hint)
+
+
+def record_slots(table: Tensor, spans: Iterable[tuple[int, int]], size: int) -> Iterator[list[int]]:
+    """Slots of the records from first to end of each request, whose pages of `size` records a table names.
+
+    A table with fewer columns than a request has pages is a ring.
+    """
+    for row, (first, end) in zip(table, spans, strict=True):
+        pages = range(first // size, -(-end // size)) if end > first else range(0)
+        blocks = row[[page % len(row) for page in pages]].tolist() if pages else []
+        yield [blocks[n // size - pages.start] * size + n % size for n in range(first, end)]
 
 
 def check_blocks(

@@ -21,12 +21,15 @@ from dsv4attn.core.metadata.batch_checks import (
     check_states,
     check_table,
     check_windows,
+    check_written_once,
     planned,
     real_lens,
+    record_slots,
 )
 from dsv4attn.core.metadata.metadata import (
     AttentionMetadata,
     Batch,
+    BuildState,
     CompressorMetadata,
     DeepseekSparseSWAMetadata,
     FlashMLASparseMetadata,
@@ -131,6 +134,7 @@ class MetadataBuilder:
         self._hits = PrefixHits(
             self.builder_ops, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype)
         )
+        self._build_state = BuildState()
         self._c128a: tuple[Tensor, Tensor] | None = None
         if LayerKind.HCA in geometry.kinds:
             self._c128a_max = c128a_columns(geometry, limits)
@@ -168,7 +172,12 @@ class MetadataBuilder:
             check_windows(batch, phases, window, size, blocks)
             check_slots(batch, tokens, None if blocks is None else blocks * size)
             check_slots_in_blocks(batch, tokens, size)
+            written = batch.slot_mapping.tolist()
+            starts_cpu = batch.query_start_loc_cpu.tolist()
+            check_written_once("slot_mapping", "key", (written[a:b] for a, b in pairwise(starts_cpu)))
 
+        self._build_state.is_last = False
+        self._build_state = BuildState()
         starts, lens, replay = batch.query_start_loc, batch.seq_lens, batch.replay_start
         # all rows: a captured graph may read rows that are not those of a token of this batch
         self.builder_ops.build_token_maps(starts, batch.slot_mapping, out=(self._token_to_req, self._is_valid))
@@ -207,6 +216,7 @@ class MetadataBuilder:
             prefill_seq_lens_cpu=batch.seq_lens_cpu[num_decodes:],
             prefill_query_lens_cpu=batch.query_start_loc_cpu[num_decodes:].diff(),
             decode_requests=self._decode_requests(batch, request[:num_decode_tokens], num_decodes),
+            build_state=self._build_state,
         )
         return self._extension.extend_swa(metadata) if self._extension else metadata
 
@@ -332,6 +342,9 @@ class MetadataBuilder:
             self._checked_entries(batch, layer.kind, layer.compress_ratio)
             self._checked_states(batch, layer)
         swa = self.build(batch)
+        if full_width:
+            # a graph, and who runs its step again without it, reads the metadata of the capture after other builds
+            self._build_state = BuildState()
         by_key = {layer.key: AttentionMetadata(swa) for layer in layers}
         for kind, ratio in (layer.key for layer in compressed):
             part = self.build_compressed(batch, swa, kind, compress_ratio=ratio, full_width=full_width)
@@ -379,6 +392,8 @@ class MetadataBuilder:
             rows = lens[1] if ring is None else [min(n, ring) for n in lens[1]]
             check_table(f"Batch.{name}", table, lens[0], rows, size)
             check_states(name, table, *lens, layer, size, self.num_state_blocks.get(layer.kind), hits)
+            spans = ((max(end - n, cached), end) for n, end, (_, cached) in zip(*lens, hits, strict=True))
+            check_written_once(f"Batch.{name}", "state", record_slots(table, spans, size))
         return table
 
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
@@ -395,6 +410,9 @@ class MetadataBuilder:
             entries = [n // ratio for n in true_lens]
             check_table("compressed_block_table", table, query_lens, entries, records)
             check_blocks(table, query_lens, entries, records, self.num_compressed_blocks)
+            lens = zip(query_lens, true_lens, hits_of(batch), strict=True)
+            spans = ((max(end - n, hit) // ratio, end // ratio) for n, end, (hit, _) in lens)
+            check_written_once("compressed_block_table", "entry", record_slots(table, spans, records))
         return table, [n // ratio for n in seq_lens]
 
     def _c128a_width(self, entries: int, *, full_width: bool) -> int:

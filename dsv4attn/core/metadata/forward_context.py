@@ -62,7 +62,10 @@ class ForwardContext:
     def for_layer(
         self, prefix: str, swa_prefix: str, kind: LayerKind, compress_ratio: int | None = None
     ) -> AttentionMetadata | None:
-        """Metadata of one layer, None in a warm-up. `prefix` is not looked up for window-only layers."""
+        """Metadata of one layer, None in a warm-up. `prefix` is not looked up for window-only layers.
+
+        Raises ArgumentError for metadata whose builder has built another step since, but with `as_captured`.
+        """
         if self.attn_metadata is None:
             return None
         entries: Mapping[Any, Any] = self.attn_metadata
@@ -70,18 +73,30 @@ class ForwardContext:
         if swa is None:
             both = entries.get(kind) or entries.get((kind, compress_ratio))
             if isinstance(both, AttentionMetadata):
+                self._check_current(both.swa)
                 return both
         part = entries.get(prefix) if compressed else None
         if not isinstance(swa, DeepseekSparseSWAMetadata):
             raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, entries, kind))
         if compressed and not isinstance(part, FlashMLASparseMetadata):
             raise NoForwardContextError(_missing(prefix, FlashMLASparseMetadata, part, entries, kind))
+        self._check_current(swa)
         state = entries.get(f"{prefix}.state") if compressed else None
         return AttentionMetadata(
             swa,
             part if isinstance(part, FlashMLASparseMetadata) else None,
             state if isinstance(state, CompressorMetadata) else None,
         )
+
+    def _check_current(self, swa: DeepseekSparseSWAMetadata) -> None:
+        state = swa.build_state
+        if state is not None and not state.is_last and not self.as_captured:
+            raise ArgumentError(
+                "attn_metadata",
+                expected="metadata of their builder's last build",
+                actual="metadata of an earlier one, whose tensors hold another step by now",
+                hint="build the metadata right before the step runs, or give each step in flight a builder of its own",
+            )
 
 
 def _missing(key: str, expected_type: type, entry: object, metadata: Mapping[Any, Any], kind: LayerKind) -> str:

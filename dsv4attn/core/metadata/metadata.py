@@ -113,6 +113,16 @@ class Batch:
                 raise ArgumentError(f"Batch.{name}", expected=expected, actual=f"{value.shape[0]} elements")
 
 
+@define(eq=False)
+class BuildState:
+    """Whether the tensors of metadata still hold their step: a builder has the same tensors for every step.
+
+    is_last: whether the builder has built no other step since.
+    """
+
+    is_last: bool = True
+
+
 @frozen(kw_only=True, eq=False)
 class DeepseekSparseSWAMetadata:
     """Window part of a batch: the same for all layers. Made by `MetadataBuilder`.
@@ -143,6 +153,8 @@ class DeepseekSparseSWAMetadata:
     prefill_query_lens_cpu: [Rp] int32 - query tokens of each prefill request, on the host.
     decode_requests: which decode rows are of one request, and so share keys of the window, see `RequestRows`; None:
        rows may list any keys. `MetadataBuilder` gives it where requests may have drafts and the batch is causal.
+    build_state: of the build that made the metadata: layers refuse metadata after a later one. None: not known, as of
+       metadata that an engine fills itself, or that were built with `full_width` for a graph, which a replay reads.
 
     An engine may fill this class itself. Rows of windows are its own then: any slots in any order, -1 among them. Rows
     of W columns in prefill are an exception: backends that gather keys look at `prefill_gather_lens` instead, and take
@@ -174,6 +186,7 @@ class DeepseekSparseSWAMetadata:
     prefill_seq_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
     prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
     decode_requests: RequestRows | None = None
+    build_state: BuildState | None = None
 
     __repr__ = fields_repr
 

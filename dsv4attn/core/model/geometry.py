@@ -269,6 +269,13 @@ class ModelGeometry:
         return cls(**geometry_fields({**fields, "qk_rope_head_dim": rope_dim}, name), name=name)
 
 
+def is_path(model: str) -> bool:
+    """Whether a text names a configuration's file or folder, there or missing. Names of presets come first."""
+    path = Path(model)
+    known = SHORT_NAMES.get(model.lower(), model.lower()) in PRESETS
+    return not known and (path.exists() or path.suffix == ".json" or len(path.parts) > 1)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

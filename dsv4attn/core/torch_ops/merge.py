@@ -12,11 +12,14 @@ from math import inf
 import torch
 from torch import Tensor
 
-from dsv4attn.core.tensorspec import BufferSpec
+from dsv4attn.core.tensorspec import BufferSpec, check_tensor
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import sigmoid
+from dsv4attn.errors import ArgumentError
 
 __all__ = ["apply_sink", "merge_lse", "merge_partials", "merge_scratch", "pack_partial"]
+
+_FLOATS = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 @without_modes
@@ -25,8 +28,13 @@ def merge_lse(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
     outs: [S, T, H, D] any float dtype, computed without a sink. lses: [S, T, H] fp32, natural log, -inf where a shard
     had no key. Returns ([T, H, D] fp32, [T, H] fp32), without the sink: it belongs to the whole, so apply it once,
-    after the last merge. The shards may come from different backends.
+    after the last merge. The shards may come from different backends. Raises ArgumentError for other shapes and dtypes.
     """
+    letters: dict[str, int] = {}
+    check_tensor("outs", outs, "S T H D", _FLOATS, letters, any_strides=True)
+    check_tensor("lses", lses, "S T H", torch.float32, letters, any_strides=True)
+    if not letters["S"]:
+        raise ArgumentError("outs", expected="at least one shard", actual=list(outs.shape))
     top = lses.amax(0)
     # where no shard had a key the difference would be inf - inf
     weights = torch.exp(lses - top.masked_fill(top == -torch.inf, 0))
@@ -42,7 +50,12 @@ def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> Tensor:
     """Attention with the sink, from attention without: one more logit whose value is zero.
 
     out: [T, H, D]. lse: [T, H] fp32, natural log, without the sink. attn_sink: [H] fp32. Returns [T, H, D] fp32.
+    Raises ArgumentError for other shapes and dtypes.
     """
+    letters: dict[str, int] = {}
+    check_tensor("out", out, "T H D", _FLOATS, letters, any_strides=True)
+    check_tensor("lse", lse, "T H", torch.float32, letters, any_strides=True)
+    check_tensor("attn_sink", attn_sink, "H", torch.float32, letters, any_strides=True)
     weight = sigmoid(lse - attn_sink).masked_fill(lse == -torch.inf, 0)
     return out.float() * weight[..., None]
 

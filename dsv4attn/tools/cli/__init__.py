@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import os
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from contextvars import ContextVar
 from typing import Any, NoReturn, TextIO
 
@@ -101,7 +103,7 @@ class _Commands(click.Group):
         as_json = "--json" in args
         _stdout.set(sys.stdout)
         try:
-            with redirect_stdout(sys.stderr) if as_json else nullcontext(), warnings.catch_warnings():
+            with redirect_stdout(sys.stderr) if as_json else nullcontext(), warnings.catch_warnings(), _full_disk():
                 ignore_interpreter_warnings()
                 code = super().main(args, *rest, **{**options, "standalone_mode": False})
         except click.ClickException as error:
@@ -134,6 +136,31 @@ class _Commands(click.Group):
                 _print_error(error, str(error))
             raise
         sys.exit(code if isinstance(code, int) else OK)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a write that is no fault of the command. click itself ends a command whose reader has gone."""
+
+
+@contextmanager
+def _full_disk() -> Iterator[None]:
+    """Turn a failed write of the output into an error of one line; also a write of what is buffered at the end."""
+    stdout = _stdout.get()
+    assert stdout is not None
+    try:
+        yield
+        stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        # the interpreter would fail again, on what is buffered
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stdout.fileno())
+            os.close(nowhere)
+        # with --json too: an object would be written to the same place
+        click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+        raise SystemExit(FAILED) from None
 
 
 def _print_error(error: Exception, message: str) -> None:

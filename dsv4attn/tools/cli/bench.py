@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from dsv4attn.errors import NoBackendError, UnknownNameError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import console, require_torch, write_file
+from dsv4attn.tools.cli.common import check_request, console, require_torch, write_file
 from dsv4attn.tools.cli.options import (
     JSON,
     SAVE,
@@ -158,12 +158,13 @@ def bench(
       2    bad input
       130  interrupted; what was measured is shown, marked incomplete
     """  # noqa: D301 - click wants the character
+    _check_what(what)
+    _names_of(sizes["backends"])
     require_torch(ctx)
     from dsv4attn.tools.bench import compare as comparing
     from dsv4attn.tools.bench import report
     from dsv4attn.tools.bench.result import load
 
-    _check_what(what)
     _check_sources(sources, measures=bool(what or any(sizes.values())), one_run=bool(save or as_json or compare))
     old = load(compare, "--compare") if compare else None
     if plot:
@@ -360,13 +361,21 @@ def _size(options: _Asked, size: CaseSizes) -> CaseSizes:
     )
 
 
+def _names_of(backends: str | None) -> list[str]:
+    """The names of `--backends`, each once; empty if nothing is named. Raises for a name that no backend has."""
+    names = list(dict.fromkeys(name.strip() for name in backends.split(","))) if backends else []
+    for name in names:
+        check_request(name)
+    return names
+
+
 def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
     """The named backends, all of which must load, or all that are native to the device and load."""
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.selection import backend_names, load_backend, registered
 
     if names:
-        return {name: load_backend(name) for name in dict.fromkeys(n.strip() for n in names.split(","))}
+        return {name: load_backend(name) for name in _names_of(names)}
     facts, backends = DeviceFacts.here(place), {}
     for name in backend_names():
         if facts.matches(registered(name).info.native):

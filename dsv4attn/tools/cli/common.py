@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from attrs import asdict
 
 from dsv4attn.config import AUTO, PHASES
-from dsv4attn.core.contract.devices import DEVICES, KnownDevice, described
+from dsv4attn.core.contract.devices import DEVICES, KnownDevice, described, named_by_number
 from dsv4attn.core.contract.problem import Problem
-from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, is_path
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COMPILED_FOR",
     "check_matplotlib",
+    "check_request",
     "chosen_backend",
     "console",
     "device_facts",
@@ -64,13 +65,7 @@ _ENDLESS = 10_000
 
 def geometry_of(model: str) -> ModelGeometry:
     """The model of a preset's name, or of a config.json or the folder that holds it."""
-    path = Path(model)
-    try:
-        return ModelGeometry.preset(model)
-    except UnknownNameError:
-        if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
-            return ModelGeometry.from_config(path)
-        raise
+    return ModelGeometry.from_config(model) if is_path(model) else ModelGeometry.preset(model)
 
 
 def device_facts(name: str) -> DeviceFacts:
@@ -130,6 +125,8 @@ def _plugin_device(name: str, of_plugins: Mapping[str, str]) -> DeviceFacts | No
 
 def _family(name: str, names: Iterable[str]) -> list[str]:
     """Names of devices that may be meant: equally long with the same letters in front, or beginning with the name."""
+    if numbered := named_by_number(name, names):
+        return numbered
     letters = re.split(r"\d", name)[0]
     near = [
         n for n in names if re.split(r"\d", n)[0].rstrip("_") == letters and (name == letters or len(n) == len(name))
@@ -164,6 +161,19 @@ def check_matplotlib() -> None:
     except ImportError as error:
         hint = 'pip install "dsv4attn[plot]"'
         raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
+
+
+def check_request(backend: str | None) -> None:
+    """Raise for a name in `--backend` that no backend has, and for a plugin that failed. Nothing of torch is imported.
+
+    backend: NAME, "auto", or "decode=NAME,prefill=NAME"; None: nothing is named.
+    """
+    from dsv4attn.config import parse_request
+    from dsv4attn.selection import registered
+
+    for name in parse_request(backend, "argument backend").values() if backend is not None else ():
+        if name != AUTO:
+            registered(name)
 
 
 def chosen_backend(

@@ -17,6 +17,7 @@ from dsv4attn.core.cache.key_records import KEY_RECORDS
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     COMPILED_FOR,
+    check_request,
     console,
     device_facts,
     epilog,
@@ -28,6 +29,7 @@ from dsv4attn.tools.cli.common import (
 )
 from dsv4attn.tools.cli.options import JSON, choice, command_line, integer, options, text
 from dsv4attn.tools.cli.progress import progress_bar
+from dsv4attn.tools.cli.threads import check_number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -121,6 +123,7 @@ class _Job:
         type=click.Path(file_okay=False, writable=True, path_type=Path),
         help="Folder of Triton's cache that gets the kernels.  [default: TRITON_CACHE_DIR, or Triton's own]",
     ),
+    integer("--jobs", help="Threads that compile.  [default: one for each core, at most 16]"),
     JSON,
 )
 @click.pass_context
@@ -134,6 +137,7 @@ def compile_(
     tensor_parallel: int,
     kernels: tuple[str, ...],
     folder: Path | None,
+    jobs: int | None,
     as_json: bool,
 ) -> None:
     """Compile every kernel of a model for GPUs of NVIDIA and AMD, with the Triton that is installed.
@@ -151,35 +155,43 @@ def compile_(
       1    a kernel spills more, exceeds a limit, or does not compile
       2    bad input
     """  # noqa: D301 - click wants the character
+    # names first: torch takes seconds
+    geometry = geometry_of(model).tensor_parallel(tensor_parallel)
+    check_request(backend)
+    archs = [_arch(name) for name in targets]
+    workers = None if jobs is None else check_number("--jobs", jobs)
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
-    geometry = geometry_of(model).tensor_parallel(tensor_parallel)
     if folder is not None:
         # Triton reads it at each compilation, and so do the processes that it starts
         os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
     if DeviceFacts.here("cpu").interpreted:
         ctx.exit(_elsewhere(ctx))
-    jobs, failed = _jobs(targets, backend, geometry, dtypes, kernels)
+    tasks, failed = _jobs(archs, backend, geometry, dtypes, kernels)
     from dsv4attn.backends._triton.compiling.aot import compile_all
 
-    total = sum(len(job.variants) * (1 if job.target.is_cuda else 2) for job in jobs)
+    total = sum(len(task.variants) * (1 if task.target.is_cuda else 2) for task in tasks)
     done = count(1)
-    with progress_bar(total, "{task.fields[kernel]}", shown=not as_json, kernel="") as move:
 
-        def progress(outcome: Outcome) -> None:
-            move(next(done), kernel=outcome.variant.name)
+    def line(completed: float, seconds: float, values: dict[str, Any]) -> str:
+        return f"{completed:.0f}/{total} compiled, {values['kernel']}, {seconds:.0f} s"
 
-        for job in jobs:
-            job.outcomes.extend(compile_all(job.variants, job.target, progress=progress))
-    ok = not any(job.faulty for job in jobs)
+    with progress_bar(total, "{task.fields[kernel]}", shown=not as_json, line=line, kernel="") as move:
+        for task in tasks:
+
+            def progress(outcome: Outcome, target: str = task.target.name) -> None:
+                move(next(done), kernel=f"{outcome.variant.name} for {target}")
+
+            task.outcomes.extend(compile_all(task.variants, task.target, progress=progress, workers=workers))
+    ok = not any(task.faulty for task in tasks)
     if as_json:
-        values = {"model": geometry.name, "jobs": [_as_json(job) for job in jobs], "failures": failed}
+        values = {"model": geometry.name, "jobs": [_as_json(task) for task in tasks], "failures": failed}
         print_json({"ok": ok, **values})
     else:
-        for job in jobs:
-            _show(job)
-        _sum_up(jobs, failed)
+        for task in tasks:
+            _show(task)
+        _sum_up(tasks, failed)
         if folder is not None:
             click.echo(f"in a Dockerfile: ENV TRITON_CACHE_DIR={folder.resolve()}")
     ctx.exit(OK if ok else FAILED)
@@ -193,7 +205,7 @@ def _elsewhere(ctx: click.Context) -> int:
 
 
 def _jobs(
-    targets: Iterable[str],
+    archs: Iterable[str],
     backend: str | None,
     geometry: ModelGeometry,
     dtypes: Iterable[str],
@@ -205,13 +217,13 @@ def _jobs(
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
     try:
-        from dsv4attn.backends._triton.compiling.targets import Target  # noqa: F401
+        from dsv4attn.backends._triton.compiling.targets import Target
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise click.UsageError("triton is not installed -> pip install 'dsv4attn[triton]'") from error
     require_release()
-    chosen = [_target(name) for name in targets]
+    chosen = [Target.of(arch) for arch in archs]
     bounds = [bounds_of(geometry, dtype) for dtype in dict.fromkeys(dtypes)]
     loaded, failed = _loaded(backend)
     if not loaded:
@@ -239,9 +251,8 @@ def _jobs(
     return jobs, failed
 
 
-def _target(name: str) -> Target:
-    """The target of a device's name. Raises unless there is one."""
-    from dsv4attn.backends._triton.compiling.targets import Target
+def _arch(name: str) -> str:
+    """The architecture of a device's name. Raises unless kernels can be compiled for it."""
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
     try:
@@ -255,7 +266,7 @@ def _target(name: str) -> Target:
         actual = f"{name!r} ({facts.name})" if facts.kind != "cpu" else repr(name)
         hint = "" if facts.kind == "cpu" else hint
         raise ArgumentError("--target", expected="a GPU of NVIDIA or AMD", actual=actual, hint=hint)
-    return Target.of(facts.arch)
+    return facts.arch
 
 
 def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, Backend]], dict[str, str]]:

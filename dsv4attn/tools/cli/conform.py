@@ -12,9 +12,10 @@ import attrs
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
-from dsv4attn.tools.cli.common import console, grid, require_torch, simple_table, write_file
+from dsv4attn.tools.cli.common import check_request, console, grid, require_torch, simple_table, write_file
 from dsv4attn.tools.cli.options import FILTER, HTML, OPTION, flag, integer, options, target_file, text
 from dsv4attn.tools.cli.progress import progress_bar
+from dsv4attn.tools.cli.threads import check_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,6 +116,8 @@ def conform(
       2    bad input
       130  interrupted; the certificate has what has run
     """  # noqa: D301 - click wants the character
+    check_number("--jobs", jobs)
+    check_request(backend)
     require_torch(ctx)
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES

@@ -50,6 +50,7 @@ class _Problem:
 class _Report:
     """Facts of the installation, and its problems.
 
+    file: the configuration file in words.
     phases: the automatic choice. runs: the choice under the settings.
     """
 
@@ -58,6 +59,7 @@ class _Report:
     system: dict[str, str]
     devices: list[DeviceFacts]
     settings: Settings
+    file: str
     registry: PluginRegistry
     phases: dict[str, Selection] = field(factory=dict)
     runs: dict[str, Selection] = field(factory=dict)
@@ -102,8 +104,9 @@ def _examine() -> _Report:
     problems = []
     try:
         settings = load_settings()
+        file = settings.file or "no file"
     except ConfigError as error:
-        settings = Settings()
+        settings, file = Settings(), "not read: problem 1 below says why"
         problems.append(_Problem(f"configuration: {error}", "correct it; everything above is without it"))
     attempts = [installation.tried(package) for package in ("torch", "triton")]
     torch = attempts[0]
@@ -125,7 +128,7 @@ def _examine() -> _Report:
     packages["triton"] = devices[0].triton_version
     system = installation.system(torch)
     phases = automatic(registry, devices[0])
-    report = _Report(packages, torch, system, devices, settings, registry, phases)
+    report = _Report(packages, torch, system, devices, settings, file, registry, phases)
     report.engines, report.problems = engines.examine(), problems
     _judge(report)
     wrong = [state for state in report.engines if state.is_problem]
@@ -261,7 +264,7 @@ def _show(report: _Report) -> None:
         ("versions", ["  ".join(versions[:4]), "  ".join(versions[4:])]),
         ("system", [f"{name}: {text}" for name, text in report.system.items()]),
         ("devices", [str(device) for device in report.devices]),
-        ("configuration", [report.settings.file or "no file", *values, *ignored]),
+        ("configuration", [report.file, *values, *ignored]),
         ("environment", environment or ["nothing that matters here"]),
         ("backends", [", ".join(report.registry.backends), *left_out]),
         ("automatic", merged({phase: selection.verdict for phase, selection in report.phases.items()})),

@@ -17,6 +17,7 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     check_matplotlib,
+    check_request,
     console,
     device_facts,
     epilog,
@@ -194,6 +195,9 @@ def memory(
       1    it does not fit
       2    bad input
     """  # noqa: D301 - click wants the character
+    # names first: torch takes seconds
+    geometry, device_gib = geometry_of(model), _gib_of(device, gib)
+    check_request(backend)
     require_torch(ctx)
     from dsv4attn.core.contract.limits import Limits
     from dsv4attn.core.model.geometry import PRESETS
@@ -203,7 +207,7 @@ def memory(
         check_matplotlib()
     if not 0 < utilization <= 1:
         raise ArgumentError("--utilization", expected="a part of the memory, above 0 and at most 1", actual=utilization)
-    size, geometry = int(_gib_of(device, gib) * _GIB), geometry_of(model)
+    size = int(device_gib * _GIB)
     max_model_len = max_model_len or min(131_072, geometry.max_position)
     if max_model_len > geometry.max_position:
         expected = f"at most {geometry.max_position}, the longest context of {geometry.name}"

@@ -34,6 +34,8 @@ __all__ = [
     "token_count",
 ]
 
+_LARGEST = 2**31 - 1
+"""Largest number that an option without a bound of its own takes: what a 32-bit index can count."""
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]
 
@@ -42,6 +44,13 @@ class WholeNumber(click.IntRange):
     """An integer within bounds that error messages call a whole number, not an integer range as click does."""
 
     name = "whole number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 - click's
+        """Check the bounds, and that a 32-bit index can count what has no upper bound of its own."""
+        number = super().convert(value, param, ctx)
+        if self.max is None and number > _LARGEST:
+            self.fail(f"{number} is larger than {_LARGEST}", param, ctx)
+        return number
 
 
 class TokenCount(WholeNumber):
@@ -123,8 +132,9 @@ def number_list(_: click.Context, parameter: click.Parameter, value: str | None)
     if value is None:
         return None
     parts = [_without_suffix(part.strip()) for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"{value!r}: expected numbers above 0 with commas, as in 8,64,256", param=parameter)
+    if not all(part.isdecimal() and 0 < int(part) <= _LARGEST for part in parts):
+        expected = f"expected numbers from 1 to {_LARGEST} with commas, as in 8,64,256"
+        raise click.BadParameter(f"{value!r}: {expected}", param=parameter)
     return tuple(int(part) for part in parts)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
-from dsv4attn.tools.cli.common import console, grid, require_torch, simple_table
+from dsv4attn.tools.cli.common import check_request, console, grid, require_torch, simple_table
 from dsv4attn.tools.cli.conform import grouped, run_kit, show_failures, write_page
 from dsv4attn.tools.cli.options import FILTER, HTML, JSON, options, text
 
@@ -61,6 +61,9 @@ def parity(
       2    bad input
       130  interrupted; what has run is shown, marked incomplete
     """  # noqa: D301 - click wants the character
+    for request in backends.split(","):
+        if name := request.strip().partition(":")[0]:
+            check_request(name)
     require_torch(ctx)
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES

@@ -155,19 +155,22 @@ def run(
       2    bad input
       130  interrupted; the report of what has run is printed
     """  # noqa: D301 - click wants the character
-    from dsv4attn.tools.cli.common import require_torch
+    from dsv4attn.tools.cli.common import check_request, geometry_of, require_torch
     from dsv4attn.tools.cli.threads import Threads, wait_passively
 
+    # names first: torch takes seconds
+    geometry, kinds = geometry_of(model), _kinds(layers)
+    check_request(backend)
     wait_passively()
     require_torch(ctx)
     from attrs import evolve
 
     from dsv4attn.tools.cli.bench_device import device_named
-    from dsv4attn.tools.cli.common import chosen_backend, geometry_of
+    from dsv4attn.tools.cli.common import chosen_backend
     from dsv4attn.tools.cli.ranks import joined
     from dsv4attn.tools.replay.engine import ReplayConfig
 
-    geometry = geometry_of(model)
+    cpu_threads = Threads.chosen(threads)
     place = device_named(device)
     _check_ranks(context_parallel, interleave, geometry, trace, place)
     is_short, model_topk = trace == _SHORT, geometry.index_topk
@@ -177,7 +180,7 @@ def run(
         max_num_batched_tokens = _TOKENS_OF_A_SHORT_STEP if is_short else _TOKENS_OF_A_STEP
     max_kv_bytes = settings.pop("max_kv_mib") * 2**20
     settings |= {"max_num_batched_tokens": max_num_batched_tokens, "max_kv_bytes": max_kv_bytes}
-    config = ReplayConfig(kinds=_kinds(layers), device=place, **settings)
+    config = ReplayConfig(kinds=kinds, device=place, **settings)
     units = {"time_unit": trace_time_unit, "block_tokens": trace_block_tokens}
     requests = _requests(trace, units, max_requests, max_tokens, config, geometry)
     facts: dict[str, object] = {
@@ -190,7 +193,6 @@ def run(
     with joined(context_parallel, interleave or 1) if context_parallel else nullcontext() as context:
         replay = _replay(geometry, chosen, requests, config, context)
         prints = context is None or context.ownership.rank == 0
-        cpu_threads = Threads.chosen(threads)
         with cpu_threads.used(), _progress(replay.total_tokens, shown=prints and not as_json) as progress:
             report = replay.run(progress)
     # the CPU's threads do not matter for times on an accelerator

@@ -10,9 +10,13 @@ from pathlib import Path
 
 from attrs import asdict, frozen
 
-__all__ = ["Threads", "usable_cores", "wait_passively"]
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["Threads", "check_number", "usable_cores", "wait_passively"]
 
 VARIABLE = "OMP_NUM_THREADS"
+_LEAST_BOUND, _PER_CORE = 64, 4
+"""Threads that any machine may have, and threads for each core of a larger one."""
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -31,14 +35,17 @@ class Threads:
 
     @classmethod
     def chosen(cls, requested: int | None = None) -> Threads:
-        """The requested number, or OMP_NUM_THREADS, or one for each usable core and at most torch's own number."""
+        """The requested number, or OMP_NUM_THREADS, or one for each usable core and at most torch's own number.
+
+        Raises ArgumentError for far more threads than cores, see `check_number`.
+        """
         import torch
 
         cores = usable_cores()
         if requested is not None:
-            return cls(requested, cores, "--threads")
+            return cls(check_number("--threads", requested), cores, "--threads")
         if os.environ.get(VARIABLE, "").strip():
-            return cls(torch.get_num_threads(), cores, VARIABLE)
+            return cls(check_number(VARIABLE, torch.get_num_threads()), cores, VARIABLE)
         return cls(min(cores, torch.get_num_threads()), cores, "cores of this process; --threads N sets it")
 
     def __str__(self) -> str:
@@ -60,6 +67,19 @@ class Threads:
             yield
         finally:
             torch.set_num_threads(count_outside)
+
+
+def check_number(argument: str, number: int) -> int:
+    """A number of threads or processes. Raises ArgumentError for so many that the system may end this process.
+
+    argument: the option or the variable that says the number.
+    """
+    cores = usable_cores()
+    most = max(_LEAST_BOUND, _PER_CORE * cores)
+    if number > most:
+        expected, actual = f"at most {most}", f"{number} on {cores} core{'s' * (cores != 1)}"
+        raise ArgumentError(argument, expected=expected, actual=actual, hint="one for each core is fastest")
+    return number
 
 
 def wait_passively() -> None:

@@ -76,7 +76,16 @@ def test_no_name_means_two_devices() -> None:
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("xpuu", "xpu"), ("sm", "sm_"), ("gfx", "gfx"), ("h2O0", "h200"), ("mi30O", "mi300"), ("rx580", "rx"), ("", "")],
+    [
+        ("xpuu", "xpu"),
+        ("sm", "sm_"),
+        ("gfx", "gfx"),
+        ("h2O0", "h200"),
+        ("mi30O", "mi300"),
+        ("4090", "rtx4090"),
+        ("rx580", "rx"),
+        ("", ""),
+    ],
 )
 def test_an_unknown_device_is_an_error_with_a_suggestion(name: str, suggestion: str) -> None:
     with pytest.raises(UnknownNameError, match=rf"^unknown device '{name}'") as caught:

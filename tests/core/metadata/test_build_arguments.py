@@ -46,6 +46,55 @@ def test_stale_slots_after_the_tokens_are_refused_where_values_are_checked(steps
     assert builder(steps=BUILDER_OPS[steps], validate=False).build(build(0)).num_actual_tokens == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("block_table", {"slot_mapping": torch.tensor([4, 4, 5])}, "slot_mapping: expected each key of .*slot 4 for"),
+        (
+            "compressed_block_table",
+            {},
+            "compressed_block_table: expected each entry .*requests 0 and 1 -> requests may",
+        ),
+        ("c4a_state_block_table", {}, "Batch.c4a_state_block_table: expected each state .* in a slot of its own, got"),
+    ],
+)
+def test_requests_that_write_the_same_slots_are_refused(name: str, change: dict[str, Any], said: str) -> None:
+    lens = {"block_table": [5, 6]}.get(name, [4, 5])  # the last token of an entry of four is token 3
+    batch = batch_of([1, 2], lens)
+    tables = [name, "block_table"] if name == "block_table" else [name]
+    for table_name in tables:
+        table = getattr(batch, table_name)
+        if table is None:  # of states, which these batches do not have
+            table = torch.arange(2 * 16, dtype=I32).reshape(2, 16)
+        shared = table.clone()
+        shared[1] = shared[0]
+        setattr(batch, table_name, shared)
+    for field, value in change.items():
+        setattr(batch, field, value)
+
+    refused(builder(), lambda: batch, f"^{said}")
+    builder(validate=False).build_for(batch, ["swa", "c4a"])
+
+
+def test_metadata_of_an_earlier_build_are_refused_but_those_of_a_capture() -> None:
+    build = builder()
+    first, captured = build.build_for(GOOD, ["swa"]), build.build_for(GOOD, ["swa"], full_width=True)
+    last = build.build_for(GOOD, ["swa"])
+
+    def found(metadata: dict[LayerKind, AttentionMetadata], **options: bool) -> AttentionMetadata | None:
+        with set_forward_context(metadata, **options) as context:
+            return context.for_layer("l", "l.swa", SWA)
+
+    for metadata in (captured, last):
+        assert found(metadata) is metadata[SWA]
+    with pytest.raises(ArgumentError, match=r"^attn_metadata: expected metadata of .* last build, .* -> build the met"):
+        found(first)
+    assert found(first, as_captured=True) is first[SWA]
+    by_prefix: dict[str, Any] = {"l.swa": first[SWA].swa}
+    with pytest.raises(ArgumentError, match="of an earlier one, whose tensors hold another step by now"):
+        found(by_prefix)  # type: ignore[arg-type]
+
+
 def test_counts_may_be_integers_of_numpy() -> None:
     counts: list[Any] = [np.int64(2), np.int32(8), 64]
 

@@ -10,7 +10,15 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE
-from tests.harness import LayerStack, all_bytes, caches_unchanged, padded_batch, stale_positions, with_padding
+from tests.harness import (
+    BLOCK_TABLES,
+    LayerStack,
+    all_bytes,
+    caches_unchanged,
+    padded_batch,
+    stale_positions,
+    with_padding,
+)
 from tests.harness_v41 import ROUNDED, STACKS, Steps, worst_layer_error
 
 FILLS = -1, 0, 10**6, None
@@ -74,7 +82,10 @@ def test_a_token_without_a_slot_has_no_request_and_no_entry(backend: str) -> Non
     whole = LayerStack(load_backend("reference"), swa_block_size=4)
     builder = MetadataBuilder(whole.geometry, whole.limits, swa_block_size=4, backend=load_backend(backend))
     batch = padded_batch(whole.manager.batch([(whole.manager.new(), 5)]), None, [4, 4], rows_after=2)
-    batch.slot_mapping[-3] = 3  # of position 3 in block 0
+    for name in BLOCK_TABLES:
+        if (table := getattr(batch, name)) is not None:
+            table[2] = table[0] + 50
+    batch.slot_mapping[-3] = int(batch.block_table[2, 0]) * 4 + 3  # of position 3
 
     metadata_by_kind = builder.build_all(batch)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from dsv4attn import selection
 
@@ -19,6 +21,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.core.contract.problem import Reason
 from dsv4attn.plugins import PluginRegistry
+from dsv4attn.tools.cli import main, progress
 from tests.forked_programs import run_forked
 from tests.tools.cli.machine import Machine
 
@@ -74,8 +77,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     asked = []
 
     def compile_all(
-        variants: Iterable[Variant], target: Target, *, progress: Callable[[Outcome], None]
+        variants: Iterable[Variant], target: Target, *, progress: Callable[[Outcome], None], workers: int | None
     ) -> list[Outcome]:
+        assert workers in (None, 2)
         outcomes = []
         wave = target.warp_size
         asked.append((target.name, len([*variants])))
@@ -243,6 +247,16 @@ def test_bad_input_is_code_2(machine: Machine, options: list[str], said: str) ->
 
     assert code == 2
     assert said in values["error"]["message"]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_line_of_stderr_says_what_has_been_compiled(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor(machine)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    result = CliRunner().invoke(main, ["compile", "--target", "sm_90", "--backend", "acme", "--jobs", "2"])
+
+    assert re.match(r"1/3 compiled, \w+ for sm_90, \d+ s\n2/3 ", result.stderr), result.stderr
+    assert result.stderr.count("\n") == 3
 
 
 @pytest.mark.usefixtures("compiler")

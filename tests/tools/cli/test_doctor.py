@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,15 @@ def test_mistakes_in_the_configuration_are_problems(machine: Machine, environ: d
     machine.install("acme")
 
     assert problems(machine, **environ)[0][0].startswith(what)
+
+
+def test_a_file_that_cannot_be_read_is_not_said_to_be_missing(machine: Machine) -> None:
+    (machine.wheels.folder / "dsv4attn.toml").write_text("decode = [", encoding="utf-8")
+    text = " ".join(machine.run("doctor")[1])
+
+    assert re.search(
+        r"configuration\s+not read: problem 1 below says why\s.*\s1\s+configuration: .*not valid TOML", text
+    )
 
 
 def test_options_of_no_backend_are_a_problem(machine: Machine) -> None:

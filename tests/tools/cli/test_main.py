@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -50,6 +51,44 @@ def test_help_names_every_command_and_loads_none() -> None:
     for name, (_, text) in cli._COMMANDS.items():
         assert f"  {name} " in done.stdout
         assert text.split()[0] in done.stdout
+
+
+WRONG_NAMES = [
+    "run --backend nope",
+    "run --layers c4b",
+    "run --model /nope/config.json",
+    "conform nope",
+    "parity --backends nope",
+    "bench decode --backends nope",
+    "compile --target h2000",
+    "memory --device 4090",
+]
+
+
+def test_names_are_checked_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from dsv4attn.tools.cli import main\n"
+        f"for words in {WRONG_NAMES}:\n"
+        "    print(words, CliRunner().invoke(main, words.split()).exit_code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines() == [f"{words} 2 False" for words in WRONG_NAMES]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is full")
+@pytest.mark.parametrize("words", ["explain", "explain --json"])
+def test_a_full_disk_is_one_line_and_a_closed_pipe_is_none(words: str) -> None:
+    command = [sys.executable, "-m", "dsv4attn", *words.split()]
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "Error: the output cannot be written: No space left on device\n")
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_every_command_can_be_loaded() -> None:

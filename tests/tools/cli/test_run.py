@@ -483,6 +483,7 @@ BAD = [
     (["--max-kv-mib", "1"], "ArgumentError", "--max-kv-mib: expected at least 6, so that request 2 (306"),
     (["--max-kv-mib", "1", "--trace", "long"], "ArgumentError", "expected at least 22, so that request 2 (2096"),
     (["--max-kv-mib", "1"], "ArgumentError", "fits, got 1 -> allow more memory"),
+    (["--max-tokens", str(10**20)], "BadParameter", "100000000000000000000 is larger than 2147483647"),
     (["--max-tokens", "1"], "BadParameter", "1 is not in the range x>=2"),
     (["--max-requests", "0"], "BadParameter", "0 is not in the range x>=1"),
     (["--max-num-batched-tokens", "-5"], "BadParameter", "-5 is not in the range x>=1"),

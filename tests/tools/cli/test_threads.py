@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import threads
 from dsv4attn.tools.cli.threads import Threads, usable_cores, wait_passively
 
@@ -61,6 +62,8 @@ def test_an_option_comes_before_the_variable_and_that_before_the_cores(
 ) -> None:
     assert str(Threads.chosen()) == "threads 4 of 4 cores (cores of this process; --threads N sets it)"
     assert Threads.chosen(7) == Threads(7, 4, "--threads")
+    with pytest.raises(ArgumentError, match=r"^--threads: expected at most 64, got 100000 on 4 cores -> one for each"):
+        Threads.chosen(100_000)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert Threads.chosen() == Threads(4, 4, "OMP_NUM_THREADS")
 

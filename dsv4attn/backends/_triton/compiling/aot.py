@@ -312,16 +312,21 @@ class Outcome:
 
 
 def compile_all(
-    variants: Iterable[Variant], target: Target, *, progress: Callable[[Outcome], None] | None = None
+    variants: Iterable[Variant],
+    target: Target,
+    *,
+    progress: Callable[[Outcome], None] | None = None,
+    workers: int | None = None,
 ) -> list[Outcome]:
     """Compile variants for a target, each once, and in both forms on AMD. Errors of the compiler are in the outcomes.
 
-    progress: called with each outcome, in the order of the result. Raises ArgumentError where kernels are interpreted.
+    progress: called with each outcome, in the order of the result. workers: threads that compile; None: `threads()`.
+    Raises ArgumentError where kernels are interpreted.
     """
     _require_compiler()
     forms = [(variant, far) for variant in dict.fromkeys(variants) for far in (False, True)[: 2 - target.is_cuda]]
     outcomes = []
-    with ThreadPoolExecutor(threads()) as executor:
+    with ThreadPoolExecutor(workers or threads()) as executor:
         for outcome in executor.map(lambda form: _outcome(form[0], target, far=form[1]), forms):
             outcomes.append(outcome)
             if progress is not None:
