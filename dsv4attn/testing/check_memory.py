@@ -18,6 +18,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
+from dsv4attn.testing.causes import OFFSETS
 from dsv4attn.testing.check_attention import equals_oracle, judged, require_same_bits
 from dsv4attn.testing.random_step import StepFixture
 from dsv4attn.testing.single_call import SingleCall
@@ -90,7 +91,10 @@ def capped(bench: Bench, inputs: StepFixture) -> Measure:
     measures = [equals_oracle(bench, inputs)]
     for limits in (small, attrs.evolve(inputs.limits, max_workspace_bytes=least)):
         answer = inputs.problem(bench.backend, limits=limits).answer(bench)
-        measures.append(judged(inputs, answer))
+        try:
+            measures.append(judged(inputs, answer))
+        except Wrong as wrong:
+            raise Wrong(f"{wrong}; {OFFSETS}", wrong.measure) from None
     return worst_of(*measures)
 
 

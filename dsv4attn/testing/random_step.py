@@ -203,15 +203,18 @@ class RandomStep(CaseInput):
 
     def judge(self, out: Tensor, lse: Tensor | None) -> tuple[float, str]:
         """Return the largest error in budgets, of any size, and a sentence about its row."""
-        errors = self._expected.errors(out, lse) / tolerance(self.layout, self.q_dtype)
+        budget = tolerance(self.layout, self.q_dtype)
+        errors = self._expected.errors(out, lse)
         if not errors.size:
             return 0.0, "no rows"
         row, head = np.unravel_index(errors.argmax(), errors.shape)
         token = self.tokens[row] if row < len(self.tokens) else "past the batch"
-        said = self._expected.described(out, lse, int(row), int(head), tolerance(self.layout, self.q_dtype))
-        return float(errors.max()), (
+        said = self._expected.described(out, lse, int(row), int(head), budget)
+        starts = {t for t, token in enumerate(self.tokens) if token.position == self.requests[token.request][0]}
+        cause = self._expected.cause(out, lse, errors, budget, self.layout, starts)
+        return float(errors.max()) / budget, (
             f"{self.kind.value} row {row} ({token}), head {head}: {said}; "
-            f"{(errors > 1).any(1).sum()} of {len(errors)} rows are wrong"
+            f"{(errors > budget).any(1).sum()} of {len(errors)} rows are wrong{cause}"
         )
 
 

@@ -219,11 +219,13 @@ class SingleCall(CaseInput):
 
     def judge(self, out: Tensor, lse: Tensor | None, expected: Expected | None = None) -> tuple[float, str]:
         """Return the largest error, in the unit of `budget`, and a sentence about the row that has it."""
-        errors = (expected or self.expected).errors(out, lse)
+        answer = expected or self.expected
+        errors = answer.errors(out, lse)
         row, head = np.unravel_index(errors.argmax(), errors.shape)
-        said = (expected or self.expected).described(out, lse, int(row), int(head), self.budget)
-        where = f"{self.phase.value} row {row}, head {head}: {said}"
-        return float(errors.max()), f"{where}; {(errors > self.budget).any(1).sum()} of {len(errors)} rows are wrong"
+        said = answer.described(out, lse, int(row), int(head), self.budget)
+        wrong = f"{(errors > self.budget).any(1).sum()} of {len(errors)} rows are wrong"
+        cause = answer.cause(out, lse, errors, self.budget, self.layout)
+        return float(errors.max()), f"{self.phase.value} row {row}, head {head}: {said}; {wrong}{cause}"
 
     def run(
         self,

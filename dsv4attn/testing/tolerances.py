@@ -11,7 +11,7 @@ too if the true value is within the budget of the midpoint between both: in fp32
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -27,6 +27,7 @@ from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import Products
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Measure, Wrong
+from dsv4attn.testing.causes import factor_of_two, likely_cause
 
 __all__ = [
     "F64",
@@ -221,6 +222,31 @@ class Expected:
             f"lse {lse_text}, expected {self.lse[row, head]:.7g}"
         )
 
+    def cause(
+        self,
+        out: Tensor,
+        lse: Tensor | None,
+        errors: F64,
+        budget: float,
+        layout: KVCacheLayout,
+        starts: Collection[int] = (),
+    ) -> str:
+        """The end of a failure's text: the likely cause, or "" if there is none.
+
+        errors, budget: of `errors`, in one unit.
+        layout: of the keys.
+        starts: see `likely_cause`.
+        """  # fmt: skip
+        wrong = ~(errors <= budget)
+        if not wrong.any():
+            return ""
+        alone = Expected(self.out, self.lse, np.full_like(self.mass, np.inf))  # errors of the lse only
+        lse_is_right = lse is not None and bool((alone.errors(out.nan_to_num(), lse) <= budget).all())
+        coded_dims = layout.nope_dim if layout.fp8_format and layout.plain_dims else 0
+        values = out.double().cpu().numpy()
+        said = likely_cause(values, self.out, wrong, lse_is_right=lse_is_right, starts=starts, coded_dims=coded_dims)
+        return said and f"; {said}"
+
     def _parts(self, out: Tensor, lse: Tensor | None) -> tuple[F64, F64]:
         """[T', H] errors of out and of lse, as in `errors`, but with NaN."""
         with np.errstate(invalid="ignore"):
@@ -312,7 +338,9 @@ def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]],
     same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
     if not same.all():
         place = tuple(int(axis[0]) for axis in (~same).nonzero())
-        raise Wrong(f"{where(place)}: {shown(actual[place], 6)}, expected {shown(expected[place], 6)}")
+        said = factor_of_two(actual, expected)
+        said = f"{shown(actual[place], 6)}, expected {shown(expected[place], 6)}{said and f'; {said}'}"
+        raise Wrong(f"{where(place)}: {said}")
     return Measure()
 
 

@@ -12,6 +12,7 @@ import importlib.util
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from attrs import asdict, evolve, field, frozen, validators
@@ -90,8 +91,12 @@ class EngineState:
 
 
 def examine() -> list[EngineState]:
-    """The state of every engine in this environment. Never raises because of a wheel or of strange metadata."""
-    return [_examined(engine) for engine in ENGINES]
+    """The state of every engine in this environment. Never raises because of a wheel or of strange metadata.
+
+    TokenSpeed and the module `flash_mla` are in the list where they, or their wheels, are installed.
+    """
+    others = [_tokenspeed(), _flash_mla()]
+    return [*map(_examined, ENGINES), *(state for state in others if state.installed or state.wheel_version)]
 
 
 def as_json(state: EngineState) -> dict[str, Any]:
@@ -155,6 +160,78 @@ def _judged(state: EngineState, named: str, point: str, guard: Guard) -> EngineS
     return evolve(state, state="untested", why=why, cure=f"if it fails, {guard.install}")
 
 
+def _other(name: str, package: str, wheel_name: str) -> EngineState:
+    """The state of a package that is no `Engine`, from versions alone; "broken" if only its module can say more."""
+    wheel, installed = _distribution(wheel_name), _distribution(package)
+    state = EngineState(name, package, wheel_name, "absent", "not installed", version=_version(installed))
+    state = evolve(state, wheel_version=(_version(wheel) or "unknown") if wheel else None)
+    if installed is None and not _is_module(package):
+        why = f"not installed, but {wheel_name} {state.wheel_version} is"
+        cure = f"install {package}, or uninstall {wheel_name}"
+        return evolve(state, installed=False, why=why, cure=cure) if wheel else evolve(state, installed=False)
+    if wheel is None:
+        cure = f"to change that, install integrations/{wheel_name} of dsv4attn's sources"
+        return evolve(state, state="no wheel", why=f"{wheel_name} is not installed", cure=cure)
+    return evolve(state, state="broken")
+
+
+def _tokenspeed() -> EngineState:
+    """Whether TokenSpeed's ops have kernels of dsv4attn. If its wheel refuses, TokenSpeed warns and runs its own."""
+    state = _other("TokenSpeed", "tokenspeed_kernel", "dsv4attn-tokenspeed")
+    named, variable = f"{state.wheel} {state.wheel_version}", "DSV4ATTN_TOKENSPEED"
+    if state.state != "broken":
+        return state
+    try:
+        tested = str(importlib.import_module("dsv4attn_tokenspeed").TESTED)
+    except PLUGIN_ERRORS as error:
+        why, cure = f"{named} is broken: {first_line(error)}", f"reinstall {state.wheel}, or uninstall it"
+        return evolve(state, why=why, cure=cure, traceback=trace_of(error))
+    state = evolve(state, tested=(tested,), is_tested=state.version == tested)
+    if os.environ.get(variable, "").strip() == "0":
+        return evolve(state, state="off", why=f"{variable}=0 switches {named} off", cure=f"unset {variable}")
+    why = f"{named} was tested with {tested} only"
+    if not state.is_tested and os.environ.get(f"{variable}_ANY_VERSION", "").strip() != "1":
+        cure = f"install {state.package}=={tested}, or set {variable}_ANY_VERSION=1 to try this version"
+        return evolve(state, why=why, cure=cure)
+    state = evolve(state, served=True, scope="in every op that has a kernel of the wheel")
+    if state.is_tested:
+        return evolve(state, state="active", why=f"{named} was tested with this version")
+    why, cure = (
+        f"{why}; {variable}_ANY_VERSION=1 lets it try this one",
+        f"if it fails, install {state.package}=={tested}",
+    )
+    return evolve(state, state="untested", why=why, cure=cure)
+
+
+def _flash_mla() -> EngineState:
+    """Which module an engine gets that imports `flash_mla`. Nothing is imported: Python says where it would look."""
+    state, variable = _other("flash_mla", "flash_mla", "dsv4attn-flash-mla"), "DSV4ATTN_FLASH_MLA"
+    if not state.wheel_version:
+        return state
+    named, found = f"{state.wheel} {state.wheel_version}", _origin("flash_mla")
+    state = evolve(state, state="broken", installed=True)
+    if found and "dsv4attn_flash_mla" in Path(found).parts:
+        why, scope = f"{named} offers the module", "in engines that import flash_mla"
+        return evolve(state, state="active", served=True, scope=scope, why=why)
+    if os.environ.get(variable, "").strip() == "0":
+        return evolve(state, state="off", why=f"{variable}=0 switches {named} off", cure=f"unset {variable}")
+    if found:
+        why = f"FlashMLA is installed too, and {variable} is not set: {found} is imported"
+        return evolve(state, state="left out", why=why, cure=f"{variable}=1")
+    why = f"{named} offers no module: Python has not read its .pth file, or {variable} is neither 0 nor 1"
+    cure = f"start Python without -S and -I, set {variable}=1, or reinstall {state.wheel}"
+    return evolve(state, state="broken", why=why, cure=cure)
+
+
+def _origin(name: str) -> str | None:
+    """The file that an import would load, or None."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None else spec.origin
+
+
 def _distribution(name: str) -> importlib.metadata.Distribution | None:
     """An installed distribution, or None."""
     try:
@@ -173,11 +250,7 @@ def _version(distribution: importlib.metadata.Distribution | None) -> str | None
 
 def _is_module(name: str) -> bool:
     """Whether a package is on the path without metadata, such as a source tree. A folder of that name is none."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and spec.origin is not None
+    return _origin(name) is not None
 
 
 def _point(engine: Engine, wheel: importlib.metadata.Distribution) -> importlib.metadata.EntryPoint:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,6 +368,79 @@ def test_the_page_on_engines_has_every_state_as_it_is(place: Place) -> None:
 
 
 # the wheels of this repository
+
+
+SPEED: list[tuple[str, dict[str, str], str, str]] = [
+    (
+        "0.1.4",
+        {},
+        "active",
+        "on dsv4attn, in every op that has a kernel of the wheel: dsv4attn-tokenspeed 0.1.0 was tes",
+    ),
+    (
+        "0.1.4",
+        {"DSV4ATTN_TOKENSPEED": "0"},
+        "off",
+        "DSV4ATTN_TOKENSPEED=0 switches dsv4attn-tokenspeed 0.1.0 off -> un",
+    ),
+    (
+        "0.2.0",
+        {},
+        "broken",
+        "without dsv4attn: dsv4attn-tokenspeed 0.1.0 was tested with 0.1.4 only -> install tokenspe",
+    ),
+    (
+        "0.2.0",
+        {"DSV4ATTN_TOKENSPEED_ANY_VERSION": "1"},
+        "untested",
+        "tested with 0.1.4 only; DSV4ATTN_TOKENSPEED_ANY_V",
+    ),
+]
+
+
+@pytest.mark.parametrize(("version", "environ", "state", "text"), SPEED)
+def test_the_wheel_for_tokenspeed_is_examined(
+    place: Place, version: str, environ: dict[str, str], state: str, text: str
+) -> None:
+    assert [one["engine"] for one in place.machine.json("doctor")[1]["engines"]] == ["vLLM", "SGLang"]
+    place.distribution("tokenspeed_kernel", version)
+    place.module("tokenspeed_kernel", "raise SystemExit('imported')")
+    place.module("dsv4attn_tokenspeed", "TESTED = '0.1.4'")
+    place.distribution("dsv4attn-tokenspeed", "0.1.0")
+    code, values = place.machine.json("doctor", **environ)
+
+    assert values["engines"][2]["state"] == state
+    assert text in values["engines"][2]["text"]
+    assert code == (state == "broken")
+
+
+def test_the_module_flash_mla_is_examined(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(**environ: str) -> tuple[str, str]:
+        importlib.invalidate_caches()
+        found = place.machine.json("doctor", **environ)[1]["engines"][2]
+        return found["state"], found["text"]
+
+    place.distribution("dsv4attn-flash-mla", "0.1.0")
+    state, text = said()
+    assert state == "broken"
+    assert "Python has not read its .pth file" in text
+    assert said(DSV4ATTN_FLASH_MLA="0")[0] == "off"
+    place.module("flash_mla", "raise SystemExit('imported')")
+    place.distribution("flash_mla", "1.0.0")
+    state, text = said()
+    assert state == "left out"
+    assert re.search(
+        r"FlashMLA is installed too, and .* is not set: .*flash_mla.__init__.py is .* -> DSV4ATTN_FLA", text
+    )
+    (place.folder / "dsv4attn_flash_mla").mkdir()
+    front = place.folder / "dsv4attn_flash_mla" / "front.py"
+    front.write_text("raise SystemExit('imported')", encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("flash_mla", front)
+    finder = SimpleNamespace(find_spec=lambda name, *_: spec if name == "flash_mla" else None)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    state, text = said()
+    assert state == "active"
+    assert "on dsv4attn, in engines that import flash_mla: dsv4attn-flash-mla 0.1.0 offers the module" in text
 
 
 @pytest.mark.parametrize("folder", WHEELS, ids=lambda path: path.name)
