@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -44,6 +45,17 @@ def test_a_configuration_that_was_changed_after_the_model_was_made_is_refused(ta
     model.config.rope_parameters[table][key] = value
     with pytest.raises(UnsupportedError, match=f"RoPE {table!r} of the model: expected 8 .*got 8 "), patched(model):
         pass
+
+
+@pytest.mark.parametrize("between", [torch.float16, torch.bfloat16])
+def test_frequencies_that_a_cast_has_rounded_are_refused_with_both_numbers(between: torch.dtype) -> None:
+    model = model_of(MAIN, COMPRESS).to(between).float()
+    with pytest.raises(UnsupportedError, match=r"^RoPE frequencies 'main': ") as caught, patched(model):
+        pass
+    right, wrong = re.findall(r"0\.\d+", str(caught.value))
+    assert right != wrong
+    assert "for pair" in str(caught.value)
+    assert "which was rounded by a cast -> load the model in the dtype that it runs in" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

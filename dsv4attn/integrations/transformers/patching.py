@@ -157,6 +157,10 @@ def _place(model: Any, inner: Any, geometry: ModelGeometry) -> tuple[torch.devic
     return tensors[0].device, torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
+_ROUNDING = 2 * torch.finfo(torch.bfloat16).eps
+"""Largest relative difference of frequencies that is taken for a cast of the model to another dtype and back."""
+
+
 def _check_rope(inner: Any, geometry: ModelGeometry) -> None:  # noqa: ANN401
     """Raise UnsupportedError if the model turns queries and keys by other angles than its configuration says here.
 
@@ -180,6 +184,16 @@ def _check_rope(inner: Any, geometry: ModelGeometry) -> None:  # noqa: ANN401
             and torch.allclose(in_model, configured, rtol=tolerance, atol=0)
         ):
             continue
+        if in_model.shape == configured.shape and in_model_factor == 1:
+            off = ((in_model.double() - configured.double()) / configured.double()).abs()
+            if float(off.max()) <= _ROUNDING:
+                pair = int(off.argmax())
+                expected = f"{float(configured[pair]):.8g} for pair {pair}, as its configuration says"
+                actual = f"{float(in_model[pair]):.8g}, which was rounded by a cast"
+                hint = (
+                    "load the model in the dtype that it runs in; .half().float() and the like round buffers for good"
+                )
+                raise UnsupportedError(f"RoPE frequencies {table!r}", expected=expected, actual=actual, hint=hint)
         expected, actual = (
             f"{2 * len(inv)} rotated dims, the last pair by {float(inv[-1]):.3g} a token, with a factor of {factor:.4g}"
             for inv, factor in ((configured, 1.0), (in_model, in_model_factor))
