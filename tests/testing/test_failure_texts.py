@@ -83,7 +83,8 @@ class FirstRows(ReferenceBackend):
 class FirstChunk(ReferenceBackend):
     def prefill(self, call: AttentionCall) -> None:
         if isinstance(call.keys, GatheredKeys) and call.q.shape[0] == 1:  # a chunk of a small workspace
-            call = attrs.evolve(call, keys=attrs.evolve(call.keys, kv=call.keys.kv.roll(1, -2)))
+            kv = torch.cat([call.keys.kv[:1], call.keys.kv[:-1]])  # rows begin one too early
+            call = attrs.evolve(call, keys=attrs.evolve(call.keys, kv=kv))
         super().prefill(call)
 
 
