@@ -6,6 +6,7 @@ Both are exact, not fast: they are the reference that transfers and offloads are
 from __future__ import annotations
 
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def check_compatible(writer: KVCacheLayout | str, reader: KVCacheLayout | str) -
     writer, reader: layouts, or their fingerprints, as engines send them in a handshake. Records per page and the
     distance of pages are not part of a layout: both sides must agree on them separately.
     """
-    for name, given in (("writer", writer), ("reader", reader)):
+    for name, given in (("writer", cast("object", writer)), ("reader", cast("object", reader))):
         if not isinstance(given, str | KVCacheLayout):
             hint = "pass cache.layout, or its fingerprint"
             raise ArgumentError(name, expected="a KVCacheLayout or a str", actual=shown(given), hint=hint)

@@ -60,7 +60,7 @@ class TokenCount(WholeNumber):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 - click's
         """Parse the suffix, then check the bounds."""
-        return super().convert(_without_suffix(value) if isinstance(value, str) else value, param, ctx)  # type: ignore[arg-type]
+        return super().convert(_without_suffix(value) if isinstance(value, str) else value, param, ctx)
 
 
 def _without_suffix(text: str) -> str:
