@@ -31,7 +31,7 @@ def likely_cause(
     starts: rows at which a request or a phase begins; errors from there on say nothing about a bound.
     coded_dims: leading dims that keys store as fp8 codes, where the others are stored as they are; 0 without such keys.
     """
-    rows, seen = wrong.any(1), np.abs(expected).sum(axis=(1, 2)) > 0
+    rows, seen = wrong.sum(axis=1) > 0, np.abs(expected).sum(axis=(1, 2)) > 0
     if rows.sum() < _FEWEST:
         return ""
     fitted = wrong & expected.any(2)  # an infinite sink leaves zeros, of which nothing is a multiple
