@@ -113,7 +113,7 @@ class Batch:
                 raise ArgumentError(f"Batch.{name}", expected=expected, actual=f"{value.shape[0]} elements")
 
 
-@define(eq=False)
+@define
 class BuildState:
     """Whether the tensors of metadata still hold their step: a builder has the same tensors for every step.
 
