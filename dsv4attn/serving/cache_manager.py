@@ -55,7 +55,7 @@ class CachedSequence:
 
 @frozen
 class KeptPages:
-    """Pages of one group that hold what the next tokens of a sequence read.
+    """Pages of one group that hold what the next tokens of a sequence read; none where they read nothing of a group.
 
     caches: every cache of the group; `cache.tensor[blocks]` are the contents to store, [pages, ...].
     blocks: numbers of the pages in these caches, in the order of the sequence's tokens.
@@ -209,7 +209,8 @@ class CacheManager:
         kept = {}
         for name, first in self._needed(length).items():
             n = self.tokens_per_block[name]
-            blocks = sequence.tables[name].blocks[min(first, length) // n : -(-length // n)]
+            # where no token is read, the page of the last one may have been given back
+            blocks = sequence.tables[name].blocks[first // n : -(-length // n)] if first < length else ()
             kept[name] = KeptPages(tuple(self._of_group(name)), tuple(blocks))
         return kept
 
@@ -223,7 +224,10 @@ class CacheManager:
         Raises ArgumentError for more tokens than `max_model_len`, and OutOfPagesError if there are not enough pages;
         nothing is taken then.
         """
-        length, sequence = check_count("length", length, 0), self.new()
+        if check_count("length", length, 0) > self.limits.max_model_len:
+            expected = f"at most {self.limits.max_model_len}, the max_model_len of the limits"
+            raise ArgumentError(f"length{self._where}", expected=expected, actual=length)
+        sequence = self.new()
         for name, first in self._needed(length).items():
             sequence.tables[name].skip_before(min(first, length))
         self.reserve([(sequence, length)])

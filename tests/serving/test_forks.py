@@ -70,6 +70,8 @@ def test_a_fork_of_any_length_goes_on_as_the_sequence_did(
     for length in range(LENGTH + 1):
         with contextlib.suppress(ArgumentError):
             forks[length] = whole.manager.fork(sequence, length)
+            kept = whole.manager.what_to_keep(sequence, length).values()
+            assert all(block >= 0 for pages in kept for block in pages.blocks), length
     for later in range(2):
         # the tokens that the sequence had there: what follows is what it gave then
         tokens = torch.tensor([length + later for length in forks])
@@ -116,8 +118,9 @@ def test_what_cannot_be_kept_or_restored_is_refused_and_takes_no_page() -> None:
     for length, message in ((41, "at most 40"), (20, "were not given back"), (-1, "length")):
         with pytest.raises(ArgumentError, match=message):
             whole.manager.what_to_keep(sequence, length)
-    with pytest.raises(ArgumentError, match="max_model_len"):
-        whole.manager.restore(129)
+    for length in (129, 10**15):
+        with pytest.raises(ArgumentError, match="length: expected at most 128, the max_model_len"):
+            whole.manager.restore(length)
     assert all(not kept.blocks for kept in whole.manager.what_to_keep(sequence, 0).values())
     assert whole.manager.pages_in_use == held
 
