@@ -27,6 +27,7 @@ class EntryRecords:
     layers: attention layers of the model, in order. Those with an indexer of their own select.
     """
 
+    @torch.inference_mode(mode=False)  # buffers are written in and out of the mode
     def __init__(self, layers: Iterable[DeepseekV4Attention]) -> None:
         self._selecting = [layer for layer in layers if layer.indexer is not None]
         self.buffers: dict[str, Tensor] = {}
@@ -45,13 +46,17 @@ class EntryRecords:
         Raises what `check` raises, and takes nothing then.
         """
         self.check(requests)
-        if not self.buffers:
-            return
-        of_step = torch.stack([buffer[: count_tokens(requests)] for buffer in self.buffers.values()], 1).cpu()
+        tokens = count_tokens(requests)
+        of_layers = [buffer[:tokens] for buffer in self.buffers.values()]
+        of_step = torch.stack(of_layers, 1).cpu() if of_layers else torch.empty(tokens, 0, device="cpu")
         for (sequence, count), entries in zip(requests, of_step.split([n for _, n in requests]), strict=True):
             parts = self._records.setdefault(sequence, [])
-            if self._recorded(sequence) > sequence.length:
-                parts[:] = [torch.cat(parts)[: sequence.length]]
+            excess = self._recorded(sequence) - sequence.length
+            while excess > 0:
+                last = parts.pop()
+                if len(last) > excess:
+                    parts.append(last[:-excess])
+                excess -= len(last)
             if count:
                 parts.append(entries.clone())
 
@@ -90,10 +95,7 @@ class EntryRecords:
             parts[:] = [torch.cat(parts)]
         whole = parts[0] if parts else None
         return {
-            layer.index: torch.empty(0, layer.layer.topk, dtype=torch.int32, device="cpu")
-            if whole is None
-            else whole[:, i]
-            for i, layer in enumerate(self._selecting)
+            layer.index: self._none(layer) if whole is None else whole[:, i] for i, layer in enumerate(self._selecting)
         }
 
     def injected(
@@ -110,13 +112,19 @@ class EntryRecords:
         for layer in self._selecting:
             rows = []
             for (sequence, count), recorded in zip(requests, entries, strict=True):
-                part = recorded[layer.index][sequence.length : sequence.length + count]
+                of_layer = recorded.get(layer.index, self._none(layer))
+                part = of_layer[sequence.length : sequence.length + count]
                 if len(part) < count:
                     expected = f"entries of {sequence.length + count} tokens for layer {layer.index}"
-                    raise ArgumentError("entries", expected=expected, actual=len(recorded[layer.index]))
+                    raise ArgumentError("entries", expected=expected, actual=len(of_layer))
                 rows.append(part)
-            injected[layer.prefix] = torch.cat(rows).to(layer.device)
+            injected[layer.prefix] = (torch.cat(rows) if rows else self._none(layer)).to(layer.device)
         return injected
+
+    @staticmethod
+    def _none(layer: DeepseekV4Attention) -> Tensor:
+        """[0, K]: entries of no token."""
+        return torch.empty(0, layer.layer.topk, dtype=torch.int32, device="cpu")
 
     def _recorded(self, sequence: CachedSequence) -> int:
         return sum(map(len, self._records.get(sequence, ())))

@@ -73,3 +73,12 @@ def test_what_has_no_entries_is_refused() -> None:
             call(model, ids.repeat(2, 1))
         with pytest.raises(ArgumentError, match="entries of position 24 for layer"):
             call(model, ids_of(model, 25))
+        with pytest.raises(ArgumentError, match=r"position_ids\[0\]: .* no padding before the tokens, got \[0, 0\]"):
+            call(model, ids, position_ids=(torch.arange(20) - 3).clamp(min=0)[None])
+    layer, rows = next(iter(entries.items()))
+    rows[9, 0] = 2
+    with (
+        replay_entries(model, [entries]),
+        pytest.raises(ArgumentError, match=rf"entries that position 9 sees on layer {layer}, got \[2, "),
+    ):
+        call(model, ids)

@@ -6,8 +6,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.metadata.forward_context import ForwardContext
 from dsv4attn.core.metadata.metadata import AttentionMetadata
+from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["NO_ENTRIES", "StepEntries", "visible_entries"]
@@ -49,6 +51,9 @@ class StepEntries:
         for name, entries in (("record_entries", record), ("inject_entries", inject)):
             if entries is not None:
                 _check_form(f"{name}[{prefix!r}]", entries, metadata.swa.num_actual_tokens, buffer)
+        if record is not None:
+            name = f"record_entries[{prefix!r}]"
+            check_strides(written=(name,), **{name: record})
         if inject is not None and not captured:
             _check_values(f"inject_entries[{prefix!r}]", inject, metadata)
         return cls(record, inject)
@@ -65,6 +70,7 @@ NO_ENTRIES = StepEntries()
 
 def _check_form(name: str, entries: Tensor, tokens: int, buffer: Tensor) -> None:
     """Raise ArgumentError unless `entries` are [>= tokens, K] int32, as the layer's buffer [max tokens, K] is."""
+    check_type(name, entries, Tensor, cure="give a tensor of a row for each token")
     shape, columns = list(entries.shape), buffer.shape[1]
     if len(shape) != 2 or shape[0] < tokens or shape[1] != columns:
         expected = f"[{tokens}, {columns}], a row for each token"

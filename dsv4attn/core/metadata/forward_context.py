@@ -53,10 +53,10 @@ class ForwardContext:
     def check_entries_used(self) -> None:
         """Raise ArgumentError if entries are named for a layer that has not selected in this step."""
         for name in ("record_entries", "inject_entries"):
-            unused = sorted(getattr(self, name).keys() - self._selecting)
+            unused = [prefix for prefix in getattr(self, name) if prefix not in self._selecting]
             if unused:
                 expected = "prefixes of layers that ran in this step and select entries"
-                actual = f"{unused[0]!r}{did_you_mean(unused[0], self._selecting)}"
+                actual = f"{unused[0]!r}{did_you_mean(str(unused[0]), self._selecting)}"
                 raise ArgumentError(name, expected=expected, actual=actual)
 
     def for_layer(

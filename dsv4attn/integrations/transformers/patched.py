@@ -179,7 +179,8 @@ class PatchedModel:
         """Record the entries that each token attends to, in calls of the model and of `generate`.
 
         Yields the records; `records.of(sequence)` has the entries of each of `cache.sequences`. A cache is recorded
-        from its first token on, or not at all. Forks, such as beams, have no records of their own.
+        from its first token on, or not at all. A call with a fork is refused until `records.fork(source, fork)` gave it
+        records, so beam search is refused.
         """
         before, self.records = self.records, EntryRecords([layer.attention for layer in self._layers])
         try:

@@ -6,13 +6,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.forward_context import set_forward_context
-from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence
@@ -160,10 +161,13 @@ def test_entries_that_do_not_fit_are_refused_before_anything_is_written() -> Non
         refused(r"inject_entries\['layers.1'\]\[8\]: expected ascending", inject_entries={layer.prefix: entries})
     refused(r"expected \[9, 3\], a row for each token, got \[8, 3\]", inject_entries={layer.prefix: good[:8]})
     refused("expected int32 on cpu, got int64", record_entries={layer.prefix: good.long()})
+    refused("rows that share no memory", record_entries={layer.prefix: good[:1].expand(9, -1)})
+    refused("expected a Tensor, got list", inject_entries={layer.prefix: good.tolist()})
     refused("expected a mapping", record_entries=[good])
     for cache, bytes_before in zip(layer.caches.present.values(), before, strict=True):  # type: ignore[union-attr]
         assert torch.equal(cache.tensor.view(torch.uint8), bytes_before.view(torch.uint8))
     refused("layers that ran in this step .* got 'layers.0'", record_entries={"layers.0": good})
+    refused("layers that ran in this step .* got 1", inject_entries={1: good})
 
 
 def test_tokens_without_records_are_refused() -> None:
@@ -175,5 +179,29 @@ def test_tokens_without_records_are_refused() -> None:
     other = stack.manager.fork(sequence)
     with pytest.raises(ArgumentError, match="records of 5 tokens, got 0"):
         records.fork(sequence, other)
-    with pytest.raises(ArgumentError, match="entries of 6 tokens for layer 1, got 0"):
-        records.injected([(sequence, 1)], [records.of(sequence)])
+    for nothing in (records.of(sequence), {}):
+        with pytest.raises(ArgumentError, match="entries of 6 tokens for layer 1, got 0"):
+            records.injected([(sequence, 1)], [nothing])
+
+
+def test_steps_without_tokens_and_records_that_outlive_inference_mode() -> None:
+    stack = layers(SMALL, FP32)
+    with torch.inference_mode():
+        records = EntryRecords(stack.layers)
+    sequence, hidden = stack.manager.new(), stack.hidden(0, 5)
+    recorded(stack, records, sequence, hidden)
+    for requests in ([], [(sequence, 0)]):
+        inject = records.injected(requests, [{} for _ in requests])
+        step(stack, requests, hidden[:0], record_entries=records.buffers, inject_entries=inject)
+        records.take(requests)
+    assert [len(entries) for entries in records.of(sequence).values()] == [5]
+
+
+def test_a_model_without_layers_that_select_has_no_records() -> None:
+    stack = layers(evolve(SMALL, layers=((LayerKind.SWA, 1),)), FP32)
+    records, sequence = EntryRecords(stack.layers), stack.manager.new()
+    for seed in range(2):
+        recorded(stack, records, sequence, stack.hidden(seed, 3))
+    fork = stack.manager.fork(sequence)
+    records.fork(sequence, fork)
+    assert records.of(fork) == {}
