@@ -24,6 +24,8 @@ class EntryRecords:
     the manager advances. A token that is run again replaces what was recorded for it: after `CacheManager.truncate`, as
     for rejected drafts, and when a sequence is computed again after preemption.
 
+    All layers must run on all tokens of a step: rows of `AttentionMetadata.source_rows` alone are not recorded rightly.
+
     layers: attention layers of the model, in order. Those with an indexer of their own select.
     """
 

@@ -95,7 +95,7 @@ def _check_values(name: str, entries: Tensor, metadata: AttentionMetadata) -> No
 
 
 def visible_entries(metadata: AttentionMetadata) -> Tensor:
-    """[T] int32: entries visible to each token, among those that its selected numbers count."""
+    """[T] int32: how many entries each token sees. With context_parallel a decode sees those of one rank."""
     assert metadata.compressed is not None
     lens = metadata.compressed.compressed_lens
     if metadata.whole is None or metadata.whole.metadata.compressed is None:
