@@ -81,8 +81,8 @@ def test_metadata_of_an_earlier_build_are_refused_but_those_of_a_capture() -> No
     first, captured = build.build_for(GOOD, ["swa"]), build.build_for(GOOD, ["swa"], full_width=True)
     last = build.build_for(GOOD, ["swa"])
 
-    def found(metadata: dict[LayerKind, AttentionMetadata], **options: bool) -> AttentionMetadata | None:
-        with set_forward_context(metadata, **options) as context:
+    def found(metadata: dict[LayerKind, AttentionMetadata], *, as_captured: bool = False) -> AttentionMetadata | None:
+        with set_forward_context(metadata, as_captured=as_captured) as context:
             return context.for_layer("l", "l.swa", SWA)
 
     for metadata in (captured, last):
