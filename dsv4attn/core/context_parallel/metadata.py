@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from attrs import fields
-from torch import Tensor
 
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.rank_buffers import PAGE_TOKENS, key_tokens, keys_are_less
-from dsv4attn.core.metadata.batch_checks import check_blocks, check_table, real_lens
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import (
     AttentionMetadata,
@@ -24,7 +22,7 @@ from dsv4attn.core.metadata.metadata import (
     FlashMLASparseMetadata,
     WholePrefill,
 )
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["OwnedMetadataBuilder", "metadata_builder", "on_rank"]
@@ -72,7 +70,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
             hint = "layers of V4.1 share caches and selections, which ranks cannot divide yet"
             raise ArgumentError("geometry", expected="a geometry of DeepSeek-V4", actual=geometry.name, hint=hint)
         super().__init__(geometry, limits, **options)
-        self.ownership = ownership
+        self.ownership, self._of_rank = ownership, f" of rank {ownership.rank}"
         for layer in geometry.distinct_layers:
             if layer.has_entries:
                 records = self.compressed_block_tokens // layer.compress_ratio
@@ -175,16 +173,5 @@ class OwnedMetadataBuilder(MetadataBuilder):
     def _check_limit(self, argument: str, limit: str, value: int) -> None:
         super()._check_limit(f"{argument} on rank {self.ownership.rank} of {self.ownership.size}", limit, value)
 
-    def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
-        """As the base class: the table is that of this rank, the numbers of entries are those of whole sequences."""
-        table, records = batch.compressed_block_table, self.compressed_block_tokens // ratio
-        if kind is LayerKind.SWA or table is None:
-            return super()._checked_entries(batch, kind, ratio)
-        query_lens, seq_lens = self._host_lens(batch)
-        if self.validate:
-            query_lens, true_lens = real_lens(batch, query_lens)
-            owned = [self.ownership.count(n // ratio) for n in true_lens]
-            name = f"compressed_block_table of rank {self.ownership.rank}"
-            check_table(name, table, query_lens, owned, records)
-            check_blocks(table, query_lens, owned, records, self.num_compressed_blocks)
-        return table, [n // ratio for n in seq_lens]
+    def _own_entries(self, count: int) -> int:
+        return self.ownership.count(count)

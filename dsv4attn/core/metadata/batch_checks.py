@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "planned",
     "real_lens",
     "record_slots",
+    "stored_positions",
 ]
 
 
@@ -174,15 +176,23 @@ def check_written_once(name: str, what: str, slots: Iterable[Iterable[int]]) -> 
                 raise ArgumentError(name, expected=expected, actual=actual, hint=hint)
 
 
-def record_slots(table: Tensor, spans: Iterable[tuple[int, int]], size: int) -> Iterator[list[int]]:
-    """Slots of the records from first to end of each request, whose pages of `size` records a table names.
+def stored_positions(batch: Batch) -> list[list[int]]:
+    """Positions of the tokens of each request that are stored: those that are not padding."""
+    slots, starts, seq_lens = batch.slot_mapping.tolist(), batch.query_start_loc_cpu.tolist(), batch.seq_lens.tolist()
+    return [
+        [seq_len - end + t for t in range(start, end) if slots[t] >= 0]
+        for (start, end), seq_len in zip(pairwise(starts), seq_lens, strict=True)
+    ]
+
+
+def record_slots(table: Tensor, numbers: Iterable[list[int]], size: int) -> Iterator[list[int]]:
+    """Slots of the records with these numbers of each request, whose pages of `size` records a table names.
 
     A table with fewer columns than a request has pages is a ring.
     """
-    for row, (first, end) in zip(table, spans, strict=True):
-        pages = range(first // size, -(-end // size)) if end > first else range(0)
-        blocks = row[[page % len(row) for page in pages]].tolist() if pages else []
-        yield [blocks[n // size - pages.start] * size + n % size for n in range(first, end)]
+    for row, of_request in zip(table, numbers, strict=True):
+        records = torch.tensor(of_request, dtype=torch.int64, device=table.device)
+        yield (row[records // size % max(len(row), 1)].long() * size + records % size).tolist()
 
 
 def check_blocks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from dsv4attn.core.metadata.batch_checks import (
     planned,
     real_lens,
     record_slots,
+    stored_positions,
 )
 from dsv4attn.core.metadata.metadata import (
     AttentionMetadata,
@@ -134,7 +136,9 @@ class MetadataBuilder:
         self._hits = PrefixHits(
             self.builder_ops, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype)
         )
+        self._of_rank = ""
         self._build_state = BuildState()
+        self._batch: ref[Batch] | None = None
         self._c128a: tuple[Tensor, Tensor] | None = None
         if LayerKind.HCA in geometry.kinds:
             self._c128a_max = c128a_columns(geometry, limits)
@@ -176,8 +180,9 @@ class MetadataBuilder:
             starts_cpu = batch.query_start_loc_cpu.tolist()
             check_written_once("slot_mapping", "key", (written[a:b] for a, b in pairwise(starts_cpu)))
 
-        self._build_state.is_last = False
-        self._build_state = BuildState()
+        if self._batch is None or self._batch() is not batch:  # a further build of the same batch writes the same
+            self._build_state.is_last = False
+            self._build_state, self._batch = BuildState(), ref(batch)
         starts, lens, replay = batch.query_start_loc, batch.seq_lens, batch.replay_start
         # all rows: a captured graph may read rows that are not those of a token of this batch
         self.builder_ops.build_token_maps(starts, batch.slot_mapping, out=(self._token_to_req, self._is_valid))
@@ -344,7 +349,7 @@ class MetadataBuilder:
         swa = self.build(batch)
         if full_width:
             # a graph, and who runs its step again without it, reads the metadata of the capture after other builds
-            self._build_state = BuildState()
+            self._build_state, self._batch = BuildState(), None
         by_key = {layer.key: AttentionMetadata(swa) for layer in layers}
         for kind, ratio in (layer.key for layer in compressed):
             part = self.build_compressed(batch, swa, kind, compress_ratio=ratio, full_width=full_width)
@@ -392,8 +397,9 @@ class MetadataBuilder:
             rows = lens[1] if ring is None else [min(n, ring) for n in lens[1]]
             check_table(f"Batch.{name}", table, lens[0], rows, size)
             check_states(name, table, *lens, layer, size, self.num_state_blocks.get(layer.kind), hits)
-            spans = ((max(end - n, cached), end) for n, end, (_, cached) in zip(*lens, hits, strict=True))
-            check_written_once(f"Batch.{name}", "state", record_slots(table, spans, size))
+            positions = zip(stored_positions(batch), hits, strict=True)
+            written = ([p for p in stored if p >= cached] for stored, (_, cached) in positions)
+            check_written_once(f"Batch.{name}", "state", record_slots(table, written, size))
         return table
 
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
@@ -407,13 +413,21 @@ class MetadataBuilder:
         query_lens, seq_lens = self._host_lens(batch)
         if self.validate:
             query_lens, true_lens = real_lens(batch, query_lens)
-            entries = [n // ratio for n in true_lens]
-            check_table("compressed_block_table", table, query_lens, entries, records)
+            own, name = self._own_entries, f"compressed_block_table{self._of_rank}"
+            entries = [own(n // ratio) for n in true_lens]
+            check_table(name, table, query_lens, entries, records)
             check_blocks(table, query_lens, entries, records, self.num_compressed_blocks)
-            lens = zip(query_lens, true_lens, hits_of(batch), strict=True)
-            spans = ((max(end - n, hit) // ratio, end // ratio) for n, end, (hit, _) in lens)
-            check_written_once("compressed_block_table", "entry", record_slots(table, spans, records))
+            positions = zip(stored_positions(batch), hits_of(batch), strict=True)
+            completed = (
+                [p // ratio for p in stored if p >= hit and (p + 1) % ratio == 0] for stored, (hit, _) in positions
+            )
+            written = ([own(e) for e in of_request if own(e + 1) > own(e)] for of_request in completed)
+            check_written_once(name, "entry", record_slots(table, written, records))
         return table, [n // ratio for n in seq_lens]
+
+    def _own_entries(self, count: int) -> int:
+        """How many of the first `count` entries of a sequence are in the cache of this rank."""
+        return count
 
     def _c128a_width(self, entries: int, *, full_width: bool) -> int:
         """Columns of this step's table: a power of two, so that few widths ever occur."""

@@ -117,7 +117,7 @@ class Batch:
 class BuildState:
     """Whether the tensors of metadata still hold their step: a builder has the same tensors for every step.
 
-    is_last: whether the builder has built no other step since.
+    is_last: whether the builder has built no other `Batch` since.
     """
 
     is_last: bool = True

@@ -15,6 +15,7 @@ from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from tests.harness import (
     BF16,
@@ -156,3 +157,15 @@ def test_first_and_later_steps_are_refused_with_the_same_words_before_any_write(
             assert bool((whole["out"] == 7).all())
 
     assert 30 < refused < 300
+
+
+@pytest.mark.parametrize("theta", [1e4, 0.3])
+def test_a_table_that_turns_nothing_and_one_of_more_than_a_turn_for_each_token_are_served(theta: float) -> None:
+    layer = SMALL.layer_of_kind(SWA)
+    layer = attrs.evolve(layer, rope=attrs.evolve(layer.rope, theta=theta))
+    table = cos_sin_cache(layer.rope, LIMITS.max_model_len)
+
+    checks.check_table(table, layer, LIMITS)
+    checks.check_table(torch.cat([torch.ones_like(table), torch.zeros_like(table)], 1)[:, 4:12], layer, LIMITS)
+    with pytest.raises(ArgumentError, match="cos_sin_cache: expected angles of swa layers"):
+        checks.check_table(table.roll(-1, 0), layer, LIMITS)

@@ -165,13 +165,18 @@ def test_slices_of_a_prompt_without_windows_gather_no_negative_number_of_rows() 
     assert set(least) == {0}
 
 
-def test_a_table_without_pages_for_a_rank_is_refused_with_the_rank_named() -> None:
+def test_a_table_that_does_not_fit_is_refused_with_the_rank_named() -> None:
     builder = OwnedMetadataBuilder(Ownership(1, 2), SMALL, LIMITS, **SIZES)
 
     with pytest.raises(
         ArgumentError, match=r"^compressed_block_table of rank 1: expected at least 4 columns for the 31"
     ):
         builder.build_all(shuffled_batch(REQUESTS, 3))
+    batch = shuffled_batch(REQUESTS, 4)
+    assert batch.compressed_block_table is not None
+    batch.compressed_block_table[:] = batch.compressed_block_table[0].clone()
+    with pytest.raises(ArgumentError, match=r"^compressed_block_table of rank 1: expected each entry .* of its own"):
+        builder.build_all(batch)
 
 
 # selection

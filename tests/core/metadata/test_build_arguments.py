@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.forward_context import set_forward_context
@@ -76,16 +77,28 @@ def test_requests_that_write_the_same_slots_are_refused(name: str, change: dict[
     builder(validate=False).build_for(batch, ["swa", "c4a"])
 
 
+def test_requests_may_share_a_page_of_which_one_stores_no_token() -> None:
+    batch = batch_of([9, 9], [36, 36], compressed_block_table=torch.tensor([[0, 1], [0, 2]], dtype=I32))
+    batch.slot_mapping[9:14] = -1  # tokens up to 31, the last one whose entry is in the shared page
+
+    compressed = builder().build_for(batch, ["c4a"])[C4A].compressed
+    assert compressed is not None
+    assert compressed.slot_mapping[compressed.slot_mapping >= 0].tolist() == [6, 7, 8, 16]
+    batch.slot_mapping[13] = batch.block_table[1, 7] * 4 + 3
+    refused(builder(), lambda: batch, r"^compressed_block_table: expected each entry .*slot 7 for requests 0 and 1")
+
+
 def test_metadata_of_an_earlier_build_are_refused_but_those_of_a_capture() -> None:
     build = builder()
-    first, captured = build.build_for(GOOD, ["swa"]), build.build_for(GOOD, ["swa"], full_width=True)
-    last = build.build_for(GOOD, ["swa"])
+    other = evolve(GOOD)
+    first, captured = build.build_for(GOOD, ["swa"]), build.build_for(other, ["swa"], full_width=True)
+    part, last = build.build_for(other, ["swa"]), build.build_for(other, ["c4a"])  # for one batch, kind by kind
 
     def found(metadata: dict[LayerKind, AttentionMetadata], *, as_captured: bool = False) -> AttentionMetadata | None:
         with set_forward_context(metadata, as_captured=as_captured) as context:
             return context.for_layer("l", "l.swa", SWA)
 
-    for metadata in (captured, last):
+    for metadata in (captured, part | last):
         assert found(metadata) is metadata[SWA]
     with pytest.raises(ArgumentError, match=r"^attn_metadata: expected metadata of .* last build, .* -> build the met"):
         found(first)
