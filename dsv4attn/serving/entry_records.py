@@ -50,7 +50,9 @@ class EntryRecords:
         self.check(requests)
         tokens = count_tokens(requests)
         of_layers = [buffer[:tokens] for buffer in self.buffers.values()]
-        of_step = torch.stack(of_layers, 1).cpu() if of_layers else torch.empty(tokens, 0, device="cpu")
+        of_step = (
+            torch.stack(of_layers, 1).cpu() if of_layers else torch.empty(tokens, 0, dtype=torch.int32, device="cpu")
+        )
         for (sequence, count), entries in zip(requests, of_step.split([n for _, n in requests]), strict=True):
             parts = self._records.setdefault(sequence, [])
             excess = self._recorded(sequence) - sequence.length

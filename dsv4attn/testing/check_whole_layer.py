@@ -493,7 +493,8 @@ def records_and_takes_entries(bench: Bench, inputs: WholeLayers) -> Measure:
     streams = torch.cat([inputs.streams_of(i + 1, [position]) for i, position in places])
     last = torch.cat([inputs.streams_of(i + 1, [sum(request) - 1]) for i, request in enumerate(inputs.requests)])
     ratio = inputs.geometry.layers[0][1]
-    visible = torch.tensor([(position + 1) // ratio for _, position in places], device=inputs.device)[:, None]
+    complete = [(position + 1) // ratio for _, position in places]
+    visible = torch.tensor(complete, dtype=torch.int32, device=inputs.device)[:, None]
     rng, others = np.random.default_rng((inputs.seed, ENTRIES)), list[Tensor]()
 
     def run(on: Network, taken: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -505,14 +506,15 @@ def records_and_takes_entries(bench: Bench, inputs: WholeLayers) -> Measure:
         return out, recorded, later
 
     own, recorded, later = run(network)
-    columns = torch.arange(recorded.shape[1], device=inputs.device)
+    columns = torch.arange(recorded.shape[1], dtype=torch.int32, device=inputs.device)
     filled = columns < visible.clamp(max=recorded.shape[1])
     ascending = (recorded[:, 1:] > recorded[:, :-1]) | ~filled[:, 1:]
     if not (torch.equal(recorded < 0, ~filled) and ascending.all() and (recorded < visible).all()):
         raise Wrong("a layer does not record ascending entries that its tokens see, then -1")
-    for count in visible[:, 0].tolist():
+    for count in complete:
         chosen = sorted(rng.permutation(count)[: rng.integers(recorded.shape[1] + 1)].tolist())
-        others.append(torch.tensor([*chosen, *[-1] * (recorded.shape[1] - len(chosen))], dtype=torch.int32))
+        row = [*chosen, *[-1] * (recorded.shape[1] - len(chosen))]
+        others.append(torch.tensor(row, dtype=torch.int32, device="cpu"))
     taken = torch.stack(others).to(inputs.device)
     out, again, later_then = run(network, taken)
     if not torch.equal(again, taken):

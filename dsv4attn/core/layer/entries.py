@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.metadata.forward_context import ForwardContext
 from dsv4attn.core.metadata.metadata import AttentionMetadata
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.errors import ArgumentError
 
@@ -25,6 +26,8 @@ class StepEntries:
 
     record: Tensor | None = None
     inject: Tensor | None = None
+
+    __repr__ = fields_repr
 
     @classmethod
     def checked(

@@ -18,6 +18,7 @@ from dsv4attn.core.metadata.metadata import (
     LayerKey,
 )
 from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.reprs import fields_repr
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError, did_you_mean
 
 __all__ = ["ForwardContext", "get_forward_context", "runs_as_captured", "set_forward_context"]
@@ -42,6 +43,8 @@ class ForwardContext:
     record_entries: Mapping[str, Tensor] = field(factory=dict, repr=False)
     inject_entries: Mapping[str, Tensor] = field(factory=dict, repr=False)
     _selecting: set[str] = field(factory=set, init=False, repr=False, eq=False)
+
+    __repr__ = fields_repr
 
     def entries(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
         """Where the selecting layer of this prefix records its entries, and entries that it takes; None for neither."""
@@ -73,14 +76,17 @@ class ForwardContext:
         if swa is None:
             both = entries.get(kind) or entries.get((kind, compress_ratio))
             if isinstance(both, AttentionMetadata):
-                self._check_current(both.swa)
+                state = both.swa.build_state
+                if state is not None and not state.is_last:
+                    self._refuse_earlier_build()
                 return both
         part = entries.get(prefix) if compressed else None
         if not isinstance(swa, DeepseekSparseSWAMetadata):
             raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, entries, kind))
         if compressed and not isinstance(part, FlashMLASparseMetadata):
             raise NoForwardContextError(_missing(prefix, FlashMLASparseMetadata, part, entries, kind))
-        self._check_current(swa)
+        if swa.build_state is not None and not swa.build_state.is_last:
+            self._refuse_earlier_build()
         state = entries.get(f"{prefix}.state") if compressed else None
         return AttentionMetadata(
             swa,
@@ -88,9 +94,9 @@ class ForwardContext:
             state if isinstance(state, CompressorMetadata) else None,
         )
 
-    def _check_current(self, swa: DeepseekSparseSWAMetadata) -> None:
-        state = swa.build_state
-        if state is not None and not state.is_last and not self.as_captured:
+    def _refuse_earlier_build(self) -> None:
+        """Raise ArgumentError unless the step runs as captured: then the tensors hold what the graph is to read."""
+        if not self.as_captured:
             raise ArgumentError(
                 "attn_metadata",
                 expected="metadata of their builder's last build",

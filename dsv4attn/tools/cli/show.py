@@ -129,15 +129,16 @@ def seen_keys(
     builder = MetadataBuilder(
         model.with_own_layers([layer.key]), Limits(1, rows, length), compressed_block_tokens=64 * ratio
     )
-    starts, lens = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-    table = torch.arange(pages, dtype=torch.int32)[None]  # a slot is then the position of its token
+    starts = torch.tensor([0, rows], dtype=torch.int32, device="cpu")
+    lens = torch.tensor([length], dtype=torch.int32, device="cpu")
+    table = torch.arange(pages, dtype=torch.int32, device="cpu")[None]  # a slot is then the position of its token
     batch = Batch(
         num_reqs=1,
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=lens,
         seq_lens_cpu=lens,
-        slot_mapping=torch.arange(length - rows, length),
+        slot_mapping=torch.arange(length - rows, length, dtype=torch.int64, device="cpu"),
         block_table=table,
         compressed_block_table=table[:, : -(-pages // ratio)],
     )
@@ -149,8 +150,10 @@ def seen_keys(
     entries = [list(range(n)) for n in visible] if layer.kind is LayerKind.HCA else [[] for _ in visible]
     if layer.topk:
         if topk_indices is None:
-            scores = torch.rand(rows, layer.entries(length), generator=torch.Generator().manual_seed(seed))
-            unseen = torch.arange(scores.shape[1]) >= torch.tensor(visible)[:, None]
+            shape, drawn = (rows, layer.entries(length)), torch.Generator().manual_seed(seed)
+            scores = torch.rand(shape, generator=drawn, dtype=torch.float32, device="cpu")
+            ends = torch.tensor(visible, dtype=torch.int32, device="cpu")
+            unseen = torch.arange(scores.shape[1], dtype=torch.int32, device="cpu") >= ends[:, None]
             best = scores.masked_fill_(unseen, -1).topk(min(layer.topk, scores.shape[1]))
             topk_indices = best.indices.masked_fill(best.values < 0, -1)
         elif topk_indices.ndim != 2 or topk_indices.shape[0] != rows or topk_indices.shape[1] > layer.topk:
@@ -336,4 +339,4 @@ def _for_all_rows(entries: list[int], rows: int, layer: LayerGeometry, length: i
     if max(entries) >= count:
         expected = f"numbers below {count}, the entries of {length} tokens"
         raise ArgumentError("--entries", expected=expected, actual=max(entries))
-    return torch.tensor(entries).expand(rows, -1)
+    return torch.tensor(entries, dtype=torch.int64, device="cpu").expand(rows, -1)

@@ -88,6 +88,7 @@ class ProjectionArgs:
         """Random ones, all in this dtype; the table is of no model."""
         g = torch.Generator().manual_seed(seed)
         o, table = torch.randn(tokens, HEADS, DIM, generator=g), torch.randn(POSITIONS, ROPE, generator=g)
+        table[1] /= 100  # too short for the angles that a layer compares with its own
         positions = torch.randint(0, POSITIONS, (tokens,), generator=g)
         wo_a, wo_b = torch.randn(WO_A, generator=g) / 16, torch.randn(WO_B, generator=g) / 16
         return cls(o.to(dtype), positions, table, wo_a.to(dtype), wo_b.to(dtype))

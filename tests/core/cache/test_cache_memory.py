@@ -217,7 +217,8 @@ def test_layers_refuse_other_strides_before_any_write_and_take_other_addresses(b
     hidden = whole.hidden(0, 30)
     sequence, _ = whole.cut(hidden[:27], [26, 1])
     positions = [whole.manager.positions([(sequence, count)]) for count in (1, 3)]
-    steps = [whole.manager.metadata(whole.manager.batch([(sequence, count)])) for count in (1, 3)]
+    # the widths of a capture, since these metadata run after each other's build
+    steps = [whole.manager.metadata(whole.manager.batch([(sequence, n)]), full_width=True) for n in (1, 3)]
     for layer, caches in zip(whole.layers, whole.manager.caches, strict=True):
         stored = [cache.tensor.clone() for cache in caches.present.values()]
         for cache in caches.present.values():
