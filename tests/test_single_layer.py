@@ -65,6 +65,8 @@ def test_a_model_is_a_preset_or_a_configuration(tmp_path: Path) -> None:
         SingleLayer(tmp_path)
     with pytest.raises(UnknownNameError, match=r"model .flesh.*flash"):
         SingleLayer("flesh")
+    with pytest.raises(UnknownNameError, match="unknown model 'xxx"):
+        SingleLayer("x" * 5000)  # no name of a file
     with pytest.raises(ArgumentError, match=r"^compress_ratio: expected one of"):
         SingleLayer("v4.1-flash", "c4a")
 

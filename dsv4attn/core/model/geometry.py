@@ -10,6 +10,7 @@ Letters used in every shape of this package:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -273,7 +274,8 @@ def is_path(model: str) -> bool:
     """Whether a text names a configuration's file or folder, there or missing. Names of presets come first."""
     path = Path(model)
     known = SHORT_NAMES.get(model.lower(), model.lower()) in PRESETS
-    return not known and (path.exists() or path.suffix == ".json" or len(path.parts) > 1)
+    is_there = os.path.exists(model)  # noqa: PTH110 - False, not an error, for a name that is too long
+    return not known and (is_there or path.suffix == ".json" or len(path.parts) > 1)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

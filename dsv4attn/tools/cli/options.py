@@ -65,7 +65,7 @@ class TokenCount(WholeNumber):
 
 def _without_suffix(text: str) -> str:
     """The digits of a number that may end with k, K or M. Any other text stays as it is."""
-    match = re.fullmatch(r"\s*([0-9]+)([kKM])\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,20})([kKM])\s*", text)
     return str(int(match[1]) * (2**20 if match[2] == "M" else 2**10)) if match else text
 
 
@@ -132,7 +132,7 @@ def number_list(_: click.Context, parameter: click.Parameter, value: str | None)
     if value is None:
         return None
     parts = [_without_suffix(part.strip()) for part in value.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) <= _LARGEST for part in parts):
+    if not all(part.isdecimal() and len(part) <= 20 and 0 < int(part) <= _LARGEST for part in parts):
         expected = f"expected numbers from 1 to {_LARGEST} with commas, as in 8,64,256"
         raise click.BadParameter(f"{value!r}: {expected}", param=parameter)
     return tuple(int(part) for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,7 @@ def seen_keys(
     if rows > length:
         raise ArgumentError("rows", expected=f"at most the {length} tokens of the prompt", actual=rows)
     layer = model.layer_of_kind(kind, compress_ratio)
+    model = evolve(model, window=min(model.window, length))  # no token sees more, and windows have buffers
     ratio, pages = layer.compress_ratio, -(-length // 64)
     builder = MetadataBuilder(
         model.with_own_layers([layer.key]), Limits(1, rows, length), compressed_block_tokens=64 * ratio
@@ -226,7 +228,7 @@ def _entry_numbers(_: click.Context, parameter: click.Parameter, value: str | No
     if value is None:
         return None
     parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and part.isascii() for part in parts) or len(set(parts)) < len(parts):
+    if not all(re.fullmatch("[0-9]{1,20}", part) for part in parts) or len(set(parts)) < len(parts):
         message = f"{value!r}: expected different entry numbers with commas, as in 0,3,7"
         raise click.BadParameter(message, param=parameter)
     return [*map(int, parts)]

@@ -310,6 +310,7 @@ def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: P
         (["--peers", "flashmla"], "unknown peer 'flashmla'; did you mean 'flash_mla'?"),
         (["--batches", "8,x"], "expected numbers from 1 to 2147483647 with commas"),
         (["--batches", "0"], "expected numbers from 1 to 2147483647 with commas"),
+        (["--batches", "9" * 5000], "expected numbers from 1 to 2147483647 with commas"),
         (["--rounds", "0"], "0 is not in the range"),
         (["--device", "tpu:0"], "device: expected a device of this machine"),
         (["--compare", "none.json"], "--compare: expected a file that `dsv4attn bench --save FILE` wrote"),

@@ -71,13 +71,18 @@ def test_of_a_long_prompt_the_last_token_is_described(machine: Machine) -> None:
     _, lines = machine.run("show", "--length", "1M", "--layer", "c128a", width=200)
     _, v41 = machine.json("show", "--model", "v4.1-flash", "--length", "8k")
 
+    _, wide = machine.run("show", "--length", "9", "--window", str(2**31 - 1), "--layer", "swa")
+
     assert lines[1].endswith("and 8,192 of 8,192 entries: 8,320 keys")
+    assert wide[-1] == "token 8 attends to tokens 0 to 8: 9 keys"
     assert [layer["compress_ratio"] for layer in v41["layers"]] == [1, 2, 1]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--entries", "9" * 5000], "expected different entry numbers with commas"),
+        (["--length", "9" * 5000 + "k"], "is not a valid number of tokens"),
         (["--length", "2M"], "--length: expected at most 1048576, the longest context of deepseek-v4-flash"),
         (["--length", "4k", "--plot", "x.png"], "--length: expected at most 2,048 with --plot, got 4096"),
         (
