@@ -45,7 +45,7 @@ def test_the_page_of_older_gpus_shows_what_the_command_prints(machine: Machine) 
 def test_the_answers_to_questions_show_the_first_lines_that_the_command_prints(machine: Machine) -> None:
     shown = re.findall(r"\$ dsv4attn (memory .+)\n(.+)", FAQ)
 
-    assert len(shown) == 3
+    assert len(shown) == 4
     assert shown == [(command, machine.run(*shlex.split(command), width=100)[1][0]) for command, _ in shown]
 
 
