@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -154,6 +154,10 @@ class MetadataBuilder:
         yield f"window pages of {self.swa_block_size} tokens"
         yield f"compressed pages of {self.compressed_block_tokens} tokens"
         yield f"on {self.device}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has built nothing yet: a weak reference cannot be pickled."""
+        return {**self.__dict__, "_batch": None}
 
     def _buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         with torch.inference_mode(False):  # written outside of the mode that it may be made in
