@@ -454,7 +454,7 @@ class DeepseekV4Attention:
 
     def _checked_entries(self, context: ForwardContext, metadata: AttentionMetadata) -> StepEntries:
         """Entries that the layer records or takes in a step. Raises ArgumentError unless they fit."""
-        if self.indexer is None:
+        if self.indexer is None or not (context.record_entries or context.inject_entries):
             return NO_ENTRIES
         assert self.topk_indices is not None
         return StepEntries.checked(

@@ -158,11 +158,10 @@ class Indexer:
         tokens, out = metadata.swa.num_actual_tokens, topk_indices[: metadata.swa.num_actual_tokens]
         if entries is not None:
             out.copy_(entries[:tokens])
-        if q is None:
-            if entries is not None:
-                return
+        elif q is None:
             numbers = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
             out.copy_(torch.where(numbers < visible_entries(metadata)[:, None], numbers, -1))
+        if q is None:
             return
         longest, (publishes, restricts) = self._longest(metadata), self._levels(metadata)
         q = q[:tokens].unflatten(-1, (self._heads, -1))

@@ -48,8 +48,6 @@ class ForwardContext:
 
     def entries(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
         """Where the selecting layer of this prefix records its entries, and entries that it takes; None for neither."""
-        if not (self.record_entries or self.inject_entries):
-            return None, None
         self._selecting.add(prefix)
         return self.record_entries.get(prefix), self.inject_entries.get(prefix)
 

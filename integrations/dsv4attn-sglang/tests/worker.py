@@ -154,6 +154,6 @@ def compiled_kernels(*targets: str) -> dict[str, Any]:
             layouts = {"swa": windows[name], "compressed": compressed}
             bounds = WarmupSpec.of(model, limits, layer_steps=True, parts=PARTS, **layouts)
             variants += backend.kernel_variants(bounds, DeviceFacts.named(target))
-        said[target] = compile_each(variants, target, whole=False)
+        said[target] = compile_each(variants, target)
     keeps = os.environ["TRITON_CACHE_DIR"] == folder
     return {"replaced": next_power_of_2 is common.next_power_of_2, "keeps": keeps, "said": said}

@@ -64,7 +64,7 @@ def test_requests_are_answered_as_by_the_reference(tmp_path: Path) -> None:
     expected = logprobs(model, TOGETHER, together)
     check_answers(expected, together)
     for name, (size, share) in error_shares_v41(model, torch.cat(expected), TOGETHER, together).items():
-        assert size > 0.01, name  # 0.01998 on one processor, above 0.02 on another
+        assert size > 0.018, name  # 0.01998 on one processor, above 0.02 on another
         assert abs(share) < 0.2, (name, share)
     assert (alone["cached"], again["cached"]) == (0, 256)
     for prompt, answer in ((ALONE, alone), (TOGETHER[1], again)):
