@@ -7,8 +7,10 @@ before `answers` is called.
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 __all__ = [
     "BUGS",
+    "LENGTHS",
+    "SIZES",
     "answers",
     "checkpoint",
     "checkpoint_with_drafts",
     "configuration",
+    "draft_settings",
     "error_shares",
+    "figures",
     "logprobs",
+    "made_once",
+    "mixed",
+    "model_on_gpu",
     "of_stages",
     "prompt_of",
     "random_model",
@@ -40,11 +50,38 @@ LAYER_TYPES = tuple(RATIOS)
 CHOSEN = 16.0
 """Bias of the experts of a layer that chooses by score. Without it a choice changes with the last bit of a score."""
 
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 1024,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "q_lora_rank": 512,
+    "o_groups": 8,
+    "o_lora_rank": 128,
+    "index_topk": 512,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "max_position_embeddings": 16384,
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "dtype": "bfloat16",
+}
+"""A layer of each kind with 64 heads and Flash's selection. The rest is small, so that transformers can follow."""
+
+LENGTHS = (5, 300, 131, 2500, 2050)
+"""Of prompts: shorter than a window, longer than one, and long enough that 512 entries are selected from more."""
+
 
 def prompt_of(length: int, seed: int | None = None) -> list[int]:
     """A random prompt of the vocabulary's 256 tokens. seed: by default the length."""
     generator = torch.Generator().manual_seed(length if seed is None else seed)
     return torch.randint(256, (length,), generator=generator).tolist()
+
+
+def mixed(count: int, longest: int) -> list[list[int]]:
+    """Prompts of lengths that grow from 3 to the longest, in a shuffled order."""
+    lengths = [round(3 * (longest / 3) ** (i / (count - 1))) for i in range(count)]
+    return [prompt_of(lengths[i * 37 % count], i) for i in range(count)]
 
 
 def configuration(sizes: Mapping[str, Any]) -> DeepseekV4Config:
@@ -112,18 +149,32 @@ def checkpoint_with_drafts(folder: Path, base: Path, method: str) -> None:
     (folder / "model.safetensors").unlink(missing_ok=True)
     (folder / "model.safetensors").symlink_to(base / "model.safetensors")
     save_file(_draft_weights(weights, text, method), folder / "drafts.safetensors", {"format": "pt"})
-    own = {
-        "mtp": {"num_nextn_predict_layers": 1},
-        "dspark": {
-            "n_mtp_layers": DSPARK_LAYERS,
-            "dspark_block_size": 5,
-            "dspark_target_layer_ids": [*range(text["num_hidden_layers"])][-3:],
-            "dspark_markov_rank": 16,
-            "dspark_noise_token_id": 0,
-        },
-    }
-    text |= {"topk_method": "noaux_tc", **own[method]}
+    text |= draft_settings(method, text["num_hidden_layers"])
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def draft_settings(method: str, layers: int) -> dict[str, Any]:
+    """What a configuration says about draft layers of a model with so many layers."""
+    if method == "mtp":
+        return {"topk_method": "noaux_tc", "num_nextn_predict_layers": 1}
+    return {
+        "topk_method": "noaux_tc",
+        "n_mtp_layers": DSPARK_LAYERS,
+        "dspark_block_size": 5,
+        "dspark_target_layer_ids": [*range(layers)][-3:],
+        "dspark_markov_rank": 16,
+        "dspark_noise_token_id": 0,
+    }
+
+
+def made_once(shared: Path, name: str, make: Callable[[], object]) -> None:
+    """Call a function that writes something into a folder, unless a process did so before. Others wait meanwhile."""
+    with (shared / f"lock-{name}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        complete = shared / f"complete-{name}"
+        if not complete.exists():
+            make()
+            complete.touch()
 
 
 def write_as_released(folder: Path) -> None:
@@ -217,6 +268,46 @@ def logprobs(
             logits = model(tokens, logits_to_keep=last or 0).logits[0]
             results.append(logits.log_softmax(dim=-1).cpu())
     return results
+
+
+def model_on_gpu(sizes: Mapping[str, Any]) -> Any:
+    """The random model in fp32 on a GPU. Its attention takes some queries at a time, for memory."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    _attend_in_parts(modeling_deepseek_v4)
+    return random_model(sizes).cuda()
+
+
+@cache
+def _attend_in_parts(modeling: Any) -> None:
+    """Let transformers' attention take some queries at a time."""
+    attend, rows = modeling.eager_attention_forward, 512
+
+    def attend_in_parts(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> tuple[Any, None]:
+        parts = zip(query.split(rows, dim=2), attention_mask.split(rows, dim=2), strict=True)
+        return torch.cat([attend(module, q, key, value, mask, **options)[0] for q, mask in parts], dim=1), None
+
+    modeling.eager_attention_forward = attend_in_parts
+
+
+def figures(expected: Sequence[Tensor], answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How far the answers of requests are from the expected log-probabilities.
+
+    expected: of each request [n, vocabulary]. answers: as `answers` returns them. rms: the worst of a request. gap: the
+    worst of `worst_gap`. equal: the share of tokens that are the most likely ones.
+    """
+    errors, gaps, equal, total = [], [], 0, 0
+    for rows, answer in zip(expected, answers, strict=True):
+        assert answer["logprobs"].shape == rows.shape
+        # the mean over a few rows spreads
+        assert len(rows) < 8 or 0.9 < rows.std(dim=1).mean() < 1.1
+        errors.append(rms(answer["logprobs"] - rows))
+        gaps.append(worst_gap(rows, answer["tokens"]))
+        tail = rows[-len(answer["tokens"]) :].argmax(dim=1)
+        equal += int((tail == torch.tensor(answer["tokens"])).sum())
+        total += len(answer["tokens"])
+    return {"rms": max(errors), "gap": max(gaps), "equal": equal / total}
 
 
 def rms(values: Tensor) -> float:

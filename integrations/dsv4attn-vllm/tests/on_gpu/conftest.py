@@ -9,11 +9,7 @@ Elsewhere, and where vLLM's compiled parts or a GPU are absent, they are skipped
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,14 +45,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="folder for results (JSON) and logs of engines")
 
 
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """One process of pytest at a time."""
-    with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of checkpoints. All processes of pytest share it."""
@@ -71,49 +59,46 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def checkpoints(shared_folder: Path) -> dict[str, Path]:
     """Folders of the model: "plain", "mtp" and "dspark"."""
-    from small_model import checkpoint, checkpoint_with_drafts
-
-    from on_gpu.scenarios import SIZES
+    from small_model import SIZES, checkpoint, checkpoint_with_drafts, made_once
 
     folders = {name: shared_folder / name for name in ("plain", "mtp", "dspark")}
-    with _locked(shared_folder / "lock"):
-        if not (shared_folder / "complete").exists():
-            checkpoint(folders["plain"], SIZES)
-            for method in ("mtp", "dspark"):
-                checkpoint_with_drafts(folders[method], folders["plain"], method)
-            (shared_folder / "complete").touch()
+
+    def make() -> None:
+        checkpoint(folders["plain"], SIZES)
+        for method in ("mtp", "dspark"):
+            checkpoint_with_drafts(folders[method], folders["plain"], method)
+
+    made_once(shared_folder, "v4", make)
     return folders
 
 
 @pytest.fixture(scope="session")
 def v41_checkpoints(shared_folder: Path) -> dict[str, Path]:
     """Folders of DeepSeek-V4.1: "v41", and "v41-dspark" with drafts."""
-    from small_model import checkpoint_with_drafts
+    from small_model import checkpoint_with_drafts, made_once
     from small_v41 import checkpoint_v41
 
     from on_gpu.scenarios import V41_SIZES
 
     folders = {name: shared_folder / name for name in ("v41", "v41-dspark")}
-    with _locked(shared_folder / "lock-v41"):
-        if not (shared_folder / "complete-v41").exists():
-            checkpoint_v41(folders["v41"], V41_SIZES)
-            checkpoint_with_drafts(folders["v41-dspark"], folders["v41"], "dspark")
-            (shared_folder / "complete-v41").touch()
+
+    def make() -> None:
+        checkpoint_v41(folders["v41"], V41_SIZES)
+        checkpoint_with_drafts(folders["v41-dspark"], folders["v41"], "dspark")
+
+    made_once(shared_folder, "v41", make)
     return folders
 
 
 @pytest.fixture(scope="session")
 def stages_checkpoint(shared_folder: Path) -> Path:
     """The folder of a model for pipeline parallelism."""
-    from small_model import checkpoint
+    from small_model import checkpoint, made_once
 
     from on_gpu.scenarios import SIZES_OF_STAGES
 
     folder = shared_folder / "stages"
-    with _locked(shared_folder / "lock-stages"):
-        if not (shared_folder / "complete-stages").exists():
-            checkpoint(folder, SIZES_OF_STAGES)
-            (shared_folder / "complete-stages").touch()
+    made_once(shared_folder, "stages", lambda: checkpoint(folder, SIZES_OF_STAGES))
     return folder
 
 
@@ -132,44 +117,19 @@ def v41_model() -> Any:
 @pytest.fixture(scope="session")
 def transformers_model(checkpoints: dict[str, Path]) -> Any:
     """Transformers' model of these weights in fp32."""
-    from on_gpu.scenarios import SIZES
+    from small_model import SIZES, model_on_gpu
 
-    return _model_on_gpu(SIZES)
+    return model_on_gpu(SIZES)
 
 
 @pytest.fixture(scope="session")
 def stages_model(stages_checkpoint: Path) -> Any:
     """The same of the model for pipeline parallelism."""
+    from small_model import model_on_gpu
+
     from on_gpu.scenarios import SIZES_OF_STAGES
 
-    return _model_on_gpu(SIZES_OF_STAGES)
-
-
-def _model_on_gpu(sizes: dict[str, Any]) -> Any:
-    """Transformers' model in fp32. Its attention takes some queries at a time, for memory."""
-    import torch
-    from small_model import random_model
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
-
-    torch.backends.cuda.matmul.allow_tf32 = False
-    _attend_in_parts(modeling)
-    return random_model(sizes).cuda()
-
-
-@cache
-def _attend_in_parts(modeling: Any) -> None:
-    """Let transformers' attention take some queries at a time."""
-    import torch
-
-    attend, rows = modeling.eager_attention_forward, 512
-
-    def attend_in_parts(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
-    ) -> tuple[Any, None]:
-        parts = zip(query.split(rows, dim=2), attention_mask.split(rows, dim=2), strict=True)
-        return torch.cat([attend(module, q, key, value, mask, **options)[0] for q, mask in parts], dim=1), None
-
-    modeling.eager_attention_forward = attend_in_parts
+    return model_on_gpu(SIZES_OF_STAGES)
 
 
 @pytest.fixture

@@ -6,31 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
-from small_model import of_stages, prompt_of
-
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 1024,
-    "moe_intermediate_size": 128,
-    "num_attention_heads": 64,
-    "head_dim": 512,
-    "q_lora_rank": 512,
-    "o_groups": 8,
-    "o_lora_rank": 128,
-    "index_topk": 512,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "max_position_embeddings": 16384,
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "dtype": "bfloat16",
-}
-"""A layer of each kind with 64 heads and Flash's selection. The rest is small, so that transformers can follow."""
+from small_model import LENGTHS, SIZES, mixed, of_stages, prompt_of
 
 SIZES_OF_STAGES = of_stages(SIZES)
 """For pipeline parallelism."""
-
-LENGTHS = (5, 300, 131, 2500, 2050)
-"""Of prompts: shorter than a window, longer than one, and long enough that 512 entries are selected from more."""
 
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -45,12 +24,6 @@ DEFAULTS: dict[str, Any] = {
 }
 TOKENS = 32
 CAPTURED = [1, 2, 4, 8]
-
-
-def mixed(count: int, longest: int) -> list[list[int]]:
-    """Prompts of lengths that grow from 3 to the longest, in a shuffled order."""
-    lengths = [round(3 * (longest / 3) ** (i / (count - 1))) for i in range(count)]
-    return [prompt_of(lengths[i * 37 % count], i) for i in range(count)]
 
 
 @frozen

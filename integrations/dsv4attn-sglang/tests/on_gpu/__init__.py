@@ -1,0 +1,1 @@
+"""Tests in which SGLang's engine serves requests on a GPU, see conftest.py."""

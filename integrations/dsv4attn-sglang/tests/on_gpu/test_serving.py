@@ -1,0 +1,117 @@
+"""SGLang's engine on a GPU, against transformers in fp32 and against itself with its own attention."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_model
+import torch
+from small_model import logprobs
+
+from on_gpu.scenarios import PAGE, SCENARIOS, Scenario
+
+HERE = Path(__file__).parent
+RMS, GAP = 0.05, 0.1
+"""Bounds of the error of log-probabilities, which spread by 1.0, and of `worst_gap`. SGLang computes in bf16."""
+TIMEOUT = 240
+
+BY_SGLANG_TOO = [s for s in SCENARIOS if not (s.backend or s.steps != "all")]
+"""What SGLang's own attention can serve."""
+
+
+def serve(scenario: Scenario, folder: Path, results: Path, *, by_sglang: bool = False) -> dict[str, Any]:
+    """Run worker.py: the answers of each round, seconds, and the log."""
+    name = f"{scenario.name}{'-by-sglang' if by_sglang else ''}"
+    file, out, log = (results / f"{name}.{suffix}" for suffix in ("json", "pt", "log"))
+    file.write_text(json.dumps(scenario.input(str(folder), by_sglang=by_sglang)))
+    # several engines at once would otherwise have more threads than there are cores
+    environment = {"OMP_NUM_THREADS": "2", **os.environ}
+    begin = time.perf_counter()
+    with log.open("w") as stream:
+        engine = subprocess.Popen(
+            [sys.executable, HERE / "worker.py", file, out],
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        try:
+            code = engine.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            code = -1
+        finally:
+            # the scheduler of an engine that failed may still be there
+            with suppress(ProcessLookupError):
+                os.killpg(engine.pid, signal.SIGKILL)
+    text = log.read_text()
+    assert code == 0, f"{name}: exit code {code}\n" + text[-2500:]
+    served = torch.load(out)
+    out.unlink()
+    return {**served, "seconds": time.perf_counter() - begin, "log": text}
+
+
+def check_scenario(
+    scenario: Scenario, folder: Path, model: Any, results: Path, *, by_sglang: bool = False
+) -> dict[str, Any]:
+    """Serve a scenario, hold its answers against transformers, and leave the figures."""
+    served = serve(scenario, folder, results, by_sglang=by_sglang)
+    expected, answers = [], []
+    for step, of_step in zip(scenario.rounds, served["rounds"], strict=True):
+        last = None if step.of_prompts else step.tokens
+        expected += logprobs(model, step.prompts, of_step, last=last)
+        answers += of_step
+    found = small_model.figures(expected, answers)
+    # engines of other tests need the memory
+    torch.cuda.empty_cache()
+    if scenario.is_accepting:
+        found = {"rms": found["rms"]}
+    numbers = {name: sum(answer[name] for answer in answers) for name in ("retractions", "drafts", "accepted")}
+    cached = [[answer["cached"] for answer in of_step] for of_step in served["rounds"]]
+    backends = sorted(set(re.findall(r"dsv4attn-sglang: (?:decode|prefill), \d+ heads: (\w+):", served["log"])))
+    said = {"lines": re.findall(r"dsv4attn-sglang: (?!replaced)(.*)", served["log"])}
+    seconds = {"ready_s": served["ready"], "wall_s": served["seconds"]}
+    figures = {**found, "backend": backends, "cached": cached, **numbers, **seconds, **said}
+    name = f"{scenario.name}{'-by-sglang' if by_sglang else ''}"
+    (results / f"{name}.figures.json").write_text(json.dumps(figures, indent=1))
+    print(name, figures)
+    assert found["rms"] < RMS
+    assert found.get("gap", 0) < GAP
+    if scenario.is_accepting:
+        assert 0 < numbers["accepted"] < numbers["drafts"]
+    return {**served, **figures}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_requests_are_answered_as_by_transformers(
+    scenario: Scenario, checkpoints: dict[str, Path], transformers_model: Any, results: Path
+) -> None:
+    served = check_scenario(scenario, checkpoints[scenario.checkpoint], transformers_model, results)
+
+    assert served["backend"] == [scenario.backend or "sm90"]
+    if scenario.name == "retraction":
+        assert served["retractions"] > 0
+    if scenario.name.startswith("prefix-cache"):
+        [[first], [second]] = served["rounds"]
+        assert (first["cached"], second["cached"]) == (0, 8 * PAGE)
+        assert first["tokens"] == second["tokens"]
+        assert torch.equal(first["logprobs"], second["logprobs"])
+
+
+@pytest.mark.parametrize("scenario", BY_SGLANG_TOO, ids=str)
+def test_sglangs_own_attention_is_as_far_from_transformers(
+    scenario: Scenario, checkpoints: dict[str, Path], transformers_model: Any, results: Path
+) -> None:
+    """The same bounds hold for SGLang's own attention, so they are not those of a looser engine."""
+    served = check_scenario(scenario, checkpoints[scenario.checkpoint], transformers_model, results, by_sglang=True)
+
+    assert not served["lines"]
