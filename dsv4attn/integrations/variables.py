@@ -9,11 +9,12 @@ from __future__ import annotations
 from dsv4attn.config import Knob, register_variables
 from dsv4attn.integrations.engines import ENGINES, SGLANG, VLLM
 
-__all__ = ["SGLANG_STEPS", "TRANSFORMERS", "TRANSFORMERS_ANY_VERSION", "VLLM_STEPS"]
+__all__ = ["SGLANG_STEPS", "TRANSFORMERS", "TRANSFORMERS_ANY_VERSION", "VLLM_ENTRIES", "VLLM_STEPS"]
 
 TRANSFORMERS = "DSV4ATTN_TRANSFORMERS"
 TRANSFORMERS_ANY_VERSION = f"{TRANSFORMERS}_ANY_VERSION"
 VLLM_STEPS = f"{VLLM.prefix}_STEPS"
+VLLM_ENTRIES = f"{VLLM.prefix}_ENTRIES"
 SGLANG_STEPS = f"{SGLANG.prefix}_STEPS"
 _FLAG = "`0` or `1`"
 
@@ -52,7 +53,10 @@ register_variables(
             "auto",
             "`auto`, `all`, `none`, or some of `indexer,compressor,projection,mhc`",
             f"steps around attention that `{VLLM.wheel}` runs",
-        )
+        ),
+        VLLM_ENTRIES: Knob(
+            "unset", "a folder", f"`{VLLM.wheel}` writes there, for each request, the entries that its tokens selected"
+        ),
     },
 )
 register_variables(

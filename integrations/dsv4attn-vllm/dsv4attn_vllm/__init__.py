@@ -12,6 +12,7 @@ a model.
     attention     what a layer runs on dsv4attn; cuda, rocm, xpu and cpu put it into vLLM's class of the platform
     metadata      vLLM's builders, with dsv4attn's metadata next to their own
     serving       the backend, limits and layouts of a model
+    entries       files with the entries that tokens selected
     records       V4.1's own records on GPUs for which vLLM widens them
     steps         which steps around attention run on dsv4attn: compressor, indexer (with index_metadata), projection
                   and hyper_connections are named after them

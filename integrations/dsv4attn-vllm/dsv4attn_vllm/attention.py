@@ -26,6 +26,7 @@ from dsv4attn.core.model.rope import apply_rope, is_rotation
 from dsv4attn.core.tensorspec import signature
 from dsv4attn_vllm.arguments import backend_of_vllm
 from dsv4attn_vllm.compressor import adopt, adopt_insert
+from dsv4attn_vllm.entries import recorder_of
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 from dsv4attn_vllm.indexer import (
     IndexCache,
@@ -82,6 +83,8 @@ class Dsv4Attention(_Layer):
         self._bound: LayerCaches | None = None
         self._raw_q_steps = RawQSteps()
         self._invariant_product = serving.layer_ops.arithmetic(deterministic=True).linear
+        selects = self._geometry.kind is LayerKind.CSA
+        self._recorder = recorder_of(vllm_config, self.prefix, self.indexer.topk_tokens) if selects else None
         self._keep_wo_a()
         self._put_steps()
         serving.start_compiling()
@@ -288,6 +291,9 @@ class Dsv4Attention(_Layer):
             output.zero_()
             return
         layer, step = self._geometry, self._step(by_prefix)
+        if self._recorder is not None:
+            block_tokens = self._entries().shape[1] * self.compress_ratio
+            self._recorder.keep(self.prefix, self.topk_indices_buffer[: len(q)], block_tokens)
         forward_mqa(
             q,
             self._caches(),

@@ -215,6 +215,17 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
             f"{_V4}.attention:DeepseekV4Indexer", "indexer:IndexerSteps", "_get_attn_cls _get_cache_cls _q_rope_quant"
         ),
     ),
+    f"entries {_NEW}": (
+        Called("vllm.distributed", "get_tensor_model_parallel_rank"),
+        Stored("vllm.config:ParallelConfig", "pipeline_parallel_size use_ubatching"),
+        Stored("vllm.v1.core.sched.output:SchedulerOutput", "finished_req_ids"),
+        Written("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "execute_model execute_model_state"),
+        Stored("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "req_states"),
+        Stored("vllm.v1.worker.gpu.model_runner:ExecuteModelState", "attn_metadata input_batch"),
+        Stored("vllm.v1.worker.gpu.input_batch:InputBatch", "num_reqs positions query_start_loc req_ids"),
+        Stored("vllm.v1.worker.gpu.states:RequestState", "all_token_ids req_id_to_index total_len"),
+        Stored("vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor", "gpu"),
+    ),
     f"rocm {_OLD}": (Named("vllm.envs", "VLLM_ROCM_MONO_DECODE"),),
     f"rocm {_NEW}": (Stored("vllm.config:KernelConfig", "monokernel"),),
     "v4 cuda": (
@@ -377,7 +388,7 @@ def parts_of(version: str) -> tuple[str, ...]:
     return tuple(part for part in TABLE if not part.endswith(other))
 
 
-def groups_of(model: str, platform: str, *, version: str, mhc: bool = False) -> tuple[str, ...]:
+def groups_of(model: str, platform: str, *, version: str, mhc: bool = False, entries: bool = False) -> tuple[str, ...]:
     """The parts of TABLE that a process needs.
 
     model: "v4" or "v41", whose names are replaced. The names of both are needed, because one module of this package has
@@ -385,10 +396,12 @@ def groups_of(model: str, platform: str, *, version: str, mhc: bool = False) -> 
     platform: as `replacements.platform_name` returns it.
     version: of vLLM.
     mhc: whether hyper-connections run on dsv4attn.
+    entries: whether selected entries are recorded.
     """
     layers = ("v4 rocm", "v41 rocm") if platform == "rocm" else (f"{model} {platform}",)
     since = _since(version)
-    groups = ("all", "v4", "v41", *layers, since, f"{platform} {since}", *(("mhc", f"mhc {platform}") if mhc else ()))
+    options = (*(("mhc", f"mhc {platform}") if mhc else ()), *((f"entries {since}",) if entries else ()))
+    groups = ("all", "v4", "v41", *layers, since, f"{platform} {since}", *options)
     return tuple(group for group in groups if group in TABLE)
 
 

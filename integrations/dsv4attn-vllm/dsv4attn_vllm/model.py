@@ -13,6 +13,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from dsv4attn_vllm import internals
 from dsv4attn_vllm.arguments import is_used, log_unused, share_request
+from dsv4attn_vllm.entries import folder_of_entries
 from dsv4attn_vllm.guard import GUARD, LOG
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace, restore
 from dsv4attn_vllm.steps import MHC, requested_steps
@@ -82,7 +83,8 @@ def activate(model: str, vllm_config: Any = None) -> None:  # noqa: ANN401 - as 
         return
     version = GUARD.check()
     runs_mhc = not is_v41 and MHC in (requested_steps() or ())
-    internals.check(version, internals.groups_of(model, platform, version=version, mhc=runs_mhc))
+    options = {"mhc": runs_mhc, "entries": bool(folder_of_entries())}
+    internals.check(version, internals.groups_of(model, platform, version=version, **options))
     names = [*map(str, replacements)]
     if runs_mhc:
         from dsv4attn_vllm.hyper_connections import install

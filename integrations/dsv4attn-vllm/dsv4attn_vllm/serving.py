@@ -37,6 +37,7 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
+from dsv4attn_vllm.entries import check_entries, folder_of_entries
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError, is_before_0_33
 from dsv4attn_vllm.invariance import check_invariance, is_invariant
 from dsv4attn_vllm.projection import settings_for, steps_with
@@ -333,6 +334,8 @@ def _facts(vllm_config: Any, records: tuple[int, int] | None) -> _Facts:  # noqa
     invariant = is_invariant()
     if invariant:
         check_invariance(vllm_config, steps, device.platform, v41=records is not None)
+    if folder_of_entries():
+        check_entries(vllm_config, steps, v41=records is not None)
     return _Facts(
         model,
         _limits(vllm_config, model),

@@ -164,18 +164,25 @@ def main(
     tokens: int,
     of_prompts: int = 1,
     invariant: bool = False,
+    entries: str = "",
     **arguments: Any,
 ) -> None:
     """Serve rounds of prompts, one round after another, and save their `answers`, and how many requests were preempted.
 
     of_prompts: the first rounds, which have log-probabilities of prompts too; vLLM does not take these prompts from the
-    prefix cache. invariant: in the batch-invariant mode.
+    prefix cache. invariant: in the batch-invariant mode. entries: a folder in which selected entries are recorded.
     """
     os.environ.update(DSV4ATTN_BACKEND=backend, DSV4ATTN_VLLM_STEPS="all")
+    if entries:
+        os.environ["DSV4ATTN_VLLM_ENTRIES"] = entries
     if invariant:
         take_mode_for_served()
     with _ops():
         llm = engine(**arguments)
         results = [answers(llm, prompts, tokens, of_prompts=i < of_prompts) for i, prompts in enumerate(rounds)]
+        if entries:
+            from dsv4attn_vllm.entries import write_entries
+
+            llm.collective_rpc(write_entries)
         [preempted] = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     torch.save((results, preempted), out)

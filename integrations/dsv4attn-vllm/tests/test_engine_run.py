@@ -85,11 +85,14 @@ def test_requests_are_answered_as_by_transformers(tmp_path: Path) -> None:
     """Three rounds.
 
     Ragged prompts together; one of them alone, whose first page of tokens comes from the prefix cache; and more at once
-    than there are pages for, so that a request is preempted and prefilled again.
+    than there are pages for, so that a request is preempted and prefilled again. The entries that each token selected
+    are recorded.
     """
-    model, prompts = checkpoint(tmp_path, SIZES_OF_MODEL), [SHORT, LONG, MIDDLE]
+    model, prompts, folder = checkpoint(tmp_path, SIZES_OF_MODEL), [SHORT, LONG, MIDDLE], tmp_path / "entries"
 
-    (together, [again], crowd), preempted, log = serve(tmp_path, "reference", [prompts, [LONG], FULL])
+    (together, [again], crowd), preempted, log = serve(
+        tmp_path, "reference", [prompts, [LONG], FULL], entries=str(folder)
+    )
 
     check_log(log, "reference")
     expected = logprobs(model, prompts, together)
@@ -100,6 +103,37 @@ def test_requests_are_answered_as_by_transformers(tmp_path: Path) -> None:
     assert rms(again["logprobs"] - together[1]["logprobs"][-TOKENS:]) < 0.01
     assert preempted > 0
     check_answers([rows[-TOKENS:] for rows in logprobs(model, FULL, crowd)], crowd)
+    requests = [*zip([*prompts, LONG, *FULL], [*together, again, *crowd], strict=True)]
+    check_entries(model, [torch.load(file) for file in folder.glob("*.pt")], requests)
+
+
+def check_entries(
+    model: Any, files: Sequence[Mapping[str, Any]], requests: Sequence[tuple[list[int], Mapping[str, Any]]]
+) -> None:
+    """Each request has a file, with about the entries that transformers' indexer selects in fp32."""
+    expected_tokens = sorted([*prompt, *answer["tokens"]] for prompt, answer in requests)
+    assert sorted(file["tokens"].tolist() for file in files) == expected_tokens
+    topk, chosen = SIZES_OF_MODEL["index_topk"], []
+    indexer = model.model.layers[1].self_attn.compressor.indexer
+    hook = indexer.register_forward_hook(lambda _, __, entries: chosen.append(entries[0]))
+    for file in files:
+        [(layer, entries)] = file["entries"].items()
+        tokens = file["tokens"][:-1]
+        assert (layer, entries.dtype, entries.shape) == (1, torch.int32, (len(tokens), topk))
+        seen = (torch.arange(len(tokens)) + 1) // 4
+        assert torch.equal((entries >= 0).sum(1), seen.clamp(max=topk))
+        assert (entries < seen[:, None]).all()
+        assert entries.min() >= -1
+        assert (entries.diff(dim=1)[entries[:, 1:] >= 0] > 0).all()
+        with torch.no_grad():
+            model(tokens[None].long())
+        rows = zip(entries, chosen.pop(), strict=True)
+        same = torch.stack([torch.isin(row[row >= 0], other).float().mean() for row, other in rows])
+        # rounded scores exchange some of the last entries
+        assert same[3:].mean() > 0.95
+    hook.remove()
+    first, second = (file["entries"][1] for file in files if file["tokens"].tolist()[: len(LONG)] == LONG)
+    assert torch.equal(first[:256], second[:256])
 
 
 def test_requests_are_answered_by_triton_too(tmp_path: Path) -> None:

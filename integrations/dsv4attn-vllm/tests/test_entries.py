@@ -1,0 +1,120 @@
+"""The entries that requests selected, by steps that are made up; test_engine_run.py records in vLLM's own engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from dsv4attn_vllm.entries import UNKNOWN, Recorder, check_entries
+from dsv4attn_vllm.guard import RefusedError
+from torch import Tensor
+
+BLOCK, TOPK = 8, 2
+LAYERS = ("model.layers.2.attn", "model.layers.4.attn")
+
+
+class Steps:
+    """Steps of a runner with a recorder. The entries of a token name the step in which it was run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, 0
+        self.recorder = Recorder(folder, TOPK, max_tokens=32, device="cpu")
+        for prefix in LAYERS:
+            self.recorder.add(prefix)
+        self.req_states = SimpleNamespace(req_id_to_index={}, total_len=None, all_token_ids=None)
+        self.execute_model_state: Any = None
+        self._execute = self.recorder.around(type(self).execute_model)
+
+    def execute_model(self, work: Any) -> None:
+        """What vLLM does: run the layers, and leave the state of the step."""
+        if not work.requests:
+            return
+        counts = [count for *_, count in work.requests]
+        self.number += 1
+        for i, prefix in enumerate(LAYERS):
+            rows = torch.full((sum(counts) + 3, TOPK + 1), 10 * self.number + i, dtype=torch.int32)
+            self.recorder.keep(prefix, rows, BLOCK)
+        positions = [first + i for _, _, first, count in work.requests for i in range(count)]
+        batch = SimpleNamespace(
+            req_ids=[name for name, *_ in work.requests],
+            num_reqs=len(counts),
+            query_start_loc=torch.tensor([0, *counts]).cumsum(0),
+            positions=torch.tensor([*positions, 0, 0, 0]),
+        )
+        table = torch.tensor([blocks for _, blocks, *_ in work.requests])
+        metadata = {LAYERS[0]: SimpleNamespace(block_table=table)}
+        self.execute_model_state = SimpleNamespace(input_batch=batch, attn_metadata=metadata)
+
+    def step(self, *requests: tuple[str, list[int], int, int], finished: tuple[str, ...] = ()) -> None:
+        """Run a step. requests: (name, blocks, position of the first token, number of tokens)."""
+        for name, *_ in requests:
+            self.req_states.req_id_to_index.setdefault(name, len(self.req_states.req_id_to_index))
+        self._execute(self, SimpleNamespace(requests=requests, finished_req_ids=finished))
+
+    def finish(self, name: str, tokens: int) -> dict[int, Tensor]:
+        """The entries of a request that ends with so many tokens, of which the last was not run."""
+        self.req_states.total_len = SimpleNamespace(gpu=torch.full((9,), tokens))
+        self.req_states.all_token_ids = SimpleNamespace(gpu=torch.arange(9 * 32).view(9, 32))
+        self.step(finished=(name,))
+        saved = torch.load(self.folder / f"{name}.pt")
+        slot = self.req_states.req_id_to_index.pop(name)
+        assert saved["tokens"].tolist() == [*range(32 * slot, 32 * slot + tokens)]
+        return saved["entries"]
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Steps:
+    return Steps(tmp_path / "entries")
+
+
+def steps_of(entries: dict[int, Tensor]) -> list[int]:
+    """The step in which each token was run, by the entries of both layers."""
+    assert [*entries] == [2, 4]
+    assert torch.equal(entries[2] + (entries[2] != UNKNOWN), entries[4])
+    assert (entries[2] == entries[2][:, :1]).all()
+    return entries[2][:, 0].tolist()
+
+
+def test_rejected_drafts_and_hits_in_the_prefix_cache(steps: Steps) -> None:
+    steps.step(("a", [3, 5, 0], 0, 7), ("b", [1, 0, 0], 0, 2))
+    # two of three drafts are rejected, and one of the next three
+    steps.step(("a", [3, 5, 0], 7, 4), ("b", [1, 0, 0], 2, 1))
+    steps.step(("a", [3, 5, 0], 9, 4))
+    # a prefix of eight tokens; and a request that is preempted, and computed again in other blocks
+    steps.step(("c", [3, 6, 0], 8, 2), ("b", [7, 0, 0], 0, 3))
+
+    assert steps_of(steps.finish("a", 13)) == [10] * 7 + [20] * 2 + [30] * 3
+    assert steps_of(steps.finish("c", 11)) == [10] * 7 + [20] + [40] * 2
+    assert steps_of(steps.finish("b", 4)) == [40] * 3
+
+
+def test_a_block_that_came_from_elsewhere_is_unknown(steps: Steps) -> None:
+    steps.step(("a/1", [4, 2], 8, 3))
+    steps.recorder._folder = steps.folder
+    steps.req_states.total_len = SimpleNamespace(gpu=torch.full((9,), 12))
+    steps.req_states.all_token_ids = SimpleNamespace(gpu=torch.zeros(9, 32, dtype=torch.int32))
+
+    steps.recorder.write_all(steps.req_states)
+
+    assert steps_of(torch.load(steps.folder / "a_1.pt")["entries"]) == [UNKNOWN] * 8 + [10] * 3
+    assert [file.name for file in steps.folder.iterdir()] == ["a_1.pt"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "v41", "microbatches", "stages", "why"),
+    [
+        ({"indexer"}, True, False, 1, "unset for DeepSeek-V4.1"),
+        ({"compressor"}, False, False, 1, "DSV4ATTN_VLLM_STEPS=indexer,compressor"),
+        ({"indexer"}, False, True, 1, "no microbatches"),
+        ({"indexer"}, False, False, 2, "one pipeline stage"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(
+    steps: set[str], *, v41: bool, microbatches: bool, stages: int, why: str
+) -> None:
+    parallel = SimpleNamespace(use_ubatching=microbatches, pipeline_parallel_size=stages)
+    with pytest.raises(RefusedError, match=f"DSV4ATTN_VLLM_ENTRIES: expected .*{why}"):
+        check_entries(SimpleNamespace(parallel_config=parallel), frozenset(steps), v41=v41)
