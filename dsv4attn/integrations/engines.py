@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, ClassVar
 
 from attrs import field, frozen
@@ -29,6 +30,7 @@ class Engine:
     allowed: its variable with the names of the entry points to load.
     lenient: whether that variable is unset when it is empty, and blanks around its names do not count.
     scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active.
+    kernels: where it looks for compiled kernels of Triton: a variable with a folder, its default, a folder inside.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Engine:
     allowed: str
     lenient: bool
     scope: str
+    kernels: tuple[str, str, str]
 
     @property
     def wheel(self) -> str:
@@ -62,6 +65,12 @@ class Engine:
         """The variable for versions that were not tested. 1: they are tried. 0, or unset: they are refused."""
         return f"{self.prefix}_ANY_VERSION"
 
+    def kernel_folder(self) -> Path:
+        """Where a process of the engine looks for compiled kernels of Triton, if it has the variables of this one."""
+        variable, default, inside = self.kernels
+        cache = os.environ.get("TRITON_CACHE_DIR")
+        return Path(cache) if cache else Path(os.environ.get(variable) or default).expanduser() / inside
+
     def leaves_out(self, point: str) -> bool:
         """Whether the engine's own variable leaves out an entry point."""
         allowed = os.environ.get(self.allowed)
@@ -78,6 +87,8 @@ VLLM = Engine(
     "VLLM_PLUGINS",
     lenient=False,
     scope="where vLLM has no attention of its own, else if --attention-backend DSV4ATTN or DSV4ATTN_VLLM=1 asks for it",
+    # Triton's own folder, as vLLM has another one only for models that it compiles by torch.compile
+    kernels=("TRITON_HOME", "~", ".triton/cache"),
 )
 SGLANG = Engine(
     "SGLang",
@@ -87,6 +98,7 @@ SGLANG = Engine(
     "SGLANG_PLUGINS",
     lenient=True,
     scope="on GPUs of NVIDIA and Intel, else refused",
+    kernels=("SGLANG_CACHE_DIR", "~/.cache/sglang", "triton"),
 )
 ENGINES = (VLLM, SGLANG)
 
@@ -216,6 +228,12 @@ class OnceLog:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._wheel, self.logger, self._lines = engine.wheel, logging.getLogger(name), set[str]()
+
+    def adopt(self, name: str) -> None:
+        """Let the lines of another logger without handlers go where these lines go. name: of that logger."""
+        other = logging.getLogger(name)
+        if not other.handlers:
+            other.parent = self.logger
 
     def info(self, text: str, *values: object) -> None:
         """Log what is done."""

@@ -14,6 +14,7 @@ import click
 from attrs import asdict, field, frozen
 
 from dsv4attn.core.cache.key_records import KEY_RECORDS
+from dsv4attn.integrations.engines import ENGINES
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     COMPILED_FOR,
@@ -123,6 +124,11 @@ class _Job:
         type=click.Path(file_okay=False, writable=True, path_type=Path),
         help="Folder of Triton's cache that gets the kernels.  [default: TRITON_CACHE_DIR, or Triton's own]",
     ),
+    choice(
+        "--engine",
+        words=tuple(engine.package for engine in ENGINES),
+        help="Engine that will launch the kernels: they go where it looks for them, unless --cache names a folder.",
+    ),
     integer("--jobs", help="Threads that compile.  [default: one for each core, at most 16]"),
     JSON,
 )
@@ -137,6 +143,7 @@ def compile_(
     tensor_parallel: int,
     kernels: tuple[str, ...],
     folder: Path | None,
+    engine: str | None,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -147,7 +154,8 @@ def compile_(
     instructions, and how many blocks fit an SM or CU. The number of blocks is computed here, and no compiler has
     confirmed it. A kernel that "spills" more than its backend expects is right, but slow. A kernel that exceeds a
     "limit" may not launch. A kernel that "failed" did not compile. Results go to Triton's cache,
-    where a launch finds them: compile into a folder of an image, and set TRITON_CACHE_DIR to it there.
+    where a launch finds them: compile into a folder of an image, and set TRITON_CACHE_DIR to it there. vLLM and SGLang
+    have folders of their own without this variable: see --engine. Compile with the Triton of the image.
 
     \b
     Exit codes:
@@ -163,6 +171,8 @@ def compile_(
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
+    if engine is not None and folder is None:
+        [folder] = [known.kernel_folder() for known in ENGINES if known.package == engine]
     if folder is not None:
         # Triton reads it at each compilation, and so do the processes that it starts
         os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
@@ -193,7 +203,8 @@ def compile_(
             _show(task)
         _sum_up(tasks, failed)
         if folder is not None:
-            click.echo(f"in a Dockerfile: ENV TRITON_CACHE_DIR={folder.resolve()}")
+            command = " ".join(["RUN dsv4attn compile", *command_line(ctx)])
+            click.echo(f"in a Dockerfile:\n  {command}\n  ENV TRITON_CACHE_DIR={folder.resolve()}")
     ctx.exit(OK if ok else FAILED)
 
 

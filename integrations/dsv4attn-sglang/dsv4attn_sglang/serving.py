@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from dsv4attn import KVCacheLayout
+from dsv4attn import Backend, KVCacheLayout, Limits, ModelGeometry
 from dsv4attn.compat.direct import PAGE_SIZE, CallKind, plan
 from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import explain
 from dsv4attn_sglang import attention, gather, hooks, indexer, records, steps
-from dsv4attn_sglang.guard import RefusedError
+from dsv4attn_sglang.guard import LOG, RefusedError
 
-__all__ = ["check", "targets"]
+__all__ = ["bounds_of", "check", "targets"]
 
 WINDOW = 128
 COLUMNS = 64
@@ -56,10 +58,12 @@ def check(runner: Any, served_steps: Collection[str] = ()) -> list[str]:  # noqa
     facts = (heads, torch.bfloat16, runner.model_config.head_dim**-0.5, True, 1)
     lines: dict[str, list[str]] = {}
     of_steps: list[str] = []
+    backends: list[Backend] = []
     for phase, layers, sizes, layouts in _calls(runner):
         # what the calls themselves ask: it raises, and loads the backend
         kind = CallKind(phase, *facts, sizes, layouts)
         backend, _ = plan(kind, device, None)
+        backends += [backend] * (backend not in backends)
         if layers == "c4a" and steps.INDEXER in served_steps:
             indexer.serve(runner.token_to_kv_pool, backend)
             of_steps.append(f"indexer: scores and selection of {backend.name} ({steps.VARIABLE})")
@@ -68,7 +72,42 @@ def check(runner: Any, served_steps: Collection[str] = ()) -> list[str]:  # noqa
             of_steps.append(f"gather: keys of prompts by {backend.name} ({steps.VARIABLE})")
         chosen = explain(kind.problem, device=device)
         lines.setdefault(f"{phase.value}, {heads} heads: {chosen.verdict} ({chosen.request.source})", []).append(layers)
+    if device.type != "cpu":
+        _compile(runner, backends, served_steps, device)
     return [*(f"{line}; {', '.join(layers)}" for line, layers in lines.items()), *of_steps]
+
+
+def _compile(
+    runner: Any,  # noqa: ANN401 - SGLang's ModelRunner
+    backends: Sequence[Backend],
+    served_steps: Collection[str],
+    device: torch.device,
+) -> None:
+    """Compile all kernels before the first request. The log of dsv4attn says how many were in Triton's cache."""
+    try:
+        bounds = bounds_of(runner, served_steps)
+    except Dsv4AttnError as error:
+        LOG.warning("kernels are compiled when they run first, because this model's sizes are not known: %s", error)
+        return
+    for backend in backends:
+        backend.warmup(bounds, device)
+
+
+def bounds_of(runner: Any, served_steps: Collection[str]) -> WarmupSpec:  # noqa: ANN401 - as above
+    """What is compiled ahead. Raises Dsv4AttnError for a configuration that `ModelGeometry` does not read."""
+    pool, config = runner.token_to_kv_pool, runner.model_config
+    model = ModelGeometry.from_config(config.hf_text_config, name="the model")
+    ratios = [*pool.present_ratios]
+    return WarmupSpec.of(
+        model,
+        Limits(max_num_reqs=256, max_num_batched_tokens=8192, max_model_len=config.context_len),
+        swa=records.LAYOUTS[pool.kv_layout.value],
+        compressed=records.LAYOUTS[pool.compressed_kv_layout(ratios[0]).value] if ratios else None,
+        swa_block_size=pool.get_swa_key_page_size(),
+        lse=True,
+        layer_steps=steps.INDEXER in served_steps,
+        parts=("selection",) if steps.INDEXER in served_steps else (),
+    )
 
 
 def _check_both_phases(runner: Any) -> None:  # noqa: ANN401

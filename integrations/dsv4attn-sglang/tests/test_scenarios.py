@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fakes
@@ -12,6 +13,9 @@ import torch
 from on_gpu.scenarios import DEFAULTS, SCENARIOS, write_for_sglang
 from on_gpu.worker import VOCABULARY, answer_of
 from small_model import SIZES, configuration, draft_settings, figures, write_as_released
+
+from dsv4attn import load_backend
+from dsv4attn.core.contract.device import DeviceFacts
 
 
 @pytest.fixture
@@ -80,3 +84,28 @@ def test_what_sglang_returns_is_read_as_log_probabilities(*, of_prompts: bool) -
     with pytest.raises(AssertionError):
         # an answer with a row too few is not compared
         figures([seen[1:]], [answer])
+
+
+def test_kernels_of_attention_and_selection_are_compiled_before_the_first_request(folders: dict[str, Path]) -> None:
+    from dsv4attn_sglang.serving import bounds_of
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    pool = SimpleNamespace(
+        present_ratios=(4, 128),
+        kv_layout=SimpleNamespace(value="v4"),
+        compressed_kv_layout=lambda _: SimpleNamespace(value="v4"),
+        get_swa_key_page_size=lambda: 256,
+    )
+    config = SimpleNamespace(hf_text_config=get_config(str(folders["mtp"]), trust_remote_code=False), context_len=4096)
+    runner = SimpleNamespace(token_to_kv_pool=pool, model_config=config)
+
+    kernels = {}
+    for steps in (("indexer", "gather"), ()):
+        bounds = bounds_of(runner, steps)
+        assert [layer.kind.value for layer in bounds.layers] == ["swa", "c4a", "c128a"]
+        assert (bounds.layers[1].topk, bounds.layers[0].num_heads, bounds.swa.record_bytes) == (512, 64, 584)
+        variants = load_backend("sm90").kernel_variants(bounds, DeviceFacts.named("sm_90"))
+        kernels[steps] = {variant.name for variant in variants}
+    of_selection = {"choose_groups_kernel", "score_groups_kernel", "score_kernel", "choose_kernel"}
+    assert kernels["indexer", "gather"] - kernels[()] == of_selection
+    assert {"attention", "window_kernel", "gather_kernel"} <= kernels[()]

@@ -128,7 +128,8 @@ def compiled_kernels(*targets: str) -> dict[str, Any]:
     """What the compiler says about one variant of each kernel that this wheel launches, in a process that runs a model.
 
     replaced: whether SGLang has put its function in the place of Triton's. keeps: whether it leaves Triton's cache in a
-    folder that was chosen before, as docs/engines.md says.
+    folder that was chosen before, as docs/engines.md says. otherwise: the folder that it chooses itself, and the one of
+    `dsv4attn compile --engine sglang`.
     """
     import os
     import tempfile
@@ -137,6 +138,7 @@ def compiled_kernels(*targets: str) -> dict[str, Any]:
     fakes.install()
     os.environ.pop("TRITON_INTERPRET")
     from dsv4attn_sglang.records import LAYOUTS
+    from sglang.srt.environ import third_party_cache_defaults
     from sglang.srt.model_executor import model_runner  # noqa: F401 - all that SGLang imports on a GPU
     from sglang.srt.utils import common
     from triton import next_power_of_2
@@ -144,6 +146,7 @@ def compiled_kernels(*targets: str) -> dict[str, Any]:
     from dsv4attn import Limits, ModelGeometry, load_backend
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.core.contract.warmup import WarmupSpec
+    from dsv4attn.integrations.engines import SGLANG
     from tests.backends._triton.compiling.each_kernel import compile_each
 
     windows = {"v4": LAYOUTS["v4"], "v41_new": LAYOUTS["v41_new"], "v41_fp4_new": LAYOUTS["v41_new"]}
@@ -155,5 +158,7 @@ def compiled_kernels(*targets: str) -> dict[str, Any]:
             bounds = WarmupSpec.of(model, limits, layer_steps=True, parts=PARTS, **layouts)
             variants += backend.kernel_variants(bounds, DeviceFacts.named(target))
         said[target] = compile_each(variants, target)
-    keeps = os.environ["TRITON_CACHE_DIR"] == folder
-    return {"replaced": next_power_of_2 is common.next_power_of_2, "keeps": keeps, "said": said}
+    keeps = os.environ.pop("TRITON_CACHE_DIR") == folder
+    otherwise = [third_party_cache_defaults()["TRITON_CACHE_DIR"], str(SGLANG.kernel_folder())]
+    replaced = next_power_of_2 is common.next_power_of_2
+    return {"replaced": replaced, "keeps": keeps, "otherwise": otherwise, "said": said}

@@ -74,8 +74,8 @@ class Dsv4Attention(_Layer):
                 GUARD.engine.switch,
             )
         self._serving = serving
-        indexer = indexer_globals() if INDEXER in serving.steps and not self.is_v41 else nullcontext()
-        with without_warmup(vllm_config, serving.steps) as others_remain, indexer:
+        names = indexer_globals() if INDEXER in serving.steps and not self.is_v41 else nullcontext()
+        with without_warmup(vllm_config, serving.steps) as others_remain, names:
             super().__init__(vllm_config, *args, **kwargs)
         if others_remain:
             register_remaining(self, vllm_config)
@@ -83,8 +83,8 @@ class Dsv4Attention(_Layer):
         self._bound: LayerCaches | None = None
         self._raw_q_steps = RawQSteps()
         self._invariant_product = serving.layer_ops.arithmetic(deterministic=True).linear
-        selects = self._geometry.kind is LayerKind.CSA
-        self._recorder = recorder_of(vllm_config, self.prefix, self.indexer.topk_tokens) if selects else None
+        indexer = self.indexer
+        self._recorder = None if indexer is None else recorder_of(vllm_config, self.prefix, indexer.topk_tokens)
         self._keep_wo_a()
         self._put_steps()
         serving.start_compiling()

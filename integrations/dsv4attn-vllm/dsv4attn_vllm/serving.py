@@ -199,6 +199,8 @@ class Serving:
         self.warm, self.compiling = True, None
 
     def _compile(self, device: torch.device) -> int:
+        # it says how many kernels Triton's cache had, and where that is
+        LOG.adopt("dsv4attn")
         return self.backend.warmup(self.bounds(), device)
 
 

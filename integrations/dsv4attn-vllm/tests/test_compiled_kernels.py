@@ -19,6 +19,9 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn_vllm.serving import Serving
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, STEPS
 from tests.backends._triton.compiling.each_kernel import compile_each
+from triton import knobs
+from dsv4attn.integrations.engines import VLLM
+assert os.environ.get("TRITON_CACHE_DIR") or knobs.cache.dir == str(VLLM.kernel_folder())
 said, folder = {{}}, os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
 initialize_inductor_cache(tempfile.mkdtemp())
 assert os.environ["TRITON_CACHE_DIR"] == folder, "docs/engines.md says that vLLM keeps it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,20 +10,9 @@ import torch
 from dsv4attn_vllm.cuda import CUDAAttention
 from engine import config_of, planned_caches, world
 from on_gpu.scenarios import FEW_PAGES, GROWING, SIZES
+from scheduling import Requests
 from served import configured_with_amx
 from small_model import LAYER_TYPES, configuration, prompt_of, write_as_released
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 
 PAGES = FEW_PAGES["num_gpu_blocks_override"]
 LIMITS = {name: value for name, value in FEW_PAGES.items() if name != "num_gpu_blocks_override"}
@@ -48,36 +36,8 @@ def config(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Any]:
 
 def preemptions(config: Any, pages: int, prompts: Any, tokens: int) -> int:
     """How often vLLM's scheduler preempts a request. Every step generates a token for each request in it."""
-    caches = generate_scheduler_kv_cache_config([planned_caches(config, pages)])
-    config.cache_config.num_gpu_blocks = caches.num_blocks
-    block_size, hashed_size = resolve_kv_cache_block_sizes(caches, config)
-    runs_ahead = config.scheduler_config.async_scheduling
-    scheduler = (AsyncScheduler if runs_ahead else Scheduler)(
-        vllm_config=config,
-        kv_cache_config=caches,
-        structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True, should_advance=lambda *_: False),
-        block_size=block_size,
-        hash_block_size=hashed_size,
-    )
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(hashed_size, sha256)
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    for i, prompt in enumerate(prompts):
-        scheduler.add_request(Request(str(i), list(prompt), sampling, None, block_hasher=hasher))
-    running: list[tuple[Any, ModelRunnerOutput]] = []
-    count = 0
-    for _ in range(1000):
-        step = scheduler.schedule()
-        names = [*step.num_scheduled_tokens]
-        # a step in the middle of a prompt generates nothing
-        generated = [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]
-        running.append((step, ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, generated)))
-        count += len(step.preempted_req_ids or ())
-        if len(running) > runs_ahead or not names:
-            scheduler.update_from_output(*running.pop(0))
-        if not scheduler.has_unfinished_requests():
-            return count
-    raise AssertionError("some requests are never finished")
+    requests = {str(i): prompt for i, prompt in enumerate(prompts)}
+    return Requests(config, pages).run(requests, tokens)[1]
 
 
 def test_requests_that_grow_are_preempted(config: Any) -> None:

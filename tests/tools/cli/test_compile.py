@@ -270,6 +270,29 @@ def test_kernels_are_those_of_one_rank(machine: Machine) -> None:
     assert "common divisor of 64 heads" in " ".join(lines)
 
 
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("options", "variables", "folder"),
+    [
+        (["--engine", "sglang"], {"SGLANG_CACHE_DIR": "/image"}, "/image/triton"),
+        (["--engine", "sglang"], {"SGLANG_CACHE_DIR": "/image", "TRITON_CACHE_DIR": "/kernels"}, "/kernels"),
+        (["--engine", "sglang", "--cache", "/own"], {"SGLANG_CACHE_DIR": "/image"}, "/own"),
+        (["--engine", "sglang"], {"HOME": "/root"}, "/root/.cache/sglang/triton"),
+        (["--engine", "vllm"], {"TRITON_HOME": "/image"}, "/image/.triton/cache"),
+    ],
+)
+def test_kernels_go_where_an_engine_looks_for_them(
+    machine: Machine, options: list[str], variables: dict[str, str], folder: str
+) -> None:
+    unset = dict.fromkeys(("TRITON_CACHE_DIR", "TRITON_HOME", "SGLANG_CACHE_DIR"))
+    vendor(machine)
+    command = ["compile", "--target", "sm_90", "--backend", "acme", *options]
+    _, lines = machine.run(*command, **{**unset, **variables})
+
+    assert lines[-1].split() == ["ENV", f"TRITON_CACHE_DIR={folder}"]
+    assert sorted(lines[-2].split()) == sorted(["RUN", "dsv4attn", *command])
+
+
 @pytest.mark.matrix
 def test_for_real_and_whatever_interprets_kernels_here(machine: Machine, tmp_path: Path) -> None:
     vendor(machine)

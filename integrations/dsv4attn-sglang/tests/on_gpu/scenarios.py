@@ -36,7 +36,6 @@ PAGE = 256
 EAGER = {"disable_cuda_graph": True}
 GRAPHS = {"cuda_graph_bs_decode": [1, 2, 4, 8], "cuda_graph_backend_prefill": "disabled"}
 """Decodes run in captured graphs. SGLang captures no prompts of DeepSeek-V4 unless it is told to."""
-BREAKABLE = {**GRAPHS, "cuda_graph_backend_decode": "breakable"}
 GRAPHS_OF_PROMPTS = {**GRAPHS, "cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": [256, 1024]}
 
 
@@ -146,7 +145,6 @@ SCENARIOS = [
     ),
     Scenario("mtp-3", options=MTP_3, graphs=GRAPHS, checkpoint="mtp"),
     Scenario("mtp-3-accepted-eager", (FIRST,), MTP_3, EAGER, _accepting(2.5), "mtp"),
-    Scenario("graphs-breakable", graphs=BREAKABLE),
     Scenario("graphs-of-prompts", graphs=GRAPHS_OF_PROMPTS),
     Scenario("requests-come-and-go", (MIXED_64,), {**LONG, "max_running_requests": 4}, GRAPHS),
     Scenario("prefix-cache-graphs", (ANSWERED, ANSWERED), {"chunked_prefill_size": 2048}, GRAPHS),
@@ -170,4 +168,7 @@ def write_for_sglang(folder: Path) -> None:
     scaling = {"type": "yarn", "rope_type": "yarn", "factor": 1.0, "beta_fast": 32, "beta_slow": 1}
     scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
     config |= {"topk_method": "noaux_tc", "dtype": "bfloat16", "rope_scaling": scaling}
+    if "dspark_target_layer_ids" in config:
+        # SGLang first looks for the key without a prefix, and else wants a model of four layers
+        config["target_layer_ids"] = config["dspark_target_layer_ids"]
     file.write_text(json.dumps(config))

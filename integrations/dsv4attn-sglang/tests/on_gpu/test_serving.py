@@ -78,7 +78,7 @@ def check_scenario(
     numbers = {name: sum(answer[name] for answer in answers) for name in ("retractions", "drafts", "accepted")}
     cached = [[answer["cached"] for answer in of_step] for of_step in served["rounds"]]
     backends = sorted(set(re.findall(r"dsv4attn-sglang: (?:decode|prefill), \d+ heads: (\w+):", served["log"])))
-    said = {"lines": re.findall(r"dsv4attn-sglang: (?!replaced)(.*)", served["log"])}
+    said = {"lines": re.findall(r"dsv4attn(?:-sglang)?: (?!replaced)(.*)", served["log"])}
     seconds = {"ready_s": served["ready"], "wall_s": served["seconds"]}
     figures = {**found, "backend": backends, "cached": cached, **numbers, **seconds, **said}
     name = f"{scenario.name}{'-by-sglang' if by_sglang else ''}"
