@@ -80,6 +80,43 @@ class NoEvent:
 torch.cuda.Event = NoEvent
 
 
+SLOW = frozenset(
+    """
+    test_a_prompt_in_chunks_then_drafts_and_one_rejected[triton]
+    test_a_step_is_what_own_builder_and_oracle_say[deepseek_v4 triton decode]
+    test_a_step_is_what_own_builder_and_oracle_say[deepseek_v4 triton prefill]
+    test_index_keys_of_4_bits[triton]
+    test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it[deepseek_v4 triton]
+    test_outputs_are_bit_for_bit_those_of_own_layers[cuda-triton-decode]
+    test_outputs_are_bit_for_bit_those_of_own_layers[cuda-triton-prefill]
+    test_outputs_do_not_depend_on_whose_compressor_runs[triton]
+    test_prompts_without_images_and_decodes_after_one_have_plain_windows[triton]
+    test_rejected_drafts_leave_nothing_behind[triton]
+    test_rows_of_one_request_share_keys_as_vllm_lists_them[triton]
+    test_rows_of_padding_change_nothing[cuda-triton-padding]
+    test_selected_are_the_entries_of_the_largest_scores[triton-decode]
+    test_selected_are_the_entries_of_vllms_largest_scores[triton-decode]
+    test_selected_are_the_entries_of_vllms_largest_scores[triton-prefill]
+    test_states_and_entries_are_vllms_byte_for_byte[triton-decode]
+    test_tokens_of_an_image_see_all_of_it[triton]
+    test_verification_of_drafts_is_what_own_builder_and_oracle_say[triton]
+    test_weights_that_are_loaded_again_are_used[triton]
+    test_whole_layers_are_bit_for_bit_dsv4attns_own[none-triton]
+    test_whole_layers_are_bit_for_bit_dsv4attns_own[triton]
+    """.strip()
+    .replace("\n    ", "\n")
+    .splitlines()
+)
+"""Tests whose seam the same test covers on `reference`, or with a mixed step. In each file others run on `triton`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark them."""
+    for item in items:
+        if item.name in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
