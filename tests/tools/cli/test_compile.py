@@ -287,7 +287,7 @@ def test_kernels_go_where_an_engine_looks_for_them(
     unset = dict.fromkeys(("TRITON_CACHE_DIR", "TRITON_HOME", "SGLANG_CACHE_DIR"))
     vendor(machine)
     command = ["compile", "--target", "sm_90", "--backend", "acme", *options]
-    _, lines = machine.run(*command, **{**unset, **variables})
+    _, lines = machine.run(*command, width=80, **{**unset, **variables})
 
     assert lines[-1].split() == ["ENV", f"TRITON_CACHE_DIR={folder}"]
     assert sorted(lines[-2].split()) == sorted(["RUN", "dsv4attn", *command])

@@ -247,8 +247,3 @@ PIPELINE_PARALLEL = Scenario(
     checkpoint="stages",
 )
 """Both on two GPUs."""
-
-
-def without_compilation_while_serving(scenario: Scenario) -> Scenario:
-    """The same, in an engine that fails if it compiles a kernel once it is ready."""
-    return evolve(scenario, options={**scenario.options, "jit_monitor_mode": "error"})
