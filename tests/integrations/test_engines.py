@@ -160,3 +160,18 @@ def test_a_line_of_the_log_is_said_once_and_by_the_name_of_the_wheel(caplog: pyt
         ("WARNING", "dsv4attn-sglang: not used", "test_engines.py"),
         ("INFO", "dsv4attn-sglang: decode runs on sm90", "test_engines.py"),
     ]
+
+
+def test_lines_of_another_logger_go_where_those_of_the_wheel_go(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine shows INFO of its own loggers alone."""
+    log, other = OnceLog(VLLM, "engine.adopted.dsv4attn"), logging.getLogger("a.warm.backend")
+    logging.getLogger("engine.adopted").setLevel(logging.INFO)
+    other.info("not seen")
+
+    log.adopt("a.warm.backend")
+    other.info("sm90 is warm")
+
+    assert [record.getMessage() for record in caplog.records] == ["sm90 is warm"]
+    logging.getLogger("a.kept").addHandler(logging.NullHandler())
+    log.adopt("a.kept")
+    assert logging.getLogger("a.kept").parent is not log.logger
