@@ -234,6 +234,8 @@ class OnceLog:
         other = logging.getLogger(name)
         if not other.handlers:
             other.parent = self.logger
+            # logging forgets what it remembers of levels
+            other.setLevel(other.level)
 
     def info(self, text: str, *values: object) -> None:
         """Log what is done."""
