@@ -121,7 +121,6 @@ ANSWERED = Round([SHARED])
 GROWING = Round([prompt_of(length) for length in (20, 60, 100, 140, 180, 200, 220, 240)], tokens=48)
 MIXED_8, MIXED_64 = Round(mixed(8, 8192), tokens=16), Round(mixed(64, 8192), tokens=16)
 LONG = {"context_length": 8448, "max_total_tokens": 196608, "chunked_prefill_size": 2048}
-AT_64 = {"cuda_graph_bs_decode": [8, 64]}
 MTP_1, MTP_3, DSPARK = _drafts("EAGLE", 1), _drafts("EAGLE", 3), {"speculative_algorithm": "DSPARK"}
 """SGLang drafts with the MTP layer of a DeepSeek-V4 if its algorithm EAGLE is asked for."""
 
