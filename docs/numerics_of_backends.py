@@ -53,7 +53,8 @@ from dsv4attn.tools.bench.inputs import Inputs, RandomNumbers, make_inputs, read
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 from dsv4attn.tools.bench.peers import PEERS
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu")
+_KIND = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else ""
+DEVICE = torch.device(_KIND, 0) if _KIND else torch.device("cpu")
 PARTS = ("logits", "attention", "graphs")
 REPORT = "numerics_of_backends"
 _WITHOUT_PDL = "DSV4ATTN_NUMERICS_WITHOUT_PDL"
@@ -617,6 +618,12 @@ def graphs_part(backends: Backends, *, rounds: int = 9) -> list[Row]:
     return found
 
 
+def loaded(text: str) -> Backend:
+    """The backend of a name, or of a name and options, such as "sm90:index_sums=exact"."""
+    name, _, options = text.partition(":")
+    return load_backend(name, **dict(option.split("=") for option in options.split(":") if option))
+
+
 def without_overlap(name: str) -> list[Row]:
     """The rows of `graphs_part` of a backend from a process whose kernels do not overlap."""
     with TemporaryDirectory() as folder:
@@ -648,7 +655,9 @@ def main() -> None:
     """Run the parts, print their tables and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default: all")
-    parser.add_argument("--backends", default="", help="comma-separated; default: sm90 and triton, triton elsewhere")
+    parser.add_argument(
+        "--backends", default="", help="comma-separated, NAME or NAME:OPTION=VALUE; default: sm90,triton, or triton"
+    )
     parser.add_argument("--out", type=Path, help="folder for the report")
     arguments = parser.parse_args()
     is_hopper = DEVICE.type == "cuda" and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
@@ -656,7 +665,7 @@ def main() -> None:
     small, overlaps = DEVICE.type == "cpu", _WITHOUT_PDL not in os.environ
     if not overlaps:
         pdl._ARCHITECTURES = frozenset()  # noqa: SLF001 - there is no option: nobody needs it but this comparison
-    backends = {name: load_backend(name) for name in names}
+    backends = {name: loaded(name) for name in names}
     module: Any = torch.get_device_module(DEVICE)
     report: dict[str, Any] = {
         "device": platform.machine() if small else module.get_device_name(),
