@@ -279,7 +279,7 @@ def test_forms_are_foreseen(name: str) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's own kernels have these sums, see `dsv4attn conform --option`")
 @pytest.mark.parametrize("model", ["flash", "v4.1-flash"])
-@pytest.mark.parametrize("make", [GenericBackend, Sm90Backend], ids=["triton", "sm90"])
+@pytest.mark.parametrize("make", [GenericBackend, Sm90Backend])
 def test_exact_sums_multiply_no_codes(make: type[TritonBackend], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = WarmupSpec.of(ModelGeometry.preset(model), Limits(8, 64, 2**18), layer_steps=True)
     # what a device launches, and no kernel runs
