@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -118,7 +119,8 @@ def test_logits_that_are_cut_off_have_a_bias_and_select_other_entries() -> None:
     exact = script.ExactLogits.of(inputs, (64,))
 
     def whole(inputs: Any) -> torch.Tensor:
-        return script.sum_of_heads(inputs, lambda head: script.exact_of_head(inputs, head))
+        total: torch.Tensor = script.sum_of_heads(inputs, lambda head: script.exact_of_head(inputs, head))
+        return total
 
     def cut(inputs: Any) -> torch.Tensor:
         return (whole(inputs).float().view(torch.int32) & -65536).view(torch.float32)
@@ -154,6 +156,8 @@ def test_a_step_is_cut_into_graphs_and_eager_calls(
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     pieces = script.Pieces()
+    first: Callable[[], object]
+    second: Callable[[], object]
     first, second = (lambda: log.append("call") for _ in range(2))
     if form == "cuts":
         first, second = pieces.then_cut(first), pieces.then_cut(second)

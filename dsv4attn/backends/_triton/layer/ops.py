@@ -50,7 +50,7 @@ def layer_ops(
     on every device, see `index_logits.multiplies_codes`. score: what computes scores, with the arguments of
     `index_logits.score`, which is the default.
     """
-    sums: dict[str, bool] = {"exact_sums": exact_sums}
+    sums: dict[str, Any] = {"exact_sums": exact_sums}
     scoring: dict[str, Any] = {
         "score": partial(index_logits.score, exact_rows=deterministic, **sums) if score is None else score
     }

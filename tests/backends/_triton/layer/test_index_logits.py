@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.launching.recorded import recording
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.backends._triton.layer import index_logits, select
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed, recording
+from dsv4attn.backends._triton.layer import index_logits, kernels_index_logits, select
 from dsv4attn.backends.sm90 import group_select
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.triton.launch import GenericBackend
@@ -299,7 +298,7 @@ def test_exact_sums_multiply_no_codes(make: type[TritonBackend], model: str, mon
         ]
         return {constants["KIND"] for constants in scoring if "KIND" in constants}, bits
 
-    assert facts("fp8") == ({index_logits.NATIVE.value}, 14)
-    assert facts("exact") == ({index_logits.CODES.value}, 24)
+    assert facts("fp8") == ({kernels_index_logits.NATIVE.value}, 14)
+    assert facts("exact") == ({kernels_index_logits.CODES.value}, 24)
     with pytest.raises(ArgumentError, match="index_sums: expected 'fp8' or 'exact', got 'more'"):
         make(index_sums="more")
