@@ -53,7 +53,7 @@ def kept_figures() -> Iterator[list[Any]]:
 
     def keep(self: Any, *arguments: Any, **options: Any) -> None:
         kept.append(self)
-        save(self, *arguments, **options | {"dpi": 30})
+        save(self, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", keep)
